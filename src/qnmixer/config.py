@@ -1,0 +1,341 @@
+"""The schema of every config, and all checks that one config must pass before anything is started.
+
+The values live in `conf/`; here are their types, their bounds and the rules between them. No torch import: a
+wrong override is answered in a moment.
+"""
+
+import difflib
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+from qnmixer.data.config import DataConfig, DeepLesionData, DicomData, NumpyData, PhantomData
+from qnmixer.errors import ConfigError
+
+
+def one_of(*choices: str) -> Any:
+    """A text field that takes one of these values."""
+    return field(metadata={"choices": choices})
+
+
+def number(at_least: float | None = None, above: float | None = None) -> Any:
+    """A number field with a lower bound, included (`at_least`) or not (`above`)."""
+    return field(metadata={"at_least": at_least, "above": above})
+
+
+@dataclass
+class GeometryConfig:
+    """Fan-beam scan, mm and radians; pixel_size follows as field_of_view / data.image_size."""
+
+    name: str
+    field_of_view: float = number(above=0)
+    n_views: int = number(at_least=1)
+    n_detectors: int = number(at_least=1)
+    detector_pitch: float = number(above=0)
+    source_to_axis: float = number(above=0)
+    axis_to_detector: float
+    first_angle: float | None  # None: half a step between views
+    angle_span: float
+    fbp_filter: str = one_of("ramp", "shepp-logan", "cosine", "hamming", "hann")
+
+
+@dataclass
+class NoNoiseConfig:
+    """Noise-free sinograms."""
+
+    name: str
+
+
+@dataclass
+class FieldNoiseConfig:
+    """The mild, scale-free noise of the field's papers."""
+
+    name: str
+    photons: float = number(above=0)
+    sigma: float = number(at_least=0)
+
+
+@dataclass
+class PhysicalNoiseConfig:
+    """Counts behind a body of real attenuation."""
+
+    name: str
+    photons: float = number(above=0)
+    water_attenuation: float = number(above=0)  # 1/mm
+    electronic_sigma: float = number(at_least=0)  # counts
+
+
+@dataclass
+class QNMixerConfig:
+    """Arguments of `qnmixer.models.QNMixer`."""
+
+    name: str
+    n_iterations: int = number(at_least=1)
+    channels: int = number(at_least=4)
+    patch_size: int = number(at_least=1)
+    n_mixer_layers: int = number(at_least=1)
+    mlp_ratio: float = number(above=0)
+    codec: str = one_of("orthonormal", "strided")
+    latent_factor: int = number(at_least=1)
+    latent_channels: int = number(at_least=1)
+    shared_regularizer: bool
+    shared_step_size: bool
+    data_term: str = one_of("fbp", "adjoint")
+    hessian: str = one_of("bfgs", "identity")
+    hessian_gradient: str = one_of("full", "detach")
+
+
+@dataclass
+class LossConfig:
+    """What training minimises between x_T and the slice."""
+
+    name: str = one_of("mse", "l1", "ssim_mix")
+
+
+@dataclass
+class SSIMMixConfig(LossConfig):
+    """(1 − weight) · L1 + weight · (1 − SSIM)."""
+
+    ssim_weight: float = number(at_least=0)
+
+
+@dataclass
+class OptimizerConfig:
+    """What all optimizers take; the scalars λ_t learn at lr · step_size_lr_factor."""
+
+    name: str
+    lr: float = number(above=0)
+    weight_decay: float = number(at_least=0)
+    step_size_lr_factor: float = number(above=0)
+
+
+@dataclass
+class AdamWConfig(OptimizerConfig):
+    """torch.optim.AdamW."""
+
+    betas: list[float]
+
+
+@dataclass
+class SGDConfig(OptimizerConfig):
+    """torch.optim.SGD."""
+
+    momentum: float = number(at_least=0)
+
+
+@dataclass
+class ScheduleConfig:
+    """How the learning rate goes over the run; fractions are of all optimizer steps."""
+
+    name: str
+    warmup: float = number(at_least=0)
+
+
+@dataclass
+class StepScheduleConfig(ScheduleConfig):
+    """× factor once, at `at` of the run."""
+
+    at: float = number(above=0)
+    factor: float = number(above=0)
+
+
+@dataclass
+class TrainerConfig:
+    """What goes to Lightning's Trainer."""
+
+    accelerator: str = one_of("auto", "cpu", "gpu", "cuda", "mps")
+    devices: int = number(at_least=1)
+    precision: str = one_of("32", "16-mixed", "bf16-mixed")
+    max_steps: int = number(at_least=-1)
+    max_epochs: int | None
+    accumulate_grad_batches: int = number(at_least=1)
+    gradient_clip_val: float | None
+    val_every_n_steps: int | None
+    limit_val_batches: int | None
+    log_every_n_steps: int = number(at_least=1)
+    deterministic: bool
+
+
+@dataclass
+class LoggerConfig:
+    """Where metrics go beside metrics.csv."""
+
+    name: str
+
+
+@dataclass
+class WandbConfig(LoggerConfig):
+    """Weights & Biases."""
+
+    mode: str = one_of("offline", "online", "disabled")
+    project: str
+    entity: str | None
+    run_name: str | None
+
+
+@dataclass
+class EvaluationConfig:
+    """What is measured on a split, and what is drawn."""
+
+    window: list[float]  # HU, [low, high]
+    n_pictures: int = number(at_least=1)
+
+
+GROUPS: dict[str, dict[str, type]] = {
+    "geometry": {"fan_beam": GeometryConfig},
+    "noise": {"none": NoNoiseConfig, "field": FieldNoiseConfig, "physical": PhysicalNoiseConfig},
+    "model": {"qn_mixer": QNMixerConfig},
+    "data": {"phantoms": PhantomData, "dicom": DicomData, "deeplesion": DeepLesionData, "numpy": NumpyData},
+    "loss": {"mse": LossConfig, "l1": LossConfig, "ssim_mix": SSIMMixConfig},
+    "optimizer": {"adamw": AdamWConfig, "sgd": SGDConfig, "adafactor": OptimizerConfig},
+    "schedule": {"constant": ScheduleConfig, "cosine": ScheduleConfig, "step": StepScheduleConfig},
+    "logger": {"wandb": WandbConfig, "csv": LoggerConfig},
+}
+
+
+SECTIONS: dict[str, type] = {"trainer": TrainerConfig, "evaluation": EvaluationConfig}
+
+
+@dataclass
+class RunConfig:
+    """What stands at the root of the config."""
+
+    seed: int = number(at_least=0)
+    monitor: str = one_of("val/psnr", "val/ssim", "val/loss")
+    finetune: str | None
+    test_after_training: bool
+
+
+@dataclass
+class Config(RunConfig):
+    """One training run, checked."""
+
+    geometry: GeometryConfig
+    noise: NoNoiseConfig | FieldNoiseConfig | PhysicalNoiseConfig
+    model: QNMixerConfig
+    data: DataConfig
+    loss: LossConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    trainer: TrainerConfig
+    logger: LoggerConfig
+    evaluation: EvaluationConfig
+
+
+def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
+    """Typed and checked config from a composed one (or from the plain one kept in a checkpoint).
+
+    Raises ConfigError, naming the key and the mend.
+    """
+    try:
+        values = OmegaConf.to_container(OmegaConf.create(cfg), resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key} has no value: give one with {error.full_key}=…") from error
+    assert isinstance(values, dict)
+    root = {f.name for f in fields(RunConfig)}
+    sections = {f.name for f in fields(Config)} - root
+    for key in sections - values.keys():
+        raise ConfigError(f"the config has no {key}: pick one with {key}=…")
+    parsed = {key: _parse(key, _schema(key, values[key]), values[key], values) for key in sorted(sections)}
+    rest = _parse("", RunConfig, {k: v for k, v in values.items() if k not in sections}, values)
+    config = Config(**{key: getattr(rest, key) for key in root}, **parsed)
+    validate(config)
+    return config
+
+
+def _schema(section: str, value: Any) -> type:
+    if section in SECTIONS:
+        return SECTIONS[section]
+    name = str(value.get("name")) if isinstance(value, dict) else str(value)
+    if name not in GROUPS[section]:
+        raise ConfigError(f"{section}={name} is not known: {suggest(name, GROUPS[section])}")
+    return GROUPS[section][name]
+
+
+def _parse(section: str, schema: type, value: Any, values: Mapping[str, Any]) -> Any:
+    prefix = f"{section}." if section else ""
+    try:
+        typed = OmegaConf.merge(OmegaConf.structured(schema), value)
+        parsed = OmegaConf.to_object(typed)
+    except ConfigKeyError as error:
+        raise unknown_key(f"{prefix}{error.full_key}", list(flat_keys(values))) from error
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{prefix}{error.full_key} has no value: give one with {prefix}{error.full_key}=…") from error
+    except OmegaConfBaseException as error:
+        reason = str(error.msg or error).splitlines()[0]
+        raise ConfigError(f"{prefix}{error.full_key or ''}: {reason}") from error
+    _check_bounds(prefix, parsed)
+    return parsed
+
+
+def _check_bounds(prefix: str, section: Any) -> None:
+    for f in fields(section):
+        value, rules = getattr(section, f.name), f.metadata
+        if value is None:
+            continue
+        key = f"{prefix}{f.name}={value}"
+        if (choices := rules.get("choices")) and value not in choices:
+            raise ConfigError(f"{key} is not known: {suggest(value, choices)}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{key} is not a finite number: give one")
+        if (low := rules.get("at_least")) is not None and value < low:
+            raise ConfigError(f"{key} is too small: give {low} or more")
+        if (low := rules.get("above")) is not None and value <= low:
+            raise ConfigError(f"{key} is too small: give more than {low}")
+
+
+def validate(config: Config) -> None:
+    """The rules between keys. Raises ConfigError."""
+    size, model, trainer = config.data.image_size, config.model, config.trainer
+    for key, part in (("patch_size", model.patch_size), ("latent_factor", model.latent_factor)):
+        if size % part:
+            raise ConfigError(
+                f"data.image_size={size} is not divisible by model.{key}={part}: "
+                f"choose data.image_size={size - size % part or part} or another model.{key}"
+            )
+    if model.channels % 4:
+        raise ConfigError(f"model.channels={model.channels} is not a multiple of 4: the inception has four branches")
+    if model.codec == "orthonormal" and model.latent_channels > model.latent_factor**2:
+        raise ConfigError(
+            f"model.latent_channels={model.latent_channels} is more than latent_factor² = {model.latent_factor**2}: "
+            "an orthonormal codec cannot have more; lower it or raise model.latent_factor"
+        )
+    if trainer.max_steps == -1 and trainer.max_epochs is None:
+        raise ConfigError("training would never end: give trainer.max_steps=… or trainer.max_epochs=…")
+    low, high = config.evaluation.window if len(config.evaluation.window) == 2 else (0.0, 0.0)
+    if low >= high:
+        raise ConfigError(f"evaluation.window={config.evaluation.window} is not [low, high] in HU: e.g. [-160,240]")
+    if config.data.scaling == "minmax" and isinstance(config.noise, PhysicalNoiseConfig):
+        raise ConfigError(
+            "noise=physical needs an attenuation scale that slices share: use data.scaling=attenuation, or noise=field"
+        )
+
+
+def to_plain(config: Config) -> dict[str, Any]:
+    """Numbers, strings, lists and dicts only: what a checkpoint may hold; `parse` reads it back."""
+    return asdict(config)
+
+
+def unknown_key(key: str, known: Collection[str]) -> ConfigError:
+    """The error for a key that does not exist, with the nearest that does."""
+    return ConfigError(f"unknown key {key}: {suggest(key, known)}")
+
+
+def flat_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Dotted names of all keys, groups included."""
+    for key, value in values.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from flat_keys(value, f"{prefix}{key}.")
+
+
+def suggest(word: str, choices: Collection[str]) -> str:
+    """How to mend a word that is none of the choices."""
+    near = difflib.get_close_matches(word, [c for c in choices if c != word], n=1, cutoff=0.6)
+    if near:
+        return f"did you mean {near[0]}?"
+    return f"choose {', '.join(choices)}" if len(choices) <= 12 else "run with --cfg job to see all keys"

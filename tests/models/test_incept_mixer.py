@@ -1,0 +1,48 @@
+import pytest
+import torch
+from torch.nn import functional as F
+
+from qnmixer.errors import ConfigError
+from qnmixer.models.incept_mixer import InceptMixer, MixerLayer, PatchExpansion
+
+
+def test_regulariser_starts_at_zero_and_then_learns() -> None:
+    regulariser = InceptMixer(image_size=16, channels=32)
+    x = torch.rand(2, 1, 16, 16)
+    assert torch.equal(regulariser(x), torch.zeros_like(x))
+    optimizer = torch.optim.SGD(regulariser.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.mse_loss(regulariser(x), x).backward()
+        optimizer.step()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in regulariser.parameters())
+
+
+def test_patch_expansion_equals_linear_shuffle_and_one_by_one() -> None:
+    """The lean product form against the two layers it stands for, made at full resolution."""
+    expansion = PatchExpansion(channels=8, patch_size=4)
+    torch.nn.init.normal_(expansion.project)
+    x = torch.randn(2, 3, 5, 8)
+    wide = torch.einsum("bhwc,pkc->bkphw", x, expansion.expand)  # [B, C/4, P², h, w]
+    full = F.pixel_shuffle(wide.flatten(1, 2), 4)  # [B, C/4, P·h, P·w]
+    expected = torch.einsum("bkhw,k->bhw", full, expansion.project)[:, None]
+    torch.testing.assert_close(expansion(x), expected)
+
+
+def test_mixer_layer_follows_the_figure() -> None:
+    """One residual over height and width together, a second over the channels."""
+    layer = MixerLayer(grid=4, channels=8, ratio=2.0)
+    x = torch.randn(2, 4, 4, 8)
+    normed = layer.spatial_norm(x)
+    tall = layer.height_mlp.layers(normed.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+    wide = layer.width_mlp.layers(tall.permute(0, 1, 3, 2)).permute(0, 1, 3, 2)
+    mixed = x + wide
+    expected = mixed + layer.channel_mlp.layers(layer.channel_norm(mixed))
+    torch.testing.assert_close(layer(x), expected)
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match="30 pixels"):
+        InceptMixer(image_size=30, channels=8, patch_size=4)
+    with pytest.raises(ConfigError, match="multiple of 4"):
+        InceptMixer(image_size=16, channels=10)

@@ -1,0 +1,182 @@
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qnmixer.errors import ConfigError
+from qnmixer.models import QNMixer
+from qnmixer.physics import FanBeamProjector
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "a regulariser and step size an iteration": {"shared_regularizer": False, "shared_step_size": False},
+    "strided latent": {"codec": "strided", "latent_channels": 1},
+    "adjoint": {"data_term": "adjoint"},
+    "first order": {"hessian": "identity"},
+    "detached": {"hessian_gradient": "detach"},
+    "one iteration": {"n_iterations": 1},
+}
+
+
+def small(projector: FanBeamProjector, *, awake: bool = True, **options: Any) -> QNMixer:
+    """A small network; awake, its regularisers have left their zero start."""
+    torch.manual_seed(0)
+    network = QNMixer(projector, **{"n_iterations": 4, "channels": 8, **options})
+    if awake:
+        for regularizer in network.regularizers:
+            nn.init.normal_(regularizer.expansion.project, std=0.02)
+    return network
+
+
+def published_loop(network: QNMixer, y: Tensor) -> list[Tensor]:
+    """The loop as the paper draws it, for a batch of one, with a dense H updated at the end of each iteration."""
+    T = network.n_iterations
+    x = network.projector.fbp(y)
+    iterates = [x]
+    code = network.codec.encode(network.objective_gradient(0, x, y))
+    r = code.flatten()
+    H = torch.eye(len(r), dtype=r.dtype)
+    for t in range(T):
+        s = -H @ r
+        x = x + network.codec.decode(s.view(code.shape))
+        iterates.append(x)
+        if t < T - 1:
+            r_next = network.codec.encode(network.objective_gradient(t + 1, x, y)).flatten()
+            z = r_next - r
+            rho = 1 / (z @ s)
+            left = torch.eye(len(r), dtype=r.dtype) - rho * torch.outer(s, z)
+            H = left @ H @ left.T + rho * torch.outer(s, s)
+            r = r_next
+    return iterates
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_equals_the_published_loop_with_a_dense_hessian(projector: FanBeamProjector, shared: bool) -> None:
+    """Float64, step for step, on a run where the safeguard has nothing to do (asserted)."""
+    network = small(copy.deepcopy(projector), shared_regularizer=shared).double()
+    with torch.no_grad():
+        for step_size in network.step_sizes:
+            step_size.mul_(3.0)
+        # A regulariser of nearly quadratic J keeps the curvature healthy: zᵀs well above the bound.
+        for regularizer in network.regularizers:
+            regularizer.forward = lambda x: 0.9 * x  # type: ignore[method-assign]  # G(x) = ∇ 0.45‖x‖²
+    y = network.projector(torch.rand(1, 1, 16, 16, dtype=torch.float64))
+    states = list(network.states(y))
+    pairs = states[-1].pairs
+    assert len(pairs) == network.n_iterations - 1
+    for state, expected in zip(states, published_loop(network, y), strict=True):
+        torch.testing.assert_close(state.x, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_iterates_start_at_fbp_and_end_at_forward(projector: FanBeamProjector, option: str) -> None:
+    network = small(projector, **OPTIONS[option])
+    y = projector(torch.rand(3, 1, 16, 16))
+    iterates = network.iterates(y)
+    assert len(iterates) == network.n_iterations + 1
+    assert torch.equal(iterates[0], projector.fbp(y))
+    assert torch.equal(iterates[-1], network(y))
+    assert all(torch.isfinite(x).all() for x in iterates)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_parameter_gets_a_gradient(projector: FanBeamProjector, option: str) -> None:
+    network = small(projector, channels=32, **OPTIONS[option])
+    truth = torch.rand(2, 1, 16, 16)
+    (network(projector(truth)) - truth).square().mean().backward()
+    without = [n for n, p in network.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+    assert without == []
+
+
+def test_samples_of_a_batch_do_not_touch_each_other(projector: FanBeamProjector) -> None:
+    network = small(projector)
+    y = projector(torch.rand(3, 1, 16, 16))
+    y[1] = 0  # a degenerate neighbour
+    together = network(y)
+    alone = torch.cat([network(y[b : b + 1]) for b in range(3)])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_step_sizes_start_from_the_spectral_radius(projector: FanBeamProjector) -> None:
+    network = small(projector, shared_step_size=False)
+    assert [tuple(p.shape) for p in network.step_sizes] == [(1,)] * 4
+    expected = 1 / projector.fbp_spectral_radius()
+    assert all(p.item() == pytest.approx(expected) for p in network.step_sizes)
+
+
+def test_untrained_network_already_descends(projector: FanBeamProjector) -> None:
+    """With G = 0 at the start, the iterations fit the data better and better."""
+    network = small(projector, awake=False)
+    x = torch.zeros(1, 1, 16, 16)
+    x[..., 4:12, 5:10] = 1
+    y = projector(x)
+    misfits = [float((projector(x_t) - y).norm()) for x_t in network.iterates(y)]
+    assert misfits[-1] < 0.7 * misfits[0]
+
+
+def test_detach_changes_the_gradient_and_not_the_image(projector: FanBeamProjector) -> None:
+    full, detached = small(projector), small(projector, hessian_gradient="detach")
+    truth = torch.rand(1, 1, 16, 16)
+    y = projector(truth)
+    gradients = []
+    for network in (full, detached):
+        (network(y) - truth).square().mean().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in network.parameters() if p.grad is not None]))
+    assert torch.equal(full(y), detached(y))
+    assert not torch.allclose(*gradients, rtol=1e-3)
+
+
+def test_second_order_differs_from_first_order_from_the_second_step(projector: FanBeamProjector) -> None:
+    second, first = small(projector), small(projector, hessian="identity")
+    y = projector(torch.rand(1, 1, 16, 16))
+    a, b = second.iterates(y), first.iterates(y)
+    assert torch.equal(a[1], b[1])
+    assert not torch.allclose(a[2], b[2], rtol=1e-3)
+
+
+def test_gradcheck(projector: FanBeamProjector) -> None:
+    """Numerical against analytic gradient in float64, through FBP, A, G, codec and H."""
+    network = small(copy.deepcopy(projector), n_iterations=3, channels=4, n_mixer_layers=1).double()
+    y = network.projector(torch.rand(1, 1, 16, 16, dtype=torch.float64)).requires_grad_()
+    names = ["step_sizes.0", "codec.encoder.weight", "regularizers.0.expansion.project"]
+    values = [dict(network.named_parameters())[name] for name in names]
+
+    def loss(y: Tensor, *parameters: Tensor) -> Tensor:
+        return torch.func.functional_call(network, dict(zip(names, parameters, strict=True)), (y,)).square().mean()
+
+    assert torch.autograd.gradcheck(loss, (y, *(v.detach().requires_grad_() for v in values)), fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_leaves_physics_hessian_and_image_in_float32(projector: FanBeamProjector, dtype: torch.dtype) -> None:
+    network = small(projector)
+    y = projector(torch.rand(1, 1, 16, 16))
+    with torch.autocast("cpu", dtype=dtype):
+        states = list(network.states(y))
+        assert network.regularizers[0](states[0].x).dtype == dtype
+    for state in states[1:]:
+        assert state.x.dtype == state.r.dtype == state.s.dtype == torch.float32
+        assert all(tensor.dtype == torch.float32 for pair in state.pairs for tensor in pair)
+    torch.testing.assert_close(states[-1].x, network(y), rtol=0.05, atol=0.05)
+
+
+def test_state_dict_holds_weights_only(projector: FanBeamProjector) -> None:
+    """No system matrix in checkpoints."""
+    network = small(projector)
+    assert set(network.state_dict()) == {name for name, _ in network.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"latent_factor": 3}, "latent cells of 3"),
+        ({"patch_size": 5}, "patches of 5"),
+        ({"hessian": "bgfs"}, "choose bfgs or identity"),
+        ({"codec": "vq"}, "choose orthonormal or strided"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(projector: FanBeamProjector, options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        QNMixer(projector, **options)
