@@ -27,7 +27,7 @@ def number(at_least: float | None = None, above: float | None = None) -> Any:
     return field(metadata={"at_least": at_least, "above": above})
 
 
-@dataclass
+@dataclass(kw_only=True)
 class GeometryConfig:
     """Fan-beam scan, mm and radians; pixel_size follows as field_of_view / data.image_size."""
 
@@ -43,14 +43,14 @@ class GeometryConfig:
     fbp_filter: str = one_of("ramp", "shepp-logan", "cosine", "hamming", "hann")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class NoNoiseConfig:
     """Noise-free sinograms."""
 
     name: str
 
 
-@dataclass
+@dataclass(kw_only=True)
 class FieldNoiseConfig:
     """The mild, scale-free noise of the field's papers."""
 
@@ -59,7 +59,7 @@ class FieldNoiseConfig:
     sigma: float = number(at_least=0)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PhysicalNoiseConfig:
     """Counts behind a body of real attenuation."""
 
@@ -69,7 +69,7 @@ class PhysicalNoiseConfig:
     electronic_sigma: float = number(at_least=0)  # counts
 
 
-@dataclass
+@dataclass(kw_only=True)
 class QNMixerConfig:
     """Arguments of `qnmixer.models.QNMixer`."""
 
@@ -89,21 +89,21 @@ class QNMixerConfig:
     hessian_gradient: str = one_of("full", "detach")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class LossConfig:
     """What training minimises between x_T and the slice."""
 
     name: str = one_of("mse", "l1", "ssim_mix")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SSIMMixConfig(LossConfig):
     """(1 − weight) · L1 + weight · (1 − SSIM)."""
 
     ssim_weight: float = number(at_least=0)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class OptimizerConfig:
     """What all optimizers take; the scalars λ_t learn at lr · step_size_lr_factor."""
 
@@ -113,21 +113,21 @@ class OptimizerConfig:
     step_size_lr_factor: float = number(above=0)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class AdamWConfig(OptimizerConfig):
     """torch.optim.AdamW."""
 
     betas: list[float]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SGDConfig(OptimizerConfig):
     """torch.optim.SGD."""
 
     momentum: float = number(at_least=0)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ScheduleConfig:
     """How the learning rate goes over the run; fractions are of all optimizer steps."""
 
@@ -135,7 +135,7 @@ class ScheduleConfig:
     warmup: float = number(at_least=0)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class StepScheduleConfig(ScheduleConfig):
     """× factor once, at `at` of the run."""
 
@@ -143,7 +143,7 @@ class StepScheduleConfig(ScheduleConfig):
     factor: float = number(above=0)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TrainerConfig:
     """What goes to Lightning's Trainer."""
 
@@ -160,14 +160,14 @@ class TrainerConfig:
     deterministic: bool
 
 
-@dataclass
+@dataclass(kw_only=True)
 class LoggerConfig:
     """Where metrics go beside metrics.csv."""
 
     name: str
 
 
-@dataclass
+@dataclass(kw_only=True)
 class WandbConfig(LoggerConfig):
     """Weights & Biases."""
 
@@ -177,7 +177,7 @@ class WandbConfig(LoggerConfig):
     run_name: str | None
 
 
-@dataclass
+@dataclass(kw_only=True)
 class EvaluationConfig:
     """What is measured on a split, and what is drawn."""
 
@@ -200,7 +200,7 @@ GROUPS: dict[str, dict[str, type]] = {
 SECTIONS: dict[str, type] = {"trainer": TrainerConfig, "evaluation": EvaluationConfig}
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RunConfig:
     """What stands at the root of the config."""
 
@@ -210,7 +210,7 @@ class RunConfig:
     test_after_training: bool
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Config(RunConfig):
     """One training run, checked."""
 
@@ -226,16 +226,47 @@ class Config(RunConfig):
     evaluation: EvaluationConfig
 
 
+@dataclass(kw_only=True)
+class EvaluateRootConfig:
+    """What stands at the root of the config of `qnmixer.evaluate`."""
+
+    run: str
+    checkpoint: str = one_of("best", "last")
+    split: str = one_of("train", "val", "test")
+    accelerator: str = one_of("auto", "cpu", "cuda")
+
+
+@dataclass(kw_only=True)
+class EvaluateConfig(EvaluateRootConfig):
+    """One evaluation, checked; None: as the run was trained."""
+
+    data: DataConfig | None
+    noise: NoNoiseConfig | FieldNoiseConfig | PhysicalNoiseConfig | None
+    evaluation: EvaluationConfig
+
+
+@dataclass(kw_only=True)
+class ReconstructConfig:
+    """One call of `qnmixer.reconstruct`."""
+
+    run: str
+    input: str
+    output: str
+    kind: str = one_of("auto", "slices", "sinograms")
+    formats: list[str]
+    window: list[float]  # HU
+    unit: str = one_of("attenuation", "value")
+    water_attenuation: float = number(above=0)  # 1/mm
+    checkpoint: str = one_of("best", "last")
+    accelerator: str = one_of("auto", "cpu", "cuda")
+
+
 def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
     """Typed and checked config from a composed one (or from the plain one kept in a checkpoint).
 
     Raises ConfigError, naming the key and the mend.
     """
-    try:
-        values = OmegaConf.to_container(OmegaConf.create(cfg), resolve=True, throw_on_missing=True)
-    except MissingMandatoryValue as error:
-        raise ConfigError(f"{error.full_key} has no value: give one with {error.full_key}=…") from error
-    assert isinstance(values, dict)
+    values = _plain(cfg)
     root = {f.name for f in fields(RunConfig)}
     sections = {f.name for f in fields(Config)} - root
     for key in sections - values.keys():
@@ -245,6 +276,41 @@ def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
     config = Config(**{key: getattr(rest, key) for key in root}, **parsed)
     validate(config)
     return config
+
+
+def parse_evaluate(cfg: DictConfig) -> EvaluateConfig:
+    """Typed and checked config of `qnmixer.evaluate`; raises ConfigError."""
+    values = _plain(cfg)
+    sections: dict[str, Any] = {
+        key: None
+        if values[key]["name"] == "as_trained"
+        else _parse(key, _schema(key, values[key]), values[key], values)
+        for key in ("data", "noise")
+    }
+    sections["evaluation"] = _parse("evaluation", EvaluationConfig, values["evaluation"], values)
+    rest = _parse("", EvaluateRootConfig, {k: v for k, v in values.items() if k not in sections}, values)
+    return EvaluateConfig(**vars(rest), **sections)
+
+
+def parse_reconstruct(cfg: DictConfig) -> ReconstructConfig:
+    """Typed and checked config of `qnmixer.reconstruct`; raises ConfigError."""
+    values = _plain(cfg)
+    config: ReconstructConfig = _parse("", ReconstructConfig, values, values)
+    for name in config.formats:
+        if name not in ("dicom", "npy", "png"):
+            raise ConfigError(f"formats: {name} is not known: {suggest(name, ('dicom', 'npy', 'png'))}")
+    check_window("window", config.window)
+    return config
+
+
+def _plain(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        composed = cfg if isinstance(cfg, DictConfig) else OmegaConf.create(dict(cfg))
+        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key} has no value: give one with {error.full_key}=…") from error
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
 
 
 def _schema(section: str, value: Any) -> type:
@@ -306,13 +372,17 @@ def validate(config: Config) -> None:
         )
     if trainer.max_steps == -1 and trainer.max_epochs is None:
         raise ConfigError("training would never end: give trainer.max_steps=… or trainer.max_epochs=…")
-    low, high = config.evaluation.window if len(config.evaluation.window) == 2 else (0.0, 0.0)
-    if low >= high:
-        raise ConfigError(f"evaluation.window={config.evaluation.window} is not [low, high] in HU: e.g. [-160,240]")
+    check_window("evaluation.window", config.evaluation.window)
     if config.data.scaling == "minmax" and isinstance(config.noise, PhysicalNoiseConfig):
         raise ConfigError(
             "noise=physical needs an attenuation scale that slices share: use data.scaling=attenuation, or noise=field"
         )
+
+
+def check_window(key: str, window: list[float]) -> None:
+    """Raise ConfigError unless this is [low, high]."""
+    if len(window) != 2 or window[0] >= window[1]:
+        raise ConfigError(f"{key}={window} is not [low, high] in HU: give for example [-160,240]")
 
 
 def to_plain(config: Config) -> dict[str, Any]:
@@ -321,8 +391,13 @@ def to_plain(config: Config) -> dict[str, Any]:
 
 
 def unknown_key(key: str, known: Collection[str]) -> ConfigError:
-    """The error for a key that does not exist, with the nearest that does."""
-    return ConfigError(f"unknown key {key}: {suggest(key, known)}")
+    """The error for a key that does not exist, with where it belongs or the nearest that does."""
+    section, _, name = key.partition(".")
+    owners = [owner for owner, schema in GROUPS.get(section, {}).items() if name in {f.name for f in fields(schema)}]
+    if owners:
+        return ConfigError(f"{key} goes with {section}={' or '.join(owners)} only: choose that, or leave {key} out")
+    candidates = [k for k in known if ("." in k) == ("." in key)]
+    return ConfigError(f"unknown key {key}: {suggest(key, candidates)}")
 
 
 def flat_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -1,0 +1,117 @@
+"""How every command starts and how every error ends: one line, a non-zero exit, no traceback unless asked for."""
+
+import errno
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from qnmixer.config import flat_keys, suggest, unknown_key
+from qnmixer.errors import ConfigError, UserError
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+TRACEBACK = "HYDRA_FULL_ERROR"
+
+
+def run(task: Callable[[DictConfig], object], check: Callable[[DictConfig], object], config_name: str) -> None:
+    """Run a command: compose its config, `check` it before any folder is made, then hand it to `task`.
+
+    Args:
+        task: the command.
+        check: raises UserError for a config that the task would refuse.
+        config_name: its file in `conf/`.
+    """
+    asked_for_traceback = os.environ.get(TRACEBACK) == "1"
+    os.environ[TRACEBACK] = "1"  # makes Hydra hand exceptions on instead of printing them
+    try:
+        overrides = sys.argv[1:]
+        if not any(argument.startswith("-") for argument in overrides):
+            check(compose(config_name, overrides))
+        failures: list[Exception] = []
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(_keeping(task, failures))()
+        if failures:
+            raise failures[0]
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    except Exception as error:
+        if asked_for_traceback:
+            raise
+        line = explain(error, config_name)
+        if line is None:
+            raise
+        _fail(f"error: {line}", 1)
+
+
+def _keeping(task: Callable[[DictConfig], object], failures: list[Exception]) -> Callable[[DictConfig], object]:
+    """Keep what a job raises for `run`, since Hydra would print lines of its own; the next job of a sweep still runs."""
+
+    def job(cfg: DictConfig) -> object:
+        try:
+            return task(cfg)
+        except Exception as error:
+            failures.append(error)
+            return None
+
+    job.__module__ = task.__module__
+    return job
+
+
+def compose(config_name: str, overrides: list[str]) -> DictConfig:
+    """The config of a command, without running anything."""
+    if not CONF.is_dir():
+        raise ConfigError(f"no configs at {CONF}: install with `pip install -e .` from a clone of the repository")
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        return hydra.compose(config_name, overrides)
+
+
+def explain(error: BaseException, config_name: str) -> str | None:
+    """The one line for an error that a user can mend; None for one that is a bug of ours."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" writing {error.filename}" if error.filename else ""
+        return f"the disk is full{where}: free some space, or choose another folder (hydra.run.dir=…, output=…)"
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS):
+        return f"cannot write {error.filename}: choose a folder that you may write to (hydra.run.dir=…, output=…)"
+    if isinstance(error, FloatingPointError):
+        return f"{error}: lower optimizer.lr, or look at train/grad_norm in metrics.csv"
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        return _explain_composition(error, config_name)
+    return None
+
+
+def _explain_composition(error: Exception, config_name: str) -> str:
+    text = " ".join(str(error).split())
+    if isinstance(error, MissingConfigException) and (found := re.search(r"Could not find '([^']+)/([^'/]+)'", text)):
+        group, name = found.groups()
+        options = [path.stem for path in sorted((CONF / group).glob("*.yaml"))]
+        if options:
+            return f"{group}={name} does not exist: {suggest(name, options)}"
+    if isinstance(error, ConfigCompositionException) and (
+        found := re.search(r"Could not (?:override|append[^']*) '([^']+)'", text)
+    ):
+        key = found.group(1).lstrip("+~").split("=")[0].split("@")[0]
+        groups = [path.name for path in CONF.iterdir() if path.is_dir()]
+        if config_name != "train" and key.split(".")[0] in groups:
+            return f"{key} is fixed by the run, which {config_name} takes it from: leave it out"
+        return str(unknown_key(key, [*groups, *_known_keys(config_name)]))
+    return text
+
+
+def _known_keys(config_name: str) -> list[str]:
+    values = OmegaConf.to_container(compose(config_name, []), resolve=False)
+    assert isinstance(values, dict)
+    return list(flat_keys({str(key): value for key, value in values.items()}))
+
+
+def _fail(line: str, code: int) -> None:
+    print(line, file=sys.stderr)
+    sys.exit(code)

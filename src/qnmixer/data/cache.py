@@ -1,0 +1,251 @@
+"""Folders of slices, decoded once: one float32 memory map [N, S, S] in HU and an index beside it.
+
+The index is written last, by an atomic rename: a cache without one, or whose sources, format or size differ from what
+the index says, is built anew. One process builds (a lock file), the others wait and then read.
+"""
+
+import hashlib
+import io
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+from filelock import FileLock
+from rich.console import Console
+from rich.progress import Progress
+
+from qnmixer.data.atomic import TEMPORARY_SUFFIX, atomic_file
+from qnmixer.data.resample import to_square
+from qnmixer.data.slices import (
+    FloatArray,
+    SkipFile,
+    Slice,
+    SliceInfo,
+    clean_hu,
+    require_content,
+    summarise_skipped,
+)
+from qnmixer.errors import DataError
+
+_FORMAT = 1
+_ROW = np.dtype("<f4")
+
+
+class Reader(Protocol):
+    """Decodes the files of one kind."""
+
+    kind: str
+    wanted: str
+
+    def read(self, root: Path, path: str) -> Iterator[Slice]:
+        """Slices of one file; SkipFile when it is of no use."""
+        ...
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file as it was when the cache was built."""
+
+    path: str
+    size: int
+    mtime_ns: int
+
+
+class SliceCache:
+    """Decoded slices [S, S] of one folder, sorted by patient, series and position.
+
+    Attributes:
+        infos: where each slice came from.
+        skipped: (name, reason) of what could not be used.
+        hu_range: smallest and largest value of all slices.
+    """
+
+    endless = False
+
+    def __init__(self, folder: Path, index: dict[str, Any]) -> None:
+        self._file = folder / index["file"]
+        self._rows: list[int] = index["rows"]
+        self._size: int = index["image_size"]
+        self._images: FloatArray | None = None
+        self.infos = [SliceInfo(**info) for info in index["slices"]]
+        self.skipped: list[tuple[str, str]] = [(name, reason) for name, reason in index["skipped"]]
+        self.hu_range: tuple[float, float] = (index["hu_range"][0], index["hu_range"][1])
+
+    def __len__(self) -> int:
+        return len(self.infos)
+
+    def load(self, index: int) -> FloatArray:
+        """Slice [S, S] in HU, float32; a copy that the caller may change."""
+        if self._images is None:
+            self._images = np.lib.format.open_memmap(self._file, mode="r")
+        return np.array(self._images[self._rows[index]])
+
+    def name(self, index: int) -> str:
+        """File (and frame) that the slice came from."""
+        return self.infos[index].name
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Hand workers the file's name, not the mapped pixels."""
+        return {**self.__dict__, "_images": None}
+
+
+def default_cache_dir() -> Path:
+    """`$XDG_CACHE_HOME/qnmixer`, or `~/.cache/qnmixer`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qnmixer"
+
+
+def list_files(
+    root: Path, include: str = "*", *, leave_out: Path | None = None, key: str = "data.root"
+) -> list[SourceFile]:
+    """Every file below root, to any depth, hidden ones left out, sorted; DataError (which names key) if there
+    are none.
+    """
+    if root.is_file():
+        raise DataError(f"{key}={root} is a file; give the folder that holds it")
+    if not root.is_dir():
+        raise DataError(f"{key}={root} does not exist; give the folder that holds the slices")
+    found, seen = [], set()
+    for folder, subfolders, files in os.walk(root, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen or (leave_out is not None and real == os.path.realpath(leave_out)):
+            subfolders.clear()
+            continue
+        seen.add(real)
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        for name in sorted(files):
+            path = Path(folder, name)
+            if not name.startswith(".") and path.is_file():
+                stat = path.stat()
+                found.append(SourceFile(path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns))
+    if not found:
+        raise DataError(f"{key}={root} is empty: no file in it at any depth; give the folder that holds the slices")
+    chosen = [file for file in found if fnmatch(file.path, include)]
+    if not chosen:
+        raise DataError(
+            f"data.include={include} matches none of the {len(found)} files below {root}, such as {found[0].path}"
+        )
+    return chosen
+
+
+def open_cache(
+    reader: Reader, root: Path, image_size: int, *, include: str = "*", cache_dir: Path | None = None
+) -> SliceCache:
+    """Decoded slices of a folder, from the cache if it is whole and up to date, else decoded now.
+
+    Raises:
+        DataError: the folder is missing, empty, or holds no usable slice.
+        OSError: the disk is full; nothing half-written is left.
+    """
+    cache_dir = cache_dir or default_cache_dir()
+    files = list_files(root, include, leave_out=cache_dir)
+    what = [reader.kind, str(root.resolve()), include, image_size]
+    folder = cache_dir / f"{root.resolve().name}-{reader.kind}-{image_size}-{_digest(what)}"
+    fingerprint = _digest([_FORMAT, what, [asdict(file) for file in files]])
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "lock"):
+        index = _read_index(folder, fingerprint)
+        if index is None:
+            index = _build(reader, root, files, image_size, folder, fingerprint)
+    return SliceCache(folder, index)
+
+
+def _digest(thing: object) -> str:
+    """Short hash of anything JSON can hold."""
+    return hashlib.sha256(json.dumps(thing).encode()).hexdigest()[:16]
+
+
+def _read_index(folder: Path, fingerprint: str) -> dict[str, Any] | None:
+    """The index of a cache that is whole and of these sources, or None."""
+    try:
+        index: dict[str, Any] = json.loads((folder / "index.json").read_text())
+        if index["fingerprint"] != fingerprint:
+            return None
+        images = np.lib.format.open_memmap(folder / index["file"], mode="r")
+        count, size = len(index["slices"]), index["image_size"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    whole = images.shape == (count, size, size) and images.dtype == _ROW and len(index["rows"]) == count
+    return index if whole else None
+
+
+def _build(
+    reader: Reader, root: Path, files: Sequence[SourceFile], size: int, folder: Path, fingerprint: str
+) -> dict[str, Any]:
+    """Decode everything into a new cache file, then commit it by writing the index; returns the index."""
+    for stale in folder.glob(f".*{TEMPORARY_SUFFIX}"):
+        stale.unlink()
+    name = f"{fingerprint}.npy"
+    with atomic_file(folder / name) as stream:
+        index = _decode_all(reader, root, files, size, stream)
+    index |= {"fingerprint": fingerprint, "file": name, "image_size": size}
+    with atomic_file(folder / "index.json") as stream:
+        stream.write(json.dumps(index).encode())
+    for old in folder.glob("*.npy"):
+        if old.name != index["file"]:
+            with suppress(OSError):
+                old.unlink()
+    return index
+
+
+def _header(count: int, size: int) -> bytes:
+    """Header of a `.npy` file of float32 [count, size, size]; numpy pads it so that its length never changes."""
+    stream = io.BytesIO()
+    described = {"descr": _ROW.str, "fortran_order": False, "shape": (count, size, size)}
+    np.lib.format.write_array_header_1_0(stream, described)
+    return stream.getvalue()
+
+
+def _decode_all(
+    reader: Reader, root: Path, files: Sequence[SourceFile], size: int, stream: IO[bytes]
+) -> dict[str, Any]:
+    """Decode file after file into the stream; the index of what went in, sorted by patient, series and position."""
+    stream.write(_header(0, size))
+    infos: list[SliceInfo] = []
+    skipped: list[tuple[str, str]] = []
+    low, high = np.inf, -np.inf
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        for file in progress.track(files, description=f"Decoding {root.name}"):
+            try:
+                for piece in reader.read(root, file.path):
+                    try:
+                        hu = clean_hu(piece.hu)
+                        require_content(hu)
+                    except SkipFile as reason:
+                        skipped.append((piece.info.name, str(reason)))
+                        continue
+                    stream.write(to_square(hu, size).astype(_ROW, copy=False).tobytes())
+                    infos.append(piece.info)
+                    low, high = min(low, float(hu.min())), max(high, float(hu.max()))
+            except SkipFile as reason:
+                skipped.append((file.path, str(reason)))
+    _require_slices(reader, root, len(infos), skipped, (low, high))
+    header = _header(len(infos), size)
+    stream.seek(0)
+    stream.write(header)
+    order = sorted(range(len(infos)), key=lambda row: infos[row].order)
+    slices = [asdict(infos[row]) for row in order]
+    return {"slices": slices, "rows": order, "skipped": skipped, "hu_range": [low, high]}
+
+
+def _require_slices(
+    reader: Reader, root: Path, count: int, skipped: list[tuple[str, str]], hu_range: tuple[float, float]
+) -> None:
+    """DataError when no slice is left, or when the values cannot be HU."""
+    if not count:
+        reasons = {reason for _, reason in skipped}
+        mend = f"give a folder with {reader.wanted}"
+        if any("RescaleSlope" in reason for reason in reasons):
+            mend = "pixels are HU only by (0028,1053) RescaleSlope and (0028,1052) RescaleIntercept: add these tags"
+        raise DataError(f"data.root has no usable slice: {summarise_skipped(str(root), skipped)}; {mend}")
+    low, high = hu_range
+    if low >= -1 and high <= 2:
+        raise DataError(
+            f"data.root={root}: values run from {low:g} to {high:g}, which is not HU (air −1000, water 0); "
+            "save the slices in HU"
+        )

@@ -1,0 +1,102 @@
+"""The `data=…` part of the configuration: one dataclass a source, all with the same common fields. No torch here."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """What every source has.
+
+    Attributes:
+        name: which source this is.
+        image_size: rows and columns that slices are resampled to, S.
+        batch_size: slices per device and step.
+        num_workers: processes that load slices; 0 loads in the main process.
+        prefetch_factor: batches that each worker holds ready.
+        pin_memory: page-locked host memory for faster copies to a GPU; null decides by whether there is one.
+        scaling: "attenuation" (the same for every slice) or "minmax" (per slice, as in the paper).
+        hu_max: HU that attenuation scaling maps to 1; −1000 maps to 0.
+        augment: random flips and quarter turns of training slices.
+        seed: of phantoms, splits, order and augmentation.
+    """
+
+    name: str = ""
+    image_size: int = 256
+    batch_size: int = 1
+    num_workers: int = 2
+    prefetch_factor: int = 2
+    pin_memory: bool | None = None
+    scaling: str = "attenuation"
+    hu_max: float = 2000.0
+    augment: bool = False
+    seed: int = 1
+
+
+@dataclass(kw_only=True)
+class PhantomData(DataConfig):
+    """Random phantoms: no files needed.
+
+    Attributes:
+        n_train: slices that count as one epoch; every epoch brings new ones.
+        n_val: validation phantoms, always the same.
+        n_test: test phantoms, always the same.
+        anatomy_share: part of the phantoms that resemble a body; the rest are ellipses.
+    """
+
+    name: str = "phantoms"
+    n_train: int = 1000
+    n_val: int = 32
+    n_test: int = 64
+    anatomy_share: float = 0.85
+
+
+@dataclass(kw_only=True)
+class FolderData(DataConfig):
+    """What every source of files has.
+
+    Attributes:
+        root: folder that is searched to any depth.
+        include: only files whose path below root matches this pattern, such as "*/full_3mm/*".
+        patient_from: "tag" (the folder where the tag is empty) or "folder", which tells patients of one file
+            format apart.
+        split: "random" (by patient), "aapm" (by the challenge's names), "explicit" (the three lists below),
+            "slices" (blocks of every series: leaks anatomy between the parts) or "all" (everything is test).
+        val_fraction: part of the patients for validation (random), or of each series (slices).
+        test_fraction: the same for test.
+        train_patients: for split=explicit; empty takes everybody else.
+        val_patients: for split=explicit.
+        test_patients: for split=explicit.
+        cache_dir: where decoded slices are kept; null takes $XDG_CACHE_HOME/qnmixer or ~/.cache/qnmixer.
+    """
+
+    root: str | None = None
+    include: str = "*"
+    patient_from: str = "tag"
+    split: str = "random"
+    val_fraction: float = 0.1
+    test_fraction: float = 0.1
+    train_patients: list[str] = field(default_factory=list)
+    val_patients: list[str] = field(default_factory=list)
+    test_patients: list[str] = field(default_factory=list)
+    cache_dir: str | None = None
+
+
+@dataclass(kw_only=True)
+class DicomData(FolderData):
+    """Folders of CT in DICOM, told by content: any nesting, any file name, single or multi-frame."""
+
+    name: str = "dicom"
+
+
+@dataclass(kw_only=True)
+class DeepLesionData(FolderData):
+    """DeepLesion's 16-bit PNG: HU = pixel − 32768, folders named patient_study_series."""
+
+    name: str = "deeplesion"
+
+
+@dataclass(kw_only=True)
+class NumpyData(FolderData):
+    """`.npy` files in HU: single slices [H, W] or stacks [N, H, W]; a patient is a subfolder, or else a file."""
+
+    name: str = "numpy"

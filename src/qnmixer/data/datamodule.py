@@ -1,0 +1,184 @@
+"""The LightningDataModule: from a `data=…` configuration to three loaders."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.utils.data import DataLoader
+
+from qnmixer.data.cache import Reader, SliceCache, open_cache
+from qnmixer.data.config import DataConfig, DeepLesionData, DicomData, FolderData, NumpyData, PhantomData
+from qnmixer.data.dataset import Sample, SliceDataset, SliceView
+from qnmixer.data.deeplesion import DeepLesionReader
+from qnmixer.data.dicom import DicomReader
+from qnmixer.data.numpy_files import NumpyReader
+from qnmixer.data.phantoms import PhantomSource
+from qnmixer.data.sampler import EpochSampler
+from qnmixer.data.scaling import build_scaling
+from qnmixer.data.slices import SliceSource, summarise_skipped
+from qnmixer.data.splits import PARTS, patients_of, split_slices
+from qnmixer.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class Part:
+    """Slices of train, val or test, and how many patients they show (0 for phantoms)."""
+
+    source: SliceSource
+    n_patients: int
+
+
+class SliceDataModule(LightningDataModule):
+    """Slices of one source, split into train, val and test; see `qnmixer.data.config` for what can be set.
+
+    Batches are dicts: image [B, 1, S, S] float32, hu_offset [B], hu_scale [B], sample [B] int64, name (list of B).
+    Training order and new phantoms follow the epoch; validation and test are the same every time and leave nothing out.
+    """
+
+    def __init__(self, config: DataConfig) -> None:
+        super().__init__()
+        _check(config)
+        self.config = config
+        self.scaling = build_scaling(config.scaling, config.hu_max)
+        self.parts: dict[str, Part] = {}
+
+    def prepare_data(self) -> None:
+        """Decode files into the cache; Lightning calls it on one process of a machine."""
+        if isinstance(self.config, FolderData):
+            _open_folder(self.config)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Find, split and describe the slices; does nothing the second time."""
+        if not self.parts:
+            self.parts = _phantom_parts(self.config) if isinstance(self.config, PhantomData) else self._folder_parts()
+
+    def _folder_parts(self) -> dict[str, Part]:
+        assert isinstance(self.config, FolderData)
+        cache = _open_folder(self.config)
+        if cache.skipped:
+            rank_zero_warn(summarise_skipped(str(self.config.root), cache.skipped))
+        if cache.hu_range[0] > -500:
+            rank_zero_warn(f"{self.config.root}: no pixel is below −500 HU; is this really in HU (air −1000, water 0)?")
+        if self.config.split == "slices":
+            rank_zero_warn("data.split=slices puts neighbouring slices into train and test: scores will be too good")
+        patients = patients_of(
+            cache.infos,
+            patient_from=self.config.patient_from,
+            root_name=Path(str(self.config.root)).resolve().name,
+        )
+        split = split_slices(cache.infos, patients, self.config)
+        return {part: Part(SliceView(cache, split[part]), len({patients[i] for i in split[part]})) for part in PARTS}
+
+    def dataset(self, part: str) -> SliceDataset:
+        """Slices of train, val or test; DataError when there are none."""
+        self.setup()
+        source = self.parts[part].source
+        if not len(source):
+            raise DataError(
+                f"data={self.config.name} has no slices for {part} with data.split=all; choose another split"
+            )
+        augment = self.config.augment and part == "train"
+        return SliceDataset(source, self.scaling, augment=augment, seed=self.config.seed)
+
+    def train_dataloader(self) -> DataLoader[Sample]:
+        """Shuffled batches."""
+        return self._loader("train")
+
+    def val_dataloader(self) -> DataLoader[Sample]:
+        """The same slices in the same order every time."""
+        return self._loader("val")
+
+    def test_dataloader(self) -> DataLoader[Sample]:
+        """The same slices in the same order every time."""
+        return self._loader("test")
+
+    def _loader(self, part: str) -> DataLoader[Sample]:
+        dataset, train = self.dataset(part), part == "train"
+        sampler = EpochSampler(
+            len(dataset),
+            shuffle=train,
+            seed=self.config.seed,
+            fixed=not train,
+            num_replicas=self.trainer.world_size if self.trainer else 1,
+            rank=self.trainer.global_rank if self.trainer else 0,
+            even=train,
+        )
+        workers = min(self.config.num_workers, -(-len(sampler) // self.config.batch_size))
+        only_with_workers: dict[str, Any] = {}
+        if workers:
+            only_with_workers = {"prefetch_factor": self.config.prefetch_factor, "persistent_workers": True}
+        pin = torch.cuda.is_available() if self.config.pin_memory is None else self.config.pin_memory
+        return DataLoader(
+            dataset,
+            batch_size=self.config.batch_size,
+            sampler=sampler,
+            num_workers=workers,
+            pin_memory=pin,
+            **only_with_workers,
+        )
+
+    def describe(self) -> str:
+        """One line: slices and patients of each part."""
+        self.setup()
+        counts = []
+        for name, part in self.parts.items():
+            people = f" of {part.n_patients} patient{'s' * (part.n_patients > 1)}" if part.n_patients else ""
+            counts.append(f"{name} {len(part.source)} slices{people}")
+        return f"data={self.config.name}, {self.config.image_size} × {self.config.image_size}: {', '.join(counts)}"
+
+
+def build_datamodule(config: DataConfig) -> SliceDataModule:
+    """The data module of a `data=…` configuration."""
+    return SliceDataModule(config)
+
+
+def _check(config: DataConfig) -> None:
+    """ConfigError for numbers that make no sense."""
+    least = {"image_size": 8, "batch_size": 1, "num_workers": 0, "prefetch_factor": 1, "seed": 0}
+    if isinstance(config, PhantomData):
+        least |= {"n_train": 1, "n_val": 1, "n_test": 1}
+        if not 0 <= config.anatomy_share <= 1:
+            raise ConfigError(f"data.anatomy_share={config.anatomy_share} must lie between 0 and 1")
+    for key, smallest in least.items():
+        if getattr(config, key) < smallest:
+            raise ConfigError(f"data.{key}={getattr(config, key)} is too small; give {smallest} or more")
+
+
+def _phantom_parts(config: PhantomData) -> dict[str, Part]:
+    """Endless phantoms to train on, fixed ones to validate and test."""
+    lengths = {"train": config.n_train, "val": config.n_val, "test": config.n_test}
+    return {
+        part: Part(
+            PhantomSource(part, length, config.image_size, seed=config.seed, anatomy_share=config.anatomy_share),
+            0,
+        )
+        for part, length in lengths.items()
+    }
+
+
+def _open_folder(config: FolderData) -> SliceCache:
+    """The decoded slices of a folder source."""
+    if not config.root:
+        raise ConfigError(f"data={config.name} needs data.root=FOLDER, the folder that holds the slices")
+    cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else None
+    return open_cache(
+        _reader(config),
+        Path(config.root).expanduser(),
+        config.image_size,
+        include=config.include,
+        cache_dir=cache_dir,
+    )
+
+
+def _reader(config: FolderData) -> Reader:
+    """What decodes the files of a folder source."""
+    if isinstance(config, DicomData):
+        return DicomReader()
+    if isinstance(config, DeepLesionData):
+        return DeepLesionReader()
+    if isinstance(config, NumpyData):
+        return NumpyReader()
+    raise ConfigError(f"data={config.name} is unknown; choose phantoms, dicom, deeplesion or numpy")

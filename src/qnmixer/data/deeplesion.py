@@ -1,0 +1,42 @@
+"""DeepLesion's 16-bit PNG slices: HU = pixel − 32768."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from qnmixer.data.slices import FloatArray, SkipFile, Slice, SliceInfo
+
+_ZERO_HU = 32768
+
+
+def read_hu_png(path: Path) -> FloatArray:
+    """One 16-bit PNG as HU [H, W]; SkipFile if it is not one."""
+    try:
+        with Image.open(path) as image:
+            if image.format != "PNG":
+                raise SkipFile("not PNG")
+            if not image.mode.startswith("I"):
+                raise SkipFile("not a 16-bit grey PNG")
+            raw = np.asarray(image)
+    except UnidentifiedImageError:
+        raise SkipFile("not PNG") from None
+    except (OSError, SyntaxError, ValueError) as error:
+        raise SkipFile(f"unreadable or truncated PNG ({type(error).__name__})") from error
+    return raw.astype(np.float32) - np.float32(_ZERO_HU)
+
+
+class DeepLesionReader:
+    """Decodes the files of a DeepLesion folder for the cache."""
+
+    kind = "deeplesion"
+    wanted = "16-bit PNG slices"
+
+    def read(self, root: Path, path: str) -> Iterator[Slice]:
+        """The one slice of a file `…/<patient>_<study>_<series>/<slice>.png`; SkipFile if it is none."""
+        hu = read_hu_png(root / path)
+        folder, _, file = path.rpartition("/")
+        series = folder.rpartition("/")[2] or root.name
+        stem = file.rpartition(".")[0]
+        yield Slice(SliceInfo(path, 0, 1, series.split("_")[0], folder, float(stem) if stem.isdigit() else 0.0), hu)

@@ -1,0 +1,136 @@
+"""CT in DICOM: which files count, what their pixels are in HU, who and where they show."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydicom import dcmread
+from pydicom.dataset import Dataset, FileDataset
+from pydicom.errors import InvalidDicomError
+from pydicom.pixels.utils import pixel_array
+
+from qnmixer.data.slices import AIR, FloatArray, SkipFile, Slice, SliceInfo
+
+CT_CLASSES = {
+    "1.2.840.10008.5.1.4.1.1.2": "CT Image",
+    "1.2.840.10008.5.1.4.1.1.2.1": "Enhanced CT Image",
+    "1.2.840.10008.5.1.4.1.1.2.2": "Legacy Converted Enhanced CT Image",
+}
+
+
+def open_ct(path: Path) -> FileDataset:
+    """Read one file and make sure that it is a CT image; SkipFile says why it is not."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dataset = dcmread(path)
+            _require_ct(dataset)
+    except InvalidDicomError:
+        raise SkipFile("not DICOM") from None
+    except (SkipFile, MemoryError):
+        raise
+    except Exception as error:
+        raise SkipFile(f"unreadable ({type(error).__name__})") from error
+    return dataset
+
+
+def _require_ct(dataset: FileDataset) -> None:
+    """SkipFile unless this is an image of a CT scanner's slice."""
+    sop_class = str(dataset.get("SOPClassUID") or dataset.file_meta.get("MediaStorageSOPClassUID") or "")
+    if dataset.get("Modality") != "CT" or (sop_class and sop_class not in CT_CLASSES):
+        raise SkipFile("not a CT image")
+    if "LOCALIZER" in (dataset.get("ImageType") or []):
+        raise SkipFile("a localizer")
+    if not any(keyword in dataset for keyword in ("PixelData", "FloatPixelData", "DoubleFloatPixelData")):
+        raise SkipFile("no pixel data, perhaps truncated")
+    if int(dataset.get("SamplesPerPixel", 1)) != 1:
+        raise SkipFile("a colour image")
+
+
+def frame_count(dataset: Dataset) -> int:
+    """How many frames a file has."""
+    return int(dataset.get("NumberOfFrames") or 1)
+
+
+def functional_group(dataset: Dataset, frame: int, sequence: str) -> Dataset | None:
+    """Item of a functional group of an enhanced image: the frame's own, else the shared one, else None."""
+    per_frame, shared = (
+        dataset.get("PerFrameFunctionalGroupsSequence"),
+        dataset.get("SharedFunctionalGroupsSequence"),
+    )
+    for groups in ([per_frame[frame]] if per_frame and frame < len(per_frame) else [], shared or []):
+        for group in groups:
+            items = group.get(sequence)
+            if items:
+                return items[0]
+    return None
+
+
+def frame_tag(dataset: Dataset, frame: int, sequence: str, keyword: str) -> Any:
+    """A value that enhanced images keep in a functional group and plain ones at the top level; None if in neither."""
+    group = functional_group(dataset, frame, sequence)
+    value = group.get(keyword) if group is not None else None
+    return dataset.get(keyword) if value is None else value
+
+
+def rescale_of(dataset: Dataset, frame: int) -> tuple[float, float]:
+    """(slope, intercept) that turn stored values of a frame into HU; SkipFile if the file does not say."""
+    slope = frame_tag(dataset, frame, "PixelValueTransformationSequence", "RescaleSlope")
+    intercept = frame_tag(dataset, frame, "PixelValueTransformationSequence", "RescaleIntercept")
+    if slope is None or intercept is None:
+        raise SkipFile("no RescaleSlope/RescaleIntercept")
+    return float(slope), float(intercept)
+
+
+def frame_hu(dataset: Dataset, frame: int, raw: np.ndarray[Any, Any]) -> FloatArray:
+    """Stored values [H, W] of a frame in HU, with the pixels that the file calls padding set to air."""
+    slope, intercept = rescale_of(dataset, frame)
+    hu = raw.astype(np.float32) * np.float32(slope) + np.float32(intercept)
+    padding = dataset.get("PixelPaddingValue")
+    if padding is not None:
+        limit = dataset.get("PixelPaddingRangeLimit", padding)
+        hu[(raw >= min(padding, limit)) & (raw <= max(padding, limit))] = AIR
+    return hu
+
+
+def decode_frame(dataset: FileDataset, frame: int) -> FloatArray:
+    """One frame of an opened file as HU [H, W]; SkipFile if it cannot be had."""
+    rescale_of(dataset, frame)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            raw = pixel_array(dataset, index=frame)
+        return frame_hu(dataset, frame, raw)
+    except (SkipFile, MemoryError):
+        raise
+    except Exception as error:
+        raise SkipFile(f"pixels cannot be decoded, perhaps truncated ({type(error).__name__})") from error
+
+
+def slice_position(dataset: Dataset, frame: int) -> float:
+    """Where a frame lies along the patient in mm; by InstanceNumber or frame where the file does not say."""
+    position = frame_tag(dataset, frame, "PlanePositionSequence", "ImagePositionPatient")
+    orientation = frame_tag(dataset, frame, "PlaneOrientationSequence", "ImageOrientationPatient")
+    if position and orientation and len(position) == 3 and len(orientation) == 6:
+        axes = np.asarray(orientation, float)
+        return float(np.dot(np.cross(axes[:3], axes[3:]), np.asarray(position, float)))
+    return float(dataset.get("InstanceNumber") or 0) + frame / 1e6
+
+
+class DicomReader:
+    """Decodes the files of a DICOM folder for the cache."""
+
+    kind = "dicom"
+    wanted = "CT images in DICOM"
+
+    def read(self, root: Path, path: str) -> Iterator[Slice]:
+        """Slices of one file; `patient` is the PatientID, empty where the file has none. SkipFile if there are none."""
+        dataset = open_ct(root / path)
+        n_frames = frame_count(dataset)
+        patient = str(dataset.get("PatientID") or "").strip()
+        series = str(dataset.get("SeriesInstanceUID") or path.rpartition("/")[0])
+        for frame in range(n_frames):
+            position = slice_position(dataset, frame)
+            yield Slice(SliceInfo(path, frame, n_frames, patient, series, position), decode_frame(dataset, frame))

@@ -1,0 +1,42 @@
+"""`.npy` files in HU: single slices [H, W] or stacks [N, H, W]."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qnmixer.data.slices import SkipFile, Slice, SliceInfo
+
+
+def open_stack(path: Path) -> np.ndarray[Any, Any]:
+    """Memory-map a `.npy` file as [N, H, W]; SkipFile if it is not an array of numbers of that shape."""
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise SkipFile(f"not a whole .npy array of numbers ({type(error).__name__})") from error
+    if not isinstance(array, np.ndarray):
+        array.close()
+        raise SkipFile("an .npz archive; save its slices as .npy")
+    if array.dtype.kind not in "iuf" or array.ndim not in (2, 3) or 0 in array.shape:
+        raise SkipFile(f"not slices of numbers but {array.dtype} {list(array.shape)}")
+    return array[None] if array.ndim == 2 else array
+
+
+class NumpyReader:
+    """Decodes the files of a NumPy folder for the cache."""
+
+    kind = "numpy"
+    wanted = ".npy slices in HU"
+
+    def read(self, root: Path, path: str) -> Iterator[Slice]:
+        """Slices of one file; `patient` is empty: the folder tells it. SkipFile if there are none."""
+        if not path.lower().endswith((".npy", ".npz")):
+            raise SkipFile("not .npy")
+        stack = open_stack(root / path)
+        series = path.rpartition("/")[0] if len(stack) == 1 else path
+        for frame in range(len(stack)):
+            yield Slice(
+                SliceInfo(path, frame, len(stack), "", series, float(frame)),
+                np.array(stack[frame], np.float32),
+            )

@@ -1,0 +1,104 @@
+"""Slices to reconstruct, streamed one at a time from a file or a folder of files, at their own size."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from pydicom.dataset import FileDataset
+
+from qnmixer.data.cache import list_files
+from qnmixer.data.deeplesion import read_hu_png
+from qnmixer.data.dicom import decode_frame, frame_count, open_ct
+from qnmixer.data.numpy_files import open_stack
+from qnmixer.data.slices import FloatArray, SkipFile, clean_hu, summarise_skipped
+from qnmixer.errors import DataError
+
+_NPY_MAGIC, _PNG_MAGIC = b"\x93NUMPY", b"\x89PNG\r\n\x1a\n"
+
+
+@dataclass(frozen=True)
+class InputSlice:
+    """A slice to reconstruct.
+
+    Attributes:
+        hu: [H, W] float32, padding set to air.
+        name: file relative to the folder asked for, and `#frame` where it has several.
+        template: the DICOM file that it came from, for `write_dicom`; None for other formats.
+        frame: which frame of the file.
+    """
+
+    hu: FloatArray
+    name: str
+    template: FileDataset | None
+    frame: int
+
+
+class InputSlices:
+    """The slices of a path: a DICOM file (any number of frames), a `.npy`, a 16-bit PNG, or a folder of these.
+
+    Iterating decodes one slice at a time. A file that is asked for by name must be good; in a folder, files of no use
+    are left out and listed in `skipped` (`warning` puts them into one line).
+
+    Raises:
+        DataError: the path is missing, or nothing in it can be used.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not path.exists():
+            raise DataError(f"input={path} does not exist; give a DICOM, .npy or 16-bit PNG file or a folder of them")
+        self.path, self.single = path, path.is_file()
+        self.files = [path.name] if self.single else [file.path for file in list_files(path, key="input")]
+        self.root = path.parent if self.single else path
+        self.skipped: list[tuple[str, str]] = []
+
+    def __iter__(self) -> Iterator[InputSlice]:
+        self.skipped = []
+        found = False
+        for file in self.files:
+            for piece in self.read(file):
+                found = True
+                yield piece
+        if not found:
+            raise DataError(f"input has no usable slice: {self.warning()}; give CT in DICOM, HU in .npy or 16-bit PNG")
+
+    def read(self, file: str) -> Iterator[InputSlice]:
+        """Slices of one of `files`; what cannot be used goes to `skipped`."""
+        try:
+            n_frames, template, decode = _open(self.root / file)
+        except SkipFile as reason:
+            self._skip(file, reason)
+            return
+        for frame in range(n_frames):
+            name = f"{file}#{frame}" if n_frames > 1 else file
+            try:
+                hu = clean_hu(decode(frame))
+            except SkipFile as reason:
+                self._skip(name, reason)
+                continue
+            yield InputSlice(hu, name, template, frame)
+
+    def warning(self) -> str | None:
+        """One line about what was skipped, or None."""
+        return summarise_skipped(str(self.path), self.skipped) if self.skipped else None
+
+    def _skip(self, name: str, reason: SkipFile) -> None:
+        """Note a bad file of a folder; raise for a file asked for by name."""
+        if self.single:
+            raise DataError(
+                f"input={self.path}: {name} cannot be used: {reason}; give CT in DICOM, HU in .npy or 16-bit PNG"
+            )
+        self.skipped.append((name, str(reason)))
+
+
+def _open(path: Path) -> tuple[int, FileDataset | None, Callable[[int], FloatArray]]:
+    """(number of slices, DICOM dataset if it is one, decoder of slice i), the format told by the first bytes."""
+    with path.open("rb") as stream:
+        magic = stream.read(8)
+    if magic.startswith(_NPY_MAGIC):
+        stack = open_stack(path)
+        return len(stack), None, lambda frame: np.array(stack[frame], np.float32)
+    if magic == _PNG_MAGIC:
+        return 1, None, lambda frame: read_hu_png(path)
+    dataset = open_ct(path)
+    return frame_count(dataset), dataset, lambda frame: decode_frame(dataset, frame)

@@ -1,0 +1,97 @@
+"""What readers hand on: decoded slices with what is needed to sort and split them, and files that were skipped."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float32]
+AIR = -1000.0
+_BELOW_AIR = -1024.0
+
+
+class SkipFile(Exception):
+    """This file, or this frame of it, cannot be used; the message is the reason, in few words."""
+
+
+@dataclass(frozen=True)
+class SliceInfo:
+    """Where a slice came from.
+
+    Attributes:
+        path: file, relative to the root, with forward slashes.
+        frame: which frame or stack entry of the file.
+        n_frames: how many the file has.
+        patient: who it shows.
+        series: which scan of the patient.
+        position: sorts the slices of a series: along the patient in mm, or a number, or 0.
+    """
+
+    path: str
+    frame: int
+    n_frames: int
+    patient: str
+    series: str
+    position: float
+
+    @property
+    def name(self) -> str:
+        """Name for tables: the path, and the frame where there are several."""
+        return f"{self.path}#{self.frame}" if self.n_frames > 1 else self.path
+
+    @property
+    def order(self) -> tuple[str, str, float, str, int]:
+        """Sort key: patient, series, position."""
+        return self.patient, self.series, self.position, self.path, self.frame
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One decoded slice, [H, W] in HU, and where it came from."""
+
+    info: SliceInfo
+    hu: FloatArray
+
+
+class SliceSource(Protocol):
+    """Slices in HU, by number.
+
+    `endless` sources take any index; `len` is then what counts as one epoch.
+    """
+
+    endless: bool
+
+    def __len__(self) -> int: ...
+
+    def load(self, index: int) -> FloatArray:
+        """Slice [H, W] in HU, float32."""
+        ...
+
+    def name(self, index: int) -> str:
+        """File or phantom name, for tables."""
+        ...
+
+
+def clean_hu(hu: FloatArray) -> FloatArray:
+    """Set padding (anything below −1024 HU) to air; SkipFile where pixels are NaN or infinite."""
+    if not np.isfinite(hu).all():
+        raise SkipFile("NaN or infinite pixels")
+    return np.where(hu < _BELOW_AIR, np.float32(AIR), hu).astype(np.float32, copy=False)
+
+
+def require_content(hu: FloatArray) -> None:
+    """SkipFile for a slice that shows nothing: all air, or constant."""
+    if hu.max() < -500:
+        raise SkipFile("nothing but air in the slice")
+    if hu.max() == hu.min():
+        raise SkipFile("all pixels have the same value")
+
+
+def summarise_skipped(root: str, skipped: Sequence[tuple[str, str]], *, first: int = 3) -> str:
+    """One line: how many files were skipped, why, and the names of the first few."""
+    reasons = "; ".join(f"{count} {reason}" for reason, count in Counter(r for _, r in skipped).most_common())
+    names = ", ".join(name for name, _ in skipped[:first]) + (", …" if len(skipped) > first else "")
+    return f"{root}: skipped {len(skipped)} of its files or frames ({reasons}): {names}"

@@ -1,0 +1,231 @@
+"""Reconstructions to files: DICOM that says that it is derived, NumPy, PNG. Each file is whole or not there."""
+
+import copy
+import datetime
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from pydicom.dataset import Dataset, FileMetaDataset
+from pydicom.filewriter import dcmwrite
+from pydicom.sequence import Sequence
+from pydicom.uid import ExplicitVRLittleEndian, generate_uid
+from pydicom.valuerep import format_number_as_ds
+
+from qnmixer.data.atomic import atomic_file
+from qnmixer.data.dicom import frame_count, frame_tag
+from qnmixer.data.resample import square_padding
+from qnmixer.data.slices import FloatArray
+from qnmixer.errors import DataError
+
+CT_IMAGE = "1.2.840.10008.5.1.4.1.1.2"
+_INTERCEPT = -1024
+
+# What described the source's pixels, its frames or its encoding, and would be wrong in a derived single frame.
+_DROPPED = {
+    "PixelData", "FloatPixelData", "DoubleFloatPixelData", "ExtendedOffsetTable",
+    "ExtendedOffsetTableLengths", "NumberOfFrames", "FrameIncrementPointer",
+    "SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence", "DimensionOrganizationSequence",
+    "DimensionOrganizationType", "DimensionIndexSequence", "PixelPresentation", "VolumetricProperties",
+    "VolumeBasedCalculationTechnique", "ConcatenationUID", "InConcatenationNumber",
+    "InConcatenationTotalNumber", "ConcatenationFrameOffsetNumber", "SOPInstanceUIDOfConcatenationSource",
+    "PixelPaddingValue", "PixelPaddingRangeLimit", "PixelAspectRatio", "SmallestPixelValueInSeries",
+    "LargestPixelValueInSeries", "ModalityLUTSequence", "RealWorldValueMappingSequence",
+    "IconImageSequence", "RedPaletteColorLookupTableDescriptor", "GreenPaletteColorLookupTableDescriptor",
+    "BluePaletteColorLookupTableDescriptor", "RedPaletteColorLookupTableData",
+    "GreenPaletteColorLookupTableData", "BluePaletteColorLookupTableData", "PaletteColorLookupTableUID",
+    "PixelDataProviderURL", "ConvolutionKernel", "DigitalSignaturesSequence", "MACParametersSequence",
+    "SeriesDate", "SeriesTime", "PlanarConfiguration", "SourceImageSequence", "DerivationCodeSequence",
+}  # fmt: skip
+
+# Functional groups of enhanced images whose values a plain CT image keeps at its top level.
+_TO_TOP_LEVEL = (
+    ("PixelMeasuresSequence", ("PixelSpacing", "SliceThickness", "SpacingBetweenSlices")),
+    ("PlanePositionSequence", ("ImagePositionPatient",)),
+    ("PlaneOrientationSequence", ("ImageOrientationPatient",)),
+    ("FrameVOILUTSequence", ("WindowCenter", "WindowWidth", "WindowCenterWidthExplanation")),
+    ("CTXRayDetailsSequence", ("KVP",)),
+)
+
+
+def write_npy(path: Path, hu: FloatArray) -> None:
+    """HU [H, W] as a float32 `.npy`."""
+    encoded = io.BytesIO()
+    np.save(encoded, np.asarray(hu, np.float32))
+    _save(path, encoded)
+
+
+def write_png(path: Path, hu: FloatArray, *, centre: float = 40.0, width: float = 400.0) -> None:
+    """HU [H, W] as an 8-bit PNG to look at: the window [centre − width/2, centre + width/2] from black to white."""
+    grey = np.clip((hu - (centre - width / 2)) / width, 0, 1) * 255
+    _save_png(path, np.rint(grey).astype(np.uint8))
+
+
+def write_hu_png(path: Path, hu: FloatArray) -> None:
+    """HU [H, W] as a 16-bit PNG in DeepLesion's convention: pixel = HU + 32768, rounded."""
+    _save_png(path, np.clip(np.rint(hu) + 32768, 0, 65535).astype(np.uint16))
+
+
+def _save_png(path: Path, pixels: np.ndarray[Any, Any]) -> None:
+    encoded = io.BytesIO()
+    Image.fromarray(pixels).save(encoded, format="PNG")
+    _save(path, encoded)
+
+
+def _save(path: Path, encoded: io.BytesIO) -> None:
+    """Write at once what was encoded in memory: a full disk then shows as the plain OSError, errno and all."""
+    with atomic_file(path) as stream:
+        stream.write(encoded.getbuffer())
+
+
+def write_dicom(
+    path: Path,
+    hu: FloatArray,
+    *,
+    series_uid: str,
+    description: str,
+    template: Dataset | None = None,
+    frame: int = 0,
+    pixel_spacing: float = 1.0,
+    instance_number: int | None = None,
+) -> None:
+    """HU [S, S] as a CT image that keeps the patient's and the study's tags and says that it is derived.
+
+    The picture is taken to cover the source slice, padded to a square (`to_square`): spacing and position follow.
+    Rounding is at most 0.5 HU.
+
+    Args:
+        path: file to write.
+        hu: the reconstruction.
+        series_uid: of the new series; one for each call of the command (`pydicom.uid.generate_uid()`).
+        description: what was done, for DerivationDescription; SeriesDescription gets its first 64 characters.
+        template: the source; without it a minimal image of an anonymous patient is written.
+        frame: of the template, for multi-frame sources.
+        pixel_spacing: mm, used only without a template.
+        instance_number: overrides the template's, or its frame's.
+
+    Raises:
+        DataError: hu holds NaN or infinite values.
+        OSError: the disk is full; no half-written file is left.
+    """
+    if not np.isfinite(hu).all():
+        raise DataError(f"{path}: the reconstruction holds NaN or infinite values and was not written")
+    dataset = _anonymous(series_uid, pixel_spacing) if template is None else _from_template(template, frame, hu.shape)
+    if instance_number is not None:
+        dataset.InstanceNumber = instance_number
+    _mark_as_derived(dataset, series_uid, description)
+    _set_pixels(dataset, hu)
+    encoded = io.BytesIO()
+    dcmwrite(encoded, dataset, enforce_file_format=True)
+    _save(path, encoded)
+
+
+def _anonymous(series_uid: str, pixel_spacing: float) -> Dataset:
+    """What a CT image must have, for a patient that nothing is known of; one study for each series."""
+    dataset = Dataset()
+    dataset.PatientName, dataset.PatientID = "Anonymous", "ANONYMOUS"
+    dataset.PatientBirthDate = dataset.PatientSex = dataset.StudyDate = dataset.StudyTime = ""
+    dataset.AccessionNumber = dataset.ReferringPhysicianName = dataset.StudyID = dataset.Manufacturer = ""
+    dataset.StudyInstanceUID = generate_uid(entropy_srcs=[series_uid, "study"])
+    dataset.FrameOfReferenceUID = generate_uid(entropy_srcs=[series_uid, "frame of reference"])
+    dataset.PositionReferenceIndicator = dataset.PatientPosition = ""
+    dataset.KVP = dataset.AcquisitionNumber = dataset.SliceThickness = None
+    dataset.InstanceNumber = 1
+    dataset.PixelSpacing = [format_number_as_ds(pixel_spacing)] * 2
+    dataset.ImageOrientationPatient = [1, 0, 0, 0, 1, 0]
+    dataset.ImagePositionPatient = [0, 0, 0]
+    return dataset
+
+
+def _from_template(template: Dataset, frame: int, shape: tuple[int, ...]) -> Dataset:
+    """Tags of the source that still hold for one derived slice of this shape; private ones and overlays are
+    left out.
+    """
+    dataset = Dataset()
+    for element in template:
+        if not (element.tag.is_private or element.keyword in _DROPPED or 0x6000 <= element.tag.group <= 0x60FF):
+            dataset.add(copy.deepcopy(element))
+    for sequence, keywords in _TO_TOP_LEVEL:
+        for keyword in keywords:
+            value = frame_tag(template, frame, sequence, keyword)
+            if value is not None:
+                setattr(dataset, keyword, copy.deepcopy(value))
+    if frame_count(template) > 1:
+        dataset.InstanceNumber = frame + 1
+    _set_source(dataset, template, frame)
+    _set_grid(dataset, (int(template.Rows), int(template.Columns)), shape)
+    if not dataset.get("StudyInstanceUID"):
+        dataset.StudyInstanceUID = generate_uid()
+    return dataset
+
+
+def _set_source(dataset: Dataset, template: Dataset, frame: int) -> None:
+    """Refer to the image, and the frame, that this one is derived from."""
+    meta = getattr(template, "file_meta", Dataset())
+    instance = template.get("SOPInstanceUID") or meta.get("MediaStorageSOPInstanceUID")
+    if not instance:
+        return
+    item = Dataset()
+    item.ReferencedSOPClassUID = template.get("SOPClassUID") or meta.get("MediaStorageSOPClassUID") or CT_IMAGE
+    item.ReferencedSOPInstanceUID = instance
+    if frame_count(template) > 1:
+        item.ReferencedFrameNumber = frame + 1
+    dataset.SourceImageSequence = Sequence([item])
+
+
+def _set_grid(dataset: Dataset, source: tuple[int, int], shape: tuple[int, ...]) -> None:
+    """Spacing and first pixel's centre of the resampled grid, which covers the source padded to a square."""
+    spacing = dataset.get("PixelSpacing")
+    if not spacing:
+        return
+    row_spacing, column_spacing = (float(value) for value in spacing)
+    side, top, left = square_padding(source)
+    factors = side / shape[0], side / shape[1]
+    dataset.PixelSpacing = [
+        format_number_as_ds(row_spacing * factors[0]),
+        format_number_as_ds(column_spacing * factors[1]),
+    ]
+    position, orientation = dataset.get("ImagePositionPatient"), dataset.get("ImageOrientationPatient")
+    if not position or not orientation:
+        return
+    along_row, along_column = np.asarray(orientation[:3], float), np.asarray(orientation[3:], float)
+    down = (factors[0] - 1) / 2 - top
+    right = (factors[1] - 1) / 2 - left
+    first = np.asarray(position, float) + along_row * right * column_spacing + along_column * down * row_spacing
+    dataset.ImagePositionPatient = [format_number_as_ds(float(value)) for value in first]
+
+
+def _mark_as_derived(dataset: Dataset, series_uid: str, description: str) -> None:
+    """New identity, and the words that tell a reader what this is."""
+    now = datetime.datetime.now()
+    dataset.SOPClassUID = CT_IMAGE
+    dataset.SOPInstanceUID = generate_uid()
+    dataset.SeriesInstanceUID = series_uid
+    dataset.SeriesNumber = int(dataset.get("SeriesNumber") or 0) % 1_000_000 + 1000
+    dataset.Modality = "CT"
+    dataset.ImageType = ["DERIVED", "SECONDARY", "AXIAL"]
+    dataset.DerivationDescription = description[:1024]
+    dataset.SeriesDescription = description[:64]
+    dataset.ContentDate = dataset.InstanceCreationDate = now.strftime("%Y%m%d")
+    dataset.ContentTime = dataset.InstanceCreationTime = now.strftime("%H%M%S")
+    dataset.file_meta = FileMetaDataset()
+    dataset.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
+
+
+def _set_pixels(dataset: Dataset, hu: FloatArray) -> None:
+    """Store HU as signed 16-bit numbers with slope 1."""
+    stored = np.clip(np.rint(np.asarray(hu, np.float64) - _INTERCEPT), -32768, 32767).astype("<i2")
+    dataset.Rows, dataset.Columns = stored.shape
+    dataset.SamplesPerPixel, dataset.PhotometricInterpretation = 1, "MONOCHROME2"
+    dataset.BitsAllocated, dataset.BitsStored, dataset.HighBit, dataset.PixelRepresentation = 16, 16, 15, 1
+    dataset.RescaleSlope, dataset.RescaleIntercept, dataset.RescaleType = 1, _INTERCEPT, "HU"
+    for keyword, value in (
+        ("SmallestImagePixelValue", stored.min()),
+        ("LargestImagePixelValue", stored.max()),
+    ):
+        if keyword in dataset:
+            del dataset[keyword]
+        dataset.add_new(keyword, "SS", int(value))
+    dataset.add_new("PixelData", "OW", stored.tobytes())

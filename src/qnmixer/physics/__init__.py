@@ -1,0 +1,16 @@
+"""Fan-beam physics: geometry, projector (A, Aᵀ, FBP) and noise; needs torch and numpy only."""
+
+from qnmixer.physics.fbp import FBP_WINDOWS
+from qnmixer.physics.geometry import FanBeamGeometry
+from qnmixer.physics.noise import FieldNoise, Noise, NoNoise, PhysicalNoise
+from qnmixer.physics.projector import FanBeamProjector
+
+__all__ = [
+    "FBP_WINDOWS",
+    "FanBeamGeometry",
+    "FanBeamProjector",
+    "FieldNoise",
+    "NoNoise",
+    "Noise",
+    "PhysicalNoise",
+]

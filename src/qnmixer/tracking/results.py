@@ -1,0 +1,64 @@
+"""results.json: how one run ended, and everything needed to tell what it was."""
+
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from qnmixer.files import write_text
+
+PACKAGES = ("torch", "lightning", "hydra-core", "torchmetrics", "wandb", "qnmixer")
+
+
+@contextmanager
+def results(folder: Path, overrides: list[str]) -> Iterator[dict[str, Any]]:
+    """Keep results.json of a run: `status` is running inside, then done, failed or interrupted.
+
+    What is put into the yielded dict (metrics, paths) is written at the end, also when the run fails.
+    """
+    record: dict[str, Any] = {
+        "status": "running",
+        "overrides": overrides,
+        "git_commit": git_commit(),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    path = folder / "results.json"
+    start = time.monotonic()
+    _write(path, record)
+    try:
+        yield record
+    except KeyboardInterrupt:
+        record["status"] = "interrupted"
+        raise
+    except BaseException as error:
+        record["status"] = "failed"
+        record["error"] = f"{type(error).__name__}: {error}"
+        raise
+    else:
+        record["status"] = "done"
+    finally:
+        record["seconds"] = round(time.monotonic() - start, 1)
+        _write(path, record)
+
+
+def git_commit() -> str | None:
+    """Commit of this code, with "+changes" where the tree differs from it; None outside a checkout."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--", ".") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _write(path: Path, record: dict[str, Any]) -> None:
+    write_text(path, json.dumps(record, indent=2, default=str) + "\n")

@@ -1,0 +1,1 @@
+"""From a config to a trained network: the LightningModule, losses, metrics, evaluation."""

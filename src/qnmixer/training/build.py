@@ -1,0 +1,74 @@
+"""Objects from a checked config: the one place that knows which class a name stands for."""
+
+import torch
+from torch import nn
+
+from qnmixer.config import Config, FieldNoiseConfig, LossConfig, PhysicalNoiseConfig, SSIMMixConfig
+from qnmixer.errors import ConfigError
+from qnmixer.models import QNMixer
+from qnmixer.physics import FanBeamGeometry, FanBeamProjector
+from qnmixer.physics.noise import FieldNoise, NoNoise, PhysicalNoise
+from qnmixer.training.losses import SSIMMixLoss
+
+Noise = NoNoise | FieldNoise | PhysicalNoise
+
+
+def build_geometry(config: Config) -> FanBeamGeometry:
+    """The scan; raises GeometryError where it is impossible."""
+    g = config.geometry
+    half_step = 0.5 * g.angle_span / g.n_views
+    return FanBeamGeometry(
+        image_size=config.data.image_size,
+        pixel_size=g.field_of_view / config.data.image_size,
+        n_views=g.n_views,
+        n_detectors=g.n_detectors,
+        detector_pitch=g.detector_pitch,
+        source_to_axis=g.source_to_axis,
+        axis_to_detector=g.axis_to_detector,
+        first_angle=half_step if g.first_angle is None else g.first_angle,
+        angle_span=g.angle_span,
+    )
+
+
+def build_projector(config: Config) -> FanBeamProjector:
+    """A, Aᵀ and FBP of the scan."""
+    return FanBeamProjector(build_geometry(config), fbp_filter=config.geometry.fbp_filter)
+
+
+def build_network(config: Config, projector: FanBeamProjector) -> QNMixer:
+    """The network that `model` names."""
+    arguments = {key: value for key, value in vars(config.model).items() if key != "name"}
+    return QNMixer(projector, **arguments)
+
+
+def build_noise(config: Config) -> Noise:
+    """The measurement noise that `noise` names."""
+    noise = config.noise
+    if isinstance(noise, FieldNoiseConfig):
+        return FieldNoise(noise.photons, noise.sigma)
+    if isinstance(noise, PhysicalNoiseConfig):
+        return PhysicalNoise(
+            photons=noise.photons,
+            attenuation_per_value=attenuation_per_value(config, noise.water_attenuation),
+            electronic_sigma=noise.electronic_sigma,
+        )
+    return NoNoise()
+
+
+def attenuation_per_value(config: Config, water_attenuation: float) -> float:
+    """Linear attenuation (1/mm) of x = 1: x = (HU + 1000)/(hu_max + 1000) and μ = μ_water (HU + 1000)/1000."""
+    return water_attenuation * (config.data.hu_max + 1000.0) / 1000.0
+
+
+def choose_device(accelerator: str) -> torch.device:
+    """The device of evaluate and reconstruct; raises ConfigError for a GPU that is not there."""
+    if accelerator == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("accelerator=cuda, but torch sees no CUDA device here: use accelerator=cpu")
+    return torch.device("cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def build_loss(config: LossConfig) -> nn.Module:
+    """The training loss that `loss` names."""
+    if isinstance(config, SSIMMixConfig):
+        return SSIMMixLoss(config.ssim_weight)
+    return {"mse": nn.MSELoss, "l1": nn.L1Loss}[config.name]()

@@ -1,0 +1,97 @@
+"""What is shown while a network trains: lines in the terminal, pictures in the run folder and in W&B."""
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import WandbLogger
+from rich.console import Console
+from torch import Tensor
+
+from qnmixer.models.latent_bfgs import CurvaturePair
+from qnmixer.training.evaluation import to_hu
+from qnmixer.training.metrics import psnr
+from qnmixer.training.module import Batch, ReconstructionModule
+from qnmixer.training.pictures import Panel, Row, draw_iterates
+
+
+class ValidationLine(Callback):
+    """One line a validation: what the network reaches, how fast, how long to go; kept in logs as in terminals."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._start = 0.0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Start the clock."""
+        self._start = time.monotonic()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Print the line."""
+        values, step = trainer.callback_metrics, trainer.global_step
+        total = trainer.estimated_stepping_batches
+        seconds = time.monotonic() - self._start
+        left = f" · {_duration(seconds / step * (total - step))} left" if step and math.isfinite(total) else ""
+        self.console.print(
+            f"step {step}/{total} · val PSNR {values['val/psnr']:.2f} dB · SSIM {100 * values['val/ssim']:.2f} "
+            f"· {1000 * seconds / max(1, step):.0f} ms a step{left}",
+            highlight=False,
+        )
+
+
+class IteratePictures(Callback):
+    """At each validation, x₀ … x_T of the first validation slice with error maps, and the health of H."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Run the first batch again, keeping every iterate."""
+        if batch_idx or not isinstance(pl_module, ReconstructionModule):
+            return
+        with torch.no_grad():
+            states = list(pl_module.network.states(pl_module.measure(batch, "val")))
+        path = self.folder / f"iterates_{trainer.global_step:07d}.png"
+        draw_iterates(path, _iterate_row(batch, [state.x for state in states]))
+        for name, value in _curvature(states[-1].pairs).items():
+            pl_module.log(name, value, batch_size=1, on_step=False, on_epoch=True)
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                logger.log_image("val/iterates", [str(path)], step=None)
+
+
+def _iterate_row(batch: Batch, iterates: list[Tensor]) -> Row:
+    """The first slice of a batch at every x_t."""
+    values = [float(psnr(x[:1], batch["image"][:1])) for x in iterates]
+    panels = [
+        Panel(f"x{t}\n{value:.2f} dB", to_hu(batch, x)[0, 0].cpu())
+        for t, (x, value) in enumerate(zip(iterates, values, strict=True))
+    ]
+    return Row(batch["name"][0], to_hu(batch, batch["image"])[0, 0].cpu(), panels)
+
+
+def _curvature(pairs: tuple[CurvaturePair, ...]) -> dict[str, float]:
+    """Mean cos(z, s) and the share of pairs that the safeguard skipped."""
+    if not pairs:
+        return {}
+    cosines = torch.stack([pair.cosine for pair in pairs])
+    skipped = torch.stack([pair.rho == 0 for pair in pairs])
+    return {"val/cosine_zs": float(cosines.mean()), "val/skipped_pairs": float(skipped.float().mean())}
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"

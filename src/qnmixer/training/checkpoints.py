@@ -1,0 +1,78 @@
+"""Reading checkpoints: of this program, of the right network, and never by unpickling code."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qnmixer.config import Config, parse
+from qnmixer.errors import CheckpointError, ConfigError
+from qnmixer.training.module import CHECKPOINT_KEY, ReconstructionModule
+
+
+def find_checkpoint(run: Path, which: str = "best") -> Path:
+    """checkpoints/best.ckpt of a run folder, or last.ckpt where there is no best; a .ckpt path is taken as it is."""
+    if run.is_file():
+        return run
+    if not run.is_dir():
+        raise CheckpointError(f"no run folder at {run}: give the folder that training printed, run=runs/…")
+    for name in dict.fromkeys((which, "best", "last")):
+        path = run / "checkpoints" / f"{name}.ckpt"
+        if path.is_file():
+            return path
+    raise CheckpointError(f"{run} holds no checkpoints/best.ckpt or last.ckpt: is it a run folder of qnmixer.train?")
+
+
+def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
+    """Config and state dict of a checkpoint of this program. Raises CheckpointError."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} holds code or is no checkpoint (it does not load with weights_only=True): "
+            "use one that qnmixer.train wrote"
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({_first_line(error)}): it is damaged or no checkpoint"
+        ) from error
+    if not isinstance(checkpoint, dict) or CHECKPOINT_KEY not in checkpoint or "state_dict" not in checkpoint:
+        raise CheckpointError(f"{path} is a checkpoint of another program: use one that qnmixer.train wrote")
+    try:
+        return parse(checkpoint[CHECKPOINT_KEY]["config"]), checkpoint["state_dict"]
+    except ConfigError as error:
+        raise CheckpointError(f"{path} was written by another version of qnmixer ({error}): use that one") from error
+
+
+def load_run(run: Path, which: str = "best") -> ReconstructionModule:
+    """The trained module of a run folder (or .ckpt file), on the CPU."""
+    config, state = read_checkpoint(find_checkpoint(run, which))
+    module = ReconstructionModule(config)
+    module.load_state_dict(state)
+    return module
+
+
+def load_weights(module: ReconstructionModule, run: Path) -> None:
+    """Put the weights of a run into a module that was built from another config.
+
+    Raises CheckpointError where the networks or their image sizes differ; another number of views is no obstacle.
+    """
+    path = find_checkpoint(run)
+    config, state = read_checkpoint(path)
+    if config.data.image_size != module.config.data.image_size:
+        raise CheckpointError(
+            f"{path} was trained at data.image_size={config.data.image_size}, this run has "
+            f"{module.config.data.image_size}: the two must be equal"
+        )
+    if config.model != module.config.model:
+        differing = [key for key, value in vars(config.model).items() if vars(module.config.model).get(key) != value]
+        raise CheckpointError(
+            f"{path} holds another network: set "
+            + " ".join(f"model.{key}={getattr(config.model, key)}" for key in differing)
+        )
+    module.load_state_dict(state)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

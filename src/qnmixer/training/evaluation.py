@@ -1,0 +1,185 @@
+"""FBP against the network on a split: a figure per image, a table, a picture."""
+
+import csv
+import io
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean, stdev
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from qnmixer.config import Config, EvaluateConfig, EvaluationConfig
+from qnmixer.data.config import DataConfig, FolderData
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.errors import CheckpointError
+from qnmixer.files import write_text
+from qnmixer.tracking.results import results
+from qnmixer.training.build import build_noise, choose_device
+from qnmixer.training.checkpoints import load_run
+from qnmixer.training.metrics import psnr, ssim, to_window
+from qnmixer.training.module import Batch, ReconstructionModule
+from qnmixer.training.pictures import Panel, Row, draw_comparison
+
+METRICS = {"psnr": "PSNR, dB", "ssim": "SSIM × 100", "window_psnr": "PSNR in window", "window_ssim": "SSIM in window"}
+
+
+@dataclass
+class ImageScore:
+    """What one method reached on one slice; SSIM × 100."""
+
+    slice: str
+    method: str
+    psnr: float
+    ssim: float
+    window_psnr: float
+    window_ssim: float
+
+
+@dataclass
+class Evaluation:
+    """All scores of a split, and the first slices for a picture."""
+
+    scores: list[ImageScore]
+    rows: list[Row]
+
+    def values(self, method: str, metric: str) -> list[float]:
+        """One metric of one method, over the images."""
+        return [getattr(score, metric) for score in self.scores if score.method == method]
+
+    @property
+    def methods(self) -> list[str]:
+        """Methods in the order in which they were run."""
+        return list(dict.fromkeys(score.method for score in self.scores))
+
+    def means(self) -> dict[str, dict[str, float]]:
+        """method → metric → mean over images."""
+        return {m: {metric: mean(self.values(m, metric)) for metric in METRICS} for m in self.methods}
+
+
+def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> Evaluation:
+    """`qnmixer.evaluate`: a run against FBP on its own slices or others; leaves table, picture, results.json.
+
+    Raises CheckpointError or DataError.
+    """
+    console = Console()
+    module = load_run(Path(config.run), config.checkpoint)
+    trained = module.config
+    data = trained.data if config.data is None else _other_slices(config.data, trained, overrides)
+    if config.noise is not None:
+        trained.noise = config.noise
+        module.noise = build_noise(trained)
+    with results(folder, overrides) as record:
+        batches = SliceDataModule(data)._loader(config.split)
+        evaluation = evaluate(module, batches, config.evaluation, choose_device(config.accelerator))
+        record["test"] = evaluation.means()
+        title = f"{config.split} slices of {data.name}, {trained.geometry.n_views} views, noise {trained.noise.name}"
+        record["picture"] = str(write_evaluation(folder, evaluation, title, console))
+    console.print(f"picture: {record['picture']}", soft_wrap=True)
+    return evaluation
+
+
+def _other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> DataConfig:
+    """Slices that the run was not trained on, as its network needs them; all of them, unless told otherwise."""
+    given = dict(override.split("=", 1) for override in overrides if "=" in override)
+    fixed = {key: getattr(trained.data, key) for key in ("image_size", "scaling", "hu_max")}
+    for key, value in fixed.items():
+        if given.get(f"data.{key}", str(value)) != str(value):
+            raise CheckpointError(
+                f"the run was trained with data.{key}={value}: leave data.{key} out, or train another"
+            )
+    if isinstance(data, FolderData) and "data.split" not in given:
+        fixed["split"] = "all"
+    return replace(data, **fixed)
+
+
+def evaluate(
+    module: ReconstructionModule, batches: Iterable[Batch], config: EvaluationConfig, device: torch.device
+) -> Evaluation:
+    """Reconstruct every slice by FBP and by the network, from the same noisy sinogram."""
+    methods: dict[str, Callable[[Tensor], Tensor]] = {"FBP": module.projector.fbp, "QN-Mixer": module.network}
+    module = module.to(device).eval()
+    window = (config.window[0], config.window[1])
+    evaluation = Evaluation([], [])
+    for batch in track(batches, description="evaluating", transient=True):
+        truth = batch["image"].to(device)
+        with torch.no_grad():
+            y = module.measure({**batch, "image": truth}, "test")
+            images = {name: method(y).cpu() for name, method in methods.items()}
+        scores = {name: _score(batch, name, image, window) for name, image in images.items()}
+        for b, name in enumerate(batch["name"]):
+            evaluation.scores += [scores[method][b] for method in methods]
+            if len(evaluation.rows) < config.n_pictures:
+                hu = {method: to_hu(batch, image)[b, 0] for method, image in images.items()}
+                panels = [Panel(_caption(scores[method][b]), hu[method]) for method in methods]
+                evaluation.rows.append(Row(name, to_hu(batch, batch["image"])[b, 0], panels))
+    return evaluation
+
+
+def to_hu(batch: Batch, image: Tensor) -> Tensor:
+    """HU of images [B, 1, H, W] by the scaling of their slices."""
+    return batch["hu_offset"][:, None, None, None] + batch["hu_scale"][:, None, None, None] * image
+
+
+def write_evaluation(folder: Path, evaluation: Evaluation, title: str, console: Console) -> Path:
+    """Write table.csv, table.md, images.csv and picture.png into `folder`, print the table; returns the picture."""
+    headings = ["method", *METRICS.values()]
+    body = [[m, *(_mean_and_deviation(evaluation.values(m, metric)) for metric in METRICS)] for m in evaluation.methods]
+    gain = _gain(evaluation)
+    write_text(folder / "table.csv", _csv([headings, *body]))
+    write_text(folder / "table.md", _markdown(title, headings, body, gain))
+    lines = [list(vars(score).values()) for score in evaluation.scores]
+    write_text(folder / "images.csv", _csv([list(vars(evaluation.scores[0])), *lines]))
+    picture = folder / "picture.png"
+    draw_comparison(picture, evaluation.rows)
+
+    table = Table(*headings, title=title, caption=gain)
+    for cells in body:
+        table.add_row(*cells)
+    console.print(table)
+    return picture
+
+
+def _score(batch: Batch, method: str, image: Tensor, window: tuple[float, float]) -> list[ImageScore]:
+    truth = batch["image"]
+    windowed, windowed_truth = (to_window(to_hu(batch, x), window) for x in (image, truth))
+    columns = (
+        (psnr(image, truth), 100 * ssim(image, truth)),
+        (
+            psnr(windowed, windowed_truth),
+            100 * ssim(windowed, windowed_truth),
+        ),
+    )
+    values = torch.stack([*columns[0], *columns[1]], dim=1).tolist()
+    return [ImageScore(name, method, *row) for name, row in zip(batch["name"], values, strict=True)]
+
+
+def _caption(score: ImageScore) -> str:
+    return f"{score.method}\n{score.psnr:.2f} dB / {score.ssim:.2f}"
+
+
+def _mean_and_deviation(values: list[float]) -> str:
+    return f"{mean(values):.2f} ± {stdev(values) if len(values) > 1 else 0:.2f}"
+
+
+def _gain(evaluation: Evaluation) -> str:
+    first, last = evaluation.methods[0], evaluation.methods[-1]
+    pairs = zip(evaluation.values(last, "psnr"), evaluation.values(first, "psnr"), strict=True)
+    n = len(evaluation.values(last, "psnr"))
+    return f"{last} over {first}: {mean(a - b for a, b in pairs):+.2f} dB, mean over {n} images (data range 1)"
+
+
+def _csv(rows: list[list[object]] | list[list[str]]) -> str:
+    stream = io.StringIO()
+    csv.writer(stream, lineterminator="\n").writerows(rows)
+    return stream.getvalue()
+
+
+def _markdown(title: str, headings: list[str], body: list[list[str]], caption: str) -> str:
+    lines = [f"## {title}", "", f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
+    lines += [f"| {' | '.join(cells)} |" for cells in body]
+    return "\n".join([*lines, "", caption, ""])

@@ -1,0 +1,156 @@
+"""One training run from start to results: data, network, Trainer, evaluation of the best checkpoint."""
+
+import logging
+import os
+import warnings
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, RichProgressBar
+from lightning.pytorch.plugins.precision import MixedPrecision
+from rich.console import Console
+
+from qnmixer.config import Config, TrainerConfig, to_plain
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.tracking.loggers import build_loggers, close_loggers
+from qnmixer.tracking.results import results
+from qnmixer.training.callbacks import IteratePictures, ValidationLine
+from qnmixer.training.checkpoints import load_weights
+from qnmixer.training.evaluation import evaluate, write_evaluation
+from qnmixer.training.module import ReconstructionModule
+
+
+def fit(config: Config, folder: Path, overrides: list[str]) -> float:
+    """Train, evaluate the best checkpoint, leave everything in `folder`; returns the best monitored value.
+
+    Raises UserError for what the user can mend; results.json then says failed.
+    """
+    console = Console()
+    exit_code = 1
+    with results(folder, overrides) as record:
+        try:
+            best = _fit(config, folder, console, record)
+            exit_code = 0
+        finally:
+            close_loggers(config.logger, exit_code)
+    console.print(f"run folder: {folder}", soft_wrap=True)
+    if picture := record.get("picture"):
+        console.print(f"picture: {picture}", soft_wrap=True)
+    return best
+
+
+def _fit(config: Config, folder: Path, console: Console, record: dict[str, object]) -> float:
+    _quieten()
+    _leave_cores_to_workers(config)
+    L.seed_everything(config.seed, workers=True, verbose=False)
+    data = SliceDataModule(config.data)
+    data.setup("fit")
+    module = ReconstructionModule(config)
+    if config.finetune is not None:
+        load_weights(module, Path(config.finetune))
+    checkpoint = ModelCheckpoint(
+        folder / "checkpoints",
+        filename="best",
+        monitor=config.monitor,
+        mode="min" if config.monitor == "val/loss" else "max",
+        save_last=True,
+        enable_version_counter=False,
+    )
+    trainer = _build_trainer(config, folder, console, checkpoint)
+    _print_start(config, data, module, trainer, console)
+    trainer.fit(module, datamodule=data)
+    if trainer.interrupted:
+        raise KeyboardInterrupt
+    assert checkpoint.best_model_score is not None
+    best = float(checkpoint.best_model_score)
+    record["best"] = {config.monitor: best}
+    if config.test_after_training:
+        load_weights(module, Path(checkpoint.best_model_path))
+        evaluation = evaluate(module, data.test_dataloader(), config.evaluation, trainer.strategy.root_device)
+        record["test"] = evaluation.means()
+        title = f"test split of {config.data.name}, {config.geometry.n_views} views"
+        record["picture"] = str(write_evaluation(folder / "evaluation", evaluation, title, console))
+    return best
+
+
+def _build_trainer(config: Config, folder: Path, console: Console, checkpoint: ModelCheckpoint) -> L.Trainer:
+    t = config.trainer
+    callbacks: list[Callback] = [
+        checkpoint,
+        LearningRateMonitor("step"),
+        ValidationLine(console),
+        IteratePictures(folder / "pictures"),
+    ]
+    if console.is_terminal:
+        callbacks.append(RichProgressBar(leave=False))
+    plugin = _cpu_half_precision(t)
+    return L.Trainer(
+        accelerator=t.accelerator,
+        devices=t.devices,
+        precision=None if plugin else t.precision,  # type: ignore[arg-type]  # checked by config.py
+        plugins=[plugin] if plugin else None,
+        max_steps=t.max_steps,
+        max_epochs=-1 if t.max_epochs is None else t.max_epochs,
+        accumulate_grad_batches=t.accumulate_grad_batches,
+        gradient_clip_val=t.gradient_clip_val,
+        val_check_interval=_batches_between_validations(t),
+        check_val_every_n_epoch=1 if t.val_every_n_steps is None else None,
+        limit_val_batches=t.limit_val_batches,
+        num_sanity_val_steps=0,
+        log_every_n_steps=t.log_every_n_steps,
+        deterministic=t.deterministic,
+        logger=build_loggers(config.logger, folder, to_plain(config)),
+        callbacks=callbacks,
+        enable_progress_bar=console.is_terminal,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+
+
+def _batches_between_validations(t: TrainerConfig) -> int | None:
+    """Lightning counts batches here, not optimizer steps."""
+    return None if t.val_every_n_steps is None else t.val_every_n_steps * t.accumulate_grad_batches
+
+
+def _cpu_half_precision(t: TrainerConfig) -> MixedPrecision | None:
+    """Real fp16 with a GradScaler on the CPU, where Lightning would silently take bf16 for 16-mixed."""
+    on_cpu = t.accelerator == "cpu" or (t.accelerator == "auto" and not torch.cuda.is_available())
+    return MixedPrecision("16-mixed", "cpu") if t.precision == "16-mixed" and on_cpu else None
+
+
+def _print_start(
+    config: Config, data: SliceDataModule, module: ReconstructionModule, trainer: L.Trainer, console: Console
+) -> None:
+    n_parameters = sum(p.numel() for p in module.parameters())
+    batch = config.data.batch_size * config.trainer.accumulate_grad_batches
+    console.print(
+        f"QN-Mixer, T = {config.model.n_iterations}, {n_parameters:,} parameters, on {trainer.strategy.root_device}\n"
+        f"{config.data.image_size} × {config.data.image_size} pixels from {config.geometry.n_views} views × "
+        f"{config.geometry.n_detectors} detector bins, noise {config.noise.name}\n"
+        f"{data.describe()}\n"
+        f"batch {config.data.batch_size} × accumulation {config.trainer.accumulate_grad_batches} = {batch} slices "
+        f"an optimizer step",
+        highlight=False,
+    )
+
+
+def _leave_cores_to_workers(config: Config) -> None:
+    """Give torch the cores that data workers leave.
+
+    With more threads than free cores, those that wait for each other spin: a step took ten times as long (measured).
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() - config.data.num_workers))
+
+
+def _quieten() -> None:
+    """Leave the terminal to what a user can act on."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for message in (
+        "The .*dataloader.* does not have many workers",
+        "Experiment logs directory .* exists and is not empty",
+        "Checkpoint directory .* exists and is not empty",
+        "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
+    ):
+        warnings.filterwarnings("ignore", message=message)

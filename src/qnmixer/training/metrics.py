@@ -1,0 +1,31 @@
+"""PSNR and SSIM of single images, over the whole range and inside a HU window.
+
+Data range 1 throughout (the slice's full scale, or the window). SSIM uses a 7 × 7 uniform window (the paper's
+author). Some of the field uses a data range of 2, which inflates SSIM: compare with care.
+"""
+
+import torch
+from torch import Tensor
+from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
+
+SSIM_WINDOW = 7
+
+
+def psnr(image: Tensor, truth: Tensor) -> Tensor:
+    """PSNR in dB of each image, [B] from two [B, 1, H, W]; infinite where they are equal."""
+    return peak_signal_noise_ratio(image, truth, data_range=1.0, reduction="none", dim=(1, 2, 3))
+
+
+def ssim(image: Tensor, truth: Tensor) -> Tensor:
+    """SSIM (0 to 1) of each image, [B] from two [B, 1, H, W]; differentiable."""
+    value = structural_similarity_index_measure(
+        image, truth, gaussian_kernel=False, kernel_size=SSIM_WINDOW, data_range=1.0, reduction="none"
+    )
+    assert isinstance(value, Tensor)
+    return value.reshape(len(image))
+
+
+def to_window(hu: Tensor, window: tuple[float, float]) -> Tensor:
+    """HU cut to [low, high] and scaled to [0, 1], as on a reading screen."""
+    low, high = window
+    return torch.clamp((hu - low) / (high - low), 0.0, 1.0)

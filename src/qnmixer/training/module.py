@@ -1,0 +1,84 @@
+"""The LightningModule: the network, the measurement it is trained on, the loss."""
+
+from typing import Any, TypedDict
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from qnmixer.config import Config, to_plain
+from qnmixer.training.build import build_loss, build_network, build_noise, build_projector
+from qnmixer.training.metrics import psnr, ssim
+from qnmixer.training.optimizers import build_optimizer, learning_rate_factor
+
+CHECKPOINT_KEY = "qnmixer"
+
+# Training, validation and test draw their noise from streams of their own.
+STREAMS = {"train": 0, "val": 1, "test": 2}
+
+
+class Batch(TypedDict):
+    """Collated samples of `SliceDataset`; HU = hu_offset + hu_scale · image."""
+
+    image: Tensor  # [B, 1, S, S]
+    hu_offset: Tensor  # [B]
+    hu_scale: Tensor  # [B]
+    sample: Tensor  # [B], int64: epoch · length + index
+    name: list[str]
+
+
+class ReconstructionModule(L.LightningModule):
+    """Learns x_T from sinograms that are simulated from each slice, on the device, as (seed, stream, sample) says."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.projector = build_projector(config)
+        self.network = build_network(config, self.projector)
+        self.noise = build_noise(config)
+        self.loss = build_loss(config.loss)
+
+    def forward(self, y: Tensor) -> Tensor:
+        """x_T [B, 1, H, W] from y [B, 1, V, D]."""
+        return self.network(y)
+
+    @torch.no_grad()
+    def measure(self, batch: Batch, stream: str) -> Tensor:
+        """The noisy sinogram y [B, 1, V, D] of a batch; the same for a sample whatever the batch, rank or device."""
+        keys = [(self.config.seed, STREAMS[stream], sample) for sample in batch["sample"].tolist()]
+        return self.noise(self.projector(batch["image"]), keys)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Loss of one batch."""
+        loss = self.loss(self.network(self.measure(batch, "train")), batch["image"])
+        if not torch.isfinite(loss):
+            names = ", ".join(batch["name"])
+            raise FloatingPointError(f"the loss became {loss.item()} at step {self.global_step} (slices: {names})")
+        self.log("train/loss", loss.detach(), batch_size=len(batch["image"]))
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Loss, PSNR and SSIM of x_T, mean over images."""
+        image, truth = self.network(self.measure(batch, "val")), batch["image"]
+        values = {"loss": self.loss(image, truth), "psnr": psnr(image, truth).mean(), "ssim": ssim(image, truth).mean()}
+        for name, value in values.items():
+            self.log(f"val/{name}", value, batch_size=len(truth), on_step=False, on_epoch=True, sync_dist=True)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Log the gradient's norm as it is before clipping: the first to tell trouble."""
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        self.log("train/grad_norm", torch.nn.utils.get_total_norm(gradients))
+        for t, step_size in enumerate(self.network.step_sizes):
+            self.log(f"train/lambda_{t}", step_size.detach().squeeze())
+
+    def configure_optimizers(self) -> Any:
+        """Optimizer and, per optimizer step, its schedule."""
+        optimizer = build_optimizer(self.config.optimizer, self.network)
+        n_steps = self.trainer.estimated_stepping_batches
+        schedule = LambdaLR(optimizer, learning_rate_factor(self.config.schedule, n_steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put the config in, as plain data, so that a checkpoint says by itself what it is."""
+        checkpoint[CHECKPOINT_KEY] = {"format": 1, "config": to_plain(self.config)}

@@ -1,0 +1,54 @@
+"""Optimizers and learning-rate schedules by name."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from qnmixer.config import AdamWConfig, OptimizerConfig, ScheduleConfig, SGDConfig, StepScheduleConfig
+
+
+def build_optimizer(config: OptimizerConfig, network: nn.Module) -> Optimizer:
+    """The optimizer that `optimizer` names.
+
+    Weights decay; the step sizes λ_t, biases and norms do not. λ_t learn at lr · step_size_lr_factor.
+    """
+    step_sizes: list[nn.Parameter] = []
+    decaying: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for name, parameter in network.named_parameters():
+        if name.startswith("step_sizes."):
+            step_sizes.append(parameter)
+        else:
+            (decaying if parameter.ndim > 1 else plain).append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": decaying, "weight_decay": config.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+        {"params": step_sizes, "weight_decay": 0.0, "lr": config.lr * config.step_size_lr_factor},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if isinstance(config, AdamWConfig):
+        return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]))
+    if isinstance(config, SGDConfig):
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+    return torch.optim.Adafactor(groups, lr=config.lr)
+
+
+def learning_rate_factor(config: ScheduleConfig, n_steps: float) -> Callable[[int], float]:
+    """Factor on the learning rate at optimizer step k of a run of n_steps (may be infinite for a constant one)."""
+    n_warmup = round(config.warmup * n_steps) if config.warmup and math.isfinite(n_steps) else 0
+
+    def factor(step: int) -> float:
+        if step < n_warmup:
+            return (step + 1) / (n_warmup + 1)
+        if isinstance(config, StepScheduleConfig):
+            return config.factor if step >= config.at * n_steps else 1.0
+        if config.name == "cosine":
+            progress = min(1.0, (step - n_warmup) / max(1, n_steps - n_warmup))
+            return 0.5 * (1 + math.cos(math.pi * progress))
+        return 1.0
+
+    return factor

@@ -1,0 +1,137 @@
+import io
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gdcm  # type: ignore[import-untyped]  # a SWIG module without stubs
+import numpy as np
+import pytest
+from pydicom import dcmread
+from pydicom.uid import JPEGLSLossless, RLELossless
+
+from qnmixer.data.dicom import DicomReader, decode_frame, open_ct
+from qnmixer.data.slices import SkipFile, Slice
+
+SAME_SLICE = "CTImage.dcm"
+
+
+def read(path: Path) -> list[Slice]:
+    return list(DicomReader().read(path.parent, path.name))
+
+
+def test_hu_follow_the_rescale_tags(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
+    make_ct(tmp_path / "a", body_hu(), RescaleSlope=2, RescaleIntercept=-500)
+    np.testing.assert_array_equal(read(tmp_path / "a")[0].hu, 2 * (body_hu() + 1024) - 500)
+
+
+def test_multi_frame_uses_each_frames_own_rescale_and_position(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
+    hu = np.stack([body_hu(), body_hu(seed=9)])
+    make_ct(tmp_path / "multi.dcm", hu)
+    slices = read(tmp_path / "multi.dcm")
+    np.testing.assert_array_equal(slices[0].hu, hu[0])
+    np.testing.assert_array_equal(slices[1].hu, hu[1] - 100)
+    assert [s.info.name for s in slices] == ["multi.dcm#0", "multi.dcm#1"]
+    assert [s.info.position for s in slices] == [30, 28]
+
+
+@pytest.mark.parametrize("padding", [-2000, -32768])
+def test_padding_becomes_air(make_ct: Any, body_hu: Any, tmp_path: Path, padding: int) -> None:
+    hu = body_hu()
+    hu[:5] = padding - 1024
+    make_ct(tmp_path / "a", hu, PixelPaddingValue=padding)
+    assert (read(tmp_path / "a")[0].hu[:5] == -1000).all()
+
+
+@pytest.mark.parametrize(
+    ("tags", "reason"),
+    [
+        ({"RescaleSlope": None}, "RescaleSlope"),
+        ({"RescaleIntercept": None}, "RescaleSlope"),
+        ({"Modality": "MR"}, "not a CT image"),
+        ({"SOPClassUID": "1.2.840.10008.5.1.4.1.1.7"}, "not a CT image"),
+        ({"ImageType": ["ORIGINAL", "PRIMARY", "LOCALIZER"]}, "localizer"),
+        ({"PixelData": None}, "no pixel data"),
+    ],
+)
+def test_files_of_no_use_say_why(make_ct: Any, tmp_path: Path, tags: dict[str, Any], reason: str) -> None:
+    make_ct(tmp_path / "a", **tags)
+    with pytest.raises(SkipFile, match=reason):
+        read(tmp_path / "a")
+
+
+@pytest.mark.parametrize("keep", [0, 1, 200, 1500, -1])
+def test_truncated_files_are_told(make_ct: Any, tmp_path: Path, keep: int) -> None:
+    make_ct(tmp_path / "a")
+    (tmp_path / "a").write_bytes((tmp_path / "a").read_bytes()[:keep])
+    with pytest.raises(SkipFile):
+        read(tmp_path / "a")
+
+
+@pytest.mark.parametrize("syntax", [RLELossless, JPEGLSLossless])
+def test_compressed_files_decode_exactly(make_ct: Any, body_hu: Any, tmp_path: Path, syntax: Any) -> None:
+    dataset = make_ct(tmp_path / "a", body_hu(33, 41))
+    dataset.compress(syntax)
+    dataset.save_as(tmp_path / "b.dcm")
+    np.testing.assert_array_equal(read(tmp_path / "b.dcm")[0].hu, body_hu(33, 41))
+
+
+@pytest.mark.parametrize("name", ["JPEG2000Lossless", "JPEGLosslessProcess14", "JPEGLosslessProcess14_1"])
+def test_what_gdcm_encodes_decodes_exactly(make_ct: Any, body_hu: Any, tmp_path: Path, name: str) -> None:
+    make_ct(tmp_path / "a", body_hu(64, 64))
+    reader = gdcm.ImageReader()
+    reader.SetFileName(str(tmp_path / "a"))
+    assert reader.Read()
+    change = gdcm.ImageChangeTransferSyntax()
+    change.SetTransferSyntax(gdcm.TransferSyntax(getattr(gdcm.TransferSyntax, name)))
+    change.SetInput(reader.GetImage())
+    assert change.Change()
+    writer = gdcm.ImageWriter()
+    writer.SetFile(reader.GetFile())
+    writer.SetImage(change.GetOutput())
+    writer.SetFileName(str(tmp_path / "b"))
+    assert writer.Write()
+    assert dcmread(tmp_path / "b").file_meta.TransferSyntaxUID.is_compressed
+    np.testing.assert_array_equal(read(tmp_path / "b")[0].hu, body_hu(64, 64))
+    data = (tmp_path / "b").read_bytes()
+    (tmp_path / "b").write_bytes(data[: len(data) * 9 // 10])
+    with pytest.raises(SkipFile):
+        read(tmp_path / "b")
+
+
+def test_every_real_encoding_of_one_slice_gives_the_same_hu(real_ct: Path) -> None:
+    expected = read(real_ct / "dicom_odd" / SAME_SLICE)[0].hu
+    files = sorted((real_ct / "dicom_odd").glob("CTImage.dcm*"))
+    assert len(files) == 6
+    for file in files:
+        np.testing.assert_array_equal(read(file)[0].hu, expected)
+    assert expected.min() < -3000  # GE padding, which `clean_hu` sets to air
+
+
+def test_every_real_file_decodes(real_ct: Path) -> None:
+    for file in sorted(real_ct.glob("dicom*/**/*")):
+        if file.is_file():
+            for piece in read(file):
+                assert piece.hu.max() > 100, file
+    assert len(read(real_ct / "dicom_odd/eCT_Supplemental.dcm")) == 2
+
+
+def test_wrong_sign_in_the_j2k_stream_is_mended(real_ct: Path) -> None:
+    hu = read(real_ct / "dicom_odd/J2K_pixelrep_mismatch.dcm")[0].hu
+    assert hu[0, 0] == -2000
+    assert hu[256, 255] == 30
+    assert hu.max() == 1896
+
+
+def test_reading_leaves_no_warning(real_ct: Path, recwarn: pytest.WarningsRecorder) -> None:
+    dataset = open_ct(next((real_ct / "dicom/totalseg_s1").iterdir()))
+    decode_frame(dataset, 0)
+    assert not recwarn.list
+
+
+def test_content_not_the_name_tells(make_ct: Any, tmp_path: Path) -> None:
+    make_ct(tmp_path / "good")
+    shutil.copy(tmp_path / "good", tmp_path / "photo.jpg")
+    assert len(read(tmp_path / "photo.jpg")) == 1
+    (tmp_path / "bad.dcm").write_bytes(io.BytesIO(b"hello" * 100).getvalue())
+    with pytest.raises(SkipFile, match="not DICOM"):
+        read(tmp_path / "bad.dcm")

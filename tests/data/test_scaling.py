@@ -1,0 +1,46 @@
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from qnmixer.data.dataset import SliceDataset
+from qnmixer.data.phantoms import PhantomSource
+from qnmixer.data.resample import to_square
+from qnmixer.data.scaling import AttenuationScaling, MinMaxScaling, Scaling
+
+
+@pytest.mark.parametrize("scaling", [AttenuationScaling(2000), MinMaxScaling()])
+def test_the_way_back_gives_hu(scaling: Scaling) -> None:
+    hu = np.random.default_rng(0).uniform(-1000, 2000, (9, 9)).astype(np.float32)
+    x, offset, scale = scaling.to_unit(hu)
+    assert x.dtype == np.float32
+    assert x.min() >= 0
+    assert x.max() <= 1
+    np.testing.assert_allclose(offset + scale * x, hu, atol=1e-3)
+
+
+def test_air_is_zero_and_metal_is_clipped() -> None:
+    x, _, _ = AttenuationScaling(1000).to_unit(np.array([[-1024.0, 0.0, 1000.0, 9000.0]], np.float32))
+    np.testing.assert_allclose(x, [[0, 0.5, 1, 1]])
+
+
+def test_constant_slice_does_not_divide_by_zero() -> None:
+    assert (MinMaxScaling().to_unit(np.full((3, 3), 7.0, np.float32))[0] == 0).all()
+
+
+def test_resampling_is_that_of_the_field() -> None:
+    hu = np.random.default_rng(0).normal(0, 100, (64, 64)).astype(np.float32)
+    expected = functional.interpolate(torch.from_numpy(hu)[None, None], (32, 32), mode="bilinear", antialias=True)
+    np.testing.assert_allclose(to_square(hu, 32), expected[0, 0], atol=1e-4)
+
+
+def test_augmentation_is_by_number_and_keeps_the_pixels() -> None:
+    source = PhantomSource("train", 4, 16, seed=1, anatomy_share=1.0)
+    plain = SliceDataset(source, MinMaxScaling())
+    turned = SliceDataset(source, MinMaxScaling(), augment=True, seed=1)
+    changed = 0
+    for n in range(12):
+        assert torch.equal(turned[n]["image"], turned[n]["image"])
+        assert torch.equal(turned[n]["image"].flatten().sort()[0], plain[n]["image"].flatten().sort()[0])
+        changed += not torch.equal(turned[n]["image"], plain[n]["image"])
+    assert 6 <= changed <= 12

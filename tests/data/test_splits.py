@@ -1,0 +1,112 @@
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from qnmixer.data.config import DicomData
+from qnmixer.data.slices import SliceInfo
+from qnmixer.data.splits import AAPM_PATIENTS, Split, patients_of, split_slices
+from qnmixer.errors import ConfigError, DataError
+
+
+def infos_of(*paths: str, patient: str = "") -> list[SliceInfo]:
+    return [SliceInfo(path, 0, 1, patient, path.rpartition("/")[0], float(i)) for i, path in enumerate(paths)]
+
+
+def split(patients: list[str], **options: Any) -> Split:
+    infos = [SliceInfo(f"{p}/{i}", 0, 1, p, p, float(i)) for i, p in enumerate(patients)]
+    return split_slices(infos, patients, DicomData(root="somewhere", **options))
+
+
+def names(paths: list[str], **options: Any) -> list[str]:
+    return patients_of(infos_of(*paths), **({"patient_from": "tag", "root_name": "root"} | options))
+
+
+def test_empty_tags_are_told_by_folder() -> None:
+    assert names(["a/x", "b/c/y"]) == ["a", "b"]
+    assert names(["all/a/s1/x", "all/b/s1/y", "all/b/s2/y"]) == ["a", "b", "b"]
+    assert names(["full_3mm/L067/x.IMA", "full_1mm/L067/y.IMA"]) == ["L067", "L067"]
+    assert names(["L333/full_3mm/x.IMA"]) == ["L333"]
+    assert names(["x", "y"]) == ["root", "root"]
+    assert names(["x.npy", "y.npy"]) == ["x", "y"]
+
+
+def test_tags_win_unless_the_folder_is_asked_for() -> None:
+    infos = infos_of("a/x", "b/y", patient="ANON")
+    assert patients_of(infos, patient_from="tag", root_name="r") == ["ANON", "ANON"]
+    assert patients_of(infos, patient_from="folder", root_name="r") == ["a", "b"]
+
+
+def test_random_split_keeps_patients_apart_and_gives_each_part_one() -> None:
+    patients = [f"p{i % 11}" for i in range(100)]
+    parts = split(patients)
+    people = {part: {patients[i] for i in members} for part, members in parts.items()}
+    assert sum(map(len, parts.values())) == 100
+    assert sum(map(len, people.values())) == 11
+    assert all(people.values())
+    assert parts == split(patients)
+    assert any(parts != split(patients, seed=seed) for seed in range(2, 8))
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.45, 0.49])
+@pytest.mark.parametrize("seed", range(4))
+def test_three_patients_go_one_to_each_part_and_the_largest_trains(fraction: float, seed: int) -> None:
+    patients = ["a"] * 20 + ["b"] + ["c"]
+    parts = split(patients, seed=seed, val_fraction=fraction, test_fraction=fraction)
+    assert Counter(len(members) for members in parts.values()) == {20: 1, 1: 2}
+    assert len(parts["train"]) == 20
+
+
+def test_too_few_patients_says_what_to_do() -> None:
+    with pytest.raises(DataError, match=r"2 patient\(s\) \(a, b\), too few.*data\.split=slices"):
+        split(["a", "a", "b"])
+
+
+def test_aapm_split_by_name() -> None:
+    patients = [*AAPM_PATIENTS, "L333", "somebody"]
+    parts = split(patients, split="aapm")
+    assert {patients[i] for i in parts["val"]} == {"L333"}
+    assert [patients[i] for i in parts["test"]] == ["L310"]
+    assert len(parts["train"]) == 8
+    with pytest.raises(DataError, match="nothing for test"):
+        split(["L333", "L067"], split="aapm")
+
+
+def test_aapm_names_are_found_in_tags_and_paths() -> None:
+    infos = infos_of("L333/full_3mm/L333_FD_3_1.IMA", "L310/x.IMA", "L067/x.IMA", patient="Anonymous")
+    parts = split_slices(infos, ["Anonymous"] * 3, DicomData(root="r", split="aapm"))
+    assert parts == {"val": [0], "test": [1], "train": [2]}
+
+
+def test_explicit_lists() -> None:
+    patients = ["a", "b", "c", "d"]
+    parts = split(patients, split="explicit", val_patients=["b"], test_patients=["d"])
+    assert parts == {"train": [0, 2], "val": [1], "test": [3]}
+    with pytest.raises(DataError, match="did you mean abcd"):
+        split(["abcd", "b", "c"], split="explicit", val_patients=["abce"], test_patients=["c"])
+    with pytest.raises(DataError, match=r"also in data\.val_patients"):
+        split(patients, split="explicit", val_patients=["b"], test_patients=["b"])
+    with pytest.raises(DataError, match="nobody for test"):
+        split(patients, split="explicit", val_patients=["b"])
+
+
+def test_blocks_are_contiguous_and_disjoint() -> None:
+    parts = split(["a"] * 20 + ["b"] * 3 + ["c"], split="slices")
+    assert parts["train"] == [*range(16), 20, 23]
+    assert parts["val"] == [16, 17, 21]
+    assert parts["test"] == [18, 19, 22]
+    with pytest.raises(DataError, match="3 slices or more"):
+        split(["a", "b"], split="slices")
+
+
+def test_all_is_test() -> None:
+    assert split(["a", "a"], split="all") == {"train": [], "val": [], "test": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"split": "randon"}, {"val_fraction": 0}, {"val_fraction": 0.6, "test_fraction": 0.6}, {"val_patients": ["a"]}],
+)
+def test_options_that_make_no_sense(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"data\.|lists"):
+        split(["a", "b", "c"], **options)

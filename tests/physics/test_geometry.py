@@ -1,0 +1,82 @@
+"""The scan's description: what it computes and what it refuses."""
+
+import math
+from dataclasses import FrozenInstanceError, replace
+
+import numpy as np
+import pytest
+
+from qnmixer.errors import GeometryError
+from qnmixer.physics import FanBeamGeometry
+
+PAPER = FanBeamGeometry.paper(32)
+
+
+def test_paper_geometry_is_the_fingerprinted_one() -> None:
+    assert PAPER.image_size * PAPER.pixel_size == pytest.approx(400)
+    assert (PAPER.n_detectors, PAPER.detector_pitch) == (512, 1.875)
+    assert (PAPER.source_to_axis, PAPER.axis_to_detector) == (600, 290)
+    assert PAPER.angles()[0] == pytest.approx(math.pi / 32)
+    assert np.diff(PAPER.angles()) == pytest.approx(np.full(31, math.pi / 16))
+
+
+def test_resolution_changes_pixels_only() -> None:
+    assert FanBeamGeometry.paper(32, image_size=64) == replace(PAPER, image_size=64, pixel_size=6.25)
+
+
+def test_field_of_view_of_the_paper_covers_the_image_width_and_not_its_corners() -> None:
+    assert 200 < PAPER.view_radius < PAPER.image_radius
+
+
+def test_geometry_is_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        PAPER.n_views = 3  # type: ignore[misc]  # what the test is about
+
+
+@pytest.mark.parametrize(
+    ("views", "span", "symmetric"),
+    [(32, 2 * math.pi, True), (32, -2 * math.pi, True), (30, 2 * math.pi, False), (32, math.pi, False)],
+)
+def test_quarter_turn_symmetry(views: int, span: float, symmetric: bool) -> None:
+    assert replace(PAPER, n_views=views, angle_span=span).has_quarter_turn_symmetry is symmetric
+
+
+@pytest.mark.parametrize("distance", [0.0, -100.0])
+def test_virtual_detectors_are_allowed(distance: float) -> None:
+    assert replace(PAPER, axis_to_detector=distance).source_to_detector == 600 + distance
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"n_views": 0}, "n_views=0"),
+        ({"n_views": 2.5}, "n_views=2.5"),
+        ({"n_views": True}, "n_views=True"),
+        ({"image_size": 0}, "image_size=0"),
+        ({"n_detectors": -1}, "n_detectors=-1"),
+        ({"pixel_size": 0.0}, "pixel_size=0.0"),
+        ({"pixel_size": math.nan}, "pixel_size=nan"),
+        ({"detector_pitch": -1.875}, "detector_pitch=-1.875"),
+        ({"source_to_axis": math.inf}, "source_to_axis=inf"),
+        ({"source_to_axis": 280.0}, "inside the image"),
+        ({"axis_to_detector": -600.0}, "behind the source"),
+        ({"axis_to_detector": math.nan}, "axis_to_detector=nan"),
+        ({"first_angle": math.inf}, "first_angle=inf"),
+        ({"first_angle": "0"}, "first_angle='0'"),
+        ({"angle_span": 0.0}, "angle_span=0.0"),
+        ({"angle_span": 360.0}, "degrees must be converted"),
+        ({"detector_pitch": 1e-4}, "cannot see the object"),
+        ({"n_detectors": 2, "detector_pitch": 2000.0}, "cannot see the object"),
+    ],
+)
+def test_impossible_geometries_get_one_line(change: dict[str, float], words: str) -> None:
+    with pytest.raises(GeometryError, match=words) as caught:
+        replace(PAPER, **change)
+    assert "\n" not in str(caught.value)
+
+
+def test_paper_with_no_views_is_refused_too() -> None:
+    with pytest.raises(GeometryError, match="n_views=0"):
+        FanBeamGeometry.paper(0)
+    with pytest.raises(GeometryError, match="image_size=0"):
+        FanBeamGeometry.paper(32, image_size=0)

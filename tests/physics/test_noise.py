@@ -1,0 +1,109 @@
+"""Noise: its statistics, its keys, and that starved bins stay finite."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from qnmixer.errors import ConfigError
+from qnmixer.physics import FieldNoise, Noise, NoNoise, PhysicalNoise
+
+ALL: Sequence[Noise] = (FieldNoise(), PhysicalNoise(photons=1e4, electronic_sigma=5.0))
+
+
+def sinogram(batch: int = 1, value: float = 100.0) -> torch.Tensor:
+    """A constant sinogram but for one ray of twice the value, which sets p_max."""
+    y = torch.full((batch, 1, 64, 256), value)
+    y[:, :, 0, 0] = 2 * value
+    return y
+
+
+def test_no_noise_is_the_identity() -> None:
+    y = sinogram()
+    assert torch.equal(NoNoise()(y, [(1, 2, 3)]), y)
+
+
+@pytest.mark.parametrize("noise", ALL, ids=lambda noise: type(noise).__name__)
+def test_noise_depends_on_sample_and_key_only(noise: Noise) -> None:
+    y = sinogram(3) * torch.tensor([1.0, 0.5, 0.7]).view(3, 1, 1, 1)
+    keys = [(1, 0, 5), (1, 0, 6), (1, 1, 5)]
+    together = noise(y, keys)
+    for i in range(3):
+        assert torch.equal(together[i : i + 1], noise(y[i : i + 1], keys[i : i + 1]))
+    same = noise(y[:1].expand(3, -1, -1, -1), keys)
+    assert not torch.equal(same[0], same[1])
+    assert not torch.equal(same[0], same[2])
+    assert (together.dtype, together.shape) == (y.dtype, y.shape)
+    assert torch.equal(noise(y.flip(0), keys[::-1]), together.flip(0))
+
+
+@pytest.mark.parametrize("noise", ALL, ids=lambda noise: type(noise).__name__)
+def test_global_generators_are_left_alone(noise: Noise) -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    noise(sinogram(), [(0, 0, 0)])
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_statistics_of_the_field_noise() -> None:
+    """At p = p_max/2: variance of the log part p_max² e^{1/2}/I₀ (delta method), plus σ²."""
+    y = sinogram()
+    for photons, sigma in ((1e6, 0.05), (1e4, 0.0), (1e6, 0.5)):
+        error = (FieldNoise(photons, sigma)(y, [(7,)]) - y)[0, 0].flatten()[1:]
+        expected = (200.0**2 * 2.718281828**0.5 / photons + sigma**2) ** 0.5
+        assert float(error.std()) == pytest.approx(expected, rel=0.03)
+        assert abs(float(error.mean())) < 4 * expected / len(error) ** 0.5 + 0.02
+
+
+def test_field_noise_is_free_of_scale_but_for_its_gaussian() -> None:
+    noise = FieldNoise(1e5, 0.0)
+    assert torch.allclose(noise(10 * sinogram(), [(1,)]), 10 * noise(sinogram(), [(1,)]), rtol=1e-6)
+
+
+def test_statistics_of_the_physical_noise() -> None:
+    """Variance of p' is (e^{μp}/I₀ + σₑ² e^{2μp}/I₀²)/μ²."""
+    y, mu = sinogram(), 0.0192
+    for photons, electronic in ((1e5, 0.0), (1e5, 200.0)):
+        error = (PhysicalNoise(photons, mu, electronic)(y, [(7,)]) - y)[0, 0].flatten()[1:]
+        gain = 2.718281828 ** (mu * 100)
+        expected = (gain / photons + (electronic * gain / photons) ** 2) ** 0.5 / mu
+        assert float(error.std()) == pytest.approx(expected, rel=0.03)
+
+
+def test_fewer_photons_give_more_noise() -> None:
+    y = sinogram()
+    low, high = (float((PhysicalNoise(photons=n)(y, [(1,)]) - y).std()) for n in (1e3, 1e6))
+    assert low > 10 * high
+
+
+def test_starved_bins_stay_finite() -> None:
+    y = sinogram(value=1e5)
+    for noise in (FieldNoise(photons=0.5), PhysicalNoise(photons=100.0, electronic_sigma=50.0)):
+        assert torch.isfinite(noise(y, [(1,)])).all()
+
+
+def test_an_all_air_sample_gets_the_gaussian_only() -> None:
+    y = torch.zeros(1, 1, 64, 256)
+    assert float(FieldNoise()(y, [(1,)]).std()) == pytest.approx(0.05, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: FieldNoise(photons=0), r"noise\.photons=0"),
+        (lambda: FieldNoise(sigma=-1), r"noise\.sigma=-1"),
+        (lambda: PhysicalNoise(photons=float("nan")), r"noise\.photons=nan"),
+        (lambda: PhysicalNoise(attenuation_per_value=0), r"noise\.attenuation_per_value=0"),
+        (lambda: PhysicalNoise(electronic_sigma=-2), r"noise\.electronic_sigma=-2"),
+    ],
+)
+def test_impossible_levels_get_one_line(build: object, words: str) -> None:
+    assert callable(build)
+    with pytest.raises(ConfigError, match=words):
+        build()
+
+
+def test_a_key_too_few_is_an_error() -> None:
+    with pytest.raises(ValueError, match="1 keys for a batch of 2"):
+        FieldNoise()(sinogram(2), [(1,)])

@@ -1,0 +1,363 @@
+"""A, Aᵀ and FBP against analytic integrals, hand-computed positions, ASTRA's sinograms and each other."""
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from qnmixer.errors import GeometryError
+from qnmixer.physics import FBP_WINDOWS, FanBeamGeometry, FanBeamProjector
+
+TINY = FanBeamGeometry(
+    image_size=6,
+    pixel_size=2.0,
+    n_views=8,
+    n_detectors=9,
+    detector_pitch=3.0,
+    source_to_axis=30.0,
+    axis_to_detector=15.0,
+    first_angle=0.1,
+)
+GEOMETRIES = {
+    "paper": FanBeamGeometry.paper(32, image_size=64),
+    "odd_image": FanBeamGeometry.paper(16, image_size=65),
+    "odd_everything": replace(FanBeamGeometry.paper(31, image_size=65), n_detectors=101, detector_pitch=9.0),
+    "half_step_off_the_quarter": FanBeamGeometry.paper(30, image_size=64),
+    "clockwise": replace(FanBeamGeometry.paper(32, image_size=64), angle_span=-2 * math.pi),
+    "partial_turn": replace(FanBeamGeometry.paper(24, image_size=64), first_angle=-1.0, angle_span=2.0),
+    "narrow_detector": replace(FanBeamGeometry.paper(32, image_size=64), n_detectors=64),
+    "offset_first_angle": replace(FanBeamGeometry.paper(32, image_size=64), first_angle=0.123),
+    "virtual_detector": FanBeamGeometry(64, 1.0, 30, 96, 1.0, 128.0, 0.0),
+    # Measured scan of the Helsinki tomography challenge 2022 (its .mat file): 61 views over 30°, both ends included.
+    "measured": FanBeamGeometry(
+        image_size=128,
+        pixel_size=0.1483223 * 4,
+        n_views=61,
+        n_detectors=560,
+        detector_pitch=0.2,
+        source_to_axis=410.66,
+        axis_to_detector=553.74 - 410.66,
+        angle_span=math.radians(30.5),
+    ),
+}
+
+
+@cache
+def projector(name: str) -> FanBeamProjector:
+    return FanBeamProjector(GEOMETRIES[name])
+
+
+def random_pair(geometry: FanBeamGeometry, batch: int = 2) -> tuple[Tensor, Tensor]:
+    """A random image and sinogram that fit the geometry."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(batch, 1, geometry.image_size, geometry.image_size, generator=generator)
+    return x, torch.rand(batch, 1, geometry.n_views, geometry.n_detectors, generator=generator)
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+# Ellipses: value, centre x, centre y, semi-axes a, b (mm), rotation (rad).
+ELLIPSES = [
+    (1.0, 10.0, -20.0, 130.0, 95.0, 0.3),
+    (-0.5, 60.0, 30.0, 40.0, 25.0, 1.1),
+    (0.8, -45.0, -50.0, 22.0, 35.0, -0.6),
+]
+
+
+def ellipse_image(geometry: FanBeamGeometry, supersampling: int = 8) -> Tensor:
+    """Pixel means [1, 1, H, W] of the ellipses."""
+    n = geometry.image_size * supersampling
+    axis = (np.arange(n) - (n - 1) / 2) * geometry.pixel_size / supersampling
+    x, y = axis[None, :], -axis[:, None]
+    image = np.zeros((n, n))
+    for value, x0, y0, a, b, turn in ELLIPSES:
+        p = (x - x0) * np.cos(turn) + (y - y0) * np.sin(turn)
+        q = -(x - x0) * np.sin(turn) + (y - y0) * np.cos(turn)
+        image += value * ((p / a) ** 2 + (q / b) ** 2 <= 1)
+    blocks = image.reshape(geometry.image_size, supersampling, geometry.image_size, supersampling)
+    return torch.from_numpy(blocks.mean(axis=(1, 3))).float()[None, None]
+
+
+def ellipse_integrals(geometry: FanBeamGeometry) -> Tensor:
+    """Exact line integrals [1, 1, V, D], written straight from the convention in DESIGN.md."""
+    beta, u = geometry.angles()[:, None], geometry.bin_positions()[None, :]
+    source = geometry.source_to_axis * np.stack([np.sin(beta), -np.cos(beta)])
+    bins = geometry.axis_to_detector * np.stack([-np.sin(beta), np.cos(beta)]) + u * np.stack(
+        [np.cos(beta), np.sin(beta)]
+    )
+    along = bins - source
+    along /= np.hypot(*along)
+    total = np.zeros(along.shape[1:])
+    for value, x0, y0, a, b, turn in ELLIPSES:
+        rotation = np.array([[np.cos(turn), np.sin(turn)], [-np.sin(turn), np.cos(turn)]]) / np.array([[a], [b]])
+        d = np.einsum("ij,jvd->ivd", rotation, along)
+        s = np.einsum("ij,jvd->ivd", rotation, source - np.array([x0, y0])[:, None, None])
+        dd, ds, ss = (d * d).sum(0), (d * s).sum(0), (s * s).sum(0)
+        total += value * 2 * np.sqrt(np.maximum(ds**2 - dd * (ss - 1), 0)) / dd
+    return torch.from_numpy(total).float()[None, None]
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_adjoint_is_the_transpose(name: str) -> None:
+    operator = projector(name)
+    x, y = random_pair(operator.geometry)
+    left = (operator(x).double() * y.double()).sum()
+    right = (x.double() * operator.adjoint(y).double()).sum()
+    assert left > 0
+    assert abs(left - right) <= 1e-5 * abs(left)
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_backward_of_fbp_is_its_transpose(name: str) -> None:
+    operator = projector(name)
+    x, y = random_pair(operator.geometry)
+    y.requires_grad_()
+    image = operator.fbp(y)
+    (gradient,) = torch.autograd.grad(image, y, x)
+    left, right = (image.double() * x.double()).sum(), (y.double() * gradient.double()).sum()
+    scale = image.detach().double().norm() * x.double().norm()
+    assert abs(left - right) <= 1e-5 * scale
+
+
+@pytest.mark.parametrize("name", ["paper", "odd_image", "clockwise", "offset_first_angle"])
+def test_quarter_turn_path_equals_full_matrices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = projector(name)
+    monkeypatch.setattr(FanBeamGeometry, "has_quarter_turn_symmetry", False)
+    full = FanBeamProjector(operator.geometry)
+    assert full._rays.values.numel() > 3.9 * operator._rays.values.numel()
+    x, y = random_pair(operator.geometry, batch=3)
+    assert relative_error(operator(x), full(x)) < 1e-6
+    assert relative_error(operator.adjoint(y), full.adjoint(y)) < 1e-6
+    assert relative_error(operator.fbp(y), full.fbp(y)) < 1e-6
+
+
+def test_a_batch_is_its_samples() -> None:
+    for name in ("paper", "partial_turn"):
+        operator = projector(name)
+        x, y = random_pair(operator.geometry, batch=3)
+        for apply, z in ((operator, x), (operator.adjoint, y), (operator.fbp, y)):
+            alone = torch.cat([apply(z[i : i + 1]) for i in range(3)])
+            assert relative_error(apply(z), alone) < 1e-6
+
+
+@pytest.mark.parametrize("views", [32, 30])
+def test_projections_match_analytic_ellipses(views: int) -> None:
+    geometry = FanBeamGeometry.paper(views)
+    found = FanBeamProjector(geometry)(ellipse_image(geometry))
+    assert relative_error(found, ellipse_integrals(geometry)) < 4e-3
+
+
+def test_ones_give_chord_lengths_of_the_image_square() -> None:
+    """Also along grid lines: at β = 0 the middle ray of an even image lies between two columns."""
+    geometry = FanBeamGeometry(8, 1.0, 4, 3, 1.0, 100.0, 0.0)
+    sinogram = FanBeamProjector(geometry)(torch.ones(1, 1, 8, 8))
+    oblique = 8 * math.hypot(1, 1 / 100)
+    assert sinogram[0, 0] == pytest.approx(np.tile([oblique, 8.0, oblique], (4, 1)), rel=1e-6)
+    columns = torch.zeros(1, 1, 8, 8)
+    columns[..., 3] = 1
+    assert FanBeamProjector(geometry)(columns)[0, 0, 0, 1] == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(("view", "u"), [(0, 40.0), (1, 200 / 3)])
+def test_orientation_of_a_point_at_the_upper_right(view: int, u: float) -> None:
+    """Row 1, column 6 of 8 × 10 mm is (25, 25) mm. With the source at 100 mm and the detector at 100 mm behind the axis,
+    β = 0 sees it at u = 25·200/125 and β = 90° at u = 25·200/75.
+    """
+    geometry = FanBeamGeometry(8, 10.0, 4, 201, 1.0, 100.0, 100.0)
+    x = torch.zeros(1, 1, 8, 8)
+    x[0, 0, 1, 6] = 1
+    row = FanBeamProjector(geometry)(x)[0, 0, view]
+    assert float((row * torch.from_numpy(geometry.bin_positions())).sum() / row.sum()) == pytest.approx(u, rel=0.02)
+
+
+def test_views_run_in_the_order_of_their_angles() -> None:
+    """The quarters of a full turn, and single views of a partial one, are the same scan."""
+    full = replace(GEOMETRIES["paper"], n_views=8, first_angle=0.2)
+    x, _ = random_pair(full, batch=1)
+    whole = FanBeamProjector(full)(x)
+    for view in range(8):
+        one = replace(full, n_views=1, first_angle=float(full.angles()[view]), angle_span=0.5)
+        assert relative_error(FanBeamProjector(one)(x)[:, :, 0], whole[:, :, view]) < 1e-6
+
+
+@pytest.mark.parametrize("views", [30, 60])
+def test_agrees_with_astra_sinograms(real_ct: Path, views: int) -> None:
+    image = torch.from_numpy(np.load(real_ct / "astra_pair" / "012_100_gt.npy")).float()
+    expected = torch.from_numpy(np.load(real_ct / "astra_pair" / f"012_100_{views}_sino.npy")).float()
+    geometry = FanBeamGeometry(256, 1.0, views, 384, 1.0, 512.0, 0.0)
+    assert relative_error(FanBeamProjector(geometry)(image[None, None])[0, 0], expected) <= 5e-3
+
+
+@pytest.mark.parametrize("fbp_filter", FBP_WINDOWS)
+def test_fbp_has_unit_gain(fbp_filter: str) -> None:
+    geometry = FanBeamGeometry.paper(512)
+    x = ellipse_image(geometry)
+    operator = FanBeamProjector(geometry, fbp_filter)
+    found = operator.fbp(operator(x))
+    assert float(found.mean() / x.mean()) == pytest.approx(1, abs=1e-3)
+    inside = (slice(None), slice(None), slice(90, 120), slice(130, 160))
+    assert float(x[inside].std()) == 0
+    assert float(found[inside].mean() / x[inside].mean()) == pytest.approx(1, abs=2e-3)
+
+
+def test_fbp_puts_a_point_back_where_it_was() -> None:
+    operator = projector("paper")
+    x = torch.zeros(1, 1, 64, 64)
+    x[0, 0, 10, 40] = 1
+    assert int(operator.fbp(operator(x)).argmax()) == 10 * 64 + 40
+
+
+def test_softer_filters_give_less_noise() -> None:
+    _, y = random_pair(GEOMETRIES["paper"])
+    spread = [FanBeamProjector(GEOMETRIES["paper"], name).fbp(y).std() for name in FBP_WINDOWS]
+    assert all(softer < sharper for sharper, softer in pairwise(spread))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "first", "tolerance"),
+    [(235.0, 0.0, 0.01), (-240.0, 1.0, 0.01), (300.0, -2.0, 0.01), (355.0, 0.3, 0.01)],
+)
+def test_short_scans_keep_the_gain(degrees: float, first: float, tolerance: float) -> None:
+    """180° plus the fan (±28.3° here, 23.7° over the ellipses) and more, either way round."""
+    geometry = replace(FanBeamGeometry.paper(360, image_size=128), first_angle=first, angle_span=math.radians(degrees))
+    x = ellipse_image(geometry)
+    operator = FanBeamProjector(geometry)
+    found = operator.fbp(operator(x))
+    assert float(found.mean() / x.mean()) == pytest.approx(1, abs=tolerance)
+    inside = (slice(None), slice(None), slice(45, 60), slice(65, 80))
+    assert float(found[inside].mean() / x[inside].mean()) == pytest.approx(1, abs=2 * tolerance)
+    assert relative_error(found, x) < 0.15
+
+
+def test_truncated_and_limited_scans_stay_finite() -> None:
+    for name in ("narrow_detector", "partial_turn", "measured"):
+        operator = projector(name)
+        x, _ = random_pair(operator.geometry)
+        found = operator.fbp(operator(x))
+        assert torch.isfinite(found).all()
+        assert 0 < float(found.abs().mean()) < 2
+
+
+@pytest.mark.parametrize("geometry", [TINY, replace(TINY, n_views=5, angle_span=4.0)], ids=["quarters", "full"])
+@pytest.mark.parametrize("method", ["forward", "adjoint", "fbp"])
+def test_gradients_to_second_order(geometry: FanBeamGeometry, method: str) -> None:
+    operator = FanBeamProjector(geometry).double()
+    x, y = random_pair(geometry, batch=1)
+    z = (x if method == "forward" else y).double().requires_grad_()
+    apply: Callable[[Tensor], Tensor] = getattr(operator, method)
+    assert torch.autograd.gradcheck(apply, (z,))
+    assert torch.autograd.gradgradcheck(lambda v: apply(v).square(), (z,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
+    operator = projector("paper")
+    x, y = random_pair(operator.geometry)
+    for apply, z in ((operator, x), (operator.adjoint, y), (operator.fbp, y)):
+        z = z.to(dtype)
+        expected_input = z.float().requires_grad_()
+        expected = apply(expected_input)
+        expected.square().sum().backward()
+        z.requires_grad_()
+        with torch.autocast("cpu", dtype=dtype):
+            found = apply(z)
+            found.square().sum().backward()
+        assert found.dtype == torch.float32
+        assert torch.equal(found, expected)
+        assert z.grad is not None
+        assert expected_input.grad is not None
+        assert torch.equal(z.grad, expected_input.grad.to(dtype))
+
+
+@pytest.mark.parametrize("convert", ["half", "bfloat16", "double", "float"])
+def test_dtype_conversions_keep_the_matrices_exact(convert: str) -> None:
+    operator = FanBeamProjector(TINY)
+    x, y = random_pair(TINY)
+    expected = operator(x), operator.adjoint(y), operator.fbp(y)
+    operator = getattr(operator, convert)()
+    for found, before in zip((operator(x), operator.adjoint(y), operator.fbp(y)), expected, strict=True):
+        assert found.dtype == torch.float32
+        assert relative_error(found, before) < 1e-6
+    assert operator(x.double()).dtype == (torch.float64 if convert == "double" else torch.float32)
+    returned = operator.float()
+    assert torch.equal(returned(x), expected[0])
+
+
+def test_copies_and_pickles_work_and_nothing_is_saved() -> None:
+    operator = FanBeamProjector(TINY)
+    x, _ = random_pair(TINY)
+    assert operator.state_dict() == {}
+    assert not list(operator.parameters())
+    for twin in (copy.deepcopy(operator), pickle.loads(pickle.dumps(operator))):
+        assert torch.equal(twin(x), operator(x))
+        assert twin.geometry == TINY
+
+
+def test_indices_are_32_bit() -> None:
+    operator = projector("paper")
+    for pair in (operator._rays, operator._backprojection):
+        assert pair.columns.dtype == pair.row_starts.dtype == pair.rows.dtype == torch.int32
+        assert pair.values.dtype == pair.values_t.dtype == torch.float32
+        torch.sparse_csr_tensor(pair.row_starts, pair.columns, pair.values, check_invariants=True)
+        torch.sparse_csr_tensor(pair.column_starts, pair.rows, pair.values_t, check_invariants=True)
+
+
+def test_fake_tensors_pass_through() -> None:
+    """Memory plans run the network on tensors without data."""
+    operator = projector("paper")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(2, 1, 64, 64, requires_grad=True)
+        image = operator.fbp(operator(x))
+        image.sum().backward()
+    assert image.shape == x.shape
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+
+
+def test_wrong_shapes_get_one_line() -> None:
+    operator = projector("paper")
+    x, y = random_pair(operator.geometry)
+    for apply, z, kind, needed in (
+        (operator, x[..., 1:], "image", "[batch, 1, 64, 64]"),
+        (operator, y, "image", "[batch, 1, 64, 64]"),
+        (operator, x[0], "image", "[batch, 1, 64, 64]"),
+        (operator.adjoint, x, "sinogram", "[batch, 1, 32, 512]"),
+        (operator.fbp, y.transpose(2, 3), "sinogram", "[batch, 1, 32, 512]"),
+    ):
+        with pytest.raises(GeometryError) as caught:
+            apply(z)
+        message = str(caught.value)
+        assert message.startswith(kind)
+        assert needed in message
+        assert str(list(z.shape)) in message
+        assert "\n" not in message
+
+
+def test_unknown_filter_is_refused_with_the_choices() -> None:
+    with pytest.raises(GeometryError, match=r"'sharp'.*ramp, shepp-logan"):
+        FanBeamProjector(TINY, "sharp")
+
+
+def test_operator_norm_is_the_largest_singular_value() -> None:
+    operator = FanBeamProjector(TINY)
+    dense = operator(torch.eye(36).view(36, 1, 6, 6)).view(36, -1)
+    assert operator.operator_norm() == pytest.approx(float(torch.linalg.matrix_norm(dense, 2)), rel=1e-4)
+    assert operator.operator_norm() == FanBeamProjector(TINY).operator_norm()
+
+
+@pytest.mark.parametrize(("views", "radius"), [(32, 21.5), (64, 9.2), (128, 5.4)])
+def test_spectral_radius_of_fbp_after_projection(views: int, radius: float) -> None:
+    """The radii that QN_MIXER.md reports for 256 × 256."""
+    assert FanBeamProjector(FanBeamGeometry.paper(views)).fbp_spectral_radius() == pytest.approx(radius, rel=0.02)
