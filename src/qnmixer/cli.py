@@ -13,8 +13,9 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from qnmixer.config import flat_keys, suggest, unknown_key
+from qnmixer.config import flat_keys, unknown_key
 from qnmixer.errors import ConfigError, UserError
+from qnmixer.schema import suggest
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 TRACEBACK = "HYDRA_FULL_ERROR"
@@ -50,7 +51,7 @@ def run(task: Callable[[DictConfig], object], check: Callable[[DictConfig], obje
 
 
 def _keeping(task: Callable[[DictConfig], object], failures: list[Exception]) -> Callable[[DictConfig], object]:
-    """Keep what a job raises for `run`, since Hydra would print lines of its own; the next job of a sweep still runs."""
+    """Keep what a job raises for `run`: Hydra would add lines of its own, and end a sweep at its first failure."""
 
     def job(cfg: DictConfig) -> object:
         try:

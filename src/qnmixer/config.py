@@ -4,10 +4,8 @@ The values live in `conf/`; here are their types, their bounds and the rules bet
 wrong override is answered in a moment.
 """
 
-import difflib
-import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -15,16 +13,7 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 
 from qnmixer.data.config import DataConfig, DeepLesionData, DicomData, NumpyData, PhantomData
 from qnmixer.errors import ConfigError
-
-
-def one_of(*choices: str) -> Any:
-    """A text field that takes one of these values."""
-    return field(metadata={"choices": choices})
-
-
-def number(at_least: float | None = None, above: float | None = None) -> Any:
-    """A number field with a lower bound, included (`at_least`) or not (`above`)."""
-    return field(metadata={"at_least": at_least, "above": above})
+from qnmixer.schema import check_bounds, number, one_of, suggest
 
 
 @dataclass(kw_only=True)
@@ -233,6 +222,7 @@ class EvaluateRootConfig:
     run: str
     checkpoint: str = one_of("best", "last")
     split: str = one_of("train", "val", "test")
+    seed: int = number(at_least=0)
     accelerator: str = one_of("auto", "cpu", "cuda")
 
 
@@ -334,24 +324,8 @@ def _parse(section: str, schema: type, value: Any, values: Mapping[str, Any]) ->
     except OmegaConfBaseException as error:
         reason = str(error.msg or error).splitlines()[0]
         raise ConfigError(f"{prefix}{error.full_key or ''}: {reason}") from error
-    _check_bounds(prefix, parsed)
+    check_bounds(prefix, parsed)
     return parsed
-
-
-def _check_bounds(prefix: str, section: Any) -> None:
-    for f in fields(section):
-        value, rules = getattr(section, f.name), f.metadata
-        if value is None:
-            continue
-        key = f"{prefix}{f.name}={value}"
-        if (choices := rules.get("choices")) and value not in choices:
-            raise ConfigError(f"{key} is not known: {suggest(value, choices)}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{key} is not a finite number: give one")
-        if (low := rules.get("at_least")) is not None and value < low:
-            raise ConfigError(f"{key} is too small: give {low} or more")
-        if (low := rules.get("above")) is not None and value <= low:
-            raise ConfigError(f"{key} is too small: give more than {low}")
 
 
 def validate(config: Config) -> None:
@@ -406,11 +380,3 @@ def flat_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         yield f"{prefix}{key}"
         if isinstance(value, Mapping):
             yield from flat_keys(value, f"{prefix}{key}.")
-
-
-def suggest(word: str, choices: Collection[str]) -> str:
-    """How to mend a word that is none of the choices."""
-    near = difflib.get_close_matches(word, [c for c in choices if c != word], n=1, cutoff=0.6)
-    if near:
-        return f"did you mean {near[0]}?"
-    return f"choose {', '.join(choices)}" if len(choices) <= 12 else "run with --cfg job to see all keys"

@@ -1,28 +1,35 @@
 """Files that are there whole or not at all."""
 
 import os
-import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
+
+TEMPORARY_SUFFIX = ".tmp"
 
 
 @contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
-    """A temporary neighbour to write to; it takes the place of `path` at the end, or is removed on failure."""
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    """Open a temporary file beside path; it takes path's place when the block ends well and is removed when it fails.
+
+    Raises:
+        OSError: as on a full disk; path is then as it was before.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
-    os.close(handle)
-    temporary = Path(name)
+    temporary = path.with_name(f".{path.name[:64]}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
     try:
-        yield temporary
-        temporary.chmod(0o644)
-        temporary.replace(path)
+        with temporary.open("xb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically."""
-    with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    """Write a text file, whole or not at all."""
+    with atomic_file(path) as stream:
+        stream.write(text.encode())

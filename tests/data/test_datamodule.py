@@ -9,14 +9,14 @@ from lightning import LightningModule, Trainer
 from PIL import Image
 
 from qnmixer.data.config import DataConfig, DeepLesionData, DicomData, NumpyData, PhantomData
-from qnmixer.data.datamodule import SliceDataModule, build_datamodule
+from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.errors import ConfigError, DataError
 
 
 def phantoms(**options: Any) -> SliceDataModule:
     chosen = {"image_size": 16, "num_workers": 0, "n_train": 6, "n_val": 3, "n_test": 2} | options
-    return build_datamodule(PhantomData(**chosen))
+    return SliceDataModule(PhantomData(**chosen))
 
 
 def test_workers_change_nothing() -> None:
@@ -106,7 +106,7 @@ def test_dicom_folder_end_to_end(make_ct: Any, body_hu: Any, tmp_path: Path) -> 
     config = DicomData(
         root=str(tmp_path / "aapm"), split="aapm", image_size=24, num_workers=2, cache_dir=str(tmp_path / "cache")
     )
-    module = build_datamodule(config)
+    module = SliceDataModule(config)
     with pytest.warns(UserWarning, match="skipped 1 of its files.*readme"):
         text = module.describe()
     assert "train 4 slices of 2 patients, val 2 slices of 1 patient, test 2 slices of 1 patient" in text
@@ -123,7 +123,7 @@ def test_deeplesion_folder(body_hu: Any, tmp_path: Path) -> None:
         Image.fromarray((body_hu() + 32768).astype(np.uint16)).save(folder / "103.png")
     Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "Images_png" / "000001_01_02" / "104.png")
     config = DeepLesionData(root=str(tmp_path), image_size=40, num_workers=0, cache_dir=str(tmp_path / "cache"))
-    module = build_datamodule(config)
+    module = SliceDataModule(config)
     with pytest.warns(UserWarning, match="1 not a 16-bit grey PNG"):
         assert "test 1 slices of 1 patient" in module.describe()
     batch = next(iter(module.train_dataloader()))
@@ -136,7 +136,7 @@ def test_all_slices_for_test_and_nothing_to_train_on(body_hu: Any, tmp_path: Pat
     config = NumpyData(
         root=str(tmp_path), split="all", image_size=16, num_workers=0, scaling="minmax", cache_dir=str(tmp_path / "c")
     )
-    module = build_datamodule(config)
+    module = SliceDataModule(config)
     batch = next(iter(module.test_dataloader()))
     assert batch["image"].min() == 0
     assert batch["image"].max() == 1
@@ -149,7 +149,7 @@ def test_values_without_air_are_doubted(body_hu: Any, tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.clip(body_hu(), 0, None))
     config = NumpyData(root=str(tmp_path), split="all", image_size=16, num_workers=0, cache_dir=str(tmp_path / "c"))
     with pytest.warns(UserWarning, match="really in HU"):
-        build_datamodule(config).setup()
+        SliceDataModule(config).setup()
 
 
 @pytest.mark.parametrize(
@@ -166,12 +166,12 @@ def test_values_without_air_are_doubted(body_hu: Any, tmp_path: Path) -> None:
 )
 def test_settings_that_make_no_sense(config: DataConfig, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
-        build_datamodule(config).setup()
+        SliceDataModule(config).setup()
 
 
 def test_real_folder(real_ct: Path, tmp_path: Path) -> None:
     config = DicomData(root=str(real_ct / "dicom"), image_size=64, num_workers=0, cache_dir=str(tmp_path))
-    module = build_datamodule(config)
+    module = SliceDataModule(config)
     assert "train 20 slices of 1 patient, val 1 slices of 1 patient, test 1" in module.describe()
     for batch in module.train_dataloader():
         assert batch["image"].max() > 0.4

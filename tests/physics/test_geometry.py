@@ -24,8 +24,10 @@ def test_resolution_changes_pixels_only() -> None:
     assert FanBeamGeometry.paper(32, image_size=64) == replace(PAPER, image_size=64, pixel_size=6.25)
 
 
-def test_field_of_view_of_the_paper_covers_the_image_width_and_not_its_corners() -> None:
-    assert 200 < PAPER.view_radius < PAPER.image_radius
+def test_every_view_of_the_paper_sees_the_whole_image() -> None:
+    assert PAPER.image_radius == pytest.approx(200 * math.sqrt(2))
+    assert PAPER.view_radius == pytest.approx(600 * math.sin(math.atan(480 / 890)))
+    assert PAPER.view_radius > PAPER.image_radius
 
 
 def test_geometry_is_frozen() -> None:

@@ -3,11 +3,11 @@
 import copy
 import math
 import pickle
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -17,6 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qnmixer.errors import GeometryError
 from qnmixer.physics import FBP_WINDOWS, FanBeamGeometry, FanBeamProjector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 TINY = FanBeamGeometry(
     image_size=6,
@@ -68,11 +71,11 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-# Ellipses: value, centre x, centre y, semi-axes a, b (mm), rotation (rad).
+# A body with two organs: value, centre x, centre y, semi-axes a, b (mm), rotation (rad).
 ELLIPSES = [
     (1.0, 10.0, -20.0, 130.0, 95.0, 0.3),
-    (-0.5, 60.0, 30.0, 40.0, 25.0, 1.1),
-    (0.8, -45.0, -50.0, 22.0, 35.0, -0.6),
+    (0.3, 60.0, 30.0, 40.0, 25.0, 1.1),
+    (-0.2, -45.0, -50.0, 22.0, 35.0, -0.6),
 ]
 
 
@@ -159,6 +162,15 @@ def test_projections_match_analytic_ellipses(views: int) -> None:
     assert relative_error(found, ellipse_integrals(geometry)) < 4e-3
 
 
+def test_error_against_analytic_ellipses_is_that_of_the_pixels() -> None:
+    """It falls in proportion to the pixel size; a projector's own error would stay."""
+    errors = []
+    for size in (64, 128, 256):
+        geometry = FanBeamGeometry.paper(16, image_size=size)
+        errors.append(relative_error(FanBeamProjector(geometry)(ellipse_image(geometry)), ellipse_integrals(geometry)))
+    assert all(finer < 0.6 * coarser for coarser, finer in pairwise(errors))
+
+
 def test_ones_give_chord_lengths_of_the_image_square() -> None:
     """Also along grid lines: at β = 0 the middle ray of an even image lies between two columns."""
     geometry = FanBeamGeometry(8, 1.0, 4, 3, 1.0, 100.0, 0.0)
@@ -172,8 +184,8 @@ def test_ones_give_chord_lengths_of_the_image_square() -> None:
 
 @pytest.mark.parametrize(("view", "u"), [(0, 40.0), (1, 200 / 3)])
 def test_orientation_of_a_point_at_the_upper_right(view: int, u: float) -> None:
-    """Row 1, column 6 of 8 × 10 mm is (25, 25) mm. With the source at 100 mm and the detector at 100 mm behind the axis,
-    β = 0 sees it at u = 25·200/125 and β = 90° at u = 25·200/75.
+    """Row 1, column 6 of 8 × 10 mm is (25, 25) mm. With source and detector each at 100 mm from the axis, β = 0 sees it
+    at u = 25·200/125 and β = 90° at u = 25·200/75.
     """
     geometry = FanBeamGeometry(8, 10.0, 4, 201, 1.0, 100.0, 100.0)
     x = torch.zeros(1, 1, 8, 8)
@@ -202,12 +214,13 @@ def test_agrees_with_astra_sinograms(real_ct: Path, views: int) -> None:
 
 @pytest.mark.parametrize("fbp_filter", FBP_WINDOWS)
 def test_fbp_has_unit_gain(fbp_filter: str) -> None:
-    geometry = FanBeamGeometry.paper(512)
+    geometry = FanBeamGeometry.paper(512, image_size=256 if fbp_filter == "ramp" else 128)
     x = ellipse_image(geometry)
     operator = FanBeamProjector(geometry, fbp_filter)
     found = operator.fbp(operator(x))
     assert float(found.mean() / x.mean()) == pytest.approx(1, abs=1e-3)
-    inside = (slice(None), slice(None), slice(90, 120), slice(130, 160))
+    rows, columns = ((int(edge * geometry.image_size) for edge in pair) for pair in ((0.38, 0.47), (0.4, 0.49)))
+    inside = (slice(None), slice(None), slice(*rows), slice(*columns))
     assert float(x[inside].std()) == 0
     assert float(found[inside].mean() / x[inside].mean()) == pytest.approx(1, abs=2e-3)
 
@@ -225,20 +238,17 @@ def test_softer_filters_give_less_noise() -> None:
     assert all(softer < sharper for sharper, softer in pairwise(spread))
 
 
-@pytest.mark.parametrize(
-    ("degrees", "first", "tolerance"),
-    [(235.0, 0.0, 0.01), (-240.0, 1.0, 0.01), (300.0, -2.0, 0.01), (355.0, 0.3, 0.01)],
-)
-def test_short_scans_keep_the_gain(degrees: float, first: float, tolerance: float) -> None:
-    """180° plus the fan (±28.3° here, 23.7° over the ellipses) and more, either way round."""
+@pytest.mark.parametrize(("degrees", "first"), [(235.0, 0.0), (-240.0, 1.0), (300.0, -2.0), (355.0, 0.3)])
+def test_short_scans_keep_the_gain(degrees: float, first: float) -> None:
+    """180° plus the fan (twice 28.3° here, a little less over the ellipses) and more, either way round."""
     geometry = replace(FanBeamGeometry.paper(360, image_size=128), first_angle=first, angle_span=math.radians(degrees))
     x = ellipse_image(geometry)
     operator = FanBeamProjector(geometry)
     found = operator.fbp(operator(x))
-    assert float(found.mean() / x.mean()) == pytest.approx(1, abs=tolerance)
-    inside = (slice(None), slice(None), slice(45, 60), slice(65, 80))
-    assert float(found[inside].mean() / x[inside].mean()) == pytest.approx(1, abs=2 * tolerance)
-    assert relative_error(found, x) < 0.15
+    assert float(found.mean() / x.mean()) == pytest.approx(1, abs=0.005)
+    inside = (slice(None), slice(None), slice(49, 60), slice(50, 63))
+    assert float(found[inside].mean() / x[inside].mean()) == pytest.approx(1, abs=0.01)
+    assert relative_error(found, x) < 0.06
 
 
 def test_truncated_and_limited_scans_stay_finite() -> None:
@@ -258,7 +268,7 @@ def test_gradients_to_second_order(geometry: FanBeamGeometry, method: str) -> No
     z = (x if method == "forward" else y).double().requires_grad_()
     apply: Callable[[Tensor], Tensor] = getattr(operator, method)
     assert torch.autograd.gradcheck(apply, (z,))
-    assert torch.autograd.gradgradcheck(lambda v: apply(v).square(), (z,))
+    assert torch.autograd.gradgradcheck(lambda v: apply(v).square(), (z,), fast_mode=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -20,7 +20,6 @@ from filelock import FileLock
 from rich.console import Console
 from rich.progress import Progress
 
-from qnmixer.data.atomic import TEMPORARY_SUFFIX, atomic_file
 from qnmixer.data.resample import to_square
 from qnmixer.data.slices import (
     FloatArray,
@@ -32,6 +31,7 @@ from qnmixer.data.slices import (
     summarise_skipped,
 )
 from qnmixer.errors import DataError
+from qnmixer.files import TEMPORARY_SUFFIX, atomic_file
 
 _FORMAT = 1
 _ROW = np.dtype("<f4")

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from qnmixer.schema import number, one_of
+
 
 @dataclass(kw_only=True)
 class DataConfig:
@@ -21,15 +23,15 @@ class DataConfig:
     """
 
     name: str = ""
-    image_size: int = 256
-    batch_size: int = 1
-    num_workers: int = 2
-    prefetch_factor: int = 2
+    image_size: int = number(at_least=8, default=256)
+    batch_size: int = number(at_least=1, default=1)
+    num_workers: int = number(at_least=0, default=2)
+    prefetch_factor: int = number(at_least=1, default=2)
     pin_memory: bool | None = None
-    scaling: str = "attenuation"
-    hu_max: float = 2000.0
+    scaling: str = one_of("attenuation", "minmax", default="attenuation")
+    hu_max: float = number(above=-1000, default=2000.0)
     augment: bool = False
-    seed: int = 1
+    seed: int = number(at_least=0, default=1)
 
 
 @dataclass(kw_only=True)
@@ -44,10 +46,10 @@ class PhantomData(DataConfig):
     """
 
     name: str = "phantoms"
-    n_train: int = 1000
-    n_val: int = 32
-    n_test: int = 64
-    anatomy_share: float = 0.85
+    n_train: int = number(at_least=1, default=1000)
+    n_val: int = number(at_least=1, default=32)
+    n_test: int = number(at_least=1, default=64)
+    anatomy_share: float = number(at_least=0, at_most=1, default=0.85)
 
 
 @dataclass(kw_only=True)
@@ -71,10 +73,10 @@ class FolderData(DataConfig):
 
     root: str | None = None
     include: str = "*"
-    patient_from: str = "tag"
-    split: str = "random"
-    val_fraction: float = 0.1
-    test_fraction: float = 0.1
+    patient_from: str = one_of("tag", "folder", default="tag")
+    split: str = one_of("random", "aapm", "explicit", "slices", "all", default="random")
+    val_fraction: float = number(above=0, at_most=1, default=0.1)
+    test_fraction: float = number(above=0, at_most=1, default=0.1)
     train_patients: list[str] = field(default_factory=list)
     val_patients: list[str] = field(default_factory=list)
     test_patients: list[str] = field(default_factory=list)

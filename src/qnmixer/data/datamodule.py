@@ -21,6 +21,7 @@ from qnmixer.data.scaling import build_scaling
 from qnmixer.data.slices import SliceSource, summarise_skipped
 from qnmixer.data.splits import PARTS, patients_of, split_slices
 from qnmixer.errors import ConfigError, DataError
+from qnmixer.schema import check_bounds
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class SliceDataModule(LightningDataModule):
 
     def __init__(self, config: DataConfig) -> None:
         super().__init__()
-        _check(config)
+        check_bounds("data.", config)
         self.config = config
         self.scaling = build_scaling(config.scaling, config.hu_max)
         self.parts: dict[str, Part] = {}
@@ -85,17 +86,18 @@ class SliceDataModule(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Sample]:
         """Shuffled batches."""
-        return self._loader("train")
+        return self.loader("train")
 
     def val_dataloader(self) -> DataLoader[Sample]:
         """The same slices in the same order every time."""
-        return self._loader("val")
+        return self.loader("val")
 
     def test_dataloader(self) -> DataLoader[Sample]:
         """The same slices in the same order every time."""
-        return self._loader("test")
+        return self.loader("test")
 
-    def _loader(self, part: str) -> DataLoader[Sample]:
+    def loader(self, part: str) -> DataLoader[Sample]:
+        """Batches of train, val or test."""
         dataset, train = self.dataset(part), part == "train"
         sampler = EpochSampler(
             len(dataset),
@@ -128,23 +130,6 @@ class SliceDataModule(LightningDataModule):
             people = f" of {part.n_patients} patient{'s' * (part.n_patients > 1)}" if part.n_patients else ""
             counts.append(f"{name} {len(part.source)} slices{people}")
         return f"data={self.config.name}, {self.config.image_size} × {self.config.image_size}: {', '.join(counts)}"
-
-
-def build_datamodule(config: DataConfig) -> SliceDataModule:
-    """The data module of a `data=…` configuration."""
-    return SliceDataModule(config)
-
-
-def _check(config: DataConfig) -> None:
-    """ConfigError for numbers that make no sense."""
-    least = {"image_size": 8, "batch_size": 1, "num_workers": 0, "prefetch_factor": 1, "seed": 0}
-    if isinstance(config, PhantomData):
-        least |= {"n_train": 1, "n_val": 1, "n_test": 1}
-        if not 0 <= config.anatomy_share <= 1:
-            raise ConfigError(f"data.anatomy_share={config.anatomy_share} must lie between 0 and 1")
-    for key, smallest in least.items():
-        if getattr(config, key) < smallest:
-            raise ConfigError(f"data.{key}={getattr(config, key)} is too small; give {smallest} or more")
 
 
 def _phantom_parts(config: PhantomData) -> dict[str, Part]:

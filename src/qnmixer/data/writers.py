@@ -14,11 +14,11 @@ from pydicom.sequence import Sequence
 from pydicom.uid import ExplicitVRLittleEndian, generate_uid
 from pydicom.valuerep import format_number_as_ds
 
-from qnmixer.data.atomic import atomic_file
 from qnmixer.data.dicom import frame_count, frame_tag
 from qnmixer.data.resample import square_padding
 from qnmixer.data.slices import FloatArray
 from qnmixer.errors import DataError
+from qnmixer.files import atomic_file
 
 CT_IMAGE = "1.2.840.10008.5.1.4.1.1.2"
 _INTERCEPT = -1024
@@ -61,11 +61,6 @@ def write_png(path: Path, hu: FloatArray, *, centre: float = 40.0, width: float 
     """HU [H, W] as an 8-bit PNG to look at: the window [centre − width/2, centre + width/2] from black to white."""
     grey = np.clip((hu - (centre - width / 2)) / width, 0, 1) * 255
     _save_png(path, np.rint(grey).astype(np.uint8))
-
-
-def write_hu_png(path: Path, hu: FloatArray) -> None:
-    """HU [H, W] as a 16-bit PNG in DeepLesion's convention: pixel = HU + 32768, rounded."""
-    _save_png(path, np.clip(np.rint(hu) + 32768, 0, 65535).astype(np.uint16))
 
 
 def _save_png(path: Path, pixels: np.ndarray[Any, Any]) -> None:

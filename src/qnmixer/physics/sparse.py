@@ -13,6 +13,7 @@ LinearMap = Callable[[Tensor], Tensor]
 _INT32_MAX = 2**31 - 1
 _CHUNK = 2**21
 
+# Only products with dense matrices are used, the part of it that is settled.
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta", category=UserWarning)
 
 

@@ -1,5 +1,6 @@
 """metrics.csv for every run, and Weights & Biases beside it."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,19 @@ def build_loggers(config: LoggerConfig, folder: Path, plain_config: dict[str, An
     """Loggers that write into the run folder; W&B stays offline unless logger.mode says otherwise."""
     loggers: list[Logger] = [CSVLogger(folder, name="", version="")]
     if isinstance(config, WandbConfig):
-        import wandb
-
-        loggers.append(
-            WandbLogger(
-                project=config.project,
-                entity=config.entity,
-                name=config.run_name or f"{folder.parent.name}/{folder.name}",
-                save_dir=folder,
-                mode=config.mode,
-                config=plain_config,
-                settings=wandb.Settings(silent=True, console="off"),
-            )
+        if config.mode != "online":
+            os.environ.setdefault("WANDB_SILENT", "true")
+        wandb_logger = WandbLogger(
+            project=config.project,
+            entity=config.entity,
+            name=config.run_name or f"{folder.parent.name}/{folder.name}",
+            save_dir=folder,
+            mode=config.mode,
+            config=plain_config,
         )
+        # Lightning 2.6 always passes this argument, and wandb 0.31 warns of it in every run.
+        wandb_logger._wandb_init.pop("anonymous", None)
+        loggers.append(wandb_logger)
     return loggers
 
 

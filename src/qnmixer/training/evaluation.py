@@ -2,12 +2,13 @@
 
 import csv
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -70,12 +71,13 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
     module = load_run(Path(config.run), config.checkpoint)
     trained = module.config
     data = trained.data if config.data is None else _other_slices(config.data, trained, overrides)
+    trained.seed = config.seed
     if config.noise is not None:
         trained.noise = config.noise
         module.noise = build_noise(trained)
     with results(folder, overrides) as record:
-        batches = SliceDataModule(data)._loader(config.split)
-        evaluation = evaluate(module, batches, config.evaluation, choose_device(config.accelerator))
+        device = choose_device(config.accelerator)
+        evaluation = evaluate(module, SliceDataModule(data), config.split, config.evaluation, device)
         record["test"] = evaluation.means()
         title = f"{config.split} slices of {data.name}, {trained.geometry.n_views} views, noise {trained.noise.name}"
         record["picture"] = str(write_evaluation(folder, evaluation, title, console))
@@ -98,26 +100,31 @@ def _other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> Da
 
 
 def evaluate(
-    module: ReconstructionModule, batches: Iterable[Batch], config: EvaluationConfig, device: torch.device
+    module: ReconstructionModule, data: SliceDataModule, split: str, config: EvaluationConfig, device: torch.device
 ) -> Evaluation:
-    """Reconstruct every slice by FBP and by the network, from the same noisy sinogram."""
-    methods: dict[str, Callable[[Tensor], Tensor]] = {"FBP": module.projector.fbp, "QN-Mixer": module.network}
+    """Reconstruct every slice of a split by FBP and by the network, from the same noisy sinogram."""
     module = module.to(device).eval()
-    window = (config.window[0], config.window[1])
+    methods: dict[str, Callable[[Tensor], Tensor]] = {"FBP": module.projector.fbp, "QN-Mixer": module.network}
+    drawn = _spread(len(data.dataset(split)), config.n_pictures)
     evaluation = Evaluation([], [])
-    for batch in track(batches, description="evaluating", transient=True):
-        truth = batch["image"].to(device)
+    for host_batch in track(data.loader(split), description="evaluating", transient=True):
+        batch: Batch = move_data_to_device(host_batch, device)
         with torch.no_grad():
-            y = module.measure({**batch, "image": truth}, "test")
-            images = {name: method(y).cpu() for name, method in methods.items()}
-        scores = {name: _score(batch, name, image, window) for name, image in images.items()}
+            y = module.measure(batch, "test")
+            images = {name: method(y) for name, method in methods.items()}
+        scores = {name: _score(batch, name, image, config.window) for name, image in images.items()}
         for b, name in enumerate(batch["name"]):
             evaluation.scores += [scores[method][b] for method in methods]
-            if len(evaluation.rows) < config.n_pictures:
-                hu = {method: to_hu(batch, image)[b, 0] for method, image in images.items()}
+            if int(batch["sample"][b]) in drawn:
+                hu = {method: to_hu(batch, image)[b, 0].cpu() for method, image in images.items()}
                 panels = [Panel(_caption(scores[method][b]), hu[method]) for method in methods]
-                evaluation.rows.append(Row(name, to_hu(batch, batch["image"])[b, 0], panels))
+                evaluation.rows.append(Row(name, to_hu(batch, batch["image"])[b, 0].cpu(), panels))
     return evaluation
+
+
+def _spread(n_images: int, n_pictures: int) -> set[int]:
+    """Which images to draw: spread over the split, since neighbours look alike."""
+    return {round((k + 0.5) * n_images / n_pictures - 0.5) for k in range(min(n_pictures, n_images))}
 
 
 def to_hu(batch: Batch, image: Tensor) -> Tensor:
@@ -144,17 +151,16 @@ def write_evaluation(folder: Path, evaluation: Evaluation, title: str, console: 
     return picture
 
 
-def _score(batch: Batch, method: str, image: Tensor, window: tuple[float, float]) -> list[ImageScore]:
+def _score(batch: Batch, method: str, image: Tensor, window: list[float]) -> list[ImageScore]:
     truth = batch["image"]
-    windowed, windowed_truth = (to_window(to_hu(batch, x), window) for x in (image, truth))
-    columns = (
-        (psnr(image, truth), 100 * ssim(image, truth)),
-        (
-            psnr(windowed, windowed_truth),
-            100 * ssim(windowed, windowed_truth),
-        ),
-    )
-    values = torch.stack([*columns[0], *columns[1]], dim=1).tolist()
+    windowed, windowed_truth = (to_window(to_hu(batch, x), (window[0], window[1])) for x in (image, truth))
+    columns = [
+        psnr(image, truth),
+        100 * ssim(image, truth),
+        psnr(windowed, windowed_truth),
+        100 * ssim(windowed, windowed_truth),
+    ]
+    values = torch.stack(columns, dim=1).tolist()
     return [ImageScore(name, method, *row) for name, row in zip(batch["name"], values, strict=True)]
 
 

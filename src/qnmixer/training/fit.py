@@ -67,7 +67,7 @@ def _fit(config: Config, folder: Path, console: Console, record: dict[str, objec
     record["best"] = {config.monitor: best}
     if config.test_after_training:
         load_weights(module, Path(checkpoint.best_model_path))
-        evaluation = evaluate(module, data.test_dataloader(), config.evaluation, trainer.strategy.root_device)
+        evaluation = evaluate(module, data, "test", config.evaluation, trainer.strategy.root_device)
         record["test"] = evaluation.means()
         title = f"test split of {config.data.name}, {config.geometry.n_views} views"
         record["picture"] = str(write_evaluation(folder / "evaluation", evaluation, title, console))

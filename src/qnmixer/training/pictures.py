@@ -12,7 +12,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from qnmixer.files import atomic_path
+from qnmixer.files import atomic_file
 
 DISPLAY_WINDOW = (-1000.0, 700.0)  # HU: lung, soft tissue and bone all told apart
 ERROR_LIMIT = 200.0  # HU, the brightest of an error map
@@ -89,5 +89,5 @@ def _short(name: str, length: int = 28) -> str:
 
 def _save(figure: Figure, path: Path) -> None:
     FigureCanvasAgg(figure)
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, dpi=130)
+    with atomic_file(path) as stream:
+        figure.savefig(stream, dpi=130, format="png")
