@@ -2,19 +2,21 @@
 
     python tests/benchmarks/bench_operator.py [--json PATH]
 
-64 views, 256 × 256, 512 detectors. Medians over alternating rounds of one run; all numbers come from that run. ASTRA
-(GPL-3, `pip install .[bench]`) is measured through its own call for existing data, `astra.algorithm.run`, without setup.
+64 views, 256 × 256, 512 detectors. Medians of calls in a row, in rounds that alternate between the operators, so that a
+slow minute slows them alike; all numbers come from the one run. ASTRA (GPL-3, `pip install .[bench]`) is measured on
+existing data, through `astra.algorithm.run`, without setup.
 """
 
 import os
 
-os.environ.update({name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")})  # read when torch is loaded
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # read when torch is loaded
 
 import argparse
 import json
 import platform
 import statistics
 import time
+from functools import partial
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from rich.table import Table
 
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
-ROUNDS = 31
+ROUNDS, CALLS = 9, 7
 BATCHES = (1, 4)
 GEOMETRY = FanBeamGeometry.paper(64)
 Calls = dict[str, Callable[[], object]]
@@ -36,16 +38,16 @@ def our_calls(projector: FanBeamProjector) -> Calls:
     for batch in BATCHES:
         x = torch.rand(batch, 1, GEOMETRY.image_size, GEOMETRY.image_size)
         y = projector(x)
-        calls[f"A × {batch}"] = lambda x=x: projector(x)
-        calls[f"Aᵀ × {batch}"] = lambda y=y: projector.adjoint(y)
-        calls[f"FBP × {batch}"] = lambda y=y: projector.fbp(y)
+        calls[f"A × {batch}"] = partial(projector, x)
+        calls[f"Aᵀ × {batch}"] = partial(projector.adjoint, y)
+        calls[f"FBP × {batch}"] = partial(projector.fbp, y)
     return calls
 
 
 def astra_calls() -> Calls:
     """ASTRA's forward and back-projection of one image with `line_fanflat`; none if it cannot be imported."""
     try:
-        import astra
+        import astra  # type: ignore[import-not-found]  # an optional extra
     except ImportError as error:
         Console().print(
             f"ASTRA is absent ({error}): only our own times are shown. Install it by: pip install .\\[bench]"
@@ -75,13 +77,14 @@ def astra_calls() -> Calls:
 
 
 def median_times(calls: Calls) -> dict[str, float]:
-    """Median seconds of each call; each round runs all of them, so that a slow minute slows them alike."""
+    """Median seconds of each call over all rounds; the first of each round warms the caches and does not count."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for round_ in range(ROUNDS + 1):
+    for _ in range(ROUNDS):
         for name, call in calls.items():
-            start = time.perf_counter()
             call()
-            if round_:  # the first one warms up
+            for _ in range(CALLS):
+                start = time.perf_counter()
+                call()
                 times[name].append(time.perf_counter() - start)
     return {name: statistics.median(seconds) for name, seconds in times.items()}
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from qnmixer.errors import GeometryError
 from qnmixer.physics.geometry import FULL_TURN, FanBeamGeometry
-from qnmixer.physics.sparse import SparsePair
+from qnmixer.physics.scan import ScanMatrix
+from qnmixer.physics.sparse import transpose_csr
 
 FBP_WINDOWS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "ramp": np.ones_like,
@@ -68,7 +69,7 @@ def ramp_response(geometry: FanBeamGeometry, filter_name: str) -> np.ndarray:
     return response * FBP_WINDOWS[filter_name](np.linspace(0, 1, len(response)))
 
 
-def backprojection_matrix(geometry: FanBeamGeometry, n_views: int) -> SparsePair:
+def backprojection_matrix(geometry: FanBeamGeometry, n_views: int) -> ScanMatrix:
     """Weighted pixel-driven back-projection of the first `n_views` views: rows are pixels, columns (view, bin).
 
     Each pixel takes from each view the filtered row where the ray through its centre meets the detector, linearly
@@ -96,7 +97,8 @@ def backprojection_matrix(geometry: FanBeamGeometry, n_views: int) -> SparsePair
         values.append(weights[kept].astype(np.float32))
         counts.append(kept.sum(axis=(1, 2)))
     row_starts = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
-    return SparsePair(row_starts, np.concatenate(columns), np.concatenate(values), n_views * n_detectors)
+    by_ray = transpose_csr(row_starts, np.concatenate(columns), np.concatenate(values), n_views * n_detectors)
+    return ScanMatrix(geometry, *by_ray)
 
 
 def _smooth_ends(beta: np.ndarray, geometry: FanBeamGeometry) -> np.ndarray:

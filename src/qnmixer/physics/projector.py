@@ -36,10 +36,7 @@ class FanBeamProjector(nn.Module):
         self.geometry = geometry
         self.fbp_filter = fbp_filter
         response = ramp_response(geometry, fbp_filter)
-        self._quarters = 4 if geometry.has_quarter_turn_symmetry else 1
-        # View j + V/4 sees the image as view j sees it turned back by a quarter.
-        self._turn = -1 if geometry.angle_span > 0 else 1
-        n_views = geometry.n_views // self._quarters
+        n_views = geometry.n_views // (4 if geometry.has_quarter_turn_symmetry else 1)
         self._rays = system_matrix(geometry, n_views)
         self._backprojection = backprojection_matrix(geometry, n_views)
         self._filter = _RampFilter(torch.from_numpy(ray_weights(geometry)), torch.from_numpy(response))
@@ -47,11 +44,11 @@ class FanBeamProjector(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """A x: line integrals [B, 1, V, D] (value × mm) of the image x [B, 1, H, W]."""
-        return self._apply_linear(x, "image", self._project, self._project_transpose)
+        return self._apply_linear(x, "image", self._rays, self._rays.transpose)
 
     def adjoint(self, y: Tensor) -> Tensor:
         """Aᵀ y: image [B, 1, H, W] of the sinogram y [B, 1, V, D]."""
-        return self._apply_linear(y, "sinogram", self._project_transpose, self._project)
+        return self._apply_linear(y, "sinogram", self._rays.transpose, self._rays)
 
     def fbp(self, y: Tensor) -> Tensor:
         """Filtered back-projection [B, 1, H, W] of the sinogram y [B, 1, V, D], with unit gain: fbp(A x) ≈ x.
@@ -104,47 +101,11 @@ class FanBeamProjector(nn.Module):
         result = apply_linear(x.to(dtype), apply, transpose)
         return result if x.dtype == dtype else result.float()
 
-    def _project(self, x: Tensor) -> Tensor:
-        return self._sinogram(self._rays(self._image_columns(x)))
-
-    def _project_transpose(self, y: Tensor) -> Tensor:
-        return self._image(self._rays.transpose(self._sinogram_columns(y)))
-
     def _fbp(self, y: Tensor) -> Tensor:
-        return self._image(self._backprojection(self._sinogram_columns(self._filter(y))))
+        return self._backprojection.transpose(self._filter(y))
 
     def _fbp_transpose(self, x: Tensor) -> Tensor:
-        return self._filter.transpose(self._sinogram(self._backprojection.transpose(self._image_columns(x))))
-
-    def _image_columns(self, x: Tensor) -> Tensor:
-        """Image [B, 1, H, W], turned to each quarter, as contiguous columns [H·W, B·quarters]."""
-        image = x[:, 0].permute(1, 2, 0).contiguous()
-        if self._quarters == 1:
-            return image.view(-1, len(x))
-        columns = image.new_empty(*image.shape, self._quarters)
-        for k in range(self._quarters):
-            columns[..., k] = torch.rot90(image, self._turn * k)
-        return columns.view(-1, len(x) * self._quarters)
-
-    def _image(self, columns: Tensor) -> Tensor:
-        """Transpose of `_image_columns`: turn the quarters back and add them up."""
-        size = self.geometry.image_size
-        turned = columns.view(size, size, -1, self._quarters)
-        if self._quarters == 1:
-            image = turned[..., 0]
-        else:
-            even = turned[..., 2].flip(0, 1).add_(turned[..., 0])
-            odd = turned[..., 3].flip(0, 1).add_(turned[..., 1])
-            image = even.add_(torch.rot90(odd, -self._turn))
-        return image.permute(2, 0, 1)[:, None].contiguous()
-
-    def _sinogram_columns(self, y: Tensor) -> Tensor:
-        """Sinogram [B, 1, V, D] as contiguous columns [V/quarters·D, B·quarters]."""
-        return y.reshape(len(y) * self._quarters, -1).t().contiguous()
-
-    def _sinogram(self, columns: Tensor) -> Tensor:
-        """Inverse of `_sinogram_columns`."""
-        return columns.t().contiguous().view(-1, 1, self.geometry.n_views, self.geometry.n_detectors)
+        return self._filter.transpose(self._backprojection(x))
 
 
 class _RampFilter(FullPrecisionModule):

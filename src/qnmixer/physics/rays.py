@@ -3,7 +3,7 @@
 import numpy as np
 
 from qnmixer.physics.geometry import FanBeamGeometry
-from qnmixer.physics.sparse import SparsePair
+from qnmixer.physics.scan import ScanMatrix
 
 _CHUNK = 2**20
 """Ray–slab crossings worked on at a time: bounds the memory of the build."""
@@ -11,7 +11,7 @@ _ON_GRID = 1e-9
 """Pixels within which a crossing counts as exactly on a grid line."""
 
 
-def system_matrix(geometry: FanBeamGeometry, n_views: int) -> SparsePair:
+def system_matrix(geometry: FanBeamGeometry, n_views: int) -> ScanMatrix:
     """A for the first `n_views` views: rows are (view, bin), columns are pixels in row-major order, values in mm."""
     columns: list[np.ndarray] = []
     values: list[np.ndarray] = []
@@ -26,7 +26,7 @@ def system_matrix(geometry: FanBeamGeometry, n_views: int) -> SparsePair:
         values.append(lengths)
         counts.append(kept)
     row_starts = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
-    return SparsePair(row_starts, np.concatenate(columns), np.concatenate(values), geometry.image_size**2)
+    return ScanMatrix(geometry, row_starts, np.concatenate(columns), np.concatenate(values))
 
 
 def _rays(geometry: FanBeamGeometry, n_views: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,7 +1,7 @@
-"""A sparse matrix beside its transpose, applied and differentiated as one linear map."""
+"""Sparse products as torch operators, and linear maps as differentiable functions."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -12,30 +12,66 @@ LinearMap = Callable[[Tensor], Tensor]
 
 _INT32_MAX = 2**31 - 1
 _CHUNK = 2**21
+"""Values transposed at a time; they stay in the cache."""
 
 # Only products with dense matrices are used, the part of it that is settled.
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta", category=UserWarning)
 
 
-def _csr_product(row_starts: Tensor, columns: Tensor, values: Tensor, x: Tensor) -> Tensor:
+def _csr_product(starts: Tensor, indices: Tensor, values: Tensor, x: Tensor) -> Tensor:
     """M X for a CSR matrix M and contiguous X [columns of M, n].
 
     One column goes by the matrix–vector product, which is 1.6–2 times faster.
     """
-    shape = len(row_starts) - 1, len(x)
-    matrix = torch.sparse_csr_tensor(row_starts, columns, values, shape, check_invariants=False)
+    matrix = _csr(starts, indices, values, len(x))
     return (matrix @ x[:, 0])[:, None] if x.shape[1] == 1 else matrix @ x
 
 
-def _csr_product_shape(row_starts: Tensor, columns: Tensor, values: Tensor, x: Tensor) -> Tensor:
+def _csr_product_shape(starts: Tensor, indices: Tensor, values: Tensor, x: Tensor) -> Tensor:
     """An empty tensor like the product, for torch's fake tensors."""
-    return x.new_empty(len(row_starts) - 1, x.shape[1])
+    return x.new_empty(len(starts) - 1, x.shape[1])
 
 
-# A torch operator of its own, so that fake tensors (memory plans) and the compiler pass through without a CSR tensor.
-torch.library.define("qnmixer::csr_product", "(Tensor row_starts, Tensor columns, Tensor values, Tensor x) -> Tensor")
-torch.library.impl("qnmixer::csr_product", ("cpu", "cuda"), torch.compiler.disable(_csr_product))
-torch.library.register_fake("qnmixer::csr_product", _csr_product_shape)
+def _csr_stack_product(starts: Tensor, indices: Tensor, values: Tensor, bounds: Sequence[int], y: Tensor) -> Tensor:
+    """Σ_q of M_q Y, each moved q blocks of columns to the right: [rows of M_q, (2Q − 1)·n/Q] for Q matrices.
+
+    `starts` is [Q, rows + 1]; M_q has the indices and values from bounds[q] to bounds[q + 1]. The product adds each
+    share in place, so the Q·n columns of all the M_q Y never stand in memory.
+    """
+    if len(starts) == 1:
+        return _csr_product(starts[0], indices, values, y)
+    block = y.shape[1] // len(starts)
+    total = torch.zeros_like(_csr_stack_product_shape(starts, indices, values, bounds, y))
+    for q in range(len(starts)):
+        part = slice(bounds[q], bounds[q + 1])
+        matrix = _csr(starts[q], indices[part], values[part], len(y))
+        total[:, q * block : q * block + y.shape[1]].addmm_(matrix, y)
+    return total
+
+
+def _csr_stack_product_shape(
+    starts: Tensor, indices: Tensor, values: Tensor, bounds: Sequence[int], y: Tensor
+) -> Tensor:
+    """An empty tensor like the product of the stack, for torch's fake tensors."""
+    quarters = len(starts)
+    return y.new_empty(starts.shape[1] - 1, y.shape[1] // quarters * (2 * quarters - 1))
+
+
+def _csr(starts: Tensor, indices: Tensor, values: Tensor, n_columns: int) -> Tensor:
+    """A torch CSR tensor over the given arrays, without copying or checking them."""
+    return torch.sparse_csr_tensor(starts, indices, values, (len(starts) - 1, n_columns), check_invariants=False)
+
+
+def _define(name: str, arguments: str, product: Callable[..., Tensor], shape: Callable[..., Tensor]) -> None:
+    """Make a product a torch operator, so that fake tensors and the compiler pass it without a CSR tensor."""
+    torch.library.define(f"qnmixer::{name}", f"({arguments}) -> Tensor")
+    torch.library.impl(f"qnmixer::{name}", ("cpu", "cuda"), torch.compiler.disable(product))
+    torch.library.register_fake(f"qnmixer::{name}", shape)
+
+
+_CSR = "Tensor starts, Tensor indices, Tensor values"
+_define("csr_product", f"{_CSR}, Tensor x", _csr_product, _csr_product_shape)
+_define("csr_stack_product", f"{_CSR}, int[] bounds, Tensor y", _csr_stack_product, _csr_stack_product_shape)
 
 
 class _ApplyLinear(torch.autograd.Function):
@@ -72,53 +108,17 @@ class FullPrecisionModule(nn.Module):
         return self
 
 
-class SparsePair(FullPrecisionModule):
-    """M and Mᵀ as two stored CSR matrices, in buffers that follow `.to(device)` and stay out of `state_dict`.
-
-    Values are float32; `.double()` makes them float64 (exactly the same numbers), `.half()` and `.bfloat16()` leave
-    them float32. Mᵀ is stored, since transposing on the fly costs more than the product.
-
-    Args:
-        row_starts: int [rows + 1], CSR row pointer of M.
-        columns: int [nnz], column of each value.
-        values: float32 [nnz].
-        n_columns: number of columns of M.
-    """
-
-    row_starts: Tensor
-    columns: Tensor
-    values: Tensor
-    column_starts: Tensor
-    rows: Tensor
-    values_t: Tensor
-
-    def __init__(self, row_starts: np.ndarray, columns: np.ndarray, values: np.ndarray, n_columns: int) -> None:
-        super().__init__()
-        # int64 indices are 2–3 times slower: they are only for matrices that int32 cannot count.
-        index = np.int32 if len(values) <= _INT32_MAX else np.int64
-        matrix = row_starts.astype(index), columns.astype(index, copy=False), values
-        transposed = _transpose(*matrix, n_columns)
-        # Transposed back, each row's columns come in order, as CSR asks.
-        matrix = _transpose(*transposed, len(row_starts) - 1)
-        names = ("row_starts", "columns", "values", "column_starts", "rows", "values_t")
-        for name, array in zip(names, matrix + transposed, strict=True):
-            self.register_buffer(name, torch.from_numpy(array), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """M x for x [columns, n] of the values' dtype."""
-        return torch.ops.qnmixer.csr_product(self.row_starts, self.columns, self.values, x)
-
-    def transpose(self, y: Tensor) -> Tensor:
-        """Mᵀ y for y [rows, n] of the values' dtype."""
-        return torch.ops.qnmixer.csr_product(self.column_starts, self.rows, self.values_t, y)
+def index_type(n_values: int) -> type[np.int32] | type[np.int64]:
+    """Type of index for a matrix of that many values: int64 is 2–3 times slower, and only for what int32 cannot count."""
+    return np.int32 if n_values <= _INT32_MAX else np.int64
 
 
-def _transpose(
+def transpose_csr(
     starts: np.ndarray, indices: np.ndarray, values: np.ndarray, n_columns: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """CSR arrays of the transpose of a CSR matrix with that many columns, in chunks that stay in the cache."""
-    rows = np.repeat(np.arange(len(starts) - 1, dtype=indices.dtype), np.diff(starts))
-    rows_t, values_t = np.empty_like(indices), np.empty_like(values)
+    """CSR arrays of the transpose of a CSR matrix with that many columns; its indices are in order within each row."""
+    rows = np.repeat(np.arange(len(starts) - 1, dtype=index_type(len(values))), np.diff(starts))
+    rows_t, values_t = np.empty_like(rows), np.empty_like(values)
     starts_t = np.concatenate([[0], np.cumsum(np.bincount(indices, minlength=n_columns))])
     free = starts_t[:-1].copy()
     for start in range(0, len(values), _CHUNK):
@@ -130,4 +130,4 @@ def _transpose(
         rows_t[place] = rows[part][order]
         values_t[place] = values[part][order]
         free += counts
-    return starts_t.astype(starts.dtype), rows_t, values_t
+    return starts_t.astype(rows.dtype), rows_t, values_t

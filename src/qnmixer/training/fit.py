@@ -62,11 +62,12 @@ def _fit(config: Config, folder: Path, console: Console, record: dict[str, objec
     trainer.fit(module, datamodule=data)
     if trainer.interrupted:
         raise KeyboardInterrupt
-    assert checkpoint.best_model_score is not None
-    best = float(checkpoint.best_model_score)
+    if checkpoint.best_model_score is None:
+        _validate_at_last(trainer, module, data, folder)
+    best = float(checkpoint.best_model_score or trainer.callback_metrics[config.monitor])
     record["best"] = {config.monitor: best}
     if config.test_after_training:
-        load_weights(module, Path(checkpoint.best_model_path))
+        load_weights(module, folder)
         evaluation = evaluate(module, data, "test", config.evaluation, trainer.strategy.root_device)
         record["test"] = evaluation.means()
         title = f"test split of {config.data.name}, {config.geometry.n_views} views"
@@ -106,6 +107,13 @@ def _build_trainer(config: Config, folder: Path, console: Console, checkpoint: M
         enable_model_summary=False,
         default_root_dir=folder,
     )
+
+
+def _validate_at_last(trainer: L.Trainer, module: ReconstructionModule, data: SliceDataModule, folder: Path) -> None:
+    """Give a run that ended before its first validation what every run has: a score and checkpoints."""
+    trainer.validate(module, datamodule=data, verbose=False)
+    for name in ("best", "last"):
+        trainer.save_checkpoint(folder / "checkpoints" / f"{name}.ckpt")
 
 
 def _batches_between_validations(t: TrainerConfig) -> int | None:

@@ -1,0 +1,43 @@
+# make help lists the targets. Everything runs in .venv, which is made on first use.
+PYTHON ?= python3
+BIN := .venv/bin
+# Overrides for train, e.g. make train ARGS="trainer.max_steps=200 seed=2"
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test lint bench readme clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /	/' | expand -t 10
+
+install: .venv/.installed ## make .venv and install everything into it
+
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: Python 3.11 or newer is needed, $(PYTHON) is older: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+train: install ## train the demo (minutes, no data needed), then evaluate it
+	$(BIN)/python -m qnmixer.train experiment=demo $(ARGS)
+
+test: install ## run all tests
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+lint: install ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: install ## time the operator against ASTRA (pip install -e ".[bench]" for that side)
+	$(BIN)/python tests/benchmarks/bench_operator.py --json bench/operator.json
+
+readme: install ## run the demo and put its table and picture into README.md
+	$(BIN)/python -m qnmixer.train experiment=demo hydra.run.dir=runs/readme $(ARGS)
+	cp runs/readme/evaluation/picture.png notebooks/demo.png
+	sed -i -e '/<!-- table -->/,/<!-- end of table -->/{//!d}' \
+		-e '/<!-- table -->/r runs/readme/evaluation/table.md' README.md
+
+clean: ## remove .venv and caches; runs stay
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build src/*.egg-info

@@ -1,0 +1,84 @@
+"""Every command of the README, run as it stands but for the paths and, to be quick, the sizes."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pydicom
+import pytest
+
+from qnmixer.data.phantoms import phantom
+from qnmixer.data.writers import write_dicom
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = (
+    "data.image_size=32 geometry.n_detectors=48 geometry.detector_pitch=20 model.channels=8 data.num_workers=0 "
+    "trainer.max_steps=2 trainer.val_every_n_steps=2 trainer.accelerator=cpu"
+).split()
+TINY_PHANTOMS = ["data.n_train=8", "data.n_val=2", "data.n_test=2"]
+
+
+def readme_commands() -> list[str]:
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    lines = [line.split(" # ")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the README's paths stand for: DICOM of three patients, a scan, a trained run."""
+    place = tmp_path_factory.mktemp("readme")
+    for number, patient in enumerate(("L067", "L310", "L333")):
+        hu = phantom(64, seed=0, part="test", index=number)
+        path = place / "aapm" / patient / "full_3mm" / "1.IMA"
+        write_dicom(path, hu, series_uid=f"1.2.{number}", description="test")
+        dataset = pydicom.dcmread(path)
+        dataset.PatientID = patient
+        dataset.save_as(path)
+    run(f"python -m qnmixer.train experiment=demo hydra.run.dir={place}/run", place)
+    np.save(place / "scan.npy", np.full((16, 48), 2.0, np.float32))
+    return place
+
+
+def run(command: str, place: Path) -> None:
+    """Run a command in `place`, its paths replaced and its sizes made tiny."""
+    for path, stand_in in {"/path/to/dicom": "aapm", "/path/to/aapm": "aapm", "runs/DIR": "run"}.items():
+        command = command.replace(path, str(place / stand_in))
+    words = [sys.executable if word == "python" else word for word in shlex.split(command)]
+    if words[0] == "make":
+        tiny = "ARGS=" + " ".join([*TINY, *TINY_PHANTOMS, f"hydra.run.dir={place}/made"])
+        # The environment that runs this test stands in for .venv, which make would install otherwise.
+        words = ["make", "-C", str(ROOT), "-o", ".venv/.installed", f"BIN={Path(sys.executable).parent}", tiny, *words[1:]]
+        if words[-1] == "test":
+            words.insert(1, "--dry-run")  # or it would run itself
+    elif words[2] == "qnmixer.train":
+        phantoms = not any(word.startswith(("data=", "experiment=paper")) for word in words)
+        words += [*TINY, *(TINY_PHANTOMS if phantoms else ["data.cache_dir=cache"])]
+        if "model.n_iterations" not in command:
+            words.append("model.n_iterations=2")
+    elif words[2] == "qnmixer.evaluate" and "data=" in command:
+        words.append("data.cache_dir=cache")
+    done = subprocess.run(words, cwd=place, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
+
+
+def test_the_readme_is_for_someone_in_a_hurry() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) < 250
+
+
+def test_files_that_the_readme_names_exist() -> None:
+    text = (ROOT / "README.md").read_text()
+    named = re.findall(r"`(src/[^`]+\.py)`", text) + re.findall(r"\]\(((?!http)[^)]+)\)", text)
+    assert len(named) >= 8
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("readme")
+@pytest.mark.parametrize("command", readme_commands())
+def test_command(command: str, place: Path) -> None:
+    run(command, place)
