@@ -70,7 +70,7 @@ def ramp_response(geometry: FanBeamGeometry, filter_name: str) -> np.ndarray:
 
 
 def backprojection_matrix(geometry: FanBeamGeometry, n_views: int) -> ScanMatrix:
-    """Weighted pixel-driven back-projection of the first `n_views` views: rows are pixels, columns (view, bin).
+    """Weighted pixel-driven back-projection of the first `n_views` views, as the transpose of the matrix returned.
 
     Each pixel takes from each view the filtered row where the ray through its centre meets the detector, linearly
     interpolated, times (source_to_axis / distance along the central ray)² and the angle between views.

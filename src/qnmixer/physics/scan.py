@@ -1,4 +1,4 @@
-"""A matrix between image and sinogram, stored for a quarter of the views where a quarter turn maps the scan onto itself."""
+"""A matrix between image and sinogram, of a quarter of the views where a quarter turn maps the scan onto itself."""
 
 import numpy as np
 import torch
@@ -9,6 +9,8 @@ from qnmixer.physics.sparse import FullPrecisionModule, transpose_csr
 
 _PADDING = 4
 """Unused columns right of the image's copies: rows a power of two apart would share cache lines, 15 % slower."""
+_FAN = 32
+"""Neighbouring bins whose rays are followed through all views before the next bins': they meet the same pixels."""
 
 
 class ScanMatrix(FullPrecisionModule):
@@ -23,12 +25,14 @@ class ScanMatrix(FullPrecisionModule):
 
     Args:
         geometry: the scan.
-        starts, pixels, values: M_¼ (or M, without the symmetry) by (view, bin), as CSR arrays; pixels in row-major order.
+        starts, pixels, values: M_¼ (M, without the symmetry) as CSR arrays: rows by (view, bin), pixels in row-major
+            order.
     """
 
     starts: Tensor
     pixels: Tensor
     values: Tensor
+    position: Tensor
     corner_starts: Tensor
     rays: Tensor
     values_t: Tensor
@@ -39,21 +43,35 @@ class ScanMatrix(FullPrecisionModule):
         self._sinogram_shape = (1, geometry.n_views, geometry.n_detectors)
         self._quarters = 4 if geometry.has_quarter_turn_symmetry else 1
         self._turn = -1 if geometry.angle_span > 0 else 1
-        by_pixel = transpose_csr(starts, pixels + pixels // size * _PADDING, values, size * (size + _PADDING))
-        for name, array in zip(("starts", "pixels", "values"), transpose_csr(*by_pixel, len(starts) - 1), strict=True):
+        forward = self._in_fans(starts, pixels, values, geometry.n_detectors)
+        backward = self._in_corners(starts, pixels, values)
+        for name, array in (forward | backward).items():
             self.register_buffer(name, torch.from_numpy(array), persistent=False)
-        del by_pixel
 
-        corners = self._corners(torch.arange(size**2, dtype=torch.int32).view(1, size, size)).flatten().numpy()
-        place = np.empty(size**2, dtype=np.int32)
-        place[corners[::-1]] = np.arange(len(corners), dtype=np.int32)[::-1]  # the middle of an odd image: corner 0
+    def _in_fans(
+        self, starts: np.ndarray, pixels: np.ndarray, values: np.ndarray, n_detectors: int
+    ) -> dict[str, np.ndarray]:
+        """M_¼ with its rows fan by fan (`position` tells where each ray went) and pixels in padded rows."""
+        order = np.argsort(np.arange(len(starts) - 1) % n_detectors // _FAN, kind="stable")
+        position = np.empty(len(order), dtype=np.int32)
+        position[order] = np.arange(len(order), dtype=np.int32)
+        padded = pixels + pixels // self._size * _PADDING
+        by_pixel, rays, lengths = transpose_csr(starts, padded, values, self._size * (self._size + _PADDING))
+        # Transposed back, each row's pixels come in order, as CSR asks.
+        by_fan = transpose_csr(by_pixel, position[rays], lengths, len(order))
+        return dict(zip(("starts", "pixels", "values"), by_fan, strict=True)) | {"position": position}
+
+    def _in_corners(self, starts: np.ndarray, pixels: np.ndarray, values: np.ndarray) -> dict[str, np.ndarray]:
+        """Mᵀ_¼ with its rows corner by corner, each corner's starts from 0; `_bounds` tells where its values lie."""
+        corners = self._corners(torch.arange(self._size**2, dtype=torch.int32).view(1, self._size, -1)).flatten()
+        place = np.empty(self._size**2, dtype=np.int32)
+        # Backwards, so that the middle of an odd image, which is in all corners, gets its values from corner 0 alone.
+        place[corners.numpy()[::-1]] = np.arange(len(corners), dtype=np.int32)[::-1]
         starts_t, rays, values_t = transpose_csr(starts, place[pixels], values, len(corners))
-        self._bounds = starts_t[:: len(corners) // self._quarters].tolist()
-        rows = np.arange(self._quarters)[:, None] * (len(corners) // self._quarters)
-        rows = rows + np.arange(len(corners) // self._quarters + 1)
-        corner_starts = starts_t[rows] - np.asarray(self._bounds[:-1], dtype=starts_t.dtype)[:, None]
-        for name, array in (("corner_starts", corner_starts), ("rays", rays), ("values_t", values_t)):
-            self.register_buffer(name, torch.from_numpy(array), persistent=False)
+        n_pixels = len(corners) // self._quarters
+        self._bounds: list[int] = starts_t[::n_pixels].tolist()
+        corner_starts = np.stack([starts_t[q * n_pixels :][: n_pixels + 1] for q in range(self._quarters)])
+        return {"corner_starts": corner_starts - corner_starts[:, :1], "rays": rays, "values_t": values_t}
 
     def forward(self, x: Tensor) -> Tensor:
         """M x: sinograms [B, 1, V, D] of images x [B, 1, H, W], both of the values' dtype."""
@@ -64,7 +82,7 @@ class ScanMatrix(FullPrecisionModule):
             turned[:, :size, k] = torch.rot90(image, self._turn * k)
         columns = turned.view(-1, self._quarters * batch)
         result = torch.ops.qnmixer.csr_product(self.starts, self.pixels, self.values, columns)
-        rows = result.t().contiguous().view(self._quarters, batch, -1)
+        rows = result.index_select(0, self.position).t().contiguous().view(self._quarters, batch, -1)
         return rows.transpose(0, 1).reshape(batch, *self._sinogram_shape)
 
     def transpose(self, y: Tensor) -> Tensor:
@@ -97,7 +115,7 @@ class ScanMatrix(FullPrecisionModule):
         return self._quarters == 4 and self._size % 2 == 1
 
     def _corners(self, x: Tensor) -> Tensor:
-        """The corners of x [B, H, W], each turned to the top left, as [quarters, B, pixels]; the middle in all of them."""
+        """The corners of x [B, H, W], each turned to the top left, as [quarters, B, pixels]; the middle is in all."""
         corners = torch.stack(
             [
                 torch.rot90(x[:, rows, columns], self._turn * q, (1, 2)).flatten(1)

@@ -109,7 +109,7 @@ class FullPrecisionModule(nn.Module):
 
 
 def index_type(n_values: int) -> type[np.int32] | type[np.int64]:
-    """Type of index for a matrix of that many values: int64 is 2–3 times slower, and only for what int32 cannot count."""
+    """Type of index for that many values: int64 is 2–3 times slower, and only for what int32 cannot count."""
     return np.int32 if n_values <= _INT32_MAX else np.int64
 
 
