@@ -132,7 +132,10 @@ def main() -> None:
     show(rows, build_seconds)
     if path:
         machine = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__, "threads": 1}
-        path.write_text(json.dumps({"machine": machine, "build_s": build_seconds, "rows": rows}, indent=2) + "\n")
+        path.write_text(
+            json.dumps({"machine": machine, "build_s": build_seconds, "rows": rows}, indent=2, ensure_ascii=False)
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

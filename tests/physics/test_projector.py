@@ -248,7 +248,7 @@ def test_short_scans_keep_the_gain(degrees: float, first: float) -> None:
     assert float(found.mean() / x.mean()) == pytest.approx(1, abs=0.005)
     inside = (slice(None), slice(None), slice(49, 60), slice(50, 63))
     assert float(found[inside].mean() / x[inside].mean()) == pytest.approx(1, abs=0.01)
-    assert relative_error(found, x) < 0.06
+    assert relative_error(found, x) < 0.08
 
 
 def test_truncated_and_limited_scans_stay_finite() -> None:

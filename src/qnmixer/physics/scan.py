@@ -39,7 +39,7 @@ class ScanMatrix(FullPrecisionModule):
 
     def __init__(self, geometry: FanBeamGeometry, starts: np.ndarray, pixels: np.ndarray, values: np.ndarray) -> None:
         super().__init__()
-        self._size = size = geometry.image_size
+        self._size = geometry.image_size
         self._sinogram_shape = (1, geometry.n_views, geometry.n_detectors)
         self._quarters = 4 if geometry.has_quarter_turn_symmetry else 1
         self._turn = -1 if geometry.angle_span > 0 else 1
