@@ -52,7 +52,16 @@ def run(command: str, place: Path) -> None:
     if words[0] == "make":
         tiny = "ARGS=" + " ".join([*TINY, *TINY_PHANTOMS, f"hydra.run.dir={place}/made"])
         # The environment that runs this test stands in for .venv, which make would install otherwise.
-        words = ["make", "-C", str(ROOT), "-o", ".venv/.installed", f"BIN={Path(sys.executable).parent}", tiny, *words[1:]]
+        words = [
+            "make",
+            "-C",
+            str(ROOT),
+            "-o",
+            ".venv/.installed",
+            f"BIN={Path(sys.executable).parent}",
+            tiny,
+            *words[1:],
+        ]
         if words[-1] == "test":
             words.insert(1, "--dry-run")  # or it would run itself
     elif words[2] == "qnmixer.train":

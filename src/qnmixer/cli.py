@@ -84,6 +84,8 @@ def explain(error: BaseException, config_name: str) -> str | None:
         return f"cannot write {error.filename}: choose a folder that you may write to (hydra.run.dir=…, output=…)"
     if isinstance(error, FloatingPointError):
         return f"{error}: lower optimizer.lr, or look at train/grad_norm in metrics.csv"
+    if type(error).__module__.startswith("wandb."):
+        return f"W&B: {error}: run `wandb login` once, or leave logger.mode=offline"
     if isinstance(error, HydraException | OmegaConfBaseException):
         return _explain_composition(error, config_name)
     return None

@@ -94,7 +94,7 @@ def ellipse_image(geometry: FanBeamGeometry, supersampling: int = 8) -> Tensor:
 
 
 def ellipse_integrals(geometry: FanBeamGeometry) -> Tensor:
-    """Exact line integrals [1, 1, V, D], written straight from the convention in DESIGN.md."""
+    """Exact line integrals [1, 1, V, D], written straight from the convention."""
     beta, u = geometry.angles()[:, None], geometry.bin_positions()[None, :]
     source = geometry.source_to_axis * np.stack([np.sin(beta), -np.cos(beta)])
     bins = geometry.axis_to_detector * np.stack([-np.sin(beta), np.cos(beta)]) + u * np.stack(
@@ -373,5 +373,5 @@ def test_operator_norm_is_the_largest_singular_value() -> None:
 
 @pytest.mark.parametrize(("views", "radius"), [(32, 21.5), (64, 9.2), (128, 5.4)])
 def test_spectral_radius_of_fbp_after_projection(views: int, radius: float) -> None:
-    """The radii that QN_MIXER.md reports for 256 × 256."""
+    """The radii measured independently for 256 × 256."""
     assert FanBeamProjector(FanBeamGeometry.paper(views)).fbp_spectral_radius() == pytest.approx(radius, rel=0.02)

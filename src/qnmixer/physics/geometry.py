@@ -12,7 +12,7 @@ FULL_TURN = 2 * math.pi
 _ANGLE_TOLERANCE = 1e-9
 
 PAPER_FIELD_OF_VIEW = 400.0
-"""Image width of the paper's geometry in mm (QN_MIXER.md: the DuDoTrans convention)."""
+"""Image width of the paper's geometry in mm (inferred: the convention of DuDoTrans)."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class FanBeamGeometry:
         if self.source_to_axis <= self.image_radius:
             raise GeometryError(
                 f"geometry.source_to_axis={self.source_to_axis} mm puts the source inside the image, whose corners are "
-                f"{self.image_radius:.6g} mm from the axis: increase it or lower geometry.pixel_size"
+                f"{self.image_radius:.6g} mm from the axis: increase it or lower the field of view"
             )
         self._require_sight()
 
@@ -77,7 +77,7 @@ class FanBeamGeometry:
     def paper(cls, n_views: int, image_size: int = 256) -> "FanBeamGeometry":
         """The paper's scan: 400 mm field of view, 512 bins of 1.875 mm, distances 600 and 290 mm, half-step start.
 
-        Fingerprinted from the published panels and completed by the DuDoTrans convention (QN_MIXER.md, "Geometry").
+        Fingerprinted from the published panels and completed by the DuDoTrans convention.
         """
         return cls(
             image_size=image_size,

@@ -41,7 +41,7 @@ class NoNoise:
 
 @dataclass(frozen=True)
 class FieldNoise:
-    """The field's noise: p' = −log(Poisson(I₀ e^{−p/p_max})/I₀)·p_max, then + N(0, σ²) (QN_MIXER.md, "Noise").
+    """The field's noise: p' = −log(Poisson(I₀ e^{−p/p_max})/I₀)·p_max, then + N(0, σ²).
 
     p_max is the sample's largest line integral, so the noise does not depend on the unit, nor is it a model of dose. A
     bin without counts is taken to have one. An all-air sample (p_max ≤ 0) gets the Gaussian part only.
@@ -78,8 +78,7 @@ class PhysicalNoise:
     """Counting noise of a real dose: N = Poisson(I₀ e^{−μp}) + N(0, σₑ²), p' = −log(N/I₀)/μ.
 
     μ turns value × mm into attenuation: where x = 1 is water, it is water's 0.0192 mm⁻¹ (at about 70 keV); an image
-    scaled otherwise has its own. Counts are floored at one, so a starved bin saturates at log(I₀)/μ. It is the physical
-    noise that QN_MIXER.md asks for beside the field's.
+    scaled otherwise has its own. Counts are floored at one, so a starved bin saturates at log(I₀)/μ.
 
     Args:
         photons: I₀, counts of an unattenuated ray.

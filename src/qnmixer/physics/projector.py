@@ -67,7 +67,7 @@ class FanBeamProjector(nn.Module):
     def fbp_spectral_radius(self) -> float:
         """Spectral radius of FBP∘A, by power iteration from a fixed start; computed once.
 
-        A gradient step x − λ·FBP(A x − y) contracts for λ below 2 over this number (QN_MIXER.md).
+        A gradient step x − λ·FBP(A x − y) contracts for λ below 2 over this number.
         """
         if "fbp" not in self._norms:
             self._norms["fbp"] = self._power_iteration(lambda x: self.fbp(self(x)))

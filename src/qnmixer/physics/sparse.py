@@ -80,7 +80,7 @@ class _ApplyLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, apply: LinearMap, transpose: LinearMap) -> Tensor:
         ctx.map, ctx.transposed_map = apply, transpose  # ctx.apply is taken: the engine calls it
-        # Sparse products are missing or wrong in half precision, and AᵀAx passes the fp16 maximum (TRAPS.md).
+        # Sparse products are missing or wrong in half precision, and AᵀAx passes the fp16 maximum.
         with torch.autocast(x.device.type, enabled=False):
             return apply(x)
 

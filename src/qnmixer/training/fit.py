@@ -59,12 +59,15 @@ def _fit(config: Config, folder: Path, console: Console, record: dict[str, objec
     )
     trainer = _build_trainer(config, folder, console, checkpoint)
     _print_start(config, data, module, trainer, console)
-    trainer.fit(module, datamodule=data)
-    if trainer.interrupted:
-        raise KeyboardInterrupt
-    if checkpoint.best_model_score is None:
+    try:
+        trainer.fit(module, datamodule=data)
+    except SystemExit as stop:  # what Lightning makes of Ctrl-C
+        raise KeyboardInterrupt from stop
+    score = checkpoint.best_model_score
+    if score is None:
         _validate_at_last(trainer, module, data, folder)
-    best = float(checkpoint.best_model_score or trainer.callback_metrics[config.monitor])
+        score = trainer.callback_metrics[config.monitor]
+    best = float(score)
     record["best"] = {config.monitor: best}
     if config.test_after_training:
         load_weights(module, folder)
