@@ -3,6 +3,9 @@
 import os
 from pathlib import Path
 
+# One thread a test process, set before torch is loaded: several of them on few cores would wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 
 

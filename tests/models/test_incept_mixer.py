@@ -3,7 +3,7 @@ import torch
 from torch.nn import functional as F
 
 from qnmixer.errors import ConfigError
-from qnmixer.models.incept_mixer import InceptMixer, MixerLayer, PatchExpansion
+from qnmixer.models.incept_mixer import InceptionPatches, InceptMixer, MixerLayer, PatchExpansion
 
 
 def test_regulariser_starts_at_zero_and_then_learns() -> None:
@@ -46,3 +46,13 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         InceptMixer(image_size=30, channels=8, patch_size=4)
     with pytest.raises(ConfigError, match="multiple of 4"):
         InceptMixer(image_size=16, channels=10)
+
+
+def test_branches_in_patches_equal_the_figure_joined_then_cut() -> None:
+    """The lean sum against the join to C channels at full resolution and one P × P convolution."""
+    embedding = InceptionPatches(channels=8, patch_size=4)
+    x = torch.rand(2, 1, 16, 16)
+    features = torch.cat([branch[:-1](x) for branch in embedding.branches], dim=1)
+    kernel = torch.cat([branch[-1].weight for branch in embedding.branches], dim=1)
+    expected = F.conv2d(features, kernel, stride=4) + embedding.bias[:, None, None]
+    torch.testing.assert_close(embedding(x), expected)

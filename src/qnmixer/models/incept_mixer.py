@@ -7,23 +7,41 @@ from torch.nn import functional as F
 from qnmixer.errors import ConfigError
 
 
-class Inception(nn.Module):
-    """Four branches, [1×1], [1×1 → 3×3], [1×1 → 5×5], [3×3 pool → 1×1], C/4 channels each, joined (figure).
+class InceptionPatches(nn.Module):
+    """Inception and patchify: [B, 1, H, W] → [B, C, H/P, W/P] (figure).
 
-    [B, 1, H, W] → [B, C, H, W]. ReLU after every convolution (ours: 1.4 dB are lost without).
+    Four branches, [1×1], [1×1 → 3×3], [1×1 → 5×5], [3×3 pool → 1×1], C/4 channels each, ReLU after every convolution
+    (ours: 1.4 dB are lost without). The figure joins them to C channels and cuts those into patches by one P×P
+    convolution of stride P. A convolution of joined channels is the sum of the convolutions of its parts, so each
+    branch is cut into patches by itself: nothing of C channels is ever made at full resolution.
     """
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int, patch_size: int) -> None:
         super().__init__()
         width = channels // 4
-        self.point = nn.Conv2d(1, width, 1)
-        self.narrow = nn.Sequential(nn.Conv2d(1, width, 1), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1))
-        self.wide = nn.Sequential(nn.Conv2d(1, width, 1), nn.ReLU(), nn.Conv2d(width, width, 5, padding=2))
-        self.pool = nn.Sequential(nn.MaxPool2d(3, stride=1, padding=1), nn.Conv2d(1, width, 1))
+
+        def point() -> nn.Module:
+            return nn.Conv2d(1, width, 1)
+
+        def branch(*layers: nn.Module) -> nn.Sequential:
+            patchify = nn.Conv2d(width, channels, patch_size, stride=patch_size, bias=False)
+            with torch.no_grad():
+                patchify.weight.mul_(0.5)  # the start that torch gives the one convolution that the four stand for
+            return nn.Sequential(*layers, nn.ReLU(inplace=True), patchify)
+
+        self.branches = nn.ModuleList(
+            [
+                branch(point()),
+                branch(point(), nn.ReLU(inplace=True), nn.Conv2d(width, width, 3, padding=1)),
+                branch(point(), nn.ReLU(inplace=True), nn.Conv2d(width, width, 5, padding=2)),
+                branch(nn.MaxPool2d(3, stride=1, padding=1), point()),
+            ]
+        )
+        self.bias = nn.Parameter(torch.zeros(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features of x."""
-        return F.relu(torch.cat([self.point(x), self.narrow(x), self.wide(x), self.pool(x)], dim=1))
+        """Patch features of x."""
+        return sum((branch(x) for branch in self.branches), self.bias[:, None, None])
 
 
 class AxisMLP(nn.Module):
@@ -90,8 +108,7 @@ class InceptMixer(nn.Module):
             raise ConfigError(f"an image of {image_size} pixels cannot be cut into patches of {patch_size}")
         if channels < 4 or channels % 4:
             raise ConfigError(f"model.channels={channels} is not a multiple of 4 (the inception has four branches)")
-        self.inception = Inception(channels)
-        self.patchify = nn.Conv2d(channels, channels, patch_size, stride=patch_size)
+        self.embedding = InceptionPatches(channels, patch_size)
         self.mixer = nn.Sequential(
             *(MixerLayer(image_size // patch_size, channels, mlp_ratio) for _ in range(n_layers))
         )
@@ -99,5 +116,5 @@ class InceptMixer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """G(x)."""
-        patches = self.patchify(self.inception(x)).permute(0, 2, 3, 1)
+        patches = self.embedding(x).permute(0, 2, 3, 1)
         return self.expansion(self.mixer(patches))

@@ -49,7 +49,7 @@ def results(folder: Path, overrides: list[str]) -> Iterator[dict[str, Any]]:
 
 def git_commit() -> str | None:
     """Commit of this code, with "+changes" where the tree differs from it; None outside a checkout."""
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]  # the whole package
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()

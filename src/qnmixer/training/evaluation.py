@@ -124,7 +124,8 @@ def evaluate(
 
 def _spread(n_images: int, n_pictures: int) -> set[int]:
     """Which images to draw: spread over the split, since neighbours look alike."""
-    return {round((k + 0.5) * n_images / n_pictures - 0.5) for k in range(min(n_pictures, n_images))}
+    n = min(n_pictures, n_images)
+    return {(2 * k + 1) * n_images // (2 * n) for k in range(n)}
 
 
 def to_hu(batch: Batch, image: Tensor) -> Tensor:
