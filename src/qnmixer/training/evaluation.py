@@ -187,6 +187,6 @@ def _csv(rows: list[list[object]] | list[list[str]]) -> str:
 
 
 def _markdown(title: str, headings: list[str], body: list[list[str]], caption: str) -> str:
-    lines = [f"## {title}", "", f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
+    lines = [f"**{title}**", "", f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
     lines += [f"| {' | '.join(cells)} |" for cells in body]
     return "\n".join([*lines, "", caption, ""])
