@@ -15,10 +15,16 @@ from qnmixer.data.phantoms import phantom
 from qnmixer.data.writers import write_dicom
 
 ROOT = Path(__file__).resolve().parents[1]
-TINY = (
-    "data.image_size=32 geometry.n_detectors=48 geometry.detector_pitch=20 model.channels=8 data.num_workers=0 "
-    "trainer.max_steps=2 trainer.val_every_n_steps=2 trainer.accelerator=cpu"
-).split()
+TINY = [
+    "data.image_size=32",
+    "geometry.n_detectors=48",
+    "geometry.detector_pitch=20",
+    "model.channels=8",
+    "data.num_workers=0",
+    "trainer.max_steps=2",
+    "trainer.val_every_n_steps=2",
+    "trainer.accelerator=cpu",
+]
 TINY_PHANTOMS = ["data.n_train=8", "data.n_val=2", "data.n_test=2"]
 
 

@@ -70,7 +70,11 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
         raise ConfigError(f"no configs at {CONF}: install with `pip install -e .` from a clone of the repository")
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        return hydra.compose(config_name, overrides)
+        try:
+            return hydra.compose(config_name, overrides)
+        except ValueError as error:  # Hydra's answer to data=null or trainer=3
+            groups = " ".join(o for o in overrides if (CONF / o.partition("=")[0]).is_dir())
+            raise ConfigError(f"{groups}: a group takes the name of one of its options, as in data=dicom") from error
 
 
 def explain(error: BaseException, config_name: str) -> str | None:
@@ -82,6 +86,8 @@ def explain(error: BaseException, config_name: str) -> str | None:
         return f"the disk is full{where}: free some space, or choose another folder (hydra.run.dir=…, output=…)"
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS):
         return f"cannot write {error.filename}: choose a folder that you may write to (hydra.run.dir=…, output=…)"
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return f"{error.filename} is a file where a folder must be: choose another (hydra.run.dir=…, output=…)"
     if isinstance(error, FloatingPointError):
         return f"{error}: lower optimizer.lr, or look at train/grad_norm in metrics.csv"
     if type(error).__module__.startswith("wandb."):
@@ -99,7 +105,7 @@ def _explain_composition(error: Exception, config_name: str) -> str:
         if options:
             return f"{group}={name} does not exist: {suggest(name, options)}"
     if isinstance(error, ConfigCompositionException) and (
-        found := re.search(r"Could not (?:override|append[^']*) '([^']+)'", text)
+        found := re.search(r"Could not (?:override|append[^']*|delete from config\.) '([^']+)'", text)
     ):
         key = found.group(1).lstrip("+~").split("=")[0].split("@")[0]
         groups = [path.name for path in CONF.iterdir() if path.is_dir()]

@@ -4,6 +4,7 @@ The values live in `conf/`; here are their types, their bounds and the rules bet
 wrong override is answered in a moment.
 """
 
+import difflib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -14,6 +15,9 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 from qnmixer.data.config import DataConfig, DeepLesionData, DicomData, NumpyData, PhantomData
 from qnmixer.errors import ConfigError
 from qnmixer.schema import check_bounds, number, one_of, suggest
+
+MAX_SEED = 2**32 - 1
+"""The largest that numpy takes."""
 
 
 @dataclass(kw_only=True)
@@ -89,7 +93,7 @@ class LossConfig:
 class SSIMMixConfig(LossConfig):
     """(1 − weight) · L1 + weight · (1 − SSIM)."""
 
-    ssim_weight: float = number(at_least=0)
+    ssim_weight: float = number(at_least=0, at_most=1)
 
 
 @dataclass(kw_only=True)
@@ -113,7 +117,7 @@ class AdamWConfig(OptimizerConfig):
 class SGDConfig(OptimizerConfig):
     """torch.optim.SGD."""
 
-    momentum: float = number(at_least=0)
+    momentum: float = number(at_least=0, below=1)
 
 
 @dataclass(kw_only=True)
@@ -121,14 +125,14 @@ class ScheduleConfig:
     """How the learning rate goes over the run; fractions are of all optimizer steps."""
 
     name: str
-    warmup: float = number(at_least=0)
+    warmup: float = number(at_least=0, at_most=1)
 
 
 @dataclass(kw_only=True)
 class StepScheduleConfig(ScheduleConfig):
     """× factor once, at `at` of the run."""
 
-    at: float = number(above=0)
+    at: float = number(above=0, at_most=1)
     factor: float = number(above=0)
 
 
@@ -140,11 +144,11 @@ class TrainerConfig:
     devices: int = number(at_least=1)
     precision: str = one_of("32", "16-mixed", "bf16-mixed")
     max_steps: int = number(at_least=-1)
-    max_epochs: int | None
+    max_epochs: int | None = number(at_least=1)
     accumulate_grad_batches: int = number(at_least=1)
-    gradient_clip_val: float | None
-    val_every_n_steps: int | None
-    limit_val_batches: int | None
+    gradient_clip_val: float | None = number(above=0)
+    val_every_n_steps: int | None = number(at_least=1)
+    limit_val_batches: int | None = number(at_least=1)
     log_every_n_steps: int = number(at_least=1)
     deterministic: bool
 
@@ -193,7 +197,7 @@ SECTIONS: dict[str, type] = {"trainer": TrainerConfig, "evaluation": EvaluationC
 class RunConfig:
     """What stands at the root of the config."""
 
-    seed: int = number(at_least=0)
+    seed: int = number(at_least=0, at_most=MAX_SEED)
     monitor: str = one_of("val/psnr", "val/ssim", "val/loss")
     finetune: str | None
     test_after_training: bool
@@ -222,8 +226,8 @@ class EvaluateRootConfig:
     run: str
     checkpoint: str = one_of("best", "last")
     split: str = one_of("train", "val", "test")
-    seed: int = number(at_least=0)
-    accelerator: str = one_of("auto", "cpu", "cuda")
+    seed: int = number(at_least=0, at_most=MAX_SEED)
+    accelerator: str = one_of("auto", "cpu", "gpu", "cuda")
 
 
 @dataclass(kw_only=True)
@@ -248,7 +252,7 @@ class ReconstructConfig:
     unit: str = one_of("attenuation", "value")
     water_attenuation: float = number(above=0)  # 1/mm
     checkpoint: str = one_of("best", "last")
-    accelerator: str = one_of("auto", "cpu", "cuda")
+    accelerator: str = one_of("auto", "cpu", "gpu", "cuda")
 
 
 def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
@@ -279,6 +283,7 @@ def parse_evaluate(cfg: DictConfig) -> EvaluateConfig:
     }
     sections["evaluation"] = _parse("evaluation", EvaluationConfig, values["evaluation"], values)
     rest = _parse("", EvaluateRootConfig, {k: v for k, v in values.items() if k not in sections}, values)
+    check_window("evaluation.window", sections["evaluation"].window)
     return EvaluateConfig(**vars(rest), **sections)
 
 
@@ -286,6 +291,8 @@ def parse_reconstruct(cfg: DictConfig) -> ReconstructConfig:
     """Typed and checked config of `qnmixer.reconstruct`; raises ConfigError."""
     values = _plain(cfg)
     config: ReconstructConfig = _parse("", ReconstructConfig, values, values)
+    if not config.formats:
+        raise ConfigError("formats=[] would write nothing: give some of dicom, npy, png")
     for name in config.formats:
         if name not in ("dicom", "npy", "png"):
             raise ConfigError(f"formats: {name} is not known: {suggest(name, ('dicom', 'npy', 'png'))}")
@@ -344,9 +351,15 @@ def validate(config: Config) -> None:
             f"model.latent_channels={model.latent_channels} is more than latent_factor² = {model.latent_factor**2}: "
             "an orthonormal codec cannot have more; lower it or raise model.latent_factor"
         )
+    if trainer.devices > 1:
+        raise ConfigError(f"trainer.devices={trainer.devices}: only one device is supported so far, leave it at 1")
     if trainer.max_steps == -1 and trainer.max_epochs is None:
         raise ConfigError("training would never end: give trainer.max_steps=… or trainer.max_epochs=…")
     check_window("evaluation.window", config.evaluation.window)
+    if isinstance(config.optimizer, AdamWConfig):
+        betas = config.optimizer.betas
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ConfigError(f"optimizer.betas={betas} is not two numbers from 0 to below 1: give [0.9,0.999]")
     if config.data.scaling == "minmax" and isinstance(config.noise, PhysicalNoiseConfig):
         raise ConfigError(
             "noise=physical needs an attenuation scale that slices share: use data.scaling=attenuation, or noise=field"
@@ -370,8 +383,20 @@ def unknown_key(key: str, known: Collection[str]) -> ConfigError:
     owners = [owner for owner, schema in GROUPS.get(section, {}).items() if name in {f.name for f in fields(schema)}]
     if owners:
         return ConfigError(f"{key} goes with {section}={' or '.join(owners)} only: choose that, or leave {key} out")
-    candidates = [k for k in known if ("." in k) == ("." in key)]
-    return ConfigError(f"unknown key {key}: {suggest(key, candidates)}")
+    everything = {*known, *(f"{group}.{key}" for group in GROUPS for key in _keys_of(group))} - {key}
+    leaf = key.rpartition(".")[2]
+    same = sorted(k for k in everything if "." in k and k.rpartition(".")[2] == leaf)
+    if same:
+        return ConfigError(f"unknown key {key}: did you mean {' or '.join(same)}?")
+    siblings = {k.partition(".")[2]: k for k in everything if name and k.startswith(f"{section}.")}
+    if near := difflib.get_close_matches(name, siblings, n=1):
+        return ConfigError(f"unknown key {key}: did you mean {siblings[near[0]]}?")
+    return ConfigError(f"unknown key {key}: {suggest(key, [k for k in everything if ('.' in k) == ('.' in key)])}")
+
+
+def _keys_of(group: str) -> set[str]:
+    """Keys of all variants of a group."""
+    return {f.name for schema in GROUPS[group].values() for f in fields(schema)} - {"name"}
 
 
 def flat_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -15,10 +15,14 @@ def one_of(*choices: str, default: Any = MISSING) -> Any:
 
 
 def number(
-    at_least: float | None = None, above: float | None = None, at_most: float | None = None, default: Any = MISSING
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    default: Any = MISSING,
 ) -> Any:
-    """A number field with bounds, included (`at_least`, `at_most`) or not (`above`)."""
-    return field(default=default, metadata={"at_least": at_least, "above": above, "at_most": at_most})
+    """A number field with bounds, included (`at_least`, `at_most`) or not (`above`, `below`)."""
+    return field(default=default, metadata={"at_least": at_least, "above": above, "at_most": at_most, "below": below})
 
 
 def check_bounds(prefix: str, section: Any) -> None:
@@ -38,6 +42,8 @@ def check_bounds(prefix: str, section: Any) -> None:
             raise ConfigError(f"{key} is too small: give more than {low}")
         if (high := rules.get("at_most")) is not None and value > high:
             raise ConfigError(f"{key} is too large: give {high} or less")
+        if (high := rules.get("below")) is not None and value >= high:
+            raise ConfigError(f"{key} is too large: give less than {high}")
 
 
 def suggest(word: str, choices: Collection[str]) -> str:

@@ -112,7 +112,7 @@ def test_untrained_network_already_descends(projector: FanBeamProjector) -> None
     x = torch.zeros(1, 1, 16, 16)
     x[..., 4:12, 5:10] = 1
     y = projector(x)
-    misfits = [float((projector(x_t) - y).norm()) for x_t in network.iterates(y)]
+    misfits = [(projector(x_t) - y).norm().item() for x_t in network.iterates(y)]
     assert misfits[-1] < 0.7 * misfits[0]
 
 

@@ -209,7 +209,8 @@ def _decode_all(
     infos: list[SliceInfo] = []
     skipped: list[tuple[str, str]] = []
     low, high = np.inf, -np.inf
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         for file in progress.track(files, description=f"Decoding {root.name}"):
             try:
                 for piece in reader.read(root, file.path):

@@ -62,8 +62,8 @@ def attenuation_per_value(config: Config, water_attenuation: float) -> float:
 
 def choose_device(accelerator: str) -> torch.device:
     """The device of evaluate and reconstruct; raises ConfigError for a GPU that is not there."""
-    if accelerator == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("accelerator=cuda, but torch sees no CUDA device here: use accelerator=cpu")
+    if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"accelerator={accelerator}, but torch sees no CUDA device here: use accelerator=cpu")
     return torch.device("cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu")
 
 

@@ -40,6 +40,7 @@ class ValidationLine(Callback):
             f"step {step}/{total} · val PSNR {values['val/psnr']:.2f} dB · SSIM {100 * values['val/ssim']:.2f} "
             f"· {1000 * seconds / max(1, step):.0f} ms a step{left}",
             highlight=False,
+            soft_wrap=True,
         )
 
 

@@ -1,13 +1,17 @@
 """Reading checkpoints: of this program, of the right network, and never by unpickling code."""
 
+import io
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
 
 from qnmixer.config import Config, parse
 from qnmixer.errors import CheckpointError, ConfigError
+from qnmixer.files import atomic_file
 from qnmixer.training.module import CHECKPOINT_KEY, ReconstructionModule
 
 
@@ -27,29 +31,33 @@ def find_checkpoint(run: Path, which: str = "best") -> Path:
 def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
     """Config and state dict of a checkpoint of this program. Raises CheckpointError."""
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickle protocols: what cannot be read is told below
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} holds code or is no checkpoint (it does not load with weights_only=True): "
             "use one that qnmixer.train wrote"
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
+    except Exception as error:  # bytes of another format can make the unpickler raise anything
         raise CheckpointError(
             f"{path} cannot be read ({_first_line(error)}): it is damaged or no checkpoint"
         ) from error
-    if not isinstance(checkpoint, dict) or CHECKPOINT_KEY not in checkpoint or "state_dict" not in checkpoint:
+    ours = checkpoint.get(CHECKPOINT_KEY) if isinstance(checkpoint, dict) else None
+    if not isinstance(ours, dict) or "config" not in ours or "state_dict" not in checkpoint:
         raise CheckpointError(f"{path} is a checkpoint of another program: use one that qnmixer.train wrote")
     try:
-        return parse(checkpoint[CHECKPOINT_KEY]["config"]), checkpoint["state_dict"]
+        return parse(ours["config"]), checkpoint["state_dict"]
     except ConfigError as error:
         raise CheckpointError(f"{path} was written by another version of qnmixer ({error}): use that one") from error
 
 
 def load_run(run: Path, which: str = "best") -> ReconstructionModule:
     """The trained module of a run folder (or .ckpt file), on the CPU."""
-    config, state = read_checkpoint(find_checkpoint(run, which))
+    path = find_checkpoint(run, which)
+    config, state = read_checkpoint(path)
     module = ReconstructionModule(config)
-    module.load_state_dict(state)
+    _load_state(module, state, path)
     return module
 
 
@@ -71,7 +79,27 @@ def load_weights(module: ReconstructionModule, run: Path) -> None:
             f"{path} holds another network: set "
             + " ".join(f"model.{key}={getattr(config.model, key)}" for key in differing)
         )
-    module.load_state_dict(state)
+    _load_state(module, state, path)
+
+
+def _load_state(module: ReconstructionModule, state: dict[str, Any], path: Path) -> None:
+    try:
+        module.load_state_dict(state)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{path} holds weights that do not fit its own config: use the version of qnmixer that wrote it"
+        ) from error
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Checkpoints that are there whole or not at all: a full disk keeps the one before."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write to a temporary file beside path, then rename."""
+        encoded = io.BytesIO()
+        torch.save(checkpoint, encoded)
+        with atomic_file(Path(path)) as stream:
+            stream.write(encoded.getbuffer())
 
 
 def _first_line(error: Exception) -> str:

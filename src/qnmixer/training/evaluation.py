@@ -107,7 +107,9 @@ def evaluate(
     methods: dict[str, Callable[[Tensor], Tensor]] = {"FBP": module.projector.fbp, "QN-Mixer": module.network}
     drawn = _spread(len(data.dataset(split)), config.n_pictures)
     evaluation = Evaluation([], [])
-    for host_batch in track(data.loader(split), description="evaluating", transient=True):
+    for host_batch in track(
+        data.loader(split), description="evaluating", transient=True, disable=not Console().is_terminal
+    ):
         batch: Batch = move_data_to_device(host_batch, device)
         with torch.no_grad():
             y = module.measure(batch, "test")

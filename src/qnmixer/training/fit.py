@@ -13,10 +13,11 @@ from rich.console import Console
 
 from qnmixer.config import Config, TrainerConfig, to_plain
 from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.errors import ConfigError
 from qnmixer.tracking.loggers import build_loggers, close_loggers
 from qnmixer.tracking.results import results
 from qnmixer.training.callbacks import IteratePictures, ValidationLine
-from qnmixer.training.checkpoints import load_weights
+from qnmixer.training.checkpoints import AtomicCheckpointIO, load_weights
 from qnmixer.training.evaluation import evaluate, write_evaluation
 from qnmixer.training.module import ReconstructionModule
 
@@ -88,12 +89,14 @@ def _build_trainer(config: Config, folder: Path, console: Console, checkpoint: M
     ]
     if console.is_terminal:
         callbacks.append(RichProgressBar(leave=False))
-    plugin = _cpu_half_precision(t)
+    if t.accelerator in ("gpu", "cuda", "mps"):
+        _require_accelerator(t.accelerator)
+    half = _cpu_half_precision(t)
     return L.Trainer(
         accelerator=t.accelerator,
         devices=t.devices,
-        precision=None if plugin else t.precision,  # type: ignore[arg-type]  # checked by config.py
-        plugins=[plugin] if plugin else None,
+        precision=None if half else t.precision,  # type: ignore[arg-type]  # checked by config.py
+        plugins=[AtomicCheckpointIO(), *([half] if half else [])],
         max_steps=t.max_steps,
         max_epochs=-1 if t.max_epochs is None else t.max_epochs,
         accumulate_grad_batches=t.accumulate_grad_batches,
@@ -117,6 +120,12 @@ def _validate_at_last(trainer: L.Trainer, module: ReconstructionModule, data: Sl
     trainer.validate(module, datamodule=data, verbose=False)
     for name in ("best", "last"):
         trainer.save_checkpoint(folder / "checkpoints" / f"{name}.ckpt")
+
+
+def _require_accelerator(name: str) -> None:
+    found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not (any(found.values()) if name == "gpu" else found[name]):
+        raise ConfigError(f"trainer.accelerator={name} is not here: use trainer.accelerator=cpu, or auto")
 
 
 def _batches_between_validations(t: TrainerConfig) -> int | None:
@@ -143,6 +152,7 @@ def _print_start(
         f"batch {config.data.batch_size} × accumulation {config.trainer.accumulate_grad_batches} = {batch} slices "
         f"an optimizer step",
         highlight=False,
+        soft_wrap=True,
     )
 
 

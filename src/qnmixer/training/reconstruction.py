@@ -58,12 +58,16 @@ def reconstruct_input(config: ReconstructConfig) -> int:
     series_uid = generate_uid()
     spacing = module.config.geometry.field_of_view / module.config.data.image_size
     count = 0
-    with Progress(console=console, transient=True) as progress:
+    written: set[Path] = set()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         for scan in progress.track(scans, total=n_files, description="reconstructing"):
             with torch.no_grad():
                 x = module.network(scan.y)[0, 0].cpu().numpy()
             count += 1
             target = output / _file_name(scan.name)
+            if target in written:  # as of a.dcm and a.npy
+                target = target.with_name(f"{target.name}_{count}")
+            written.add(target)
             hu = (scan.offset + scan.scale * x).astype(np.float32)
             if "dicom" in config.formats:
                 write_dicom(
@@ -180,8 +184,10 @@ def _check_unit(
 
 def _file_name(name: str) -> Path:
     """A relative path without ending, from the name of a slice: a/b.dcm#3 becomes a/b_3."""
-    path = Path(re.sub(r"#(\d+)$", r"_\1", name))
-    return path.with_suffix("") if path.suffix.lower() in (".dcm", ".ima", ".npy", ".png") else path
+    file, frame = re.fullmatch(r"(.*?)(#\d+)?", name).groups()  # type: ignore[union-attr]  # it matches anything
+    path = Path(file)
+    path = path.with_suffix("") if path.suffix.lower() in (".dcm", ".ima", ".npy", ".png") else path
+    return path.with_name(f"{path.name}_{frame[1:]}") if frame else path
 
 
 def _description(config: Config, views: str) -> str:

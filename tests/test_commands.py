@@ -1,0 +1,791 @@
+"""The three commands from end to end, on a network that learns in a second."""
+
+import csv
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pydicom
+import pytest
+import torch
+from PIL import Image
+
+from qnmixer import cli
+from qnmixer.config import parse, parse_evaluate, parse_reconstruct
+from qnmixer.data.phantoms import phantom
+from qnmixer.data.writers import write_dicom
+from qnmixer.evaluate import evaluate
+from qnmixer.reconstruct import reconstruct
+from qnmixer.train import train
+from qnmixer.training.build import attenuation_per_value
+from qnmixer.training.checkpoints import load_run
+from qnmixer.training.module import ReconstructionModule
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("commands")]
+
+COMMANDS: dict[str, Any] = {
+    "train": (train, parse),
+    "evaluate": (evaluate, parse_evaluate),
+    "reconstruct": (reconstruct, parse_reconstruct),
+}
+SIZE, VIEWS, BINS, STEPS = 32, 8, 48, 4
+TINY = [
+    f"data.image_size={SIZE}", f"geometry.n_views={VIEWS}", f"geometry.n_detectors={BINS}",
+    "geometry.detector_pitch=20", "model.n_iterations=2", "model.channels=8", "model.n_mixer_layers=1",
+    "data.num_workers=0", "data.batch_size=2", f"trainer.max_steps={STEPS}", "trainer.val_every_n_steps=2",
+    "trainer.log_every_n_steps=1", "trainer.accelerator=cpu", "logger=csv",
+]  # fmt: skip
+PHANTOMS = ["data.n_train=8", "data.n_val=2", "data.n_test=2"]
+
+
+@dataclass
+class Outcome:
+    """What a command left behind."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def error(self) -> str:
+        """The one line of a command that failed."""
+        assert self.code == 1, self.stderr
+        (line,) = [line for line in self.stderr.splitlines() if line.strip()]
+        assert line.startswith("error: ")
+        return line.removeprefix("error: ")
+
+    @property
+    def text(self) -> str:
+        """Standard output, however it was broken into lines."""
+        return " ".join(self.stdout.split())
+
+
+def run(name: str, *arguments: str) -> Outcome:
+    """A command in this process, through the very code that its module runs."""
+    code, stdout, stderr = 0, io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
+        patch.setattr(sys, "argv", [name, *arguments])
+        patch.setenv(cli.TRACEBACK, "0")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.delenv(cli.TRACEBACK)
+        try:
+            cli.run(*COMMANDS[name], name)
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+    return Outcome(code, stdout.getvalue(), stderr.getvalue())
+
+
+def training(folder: Path, *overrides: str) -> Outcome:
+    """A tiny training run into `folder`."""
+    phantoms = [] if any(override.startswith("data=") for override in overrides) else PHANTOMS
+    return run("train", *TINY, *phantoms, *overrides, f"hydra.run.dir={folder}")
+
+
+def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """A command as a process of its own, without anything of W&B in its environment."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "HYDRA"))}
+    environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | options.pop("env", {})
+    return subprocess.Popen(
+        [sys.executable, "-m", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment, start_new_session=True, **options,
+    )  # fmt: skip
+
+
+def record(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "results.json").read_text())
+
+
+def weights(run_folder: Path, name: str = "last") -> dict[str, torch.Tensor]:
+    checkpoint = torch.load(run_folder / "checkpoints" / f"{name}.ckpt", weights_only=True)
+    return checkpoint["state_dict"]
+
+
+def metrics(folder: Path) -> dict[str, list[float]]:
+    """metrics.csv by column, without the empty cells."""
+    with (folder / "metrics.csv").open(newline="") as stream:
+        lines = list(csv.DictReader(stream))
+    return {key: [float(line[key]) for line in lines if line[key]] for key in lines[0]}
+
+
+def slice_hu(number: int, size: int = 48) -> np.ndarray[Any, Any]:
+    return phantom(size, seed=0, part="test", index=number)
+
+
+def write_ct(path: Path, number: int, patient: str, size: int = 48) -> None:
+    write_dicom(path, slice_hu(number, size), series_uid=f"1.2.3.{sum(map(ord, patient))}", description="a test")
+    dataset = pydicom.dcmread(path)
+    dataset.PatientID = patient
+    dataset.PatientName = f"Doe^{patient}"
+    dataset.ImagePositionPatient = [0, 0, number]
+    dataset.save_as(path)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    """Threads of tests that run side by side would wait for each other, spinning."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("commands")
+
+
+@pytest.fixture(scope="module")
+def trained(place: Path) -> Path:
+    """A run folder on phantoms, with the field's noise."""
+    outcome = training(place / "trained", "noise=field")
+    assert outcome.code == 0, outcome.stderr
+    (place / "trained" / "stdout.txt").write_text(outcome.stdout)
+    return place / "trained"
+
+
+@pytest.fixture(scope="module")
+def noise_free(place: Path) -> Path:
+    """A run folder without noise, on whose simulated sinograms one can count."""
+    outcome = training(place / "noise_free", "test_after_training=false")
+    assert outcome.code == 0, outcome.stderr
+    return place / "noise_free"
+
+
+@pytest.fixture(scope="module")
+def ct(place: Path) -> Path:
+    """Three patients of two slices each in DICOM, and two files of no use."""
+    folder = place / "ct"
+    for p, patient in enumerate(("A", "B", "C")):
+        for k in range(2):
+            write_ct(folder / patient / f"{k}.dcm", 2 * p + k, patient)
+    (folder / "notes.txt").write_text("no CT")
+    (folder / "A" / "cut.dcm").write_bytes((folder / "A" / "0.dcm").read_bytes()[:900])
+    return folder
+
+
+# Training
+
+
+def test_a_run_folder_holds_all_of_a_run(trained: Path) -> None:
+    files = {str(path.relative_to(trained)) for path in trained.rglob("*") if path.is_file()} - {"stdout.txt"}
+    assert files == {
+        ".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml",
+        "checkpoints/best.ckpt", "checkpoints/last.ckpt", "metrics.csv", "results.json",
+        "pictures/iterates_0000002.png", "pictures/iterates_0000004.png",
+        "evaluation/images.csv", "evaluation/table.csv", "evaluation/table.md", "evaluation/picture.png",
+    }  # fmt: skip
+
+
+def test_results_tell_what_the_run_was(trained: Path) -> None:
+    results = record(trained)
+    assert results["status"] == "done"
+    assert "noise=field" in results["overrides"]
+    assert results["best"]["val/psnr"] == pytest.approx(max(metrics(trained)["val/psnr"]))
+    assert results["test"]["QN-Mixer"]["psnr"] > results["test"]["FBP"]["psnr"]
+    assert Path(results["picture"]) == trained / "evaluation" / "picture.png"
+
+
+def test_metrics_are_finite_and_nothing_explodes(trained: Path) -> None:
+    values = metrics(trained)
+    for name in ("train/loss", "train/grad_norm", "train/lambda_0"):
+        assert len(values[name]) == STEPS
+    for name in ("val/loss", "val/psnr", "val/ssim", "val/cosine_zs", "val/skipped_pairs"):
+        assert len(values[name]) == 2
+    assert all(np.isfinite(numbers).all() for numbers in values.values())
+    assert 0 < max(values["train/grad_norm"]) < 10
+    assert max(values["train/loss"]) < 0.1
+    assert len(set(values["train/lambda_0"])) == STEPS
+    assert all(0 <= share <= 1 for share in values["val/skipped_pairs"])
+
+
+def test_the_terminal_shows_progress_the_table_and_last_the_picture(trained: Path) -> None:
+    lines = (trained / "stdout.txt").read_text().splitlines()
+    assert lines[-1] == f"picture: {trained / 'evaluation' / 'picture.png'}"
+    assert any(line.startswith("step 4/4 · val PSNR ") for line in lines)
+    assert any("QN-Mixer over FBP" in line for line in lines)
+    assert any("2 × accumulation 1 = 2 slices" in line for line in lines)
+
+
+def test_pictures_can_be_opened(trained: Path) -> None:
+    for path in trained.rglob("*.png"):
+        with Image.open(path) as picture:
+            assert min(picture.size) > 300
+
+
+def test_wandb_offline_needs_no_key_no_home_and_no_network(tmp_path: Path) -> None:
+    folder, home = tmp_path / "run", tmp_path / "home"
+    home.mkdir()
+    arguments = [*TINY, *PHANTOMS, "logger=wandb", f"hydra.run.dir={folder}"]
+    environment = {"HOME": str(home), "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    process = start("qnmixer.train", *arguments, env=environment, cwd=tmp_path)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    assert stderr == ""
+    assert stdout.splitlines()[-1].startswith("picture: ")
+    assert not list(tmp_path.glob("wandb"))
+    records = wandb_records(folder)
+    (end,) = [r["exit"] for r in records if r["type"] == "exit"]
+    assert end.get("exit_code", 0) == 0
+    text = json.dumps(records)
+    for key in ("train/loss", "train/grad_norm", "val/psnr", "val/iterates"):
+        assert key in text
+    assert list(folder.glob("wandb/*/files/media/images/val/*.png"))
+
+
+def wandb_records(folder: Path) -> list[dict[str, Any]]:
+    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+    command = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json", str(path)]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_a_crash_is_recorded_as_one(tmp_path: Path) -> None:
+    outcome = training(tmp_path, "logger=wandb", "optimizer.lr=1e30", "trainer.max_steps=20")
+    assert outcome.code == 1
+    results = record(tmp_path)
+    assert results["status"] == "failed"
+    assert results["error"].startswith("FloatingPointError: the loss became nan")
+    (end,) = [r["exit"] for r in wandb_records(tmp_path) if r["type"] == "exit"]
+    assert end["exit_code"] == 1
+
+
+def test_a_nan_loss_ends_with_a_line_that_names_the_slices(tmp_path: Path) -> None:
+    error = training(tmp_path, "optimizer.lr=1e30", "trainer.max_steps=20").error
+    assert "the loss became nan at step" in error
+    assert "train-phantom-" in error
+    assert "lower optimizer.lr" in error
+
+
+def test_ctrl_c_ends_in_order(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    arguments = [*TINY, *PHANTOMS, "logger=wandb", "trainer.max_steps=100000", f"hydra.run.dir={folder}"]
+    process = start("qnmixer.train", *arguments)
+    deadline = time.monotonic() + 60
+    while not list(folder.glob("pictures/iterates_0000004.png")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert stderr.strip() == "interrupted"
+    assert process.returncode == 130
+    assert record(folder)["status"] == "interrupted"
+    assert "error" not in record(folder)
+    weights(folder, "last")
+    (end,) = [r["exit"] for r in wandb_records(folder) if r["type"] == "exit"]
+    assert end["exit_code"] != 0
+
+
+def test_same_seed_same_weights(trained: Path, tmp_path: Path) -> None:
+    assert training(tmp_path / "again", "noise=field").code == 0
+    assert training(tmp_path / "other", "noise=field", "seed=43").code == 0
+    first, again, other = weights(trained), weights(tmp_path / "again"), weights(tmp_path / "other")
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+    assert metrics(trained)["train/loss"] == metrics(tmp_path / "again")["train/loss"]
+
+
+def test_workers_change_nothing(trained: Path, tmp_path: Path) -> None:
+    assert training(tmp_path, "noise=field", "data.num_workers=1", "test_after_training=false").code == 0
+    assert all(torch.equal(a, b) for a, b in zip(weights(trained).values(), weights(tmp_path).values(), strict=True))
+
+
+@pytest.mark.parametrize(("precision", "scaled"), [("32", False), ("16-mixed", True), ("bf16-mixed", False)])
+def test_precision_is_what_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, scaled: bool
+) -> None:
+    seen = set()
+    step = ReconstructionModule.training_step
+
+    def watched(self: ReconstructionModule, *arguments: Any) -> torch.Tensor:
+        seen.add(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32)
+        return step(self, *arguments)
+
+    monkeypatch.setattr(ReconstructionModule, "training_step", watched)
+    assert training(tmp_path, f"trainer.precision={precision}", "noise=field").code == 0
+    assert seen == {{"32": torch.float32, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}[precision]}
+    checkpoint = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    assert ("MixedPrecision" in checkpoint) == scaled
+    if scaled:
+        assert checkpoint["MixedPrecision"]["scale"] > 1
+    assert all(value.dtype == torch.float32 for value in checkpoint["state_dict"].values())
+    assert np.isfinite(metrics(tmp_path)["train/grad_norm"]).all()
+    assert record(tmp_path)["test"]["QN-Mixer"]["psnr"] > record(tmp_path)["test"]["FBP"]["psnr"]
+
+
+def test_accumulation_makes_fewer_steps_of_more_slices(tmp_path: Path) -> None:
+    outcome = training(tmp_path, "trainer.accumulate_grad_batches=2", "test_after_training=false")
+    assert "2 × accumulation 2 = 4 slices" in outcome.text
+    values = metrics(tmp_path)
+    assert len(values["train/grad_norm"]) == STEPS
+    assert len(values["val/psnr"]) == 2
+    assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == STEPS
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.val_every_n_steps=500"],
+        ["trainer.max_steps=-1", "trainer.max_epochs=1", "trainer.val_every_n_steps=null"],
+        ["monitor=val/loss", "schedule=constant", "optimizer=sgd"],
+        ["model=qn_mixer_paper", "model.n_iterations=2", "model.channels=8", "schedule=step", "optimizer=adafactor"],
+        ["data.scaling=minmax", "data.augment=true", "loss=ssim_mix"],
+        ["noise=physical", "model.hessian=identity", "loss=l1", "trainer.gradient_clip_val=null"],
+        ["geometry.n_views=7", "geometry.angle_span=4.0", "geometry.fbp_filter=hann", "model.data_term=adjoint"],
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_other_ways_to_train(tmp_path: Path, overrides: list[str]) -> None:
+    outcome = training(tmp_path, *overrides)
+    assert outcome.code == 0, outcome.stderr
+    results = record(tmp_path)
+    assert results["status"] == "done"
+    assert np.isfinite(list(results["test"]["QN-Mixer"].values())).all()
+    assert weights(tmp_path, "best")
+    assert 0 < max(metrics(tmp_path)["train/grad_norm"]) < 100
+
+
+def test_a_sweep_has_a_run_folder_for_each_job(tmp_path: Path) -> None:
+    jobs = [*TINY, *PHANTOMS, "logger=wandb", "optimizer.lr=1e-3,1e-4", "test_after_training=false"]
+    outcome = run("train", "-m", *jobs, f"hydra.sweep.dir={tmp_path}")
+    assert outcome.code == 0, outcome.stderr
+    for number, lr in enumerate(("0.001", "0.0001")):
+        folder = tmp_path / str(number)
+        assert record(folder)["status"] == "done"
+        assert f"optimizer.lr={lr}" in record(folder)["overrides"]
+        assert weights(folder)
+        assert len(metrics(folder)["train/loss"]) == STEPS
+        assert sum(r["type"] == "exit" for r in wandb_records(folder)) == 1
+    first, second = weights(tmp_path / "0"), weights(tmp_path / "1")
+    assert not all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_training_on_a_dicom_folder(ct: Path, tmp_path: Path) -> None:
+    source = ["data=dicom", f"data.root={ct}", f"data.cache_dir={tmp_path / 'cache'}"]
+    with pytest.warns(UserWarning, match="skipped 2 of its files"):
+        outcome = training(tmp_path / "run", *source)
+    assert outcome.code == 0, outcome.stderr
+    assert "train 2 slices of 1 patient, val 2 slices of 1 patient, test 2 slices of 1 patient" in outcome.text
+    with (tmp_path / "run" / "evaluation" / "images.csv").open(newline="") as stream:
+        names = {line["slice"] for line in csv.DictReader(stream)}
+    assert names in ({"B/0.dcm", "B/1.dcm"}, {"A/0.dcm", "A/1.dcm"}, {"C/0.dcm", "C/1.dcm"})
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        ("missing", "does not exist"),
+        ("empty", "is empty"),
+        ("text", "no usable slice"),
+        ("air", "nothing but air"),
+        ("one patient", "too few for train, val and test"),
+    ],
+)
+def test_training_on_a_bad_folder(tmp_path: Path, make: str, words: str) -> None:
+    root = tmp_path / "root"
+    if make != "missing":
+        root.mkdir()
+    if make == "text":
+        (root / "a.txt").write_text("hello")
+    if make == "air":
+        np.save(root / "a.npy", np.full((2, 32, 32), -1000.0))
+    if make == "one patient":
+        np.save(root / "a.npy", np.stack([slice_hu(0)] * 2))
+    kind = "numpy" if make in ("air", "one patient") else "dicom"
+    source = [f"data={kind}", f"data.root={root}", f"data.cache_dir={tmp_path / 'cache'}"]
+    error = training(tmp_path / "run", *source).error
+    assert words in error
+    assert str(root) in error
+    assert record(tmp_path / "run")["status"] == "failed"
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("geometry.source_to_axis=100", "geometry.source_to_axis=100.0 mm puts the source inside the image"),
+        ("geometry.detector_pitch=1e5", "geometry cannot see the object"),
+        ("geometry.angle_span=360", "geometry.angle_span=360.0 is outside"),
+        ("geometry.axis_to_detector=-700", "geometry.axis_to_detector=-700.0 puts the detector behind the source"),
+        ("trainer.accelerator=cuda", "trainer.accelerator=cuda"),
+        ("finetune=/nowhere", "/nowhere"),
+    ],
+)
+def test_what_only_shows_when_a_run_is_built(tmp_path: Path, override: str, words: str) -> None:
+    if "cuda" in override and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    assert words in training(tmp_path, override).error
+    assert record(tmp_path)["status"] == "failed"
+
+
+# Fine-tuning
+
+
+def test_finetuning_starts_from_the_weights_of_a_run(trained: Path, tmp_path: Path) -> None:
+    options = [f"finetune={trained}", "geometry.n_views=12", "noise=none"]
+    assert training(tmp_path, *options, "optimizer.lr=1e-12", "optimizer.weight_decay=0").code == 0
+    start_from, ended = weights(trained, "best"), weights(tmp_path, "last")
+    for name, value in start_from.items():
+        torch.testing.assert_close(ended[name], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.image_size=16", "was trained at data.image_size=32, this run has 16"),
+        ("model.n_iterations=3", "holds another network: set model.n_iterations=2"),
+        ("model.channels=4", "model.channels=8"),
+    ],
+)
+def test_finetuning_refuses_another_network(trained: Path, tmp_path: Path, override: str, words: str) -> None:
+    assert words in training(tmp_path, f"finetune={trained}", override).error
+
+
+# Evaluation
+
+
+def test_evaluation_as_trained_is_that_of_the_training(trained: Path, tmp_path: Path) -> None:
+    outcome = run("evaluate", f"run={trained}", "accelerator=cpu", f"hydra.run.dir={tmp_path}")
+    assert outcome.code == 0, outcome.stderr
+    assert (tmp_path / "table.csv").read_text() == (trained / "evaluation" / "table.csv").read_text()
+    assert record(tmp_path)["test"] == record(trained)["test"]
+    assert outcome.stdout.splitlines()[-1] == f"picture: {tmp_path / 'picture.png'}"
+    markdown = (tmp_path / "table.md").read_text()
+    assert "test slices of phantoms, 8 views, noise field" in markdown
+    assert "QN-Mixer over FBP: +" in markdown
+
+
+def test_evaluation_with_other_noise_and_another_split(trained: Path, tmp_path: Path) -> None:
+    base = ["evaluate", f"run={trained}", "accelerator=cpu"]
+    assert run(*base, "noise=none", f"hydra.run.dir={tmp_path / 'none'}").code == 0
+    assert run(*base, "split=val", "checkpoint=last", f"hydra.run.dir={tmp_path / 'val'}").code == 0
+    assert record(tmp_path / "none")["test"]["FBP"] != record(trained)["test"]["FBP"]
+    last = metrics(trained)["val/psnr"][-1]
+    assert record(tmp_path / "val")["test"]["QN-Mixer"]["psnr"] == pytest.approx(last, abs=0.2)  # other noise
+
+
+def test_evaluation_on_dicom_measures_every_slice(trained: Path, ct: Path, tmp_path: Path) -> None:
+    source = ["data=dicom", f"data.root={ct}", f"data.cache_dir={tmp_path / 'cache'}", "data.num_workers=0"]
+    with pytest.warns(UserWarning, match="skipped 2"):
+        outcome = run("evaluate", f"run={trained}", *source, f"hydra.run.dir={tmp_path / 'out'}")
+    assert outcome.code == 0, outcome.stderr
+    with (tmp_path / "out" / "images.csv").open(newline="") as stream:
+        lines = list(csv.DictReader(stream))
+    assert sorted({line["slice"] for line in lines}) == [f"{p}/{k}.dcm" for p in "ABC" for k in range(2)]
+    for method in ("FBP", "QN-Mixer"):
+        values = [float(line["psnr"]) for line in lines if line["method"] == method]
+        assert record(tmp_path / "out")["test"][method]["psnr"] == pytest.approx(np.mean(values))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.image_size=64"], "the run was trained with data.image_size=32"),
+        (["data.scaling=minmax"], "the run was trained with data.scaling=attenuation"),
+        (["data.root=/nowhere"], "/nowhere does not exist"),
+        (["split=val"], "no slices for val"),
+        (["data.split=aapm"], "data.split=aapm finds nothing"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*skipped 2 of its files")
+def test_evaluation_refuses(trained: Path, ct: Path, tmp_path: Path, overrides: list[str], words: str) -> None:
+    source = ["data=dicom", f"data.root={ct}", f"data.cache_dir={tmp_path / 'cache'}", "data.num_workers=0"]
+    outcome = run("evaluate", f"run={trained}", *source, *overrides, f"hydra.run.dir={tmp_path / 'out'}")
+    assert words in outcome.error
+    assert not list((tmp_path / "out").glob("*.csv"))
+
+
+# Reconstruction
+
+
+def hu_of(module: ReconstructionModule, y: torch.Tensor) -> np.ndarray[Any, Any]:
+    """HU of the network's answer to one sinogram."""
+    with torch.no_grad():
+        x = module.network(y)[0, 0].numpy()
+    return -1000 + (module.config.data.hu_max + 1000) * x
+
+
+def reconstruction(run_folder: Path, source: Path, output: Path, *options: str) -> Outcome:
+    return run("reconstruct", f"run={run_folder}", f"input={source}", f"output={output}", "accelerator=cpu", *options)
+
+
+def test_dicom_folder_in_dicom_npy_and_png_out(noise_free: Path, ct: Path, tmp_path: Path) -> None:
+    outcome = reconstruction(noise_free, ct, tmp_path)
+    assert outcome.code == 0, outcome.stderr
+    assert "6 reconstruction(s)" in outcome.stdout
+    assert "skipped 2" in outcome.stderr
+    names = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert names == {f"{p}/{k}.{end}" for p in "ABC" for k in range(2) for end in ("dcm", "npy", "png")}
+    uids = set()
+    for source_path in sorted(ct.rglob("[01].dcm")):
+        source = pydicom.dcmread(source_path)
+        path = tmp_path / source_path.relative_to(ct)
+        result, hu = pydicom.dcmread(path), np.load(path.with_suffix(".npy"))
+        stored = result.pixel_array * float(result.RescaleSlope) + float(result.RescaleIntercept)
+        assert np.abs(stored - hu).max() <= 0.5
+        assert hu.shape == (SIZE, SIZE)
+        assert (result.PatientID, result.PatientName) == (source.PatientID, source.PatientName)
+        assert result.ImageType[0] == "DERIVED"
+        assert result.SOPInstanceUID != source.SOPInstanceUID
+        assert result.SeriesInstanceUID != source.SeriesInstanceUID
+        assert "8 simulated views" in result.SeriesDescription
+        uids.add(result.SOPInstanceUID)
+        with Image.open(path.with_suffix(".png")) as picture:
+            assert picture.size == (SIZE, SIZE)
+            expected = np.clip((hu + 160) / 400, 0, 1) * 255
+            np.testing.assert_allclose(np.asarray(picture, float), expected, atol=0.51)
+    assert len(uids) == 6
+
+
+def test_hu_are_those_of_the_network_and_near_the_truth(noise_free: Path, tmp_path: Path) -> None:
+    hu = slice_hu(3, SIZE)
+    np.save(tmp_path / "a.npy", hu)
+    assert reconstruction(noise_free, tmp_path / "a.npy", tmp_path / "out", "formats=[npy]").code == 0
+    module = load_run(noise_free).eval()
+    x = torch.from_numpy((np.clip(hu, -1000, 2000) + 1000) / 3000)[None, None].float()
+    ours = np.load(tmp_path / "out" / "a.npy")
+    np.testing.assert_allclose(ours, hu_of(module, module.projector(x)), atol=0.05)
+    assert np.abs(ours - hu).mean() < 150
+    assert np.corrcoef(ours.ravel(), hu.ravel())[0, 1] > 0.9
+
+
+def test_a_single_file_and_a_stack(noise_free: Path, ct: Path, tmp_path: Path) -> None:
+    outcome = reconstruction(noise_free, ct / "B" / "1.dcm", tmp_path / "one", "formats=[dicom]")
+    assert "1 reconstruction(s) as dicom" in outcome.stdout
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["1.dcm"]
+    np.save(tmp_path / "stack.npy", np.stack([slice_hu(k) for k in range(3)]))
+    outcome = reconstruction(noise_free, tmp_path / "stack.npy", tmp_path / "stack", "formats=[npy,dicom]")
+    assert "3 reconstruction(s)" in outcome.stdout
+    names = [f"stack_{k}.{end}" for k in range(3) for end in ("dcm", "npy")]
+    assert sorted(path.name for path in (tmp_path / "stack").iterdir()) == names
+    found = [pydicom.dcmread(tmp_path / "stack" / f"stack_{k}.dcm") for k in range(3)]
+    assert [int(dataset.InstanceNumber) for dataset in found] == [1, 2, 3]
+    assert len({dataset.SeriesInstanceUID for dataset in found}) == 1
+
+
+@dataclass
+class Measured:
+    """A scan of known slices in the network's units, and what it must become."""
+
+    y: np.ndarray[Any, Any]  # [2, V, D], value × mm
+    hu: list[np.ndarray[Any, Any]]
+    per_value: float  # 1/mm
+
+
+@pytest.fixture(scope="module")
+def measured(noise_free: Path) -> Measured:
+    module = load_run(noise_free).eval()
+    hu = np.stack([slice_hu(k, SIZE) for k in range(2)])
+    x = torch.from_numpy((np.clip(hu, -1000, 2000) + 1000) / 3000)[:, None].float()
+    y = module.projector(x)
+    return Measured(
+        y[:, 0].numpy(), [hu_of(module, y[k : k + 1]) for k in range(2)], attenuation_per_value(module.config, 0.0192)
+    )
+
+
+@pytest.mark.parametrize("unit", ["attenuation", "value"])
+@pytest.mark.parametrize("kind", ["auto", "sinograms"])
+def test_sinograms_in_either_unit(noise_free: Path, measured: Measured, tmp_path: Path, unit: str, kind: str) -> None:
+    folder = tmp_path / "scans"
+    folder.mkdir()
+    y = measured.y * (measured.per_value if unit == "attenuation" else 1)
+    np.save(folder / "pair.npy", y)
+    np.save(folder / "single.npy", y[1].astype(np.float64))
+    outcome = reconstruction(noise_free, folder, tmp_path / "out", f"unit={unit}", f"kind={kind}")
+    assert outcome.code == 0, outcome.stderr
+    for name, expected in (("pair_0", 0), ("pair_1", 1), ("single", 1)):
+        hu = np.load(tmp_path / "out" / f"{name}.npy")
+        np.testing.assert_allclose(hu, measured.hu[expected], atol=0.5)
+        dataset = pydicom.dcmread(tmp_path / "out" / f"{name}.dcm")
+        assert np.abs(dataset.pixel_array * dataset.RescaleSlope + dataset.RescaleIntercept - hu).max() <= 0.5
+        assert "8 measured views" in dataset.SeriesDescription
+        assert [float(s) for s in dataset.PixelSpacing] == [12.5, 12.5]
+
+
+def test_water_attenuation_sets_the_hu(noise_free: Path, measured: Measured, tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", measured.y[0] * measured.per_value * 1.25)
+    options = ["water_attenuation=0.024", "formats=[npy]"]
+    assert reconstruction(noise_free, tmp_path / "a.npy", tmp_path / "out", *options).code == 0
+    np.testing.assert_allclose(np.load(tmp_path / "out" / "a.npy"), measured.hu[0], atol=0.5)
+
+
+BAD_SCANS: dict[str, tuple[str, str]] = {
+    "counts": ("attenuation", "no −log of transmission"),
+    "transmission": ("attenuation", "unit=attenuation"),
+    "value as attenuation": ("attenuation", "unit=value"),
+    "attenuation as value": ("value", "unit=attenuation"),
+    "per cm": ("attenuation", "no −log of transmission"),
+    "nan": ("attenuation", "NaN or infinite"),
+    "dead bin": ("attenuation", "NaN or infinite"),
+    "empty scan": ("attenuation", "unit=attenuation"),
+    "turned": ("attenuation", "[8, 48]"),
+    "too few views": ("attenuation", "geometry.n_views"),
+    "text": ("attenuation", "scan.npy"),
+    "words": ("attenuation", "scan.npy"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_SCANS)
+def test_sinograms_of_the_wrong_shape_or_unit(noise_free: Path, measured: Measured, tmp_path: Path, fault: str) -> None:
+    p = measured.y[0] * measured.per_value
+    broken = p.copy()
+    broken[2, 3] = np.nan if fault == "nan" else np.inf
+    scans = {
+        "counts": 1e5 * np.exp(-p), "transmission": np.exp(-p), "value as attenuation": measured.y[0],
+        "attenuation as value": p, "per cm": p * 10, "nan": broken, "dead bin": broken,
+        "empty scan": np.zeros_like(p), "turned": p.T, "too few views": p[:5], "words": np.array(["a", "b"]),
+    }  # fmt: skip
+    path = tmp_path / "scan.npy"
+    if fault == "text":
+        path.write_text("hello")
+    else:
+        np.save(path, scans[fault])
+    unit, words = BAD_SCANS[fault]
+    outcome = reconstruction(noise_free, path, tmp_path / "out", f"unit={unit}", "kind=sinograms")
+    assert words in outcome.error
+    assert "scan.npy" in outcome.error
+    assert not list((tmp_path / "out").rglob("*.*"))
+
+
+def test_a_sinogram_needs_a_scale(tmp_path: Path, measured: Measured) -> None:
+    assert training(tmp_path / "run", "data.scaling=minmax", "test_after_training=false").code == 0
+    np.save(tmp_path / "a.npy", measured.y[0])
+    error = reconstruction(tmp_path / "run", tmp_path / "a.npy", tmp_path / "out", "kind=sinograms").error
+    assert "data.scaling=minmax" in error
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("missing", "does not exist"), ("empty", "empty"), ("text", "no usable slice"), ("nan", "NaN or infinite")],
+)
+def test_inputs_of_no_use(noise_free: Path, tmp_path: Path, content: str, words: str) -> None:
+    source = tmp_path / "in"
+    if content != "missing":
+        source.mkdir()
+    if content == "text":
+        (source / "a.txt").write_text("hello")
+    if content == "nan":
+        np.save(source / "a.npy", np.full((32, 32), np.nan))
+    error = reconstruction(noise_free, source, tmp_path / "out").error
+    assert words in error
+    assert str(source) in error
+    assert not list((tmp_path / "out").rglob("*.*"))
+
+
+# Checkpoints that are none
+
+
+@pytest.fixture(params=["missing", "empty", "other program", "code", "truncated", "text"])
+def bad_run(request: pytest.FixtureRequest, noise_free: Path, tmp_path: Path) -> tuple[Path, str]:
+    """A run folder without a checkpoint of ours, and what must be said of it."""
+    folder = tmp_path / "bad"
+    path = folder / "checkpoints" / "best.ckpt"
+    if request.param != "missing":
+        path.parent.mkdir(parents=True)
+    if request.param == "other program":
+        torch.save({"state_dict": {"a": torch.zeros(1)}, "hyper_parameters": {}}, path)
+    elif request.param == "code":
+        torch.save(Outcome(0, "", ""), path)
+    elif request.param == "truncated":
+        data = (noise_free / "checkpoints" / "best.ckpt").read_bytes()
+        path.write_bytes(data[: len(data) // 2])
+    elif request.param == "text":
+        path.write_text("export A=1\npython -m train\n")
+    words = {"missing": "no run folder", "empty": "holds no checkpoints", "other program": "another program",
+             "code": "weights_only", "truncated": "damaged", "text": "no checkpoint"}  # fmt: skip
+    return folder, words[request.param]
+
+
+def test_no_command_takes_a_checkpoint_that_is_none(bad_run: tuple[Path, str], ct: Path, tmp_path: Path) -> None:
+    folder, words = bad_run
+    out = tmp_path / "out"
+    for outcome in (
+        run("evaluate", f"run={folder}", f"hydra.run.dir={out / 'evaluate'}"),
+        reconstruction(folder, ct, out / "reconstruct"),
+        training(out / "train", f"finetune={folder}"),
+    ):
+        assert words in outcome.error
+        assert str(folder) in outcome.error
+    assert not list(out.rglob("*.ckpt"))
+    assert not list(out.rglob("*.dcm"))
+
+
+# A full disk
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    """/dev/full answers every writing as a full disk does."""
+    (tmp_path / "metrics.csv").symlink_to("/dev/full")
+    assert training(tmp_path).error.startswith("the disk is full")
+    assert record(tmp_path)["status"] == "failed"
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
+@pytest.mark.parametrize("kilobytes", [40, 150])
+def test_a_really_full_disk_leaves_nothing_half_written(tmp_path: Path, kilobytes: int) -> None:
+    """A run folder on a file system that is too small for the first checkpoint, or for the second."""
+    mount, copy = tmp_path / "small", tmp_path / "copy"
+    mount.mkdir()
+    in_namespace = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    mounting = f"mount -t tmpfs -o size={kilobytes}k tmpfs {mount}"
+    if subprocess.run([*in_namespace, mounting], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    training_there = f'{sys.executable} -m qnmixer.train "$@"; code=$?; cp -r {mount} {copy}; exit $code'
+    command = f"{mounting} && cd {mount} && {{ {training_there}; }}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    arguments = [*TINY, *PHANTOMS, f"hydra.run.dir={mount}/run"]
+    result = subprocess.run(
+        [*in_namespace, command, "train", *arguments], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert result.returncode == 1
+    (line,) = [line for line in result.stderr.splitlines() if line.strip()]
+    assert line.startswith("error: the disk is full")
+    assert record(copy / "run")["status"] in ("failed", "running")  # whole, though it may be the older one
+    for path in copy.rglob("*.ckpt"):
+        torch.load(path, weights_only=True)
+    for path in copy.rglob("*.png"):
+        with Image.open(path) as picture:
+            picture.load()
+    assert not list(copy.rglob("*.tmp"))
+
+
+def test_reconstruct_onto_a_place_that_is_no_folder(noise_free: Path, ct: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a file")
+    error = reconstruction(noise_free, ct / "A" / "0.dcm", tmp_path / "out").error
+    assert "out" in error
+
+
+# Real CT
+
+
+def test_real_ct(real_ct: Path, tmp_path: Path) -> None:
+    source = ["data=dicom", f"data.root={real_ct / 'dicom'}", f"data.cache_dir={tmp_path / 'cache'}"]
+    outcome = training(tmp_path / "run", *source, "data.num_workers=1")
+    assert outcome.code == 0, outcome.stderr
+    assert "train 20 slices of 1 patient, val 1 slices of 1 patient, test 1 slices of 1 patient" in outcome.text
+    assert max(metrics(tmp_path / "run")["train/grad_norm"]) < 10
+
+    evaluated = run("evaluate", f"run={tmp_path / 'run'}", *source, f"hydra.run.dir={tmp_path / 'evaluated'}")
+    assert evaluated.code == 0, evaluated.stderr
+    results = record(tmp_path / "evaluated")["test"]
+    assert results["QN-Mixer"]["psnr"] > results["FBP"]["psnr"]
+    with (tmp_path / "evaluated" / "images.csv").open(newline="") as stream:
+        assert len({line["slice"] for line in csv.DictReader(stream)}) == 22
+
+    chosen = sorted((real_ct / "dicom" / "chest_ge").rglob("*"))[-1]
+    assert reconstruction(tmp_path / "run", chosen, tmp_path / "out").code == 0
+    (written,) = (tmp_path / "out").glob("*.dcm")
+    original, result = pydicom.dcmread(chosen), pydicom.dcmread(written)
+    assert result.PatientID == original.PatientID
+    hu = result.pixel_array * float(result.RescaleSlope) + float(result.RescaleIntercept)
+    assert np.abs(hu - np.load(written.with_suffix(".npy"))).max() <= 0.5
+    truth = original.pixel_array * float(original.RescaleSlope) + float(original.RescaleIntercept)
+    small = np.asarray(Image.fromarray(np.clip(truth, -1000, 2000).astype(np.float32)).resize((SIZE, SIZE)))
+    assert np.corrcoef(hu.ravel(), small.ravel())[0, 1] > 0.9

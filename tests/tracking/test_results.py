@@ -1,0 +1,117 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qnmixer.tracking import results as room
+from qnmixer.tracking.results import PACKAGES, git_commit, results
+
+
+def read(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "results.json").read_text())
+
+
+def test_done(tmp_path: Path) -> None:
+    with results(tmp_path / "new", ["seed=1"]) as record:
+        running = read(tmp_path / "new")
+        record["best"] = {"val/psnr": 30.5}
+    assert running["status"] == "running"
+    ended = read(tmp_path / "new")
+    assert ended["status"] == "done"
+    assert ended["overrides"] == ["seed=1"]
+    assert ended["best"] == {"val/psnr": 30.5}
+    assert ended["seconds"] >= 0
+    assert set(ended["versions"]) == {"python", *PACKAGES}
+    assert ended["started"][:2] == "20"
+
+
+@pytest.mark.parametrize("error", [ValueError("bad\nlines"), SystemExit(3), MemoryError()])
+def test_failed_keeps_what_was_known_and_passes_the_error_on(tmp_path: Path, error: BaseException) -> None:
+    def run() -> None:
+        with results(tmp_path, []) as record:
+            record["best"] = 3
+            raise error
+
+    with pytest.raises(type(error)):
+        run()
+    ended = read(tmp_path)
+    assert (ended["status"], ended["best"]) == ("failed", 3)
+    assert ended["error"] == f"{type(error).__name__}: {error}"
+
+
+def test_interrupted(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), results(tmp_path, []):
+        raise KeyboardInterrupt
+    assert read(tmp_path)["status"] == "interrupted"
+    assert "error" not in read(tmp_path)
+
+
+def test_paths_become_text_and_nothing_else_lies_beside(tmp_path: Path) -> None:
+    with results(tmp_path, []) as record:
+        record["picture"] = tmp_path / "a.png"
+    assert read(tmp_path)["picture"] == str(tmp_path / "a.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_full_disk_leaves_the_record_that_was_there(tmp_path: Path) -> None:
+    """The last writing meets a file-size limit: the file says running, as before, and is whole."""
+    code = f"""
+import resource, signal
+from pathlib import Path
+from qnmixer.tracking.results import results
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+with results(Path({str(tmp_path)!r}), []) as record:
+    record["much"] = "x" * 100_000
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode != 0
+    assert "File too large" in result.stderr
+    assert read(tmp_path)["status"] == "running"
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository in which the module stands where it stands in this one."""
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+    tracking = tmp_path / "src" / "qnmixer" / "tracking"
+    tracking.mkdir(parents=True)
+    (tracking / "results.py").write_text("# stands for the module\n")
+    (tmp_path / "src" / "qnmixer" / "train.py").write_text("# a\n")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "first")
+    monkeypatch.setattr(room, "__file__", str(tracking / "results.py"))
+    return tmp_path
+
+
+def git(folder: Path, *arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_commit_of_a_clean_tree(checkout: Path) -> None:
+    assert git_commit() == git(checkout, "rev-parse", "HEAD")
+
+
+@pytest.mark.parametrize("path", ["src/qnmixer/tracking/results.py", "src/qnmixer/train.py", "src/qnmixer/new.py"])
+def test_changes_anywhere_in_the_code_are_told(checkout: Path, path: str) -> None:
+    (checkout / path).write_text("# changed\n")
+    assert git_commit() == git(checkout, "rev-parse", "HEAD") + "+changes"
+
+
+def test_no_commit_outside_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tracking").mkdir()
+    monkeypatch.setattr(room, "__file__", str(tmp_path / "tracking" / "results.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert git_commit() is None
+
+
+def test_no_commit_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert git_commit() is None

@@ -1,0 +1,137 @@
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from qnmixer.config import Config
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.physics.noise import FieldNoise, NoNoise, PhysicalNoise
+from qnmixer.training.build import attenuation_per_value, build_geometry, build_noise
+from qnmixer.training.module import Batch, ReconstructionModule
+
+Build = Callable[..., ReconstructionModule]
+
+
+def batches(module: ReconstructionModule, part: str = "test", epoch: int = 0) -> list[Batch]:
+    loader: DataLoader[Any] = SliceDataModule(module.config.data).loader(part)
+    loader.sampler.set_epoch(epoch)  # type: ignore[union-attr]  # an EpochSampler
+    return list(loader)
+
+
+@pytest.mark.parametrize("noise", ["field", "physical"])
+def test_noise_of_a_slice_does_not_depend_on_its_batch(tiny_module: Build, noise: str) -> None:
+    alone, together = (tiny_module(f"noise={noise}", f"data.batch_size={n}") for n in (1, 4))
+    one_by_one = torch.cat([alone.measure(batch, "test") for batch in batches(alone)])
+    at_once = torch.cat([together.measure(batch, "test") for batch in batches(together)])
+    clean = torch.cat([alone.projector(batch["image"]) for batch in batches(alone)])
+    assert (one_by_one - clean).abs().max() > 1e-3
+    torch.testing.assert_close(one_by_one, at_once, rtol=1e-5, atol=1e-3)
+    noise_of_each = one_by_one - clean
+    assert not torch.allclose(noise_of_each[0], noise_of_each[1], atol=1e-3)
+
+
+def test_training_validation_and_test_draw_different_noise(tiny_module: Build) -> None:
+    module = tiny_module("noise=field")
+    batch = batches(module)[0]
+    drawn = [module.measure(batch, stream) for stream in ("train", "val", "test")]
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        assert (drawn[a] - drawn[b]).abs().max() > 1e-3
+    assert torch.equal(module.measure(batch, "val"), drawn[1])
+    other = tiny_module("noise=field", "seed=43")
+    assert not torch.equal(other.measure(batch, "val"), drawn[1])
+
+
+def test_validation_noise_is_the_same_at_every_epoch_and_training_noise_is_not(tiny_module: Build) -> None:
+    module = tiny_module("noise=field")
+    for part, same in (("val", True), ("train", False)):
+        first, second = (batches(module, part, epoch) for epoch in (0, 1))
+        sinograms = [torch.cat([module.measure(batch, part) for batch in found]) for found in (first, second)]
+        assert torch.equal(*sinograms) == same
+    numbers = [{int(n) for batch in batches(module, "train", epoch) for n in batch["sample"]} for epoch in (0, 1)]
+    assert numbers[0].isdisjoint(numbers[1])
+
+
+def test_measuring_has_no_gradient(tiny_module: Build) -> None:
+    module = tiny_module()
+    batch = batches(module)[0]
+    batch["image"].requires_grad_()
+    assert not module.measure(batch, "train").requires_grad
+
+
+def test_nan_loss_names_the_slices(tiny_module: Build) -> None:
+    module = tiny_module()
+    batch = batches(module, "train")[0]
+    batch["image"][1, 0, 3, 3] = math.nan
+    with pytest.raises(FloatingPointError) as error:
+        module.training_step(batch, 0)
+    for name in batch["name"]:
+        assert name in str(error.value)
+
+
+def test_noise_is_built_as_configured(tiny_config: Callable[..., Config]) -> None:
+    assert build_noise(tiny_config()) == NoNoise()
+    assert build_noise(tiny_config("noise=field", "noise.photons=1e5")) == FieldNoise(1e5, 0.05)
+    config = tiny_config("noise=physical", "noise.water_attenuation=0.02", "data.hu_max=1500")
+    assert build_noise(config) == PhysicalNoise(photons=1e5, attenuation_per_value=0.05, electronic_sigma=10.0)
+
+
+def test_water_has_its_attenuation(tiny_config: Callable[..., Config]) -> None:
+    config = tiny_config("data.hu_max=3000")
+    water = 1000 / (config.data.hu_max + 1000)  # x of 0 HU
+    assert water * attenuation_per_value(config, 0.0192) == pytest.approx(0.0192)
+
+
+def test_image_size_alone_sets_the_resolution(tiny_config: Callable[..., Config]) -> None:
+    for size in (16, 32):
+        geometry = build_geometry(tiny_config(f"data.image_size={size}", "geometry.field_of_view=320"))
+        assert (geometry.image_size, geometry.pixel_size) == (size, 320 / size)
+
+
+def test_first_angle_is_half_a_step_unless_given(tiny_config: Callable[..., Config]) -> None:
+    assert build_geometry(tiny_config("geometry.n_views=10")).first_angle == pytest.approx(math.pi / 10)
+    assert build_geometry(tiny_config("geometry.first_angle=0.5")).first_angle == 0.5
+    part = build_geometry(tiny_config("geometry.angle_span=-3.0", "geometry.n_views=6"))
+    assert part.first_angle == pytest.approx(-0.25)
+
+
+def fitted(module: ReconstructionModule, folder: Path, **options: Any) -> L.Trainer:
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=4, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=folder, **options,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=SliceDataModule(module.config.data))
+    return trainer
+
+
+def test_accumulation_gives_the_gradient_of_the_whole_batch(tiny_module: Build, tmp_path: Path) -> None:
+    """Two batches of 2 as one optimizer step are a batch of 4 (plain SGD shows the gradient itself)."""
+    options = ["optimizer=sgd", "optimizer.momentum=0", "schedule=constant", "noise=field"]
+    whole, split = tiny_module(*options, "data.batch_size=4"), tiny_module(*options, "data.batch_size=2")
+    fitted(whole, tmp_path)
+    fitted(split, tmp_path, accumulate_grad_batches=2)
+    start = tiny_module(*options).network.state_dict()
+    moved = 0.0
+    for (name, a), b in zip(whole.network.state_dict().items(), split.network.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6, msg=name)
+        moved = max(moved, float((a - start[name]).abs().max()))
+    assert moved > 1e-4
+
+
+def test_gradient_norm_is_logged_before_clipping(tiny_module: Build, tmp_path: Path) -> None:
+    norms = []
+    for clip in (None, 1e-6):
+        trainer = fitted(tiny_module("schedule=constant"), tmp_path, gradient_clip_val=clip, log_every_n_steps=1)
+        norms.append(float(trainer.callback_metrics["train/grad_norm"]))
+    assert all(norm > 1e-4 for norm in norms)
+
+
+def test_the_schedule_runs_over_optimizer_steps(tiny_module: Build, tmp_path: Path) -> None:
+    module = tiny_module("schedule=cosine", "schedule.warmup=0", "optimizer.lr=0.01")
+    trainer = fitted(module, tmp_path, accumulate_grad_batches=2)
+    assert trainer.global_step == 4
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0, abs=1e-9)
