@@ -24,6 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from qnmixer.files import write_text
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
 ROUNDS, CALLS = 9, 7
@@ -132,10 +133,8 @@ def main() -> None:
     show(rows, build_seconds)
     if path:
         machine = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__, "threads": 1}
-        path.write_text(
-            json.dumps({"machine": machine, "build_s": build_seconds, "rows": rows}, indent=2, ensure_ascii=False)
-            + "\n"
-        )
+        record = {"machine": machine, "build_s": build_seconds, "rows": rows}
+        write_text(path, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

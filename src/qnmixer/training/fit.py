@@ -170,6 +170,7 @@ def _quieten() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     for message in (
         "The .*dataloader.* does not have many workers",
+        "The number of training batches .* is smaller than the logging interval",
         "Experiment logs directory .* exists and is not empty",
         "Checkpoint directory .* exists and is not empty",
         "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
