@@ -15,6 +15,7 @@ install: .venv/.installed ## make .venv and install everything into it
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: Python 3.11 or newer is needed, $(PYTHON) is older: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
+	@echo "Installing into .venv: minutes, and 2 GB (with CUDA 6 GB)"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@
@@ -36,8 +37,8 @@ bench: install ## time the operator against ASTRA (pip install -e ".[bench]" for
 readme: install ## run the demo and put its table and picture into README.md
 	$(BIN)/python -m qnmixer.train experiment=demo hydra.run.dir=runs/readme $(ARGS)
 	cp runs/readme/evaluation/picture.png notebooks/demo.png
-	sed -i -e '/<!-- table -->/,/<!-- end of table -->/{//!d}' \
-		-e '/<!-- table -->/r runs/readme/evaluation/table.md' README.md
+	$(BIN)/python -c "import re, pathlib as p; r = p.Path('README.md'); t = p.Path('runs/readme/evaluation/table.md'); \
+		r.write_text(re.sub(r'(<!-- table -->\n).*?(<!-- end)', lambda m: m[1] + t.read_text() + m[2], r.read_text(), flags=re.S))"
 
 clean: ## remove .venv and caches; runs stay
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build src/*.egg-info

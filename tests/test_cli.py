@@ -164,8 +164,8 @@ def test_a_good_config_reaches_the_task(start: Start) -> None:
         (OSError(errno.ENOSPC, "No space left", "/d/last.ckpt"), "the disk is full writing /d/last.ckpt: free some"),
         (OSError(errno.ENOSPC, "No space left"), "the disk is full: free some space, or choose another folder"),
         (OSError(errno.EDQUOT, "Quota", "/d/a"), "the disk is full writing /d/a"),
-        (PermissionError(errno.EACCES, "Denied", "/etc/a"), "cannot write /etc/a: choose a folder"),
-        (OSError(errno.EROFS, "Read-only", "/ro/a"), "cannot write /ro/a"),
+        (PermissionError(errno.EACCES, "Denied", "/etc/a"), "no permission for /etc/a: choose a place"),
+        (OSError(errno.EROFS, "Read-only", "/ro/a"), "no permission for /ro/a"),
         (
             FloatingPointError("the loss became nan at step 3 (slices: a)"),
             "the loss became nan at step 3 (slices: a): ",

@@ -458,7 +458,7 @@ def test_evaluation_as_trained_is_that_of_the_training(trained: Path, tmp_path: 
     assert record(tmp_path)["test"] == record(trained)["test"]
     assert outcome.stdout.splitlines()[-1] == f"picture: {tmp_path / 'picture.png'}"
     markdown = (tmp_path / "table.md").read_text()
-    assert "test slices of phantoms, 8 views, noise field" in markdown
+    assert "test split of phantoms, 8 views, noise field" in markdown
     assert "QN-Mixer over FBP: +" in markdown
 
 
@@ -468,7 +468,7 @@ def test_evaluation_with_other_noise_and_another_split(trained: Path, tmp_path: 
     assert run(*base, "split=val", "checkpoint=last", f"hydra.run.dir={tmp_path / 'val'}").code == 0
     assert record(tmp_path / "none")["test"]["FBP"] != record(trained)["test"]["FBP"]
     last = metrics(trained)["val/psnr"][-1]
-    assert record(tmp_path / "val")["test"]["QN-Mixer"]["psnr"] == pytest.approx(last, abs=0.2)  # other noise
+    assert record(tmp_path / "val")["val"]["QN-Mixer"]["psnr"] == pytest.approx(last, abs=0.2)  # other noise
 
 
 def test_evaluation_on_dicom_measures_every_slice(trained: Path, ct: Path, tmp_path: Path) -> None:
@@ -772,7 +772,9 @@ def test_real_ct(real_ct: Path, tmp_path: Path) -> None:
     assert "train 20 slices of 1 patient, val 1 slices of 1 patient, test 1 slices of 1 patient" in outcome.text
     assert max(metrics(tmp_path / "run")["train/grad_norm"]) < 10
 
-    evaluated = run("evaluate", f"run={tmp_path / 'run'}", *source, f"hydra.run.dir={tmp_path / 'evaluated'}")
+    evaluated = run(
+        "evaluate", f"run={tmp_path / 'run'}", *source, "data.split=all", f"hydra.run.dir={tmp_path / 'evaluated'}"
+    )
     assert evaluated.code == 0, evaluated.stderr
     results = record(tmp_path / "evaluated")["test"]
     assert results["QN-Mixer"]["psnr"] > results["FBP"]["psnr"]
@@ -789,3 +791,88 @@ def test_real_ct(real_ct: Path, tmp_path: Path) -> None:
     truth = original.pixel_array * float(original.RescaleSlope) + float(original.RescaleIntercept)
     small = np.asarray(Image.fromarray(np.clip(truth, -1000, 2000).astype(np.float32)).resize((SIZE, SIZE)))
     assert np.corrcoef(hu.ravel(), small.ravel())[0, 1] > 0.9
+
+
+def test_the_last_steps_are_scored_and_kept(tmp_path: Path) -> None:
+    """7 steps, validated every 4: the last three are in last.ckpt, and validated too."""
+    assert training(tmp_path / "run", "trainer.max_steps=7", "trainer.val_every_n_steps=4").code == 0
+    checkpoint = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == 7
+    assert len(metrics(tmp_path / "run")["val/psnr"]) == 2
+    assert record(tmp_path / "run")["best"]["val/psnr"] == pytest.approx(max(metrics(tmp_path / "run")["val/psnr"]))
+
+
+def test_the_largest_gradient_is_logged_whatever_the_interval(tmp_path: Path) -> None:
+    every, some = tmp_path / "every", tmp_path / "some"
+    assert training(every, "trainer.max_steps=6").code == training(some, "trainer.max_steps=6").code == 0
+    assert training(some, "trainer.max_steps=6", "trainer.log_every_n_steps=3").code == 0
+    largest = max(metrics(every)["train/grad_norm"])
+    assert metrics(every)["train/grad_norm_max"][-1] == pytest.approx(largest)
+    assert metrics(some)["train/grad_norm_max"][-1] == pytest.approx(largest)
+
+
+def test_each_source_series_becomes_a_series_of_its_own(noise_free: Path, ct: Path, tmp_path: Path) -> None:
+    assert reconstruction(noise_free, ct, tmp_path, "formats=[dicom]").code == 0
+    made = [pydicom.dcmread(path) for path in tmp_path.rglob("*.dcm")]
+    patients = {dataset.PatientID for dataset in made}
+    assert len(patients) > 1
+    for uid in {dataset.SeriesInstanceUID for dataset in made}:
+        assert len({d.PatientID for d in made if d.SeriesInstanceUID == uid}) == 1
+    assert len({dataset.SeriesInstanceUID for dataset in made}) == len(patients)
+
+
+def test_slices_without_a_study_share_a_new_one(noise_free: Path, tmp_path: Path) -> None:
+    for number in range(2):
+        path = tmp_path / "in" / f"{number}.dcm"
+        write_ct(path, number, "P")
+        dataset = pydicom.dcmread(path)
+        del dataset.StudyInstanceUID
+        dataset.save_as(path)
+    assert reconstruction(noise_free, tmp_path / "in", tmp_path / "out", "formats=[dicom]").code == 0
+    made = [pydicom.dcmread(path) for path in (tmp_path / "out").rglob("*.dcm")]
+    assert len(made) == 2
+    assert len({dataset.StudyInstanceUID for dataset in made}) == len({d.SeriesInstanceUID for d in made}) == 1
+
+
+@pytest.mark.parametrize("shape", [(BINS, VIEWS), (VIEWS + 2, BINS), (64, 64)])
+def test_a_scan_of_another_shape_is_not_taken_for_a_slice(
+    noise_free: Path, tmp_path: Path, shape: tuple[int, int]
+) -> None:
+    np.save(tmp_path / "scan.npy", np.linspace(0, 4, shape[0] * shape[1], dtype=np.float32).reshape(shape))
+    outcome = reconstruction(noise_free, tmp_path / "scan.npy", tmp_path / "out")
+    assert "has no air" in outcome.error
+    assert f"[{VIEWS}, {BINS}]" in outcome.error
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
+def test_a_folder_without_sinograms(noise_free: Path, ct: Path, tmp_path: Path) -> None:
+    assert "no .npy file" in reconstruction(noise_free, ct, tmp_path, "kind=sinograms").error
+
+
+def test_a_bad_scan_among_good_ones_is_skipped(noise_free: Path, measured: Measured, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    np.save(folder / "b.npy", measured.y)
+    np.save(folder / "a.npy", measured.y[:, :-1])
+    outcome = reconstruction(noise_free, folder, tmp_path / "out", "kind=sinograms", "unit=value", "formats=[npy]")
+    assert outcome.code == 0
+    assert "skipped" in outcome.stderr
+    assert [path.name for path in (tmp_path / "out").iterdir()] == X
+
+
+def test_the_folder_of_the_training_is_evaluated_on_its_test_split(ct: Path, tmp_path: Path) -> None:
+    """Not on all of it: the network has seen the rest."""
+    data = ["data=dicom", f"data.root={ct}", f"data.cache_dir={tmp_path}/cache"]
+    assert training(tmp_path / "run", *data).code == 0
+    again = run("evaluate", f"run={tmp_path}/run", *data, f"hydra.run.dir={tmp_path}/again")
+    assert again.code == 0
+    assert "test split of dicom" in again.text
+    assert record(tmp_path / "again")["test"] == record(tmp_path / "run")["test"]
+    everything = run("evaluate", f"run={tmp_path}/run", *data, "data.split=all", f"hydra.run.dir={tmp_path}/all")
+    assert "all slices of dicom" in everything.text
+
+
+def test_evaluation_refuses_a_noise_without_a_scale(tmp_path: Path) -> None:
+    assert training(tmp_path / "run", "data.scaling=minmax").code == 0
+    outcome = run("evaluate", f"run={tmp_path}/run", "noise=physical", f"hydra.run.dir={tmp_path}/evaluation")
+    assert "data.scaling=attenuation" in outcome.error

@@ -12,7 +12,7 @@ from qnmixer.data.config import DeepLesionData, DicomData, NumpyData, PhantomDat
 
 FILES = sorted(CONF.rglob("*.yaml"))
 ONLY_FOR_EVALUATE = {"as_trained"}
-ONLY_INCLUDED = {("data", "folder")}
+ONLY_INCLUDED = {("data", "_folder")}
 TRAINING_GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "experiment")
 OPTIONS = [
     (group, path.stem)

@@ -85,7 +85,12 @@ def explain(error: BaseException, config_name: str) -> str | None:
         where = f" writing {error.filename}" if error.filename else ""
         return f"the disk is full{where}: free some space, or choose another folder (hydra.run.dir=…, output=…)"
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS):
-        return f"cannot write {error.filename}: choose a folder that you may write to (hydra.run.dir=…, output=…)"
+        return f"no permission for {error.filename}: choose a place that you may use (hydra.run.dir=…, output=…)"
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for this
+        return (
+            f"out of memory ({str(error).splitlines()[0]}): lower data.batch_size, model.n_iterations or "
+            "model.channels, or set trainer.precision=16-mixed"
+        )
     if isinstance(error, FileExistsError | NotADirectoryError):
         return f"{error.filename} is a file where a folder must be: choose another (hydra.run.dir=…, output=…)"
     if isinstance(error, FloatingPointError):

@@ -48,7 +48,7 @@ class FieldNoiseConfig:
     """The mild, scale-free noise of the field's papers."""
 
     name: str
-    photons: float = number(above=0)
+    photons: float = number(above=0, at_most=1e15)
     sigma: float = number(at_least=0)
 
 
@@ -57,9 +57,12 @@ class PhysicalNoiseConfig:
     """Counts behind a body of real attenuation."""
 
     name: str
-    photons: float = number(above=0)
+    photons: float = number(above=0, at_most=1e15)
     water_attenuation: float = number(above=0)  # 1/mm
     electronic_sigma: float = number(at_least=0)  # counts
+
+
+NoiseConfig = NoNoiseConfig | FieldNoiseConfig | PhysicalNoiseConfig
 
 
 @dataclass(kw_only=True)
@@ -140,7 +143,7 @@ class StepScheduleConfig(ScheduleConfig):
 class TrainerConfig:
     """What goes to Lightning's Trainer."""
 
-    accelerator: str = one_of("auto", "cpu", "gpu", "cuda", "mps")
+    accelerator: str = one_of("auto", "cpu", "gpu", "cuda")
     devices: int = number(at_least=1)
     precision: str = one_of("32", "16-mixed", "bf16-mixed")
     max_steps: int = number(at_least=-1)
@@ -208,7 +211,7 @@ class Config(RunConfig):
     """One training run, checked."""
 
     geometry: GeometryConfig
-    noise: NoNoiseConfig | FieldNoiseConfig | PhysicalNoiseConfig
+    noise: NoiseConfig
     model: QNMixerConfig
     data: DataConfig
     loss: LossConfig
@@ -226,7 +229,6 @@ class EvaluateRootConfig:
     run: str
     checkpoint: str = one_of("best", "last")
     split: str = one_of("train", "val", "test")
-    seed: int = number(at_least=0, at_most=MAX_SEED)
     accelerator: str = one_of("auto", "cpu", "gpu", "cuda")
 
 
@@ -235,7 +237,7 @@ class EvaluateConfig(EvaluateRootConfig):
     """One evaluation, checked; None: as the run was trained."""
 
     data: DataConfig | None
-    noise: NoNoiseConfig | FieldNoiseConfig | PhysicalNoiseConfig | None
+    noise: NoiseConfig | None
     evaluation: EvaluationConfig
 
 
@@ -360,7 +362,12 @@ def validate(config: Config) -> None:
         betas = config.optimizer.betas
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ConfigError(f"optimizer.betas={betas} is not two numbers from 0 to below 1: give [0.9,0.999]")
-    if config.data.scaling == "minmax" and isinstance(config.noise, PhysicalNoiseConfig):
+    check_noise(config.noise, config.data.scaling)
+
+
+def check_noise(noise: NoiseConfig, scaling: str) -> None:
+    """Raise ConfigError unless this noise has a meaning for slices scaled so."""
+    if scaling == "minmax" and isinstance(noise, PhysicalNoiseConfig):
         raise ConfigError(
             "noise=physical needs an attenuation scale that slices share: use data.scaling=attenuation, or noise=field"
         )

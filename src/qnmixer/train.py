@@ -1,6 +1,6 @@
 """Train a reconstruction network.
 
-python -m qnmixer.train experiment=demo                                  # five minutes on a laptop
+python -m qnmixer.train experiment=demo                                  # minutes on a laptop
 python -m qnmixer.train data=dicom data.root=/path/to/dicom              # your own CT
 python -m qnmixer.train experiment=paper_aapm data.root=/path/to/aapm    # the paper's setting
 """

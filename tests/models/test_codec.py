@@ -27,6 +27,15 @@ def test_latent_has_the_shape_it_says(name: str, factor: int) -> None:
     assert codec.decode(code).shape == (2, 1, 16, 16)
 
 
+def test_strided_codec_starts_as_a_contraction_with_its_transpose() -> None:
+    codec = StridedCodec(factor=4, channels=3)
+    g, s = torch.randn(2, 1, 16, 16), torch.randn(2, 3, 4, 4)
+    torch.testing.assert_close((codec.encode(g) * s).sum(), (g * codec.decode(s)).sum())
+    for _ in range(30):
+        g = codec.decode(codec.encode(g / g.norm()))
+    assert 0.05 < g.norm() <= 1.0 + 1e-6
+
+
 def test_impossible_latents_are_refused() -> None:
     with pytest.raises(ConfigError, match="choose 1 to 4"):
         OrthonormalCodec(factor=2, channels=5)

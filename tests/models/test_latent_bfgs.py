@@ -103,6 +103,9 @@ ADVERSARIAL = {
     "denormal": (vector(1e-44, 0, 0), vector(1e-44, 0, 0)),
     "huge step, tiny change": (vector(1e38, 0, 0), vector(1e-38, 0, 0)),
     "tiny step, huge change": (vector(1e-38, 0, 0), vector(-1e38, 1e38, 0)),
+    "huge and long": (torch.full((1, 4096), 1e37), torch.full((1, 4096), 1e37)),
+    "huge step, ordinary change": (torch.full((1, 4096), 3e38), torch.ones(1, 4096)),
+    "long zero change": (torch.ones(1, 4096), torch.zeros(1, 4096)),
     "infinite": (vector(math.inf, 0, 0), vector(1, 1, 1)),
     "not a number": (vector(1, 0, 0), vector(math.nan, 1, 1)),
 }
@@ -111,8 +114,9 @@ ADVERSARIAL = {
 @pytest.mark.parametrize("case", ADVERSARIAL)
 def test_adversarial_pairs_leave_everything_finite(case: str) -> None:
     s, z = (v.clone().requires_grad_() for v in ADVERSARIAL[case])
-    r = vector(0.3, -0.7, 1.1).requires_grad_()
-    pairs = [curvature_pair(s, z), curvature_pair(vector(1, 1, 0), vector(1, 0.5, 0)), curvature_pair(s, z)]
+    r = torch.linspace(-0.7, 1.1, s.shape[1])[None].requires_grad_()
+    healthy = curvature_pair(torch.ones_like(s), torch.linspace(0.5, 1.0, s.shape[1])[None])
+    pairs = [curvature_pair(s, z), healthy, curvature_pair(s, z)]
     result = apply_inverse_hessian(pairs, r)
     assert torch.isfinite(result).all()
     grads = torch.autograd.grad(result.sum(), [s, z, r])

@@ -106,3 +106,13 @@ def test_ssim_mix_has_a_gradient_that_leads_down() -> None:
     assert image.grad is not None
     assert torch.isfinite(image.grad).all()
     assert loss(image - 1.0 * image.grad, truth) < before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_ssim_is_the_same_under_autocast(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    truth = torch.rand(1, 1, 32, 32)
+    image = truth + 0.05 * torch.randn_like(truth)
+    with torch.autocast("cpu", dtype=dtype):
+        value = ssim(image, truth)
+    assert torch.equal(value, ssim(image, truth))

@@ -94,7 +94,7 @@ def write_dicom(
     Args:
         path: file to write.
         hu: the reconstruction.
-        series_uid: of the new series; one for each call of the command (`pydicom.uid.generate_uid()`).
+        series_uid: of the new series: one for each source series; a study that the template lacks follows from it.
         description: what was done, for DerivationDescription; SeriesDescription gets its first 64 characters.
         template: the source; without it a minimal image of an anonymous patient is written.
         frame: of the template, for multi-frame sources.
@@ -107,7 +107,11 @@ def write_dicom(
     """
     if not np.isfinite(hu).all():
         raise DataError(f"{path}: the reconstruction holds NaN or infinite values and was not written")
-    dataset = _anonymous(series_uid, pixel_spacing) if template is None else _from_template(template, frame, hu.shape)
+    dataset = (
+        _anonymous(series_uid, pixel_spacing)
+        if template is None
+        else _from_template(template, frame, hu.shape, series_uid)
+    )
     if instance_number is not None:
         dataset.InstanceNumber = instance_number
     _mark_as_derived(dataset, series_uid, description)
@@ -134,7 +138,7 @@ def _anonymous(series_uid: str, pixel_spacing: float) -> Dataset:
     return dataset
 
 
-def _from_template(template: Dataset, frame: int, shape: tuple[int, ...]) -> Dataset:
+def _from_template(template: Dataset, frame: int, shape: tuple[int, ...], series_uid: str) -> Dataset:
     """Tags of the source that still hold for one derived slice of this shape; private ones and overlays are
     left out.
     """
@@ -152,7 +156,7 @@ def _from_template(template: Dataset, frame: int, shape: tuple[int, ...]) -> Dat
     _set_source(dataset, template, frame)
     _set_grid(dataset, (int(template.Rows), int(template.Columns)), shape)
     if not dataset.get("StudyInstanceUID"):
-        dataset.StudyInstanceUID = generate_uid()
+        dataset.StudyInstanceUID = generate_uid(entropy_srcs=[series_uid, "study"])
     return dataset
 
 

@@ -1,6 +1,7 @@
 """The latent codec: E takes an image-sized gradient to the latent r, D takes a latent step s back to an image."""
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -42,10 +43,11 @@ class OrthonormalCodec(nn.Module):
 
 
 class StridedCodec(nn.Module):
-    """Stride-2 convolutions down, stride-2 transposed convolutions up: the paper's words read literally.
+    """Stride-2 convolutions down, stride-2 transposed convolutions up, after the paper's words.
 
     A latent smaller than the image, as the paper asks for; weak evidence in its figures speaks against more than
     two transposed convolutions in a row (factor 4). It trains to lower quality than `OrthonormalCodec` (ours).
+    Linear, with D starting as Eᵀ and ‖E‖ ≤ 1 (ours): the first steps then descend, where random ones diverge.
     Shapes as there; `width` is the number of feature channels between the convolutions.
     """
 
@@ -54,14 +56,15 @@ class StridedCodec(nn.Module):
         depth = int(math.log2(factor))
         if factor < 2 or 2**depth != factor:
             raise ConfigError(f"model.latent_factor={factor} does not fit a strided codec: choose 2, 4, 8 or 16")
-        down = [1, *[width] * (depth - 1), channels]
-        encoder: list[nn.Module] = []
-        decoder: list[nn.Module] = []
-        for i in range(depth):
-            encoder += [nn.Conv2d(down[i], down[i + 1], 3, stride=2, padding=1), nn.ReLU()]
-            decoder += [nn.ConvTranspose2d(down[-1 - i], down[-2 - i], 4, stride=2, padding=1), nn.ReLU()]
-        self.encoder = nn.Sequential(*encoder[:-1])
-        self.decoder = nn.Sequential(*decoder[:-1])
+        sizes = [1, *[width] * (depth - 1), channels]
+        down = [nn.Conv2d(a, b, 4, stride=2, padding=1, bias=False) for a, b in pairwise(sizes)]
+        up = [nn.ConvTranspose2d(b, a, 4, stride=2, padding=1, bias=False) for a, b in pairwise(sizes)]
+        with torch.no_grad():
+            for convolution, transposed in zip(down, up, strict=True):
+                nn.init.orthogonal_(convolution.weight, gain=0.5)  # four kernels overlap at each pixel
+                transposed.weight.copy_(convolution.weight)
+        self.encoder = nn.Sequential(*down)
+        self.decoder = nn.Sequential(*reversed(up))
 
     def encode(self, g: Tensor) -> Tensor:
         """E(g)."""

@@ -11,9 +11,10 @@ class InceptionPatches(nn.Module):
     """Inception and patchify: [B, 1, H, W] → [B, C, H/P, W/P] (figure).
 
     Four branches, [1×1], [1×1 → 3×3], [1×1 → 5×5], [3×3 pool → 1×1], C/4 channels each, ReLU after every convolution
-    (ours: 1.4 dB are lost without). The figure joins them to C channels and cuts those into patches by one P×P
-    convolution of stride P. A convolution of joined channels is the sum of the convolutions of its parts, so each
-    branch is cut into patches by itself: nothing of C channels is ever made at full resolution.
+    (ours: 1.4 dB are lost without); the pool takes the maximum (inferred: the figure says "pool"). The figure joins
+    the branches to C channels and cuts those into patches by one P×P convolution of stride P. A convolution of joined
+    channels is the sum of the convolutions of its parts, so each branch is cut into patches by itself: nothing of C
+    channels is ever made at full resolution.
     """
 
     def __init__(self, channels: int, patch_size: int) -> None:

@@ -40,12 +40,13 @@ def curvature_pair(s: Tensor, z: Tensor, damping: float = DAMPING, min_cosine: f
     safeguard); idle, it changes nothing.
     """
     usable = torch.isfinite(s).all(-1, keepdim=True) & torch.isfinite(z).all(-1, keepdim=True)
-    s_unit, s_norm = _normalise(torch.where(usable, s, 0.0))
-    z_unit, z_norm = _normalise(torch.where(usable, z, 0.0))
-    usable = usable & (s_norm > 0)
+    s_unit, s_norm, s_scale = _normalise(torch.where(usable, s, 0.0))
+    z_unit, z_norm, z_scale = _normalise(torch.where(usable, z, 0.0))
+    usable = usable & (s_scale > 0)
 
     cosine = _dot(z_unit, s_unit)
-    ratio = (s_norm / z_norm.clamp_min(torch.finfo(z.dtype).tiny)).clamp(_RATIO_MIN, _RATIO_MAX)
+    # The scales are constants, so an overflow of theirs is bounded before it meets a gradient.
+    ratio = (s_scale / z_scale).nan_to_num(_RATIO_MAX, _RATIO_MAX).clamp(_RATIO_MIN, _RATIO_MAX) * (s_norm / z_norm)
     # θz + (1 − θ)s is, up to a factor, ẑ + μŝ; μ = 0 where zᵀs is large enough already.
     mu = torch.relu((damping * ratio - cosine) / (1 - damping))
     z_damped = z_unit + mu * s_unit
@@ -75,10 +76,10 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(-1, keepdim=True)
 
 
-def _normalise(v: Tensor) -> tuple[Tensor, Tensor]:
-    """v/‖v‖ and ‖v‖; dividing by the largest entry first keeps the squares in range. Zero stays zero."""
+def _normalise(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """v as unit · norm · scale, where norm is 1 to √L and scale, a constant, may be anything; of zero it is 0."""
     largest = v.detach().abs().amax(-1, keepdim=True)
-    scale = torch.where(largest > torch.finfo(v.dtype).tiny, largest, 1.0)
-    scaled = v / scale
-    norm = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
-    return scaled / norm.clamp_min(0.5), torch.where(largest > torch.finfo(v.dtype).tiny, norm * scale, 0.0)
+    in_range = largest > torch.finfo(v.dtype).tiny
+    scaled = v / torch.where(in_range, largest, 1.0)
+    norm = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True).clamp_min(0.5)
+    return scaled / norm, norm, torch.where(in_range, largest, 0.0)

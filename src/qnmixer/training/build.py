@@ -7,10 +7,8 @@ from qnmixer.config import Config, FieldNoiseConfig, LossConfig, PhysicalNoiseCo
 from qnmixer.errors import ConfigError
 from qnmixer.models import QNMixer
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
-from qnmixer.physics.noise import FieldNoise, NoNoise, PhysicalNoise
+from qnmixer.physics.noise import FieldNoise, Noise, NoNoise, PhysicalNoise
 from qnmixer.training.losses import SSIMMixLoss
-
-Noise = NoNoise | FieldNoise | PhysicalNoise
 
 
 def build_geometry(config: Config) -> FanBeamGeometry:

@@ -24,6 +24,7 @@ class ValidationLine(Callback):
 
     def __init__(self, console: Console) -> None:
         self.console = console
+        self.last_step = 0
         self._start = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -33,12 +34,13 @@ class ValidationLine(Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print the line."""
         values, step = trainer.callback_metrics, trainer.global_step
+        self.last_step = step
         total = trainer.estimated_stepping_batches
         seconds = time.monotonic() - self._start
         left = f" · {_duration(seconds / step * (total - step))} left" if step and math.isfinite(total) else ""
         self.console.print(
             f"step {step}/{total} · val PSNR {values['val/psnr']:.2f} dB · SSIM {100 * values['val/ssim']:.2f} "
-            f"· {1000 * seconds / max(1, step):.0f} ms a step{left}",
+            f"· {1000 * seconds / max(1, step):.0f} ms a step, all included{left}",
             highlight=False,
             soft_wrap=True,
         )
@@ -62,7 +64,7 @@ class IteratePictures(Callback):
         """Run the first batch again, keeping every iterate."""
         if batch_idx or not isinstance(pl_module, ReconstructionModule):
             return
-        with torch.no_grad():
+        with torch.no_grad(), trainer.precision_plugin.forward_context():
             states = list(pl_module.network.states(pl_module.measure(batch, "val")))
         path = self.folder / f"iterates_{trainer.global_step:07d}.png"
         draw_iterates(path, _iterate_row(batch, [state.x for state in states]))

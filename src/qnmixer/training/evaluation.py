@@ -2,19 +2,20 @@
 
 import csv
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.loggers import Logger, WandbLogger
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from qnmixer.config import Config, EvaluateConfig, EvaluationConfig
+from qnmixer.config import Config, EvaluateConfig, EvaluationConfig, check_noise
 from qnmixer.data.config import DataConfig, FolderData
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import CheckpointError
@@ -71,15 +72,15 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
     module = load_run(Path(config.run), config.checkpoint)
     trained = module.config
     data = trained.data if config.data is None else _other_slices(config.data, trained, overrides)
-    trained.seed = config.seed
     if config.noise is not None:
+        check_noise(config.noise, trained.data.scaling)
         trained.noise = config.noise
         module.noise = build_noise(trained)
     with results(folder, overrides) as record:
         device = choose_device(config.accelerator)
         evaluation = evaluate(module, SliceDataModule(data), config.split, config.evaluation, device)
-        record["test"] = evaluation.means()
-        title = f"{config.split} slices of {data.name}, {trained.geometry.n_views} views, noise {trained.noise.name}"
+        record[config.split] = evaluation.means()
+        title = title_of(trained, data, config.split)
         record["picture"] = str(write_evaluation(folder, evaluation, title, console))
     console.print(f"picture: {record['picture']}", soft_wrap=True)
     return evaluation
@@ -87,16 +88,30 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
 
 def _other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> DataConfig:
     """Slices that the run was not trained on, as its network needs them; all of them, unless told otherwise."""
-    given = dict(override.split("=", 1) for override in overrides if "=" in override)
+    pairs = (override.lstrip("+").split("=", 1) for override in overrides if "=" in override)
+    given = {key for key, _ in pairs}
     fixed = {key: getattr(trained.data, key) for key in ("image_size", "scaling", "hu_max")}
     for key, value in fixed.items():
-        if given.get(f"data.{key}", str(value)) != str(value):
+        if f"data.{key}" in given and getattr(data, key) != value:
             raise CheckpointError(
                 f"the run was trained with data.{key}={value}: leave data.{key} out, or train another"
             )
+    data = replace(data, **fixed, seed=trained.data.seed)
     if isinstance(data, FolderData) and "data.split" not in given:
-        fixed["split"] = "all"
-    return replace(data, **fixed)
+        if isinstance(trained.data, FolderData) and _folder(data) == _folder(trained.data):
+            return trained.data  # or slices that it was trained on would be measured
+        return replace(data, split="all")
+    return data
+
+
+def _folder(data: FolderData) -> Path:
+    return Path(str(data.root)).expanduser().resolve()
+
+
+def title_of(trained: Config, data: DataConfig, split: str) -> str:
+    """What a table is about."""
+    slices = "all slices" if isinstance(data, FolderData) and data.split == "all" else f"{split} split"
+    return f"{slices} of {data.name}, {trained.geometry.n_views} views, noise {trained.noise.name}"
 
 
 def evaluate(
@@ -152,6 +167,15 @@ def write_evaluation(folder: Path, evaluation: Evaluation, title: str, console: 
         table.add_row(*cells)
     console.print(table)
     return picture
+
+
+def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, picture: Path) -> None:
+    """Put the means and the picture where the training metrics are."""
+    means = {f"test/{method}/{metric}": v for method, of in evaluation.means().items() for metric, v in of.items()}
+    for logger in loggers:
+        logger.log_metrics(means)
+        if isinstance(logger, WandbLogger):
+            logger.log_image("test/picture", [str(picture)])
 
 
 def _score(batch: Batch, method: str, image: Tensor, window: list[float]) -> list[ImageScore]:

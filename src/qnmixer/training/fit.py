@@ -18,8 +18,10 @@ from qnmixer.tracking.loggers import build_loggers, close_loggers
 from qnmixer.tracking.results import results
 from qnmixer.training.callbacks import IteratePictures, ValidationLine
 from qnmixer.training.checkpoints import AtomicCheckpointIO, load_weights
-from qnmixer.training.evaluation import evaluate, write_evaluation
+from qnmixer.training.evaluation import evaluate, log_evaluation, title_of, write_evaluation
 from qnmixer.training.module import ReconstructionModule
+
+_THREADS = torch.get_num_threads()  # as the process started: the jobs of a sweep share it
 
 
 def fit(config: Config, folder: Path, overrides: list[str]) -> float:
@@ -37,19 +39,21 @@ def fit(config: Config, folder: Path, overrides: list[str]) -> float:
             close_loggers(config.logger, exit_code)
     console.print(f"run folder: {folder}", soft_wrap=True)
     if picture := record.get("picture"):
-        console.print(f"picture: {picture}", soft_wrap=True)
+        next_step = f"python -m qnmixer.evaluate run={folder} data=dicom data.root=/path/to/dicom"
+        console.print(f"on your own slices: {next_step}\npicture: {picture}", soft_wrap=True, highlight=False)
     return best
 
 
 def _fit(config: Config, folder: Path, console: Console, record: dict[str, object]) -> float:
     _quieten()
     _leave_cores_to_workers(config)
+    accelerator = _accelerator(config.trainer.accelerator)
     L.seed_everything(config.seed, workers=True, verbose=False)
-    data = SliceDataModule(config.data)
-    data.setup("fit")
     module = ReconstructionModule(config)
     if config.finetune is not None:
         load_weights(module, Path(config.finetune))
+    data = SliceDataModule(config.data)
+    data.setup("fit")
     checkpoint = ModelCheckpoint(
         folder / "checkpoints",
         filename="best",
@@ -58,42 +62,38 @@ def _fit(config: Config, folder: Path, console: Console, record: dict[str, objec
         save_last=True,
         enable_version_counter=False,
     )
-    trainer = _build_trainer(config, folder, console, checkpoint)
+    line = ValidationLine(console)
+    trainer = _build_trainer(config, folder, accelerator, [checkpoint, line], console)
     _print_start(config, data, module, trainer, console)
     try:
         trainer.fit(module, datamodule=data)
     except SystemExit as stop:  # what Lightning makes of Ctrl-C
         raise KeyboardInterrupt from stop
-    score = checkpoint.best_model_score
-    if score is None:
-        _validate_at_last(trainer, module, data, folder)
-        score = trainer.callback_metrics[config.monitor]
-    best = float(score)
+    if line.last_step != trainer.global_step:
+        _validate_at_last(trainer, module, data, checkpoint)
+    assert checkpoint.best_model_score is not None
+    best = float(checkpoint.best_model_score)
     record["best"] = {config.monitor: best}
     if config.test_after_training:
         load_weights(module, folder)
         evaluation = evaluate(module, data, "test", config.evaluation, trainer.strategy.root_device)
         record["test"] = evaluation.means()
-        title = f"test split of {config.data.name}, {config.geometry.n_views} views"
-        record["picture"] = str(write_evaluation(folder / "evaluation", evaluation, title, console))
+        picture = write_evaluation(folder / "evaluation", evaluation, title_of(config, config.data, "test"), console)
+        record["picture"] = str(picture)
+        log_evaluation(trainer.loggers, evaluation, picture)
     return best
 
 
-def _build_trainer(config: Config, folder: Path, console: Console, checkpoint: ModelCheckpoint) -> L.Trainer:
+def _build_trainer(
+    config: Config, folder: Path, accelerator: str, callbacks: list[Callback], console: Console
+) -> L.Trainer:
     t = config.trainer
-    callbacks: list[Callback] = [
-        checkpoint,
-        LearningRateMonitor("step"),
-        ValidationLine(console),
-        IteratePictures(folder / "pictures"),
-    ]
+    callbacks = [*callbacks, LearningRateMonitor("step"), IteratePictures(folder / "pictures")]
     if console.is_terminal:
         callbacks.append(RichProgressBar(leave=False))
-    if t.accelerator in ("gpu", "cuda", "mps"):
-        _require_accelerator(t.accelerator)
-    half = _cpu_half_precision(t)
+    half = _cpu_half_precision(t, accelerator)
     return L.Trainer(
-        accelerator=t.accelerator,
+        accelerator=accelerator,
         devices=t.devices,
         precision=None if half else t.precision,  # type: ignore[arg-type]  # checked by config.py
         plugins=[AtomicCheckpointIO(), *([half] if half else [])],
@@ -115,17 +115,24 @@ def _build_trainer(config: Config, folder: Path, console: Console, checkpoint: M
     )
 
 
-def _validate_at_last(trainer: L.Trainer, module: ReconstructionModule, data: SliceDataModule, folder: Path) -> None:
-    """Give a run that ended before its first validation what every run has: a score and checkpoints."""
+def _validate_at_last(
+    trainer: L.Trainer, module: ReconstructionModule, data: SliceDataModule, checkpoint: ModelCheckpoint
+) -> None:
+    """Score the steps since the last validation too, and keep them: last.ckpt, and best.ckpt where they are best."""
     trainer.validate(module, datamodule=data, verbose=False)
-    for name in ("best", "last"):
-        trainer.save_checkpoint(folder / "checkpoints" / f"{name}.ckpt")
+    score, best = trainer.callback_metrics[str(checkpoint.monitor)], checkpoint.best_model_score
+    folder = Path(str(checkpoint.dirpath))
+    trainer.save_checkpoint(folder / "last.ckpt")
+    if best is None or (score < best if checkpoint.mode == "min" else score > best):
+        trainer.save_checkpoint(folder / "best.ckpt")
+        checkpoint.best_model_score = score
 
 
-def _require_accelerator(name: str) -> None:
-    found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if not (any(found.values()) if name == "gpu" else found[name]):
-        raise ConfigError(f"trainer.accelerator={name} is not here: use trainer.accelerator=cpu, or auto")
+def _accelerator(name: str) -> str:
+    """cpu or cuda: the operators exist for these two. Raises ConfigError for a GPU that is not there."""
+    if name in ("gpu", "cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"trainer.accelerator={name}, but torch sees no CUDA device here: use cpu, or auto")
+    return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def _batches_between_validations(t: TrainerConfig) -> int | None:
@@ -133,10 +140,9 @@ def _batches_between_validations(t: TrainerConfig) -> int | None:
     return None if t.val_every_n_steps is None else t.val_every_n_steps * t.accumulate_grad_batches
 
 
-def _cpu_half_precision(t: TrainerConfig) -> MixedPrecision | None:
+def _cpu_half_precision(t: TrainerConfig, accelerator: str) -> MixedPrecision | None:
     """Real fp16 with a GradScaler on the CPU, where Lightning would silently take bf16 for 16-mixed."""
-    on_cpu = t.accelerator == "cpu" or (t.accelerator == "auto" and not torch.cuda.is_available())
-    return MixedPrecision("16-mixed", "cpu") if t.precision == "16-mixed" and on_cpu else None
+    return MixedPrecision("16-mixed", "cpu") if t.precision == "16-mixed" and accelerator == "cpu" else None
 
 
 def _print_start(
@@ -146,8 +152,7 @@ def _print_start(
     batch = config.data.batch_size * config.trainer.accumulate_grad_batches
     console.print(
         f"QN-Mixer, T = {config.model.n_iterations}, {n_parameters:,} parameters, on {trainer.strategy.root_device}\n"
-        f"{config.data.image_size} × {config.data.image_size} pixels from {config.geometry.n_views} views × "
-        f"{config.geometry.n_detectors} detector bins, noise {config.noise.name}\n"
+        f"{config.geometry.n_views} views × {config.geometry.n_detectors} detector bins, noise {config.noise.name}\n"
         f"{data.describe()}\n"
         f"batch {config.data.batch_size} × accumulation {config.trainer.accumulate_grad_batches} = {batch} slices "
         f"an optimizer step",
@@ -162,7 +167,7 @@ def _leave_cores_to_workers(config: Config) -> None:
     With more threads than free cores, those that wait for each other spin: a step took ten times as long (measured).
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() - config.data.num_workers))
+        torch.set_num_threads(max(1, _THREADS - config.data.num_workers))
 
 
 def _quieten() -> None:

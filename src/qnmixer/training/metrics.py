@@ -17,10 +17,16 @@ def psnr(image: Tensor, truth: Tensor) -> Tensor:
 
 
 def ssim(image: Tensor, truth: Tensor) -> Tensor:
-    """SSIM (0 to 1) of each image, [B] from two [B, 1, H, W]; differentiable."""
-    value = structural_similarity_index_measure(
-        image, truth, gaussian_kernel=False, kernel_size=SSIM_WINDOW, data_range=1.0, reduction="none"
-    )
+    """SSIM (at most 1) of each image, [B] from two [B, 1, H, W]; differentiable, full precision under autocast."""
+    with torch.autocast(image.device.type, enabled=False):
+        value = structural_similarity_index_measure(
+            image.float(),
+            truth.float(),
+            gaussian_kernel=False,
+            kernel_size=SSIM_WINDOW,
+            data_range=1.0,
+            reduction="none",
+        )
     assert isinstance(value, Tensor)
     return value.reshape(len(image))
 

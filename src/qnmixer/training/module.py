@@ -38,6 +38,7 @@ class ReconstructionModule(L.LightningModule):
         self.network = build_network(config, self.projector)
         self.noise = build_noise(config)
         self.loss = build_loss(config.loss)
+        self._largest_norm: Tensor | float = 0.0
 
     def forward(self, y: Tensor) -> Tensor:
         """x_T [B, 1, H, W] from y [B, 1, V, D]."""
@@ -66,9 +67,11 @@ class ReconstructionModule(L.LightningModule):
             self.log(f"val/{name}", value, batch_size=len(truth), on_step=False, on_epoch=True, sync_dist=True)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Log the gradient's norm as it is before clipping: the first to tell trouble."""
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        self.log("train/grad_norm", torch.nn.utils.get_total_norm(gradients))
+        """Log the gradient's norm before clipping, and the largest of the run: the first to tell trouble."""
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+        self._largest_norm = torch.maximum(norm, torch.as_tensor(self._largest_norm, device=norm.device))
+        self.log("train/grad_norm", norm)
+        self.log("train/grad_norm_max", self._largest_norm)
         for t, step_size in enumerate(self.network.step_sizes):
             self.log(f"train/lambda_{t}", step_size.detach().squeeze())
 

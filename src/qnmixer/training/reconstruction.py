@@ -55,7 +55,7 @@ def reconstruct_input(config: ReconstructConfig) -> int:
     sinograms = config.kind == "sinograms" or (config.kind == "auto" and _holds_sinograms(path, module.config))
     n_files, scans = _sinograms(path, module, config) if sinograms else _slices(path, module)
     description = _description(module.config, "measured" if sinograms else "simulated")
-    series_uid = generate_uid()
+    call_uid = generate_uid()
     spacing = module.config.geometry.field_of_view / module.config.data.image_size
     count = 0
     written: set[Path] = set()
@@ -73,7 +73,7 @@ def reconstruct_input(config: ReconstructConfig) -> int:
                 write_dicom(
                     target.with_name(f"{target.name}.dcm"),
                     hu,
-                    series_uid=series_uid,
+                    series_uid=_series_uid(call_uid, scan),
                     description=description,
                     template=scan.template,
                     frame=scan.frame,
@@ -85,8 +85,17 @@ def reconstruct_input(config: ReconstructConfig) -> int:
             if "png" in config.formats:
                 low, high = config.window
                 write_png(target.with_name(f"{target.name}.png"), hu, centre=(low + high) / 2, width=high - low)
+    if not count:
+        raise DataError(f"input={path} holds nothing that could be reconstructed: see the warning above")
     console.print(f"{count} reconstruction(s) as {', '.join(config.formats)} in {output}", soft_wrap=True)
     return count
+
+
+def _series_uid(call_uid: str, scan: Scan) -> str:
+    """One new series for each series of the input; where it names none, for each folder."""
+    source = scan.template
+    keys = [str((source and source.get(tag)) or "") for tag in ("PatientID", "StudyInstanceUID", "SeriesInstanceUID")]
+    return generate_uid(entropy_srcs=[call_uid, *keys, "" if keys[-1] else str(Path(scan.name).parent)])
 
 
 def _slices(path: Path, module: ReconstructionModule) -> tuple[int, Iterator[Scan]]:
@@ -117,25 +126,46 @@ def _sinograms(path: Path, module: ReconstructionModule, config: ReconstructConf
         )
     per_value = attenuation_per_value(trained, config.water_attenuation) if config.unit == "attenuation" else 1.0
     files = _npy_files(path)
+    if not files:
+        raise DataError(f"input={path} has no .npy file: give sinograms as .npy, [views, bins] or [N, views, bins]")
 
     def scans() -> Iterator[Scan]:
         for file in files:
-            stack = _read_stack(file, trained)
-            for k, sinogram in enumerate(stack):
-                name = f"{file.stem}#{k}" if len(stack) > 1 else file.stem
-                y = torch.from_numpy(np.array(sinogram, np.float32) / np.float32(per_value))[None, None]
-                y = y.to(module.device)
-                _check_unit(file, sinogram, y, module, config)
-                yield Scan(y, -1000.0, trained.data.hu_max + 1000.0, name)
+            try:
+                yield from _scans_of(file, per_value, module, config)
+            except DataError as error:
+                if path.is_file():
+                    raise
+                Console(stderr=True).print(f"warning: skipped: {error}", soft_wrap=True)
 
     return len(files), scans()
 
 
+def _scans_of(file: Path, per_value: float, module: ReconstructionModule, config: ReconstructConfig) -> Iterator[Scan]:
+    """The sinograms of one file; DataError before the first where any of them is of no use."""
+    stack = _read_stack(file, module.config)
+    ys = torch.from_numpy(np.array(stack, np.float32) / np.float32(per_value))[:, None]
+    for sinogram, y in zip(stack, ys, strict=True):
+        _check_unit(file, sinogram, y[None].to(module.device), module, config)
+    for k, y in enumerate(ys):
+        name = f"{file.stem}#{k}" if len(stack) > 1 else file.stem
+        yield Scan(y[None].to(module.device), -1000.0, module.config.data.hu_max + 1000.0, name)
+
+
 def _holds_sinograms(path: Path, trained: Config) -> bool:
-    """Whether an input of kind=auto is .npy of the shape that the scanner of this run measures."""
+    """Whether an input of kind=auto is .npy of the shape that the run was trained for; DataError if it is nothing."""
     for file in _npy_files(path) if path.is_dir() or path.suffix == ".npy" else ():
         with suppress(SkipFile):
-            return open_stack(file).shape[-2:] == _scan_shape(trained)
+            stack = open_stack(file)
+            if stack.shape[-2:] == _scan_shape(trained):
+                return True
+            if stack[0].min() > -500:  # no air: hardly a slice
+                views, bins = _scan_shape(trained)
+                raise DataError(
+                    f"{file}, {list(stack.shape)}, has no air (−1000 HU), and sinograms of this run are "
+                    f"[{views}, {bins}]: say kind=slices if it is a slice in HU; a sinogram must come from the geometry of the run"
+                )
+            return False
     return False
 
 
