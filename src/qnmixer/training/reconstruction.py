@@ -163,7 +163,8 @@ def _holds_sinograms(path: Path, trained: Config) -> bool:
                 views, bins = _scan_shape(trained)
                 raise DataError(
                     f"{file}, {list(stack.shape)}, has no air (−1000 HU), and sinograms of this run are "
-                    f"[{views}, {bins}]: say kind=slices if it is a slice in HU; a sinogram must come from the geometry of the run"
+                    f"[{views}, {bins}]: say kind=slices if it is a slice in HU; a sinogram must come from the "
+                    "geometry of the run"
                 )
             return False
     return False
