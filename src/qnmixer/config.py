@@ -140,6 +140,21 @@ class StepScheduleConfig(ScheduleConfig):
 
 
 @dataclass(kw_only=True)
+class MemoryConfig:
+    """Where the graph of the iterations stays until backward."""
+
+    name: str
+
+
+@dataclass(kw_only=True)
+class RecomputeConfig(MemoryConfig):
+    """Built again in backward."""
+
+    segment: int = number(at_least=1)
+    parts: bool
+
+
+@dataclass(kw_only=True)
 class TrainerConfig:
     """What goes to Lightning's Trainer."""
 
@@ -189,6 +204,7 @@ GROUPS: dict[str, dict[str, type]] = {
     "loss": {"mse": LossConfig, "l1": LossConfig, "ssim_mix": SSIMMixConfig},
     "optimizer": {"adamw": AdamWConfig, "sgd": SGDConfig, "adafactor": OptimizerConfig},
     "schedule": {"constant": ScheduleConfig, "cosine": ScheduleConfig, "step": StepScheduleConfig},
+    "memory": {"keep": MemoryConfig, "recompute": RecomputeConfig, "offload": MemoryConfig},
     "logger": {"wandb": WandbConfig, "csv": LoggerConfig},
 }
 
@@ -217,6 +233,7 @@ class Config(RunConfig):
     loss: LossConfig
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
+    memory: MemoryConfig
     trainer: TrainerConfig
     logger: LoggerConfig
     evaluation: EvaluationConfig

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from qnmixer.errors import ConfigError
 from qnmixer.models.codec import CODECS
-from qnmixer.models.incept_mixer import InceptMixer
+from qnmixer.models.incept_mixer import InceptionPatches, InceptMixer
 from qnmixer.models.latent_bfgs import CurvaturePair, apply_inverse_hessian, curvature_pair
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamProjector
@@ -105,6 +105,10 @@ class QNMixer(UnrolledNetwork[QNState]):
         step_size = self.step_sizes[t % len(self.step_sizes)]
         regularizer = self.regularizers[t % len(self.regularizers)]
         return step_size * self._data_gradient(x, y) + regularizer(x)
+
+    def recomputed_parts(self) -> list[nn.Module]:
+        """The branches of the inceptions: the only features at full resolution."""
+        return [b for module in self.modules() if isinstance(module, InceptionPatches) for b in module.branches]
 
     def _with_new_pair(self, state: QNState, r: Tensor) -> tuple[CurvaturePair, ...]:
         if self.hessian == "identity":

@@ -1,7 +1,7 @@
 """What every unrolled network is: a start, a step, and T."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
@@ -21,13 +21,14 @@ S = TypeVar("S", bound=State)
 class UnrolledNetwork(nn.Module, ABC, Generic[S]):
     """x₀ → … → x_T, each from the last by `step`; the loop is written here once for every network.
 
-    `step` takes everything it needs as arguments and keeps nothing, so that whatever runs it (recomputing,
-    offloading, a pipeline over devices) can be put around it from outside.
+    `step` takes everything it needs as arguments and keeps nothing, so that whatever runs the steps (recomputing,
+    offloading, a pipeline over devices) can be put in the place of `loop` from outside.
     """
 
     def __init__(self, n_iterations: int) -> None:
         super().__init__()
         self.n_iterations = n_iterations
+        self.loop: Callable[[UnrolledNetwork[S], Tensor, S], S] = run_all
 
     @abstractmethod
     def start(self, y: Tensor) -> S:
@@ -36,6 +37,10 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
     @abstractmethod
     def step(self, t: int, y: Tensor, state: S) -> S:
         """The state after iteration t = 0 … T−1."""
+
+    def recomputed_parts(self) -> list[nn.Module]:
+        """Parts whose features are large and cheap to build again, apart from the rest of their iteration."""
+        return []
 
     def states(self, y: Tensor) -> Iterator[S]:
         """Every state, the one of x₀ first: T + 1 of them."""
@@ -51,7 +56,15 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
 
     def forward(self, y: Tensor) -> Tensor:
         """x_T [B, 1, H, W] from a sinogram y [B, 1, V, D] in value × mm."""
-        state = self.start(y)
-        for t in range(self.n_iterations):
+        return self.loop(self, y, self.start(y)).x
+
+    def run(self, iterations: range, y: Tensor, state: S) -> S:
+        """The state after some iterations in a row."""
+        for t in iterations:
             state = self.step(t, y, state)
-        return state.x
+        return state
+
+
+def run_all(network: UnrolledNetwork[S], y: Tensor, state: S) -> S:
+    """All T iterations, plainly: what `loop` is unless something else is put there."""
+    return network.run(range(network.n_iterations), y, state)

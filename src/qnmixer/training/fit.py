@@ -14,6 +14,7 @@ from rich.console import Console
 from qnmixer.config import Config, TrainerConfig, to_plain
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import ConfigError
+from qnmixer.parallel.memory import apply_memory_mode
 from qnmixer.tracking.loggers import build_loggers, close_loggers
 from qnmixer.tracking.results import results
 from qnmixer.training.callbacks import IteratePictures, ValidationLine
@@ -52,6 +53,7 @@ def _fit(config: Config, folder: Path, console: Console, record: dict[str, objec
     module = ReconstructionModule(config)
     if config.finetune is not None:
         load_weights(module, Path(config.finetune))
+    apply_memory_mode(module.network, config.memory)
     data = SliceDataModule(config.data)
     data.setup("fit")
     checkpoint = ModelCheckpoint(

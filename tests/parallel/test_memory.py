@@ -1,0 +1,166 @@
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from qnmixer.config import MemoryConfig, RecomputeConfig
+from qnmixer.models import QNMixer
+from qnmixer.parallel import memory
+from qnmixer.parallel.memory import apply_memory_mode
+from qnmixer.physics import FanBeamGeometry, FanBeamProjector
+
+MIB = 2**20
+KEEP = MemoryConfig(name="keep")
+MODES: dict[str, MemoryConfig] = {
+    "recompute": RecomputeConfig(name="recompute", segment=1, parts=False),
+    "recompute, in parts too": RecomputeConfig(name="recompute", segment=1, parts=True),
+    "recompute in segments that do not divide T": RecomputeConfig(name="recompute", segment=3, parts=False),
+    "offload": MemoryConfig(name="offload"),
+}
+
+
+@pytest.fixture(scope="module")
+def projector() -> FanBeamProjector:
+    return FanBeamProjector(FanBeamGeometry(32, 12.5, 8, 48, 20.0, 600.0, 290.0, math.pi / 8))
+
+
+@pytest.fixture
+def everything_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small networks have small tensors, which would stay."""
+    monkeypatch.setattr(memory, "_SMALLEST_OFFLOADED", 0)
+
+
+class Dropping(nn.Module):
+    """A regulariser with dropout behind it: random numbers inside an iteration."""
+
+    def __init__(self, regularizer: nn.Module) -> None:
+        super().__init__()
+        self.embedding = regularizer.embedding
+        self.regularizer = regularizer
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.regularizer(x))
+
+
+def network_of(projector: FanBeamProjector, dropout: bool, **options: Any) -> QNMixer:
+    torch.manual_seed(0)
+    network = QNMixer(projector, n_iterations=4, channels=16, **options)
+    for k, regularizer in enumerate(network.regularizers):
+        nn.init.normal_(regularizer.expansion.project, std=0.02)
+        if dropout:
+            network.regularizers[k] = Dropping(regularizer)
+    return network
+
+
+@contextmanager
+def maybe_autocast(dtype: torch.dtype | None) -> Iterator[None]:
+    with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+        yield
+
+
+def loss_and_gradients(network: QNMixer, mode: MemoryConfig, dtype: torch.dtype | None) -> tuple[Tensor, list[Tensor]]:
+    network = copy.deepcopy(network)
+    apply_memory_mode(network, mode)
+    torch.manual_seed(5)
+    truth = torch.rand(2, 1, 32, 32)
+    with maybe_autocast(dtype):
+        loss = (network(network.projector(truth)) - truth).square().mean()
+    loss.backward()
+    gradients = [p.grad for p in network.parameters()]
+    assert all(g is not None for g in gradients)
+    return loss.detach(), [g for g in gradients if g is not None]
+
+
+@pytest.mark.usefixtures("everything_offloaded")
+@pytest.mark.parametrize("options", [{}, {"shared_regularizer": False}, {"hessian_gradient": "detach"}], ids=str)
+@pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropout"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_loss_and_gradients_are_those_of_the_plain_network(
+    projector: FanBeamProjector, mode: str, dtype: torch.dtype | None, dropout: bool, options: dict[str, Any]
+) -> None:
+    """Bit for bit: the same operations run again on the same numbers."""
+    network = network_of(projector, dropout, **options)
+    loss, gradients = loss_and_gradients(network, KEEP, dtype)
+    other_loss, other_gradients = loss_and_gradients(network, MODES[mode], dtype)
+    assert torch.equal(loss, other_loss)
+    for gradient, other in zip(gradients, other_gradients, strict=True):
+        assert torch.equal(gradient, other)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_keep_their_names(projector: FanBeamProjector, mode: str) -> None:
+    """A checkpoint of one mode loads into every other."""
+    network = network_of(projector, dropout=False)
+    names = set(network.state_dict())
+    apply_memory_mode(network, MODES[mode])
+    assert set(network.state_dict()) == names
+
+
+@pytest.mark.usefixtures("everything_offloaded")
+def test_offloading_moves_what_backward_needs_and_leaves_weights(projector: FanBeamProjector) -> None:
+    network = network_of(projector, dropout=False)
+    moved: list[int] = []
+    weights = {p.data_ptr() for p in network.parameters()}
+
+    def watching(tensor: Tensor) -> tuple[torch.device, Tensor]:
+        device, host = to_host(tensor)
+        assert (host.data_ptr() == tensor.data_ptr()) == (tensor.data_ptr() in weights and tensor.is_leaf)
+        moved.append(host.nbytes)
+        return device, host
+
+    to_host, memory._to_host = memory._to_host, watching
+    try:
+        apply_memory_mode(network, MODES["offload"])
+        network(projector(torch.rand(1, 1, 32, 32)))
+    finally:
+        memory._to_host = to_host
+    assert sum(moved) > MIB
+
+
+def peak_of_a_step(mode: MemoryConfig, n_iterations: int) -> float:
+    """MiB of a training step at its peak, but for parameters, gradients and optimizer state, by torch's tracker.
+
+    256 × 256, C = 96, batch 1, float32; nothing but the operator is allocated.
+    """
+    projector = FanBeamProjector(FanBeamGeometry.paper(32))
+    projector.fbp_spectral_radius()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        network = QNMixer(projector, n_iterations=n_iterations)
+        apply_memory_mode(network, mode)
+        optimizer = torch.optim.AdamW(network.parameters())
+        tracker = MemTracker()
+        tracker.track_external(network, optimizer)
+        truth = torch.rand(1, 1, 256, 256)
+        with tracker:
+            for _ in range(2):  # the first makes the optimizer's state
+                tracker.reset_mod_stats()
+                with torch.no_grad():
+                    y = projector(truth)
+                loss = (network(y) - truth).square().mean()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                del loss, y
+        (peak,) = tracker.get_tracker_snapshot("peak").values()
+    bytes_of = {str(kind).rpartition(".")[2]: n for kind, n in peak.items()}
+    return (bytes_of["Total"] - bytes_of["PARAM"] - bytes_of["GRAD"] - bytes_of["OPT"]) / MIB
+
+
+@pytest.mark.slow
+def test_recomputing_takes_the_iterations_out_of_the_peak() -> None:
+    """At T = 14 at most 130 MiB, operator included; keeping the graph needs more than that for 3 iterations."""
+    recompute = MODES["recompute, in parts too"]
+    one, fourteen = peak_of_a_step(recompute, 1), peak_of_a_step(recompute, 14)
+    assert fourteen < 130 < peak_of_a_step(KEEP, 3)
+    # What an iteration leaves: x, r, s and the pair (s, z) of 0.25 MiB each; in backward, as much again for H.
+    assert (fourteen - one) / 13 < 2.5
