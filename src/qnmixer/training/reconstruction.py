@@ -19,7 +19,7 @@ from qnmixer.data.numpy_files import open_stack
 from qnmixer.data.reading import InputSlices
 from qnmixer.data.resample import to_square
 from qnmixer.data.scaling import build_scaling
-from qnmixer.data.slices import SkipFile
+from qnmixer.data.slices import FloatArray, SkipFile
 from qnmixer.data.writers import write_dicom, write_npy, write_png
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.training.build import attenuation_per_value, choose_device
@@ -54,9 +54,7 @@ def reconstruct_input(config: ReconstructConfig) -> int:
         raise DataError(f"input={path} does not exist: give a file or a folder")
     sinograms = config.kind == "sinograms" or (config.kind == "auto" and _holds_sinograms(path, module.config))
     n_files, scans = _sinograms(path, module, config) if sinograms else _slices(path, module)
-    description = _description(module.config, "measured" if sinograms else "simulated")
     call_uid = generate_uid()
-    spacing = module.config.geometry.field_of_view / module.config.data.image_size
     count = 0
     written: set[Path] = set()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -74,21 +72,26 @@ def reconstruct_input(config: ReconstructConfig) -> int:
                     target.with_name(f"{target.name}.dcm"),
                     hu,
                     series_uid=_series_uid(call_uid, scan),
-                    description=description,
+                    description=_description(module.config, "measured" if sinograms else "simulated"),
                     template=scan.template,
                     frame=scan.frame,
-                    pixel_spacing=spacing,
+                    pixel_spacing=module.config.geometry.field_of_view / module.config.data.image_size,
                     instance_number=None if scan.template else count,
                 )
-            if "npy" in config.formats:
-                write_npy(target.with_name(f"{target.name}.npy"), hu)
-            if "png" in config.formats:
-                low, high = config.window
-                write_png(target.with_name(f"{target.name}.png"), hu, centre=(low + high) / 2, width=high - low)
+            _write_arrays(target, hu, config)
     if not count:
         raise DataError(f"input={path} holds nothing that could be reconstructed: see the warning above")
     console.print(f"{count} reconstruction(s) as {', '.join(config.formats)} in {output}", soft_wrap=True)
     return count
+
+
+def _write_arrays(target: Path, hu: FloatArray, config: ReconstructConfig) -> None:
+    """The formats that hold nothing but the image."""
+    if "npy" in config.formats:
+        write_npy(target.with_name(f"{target.name}.npy"), hu)
+    if "png" in config.formats:
+        low, high = config.window
+        write_png(target.with_name(f"{target.name}.png"), hu, centre=(low + high) / 2, width=high - low)
 
 
 def _series_uid(call_uid: str, scan: Scan) -> str:
