@@ -183,6 +183,11 @@ def test_a_run_folder_holds_all_of_a_run(trained: Path) -> None:
     }  # fmt: skip
 
 
+def test_the_final_table_is_among_the_metrics(trained: Path) -> None:
+    (value,) = metrics(trained)["test/QN-Mixer/psnr"]
+    assert value == pytest.approx(record(trained)["test"]["QN-Mixer"]["psnr"])
+
+
 def test_results_tell_what_the_run_was(trained: Path) -> None:
     results = record(trained)
     assert results["status"] == "done"

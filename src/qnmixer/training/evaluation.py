@@ -174,6 +174,7 @@ def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, picture: P
     means = {f"test/{method}/{metric}": v for method, of in evaluation.means().items() for metric, v in of.items()}
     for logger in loggers:
         logger.log_metrics(means)
+        logger.save()  # metrics.csv is otherwise written while training only
         if isinstance(logger, WandbLogger):
             logger.log_image("test/picture", [str(picture)])
 
