@@ -1,8 +1,11 @@
 """What is shown while a network trains: lines in the terminal, pictures in the run folder and in W&B."""
 
 import math
+import signal
+import threading
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import lightning as L
@@ -44,6 +47,37 @@ class ValidationLine(Callback):
             highlight=False,
             soft_wrap=True,
         )
+
+
+class PromptInterrupt(Callback):
+    """Ctrl-C ends training at the next batch at the latest.
+
+    Python drops a KeyboardInterrupt that is raised inside a finaliser, of which drawing pictures has many.
+    """
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take over Ctrl-C."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._ask)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hand Ctrl-C back."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
+    ) -> None:
+        """Raise what was dropped."""
+        if self._asked:
+            raise KeyboardInterrupt
+
+    def _ask(self, signum: int, frame: FrameType | None) -> None:
+        self._asked = True
+        raise KeyboardInterrupt
 
 
 class IteratePictures(Callback):

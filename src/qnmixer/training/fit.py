@@ -17,7 +17,7 @@ from qnmixer.errors import ConfigError
 from qnmixer.parallel.memory import apply_memory_mode
 from qnmixer.tracking.loggers import build_loggers, close_loggers
 from qnmixer.tracking.results import results
-from qnmixer.training.callbacks import IteratePictures, ValidationLine
+from qnmixer.training.callbacks import IteratePictures, PromptInterrupt, ValidationLine
 from qnmixer.training.checkpoints import AtomicCheckpointIO, load_weights
 from qnmixer.training.evaluation import evaluate, log_evaluation, title_of, write_evaluation
 from qnmixer.training.module import ReconstructionModule
@@ -90,7 +90,12 @@ def _build_trainer(
     config: Config, folder: Path, accelerator: str, callbacks: list[Callback], console: Console
 ) -> L.Trainer:
     t = config.trainer
-    callbacks = [*callbacks, LearningRateMonitor("step"), IteratePictures(folder / "pictures")]
+    callbacks = [
+        *callbacks,
+        LearningRateMonitor("step"),
+        IteratePictures(folder / "pictures"),
+        PromptInterrupt(),
+    ]
     if console.is_terminal:
         callbacks.append(RichProgressBar(leave=False))
     half = _cpu_half_precision(t, accelerator)
