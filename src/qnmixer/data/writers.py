@@ -95,7 +95,7 @@ def write_dicom(
         path: file to write.
         hu: the reconstruction.
         series_uid: of the new series: one for each source series; a study that the template lacks follows from it.
-        description: what was done, for DerivationDescription; SeriesDescription gets its first 64 characters.
+        description: what was done, for DerivationDescription; SeriesDescription gets what stands before a semicolon.
         template: the source; without it a minimal image of an anonymous patient is written.
         frame: of the template, for multi-frame sources.
         pixel_spacing: mm, used only without a template.
@@ -206,7 +206,7 @@ def _mark_as_derived(dataset: Dataset, series_uid: str, description: str) -> Non
     dataset.Modality = "CT"
     dataset.ImageType = ["DERIVED", "SECONDARY", "AXIAL"]
     dataset.DerivationDescription = description[:1024]
-    dataset.SeriesDescription = description[:64]
+    dataset.SeriesDescription = description.partition(";")[0][:64]
     dataset.ContentDate = dataset.InstanceCreationDate = now.strftime("%Y%m%d")
     dataset.ContentTime = dataset.InstanceCreationTime = now.strftime("%H%M%S")
     dataset.file_meta = FileMetaDataset()

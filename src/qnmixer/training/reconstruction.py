@@ -225,7 +225,7 @@ def _file_name(name: str) -> Path:
 
 
 def _description(config: Config, views: str) -> str:
-    """The first 64 characters become the name of the DICOM series."""
+    """What stands before the semicolon becomes the name of the DICOM series."""
     return (
         f"QN-Mixer, {config.geometry.n_views} {views} views, not for diagnosis; "
         f"{config.data.image_size} pixels, trained with noise {config.noise.name}"
