@@ -48,7 +48,7 @@ class SliceDataModule(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Decode files into the cache; Lightning calls it on one process of a machine."""
-        if isinstance(self.config, FolderData):
+        if isinstance(self.config, FolderData) and not self.parts:
             _open_folder(self.config)
 
     def setup(self, stage: str | None = None) -> None:

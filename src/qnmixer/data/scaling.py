@@ -3,11 +3,9 @@
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from qnmixer.data.slices import FloatArray
 from qnmixer.errors import ConfigError
-
-FloatArray = npt.NDArray[np.float32]
 
 
 class Scaling(Protocol):
