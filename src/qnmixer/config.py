@@ -151,7 +151,6 @@ class RecomputeConfig(MemoryConfig):
     """Built again in backward."""
 
     segment: int = number(at_least=1)
-    parts: bool
 
 
 @dataclass(kw_only=True)

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from qnmixer.errors import ConfigError
@@ -52,7 +53,8 @@ def test_branches_in_patches_equal_the_figure_joined_then_cut() -> None:
     """The lean sum against the join to C channels at full resolution and one P × P convolution."""
     embedding = InceptionPatches(channels=8, patch_size=4)
     x = torch.rand(2, 1, 16, 16)
-    features = torch.cat([branch[:-1](x) for branch in embedding.branches], dim=1)
-    kernel = torch.cat([branch[-1].weight for branch in embedding.branches], dim=1)
+    branches = [nn.Sequential(*branch[0], *branch[1:]) for branch in embedding.branches]  # stem and rest in one
+    features = torch.cat([branch[:-1](x) for branch in branches], dim=1)
+    kernel = torch.cat([branch[-1].weight for branch in branches], dim=1)
     expected = F.conv2d(features, kernel, stride=4) + embedding.bias[:, None, None]
     torch.testing.assert_close(embedding(x), expected)

@@ -21,24 +21,33 @@ class InceptionPatches(nn.Module):
         super().__init__()
         width = channels // 4
 
-        def point() -> nn.Module:
-            return nn.Conv2d(1, width, 1)
+        def stem(*layers: nn.Module, pool: bool = False) -> nn.Sequential:
+            point = nn.Conv2d(1, width, 1)
+            first = [nn.MaxPool2d(3, stride=1, padding=1), point] if pool else [point]
+            return nn.Sequential(*first, nn.ReLU(inplace=True), *layers)
 
-        def branch(*layers: nn.Module) -> nn.Sequential:
-            patchify = nn.Conv2d(width, channels, patch_size, stride=patch_size, bias=False)
+        def patchify() -> nn.Module:
+            convolution = nn.Conv2d(width, channels, patch_size, stride=patch_size, bias=False)
             with torch.no_grad():
-                patchify.weight.mul_(0.5)  # the start that torch gives the one convolution that the four stand for
-            return nn.Sequential(*layers, nn.ReLU(inplace=True), patchify)
+                convolution.weight.mul_(0.5)  # the start that torch gives the one convolution that the four stand for
+            return convolution
+
+        def spatial(size: int) -> nn.Module:
+            return nn.Conv2d(width, width, size, padding=size // 2)
 
         self.branches = nn.ModuleList(
             [
-                branch(point()),
-                branch(point(), nn.ReLU(inplace=True), nn.Conv2d(width, width, 3, padding=1)),
-                branch(point(), nn.ReLU(inplace=True), nn.Conv2d(width, width, 5, padding=2)),
-                branch(nn.MaxPool2d(3, stride=1, padding=1), point()),
+                nn.Sequential(stem(patchify())),
+                nn.Sequential(stem(spatial(3)), nn.ReLU(inplace=True), patchify()),
+                nn.Sequential(stem(spatial(5)), nn.ReLU(inplace=True), patchify()),
+                nn.Sequential(stem(patchify(), pool=True)),
             ]
         )
         self.bias = nn.Parameter(torch.zeros(channels))
+
+    def stems(self) -> list[nn.Module]:
+        """Of each branch, everything up to its first convolution over more than a pixel."""
+        return [branch.get_submodule("0") for branch in self.branches]
 
     def forward(self, x: Tensor) -> Tensor:
         """Patch features of x."""

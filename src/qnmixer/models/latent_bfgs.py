@@ -1,10 +1,16 @@
 """The inverse Hessian H of QN-Mixer, held as the pairs that made it, never as an L × L matrix.
 
-With H₀ = I, running the two-loop recursion over *all* pairs gives exactly the dense recursion of the paper,
-H_{t+1} = (I − ρ s zᵀ) H_t (I − ρ z sᵀ) + ρ s sᵀ with ρ = 1/(zᵀs), in O(T·L) memory and time.
+With H₀ = I, the dense recursion of the paper, H_{t+1} = (I − ρ s zᵀ) H_t (I − ρ z sᵀ) + ρ s sᵀ with ρ = 1/(zᵀs), is
+exactly
 
-H depends on a pair only through the directions ŝ, ẑ, ρ̂ = 1/(ẑᵀŝ) and γ = ‖s‖/‖z‖. Keeping those instead of
-s, z and ρ is what makes the arithmetic safe: no square of a norm can overflow or vanish.
+    H r = q + S R⁻ᵀ (D w − Zᵀ q),   w = R⁻¹ Sᵀ r,   q = r − Z w,
+
+where the columns of S and Z are all steps s and gradient changes z, R is the upper triangle of SᵀZ and D its diagonal
+(Byrd, Nocedal, Schnabel 1994, eq. 2.6, arranged as the two-loop recursion). O(T·L) memory and time, and backward needs
+the pairs alone: no vector of the recursion is kept.
+
+H depends on a pair only through the directions ŝ and ẑ and through γ = ‖s‖/‖z‖, which turns D into γD. Keeping those is
+what makes the arithmetic safe: no square of a norm can overflow or vanish.
 """
 
 from collections.abc import Sequence
@@ -21,65 +27,108 @@ MIN_COSINE = 0.3
 _RATIO_MIN, _RATIO_MAX = 1e-12, 1e12
 
 
+class Direction(NamedTuple):
+    """A vector as unit · norm · scale, so that no product of two can overflow; zero where it was not finite."""
+
+    unit: Tensor  # [B, L]
+    norm: Tensor  # [B, 1], 1 to √L
+    scale: Tensor  # [B, 1], a constant to differentiation, any size
+    finite: Tensor  # [B, 1], whether the vector was
+
+    def vector(self) -> Tensor:
+        """The vector itself, [B, L]."""
+        return self.unit * (self.norm * self.scale)
+
+    def detach(self) -> "Direction":
+        """The same, as a constant."""
+        return Direction(*(part.detach() for part in self))
+
+
 class CurvaturePair(NamedTuple):
-    """One step s and the gradient change z it caused, one row a sample; `rho` = 0 marks a skipped pair."""
+    """One step s and the gradient change z it caused, one row a sample."""
 
     s: Tensor  # [B, L], unit length
     z: Tensor  # [B, L], unit length, after damping
-    rho: Tensor  # [B, 1], 1/(zᵀs) of the unit vectors
+    change: tuple[Tensor, Tensor]  # [B, 1] each: z before damping is the first · s + the second · z
+    column: Tensor  # [B, j + 1] for pair j: its column of R, of the unit vectors; a skipped pair has that of I
     gamma: Tensor  # [B, 1], ‖s‖/‖z‖
+    used: Tensor  # [B, 1], 0 for a skipped pair, else 1
     cosine: Tensor  # [B, 1], cos(z, s) before damping, for the log
 
 
-def curvature_pair(s: Tensor, z: Tensor, damping: float = DAMPING, min_cosine: float = MIN_COSINE) -> CurvaturePair:
-    """Make the pair (s, z) safe to build H from; both [B, L].
+def direction(v: Tensor) -> Direction:
+    """Take a vector [B, L] apart."""
+    finite = torch.isfinite(v).all(-1, keepdim=True)
+    v = torch.where(finite, v, 0.0)
+    largest = v.detach().abs().amax(-1, keepdim=True)
+    in_range = largest > torch.finfo(v.dtype).tiny
+    scaled = v / torch.where(in_range, largest, 1.0)
+    norm = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True).clamp_min(0.5)
+    return Direction(scaled / norm, norm, torch.where(in_range, largest, 0.0), finite)
+
+
+def curvature_pair(
+    s: Direction,
+    z: Tensor,
+    earlier: Sequence[CurvaturePair] = (),
+    damping: float = DAMPING,
+    min_cosine: float = MIN_COSINE,
+) -> CurvaturePair:
+    """Make the pair (s, z), z of [B, L], safe to build H from, after `earlier` pairs.
 
     Damping: z ← θz + (1 − θ)s with the largest θ ≤ 1 for which zᵀs ≥ damping · sᵀs. Then the pair of a sample is
     skipped where zᵀs ≤ min_cosine · ‖z‖‖s‖, where s is zero, and where s or z is not finite. No finite or
     non-finite input makes NaN of H or of its gradient. Source: ours, after Powell 1978 (the paper draws no
     safeguard); idle, it changes nothing.
     """
-    usable = torch.isfinite(s).all(-1, keepdim=True) & torch.isfinite(z).all(-1, keepdim=True)
-    s_unit, s_norm, s_scale = _normalise(torch.where(usable, s, 0.0))
-    z_unit, z_norm, z_scale = _normalise(torch.where(usable, z, 0.0))
-    usable = usable & (s_scale > 0)
-
-    cosine = _dot(z_unit, s_unit)
+    z_unit, z_norm, z_scale, z_finite = direction(z)
+    cosine = _dot(z_unit, s.unit)
     # The scales are constants, so an overflow of theirs is bounded before it meets a gradient.
-    ratio = (s_scale / z_scale).nan_to_num(_RATIO_MAX, _RATIO_MAX).clamp(_RATIO_MIN, _RATIO_MAX) * (s_norm / z_norm)
+    scales = (s.scale / z_scale).nan_to_num(_RATIO_MAX, _RATIO_MAX).clamp(_RATIO_MIN, _RATIO_MAX)
+    ratio = scales * (s.norm / z_norm)
     # θz + (1 − θ)s is, up to a factor, ẑ + μŝ; μ = 0 where zᵀs is large enough already.
     mu = torch.relu((damping * ratio - cosine) / (1 - damping))
-    z_damped = z_unit + mu * s_unit
-    length = torch.linalg.vector_norm(z_damped, dim=-1, keepdim=True).clamp_min(_RATIO_MIN)
-    z_damped = z_damped / length
+    damped = z_unit + mu * s.unit
+    length = torch.linalg.vector_norm(damped, dim=-1, keepdim=True).clamp_min(_RATIO_MIN)
+    damped = damped / length
 
-    damped_cosine = _dot(z_damped, s_unit)
-    keep = usable & (damped_cosine > min_cosine)
-    rho = torch.where(keep, 1 / damped_cosine.clamp_min(min_cosine), 0.0)
-    return CurvaturePair(s_unit, z_damped, rho, (ratio + mu) / length, cosine)
+    damped_cosine = _dot(damped, s.unit)
+    used = s.finite & z_finite & (s.scale > 0) & (damped_cosine > min_cosine)
+    above = [torch.where(used & (pair.used > 0), _dot(pair.s, damped), 0.0) for pair in earlier]
+    column = torch.cat([*above, torch.where(used, damped_cosine, 1.0)], dim=-1)
+    z_length = z_norm * z_scale
+    change = (-mu * z_length, length * z_length)
+    return CurvaturePair(s.unit, damped, change, column, (ratio + mu) / length, used.to(z.dtype), cosine)
 
 
 def apply_inverse_hessian(pairs: Sequence[CurvaturePair], r: Tensor) -> Tensor:
-    """H r by the two-loop recursion over all pairs, oldest first; r is [B, L], and with no pair H = I."""
-    alphas = []
-    for pair in reversed(pairs):
-        alpha = pair.rho * _dot(pair.s, r)
-        r = r - alpha * pair.z
-        alphas.append(alpha)
-    for pair, alpha in zip(pairs, reversed(alphas), strict=True):
-        beta = pair.rho * _dot(pair.z, r)
-        r = r + (pair.gamma * alpha - beta) * pair.s
+    """H r from all pairs, oldest first; r is [B, L], and with no pair H = I."""
+    if not pairs:
+        return r
+    R = torch.stack([torch.nn.functional.pad(p.column, (0, len(pairs) - p.column.shape[1])) for p in pairs], dim=-1)
+    gamma, D = torch.cat([p.gamma for p in pairs], dim=-1), R.diagonal(dim1=-2, dim2=-1)
+
+    w = _solve(R, torch.cat([p.used * _dot(p.s, r) for p in pairs], dim=-1), upper=True)
+    q = r
+    for p, w_j in zip(pairs, w.split(1, dim=-1), strict=True):
+        q = torch.addcmul(q, w_j, p.z, value=-1)
+    c = _solve(R.mT, gamma * D * w - torch.cat([p.used * _dot(p.z, q) for p in pairs], dim=-1), upper=False)
+    for p, c_j in zip(pairs, c.split(1, dim=-1), strict=True):
+        q = torch.addcmul(q, c_j, p.s)
+    return q
+
+
+def summed_changes(pairs: Sequence[CurvaturePair], r: Tensor) -> Tensor:
+    """r + Σ z, with every z as it was before damping: the gradient code after all pairs, from the one before them."""
+    for p in pairs:
+        r = torch.addcmul(torch.addcmul(r, p.change[0], p.s), p.change[1], p.z)
     return r
+
+
+def _solve(triangle: Tensor, b: Tensor, upper: bool) -> Tensor:
+    """Solve one triangular system a sample: [B, t, t] and [B, t]."""
+    return torch.linalg.solve_triangular(triangle, b[..., None], upper=upper)[..., 0]
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(-1, keepdim=True)
-
-
-def _normalise(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """v as unit · norm · scale, where norm is 1 to √L and scale, a constant, may be anything; of zero it is 0."""
-    largest = v.detach().abs().amax(-1, keepdim=True)
-    in_range = largest > torch.finfo(v.dtype).tiny
-    scaled = v / torch.where(in_range, largest, 1.0)
-    norm = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True).clamp_min(0.5)
-    return scaled / norm, norm, torch.where(in_range, largest, 0.0)

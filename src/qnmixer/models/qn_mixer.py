@@ -9,18 +9,28 @@ from torch import Tensor, nn
 from qnmixer.errors import ConfigError
 from qnmixer.models.codec import CODECS
 from qnmixer.models.incept_mixer import InceptionPatches, InceptMixer
-from qnmixer.models.latent_bfgs import CurvaturePair, apply_inverse_hessian, curvature_pair
+from qnmixer.models.latent_bfgs import (
+    CurvaturePair,
+    Direction,
+    apply_inverse_hessian,
+    curvature_pair,
+    direction,
+    summed_changes,
+)
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamProjector
 
 
 class QNState(NamedTuple):
-    """What iteration t gets from t − 1: x_t, the last latent gradient and step, and the pairs that make H."""
+    """What iteration t gets from those before: the start, and the history from which x_t, r_{t−1} and H_t follow.
 
-    x: Tensor  # [B, 1, H, W]
-    r: Tensor | None  # r_{t−1}, [B, L]; None before the first iteration
-    s: Tensor | None  # s_{t−1}, [B, L]
-    pairs: tuple[CurvaturePair, ...]  # at most t − 1 of them
+    Carrying x_t and r_{t−1} too would cost one more image and one more latent an iteration.
+    """
+
+    x0: Tensor  # [B, 1, H, W]
+    r0: Tensor | None  # [B, L]; None before the first iteration
+    steps: tuple[Direction, ...]  # s_0 … s_{t−1}
+    pairs: tuple[CurvaturePair, ...]  # (s, z) of all but the newest step, whose z is not known yet
 
 
 class QNMixer(UnrolledNetwork[QNState]):
@@ -77,6 +87,8 @@ class QNMixer(UnrolledNetwork[QNState]):
         self.data_term = data_term
         self.hessian = hessian
         self.hessian_gradient = hessian_gradient
+        self.latent_factor = latent_factor
+        self.latent_channels = latent_channels
         self.codec = CODECS[codec](latent_factor, latent_channels)
         self.regularizers = nn.ModuleList(
             InceptMixer(image_size, channels, patch_size, n_mixer_layers, mlp_ratio)
@@ -88,17 +100,24 @@ class QNMixer(UnrolledNetwork[QNState]):
 
     def start(self, y: Tensor) -> QNState:
         """x₀ = FBP(y), and H₀ = I."""
-        return QNState(self.projector.fbp(y), None, None, ())
+        return QNState(self.projector.fbp(y), None, (), ())
+
+    def image(self, state: QNState) -> Tensor:
+        """x_t = x₀ + D(s_0 + … + s_{t−1}), as D is linear."""
+        if not state.steps:
+            return state.x0
+        steps = sum((s.vector() for s in state.steps[1:]), state.steps[0].vector())
+        with torch.autocast(steps.device.type, enabled=False):  # late, small steps would drown in half precision
+            return state.x0 + self.codec.decode(steps.view(self._latent_shape(state.x0)))
 
     def step(self, t: int, y: Tensor, state: QNState) -> QNState:
         """Iteration t: gradient, its code, the inverse Hessian, the step."""
-        gradient = self.objective_gradient(t, state.x, y)
-        code = self.codec.encode(gradient)
-        r = code.flatten(1).to(state.x.dtype)  # H works in the precision of the image, whatever the autocast
-        pairs = state.pairs if state.r is None else self._with_new_pair(state, r)
+        x = self.image(state)
+        r = self.codec.encode(self.objective_gradient(t, x, y)).flatten(1)
+        r = r.to(x.dtype)  # H works in the precision of the image, whatever the autocast
+        pairs = self._pairs(state, r)
         s = -apply_inverse_hessian(pairs, r)
-        x = state.x + self.codec.decode(s.view(code.shape))
-        return QNState(x, r, s, pairs)
+        return QNState(state.x0, r if state.r0 is None else state.r0, (*state.steps, direction(s)), pairs)
 
     def objective_gradient(self, t: int, x: Tensor, y: Tensor) -> Tensor:
         """∇J(x) = λ_t A†(A x − y) + G_t(x), [B, 1, H, W]; shared λ and G are the same for every t."""
@@ -107,18 +126,22 @@ class QNMixer(UnrolledNetwork[QNState]):
         return step_size * self._data_gradient(x, y) + regularizer(x)
 
     def recomputed_parts(self) -> list[nn.Module]:
-        """The branches of the inceptions: the only features at full resolution."""
-        return [b for module in self.modules() if isinstance(module, InceptionPatches) for b in module.branches]
+        """The stems of the inceptions: features of every pixel, of which only the first convolution has a use."""
+        return [stem for module in self.modules() if isinstance(module, InceptionPatches) for stem in module.stems()]
 
-    def _with_new_pair(self, state: QNState, r: Tensor) -> tuple[CurvaturePair, ...]:
-        if self.hessian == "identity":
+    def _pairs(self, state: QNState, r: Tensor) -> tuple[CurvaturePair, ...]:
+        """The pairs that make H_t: those before, and (s_{t−1}, r_t − r_{t−1})."""
+        if self.hessian == "identity" or state.r0 is None:
             return ()
-        assert state.r is not None
-        assert state.s is not None
-        s, z = state.s, r - state.r
+        s, z = state.steps[-1], r - summed_changes(state.pairs, state.r0)
         if self.hessian_gradient == "detach":
             s, z = s.detach(), z.detach()
-        return (*state.pairs, curvature_pair(s, z))
+        return (*state.pairs, curvature_pair(s, z, state.pairs))
+
+    def _latent_shape(self, x: Tensor) -> tuple[int, int, int, int]:
+        """Shape of the codes of images like x."""
+        size = x.shape[-1] // self.latent_factor
+        return len(x), self.latent_channels, size, size
 
     def _data_gradient(self, x: Tensor, y: Tensor) -> Tensor:
         residual = self.projector(x) - y

@@ -2,20 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from torch import Tensor, nn
 
-
-class State(Protocol):
-    """What one iteration hands to the next: a NamedTuple of tensors that holds at least the image."""
-
-    @property
-    def x(self) -> Tensor:
-        """Current image x_t, [B, 1, H, W]."""
-
-
-S = TypeVar("S", bound=State)
+S = TypeVar("S")
+"""What one iteration hands to the next: tensors, and tuples of them."""
 
 
 class UnrolledNetwork(nn.Module, ABC, Generic[S]):
@@ -38,6 +30,10 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
     def step(self, t: int, y: Tensor, state: S) -> S:
         """The state after iteration t = 0 … T−1."""
 
+    @abstractmethod
+    def image(self, state: S) -> Tensor:
+        """x_t [B, 1, H, W] of a state."""
+
     def recomputed_parts(self) -> list[nn.Module]:
         """Parts whose features are large and cheap to build again, apart from the rest of their iteration."""
         return []
@@ -52,11 +48,11 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
 
     def iterates(self, y: Tensor) -> list[Tensor]:
         """x₀ … x_T, T + 1 images of [B, 1, H, W]."""
-        return [state.x for state in self.states(y)]
+        return [self.image(state) for state in self.states(y)]
 
     def forward(self, y: Tensor) -> Tensor:
         """x_T [B, 1, H, W] from a sinogram y [B, 1, V, D] in value × mm."""
-        return self.loop(self, y, self.start(y)).x
+        return self.image(self.loop(self, y, self.start(y)))
 
     def run(self, iterations: range, y: Tensor, state: S) -> S:
         """The state after some iterations in a row."""

@@ -21,7 +21,7 @@ def apply_memory_mode(network: UnrolledNetwork[Any], config: MemoryConfig) -> No
     """Put the memory mode that `memory` names on a network, in place, before it is trained."""
     if isinstance(config, RecomputeConfig):
         network.loop = partial(_recomputing_loop, segment=config.segment)
-        for part in network.recomputed_parts() if config.parts else ():
+        for part in network.recomputed_parts():
             part.forward = partial(_recomputed, part.forward)
     elif config.name == "offload":
         network.loop = _offloading_loop

@@ -100,8 +100,9 @@ class IteratePictures(Callback):
             return
         with torch.no_grad(), trainer.precision_plugin.forward_context():
             states = list(pl_module.network.states(pl_module.measure(batch, "val")))
+            iterates = [pl_module.network.image(state) for state in states]
         path = self.folder / f"iterates_{trainer.global_step:07d}.png"
-        draw_iterates(path, _iterate_row(batch, [state.x for state in states]))
+        draw_iterates(path, _iterate_row(batch, iterates))
         for name, value in _curvature(states[-1].pairs).items():
             pl_module.log(name, value, batch_size=1, on_step=False, on_epoch=True)
         for logger in trainer.loggers:
@@ -124,7 +125,7 @@ def _curvature(pairs: tuple[CurvaturePair, ...]) -> dict[str, float]:
     if not pairs:
         return {}
     cosines = torch.stack([pair.cosine for pair in pairs])
-    skipped = torch.stack([pair.rho == 0 for pair in pairs])
+    skipped = torch.stack([pair.used == 0 for pair in pairs])
     return {"val/cosine_zs": float(cosines.mean()), "val/skipped_pairs": float(skipped.float().mean())}
 
 
