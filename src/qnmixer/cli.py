@@ -5,7 +5,6 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -13,11 +12,10 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from qnmixer.config import flat_keys, unknown_key
+from qnmixer.config import CONF, flat_keys, unknown_key
 from qnmixer.errors import ConfigError, UserError
 from qnmixer.schema import suggest
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
 TRACEBACK = "HYDRA_FULL_ERROR"
 
 
@@ -114,7 +112,7 @@ def _explain_composition(error: Exception, config_name: str) -> str:
     ):
         key = found.group(1).lstrip("+~").split("=")[0].split("@")[0]
         groups = [path.name for path in CONF.iterdir() if path.is_dir()]
-        if config_name != "train" and key.split(".")[0] in groups:
+        if config_name not in ("train", "plan") and key.split(".")[0] in groups:
             return f"{key} is fixed by the run, which {config_name} takes it from: leave it out"
         return str(unknown_key(key, [*groups, *_known_keys(config_name)]))
     return text

@@ -5,8 +5,10 @@ wrong override is answered in a moment.
 """
 
 import difflib
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -15,6 +17,8 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 from qnmixer.data.config import DataConfig, DeepLesionData, DicomData, NumpyData, PhantomData
 from qnmixer.errors import ConfigError
 from qnmixer.schema import check_bounds, number, one_of, suggest
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
 
 MAX_SEED = 2**32 - 1
 """The largest that numpy takes."""
@@ -208,6 +212,18 @@ GROUPS: dict[str, dict[str, type]] = {
 }
 
 
+DEVICES = {
+    "V100-16": 16160.0,
+    "V100-32": 32510.0,
+    "A100-40": 40536.0,
+    "A100-80": 81251.0,
+    "H100": 81559.0,
+    "RTX4090": 24564.0,
+    "RTX5090": 32607.0,
+}
+"""MiB that the driver reports."""
+
+
 SECTIONS: dict[str, type] = {"trainer": TrainerConfig, "evaluation": EvaluationConfig}
 
 
@@ -258,6 +274,21 @@ class EvaluateConfig(EvaluateRootConfig):
 
 
 @dataclass(kw_only=True)
+class PlanRootConfig:
+    """What `qnmixer.plan` takes beside the config of a training run."""
+
+    format: str = one_of("table", "json", "levers")
+    device: str | None  # None: all that are known
+
+
+@dataclass(kw_only=True)
+class PlanConfig(PlanRootConfig):
+    """One plan, checked."""
+
+    run: Config
+
+
+@dataclass(kw_only=True)
 class ReconstructConfig:
     """One call of `qnmixer.reconstruct`."""
 
@@ -303,6 +334,29 @@ def parse_evaluate(cfg: DictConfig) -> EvaluateConfig:
     rest = _parse("", EvaluateRootConfig, {k: v for k, v in values.items() if k not in sections}, values)
     check_window("evaluation.window", sections["evaluation"].window)
     return EvaluateConfig(**vars(rest), **sections)
+
+
+def parse_plan(cfg: DictConfig) -> PlanConfig:
+    """Typed and checked config of `qnmixer.plan`; raises ConfigError."""
+    values = _plain(cfg)
+    own = {f.name: values.pop(f.name) for f in fields(PlanRootConfig)}
+    root: PlanRootConfig = _parse("", PlanRootConfig, own, own)
+    if root.device is not None:
+        device_memory(root.device)
+    return PlanConfig(**vars(root), run=parse(values))
+
+
+def device_memory(name: str) -> float:
+    """Memory of a named device, or of "24" or "24GB", in MiB. Raises ConfigError for neither."""
+    if name in DEVICES:
+        return DEVICES[name]
+    try:
+        size = float(name.lower().removesuffix("gb"))
+    except ValueError:
+        size = 0.0
+    if not (0 < size < math.inf):
+        raise ConfigError(f"device={name} is not known: {suggest(name, DEVICES)}, or give a size in GB (device=24)")
+    return 1024 * size
 
 
 def parse_reconstruct(cfg: DictConfig) -> ReconstructConfig:
@@ -379,6 +433,18 @@ def validate(config: Config) -> None:
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ConfigError(f"optimizer.betas={betas} is not two numbers from 0 to below 1: give [0.9,0.999]")
     check_noise(config.noise, config.data.scaling)
+
+
+def override(config: Config, overrides: str) -> Config:
+    """The config with overrides as on a command line, of groups ("memory=recompute") and keys; raises ConfigError."""
+    values = to_plain(config)
+    for item in overrides.split():
+        key, _, value = item.partition("=")
+        if key in GROUPS:
+            values[key] = OmegaConf.to_container(OmegaConf.load(CONF / key / f"{value}.yaml"))
+        else:
+            values = OmegaConf.to_container(OmegaConf.merge(values, OmegaConf.from_dotlist([item])))  # type: ignore[assignment]
+    return parse(values)
 
 
 def check_noise(noise: NoiseConfig, scaling: str) -> None:

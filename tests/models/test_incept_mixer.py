@@ -4,7 +4,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from qnmixer.errors import ConfigError
-from qnmixer.models.incept_mixer import InceptionPatches, InceptMixer, MixerLayer, PatchExpansion
+from qnmixer.models.incept_mixer import InceptionPatches, InceptMixer, Maximum3x3, MixerLayer, PatchExpansion
 
 
 def test_regulariser_starts_at_zero_and_then_learns() -> None:
@@ -49,11 +49,18 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         InceptMixer(image_size=16, channels=10)
 
 
+def test_maximum_along_rows_then_columns_equals_the_pool() -> None:
+    x = torch.randn(2, 1, 7, 9)
+    assert torch.equal(Maximum3x3()(x), F.max_pool2d(x, 3, stride=1, padding=1))
+
+
 def test_branches_in_patches_equal_the_figure_joined_then_cut() -> None:
     """The lean sum against the join to C channels at full resolution and one P × P convolution."""
     embedding = InceptionPatches(channels=8, patch_size=4)
     x = torch.rand(2, 1, 16, 16)
-    branches = [nn.Sequential(*branch[0], *branch[1:]) for branch in embedding.branches]  # stem and rest in one
+    branches = [
+        nn.Sequential(*(m for m in branch.modules() if not list(m.children()))) for branch in embedding.branches
+    ]
     features = torch.cat([branch[:-1](x) for branch in branches], dim=1)
     kernel = torch.cat([branch[-1].weight for branch in branches], dim=1)
     expected = F.conv2d(features, kernel, stride=4) + embedding.bias[:, None, None]

@@ -7,6 +7,18 @@ from torch.nn import functional as F
 from qnmixer.errors import ConfigError
 
 
+class Maximum3x3(nn.Module):
+    """The largest of each pixel's 3 × 3 neighbourhood, [B, 1, H, W]: along rows, then along columns.
+
+    Torch pools one channel on one core only; lines as channels are pooled on all of them, in a fifth of the time.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The image of maxima."""
+        along_rows = F.max_pool1d(x[:, 0], 3, stride=1, padding=1)
+        return F.max_pool1d(along_rows.mT, 3, stride=1, padding=1).mT[:, None]
+
+
 class InceptionPatches(nn.Module):
     """Inception and patchify: [B, 1, H, W] → [B, C, H/P, W/P] (figure).
 
@@ -21,10 +33,8 @@ class InceptionPatches(nn.Module):
         super().__init__()
         width = channels // 4
 
-        def stem(*layers: nn.Module, pool: bool = False) -> nn.Sequential:
-            point = nn.Conv2d(1, width, 1)
-            first = [nn.MaxPool2d(3, stride=1, padding=1), point] if pool else [point]
-            return nn.Sequential(*first, nn.ReLU(inplace=True), *layers)
+        def stem(convolution: nn.Module) -> nn.Sequential:
+            return nn.Sequential(nn.Conv2d(1, width, 1), nn.ReLU(inplace=True), convolution)
 
         def patchify() -> nn.Module:
             convolution = nn.Conv2d(width, channels, patch_size, stride=patch_size, bias=False)
@@ -40,17 +50,18 @@ class InceptionPatches(nn.Module):
                 nn.Sequential(stem(patchify())),
                 nn.Sequential(stem(spatial(3)), nn.ReLU(inplace=True), patchify()),
                 nn.Sequential(stem(spatial(5)), nn.ReLU(inplace=True), patchify()),
-                nn.Sequential(stem(patchify(), pool=True)),
+                nn.Sequential(Maximum3x3(), stem(patchify())),
             ]
         )
         self.bias = nn.Parameter(torch.zeros(channels))
 
     def stems(self) -> list[nn.Module]:
-        """Of each branch, everything up to its first convolution over more than a pixel."""
-        return [branch.get_submodule("0") for branch in self.branches]
+        """Of each branch, its features of single pixels and the convolution that takes them in."""
+        return [layer for branch in self.branches for layer in branch.children() if isinstance(layer, nn.Sequential)]
 
     def forward(self, x: Tensor) -> Tensor:
         """Patch features of x."""
+        x = x.to(memory_format=torch.channels_last)  # the convolutions take half the time on a CPU
         return sum((branch(x) for branch in self.branches), self.bias[:, None, None])
 
 

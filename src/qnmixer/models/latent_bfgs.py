@@ -33,11 +33,8 @@ class Direction(NamedTuple):
     unit: Tensor  # [B, L]
     norm: Tensor  # [B, 1], 1 to √L
     scale: Tensor  # [B, 1], a constant to differentiation, any size
+    length: Tensor  # [B, 1], norm · scale
     finite: Tensor  # [B, 1], whether the vector was
-
-    def vector(self) -> Tensor:
-        """The vector itself, [B, L]."""
-        return self.unit * (self.norm * self.scale)
 
     def detach(self) -> "Direction":
         """The same, as a constant."""
@@ -49,7 +46,7 @@ class CurvaturePair(NamedTuple):
 
     s: Tensor  # [B, L], unit length
     z: Tensor  # [B, L], unit length, after damping
-    change: tuple[Tensor, Tensor]  # [B, 1] each: z before damping is the first · s + the second · z
+    undamped: tuple[Tensor, Tensor]  # [B, 1] each: z before damping is the first · s + the second · z
     column: Tensor  # [B, j + 1] for pair j: its column of R, of the unit vectors; a skipped pair has that of I
     gamma: Tensor  # [B, 1], ‖s‖/‖z‖
     used: Tensor  # [B, 1], 0 for a skipped pair, else 1
@@ -64,7 +61,8 @@ def direction(v: Tensor) -> Direction:
     in_range = largest > torch.finfo(v.dtype).tiny
     scaled = v / torch.where(in_range, largest, 1.0)
     norm = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True).clamp_min(0.5)
-    return Direction(scaled / norm, norm, torch.where(in_range, largest, 0.0), finite)
+    scale = torch.where(in_range, largest, 0.0)
+    return Direction(scaled / norm, norm, scale, norm * scale, finite)
 
 
 def curvature_pair(
@@ -81,24 +79,25 @@ def curvature_pair(
     non-finite input makes NaN of H or of its gradient. Source: ours, after Powell 1978 (the paper draws no
     safeguard); idle, it changes nothing.
     """
-    z_unit, z_norm, z_scale, z_finite = direction(z)
-    cosine = _dot(z_unit, s.unit)
+    change = direction(z)
+    cosine = _dot(change.unit, s.unit)
     # The scales are constants, so an overflow of theirs is bounded before it meets a gradient.
-    scales = (s.scale / z_scale).nan_to_num(_RATIO_MAX, _RATIO_MAX).clamp(_RATIO_MIN, _RATIO_MAX)
-    ratio = scales * (s.norm / z_norm)
+    scales = (s.scale / change.scale).nan_to_num(_RATIO_MAX, _RATIO_MAX).clamp(_RATIO_MIN, _RATIO_MAX)
+    ratio = scales * (s.norm / change.norm)
     # θz + (1 − θ)s is, up to a factor, ẑ + μŝ; μ = 0 where zᵀs is large enough already.
     mu = torch.relu((damping * ratio - cosine) / (1 - damping))
-    damped = z_unit + mu * s.unit
+    damped = torch.addcmul(change.unit, mu, s.unit)
     length = torch.linalg.vector_norm(damped, dim=-1, keepdim=True).clamp_min(_RATIO_MIN)
     damped = damped / length
 
     damped_cosine = _dot(damped, s.unit)
-    used = s.finite & z_finite & (s.scale > 0) & (damped_cosine > min_cosine)
-    above = [torch.where(used & (pair.used > 0), _dot(pair.s, damped), 0.0) for pair in earlier]
-    column = torch.cat([*above, torch.where(used, damped_cosine, 1.0)], dim=-1)
-    z_length = z_norm * z_scale
-    change = (-mu * z_length, length * z_length)
-    return CurvaturePair(s.unit, damped, change, column, (ratio + mu) / length, used.to(z.dtype), cosine)
+    used = s.finite & change.finite & (s.scale > 0) & (damped_cosine > min_cosine)
+    column = torch.where(used, damped_cosine, 1.0)
+    if earlier:
+        above = _dots([pair.s for pair in earlier], damped) * torch.cat([pair.used for pair in earlier], dim=-1)
+        column = torch.cat([torch.where(used, above, 0.0), column], dim=-1)
+    undamped = (-mu * change.length, length * change.length)
+    return CurvaturePair(s.unit, damped, undamped, column, (ratio + mu) / length, used.to(z.dtype), cosine)
 
 
 def apply_inverse_hessian(pairs: Sequence[CurvaturePair], r: Tensor) -> Tensor:
@@ -106,13 +105,14 @@ def apply_inverse_hessian(pairs: Sequence[CurvaturePair], r: Tensor) -> Tensor:
     if not pairs:
         return r
     R = torch.stack([torch.nn.functional.pad(p.column, (0, len(pairs) - p.column.shape[1])) for p in pairs], dim=-1)
-    gamma, D = torch.cat([p.gamma for p in pairs], dim=-1), R.diagonal(dim1=-2, dim2=-1)
+    gamma, used = (torch.cat(column, dim=-1) for column in zip(*((p.gamma, p.used) for p in pairs), strict=True))
+    D = R.diagonal(dim1=-2, dim2=-1)
 
-    w = _solve(R, torch.cat([p.used * _dot(p.s, r) for p in pairs], dim=-1), upper=True)
+    w = _solve(R, used * _dots([p.s for p in pairs], r), upper=True)
     q = r
     for p, w_j in zip(pairs, w.split(1, dim=-1), strict=True):
         q = torch.addcmul(q, w_j, p.z, value=-1)
-    c = _solve(R.mT, gamma * D * w - torch.cat([p.used * _dot(p.z, q) for p in pairs], dim=-1), upper=False)
+    c = _solve(R.mT, gamma * D * w - used * _dots([p.z for p in pairs], q), upper=False)
     for p, c_j in zip(pairs, c.split(1, dim=-1), strict=True):
         q = torch.addcmul(q, c_j, p.s)
     return q
@@ -121,13 +121,18 @@ def apply_inverse_hessian(pairs: Sequence[CurvaturePair], r: Tensor) -> Tensor:
 def summed_changes(pairs: Sequence[CurvaturePair], r: Tensor) -> Tensor:
     """r + Σ z, with every z as it was before damping: the gradient code after all pairs, from the one before them."""
     for p in pairs:
-        r = torch.addcmul(torch.addcmul(r, p.change[0], p.s), p.change[1], p.z)
+        r = torch.addcmul(torch.addcmul(r, p.undamped[0], p.s), p.undamped[1], p.z)
     return r
 
 
 def _solve(triangle: Tensor, b: Tensor, upper: bool) -> Tensor:
     """Solve one triangular system a sample: [B, t, t] and [B, t]."""
     return torch.linalg.solve_triangular(triangle, b[..., None], upper=upper)[..., 0]
+
+
+def _dots(vectors: Sequence[Tensor], v: Tensor) -> Tensor:
+    """Inner products of v [B, L] with n vectors of its shape, [B, n]."""
+    return torch.cat([_dot(u, v) for u in vectors], dim=-1)
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

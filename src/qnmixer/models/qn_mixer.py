@@ -106,7 +106,9 @@ class QNMixer(UnrolledNetwork[QNState]):
         """x_t = x₀ + D(s_0 + … + s_{t−1}), as D is linear."""
         if not state.steps:
             return state.x0
-        steps = sum((s.vector() for s in state.steps[1:]), state.steps[0].vector())
+        steps = state.steps[0].unit * state.steps[0].length
+        for s in state.steps[1:]:
+            steps = torch.addcmul(steps, s.length, s.unit)
         with torch.autocast(steps.device.type, enabled=False):  # late, small steps would drown in half precision
             return state.x0 + self.codec.decode(steps.view(self._latent_shape(state.x0)))
 

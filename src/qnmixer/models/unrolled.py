@@ -35,7 +35,7 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         """x_t [B, 1, H, W] of a state."""
 
     def recomputed_parts(self) -> list[nn.Module]:
-        """Parts whose features are large and cheap to build again, apart from the rest of their iteration."""
+        """Parts whose inner features are large and cheap to build again; without random numbers."""
         return []
 
     def states(self, y: Tensor) -> Iterator[S]:

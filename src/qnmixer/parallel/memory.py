@@ -3,6 +3,7 @@
 The three give the same loss and the same gradients; they trade memory on the device against time.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,37 +23,40 @@ def apply_memory_mode(network: UnrolledNetwork[Any], config: MemoryConfig) -> No
     if isinstance(config, RecomputeConfig):
         network.loop = partial(_recomputing_loop, segment=config.segment)
         for part in network.recomputed_parts():
-            part.forward = partial(_recomputed, part.forward)
+            part.forward = partial(checkpoint, part.forward, use_reentrant=False, preserve_rng_state=False)
     elif config.name == "offload":
-        network.loop = _offloading_loop
+        network.loop = partial(offloading_loop, pack=_to_host, unpack=_from_host)
 
 
 def _recomputing_loop(network: UnrolledNetwork[S], y: Tensor, state: S, segment: int) -> S:
-    """All iterations, of which only the state before each segment is kept."""
-    for first in range(0, network.n_iterations, segment):
-        iterations = range(first, min(first + segment, network.n_iterations))
-        state = _recomputed(network.run, iterations, y, state)
-    return state
+    """All iterations, of which only the state before each segment is kept, and the graph of the last segment.
 
-
-def _recomputed(function: Any, *arguments: Any) -> Any:
-    """Call a function whose graph is dropped, and built again in backward from the same random numbers.
-
-    Not the reentrant kind: x₀, H₀ and r₀ need no gradient, and it would return none for anything.
+    That one backward starts with. Not the reentrant kind of checkpoint: x₀, H₀ and r₀ need no gradient, and it would
+    return none for anything.
     """
-    return checkpoint(function, *arguments, use_reentrant=False)
+    T = network.n_iterations
+    last = (T - 1) // segment * segment
+    for first in range(0, last, segment):
+        state = checkpoint(network.run, range(first, first + segment), y, state, use_reentrant=False)
+    return network.run(range(last, T), y, state)
 
 
-def _offloading_loop(network: UnrolledNetwork[S], y: Tensor, state: S) -> S:
-    """All iterations, with what backward will need in host memory."""
-    with torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host):
+def offloading_loop(
+    network: UnrolledNetwork[S], y: Tensor, state: S, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+) -> S:
+    """All iterations, with what backward will need put away by `pack`."""
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         return network.run(range(network.n_iterations), y, state)
 
 
-def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
-    """Move a saved tensor off its device; weights and small things stay."""
+def stays(tensor: Tensor) -> bool:
+    """Whether offloading leaves a saved tensor on its device: weights and small things."""
     is_weight = tensor.is_leaf and tensor.requires_grad
-    if is_weight or tensor.nbytes < _SMALLEST_OFFLOADED:
+    return is_weight or tensor.nbytes < _SMALLEST_OFFLOADED
+
+
+def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
+    if stays(tensor):
         return tensor.device, tensor
     host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)  # keeps the strides, and so the rounding
     return tensor.device, host.copy_(tensor)

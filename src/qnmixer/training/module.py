@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from qnmixer.config import Config, to_plain
+from qnmixer.physics import FanBeamProjector
 from qnmixer.training.build import build_loss, build_network, build_noise, build_projector
 from qnmixer.training.metrics import psnr, ssim
 from qnmixer.training.optimizers import build_optimizer, learning_rate_factor
@@ -31,10 +32,10 @@ class Batch(TypedDict):
 class ReconstructionModule(L.LightningModule):
     """Learns x_T from sinograms that are simulated from each slice, on the device, as (seed, stream, sample) says."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, projector: FanBeamProjector | None = None) -> None:
         super().__init__()
         self.config = config
-        self.projector = build_projector(config)
+        self.projector = projector or build_projector(config)
         self.network = build_network(config, self.projector)
         self.noise = build_noise(config)
         self.loss = build_loss(config.loss)

@@ -1,0 +1,22 @@
+"""Tell what a training run would need of its device, before it is started; no GPU is needed for it.
+
+python -m qnmixer.plan                                        # the default run, by memory mode, precision and batch
+python -m qnmixer.plan experiment=paper_aapm device=V100-32   # takes all overrides of qnmixer.train
+python -m qnmixer.plan memory=recompute format=json           # one object, for programs
+"""
+
+from omegaconf import DictConfig
+
+from qnmixer import cli
+from qnmixer.config import parse_plan
+
+
+def plan(cfg: DictConfig) -> None:
+    """Print the plan of one run."""
+    from qnmixer.training.plan_report import print_plan
+
+    print_plan(parse_plan(cfg))
+
+
+if __name__ == "__main__":
+    cli.run(plan, parse_plan, "plan")

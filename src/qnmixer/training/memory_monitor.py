@@ -1,0 +1,194 @@
+"""Memory while a network trains: in the metrics at each step, against the plan once, and a warning when it leaks."""
+
+import gc
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+from rich.console import Console
+
+from qnmixer.parallel.usage import Usage, read_usage, reset_peak
+from qnmixer.training.module import Batch
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Leak:
+    """Growth of what is held at the end of a step."""
+
+    steps: int  # how many it has been watched growing for; it may have begun before
+    first_bytes: int
+    last_bytes: int
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Growth of one step."""
+        return (self.last_bytes - self.first_bytes) / self.steps
+
+
+class LeakWatch:
+    """Tells a leak from the ups and downs of a healthy run, by what is held at the end of each step.
+
+    Of each window of steps the least counts. A leak adds as much to every window; a jump (the first validation, a
+    picture) to one, with noise after it that also rises now and then. So the last `n_windows` must all have risen, none
+    by less than half their mean, to `floor` above where they began and above everything before. Garbage in cycles grows
+    like that too until Python collects it: it is collected then, and a leak is what rises once more.
+
+    Args:
+        warm_up: steps to leave out, in which buffers, caches and the optimizer's state come to be.
+        window: steps in a window.
+        n_windows: how many must rise, one after another.
+        floor: bytes; over 4 windows of 20 it is 0.1 MiB a step. Healthy runs on the CPU, garbage apart, rose evenly
+            over 4 windows by 0.5 MiB at most (measured), unevenly by 19.
+        collect: frees garbage that is in cycles.
+    """
+
+    def __init__(
+        self,
+        *,
+        warm_up: int = 20,
+        window: int = 20,
+        n_windows: int = 4,
+        floor: int = 8 * _MIB,
+        collect: Callable[[], Any] = gc.collect,
+    ) -> None:
+        self.warm_up, self.window, self.floor = warm_up, window, floor
+        self._collect = collect
+        self._minima: deque[int] = deque(maxlen=n_windows + 1)
+        self._held: list[int] = []
+        self._highest = 0  # of the windows before those
+        self._step = 0
+        self._suspected = False
+        self._reported = False
+
+    def update(self, bytes_held: int) -> Leak | None:
+        """Take in what is held at the end of a step; returns a leak when it is found, and never another."""
+        self._step += 1
+        if self._reported or self._step <= self.warm_up:
+            return None
+        self._held.append(bytes_held)
+        if len(self._held) < self.window:
+            return None
+        if len(self._minima) == self._minima.maxlen:
+            self._highest = max(self._highest, self._minima[0])
+        self._minima.append(min(self._held))
+        self._held.clear()
+        if not self._rises_evenly():
+            self._suspected = False
+            return None
+        if not self._suspected:
+            self._suspected = True
+            self._collect()
+            return None
+        self._reported = True
+        return Leak(self.window * (len(self._minima) - 1), self._minima[0], self._minima[-1])
+
+    def _rises_evenly(self) -> bool:
+        if len(self._minima) != self._minima.maxlen:
+            return False
+        rises = [after - before for before, after in pairwise(self._minima)]
+        growth = self._minima[-1] - max(self._minima[0], self._highest)
+        return growth >= self.floor and min(rises) >= sum(rises) / len(rises) / 2
+
+
+class MemoryMonitor(Callback):
+    """Logs memory at each optimizer step, says what a step needs and what was planned, and warns of a leak.
+
+    In the metrics, in MiB: memory/allocated_mib, memory/reserved_mib and memory/peak_mib (of that step alone), on CUDA
+    memory/device_used_mib too; what they count is said in `Usage`.
+
+    Args:
+        console: where the lines go.
+        predicted_peak: MiB that the plan says a step needs; called once, after the second step.
+    """
+
+    def __init__(self, console: Console, predicted_peak: Callable[[], float] | None = None) -> None:
+        self.console = console
+        self.predicted_peak = predicted_peak
+        self.peak_mib = 0.0  # highest of the run so far, validation included
+        self.measured_mib: float | None = None  # peak of the second step
+        self.predicted_mib: float | None = None
+        self.leak: Leak | None = None
+        self._watch = LeakWatch()
+        self._n_steps = 0
+        self._global_step = 0
+        self._between_steps = True
+        self._resident_before = 0  # bytes
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take what is there before the first step."""
+        self._watch = LeakWatch()
+        self._n_steps, self._global_step = 0, trainer.global_step
+        self._between_steps = True
+        self._resident_before = read_usage(pl_module.device).reserved
+        reset_peak(pl_module.device)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
+    ) -> None:
+        """Begin the peak of an optimizer step; with accumulation that is not every batch."""
+        if self._between_steps:
+            self._between_steps = False
+            self._read(pl_module)  # a validation may have been higher
+            reset_peak(pl_module.device)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        """Log, and look for a leak, where the batch ended an optimizer step."""
+        if trainer.global_step == self._global_step:
+            return
+        self._global_step = trainer.global_step
+        self._n_steps += 1
+        self._between_steps = True
+        usage = self._read(pl_module)
+        values = {"allocated": usage.allocated, "reserved": usage.reserved, "peak": usage.peak}
+        if usage.device_used is not None:
+            values["device_used"] = usage.device_used
+        for name, value in values.items():
+            pl_module.log(f"memory/{name}_mib", value / _MIB, batch_size=1, on_step=True, on_epoch=False)
+        if self._n_steps == 2:  # from which on the optimizer's state is there
+            self._compare(pl_module, usage)
+        if leak := self._watch.update(usage.allocated):
+            self.leak = leak
+            self._warn(leak)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Count the last validation in."""
+        self._read(pl_module)
+
+    def _read(self, pl_module: L.LightningModule) -> Usage:
+        usage = read_usage(pl_module.device)
+        self.peak_mib = max(self.peak_mib, usage.peak / _MIB)
+        return usage
+
+    def _compare(self, pl_module: L.LightningModule, usage: Usage) -> None:
+        """Print what a step needs beside what was planned."""
+        peak = usage.peak
+        if pl_module.device.type != "cuda":
+            # No allocator counts here: what training added, and the weights and operator, which were there before.
+            tensors = chain(pl_module.parameters(), pl_module.buffers())
+            peak += sum(tensor.nbytes for tensor in tensors) - self._resident_before
+        self.measured_mib = peak / _MIB
+        plan = ""
+        if self.predicted_peak is not None:
+            self.predicted_mib = self.predicted_peak()
+            plan = f", {self.predicted_mib:.0f} predicted (plan)"
+        self._print(f"memory: {self.measured_mib:.0f} MiB at the peak of a step{plan}")
+
+    def _warn(self, leak: Leak) -> None:
+        self._print(
+            f"memory: a leak? What is held at the end of a step has grown for {leak.steps} steps, from "
+            f"{leak.first_bytes / _MIB:.0f} to {leak.last_bytes / _MIB:.0f} MiB, {leak.bytes_per_step / _MIB:.2g} MiB "
+            "a step. Usual causes: a loss or image kept in a list without .detach() (its whole graph stays), a tensor "
+            "logged with its graph, a state carried from batch to batch without .detach(), a callback that stores "
+            "outputs"
+        )
+
+    def _print(self, line: str) -> None:
+        self.console.print(line, highlight=False, soft_wrap=True)

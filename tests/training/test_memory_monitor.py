@@ -1,0 +1,292 @@
+import csv
+import ctypes
+import io
+import math
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
+from rich.console import Console
+from torch import Tensor
+
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.training.callbacks import IteratePictures
+from qnmixer.training.memory_monitor import LeakWatch, MemoryMonitor
+from qnmixer.training.module import Batch, ReconstructionModule
+
+MIB = 2**20
+LEVEL = 400.0  # MiB
+N_STEPS = 2000
+
+resets_peak = pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="writes /proc/self/clear_refs")
+
+Series = Callable[[int], float]
+TinyModule = Callable[..., ReconstructionModule]
+
+
+def no_leak(step: int) -> float:
+    return LEVEL
+
+
+def noise(step: int) -> float:
+    return random.Random(step).uniform(0, 4)
+
+
+def wandering(seed: int) -> Series:
+    """A slow random walk that a level pulls back, 2 MiB around it."""
+    draw, values = random.Random(seed), [0.0]
+    for _ in range(N_STEPS):
+        values.append(0.98 * values[-1] + math.sqrt(1 - 0.98**2) * draw.gauss(0, 2))
+    return lambda step: LEVEL + values[step]
+
+
+HEALTHY: dict[str, Series] = {
+    "level": no_leak,
+    "noise": lambda step: LEVEL + noise(step),
+    "sawtooth of 7 steps": lambda step: LEVEL + 10 * (step % 7),
+    "sawtooth of 33 steps": lambda step: LEVEL + 10 * (step % 33),
+    "sawtooth of 90 steps": lambda step: LEVEL + step % 90,
+    "up in warm-up": lambda step: LEVEL + 50 * min(step, 20),
+    "one jump": lambda step: LEVEL + 500 * (step > 130),
+    "one jump, then up to a level": lambda step: LEVEL + (step > 130) * (500 - 50 * math.exp((130 - step) / 30)),
+    "jumps a validation, few and far between": lambda step: LEVEL + 6 * (step // 100),
+    "a dip": lambda step: LEVEL - max(0, 300 - abs(step - 500)),
+    **{f"random walk {seed}": wandering(seed) for seed in range(5)},
+}
+
+LEAKING: dict[str, tuple[Series, int]] = {
+    "steady": (lambda step: LEVEL + step, 150),
+    "under noise": (lambda step: LEVEL + step + noise(step), 150),
+    "under a sawtooth": (lambda step: LEVEL + step + 30 * (step % 7), 150),
+    "in chunks of 16 MiB": (lambda step: LEVEL + 16 * (step // 16), 190),
+    "across a jump": (lambda step: LEVEL + step + 500 * (step > 60), 250),
+    "from step 1000 on": (lambda step: LEVEL + max(0, step - 1000), 1150),
+}
+
+
+def leaks_found(watch: LeakWatch, series: Series) -> list[tuple[int, float]]:
+    """Step, and MiB a step, of each leak that is reported."""
+    leaks = ((step, watch.update(int(series(step) * MIB))) for step in range(1, N_STEPS + 1))
+    return [(step, leak.bytes_per_step / MIB) for step, leak in leaks if leak]
+
+
+@pytest.mark.parametrize("series", HEALTHY)
+def test_a_healthy_run_is_no_leak(series: str) -> None:
+    assert not leaks_found(LeakWatch(), HEALTHY[series])
+
+
+def test_warm_up_may_be_long() -> None:
+    assert leaks_found(LeakWatch(), lambda step: LEVEL + min(step, 300))
+    assert not leaks_found(LeakWatch(warm_up=300), lambda step: LEVEL + min(step, 300))
+
+
+@pytest.mark.parametrize("series", LEAKING)
+def test_a_leak_is_found_once(series: str) -> None:
+    held, limit = LEAKING[series]
+    ((step, mib_per_step),) = leaks_found(LeakWatch(), held)
+    assert step <= limit
+    assert mib_per_step == pytest.approx(1, rel=0.2)
+
+
+def test_garbage_in_cycles_is_collected_and_is_no_leak() -> None:
+    """Python looks for it seldom: the pictures of 4 validations were kept, 5.6 MiB each (measured)."""
+    collected, step = [0], 0
+
+    def held(now: int) -> float:
+        nonlocal step
+        step = now
+        return LEVEL + step - collected[-1]
+
+    assert not leaks_found(LeakWatch(collect=lambda: collected.append(step)), held)
+    assert len(collected) > 1
+
+
+class KeepsLosses(ReconstructionModule):
+    """The usual mistake: after backward the graph's saved tensors are gone, its nodes are not."""
+
+    losses: list[Tensor]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss)
+        return loss
+
+
+class StopsAtLeak(Callback):
+    """Saves the steps after the leak was found."""
+
+    def __init__(self, watching: MemoryMonitor) -> None:
+        self.watching = watching
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.should_stop = self.watching.leak is not None
+
+
+class Takes(Callback):
+    """64 MiB for a moment, in a hook and when the trainer is as told."""
+
+    def __init__(self, hook: str, when: Callable[[L.Trainer], bool] = lambda trainer: True) -> None:
+        self.when = when
+        setattr(self, hook, self._take)
+
+    def _take(self, trainer: L.Trainer, *_: Any) -> None:
+        if self.when(trainer):
+            torch.ones(16 * MIB)
+
+
+def takes_in_step(step: int) -> Takes:
+    return Takes("on_before_optimizer_step", lambda trainer: trainer.global_step + 1 == step)
+
+
+def train(module: ReconstructionModule, folder: Path, *callbacks: Callback, **options: Any) -> list[dict[str, str]]:
+    """Rows of metrics.csv that hold memory."""
+    options = {"limit_val_batches": 0, "log_every_n_steps": 1, "accelerator": "cpu", **options}
+    trainer = L.Trainer(
+        logger=CSVLogger(folder, name=""), enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=folder, callbacks=list(callbacks),
+        **options,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=SliceDataModule(module.config.data))
+    rows = csv.DictReader((Path(str(trainer.log_dir)) / "metrics.csv").read_text().splitlines())
+    return [row for row in rows if row["memory/peak_mib"]]
+
+
+def monitor(predicted_peak: Callable[[], float] | None = None) -> MemoryMonitor:
+    return MemoryMonitor(Console(file=io.StringIO(), width=80), predicted_peak)
+
+
+def lines(watching: MemoryMonitor) -> list[str]:
+    assert isinstance(watching.console.file, io.StringIO)
+    return watching.console.file.getvalue().splitlines()
+
+
+@pytest.fixture
+def compact_heap() -> None:
+    """Hand free pages back to the system: a leak would first fill, unseen, what earlier tests left free."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc has it
+        trim(0)
+
+
+@pytest.mark.usefixtures("compact_heap")
+def test_losses_kept_with_their_graph_are_found(tiny_module: TinyModule, tmp_path: Path) -> None:
+    watching = monitor()
+    module = KeepsLosses(tiny_module("model.n_iterations=4").config)
+    module.losses = []
+    train(module, tmp_path, watching, StopsAtLeak(watching), max_steps=400)
+    assert watching.leak is not None
+    assert 0.15 < watching.leak.bytes_per_step / MIB < 1
+    _, line = lines(watching)
+    assert line.startswith("memory: a leak? What is held at the end of a step has grown for 80 steps, from ")
+    assert ".detach()" in line
+
+
+@pytest.mark.slow
+def test_the_same_run_without_the_leak_stays_silent(tiny_module: TinyModule, tmp_path: Path) -> None:
+    """With a validation and its picture every 20 steps: of all that is healthy, what looks most like a leak."""
+    watching, pictures = monitor(), IteratePictures(tmp_path / "pictures")
+    module = tiny_module("model.n_iterations=4")
+    often = {"val_check_interval": 20, "check_val_every_n_epoch": None, "limit_val_batches": 1}
+    train(module, tmp_path, watching, pictures, max_steps=500, **often)
+    assert watching.leak is None
+    assert len(lines(watching)) == 1
+
+
+def test_each_step_is_in_the_metrics(tiny_module: TinyModule, tmp_path: Path) -> None:
+    rows = train(tiny_module(), tmp_path, monitor(), max_steps=4)
+    assert len(rows) == 4
+    assert "memory/device_used_mib" not in rows[0]
+    for row in rows:
+        allocated, reserved, peak = (float(row[f"memory/{name}_mib"]) for name in ("allocated", "reserved", "peak"))
+        assert 50 < allocated <= reserved <= peak
+
+
+def test_with_accumulation_it_is_optimizer_steps_that_count(tiny_module: TinyModule, tmp_path: Path) -> None:
+    module, asked_at = tiny_module(), []
+
+    def predicted_peak() -> float:
+        asked_at.append(module.global_step)
+        return 398.4
+
+    rows = train(module, tmp_path, monitor(predicted_peak), max_steps=3, accumulate_grad_batches=2)
+    assert len(rows) == 3
+    assert asked_at == [2]
+
+
+@pytest.mark.parametrize("predicted", [398.4, None])
+def test_after_the_second_step_a_line_says_what_it_needed(
+    tiny_module: TinyModule, tmp_path: Path, predicted: float | None
+) -> None:
+    watching = monitor(None if predicted is None else lambda: predicted)
+    train(tiny_module(), tmp_path, watching, max_steps=4)
+    assert watching.measured_mib is not None
+    assert watching.predicted_mib == predicted
+    plan = "" if predicted is None else ", 398 predicted (plan)"
+    assert lines(watching) == [f"memory: {watching.measured_mib:.0f} MiB at the peak of a step{plan}"]
+
+
+def measured(module: ReconstructionModule, folder: Path, *callbacks: Callback) -> float:
+    """MiB that the line after the second step says."""
+    watching = monitor()
+    train(module, folder, watching, *callbacks, max_steps=3)
+    assert watching.measured_mib is not None
+    return watching.measured_mib
+
+
+@resets_peak
+def test_it_is_the_second_step_and_the_buffers_that_are_measured(tiny_module: TinyModule, tmp_path: Path) -> None:
+    measured(tiny_module(), tmp_path)  # code that is loaded with the first run of a process is resident from then on
+    plain = measured(tiny_module(), tmp_path)
+    heavier = tiny_module()
+    heavier.register_buffer("operator", torch.ones(16 * MIB))
+    assert measured(heavier, tmp_path) - plain == pytest.approx(64, abs=8)
+    assert measured(tiny_module(), tmp_path, takes_in_step(1)) == pytest.approx(plain, abs=8)
+    assert measured(tiny_module(), tmp_path, takes_in_step(2)) - plain == pytest.approx(64, abs=8)
+
+
+@resets_peak
+def test_the_peak_in_the_metrics_is_of_that_step_alone(tiny_module: TinyModule, tmp_path: Path) -> None:
+    watching = monitor()
+    torch.ones(32 * MIB)  # before training: in no peak
+    rows = train(tiny_module(), tmp_path, watching, takes_in_step(3), max_steps=4)
+    peaks = [float(row["memory/peak_mib"]) for row in rows]
+    assert peaks[2] - peaks[1] == pytest.approx(64, abs=8)
+    assert peaks[2] - peaks[3] == pytest.approx(64, abs=8)
+    assert watching.peak_mib == pytest.approx(peaks[2])
+
+
+@resets_peak
+def test_with_accumulation_a_peak_is_of_all_batches_of_the_step(tiny_module: TinyModule, tmp_path: Path) -> None:
+    first = Takes("on_after_backward", lambda trainer: trainer.fit_loop.batch_idx == 0)
+    rows = train(tiny_module(), tmp_path, monitor(), first, max_steps=2, accumulate_grad_batches=2)
+    one, two = (float(row["memory/peak_mib"]) for row in rows)
+    assert one - two == pytest.approx(64, abs=8)
+
+
+@resets_peak
+@pytest.mark.parametrize("max_steps", [4, 6], ids=["at last", "between steps"])
+def test_validation_is_in_the_peak_of_the_run_but_of_no_step(
+    tiny_module: TinyModule, tmp_path: Path, max_steps: int
+) -> None:
+    """An epoch has 4 steps, and a validation at its end."""
+    watching, validation = monitor(), Takes("on_validation_start")
+    rows = train(tiny_module(), tmp_path, watching, validation, max_steps=max_steps, limit_val_batches=1)
+    highest = max(float(row["memory/peak_mib"]) for row in rows)
+    assert watching.peak_mib - highest == pytest.approx(64, abs=8)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_the_allocator_counts(tiny_module: TinyModule, tmp_path: Path) -> None:
+    watching = monitor(lambda: 398.4)
+    rows = train(tiny_module(), tmp_path, watching, max_steps=4, accelerator="cuda", devices=1)
+    assert watching.measured_mib == pytest.approx(float(rows[1]["memory/peak_mib"]))
+    for row in rows:
+        names = ("allocated", "peak", "reserved", "device_used")
+        allocated, peak, reserved, device_used = (float(row[f"memory/{name}_mib"]) for name in names)
+        assert 0 < allocated < peak <= reserved < device_used
