@@ -22,3 +22,7 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint that is missing, of another program, or of another geometry or network."""
+
+
+class OutOfMemory(UserError):
+    """A training step that needs more memory than there is."""

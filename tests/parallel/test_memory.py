@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
 
-from qnmixer.config import MemoryConfig, RecomputeConfig
+from qnmixer.cli import compose
+from qnmixer.config import MemoryConfig, RecomputeConfig, parse
 from qnmixer.models import QNMixer
 from qnmixer.parallel import memory
 from qnmixer.parallel.memory import apply_memory_mode
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
+from qnmixer.training.planning import track_step
 
 MIB = 2**20
 KEEP = MemoryConfig(name="keep")
@@ -125,42 +125,20 @@ def test_offloading_moves_what_backward_needs_and_leaves_weights(projector: FanB
     assert sum(moved) > MIB
 
 
-def peak_of_a_step(mode: MemoryConfig, n_iterations: int) -> float:
-    """MiB of a training step at its peak, but for parameters, gradients and optimizer state, by torch's tracker.
-
-    256 × 256, C = 96, batch 1, float32; nothing but the operator is allocated.
-    """
-    projector = FanBeamProjector(FanBeamGeometry.paper(32))
-    projector.fbp_spectral_radius()
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        network = QNMixer(projector, n_iterations=n_iterations)
-        apply_memory_mode(network, mode)
-        optimizer = torch.optim.AdamW(network.parameters())
-        tracker = MemTracker()
-        tracker.track_external(network, optimizer)
-        truth = torch.rand(1, 1, 256, 256)
-        with tracker:
-            for _ in range(2):  # the first makes the optimizer's state
-                tracker.reset_mod_stats()
-                with torch.no_grad():
-                    y = projector(truth)
-                loss = (network(y) - truth).square().mean()
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-                del loss, y
-        (peak,) = tracker.get_tracker_snapshot("peak").values()
-    bytes_of = {str(kind).rpartition(".")[2]: n for kind, n in peak.items()}
-    return (bytes_of["Total"] - bytes_of["PARAM"] - bytes_of["GRAD"] - bytes_of["OPT"]) / MIB
+def peak_of_a_step(projector: FanBeamProjector, *overrides: str) -> float:
+    """MiB of a training step at its peak, but for parameters, gradients and optimizer state."""
+    footprint = track_step(parse(compose("train", list(overrides))), projector)
+    return (footprint.activations + footprint.operator) / MIB
 
 
 @pytest.mark.slow
 def test_recomputing_takes_the_iterations_out_of_the_peak() -> None:
-    """At T = 14 at most 130 MiB, operator included; keeping the graph needs more than that for 3 iterations."""
-    recompute = MODES["recompute"]
-    three, fourteen = peak_of_a_step(recompute, 3), peak_of_a_step(recompute, 14)
-    assert fourteen < 130 < peak_of_a_step(KEEP, 3)
+    """The paper's size, by torch's tracker: at T = 14 at most 130 MiB, where keeping needs more for 3 iterations."""
+    projector = FanBeamProjector(FanBeamGeometry.paper(32))
+    projector.fbp_spectral_radius()
+    recompute = ["memory=recompute", "model.n_iterations=14"]
+    assert peak_of_a_step(projector, *recompute) < 130 < peak_of_a_step(projector, "model.n_iterations=3")
     # What an iteration leaves: the directions s and z, 0.25 MiB each; in backward, as much again for their gradients.
     # Fourteen more add at most 16 MiB.
-    assert (fourteen - three) / 11 < 16 / 14
+    four, seven = (peak_of_a_step(projector, "memory=recompute", f"model.n_iterations={T}") for T in (4, 7))
+    assert (seven - four) / 3 < 16 / 14

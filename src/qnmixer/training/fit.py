@@ -2,6 +2,7 @@
 
 import logging
 import os
+import traceback
 import warnings
 from pathlib import Path
 
@@ -13,14 +14,17 @@ from rich.console import Console
 
 from qnmixer.config import Config, TrainerConfig, to_plain
 from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.errors import ConfigError
+from qnmixer.errors import ConfigError, OutOfMemory
 from qnmixer.parallel.memory import apply_memory_mode
 from qnmixer.tracking.loggers import build_loggers, close_loggers
 from qnmixer.tracking.results import results
 from qnmixer.training.callbacks import IteratePictures, PromptInterrupt, ValidationLine
 from qnmixer.training.checkpoints import AtomicCheckpointIO, load_weights
 from qnmixer.training.evaluation import evaluate, log_evaluation, title_of, write_evaluation
+from qnmixer.training.memory_monitor import MemoryMonitor
 from qnmixer.training.module import ReconstructionModule
+from qnmixer.training.out_of_memory import advice, is_out_of_memory, memory_of
+from qnmixer.training.planning import MIB, Planner
 
 _THREADS = torch.get_num_threads()  # as the process started: the jobs of a sweep share it
 
@@ -65,12 +69,21 @@ def _fit(config: Config, folder: Path, console: Console, record: dict[str, objec
         enable_version_counter=False,
     )
     line = ValidationLine(console)
-    trainer = _build_trainer(config, folder, accelerator, [checkpoint, line], console)
+    planner = Planner(config, module.projector)
+    memory = MemoryMonitor(console, lambda: planner.estimate(config).peak / MIB)
+    trainer = _build_trainer(config, folder, accelerator, [checkpoint, line, memory], console)
     _print_start(config, data, module, trainer, console)
     try:
         trainer.fit(module, datamodule=data)
     except SystemExit as stop:  # what Lightning makes of Ctrl-C
         raise KeyboardInterrupt from stop
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        traceback.clear_frames(error.__traceback__)  # they hold what filled the memory
+        raise OutOfMemory(advice(planner, config, memory_of(trainer.strategy.root_device))) from error
+    finally:
+        record["memory"] = memory.record()
     if line.last_step != trainer.global_step:
         _validate_at_last(trainer, module, data, checkpoint)
     assert checkpoint.best_model_score is not None

@@ -118,14 +118,14 @@ class MemoryMonitor(Callback):
         self._n_steps = 0
         self._global_step = 0
         self._between_steps = True
-        self._resident_before = 0  # bytes
+        self._allocated_before = 0  # bytes
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take what is there before the first step."""
         self._watch = LeakWatch()
         self._n_steps, self._global_step = 0, trainer.global_step
         self._between_steps = True
-        self._resident_before = read_usage(pl_module.device).reserved
+        self._allocated_before = read_usage(pl_module.device).allocated
         reset_peak(pl_module.device)
 
     def on_train_batch_start(
@@ -162,6 +162,10 @@ class MemoryMonitor(Callback):
         """Count the last validation in."""
         self._read(pl_module)
 
+    def record(self) -> dict[str, float | None]:
+        """What results.json keeps, MiB."""
+        return {"peak": self.peak_mib, "measured_step": self.measured_mib, "predicted_step": self.predicted_mib}
+
     def _read(self, pl_module: L.LightningModule) -> Usage:
         usage = read_usage(pl_module.device)
         self.peak_mib = max(self.peak_mib, usage.peak / _MIB)
@@ -171,9 +175,11 @@ class MemoryMonitor(Callback):
         """Print what a step needs beside what was planned."""
         peak = usage.peak
         if pl_module.device.type != "cuda":
-            # No allocator counts here: what training added, and the weights and operator, which were there before.
+            # No allocator counts here: what training added, without the pages of files (torch's code comes in with the
+            # first step), and the weights and operator, which were there before.
             tensors = chain(pl_module.parameters(), pl_module.buffers())
-            peak += sum(tensor.nbytes for tensor in tensors) - self._resident_before
+            of_files = usage.reserved - usage.allocated
+            peak += sum(tensor.nbytes for tensor in tensors) - of_files - self._allocated_before
         self.measured_mib = peak / _MIB
         plan = ""
         if self.predicted_peak is not None:

@@ -14,7 +14,7 @@ from qnmixer.training.planning import MIB, Planner, Prediction
 PRECISIONS = (("32",), ("16-mixed", "bf16-mixed"))
 """Those of one row need the same memory. (A V100 has no bf16.)"""
 
-BATCHES = (1, 4, 16)
+BATCHES = (1, 8)
 
 LEVERS = {
     "memory=recompute": "a step takes about 1.4 times as long",
@@ -138,11 +138,10 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _largest_batch(peaks: dict[int, float], limit: float) -> str:
-    """Where the line through the two largest of the known batches meets the limit."""
-    smallest, *_, b, c = sorted(peaks)
-    if peaks[smallest] > limit:
-        return "none"
-    return f"{max(smallest, math.floor(b + (limit - peaks[b]) * (c - b) / (peaks[c] - peaks[b]))):,}"
+    """Where the line through two known batches meets the limit."""
+    (few, small), (many, large) = sorted(peaks.items())
+    batch = math.floor(few + (limit - small) * (many - few) / (large - small))
+    return f"{batch:,}" if batch >= 1 else "none"
 
 
 def _devices(config: PlanConfig) -> list[str]:

@@ -1,8 +1,8 @@
 """What a training step will hold in the memory of its device, told without the device and without the memory.
 
 The step itself is run on fake tensors, which have shapes but no data, under the tracker that ships with torch. Only the
-operator is real. Memory is affine in the batch and, past the first few iterations, in T, so that a few small steps give
-large ones (the tests hold the two against each other).
+operator is real. Past the first few iterations memory is affine in T, so that two short steps give a long one (the
+tests hold the two against each other).
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ from qnmixer.training.optimizers import build_optimizer
 MIB = 2**20
 
 # From here on memory was seen to be affine in T.
-_FEWEST_ITERATIONS = 3
+_FEWEST_ITERATIONS = 4
 
 _DTYPES = {"32": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
@@ -82,13 +82,14 @@ class Planner:
         return Prediction(footprint, (longer.peak - footprint.peak) / width)
 
     def estimate(self, config: Config) -> Footprint:
-        """The footprint of a run on one device, from steps of few iterations and small batches: sooner, within 1 %."""
-        T, width = config.model.n_iterations, _width(config)
-        first = min(T, _FEWEST_ITERATIONS + (T - _FEWEST_ITERATIONS) % width)
-        if first == T:
-            return self._at_batch(config, T)
-        second = self._at_batch(config, first + width)
-        return self._at_batch(config, first).moved((T - first) / width, second)
+        """The footprint of a run on one device, from two steps of few iterations: sooner, and nearly the same."""
+        T, width, batch = config.model.n_iterations, _width(config), config.data.batch_size
+        first = max(_FEWEST_ITERATIONS, 2 * width)
+        first += (T - first) % width
+        if first + width >= T:
+            return self._step(config, T, batch)
+        small, larger = (self._step(config, t, batch) for t in (first, first + width))
+        return small.moved((T - first) / width, larger)
 
     def optimizer_state(self, config: Config) -> float:
         """Bytes that the optimizer keeps between steps."""
@@ -98,12 +99,6 @@ class Planner:
             _make_state(optimizer)
             states = [value for state in optimizer.state.values() for value in state.values()]
             return sum(value.nbytes for value in states if isinstance(value, Tensor))
-
-    def _at_batch(self, config: Config, n_iterations: int) -> Footprint:
-        batch = config.data.batch_size
-        if batch <= 2 or config.memory.name == "offload":  # what is large enough to be moved depends on the batch
-            return self._step(config, n_iterations, batch)
-        return self._step(config, n_iterations, 1).moved(batch - 1, self._step(config, n_iterations, 2))
 
     def _step(self, config: Config, n_iterations: int, batch: int) -> Footprint:
         model = replace(config.model, n_iterations=n_iterations)
