@@ -5,7 +5,7 @@ BIN := .venv/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint bench readme clean
+.PHONY: help install train test lint bench readme levers clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /	/' | expand -t 10
@@ -31,14 +31,20 @@ lint: install ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: install ## time the operator against ASTRA (pip install -e ".[bench]" for that side)
+bench: install ## time the operator against ASTRA (pip install -e ".[bench]" for that side), check the plan's memory
 	$(BIN)/python tests/benchmarks/bench_operator.py --json bench/operator.json
+	$(BIN)/python tests/benchmarks/bench_memory.py --json bench/memory.json
 
 readme: install ## run the demo and put its table and picture into README.md
 	$(BIN)/python -m qnmixer.train experiment=demo hydra.run.dir=runs/readme $(ARGS)
 	cp runs/readme/evaluation/picture.png notebooks/demo.png
 	$(BIN)/python -c "import re, pathlib as p; r = p.Path('README.md'); t = p.Path('runs/readme/evaluation/table.md'); \
-		r.write_text(re.sub(r'(<!-- table -->\n).*?(<!-- end)', lambda m: m[1] + t.read_text() + m[2], r.read_text(), flags=re.S))"
+		r.write_text(re.sub(r'(<!-- table -->\n).*?(<!-- end of table)', lambda m: m[1] + t.read_text() + m[2], r.read_text(), flags=re.S))"
+
+levers: install ## put the table of what saves how much memory into README.md
+	$(BIN)/python -m qnmixer.plan format=levers data.batch_size=4 > levers.md
+	$(BIN)/python -c "import re, pathlib as p; r = p.Path('README.md'); t = p.Path('levers.md'); \
+		r.write_text(re.sub(r'(<!-- levers -->\n).*?(<!-- end of levers)', lambda m: m[1] + t.read_text() + m[2], r.read_text(), flags=re.S)); t.unlink()"
 
 clean: ## remove .venv and caches; runs stay
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build src/*.egg-info

@@ -11,8 +11,12 @@ import numpy as np
 import pydicom
 import pytest
 
+from qnmixer.cli import compose
+from qnmixer.config import parse
 from qnmixer.data.phantoms import phantom
 from qnmixer.data.writers import write_dicom
+from qnmixer.training.plan_report import LEVERS, levers_table
+from qnmixer.training.planning import Planner
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = [
@@ -70,6 +74,9 @@ def run(command: str, place: Path) -> None:
         ]
         if words[-1] == "test":
             words.insert(1, "--dry-run")  # or it would run itself
+    elif words[2] == "qnmixer.plan":
+        words += [word for word in TINY if word.startswith(("data.image", "geometry", "model"))]
+        words.append("model.n_iterations=2")
     elif words[2] == "qnmixer.train":
         phantoms = not any(word.startswith(("data=", "experiment=paper")) for word in words)
         words += [*TINY, *(TINY_PHANTOMS if phantoms else ["data.cache_dir=cache"])]
@@ -90,6 +97,16 @@ def test_files_that_the_readme_names_exist() -> None:
     named = re.findall(r"`(src/[^`]+\.py)`", text) + re.findall(r"\]\(((?!http)[^)]+)\)", text)
     assert len(named) >= 8
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_table_of_levers_is_what_the_plan_says() -> None:
+    """Its base and its first line: the rest comes from the same command."""
+    block = re.search(r"<!-- levers -->\n(.*?)<!-- end of levers", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert block is not None
+    planner = Planner(config := parse(compose("train", ["data.batch_size=4"])))
+    first = dict(list(LEVERS.items())[:1])
+    expected = levers_table(config, planner, first).splitlines()
+    assert block[1].splitlines()[: len(expected)] == expected
 
 
 @pytest.mark.slow

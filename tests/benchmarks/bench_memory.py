@@ -115,6 +115,8 @@ def main() -> None:
     """Run all of it, or one measurement for `compare`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--one", help="overrides of the one config to measure; prints MiB")
+    parser.add_argument("--configs", type=int, nargs="*", default=range(len(CONFIGS)), help="which of them to compare")
+    parser.add_argument("--iterations", type=int, default=14, help="T of the timed step")
     parser.add_argument("--json", type=Path, help="where to write the results too")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -122,18 +124,19 @@ def main() -> None:
         print(measured_mib(arguments.one, device))
         return
     console = Console()
-    rows = [compare(overrides) for overrides in CONFIGS]
+    rows = [compare(CONFIGS[k]) for k in arguments.configs]
     table = Table("overrides", "plan, MiB", "measured", "plan / measured", title=f"plan against real steps on {device}")
     for row in rows:
         numbers = (f"{row['predicted_mib']:.1f}", f"{row['measured_mib']:.1f}", f"{row['ratio']:.3f}")
         table.add_row(str(row["overrides"]), *numbers)
     console.print(table)
-    seconds = time_modes("model.n_iterations=14", device)
+    seconds = time_modes(f"model.n_iterations={arguments.iterations}", device)
     ratio = seconds["recompute"] / seconds["keep"]
     console.print(
-        f"256², T = 14, batch 1, {torch.get_num_threads()} threads: a step takes {seconds['keep']:.2f} s with "
-        f"memory=keep, {ratio:.2f} times that with memory=recompute",
+        f"256², T = {arguments.iterations}, batch 1, {torch.get_num_threads()} threads: a step takes "
+        f"{seconds['keep']:.2f} s with memory=keep, {ratio:.2f} times that with memory=recompute",
         highlight=False,
+        soft_wrap=True,
     )
     if arguments.json is not None:
         write_text(arguments.json, json.dumps({"plan": rows, "step_seconds": seconds, "ratio": ratio}, indent=2) + "\n")

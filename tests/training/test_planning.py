@@ -9,7 +9,6 @@ from torch import nn
 
 from qnmixer.cli import compose
 from qnmixer.config import Config, ConfigError, device_memory, override, parse
-from qnmixer.training import plan_report
 from qnmixer.training.plan_report import as_object, levers_table, usable
 from qnmixer.training.planning import MIB, Planner, _PeakTracker, _without_data, track_step
 
@@ -125,10 +124,9 @@ def test_unknown_devices_are_refused(name: str) -> None:
         device_memory(name)
 
 
-def test_levers_say_what_they_save(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_report, "LEVERS", {"memory=recompute": "time"})
+def test_levers_say_what_they_save(planner: Planner) -> None:
     config = config_of("model.n_iterations=5")
-    lines = levers_table(config, planner).splitlines()
+    lines = levers_table(config, planner, {"memory=recompute": "time"}).splitlines()
     keep, recompute = (planner.estimate(override(config, f"memory={m}")).peak for m in ("keep", "recompute"))
     assert lines[0].endswith(f"memory=keep, adamw: {keep / MIB:,.0f} MiB**")
     assert f"| `memory=recompute` | {recompute / MIB:,.0f} | {1 - recompute / keep:.2%} | time |" in "\n".join(lines)
