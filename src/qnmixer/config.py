@@ -338,8 +338,10 @@ def parse_evaluate(cfg: DictConfig) -> EvaluateConfig:
 
 def parse_plan(cfg: DictConfig) -> PlanConfig:
     """Typed and checked config of `qnmixer.plan`; raises ConfigError."""
+    if isinstance(cfg.get("data"), DictConfig) and OmegaConf.is_missing(cfg.data, "root"):
+        cfg = OmegaConf.merge(cfg, {"data": {"root": "."}})  # type: ignore[assignment]  # a plan reads no data
     values = _plain(cfg)
-    own = {f.name: values.pop(f.name) for f in fields(PlanRootConfig)}
+    own = {f.name: values.pop(f.name) for f in fields(PlanRootConfig) if f.name in values}
     root: PlanRootConfig = _parse("", PlanRootConfig, own, own)
     if root.device is not None:
         device_memory(root.device)
@@ -436,7 +438,10 @@ def validate(config: Config) -> None:
 
 
 def override(config: Config, overrides: str) -> Config:
-    """The config with overrides as on a command line, of groups ("memory=recompute") and keys; raises ConfigError."""
+    """The config with overrides as on a command line: keys, and groups ("memory=recompute") of options that exist.
+
+    An option that is made of others (it has a defaults list) will not do.
+    """
     values = to_plain(config)
     for item in overrides.split():
         key, _, value = item.partition("=")

@@ -55,16 +55,17 @@ class Step:
     def __call__(self) -> None:
         """One optimizer step."""
         dtype = _DTYPES[self.config.trainer.precision]
-        for _ in range(self.config.trainer.accumulate_grad_batches):
+        for k in range(self.config.trainer.accumulate_grad_batches):
             with torch.no_grad():
                 y = self.module.projector(self.image)
             with torch.autocast(self.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
                 loss = self.module.loss(self.module.network(y), self.image)
+            if k == 0:
+                self.optimizer.zero_grad()  # where Lightning does it
             loss.backward()
             del loss, y
         torch.nn.utils.clip_grad_norm_(self.module.network.parameters(), 1.0)
         self.optimizer.step()
-        self.optimizer.zero_grad()
 
 
 def measured_mib(overrides: str, device: torch.device) -> float:

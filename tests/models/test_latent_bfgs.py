@@ -1,5 +1,5 @@
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -186,21 +186,26 @@ def test_summed_changes_give_back_every_gradient_code() -> None:
         torch.testing.assert_close(summed_changes(pairs[:t], codes[0]), code)
 
 
-def test_backward_keeps_the_pairs_and_one_vector() -> None:
-    """Not one for each pair, as the two loops would."""
-    pairs = pairs_of(healthy_pairs(8, 1, 64))
+def test_backward_keeps_the_pairs_and_two_vectors() -> None:
+    """r and q; not two for each pair, as the two loops would."""
+    leaves = [(s.requires_grad_(), z.requires_grad_()) for s, z in healthy_pairs(8, 1, 64)]
+    pairs = pairs_of(leaves)
     of_pairs = {v.data_ptr() for pair in pairs for v in (pair.s, pair.z)}
-    kept: dict[int, Tensor] = {}
-
-    def keep(v: Tensor) -> Tensor:
-        if v.shape == (1, 64) and v.data_ptr() not in of_pairs:
-            kept[v.data_ptr()] = v
-        return v
-
     r = torch.randn(1, 64, dtype=torch.float64).requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda v: v):
-        apply_inverse_hessian(pairs, r)
-    assert len(kept) <= 1
+
+    def n_kept(apply: Callable[[list[CurvaturePair], Tensor], Tensor]) -> int:
+        kept: dict[int, Tensor] = {}
+
+        def keep(v: Tensor) -> Tensor:
+            if v.shape == (1, 64) and v.data_ptr() not in of_pairs:
+                kept[v.data_ptr()] = v
+            return v
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda v: v):
+            apply(pairs, r)
+        return len(kept)
+
+    assert n_kept(apply_inverse_hessian) <= 2 < n_kept(two_loops)
 
 
 def test_random_pairs_of_any_scale_keep_h_bounded_and_positive() -> None:

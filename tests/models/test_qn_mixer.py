@@ -168,6 +168,14 @@ def test_autocast_leaves_physics_hessian_and_image_in_float32(projector: FanBeam
     torch.testing.assert_close(iterates[-1], network(y), rtol=0.05, atol=0.05)
 
 
+def test_a_step_that_is_no_number_shows_in_the_image(projector: FanBeamProjector) -> None:
+    """The safeguard of H must not hide it: the image would be that of the step before, and training go on."""
+    network = small(projector)
+    with torch.no_grad():
+        network.regularizers[0].expansion.project[0] = torch.nan
+    assert network(projector(torch.rand(1, 1, 16, 16))).isnan().all()
+
+
 def test_state_dict_holds_weights_only(projector: FanBeamProjector) -> None:
     """No system matrix in checkpoints."""
     network = small(projector)

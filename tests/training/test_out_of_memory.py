@@ -1,3 +1,4 @@
+import re
 import resource
 import subprocess
 import sys
@@ -34,12 +35,15 @@ def test_a_refused_allocation_is_told_from_other_errors() -> None:
     with pytest.raises(RuntimeError) as refused:
         torch.empty(2**60)
     assert is_out_of_memory(refused.value)
-    assert is_out_of_memory(torch.OutOfMemoryError())
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"))
     assert not is_out_of_memory(RuntimeError("shapes do not match"))
 
 
-def test_every_change_is_an_override_that_makes_a_step_smaller(planner: Planner) -> None:
-    config = config_of()
+@pytest.mark.parametrize("batch", [4, 5, 6])
+def test_every_change_is_an_override_that_makes_a_step_smaller(planner: Planner, batch: int) -> None:
+    config = config_of(f"data.batch_size={batch}", "model.n_iterations=2", "model.channels=8")
     needed = planner.estimate(config).peak
     for change in changes(config):
         changed = override(config, change)
@@ -65,15 +69,20 @@ def test_the_smallest_are_advised_where_nothing_fits(planner: Planner) -> None:
     config = config_of()
     line = advice(planner, config, available=0.0)
     smallest = min(changes(config), key=lambda change: planner.estimate(override(config, change)).peak)
-    assert f"try {smallest} (" in line
+    assert f"nothing simple fits, nearest come {smallest} (" in line
 
 
-def test_memory_of_the_host_is_the_machines() -> None:
+def test_a_failure_with_enough_memory_by_the_plan_is_not_told_as_too_little(planner: Planner) -> None:
+    assert "gaps between tensors, validation or other programs took the rest" in advice(planner, config_of(), 1000.0)
+
+
+def test_memory_of_the_host_is_at_most_the_machines() -> None:
     pages = resource.getpagesize() * int(subprocess.check_output(["getconf", "_PHYS_PAGES"]))
-    assert memory_of(torch.device("cpu")) == pytest.approx(pages / MIB, rel=0.01)
+    assert 0 < memory_of(torch.device("cpu")) <= pages / MIB
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build maps more address space than the limit")
 def test_a_run_that_does_not_fit_ends_with_one_line(tmp_path: object) -> None:
     """A real allocation that the system refuses."""
     limit = 3 * 2**30
@@ -90,5 +99,5 @@ def test_a_run_that_does_not_fit_ends_with_one_line(tmp_path: object) -> None:
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: out of memory: a step of this run needs")
-    assert f"there were {limit / MIB:,.0f} MiB" in line
+    assert float(re.search(r"there were ([\d,]+) MiB", line)[1].replace(",", "")) < limit / MIB  # type: ignore[index]
     assert "try memory=recompute (" in line

@@ -9,7 +9,8 @@ from torch import nn
 
 from qnmixer.cli import compose
 from qnmixer.config import Config, ConfigError, device_memory, override, parse
-from qnmixer.training.plan_report import as_object, levers_table, usable
+from qnmixer.training.build import build_projector
+from qnmixer.training.plan_report import _largest_batch, as_object, levers_table, usable
 from qnmixer.training.planning import MIB, Planner, _PeakTracker, _without_data, track_step
 
 SMALL = [
@@ -28,7 +29,7 @@ VARIANTS = [
     "memory=recompute memory.segment=2 model.n_iterations=9 model.hessian_gradient=detach",
     "memory=recompute model.shared_regularizer=false model.codec=strided model.latent_channels=1",
     "memory=offload data.image_size=128 model.hessian=identity",
-    "model.n_iterations=1 optimizer=sgd",
+    "model.n_iterations=1 optimizer=sgd model.data_term=adjoint",
 ]
 
 
@@ -105,12 +106,31 @@ def test_offloading_moves_what_it_saves(planner: Planner) -> None:
     assert offload.host > keep.peak - offload.peak
 
 
-def test_planning_leaves_random_numbers_as_they_were(planner: Planner) -> None:
+def test_planning_leaves_random_numbers_and_the_operator_as_they_were() -> None:
+    config = config_of("model.data_term=adjoint model.n_iterations=1")
+    planner = Planner(config)
+    norms = planner.projector.fbp_spectral_radius(), planner.projector.operator_norm()
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    track_step(config_of(), planner.projector)
+    planner.predict(config)
     assert torch.equal(torch.rand(3), expected)
+    fresh = build_projector(config)
+    assert norms == (fresh.fbp_spectral_radius(), fresh.operator_norm())
+    assert norms == (planner.projector.fbp_spectral_radius(), planner.projector.operator_norm())
+
+
+@pytest.mark.parametrize("limit", [20.0, 60.0])
+def test_the_largest_batch_fits_and_one_more_does_not(planner: Planner, limit: float) -> None:
+    def peak(batch: int) -> float:
+        return planner.estimate(config_of(f"model.n_iterations=2 data.batch_size={batch}")).peak / MIB
+
+    batch = int(_largest_batch({1: peak(1), 8: peak(8)}, limit))
+    assert peak(batch) <= limit < peak(batch + 1)
+
+
+def test_no_batch_fits_into_too_little() -> None:
+    assert _largest_batch({1: 30.0, 8: 200.0}, limit=20.0) == "none"
 
 
 @pytest.mark.parametrize(("name", "mib"), [("V100-16", 16160), ("24", 24 * 1024), ("24GB", 24 * 1024), ("0.5gb", 512)])

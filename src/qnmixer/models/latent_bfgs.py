@@ -28,7 +28,10 @@ _RATIO_MIN, _RATIO_MAX = 1e-12, 1e12
 
 
 class Direction(NamedTuple):
-    """A vector as unit · norm · scale, so that no product of two can overflow; zero where it was not finite."""
+    """A vector as unit · norm · scale, so that no product of two can overflow.
+
+    Of one that is not finite the unit is zero, which keeps H sound, and the length NaN, which no one overlooks.
+    """
 
     unit: Tensor  # [B, L]
     norm: Tensor  # [B, 1], 1 to √L
@@ -62,7 +65,7 @@ def direction(v: Tensor) -> Direction:
     scaled = v / torch.where(in_range, largest, 1.0)
     norm = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True).clamp_min(0.5)
     scale = torch.where(in_range, largest, 0.0)
-    return Direction(scaled / norm, norm, scale, norm * scale, finite)
+    return Direction(scaled / norm, norm, scale, torch.where(finite, norm * scale, torch.nan), finite)
 
 
 def curvature_pair(

@@ -69,19 +69,21 @@ def _fit(config: Config, folder: Path, console: Console, record: dict[str, objec
         enable_version_counter=False,
     )
     line = ValidationLine(console)
-    planner = Planner(config, module.projector)
-    memory = MemoryMonitor(console, lambda: planner.estimate(config).peak / MIB)
+    planner = Planner(config, module.projector)  # before training takes the projector to its device
+    memory = MemoryMonitor(console, planner.estimate(config).peak / MIB)
     trainer = _build_trainer(config, folder, accelerator, [checkpoint, line, memory], console)
     _print_start(config, data, module, trainer, console)
+    available = memory_of(trainer.strategy.root_device)
     try:
         trainer.fit(module, datamodule=data)
     except SystemExit as stop:  # what Lightning makes of Ctrl-C
         raise KeyboardInterrupt from stop
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         traceback.clear_frames(error.__traceback__)  # they hold what filled the memory
-        raise OutOfMemory(advice(planner, config, memory_of(trainer.strategy.root_device))) from error
+        module.projector.cpu()
+        raise OutOfMemory(advice(planner, config, available)) from error
     finally:
         record["memory"] = memory.record()
     if line.last_step != trainer.global_step:

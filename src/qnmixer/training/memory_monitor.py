@@ -104,15 +104,14 @@ class MemoryMonitor(Callback):
 
     Args:
         console: where the lines go.
-        predicted_peak: MiB that the plan says a step needs; called once, after the second step.
+        predicted_mib: what the plan says a step needs.
     """
 
-    def __init__(self, console: Console, predicted_peak: Callable[[], float] | None = None) -> None:
+    def __init__(self, console: Console, predicted_mib: float | None = None) -> None:
         self.console = console
-        self.predicted_peak = predicted_peak
+        self.predicted_mib = predicted_mib
         self.peak_mib = 0.0  # highest of the run so far, validation included
         self.measured_mib: float | None = None  # peak of the second step
-        self.predicted_mib: float | None = None
         self.leak: Leak | None = None
         self._watch = LeakWatch()
         self._n_steps = 0
@@ -181,10 +180,7 @@ class MemoryMonitor(Callback):
             of_files = usage.reserved - usage.allocated
             peak += sum(tensor.nbytes for tensor in tensors) - of_files - self._allocated_before
         self.measured_mib = peak / _MIB
-        plan = ""
-        if self.predicted_peak is not None:
-            self.predicted_mib = self.predicted_peak()
-            plan = f", {self.predicted_mib:.0f} predicted (plan)"
+        plan = "" if self.predicted_mib is None else f", {self.predicted_mib:.0f} predicted (plan)"
         self._print(f"memory: {self.measured_mib:.0f} MiB at the peak of a step{plan}")
 
     def _warn(self, leak: Leak) -> None:

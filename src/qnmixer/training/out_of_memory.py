@@ -1,5 +1,6 @@
 """The line that a training run ends with when its step does not fit: what it needs, what there was, what would fit."""
 
+import os
 import resource
 
 import torch
@@ -7,21 +8,25 @@ import torch
 from qnmixer.config import Config, override
 from qnmixer.training.planning import MIB, Planner
 
+_SAYS_SO = ("out of memory", "can't allocate memory", "alloc_failed")
+
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on a GPU or on the host."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    """Whether an allocation failed, on a GPU (torch's, CUDA's or a library's) or on the host."""
+    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _SAYS_SO)
 
 
 def memory_of(device: torch.device) -> float:
-    """MiB that this process could have had: CUDA: what others leave; CPU: the machine's, or the process's limit."""
+    """MiB that a run can have of a device: CUDA: what is free; CPU: the machine's, or what the process's limit leaves."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return (free + torch.cuda.memory_reserved(device)) / MIB
-    with open("/proc/meminfo") as file:
-        total = int(file.readline().split()[1]) * 1024
+        return torch.cuda.mem_get_info(device)[0] / MIB
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = os.sysconf("SC_PHYS_PAGES") * page
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return (total if limit == resource.RLIM_INFINITY else min(total, limit)) / MIB
+    if limit != resource.RLIM_INFINITY:
+        with open("/proc/self/statm") as file:
+            total = min(total, limit - int(file.read().split()[0]) * page)
+    return total / MIB
 
 
 def advice(planner: Planner, config: Config, available: float) -> str:
@@ -32,27 +37,33 @@ def advice(planner: Planner, config: Config, available: float) -> str:
         peaks[change] = planner.estimate(override(config, change)).peak / MIB
         if sum(peak <= available for peak in peaks.values()) == 3:
             break
-    chosen = sorted(peaks, key=lambda change: max(peaks[change], available))[:3]
+    fitting = [change for change, peak in peaks.items() if peak <= available]
+    chosen = fitting or sorted(peaks, key=peaks.__getitem__)[:3]
     options = ", or ".join(f"{change} ({peaks[change]:,.0f} MiB)" for change in chosen)
+    why = "" if needed > available else " (gaps between tensors, validation or other programs took the rest)"
     return (
-        f"out of memory: a step of this run needs {needed:,.0f} MiB by the plan, and there were {available:,.0f} MiB "
-        f"for all of the process: try {options}"
+        f"out of memory: a step of this run needs {needed:,.0f} MiB by the plan, and there were {available:,.0f} MiB"
+        f"{why}: {'try' if fitting else 'nothing simple fits, nearest come'} {options}"
     )
 
 
 def changes(config: Config) -> list[str]:
-    """What makes a step smaller, mildest first; nothing that the config has already."""
-    batch, accumulate = config.data.batch_size, config.trainer.accumulate_grad_batches
+    """What makes a step smaller with the same effective batch, mildest first; nothing that the config has already."""
+    batch = config.data.batch_size
     recompute = "" if config.memory.name == "recompute" else "memory=recompute"
     half = "" if config.trainer.precision != "32" else "trainer.precision=16-mixed"
-    smaller = (
-        f"data.batch_size={batch // 2} trainer.accumulate_grad_batches={accumulate * batch // (batch // 2)}"
-        if batch > 1
-        else ""
-    )
-    single = f"data.batch_size=1 trainer.accumulate_grad_batches={accumulate * batch}" if batch > 2 else ""
+    divisors = [size for size in range(batch - 1, 0, -1) if batch % size == 0]
+    smaller, single = (_of_batches(config, sizes) for sizes in (divisors[:1], divisors[-1:]))
     fewer = f"model.n_iterations={config.model.n_iterations // 2}" if config.model.n_iterations > 1 else ""
     thinner = f"model.channels={config.model.channels // 8 * 4}" if config.model.channels >= 8 else ""
     wanted = [recompute, smaller, half, f"{recompute} {half}", f"{recompute} {single}", f"{recompute} {half} {single}"]
     wanted += [fewer, thinner, f"{recompute} {half} {single} {thinner}"]
     return list(dict.fromkeys(change for change in (" ".join(c.split()) for c in wanted) if change))
+
+
+def _of_batches(config: Config, sizes: list[int]) -> str:
+    """The overrides for a batch of the first of some sizes, more of them accumulated."""
+    if not sizes:
+        return ""
+    accumulate = config.trainer.accumulate_grad_batches * config.data.batch_size // sizes[0]
+    return f"data.batch_size={sizes[0]} trainer.accumulate_grad_batches={accumulate}"

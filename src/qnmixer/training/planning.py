@@ -72,7 +72,8 @@ class Planner:
     def __init__(self, config: Config, projector: FanBeamProjector | None = None) -> None:
         self.config = config
         self.projector = projector or build_projector(config)
-        self.projector.fbp_spectral_radius()  # λ's start needs it, and fake tensors could not run it
+        self.projector.fbp_spectral_radius()  # networks ask for these numbers, which fake tensors could not give
+        self.projector.operator_norm()
         self._known: dict[str, Footprint] = {}
 
     def predict(self, config: Config) -> Prediction:
@@ -133,18 +134,19 @@ def track_step(config: Config, projector: FanBeamProjector) -> Footprint:
         tracker.track_external(module, optimizer)
         size = config.data.image_size
         with tracker:
-            for _ in range(n_batches):
+            for k in range(n_batches):
                 tracker.reset_mod_stats()
                 image = torch.rand(config.data.batch_size, 1, size, size)
                 with torch.no_grad():
                     y = projector(image)
                 with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
                     loss = module.loss(network(y), image)
+                if k == 0:
+                    optimizer.zero_grad()  # where Lightning does it: those of the step before live until here
                 loss.backward()
                 del loss, y, image
             torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             optimizer.step()
-            optimizer.zero_grad()
         (peak,) = tracker.get_tracker_snapshot("peak").values()
     of = {str(kind).rpartition(".")[2]: n for kind, n in peak.items()}
     return Footprint(
@@ -198,9 +200,8 @@ class _Hosted:
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """What an optimizer keeps from its first step on."""
+    """What an optimizer keeps from its first step on, and the gradients of that step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    optimizer.zero_grad()
