@@ -1,5 +1,8 @@
 """Incept-Mixer, the learned regulariser G of QN-Mixer: inception features, then an MLP-Mixer over their patches."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -33,8 +36,8 @@ class InceptionPatches(nn.Module):
         super().__init__()
         width = channels // 4
 
-        def stem(convolution: nn.Module) -> nn.Sequential:
-            return nn.Sequential(nn.Conv2d(1, width, 1), nn.ReLU(inplace=True), convolution)
+        def stem(convolution: Callable[[], nn.Module]) -> nn.Sequential:
+            return nn.Sequential(nn.Conv2d(1, width, 1), nn.ReLU(inplace=True), convolution())
 
         def patchify() -> nn.Module:
             convolution = nn.Conv2d(width, channels, patch_size, stride=patch_size, bias=False)
@@ -47,10 +50,10 @@ class InceptionPatches(nn.Module):
 
         self.branches = nn.ModuleList(
             [
-                nn.Sequential(stem(patchify())),
-                nn.Sequential(stem(spatial(3)), nn.ReLU(inplace=True), patchify()),
-                nn.Sequential(stem(spatial(5)), nn.ReLU(inplace=True), patchify()),
-                nn.Sequential(Maximum3x3(), stem(patchify())),
+                nn.Sequential(stem(patchify)),
+                nn.Sequential(stem(partial(spatial, 3)), nn.ReLU(inplace=True), patchify()),
+                nn.Sequential(stem(partial(spatial, 5)), nn.ReLU(inplace=True), patchify()),
+                nn.Sequential(Maximum3x3(), stem(patchify)),
             ]
         )
         self.bias = nn.Parameter(torch.zeros(channels))

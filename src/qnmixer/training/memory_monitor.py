@@ -181,7 +181,8 @@ class MemoryMonitor(Callback):
             peak += sum(tensor.nbytes for tensor in tensors) - of_files - self._allocated_before
         self.measured_mib = peak / _MIB
         plan = "" if self.predicted_mib is None else f", {self.predicted_mib:.0f} predicted (plan)"
-        self._print(f"memory: {self.measured_mib:.0f} MiB at the peak of a step{plan}")
+        kept = "" if pl_module.device.type == "cuda" else " (on a CPU with freed memory that the C library keeps)"
+        self._print(f"memory: {self.measured_mib:.0f} MiB at the peak of a step{kept}{plan}")
 
     def _warn(self, leak: Leak) -> None:
         self._print(

@@ -17,7 +17,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def memory_of(device: torch.device) -> float:
-    """MiB that a run can have of a device: CUDA: what is free; CPU: the machine's, or what the process's limit leaves."""
+    """MiB that a run can have: on CUDA what is free, on a CPU the machine's, or what the process's limit leaves."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] / MIB
     page = os.sysconf("SC_PAGE_SIZE")
