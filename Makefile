@@ -3,6 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Overrides for train, e.g. make train ARGS="trainer.max_steps=200 seed=2"
 ARGS ?=
+# Put a file between two marks of README.md: $(call into_readme,mark,file)
+into_readme = $(BIN)/python -c "import re, pathlib as p; r = p.Path('README.md'); t = p.Path('$(2)').read_text(); \
+	r.write_text(re.sub(r'(<!-- $(1) -->\n).*?(<!-- end of $(1))', lambda m: m[1] + t + m[2], r.read_text(), flags=re.S))"
 
 .DEFAULT_GOAL := help
 .PHONY: help install train test lint bench readme levers clean
@@ -38,13 +41,12 @@ bench: install ## time the operator against ASTRA (pip install -e ".[bench]" for
 readme: install ## run the demo and put its table and picture into README.md
 	$(BIN)/python -m qnmixer.train experiment=demo hydra.run.dir=runs/readme $(ARGS)
 	cp runs/readme/evaluation/picture.png notebooks/demo.png
-	$(BIN)/python -c "import re, pathlib as p; r = p.Path('README.md'); t = p.Path('runs/readme/evaluation/table.md'); \
-		r.write_text(re.sub(r'(<!-- table -->\n).*?(<!-- end of table)', lambda m: m[1] + t.read_text() + m[2], r.read_text(), flags=re.S))"
+	$(call into_readme,table,runs/readme/evaluation/table.md)
 
 levers: install ## put the table of what saves how much memory into README.md
 	$(BIN)/python -m qnmixer.plan format=levers data.batch_size=4 > levers.md
-	$(BIN)/python -c "import re, pathlib as p; r = p.Path('README.md'); t = p.Path('levers.md'); \
-		r.write_text(re.sub(r'(<!-- levers -->\n).*?(<!-- end of levers)', lambda m: m[1] + t.read_text() + m[2], r.read_text(), flags=re.S)); t.unlink()"
+	$(call into_readme,levers,levers.md)
+	rm levers.md
 
 clean: ## remove .venv and caches; runs stay
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build src/*.egg-info

@@ -448,7 +448,7 @@ def override(config: Config, overrides: str) -> Config:
         if key in GROUPS:
             values[key] = OmegaConf.to_container(OmegaConf.load(CONF / key / f"{value}.yaml"))
         else:
-            values = OmegaConf.to_container(OmegaConf.merge(values, OmegaConf.from_dotlist([item])))  # type: ignore[assignment]
+            values = OmegaConf.to_container(OmegaConf.merge(values, OmegaConf.from_dotlist([item])))  # type: ignore[assignment]  # a dict
     return parse(values)
 
 

@@ -24,7 +24,7 @@ from qnmixer.parallel.memory import apply_memory_mode
 from qnmixer.parallel.usage import read_usage, reset_peak
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.optimizers import build_optimizer
-from qnmixer.training.planning import MIB, Planner
+from qnmixer.training.planning import AUTOCAST, MIB, Planner
 
 CONFIGS = [
     "model.n_iterations=4",
@@ -39,7 +39,6 @@ CONFIGS = [
 
 # glibc otherwise keeps what is freed, up to twice what is in use.
 _GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "OMP_NUM_THREADS": "1"}
-_DTYPES = {"32": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
 class Step:
@@ -54,7 +53,7 @@ class Step:
 
     def __call__(self) -> None:
         """One optimizer step."""
-        dtype = _DTYPES[self.config.trainer.precision]
+        dtype = AUTOCAST[self.config.trainer.precision]
         for k in range(self.config.trainer.accumulate_grad_batches):
             with torch.no_grad():
                 y = self.module.projector(self.image)

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from qnmixer.parallel.usage import Usage, read_usage, reset_peak
 from qnmixer.training.module import Batch
-
-_MIB = 2**20
+from qnmixer.training.planning import MIB
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class LeakWatch:
         warm_up: int = 20,
         window: int = 20,
         n_windows: int = 4,
-        floor: int = 8 * _MIB,
+        floor: int = 8 * MIB,
         collect: Callable[[], Any] = gc.collect,
     ) -> None:
         self.warm_up, self.window, self.floor = warm_up, window, floor
@@ -150,7 +149,7 @@ class MemoryMonitor(Callback):
         if usage.device_used is not None:
             values["device_used"] = usage.device_used
         for name, value in values.items():
-            pl_module.log(f"memory/{name}_mib", value / _MIB, batch_size=1, on_step=True, on_epoch=False)
+            pl_module.log(f"memory/{name}_mib", value / MIB, batch_size=1, on_step=True, on_epoch=False)
         if self._n_steps == 2:  # from which on the optimizer's state is there
             self._compare(pl_module, usage)
         if leak := self._watch.update(usage.allocated):
@@ -167,7 +166,7 @@ class MemoryMonitor(Callback):
 
     def _read(self, pl_module: L.LightningModule) -> Usage:
         usage = read_usage(pl_module.device)
-        self.peak_mib = max(self.peak_mib, usage.peak / _MIB)
+        self.peak_mib = max(self.peak_mib, usage.peak / MIB)
         return usage
 
     def _compare(self, pl_module: L.LightningModule, usage: Usage) -> None:
@@ -179,7 +178,7 @@ class MemoryMonitor(Callback):
             tensors = chain(pl_module.parameters(), pl_module.buffers())
             of_files = usage.reserved - usage.allocated
             peak += sum(tensor.nbytes for tensor in tensors) - of_files - self._allocated_before
-        self.measured_mib = peak / _MIB
+        self.measured_mib = peak / MIB
         plan = "" if self.predicted_mib is None else f", {self.predicted_mib:.0f} predicted (plan)"
         kept = "" if pl_module.device.type == "cuda" else " (on a CPU with freed memory that the C library keeps)"
         self._print(f"memory: {self.measured_mib:.0f} MiB at the peak of a step{kept}{plan}")
@@ -187,7 +186,7 @@ class MemoryMonitor(Callback):
     def _warn(self, leak: Leak) -> None:
         self._print(
             f"memory: a leak? What is held at the end of a step has grown for {leak.steps} steps, from "
-            f"{leak.first_bytes / _MIB:.0f} to {leak.last_bytes / _MIB:.0f} MiB, {leak.bytes_per_step / _MIB:.2g} MiB "
+            f"{leak.first_bytes / MIB:.0f} to {leak.last_bytes / MIB:.0f} MiB, {leak.bytes_per_step / MIB:.2g} MiB "
             "a step. Usual causes: a loss or image kept in a list without .detach() (its whole graph stays), a tensor "
             "logged with its graph, a state carried from batch to batch without .detach(), a callback that stores "
             "outputs"

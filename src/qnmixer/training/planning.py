@@ -30,7 +30,7 @@ MIB = 2**20
 # From here on memory was seen to be affine in T.
 _FEWEST_ITERATIONS = 4
 
-_DTYPES = {"32": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+AUTOCAST = {"32": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,6 @@ class Planner:
     """Predicts the footprint of configs that share one scan; what it has run it remembers."""
 
     def __init__(self, config: Config, projector: FanBeamProjector | None = None) -> None:
-        self.config = config
         self.projector = projector or build_projector(config)
         self.projector.fbp_spectral_radius()  # networks ask for these numbers, which fake tensors could not give
         self.projector.operator_norm()
@@ -105,7 +104,7 @@ class Planner:
         model = replace(config.model, n_iterations=n_iterations)
         config = replace(config, model=model, data=replace(config.data, batch_size=batch))
         key = repr((config.model, config.data.batch_size, config.memory, config.optimizer, config.loss))
-        dtype = _DTYPES[config.trainer.precision]
+        dtype = AUTOCAST[config.trainer.precision]
         key += f"{dtype and dtype.itemsize} {config.trainer.accumulate_grad_batches > 1}"
         if key not in self._known:
             self._known[key] = track_step(config, self.projector)
@@ -119,7 +118,7 @@ def _width(config: Config) -> int:
 
 def track_step(config: Config, projector: FanBeamProjector) -> Footprint:
     """The footprint of the training step of a config, run whole on fake tensors."""
-    dtype = _DTYPES[config.trainer.precision]
+    dtype = AUTOCAST[config.trainer.precision]
     n_batches = min(2, config.trainer.accumulate_grad_batches)  # from the second on, there are gradients all along
     hosted = _Hosted()
     with _without_data():
