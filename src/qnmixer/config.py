@@ -158,11 +158,45 @@ class RecomputeConfig(MemoryConfig):
 
 
 @dataclass(kw_only=True)
+class StrategyConfig:
+    """How a run is spread over devices."""
+
+    name: str
+
+
+@dataclass(kw_only=True)
+class DDPConfig(StrategyConfig):
+    """The whole network on every device, the batch shared out."""
+
+    static_graph: bool
+
+
+@dataclass(kw_only=True)
+class FSDPConfig(StrategyConfig):
+    """As ddp, with weights, gradients and optimizer state in shards."""
+
+    reshard_after_forward: bool
+    sharded_checkpoint: bool
+
+
+@dataclass(kw_only=True)
+class PipelineConfig(StrategyConfig):
+    """The T iterations in stages, one after the other on the devices."""
+
+    schedule: str = one_of("1f1b", "gpipe", "interleaved", "sequential")
+    microbatch_size: int = number(at_least=1)
+    devices_per_pipeline: int | None = number(at_least=2)  # None: all of a node
+    stages_per_device: int = number(at_least=1)
+    cut: list[int] | None  # iterations of each stage; None: balanced by measured cost
+
+
+@dataclass(kw_only=True)
 class TrainerConfig:
     """What goes to Lightning's Trainer."""
 
     accelerator: str = one_of("auto", "cpu", "gpu", "cuda")
-    devices: int = number(at_least=1)
+    devices: int | None = number(at_least=1)  # of a node; None: all GPUs, or one where the strategy is single
+    num_nodes: int = number(at_least=1)
     precision: str = one_of("32", "16-mixed", "bf16-mixed")
     max_steps: int = number(at_least=-1)
     max_epochs: int | None = number(at_least=1)
@@ -208,6 +242,7 @@ GROUPS: dict[str, dict[str, type]] = {
     "optimizer": {"adamw": AdamWConfig, "sgd": SGDConfig, "adafactor": OptimizerConfig},
     "schedule": {"constant": ScheduleConfig, "cosine": ScheduleConfig, "step": StepScheduleConfig},
     "memory": {"keep": MemoryConfig, "recompute": RecomputeConfig, "offload": MemoryConfig},
+    "strategy": {"single": StrategyConfig, "ddp": DDPConfig, "fsdp": FSDPConfig, "pipeline": PipelineConfig},
     "logger": {"wandb": WandbConfig, "csv": LoggerConfig},
 }
 
@@ -234,6 +269,7 @@ class RunConfig:
     seed: int = number(at_least=0, at_most=MAX_SEED)
     monitor: str = one_of("val/psnr", "val/ssim", "val/loss")
     finetune: str | None
+    resume: str | None
     test_after_training: bool
 
 
@@ -249,6 +285,7 @@ class Config(RunConfig):
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
     memory: MemoryConfig
+    strategy: StrategyConfig
     trainer: TrainerConfig
     logger: LoggerConfig
     evaluation: EvaluationConfig
@@ -425,8 +462,9 @@ def validate(config: Config) -> None:
             f"model.latent_channels={model.latent_channels} is more than latent_factor² = {model.latent_factor**2}: "
             "an orthonormal codec cannot have more; lower it or raise model.latent_factor"
         )
-    if trainer.devices > 1:
-        raise ConfigError(f"trainer.devices={trainer.devices}: only one device is supported so far, leave it at 1")
+    check_strategy(config)
+    if config.finetune is not None and config.resume is not None:
+        raise ConfigError("finetune takes the weights of a run, resume goes on with it: give one of them")
     if trainer.max_steps == -1 and trainer.max_epochs is None:
         raise ConfigError("training would never end: give trainer.max_steps=… or trainer.max_epochs=…")
     check_window("evaluation.window", config.evaluation.window)
@@ -435,6 +473,90 @@ def validate(config: Config) -> None:
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ConfigError(f"optimizer.betas={betas} is not two numbers from 0 to below 1: give [0.9,0.999]")
     check_noise(config.noise, config.data.scaling)
+
+
+def check_strategy(config: Config) -> None:
+    """The rules between strategy, trainer, batch and T. Raises ConfigError."""
+    strategy, trainer = config.strategy, config.trainer
+    if strategy.name == "single" and (trainer.devices not in (None, 1) or trainer.num_nodes > 1):
+        given = (
+            f"trainer.num_nodes={trainer.num_nodes}" if trainer.num_nodes > 1 else f"trainer.devices={trainer.devices}"
+        )
+        raise ConfigError(f"{given} and strategy=single do not go together: choose strategy=ddp, fsdp or pipeline")
+    if isinstance(strategy, DDPConfig) and strategy.static_graph and trainer.accumulate_grad_batches > 1:
+        raise ConfigError(
+            "strategy.static_graph=true fails with trainer.accumulate_grad_batches above 1 (in torch): set one of them "
+            "back"
+        )
+    if isinstance(strategy, PipelineConfig):
+        _check_pipeline(config, strategy)
+
+
+def _check_pipeline(config: Config, strategy: PipelineConfig) -> None:
+    T, size = config.model.n_iterations, strategy.microbatch_size
+    if (strategy.schedule == "interleaved") != (strategy.stages_per_device > 1):
+        raise ConfigError(
+            f"strategy.schedule={strategy.schedule} does not go with strategy.stages_per_device="
+            f"{strategy.stages_per_device}: interleaved takes 2 or more, every other schedule 1"
+        )
+    if strategy.cut is not None and (sum(strategy.cut) != T or min(strategy.cut, default=0) < 1):
+        raise ConfigError(
+            f"strategy.cut={strategy.cut} is not the iterations of each stage: they must be at least 1 and add up to "
+            f"model.n_iterations={T}"
+        )
+    if config.trainer.devices is None:
+        return  # the rest is checked when they have been counted
+    devices = devices_per_replica(config)
+    if devices == 1:
+        raise ConfigError("strategy=pipeline needs at least two devices: give trainer.devices=…, or strategy=single")
+    if config.trainer.devices % devices:
+        raise ConfigError(
+            f"strategy.devices_per_pipeline={devices} does not divide trainer.devices={config.trainer.devices}: "
+            "a pipeline stays on one node"
+        )
+    stages = devices * strategy.stages_per_device
+    if stages > T:
+        raise ConfigError(
+            f"{stages} stages are more than model.n_iterations={T}: lower strategy.devices_per_pipeline or "
+            "strategy.stages_per_device, or raise model.n_iterations"
+        )
+    if strategy.cut is not None and len(strategy.cut) != stages:
+        raise ConfigError(f"strategy.cut={strategy.cut} has {len(strategy.cut)} stages, the devices make {stages}")
+    batch = batch_of_replica(config)
+    if batch % size:
+        raise ConfigError(
+            f"the batch of a pipeline, data.batch_size={config.data.batch_size} × {devices} devices, does not divide "
+            f"into strategy.microbatch_size={size}: choose data.batch_size={size}"
+        )
+    n = batch // size
+    if strategy.schedule == "1f1b" and n < devices:
+        raise ConfigError(
+            f"strategy.schedule=1f1b needs as many micro-batches as devices, {devices}, and has {n}: "
+            f"set data.batch_size={size} or strategy.microbatch_size={config.data.batch_size}"
+        )
+    if strategy.schedule == "interleaved" and n % max(1, n // devices):
+        raise ConfigError(
+            f"strategy.schedule=interleaved takes micro-batches in equal rounds of at least {devices}, not {n}: "
+            f"make data.batch_size={config.data.batch_size} a multiple of strategy.microbatch_size={size}"
+        )
+
+
+def devices_per_replica(config: Config) -> int:
+    """Devices that work on the same samples: those of a pipeline, or one."""
+    if isinstance(config.strategy, PipelineConfig):
+        return config.strategy.devices_per_pipeline or config.trainer.devices or 1
+    return 1
+
+
+def batch_of_replica(config: Config) -> int:
+    """Samples that such devices get at once: data.batch_size counts for each device."""
+    return config.data.batch_size * devices_per_replica(config)
+
+
+def effective_batch(config: Config) -> int:
+    """Samples of one optimizer step."""
+    t = config.trainer
+    return config.data.batch_size * (t.devices or 1) * t.num_nodes * t.accumulate_grad_batches
 
 
 def override(config: Config, overrides: str) -> Config:

@@ -26,3 +26,7 @@ class CheckpointError(UserError):
 
 class OutOfMemory(UserError):
     """A training step that needs more memory than there is."""
+
+
+class RankFailed(UserError):
+    """One of several processes that ended a run; says which, and why."""

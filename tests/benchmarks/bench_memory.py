@@ -50,6 +50,7 @@ class Step:
         apply_memory_mode(self.module.network, config.memory)
         self.optimizer = build_optimizer(config.optimizer, self.module.network)
         self.image = torch.rand(config.data.batch_size, 1, config.data.image_size, config.data.image_size).to(device)
+        self.weight = torch.ones(config.data.batch_size, device=device)
 
     def __call__(self) -> None:
         """One optimizer step."""
@@ -58,7 +59,7 @@ class Step:
             with torch.no_grad():
                 y = self.module.projector(self.image)
             with torch.autocast(self.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-                loss = self.module.loss(self.module.network(y), self.image)
+                loss = self.module.batch_loss(self.module.network(y), self.image, self.weight)
             if k == 0:
                 self.optimizer.zero_grad()  # where Lightning does it
             loss.backward()

@@ -35,7 +35,8 @@ class Part:
 class SliceDataModule(LightningDataModule):
     """Slices of one source, split into train, val and test; see `qnmixer.data.config` for what can be set.
 
-    Batches are dicts: image [B, 1, S, S] float32, hu_offset [B], hu_scale [B], sample [B] int64, name (list of B).
+    Batches are dicts: image [B, 1, S, S] float32, hu_offset [B], hu_scale [B], sample [B] int64, weight [B], name
+    (list of B).
     Training order and new phantoms follow the epoch; validation and test are the same every time and leave nothing out.
     """
 
@@ -97,25 +98,26 @@ class SliceDataModule(LightningDataModule):
         return self.loader("test")
 
     def loader(self, part: str) -> DataLoader[Sample]:
-        """Batches of train, val or test."""
+        """Batches of train, val or test; of a distributed run, those of this process.
+
+        Training shares them out as the strategy says, validation and test over all processes.
+        """
         dataset, train = self.dataset(part), part == "train"
-        sampler = EpochSampler(
-            len(dataset),
-            shuffle=train,
-            seed=self.config.seed,
-            fixed=not train,
-            num_replicas=self.trainer.world_size if self.trainer else 1,
-            rank=self.trainer.global_rank if self.trainer else 0,
-            even=train,
-        )
-        workers = min(self.config.num_workers, -(-len(sampler) // self.config.batch_size))
+        share: dict[str, Any] = {"batch_size": self.config.batch_size}
+        if self.trainer and train:
+            share |= getattr(self.trainer.strategy, "distributed_sampler_kwargs", {})
+            share["accumulate"] = self.trainer.accumulate_grad_batches
+        elif self.trainer:
+            share |= {"num_replicas": self.trainer.world_size, "rank": self.trainer.global_rank}
+        sampler = EpochSampler(len(dataset), shuffle=train, seed=self.config.seed, fixed=not train, **share)
+        workers = min(self.config.num_workers, -(-len(sampler) // sampler.batch_size))
         only_with_workers: dict[str, Any] = {}
         if workers:
             only_with_workers = {"prefetch_factor": self.config.prefetch_factor, "persistent_workers": True}
         pin = torch.cuda.is_available() if self.config.pin_memory is None else self.config.pin_memory
         return DataLoader(
             dataset,
-            batch_size=self.config.batch_size,
+            batch_size=sampler.batch_size,
             sampler=sampler,
             num_workers=workers,
             pin_memory=pin,

@@ -7,17 +7,22 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from qnmixer.data.sampler import Pick
 from qnmixer.data.scaling import Scaling
 from qnmixer.data.slices import FloatArray, SliceSource
 
 
 class Sample(TypedDict):
-    """One slice: image [1, S, S] float32 in [0, 1]; HU = hu_offset + hu_scale · image; n; where it came from."""
+    """One slice: image [1, S, S] float32 in [0, 1]; HU = hu_offset + hu_scale · image; n; where it came from.
+
+    `weight`: what it counts for in the loss or the metric; 0 for one that only fills a batch.
+    """
 
     image: Tensor
     hu_offset: Tensor
     hu_scale: Tensor
     sample: int
+    weight: Tensor
     name: str
 
 
@@ -57,7 +62,8 @@ class SliceDataset(Dataset[Sample]):
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitem__(self, n: int) -> Sample:
+    def __getitem__(self, item: Pick | int) -> Sample:
+        n, weight = item if isinstance(item, Pick) else (item, 1.0)
         index = n if self.source.endless else n % len(self.source)
         hu = self.source.load(index)
         if self.augment:
@@ -68,6 +74,7 @@ class SliceDataset(Dataset[Sample]):
             "hu_offset": torch.tensor(offset, dtype=torch.float32),
             "hu_scale": torch.tensor(scale, dtype=torch.float32),
             "sample": n,
+            "weight": torch.tensor(weight, dtype=torch.float32),
             "name": self.source.name(index),
         }
 

@@ -1,9 +1,17 @@
 """The order of samples, as numbers that mean the same on every worker, rank and resumed run."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 from torch.utils.data import Dataset, DistributedSampler
+
+
+class Pick(NamedTuple):
+    """A global sample number n = epoch · length + index, and what the sample counts for in the loss or the metric."""
+
+    n: int
+    weight: float
 
 
 class _Numbered(Dataset[int]):
@@ -16,20 +24,29 @@ class _Numbered(Dataset[int]):
         return self.length
 
 
-class EpochSampler(DistributedSampler[int]):
-    """Yields global sample numbers n = epoch · length + index; everything random is keyed by n, so workers
-    hold no state.
+class EpochSampler(DistributedSampler[Pick]):
+    """Shares an epoch out so that optimizer step k sees the same samples however many processes there are.
+
+    Step k takes the next num_replicas · batch_size · accumulate samples of the epoch's order: of each batch of all
+    processes the first gets the first batch_size, and so on. Nothing is repeated or left out. Where a process would
+    have no last batch, and so no part in the others' collectives, it gets one sample of weight 0.
+
+    Weights are such that Σ weight · loss / batch_size, averaged over processes and accumulated batches, is the mean
+    over the samples of the step; in the last, smaller step of an epoch they are above 1. Everything random is keyed by
+    n, so workers hold no state.
 
     Being a DistributedSampler, Lightning leaves it alone (its own would pad and reshuffle) and calls `set_epoch`.
 
     Args:
         length: samples of one epoch.
         shuffle: a new order every epoch, by (seed, epoch).
+        batch_size: of one process.
         seed: of the order.
-        fixed: the same numbers every epoch, for validation and test.
+        fixed: the same numbers every epoch, and every sample of weight 1: for validation and test.
         num_replicas: processes that share the samples; 1 for a single one.
         rank: which of them this is.
-        even: leave out the few samples that would give some processes one more than others, as training needs.
+        accumulate: batches of an optimizer step.
+        fill: make the last batch as large as all others, with samples of weight 0, for what needs fixed shapes.
     """
 
     def __init__(
@@ -37,23 +54,45 @@ class EpochSampler(DistributedSampler[int]):
         length: int,
         *,
         shuffle: bool,
+        batch_size: int = 1,
         seed: int = 0,
         fixed: bool = False,
         num_replicas: int = 1,
         rank: int = 0,
-        even: bool = False,
+        accumulate: int = 1,
+        fill: bool = False,
     ) -> None:
         super().__init__(_Numbered(length), num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed)
-        self.length, self.fixed = length, fixed
-        self.used = length - length % num_replicas if even else length
+        self.length, self.batch_size, self.fixed = length, batch_size, fixed
+        self.step_size = num_replicas * batch_size * accumulate
+        self.fill = fill
+        self._skipped_batches = 0
 
-    def __iter__(self) -> Iterator[int]:
+    def skip(self, n_batches: int) -> None:
+        """Begin the next epoch that is asked for after so many batches, as a resumed run does; once."""
+        self._skipped_batches = n_batches
+
+    def __iter__(self) -> Iterator[Pick]:
         order = np.arange(self.length)
         if self.shuffle:
             order = np.random.default_rng([self.seed, self.epoch]).permutation(self.length)
         first = 0 if self.fixed else self.epoch * self.length
-        for index in order[self.rank : self.used : self.num_replicas]:
-            yield first + int(index)
+        skipped, self._skipped_batches = self._skipped_batches, 0
+        for position in list(self._positions())[skipped * self.batch_size :]:
+            yield Pick(first + int(order[min(position, self.length - 1)]), self._weight(position))
+
+    def _positions(self) -> Iterator[int]:
+        """Places in the epoch's order that are this process's; those from `length` on are fillers."""
+        stride = self.num_replicas * self.batch_size
+        for start in range(self.rank * self.batch_size, -(-self.length // stride) * stride, stride):
+            end = start + self.batch_size
+            yield from range(start, end if self.fill else max(start + 1, min(end, self.length)))
+
+    def _weight(self, position: int) -> float:
+        if position >= self.length:
+            return 0.0
+        begin_of_step = position - position % self.step_size
+        return 1.0 if self.fixed else self.step_size / min(self.step_size, self.length - begin_of_step)
 
     def __len__(self) -> int:
-        return len(range(self.rank, self.used, self.num_replicas))
+        return sum(1 for _ in self._positions())

@@ -131,6 +131,10 @@ class QNMixer(UnrolledNetwork[QNState]):
         """The stems of the inceptions: features of every pixel, of which only the first convolution has a use."""
         return [stem for module in self.modules() if isinstance(module, InceptionPatches) for stem in module.stems()]
 
+    def blocks(self) -> list[nn.Module]:
+        """The regularisers."""
+        return list(self.regularizers)
+
     def _pairs(self, state: QNState, r: Tensor) -> tuple[CurvaturePair, ...]:
         """The pairs that make H_t: those before, and (s_{t−1}, r_t − r_{t−1})."""
         if self.hessian == "identity" or state.r0 is None:

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 from torch import Tensor, nn
 
 S = TypeVar("S")
-"""What one iteration hands to the next: tensors, and tuples of them."""
+"""What one iteration hands to the next: tensors [B, …], and tuples of them."""
 
 
 class UnrolledNetwork(nn.Module, ABC, Generic[S]):
@@ -20,7 +20,7 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
     def __init__(self, n_iterations: int) -> None:
         super().__init__()
         self.n_iterations = n_iterations
-        self.loop: Callable[[UnrolledNetwork[S], Tensor, S], S] = run_all
+        self.loop: Callable[[UnrolledNetwork[S], range, Tensor, S], S] = run_all
 
     @abstractmethod
     def start(self, y: Tensor) -> S:
@@ -38,6 +38,10 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         """Parts whose inner features are large and cheap to build again; without random numbers."""
         return []
 
+    def blocks(self) -> list[nn.Module]:
+        """The parts that hold most weights, each called whole: what fsdp gathers and frees at a time."""
+        return []
+
     def states(self, y: Tensor) -> Iterator[S]:
         """Every state, the one of x₀ first: T + 1 of them."""
         state = self.start(y)
@@ -46,13 +50,17 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
             state = self.step(t, y, state)
             yield state
 
+    def trajectory(self, y: Tensor) -> list[tuple[S, Tensor]]:
+        """Every state with its image."""
+        return [(state, self.image(state)) for state in self.states(y)]
+
     def iterates(self, y: Tensor) -> list[Tensor]:
         """x₀ … x_T, T + 1 images of [B, 1, H, W]."""
-        return [self.image(state) for state in self.states(y)]
+        return [image for _, image in self.trajectory(y)]
 
     def forward(self, y: Tensor) -> Tensor:
         """x_T [B, 1, H, W] from a sinogram y [B, 1, V, D] in value × mm."""
-        return self.image(self.loop(self, y, self.start(y)))
+        return self.image(self.loop(self, range(self.n_iterations), y, self.start(y)))
 
     def run(self, iterations: range, y: Tensor, state: S) -> S:
         """The state after some iterations in a row."""
@@ -61,6 +69,6 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         return state
 
 
-def run_all(network: UnrolledNetwork[S], y: Tensor, state: S) -> S:
-    """All T iterations, plainly: what `loop` is unless something else is put there."""
-    return network.run(range(network.n_iterations), y, state)
+def run_all(network: UnrolledNetwork[S], iterations: range, y: Tensor, state: S) -> S:
+    """Some iterations, plainly: what `loop` is unless something else is put there."""
+    return network.run(iterations, y, state)

@@ -28,25 +28,33 @@ def apply_memory_mode(network: UnrolledNetwork[Any], config: MemoryConfig) -> No
         network.loop = partial(offloading_loop, pack=_to_host, unpack=_from_host)
 
 
-def _recomputing_loop(network: UnrolledNetwork[S], y: Tensor, state: S, segment: int) -> S:
-    """All iterations, of which only the state before each segment is kept, and the graph of the last segment.
+def _recomputing_loop(network: UnrolledNetwork[S], iterations: range, y: Tensor, state: S, segment: int) -> S:
+    """Some iterations, of which only the state before each segment is kept; of the network's last segment, the graph.
 
     That one backward starts with. Not the reentrant kind of checkpoint: x₀, H₀ and r₀ need no gradient, and it would
     return none for anything.
     """
     T = network.n_iterations
-    last = (T - 1) // segment * segment
-    for first in range(0, last, segment):
-        state = checkpoint(network.run, range(first, first + segment), y, state, use_reentrant=False)
-    return network.run(range(last, T), y, state)
+    for first in range(iterations.start, iterations.stop, segment):
+        part = range(first, min(first + segment, iterations.stop))
+        if part.stop == T:
+            state = network.run(part, y, state)
+        else:
+            state = checkpoint(network.run, part, y, state, use_reentrant=False)
+    return state
 
 
 def offloading_loop(
-    network: UnrolledNetwork[S], y: Tensor, state: S, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+    network: UnrolledNetwork[S],
+    iterations: range,
+    y: Tensor,
+    state: S,
+    pack: Callable[[Tensor], Any],
+    unpack: Callable[[Any], Tensor],
 ) -> S:
-    """All iterations, with what backward will need put away by `pack`."""
+    """Some iterations, with what backward will need put away by `pack`."""
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        return network.run(range(network.n_iterations), y, state)
+        return network.run(iterations, y, state)
 
 
 def stays(tensor: Tensor) -> bool:

@@ -47,6 +47,18 @@ def results(folder: Path, overrides: list[str]) -> Iterator[dict[str, Any]]:
         _write(path, record)
 
 
+def read_results(folder: Path) -> dict[str, Any]:
+    """What results.json of a run says so far; empty where there is none."""
+    path = folder / "results.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def amend(folder: Path, **changes: Any) -> None:
+    """Change results.json of a run whose own process could not."""
+    if record := read_results(folder):
+        _write(folder / "results.json", {**record, **changes})
+
+
 def git_commit() -> str | None:
     """Commit of this code, with "+changes" where the tree differs from it; None outside a checkout."""
     here = Path(__file__).parents[1]  # the whole package

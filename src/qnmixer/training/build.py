@@ -1,14 +1,12 @@
 """Objects from a checked config: the one place that knows which class a name stands for."""
 
 import torch
-from torch import nn
 
-from qnmixer.config import Config, FieldNoiseConfig, LossConfig, PhysicalNoiseConfig, SSIMMixConfig
+from qnmixer.config import Config, FieldNoiseConfig, PhysicalNoiseConfig
 from qnmixer.errors import ConfigError
 from qnmixer.models import QNMixer
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.physics.noise import FieldNoise, Noise, NoNoise, PhysicalNoise
-from qnmixer.training.losses import SSIMMixLoss
 
 
 def build_geometry(config: Config) -> FanBeamGeometry:
@@ -63,10 +61,3 @@ def choose_device(accelerator: str) -> torch.device:
     if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
         raise ConfigError(f"accelerator={accelerator}, but torch sees no CUDA device here: use accelerator=cpu")
     return torch.device("cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def build_loss(config: LossConfig) -> nn.Module:
-    """The training loss that `loss` names."""
-    if isinstance(config, SSIMMixConfig):
-        return SSIMMixLoss(config.ssim_weight)
-    return {"mse": nn.MSELoss, "l1": nn.L1Loss}[config.name]()

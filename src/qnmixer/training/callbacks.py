@@ -99,12 +99,13 @@ class IteratePictures(Callback):
         if batch_idx or not isinstance(pl_module, ReconstructionModule):
             return
         with torch.no_grad(), trainer.precision_plugin.forward_context():
-            states = list(pl_module.network.states(pl_module.measure(batch, "val")))
-            iterates = [pl_module.network.image(state) for state in states]
+            trajectory = pl_module.network.trajectory(pl_module.measure(batch, "val"))
+        for name, value in _curvature(trajectory[-1][0].pairs).items():
+            pl_module.log(name, value, batch_size=1, on_step=False, on_epoch=True, sync_dist=True)
+        if not trainer.is_global_zero:
+            return
         path = self.folder / f"iterates_{trainer.global_step:07d}.png"
-        draw_iterates(path, _iterate_row(batch, iterates))
-        for name, value in _curvature(states[-1].pairs).items():
-            pl_module.log(name, value, batch_size=1, on_step=False, on_epoch=True)
+        draw_iterates(path, _iterate_row(batch, [image for _, image in trajectory]))
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 logger.log_image("val/iterates", [str(path)], step=None)

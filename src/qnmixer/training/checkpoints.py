@@ -82,6 +82,15 @@ def load_weights(module: ReconstructionModule, run: Path) -> None:
     _load_state(module, state, path)
 
 
+def resumable(module: ReconstructionModule, run: Path) -> Path:
+    """The checkpoint to go on with, last.ckpt of a run folder. Raises CheckpointError where it is of another run."""
+    path = find_checkpoint(run, "last")
+    config, _ = read_checkpoint(path)
+    if config.model != module.config.model:
+        raise CheckpointError(f"{path} holds another network: resume takes the overrides of its run, or use finetune=")
+    return path
+
+
 def _load_state(module: ReconstructionModule, state: dict[str, Any], path: Path) -> None:
     try:
         module.load_state_dict(state)

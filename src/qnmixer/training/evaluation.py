@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.loggers import Logger, WandbLogger
 from rich.console import Console
@@ -20,6 +21,7 @@ from qnmixer.data.config import DataConfig, FolderData
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import CheckpointError
 from qnmixer.files import write_text
+from qnmixer.ranks import rank
 from qnmixer.tracking.results import results
 from qnmixer.training.build import build_noise, choose_device
 from qnmixer.training.checkpoints import load_run
@@ -117,26 +119,35 @@ def title_of(trained: Config, data: DataConfig, split: str) -> str:
 def evaluate(
     module: ReconstructionModule, data: SliceDataModule, split: str, config: EvaluationConfig, device: torch.device
 ) -> Evaluation:
-    """Reconstruct every slice of a split by FBP and by the network, from the same noisy sinogram."""
+    """Reconstruct every slice of a split by FBP and by the network, from the same noisy sinogram.
+
+    In a run of several processes each takes its share, and all get the whole.
+    """
     module = module.to(device).eval()
     methods: dict[str, Callable[[Tensor], Tensor]] = {"FBP": module.projector.fbp, "QN-Mixer": module.network}
     drawn = _spread(len(data.dataset(split)), config.n_pictures)
-    evaluation = Evaluation([], [])
-    for host_batch in track(
-        data.loader(split), description="evaluating", transient=True, disable=not Console().is_terminal
-    ):
+    found: dict[int, tuple[list[ImageScore], Row | None]] = {}
+    quiet = rank() != 0 or not Console().is_terminal
+    for host_batch in track(data.loader(split), description="evaluating", transient=True, disable=quiet):
         batch: Batch = move_data_to_device(host_batch, device)
         with torch.no_grad():
             y = module.measure(batch, "test")
             images = {name: method(y) for name, method in methods.items()}
         scores = {name: _score(batch, name, image, config.window) for name, image in images.items()}
-        for b, name in enumerate(batch["name"]):
-            evaluation.scores += [scores[method][b] for method in methods]
-            if int(batch["sample"][b]) in drawn:
+        for b, (n, weight) in enumerate(zip(batch["sample"].tolist(), batch["weight"].tolist(), strict=True)):
+            row = None
+            if n in drawn:
                 hu = {method: to_hu(batch, image)[b, 0].cpu() for method, image in images.items()}
                 panels = [Panel(_caption(scores[method][b]), hu[method]) for method in methods]
-                evaluation.rows.append(Row(name, to_hu(batch, batch["image"])[b, 0].cpu(), panels))
-    return evaluation
+                row = Row(batch["name"][b], to_hu(batch, batch["image"])[b, 0].cpu(), panels)
+            if weight:
+                found[n] = [scores[method][b] for method in methods], row
+    if dist.is_initialized():
+        shares: list[dict[int, tuple[list[ImageScore], Row | None]]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(shares, found)
+        found = {n: of for share in shares for n, of in share.items()}
+    in_order = [found[n] for n in sorted(found)]
+    return Evaluation([score for scores, _ in in_order for score in scores], [row for _, row in in_order if row])
 
 
 def _spread(n_images: int, n_pictures: int) -> set[int]:

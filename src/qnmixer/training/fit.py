@@ -4,22 +4,25 @@ import logging
 import os
 import traceback
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, RichProgressBar
-from lightning.pytorch.plugins.precision import MixedPrecision
 from rich.console import Console
 
-from qnmixer.config import Config, TrainerConfig, to_plain
+from qnmixer.config import Config, TrainerConfig, effective_batch, to_plain
 from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.errors import ConfigError, OutOfMemory
+from qnmixer.errors import OutOfMemory
 from qnmixer.parallel.memory import apply_memory_mode
+from qnmixer.parallel.strategies import build_precision, build_strategy
+from qnmixer.ranks import rank
 from qnmixer.tracking.loggers import build_loggers, close_loggers
 from qnmixer.tracking.results import results
 from qnmixer.training.callbacks import IteratePictures, PromptInterrupt, ValidationLine
-from qnmixer.training.checkpoints import AtomicCheckpointIO, load_weights
+from qnmixer.training.checkpoints import AtomicCheckpointIO, load_weights, resumable
 from qnmixer.training.evaluation import evaluate, log_evaluation, title_of, write_evaluation
 from qnmixer.training.memory_monitor import MemoryMonitor
 from qnmixer.training.module import ReconstructionModule
@@ -32,11 +35,14 @@ _THREADS = torch.get_num_threads()  # as the process started: the jobs of a swee
 def fit(config: Config, folder: Path, overrides: list[str]) -> float:
     """Train, evaluate the best checkpoint, leave everything in `folder`; returns the best monitored value.
 
-    Raises UserError for what the user can mend; results.json then says failed.
+    One rank of a run, or all of it: rank 0 prints and writes. Raises UserError for what the user can mend;
+    results.json then says failed.
     """
-    console = Console()
+    console = Console(quiet=rank() != 0)
     exit_code = 1
-    with results(folder, overrides) as record:
+    record_kept: AbstractContextManager[dict[str, Any]]
+    record_kept = results(folder, overrides) if rank() == 0 else nullcontext({})
+    with record_kept as record:
         try:
             best = _fit(config, folder, console, record)
             exit_code = 0
@@ -52,11 +58,11 @@ def fit(config: Config, folder: Path, overrides: list[str]) -> float:
 def _fit(config: Config, folder: Path, console: Console, record: dict[str, object]) -> float:
     _quieten()
     _leave_cores_to_workers(config)
-    accelerator = _accelerator(config.trainer.accelerator)
     L.seed_everything(config.seed, workers=True, verbose=False)
     module = ReconstructionModule(config)
     if config.finetune is not None:
         load_weights(module, Path(config.finetune))
+    resumed = None if config.resume is None else resumable(module, Path(config.resume))
     apply_memory_mode(module.network, config.memory)
     data = SliceDataModule(config.data)
     data.setup("fit")
@@ -70,12 +76,12 @@ def _fit(config: Config, folder: Path, console: Console, record: dict[str, objec
     )
     line = ValidationLine(console)
     planner = Planner(config, module.projector)  # before training takes the projector to its device
-    memory = MemoryMonitor(console, planner.estimate(config).peak / MIB)
-    trainer = _build_trainer(config, folder, accelerator, [checkpoint, line, memory], console)
+    memory = MemoryMonitor(console, planner.estimate(config).peak / MIB if rank() == 0 else None)
+    trainer = _build_trainer(config, folder, [checkpoint, line, memory], console)
     _print_start(config, data, module, trainer, console)
     available = memory_of(trainer.strategy.root_device)
     try:
-        trainer.fit(module, datamodule=data)
+        trainer.fit(module, datamodule=data, ckpt_path=resumed, weights_only=True)
     except SystemExit as stop:  # what Lightning makes of Ctrl-C
         raise KeyboardInterrupt from stop
     except (RuntimeError, MemoryError) as error:
@@ -92,18 +98,19 @@ def _fit(config: Config, folder: Path, console: Console, record: dict[str, objec
     best = float(checkpoint.best_model_score)
     record["best"] = {config.monitor: best}
     if config.test_after_training:
-        load_weights(module, folder)
-        evaluation = evaluate(module, data, "test", config.evaluation, trainer.strategy.root_device)
-        record["test"] = evaluation.means()
-        picture = write_evaluation(folder / "evaluation", evaluation, title_of(config, config.data, "test"), console)
-        record["picture"] = str(picture)
-        log_evaluation(trainer.loggers, evaluation, picture)
+        trained = ReconstructionModule(config, module.projector)
+        load_weights(trained, folder)
+        evaluation = evaluate(trained, data, "test", config.evaluation, trainer.strategy.root_device)
+        if trainer.is_global_zero:
+            record["test"] = evaluation.means()
+            title = title_of(config, config.data, "test")
+            picture = write_evaluation(folder / "evaluation", evaluation, title, console)
+            record["picture"] = str(picture)
+            log_evaluation(trainer.loggers, evaluation, picture)
     return best
 
 
-def _build_trainer(
-    config: Config, folder: Path, accelerator: str, callbacks: list[Callback], console: Console
-) -> L.Trainer:
+def _build_trainer(config: Config, folder: Path, callbacks: list[Callback], console: Console) -> L.Trainer:
     t = config.trainer
     callbacks = [
         *callbacks,
@@ -111,14 +118,14 @@ def _build_trainer(
         IteratePictures(folder / "pictures"),
         PromptInterrupt(),
     ]
-    if console.is_terminal:
+    if console.is_terminal and not console.quiet:
         callbacks.append(RichProgressBar(leave=False))
-    half = _cpu_half_precision(t, accelerator)
     return L.Trainer(
-        accelerator=accelerator,
-        devices=t.devices,
-        precision=None if half else t.precision,  # type: ignore[arg-type]  # checked by config.py
-        plugins=[AtomicCheckpointIO(), *([half] if half else [])],
+        accelerator=t.accelerator,
+        devices=t.devices or 1,
+        num_nodes=t.num_nodes,
+        strategy=build_strategy(config),
+        plugins=[AtomicCheckpointIO(), build_precision(config, t.accelerator)],
         max_steps=t.max_steps,
         max_epochs=-1 if t.max_epochs is None else t.max_epochs,
         accumulate_grad_batches=t.accumulate_grad_batches,
@@ -129,9 +136,10 @@ def _build_trainer(
         num_sanity_val_steps=0,
         log_every_n_steps=t.log_every_n_steps,
         deterministic=t.deterministic,
+        use_distributed_sampler=False,
         logger=build_loggers(config.logger, folder, to_plain(config)),
         callbacks=callbacks,
-        enable_progress_bar=console.is_terminal,
+        enable_progress_bar=console.is_terminal and not console.quiet,
         enable_model_summary=False,
         default_root_dir=folder,
     )
@@ -150,34 +158,26 @@ def _validate_at_last(
         checkpoint.best_model_score = score
 
 
-def _accelerator(name: str) -> str:
-    """cpu or cuda: the operators exist for these two. Raises ConfigError for a GPU that is not there."""
-    if name in ("gpu", "cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"trainer.accelerator={name}, but torch sees no CUDA device here: use cpu, or auto")
-    return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
-
-
 def _batches_between_validations(t: TrainerConfig) -> int | None:
     """Lightning counts batches here, not optimizer steps."""
     return None if t.val_every_n_steps is None else t.val_every_n_steps * t.accumulate_grad_batches
 
 
-def _cpu_half_precision(t: TrainerConfig, accelerator: str) -> MixedPrecision | None:
-    """Real fp16 with a GradScaler on the CPU, where Lightning would silently take bf16 for 16-mixed."""
-    return MixedPrecision("16-mixed", "cpu") if t.precision == "16-mixed" and accelerator == "cpu" else None
-
-
 def _print_start(
     config: Config, data: SliceDataModule, module: ReconstructionModule, trainer: L.Trainer, console: Console
 ) -> None:
-    n_parameters = sum(p.numel() for p in module.parameters())
-    batch = config.data.batch_size * config.trainer.accumulate_grad_batches
+    n_parameters, n_slices = sum(p.numel() for p in module.parameters()), len(data.dataset("train"))
+    t, batch = config.trainer, effective_batch(config)
+    nodes = f" × {t.num_nodes} nodes" if t.num_nodes > 1 else ""
+    devices = f" × {t.devices} devices{nodes}" if config.strategy.name != "single" else ""
+    last = f", the last of {n_slices % batch}" if n_slices % batch else ""
     console.print(
-        f"QN-Mixer, T = {config.model.n_iterations}, {n_parameters:,} parameters, on {trainer.strategy.root_device}\n"
+        f"QN-Mixer, T = {config.model.n_iterations}, {n_parameters:,} parameters, on {trainer.strategy.root_device}"
+        f"{devices}, strategy {config.strategy.name}\n"
         f"{config.geometry.n_views} views × {config.geometry.n_detectors} detector bins, noise {config.noise.name}\n"
         f"{data.describe()}\n"
-        f"batch {config.data.batch_size} × accumulation {config.trainer.accumulate_grad_batches} = {batch} slices "
-        f"an optimizer step",
+        f"batch {config.data.batch_size}{devices} × accumulation {t.accumulate_grad_batches} = {batch} slices "
+        f"an optimizer step; {-(-n_slices // batch):,} steps an epoch{last}",
         highlight=False,
         soft_wrap=True,
     )
@@ -194,7 +194,8 @@ def _leave_cores_to_workers(config: Config) -> None:
 
 def _quieten() -> None:
     """Leave the terminal to what a user can act on."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     for message in (
         "The .*dataloader.* does not have many workers",
         "The number of training batches .* is smaller than the logging interval",

@@ -1,18 +1,30 @@
-"""Training losses that torch does not ship."""
+"""Training losses by name: of each image by itself, so that a batch can weigh them."""
 
-from torch import Tensor, nn
+from collections.abc import Callable
+
+from torch import Tensor
 from torch.nn import functional as F
 
+from qnmixer.config import LossConfig, SSIMMixConfig
 from qnmixer.training.metrics import ssim
 
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""[B] from two [B, 1, H, W], image and truth."""
 
-class SSIMMixLoss(nn.Module):
-    """(1 − weight) · L1 + weight · (1 − SSIM), mean over the batch; images [B, 1, H, W] in [0, 1]."""
 
-    def __init__(self, weight: float) -> None:
-        super().__init__()
-        self.weight = weight
+def build_loss(config: LossConfig) -> Loss:
+    """The training loss that `loss` names."""
+    if isinstance(config, SSIMMixConfig):
+        weight = config.ssim_weight
+        return lambda image, truth: (1 - weight) * l1(image, truth) + weight * (1 - ssim(image, truth))
+    return {"mse": mse, "l1": l1}[config.name]
 
-    def forward(self, image: Tensor, truth: Tensor) -> Tensor:
-        """The loss, a scalar."""
-        return (1 - self.weight) * F.l1_loss(image, truth) + self.weight * (1 - ssim(image, truth).mean())
+
+def mse(image: Tensor, truth: Tensor) -> Tensor:
+    """Mean squared error."""
+    return F.mse_loss(image, truth, reduction="none").mean((1, 2, 3))
+
+
+def l1(image: Tensor, truth: Tensor) -> Tensor:
+    """Mean absolute error."""
+    return F.l1_loss(image, truth, reduction="none").mean((1, 2, 3))

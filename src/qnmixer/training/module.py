@@ -4,12 +4,16 @@ from typing import Any, TypedDict
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
+from torchmetrics import MeanMetric
 
-from qnmixer.config import Config, to_plain
+from qnmixer.config import Config, FSDPConfig, batch_of_replica, to_plain
+from qnmixer.parallel.fsdp import shard
 from qnmixer.physics import FanBeamProjector
-from qnmixer.training.build import build_loss, build_network, build_noise, build_projector
+from qnmixer.training.build import build_network, build_noise, build_projector
+from qnmixer.training.losses import build_loss
 from qnmixer.training.metrics import psnr, ssim
 from qnmixer.training.optimizers import build_optimizer, learning_rate_factor
 
@@ -26,6 +30,7 @@ class Batch(TypedDict):
     hu_offset: Tensor  # [B]
     hu_scale: Tensor  # [B]
     sample: Tensor  # [B], int64: epoch · length + index
+    weight: Tensor  # [B], what each counts for; 0 for one that only fills the batch
     name: list[str]
 
 
@@ -39,7 +44,18 @@ class ReconstructionModule(L.LightningModule):
         self.network = build_network(config, self.projector)
         self.noise = build_noise(config)
         self.loss = build_loss(config.loss)
+        self.means = nn.ModuleDict()
         self._largest_norm: Tensor | float = 0.0
+
+    def configure_model(self) -> None:
+        """Where Lightning wants fsdp to be put on."""
+        if isinstance(self.config.strategy, FSDPConfig):
+            assert self.device_mesh is not None
+            shard(self.network, self.device_mesh["data_parallel"], self.config.strategy)
+
+    def setup(self, stage: str) -> None:
+        """Make what counts over processes; not before, as a plan has no use for it."""
+        self.means.update({name: MeanMetric(nan_strategy="disable") for name in ("loss", "psnr", "ssim")})
 
     def forward(self, y: Tensor) -> Tensor:
         """x_T [B, 1, H, W] from y [B, 1, V, D]."""
@@ -53,28 +69,44 @@ class ReconstructionModule(L.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss of one batch."""
-        loss = self.loss(self.network(self.measure(batch, "train")), batch["image"])
+        image = self.network(self.measure(batch, "train"))
+        loss = self.batch_loss(image, batch["image"], batch["weight"])
+        self.check_loss(loss, batch)
+        self.log_loss(loss)
+        return loss
+
+    def batch_loss(self, image: Tensor, truth: Tensor, weight: Tensor) -> Tensor:
+        """Σ weight · loss / batch size: see `EpochSampler` for what it is the mean of."""
+        return (weight * self.loss(image, truth)).sum() / batch_of_replica(self.config)
+
+    def check_loss(self, loss: Tensor, batch: Batch) -> None:
+        """Raise FloatingPointError, naming step and slices, for a loss that is not finite."""
         if not torch.isfinite(loss):
             names = ", ".join(batch["name"])
             raise FloatingPointError(f"the loss became {loss.item()} at step {self.global_step} (slices: {names})")
-        self.log("train/loss", loss.detach(), batch_size=len(batch["image"]))
-        return loss
+
+    def log_loss(self, loss: Tensor) -> None:
+        """Log the loss of a batch, averaged over all processes."""
+        self.log("train/loss", loss.detach(), batch_size=1, sync_dist=True)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Loss, PSNR and SSIM of x_T, mean over images."""
+        """Loss, PSNR and SSIM of x_T, mean over the images of all processes."""
         image, truth = self.network(self.measure(batch, "val")), batch["image"]
-        values = {"loss": self.loss(image, truth), "psnr": psnr(image, truth).mean(), "ssim": ssim(image, truth).mean()}
+        values = {"loss": self.loss(image, truth), "psnr": psnr(image, truth), "ssim": ssim(image, truth)}
         for name, value in values.items():
-            self.log(f"val/{name}", value, batch_size=len(truth), on_step=False, on_epoch=True, sync_dist=True)
+            mean = self.means[name]
+            assert isinstance(mean, MeanMetric)
+            mean.update(value[batch["weight"] > 0])
+            self.log(f"val/{name}", mean, on_step=False, on_epoch=True)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the gradient's norm before clipping, and the largest of the run: the first to tell trouble."""
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+        norm = whole(torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
         self._largest_norm = torch.maximum(norm, torch.as_tensor(self._largest_norm, device=norm.device))
         self.log("train/grad_norm", norm)
         self.log("train/grad_norm_max", self._largest_norm)
         for t, step_size in enumerate(self.network.step_sizes):
-            self.log(f"train/lambda_{t}", step_size.detach().squeeze())
+            self.log(f"train/lambda_{t}", whole(step_size.detach()).squeeze())
 
     def configure_optimizers(self) -> Any:
         """Optimizer and, per optimizer step, its schedule."""
@@ -86,3 +118,8 @@ class ReconstructionModule(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Put the config in, as plain data, so that a checkpoint says by itself what it is."""
         checkpoint[CHECKPOINT_KEY] = {"format": 1, "config": to_plain(self.config)}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor as one device would hold it; one that fsdp has spread over the devices is gathered."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

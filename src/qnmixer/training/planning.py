@@ -136,14 +136,15 @@ def track_step(config: Config, projector: FanBeamProjector) -> Footprint:
             for k in range(n_batches):
                 tracker.reset_mod_stats()
                 image = torch.rand(config.data.batch_size, 1, size, size)
+                weight = torch.ones(config.data.batch_size)
                 with torch.no_grad():
                     y = projector(image)
                 with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-                    loss = module.loss(network(y), image)
+                    loss = module.batch_loss(network(y), image, weight)
                 if k == 0:
                     optimizer.zero_grad()  # where Lightning does it: those of the step before live until here
                 loss.backward()
-                del loss, y, image
+                del loss, y, image, weight
             torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             optimizer.step()
         (peak,) = tracker.get_tracker_snapshot("peak").values()

@@ -1,0 +1,159 @@
+"""FSDP2: weights, gradients and optimizer state in shards over the devices; each regulariser is a unit, so is the rest.
+
+Checkpoints are those of one device: every tensor whole, the optimizer's state as torch numbers it. Or, when asked for,
+a folder with the shards of each rank, which `merge_shards` puts together again.
+"""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from qnmixer.config import FSDPConfig
+from qnmixer.models.unrolled import UnrolledNetwork
+
+_SHARD = "fsdp_shard_of_shape"
+
+
+class ShardedStrategy(ModelParallelStrategy):
+    """Lightning's strategy for FSDP2, with no gradient traffic while accumulating and checkpoints that others read."""
+
+    def __init__(self, n_processes: int, options: FSDPConfig, timeout: timedelta) -> None:
+        super().__init__(
+            data_parallel_size=n_processes,
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=False,
+            timeout=timeout,
+        )
+        self.options = options
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Keep gradients whole and local; Lightning enters this in every batch of a window but the last."""
+        units = self._units()
+        for unit in units:
+            unit.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.set_requires_gradient_sync(True)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Every rank's part of it; `save_checkpoint` makes it whole."""
+        assert self.model is not None
+        return self.model.state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """As above."""
+        return optimizer.state_dict()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """One whole file by rank 0, or a folder with the shards of each rank, which is there complete or not at all."""
+        path = Path(self.broadcast(filepath))
+        if not self.options.sharded_checkpoint:
+            whole = tree_map(_whole, checkpoint)
+            if self.is_global_zero:
+                remove(path)
+                self.checkpoint_io.save_checkpoint(whole, path)
+            return
+        folder = path.with_name(path.name + ".part")
+        if self.is_global_zero:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        self.barrier()
+        self.checkpoint_io.save_checkpoint(tree_map(_local, checkpoint), folder / f"rank_{self.global_rank:04d}.pt")
+        self.barrier()
+        if self.is_global_zero:
+            remove(path)
+            folder.rename(path)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Every rank reads the whole file."""
+        return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """By Lightning's own order of things, through the two methods below."""
+        return True
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        """Each rank takes its shards."""
+        assert self.model is not None
+        ours = self.model.state_dict()
+        self.model.load_state_dict({k: _as(ours.get(k), v) for k, v in checkpoint["state_dict"].items()}, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Each rank takes its shards."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            numbers = [number for group in state["param_groups"] for number in group["params"]]
+            of = dict(zip(numbers, parameters, strict=True))
+            sharded = {n: {k: _as(of[n], v) for k, v in entry.items()} for n, entry in state["state"].items()}
+            optimizer.load_state_dict({**state, "state": sharded})
+
+    def _units(self) -> list[FSDPModule]:
+        assert self.model is not None
+        return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+
+
+def shard(network: UnrolledNetwork[Any], mesh: Any, options: FSDPConfig) -> None:
+    """Put the parts of a network that iterations call, and then the rest of it, into shards over a mesh, in place."""
+    if isinstance(network, FSDPModule):
+        return
+    for block in network.blocks():
+        fully_shard(block, mesh=mesh, reshard_after_forward=options.reshard_after_forward)
+    fully_shard(network, mesh=mesh)
+    register_fsdp_forward_method(network, "trajectory")
+
+
+def merge_shards(folder: Path) -> dict[str, Any]:
+    """The checkpoint that the shards in a folder make up, as one device would have written it."""
+    ranks = [torch.load(path, map_location="cpu", weights_only=True) for path in sorted(folder.glob("rank_*.pt"))]
+    return _merge(ranks)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint of either kind, if there is one."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _merge(parts: list[Any]) -> Any:
+    first = parts[0]
+    if isinstance(first, dict) and _SHARD in first:
+        return torch.cat([part["local"] for part in parts]).reshape(first[_SHARD])
+    if isinstance(first, dict):
+        return {key: _merge([part[key] for part in parts]) for key in first}
+    if isinstance(first, list | tuple):
+        return type(first)(_merge(list(items)) for items in zip(*parts, strict=True))
+    return first
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor().cpu() if isinstance(value, DTensor) else value
+
+
+def _local(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return {_SHARD: list(value.shape), "local": value.to_local().cpu().clone()}
+    return value
+
+
+def _as(like: Any, value: Any) -> Any:
+    """A whole tensor in the shards that `like` has, where it has any and the two have one shape."""
+    if isinstance(like, DTensor) and isinstance(value, Tensor) and value.shape == like.shape:
+        return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+    return value

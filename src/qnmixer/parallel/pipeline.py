@@ -1,0 +1,276 @@
+"""The pipeline over iterations: each device runs its share of the T iterations and hands the state to the next.
+
+Every device holds all weights, as in ddp, and gradients are summed over all devices before the optimizer's step. So
+weights that iterations share stay equal, clipping sees the norm of the whole gradient, the GradScaler of every device
+sees the same overflow, a checkpoint is that of one device, and validation runs on every device by itself.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from qnmixer.config import Config, PipelineConfig, batch_of_replica, devices_per_replica
+from qnmixer.models.unrolled import UnrolledNetwork
+from qnmixer.parallel.stages import Packing, Stage, cut_by_cost, cut_evenly, ranges
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+class Trained(Protocol):
+    """What a LightningModule must have to be trained by stages."""
+
+    network: UnrolledNetwork[Any]
+
+    def measure(self, batch: Any, stream: str) -> Tensor:
+        """y [B, 1, V, D]."""
+
+    def batch_loss(self, image: Tensor, truth: Tensor, weight: Tensor) -> Tensor:
+        """Loss of some images, of which that of a whole batch is the sum."""
+
+    def check_loss(self, loss: Tensor, batch: Any) -> None:
+        """Raise for a loss that is not finite."""
+
+    def log_loss(self, loss: Tensor) -> None:
+        """Log the loss of a batch."""
+
+
+class PipelineStrategy(DDPStrategy):
+    """Trains by stages within each group of devices, and by batches over the groups.
+
+    Forward and backward of a batch are one thing here (a stage goes back through the first micro-batch while it has yet
+    to see the last), so `training_step` does both, Lightning's backward nothing, and gradients are cleared after the
+    optimizer's step instead of between the two.
+    """
+
+    def __init__(self, config: Config, timeout: timedelta) -> None:
+        super().__init__(timeout=timeout)
+        assert isinstance(config.strategy, PipelineConfig)
+        self.config, self.pipelining = config, config.strategy
+        self.n_devices = devices_per_replica(config)
+        self._pipeline: Pipeline | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """All devices of a pipeline get its whole batch, of fixed size."""
+        return {
+            "num_replicas": self.world_size // self.n_devices,
+            "rank": self.global_rank // self.n_devices,
+            "batch_size": batch_of_replica(self.config),
+            "fill": True,
+        }
+
+    def configure_ddp(self) -> None:
+        """No wrapper: gradients are summed below."""
+        for first in range(0, self.world_size, self.n_devices):
+            group = dist.new_group(list(range(first, first + self.n_devices)))
+            if first == self.global_rank // self.n_devices * self.n_devices:
+                self._group = group
+        assert self.lightning_module is not None
+        self.lightning_module.optimizer_zero_grad = lambda *args, **kwargs: None  # type: ignore[method-assign]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Forward and backward of a batch through all stages; its loss."""
+        module: Any = self.lightning_module
+        y = module.measure(batch, "train")
+        if self._pipeline is None:
+            assert self._group is not None
+            self._pipeline = Pipeline(module, self.config, y, self._group, self.precision_plugin.forward_context)
+        loss = self._pipeline.step(y, batch, self._loss_factor())
+        module.log_loss(loss)
+        return loss
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Nothing: `training_step` has been through."""
+        return closure_loss
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Sum the gradients over the devices once the window's batches are through, step, clear them."""
+
+        def through_all_devices() -> Any:
+            result = closure()
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            sum_gradients(parameters, divisor=self.world_size // self.n_devices)
+            return result
+
+        output = super().optimizer_step(optimizer, through_all_devices, model, **kwargs)
+        optimizer.zero_grad()
+        return output
+
+    def _loss_factor(self) -> Tensor:
+        """What the loss is multiplied by before backward: the GradScaler's scale, over the batches of a window."""
+        factor = torch.ones((), device=self.root_device) / self.config.trainer.accumulate_grad_batches
+        precision = self.precision_plugin
+        if isinstance(precision, MixedPrecision) and precision.scaler is not None:
+            factor = precision.scaler.scale(factor)
+        return factor
+
+
+class Pipeline:
+    """One device's stages, and the schedule they run by.
+
+    Args:
+        module: what is trained.
+        config: the run's.
+        y: a batch of sinograms, of the size of all to come.
+        group: the devices of this pipeline, first stage first.
+        context: what a forward runs in (autocast).
+    """
+
+    def __init__(self, module: Trained, config: Config, y: Tensor, group: dist.ProcessGroup, context: Context) -> None:
+        assert isinstance(config.strategy, PipelineConfig)
+        options = config.strategy
+        self.module, self.context, self.group = module, context, group
+        self.sequential = options.schedule == "sequential"
+        self.microbatch_size = options.microbatch_size
+        network = module.network
+        device, n_devices = dist.get_rank(group), dist.get_world_size(group)
+        n_stages = n_devices * options.stages_per_device
+
+        timed = options.cut is None and not config.trainer.deterministic
+        packings, costs = survey(network, y[: self.microbatch_size], context, timed)
+        cut = [options.cut or (cut_by_cost(costs, n_stages) if timed else cut_evenly(len(costs), n_stages))]
+        dist.broadcast_object_list(cut, group_src=0, group=group)  # each device has measured costs of its own
+        self.cut: list[int] = cut[0]
+
+        def meta(iteration: int) -> Tensor:
+            packing = packings[iteration]
+            return torch.empty(
+                self.microbatch_size, packing.width, dtype=packing.dtype, device="meta", requires_grad=True
+            )
+
+        self.stages = []
+        for index in range(device, n_stages, n_devices):
+            iterations = ranges(self.cut)[index]
+            first, last = index == 0, index == n_stages - 1
+            stage = _Autocast(Stage(network, iterations, None if first else packings[iterations.start]), context)
+            self.stages.append(
+                PipelineStage(
+                    stage,
+                    index,
+                    n_stages,
+                    y.device,
+                    input_args=() if first else (meta(iterations.start),),
+                    output_args=(torch.empty_like(y[: self.microbatch_size], device="meta"),)
+                    if last
+                    else (meta(iterations.stop),),
+                    group=group,
+                )
+            )
+        n = 1 if self.sequential else len(y) // self.microbatch_size
+        options_of_all: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
+        self.schedule: Any
+        if options.schedule == "interleaved":
+            self.schedule = ScheduleInterleaved1F1B(list(self.stages), n, **options_of_all)
+        else:
+            kind = Schedule1F1B if options.schedule == "1f1b" else ScheduleGPipe
+            self.schedule = kind(self.stages[0], n, **options_of_all)
+        self._batch: Any = None
+        self._factor = torch.ones(())
+        self._losses: list[Tensor] = []
+
+    def step(self, y: Tensor, batch: Any, factor: Tensor) -> Tensor:
+        """Add the gradients of factor · loss of a batch to those of this device's stages; returns the loss.
+
+        Raises FloatingPointError, on the device of the last stage, when the loss is not finite.
+        """
+        self._batch, self._factor = batch, factor
+        self._losses.clear()
+        positions = torch.arange(len(y), device=y.device)
+        size = self.microbatch_size if self.sequential else len(y)
+        with torch.autocast(y.device.type, enabled=False):  # else backward would run in it
+            for part in positions.split(size):
+                self.schedule.step(y=y[part], target=part, return_outputs=False)
+        loss = torch.zeros((), device=y.device)
+        if self._losses:
+            loss = torch.stack(self._losses).sum().float()
+            self.module.check_loss(loss, batch)
+        dist.broadcast(loss, group_src=dist.get_world_size(self.group) - 1, group=self.group)
+        return loss
+
+    def _loss(self, image: Tensor, positions: Tensor) -> Tensor:
+        with self.context():
+            loss = self.module.batch_loss(image, self._batch["image"][positions], self._batch["weight"][positions])
+        self._losses.append(loss.detach())
+        return loss * self._factor
+
+
+class _Autocast(torch.nn.Module):
+    """A stage run in the context of the precision, and of nothing else."""
+
+    def __init__(self, stage: Stage, context: Context) -> None:
+        super().__init__()
+        self.stage, self.context = stage, context
+
+    def forward(self, *packed: Tensor, y: Tensor) -> Tensor:
+        with self.context():
+            return self.stage(*packed, y=y)
+
+
+def survey(
+    network: UnrolledNetwork[Any], y: Tensor, context: Context, timed: bool
+) -> tuple[list[Packing], list[float]]:
+    """How the state before each iteration packs (T + 1 of them), and the seconds of each, forward and backward.
+
+    Iterations are run one by one, so that this takes the memory of one. The first has the start in it, the last the
+    image.
+    """
+    parameters = [p for p in network.parameters() if p.requires_grad]
+    packings, costs = [], []
+
+    def clock() -> float:
+        if y.is_cuda:
+            torch.cuda.synchronize(y.device)
+        return time.perf_counter()
+
+    def once(t: int, state: Any) -> Any:
+        with torch.enable_grad(), context():
+            before = network.start(y) if t == 0 else state
+            after = network.step(t, y, before)
+            end = network.image(after) if t == network.n_iterations - 1 else after
+        if timed:
+            ends = [leaf for leaf in tree_flatten(end)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+            torch.autograd.grad(ends, parameters, [torch.ones_like(leaf) for leaf in ends], allow_unused=True)
+        return before, after
+
+    state: Any = None
+    for t in range(network.n_iterations):
+        seconds = []
+        for _ in range(3 if timed else 1):  # the first is slow
+            start = clock()
+            before, after = once(t, state)
+            seconds.append(clock() - start)
+        costs.append(min(seconds))
+        packings.append(Packing.of(before))
+        state = _as_leaves(after)
+    return [*packings, Packing.of(state)], costs
+
+
+def sum_gradients(parameters: list[torch.nn.Parameter], divisor: int) -> None:
+    """Make every gradient the sum over all processes, over `divisor`, in one message; where one is missing it is 0."""
+    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
+    dist.all_reduce(flat)
+    flat /= divisor
+    for p, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        p.grad = piece.view_as(p)
+
+
+def _as_leaves(state: Any) -> Any:
+    """The same state without what made it."""
+    leaves, spec = tree_flatten(state)
+    known: dict[int, Tensor] = {}
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and id(leaf) not in known:
+            known[id(leaf)] = leaf.detach().requires_grad_(leaf.requires_grad)
+    return tree_unflatten([known[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)

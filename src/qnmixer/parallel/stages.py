@@ -1,0 +1,180 @@
+"""The T iterations of a network cut into stages, and the order in which a device runs its share of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from qnmixer.models.unrolled import UnrolledNetwork
+
+
+class Stage(nn.Module):
+    """Some iterations in a row: one packed state [b, K] in (none for the first stage), one out; x_T for the last.
+
+    One tensor, since every tensor that is sent costs a message each way, and a state of t iterations has 12 t.
+    """
+
+    def __init__(self, network: UnrolledNetwork[Any], iterations: range, incoming: "Packing | None") -> None:
+        super().__init__()
+        self.network, self.iterations, self.incoming = network, iterations, incoming
+
+    def forward(self, *packed: Tensor, y: Tensor) -> Tensor:
+        """The state after these iterations; y [b, 1, V, D]."""
+        state = self.network.start(y) if self.incoming is None else self.incoming.unpack(packed[0])
+        state = self.network.loop(self.network, self.iterations, y, state)
+        if self.iterations.stop == self.network.n_iterations:
+            return self.network.image(state)
+        return Packing.of(state).pack(state)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a state, whatever its tensors [b, …], is laid out in one tensor [b, K]; each tensor once."""
+
+    spec: TreeSpec
+    places: tuple[int, ...]  # for each leaf, which of the parts it is
+    parts: tuple["_Part", ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(state: Any) -> "Packing":
+        """The layout of states like this one."""
+        leaves, spec = tree_flatten(state)
+        unique = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+        order = {key: k for k, key in enumerate(unique)}
+        places = tuple(order[id(leaf)] if isinstance(leaf, Tensor) else -1 for leaf in leaves)
+        parts = tuple(_Part(leaf.shape[1:], leaf.dtype, leaf.requires_grad) for leaf in unique.values())
+        return Packing(spec, places, parts, torch.promote_types(torch.float32, parts[0].dtype))
+
+    @property
+    def width(self) -> int:
+        """K."""
+        return sum(part.shape.numel() for part in self.parts)
+
+    def pack(self, state: Any) -> Tensor:
+        """[b, K]."""
+        leaves, _ = tree_flatten(state)
+        parts = {place: leaf for place, leaf in zip(self.places, leaves, strict=True) if place >= 0}
+        return torch.cat([parts[k].reshape(len(parts[k]), -1).to(self.dtype) for k in range(len(parts))], dim=1)
+
+    def unpack(self, packed: Tensor) -> Any:
+        """The state; what was a constant to differentiation is one again."""
+        pieces = packed.split([part.shape.numel() for part in self.parts], dim=1)
+        made = []
+        for piece, part in zip(pieces, self.parts, strict=True):
+            tensor = piece.view(-1, *part.shape).to(part.dtype)
+            made.append(tensor if part.requires_grad else tensor.detach())
+        return tree_unflatten([made[place] if place >= 0 else None for place in self.places], self.spec)
+
+
+class _Part(NamedTuple):
+    shape: torch.Size  # without the batch
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+def cut_evenly(n_iterations: int, n_stages: int) -> list[int]:
+    """Iterations of each stage, as equal as can be; the last one, which has the loss too, gets the fewer."""
+    few, more = divmod(n_iterations, n_stages)
+    return [few + 1] * more + [few] * (n_stages - more)
+
+
+def cut_by_cost(costs: Sequence[float], n_stages: int) -> list[int]:
+    """Iterations of each stage, so that the dearest stage is as cheap as can be."""
+    total = [0.0, *accumulate(costs)]
+    T = len(costs)
+    # best[t]: the dearest stage, then all stages squared, of the first t iterations in so many stages; and their cut.
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
+    for stage in range(1, n_stages + 1):
+        ends = range(stage, T - (n_stages - stage) + 1)
+        best = {
+            end: min(
+                (max(worst, total[end] - total[t]), squares + (total[end] - total[t]) ** 2, [*cut, end - t])
+                for t, (worst, squares, cut) in best.items()
+                if t < end
+            )
+            for end in ends
+        }
+    return best[T][2]
+
+
+def ranges(cut: Sequence[int]) -> list[range]:
+    """The iterations of each stage."""
+    return [range(first, end) for first, end in pairwise([0, *accumulate(cut)])]
+
+
+class Action(NamedTuple):
+    """Forward (F) or backward (B) of a micro-batch through a stage."""
+
+    kind: Literal["F", "B"]
+    stage: int
+    microbatch: int
+
+
+def actions(schedule: str, device: int, n_devices: int, n_microbatches: int, per_device: int = 1) -> list[Action]:
+    """What a device does in one batch, in order: the schedules of torch.distributed.pipelining (a test compares)."""
+    if schedule == "sequential":
+        return [Action(kind, device, k) for k in range(n_microbatches) for kind in ("F", "B")]
+    if schedule == "gpipe":
+        return [Action(kind, device, k) for kind in ("F", "B") for k in range(n_microbatches)]
+    total = per_device * n_microbatches
+    if schedule == "1f1b":
+        warm_up = min(n_microbatches, n_devices - device)
+        ahead, in_round = warm_up - 1, n_microbatches
+    else:
+        in_round = n_microbatches // max(1, n_microbatches // n_devices)
+        ahead = min(total, (per_device - 1) * in_round + 2 * (n_devices - 1 - device))
+
+    def action(kind: Literal["F", "B"], step: int) -> Action:
+        """The step-th forward or backward: in_round micro-batches through one local stage, then through the next."""
+        turn, k = divmod(step, in_round)
+        turns, local = divmod(turn, per_device)
+        if kind == "B":
+            local = per_device - 1 - local
+        return Action(kind, local * n_devices + device, turns * in_round + k)
+
+    order = [action("F", step) for step in range(ahead)]
+    for step in range(total - ahead):
+        order += [action("F", ahead + step), action("B", step)]
+    return order + [action("B", step) for step in range(total - ahead, total)]
+
+
+def idle_share(
+    schedule: str,
+    n_devices: int,
+    n_microbatches: int,
+    costs: Sequence[float],
+    per_device: int = 1,
+    backward: float = 2.0,
+) -> float:
+    """Share of device time spent waiting (the bubble), with stage costs of a forward; sending is taken to be free."""
+    n_stages = n_devices * per_device
+    todo = [actions(schedule, device, n_devices, n_microbatches, per_device) for device in range(n_devices)]
+    clock, done = [0.0] * n_devices, dict[Action, float]()
+    busy = sum(n_microbatches * cost * (1 + backward) for cost in costs)
+    while any(todo):
+        for device, queue in enumerate(todo):
+            while queue and (ready := _ready(queue[0], n_stages, n_microbatches, schedule, done)) is not None:
+                action = queue.pop(0)
+                cost = costs[action.stage] * (1.0 if action.kind == "F" else backward)
+                clock[device] = done[action] = max(clock[device], ready) + cost
+    return 1 - busy / (n_devices * max(clock))
+
+
+def _ready(
+    action: Action, n_stages: int, n_microbatches: int, schedule: str, done: dict[Action, float]
+) -> float | None:
+    """When what an action needs is there; None if that is not known yet."""
+    kind, stage, k = action
+    needed = []
+    if kind == "F" and stage:
+        needed.append(Action("F", stage - 1, k))
+    if kind == "B":
+        needed.append(Action("F", stage, k) if stage == n_stages - 1 else Action("B", stage + 1, k))
+    if kind == "F" and not stage and schedule == "sequential" and k:
+        needed.append(Action("B", 0, k - 1))
+    return None if any(n not in done for n in needed) else max((done[n] for n in needed), default=0.0)
