@@ -16,6 +16,9 @@ from qnmixer.config import (
     SSIMMixConfig,
     StepScheduleConfig,
     WandbConfig,
+    batch_of_replica,
+    devices_per_replica,
+    effective_batch,
     parse,
     parse_evaluate,
     parse_reconstruct,
@@ -290,7 +293,8 @@ def test_wrong_types_name_the_key(override: str) -> None:
         (["data.image_size=8", "model.patch_size=16"], ["choose data.image_size=16"]),
         (["model.channels=10"], ["model.channels=10", "multiple of 4"]),
         (["model.latent_channels=17"], ["model.latent_channels=17", "16", "model.latent_factor"]),
-        (["trainer.devices=2"], ["trainer.devices=2", "one device"]),
+        (["trainer.devices=2"], ["trainer.devices=2", "strategy=ddp, fsdp or pipeline"]),
+        (["finetune=a", "resume=b"], ["finetune", "resume"]),
         (["trainer.max_steps=-1"], ["never end", "trainer.max_steps", "trainer.max_epochs"]),
         (["evaluation.window=[1]"], ["evaluation.window", "[low, high]"]),
         (["evaluation.window=[5,5]"], ["evaluation.window", "[low, high]"]),
@@ -407,3 +411,47 @@ def test_reconstruct_refuses(overrides: list[str], words: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_reconstruct(compose("reconstruct", [*given, *overrides]))
     assert words in str(error.value)
+
+
+PIPELINE = ["strategy=pipeline", "trainer.devices=4"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["trainer.num_nodes=2"], ["trainer.num_nodes=2", "strategy=ddp, fsdp or pipeline"]),
+        (["strategy=ddp", "strategy.static_graph=true", "trainer.accumulate_grad_batches=2"], ["static_graph"]),
+        (["strategy=pipeline", "trainer.devices=1"], ["strategy=pipeline", "trainer.devices", "strategy=single"]),
+        (["strategy=pipeline", "trainer.devices=15"], ["15 stages", "model.n_iterations=14"]),
+        ([*PIPELINE, "strategy.devices_per_pipeline=3"], ["devices_per_pipeline=3", "trainer.devices=4"]),
+        ([*PIPELINE, "strategy.microbatch_size=3"], ["data.batch_size=1 × 4", "microbatch_size=3"]),
+        ([*PIPELINE, "strategy.microbatch_size=2"], ["1f1b", "4, and has 2", "data.batch_size=2"]),
+        ([*PIPELINE, "strategy.cut=[4,4,4,4]"], ["strategy.cut=[4, 4, 4, 4]", "model.n_iterations=14"]),
+        ([*PIPELINE, "strategy.cut=[7,7]"], ["strategy.cut=[7, 7]", "2 stages"]),
+        ([*PIPELINE, "strategy.schedule=interleaved"], ["interleaved", "stages_per_device=1"]),
+        ([*PIPELINE, "strategy.stages_per_device=2"], ["1f1b", "stages_per_device=2"]),
+        ([*PIPELINE, "strategy.schedule=interleaved", "strategy.stages_per_device=4"], ["16 stages"]),
+    ],
+)
+def test_strategies_that_cannot_work(overrides: list[str], words: list[str]) -> None:
+    message = refusal_by_hydra(*overrides)
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["strategy=ddp", "trainer.precision=16-mixed", "trainer.accumulate_grad_batches=4", "memory=recompute"],
+        ["strategy=fsdp", "trainer.num_nodes=2", "memory=offload"],
+        ["strategy=pipeline", "strategy.schedule=sequential", "strategy.microbatch_size=4"],
+        ["strategy=pipeline", "strategy.schedule=interleaved", "strategy.stages_per_device=3", "data.batch_size=2"],
+        ["strategy=pipeline", "strategy.devices_per_pipeline=2", "strategy.cut=[6,8]", "trainer.num_nodes=2"],
+    ],
+)
+def test_what_composes(overrides: list[str]) -> None:
+    config = parse(compose("train", ["trainer.devices=4", *overrides]))
+    nodes, accumulate = config.trainer.num_nodes, config.trainer.accumulate_grad_batches
+    assert effective_batch(config) == config.data.batch_size * 4 * nodes * accumulate
+    pipelines = 4 * nodes // devices_per_replica(config)
+    assert effective_batch(config) == batch_of_replica(config) * pipelines * accumulate

@@ -1,4 +1,3 @@
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from PIL import Image
 
 from qnmixer.data.config import DataConfig, DeepLesionData, DicomData, NumpyData, PhantomData
 from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.data.sampler import EpochSampler
+from qnmixer.data.sampler import EpochSampler, Pick
 from qnmixer.errors import ConfigError, DataError
 
 
@@ -77,22 +76,85 @@ def test_lightning_advances_the_epoch(tmp_path: Path) -> None:
     assert watcher.validated == [0, 1, 2, 0, 1, 2]
 
 
-def test_sampler_shares_out_without_repeats() -> None:
-    def numbers(epoch: int, **options: Any) -> list[int]:
-        sampler = EpochSampler(10, seed=3, **options)
-        sampler.set_epoch(epoch)
-        assert len(list(sampler)) == len(sampler)
-        return list(sampler)
+def steps(sampler: EpochSampler, accumulate: int = 1) -> list[list[Pick]]:
+    """What one process is given for each optimizer step."""
+    picks, size = list(sampler), sampler.batch_size * accumulate
+    assert len(picks) == len(sampler)
+    return [picks[i : i + size] for i in range(0, len(picks), size)]
 
-    assert sorted(numbers(2, shuffle=True)) == list(range(20, 30))
-    assert numbers(2, shuffle=True) == numbers(2, shuffle=True)
-    assert [n - 10 for n in numbers(1, shuffle=True)] != numbers(0, shuffle=True)
-    assert numbers(5, shuffle=False, fixed=True) == list(range(10))
-    ranks = [numbers(1, shuffle=True, num_replicas=4, rank=rank) for rank in range(4)]
-    assert sorted(chain(*ranks)) == list(range(10, 20))
-    even = [numbers(1, shuffle=True, num_replicas=4, rank=rank, even=True) for rank in range(4)]
-    assert [len(part) for part in even] == [2, 2, 2, 2]
-    assert len(set(chain(*even))) == 8
+
+@pytest.mark.parametrize("length", [1, 8, 22, 34])
+@pytest.mark.parametrize(("replicas", "batch", "accumulate"), [(1, 8, 1), (4, 1, 2), (2, 4, 1), (2, 2, 2), (4, 2, 1)])
+def test_a_step_has_the_same_samples_however_they_are_shared_out(
+    length: int, replicas: int, batch: int, accumulate: int
+) -> None:
+    """In order, none twice, none missing; and weights that make averages over everything the mean over samples."""
+
+    def epoch(n: int, b: int, a: int) -> list[list[list[Pick]]]:
+        samplers = [
+            EpochSampler(length, shuffle=True, seed=3, batch_size=b, num_replicas=n, rank=r, accumulate=a)
+            for r in range(n)
+        ]
+        for sampler in samplers:
+            sampler.set_epoch(2)
+        return [list(of) for of in zip(*(steps(sampler, a) for sampler in samplers), strict=True)]
+
+    seen = []
+    for alone, shared in zip(epoch(1, 8, 1), epoch(replicas, batch, accumulate), strict=True):
+        expected = [pick.n for pick in alone[0]]
+        used = [pick for of_rank in shared for pick in of_rank if pick.weight]
+        assert {pick.n for pick in used} == set(expected)
+        assert len(used) == len(expected)
+        assert sum(pick.weight for pick in used) / 8 == pytest.approx(1)
+        assert {pick.weight for pick in used} == {8 / len(expected)}
+        seen += expected
+    assert sorted(seen) == list(range(2 * length, 3 * length))
+
+
+def test_every_process_has_as_many_batches() -> None:
+    """The collectives of one would wait for the others for ever; a filler is nothing new, and counts for nothing."""
+    for fill in (False, True):
+        shares = [
+            list(EpochSampler(10, shuffle=False, batch_size=2, num_replicas=4, rank=r, fill=fill)) for r in range(4)
+        ]
+        assert {-(-len(share) // 2) for share in shares} == {2}
+        assert [len(share) for share in shares] == ([4, 4, 4, 4] if fill else [4, 3, 3, 3])
+        fillers = [pick for share in shares for pick in share if not pick.weight]
+        assert {pick.n for pick in fillers} == {9}
+        assert sorted(pick.n for share in shares for pick in share if pick.weight) == list(range(10))
+
+
+def test_one_process_needs_no_filler() -> None:
+    sampler = EpochSampler(5, shuffle=False, fixed=True, batch_size=3)
+    assert list(sampler) == [Pick(n, 1.0) for n in range(5)]
+
+
+def test_every_step_has_as_many_batches() -> None:
+    """Lightning counts batches from one validation to the next, which is to come after a step."""
+    sampler = EpochSampler(9, shuffle=False, batch_size=2, accumulate=3)
+    assert len(steps(sampler, 3)) == 2
+    assert [pick.weight for pick in sampler] == [1.0] * 6 + [2.0] * 3 + [0.0] * 3
+
+
+def test_order_follows_seed_and_epoch() -> None:
+    def numbers(epoch: int, seed: int = 3) -> list[int]:
+        sampler = EpochSampler(10, shuffle=True, seed=seed)
+        sampler.set_epoch(epoch)
+        return [pick.n - 10 * epoch for pick in sampler]
+
+    assert numbers(2) == numbers(2)
+    assert numbers(1) != numbers(0)
+    assert numbers(0, seed=4) != numbers(0)
+
+
+def test_an_epoch_that_is_begun_in_the_middle() -> None:
+    whole, rest = (EpochSampler(10, shuffle=True, batch_size=2) for _ in range(2))
+    rest.start_at(1, 3)
+    whole.set_epoch(1)
+    assert list(rest) == list(whole)[6:]
+    for sampler in (whole, rest):
+        sampler.set_epoch(2)
+    assert list(rest) == list(whole)
 
 
 def test_dicom_folder_end_to_end(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:

@@ -1,14 +1,13 @@
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 
 from qnmixer.config import Config, ScheduleConfig, StepScheduleConfig
-from qnmixer.training.build import build_loss
-from qnmixer.training.losses import SSIMMixLoss
+from qnmixer.training.losses import build_loss, l1
+from qnmixer.training.metrics import ssim
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.optimizers import build_optimizer, learning_rate_factor
 
@@ -96,12 +95,19 @@ def test_a_run_of_one_step_learns(name: str) -> None:
     assert curve(ScheduleConfig(name=name, warmup=0.03), 1)[0] == 1.0
 
 
-@pytest.mark.parametrize(("name", "schema"), [("mse", torch.nn.MSELoss), ("l1", torch.nn.L1Loss)])
-def test_losses_by_name(tiny_config: Callable[..., Config], name: str, schema: Any) -> None:
-    assert type(build_loss(tiny_config(f"loss={name}").loss)) is schema
+@pytest.mark.parametrize("name", ["mse", "l1", "ssim_mix"])
+def test_losses_are_of_each_image_by_itself(tiny_config: Callable[..., Config], name: str) -> None:
+    loss = build_loss(tiny_config(f"loss={name}").loss)
+    image, truth = torch.rand(2, 3, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+    together = loss(image, truth)
+    assert together.shape == (3,)
+    torch.testing.assert_close(together, torch.cat([loss(image[i : i + 1], truth[i : i + 1]) for i in range(3)]))
+    expected = {"mse": torch.nn.functional.mse_loss, "l1": torch.nn.functional.l1_loss}.get(name)
+    if expected:
+        torch.testing.assert_close(together.mean(), expected(image, truth))
 
 
 def test_ssim_mix_takes_its_weight(tiny_config: Callable[..., Config]) -> None:
     loss = build_loss(tiny_config("loss=ssim_mix", "loss.ssim_weight=0.2").loss)
-    assert isinstance(loss, SSIMMixLoss)
-    assert loss.weight == 0.2
+    image, truth = torch.rand(2, 3, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(loss(image, truth), 0.8 * l1(image, truth) + 0.2 * (1 - ssim(image, truth)))

@@ -46,6 +46,7 @@ class SliceDataModule(LightningDataModule):
         self.config = config
         self.scaling = build_scaling(config.scaling, config.hu_max)
         self.parts: dict[str, Part] = {}
+        self._start = (0, 0)
 
     def prepare_data(self) -> None:
         """Decode files into the cache; Lightning calls it on one process of a machine."""
@@ -110,6 +111,8 @@ class SliceDataModule(LightningDataModule):
         elif self.trainer:
             share |= {"num_replicas": self.trainer.world_size, "rank": self.trainer.global_rank}
         sampler = EpochSampler(len(dataset), shuffle=train, seed=self.config.seed, fixed=not train, **share)
+        if train:
+            sampler.start_at(*self._start)
         workers = min(self.config.num_workers, -(-len(sampler) // sampler.batch_size))
         only_with_workers: dict[str, Any] = {}
         if workers:
@@ -123,6 +126,10 @@ class SliceDataModule(LightningDataModule):
             pin_memory=pin,
             **only_with_workers,
         )
+
+    def start_at(self, epoch: int, n_batches: int) -> None:
+        """Have training begin in the middle of an epoch, after so many batches of this process."""
+        self._start = (epoch, n_batches)
 
     def describe(self) -> str:
         """One line: slices and patients of each part."""

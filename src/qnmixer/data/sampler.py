@@ -28,8 +28,9 @@ class EpochSampler(DistributedSampler[Pick]):
     """Shares an epoch out so that optimizer step k sees the same samples however many processes there are.
 
     Step k takes the next num_replicas · batch_size · accumulate samples of the epoch's order: of each batch of all
-    processes the first gets the first batch_size, and so on. Nothing is repeated or left out. Where a process would
-    have no last batch, and so no part in the others' collectives, it gets one sample of weight 0.
+    processes the first gets the first batch_size, and so on. Nothing is left out, and nothing counts twice: where a
+    process would have no part in a batch of the others, and so in their collectives, or a step fewer batches than all
+    before it, there are samples of weight 0 instead.
 
     Weights are such that Σ weight · loss / batch_size, averaged over processes and accumulated batches, is the mean
     over the samples of the step; in the last, smaller step of an epoch they are above 1. Everything random is keyed by
@@ -65,26 +66,27 @@ class EpochSampler(DistributedSampler[Pick]):
         super().__init__(_Numbered(length), num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed)
         self.length, self.batch_size, self.fixed = length, batch_size, fixed
         self.step_size = num_replicas * batch_size * accumulate
-        self.fill = fill
-        self._skipped_batches = 0
+        self.fill = fill or accumulate > 1
+        self._start = (0, 0)
 
-    def skip(self, n_batches: int) -> None:
-        """Begin the next epoch that is asked for after so many batches, as a resumed run does; once."""
-        self._skipped_batches = n_batches
+    def start_at(self, epoch: int, n_batches: int) -> None:
+        """Begin in the middle: this epoch without its first batches; all later ones are whole."""
+        self.epoch, self._start = epoch, (epoch, n_batches)
 
     def __iter__(self) -> Iterator[Pick]:
         order = np.arange(self.length)
         if self.shuffle:
             order = np.random.default_rng([self.seed, self.epoch]).permutation(self.length)
         first = 0 if self.fixed else self.epoch * self.length
-        skipped, self._skipped_batches = self._skipped_batches, 0
+        skipped = self._start[1] if self.epoch == self._start[0] else 0
         for position in list(self._positions())[skipped * self.batch_size :]:
             yield Pick(first + int(order[min(position, self.length - 1)]), self._weight(position))
 
     def _positions(self) -> Iterator[int]:
         """Places in the epoch's order that are this process's; those from `length` on are fillers."""
         stride = self.num_replicas * self.batch_size
-        for start in range(self.rank * self.batch_size, -(-self.length // stride) * stride, stride):
+        whole_steps = -(-self.length // self.step_size) * self.step_size
+        for start in range(self.rank * self.batch_size, whole_steps, stride):
             end = start + self.batch_size
             yield from range(start, end if self.fill else max(start + 1, min(end, self.length)))
 

@@ -41,8 +41,8 @@ class Trained(Protocol):
     def check_loss(self, loss: Tensor, batch: Any) -> None:
         """Raise for a loss that is not finite."""
 
-    def log_loss(self, loss: Tensor) -> None:
-        """Log the loss of a batch."""
+    def log_loss(self, loss: Tensor, batch_idx: int) -> None:
+        """Log the loss of a batch, or of those of a step."""
 
 
 class PipelineStrategy(DDPStrategy):
@@ -88,7 +88,7 @@ class PipelineStrategy(DDPStrategy):
             assert self._group is not None
             self._pipeline = Pipeline(module, self.config, y, self._group, self.precision_plugin.forward_context)
         loss = self._pipeline.step(y, batch, self._loss_factor())
-        module.log_loss(loss)
+        module.log_loss(loss, batch_idx)
         return loss
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

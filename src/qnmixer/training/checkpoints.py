@@ -9,21 +9,22 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 
-from qnmixer.config import Config, parse
+from qnmixer.config import Config, effective_batch, parse
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.files import atomic_file
+from qnmixer.parallel.fsdp import merge_shards
 from qnmixer.training.module import CHECKPOINT_KEY, ReconstructionModule
 
 
 def find_checkpoint(run: Path, which: str = "best") -> Path:
     """checkpoints/best.ckpt of a run folder, or last.ckpt where there is no best; a .ckpt path is taken as it is."""
-    if run.is_file():
+    if run.is_file() or (run.suffix == ".ckpt" and run.is_dir()):
         return run
     if not run.is_dir():
         raise CheckpointError(f"no run folder at {run}: give the folder that training printed, run=runs/…")
     for name in dict.fromkeys((which, "best", "last")):
         path = run / "checkpoints" / f"{name}.ckpt"
-        if path.is_file():
+        if path.exists():
             return path
     raise CheckpointError(f"{run} holds no checkpoints/best.ckpt or last.ckpt: is it a run folder of qnmixer.train?")
 
@@ -33,7 +34,7 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of pickle protocols: what cannot be read is told below
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+            checkpoint = _load(path)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} holds code or is no checkpoint (it does not load with weights_only=True): "
@@ -82,12 +83,25 @@ def load_weights(module: ReconstructionModule, run: Path) -> None:
     _load_state(module, state, path)
 
 
-def resumable(module: ReconstructionModule, run: Path) -> Path:
-    """The checkpoint to go on with, last.ckpt of a run folder. Raises CheckpointError where it is of another run."""
+def resumable(config: Config, run: Path) -> Path:
+    """The checkpoint that a run goes on with: last.ckpt of a run folder, or the one that is named.
+
+    Raises CheckpointError where the two runs differ in network, slices, or samples of an optimizer step.
+    """
     path = find_checkpoint(run, "last")
-    config, _ = read_checkpoint(path)
-    if config.model != module.config.model:
-        raise CheckpointError(f"{path} holds another network: resume takes the overrides of its run, or use finetune=")
+    before, _ = read_checkpoint(path)
+    for what, old, new in (
+        ("another network", before.model, config.model),
+        ("another optimizer", before.optimizer.name, config.optimizer.name),
+        ("other slices", (before.data.name, before.data.seed), (config.data.name, config.data.seed)),
+    ):
+        if old != new:
+            raise CheckpointError(f"{path} is of a run with {what}: resume with its overrides, or take finetune=")
+    if effective_batch(before) != effective_batch(config):
+        raise CheckpointError(
+            f"{path} is of a run with {effective_batch(before)} slices an optimizer step, this one has "
+            f"{effective_batch(config)}: change data.batch_size or trainer.accumulate_grad_batches"
+        )
     return path
 
 
@@ -109,6 +123,15 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         torch.save(checkpoint, encoded)
         with atomic_file(Path(path)) as stream:
             stream.write(encoded.getbuffer())
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """On the CPU, and never by unpickling code."""
+        return _load(Path(path))
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """A file, or the folder with shards that strategy=fsdp leaves when asked to."""
+    return merge_shards(path) if path.is_dir() else torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _first_line(error: Exception) -> str:

@@ -62,7 +62,7 @@ def _fit(config: Config, folder: Path, console: Console, record: dict[str, objec
     module = ReconstructionModule(config)
     if config.finetune is not None:
         load_weights(module, Path(config.finetune))
-    resumed = None if config.resume is None else resumable(module, Path(config.resume))
+    resumed = None if config.resume is None else resumable(config, Path(config.resume))
     apply_memory_mode(module.network, config.memory)
     data = SliceDataModule(config.data)
     data.setup("fit")
@@ -77,7 +77,7 @@ def _fit(config: Config, folder: Path, console: Console, record: dict[str, objec
     line = ValidationLine(console)
     planner = Planner(config, module.projector)  # before training takes the projector to its device
     memory = MemoryMonitor(console, planner.estimate(config).peak / MIB if rank() == 0 else None)
-    trainer = _build_trainer(config, folder, [checkpoint, line, memory], console)
+    trainer = build_trainer(config, folder, [checkpoint, line, memory], console)
     _print_start(config, data, module, trainer, console)
     available = memory_of(trainer.strategy.root_device)
     try:
@@ -110,7 +110,8 @@ def _fit(config: Config, folder: Path, console: Console, record: dict[str, objec
     return best
 
 
-def _build_trainer(config: Config, folder: Path, callbacks: list[Callback], console: Console) -> L.Trainer:
+def build_trainer(config: Config, folder: Path, callbacks: list[Callback], console: Console) -> L.Trainer:
+    """Lightning's Trainer as a config says, which must have been counted (`on_this_machine`)."""
     t = config.trainer
     callbacks = [
         *callbacks,
@@ -201,6 +202,8 @@ def _quieten() -> None:
         "The number of training batches .* is smaller than the logging interval",
         "Experiment logs directory .* exists and is not empty",
         "Checkpoint directory .* exists and is not empty",
+        "The dirpath has changed from",
+        "(?s)You're resuming from a checkpoint that ended before the epoch ended",  # the sampler knows where it was
         "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
     ):
         warnings.filterwarnings("ignore", message=message)

@@ -16,6 +16,7 @@ from qnmixer.training.build import build_network, build_noise, build_projector
 from qnmixer.training.losses import build_loss
 from qnmixer.training.metrics import psnr, ssim
 from qnmixer.training.optimizers import build_optimizer, learning_rate_factor
+from qnmixer.training.resume import restart
 
 CHECKPOINT_KEY = "qnmixer"
 
@@ -46,6 +47,7 @@ class ReconstructionModule(L.LightningModule):
         self.loss = build_loss(config.loss)
         self.means = nn.ModuleDict()
         self._largest_norm: Tensor | float = 0.0
+        self._step_loss: Tensor | float = 0.0
 
     def configure_model(self) -> None:
         """Where Lightning wants fsdp to be put on."""
@@ -72,7 +74,7 @@ class ReconstructionModule(L.LightningModule):
         image = self.network(self.measure(batch, "train"))
         loss = self.batch_loss(image, batch["image"], batch["weight"])
         self.check_loss(loss, batch)
-        self.log_loss(loss)
+        self.log_loss(loss, batch_idx)
         return loss
 
     def batch_loss(self, image: Tensor, truth: Tensor, weight: Tensor) -> Tensor:
@@ -85,9 +87,12 @@ class ReconstructionModule(L.LightningModule):
             names = ", ".join(batch["name"])
             raise FloatingPointError(f"the loss became {loss.item()} at step {self.global_step} (slices: {names})")
 
-    def log_loss(self, loss: Tensor) -> None:
-        """Log the loss of a batch, averaged over all processes."""
-        self.log("train/loss", loss.detach(), batch_size=1, sync_dist=True)
+    def log_loss(self, loss: Tensor, batch_idx: int) -> None:
+        """Log the loss of an optimizer step, the mean over its samples, once its last batch is here."""
+        n = self.trainer.accumulate_grad_batches
+        self._step_loss = loss.detach() / n + (self._step_loss if batch_idx % n else 0.0)
+        if (batch_idx + 1) % n == 0:
+            self.log("train/loss", self._step_loss, batch_size=1, sync_dist=True)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Loss, PSNR and SSIM of x_T, mean over the images of all processes."""
@@ -118,6 +123,10 @@ class ReconstructionModule(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Put the config in, as plain data, so that a checkpoint says by itself what it is."""
         checkpoint[CHECKPOINT_KEY] = {"format": 1, "config": to_plain(self.config)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on at the same place in the data, whatever the strategy."""
+        restart(self.trainer, checkpoint)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import resource
 import torch
 
 from qnmixer.config import Config, override
+from qnmixer.errors import ConfigError
 from qnmixer.training.planning import MIB, Planner
 
 _SAYS_SO = ("out of memory", "can't allocate memory", "alloc_failed")
@@ -57,8 +58,24 @@ def changes(config: Config) -> list[str]:
     fewer = f"model.n_iterations={config.model.n_iterations // 2}" if config.model.n_iterations > 1 else ""
     thinner = f"model.channels={config.model.channels // 8 * 4}" if config.model.channels >= 8 else ""
     wanted = [recompute, smaller, half, f"{recompute} {half}", f"{recompute} {single}", f"{recompute} {half} {single}"]
-    wanted += [fewer, thinner, f"{recompute} {half} {single} {thinner}"]
-    return list(dict.fromkeys(change for change in (" ".join(c.split()) for c in wanted) if change))
+    wanted += [_one_in_flight(config), fewer, thinner, f"{recompute} {half} {single} {thinner}"]
+    changed = dict.fromkeys(change for change in (" ".join(c.split()) for c in wanted) if change)
+    return [change for change in changed if _is_possible(config, change)]
+
+
+def _one_in_flight(config: Config) -> str:
+    """The overrides for a pipeline with one micro-batch at a time, where there are devices for one."""
+    if (config.trainer.devices or 1) == 1:
+        return ""
+    group = "" if config.strategy.name == "pipeline" else "strategy=pipeline "
+    return f"{group}strategy.schedule=sequential strategy.stages_per_device=1"
+
+
+def _is_possible(config: Config, change: str) -> bool:
+    try:
+        return override(config, change) != config
+    except ConfigError:
+        return False
 
 
 def _of_batches(config: Config, sizes: list[int]) -> str:

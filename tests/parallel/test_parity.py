@@ -1,0 +1,164 @@
+"""Every strategy against one process: gradients, weights, scaler decisions, and checkpoints under one another.
+
+All in two groups of processes, since starting one takes longer than its training.
+"""
+
+import json
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from qnmixer.cli import compose
+from qnmixer.config import parse, to_plain
+from qnmixer.parallel.launch import launch
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parity")]
+
+RANK = Path(__file__).with_name("parity_rank.py")
+TINY = (
+    "data.image_size=16 geometry.n_views=8 geometry.n_detectors=24 geometry.detector_pitch=40 model.n_iterations=4 "
+    "model.channels=4 model.n_mixer_layers=1 data.n_val=2 data.num_workers=0 trainer.accelerator=cpu logger=csv "
+    "trainer.max_steps=10 trainer.val_every_n_steps=100 trainer.log_every_n_steps=1 "
+    "trainer.gradient_clip_val=0.01 noise=field optimizer.lr=1e-3"
+)
+# 44 slices: with 16 a step, the third step of every epoch is a smaller one, of 12 slices, in 3 windows of 4.
+WINDOWS = {1: "data.n_train=11 data.batch_size=4", 4: "data.n_train=44 data.batch_size=4"}
+DEVICES = "trainer.devices=4 data.batch_size=1"
+STRATEGIES = {
+    "ddp": f"strategy=ddp {DEVICES}",
+    "fsdp": f"strategy=fsdp {DEVICES}",
+    "pipeline": f"strategy=pipeline {DEVICES}",
+}
+SHORT = "trainer.max_steps=2"
+VARIANTS = {
+    "gpipe": f"strategy=pipeline strategy.schedule=gpipe {DEVICES}",
+    "sequential": f"strategy=pipeline strategy.schedule=sequential trainer.deterministic=true {DEVICES}",
+    "interleaved": f"strategy=pipeline strategy.schedule=interleaved strategy.stages_per_device=2 "
+    f"strategy.devices_per_pipeline=2 strategy.cut=[1,3] {DEVICES}",
+    "two pipelines": f"strategy=pipeline strategy.devices_per_pipeline=2 strategy.cut=[1,3] {DEVICES}",
+    "own regularisers": f"strategy=fsdp strategy.reshard_after_forward=false model.shared_regularizer=false {DEVICES}",
+    "own regularisers by stages": f"strategy=pipeline model.shared_regularizer=false memory=offload {DEVICES}",
+    "static": f"strategy=ddp strategy.static_graph=true {DEVICES}",
+}
+
+
+class Task(NamedTuple):
+    name: str
+    overrides: str
+    resume: str | None = None  # name of the task whose checkpoint to start from
+    scale: float | None = None
+
+
+def run(folder: Path, n_processes: int, tasks: list[Task]) -> dict[str, list[dict[str, Any]]]:
+    """What each rank recorded of each task."""
+    job = []
+    for task in tasks:
+        config = parse(compose("train", f"{TINY} {task.overrides}".split()))
+        (folder / task.name).mkdir()
+        resume = task.resume and str(folder / task.resume / "last.ckpt")
+        job.append(
+            {"config": to_plain(config), "folder": str(folder / task.name), "resume": resume, "scale": task.scale}
+        )
+    path = folder / f"job_{n_processes}.json"
+    path.write_text(json.dumps(job))
+    if n_processes == 1:
+        subprocess.run([sys.executable, str(RANK), str(path)], check=True)
+    else:
+        launch([str(RANK), str(path)], n_processes)
+    return {
+        task.name: [torch.load(folder / task.name / f"rank_{rank}.pt") for rank in range(n_processes)] for task in tasks
+    }
+
+
+def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest relative difference of a tensor."""
+    assert found.keys() == expected.keys()
+    return max(float((found[n] - expected[n]).norm() / expected[n].norm().clamp_min(1e-12)) for n in expected)
+
+
+def tasks() -> tuple[list[Task], list[Task], list[Task], dict[str, str]]:
+    """For one process, for four, for one after that; and which of the first each of the second must be equal to."""
+    one, four, equal = [], [], {}
+    for accumulate, window in WINDOWS.items():
+        window += f" trainer.accumulate_grad_batches={accumulate}"
+        one.append(Task(f"one {accumulate}", window))
+        for (name, strategy), memory in product(STRATEGIES.items(), ("keep", "recompute")):
+            four.append(Task(f"{name} {accumulate} {memory}", f"{window} {strategy} memory={memory}"))
+            equal[four[-1].name] = one[-1].name
+    one.append(Task("one short", f"{WINDOWS[1]} {SHORT}"))
+    one.append(Task("one own regularisers", f"{WINDOWS[1]} {SHORT} model.shared_regularizer=false"))
+    for name, strategy in VARIANTS.items():
+        four.append(Task(name, f"{WINDOWS[1]} {strategy} {SHORT}"))
+        equal[name] = "one own regularisers" if name.startswith("own") else "one short"
+
+    # Eight slices a step, in one batch of eight or two of four; the checkpoint is of the middle of an epoch.
+    resumed = "data.n_train=22 schedule=constant"
+    on_one = f"{resumed} data.batch_size=8"
+    on_four = {n: f"{resumed} {s} trainer.accumulate_grad_batches=2" for n, s in STRATEGIES.items()}
+    on_four["fsdp"] += " strategy.sharded_checkpoint=true"
+    one += [Task("uninterrupted", on_one), Task("from one", f"{on_one} trainer.max_steps=5")]
+    four += [Task(f"from {n}", f"{s} trainer.max_steps=5") for n, s in on_four.items()]
+    writers = ["from one", *(f"from {n}" for n in on_four)]
+    four += [Task(f"{writer} to {n}", s, resume=writer) for n, s in on_four.items() for writer in writers]
+    last = [Task(f"{writer} to one", on_one, resume=writer) for writer in writers]
+
+    half = f"{WINDOWS[1]} trainer.precision=16-mixed"
+    one.append(Task("one half", f"{half} trainer.max_steps=2", scale=1024.0))
+    for name, strategy in STRATEGIES.items():
+        four.append(Task(f"{name} half", f"{half} {strategy} trainer.max_steps=2", scale=1024.0))
+        four.append(Task(f"{name} skipping", f"{half} {strategy} trainer.max_steps=6", scale=2.0**36))
+    return one, four, last, equal
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What every rank recorded, by task."""
+    folder = tmp_path_factory.mktemp("parity")
+    one, four, last, _ = tasks()
+    return run(folder, 1, one) | run(folder, 4, four) | run(folder, 1, last)
+
+
+@pytest.mark.parametrize("name", tasks()[3])
+def test_four_devices_are_as_one(recorded: dict[str, list[dict[str, Any]]], name: str) -> None:
+    """Gradients of the first step before clipping, losses, weights after the last; with smaller steps among them."""
+    (expected,) = recorded[tasks()[3][name]]
+    # One regulariser each: some of its gradients are sums that cancel, of which rounding leaves less.
+    tolerance = 5e-5 if name.startswith("own") else 1e-5
+    for found in recorded[name]:
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        assert difference(found["gradients"], expected["gradients"]) < tolerance
+        assert difference(found["weights"], expected["weights"]) < 1e-5
+
+
+@pytest.mark.parametrize(("writer", "reader"), list(product(["one", *STRATEGIES], repeat=2)))
+def test_a_checkpoint_goes_on_under_every_strategy(
+    recorded: dict[str, list[dict[str, Any]]], writer: str, reader: str
+) -> None:
+    (expected,) = recorded["uninterrupted"]
+    for found in recorded[f"from {writer} to {reader}"]:
+        assert found["losses"] == pytest.approx(expected["losses"][5:], rel=1e-5)
+        assert difference(found["weights"], expected["weights"]) < 1e-5
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_half_precision(recorded: dict[str, list[dict[str, Any]]], name: str) -> None:
+    """As one process to within fp16; and what one scaler skips, all skip."""
+    (expected,) = recorded["one half"]
+    for found in recorded[f"{name} half"]:
+        print(
+            name,
+            difference(found["gradients"], expected["gradients"]),
+            difference(found["weights"], expected["weights"]),
+        )
+        assert found["scales"] == expected["scales"]
+    ranks = recorded[f"{name} skipping"]
+    print(ranks[0]["scales"])
+    assert ranks[0]["scales"][0] < 2.0**36
+    for found in ranks:
+        assert found["scales"] == ranks[0]["scales"]
+        assert difference(found["weights"], ranks[0]["weights"]) == 0
