@@ -34,12 +34,13 @@ STRATEGIES = {
     "fsdp": f"strategy=fsdp {DEVICES}",
     "pipeline": f"strategy=pipeline {DEVICES}",
 }
+TOO_LARGE = 2.0**31  # scale of the loss; fp16 ends at 2^16
 SHORT = "trainer.max_steps=2"
 VARIANTS = {
     "gpipe": f"strategy=pipeline strategy.schedule=gpipe {DEVICES}",
     "sequential": f"strategy=pipeline strategy.schedule=sequential trainer.deterministic=true {DEVICES}",
     "interleaved": f"strategy=pipeline strategy.schedule=interleaved strategy.stages_per_device=2 "
-    f"strategy.devices_per_pipeline=2 strategy.cut=[1,3] {DEVICES}",
+    f"strategy.devices_per_pipeline=2 {DEVICES}",
     "two pipelines": f"strategy=pipeline strategy.devices_per_pipeline=2 strategy.cut=[1,3] {DEVICES}",
     "own regularisers": f"strategy=fsdp strategy.reshard_after_forward=false model.shared_regularizer=false {DEVICES}",
     "own regularisers by stages": f"strategy=pipeline model.shared_regularizer=false memory=offload {DEVICES}",
@@ -111,7 +112,7 @@ def tasks() -> tuple[list[Task], list[Task], list[Task], dict[str, str]]:
     one.append(Task("one half", f"{half} trainer.max_steps=2", scale=1024.0))
     for name, strategy in STRATEGIES.items():
         four.append(Task(f"{name} half", f"{half} {strategy} trainer.max_steps=2", scale=1024.0))
-        four.append(Task(f"{name} skipping", f"{half} {strategy} trainer.max_steps=6", scale=2.0**36))
+        four.append(Task(f"{name} skipping", f"{half} {strategy} trainer.max_steps=6", scale=TOO_LARGE))
     return one, four, last, equal
 
 
@@ -147,18 +148,15 @@ def test_a_checkpoint_goes_on_under_every_strategy(
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_half_precision(recorded: dict[str, list[dict[str, Any]]], name: str) -> None:
-    """As one process to within fp16; and what one scaler skips, all skip."""
+    """As one process to within fp16's 1e-3; and what one scaler skips, all skip."""
     (expected,) = recorded["one half"]
     for found in recorded[f"{name} half"]:
-        print(
-            name,
-            difference(found["gradients"], expected["gradients"]),
-            difference(found["weights"], expected["weights"]),
-        )
+        assert difference(found["gradients"], expected["gradients"]) < 5e-3
+        assert difference(found["weights"], expected["weights"]) < 1e-3
         assert found["scales"] == expected["scales"]
-    ranks = recorded[f"{name} skipping"]
-    print(ranks[0]["scales"])
-    assert ranks[0]["scales"][0] < 2.0**36
-    for found in ranks:
-        assert found["scales"] == ranks[0]["scales"]
-        assert difference(found["weights"], ranks[0]["weights"]) == 0
+    first, *others = recorded[f"{name} skipping"]
+    assert first["scales"][0] < TOO_LARGE  # the first step was skipped
+    assert first["scales"][-1] == first["scales"][-2]  # the last was not
+    for found in others:
+        assert found["scales"] == first["scales"]
+        assert difference(found["weights"], first["weights"]) == 0
