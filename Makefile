@@ -34,9 +34,10 @@ lint: install ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: install ## time the operator against ASTRA (pip install -e ".[bench]" for that side), check the plan's memory
+bench: install ## time the operator (pip install -e ".[bench]": against ASTRA) and the strategies, check the plan's memory
 	$(BIN)/python tests/benchmarks/bench_operator.py --json bench/operator.json
 	$(BIN)/python tests/benchmarks/bench_memory.py --json bench/memory.json
+	$(BIN)/python tests/benchmarks/bench_strategies.py --json bench/strategies.json
 
 readme: install ## run the demo and put its table and picture into README.md
 	$(BIN)/python -m qnmixer.train experiment=demo hydra.run.dir=runs/readme $(ARGS)

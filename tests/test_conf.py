@@ -20,6 +20,11 @@ OPTIONS = [
     for path in sorted((CONF / group).glob("*.yaml"))
     if path.stem not in ONLY_FOR_EVALUATE and (group, path.stem) not in ONLY_INCLUDED
 ]
+NEEDS = {
+    ("strategy", "pipeline"): ["trainer.devices=2"],
+    ("trainer", "torchrun"): ["strategy=ddp"],
+    ("trainer", "slurm"): ["strategy=ddp"],
+}
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 
 
@@ -45,7 +50,7 @@ def test_files_are_short_and_say_what_they_are(path: Path) -> None:
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids=str)
 def test_every_option_composes_and_parses(group: str, option: str) -> None:
-    config = parse(compose("train", with_root([f"{group}={option}"])))
+    config = parse(compose("train", with_root([f"{group}={option}", *NEEDS.get((group, option), [])])))
     assert config.trainer.max_steps > 0
 
 

@@ -421,6 +421,7 @@ PIPELINE = ["strategy=pipeline", "trainer.devices=4"]
     [
         (["trainer.num_nodes=2"], ["trainer.num_nodes=2", "strategy=ddp, fsdp or pipeline"]),
         (["strategy=ddp", "strategy.static_graph=true", "trainer.accumulate_grad_batches=2"], ["static_graph"]),
+        (["strategy=fsdp", "optimizer=adafactor"], ["optimizer=adafactor", "optimizer=adamw", "strategy=ddp"]),
         (["strategy=pipeline", "trainer.devices=1"], ["strategy=pipeline", "trainer.devices", "strategy=single"]),
         (["strategy=pipeline", "trainer.devices=15"], ["15 stages", "model.n_iterations=14"]),
         ([*PIPELINE, "strategy.devices_per_pipeline=3"], ["devices_per_pipeline=3", "trainer.devices=4"]),

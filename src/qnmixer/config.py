@@ -326,6 +326,20 @@ class PlanConfig(PlanRootConfig):
 
 
 @dataclass(kw_only=True)
+class DoctorRootConfig:
+    """What `qnmixer.doctor` takes beside the config of a training run."""
+
+    format: str = one_of("table", "json")
+
+
+@dataclass(kw_only=True)
+class DoctorConfig(DoctorRootConfig):
+    """One checkup, checked."""
+
+    run: Config
+
+
+@dataclass(kw_only=True)
 class ReconstructConfig:
     """One call of `qnmixer.reconstruct`."""
 
@@ -383,6 +397,14 @@ def parse_plan(cfg: DictConfig) -> PlanConfig:
     if root.device is not None:
         device_memory(root.device)
     return PlanConfig(**vars(root), run=parse(values))
+
+
+def parse_doctor(cfg: DictConfig) -> DoctorConfig:
+    """Typed and checked config of `qnmixer.doctor`; raises ConfigError."""
+    values = _plain(cfg)
+    own = {f.name: values.pop(f.name) for f in fields(DoctorRootConfig) if f.name in values}
+    root: DoctorRootConfig = _parse("", DoctorRootConfig, own, own)
+    return DoctorConfig(**vars(root), run=parse(values))
 
 
 def device_memory(name: str) -> float:
@@ -487,6 +509,10 @@ def check_strategy(config: Config) -> None:
         raise ConfigError(
             "strategy.static_graph=true fails with trainer.accumulate_grad_batches above 1 (in torch): set one of them "
             "back"
+        )
+    if isinstance(strategy, FSDPConfig) and config.optimizer.name == "adafactor":
+        raise ConfigError(
+            "optimizer=adafactor does not work on weights in shards (in torch): choose optimizer=adamw or strategy=ddp"
         )
     if isinstance(strategy, PipelineConfig):
         _check_pipeline(config, strategy)

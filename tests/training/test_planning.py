@@ -5,13 +5,30 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from qnmixer.cli import compose
-from qnmixer.config import Config, ConfigError, device_memory, override, parse
+from qnmixer.config import Config, ConfigError, PipelineConfig, batch_of_replica, device_memory, override, parse
+from qnmixer.parallel.memory import apply_memory_mode
+from qnmixer.parallel.pipeline import survey
+from qnmixer.parallel.stages import Stage, actions, ranges
 from qnmixer.training.build import build_projector
-from qnmixer.training.plan_report import _largest_batch, as_object, levers_table, usable
-from qnmixer.training.planning import MIB, Planner, _PeakTracker, _without_data, track_step
+from qnmixer.training.module import ReconstructionModule
+from qnmixer.training.optimizers import build_optimizer
+from qnmixer.training.plan_report import _largest_batch, as_object, levers_table, schedules, usable
+from qnmixer.training.planning import (
+    MIB,
+    Footprint,
+    Planner,
+    _autocast,
+    _make_state,
+    _PeakTracker,
+    _without_data,
+    cut_of,
+    n_microbatches,
+    track_step,
+)
 
 SMALL = [
     "data.image_size=32",
@@ -55,7 +72,6 @@ def test_what_is_relied_on_of_torchs_private_tracker() -> None:
         tracker = _PeakTracker()
         tracker.track_external(layer, optimizer)
         with tracker:
-            tracker.reset_mod_stats()
             x = torch.ones(4 * MIB // 4)
             del x
             torch.ones(3 * MIB // 4)
@@ -154,9 +170,168 @@ def test_levers_say_what_they_save(planner: Planner) -> None:
 
 def test_a_run_fits_where_its_peak_is_usable(planner: Planner) -> None:
     prediction = planner.predict(config_of())
-    plan = as_object(prediction, ["1.063", "1.06"])
+    plan = as_object(config_of(), prediction, ["1.063", "1.06"])
     assert usable("1.06") < prediction.footprint.peak / MIB < usable("1.063")
     assert plan["fits"] == {"1.063": True, "1.06": False}
+
+
+def test_levers_that_a_run_does_not_allow_are_left_out(planner: Planner) -> None:
+    """1f1b needs an iteration for each device."""
+    config = config_of("model.n_iterations=2")
+    table = levers_table(
+        config, planner, {"memory=recompute": "time", "strategy=pipeline trainer.devices=4": "devices"}
+    )
+    assert "memory=recompute" in table
+    assert "strategy=pipeline" not in table
+
+
+def test_what_is_relied_on_of_ddp() -> None:
+    """Its buckets outlive the clearing of gradients, and gradients that are accumulated are outside of them."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layer = nn.Linear(3, 3, bias=False)
+        model = nn.parallel.DistributedDataParallel(layer, gradient_as_bucket_view=True)
+
+        def place() -> int:
+            model(torch.ones(1, 3)).sum().backward()
+            assert layer.weight.grad is not None
+            return layer.weight.grad.data_ptr()
+
+        place()  # the first buckets are made anew afterwards
+        layer.zero_grad()
+        bucket = place()
+        layer.zero_grad()
+        with model.no_sync():
+            assert place() != bucket
+        assert place() == bucket
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_each_strategy_adds_to_one_device(planner: Planner) -> None:
+    def of(overrides: str) -> Footprint:
+        return track_step(config_of(f"model.n_iterations=2 {overrides}"), planner.projector)
+
+    accumulating = "trainer.accumulate_grad_batches=2"
+    weights = of("").parameters
+    assert of("").strategy == of(accumulating).strategy == of("strategy=ddp").strategy == 0
+    assert of("strategy=ddp").gradients == weights
+    assert of(f"strategy=ddp {accumulating}").strategy == pytest.approx(weights, rel=0.01)
+    sharded = of("strategy=fsdp trainer.devices=4")
+    assert sharded.parameters == pytest.approx(weights / 4, rel=0.02)
+    assert sharded.optimizer == pytest.approx(weights / 2, rel=0.02)
+    assert weights < sharded.strategy < 3 * weights
+    assert of(f"strategy=fsdp trainer.devices=4 {accumulating}").strategy == sharded.strategy + weights
+    gathered = of("strategy=fsdp trainer.devices=4 strategy.reshard_after_forward=false model.shared_regularizer=false")
+    resharded = of("strategy=fsdp trainer.devices=4 model.shared_regularizer=false")
+    assert gathered.strategy > resharded.strategy
+
+
+def real_peak(config: Config, device: int) -> int:
+    """Bytes that a device holds when it runs its stages with real tensors, in the order of the schedule."""
+    assert isinstance(config.strategy, PipelineConfig)
+    options, n, n_devices = config.strategy, n_microbatches(config), 4
+    module = ReconstructionModule(config)
+    network, size = module.network, config.data.image_size
+    apply_memory_mode(network, config.memory)
+    optimizer = build_optimizer(config.optimizer, network)
+    _make_state(optimizer)
+    optimizer.zero_grad()
+    image, weight = torch.rand(batch_of_replica(config), 1, size, size), torch.ones(batch_of_replica(config))
+    with torch.no_grad():
+        y = module.projector(image)
+    copy = y.clone()
+    parts = torch.arange(len(y)).split(options.microbatch_size)
+    packings, _ = survey(network, y[parts[0]], lambda: _autocast(config), timed=False)
+    stages, received, given = {}, {}, {}
+    for index in range(device, n_devices * options.stages_per_device, n_devices):
+        iterations = ranges(cut_of(config))[index]
+        stages[index] = Stage(network, iterations, packings[iterations.start] if index else None)
+        for k in range(n):
+            b = len(parts[k])
+            received[index, k] = [torch.empty(b, packings[iterations.start].width).requires_grad_()] if index else []
+            last = iterations.stop == network.n_iterations
+            given[index, k] = None if last else [torch.empty(b, packings[iterations.stop].width)]
+    buffers = [tensor for group in (received, given) for tensors in group.values() for tensor in tensors or []]
+    for buffer in buffers:
+        nn.init.normal_(buffer.data)
+    tracker, made, sent = _PeakTracker(), {}, []
+    tracker.track_external(module, optimizer, image, weight, y, copy, *buffers)
+    with tracker, torch.autocast("cpu", enabled=False):
+        for kind, index, k in actions(options.schedule, device, n_devices, n, options.stages_per_device):
+            if kind == "F":
+                with _autocast(config):
+                    output = stages[index](*received[index, k], y=copy[k * len(parts[k]) : (k + 1) * len(parts[k])])
+                    if given[index, k] is None:
+                        output = module.batch_loss(output, image[parts[k]], weight[parts[k]])
+                made[index, k] = output
+                del output
+            else:
+                torch.autograd.backward(made.pop((index, k)), given[index, k])
+                if options.schedule == "1f1b":
+                    sent.clear()
+                for tensor in received[index, k]:
+                    sent.append(tensor.grad)
+                    tensor.grad = None
+    (peak,) = tracker.get_tracker_snapshot("peak").values()
+    return peak["Total"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "device"),
+    [
+        ("data.batch_size=2", 1),
+        ("data.batch_size=2 memory=recompute strategy.microbatch_size=2 strategy.schedule=gpipe", 3),
+        (
+            "data.batch_size=1 trainer.precision=bf16-mixed strategy.schedule=interleaved strategy.stages_per_device=2",
+            0,
+        ),
+    ],
+)
+def test_planned_devices_of_a_pipeline_hold_what_real_ones_do(planner: Planner, overrides: str, device: int) -> None:
+    config = config_of(f"strategy=pipeline trainer.devices=4 {overrides}")
+    footprint = planner.devices(config)[device].footprint
+    constant = footprint.peak - footprint.activations - footprint.strategy
+    assert real_peak(config, device) - constant == pytest.approx(footprint.peak - constant, rel=0.05)
+
+
+def test_the_run_is_planned_by_its_fullest_device(planner: Planner) -> None:
+    config = config_of("strategy=pipeline data.batch_size=1")  # devices left open: 4 are assumed
+    prediction = planner.predict(config)
+    assert [device.stages for device in prediction.devices] == [(range(k, k + 2),) for k in (0, 2, 4, 6)]
+    assert [device.in_flight for device in prediction.devices] == [4, 3, 2, 1]
+    assert prediction.footprint.peak == max(device.footprint.peak for device in prediction.devices)
+    assert planner.estimate(config) == prediction.footprint
+    longer = override(config, "model.n_iterations=9 strategy.cut=[3,2,2,2] trainer.devices=4")
+    assert planner.devices(longer)[0].footprint.peak == prediction.footprint.peak + prediction.per_iteration
+    told = as_object(override(config, "trainer.devices=4"), prediction, [])
+    assert max(told["devices"]) == told["peak_mib"]  # type: ignore[call-overload]
+    assert told["idle_share"] == pytest.approx(3 / 7, abs=1e-4)  # (devices − 1) / (micro-batches + devices − 1)
+
+
+@pytest.mark.parametrize(
+    ("alone", "together", "share"),
+    [
+        ("data.batch_size=1", "data.batch_size=1 strategy.schedule=sequential", 0.35),
+        ("data.batch_size=8", "data.batch_size=2 memory=recompute", 0.15),
+    ],
+)
+def test_a_device_of_four_holds_a_fraction_of_the_activations(
+    planner: Planner, alone: str, together: str, share: float
+) -> None:
+    """Receive buffers count as activations."""
+    single = planner.estimate(config_of(f"model.n_iterations=16 {alone}")).activations
+    deep = config_of(f"model.n_iterations=16 strategy=pipeline trainer.devices=4 {together}")
+    for device in planner.devices(deep):
+        assert device.footprint.activations + device.footprint.strategy <= share * single
+
+
+def test_schedules_that_a_batch_does_not_allow_are_left_out() -> None:
+    """interleaved takes rounds of equal size; so few iterations do not make eight stages."""
+    config = config_of("strategy=pipeline trainer.devices=4 data.batch_size=2 model.n_iterations=7")
+    assert isinstance(config.strategy, PipelineConfig)
+    names = [variant.strategy.schedule for variant in schedules(config, config.strategy)]
+    assert names == ["sequential", "gpipe", "1f1b"]
 
 
 def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -171,14 +346,25 @@ def test_the_command_prints_one_object() -> None:
     assert {"parameters", "gradients", "optimizer", "activations"} <= set(told["parts"])
     assert sum(told["parts"].values()) == pytest.approx(told["peak_mib"], abs=0.01)
     assert 0 < told["per_iteration_mib"] < told["peak_mib"]
+    assert (told["strategy"], told["devices"]) == ("single", [told["peak_mib"]])
+    assert "idle_share" not in told
 
 
 @pytest.mark.slow
-def test_the_command_prints_tables_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["model.n_iterations=2", "device=1.2"], ["recompute", "16-mixed, bf16-mixed", "batch 8", "adafactor", "1.2"]),
+        (["model.n_iterations=4", "strategy=pipeline"], ["on 4 devices, assumed", "in flight", "sequential", "idle"]),
+    ],
+)
+def test_the_command_prints_tables_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: list[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
-    done = plan(*SMALL, "model.n_iterations=2", "device=1.2")
+    done = plan(*SMALL, *arguments)
     assert (done.returncode, done.stderr) == (0, "")
-    for word in ("recompute", "16-mixed, bf16-mixed", "batch 8", "adafactor", "1.2"):
+    for word in words:
         assert word in done.stdout
     assert not list(tmp_path.iterdir())
 

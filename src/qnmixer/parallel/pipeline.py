@@ -190,8 +190,8 @@ class Pipeline:
         positions = torch.arange(len(y), device=y.device)
         size = self.microbatch_size if self.sequential else len(y)
         with torch.autocast(y.device.type, enabled=False):  # else backward would run in it
-            for part in positions.split(size):
-                self.schedule.step(y=y[part], target=part, return_outputs=False)
+            for part, target in zip(y.split(size), positions.split(size), strict=True):
+                self.schedule.step(y=part, target=target, return_outputs=False)
         loss = torch.zeros((), device=y.device)
         if self._losses:
             loss = torch.stack(self._losses).sum().float()

@@ -28,22 +28,22 @@ class ValidationLine(Callback):
     def __init__(self, console: Console) -> None:
         self.console = console
         self.last_step = 0
-        self._start = 0.0
+        self._start, self._first_step = 0.0, 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock."""
-        self._start = time.monotonic()
+        self._start, self._first_step = time.monotonic(), trainer.global_step
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print the line."""
         values, step = trainer.callback_metrics, trainer.global_step
         self.last_step = step
-        total = trainer.estimated_stepping_batches
+        total, done = trainer.estimated_stepping_batches, step - self._first_step
         seconds = time.monotonic() - self._start
-        left = f" · {_duration(seconds / step * (total - step))} left" if step and math.isfinite(total) else ""
+        left = f" · {_duration(seconds / done * (total - step))} left" if done and math.isfinite(total) else ""
         self.console.print(
             f"step {step}/{total} · val PSNR {values['val/psnr']:.2f} dB · SSIM {100 * values['val/ssim']:.2f} "
-            f"· {1000 * seconds / max(1, step):.0f} ms a step, all included{left}",
+            f"· {1000 * seconds / max(1, done):.0f} ms a step, all included{left}",
             highlight=False,
             soft_wrap=True,
         )

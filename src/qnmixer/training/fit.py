@@ -76,7 +76,7 @@ def _fit(config: Config, folder: Path, console: Console, record: dict[str, objec
     )
     line = ValidationLine(console)
     planner = Planner(config, module.projector)  # before training takes the projector to its device
-    memory = MemoryMonitor(console, planner.estimate(config).peak / MIB if rank() == 0 else None)
+    memory = MemoryMonitor(console, planner.devices(config)[0].footprint.peak / MIB if rank() == 0 else None)
     trainer = build_trainer(config, folder, [checkpoint, line, memory], console)
     _print_start(config, data, module, trainer, console)
     available = memory_of(trainer.strategy.root_device)

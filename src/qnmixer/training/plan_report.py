@@ -2,20 +2,32 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from qnmixer.config import DEVICES, GROUPS, Config, PlanConfig, device_memory, override
-from qnmixer.training.planning import MIB, Planner, Prediction
+from qnmixer.config import (
+    DEVICES,
+    GROUPS,
+    Config,
+    PipelineConfig,
+    PlanConfig,
+    device_memory,
+    effective_batch,
+    override,
+    validate,
+)
+from qnmixer.errors import ConfigError
+from qnmixer.training.planning import MIB, Planner, Prediction, counted, cut_of, idle, n_microbatches
 
 PRECISIONS = (("32",), ("16-mixed", "bf16-mixed"))
 """Those of one row need the same memory. (A V100 has no bf16.)"""
 
 BATCHES = (1, 8)
+"""Of each device; of a pipeline in micro-batches."""
 
 LEVERS = {
     "memory=recompute": "time: each iteration is run forward twice",
@@ -29,6 +41,8 @@ LEVERS = {
     "model.hessian_gradient=detach": "the gradient through H",
     "optimizer=sgd": "its learning rate needs tuning",
     "optimizer=adafactor": "a little accuracy",
+    "strategy=pipeline trainer.devices=4 data.batch_size=1": "four devices, which wait for each other",
+    "strategy=ddp trainer.devices=4 data.batch_size=1": "four devices",
 }
 """What saves memory, and what it costs."""
 
@@ -40,33 +54,42 @@ def usable(device: str) -> float:
 
 def print_plan(config: PlanConfig) -> None:
     """Print one run's plan in the format asked for; raises ConfigError, GeometryError."""
+    assumed = ", assumed" if counted(config.run) != config.run else ""
+    config = replace(config, run=counted(config.run))
     planner = Planner(config.run)
     if config.format == "levers":
         print(levers_table(config.run, planner))
         return
     prediction = planner.predict(config.run)
     if config.format == "json":
-        print(json.dumps(as_object(prediction, _devices(config))))
+        print(json.dumps(as_object(config.run, prediction, _devices(config))))
         return
     console = Console()
-    _print_run(console, config.run, prediction)
+    _print_run(console, config.run, prediction, assumed)
+    if isinstance(config.run.strategy, PipelineConfig):
+        _print_pipeline(console, config.run, config.run.strategy, prediction, planner)
     _print_tables(console, config, planner)
 
 
-def as_object(prediction: Prediction, devices: list[str]) -> dict[str, object]:
-    """The plan as plain data, MiB."""
+def as_object(config: Config, prediction: Prediction, devices: list[str]) -> dict[str, object]:
+    """The plan as plain data, MiB; `fits` says for each of some kinds of device whether the fullest one will do."""
     footprint = prediction.footprint
-    return {
+    plan: dict[str, object] = {
+        "strategy": config.strategy.name,
         "peak_mib": round(footprint.peak / MIB, 3),
         "per_iteration_mib": round(prediction.per_iteration / MIB, 3),
         "parts": {name: round(value / MIB, 3) for name, value in footprint.parts().items()},
         "host_mib": round(footprint.host / MIB, 3),
         "fits": {name: footprint.peak / MIB <= usable(name) for name in devices},
+        "devices": [round(device.footprint.peak / MIB, 3) for device in prediction.devices],
     }
+    if isinstance(config.strategy, PipelineConfig):
+        plan["idle_share"] = round(idle(config), 4)
+    return plan
 
 
 def levers_table(config: Config, planner: Planner, levers: Mapping[str, str] = LEVERS) -> str:
-    """A Markdown table of what each lever by itself makes of a run's peak."""
+    """A Markdown table of what each lever by itself makes of a run's peak, of those that the run allows."""
     base = planner.estimate(config).peak
     lines = [
         f"**{_setting(config)}: {base / MIB:,.0f} MiB**",
@@ -75,35 +98,95 @@ def levers_table(config: Config, planner: Planner, levers: Mapping[str, str] = L
         "|---|---|---|---|",
     ]
     for overrides, cost in levers.items():
-        peak = planner.estimate(override(config, overrides)).peak
+        try:
+            changed = override(config, overrides)
+        except ConfigError:
+            continue
+        peak = planner.estimate(changed).peak
         lines.append(f"| `{overrides}` | {peak / MIB:,.0f} | {1 - peak / base:.2%} | {cost} |")
     return "\n".join(lines)
 
 
-def _setting(config: Config) -> str:
+def _setting(config: Config, assumed: str = "") -> str:
+    spread = ""
+    if config.strategy.name != "single":
+        nodes = f" × {config.trainer.num_nodes} nodes" if config.trainer.num_nodes > 1 else ""
+        spread = (
+            f", strategy={config.strategy.name} on {config.trainer.devices} devices{nodes}{assumed} "
+            f"({effective_batch(config)} slices an optimizer step)"
+        )
     return (
         f"T = {config.model.n_iterations}, C = {config.model.channels}, {config.data.image_size} × "
         f"{config.data.image_size} pixels, batch {config.data.batch_size}, {config.trainer.precision}, "
-        f"memory={config.memory.name}, {config.optimizer.name}"
+        f"memory={config.memory.name}, {config.optimizer.name}{spread}"
     )
 
 
-def _print_run(console: Console, config: Config, prediction: Prediction) -> None:
+def _print_run(console: Console, config: Config, prediction: Prediction, assumed: str) -> None:
     footprint = prediction.footprint
     parts = " · ".join(f"{name} {value / MIB:,.1f}" for name, value in footprint.parts().items())
+    where = " on the fullest device" if len(prediction.devices) > 1 else ""
     host = f"\nmoved to host memory: {footprint.host / MIB:,.0f} MiB" if footprint.host else ""
     console.print(
-        f"{_setting(config)}\n"
-        f"peak of a training step: {footprint.peak / MIB:,.1f} MiB ({parts})\n"
+        f"{_setting(config, assumed)}\n"
+        f"peak of a training step{where}: {footprint.peak / MIB:,.1f} MiB ({parts})\n"
         f"each further iteration adds {prediction.per_iteration / MIB:,.1f} MiB{host}",
         highlight=False,
         soft_wrap=True,
     )
 
 
+def _print_pipeline(
+    console: Console, config: Config, options: PipelineConfig, prediction: Prediction, planner: Planner
+) -> None:
+    """What each device does and holds, and what other schedules would make of it."""
+    devices = _table("devices", "device", "iterations", "micro-batches in flight", "peak, MiB")
+    for number, device in enumerate(prediction.devices):
+        iterations = ", ".join(_span(stage) for stage in device.stages)
+        devices.add_row(str(number), iterations, str(device.in_flight), f"{device.footprint.peak / MIB:,.0f}")
+    console.print(devices)
+
+    table = _table(
+        "schedules", "schedule", "micro-batches", "most in flight", "peak of the fullest device, MiB", "idle"
+    )
+    for variant in schedules(config, options):
+        plans = planner.devices(variant)
+        table.add_row(
+            variant.strategy.schedule,  # type: ignore[attr-defined]
+            str(n_microbatches(variant)),
+            str(max(plan.in_flight for plan in plans)),
+            f"{max(plan.footprint.peak for plan in plans) / MIB:,.0f}",
+            f"{idle(variant):.0%}",
+        )
+    console.print(table)
+
+
+def schedules(config: Config, options: PipelineConfig) -> Iterator[Config]:
+    """A pipeline under each schedule that its batch and T allow."""
+    for schedule in ("sequential", "gpipe", "1f1b", "interleaved"):
+        per_device = max(2, options.stages_per_device) if schedule == "interleaved" else 1
+        cut = cut_of(config) if per_device == options.stages_per_device else None
+        strategy = replace(options, schedule=schedule, stages_per_device=per_device, cut=cut)
+        variant = replace(config, strategy=strategy)
+        try:
+            validate(variant)
+        except ConfigError:
+            continue
+        yield variant
+
+
+def _span(iterations: range) -> str:
+    first, last = iterations.start, iterations.stop - 1
+    return str(first) if first == last else f"{first}–{last}"
+
+
 def _print_tables(console: Console, config: PlanConfig, planner: Planner) -> None:
     """Peak by batch, largest batch by device, and the optimizers."""
-    peaks = _table("peak of a training step, MiB", "memory", "precision", *(f"batch {b}" for b in BATCHES))
+    strategy = config.run.strategy
+    least = strategy.microbatch_size if isinstance(strategy, PipelineConfig) else 1
+    batches = [b * least for b in BATCHES]
+    each = " of a device" if strategy.name != "single" else ""
+    peaks = _table("peak of a training step, MiB", "memory", "precision", *(f"batch {b}{each}" for b in batches))
     columns: list[list[str]] = []
     variants = [(memory, precision) for memory in GROUPS["memory"] for precision in PRECISIONS]
     for memory, precisions in track(
@@ -112,12 +195,12 @@ def _print_tables(console: Console, config: PlanConfig, planner: Planner) -> Non
         # A segment that was asked for stays.
         group = "" if memory == config.run.memory.name else f"memory={memory} "
         run = override(config.run, f"{group}trainer.precision={precisions[0]}")
-        of = {b: planner.estimate(replace(run, data=replace(run.data, batch_size=b))).peak / MIB for b in BATCHES}
-        peaks.add_row(memory, ", ".join(precisions), *(f"{of[b]:,.0f}" for b in BATCHES))
+        of = {b: planner.estimate(replace(run, data=replace(run.data, batch_size=b))).peak / MIB for b in batches}
+        peaks.add_row(memory, ", ".join(precisions), *(f"{of[b]:,.0f}" for b in batches))
         columns.append([f"{memory}\n{precisions[0]}", *(_largest_batch(of, usable(d)) for d in _devices(config))])
     console.print(peaks)
 
-    largest = _table("largest batch that fits", "device", *(column[0] for column in columns))
+    largest = _table(f"largest batch{each} that fits", "device", *(column[0] for column in columns))
     for row, device in enumerate(_devices(config), start=1):
         largest.add_row(device, *(column[row] for column in columns))
     console.print(largest)
@@ -136,7 +219,7 @@ def _print_tables(console: Console, config: PlanConfig, planner: Planner) -> Non
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left")
     for column in columns:
-        words = column in ("memory", "precision", "device", "optimizer")
+        words = column in ("memory", "precision", "device", "optimizer", "iterations", "schedule")
         table.add_column(column, justify="left" if words else "right")
     return table
 

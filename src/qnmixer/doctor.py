@@ -1,0 +1,40 @@
+"""Check a machine and a configuration before training: a line a check, with the mend for what failed.
+
+python -m qnmixer.doctor trainer.devices=4 strategy=ddp   # takes all overrides of qnmixer.train
+python -m qnmixer.doctor format=json                      # one object, for programs
+
+Exit code 0 when no check failed, 1 otherwise.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from qnmixer import cli
+from qnmixer.config import parse_doctor
+
+
+def doctor(cfg: DictConfig) -> None:
+    """Run all checks, print each when it is done, and exit with 1 if one failed."""
+    from hydra.core.hydra_config import HydraConfig
+
+    from qnmixer.training.checkup import checkup
+
+    config = parse_doctor(cfg)
+    checks = []
+    for check in checkup(config.run, Path(HydraConfig.get().runtime.output_dir)):
+        checks.append(check)
+        if config.format == "table":
+            print(check.line(), flush=True)
+    ok = all(check.status != "FAIL" for check in checks)
+    if config.format == "json":
+        print(json.dumps({"checks": [asdict(check) for check in checks], "ok": ok}))
+    if not ok:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    cli.run(doctor, parse_doctor, "doctor")
