@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from qnmixer.config import CONF, flat_keys, unknown_key
 from qnmixer.errors import ConfigError, UserError
+from qnmixer.ranks import is_rank, rank, world_size
 from qnmixer.schema import suggest
 
 TRACEBACK = "HYDRA_FULL_ERROR"
@@ -30,6 +31,8 @@ def run(task: Callable[[DictConfig], object], check: Callable[[DictConfig], obje
     asked_for_traceback = os.environ.get(TRACEBACK) == "1"
     os.environ[TRACEBACK] = "1"  # makes Hydra hand exceptions on instead of printing them
     try:
+        if is_rank():
+            sys.argv[1:] = _overrides_of_rank(sys.argv[1:])
         overrides = sys.argv[1:]
         if not any(argument.startswith("-") for argument in overrides):
             check(compose(config_name, overrides))
@@ -45,7 +48,19 @@ def run(task: Callable[[DictConfig], object], check: Callable[[DictConfig], obje
         line = explain(error, config_name)
         if line is None:
             raise
+        for note in getattr(error, "__notes__", ()):  # where in a rank the error was
+            print(note, file=sys.stderr)
         _fail(f"error: {line}", 1)
+
+
+def _overrides_of_rank(overrides: list[str]) -> list[str]:
+    """What Hydra is to get in one of several processes; ConfigError where each would make a folder of its own."""
+    if not any(override.startswith("hydra.run.dir=") for override in overrides):
+        raise ConfigError(
+            f"this is process {rank()} of {world_size()}, and each would make a run folder of its own: "
+            "give all of them the same hydra.run.dir=FOLDER"
+        )
+    return overrides if rank() == 0 else [*overrides, "hydra.output_subdir=null"]
 
 
 def _keeping(task: Callable[[DictConfig], object], failures: list[Exception]) -> Callable[[DictConfig], object]:
@@ -112,7 +127,7 @@ def _explain_composition(error: Exception, config_name: str) -> str:
     ):
         key = found.group(1).lstrip("+~").split("=")[0].split("@")[0]
         groups = [path.name for path in CONF.iterdir() if path.is_dir()]
-        if config_name not in ("train", "plan") and key.split(".")[0] in groups:
+        if config_name not in ("train", "plan", "doctor") and key.split(".")[0] in groups:
             return f"{key} is fixed by the run, which {config_name} takes it from: leave it out"
         return str(unknown_key(key, [*groups, *_known_keys(config_name)]))
     return text

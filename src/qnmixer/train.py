@@ -6,28 +6,64 @@ python -m qnmixer.train experiment=paper_aapm data.root=/path/to/aapm    # the p
 python -m qnmixer.train strategy=ddp                                     # all GPUs; also fsdp, pipeline
 """
 
+import os
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from qnmixer import cli
-from qnmixer.config import parse
-from qnmixer.ranks import is_rank
+from qnmixer.config import Config, parse
+from qnmixer.errors import ConfigError
+from qnmixer.ranks import by_srun, is_rank, loading, world_size
 
 
 def train(cfg: DictConfig) -> float:
     """Train one run and return its best monitored value (the objective of a sweep)."""
     from hydra.core.hydra_config import HydraConfig
 
-    from qnmixer.parallel.strategies import on_this_machine
-    from qnmixer.training.fit import fit
-    from qnmixer.training.worker import fit_in_processes
+    with loading():
+        from qnmixer.parallel.strategies import on_this_machine
+        from qnmixer.training.fit import fit
+        from qnmixer.training.worker import fit_as_rank, fit_in_processes
 
     hydra_config = HydraConfig.get()
-    config = on_this_machine(parse(cfg))
-    run = fit if config.strategy.name == "single" or is_rank() else fit_in_processes
+    config = on_this_machine(check(cfg))
+    run = fit_as_rank if is_rank() else fit if config.strategy.name == "single" else fit_in_processes
     return run(config, Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task))
 
 
+def check(cfg: DictConfig) -> Config:
+    """The parsed config of a run. Raises ConfigError for a bad one, and for one at odds with how this was started."""
+    config = parse(cfg)
+    trainer, n = config.trainer, world_size()
+    if not is_rank():
+        if trainer.num_nodes > 1:
+            raise ConfigError(
+                f"trainer.num_nodes={trainer.num_nodes}, but nothing has been started on other nodes: "
+                "conf/trainer/torchrun.yaml and slurm.yaml say how, or leave it at 1"
+            )
+    elif config.strategy.name == "single" and n > 1:
+        raise ConfigError(f"strategy=single, but {n} processes were started: choose strategy=ddp, fsdp or pipeline")
+    elif trainer.devices is not None and trainer.devices * trainer.num_nodes != n:
+        raise ConfigError(
+            f"trainer.devices={trainer.devices} × trainer.num_nodes={trainer.num_nodes} is not the number of processes "
+            f"that were started, {n}: change them, or the command that started this one"
+        )
+    check_srun()
+    return config
+
+
+def check_srun() -> None:
+    """Raise ConfigError for what Lightning would not take for a SLURM job of several processes."""
+    if not by_srun():
+        return
+    if "SLURM_NTASKS_PER_NODE" not in os.environ:
+        raise ConfigError("SLURM was told --ntasks only: give --ntasks-per-node=GPUS_OF_A_NODE instead")
+    if (name := os.environ.get("SLURM_JOB_NAME")) in ("bash", "interactive"):
+        raise ConfigError(
+            f"Lightning takes a job named {name} for a single process: put SLURM_JOB_NAME=train before srun"
+        )
+
+
 if __name__ == "__main__":
-    cli.run(train, parse, "train")
+    cli.run(train, check, "train")

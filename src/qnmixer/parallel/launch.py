@@ -3,42 +3,48 @@
 The process that the user started runs nothing itself: it watches, stops all ranks when one fails, and says which.
 """
 
-import ctypes
-import json
 import logging
 import os
 import signal
 import sys
 import tempfile
-import time
 import uuid
-from typing import NoReturn
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from qnmixer.errors import RankFailed
 
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_THREADS = "OMP_NUM_THREADS"
 
-# How long ranks that are stopped have to leave by themselves; collectives that hang do not, and are killed then.
-_SECONDS_TO_LEAVE = 10
-
-# What a rank says when another one has gone: the other one's word is the one to hear, so this one comes later.
-_LOST_CONTACT = ("connection closed by peer", "connection reset by peer", "gloo", "nccl")
-_SECONDS_TO_LET_OTHERS_SPEAK = 2
+# Ranks whose partner has gone may end with these: NCCL's watchdog aborts, and the agent sends the other.
+_SIGNALS_OF_OTHERS = (signal.SIGABRT, signal.SIGTERM)
 
 
-def launch(arguments: list[str], n_processes: int) -> None:
+class RankTraceback(Exception):
+    """Where in a rank it failed: the cause of RankFailed, for who asks for tracebacks."""
+
+
+def launch(arguments: list[str], n_processes: int, n_threads: int | None = None) -> None:
     """Run `python *arguments` once a rank and wait for all of them.
 
-    Raises RankFailed when one fails (the others are stopped), KeyboardInterrupt on Ctrl-C, SystemExit on SIGTERM.
+    Args:
+        arguments: of python; what they run ends by `qnmixer.ranks.leave` when it fails.
+        n_processes: how many ranks.
+        n_threads: of each; None: the cores, shared out.
+
+    Raises RankFailed when one fails (the others are stopped; a note holds the traceback of a bug), KeyboardInterrupt on
+    Ctrl-C, SystemExit on SIGTERM and SIGHUP.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the line below says it shorter
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // n_processes)))
-    with tempfile.TemporaryDirectory(prefix="qnmixer-ranks-") as log_dir:
+    n_threads = n_threads or max(1, (os.cpu_count() or 1) // n_processes)
+    for name in list(logging.root.manager.loggerDict):  # each has a level of its own
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # RankFailed says it shorter
+    with tempfile.TemporaryDirectory(prefix="qnmixer-ranks-") as log_dir, _signals() as heeded, _threads(n_threads):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -49,38 +55,60 @@ def launch(arguments: list[str], n_processes: int) -> None:
             max_restarts=0,
             run_id=uuid.uuid4().hex,
             logs_specs=DefaultLogsSpecs(log_dir=log_dir),
-            shutdown_timeout=_SECONDS_TO_LEAVE,
         )
+        config.signals_to_handle = ",".join(heeded)  # torch before 2.9 has no such field, and heeds all
         try:
             elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            raise RankFailed(f"rank {rank}: {_reason(failure.exitcode, failure.message)}") from error
+            failed = _rank_failed(error.failures)
+            raise failed from failed.__cause__
         except SignalException as stop:
             if stop.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from stop
-            raise SystemExit(128 + stop.sigval) from stop
+                raise KeyboardInterrupt from None
+            raise SystemExit(128 + stop.sigval) from None
 
 
-def die_with_parent() -> None:
-    """Have the system end this process when the one that started it dies, however that dies (Linux only)."""
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+@contextmanager
+def _signals() -> Iterator[list[str]]:
+    """Which signals stop a run: not one that is ignored, as nohup has it. The agent's handlers go at the end."""
+    before = {name: signal.getsignal(getattr(signal, name)) for name in ("SIGTERM", "SIGINT", "SIGHUP")}
+    try:
+        yield [name for name, handler in before.items() if handler is not signal.SIG_IGN]
+    finally:
+        for name, handler in before.items():
+            signal.signal(getattr(signal, name), handler)
 
 
-def leave(error: BaseException, line: str) -> NoReturn:
-    """End this rank after an error, handing the line to the process that launched it."""
-    if any(words in str(error).lower() for words in _LOST_CONTACT):
-        time.sleep(_SECONDS_TO_LET_OTHERS_SPEAK)
-    with open(os.environ[_ERROR_FILE], "w") as file:
-        json.dump({"message": line, "timestamp": int(time.time())}, file)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)  # not by way of collectives that would wait for the others
+@contextmanager
+def _threads(n: int) -> Iterator[None]:
+    """OMP_NUM_THREADS for the ranks, where the user has set none; the next job of a sweep may have another."""
+    if _THREADS in os.environ:
+        yield
+        return
+    os.environ[_THREADS] = str(n)
+    try:
+        yield
+    finally:
+        del os.environ[_THREADS]
 
 
-def _reason(exitcode: int, message: object) -> str:
-    if exitcode < 0:
-        return f"was killed by {signal.Signals(-exitcode).name}; the other ranks were stopped"
-    return str(message)
+def _rank_failed(failures: dict[int, ProcessFailure]) -> RankFailed:
+    """The error of the rank whose end the ends of all others come from."""
+    rank, failure = min(failures.items(), key=lambda item: _order(item[1]))
+    record = failure.error_file_data
+    if "traceback" in record:
+        error = RankFailed(f"rank {rank}: {failure.message}")
+        error.__cause__ = RankTraceback(record["traceback"])
+        if record["bug"]:
+            error.add_note(record["traceback"].rstrip())
+        return error
+    if failure.exitcode < 0:
+        return RankFailed(f"rank {rank} was killed by {failure.signal_name()}; the other ranks were stopped")
+    return RankFailed(f"rank {rank} ended with exit code {failure.exitcode}; the other ranks were stopped")
+
+
+def _order(failure: ProcessFailure) -> tuple[bool, float]:
+    record = failure.error_file_data
+    if "secondary" in record:
+        return record["secondary"], record["time"]
+    return -failure.exitcode in _SIGNALS_OF_OTHERS, failure.timestamp

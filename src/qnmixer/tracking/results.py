@@ -53,10 +53,10 @@ def read_results(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
-def amend(folder: Path, **changes: Any) -> None:
-    """Change results.json of a run whose own process could not."""
-    if record := read_results(folder):
-        _write(folder / "results.json", {**record, **changes})
+def amend(folder: Path, overrides: list[str], *, status: str, error: str | None) -> None:
+    """Say in results.json how a run ended whose own process could not, or did not know."""
+    record = (read_results(folder) or {"overrides": overrides}) | {"status": status, "error": error}
+    _write(folder / "results.json", {key: value for key, value in record.items() if value is not None})
 
 
 def git_commit() -> str | None:

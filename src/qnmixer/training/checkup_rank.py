@@ -35,8 +35,7 @@ from qnmixer.config import (
     parse,
 )
 from qnmixer.data.config import PhantomData
-from qnmixer.parallel.launch import die_with_parent, leave
-from qnmixer.ranks import rank
+from qnmixer.ranks import die_with_parent, leave, rank
 
 WINDOWS = 2
 """Optimizer steps of the configured network."""

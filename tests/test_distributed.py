@@ -1,0 +1,310 @@
+"""Training in several processes from end to end: what a user sees when it goes well, and when it does not."""
+
+import csv
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
+
+TINY = [
+    "data.image_size=16", "geometry.n_views=8", "geometry.n_detectors=24", "geometry.detector_pitch=40",
+    "model.n_iterations=2", "model.channels=4", "model.n_mixer_layers=1", "data.num_workers=0", "data.batch_size=2",
+    "trainer.max_steps=4", "trainer.val_every_n_steps=2", "trainer.log_every_n_steps=1", "trainer.accelerator=cpu",
+    "logger=csv", "test_after_training=false",
+]  # fmt: skip
+PHANTOMS = ["data.n_train=8", "data.n_val=2", "data.n_test=2"]
+ENDLESS = ["trainer.max_steps=1000000", "data.num_workers=1"]
+
+
+@dataclass
+class Command:
+    """A command and all processes that came of it, which have its mark in their environment."""
+
+    process: subprocess.Popen[str]
+    mark: str
+    folder: Path
+
+    def family(self) -> dict[int, dict[str, str]]:
+        """The environments of all its processes that live, by process."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                text = path.read_text(errors="replace")
+            except OSError:
+                continue
+            if self.mark in text:
+                found[int(path.parent.name)] = dict(v.split("=", 1) for v in text.split("\0") if "=" in v)
+        return found
+
+    def ranks(self, number: int) -> list[int]:
+        """A rank and its data workers, oldest first."""
+        return sorted(pid for pid, environment in self.family().items() if environment.get("RANK") == str(number))
+
+    def end(self) -> tuple[int, str, float]:
+        """Exit code, standard error, and how long it took to end, with all its processes."""
+        start = time.monotonic()
+        _, stderr = self.process.communicate(timeout=200)
+        while self.family():
+            assert time.monotonic() < start + 60
+            time.sleep(0.05)
+        return self.process.returncode, stderr, time.monotonic() - start
+
+    def record(self) -> dict[str, Any]:
+        return json.loads((self.folder / "results.json").read_text())
+
+    def losses(self) -> list[float]:
+        with (self.folder / "metrics.csv").open(newline="") as stream:
+            return [float(line["train/loss"]) for line in csv.DictReader(stream) if line["train/loss"]]
+
+
+Start = Callable[..., Command]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """start(*overrides, under=command, env=…, folder=…): training of a tiny network, in a process of its own."""
+    begun: list[Command] = []
+
+    def begin(
+        *overrides: str,
+        under: tuple[str, ...] = (sys.executable,),
+        env: dict[str, str] | None = None,
+        folder: Path | None = tmp_path / "run",
+    ) -> Command:
+        mark = f"qnmixer-test-{uuid.uuid4().hex}"
+        drop = ("HYDRA", "SLURM", "TORCHELASTIC", "WANDB")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
+        environment |= {"OMP_NUM_THREADS": "1", "QNMIXER_TEST_MARK": mark} | (env or {})
+        arguments = [*TINY, *([] if "data=numpy" in overrides else PHANTOMS), *overrides]
+        if folder:
+            arguments.append(f"hydra.run.dir={folder}")
+        process = subprocess.Popen(
+            [*under, "-m", "qnmixer.train", *arguments], cwd=tmp_path,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True,
+        )  # fmt: skip
+        begun.append(Command(process, mark, folder or tmp_path))
+        return begun[-1]
+
+    yield begin
+    for command in begun:
+        for pid in command.family():
+            os.kill(pid, signal.SIGKILL)
+        command.process.communicate()
+
+
+def wait_for(command: Command, path: Path) -> None:
+    deadline = time.monotonic() + 200  # the machine may be busy
+    while not path.exists():
+        assert time.monotonic() < deadline
+        assert command.process.poll() is None, command.process.communicate()
+        time.sleep(0.05)
+
+
+def in_training(start: Start, *overrides: str, **options: Any) -> Command:
+    """A run without end that has left a checkpoint."""
+    command = start(*ENDLESS, *overrides, **options)
+    wait_for(command, command.folder / "checkpoints" / "last.ckpt")
+    return command
+
+
+def steps_kept(command: Command) -> int:
+    """Steps of last.ckpt, which must be whole."""
+    assert not list(command.folder.rglob("*.tmp"))
+    return torch.load(command.folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
+
+
+def test_a_rank_that_is_killed_ends_the_run(start: Start) -> None:
+    command = in_training(start, "strategy=ddp", "trainer.devices=3")
+    assert len(command.family()) == 1 + 3 * (1 + 2)  # a worker for training and one for validation
+    os.kill(command.ranks(2)[0], signal.SIGKILL)
+    code, stderr, seconds = command.end()
+    assert (code, stderr) == (1, "error: rank 2 was killed by SIGKILL; the other ranks were stopped\n")
+    assert seconds < 20
+    assert command.record()["status"] == "failed"
+    assert command.record()["error"] == f"RankFailed: {stderr.removeprefix('error: ').rstrip()}"
+    assert steps_kept(command) >= 2
+    assert len(command.losses()) >= 2
+
+
+def change_loss(folder: Path, body: str) -> dict[str, str]:
+    """Environment in which, from step 2 on, every rank computes the loss of a batch by `body`."""
+    (folder / "sitecustomize.py").write_text(f"""
+import os, sys
+class WhenTrainingIsLoaded:
+    def find_spec(name, path=None, target=None):
+        if name == "qnmixer.training.fit" and "RANK" in os.environ:
+            from qnmixer.training.module import ReconstructionModule as Module
+            def batch_loss(self, image, truth, weight):
+                rank, loss = int(os.environ["RANK"]), original(self, image, truth, weight)
+                if self.global_step < 2:
+                    return loss
+                {body}
+            original, Module.batch_loss = Module.batch_loss, batch_loss
+sys.meta_path.insert(0, WhenTrainingIsLoaded)
+""")
+    return {"PYTHONPATH": str(folder)}
+
+
+def test_a_nan_on_one_rank_ends_the_run(start: Start, tmp_path: Path) -> None:
+    environment = change_loss(tmp_path, "return loss * float('nan') if rank == 1 else loss")
+    command = start(*ENDLESS, "strategy=ddp", "trainer.devices=2", env=environment)
+    code, stderr, _ = command.end()
+    (line,) = stderr.splitlines()
+    assert code == 1
+    assert line.startswith("error: rank 1: the loss became nan at step 2 (slices: train-phantom-")
+    assert "lower optimizer.lr, or look at train/grad_norm in metrics.csv" in line
+    assert command.record()["status"] == "failed"
+    assert command.record()["error"] == f"RankFailed: {line.removeprefix('error: ')}"
+    assert steps_kept(command) == 2
+    assert len(command.losses()) == 2  # where the line sends the user
+
+
+def test_a_bug_shows_one_traceback(start: Start, tmp_path: Path) -> None:
+    environment = change_loss(tmp_path, "raise ZeroDivisionError('a bug')")
+    command = start("strategy=ddp", "trainer.devices=2", env=environment)
+    code, stderr, _ = command.end()
+    assert code == 1
+    assert stderr.count("Traceback (most recent call last)") == 1
+    assert "in batch_loss" in stderr
+    assert stderr.splitlines()[-1] in [f"error: rank {rank}: ZeroDivisionError: a bug" for rank in (0, 1)]
+    assert command.record()["error"].endswith("ZeroDivisionError: a bug")
+
+
+@pytest.mark.parametrize(("number", "code", "line"), [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, "")])
+def test_a_run_can_be_stopped(start: Start, number: signal.Signals, code: int, line: str) -> None:
+    command = in_training(start, "strategy=ddp", "trainer.devices=2")
+    os.kill(command.process.pid, number)
+    assert command.end()[:2] == (code, line)
+    assert command.record()["status"] == "interrupted"
+    assert "error" not in command.record()
+    assert steps_kept(command) >= 2
+    assert len(command.losses()) >= 2
+
+
+def test_nothing_stays_when_the_launcher_is_killed(start: Start) -> None:
+    command = in_training(start, "strategy=ddp", "trainer.devices=2")
+    assert len(command.family()) == 1 + 2 * (1 + 2)
+    command.process.kill()
+    code, stderr, seconds = command.end()
+    assert (code, stderr) == (-signal.SIGKILL, "")
+    assert seconds < 10
+    assert steps_kept(command) >= 2
+
+
+def test_what_is_not_there_is_said_before_there_are_ranks(start: Start) -> None:
+    command = start("strategy=ddp", "trainer.devices=4", "data=numpy", "data.root=/nowhere")
+    code, stderr, _ = command.end()
+    (line,) = stderr.splitlines()
+    assert code == 1
+    assert line.startswith("error: ")
+    assert "rank" not in line
+    assert "/nowhere" in line
+    assert command.record()["status"] == "failed"
+
+
+def free_port() -> str:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return str(server.getsockname()[1])
+
+
+def torchrun(node: int, port: str) -> tuple[str, ...]:
+    """The command of one of two nodes with a process each, both on this machine."""
+    return (
+        str(Path(sys.executable).with_name("torchrun")), "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1",
+        "--master-addr=127.0.0.1", f"--master-port={port}",
+    )  # fmt: skip
+
+
+def srun(process: int, port: str) -> dict[str, str]:
+    """The environment of one of two tasks, each on a node of its own."""
+    return {
+        "SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "train", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NNODES": "2", "SLURM_NODELIST": "127.0.0.1",
+        "SLURM_PROCID": str(process), "SLURM_LOCALID": "0", "SLURM_NODEID": str(process), "MASTER_PORT": port,
+    }  # fmt: skip
+
+
+def test_two_nodes_train_as_one_process_does(start: Start, tmp_path: Path) -> None:
+    """Under torchrun, and in the environment of srun: one folder, and the losses of one process on the same samples."""
+    single = start("data.n_train=7", folder=tmp_path / "single")
+    assert single.end()[:2] == (0, "")
+    for trainer in ("torchrun", "slurm"):
+        port, nodes = free_port(), []
+        for node in (0, 1):
+            options: dict[str, Any] = (
+                {"under": torchrun(node, port)} if trainer == "torchrun" else {"env": srun(node, port)}
+            )
+            overrides = [
+                "data.n_train=7",
+                "data.batch_size=1",
+                "strategy=ddp",
+                f"trainer={trainer}",
+                "trainer.devices=1",
+            ]
+            nodes.append(start(*overrides, folder=tmp_path / trainer, **options))
+        assert [node.end()[:2] for node in nodes] == [(0, ""), (0, "")]
+        assert nodes[0].losses() == pytest.approx(single.losses(), rel=1e-5)
+        assert len(single.losses()) == 4
+        files = [{path.name for path in (tmp_path / run).rglob("*")} for run in ("single", trainer)]
+        assert files[0] == files[1]
+        assert nodes[0].record()["status"] == "done"
+        assert "hydra.output_subdir=null" not in (tmp_path / trainer / ".hydra" / "hydra.yaml").read_text()
+
+
+AT_ODDS = {
+    "no common folder": (
+        [],
+        {},
+        "process 1 of 2, and each would make a run folder of its own: give all of them the same",
+    ),
+    "a sweep": (["-m", "seed=1,2"], {}, "give all of them the same hydra.run.dir"),
+    "one device": (["hydra.run.dir={}"], {}, "strategy=single, but 2 processes were started: choose strategy=ddp"),
+    "too many": (
+        ["hydra.run.dir={}", "strategy=ddp", "trainer.devices=4"],
+        {},
+        "trainer.devices=4 × trainer.num_nodes=1 is not the number of processes that were started, 2",
+    ),
+    "interactive": (
+        ["hydra.run.dir={}", "strategy=ddp", "trainer.devices=2"],
+        {"SLURM_JOB_NAME": "interactive"},
+        "put SLURM_JOB_NAME=train before srun",
+    ),
+    "no tasks per node": (
+        ["hydra.run.dir={}", "strategy=ddp", "trainer.devices=2"],
+        {"SLURM_NTASKS_PER_NODE": ""},
+        "give --ntasks-per-node",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", AT_ODDS)
+def test_processes_at_odds_with_the_config_are_refused(start: Start, tmp_path: Path, case: str) -> None:
+    overrides, environment, message = AT_ODDS[case]
+    environment = {name: value for name, value in (srun(1, "1") | environment).items() if value}
+    command = start(*(o.format(tmp_path / "run") for o in overrides), env=environment, folder=None)
+    code, stderr, _ = command.end()
+    (line,) = stderr.splitlines()
+    assert code == 1
+    assert message in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_several_nodes_are_not_waited_for_in_vain(start: Start, tmp_path: Path) -> None:
+    code, stderr, _ = start("strategy=ddp", "trainer=torchrun").end()
+    assert code == 1
+    assert stderr.startswith("error: trainer.num_nodes=2, but nothing has been started on other nodes: conf/trainer/")
+    assert not list(tmp_path.iterdir())
