@@ -55,6 +55,8 @@ def run(task: Callable[[DictConfig], object], check: Callable[[DictConfig], obje
 
 def _overrides_of_rank(overrides: list[str]) -> list[str]:
     """What Hydra is to get in one of several processes; ConfigError where each would make a folder of its own."""
+    if any(word in ("-m", "--multirun") for word in overrides):
+        raise ConfigError("a sweep starts processes of its own for each job: run it without torchrun or srun")
     if not any(override.startswith("hydra.run.dir=") for override in overrides):
         raise ConfigError(
             f"this is process {rank()} of {world_size()}, and each would make a run folder of its own: "

@@ -156,7 +156,7 @@ def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn
         "time": now,
         "traceback": traceback.format_exc(),
         "bug": line is None and not stopped,
-        "secondary": stopped or _lost_contact(error),
+        "secondary": is_secondary(error),
     }
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         temporary = Path(f"{path}.tmp")
@@ -171,6 +171,9 @@ def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn
     os._exit(130 if stopped else 1)
 
 
-def _lost_contact(error: BaseException) -> bool:
+def is_secondary(error: BaseException) -> bool:
+    """Whether a rank ends with this because another one did, or because it was told to."""
+    if isinstance(error, KeyboardInterrupt):
+        return True
     of_torch = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
     return of_torch or any(words in str(error).lower() for words in _LOST_CONTACT)

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from qnmixer import cli
 from qnmixer.config import Config, parse
-from qnmixer.errors import ConfigError
+from qnmixer.errors import ConfigError, UserError
 from qnmixer.ranks import by_srun, is_rank, loading, world_size
 
 
@@ -23,18 +23,32 @@ def train(cfg: DictConfig) -> float:
 
     with loading():
         from qnmixer.parallel.strategies import on_this_machine
+        from qnmixer.tracking.results import amend
         from qnmixer.training.fit import fit
         from qnmixer.training.worker import fit_as_rank, fit_in_processes
 
     hydra_config = HydraConfig.get()
-    config = on_this_machine(check(cfg))
+    folder, overrides = Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task)
+    try:
+        config = on_this_machine(check(cfg))
+        check_processes(config)
+    except UserError as error:
+        amend(folder, overrides, status="failed", error=f"{type(error).__name__}: {error}")
+        raise
     run = fit_as_rank if is_rank() else fit if config.strategy.name == "single" else fit_in_processes
-    return run(config, Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task))
+    return run(config, folder, overrides)
 
 
 def check(cfg: DictConfig) -> Config:
     """The parsed config of a run. Raises ConfigError for a bad one, and for one at odds with how this was started."""
     config = parse(cfg)
+    check_processes(config)
+    check_srun()
+    return config
+
+
+def check_processes(config: Config) -> None:
+    """Raise ConfigError where there are not as many processes as the config says, as far as it does."""
     trainer, n = config.trainer, world_size()
     if not is_rank():
         if trainer.num_nodes > 1:
@@ -49,8 +63,6 @@ def check(cfg: DictConfig) -> Config:
             f"trainer.devices={trainer.devices} × trainer.num_nodes={trainer.num_nodes} is not the number of processes "
             f"that were started, {n}: change them, or the command that started this one"
         )
-    check_srun()
-    return config
 
 
 def check_srun() -> None:

@@ -16,12 +16,17 @@ from qnmixer.config import Config, parse
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.parallel.memory import apply_memory_mode
 from qnmixer.ranks import rank
+from qnmixer.training.checkpoints import load_weights
+from qnmixer.training.evaluation import evaluate
 from qnmixer.training.fit import build_trainer
 from qnmixer.training.module import ReconstructionModule, whole
 
 
 class Record(Callback):
-    """The gradient of the first step, before clipping; the loss and the scale of every step; the weights at the end."""
+    """The gradient of the first step, before clipping; the loss and the scale of every step; the weights at the end.
+
+    `local`: norms of this rank's gradients after the first batch of a window of several.
+    """
 
     def __init__(self, scale: float | None) -> None:
         self.scale = scale
@@ -30,6 +35,7 @@ class Record(Callback):
         self.scales: list[float] = []
         self._step = 0
         self.weights: dict[str, Tensor] = {}
+        self.local: list[float | None] = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._step = trainer.global_step
@@ -42,6 +48,8 @@ class Record(Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if trainer.global_step == self._step:
+            if not self.local:  # in the middle of the first window
+                self.local = [None if p.grad is None else float(whole(p.grad).norm()) for p in pl_module.parameters()]
             return
         self._step = trainer.global_step
         self.losses.append(float(trainer.callback_metrics["train/loss"]))
@@ -57,7 +65,9 @@ def _precision(trainer: L.Trainer) -> MixedPrecision:
     return trainer.precision_plugin
 
 
-def train(config: Config, folder: Path, resume: Path | None = None, scale: float | None = None) -> dict[str, Any]:
+def train(
+    config: Config, folder: Path, resume: Path | None = None, scale: float | None = None, measure: bool = False
+) -> dict[str, Any]:
     """Train a config in this process, as one rank of its strategy; what was recorded."""
     L.seed_everything(1, verbose=False)
     module = ReconstructionModule(config)
@@ -66,16 +76,26 @@ def train(config: Config, folder: Path, resume: Path | None = None, scale: float
     apply_memory_mode(module.network, config.memory)
     record = Record(scale)
     trainer = build_trainer(config, folder, [record], Console(quiet=True))
-    trainer.fit(module, datamodule=SliceDataModule(config.data), ckpt_path=resume, weights_only=True)
-    trainer.save_checkpoint(folder / "last.ckpt")
-    return {key: getattr(record, key) for key in ("gradients", "losses", "scales", "weights")}
+    data = SliceDataModule(config.data)
+    trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
+    for _ in range(2):  # over the one before, which may be a folder of shards
+        trainer.save_checkpoint(folder / "last.ckpt")
+    found = {key: getattr(record, key) for key in ("gradients", "losses", "scales", "weights", "local")}
+    if measure:
+        found["validation"] = trainer.validate(module, datamodule=data, verbose=False)[0]
+        trained = ReconstructionModule(config)
+        load_weights(trained, folder / "last.ckpt")
+        evaluation = evaluate(trained, data, "test", config.evaluation, trainer.strategy.root_device)
+        found["test"] = [list(vars(score).values()) for score in evaluation.scores]
+        found["rows"] = [row.name for row in evaluation.rows]
+    return found
 
 
 def main(job: Path) -> None:
     for k, task in enumerate(json.loads(job.read_text())):
         folder = Path(task["folder"])
         resume = Path(task["resume"]) if task["resume"] else None
-        found = train(parse(task["config"]), folder, resume, task["scale"])
+        found = train(parse(task["config"]), folder, resume, task["scale"], task["measure"])
         torch.save(found, folder / f"rank_{rank()}.pt")
         print(k, task["folder"], flush=True)
 

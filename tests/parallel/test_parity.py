@@ -16,15 +16,16 @@ import torch
 from qnmixer.cli import compose
 from qnmixer.config import parse, to_plain
 from qnmixer.parallel.launch import launch
+from qnmixer.training.checkpoints import load_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parity")]
 
 RANK = Path(__file__).with_name("parity_rank.py")
 TINY = (
     "data.image_size=16 geometry.n_views=8 geometry.n_detectors=24 geometry.detector_pitch=40 model.n_iterations=4 "
-    "model.channels=4 model.n_mixer_layers=1 data.n_val=2 data.num_workers=0 trainer.accelerator=cpu logger=csv "
-    "trainer.max_steps=10 trainer.val_every_n_steps=100 trainer.log_every_n_steps=1 "
-    "trainer.gradient_clip_val=0.01 noise=field optimizer.lr=1e-3"
+    "model.channels=4 model.n_mixer_layers=1 data.n_val=6 data.n_test=5 evaluation.n_pictures=2 data.num_workers=0 "
+    "trainer.accelerator=cpu logger=csv trainer.max_steps=10 trainer.val_every_n_steps=100 "
+    "trainer.log_every_n_steps=1 trainer.gradient_clip_val=0.01 noise=field optimizer.lr=1e-3"
 )
 # 44 slices: with 16 a step, the third step of every epoch is a smaller one, of 12 slices, in 3 windows of 4.
 WINDOWS = {1: "data.n_train=11 data.batch_size=4", 4: "data.n_train=44 data.batch_size=4"}
@@ -53,6 +54,7 @@ class Task(NamedTuple):
     overrides: str
     resume: str | None = None  # name of the task whose checkpoint to start from
     scale: float | None = None
+    measure: bool = False
 
 
 def run(folder: Path, n_processes: int, tasks: list[Task]) -> dict[str, list[dict[str, Any]]]:
@@ -63,7 +65,13 @@ def run(folder: Path, n_processes: int, tasks: list[Task]) -> dict[str, list[dic
         (folder / task.name).mkdir()
         resume = task.resume and str(folder / task.resume / "last.ckpt")
         job.append(
-            {"config": to_plain(config), "folder": str(folder / task.name), "resume": resume, "scale": task.scale}
+            {
+                "config": to_plain(config),
+                "folder": str(folder / task.name),
+                "resume": resume,
+                "scale": task.scale,
+                "measure": task.measure,
+            }
         )
     path = folder / f"job_{n_processes}.json"
     path.write_text(json.dumps(job))
@@ -92,6 +100,14 @@ def tasks() -> tuple[list[Task], list[Task], list[Task], dict[str, str]]:
             four.append(Task(f"{name} {accumulate} {memory}", f"{window} {strategy} memory={memory}"))
             equal[four[-1].name] = one[-1].name
     one.append(Task("one short", f"{WINDOWS[1]} {SHORT}"))
+    one.append(Task("one measured", f"{WINDOWS[1]} {SHORT}", measure=True))
+    four += [Task(f"{name} measured", f"{WINDOWS[1]} {s} {SHORT}", measure=True) for name, s in STRATEGIES.items()]
+    two = f"data.n_train=11 {SHORT} model.hessian_gradient=detach"
+    one.append(Task("one detached", f"{two} data.batch_size=8"))
+    four.append(
+        Task("two at a time", f"{two} strategy=pipeline strategy.microbatch_size=2 {DEVICES} data.batch_size=2")
+    )
+    equal["two at a time"] = "one detached"
     one.append(Task("one own regularisers", f"{WINDOWS[1]} {SHORT} model.shared_regularizer=false"))
     for name, strategy in VARIANTS.items():
         four.append(Task(name, f"{WINDOWS[1]} {strategy} {SHORT}"))
@@ -117,9 +133,13 @@ def tasks() -> tuple[list[Task], list[Task], list[Task], dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("parity")
+
+
+@pytest.fixture(scope="module")
+def recorded(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """What every rank recorded, by task."""
-    folder = tmp_path_factory.mktemp("parity")
     one, four, last, _ = tasks()
     return run(folder, 1, one) | run(folder, 4, four) | run(folder, 1, last)
 
@@ -146,6 +166,14 @@ def test_a_checkpoint_goes_on_under_every_strategy(
         assert difference(found["weights"], expected["weights"]) < 1e-5
 
 
+def test_shards_are_read_by_every_command(folder: Path, recorded: dict[str, list[dict[str, Any]]]) -> None:
+    path = folder / "from fsdp" / "last.ckpt"
+    assert sorted(part.name for part in path.iterdir()) == [f"rank_000{rank}.pt" for rank in range(4)]
+    assert sorted(other.name for other in path.parent.glob("*.ckpt*")) == ["last.ckpt"]
+    weights = dict(load_run(path).named_parameters())
+    assert difference(weights, recorded["from fsdp"][0]["weights"]) == 0
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_half_precision(recorded: dict[str, list[dict[str, Any]]], name: str) -> None:
     """As one process to within fp16's 1e-3; and what one scaler skips, all skip."""
@@ -160,3 +188,31 @@ def test_half_precision(recorded: dict[str, list[dict[str, Any]]], name: str) ->
     for found in others:
         assert found["scales"] == first["scales"]
         assert difference(found["weights"], first["weights"]) == 0
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_what_is_measured_is_what_one_process_measures(recorded: dict[str, list[dict[str, Any]]], name: str) -> None:
+    """Six slices to validate and five to test over four devices: none twice, none missing, in order."""
+    (expected,) = recorded["one measured"]
+    for found in recorded[f"{name} measured"]:
+        for key, value in expected["validation"].items():
+            if not key.startswith("val/cosine"):  # of the first batch, which is smaller on each of four
+                assert found["validation"][key] == pytest.approx(value, rel=1e-5)
+        assert [row[:2] for row in found["test"]] == [row[:2] for row in expected["test"]]
+        values = [[row[2:] for row in of["test"]] for of in (found, expected)]
+        torch.testing.assert_close(torch.tensor(values[0]), torch.tensor(values[1]), rtol=1e-4, atol=1e-4)
+        assert found["rows"] == expected["rows"]
+
+
+@pytest.mark.parametrize("memory", ["keep", "recompute"])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_gradients_stay_where_they_are_while_accumulating(
+    recorded: dict[str, list[dict[str, Any]]], name: str, memory: str
+) -> None:
+    """After the first batch of a window each rank has its own; fsdp has them beside the shards."""
+    local = [tuple(found["local"]) for found in recorded[f"{name} 4 {memory}"]]
+    assert len(local[0]) > 10
+    if name == "fsdp":
+        assert {norm for norms in local for norm in norms} == {None}
+    else:
+        assert len(set(local)) == 4

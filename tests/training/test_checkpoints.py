@@ -181,3 +181,12 @@ def test_what_is_saved_is_the_plain_config(tiny_config: Callable[..., Config], t
     checkpoint: dict[str, dict[str, object]] = {}
     tiny_module().on_save_checkpoint(checkpoint)
     assert checkpoint[CHECKPOINT_KEY] == {"format": 1, "config": to_plain(tiny_config())}
+
+
+def test_a_file_takes_the_place_of_a_folder_of_shards(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    path.mkdir()
+    (path / "rank_0000.pt").write_bytes(b"shard")
+    AtomicCheckpointIO().save_checkpoint({"state_dict": {}}, path)
+    assert path.is_file()
+    assert [other.name for other in tmp_path.iterdir()] == ["last.ckpt"]

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,11 @@ from rich.console import Console
 from qnmixer.config import Config
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import CheckpointError
-from qnmixer.training.checkpoints import resumable
+from qnmixer.training.checkpoints import read_checkpoint, resumable
 from qnmixer.training.fit import build_trainer
 from qnmixer.training.module import ReconstructionModule
+
+from .conftest import TINY
 
 # Seven samples, two a batch: four batches an epoch, the last of one sample; two steps an epoch with accumulation 3.
 RUN = ("data.n_train=7", "trainer.max_steps=9", "trainer.val_every_n_steps=100", "noise=field", "schedule=step")
@@ -86,6 +90,23 @@ def test_goes_on_as_if_nothing_had_been(
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
+def test_shards_go_on_in_the_middle_of_an_epoch_too(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
+    """Lightning restores fsdp later than all others, when data for a run by epochs might be open already."""
+    command = [sys.executable, "-m", "qnmixer.train", *TINY, *RUN, "trainer.max_steps=-1", "strategy=fsdp"]
+    command += ["trainer.devices=1", "test_after_training=false", "data.num_workers=1", "schedule=constant"]
+    weights = []
+    for folder, more in (
+        ("whole", ["trainer.max_epochs=3"]),
+        ("begun", ["trainer.max_epochs=3", "trainer.max_steps=6"]),
+        ("rest", ["trainer.max_epochs=3", f"resume={tmp_path}/begun"]),
+    ):
+        subprocess.run([*command, *more, f"hydra.run.dir={tmp_path}/{folder}"], check=True, capture_output=True)
+        weights.append(read_checkpoint(tmp_path / folder / "checkpoints" / "last.ckpt")[1])
+    for name, value in weights[0].items():
+        assert torch.equal(weights[2][name], value)
+
+
 def test_another_way_to_the_same_batch(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
     """Two batches of two instead of one of four, from the middle of an epoch."""
     whole, together = tiny_config(*RUN, "data.batch_size=4"), "trainer.accumulate_grad_batches=2"
@@ -101,9 +122,12 @@ def test_another_way_to_the_same_batch(tiny_config: Callable[..., Config], tmp_p
     ("overrides", "words"),
     [
         (["data.batch_size=4"], ["2 slices an optimizer step", "4", "data.batch_size"]),
-        (["model.channels=8"], ["another network", "finetune="]),
-        (["optimizer=sgd"], ["another optimizer", "finetune="]),
-        (["seed=1"], ["other slices", "finetune="]),
+        (["model.channels=8"], ["model.channels=4, not 8", "finetune="]),
+        (["optimizer=sgd"], ["optimizer=adamw, not sgd", "finetune="]),
+        (["optimizer.lr=0.1"], ["optimizer.lr=", "not 0.1", "finetune="]),
+        (["seed=1"], ["data.seed=42, not 1", "finetune="]),
+        (["data.image_size=32"], ["data.image_size=16, not 32"]),
+        (["geometry.n_views=9"], ["geometry.n_views=8, not 9"]),
     ],
 )
 def test_what_cannot_go_on_is_told(

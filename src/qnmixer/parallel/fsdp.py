@@ -64,7 +64,6 @@ class ShardedStrategy(ModelParallelStrategy):
         if not self.options.sharded_checkpoint:
             whole = tree_map(_whole, checkpoint)
             if self.is_global_zero:
-                remove(path)
                 self.checkpoint_io.save_checkpoint(whole, path)
             return
         folder = path.with_name(path.name + ".part")
@@ -75,8 +74,11 @@ class ShardedStrategy(ModelParallelStrategy):
         self.checkpoint_io.save_checkpoint(tree_map(_local, checkpoint), folder / f"rank_{self.global_rank:04d}.pt")
         self.barrier()
         if self.is_global_zero:
-            remove(path)
+            before = path.with_name(path.name + ".before")
+            if path.exists():
+                path.rename(before)
             folder.rename(path)
+            _remove(before)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Every rank reads the whole file."""
@@ -123,8 +125,7 @@ def merge_shards(folder: Path) -> dict[str, Any]:
     return _merge(ranks)
 
 
-def remove(path: Path) -> None:
-    """Remove a checkpoint of either kind, if there is one."""
+def _remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path)
     else:

@@ -74,7 +74,7 @@ class PipelineStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """No wrapper: gradients are summed below."""
         for first in range(0, self.world_size, self.n_devices):
-            group = dist.new_group(list(range(first, first + self.n_devices)))
+            group = dist.new_group(list(range(first, first + self.n_devices)), timeout=self._timeout)
             if first == self.global_rank // self.n_devices * self.n_devices:
                 self._group = group
         assert self.lightning_module is not None
@@ -191,7 +191,7 @@ class Pipeline:
         size = self.microbatch_size if self.sequential else len(y)
         with torch.autocast(y.device.type, enabled=False):  # else backward would run in it
             for part, target in zip(y.split(size), positions.split(size), strict=True):
-                self.schedule.step(y=part, target=target, return_outputs=False)
+                self.schedule.step(y=part, target=target)
         loss = torch.zeros((), device=y.device)
         if self._losses:
             loss = torch.stack(self._losses).sum().float()

@@ -44,6 +44,8 @@ def results(folder: Path, overrides: list[str]) -> Iterator[dict[str, Any]]:
         record["status"] = "done"
     finally:
         record["seconds"] = round(time.monotonic() - start, 1)
+        if record["status"] != "done" and (before := read_results(folder)).get("status") == "failed":
+            record |= {key: before[key] for key in ("status", "error")}  # another rank was first, and knows why
         _write(path, record)
 
 

@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 
-from qnmixer.config import Config, effective_batch, parse
+from qnmixer.config import Config, effective_batch, parse, to_plain
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.files import atomic_file
 from qnmixer.parallel.fsdp import merge_shards
@@ -86,23 +87,34 @@ def load_weights(module: ReconstructionModule, run: Path) -> None:
 def resumable(config: Config, run: Path) -> Path:
     """The checkpoint that a run goes on with: last.ckpt of a run folder, or the one that is named.
 
-    Raises CheckpointError where the two runs differ in network, slices, or samples of an optimizer step.
+    Raises CheckpointError where the two runs differ in more than how they are carried out and how long.
     """
     path = find_checkpoint(run, "last")
     before, _ = read_checkpoint(path)
-    for what, old, new in (
-        ("another network", before.model, config.model),
-        ("another optimizer", before.optimizer.name, config.optimizer.name),
-        ("other slices", (before.data.name, before.data.seed), (config.data.name, config.data.seed)),
-    ):
-        if old != new:
-            raise CheckpointError(f"{path} is of a run with {what}: resume with its overrides, or take finetune=")
+    if differing := _differences(before, config):
+        raise CheckpointError(
+            f"{path} is of a run with {differing[0]}: resume takes the overrides of its run, finetune= takes others "
+            "and its weights alone"
+        )
     if effective_batch(before) != effective_batch(config):
         raise CheckpointError(
             f"{path} is of a run with {effective_batch(before)} slices an optimizer step, this one has "
             f"{effective_batch(config)}: change data.batch_size or trainer.accumulate_grad_batches"
         )
     return path
+
+
+def _differences(before: Config, config: Config) -> list[str]:
+    """What of the network, the slices, the scan, the loss and the optimizer is another, as overrides."""
+    old, new = to_plain(before), to_plain(config)
+    loading = {"batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir"}
+    found = []
+    for section in ("model", "data", "geometry", "noise", "loss", "optimizer"):
+        for key, value in old[section].items():
+            if value != new[section].get(key) and not (section == "data" and key in loading):
+                name = section if key == "name" else f"{section}.{key}"
+                found.append(f"{name}={value}, not {new[section].get(key)}")
+    return found
 
 
 def _load_state(module: ReconstructionModule, state: dict[str, Any], path: Path) -> None:
@@ -123,6 +135,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         torch.save(checkpoint, encoded)
         with atomic_file(Path(path)) as stream:
             stream.write(encoded.getbuffer())
+            if Path(path).is_dir():  # shards of a run before, which a file cannot take the place of
+                shutil.rmtree(path)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """On the CPU, and never by unpickling code."""

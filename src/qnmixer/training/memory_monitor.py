@@ -8,6 +8,7 @@ from itertools import chain, pairwise
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 
@@ -109,7 +110,7 @@ class MemoryMonitor(Callback):
     def __init__(self, console: Console, predicted_mib: float | None = None) -> None:
         self.console = console
         self.predicted_mib = predicted_mib
-        self.peak_mib = 0.0  # highest of the run so far, validation included
+        self.peak_mib = 0.0  # highest of the run so far, validation included; in the end, of all devices
         self.measured_mib: float | None = None  # peak of the second step
         self.leak: Leak | None = None
         self._watch = LeakWatch()
@@ -157,11 +158,13 @@ class MemoryMonitor(Callback):
             self._warn(leak)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Count the last validation in."""
+        """Count the last validation in, and the other devices: the fullest is the one that matters."""
         self._read(pl_module)
+        peak = torch.tensor(self.peak_mib, device=pl_module.device)
+        self.peak_mib = float(trainer.strategy.reduce(peak, reduce_op="max"))
 
     def record(self) -> dict[str, float | None]:
-        """What results.json keeps, MiB."""
+        """What results.json keeps, MiB; the step's figures are of this process, as a rule rank 0."""
         return {"peak": self.peak_mib, "measured_step": self.measured_mib, "predicted_step": self.predicted_mib}
 
     def _read(self, pl_module: L.LightningModule) -> Usage:

@@ -1,5 +1,6 @@
 """The LightningModule: the network, the measurement it is trained on, the loss."""
 
+import math
 from typing import Any, TypedDict
 
 import lightning as L
@@ -116,9 +117,17 @@ class ReconstructionModule(L.LightningModule):
     def configure_optimizers(self) -> Any:
         """Optimizer and, per optimizer step, its schedule."""
         optimizer = build_optimizer(self.config.optimizer, self.network)
-        n_steps = self.trainer.estimated_stepping_batches
-        schedule = LambdaLR(optimizer, learning_rate_factor(self.config.schedule, n_steps))
+        schedule = LambdaLR(optimizer, learning_rate_factor(self.config.schedule, self._n_steps()))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _n_steps(self) -> float:
+        """Optimizer steps of the whole run; Lightning's count would open the data before a resumed run says where."""
+        trainer = self.config.trainer
+        by_steps = math.inf if trainer.max_steps == -1 else trainer.max_steps
+        if trainer.max_epochs is None:
+            return by_steps
+        n_batches = len(self.trainer.datamodule.train_dataloader())  # type: ignore[attr-defined]  # Lightning's, untyped
+        return min(by_steps, trainer.max_epochs * n_batches // trainer.accumulate_grad_batches)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Put the config in, as plain data, so that a checkpoint says by itself what it is."""

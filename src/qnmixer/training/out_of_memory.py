@@ -2,12 +2,15 @@
 
 import os
 import resource
+import time
 
 import torch
 
 from qnmixer.config import Config, override
 from qnmixer.errors import ConfigError
 from qnmixer.training.planning import MIB, Planner
+
+_SECONDS = 20.0
 
 _SAYS_SO = ("out of memory", "can't allocate memory", "alloc_failed")
 
@@ -18,11 +21,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def memory_of(device: torch.device) -> float:
-    """MiB that a run can have: on CUDA what is free, on a CPU the machine's, or what the process's limit leaves."""
+    """MiB that a process can have: on CUDA what is free, on a CPU its share of all there is, or what its limit leaves."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] / MIB
     page = os.sysconf("SC_PAGE_SIZE")
-    total = os.sysconf("SC_PHYS_PAGES") * page
+    total = os.sysconf("SC_PHYS_PAGES") * page // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
         with open("/proc/self/statm") as file:
@@ -31,12 +34,16 @@ def memory_of(device: torch.device) -> float:
 
 
 def advice(planner: Planner, config: Config, available: float) -> str:
-    """One line with the three mildest changes that fit by the plan into `available` MiB, or else come nearest to it."""
+    """One line with the three mildest changes that fit by the plan into `available` MiB, or else come nearest to it.
+
+    Those that were planned within `_SECONDS`: other ranks are waiting for this one.
+    """
+    end = time.monotonic() + _SECONDS
     needed = planner.estimate(config).peak / MIB
     peaks: dict[str, float] = {}
     for change in changes(config):
         peaks[change] = planner.estimate(override(config, change)).peak / MIB
-        if sum(peak <= available for peak in peaks.values()) == 3:
+        if sum(peak <= available for peak in peaks.values()) == 3 or time.monotonic() > end:
             break
     fitting = [change for change, peak in peaks.items() if peak <= available]
     chosen = fitting or sorted(peaks, key=peaks.__getitem__)[:3]

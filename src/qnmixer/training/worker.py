@@ -13,7 +13,7 @@ from pathlib import Path
 from qnmixer.cli import explain
 from qnmixer.config import Config, parse, to_plain
 from qnmixer.errors import RankFailed
-from qnmixer.ranks import end_with_the_others, leave, loading, rank
+from qnmixer.ranks import end_with_the_others, is_secondary, leave, loading, rank
 from qnmixer.tracking.results import amend, read_results
 
 
@@ -56,6 +56,8 @@ def fit_as_rank(config: Config, folder: Path, overrides: list[str]) -> float:
     try:
         return _fit(config, folder, overrides)
     except BaseException as error:
+        if not is_secondary(error):
+            amend(folder, overrides, status="failed", error=f"RankFailed: rank {rank()}: {error}")
         leave(error, explain(error, "train"), say=True)
 
 
