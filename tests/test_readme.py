@@ -74,9 +74,9 @@ def run(command: str, place: Path) -> None:
         ]
         if words[-1] == "test":
             words.insert(1, "--dry-run")  # or it would run itself
-    elif words[2] == "qnmixer.plan":
-        words += [word for word in TINY if word.startswith(("data.image", "geometry", "model"))]
-        words.append("model.n_iterations=2")
+    elif words[2] in ("qnmixer.plan", "qnmixer.doctor"):
+        words += [word for word in TINY if word.startswith(("data.", "geometry", "model"))]
+        words += ["model.n_iterations=4" if "strategy=pipeline" in command else "model.n_iterations=2"]
     elif words[2] == "qnmixer.train":
         phantoms = not any(word.startswith(("data=", "experiment=paper")) for word in words)
         words += [*TINY, *(TINY_PHANTOMS if phantoms else ["data.cache_dir=cache"])]

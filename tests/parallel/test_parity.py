@@ -6,7 +6,7 @@ All in two groups of processes, since starting one takes longer than its trainin
 import json
 import subprocess
 import sys
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ STRATEGIES = {
     "fsdp": f"strategy=fsdp {DEVICES}",
     "pipeline": f"strategy=pipeline {DEVICES}",
 }
-TOO_LARGE = 2.0**31  # scale of the loss; fp16 ends at 2^16
+TOO_LARGE = 2.0**27  # scale of the loss at which gradients overflow; at 2^24 they do not
 SHORT = "trainer.max_steps=2"
 VARIANTS = {
     "gpipe": f"strategy=pipeline strategy.schedule=gpipe {DEVICES}",
@@ -184,7 +184,7 @@ def test_half_precision(recorded: dict[str, list[dict[str, Any]]], name: str) ->
         assert found["scales"] == expected["scales"]
     first, *others = recorded[f"{name} skipping"]
     assert first["scales"][0] < TOO_LARGE  # the first step was skipped
-    assert first["scales"][-1] == first["scales"][-2]  # the last was not
+    assert any(before == after for before, after in pairwise(first["scales"]))  # and another was not
     for found in others:
         assert found["scales"] == first["scales"]
         assert difference(found["weights"], first["weights"]) == 0

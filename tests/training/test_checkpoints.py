@@ -7,7 +7,13 @@ import torch
 
 from qnmixer.config import Config, to_plain
 from qnmixer.errors import CheckpointError
-from qnmixer.training.checkpoints import find_checkpoint, load_run, load_weights, read_checkpoint
+from qnmixer.training.checkpoints import (
+    AtomicCheckpointIO,
+    find_checkpoint,
+    load_run,
+    load_weights,
+    read_checkpoint,
+)
 from qnmixer.training.module import CHECKPOINT_KEY, ReconstructionModule
 
 Build = Callable[..., ReconstructionModule]

@@ -193,7 +193,7 @@ def test_the_same_run_without_the_leak_stays_silent(tiny_module: TinyModule, tmp
     watching, pictures = monitor(), IteratePictures(tmp_path / "pictures")
     module = tiny_module("model.n_iterations=4")
     often = {"val_check_interval": 20, "check_val_every_n_epoch": None, "limit_val_batches": 1}
-    train(module, tmp_path, watching, pictures, max_steps=500, **often)
+    train(module, tmp_path, watching, pictures, max_steps=300, **often)
     assert watching.leak is None
     assert len(lines(watching)) == 1
 

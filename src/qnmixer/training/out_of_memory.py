@@ -21,7 +21,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def memory_of(device: torch.device) -> float:
-    """MiB that a process can have: on CUDA what is free, on a CPU its share of all there is, or what its limit leaves."""
+    """MiB that a process can have: on CUDA what is free, on a CPU its share of all, or what its limit leaves."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] / MIB
     page = os.sysconf("SC_PAGE_SIZE")
