@@ -114,7 +114,7 @@ def tasks() -> tuple[list[Task], list[Task], list[Task], dict[str, str]]:
         equal[name] = "one own regularisers" if name.startswith("own") else "one short"
 
     # Eight slices a step, in one batch of eight or two of four; the checkpoint is of the middle of an epoch.
-    resumed = "data.n_train=22 schedule=constant"
+    resumed = "data.n_train=22 schedule=constant trainer.max_steps=7"
     on_one = f"{resumed} data.batch_size=8"
     on_four = {n: f"{resumed} {s} trainer.accumulate_grad_batches=2" for n, s in STRATEGIES.items()}
     on_four["fsdp"] += " strategy.sharded_checkpoint=true"

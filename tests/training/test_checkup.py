@@ -27,7 +27,6 @@ from qnmixer.training.checkup import (
     check_training,
     check_versions,
     checkpoint_bytes,
-    checkup,
     compare_gradients,
     runs_on,
     shared_memory_needed,
@@ -244,21 +243,6 @@ def test_what_is_tried_is_a_valid_run(tiny_config: TinyConfig, overrides: str) -
     assert run.model.channels == config.model.channels
     assert parse(to_plain(run)) == run
     parse(to_plain(small_network(run)))
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("processes")
-def test_a_healthy_pipeline(tiny_config: TinyConfig, tmp_path: Path) -> None:
-    """With steps of several batches, the last of an epoch smaller. (Four healthy processes: the README's command.)"""
-    config = tiny_config(
-        "strategy=pipeline", "trainer.devices=2", "data.n_train=21", "data.batch_size=1",
-        "trainer.accumulate_grad_batches=2",
-    )  # fmt: skip
-    checks = by_name(list(checkup(config, tmp_path / "run")))
-    assert list(checks) == NAMES
-    assert {name for name, check in checks.items() if check.status != "PASS"} == {"versions"}, checks
-    assert "same 4 slices" in checks["gradients"].found
-    assert "21 of train and 3 of val" in checks["sharding"].found
 
 
 @pytest.mark.slow

@@ -37,15 +37,14 @@ SMALL = [
     "geometry.detector_pitch=20",
     "geometry.n_views=8",
     "model.channels=16",
-    "model.n_iterations=6",
+    "model.n_iterations=8",
 ]
 
 VARIANTS = [
     "memory=keep trainer.precision=bf16-mixed loss=ssim_mix",
     "memory=recompute trainer.precision=16-mixed trainer.accumulate_grad_batches=4 optimizer=adafactor",
-    "memory=recompute memory.segment=2 model.n_iterations=7 model.hessian_gradient=detach",
+    "memory=recompute memory.segment=2 model.n_iterations=9 model.hessian_gradient=detach",
     "memory=recompute model.shared_regularizer=false model.codec=strided model.latent_channels=1",
-    "memory=offload data.image_size=128 model.hessian=identity",
     "model.n_iterations=1 optimizer=sgd model.data_term=adjoint",
 ]
 
@@ -280,7 +279,6 @@ def real_peak(config: Config, device: int) -> int:
 @pytest.mark.parametrize(
     ("overrides", "device"),
     [
-        ("data.batch_size=2", 1),
         ("data.batch_size=2 memory=recompute strategy.microbatch_size=2 strategy.schedule=gpipe", 3),
         (
             "data.batch_size=1 trainer.precision=bf16-mixed strategy.schedule=interleaved strategy.stages_per_device=2",
