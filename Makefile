@@ -26,8 +26,8 @@ install: .venv/.installed ## make .venv and install everything into it
 train: install ## train the demo (minutes, no data needed), then evaluate it
 	$(BIN)/python -m qnmixer.train experiment=demo $(ARGS)
 
-test: install ## run all tests
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+test: install ## run all tests; e.g. TESTS='-m "not long"' leaves out those that take longest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(TESTS)
 
 lint: install ## style and types
 	$(BIN)/ruff check .

@@ -271,7 +271,7 @@ AT_ODDS = {
         {},
         "process 1 of 2, and each would make a run folder of its own: give all of them the same",
     ),
-    "a sweep": (["-m", "seed=1,2"], {}, "give all of them the same hydra.run.dir"),
+    "a sweep": (["-m", "seed=1,2"], {}, "a sweep starts processes of its own for each job"),
     "one device": (["hydra.run.dir={}"], {}, "strategy=single, but 2 processes were started: choose strategy=ddp"),
     "too many": (
         ["hydra.run.dir={}", "strategy=ddp", "trainer.devices=4"],

@@ -7,6 +7,7 @@ import pytest
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 def test_the_plan_is_within_ten_percent_of_real_steps(tmp_path: Path) -> None:
     """One of the benchmark's configurations, measured in a process of its own; `make bench` runs all."""
@@ -22,6 +23,7 @@ def test_the_plan_is_within_ten_percent_of_real_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 def test_a_device_of_four_holds_a_third_of_the_activations(tmp_path: Path) -> None:
     """One micro-batch in flight through 16 iterations, four processes; `make bench` measures 1f1b too."""

@@ -188,6 +188,7 @@ def test_losses_kept_with_their_graph_are_found(tiny_module: TinyModule, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_same_run_without_the_leak_stays_silent(tiny_module: TinyModule, tmp_path: Path) -> None:
     """With a validation and its picture every 20 steps: of all that is healthy, what looks most like a leak."""
     watching, pictures = monitor(), IteratePictures(tmp_path / "pictures")

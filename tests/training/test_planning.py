@@ -96,6 +96,7 @@ def test_the_footprint_of_a_known_network(planner: Planner) -> None:
     assert footprint.peak == sum(footprint.parts().values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("overrides", VARIANTS)
 def test_short_steps_give_long_ones_within_a_percent(planner: Planner, overrides: str) -> None:
     config = config_of(overrides)
@@ -349,6 +350,7 @@ def test_the_command_prints_one_object() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_command_prints_tables_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = plan(*SMALL, "model.n_iterations=4", "strategy=pipeline", "device=1.2")
