@@ -53,9 +53,9 @@ def readme_commands() -> list[str]:
 
 
 def marked(command: str) -> Any:
-    """Planning at length is for make test; its own tests are shorter."""
-    tables = "qnmixer.plan" in command and "format=json" not in command
-    return pytest.param(command, marks=pytest.mark.long) if tables else command
+    """What plans or checks at length is for make test: its own tests are shorter."""
+    long = "qnmixer.doctor" in command or ("qnmixer.plan" in command and "format=json" not in command)
+    return pytest.param(command, marks=pytest.mark.long) if long else command
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +129,7 @@ def test_files_that_the_readme_names_exist() -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+@pytest.mark.long
 def test_the_table_of_levers_is_what_the_plan_says() -> None:
     """Its base and its first line: the rest comes from the same command."""
     block = re.search(r"<!-- levers -->\n(.*?)<!-- end of levers", (ROOT / "README.md").read_text(), re.DOTALL)

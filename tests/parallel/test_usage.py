@@ -1,4 +1,6 @@
+import ctypes
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,13 @@ SLACK = 4 * MIB  # what the interpreter may take or give back meanwhile
 linux = pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads /proc")
 resets_peak = pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="writes /proc/self/clear_refs")
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def give_back() -> None:
+    """Have the C library give back what earlier tests freed, or it would serve this one from that, and nothing grow."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def touched(device: torch.device = CPU) -> Tensor:
