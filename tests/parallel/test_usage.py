@@ -1,6 +1,5 @@
-import ctypes
+import mmap
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,15 @@ resets_peak = pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK)
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-@pytest.fixture(autouse=True)
-def give_back() -> None:
-    """Have the C library give back what earlier tests freed, or it would serve this one from that, and nothing grow."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
+def fresh(n: int) -> Tensor:
+    """n float32, all pages written, straight from the system: malloc might use what earlier tests have freed."""
+    pages = mmap.mmap(-1, 4 * n, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.float32).fill_(1.0)
 
 
 def touched(device: torch.device = CPU) -> Tensor:
-    """64 MiB, every page of them written: glibc takes this much from the system at once and gives it back at once."""
-    return torch.ones(16 * MIB, device=device)
+    """64 MiB, every page of them written."""
+    return fresh(16 * MIB) if device.type == "cpu" else torch.ones(16 * MIB, device=device)
 
 
 @linux

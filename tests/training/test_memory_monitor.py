@@ -2,9 +2,9 @@ import csv
 import ctypes
 import io
 import math
+import mmap
 import os
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,10 @@ Series = Callable[[int], float]
 TinyModule = Callable[..., ReconstructionModule]
 
 
-@pytest.fixture(autouse=True)
-def give_back() -> None:
-    """Have the C library give back what earlier tests freed, or it would serve this one from that, and nothing grow."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
+def fresh(n: int) -> Tensor:
+    """n float32, all pages written, straight from the system: malloc might use what earlier tests have freed."""
+    pages = mmap.mmap(-1, 4 * n, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.float32).fill_(1.0)
 
 
 def no_leak(step: int) -> float:
@@ -146,7 +145,7 @@ class Takes(Callback):
 
     def _take(self, trainer: L.Trainer, *_: Any) -> None:
         if self.when(trainer):
-            torch.ones(16 * MIB)
+            fresh(16 * MIB)
 
 
 def takes_in_step(step: int) -> Takes:
@@ -250,7 +249,7 @@ def test_it_is_the_second_step_and_the_buffers_that_are_measured(tiny_module: Ti
     measured(tiny_module(), tmp_path)  # code that is loaded with the first run of a process is resident from then on
     plain = measured(tiny_module(), tmp_path)
     heavier = tiny_module()
-    heavier.register_buffer("operator", torch.ones(16 * MIB))
+    heavier.register_buffer("operator", fresh(16 * MIB))
     assert measured(heavier, tmp_path) - plain == pytest.approx(64, abs=8)
     assert measured(tiny_module(), tmp_path, takes_in_step(1)) == pytest.approx(plain, abs=8)
     assert measured(tiny_module(), tmp_path, takes_in_step(2)) - plain == pytest.approx(64, abs=8)
@@ -259,7 +258,7 @@ def test_it_is_the_second_step_and_the_buffers_that_are_measured(tiny_module: Ti
 @resets_peak
 def test_the_peak_in_the_metrics_is_of_that_step_alone(tiny_module: TinyModule, tmp_path: Path) -> None:
     watching = monitor()
-    torch.ones(32 * MIB)  # before training: in no peak
+    fresh(32 * MIB)  # before training: in no peak
     rows = train(tiny_module(), tmp_path, watching, takes_in_step(3), max_steps=4)
     peaks = [float(row["memory/peak_mib"]) for row in rows]
     assert peaks[2] - peaks[1] == pytest.approx(64, abs=8)
