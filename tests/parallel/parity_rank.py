@@ -14,12 +14,13 @@ from torch import Tensor
 
 from qnmixer.config import Config, parse
 from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.parallel.fsdp import whole
 from qnmixer.parallel.memory import apply_memory_mode
 from qnmixer.ranks import rank
 from qnmixer.training.checkpoints import load_weights
 from qnmixer.training.evaluation import evaluate
 from qnmixer.training.fit import build_trainer
-from qnmixer.training.module import ReconstructionModule, whole
+from qnmixer.training.module import ReconstructionModule
 
 
 class Record(Callback):

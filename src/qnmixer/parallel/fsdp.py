@@ -62,9 +62,9 @@ class ShardedStrategy(ModelParallelStrategy):
         """One whole file by rank 0, or a folder with the shards of each rank, which is there complete or not at all."""
         path = Path(self.broadcast(filepath))
         if not self.options.sharded_checkpoint:
-            whole = tree_map(_whole, checkpoint)
+            gathered = tree_map(_gathered, checkpoint)
             if self.is_global_zero:
-                self.checkpoint_io.save_checkpoint(whole, path)
+                self.checkpoint_io.save_checkpoint(gathered, path)
             return
         folder = path.with_name(path.name + ".part")
         if self.is_global_zero:
@@ -119,6 +119,11 @@ def shard(network: UnrolledNetwork[Any], mesh: Any, options: FSDPConfig) -> None
     register_fsdp_forward_method(network, "trajectory")
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor as one device would hold it; one that is spread over the devices is gathered, on all of them at once."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def merge_shards(folder: Path) -> dict[str, Any]:
     """The checkpoint that the shards in a folder make up, as one device would have written it."""
     ranks = [torch.load(path, map_location="cpu", weights_only=True) for path in sorted(folder.glob("rank_*.pt"))]
@@ -143,8 +148,8 @@ def _merge(parts: list[Any]) -> Any:
     return first
 
 
-def _whole(value: Any) -> Any:
-    return value.full_tensor().cpu() if isinstance(value, DTensor) else value
+def _gathered(value: Any) -> Any:
+    return whole(value).cpu() if isinstance(value, DTensor) else value
 
 
 def _local(value: Any) -> Any:

@@ -78,7 +78,7 @@ class PipelineStrategy(DDPStrategy):
             if first == self.global_rank // self.n_devices * self.n_devices:
                 self._group = group
         assert self.lightning_module is not None
-        self.lightning_module.optimizer_zero_grad = lambda *args, **kwargs: None  # type: ignore[method-assign]
+        self.lightning_module.optimizer_zero_grad = lambda *args, **kwargs: None  # type: ignore[method-assign]  # a hook
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Forward and backward of a batch through all stages; its loss."""

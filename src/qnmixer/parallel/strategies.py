@@ -45,7 +45,7 @@ def build_strategy(config: Config) -> Strategy | str:
 def build_precision(config: Config, accelerator: str) -> Precision:
     """Autocast, and for fp16 a GradScaler; on a CPU too, where Lightning would silently take bf16 for 16-mixed."""
     precision = config.trainer.precision
-    return Precision() if precision == "32" else MixedPrecision(precision, accelerator)  # type: ignore[arg-type]
+    return Precision() if precision == "32" else MixedPrecision(precision, accelerator)  # type: ignore[arg-type]  # a choice
 
 
 def on_this_machine(config: Config) -> Config:

@@ -193,7 +193,7 @@ class StepProbe:
 
     def before_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         """Keep the gradients, if they are the first that are finite."""
-        from qnmixer.training.module import whole
+        from qnmixer.parallel.fsdp import whole
 
         named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
         gradients = {name: whole(gradient) for name, gradient in named}  # of fsdp a collective: on every rank

@@ -6,12 +6,11 @@ from typing import Any, TypedDict
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
 from qnmixer.config import Config, FSDPConfig, batch_of_replica, to_plain
-from qnmixer.parallel.fsdp import shard
+from qnmixer.parallel.fsdp import shard, whole
 from qnmixer.physics import FanBeamProjector
 from qnmixer.training.build import build_network, build_noise, build_projector
 from qnmixer.training.losses import build_loss
@@ -136,8 +135,3 @@ class ReconstructionModule(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Go on at the same place in the data, whatever the strategy."""
         restart(self.trainer, checkpoint)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor as one device would hold it; one that fsdp has spread over the devices is gathered."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

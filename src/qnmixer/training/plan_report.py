@@ -152,7 +152,7 @@ def _print_pipeline(
     for variant in schedules(config, options):
         plans = planner.devices(variant)
         table.add_row(
-            variant.strategy.schedule,  # type: ignore[attr-defined]
+            variant.strategy.schedule,  # type: ignore[attr-defined]  # a pipeline's
             str(n_microbatches(variant)),
             str(max(plan.in_flight for plan in plans)),
             f"{max(plan.footprint.peak for plan in plans) / MIB:,.0f}",

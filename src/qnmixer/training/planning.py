@@ -166,7 +166,7 @@ class Planner:
         cut = cut_of(config)
         cut[fullest] += width
         model = replace(config.model, n_iterations=config.model.n_iterations + width)
-        longer = replace(config, model=model, strategy=replace(config.strategy, cut=cut))  # type: ignore[call-arg]
+        longer = replace(config, model=model, strategy=replace(config.strategy, cut=cut))  # type: ignore[call-arg]  # a pipeline's
         wanted = ranges(cut)[fullest :: len(devices)]
         stages = self._stages(longer, wanted)
         peak = plan_device(longer, cut, stages, self._fixed(longer), fullest).footprint.peak
@@ -553,9 +553,9 @@ class _Buckets:
             p.register_post_accumulate_grad_hook(self._take)
 
     def _take(self, parameter: Tensor) -> None:
-        own = self._of[parameter]  # type: ignore[index]
+        own = self._of[parameter]  # type: ignore[index]  # a parameter
         if self.in_use and parameter.grad is not own:
-            own.copy_(parameter.grad)  # type: ignore[arg-type]
+            own.copy_(parameter.grad)  # type: ignore[arg-type]  # there is one
             parameter.grad = own
 
 

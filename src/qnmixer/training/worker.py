@@ -84,7 +84,7 @@ def _quieten() -> None:
 
     # Lightning's own handler of SIGTERM is a broadcast, which waits for ranks that have gone; that of SIGUSR1 has SLURM
     # start the job again, with a checkpoint that only Lightning knows of.
-    _SignalConnector.register_signal_handlers = lambda self: None  # type: ignore[method-assign]
+    _SignalConnector.register_signal_handlers = lambda self: None  # type: ignore[method-assign]  # off
     # PromptInterrupt sees to what is raised in a finaliser.
     sys.unraisablehook = lambda it: None if it.exc_type is KeyboardInterrupt else sys.__unraisablehook__(it)
     # A dimension of size 1, as in the weights of convolutions from one channel, has no stride to speak of: the gradient
