@@ -57,8 +57,13 @@ class Start:
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Start:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(cli.TRACEBACK, "0")  # restored at the end, whatever cli.run sets
     return Start(tmp_path / "run", monkeypatch, capsys)
+
+
+def test_the_environment_stays_as_it_was(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+    assert start.train(task=lambda _: seen.append(os.environ.get(cli.TRACEBACK))).code == 0
+    assert (seen, cli.TRACEBACK in os.environ) == (["1"], False)
 
 
 REFUSED = [

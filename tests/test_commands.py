@@ -75,9 +75,8 @@ def run(name: str, *arguments: str) -> Outcome:
     code, stdout, stderr = 0, io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
         patch.setattr(sys, "argv", [name, *arguments])
-        patch.setenv(cli.TRACEBACK, "0")
         patch.setenv("OMP_NUM_THREADS", "1")
-        patch.delenv(cli.TRACEBACK)
+        patch.delenv(cli.TRACEBACK, raising=False)
         try:
             cli.run(*COMMANDS[name], name)
         except SystemExit as stop:

@@ -120,3 +120,19 @@ def test_a_parent_that_died_before_is_noticed() -> None:
     process = begin(f"ranks.end_with_the_others(parent={os.getppid()}); print('alive')")
     assert process.communicate(timeout=30)[0] == ""
     assert process.returncode == 1
+
+
+def test_a_fork_that_loses_its_rank_in_mid_sentence_says_nothing() -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", """
+import os, sys, time
+from qnmixer import ranks
+ranks.end_with_the_others()
+if os.fork() == 0:
+    sys.excepthook(ConnectionResetError, ConnectionResetError("lost"), None)
+time.sleep(0.3)
+os._exit(0)
+"""],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (process.returncode, process.stderr) == (0, "")

@@ -4,7 +4,8 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -29,17 +30,9 @@ def run(task: Callable[[DictConfig], object], check: Callable[[DictConfig], obje
         config_name: its file in `conf/`.
     """
     asked_for_traceback = os.environ.get(TRACEBACK) == "1"
-    os.environ[TRACEBACK] = "1"  # makes Hydra hand exceptions on instead of printing them
     try:
-        if is_rank():
-            sys.argv[1:] = _overrides_of_rank(sys.argv[1:])
-        overrides = sys.argv[1:]
-        if not any(argument.startswith("-") for argument in overrides):
-            check(compose(config_name, overrides))
-        failures: list[Exception] = []
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(_keeping(task, failures))()
-        if failures:
-            raise failures[0]
+        with _handing_on_exceptions():
+            _run(task, check, config_name)
     except KeyboardInterrupt:
         _fail("interrupted", 130)
     except Exception as error:
@@ -51,6 +44,32 @@ def run(task: Callable[[DictConfig], object], check: Callable[[DictConfig], obje
         for note in getattr(error, "__notes__", ()):  # where in a rank the error was
             print(note, file=sys.stderr)
         _fail(f"error: {line}", 1)
+
+
+def _run(task: Callable[[DictConfig], object], check: Callable[[DictConfig], object], config_name: str) -> None:
+    if is_rank():
+        sys.argv[1:] = _overrides_of_rank(sys.argv[1:])
+    overrides = sys.argv[1:]
+    if not any(argument.startswith("-") for argument in overrides):
+        check(compose(config_name, overrides))
+    failures: list[Exception] = []
+    hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(_keeping(task, failures))()
+    if failures:
+        raise failures[0]
+
+
+@contextmanager
+def _handing_on_exceptions() -> Iterator[None]:
+    """Where Hydra hands exceptions on instead of printing them, which this variable of its own makes it do."""
+    before = os.environ.get(TRACEBACK)
+    os.environ[TRACEBACK] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[TRACEBACK]
+        else:
+            os.environ[TRACEBACK] = before
 
 
 def _overrides_of_rank(overrides: list[str]) -> list[str]:

@@ -8,9 +8,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn, TypedDict
 
 
@@ -83,6 +84,7 @@ def end_with_the_others(parent: int | None = None) -> None:
     def in_fork() -> None:
         os.setpgid(0, 0)  # a data worker that a signal to the group ends would be one more error of its rank
         signal.set_wakeup_fd(-1)
+        sys.excepthook = _after_a_moment(sys.excepthook)
         die_with_parent(forking)
 
     os.register_at_fork(before=before_fork, after_in_child=in_fork)
@@ -93,6 +95,17 @@ def end_with_the_others(parent: int | None = None) -> None:
     signal.set_wakeup_fd(told, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, lambda *_: None)
     threading.Thread(target=_end_when_told, args=(listen,), daemon=True).start()
+
+
+def _after_a_moment(show: Callable[..., object]) -> Callable[..., None]:
+    """How a data worker shows an exception: one that lost its rank in mid-sentence is ended before it can."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, ConnectionError | EOFError):
+            time.sleep(1)
+        show(kind, error, trace)
+
+    return hook
 
 
 @contextmanager
