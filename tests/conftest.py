@@ -1,12 +1,30 @@
 """Fixtures that every room's tests share."""
 
+import csv
+import json
 import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 # One thread a test process, set before torch is loaded: several of them on few cores would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+
+TINY = [
+    "data.image_size=16", "geometry.n_views=8", "geometry.n_detectors=24", "geometry.detector_pitch=40",
+    "model.n_iterations=2", "model.channels=4", "model.n_mixer_layers=1", "data.num_workers=0", "data.batch_size=2",
+    "trainer.max_steps=4", "trainer.val_every_n_steps=2", "trainer.log_every_n_steps=1", "trainer.accelerator=cpu",
+    "logger=csv", "test_after_training=false",
+]  # fmt: skip
+PHANTOMS = ["data.n_train=8", "data.n_val=2", "data.n_test=2"]
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +34,141 @@ def real_ct() -> Path:
     if not folder.is_dir():
         pytest.skip("no real CT files here (set QNMIXER_TEST_CT to a folder of them)")
     return folder
+
+
+@dataclass
+class Command:
+    """A training of a tiny network, and all processes that came of it, which have its mark in their environment."""
+
+    process: subprocess.Popen[str]
+    mark: str
+    folder: Path
+
+    def family(self) -> dict[int, dict[str, str]]:
+        """The environments of all its processes that live, by process."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                text = path.read_text(errors="replace")
+            except OSError:
+                continue
+            if self.mark in text:
+                found[int(path.parent.name)] = dict(v.split("=", 1) for v in text.split("\0") if "=" in v)
+        return found
+
+    def ranks(self, number: int) -> list[int]:
+        """A rank and its data workers, oldest first."""
+        return sorted(pid for pid, environment in self.family().items() if environment.get("RANK") == str(number))
+
+    def wait_for(self, path: Path) -> None:
+        deadline = time.monotonic() + 200  # the machine may be busy
+        while not path.exists():
+            assert time.monotonic() < deadline
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.05)
+
+    def outcome(self) -> tuple[int, str, str]:
+        """Exit code, standard output and standard error, once it has ended with all its processes."""
+        stdout, stderr = self.process.communicate(timeout=300)
+        deadline = time.monotonic() + 60
+        while self.family():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        return self.process.returncode, stdout, stderr
+
+    def end(self) -> tuple[int, str, float]:
+        """Exit code, standard error, and how long it took to end, with all its processes."""
+        start = time.monotonic()
+        code, _, stderr = self.outcome()
+        return code, stderr, time.monotonic() - start
+
+    def record(self) -> dict[str, Any]:
+        return json.loads((self.folder / "results.json").read_text())
+
+    def losses(self) -> list[float]:
+        with (self.folder / "metrics.csv").open(newline="") as stream:
+            return [float(line["train/loss"]) for line in csv.DictReader(stream) if line["train/loss"]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+    """start(*overrides, under=command, env=…, folder=…): training of a tiny network, in a process of its own.
+
+    folder=None: where it says itself.
+    """
+    begun: list[Command] = []
+
+    def begin(
+        *overrides: str,
+        under: tuple[str, ...] = (sys.executable,),
+        env: dict[str, str] | None = None,
+        folder: Path | None = tmp_path / "run",
+    ) -> Command:
+        mark = f"qnmixer-test-{uuid.uuid4().hex}"
+        drop = ("HYDRA", "SLURM", "TORCHELASTIC", "WANDB")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
+        environment |= {"OMP_NUM_THREADS": "1", "QNMIXER_TEST_MARK": mark} | (env or {})
+        arguments = [*TINY, *([] if "data=numpy" in overrides else PHANTOMS), *overrides]
+        if folder:
+            arguments.append(f"hydra.run.dir={folder}")
+        process = subprocess.Popen(
+            [*under, "-m", "qnmixer.train", *arguments], cwd=tmp_path,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True,
+        )  # fmt: skip
+        begun.append(Command(process, mark, folder or tmp_path))
+        return begun[-1]
+
+    yield begin
+    for command in begun:
+        for pid in command.family():
+            os.kill(pid, signal.SIGKILL)
+        command.process.communicate()
+
+
+@dataclass
+class OfflineRun:
+    """One W&B run, or the part of it that one process wrote, as wandb's own tool reads it back."""
+
+    folder: Path
+    id: str = ""
+    started: str = ""
+    name: str = ""
+    group: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    exit_code: int | None = None  # None: it was never ended
+    history: list[dict[str, Any]] = field(default_factory=list)  # a dict for each step
+    records: list[dict[str, Any]] = field(default_factory=list)  # everything, as it was written
+
+    @property
+    def metrics(self) -> set[str]:
+        """Names of what was logged."""
+        return {name for row in self.history for name in row if not name.startswith("_")}
+
+
+@pytest.fixture(scope="session")
+def offline_runs() -> Callable[[Path], list[OfflineRun]]:
+    """offline_runs(folder): the W&B runs anywhere below a folder, in the order in which they began. 1 s of CPU each."""
+
+    def read(folder: Path) -> list[OfflineRun]:
+        runs = [_read_offline_run(path) for path in folder.rglob("offline-run-*/*.wandb")]
+        return sorted(runs, key=lambda run: run.started)
+
+    return read
+
+
+def _read_offline_run(path: Path) -> OfflineRun:
+    command = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json", str(path)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    run = OfflineRun(path.parent, records=[json.loads(line) for line in text.splitlines()])
+    for record in run.records:
+        content = record.get(record["type"], {})
+        if record["type"] == "run":
+            run.id, run.started = content["run_id"], content["start_time"]
+            run.name, run.group = content.get("display_name", ""), content.get("run_group")
+        elif record["type"] == "exit":
+            run.exit_code = content.get("exit_code", 0)
+        elif record["type"] == "history":
+            run.history.append(content["item"])
+        if record["type"] in ("run", "config"):
+            run.config |= content.get("config", content).get("update", {})
+    return run

@@ -72,7 +72,8 @@ def test_the_command_line_wins_over_an_experiment(experiment: str) -> None:
 
 
 def test_every_schema_can_be_chosen() -> None:
-    chosen = {(group, OmegaConf.load(CONF / group / f"{option}.yaml").get("name")) for group, option in OPTIONS}
+    files = {(group, option): OmegaConf.load(CONF / group / f"{option}.yaml") for group, option in OPTIONS}
+    chosen = {(group, values.get("name") or values.get(group, {}).get("name")) for (group, _), values in files.items()}
     schemas = {(group, name) for group, names in GROUPS.items() for name in names}
     assert {pair for pair in chosen if pair[0] in GROUPS and pair[1]} == schemas
 

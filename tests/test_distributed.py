@@ -1,122 +1,29 @@
 """Training in several processes from end to end: what a user sees when it goes well, and when it does not."""
 
-import csv
-import json
 import os
 import signal
 import socket
-import subprocess
 import sys
-import time
-import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from .conftest import Command
+
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
-
-TINY = [
-    "data.image_size=16", "geometry.n_views=8", "geometry.n_detectors=24", "geometry.detector_pitch=40",
-    "model.n_iterations=2", "model.channels=4", "model.n_mixer_layers=1", "data.num_workers=0", "data.batch_size=2",
-    "trainer.max_steps=4", "trainer.val_every_n_steps=2", "trainer.log_every_n_steps=1", "trainer.accelerator=cpu",
-    "logger=csv", "test_after_training=false",
-]  # fmt: skip
-PHANTOMS = ["data.n_train=8", "data.n_val=2", "data.n_test=2"]
-ENDLESS = ["trainer.max_steps=1000000", "data.num_workers=1"]
-
-
-@dataclass
-class Command:
-    """A command and all processes that came of it, which have its mark in their environment."""
-
-    process: subprocess.Popen[str]
-    mark: str
-    folder: Path
-
-    def family(self) -> dict[int, dict[str, str]]:
-        """The environments of all its processes that live, by process."""
-        found = {}
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                text = path.read_text(errors="replace")
-            except OSError:
-                continue
-            if self.mark in text:
-                found[int(path.parent.name)] = dict(v.split("=", 1) for v in text.split("\0") if "=" in v)
-        return found
-
-    def ranks(self, number: int) -> list[int]:
-        """A rank and its data workers, oldest first."""
-        return sorted(pid for pid, environment in self.family().items() if environment.get("RANK") == str(number))
-
-    def end(self) -> tuple[int, str, float]:
-        """Exit code, standard error, and how long it took to end, with all its processes."""
-        start = time.monotonic()
-        _, stderr = self.process.communicate(timeout=200)
-        while self.family():
-            assert time.monotonic() < start + 60
-            time.sleep(0.05)
-        return self.process.returncode, stderr, time.monotonic() - start
-
-    def record(self) -> dict[str, Any]:
-        return json.loads((self.folder / "results.json").read_text())
-
-    def losses(self) -> list[float]:
-        with (self.folder / "metrics.csv").open(newline="") as stream:
-            return [float(line["train/loss"]) for line in csv.DictReader(stream) if line["train/loss"]]
-
 
 Start = Callable[..., Command]
 
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """start(*overrides, under=command, env=…, folder=…): training of a tiny network, in a process of its own."""
-    begun: list[Command] = []
-
-    def begin(
-        *overrides: str,
-        under: tuple[str, ...] = (sys.executable,),
-        env: dict[str, str] | None = None,
-        folder: Path | None = tmp_path / "run",
-    ) -> Command:
-        mark = f"qnmixer-test-{uuid.uuid4().hex}"
-        drop = ("HYDRA", "SLURM", "TORCHELASTIC", "WANDB")
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
-        environment |= {"OMP_NUM_THREADS": "1", "QNMIXER_TEST_MARK": mark} | (env or {})
-        arguments = [*TINY, *([] if "data=numpy" in overrides else PHANTOMS), *overrides]
-        if folder:
-            arguments.append(f"hydra.run.dir={folder}")
-        process = subprocess.Popen(
-            [*under, "-m", "qnmixer.train", *arguments], cwd=tmp_path,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True,
-        )  # fmt: skip
-        begun.append(Command(process, mark, folder or tmp_path))
-        return begun[-1]
-
-    yield begin
-    for command in begun:
-        for pid in command.family():
-            os.kill(pid, signal.SIGKILL)
-        command.process.communicate()
-
-
-def wait_for(command: Command, path: Path) -> None:
-    deadline = time.monotonic() + 200  # the machine may be busy
-    while not path.exists():
-        assert time.monotonic() < deadline
-        assert command.process.poll() is None, command.process.communicate()
-        time.sleep(0.05)
+ENDLESS = ["trainer.max_steps=1000000", "data.num_workers=1"]
 
 
 def in_training(start: Start, *overrides: str, **options: Any) -> Command:
     """A run without end that has left a checkpoint."""
     command = start(*ENDLESS, *overrides, **options)
-    wait_for(command, command.folder / "checkpoints" / "last.ckpt")
+    command.wait_for(command.folder / "checkpoints" / "last.ckpt")
     return command
 
 
@@ -183,15 +90,20 @@ def test_a_bug_shows_one_traceback(start: Start, tmp_path: Path) -> None:
     assert command.record()["error"].endswith("ZeroDivisionError: a bug")
 
 
-@pytest.mark.parametrize(("number", "code", "line"), [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, "")])
-def test_a_run_can_be_stopped(start: Start, number: signal.Signals, code: int, line: str) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGUSR1, 143)])
+def test_a_run_can_be_stopped(start: Start, number: signal.Signals, code: int) -> None:
+    """By its launcher, which passes it on; every rank stops after the same step, and nothing is lost."""
     command = in_training(start, "strategy=ddp", "trainer.devices=2")
     os.kill(command.process.pid, number)
-    assert command.end()[:2] == (code, line)
+    ended, stderr, seconds = command.end()
+    step = steps_kept(command)
+    line = f"interrupted after step {step}, to go on: python -m qnmixer.train resume=run\n"
+    assert (ended, stderr) == (code, line)
+    assert seconds < 20
     assert command.record()["status"] == "interrupted"
+    assert command.record()["steps"] == step
     assert "error" not in command.record()
-    assert steps_kept(command) >= 2
-    assert len(command.losses()) >= 2
+    assert len(command.losses()) == step
 
 
 def test_nothing_stays_when_the_launcher_is_killed(start: Start) -> None:
@@ -204,14 +116,15 @@ def test_nothing_stays_when_the_launcher_is_killed(start: Start) -> None:
     assert steps_kept(command) >= 2
 
 
-def test_what_is_not_there_is_said_before_there_are_ranks(start: Start) -> None:
-    command = start("strategy=ddp", "trainer.devices=4", "data=numpy", "data.root=/nowhere")
+def test_what_is_not_there_is_said_before_there_are_ranks(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    command = start("strategy=ddp", "trainer.devices=4", "data=numpy", f"data.root={tmp_path / 'empty'}")
     code, stderr, _ = command.end()
     (line,) = stderr.splitlines()
     assert code == 1
     assert line.startswith("error: ")
     assert "rank" not in line
-    assert "/nowhere" in line
+    assert f"{tmp_path / 'empty'} is empty" in line
     assert command.record()["status"] == "failed"
 
 

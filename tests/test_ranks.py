@@ -46,7 +46,7 @@ def begin(body: str) -> subprocess.Popen[str]:
     code = f"""
 import ctypes, os, signal, sys, time
 from qnmixer import ranks
-ranks._SECONDS_TO_LEAVE = ranks._SECONDS_TO_LEAVE_BY_ITSELF = 0.3
+ranks._SECONDS_TO_LEAVE = ranks._SECONDS_TO_LEAVE_BY_ITSELF = ranks._SECONDS_TO_STOP = 0.3
 {body}
 """
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -57,9 +57,10 @@ def said(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def test_sigterm_is_an_interruption() -> None:
+def test_sigterm_is_an_interruption_where_another_rank_has_failed() -> None:
+    """The launcher that sends it says nothing else; a rank that it asks to stop gets SIGUSR1 from it."""
     process = begin("""
-ranks.end_with_the_others()
+ranks.end_with_the_others(os.getppid())
 try:
     print("ready", flush=True)
     time.sleep(60)

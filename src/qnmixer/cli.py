@@ -1,40 +1,54 @@
 """How every command starts and how every error ends: one line, a non-zero exit, no traceback unless asked for."""
 
+import argparse
 import errno
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from qnmixer.config import CONF, flat_keys, unknown_key
-from qnmixer.errors import ConfigError, UserError
+from qnmixer.errors import ConfigError, Stopped, UserError
 from qnmixer.ranks import is_rank, rank, world_size
 from qnmixer.schema import suggest
+from qnmixer.tracking.runs import continued
+from qnmixer.usage import usage
 
 TRACEBACK = "HYDRA_FULL_ERROR"
+_SWEEP = {"-m", "--multirun"}
 
 
-def run(task: Callable[[DictConfig], object], check: Callable[[DictConfig], object], config_name: str) -> None:
+def run(
+    task: Callable[[DictConfig], object],
+    check: Callable[[DictConfig], object],
+    config_name: str,
+    sweep: Callable[[list[str], DictConfig], AbstractContextManager[str]] | None = None,
+) -> None:
     """Run a command: compose its config, `check` it before any folder is made, then hand it to `task`.
 
     Args:
         task: the command.
         check: raises UserError for a config that the task would refuse.
         config_name: its file in `conf/`.
+        sweep: what surrounds several runs of it (`-m`), given the overrides and the config that they begin with; yields
+            one more override. None: they only follow each other.
     """
     asked_for_traceback = os.environ.get(TRACEBACK) == "1"
     try:
         with _handing_on_exceptions():
-            _run(task, check, config_name)
-    except KeyboardInterrupt:
-        _fail("interrupted", 130)
+            _run(task, check, config_name, sweep or (lambda *_: nullcontext("hydra.mode=MULTIRUN")))
+    except KeyboardInterrupt as stop:
+        _fail(str(stop) or "interrupted", stop.code if isinstance(stop, Stopped) else 130)
     except Exception as error:
         if asked_for_traceback:
             raise
@@ -46,16 +60,50 @@ def run(task: Callable[[DictConfig], object], check: Callable[[DictConfig], obje
         _fail(f"error: {line}", 1)
 
 
-def _run(task: Callable[[DictConfig], object], check: Callable[[DictConfig], object], config_name: str) -> None:
+def _run(
+    task: Callable[[DictConfig], object],
+    check: Callable[[DictConfig], object],
+    config_name: str,
+    sweep: Callable[[list[str], DictConfig], AbstractContextManager[str]],
+) -> None:
+    if config_name == "train":
+        sys.argv[1:] = continued(sys.argv[1:])
     if is_rank():
         sys.argv[1:] = _overrides_of_rank(sys.argv[1:])
-    overrides = sys.argv[1:]
-    if not any(argument.startswith("-") for argument in overrides):
-        check(compose(config_name, overrides))
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in _SWEEP)  # where Hydra wants them
+    _check_flags(sys.argv[1:], config_name)
+    overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
+    flags = {argument for argument in sys.argv[1:] if argument.startswith("-")}
+    if flags & {"--help", "-h"}:
+        print(usage(compose(config_name, overrides, with_hydra=True), CONF, config_name))
+        return
     failures: list[Exception] = []
-    hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(_keeping(task, failures))()
+    command = hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(_keeping(task, failures))
+    if flags and flags <= _SWEEP:
+        with sweep(overrides, compose_sweep(config_name, overrides)) as one_more:
+            sys.argv.append(one_more)
+            command()
+    else:
+        if not flags:
+            check(compose(config_name, overrides))
+        command()
     if failures:
         raise failures[0]
+
+
+def _check_flags(arguments: list[str], config_name: str) -> None:
+    """Raise ConfigError for a flag that Hydra does not have, such as `--lr 3`."""
+    parser = get_args_parser()
+    parser.exit_on_error = False
+    try:
+        _, unknown = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error}: --hydra-help lists these flags") from error
+    for word in unknown:
+        key, equal, _ = word.lstrip("-").partition("=")
+        known = [*_known_keys(config_name)]
+        hint = f"write {word.lstrip('-')}{'' if equal else '=…'}" if key in known else str(unknown_key(key, known))
+        raise ConfigError(f"{word} is not an option: {hint}")
 
 
 @contextmanager
@@ -74,7 +122,7 @@ def _handing_on_exceptions() -> Iterator[None]:
 
 def _overrides_of_rank(overrides: list[str]) -> list[str]:
     """What Hydra is to get in one of several processes; ConfigError where each would make a folder of its own."""
-    if any(word in ("-m", "--multirun") for word in overrides):
+    if _SWEEP & {*overrides}:
         raise ConfigError("a sweep starts processes of its own for each job: run it without torchrun or srun")
     if not any(override.startswith("hydra.run.dir=") for override in overrides):
         raise ConfigError(
@@ -98,17 +146,41 @@ def _keeping(task: Callable[[DictConfig], object], failures: list[Exception]) ->
     return job
 
 
-def compose(config_name: str, overrides: list[str]) -> DictConfig:
-    """The config of a command, without running anything."""
+def compose(config_name: str, overrides: list[str], with_hydra: bool = False) -> DictConfig:
+    """The config of a command, without running anything; `with_hydra`: and Hydra's own."""
     if not CONF.is_dir():
         raise ConfigError(f"no configs at {CONF}: install with `pip install -e .` from a clone of the repository")
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         try:
-            return hydra.compose(config_name, overrides)
-        except ValueError as error:  # Hydra's answer to data=null or trainer=3
+            return hydra.compose(config_name, overrides, return_hydra_config=with_hydra)
+        except (ValueError, TypeError) as error:  # Hydra's answer to data=null, trainer=3 or model=[1]
             groups = " ".join(o for o in overrides if (CONF / o.partition("=")[0]).is_dir())
             raise ConfigError(f"{groups}: a group takes the name of one of its options, as in data=dicom") from error
+
+
+def compose_sweep(config_name: str, overrides: list[str]) -> DictConfig:
+    """The config that the jobs of a sweep begin with, Hydra's own included.
+
+    Every value is tried with the first one of all others, so that a misspelt one is told before the first job.
+    """
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    values = [list(_values(override)) for override in parsed]
+    first = [its[0] for its in values]
+    for i, its in enumerate(values):
+        for value in its[1:]:
+            compose(config_name, [*first[:i], value, *first[i + 1 :]])
+    return compose(config_name, first, with_hydra=True)
+
+
+def _values(override: Override) -> Iterator[str]:
+    """One override for each value that a sweep gives a key; of an interval, its start."""
+    if override.is_discrete_sweep():
+        yield from (f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator())
+    elif isinstance(interval := override.value(), IntervalSweep):
+        yield f"{override.get_key_element()}={interval.start}"
+    else:
+        yield override.input_line or ""
 
 
 def explain(error: BaseException, config_name: str) -> str | None:
@@ -137,7 +209,16 @@ def explain(error: BaseException, config_name: str) -> str | None:
 
 
 def _explain_composition(error: Exception, config_name: str) -> str:
+    if isinstance(error, OverrideParseException):
+        if "missing EQUAL" in error.message:
+            return f"{error.override} is not KEY=VALUE: write {error.override}=… without blanks around the ="
+        return (
+            f"{error.override} cannot be read: put quotes around a value with brackets, commas or quotes: 'key=\"a,b\"'"
+        )
     text = " ".join(str(error).split())
+    if found := re.search(r"Could not load '(hydra/\w+)/(optuna|submitit|ray)", text):
+        extra = {"optuna": "search", "submitit": "slurm", "ray": "ray"}[found[2]]
+        return f'this {found[1]} is a plugin that is not installed here: pip install -e ".[{extra}]"'
     if isinstance(error, MissingConfigException) and (found := re.search(r"Could not find '([^']+)/([^'/]+)'", text)):
         group, name = found.groups()
         options = [path.stem for path in sorted((CONF / group).glob("*.yaml"))]

@@ -203,6 +203,7 @@ class TrainerConfig:
     accumulate_grad_batches: int = number(at_least=1)
     gradient_clip_val: float | None = number(above=0)
     val_every_n_steps: int | None = number(at_least=1)
+    save_every_n_steps: int | None = number(at_least=1)
     limit_val_batches: int | None = number(at_least=1)
     log_every_n_steps: int = number(at_least=1)
     deterministic: bool
@@ -222,7 +223,31 @@ class WandbConfig(LoggerConfig):
     mode: str = one_of("offline", "online", "disabled")
     project: str
     entity: str | None
-    run_name: str | None
+    run_name: str | None  # None: the overrides that are this job's alone, or the time
+    group: str | None  # None: the sweep
+    log_checkpoint: bool
+
+
+@dataclass(kw_only=True)
+class DebugConfig:
+    """A look at a run that is not as it should be."""
+
+    name: str
+
+
+@dataclass(kw_only=True)
+class FewBatchesConfig(DebugConfig):
+    """The first slices of each part only."""
+
+    batches: int = number(at_least=1)
+
+
+@dataclass(kw_only=True)
+class ProfileConfig(DebugConfig):
+    """torch's profiler over some optimizer steps."""
+
+    warm_up: int = number(at_least=1)
+    steps: int = number(at_least=1)
 
 
 @dataclass(kw_only=True)
@@ -244,6 +269,13 @@ GROUPS: dict[str, dict[str, type]] = {
     "memory": {"keep": MemoryConfig, "recompute": RecomputeConfig, "offload": MemoryConfig},
     "strategy": {"single": StrategyConfig, "ddp": DDPConfig, "fsdp": FSDPConfig, "pipeline": PipelineConfig},
     "logger": {"wandb": WandbConfig, "csv": LoggerConfig},
+    "debug": {
+        "off": DebugConfig,
+        "overfit": DebugConfig,
+        "few_batches": FewBatchesConfig,
+        "profile": ProfileConfig,
+        "anomaly": DebugConfig,
+    },
 }
 
 
@@ -289,6 +321,7 @@ class Config(RunConfig):
     trainer: TrainerConfig
     logger: LoggerConfig
     evaluation: EvaluationConfig
+    debug: DebugConfig
 
 
 @dataclass(kw_only=True)
@@ -489,6 +522,12 @@ def validate(config: Config) -> None:
         raise ConfigError("finetune takes the weights of a run, resume goes on with it: give one of them")
     if trainer.max_steps == -1 and trainer.max_epochs is None:
         raise ConfigError("training would never end: give trainer.max_steps=… or trainer.max_epochs=…")
+    debug = config.debug
+    if isinstance(debug, ProfileConfig) and -1 < trainer.max_steps < debug.warm_up + debug.steps:
+        raise ConfigError(
+            f"debug.warm_up={debug.warm_up} and debug.steps={debug.steps} are more steps than trainer.max_steps="
+            f"{trainer.max_steps}: nothing would be profiled; raise trainer.max_steps or lower the two"
+        )
     check_window("evaluation.window", config.evaluation.window)
     if isinstance(config.optimizer, AdamWConfig):
         betas = config.optimizer.betas

@@ -36,5 +36,10 @@ def doctor(cfg: DictConfig) -> None:
         sys.exit(1)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """The command, also as `qnmixer-doctor`, whose keys a shell can complete."""
     cli.run(doctor, parse_doctor, "doctor")
+
+
+if __name__ == "__main__":
+    main()

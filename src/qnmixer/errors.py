@@ -3,6 +3,8 @@
 Every message says what is wrong, where (file or key), and how to mend it. Plain Python: anything may import it.
 """
 
+import signal
+
 
 class UserError(Exception):
     """Something the user can mend. Its message is one line and is all that the user sees."""
@@ -30,3 +32,22 @@ class OutOfMemory(UserError):
 
 class RankFailed(UserError):
     """One of several processes that ended a run; says which, and why."""
+
+
+class SweepFailed(UserError):
+    """Jobs of a sweep that failed; names each, and why."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A run that somebody stopped. Its message is the line for the user.
+
+    Args:
+        number: the signal; None where another rank had it.
+        line: the message.
+        together: all ranks end with this, at the same point.
+    """
+
+    def __init__(self, number: int | None, line: str = "interrupted", together: bool = False) -> None:
+        super().__init__(line)
+        self.number, self.together = number, together
+        self.code = 130 if number == signal.SIGINT else 143

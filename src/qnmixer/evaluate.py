@@ -9,7 +9,9 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from qnmixer import cli
-from qnmixer.config import parse_evaluate
+from qnmixer.config import EvaluateConfig, parse_evaluate
+from qnmixer.data.config import check_data
+from qnmixer.files import check_there
 
 
 def evaluate(cfg: DictConfig) -> None:
@@ -22,5 +24,19 @@ def evaluate(cfg: DictConfig) -> None:
     evaluate_run(parse_evaluate(cfg), Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task))
 
 
+def check(cfg: DictConfig) -> EvaluateConfig:
+    """The parsed config; raises UserError also for a run or slices that are not there."""
+    config = parse_evaluate(cfg)
+    check_there("run", config.run, "a run folder of qnmixer.train, or a checkpoint")
+    if config.data is not None:
+        check_data(config.data)
+    return config
+
+
+def main() -> None:
+    """The command, also as `qnmixer-evaluate`, whose keys a shell can complete."""
+    cli.run(evaluate, check, "evaluate")
+
+
 if __name__ == "__main__":
-    cli.run(evaluate, parse_evaluate, "evaluate")
+    main()

@@ -1,13 +1,18 @@
 """Files that are there whole or not at all."""
 
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from qnmixer.errors import DataError
+
 TEMPORARY_SUFFIX = ".tmp"
+BEFORE_SUFFIX = ".before"
+PART_SUFFIX = ".part"
 
 
 @contextmanager
@@ -33,3 +38,36 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file, whole or not at all."""
     with atomic_file(path) as stream:
         stream.write(text.encode())
+
+
+def replace(new: Path, path: Path) -> None:
+    """Put a file or folder in the place of another, of either kind.
+
+    Where there is a folder this takes two steps, and between them only the one before is there, as `whole` knows it.
+    """
+    before = path.with_name(path.name + BEFORE_SUFFIX)
+    if path.is_dir() or (new.is_dir() and path.exists()):
+        remove(before)
+        path.rename(before)
+    os.replace(new, path)
+    remove(before)
+
+
+def whole(path: Path) -> Path:
+    """Where that which `replace` puts at path is, also when a process was killed in the middle of it."""
+    before = path.with_name(path.name + BEFORE_SUFFIX)
+    return before if before.exists() and not path.exists() else path
+
+
+def remove(path: Path) -> None:
+    """Remove a file or folder that may be there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def check_there(key: str, path: str, what: str) -> None:
+    """Raise DataError where there is nothing at the path that a key gives; `what` is to be there."""
+    if not Path(path).expanduser().exists():
+        raise DataError(f"{key}={path} does not exist: give {what}")

@@ -18,5 +18,10 @@ def plan(cfg: DictConfig) -> None:
     print_plan(parse_plan(cfg))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """The command, also as `qnmixer-plan`, whose keys a shell can complete."""
     cli.run(plan, parse_plan, "plan")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import select
 import signal
 import sys
 import threading
@@ -14,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, TypedDict
 
+from qnmixer.errors import Stopped
+
 
 class Record(TypedDict):
     """How a rank ended, for torch's elastic agent (ours or torchrun's), which reads the first two."""
@@ -24,14 +27,18 @@ class Record(TypedDict):
     traceback: str
     bug: bool  # the traceback is for the user too
     secondary: bool  # it ended because another one did, or because it was told to
+    stopped: bool  # as all others did, with a checkpoint
 
 
-# A rank that is told to stop has so long to close its logs. One that waits in a collective cannot: it is ended then.
+# A rank that is to end has so long to close its logs. One that waits in a collective cannot: it is ended then.
 _SECONDS_TO_LEAVE = 10
+# One that is to stop has so long for the step at hand and a checkpoint: torchrun and SLURM kill it after 30.
+_SECONDS_TO_STOP = 25
 # Ranks that lost contact are closing their logs already when SIGTERM reaches them, and are not to be disturbed.
 _SECONDS_TO_LEAVE_BY_ITSELF = 2
 
 _told = threading.Event()
+_at_once = threading.Event()
 
 # What a rank says when another one has gone: the other one's word is the one to hear.
 _LOST_CONTACT = ("connection closed by peer", "connection reset by peer", "broken pipe", "gloo", "nccl")
@@ -71,8 +78,9 @@ def _slurm_tasks() -> int:
 def end_with_the_others(parent: int | None = None) -> None:
     """Have this rank end when it is told to or its parent dies, in seconds, whatever it waits for, with all it forks.
 
-    SIGTERM becomes a KeyboardInterrupt, as SIGINT is one; if that does not end it, it is ended. In the main thread.
-    `parent` as in `die_with_parent`.
+    For the ranks of our launcher SIGTERM says that another one has failed, unless SIGUSR1 comes along, by which it asks
+    them to stop; for those of others it can say both. It is for `qnmixer.stopping` to do what it says; one that has not
+    ended after that is ended. In the main thread. `parent` as in `die_with_parent`; that of a rank of our launcher.
     """
     die_with_parent(parent)
     forking = 0
@@ -94,7 +102,7 @@ def end_with_the_others(parent: int | None = None) -> None:
     os.set_blocking(told, False)
     signal.set_wakeup_fd(told, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, lambda *_: None)
-    threading.Thread(target=_end_when_told, args=(listen,), daemon=True).start()
+    threading.Thread(target=_end_when_told, args=(listen, parent is not None), daemon=True).start()
 
 
 def _after_a_moment(show: Callable[..., object]) -> Callable[..., None]:
@@ -126,16 +134,28 @@ def loading() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _end_when_told(listen: int) -> None:
-    number = 0
-    while number not in (signal.SIGTERM, signal.SIGINT):
-        (number,) = os.read(listen, 1)
+def at_once() -> bool:
+    """Whether there is nothing more to wait for: another rank has failed."""
+    return _at_once.is_set()
+
+
+def _end_when_told(listen: int, launched: bool) -> None:
+    heard: set[int] = set()
+    while not heard & {signal.SIGTERM, signal.SIGINT}:
+        heard.update(os.read(listen, 1))
     _told.set()
-    if number == signal.SIGTERM:
-        time.sleep(_SECONDS_TO_LEAVE_BY_ITSELF)
+    code = 128 + (signal.SIGTERM if signal.SIGTERM in heard else signal.SIGINT)
+    end = time.monotonic() + _SECONDS_TO_LEAVE_BY_ITSELF
+    while launched and signal.SIGUSR1 not in heard and (left := end - time.monotonic()) > 0:
+        if select.select([listen], [], [], left)[0]:
+            heard.update(os.read(listen, 1))
+    if launched and signal.SIGUSR1 not in heard:
+        _at_once.set()
         os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(_SECONDS_TO_LEAVE)
-    os._exit(128 + number)
+        time.sleep(_SECONDS_TO_LEAVE)
+    else:
+        time.sleep(_SECONDS_TO_STOP)
+    os._exit(code)
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -162,6 +182,7 @@ def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn
         say: print it too, since nobody else will; not when this rank only ends because of another one.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     stopped, now = isinstance(error, KeyboardInterrupt), time.time()
     record: Record = {
         "message": "was told to stop by SIGTERM or SIGINT" if stopped else line or f"{type(error).__name__}: {error}",
@@ -170,6 +191,7 @@ def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn
         "traceback": traceback.format_exc(),
         "bug": line is None and not stopped,
         "secondary": is_secondary(error),
+        "stopped": isinstance(error, Stopped) and error.together,
     }
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         temporary = Path(f"{path}.tmp")
@@ -177,11 +199,13 @@ def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn
         temporary.replace(path)
     if say and not record["secondary"]:
         print(f"{record['traceback'] * record['bug']}error: rank {rank()}: {record['message']}", file=sys.stderr)
+    elif say and record["stopped"] and rank() == 0:
+        print(error, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    if record["secondary"]:
+    if record["secondary"] and not record["stopped"]:
         _told.wait(_SECONDS_TO_LEAVE_BY_ITSELF)  # so that whoever waits for the first one to end sees the other
-    os._exit(130 if stopped else 1)
+    os._exit(error.code if isinstance(error, Stopped) else 130 if stopped else 1)
 
 
 def is_secondary(error: BaseException) -> bool:

@@ -7,7 +7,8 @@ python -m qnmixer.reconstruct run=runs/DIR input=scan.npy output=out kind=sinogr
 from omegaconf import DictConfig
 
 from qnmixer import cli
-from qnmixer.config import parse_reconstruct
+from qnmixer.config import ReconstructConfig, parse_reconstruct
+from qnmixer.files import check_there
 
 
 def reconstruct(cfg: DictConfig) -> None:
@@ -17,5 +18,18 @@ def reconstruct(cfg: DictConfig) -> None:
     reconstruct_input(parse_reconstruct(cfg))
 
 
+def check(cfg: DictConfig) -> ReconstructConfig:
+    """The parsed config; raises UserError also for a run or an input that is not there."""
+    config = parse_reconstruct(cfg)
+    check_there("run", config.run, "a run folder of qnmixer.train, or a checkpoint")
+    check_there("input", config.input, "a file or folder of DICOM, .npy or 16-bit PNG")
+    return config
+
+
+def main() -> None:
+    """The command, also as `qnmixer-reconstruct`, whose keys a shell can complete."""
+    cli.run(reconstruct, check, "reconstruct")
+
+
 if __name__ == "__main__":
-    cli.run(reconstruct, parse_reconstruct, "reconstruct")
+    main()

@@ -7,41 +7,54 @@ python -m qnmixer.train strategy=ddp                                     # all G
 """
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from qnmixer import cli
 from qnmixer.config import Config, parse
+from qnmixer.data.config import check_data
 from qnmixer.errors import ConfigError, UserError
-from qnmixer.ranks import by_srun, is_rank, loading, world_size
+from qnmixer.files import check_there
+from qnmixer.ranks import by_srun, is_rank, loading, rank, world_size
+from qnmixer.tracking.jobs import Job, run_jobs
+from qnmixer.tracking.runs import held
+from qnmixer.tracking.sweeps import sweep
 
 
-def train(cfg: DictConfig) -> float:
-    """Train one run and return its best monitored value (the objective of a sweep)."""
+def train(cfg: DictConfig) -> float | None:
+    """Train one run and return its best monitored value; as the job of a sweep, None where it failed."""
     from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
 
+    hydra_config = HydraConfig.get()
+    folder, overrides = Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task)
+    if hydra_config.mode == RunMode.MULTIRUN:  # brought here by another launcher than ours, which needs no task
+        return run_jobs([Job(folder, overrides, cfg)], at_once=1)[0]
     with loading():
         from qnmixer.parallel.strategies import on_this_machine
         from qnmixer.tracking.results import amend
         from qnmixer.training.fit import fit
         from qnmixer.training.worker import fit_as_rank, fit_in_processes
 
-    hydra_config = HydraConfig.get()
-    folder, overrides = Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task)
-    try:
-        config = on_this_machine(check(cfg))
-        check_processes(config)
-    except UserError as error:
-        amend(folder, overrides, status="failed", error=f"{type(error).__name__}: {error}")
-        raise
-    run = fit_as_rank if is_rank() else fit if config.strategy.name == "single" else fit_in_processes
-    return run(config, folder, overrides)
+    with held(folder) if rank() == 0 else nullcontext():
+        try:
+            config = on_this_machine(check(cfg))
+            check_processes(config)
+        except UserError as error:
+            amend(folder, overrides, status="failed", error=f"{type(error).__name__}: {error}")
+            raise
+        run = fit_as_rank if is_rank() else fit if config.strategy.name == "single" else fit_in_processes
+        return run(config, folder, overrides)
 
 
 def check(cfg: DictConfig) -> Config:
     """The parsed config of a run. Raises ConfigError for a bad one, and for one at odds with how this was started."""
     config = parse(cfg)
+    check_data(config.data)
+    if config.finetune is not None:
+        check_there("finetune", config.finetune, "a run folder of qnmixer.train, or a checkpoint")
     check_processes(config)
     check_srun()
     return config
@@ -77,5 +90,10 @@ def check_srun() -> None:
         )
 
 
+def main() -> None:
+    """The command, also as `qnmixer-train`, whose keys a shell can complete."""
+    cli.run(train, check, "train", sweep)
+
+
 if __name__ == "__main__":
-    cli.run(train, check, "train")
+    main()

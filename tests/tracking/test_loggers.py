@@ -1,68 +1,243 @@
 import json
+import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import wandb
-from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
-from qnmixer.config import LoggerConfig, WandbConfig
-from qnmixer.tracking.loggers import build_loggers, close_loggers
+from qnmixer.cli import compose
+from qnmixer.config import Config, parse
+from qnmixer.errors import ConfigError
+from qnmixer.tracking import loggers as room
+from qnmixer.tracking.loggers import DONE, FAILED, INTERRUPTED, build_loggers, close_loggers, log_checkpoint
+from qnmixer.tracking.metrics_file import MetricsFile, read_metrics
+from qnmixer.tracking.results import PACKAGES, git_commit
+from qnmixer.tracking.sweeps import SWEEP
+
+OfflineRuns = Callable[[Path], list[Any]]
+CPU = ["trainer.accelerator=cpu", "trainer.devices=1"]
 
 
-def offline(**options: Any) -> WandbConfig:
-    return WandbConfig(
-        **({"name": "wandb", "mode": "offline", "project": "p", "entity": None, "run_name": None} | options)
-    )
+def config_of(*overrides: str) -> Config:
+    return parse(compose("train", [*CPU, *overrides]))
+
+
+OFFLINE = config_of()
 
 
 @pytest.fixture(autouse=True)
-def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_DIR", "WANDB_PROJECT"):
+def surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_DIR", "WANDB_PROJECT", "WANDB_BASE_URL", "WANDB_SILENT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    yield
+    if wandb.run is not None:
+        wandb.finish()
 
 
-def test_metrics_csv_is_there_for_every_logger(tmp_path: Path) -> None:
-    for config, kinds in ((LoggerConfig(name="csv"), [CSVLogger]), (offline(), [CSVLogger, WandbLogger])):
-        loggers = build_loggers(config, tmp_path, {})
-        assert [type(logger) for logger in loggers] == kinds
-        assert Path(str(loggers[0].log_dir)) == tmp_path
+def run_in(folder: Path, *steps: int, config: Config = OFFLINE, exit_code: int = DONE, **options: Any) -> None:
+    """A run, or a part of one, that logs its folder's name and does nothing else."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for_each = build_loggers(config, folder, options.pop("overrides", []), **options)
+    for step in steps:
+        for logger in for_each:
+            logger.log_metrics({f"of/{folder.name}": step}, step)
+    close_loggers(config.logger, exit_code)
+    assert wandb.run is None
 
 
-def test_building_starts_no_run(tmp_path: Path) -> None:
-    build_loggers(offline(), tmp_path, {})
+@pytest.mark.parametrize("overrides", [["logger=csv"], ["logger.mode=disabled"]], ids=" ".join)
+def test_without_wandb_there_is_metrics_csv(tmp_path: Path, overrides: list[str]) -> None:
+    (logger,) = build_loggers(config_of(*overrides), tmp_path, [])
+    assert isinstance(logger, MetricsFile)
+    assert not list(tmp_path.iterdir())
+    close_loggers(config_of(*overrides).logger, DONE)
+
+
+def test_other_ranks_have_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert [type(logger) for logger in build_loggers(OFFLINE, tmp_path, [])] == [MetricsFile]
     assert wandb.run is None
     assert not list(tmp_path.iterdir())
 
 
-def test_closing_without_a_run_is_fine() -> None:
-    close_loggers(LoggerConfig(name="csv"), 0)
-    close_loggers(offline(), 1)
+def test_jobs_of_a_sweep_are_runs_of_one_group(tmp_path: Path, offline_runs: OfflineRuns) -> None:
+    """One process, one job after the other; what one logs is in no other."""
+    sweep = tmp_path / "12-00-00-sweep"
+    sweep.mkdir()
+    said = {"overrides": ["optimizer.lr=1,2,3", "seed=1"], "varying": ["optimizer.lr"], "git_commit": None}
+    (sweep / SWEEP).write_text(json.dumps(said))
+    codes = (DONE, FAILED, INTERRUPTED)
+    for k, code in enumerate(codes):
+        overrides = ["seed=1", f"optimizer.lr={k + 1}"]
+        run_in(sweep / str(k), 1, 2, config=config_of(*overrides), overrides=overrides, exit_code=code)
+    runs = offline_runs(tmp_path)
+    assert len({run.id for run in runs}) == len(runs) == 3
+    assert [run.name for run in runs] == [f"optimizer.lr={k + 1}" for k in range(3)]
+    assert {run.group for run in runs} == {"12-00-00-sweep"}
+    assert [run.exit_code for run in runs] == list(codes)
+    for k, run in enumerate(runs):
+        assert run.metrics == {f"of/{k}", "trainer/global_step"}
+        assert [(row["_step"], row[f"of/{k}"]) for row in run.history] == [(1, 1), (2, 2)]
+        assert run.config["optimizer"]["lr"] == k + 1
+        assert run.config["effective_batch"] == run.config["data"]["batch_size"]
+        assert run.config["git_commit"] == git_commit()
+        assert set(run.config["versions"]) == {"python", *PACKAGES}
+        assert run.config["n_devices"] == 1
+        assert len(run.config["device"]) > 2
 
 
-def inspect(folder: Path, *options: str) -> str:
-    (run,) = folder.glob("wandb/offline-run-*/*.wandb")
-    command = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", *options, "--json", str(run)]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+def test_names_that_are_given_come_first_and_a_run_by_itself_has_its_time(
+    tmp_path: Path, offline_runs: OfflineRuns
+) -> None:
+    run_in(tmp_path / "date" / "time", 1)
+    run_in(tmp_path / "date" / "time2", 1, config=config_of("logger.run_name=mine", "logger.group=ours"))
+    first, second = offline_runs(tmp_path)
+    assert (first.name, first.group) == ("date/time", None)
+    assert (second.name, second.group) == ("mine", "ours")
 
 
-@pytest.mark.parametrize("exit_code", [0, 1])
-def test_a_closed_run_says_how_it_ended_and_the_next_one_is_its_own(tmp_path: Path, exit_code: int) -> None:
-    for number in (1, 2):
-        folder = tmp_path / f"job{number}"
-        folder.mkdir()
-        loggers = build_loggers(offline(), folder, {"model": {"channels": 8 * number}})
-        loggers[1].log_metrics({"train/loss": 0.5 * number}, step=1)
-        close_loggers(offline(), exit_code)
-        assert wandb.run is None
-    for number in (1, 2):
-        records = [json.loads(line) for line in inspect(tmp_path / f"job{number}").splitlines()]
-        (ended,) = [record["exit"] for record in records if record["type"] == "exit"]
-        assert ended.get("exit_code", 0) == exit_code
-        history = json.dumps([record for record in records if record["type"] == "history"])
-        assert "train/loss" in history
-        summary = json.loads(inspect(tmp_path / f"job{number}", "--summary"))
-        assert summary["config"]["model"]["channels"] == 8 * number
+def test_going_on_is_the_same_run_and_says_nothing_twice(tmp_path: Path, offline_runs: OfflineRuns) -> None:
+    """Steps 3 and 4 were done after the checkpoint, and are done again."""
+    run_in(tmp_path / "a", 1, 2, 3, 4, exit_code=INTERRUPTED)
+    time.sleep(1)  # wandb names folders by the second
+    run_in(tmp_path / "a", 3, 4, 5, resumed_at=2)
+    first, second = offline_runs(tmp_path)
+    assert first.id == second.id
+    assert [row["_step"] for row in first.history] == [1, 2, 3, 4]
+    assert [row["_step"] for row in second.history] == [4, 5]  # the last may not have been written whole
+    assert [row["step"] for row in read_metrics(tmp_path / "a" / "metrics.csv")] == ["1", "2", "3", "4", "5"]
+
+
+def test_going_on_with_wandb_from_now_on(tmp_path: Path, offline_runs: OfflineRuns) -> None:
+    run_in(tmp_path / "a", 1, 2, 3, config=config_of("logger=csv"))
+    run_in(tmp_path / "a", 2, 3, 4, resumed_at=1)
+    (run,) = offline_runs(tmp_path)
+    assert [row["_step"] for row in run.history] == [2, 3, 4]
+
+
+def test_a_new_run_in_an_old_folder_is_another(tmp_path: Path, offline_runs: OfflineRuns) -> None:
+    run_in(tmp_path / "a", 1)
+    time.sleep(1)
+    run_in(tmp_path / "a", 1)
+    first, second = offline_runs(tmp_path)
+    assert first.id != second.id
+
+
+def test_changes_of_the_code_and_the_checkpoint_go_with_the_run(tmp_path: Path, offline_runs: OfflineRuns) -> None:
+    (tmp_path / "code.diff").write_text("+ a line\n")
+    (tmp_path / "best.ckpt").write_bytes(b"weights")
+    loggers = build_loggers(OFFLINE, tmp_path, [])
+    log_checkpoint(loggers, tmp_path / "best.ckpt", {"val/psnr": 30.0})
+    close_loggers(OFFLINE.logger, DONE)
+    (run,) = offline_runs(tmp_path)
+    assert (run.folder / "files" / "code.diff").read_text() == "+ a line\n"
+    (artifact,) = [record["artifact"] for record in run.records if record["type"] == "artifact"]
+    assert artifact["name"] == f"model-{run.id}"
+    assert artifact["manifest"]["contents"][0]["path"] == "best.ckpt"
+
+
+def test_wandb_says_nothing_and_leaves_the_environment(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = set(os.environ)
+    run_in(tmp_path / "a", 1, 2)
+    assert set(os.environ) - before <= {"WANDB_SERVICE"}  # where its own process listens
+    assert capfd.readouterr() == ("", "")
+
+
+def online() -> Config:
+    return config_of("logger.mode=online")
+
+
+def test_online_shows_the_address_and_sends_everything(
+    tmp_path: Path, wandb_server: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_in(tmp_path / "d" / "a", 1, 2, 3, config=online(), exit_code=INTERRUPTED)
+    ((run_id, run),) = wandb_server.runs.items()
+    assert run["name"] == "d/a"
+    assert [row["of/a"] for row in run["history"]] == [1, 2, 3]
+    assert run["exit_code"] == INTERRUPTED
+    assert capfd.readouterr() == (f"W&B: {wandb_server.url}/me/p/runs/{run_id}\n", "")
+
+
+def test_a_network_that_goes_is_a_warning(
+    tmp_path: Path, wandb_server: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What had not arrived is in the run folder."""
+    monkeypatch.setattr(room, "_SECONDS_TO_FINISH", 3)
+    loggers = build_loggers(online(), tmp_path, [])
+    loggers[1].log_metrics({"a": 1.0}, 1)
+    wandb_server.leave()
+    start = time.monotonic()
+    for step in range(2, 200):
+        loggers[1].log_metrics({"a": 1.0}, step)
+    assert time.monotonic() - start < 1  # training does not wait
+    with pytest.warns(UserWarning, match="not all has arrived: wandb sync --include-online ") as warned:
+        close_loggers(online().logger, DONE)
+    assert time.monotonic() - start < 8
+    folder = Path(str(warned[0].message).split()[-1])
+    tool = [str(Path(sys.executable).with_name("wandb")), *str(warned[0].message).split("wandb ")[-1].split()]
+    told = subprocess.run([*tool, "--dry-run"], check=True, capture_output=True, text=True, timeout=60).stderr
+    assert "Would sync 1 run" in told
+    assert list(folder.glob("run-*.wandb"))
+    assert wandb.run is None
+    assert capfd.readouterr().err == ""
+
+
+def test_an_unreachable_server_makes_the_run_an_offline_one(
+    tmp_path: Path, wandb_server: Any, monkeypatch: pytest.MonkeyPatch, offline_runs: OfflineRuns
+) -> None:
+    wandb_server.leave()
+    monkeypatch.setattr(room, "_SECONDS_TO_START", 2)
+    start = time.monotonic()
+    with pytest.warns(UserWarning, match="W&B cannot be reached.* kept offline.* wandb sync"):
+        run_in(tmp_path, 1, config=online())
+    assert time.monotonic() - start < 8
+    (run,) = offline_runs(tmp_path)
+    assert run.exit_code == DONE
+    assert not list(tmp_path.glob("wandb/run-*/*.wandb"))
+
+
+def test_no_key_is_an_error_that_tells_the_mend(
+    tmp_path: Path, wandb_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY")
+    with pytest.raises(ConfigError, match=r"`wandb login` once, or take logger.mode=offline"):
+        build_loggers(online(), tmp_path, [])
+    assert wandb.run is None
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_training_goes_on_without_the_network(tmp_path: Path, wandb_server: Any) -> None:
+    """A real run, whose server goes after the first validation: all its steps, one warning, a moment's wait."""
+    tiny = (
+        "data.image_size=16 geometry.n_views=8 geometry.n_detectors=24 geometry.detector_pitch=40 model.n_iterations=2 "
+        "model.channels=4 model.n_mixer_layers=1 data.n_train=8 data.n_val=2 data.num_workers=0 trainer.max_steps=300 "
+        "trainer.val_every_n_steps=20 trainer.log_every_n_steps=1 trainer.accelerator=cpu test_after_training=false"
+    )
+    command = [sys.executable, "-m", "qnmixer.train", *tiny.split(), "logger.mode=online", f"hydra.run.dir={tmp_path}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("pictures/*.png")):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.02)
+        wandb_server.leave()
+        start = time.monotonic()
+        stdout, stderr = process.communicate(timeout=200)
+    assert process.returncode == 0, stderr
+    assert time.monotonic() - start < 120
+    assert "step 300/300" in stdout
+    assert f"W&B: {wandb_server.url}" in stdout
+    assert [line for line in stderr.splitlines() if "W&B" in line and "wandb sync" in line] == [
+        line for line in stderr.splitlines() if not line.startswith(" ")
+    ]
+    rows = read_metrics(tmp_path / "metrics.csv")
+    assert sorted({int(row["step"]) for row in rows}) == list(range(1, 301))
+    assert list(tmp_path.glob("wandb/run-*/*.wandb"))

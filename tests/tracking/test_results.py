@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from qnmixer.tracking import results as room
-from qnmixer.tracking.results import PACKAGES, git_commit, results
+from qnmixer.tracking.results import PACKAGES, git_commit, git_diff, results
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -115,3 +115,35 @@ def test_no_commit_outside_a_checkout(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_no_commit_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert git_commit() is None
+
+
+def test_changes_can_be_applied_to_the_commit(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Changed, new and deleted files, and configs; not what is beside the code, nor what the user has staged."""
+    assert git_diff() == ""
+    package = checkout / "src" / "qnmixer"
+    (package / "train.py").write_text("# changed\n")
+    (package / "new.py").write_text("# new: χ\n")
+    (package / "tracking" / "results.py").unlink()
+    (checkout / "conf").mkdir()
+    (checkout / "conf" / "a.yaml").write_text("a: 1\n")
+    (checkout / "notes.txt").write_text("nothing\n")
+    status = git(checkout, "status", "--porcelain")
+    diff = git_diff()
+    assert git(checkout, "status", "--porcelain") == status
+    clone = tmp_path_factory.mktemp("clone")
+    git(clone, "clone", "-q", str(checkout), ".")
+    (clone / "code.diff").write_text(diff)
+    git(clone, "apply", "code.diff")
+    assert (clone / "src" / "qnmixer" / "train.py").read_text() == "# changed\n"
+    assert (clone / "src" / "qnmixer" / "new.py").read_text() == "# new: χ\n"
+    assert not (clone / "src" / "qnmixer" / "tracking" / "results.py").exists()
+    assert (clone / "conf" / "a.yaml").is_file()
+    assert not (clone / "notes.txt").exists()
+
+
+def test_no_changes_outside_a_checkout_and_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "__file__", str(tmp_path / "a" / "qnmixer" / "tracking" / "results.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert git_diff() == ""
+    monkeypatch.setenv("PATH", "")
+    assert git_diff() == ""

@@ -7,6 +7,7 @@ import torch
 
 from qnmixer.config import Config, to_plain
 from qnmixer.errors import CheckpointError
+from qnmixer.files import replace
 from qnmixer.training.checkpoints import (
     AtomicCheckpointIO,
     find_checkpoint,
@@ -186,7 +187,18 @@ def test_weights_of_another_network_are_refused_with_what_to_set(
 def test_what_is_saved_is_the_plain_config(tiny_config: Callable[..., Config], tiny_module: Build) -> None:
     checkpoint: dict[str, dict[str, object]] = {}
     tiny_module().on_save_checkpoint(checkpoint)
-    assert checkpoint[CHECKPOINT_KEY] == {"format": 1, "config": to_plain(tiny_config())}
+    assert checkpoint[CHECKPOINT_KEY] == {"format": 1, "config": to_plain(tiny_config()), "largest_norm": 0.0}
+
+
+def test_what_was_there_before_is_found_when_a_kill_left_nothing_else(tmp_path: Path) -> None:
+    """Between the two steps in which a folder takes the place of another."""
+    before, part = tmp_path / "checkpoints" / "last.ckpt.before", tmp_path / "checkpoints" / "last.ckpt.part"
+    before.mkdir(parents=True)
+    part.mkdir()
+    assert find_checkpoint(tmp_path, "last") == before
+    assert find_checkpoint(tmp_path / "checkpoints" / "last.ckpt") == before
+    replace(part, tmp_path / "checkpoints" / "last.ckpt")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["last.ckpt"]
 
 
 def test_a_file_takes_the_place_of_a_folder_of_shards(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.training.evaluation import Evaluation, ImageScore, _spread, evaluate, to_hu, write_evaluation
 from qnmixer.training.metrics import psnr, ssim, to_window
 from qnmixer.training.module import ReconstructionModule
-from qnmixer.training.pictures import Panel, Row, draw_comparison, draw_iterates
+from qnmixer.training.pictures import Panel, Row, draw_comparison
 
 WINDOW = [-160.0, 240.0]
 
@@ -159,15 +159,6 @@ def test_comparison_has_a_row_for_each_slice_and_a_column_for_each_image(
     assert height == int(130 * 2.5 * n_rows)
     assert colours is not None
     assert len(colours) > 100
-
-
-def test_iterates_are_drawn_side_by_side(tmp_path: Path) -> None:
-    sizes = []
-    for n in (2, 7):
-        draw_iterates(tmp_path / f"{n}.png", row(n))
-        with Image.open(tmp_path / f"{n}.png") as picture:
-            sizes.append(picture.size)
-    assert sizes == [(int(130 * (1.7 * (n + 1) + 0.9)), 520) for n in (2, 7)]
 
 
 def test_error_maps_show_the_error(tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 """The `data=…` part of the configuration: one dataclass a source, all with the same common fields. No torch here."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from qnmixer.errors import DataError
+from qnmixer.files import check_there
 from qnmixer.schema import number, one_of
 
 
@@ -102,3 +105,11 @@ class NumpyData(FolderData):
     """`.npy` files in HU: single slices [H, W] or stacks [N, H, W]; a patient is a subfolder, or else a file."""
 
     name: str = "numpy"
+
+
+def check_data(config: DataConfig) -> None:
+    """Raise DataError for a folder that is not there, before anything is loaded to look into it."""
+    if isinstance(config, FolderData) and config.root is not None:
+        check_there("data.root", config.root, "the folder that holds the slices")
+        if Path(config.root).expanduser().is_file():
+            raise DataError(f"data.root={config.root} is a file; give the folder that holds it")

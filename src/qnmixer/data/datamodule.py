@@ -1,5 +1,8 @@
 """The LightningDataModule: from a `data=…` configuration to three loaders."""
 
+import os
+import signal
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +29,14 @@ from qnmixer.schema import check_bounds
 
 @dataclass(frozen=True)
 class Part:
-    """Slices of train, val or test, and how many patients they show (0 for phantoms)."""
+    """Slices of train, val or test, and how many patients they show (0: not told)."""
 
     source: SliceSource
     n_patients: int
+
+    def first(self, n: int) -> "Part":
+        """Its first slices only; whose they are is not counted."""
+        return Part(SliceView(self.source, list(range(min(n, len(self.source))))), 0)
 
 
 class SliceDataModule(LightningDataModule):
@@ -38,12 +45,17 @@ class SliceDataModule(LightningDataModule):
     Batches are dicts: image [B, 1, S, S] float32, hu_offset [B], hu_scale [B], sample [B] int64, weight [B], name
     (list of B).
     Training order and new phantoms follow the epoch; validation and test are the same every time and leave nothing out.
+
+    Args:
+        config: of the source.
+        first: only so many slices of each part.
+        overfit: train on so many slices over and over, and validate on the same.
     """
 
-    def __init__(self, config: DataConfig) -> None:
+    def __init__(self, config: DataConfig, *, first: int | None = None, overfit: int | None = None) -> None:
         super().__init__()
         check_bounds("data.", config)
-        self.config = config
+        self.config, self.first, self.overfit = config, first, overfit
         self.scaling = build_scaling(config.scaling, config.hu_max)
         self.parts: dict[str, Part] = {}
         self._start = (0, 0)
@@ -57,6 +69,8 @@ class SliceDataModule(LightningDataModule):
         """Find, split and describe the slices; does nothing the second time."""
         if not self.parts:
             self.parts = _phantom_parts(self.config) if isinstance(self.config, PhantomData) else self._folder_parts()
+            if self.first is not None:
+                self.parts = {name: part.first(self.first) for name, part in self.parts.items()}
 
     def _folder_parts(self) -> dict[str, Part]:
         assert isinstance(self.config, FolderData)
@@ -103,14 +117,16 @@ class SliceDataModule(LightningDataModule):
 
         Training shares them out as the strategy says, validation and test over all processes.
         """
-        dataset, train = self.dataset(part), part == "train"
+        train, overfit = part == "train", self.overfit if part != "test" else None
+        dataset = self.dataset("train" if overfit else part)
+        length = min(len(dataset), overfit) if overfit and not train else len(dataset)
         share: dict[str, Any] = {"batch_size": self.config.batch_size}
         if self.trainer and train:
             share |= getattr(self.trainer.strategy, "distributed_sampler_kwargs", {})
             share["accumulate"] = self.trainer.accumulate_grad_batches
         elif self.trainer:
             share |= {"num_replicas": self.trainer.world_size, "rank": self.trainer.global_rank}
-        sampler = EpochSampler(len(dataset), shuffle=train, seed=self.config.seed, fixed=not train, **share)
+        sampler = EpochSampler(length, shuffle=train, seed=self.config.seed, fixed=not train, overfit=overfit, **share)
         if train:
             sampler.start_at(*self._start)
         workers = min(self.config.num_workers, -(-len(sampler) // sampler.batch_size))
@@ -123,6 +139,8 @@ class SliceDataModule(LightningDataModule):
             batch_size=sampler.batch_size,
             sampler=sampler,
             num_workers=workers,
+            worker_init_fn=_end_with_parent_only,
+            generator=torch.Generator(),  # else each iterator would draw from the one that dropout goes on with
             pin_memory=pin,
             **only_with_workers,
         )
@@ -139,6 +157,22 @@ class SliceDataModule(LightningDataModule):
             people = f" of {part.n_patients} patient{'s' * (part.n_patients > 1)}" if part.n_patients else ""
             counts.append(f"{name} {len(part.source)} slices{people}")
         return f"data={self.config.name}, {self.config.image_size} × {self.config.image_size}: {', '.join(counts)}"
+
+
+def _end_with_parent_only(_: int) -> None:
+    """Have a data worker live through the signals that stop a run: Ctrl-C and SLURM send them to all its processes.
+
+    The run needs it for the step at hand. Its own process ends it by SIGTERM too, and may.
+    """
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
+        threading.Thread(target=_end_when_parent_says, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_when_parent_says(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
 
 
 def _phantom_parts(config: PhantomData) -> dict[str, Part]:

@@ -47,6 +47,7 @@ class EpochSampler(DistributedSampler[Pick]):
         num_replicas: processes that share the samples; 1 for a single one.
         rank: which of them this is.
         accumulate: batches of an optimizer step.
+        overfit: take the first so many samples over and over, with the same numbers, in place of all.
         fill: make the last batch as large as all others, with samples of weight 0, for what needs fixed shapes.
     """
 
@@ -61,10 +62,12 @@ class EpochSampler(DistributedSampler[Pick]):
         num_replicas: int = 1,
         rank: int = 0,
         accumulate: int = 1,
+        overfit: int | None = None,
         fill: bool = False,
     ) -> None:
         super().__init__(_Numbered(length), num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed)
         self.length, self.batch_size, self.fixed = length, batch_size, fixed
+        self.overfit = overfit
         self.step_size = num_replicas * batch_size * accumulate
         self.fill = fill or accumulate > 1
         self._start = (0, 0)
@@ -73,11 +76,18 @@ class EpochSampler(DistributedSampler[Pick]):
         """Begin in the middle: this epoch without its first batches; all later ones are whole."""
         self.epoch, self._start = epoch, (epoch, n_batches)
 
+    def samples_until(self, step: int) -> int:
+        """Samples that all processes together have been given after so many optimizer steps of a run."""
+        epochs, steps = divmod(step, -(-self.length // self.step_size))
+        return epochs * self.length + steps * self.step_size
+
     def __iter__(self) -> Iterator[Pick]:
         order = np.arange(self.length)
-        if self.shuffle:
+        if self.overfit is not None:
+            order %= self.overfit
+        elif self.shuffle:
             order = np.random.default_rng([self.seed, self.epoch]).permutation(self.length)
-        first = 0 if self.fixed else self.epoch * self.length
+        first = 0 if self.fixed or self.overfit is not None else self.epoch * self.length
         skipped = self._start[1] if self.epoch == self._start[0] else 0
         for position in list(self._positions())[skipped * self.batch_size :]:
             yield Pick(first + int(order[min(position, self.length - 1)]), self._weight(position))

@@ -4,7 +4,6 @@ Checkpoints are those of one device: every tensor whole, the optimizer's state a
 a folder with the shards of each rank, which `merge_shards` puts together again.
 """
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from qnmixer.config import FSDPConfig
+from qnmixer.files import PART_SUFFIX, remove, replace
 from qnmixer.models.unrolled import UnrolledNetwork
 
 _SHARD = "fsdp_shard_of_shape"
@@ -66,19 +66,15 @@ class ShardedStrategy(ModelParallelStrategy):
             if self.is_global_zero:
                 self.checkpoint_io.save_checkpoint(gathered, path)
             return
-        folder = path.with_name(path.name + ".part")
+        folder = path.with_name(path.name + PART_SUFFIX)
         if self.is_global_zero:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove(folder)
             folder.mkdir(parents=True)
         self.barrier()
         self.checkpoint_io.save_checkpoint(tree_map(_local, checkpoint), folder / f"rank_{self.global_rank:04d}.pt")
         self.barrier()
         if self.is_global_zero:
-            before = path.with_name(path.name + ".before")
-            if path.exists():
-                path.rename(before)
-            folder.rename(path)
-            _remove(before)
+            replace(folder, path)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Every rank reads the whole file."""
@@ -128,13 +124,6 @@ def merge_shards(folder: Path) -> dict[str, Any]:
     """The checkpoint that the shards in a folder make up, as one device would have written it."""
     ranks = [torch.load(path, map_location="cpu", weights_only=True) for path in sorted(folder.glob("rank_*.pt"))]
     return _merge(ranks)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _merge(parts: list[Any]) -> Any:

@@ -9,15 +9,17 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from qnmixer.errors import RankFailed
+from qnmixer.errors import RankFailed, Stopped
 
 _THREADS = "OMP_NUM_THREADS"
 
@@ -29,22 +31,32 @@ class RankTraceback(Exception):
     """Where in a rank it failed: the cause of RankFailed, for who asks for tracebacks."""
 
 
-def launch(arguments: list[str], n_processes: int, n_threads: int | None = None) -> None:
+def launch(
+    arguments: list[str],
+    n_processes: int,
+    n_threads: int | None = None,
+    ask_to_stop: Callable[[], bool] | None = None,
+) -> None:
     """Run `python *arguments` once a rank and wait for all of them.
 
     Args:
         arguments: of python; what they run ends by `qnmixer.ranks.leave` when it fails.
         n_processes: how many ranks.
         n_threads: of each; None: the cores, shared out.
+        ask_to_stop: called on the first SIGTERM, SIGINT or SIGUSR1; True: the ranks will end by themselves.
 
-    Raises RankFailed when one fails (the others are stopped; a note holds the traceback of a bug), KeyboardInterrupt on
-    Ctrl-C, SystemExit on SIGTERM and SIGHUP.
+    Raises RankFailed when one fails (the others are stopped; a note holds the traceback of a bug), Stopped on Ctrl-C,
+    SIGTERM, SIGUSR1 and SIGHUP.
     """
     n_threads = n_threads or max(1, (os.cpu_count() or 1) // n_processes)
     for name in list(logging.root.manager.loggerDict):  # each has a level of its own
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # RankFailed says it shorter
-    with tempfile.TemporaryDirectory(prefix="qnmixer-ranks-") as log_dir, _signals() as heeded, _threads(n_threads):
+    with (
+        tempfile.TemporaryDirectory(prefix="qnmixer-ranks-") as log_dir,
+        _signals(ask_to_stop) as signals,
+        _threads(n_threads),
+    ):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -56,24 +68,45 @@ def launch(arguments: list[str], n_processes: int, n_threads: int | None = None)
             run_id=uuid.uuid4().hex,
             logs_specs=DefaultLogsSpecs(log_dir=log_dir),
         )
-        config.signals_to_handle = ",".join(heeded)  # torch before 2.9 has no such field, and heeds all
+        config.signals_to_handle = ",".join(signals.of_agent)  # torch before 2.9 has no such field, and heeds all
         try:
             elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
+            if all(failure.error_file_data.get("stopped") for failure in error.failures.values()):
+                raise Stopped(signals.told, together=True) from None
             failed = _rank_failed(error.failures)
             raise failed from failed.__cause__
         except SignalException as stop:
-            if stop.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            raise SystemExit(128 + stop.sigval) from None
+            raise Stopped(stop.sigval) from None
+
+
+@dataclass
+class _Signals:
+    of_agent: list[str]  # those by which it ends the ranks
+    told: int | None = None  # that by which they have been asked to stop
 
 
 @contextmanager
-def _signals() -> Iterator[list[str]]:
-    """Which signals stop a run: not one that is ignored, as nohup has it. The agent's handlers go at the end."""
-    before = {name: signal.getsignal(getattr(signal, name)) for name in ("SIGTERM", "SIGINT", "SIGHUP")}
+def _signals(ask_to_stop: Callable[[], bool] | None) -> Iterator[_Signals]:
+    """What stops a run: not a signal that is ignored, as nohup has it. All handlers go at the end."""
+    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
+    before = {name: signal.getsignal(getattr(signal, name)) for name in names}
+    heeded = [name for name, handler in before.items() if handler is not signal.SIG_IGN]
+    signals = _Signals([name for name in heeded if name == "SIGHUP" or (not ask_to_stop and name != "SIGUSR1")])
+
+    def ask(number: int, _: FrameType | None) -> None:
+        again, signals.told = signals.told is not None, signals.told or number
+        if number == signal.SIGUSR1 and again:
+            return
+        if again or ask_to_stop is None or not ask_to_stop():
+            number = signal.SIGTERM if number == signal.SIGUSR1 else number
+            raise SignalException("told to stop", signal.Signals(number))
+
+    for name in heeded if ask_to_stop else []:
+        if name != "SIGHUP":
+            signal.signal(getattr(signal, name), ask)
     try:
-        yield [name for name, handler in before.items() if handler is not signal.SIG_IGN]
+        yield signals
     finally:
         for name, handler in before.items():
             signal.signal(getattr(signal, name), handler)

@@ -58,6 +58,7 @@ class PipelineStrategy(DDPStrategy):
         assert isinstance(config.strategy, PipelineConfig)
         self.config, self.pipelining = config, config.strategy
         self.n_devices = devices_per_replica(config)
+        self.cut: list[int] | None = None  # as measured, which another start would not measure again
         self._pipeline: Pipeline | None = None
         self._group: dist.ProcessGroup | None = None
 
@@ -86,7 +87,9 @@ class PipelineStrategy(DDPStrategy):
         y = module.measure(batch, "train")
         if self._pipeline is None:
             assert self._group is not None
-            self._pipeline = Pipeline(module, self.config, y, self._group, self.precision_plugin.forward_context)
+            context = self.precision_plugin.forward_context
+            self._pipeline = Pipeline(module, self.config, y, self._group, context, self.cut)
+            self.cut = self._pipeline.cut
         loss = self._pipeline.step(y, batch, self._loss_factor())
         module.log_loss(loss, batch_idx)
         return loss
@@ -126,9 +129,18 @@ class Pipeline:
         y: a batch of sinograms, of the size of all to come.
         group: the devices of this pipeline, first stage first.
         context: what a forward runs in (autocast).
+        cut: iterations of each stage as the run began with them; None: as configured, or balanced by measured cost.
     """
 
-    def __init__(self, module: Trained, config: Config, y: Tensor, group: dist.ProcessGroup, context: Context) -> None:
+    def __init__(
+        self,
+        module: Trained,
+        config: Config,
+        y: Tensor,
+        group: dist.ProcessGroup,
+        context: Context,
+        cut: list[int] | None = None,
+    ) -> None:
         assert isinstance(config.strategy, PipelineConfig)
         options = config.strategy
         self.module, self.context, self.group = module, context, group
@@ -138,11 +150,13 @@ class Pipeline:
         device, n_devices = dist.get_rank(group), dist.get_world_size(group)
         n_stages = n_devices * options.stages_per_device
 
-        timed = options.cut is None and not config.trainer.deterministic
-        packings, costs = survey(network, y[: self.microbatch_size], context, timed)
-        cut = [options.cut or (cut_by_cost(costs, n_stages) if timed else cut_evenly(len(costs), n_stages))]
-        dist.broadcast_object_list(cut, group_src=0, group=group)  # each device has measured costs of its own
-        self.cut: list[int] = cut[0]
+        cut = options.cut or (cut if cut and len(cut) == n_stages else None)
+        timed = cut is None and not config.trainer.deterministic
+        with torch.random.fork_rng([y.device] if y.is_cuda else []):  # dropout is to go on as if nothing had been
+            packings, costs = survey(network, y[: self.microbatch_size], context, timed)
+        cuts = [cut or (cut_by_cost(costs, n_stages) if timed else cut_evenly(len(costs), n_stages))]
+        dist.broadcast_object_list(cuts, group_src=0, group=group)  # each device has measured costs of its own
+        self.cut: list[int] = cuts[0]
 
         def meta(iteration: int) -> Tensor:
             packing = packings[iteration]

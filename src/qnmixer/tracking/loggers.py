@@ -1,38 +1,191 @@
-"""metrics.csv for every run, and Weights & Biases beside it."""
+"""What a run is followed by: metrics.csv always, and Weights & Biases beside it."""
 
-import os
+import platform
+import re
+import shutil
+import uuid
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+import torch
+from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
 
-from qnmixer.config import LoggerConfig, WandbConfig
+from qnmixer.config import Config, LoggerConfig, WandbConfig, effective_batch, to_plain
+from qnmixer.errors import ConfigError
+from qnmixer.files import write_text
+from qnmixer.ranks import rank
+from qnmixer.tracking.metrics_file import MetricsFile
+from qnmixer.tracking.results import git_commit, versions
+from qnmixer.tracking.sweeps import name_of_job, sweep_of
+
+CODE_DIFF = "code.diff"
+RUN_ID = Path("wandb", "run_id")
+
+# Exit codes of a W&B run; the last is what wandb itself makes of Ctrl-C.
+DONE, FAILED, INTERRUPTED = 0, 1, 255
+
+_STEP = "trainer/global_step"  # as Lightning's logger calls it
+_SECONDS_TO_START = 30
+_SECONDS_TO_FINISH = 20  # less than a rank that is told to stop has (qnmixer.ranks); the rest stays on this disk
 
 
-def build_loggers(config: LoggerConfig, folder: Path, plain_config: dict[str, Any]) -> list[Logger]:
-    """Loggers that write into the run folder; W&B stays offline unless logger.mode says otherwise."""
-    loggers: list[Logger] = [CSVLogger(folder, name="", version="")]
-    if isinstance(config, WandbConfig):
-        if config.mode != "online":
-            os.environ.setdefault("WANDB_SILENT", "true")
-        wandb_logger = WandbLogger(
-            project=config.project,
-            entity=config.entity,
-            name=config.run_name or f"{folder.parent.name}/{folder.name}",
-            save_dir=folder,
-            mode=config.mode,
-            config=plain_config,
-        )
-        # Lightning 2.6 always passes this argument, and wandb 0.31 warns of it in every run.
-        wandb_logger._wandb_init.pop("anonymous", None)
-        loggers.append(wandb_logger)
-    return loggers
+def build_loggers(config: Config, folder: Path, overrides: list[str], resumed_at: int | None = None) -> list[Logger]:
+    """Loggers of a run; those of rank 0 begin its W&B run, or go on with it, where there is to be one.
+
+    Args:
+        config: the run's, counted.
+        folder: the run folder, which everything is written into.
+        overrides: as the run was given them, or its job in a sweep.
+        resumed_at: optimizer steps of the checkpoint that the run of this folder goes on from.
+
+    Raises ConfigError where W&B lets nobody in. Where it cannot be reached, there is a warning, and the run is offline.
+    """
+    file = MetricsFile(folder, resumed_at)
+    if not isinstance(config.logger, WandbConfig) or config.logger.mode == "disabled" or rank() != 0:
+        return [file]
+    goes_on = resumed_at is not None and (folder / RUN_ID).is_file()
+    known_until = file.last_step() or 0 if goes_on else 0
+    return [file, WandbRun(_start(config, config.logger, folder, overrides, goes_on), known_until)]
 
 
 def close_loggers(config: LoggerConfig, exit_code: int) -> None:
-    """End the W&B run as what it is: exit code 0 is finished, anything else has crashed."""
-    if isinstance(config, WandbConfig):
-        import wandb
+    """End the W&B run as what it is: DONE, FAILED or INTERRUPTED."""
+    if not isinstance(config, WandbConfig):
+        return
+    import wandb
 
-        if wandb.run is not None:
-            wandb.finish(exit_code=exit_code)
+    if (run := wandb.run) is None:
+        return
+    folder = Path(run.dir).parent
+    try:
+        run.finish(exit_code=exit_code)
+    except TimeoutError:
+        warnings.warn(
+            f"W&B: the network is gone or slow, and not all has arrived: wandb sync --include-online {folder}",
+            stacklevel=2,
+        )
+
+
+def log_checkpoint(loggers: list[Logger], checkpoint: Path, metadata: Mapping[str, float]) -> None:
+    """Make a checkpoint an artifact of the W&B run; an offline one keeps a copy for `wandb sync`."""
+    import wandb
+
+    for logger in loggers:
+        if isinstance(logger, WandbRun):
+            artifact = wandb.Artifact(f"model-{logger.experiment.id}", "model", metadata=dict(metadata))
+            add = artifact.add_dir if checkpoint.is_dir() else artifact.add_file
+            add(str(checkpoint), name=checkpoint.name)
+            logger.experiment.log_artifact(artifact, aliases=["best"])
+
+
+class WandbRun(WandbLogger):
+    """Lightning's logger, with optimizer steps for W&B's own steps too.
+
+    So rows of one step are one, and what a run did between a checkpoint and its end is not there twice when it goes on
+    from the checkpoint, wherever the two parts are put together.
+
+    Args:
+        run: of `wandb.init`.
+        known_until: steps before this one have been logged.
+    """
+
+    def __init__(self, run: Any, known_until: int) -> None:
+        super().__init__(experiment=run)
+        self.known_until = known_until
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Add to the row of a step."""
+        assert step is not None
+        if step >= self.known_until:
+            self.experiment.log({**metrics, _STEP: step}, step=step)
+
+
+def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[str], goes_on: bool) -> Any:
+    """The W&B run of a folder."""
+    import wandb
+
+    id_file = folder / RUN_ID
+    if not goes_on:
+        write_text(id_file, uuid.uuid4().hex[:8])
+    run_id = id_file.read_text()
+    earlier = set(id_file.parent.glob(f"run-*-{run_id}"))
+    group, name = _place(folder, overrides)
+    quiet = wandb.Settings(silent=True)  # then it asks for no key either, and so waits for nobody
+    wandb.setup(settings=quiet)
+    arguments: dict[str, Any] = {
+        "mode": options.mode,
+        "id": run_id,
+        "resume": "allow",
+        "project": options.project,
+        "entity": options.entity,
+        "group": options.group or group,
+        "name": options.run_name or name,
+        "config": to_plain(config) | _surroundings(config),
+        "dir": folder,
+        "settings": wandb.Settings(
+            silent=True,
+            init_timeout=_SECONDS_TO_START,
+            finish_timeout=_SECONDS_TO_FINISH,
+            finish_timeout_raises=True,
+        ),
+    }
+    try:
+        run = wandb.init(**arguments)
+        if options.mode == "online":
+            print(f"W&B: {run.url}", flush=True)
+    except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
+        raise ConfigError(
+            f"logger.mode={options.mode}: W&B has no valid API key for you ({_first_line(error)}): run `wandb login` "
+            "once, or take logger.mode=offline"
+        ) from error
+    except wandb.errors.CommError as error:
+        wandb.teardown()  # which would keep the id as in use
+        wandb.setup(settings=quiet)
+        for begun in set(id_file.parent.glob(f"run-*-{run_id}")) - earlier:
+            shutil.rmtree(begun)  # or `wandb sync` would send an empty run
+        warnings.warn(
+            f"W&B cannot be reached, or refuses the run ({_first_line(error)}): it is kept offline; to send it later: "
+            f"wandb sync {folder}/wandb/offline-run-*",
+            stacklevel=2,
+        )
+        run = wandb.init(**(arguments | {"mode": "offline"}))
+    run.define_metric(_STEP)
+    run.define_metric("*", step_metric=_STEP, step_sync=True)
+    if (folder / CODE_DIFF).is_file():
+        run.save(str(folder / CODE_DIFF), base_path=str(folder), policy="now")
+    return run
+
+
+def _place(folder: Path, overrides: list[str]) -> tuple[str | None, str]:
+    """Group and name of a run: the sweep and what is of this job alone, or when it began."""
+    own = "/".join(folder.absolute().parts[-2:])
+    if (found := sweep_of(folder)) is None:
+        return None, own
+    sweep_folder, sweep = found
+    return sweep_folder.name, name_of_job(sweep, overrides) or own
+
+
+def _surroundings(config: Config) -> dict[str, Any]:
+    """What a run depends on beside its config."""
+    trainer = config.trainer
+    return {
+        "git_commit": git_commit(),
+        "versions": versions(),
+        "device": torch.cuda.get_device_name() if trainer.accelerator == "cuda" else _cpu_name(),
+        "n_devices": (trainer.devices or 1) * trainer.num_nodes,
+        "effective_batch": effective_batch(config),
+    }
+
+
+def _cpu_name() -> str:
+    path = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*:\s*(.+)", path.read_text()) if path.is_file() else None
+    return found.group(1) if found else platform.processor() or platform.machine()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

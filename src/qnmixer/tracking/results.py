@@ -1,8 +1,10 @@
 """results.json: how one run ended, and everything needed to tell what it was."""
 
 import json
+import os
 import platform
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,18 +18,21 @@ PACKAGES = ("torch", "lightning", "hydra-core", "torchmetrics", "wandb", "qnmixe
 
 
 @contextmanager
-def results(folder: Path, overrides: list[str]) -> Iterator[dict[str, Any]]:
+def results(folder: Path, overrides: list[str], goes_on: bool = False) -> Iterator[dict[str, Any]]:
     """Keep results.json of a run: `status` is running inside, then done, failed or interrupted.
 
-    What is put into the yielded dict (metrics, paths) is written at the end, also when the run fails.
+    What is put into the yielded dict (metrics, paths) is written at the end, also when the run fails; `seconds` in it
+    are those before. One that goes on in its folder keeps what it knew.
     """
-    record: dict[str, Any] = {
+    before = read_results(folder) if goes_on else {}
+    record: dict[str, Any] = before | {
         "status": "running",
         "overrides": overrides,
         "git_commit": git_commit(),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "versions": versions(),
+        "started": before.get("started", _now()),
     }
+    record.pop("error", None)
     path = folder / "results.json"
     start = time.monotonic()
     _write(path, record)
@@ -43,10 +48,16 @@ def results(folder: Path, overrides: list[str]) -> Iterator[dict[str, Any]]:
     else:
         record["status"] = "done"
     finally:
-        record["seconds"] = round(time.monotonic() - start, 1)
+        record["seconds"] = round(record.get("seconds", 0.0) + time.monotonic() - start, 1)
         if record["status"] != "done" and (before := read_results(folder)).get("status") == "failed":
             record |= {key: before[key] for key in ("status", "error")}  # another rank was first, and knows why
         _write(path, record)
+
+
+def going_on(folder: Path, record: dict[str, Any], step: int) -> None:
+    """Put down that a run goes on from a checkpoint; at once, as it may be killed."""
+    record["resumed"] = [*record.get("resumed", []), {"step": step, "at": _now()}]
+    _write(folder / "results.json", record)
 
 
 def read_results(folder: Path) -> dict[str, Any]:
@@ -61,17 +72,56 @@ def amend(folder: Path, overrides: list[str], *, status: str, error: str | None)
     _write(folder / "results.json", {key: value for key, value in record.items() if value is not None})
 
 
+def duration(seconds: float) -> str:
+    """For reading: "4 min 05 s"."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of what a run's numbers depend on."""
+    return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
+
+
 def git_commit() -> str | None:
     """Commit of this code, with "+changes" where the tree differs from it; None outside a checkout."""
-    here = Path(__file__).parents[1]  # the whole package
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
-
+    here = _package()
     try:
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--", ".") else "")
+        return _git(here, "rev-parse", "HEAD").strip() + (
+            "+changes" if _git(here, "status", "--porcelain", ".") else ""
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def git_diff() -> str:
+    """What code and configs are beside their commit, new files too, for `git apply`; empty without changes or git."""
+    here = _package()
+    try:
+        root = _git(here, "rev-parse", "--show-toplevel").strip()
+        parts = [str(path) for path in (here.parent, Path(root) / "conf") if path.exists()]
+        with tempfile.TemporaryDirectory() as temporary:  # the user's own index stays as it is
+            index = {"GIT_INDEX_FILE": str(Path(temporary) / "index")}
+            _git(root, "read-tree", "HEAD", **index)
+            _git(root, "add", "--intent-to-add", "--", *parts, **index)
+            return _git(root, "diff", "--no-ext-diff", "--no-color", "HEAD", "--", *parts, **index)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def _package() -> Path:
+    return Path(__file__).parents[1]
+
+
+def _git(folder: Path | str, *arguments: str, **environment: str) -> str:
+    command, environment = ["git", *arguments], os.environ | environment
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=True)
+    return done.stdout.decode(errors="replace")
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:

@@ -1,15 +1,13 @@
 """What is shown while a network trains: lines in the terminal, pictures in the run folder and in W&B."""
 
 import math
-import signal
-import threading
 import time
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import WandbLogger
 from rich.console import Console
@@ -27,7 +25,6 @@ class ValidationLine(Callback):
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self.last_step = 0
         self._start, self._first_step = 0.0, 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -37,7 +34,6 @@ class ValidationLine(Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print the line."""
         values, step = trainer.callback_metrics, trainer.global_step
-        self.last_step = step
         total, done = trainer.estimated_stepping_batches, step - self._first_step
         seconds = time.monotonic() - self._start
         left = f" · {_duration(seconds / done * (total - step))} left" if done and math.isfinite(total) else ""
@@ -49,42 +45,17 @@ class ValidationLine(Callback):
         )
 
 
-class PromptInterrupt(Callback):
-    """Ctrl-C ends training at the next batch at the latest.
+class IteratePictures(Callback):
+    """At each validation, x₀ … x_T of the first validation slices with error maps, and the health of H.
 
-    Python drops a KeyboardInterrupt that is raised inside a finaliser, of which drawing pictures has many.
+    Args:
+        folder: where the pictures go.
+        n_slices: how many of the slices.
     """
 
-    def __init__(self) -> None:
-        self._asked = False
-
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take over Ctrl-C."""
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, self._ask)
-
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hand Ctrl-C back."""
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
-    ) -> None:
-        """Raise what was dropped."""
-        if self._asked:
-            raise KeyboardInterrupt
-
-    def _ask(self, signum: int, frame: FrameType | None) -> None:
-        self._asked = True
-        raise KeyboardInterrupt
-
-
-class IteratePictures(Callback):
-    """At each validation, x₀ … x_T of the first validation slice with error maps, and the health of H."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, n_slices: int) -> None:
+        self.folder, self.n_slices = folder, n_slices
+        self._rows: dict[int, Row] = {}  # of this process, by number of the slice
 
     def on_validation_batch_end(
         self,
@@ -95,30 +66,44 @@ class IteratePictures(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Run the first batch again, keeping every iterate."""
-        if batch_idx or not isinstance(pl_module, ReconstructionModule):
+        """Run the batches with those slices again, keeping every iterate; all processes do, as fsdp needs all."""
+        assert isinstance(pl_module, ReconstructionModule)
+        sampler = trainer.val_dataloaders.sampler  # type: ignore[union-attr]  # it has been made
+        if batch_idx * sampler.num_replicas * sampler.batch_size >= self.n_slices:
             return
         with torch.no_grad(), trainer.precision_plugin.forward_context():
             trajectory = pl_module.network.trajectory(pl_module.measure(batch, "val"))
-        for name, value in _curvature(trajectory[-1][0].pairs).items():
-            pl_module.log(name, value, batch_size=1, on_step=False, on_epoch=True, sync_dist=True)
+        if batch_idx == 0:
+            for name, value in _curvature(trajectory[-1][0].pairs).items():
+                pl_module.log(name, value, batch_size=1, on_step=False, on_epoch=True, sync_dist=True)
+        rows = _iterate_rows(batch, [image for _, image in trajectory])
+        drawn = zip(batch["sample"].tolist(), batch["weight"].tolist(), rows, strict=True)
+        self._rows |= {n: row for n, weight, row in drawn if weight and n < self.n_slices}
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Draw them, on rank 0."""
+        rows, self._rows = self._rows, {}
+        if dist.is_initialized():
+            shares: list[dict[int, Row]] = [{}] * dist.get_world_size()
+            dist.all_gather_object(shares, rows)
+            rows = {n: row for share in shares for n, row in share.items()}
         if not trainer.is_global_zero:
             return
         path = self.folder / f"iterates_{trainer.global_step:07d}.png"
-        draw_iterates(path, _iterate_row(batch, [image for _, image in trajectory]))
+        draw_iterates(path, [rows[n] for n in sorted(rows)])
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
-                logger.log_image("val/iterates", [str(path)], step=None)
+                logger.log_image("val/iterates", [str(path)], trainer.global_step)
 
 
-def _iterate_row(batch: Batch, iterates: list[Tensor]) -> Row:
-    """The first slice of a batch at every x_t."""
-    values = [float(psnr(x[:1], batch["image"][:1])) for x in iterates]
-    panels = [
-        Panel(f"x{t}\n{value:.2f} dB", to_hu(batch, x)[0, 0].cpu())
-        for t, (x, value) in enumerate(zip(iterates, values, strict=True))
+def _iterate_rows(batch: Batch, iterates: list[Tensor]) -> list[Row]:
+    """Each slice of a batch at every x_t."""
+    hu, truths = [to_hu(batch, x).cpu() for x in iterates], to_hu(batch, batch["image"]).cpu()
+    values = [psnr(x, batch["image"]).tolist() for x in iterates]
+    return [
+        Row(name, truths[b, 0], [Panel(f"{of[b]:.2f} dB", x[b, 0]) for of, x in zip(values, hu, strict=True)])
+        for b, name in enumerate(batch["name"])
     ]
-    return Row(batch["name"][0], to_hu(batch, batch["image"])[0, 0].cpu(), panels)
 
 
 def _curvature(pairs: tuple[CurvaturePair, ...]) -> dict[str, float]:

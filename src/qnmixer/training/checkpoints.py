@@ -2,7 +2,6 @@
 
 import io
 import pickle
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,21 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 
 from qnmixer.config import Config, effective_batch, parse, to_plain
 from qnmixer.errors import CheckpointError, ConfigError
-from qnmixer.files import atomic_file
+from qnmixer.files import PART_SUFFIX, atomic_file, remove, replace, whole
 from qnmixer.parallel.fsdp import merge_shards
 from qnmixer.training.module import CHECKPOINT_KEY, ReconstructionModule
 
 
 def find_checkpoint(run: Path, which: str = "best") -> Path:
     """checkpoints/best.ckpt of a run folder, or last.ckpt where there is no best; a .ckpt path is taken as it is."""
-    if run.is_file() or (run.suffix == ".ckpt" and run.is_dir()):
+    if run.suffix == ".ckpt" and (path := whole(run)).exists():
+        return path
+    if run.is_file():
         return run
     if not run.is_dir():
         raise CheckpointError(f"no run folder at {run}: give the folder that training printed, run=runs/…")
     for name in dict.fromkeys((which, "best", "last")):
-        path = run / "checkpoints" / f"{name}.ckpt"
+        path = whole(run / "checkpoints" / f"{name}.ckpt")
         if path.exists():
             return path
     raise CheckpointError(f"{run} holds no checkpoints/best.ckpt or last.ckpt: is it a run folder of qnmixer.train?")
@@ -104,6 +105,11 @@ def resumable(config: Config, run: Path) -> Path:
     return path
 
 
+def steps_of(path: Path) -> int:
+    """Optimizer steps that a checkpoint was made after."""
+    return int(_load(path)["global_step"])
+
+
 def _differences(before: Config, config: Config) -> list[str]:
     """What of the network, the slices, the scan, the loss and the optimizer is another, as overrides."""
     old, new = to_plain(before), to_plain(config)
@@ -131,12 +137,16 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write to a temporary file beside path, then rename."""
-        encoded = io.BytesIO()
+        path, encoded = Path(path), io.BytesIO()
         torch.save(checkpoint, encoded)
-        with atomic_file(Path(path)) as stream:
+        of_shards = path.is_dir()  # a file cannot take the place of a folder at once
+        target = path.with_name(path.name + PART_SUFFIX) if of_shards else path
+        if of_shards:
+            remove(target)
+        with atomic_file(target) as stream:
             stream.write(encoded.getbuffer())
-            if Path(path).is_dir():  # shards of a run before, which a file cannot take the place of
-                shutil.rmtree(path)
+        if of_shards:
+            replace(target, path)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """On the CPU, and never by unpickling code."""

@@ -163,8 +163,7 @@ def to_hu(batch: Batch, image: Tensor) -> Tensor:
 
 def write_evaluation(folder: Path, evaluation: Evaluation, title: str, console: Console) -> Path:
     """Write table.csv, table.md, images.csv and picture.png into `folder`, print the table; returns the picture."""
-    headings = ["method", *METRICS.values()]
-    body = [[m, *(_mean_and_deviation(evaluation.values(m, metric)) for metric in METRICS)] for m in evaluation.methods]
+    headings, body = _table(evaluation)
     gain = _gain(evaluation)
     write_text(folder / "table.csv", _csv([headings, *body]))
     write_text(folder / "table.md", _markdown(title, headings, body, gain))
@@ -180,14 +179,17 @@ def write_evaluation(folder: Path, evaluation: Evaluation, title: str, console: 
     return picture
 
 
-def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, picture: Path) -> None:
-    """Put the means and the picture where the training metrics are."""
-    means = {f"test/{method}/{metric}": v for method, of in evaluation.means().items() for metric, v in of.items()}
+def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, picture: Path, step: int, samples: float) -> None:
+    """Put the means where the training metrics are, in W&B the table and the picture too."""
+    means = {"samples": samples} | {
+        f"test/{method}/{metric}": v for method, of in evaluation.means().items() for metric, v in of.items()
+    }
+    headings, body = _table(evaluation)
     for logger in loggers:
-        logger.log_metrics(means)
-        logger.save()  # metrics.csv is otherwise written while training only
+        logger.log_metrics(means, step)
         if isinstance(logger, WandbLogger):
-            logger.log_image("test/picture", [str(picture)])
+            logger.log_table("test/table", headings, body, step=step)
+            logger.log_image("test/picture", [str(picture)], step)
 
 
 def _score(batch: Batch, method: str, image: Tensor, window: list[float]) -> list[ImageScore]:
@@ -205,6 +207,12 @@ def _score(batch: Batch, method: str, image: Tensor, window: list[float]) -> lis
 
 def _caption(score: ImageScore) -> str:
     return f"{score.method}\n{score.psnr:.2f} dB / {score.ssim:.2f}"
+
+
+def _table(evaluation: Evaluation) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows, a row for each method."""
+    body = [[m, *(_mean_and_deviation(evaluation.values(m, metric)) for metric in METRICS)] for m in evaluation.methods]
+    return ["method", *METRICS.values()], body
 
 
 def _mean_and_deviation(values: list[float]) -> str:

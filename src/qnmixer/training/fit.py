@@ -4,30 +4,47 @@ import logging
 import os
 import traceback
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, RichProgressBar
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, RichProgressBar
 from rich.console import Console
 
-from qnmixer.config import Config, TrainerConfig, effective_batch, to_plain
+from qnmixer.config import Config, FewBatchesConfig, ProfileConfig, TrainerConfig, WandbConfig, effective_batch
 from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.errors import OutOfMemory
+from qnmixer.errors import OutOfMemory, Stopped
+from qnmixer.files import write_text
 from qnmixer.parallel.memory import apply_memory_mode
 from qnmixer.parallel.strategies import build_precision, build_strategy
-from qnmixer.ranks import rank
-from qnmixer.tracking.loggers import build_loggers, close_loggers
-from qnmixer.tracking.results import results
-from qnmixer.training.callbacks import IteratePictures, PromptInterrupt, ValidationLine
-from qnmixer.training.checkpoints import AtomicCheckpointIO, load_weights, resumable
+from qnmixer.ranks import at_once, rank
+from qnmixer.stopping import heeding
+from qnmixer.tracking.loggers import (
+    CODE_DIFF,
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    build_loggers,
+    close_loggers,
+    log_checkpoint,
+)
+from qnmixer.tracking.results import git_diff, going_on, read_results, results
+from qnmixer.tracking.runs import how_to_go_on
+from qnmixer.tracking.runs import recorded as overrides_of
+from qnmixer.training.callbacks import IteratePictures, ValidationLine
+from qnmixer.training.checkpoints import AtomicCheckpointIO, find_checkpoint, load_weights, resumable, steps_of
+from qnmixer.training.debug import Profile, describe, naming_nan_gradients
 from qnmixer.training.evaluation import evaluate, log_evaluation, title_of, write_evaluation
+from qnmixer.training.keeping import Keeping, leave_signals_to_us
 from qnmixer.training.memory_monitor import MemoryMonitor
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.out_of_memory import advice, is_out_of_memory, memory_of
 from qnmixer.training.planning import MIB, Planner
+from qnmixer.training.progress import ProgressMetrics
 
 _THREADS = torch.get_num_threads()  # as the process started: the jobs of a sweep share it
 
@@ -39,13 +56,22 @@ def fit(config: Config, folder: Path, overrides: list[str]) -> float:
     results.json then says failed.
     """
     console = Console(quiet=rank() != 0)
-    exit_code = 1
+    exit_code = FAILED
     record_kept: AbstractContextManager[dict[str, Any]]
-    record_kept = results(folder, overrides) if rank() == 0 else nullcontext({})
-    with record_kept as record:
+    goes_on = config.resume is not None and folder.resolve() in (
+        path := Path(config.resume).expanduser().resolve(),
+        *path.parents,
+    )
+    recorded = overrides_of(folder, overrides)
+    record_kept = results(folder, recorded, goes_on) if rank() == 0 else nullcontext({})
+    with _stopping(folder), heeding(), record_kept as record:
         try:
-            best = _fit(config, folder, console, record)
-            exit_code = 0
+            best = _fit(config, folder, recorded, goes_on, console, record)
+            exit_code = DONE
+        except (KeyboardInterrupt, SystemExit):
+            another_failed = at_once() or read_results(folder).get("status") == "failed"
+            exit_code = FAILED if another_failed else INTERRUPTED
+            raise
         finally:
             close_loggers(config.logger, exit_code)
     console.print(f"run folder: {folder}", soft_wrap=True)
@@ -55,7 +81,9 @@ def fit(config: Config, folder: Path, overrides: list[str]) -> float:
     return best
 
 
-def _fit(config: Config, folder: Path, console: Console, record: dict[str, object]) -> float:
+def _fit(
+    config: Config, folder: Path, overrides: list[str], goes_on: bool, console: Console, record: dict[str, Any]
+) -> float:
     _quieten()
     _leave_cores_to_workers(config)
     L.seed_everything(config.seed, workers=True, verbose=False)
@@ -63,27 +91,26 @@ def _fit(config: Config, folder: Path, console: Console, record: dict[str, objec
     if config.finetune is not None:
         load_weights(module, Path(config.finetune))
     resumed = None if config.resume is None else resumable(config, Path(config.resume))
+    resumed_at = steps_of(resumed) if resumed is not None and goes_on else None
+    if resumed_at is not None and rank() == 0:
+        going_on(folder, record, resumed_at)
     apply_memory_mode(module.network, config.memory)
-    data = SliceDataModule(config.data)
+    data = _build_data(config)
     data.setup("fit")
-    checkpoint = ModelCheckpoint(
-        folder / "checkpoints",
-        filename="best",
-        monitor=config.monitor,
-        mode="min" if config.monitor == "val/loss" else "max",
-        save_last=True,
-        enable_version_counter=False,
-    )
-    line = ValidationLine(console)
+    keeping = Keeping(folder / "checkpoints", config.monitor, config.trainer.save_every_n_steps, goes_on)
     planner = Planner(config, module.projector)  # before training takes the projector to its device
     memory = MemoryMonitor(console, planner.devices(config)[0].footprint.peak / MIB if rank() == 0 else None)
-    trainer = build_trainer(config, folder, [checkpoint, line, memory], console)
+    callbacks: list[Callback] = [keeping, ValidationLine(console), memory]
+    if isinstance(config.debug, ProfileConfig):
+        callbacks.append(Profile(folder / "profile", config.debug, console))
+    if rank() == 0 and (diff := git_diff()):
+        write_text(folder / CODE_DIFF, diff)
+    trainer = build_trainer(config, folder, callbacks, console, overrides, resumed_at)
     _print_start(config, data, module, trainer, console)
     available = memory_of(trainer.strategy.root_device)
     try:
-        trainer.fit(module, datamodule=data, ckpt_path=resumed, weights_only=True)
-    except SystemExit as stop:  # what Lightning makes of Ctrl-C
-        raise KeyboardInterrupt from stop
+        with naming_nan_gradients() if config.debug.name == "anomaly" else nullcontext(), _interrupted_as_raised():
+            trainer.fit(module, datamodule=data, ckpt_path=resumed, weights_only=True)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -91,11 +118,14 @@ def _fit(config: Config, folder: Path, console: Console, record: dict[str, objec
         module.projector.cpu()
         raise OutOfMemory(advice(planner, config, available)) from error
     finally:
-        record["memory"] = memory.record()
-    if line.last_step != trainer.global_step:
-        _validate_at_last(trainer, module, data, checkpoint)
-    assert checkpoint.best_model_score is not None
-    best = float(checkpoint.best_model_score)
+        record |= {"memory": memory.record(), "steps": trainer.global_step, "seconds": keeping.seconds}
+    if keeping.validated != trainer.global_step or keeping.best is None:  # score the last steps too
+        trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+        with _interrupted_as_raised():
+            trainer.validate(module, datamodule=data, verbose=False)
+        keeping.keep(trainer)
+    assert keeping.best is not None
+    best = keeping.best
     record["best"] = {config.monitor: best}
     if config.test_after_training:
         trained = ReconstructionModule(config, module.projector)
@@ -106,21 +136,34 @@ def _fit(config: Config, folder: Path, console: Console, record: dict[str, objec
             title = title_of(config, config.data, "test")
             picture = write_evaluation(folder / "evaluation", evaluation, title, console)
             record["picture"] = str(picture)
-            log_evaluation(trainer.loggers, evaluation, picture)
+            samples = float(trainer.callback_metrics["samples"])
+            log_evaluation(trainer.loggers, evaluation, picture, trainer.global_step, samples)
+    if isinstance(config.logger, WandbConfig) and config.logger.log_checkpoint:
+        log_checkpoint(trainer.loggers, find_checkpoint(folder), {config.monitor: best})
     return best
 
 
-def build_trainer(config: Config, folder: Path, callbacks: list[Callback], console: Console) -> L.Trainer:
-    """Lightning's Trainer as a config says, which must have been counted (`on_this_machine`)."""
+def build_trainer(
+    config: Config,
+    folder: Path,
+    callbacks: list[Callback],
+    console: Console,
+    overrides: Sequence[str] = (),
+    resumed_at: int | None = None,
+) -> L.Trainer:
+    """Lightning's Trainer as a config says, which must have been counted (`on_this_machine`).
+
+    `overrides` and `resumed_at` as in `build_loggers`.
+    """
     t = config.trainer
     callbacks = [
         *callbacks,
-        LearningRateMonitor("step"),
-        IteratePictures(folder / "pictures"),
-        PromptInterrupt(),
+        ProgressMetrics(),
+        IteratePictures(folder / "pictures", config.evaluation.n_pictures),
     ]
     if console.is_terminal and not console.quiet:
         callbacks.append(RichProgressBar(leave=False))
+    leave_signals_to_us()
     return L.Trainer(
         accelerator=t.accelerator,
         devices=t.devices or 1,
@@ -137,8 +180,9 @@ def build_trainer(config: Config, folder: Path, callbacks: list[Callback], conso
         num_sanity_val_steps=0,
         log_every_n_steps=t.log_every_n_steps,
         deterministic=t.deterministic,
+        detect_anomaly=config.debug.name == "anomaly",
         use_distributed_sampler=False,
-        logger=build_loggers(config.logger, folder, to_plain(config)),
+        logger=build_loggers(config, folder, list(overrides), resumed_at),
         callbacks=callbacks,
         enable_progress_bar=console.is_terminal and not console.quiet,
         enable_model_summary=False,
@@ -146,17 +190,36 @@ def build_trainer(config: Config, folder: Path, callbacks: list[Callback], conso
     )
 
 
-def _validate_at_last(
-    trainer: L.Trainer, module: ReconstructionModule, data: SliceDataModule, checkpoint: ModelCheckpoint
-) -> None:
-    """Score the steps since the last validation too, and keep them: last.ckpt, and best.ckpt where they are best."""
-    trainer.validate(module, datamodule=data, verbose=False)
-    score, best = trainer.callback_metrics[str(checkpoint.monitor)], checkpoint.best_model_score
-    folder = Path(str(checkpoint.dirpath))
-    trainer.save_checkpoint(folder / "last.ckpt")
-    if best is None or (score < best if checkpoint.mode == "min" else score > best):
-        trainer.save_checkpoint(folder / "best.ckpt")
-        checkpoint.best_model_score = score
+@contextmanager
+def _interrupted_as_raised() -> Iterator[None]:
+    """Around Lightning, which makes a SystemExit of every KeyboardInterrupt."""
+    try:
+        yield
+    except SystemExit as end:
+        raise end.__context__ or end from None
+
+
+@contextmanager
+def _stopping(folder: Path) -> Iterator[None]:
+    """Around a run: where somebody stops it, say how to go on, and have the ranks end together.
+
+    Who launched them ends the others when one ends, and rank 0 has its logs to close.
+    """
+    try:
+        yield
+    except Stopped as stop:
+        if stop.together and dist.is_initialized():
+            dist.barrier()
+        raise Stopped(stop.number, how_to_go_on(folder), stop.together) from None
+
+
+def _build_data(config: Config) -> SliceDataModule:
+    batch, debug = effective_batch(config), config.debug
+    return SliceDataModule(
+        config.data,
+        first=debug.batches * batch if isinstance(debug, FewBatchesConfig) else None,
+        overfit=batch if debug.name == "overfit" else None,
+    )
 
 
 def _batches_between_validations(t: TrainerConfig) -> int | None:
@@ -182,6 +245,8 @@ def _print_start(
         highlight=False,
         soft_wrap=True,
     )
+    if line := describe(config):
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def _leave_cores_to_workers(config: Config) -> None:
@@ -200,10 +265,10 @@ def _quieten() -> None:
     for message in (
         "The .*dataloader.* does not have many workers",
         "The number of training batches .* is smaller than the logging interval",
-        "Experiment logs directory .* exists and is not empty",
         "Checkpoint directory .* exists and is not empty",
         "The dirpath has changed from",
         "(?s)You're resuming from a checkpoint that ended before the epoch ended",  # the sampler knows where it was
         "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
+        "It is recommended to use `self.log\\('(step|samples)', ..., sync_dist=True",  # every rank has the same
     ):
         warnings.filterwarnings("ignore", message=message)

@@ -66,6 +66,8 @@ class ReconstructionModule(L.LightningModule):
     @torch.no_grad()
     def measure(self, batch: Batch, stream: str) -> Tensor:
         """The noisy sinogram y [B, 1, V, D] of a batch; the same for a sample whatever the batch, rank or device."""
+        if self.config.debug.name == "overfit" and stream == "val":
+            stream = "train"  # the same slices are to be the same measurements
         keys = [(self.config.seed, STREAMS[stream], sample) for sample in batch["sample"].tolist()]
         return self.noise(self.projector(batch["image"]), keys)
 
@@ -105,11 +107,12 @@ class ReconstructionModule(L.LightningModule):
             self.log(f"val/{name}", mean, on_step=False, on_epoch=True)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Log the gradient's norm before clipping, and the largest of the run: the first to tell trouble."""
+        """Log the gradient's norm before clipping, its largest of the run (the first to tell trouble), lr and λ_t."""
         norm = whole(torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
         self._largest_norm = torch.maximum(norm, torch.as_tensor(self._largest_norm, device=norm.device))
         self.log("train/grad_norm", norm)
         self.log("train/grad_norm_max", self._largest_norm)
+        self.log("train/lr", torch.tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64))
         for t, step_size in enumerate(self.network.step_sizes):
             self.log(f"train/lambda_{t}", whole(step_size.detach()).squeeze())
 
@@ -130,8 +133,10 @@ class ReconstructionModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Put the config in, as plain data, so that a checkpoint says by itself what it is."""
-        checkpoint[CHECKPOINT_KEY] = {"format": 1, "config": to_plain(self.config)}
+        largest_norm = float(self._largest_norm)
+        checkpoint[CHECKPOINT_KEY] = {"format": 1, "config": to_plain(self.config), "largest_norm": largest_norm}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Go on at the same place in the data, whatever the strategy."""
+        self._largest_norm = checkpoint[CHECKPOINT_KEY]["largest_norm"]
         restart(self.trainer, checkpoint)

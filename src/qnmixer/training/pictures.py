@@ -2,15 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from typing import Any
 
+import torch
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from torch import Tensor
+from torch.nn.functional import pad
 
 from qnmixer.files import atomic_file
 
@@ -50,19 +54,51 @@ def draw_comparison(path: Path, rows: Sequence[Row]) -> None:
     _save(figure, path)
 
 
-def draw_iterates(path: Path, row: Row) -> None:
-    """x₀ … x_T of one slice over their error maps. Writes a PNG."""
-    columns = len(row.panels) + 1
-    figure = Figure(figsize=(1.7 * columns + 0.9, 4.0), layout="constrained")
-    axes = figure.subplots(2, columns, squeeze=False)
-    axes[1][-1].set_axis_off()
-    for column, panel in enumerate(row.panels):
-        _show_hu(axes[0][column], panel.hu, panel.title)
-        _show_error(axes[1][column], panel.hu, row.truth, "")
-    _show_hu(axes[0][-1], row.truth, "truth")
-    _add_bar(figure, axes[0], DISPLAY_WINDOW, "gray", "HU")
-    _add_bar(figure, axes[1], (0.0, ERROR_LIMIT), "inferno", "|error|, HU")
+def draw_iterates(path: Path, rows: Sequence[Row]) -> None:
+    """For each slice a strip of x₀ … x_T and the truth, over a strip of their error maps. Writes a PNG."""
+    size, headings, gap, left, bar, right = 1.3, 0.42, 0.06, 0.3, 0.1, 0.75  # inches
+    strip, block = size * (max(len(row.panels) for row in rows) + 1), headings + 2 * size + 2 * gap
+    width, height = left + strip + gap + bar + right, block * len(rows)
+    figure = Figure(figsize=(width, height))
+
+    def place(x: float, y: float, w: float) -> Axes:
+        return figure.add_axes((x / width, y / height, w / width, size / height))
+
+    for k, row in enumerate(rows):
+        y = height - k * block - headings - size
+        images, errors = [p.hu for p in row.panels], [(p.hu - row.truth).abs() for p in row.panels]
+        above, below = place(left, y, strip), place(left, y - gap - size, strip)
+        hu = _show_strip(above, [*images, row.truth], DISPLAY_WINDOW, "gray", _short(row.name, 20))
+        error = _show_strip(below, [*errors, row.truth * nan], (0.0, ERROR_LIMIT), "inferno", "error")
+        titles = [f"x{t}\n{panel.title}" for t, panel in enumerate(row.panels)] + ["truth\n"]
+        above.set_xticks(*_ticks(row.truth, titles), fontsize=8)
+        figure.colorbar(hu, cax=place(left + strip + gap, y, bar), label="HU", ticks=(-500, 0, 500))
+        figure.colorbar(error, cax=place(left + strip + gap, y - gap - size, bar), label="|error|, HU", ticks=(0, 100))
     _save(figure, path)
+
+
+def _show_strip(
+    axes: Axes, images: Sequence[Tensor], limits: tuple[float, float], colours: str, label: str
+) -> AxesImage:
+    """Images side by side: one drawing, as a drawing each takes seconds for many iterations."""
+    array = torch.cat([pad(image, (0, _gap(image)), value=nan) for image in images], dim=1)[:, : -_gap(images[0])]
+    drawn = axes.imshow(array.numpy(), cmap=colours, vmin=limits[0], vmax=limits[1], interpolation="nearest")
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False, length=0)
+    axes.set_ylabel(label, fontsize=8)
+    axes.spines[:].set_visible(False)
+    return drawn
+
+
+def _ticks(image: Tensor, titles: Sequence[str]) -> tuple[list[float], Sequence[str]]:
+    """Where the images of a strip have their middle, and what stands over them."""
+    width = image.shape[1]
+    return [k * (width + _gap(image)) + width / 2 for k in range(len(titles))], titles
+
+
+def _gap(image: Tensor) -> int:
+    return max(1, image.shape[1] // 32)
 
 
 def _show_hu(axes: Axes, hu: Tensor, title: str) -> None:

@@ -5,16 +5,21 @@ What loads torch is imported where it is needed: a rank can be stopped before.
 
 import json
 import os
+import signal
 import sys
 import tempfile
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 from qnmixer.cli import explain
 from qnmixer.config import Config, parse, to_plain
-from qnmixer.errors import RankFailed
+from qnmixer.errors import RankFailed, Stopped
+from qnmixer.files import write_text
 from qnmixer.ranks import end_with_the_others, is_secondary, leave, loading, rank
+from qnmixer.stopping import heeding
 from qnmixer.tracking.results import amend, read_results
+from qnmixer.tracking.runs import how_to_go_on
 
 
 def fit_in_processes(config: Config, folder: Path, overrides: list[str]) -> float:
@@ -37,10 +42,15 @@ def fit_in_processes(config: Config, folder: Path, overrides: list[str]) -> floa
         with tempfile.TemporaryDirectory(prefix="qnmixer-job-") as temporary:
             path = Path(temporary) / "job.json"
             path.write_text(json.dumps(job))
-            launch(["-m", "qnmixer.training.worker", str(path)], n_devices, n_threads)
-    except (KeyboardInterrupt, SystemExit):
+            launch(
+                ["-m", "qnmixer.training.worker", str(path)],
+                n_devices,
+                n_threads,
+                ask_to_stop=lambda: _ask_to_stop(path.parent, n_devices),
+            )
+    except KeyboardInterrupt as stop:
         amend(folder, overrides, status="interrupted", error=None)
-        raise
+        raise Stopped(getattr(stop, "number", signal.SIGINT), how_to_go_on(folder)) from None
     except BaseException as error:
         amend(folder, overrides, status="failed", error=f"{type(error).__name__}: {error}")
         raise
@@ -54,7 +64,7 @@ def fit_as_rank(config: Config, folder: Path, overrides: list[str]) -> float:
     """`fit`, by a rank that somebody else started; does not return where that fails, but ends the process."""
     end_with_the_others()
     try:
-        return _fit(config, folder, overrides)
+        return _fit(config, folder, overrides, None)
     except BaseException as error:
         if not is_secondary(error):
             amend(folder, overrides, status="failed", error=f"RankFailed: rank {rank()}: {error}")
@@ -66,27 +76,36 @@ def main(path: Path) -> None:
     job = json.loads(path.read_text())
     end_with_the_others(job["launcher"])
     try:
-        _fit(parse(job["config"]), Path(job["folder"]), job["overrides"])
+        _fit(parse(job["config"]), Path(job["folder"]), job["overrides"], path.parent)
     except BaseException as error:
         leave(error, explain(error, "train"))
 
 
-def _fit(config: Config, folder: Path, overrides: list[str]) -> float:
+def _ask_to_stop(job: Path, n_ranks: int) -> bool:
+    """Ask all ranks to stop where they are; False while some are not there yet, and nothing is lost without them."""
+    pids = [int(path.read_text()) for path in job.glob("*.pid")]
+    if len(pids) < n_ranks:
+        return False
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+    return True
+
+
+def _fit(config: Config, folder: Path, overrides: list[str], job: Path | None) -> float:
     with loading():
         from qnmixer.training.fit import fit
     _quieten()
-    return fit(config, folder, overrides)
+    with heeding():
+        if job:
+            write_text(job / f"{rank()}.pid", str(os.getpid()))
+        return fit(config, folder, overrides)
 
 
 def _quieten() -> None:
-    """Leave the terminal, and what signals do, to this program."""
-    from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
-
-    # Lightning's own handler of SIGTERM is a broadcast, which waits for ranks that have gone; that of SIGUSR1 has SLURM
-    # start the job again, with a checkpoint that only Lightning knows of.
-    _SignalConnector.register_signal_handlers = lambda self: None  # type: ignore[method-assign]  # off
-    # PromptInterrupt sees to what is raised in a finaliser.
-    sys.unraisablehook = lambda it: None if it.exc_type is KeyboardInterrupt else sys.__unraisablehook__(it)
+    """Leave the terminal to this program."""
+    # One that is raised in a finaliser is dropped; that a rank was told to stop is not.
+    sys.unraisablehook = lambda it: None if issubclass(it.exc_type, KeyboardInterrupt) else sys.__unraisablehook__(it)
     # A dimension of size 1, as in the weights of convolutions from one channel, has no stride to speak of: the gradient
     # lies in memory as its bucket does, and only torch's comparison of the numbers says otherwise.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")

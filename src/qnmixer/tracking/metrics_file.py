@@ -1,0 +1,99 @@
+"""metrics.csv: a row each time metrics are logged, on the disk at once."""
+
+import csv
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+from qnmixer.files import write_text
+
+FIRST = ("step", "samples")
+
+
+class MetricsFile(Logger):
+    """metrics.csv of a run folder. Whatever ends the process, at most the row being written is lost.
+
+    Lightning's own deletes what it finds, and is without the file while it adds a column.
+
+    `step` is what `global_step` in a checkpoint is: how many optimizer steps were done when a row was logged.
+
+    Args:
+        folder: the run folder.
+        resumed_at: optimizer steps of the checkpoint that the run goes on from; rows of later ones are dropped. None: a
+            run from its beginning, which replaces the file of another.
+    """
+
+    def __init__(self, folder: Path, resumed_at: int | None = None) -> None:
+        super().__init__()
+        self.path, self.resumed_at = folder / "metrics.csv", resumed_at
+        self._columns: list[str] | None = None  # as the file has them; None: it is as another process left it
+
+    @property
+    def name(self) -> str:
+        """Nothing: there is one in a run folder."""
+        return ""
+
+    @property
+    def version(self) -> str:
+        """Nothing, likewise."""
+        return ""
+
+    @property
+    def save_dir(self) -> str:
+        """The run folder."""
+        return str(self.path.parent)
+
+    @property
+    def log_dir(self) -> str:
+        """The run folder."""
+        return str(self.path.parent)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Nothing: .hydra/ has them."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Append a row."""
+        assert step is not None
+        row = {"step": step, **metrics}
+        if self._columns is None:
+            self._columns = []
+            self._rewrite(self._kept(), row)
+        elif not row.keys() <= set(self._columns):
+            self._rewrite(read_metrics(self.path), row)
+        else:
+            with self.path.open("a", newline="") as stream:
+                stream.write(_lines(self._columns, [row]))
+
+    def last_step(self) -> int | None:
+        """The last step that has a row."""
+        return max((int(row["step"]) for row in read_metrics(self.path)), default=None)
+
+    def _kept(self) -> list[dict[str, str]]:
+        """Rows that a run goes on from."""
+        if self.resumed_at is None:
+            return []
+        return [row for row in read_metrics(self.path) if int(row["step"]) <= self.resumed_at]
+
+    def _rewrite(self, rows: list[dict[str, str]], new: dict[str, Any]) -> None:
+        names = dict.fromkeys([*FIRST, *(name for row in [*rows[:1], new] for name in row)])
+        self._columns = [name for name in names if any(name in row for row in (*rows[:1], new))]
+        header = dict(zip(self._columns, self._columns, strict=True))
+        write_text(self.path, _lines(self._columns, [header, *rows, new]))
+
+
+def read_metrics(path: Path) -> list[dict[str, str]]:
+    """Rows of a metrics.csv, all columns in each, without a line that was never finished; none where it is missing."""
+    text = path.read_text() if path.is_file() else ""
+    return list(csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1])))
+
+
+def _lines(columns: list[str], rows: list[dict[str, Any]]) -> str:
+    stream = io.StringIO()
+    csv.DictWriter(stream, columns, lineterminator="\n").writerows(rows)
+    return stream.getvalue()

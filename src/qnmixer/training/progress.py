@@ -1,0 +1,82 @@
+"""What every row of metrics is held against (optimizer steps, samples), and how fast they go by."""
+
+import time
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from qnmixer.data.sampler import EpochSampler
+from qnmixer.training.module import Batch
+
+
+class ProgressMetrics(Callback):
+    """Logs `step` and `samples` with each row, train/samples_per_second and, under 16-mixed, train/loss_scale.
+
+    `step` is how many optimizer steps are done, of which Lightning makes the step of the row; `samples` how many slices
+    they have seen, all devices together. The speed is that since the row before, data included, validation not.
+    """
+
+    def __init__(self) -> None:
+        self._sampler: EpochSampler | None = None
+        self._step = 0
+        self._logged = (0, 0.0)  # samples and training seconds at the last row
+        self._seconds = 0.0  # of training, without what is since the clock was started
+        self._clock: float | None = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Begin where the run does, or goes on."""
+        sampler = trainer.train_dataloader.sampler  # type: ignore[union-attr]  # it has been made
+        assert isinstance(sampler, EpochSampler)
+        self._sampler, self._step = sampler, trainer.global_step
+        self._logged = sampler.samples_until(self._step), self._seconds
+        self._clock = time.monotonic()
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
+    ) -> None:
+        """Start the clock after a validation."""
+        if self._clock is None:
+            self._clock = time.monotonic()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        """Log, where the batch ended an optimizer step."""
+        if trainer.global_step == self._step or self._sampler is None or self._clock is None:
+            return
+        self._step = trainer.global_step
+        samples = self._log_place(pl_module, on_epoch=False)
+        if self._step % trainer.log_every_n_steps:  # type: ignore[attr-defined]  # Lightning's, untyped
+            return
+        seconds = self._seconds + time.monotonic() - self._clock
+        speed = (samples - self._logged[0]) / (seconds - self._logged[1])
+        self._logged = samples, seconds
+        pl_module.log("train/samples_per_second", torch.tensor(speed))
+        if (scaler := getattr(trainer.precision_plugin, "scaler", None)) is not None:
+            pl_module.log("train/loss_scale", torch.tensor(scaler.get_scale()))
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Stop the clock."""
+        if self._sampler is None:  # it goes on with a run that only lacks its last validation
+            sampler = trainer.datamodule.train_dataloader().sampler  # type: ignore[attr-defined]  # Lightning's, untyped
+            assert isinstance(sampler, EpochSampler)
+            self._sampler, self._step = sampler, trainer.global_step
+        if self._clock is not None:
+            self._seconds += time.monotonic() - self._clock
+            self._clock = None
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Say when it was."""
+        if self._sampler is not None:
+            self._log_place(pl_module, on_epoch=True)
+
+    def _log_place(self, pl_module: L.LightningModule, *, on_epoch: bool) -> int:
+        """Log step and samples; returns the samples. On the CPU, so that no device is waited for."""
+        assert self._sampler is not None
+        samples = self._sampler.samples_until(self._step)
+        for name, value in (("step", self._step), ("samples", samples)):
+            exact = torch.tensor(value, dtype=torch.float64)
+            pl_module.log(name, exact, on_step=not on_epoch, on_epoch=on_epoch, reduce_fx="max", batch_size=1)
+        return samples

@@ -1,0 +1,95 @@
+"""What `--help` shows: the groups with what each option trades, and every key with what it means, as conf/ says it.
+
+Hydra's own help lists bare names, and takes twice as long.
+"""
+
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+_WIDTH = 118
+_HIDDEN = ("_", "as_trained")  # included by others; for evaluate alone, which begins with it
+_COMMENT = re.compile(r"^ *(\w+):.*?\s# (.*)$", re.MULTILINE)
+
+
+def usage(cfg: DictConfig, conf: Path, config_name: str) -> str:
+    """Help for a command.
+
+    Args:
+        cfg: its composed config, Hydra's own part included.
+        conf: folder of the config files.
+        config_name: the command's own file there.
+    """
+    choices = {group: str(option) for group, option in cfg.hydra.runtime.choices.items() if "/" not in group}
+    lines = [
+        cfg.hydra.help.header.strip(),
+        "",
+        "Every setting is KEY=VALUE or GROUP=OPTION, in any order; later ones win.",
+        "",
+        "GROUPS, * what is chosen now",
+        *_groups(choices, conf),
+        "",
+        "KEYS of the chosen options (--help data=dicom for those of another)",
+        *_keys(cfg, choices, conf, config_name),
+        "",
+        "-m KEY=A,B runs every combination · --cfg job prints the config alone · --hydra-help lists Hydra's own flags",
+    ]
+    return "\n".join(lines)
+
+
+def _groups(choices: dict[str, str], conf: Path) -> Iterator[str]:
+    for group, chosen in sorted(choices.items()):
+        paths = sorted((conf / group).glob("*.yaml"))
+        for path in paths:
+            if path.stem.startswith(_HIDDEN) and path.stem != chosen:
+                continue
+            name = f"  {group}={path.stem}{' *' * (path.stem == chosen)}"
+            yield f"{name:<34} {textwrap.shorten(_opening(path), _WIDTH - 35, placeholder=' …')}"
+
+
+def _opening(path: Path) -> str:
+    """The first sentence of a config file."""
+    comments = []
+    for line in path.read_text().splitlines():
+        if line.startswith("# @package"):
+            continue
+        if not line.startswith("#"):
+            break
+        comments.append(line.lstrip("# "))
+    return " ".join(comments).split(". ")[0].rstrip(".")
+
+
+def _keys(cfg: DictConfig, choices: dict[str, str], conf: Path, config_name: str) -> Iterator[str]:
+    values = OmegaConf.to_container(cfg, resolve=False)
+    assert isinstance(values, dict)
+    root = _comments([conf / "train.yaml", conf / f"{config_name}.yaml"])
+    for key, value in ((str(key), value) for key, value in values.items()):
+        if isinstance(value, dict) and key != "hydra":
+            comments = _comments(_with_included(conf / key / f"{choices.get(key)}.yaml"))
+            for name, item in ((str(name), item) for name, item in value.items()):
+                if name != "name":  # the group's choice
+                    yield _line(f"{key}.{name}", item, comments.get(name, ""))
+        elif not isinstance(value, dict):
+            yield _line(key, value, root.get(key, ""))
+
+
+def _with_included(path: Path) -> list[Path]:
+    """The file of an option, after those of its group that it is made of."""
+    values = OmegaConf.load(path) if path.is_file() else DictConfig({})
+    assert isinstance(values, DictConfig)
+    files = [path.with_name(f"{name}.yaml") for name in values.get("defaults", []) if isinstance(name, str)]
+    return [file for file in [*files, path] if file.is_file()]
+
+
+def _comments(paths: list[Path]) -> dict[str, str]:
+    """What stands beside each key; the last file has the last word."""
+    return {key: comment for path in paths for key, comment in _COMMENT.findall(path.read_text())}
+
+
+def _line(key: str, value: Any, comment: str) -> str:
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return f"  {f'{key}={text}':<44} {comment}".rstrip()

@@ -1,0 +1,168 @@
+"""Command lines that cannot be meant: each gets one line that names the key, in a moment, and leaves nothing behind."""
+
+import os
+import resource
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SECONDS = 2.0
+
+TRAIN = {
+    # keys that are not there
+    "sede=4": "unknown key sede: did you mean seed?",
+    "+sede=4": "unknown key sede: did you mean seed?",
+    "++trainer.max_step=3": "unknown key trainer.max_step: did you mean trainer.max_steps?",
+    "~sede": "unknown key sede: did you mean seed?",
+    "model.n_iteration=3": "unknown key model.n_iteration: did you mean model.n_iterations?",
+    "+model.n_iteration=3": "unknown key model.n_iteration: did you mean model.n_iterations?",
+    "geometry.n_view=4": "unknown key geometry.n_view: did you mean geometry.n_views?",
+    "n_views=16": "unknown key n_views: did you mean geometry.n_views?",
+    "data.n_views=16": "unknown key data.n_views: did you mean geometry.n_views?",
+    "train.max_steps=4": "unknown key train.max_steps: did you mean trainer.max_steps?",
+    "optimiser=adamw": "unknown key optimiser: did you mean optimizer?",
+    "+optimiser=adamw": "unknown key optimiser: did you mean optimizer?",
+    "hydra.foo=3": "unknown key hydra.foo",
+    "foo=1": "unknown key foo",
+    "seed.x=1": "seed",
+    # keys of another option
+    "data.root=/ct": "data.root goes with data=dicom or deeplesion or numpy only",
+    "+loss.ssim_weight=0.3": "loss.ssim_weight goes with loss=ssim_mix only",
+    "optimizer=sgd optimizer.betas=[0.9,0.99]": "optimizer.betas goes with optimizer=adamw only",
+    "debug.steps=3": "debug.steps goes with debug=profile only",
+    # options and groups that are not there
+    "data=dicm": "data=dicm does not exist: did you mean dicom?",
+    "experiment=demmo": "experiment=demmo does not exist: did you mean demo?",
+    "debug=overfitt": "debug=overfitt does not exist: did you mean overfit?",
+    "model=unet": "model=unet does not exist: choose qn_mixer, qn_mixer_paper",
+    "data=as_trained": "data=as_trained is not known",
+    "noise=fielt": "noise=fielt does not exist: did you mean field?",
+    "data=_folder data.root=.": "data",
+    "~model": "the config has no model",
+    "model=null": "model",
+    "trainer=3": "trainer",
+    # types, bounds, choices
+    "seed=abc": "seed: Value 'abc' of type 'str' could not be converted to Integer",
+    "data.image_size=32.5": "data.image_size",
+    "data.augment=perhaps": "data.augment",
+    "model.shared_regularizer=[true]": "model.shared_regularizer",
+    "optimizer.betas=0.9": "optimizer.betas",
+    "optimizer.lr={a:1}": "optimizer.lr",
+    "trainer={a:1}": "trainer",
+    "geometry=[1]": "geometry",
+    "trainer.max_steps=null": "trainer.max_steps",
+    "trainer.max_steps=": "trainer.max_steps",
+    "seed=-1": "seed=-1 is too small: give 0 or more",
+    "seed=4294967296": "seed=4294967296 is too large",
+    "geometry.n_views=0": "geometry.n_views=0 is too small: give 1 or more",
+    "optimizer.lr=nan": "optimizer.lr=nan is not a finite number",
+    "optimizer=sgd optimizer.momentum=1": "optimizer.momentum=1.0 is too large: give less than 1",
+    "debug=profile debug.steps=0": "debug.steps=0 is too small: give 1 or more",
+    "monitor=val/pnsr": "monitor=val/pnsr is not known: did you mean val/psnr?",
+    "trainer.precision=64": "trainer.precision=64 is not known: choose 32, 16-mixed, bf16-mixed",
+    "trainer.accelerator=gpuu": "trainer.accelerator=gpuu is not known",
+    # rules between keys
+    "data.image_size=30": "data.image_size=30 is not divisible by model.patch_size=4",
+    "model.latent_factor=3 model.latent_channels=9": "not divisible by model.latent_factor=3",
+    "model.channels=10": "model.channels=10 is not a multiple of 4",
+    "model.latent_channels=17": "model.latent_channels=17 is more than",
+    "finetune=. resume=a_file": "finetune",
+    "trainer.max_steps=-1": "trainer.max_steps",
+    "optimizer.betas=[0.9]": "optimizer.betas=[0.9] is not two numbers",
+    "evaluation.window=[240,-160]": "evaluation.window=[240.0, -160.0] is not [low, high]",
+    "noise=physical data.scaling=minmax": "noise=physical needs",
+    "debug=profile trainer.max_steps=4": "debug.warm_up=5 and debug.steps=3 are more steps than trainer.max_steps=4",
+    # strategies
+    "trainer.devices=2": "trainer.devices=2 and strategy=single do not go together",
+    "trainer.num_nodes=2": "trainer.num_nodes=2 and strategy=single",
+    "strategy=ddp trainer.num_nodes=2": "trainer.num_nodes=2, but nothing has been started on other nodes",
+    "strategy=ddp strategy.static_graph=true trainer.accumulate_grad_batches=2": "strategy.static_graph=true",
+    "strategy=fsdp optimizer=adafactor": "optimizer=adafactor",
+    "strategy=pipeline trainer.devices=1": "strategy=pipeline needs at least two devices",
+    "strategy=pipeline trainer.devices=15": "15 stages are more than model.n_iterations=14",
+    "strategy=pipeline trainer.devices=4 strategy.devices_per_pipeline=3": "strategy.devices_per_pipeline=3",
+    "strategy=pipeline trainer.devices=4 strategy.microbatch_size=3": "strategy.microbatch_size=3",
+    "strategy=pipeline trainer.devices=4 strategy.microbatch_size=2": "strategy.schedule=1f1b",
+    "strategy=pipeline trainer.devices=4 strategy.cut=[4,4,4,4]": "strategy.cut=[4, 4, 4, 4]",
+    "strategy=pipeline trainer.devices=4 strategy.cut=[7,7]": "strategy.cut=[7, 7] has 2 stages",
+    "strategy=pipeline strategy.schedule=interleaved": "strategy.schedule=interleaved",
+    "strategy=pipeline trainer.devices=4 strategy.schedule=interleaved strategy.stages_per_device=2 "
+    "data.batch_size=7 strategy.microbatch_size=2": "strategy.schedule=interleaved takes micro-batches",
+    # what is not there, or has no value
+    "data=dicom": "data.root has no value: give one with data.root=…",
+    "data=dicom data.root=nowhere": "data.root=nowhere does not exist",
+    "data=numpy data.root=a_file": "data.root=a_file is a file",
+    "finetune=nowhere": "finetune=nowhere does not exist",
+    "resume=nowhere": "nowhere",
+    "data.image_size=???": "data.image_size has no value",
+    "data.image_size=${bad}": "data.image_size",
+    "data.image_size=${oc.env:NOT_SET_ANYWHERE}": "data.image_size",
+    # grammar
+    "data.image_size": "data.image_size is not KEY=VALUE",
+    "--lr 3": "--lr is not an option",
+    "--optimizer.lr=3": "--optimizer.lr=3 is not an option: write optimizer.lr=3",
+    "seed=[1,2": "seed=[1,2",
+    "seed=1)": "seed=1)",
+    "seed = 3": "seed is not KEY=VALUE",
+    "=3": "=3",
+    "logger.project='a": "logger.project='a",
+    "seed=1,2": "seed=1,2",
+    "-m seed=[1,2": "seed=[1,2",
+    "-m sede=1,2": "unknown key sede: did you mean seed?",
+    "-m data=phantoms,dicm": "data=dicm does not exist",
+}  # fmt: skip
+
+OTHERS = {
+    "evaluate": "run has no value: give one with run=…",
+    "evaluate run=nowhere": "run=nowhere does not exist",
+    "evaluate run=. split=tset": "split=tset is not known: did you mean test?",
+    "evaluate run=. model.n_iterations=3": "model.n_iterations is fixed by the run",
+    "evaluate run=. data.n_test=3": "data.n_test",
+    "evaluate run=. noise=fielt": "noise=fielt does not exist: did you mean field?",
+    "evaluate run=. data=dicom": "data.root has no value",
+    "evaluate run=. data=dicom data.root=nowhere": "data.root=nowhere does not exist",
+    "evaluate runn=x": "unknown key runn: did you mean run?",
+    "reconstruct run=. input=.": "output has no value: give one with output=…",
+    "reconstruct run=nowhere input=. output=out": "run=nowhere does not exist",
+    "reconstruct run=. input=nowhere output=out": "input=nowhere does not exist",
+    "reconstruct run=. input=. output=out formats=[dcom]": "formats: dcom is not known: did you mean dicom?",
+    "reconstruct run=. inptu=. output=out": "unknown key inptu: did you mean input?",
+    "plan device=V1000-16": "device=V1000-16 is not known: did you mean V100-16?",
+    "plan model.n_iteration=3": "unknown key model.n_iteration",
+    "doctor format=yaml": "format=yaml is not known",
+    "doctor trainer.device=4": "unknown key trainer.device: did you mean trainer.devices?",
+}
+
+CASES = {**{f"train {arguments}": message for arguments, message in TRAIN.items()}, **OTHERS}
+
+
+@pytest.fixture(scope="session")
+def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which torch is a module that says so when it is imported."""
+    folder = tmp_path_factory.mktemp("without_torch")
+    (folder / "torch.py").write_text("import os\nprint('torch was imported', flush=True)\nos._exit(99)\n")
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_line_in_a_moment(case: str, without_torch: Path, tmp_path: Path) -> None:
+    (tmp_path / "a_file").touch()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HYDRA", "SLURM"))}
+    name, *arguments = shlex.split(case) if "='" not in case else case.split()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = subprocess.run(
+        [sys.executable, "-m", f"qnmixer.{name}", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        env=environment | {"PYTHONPATH": str(without_torch)},
+    )  # fmt: skip
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (result.returncode, result.stdout) == (1, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert CASES[case] in line
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < SECONDS
+    assert os.listdir(tmp_path) == ["a_file"]

@@ -1,0 +1,170 @@
+"""Runs that are killed and gone on with, from end to end: what comes out is what an undisturbed run makes."""
+
+import csv
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from .conftest import PHANTOMS, TINY, Command
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("resuming")]
+
+Start = Callable[..., Command]
+
+# Epochs of eight batches, the last of one slice; a validation every ten steps, so most of them in mid-epoch.
+RUN = [*TINY, *PHANTOMS, "data.n_train=15", "noise=field", "trainer.val_every_n_steps=10"]
+
+# Draws from all random generators of a process, in a layer of the network and beside it.
+DRAWING = """
+import sys
+class WhenTrainingIsLoaded:
+    def find_spec(name, path=None, target=None):
+        if name == "qnmixer.training.fit":
+            import random, numpy, torch
+            from qnmixer.training import module
+            def build_network(config, projector):
+                network = original(config, projector)
+                def noisy(layer, inputs, output):
+                    if layer.training:
+                        output = torch.nn.functional.dropout(output, 0.2)
+                        output = output * (1 + 0.01 * random.random() + 0.01 * numpy.random.rand())
+                    return output
+                network.regularizers[0].register_forward_hook(noisy)
+                return network
+            original, module.build_network = module.build_network, build_network
+sys.meta_path.insert(0, WhenTrainingIsLoaded)
+"""
+
+
+class Runs:
+    """Starts `python -m qnmixer.train` in a folder."""
+
+    def __init__(self, folder: Path, *, drawing: bool) -> None:
+        self.folder = folder
+        (folder / "sitecustomize.py").write_text(DRAWING if drawing else "")
+        drop = ("HYDRA", "SLURM", "TORCHELASTIC", "WANDB")
+        self.environment = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
+        self.environment |= {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(folder),
+        }
+
+    def start(self, *overrides: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "qnmixer.train", *overrides], cwd=self.folder, env=self.environment,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+
+    def run(self, *overrides: str) -> str:
+        process = self.start(*overrides)
+        stdout, stderr = process.communicate(timeout=500)
+        assert process.returncode == 0, stderr
+        return stdout
+
+
+def kill(process: subprocess.Popen[str], run: Path, moment: str, seconds: float) -> None:
+    """SIGKILL so long after the start, or after the first new checkpoint, or then while the next one is written."""
+    folder, begun, deadline = run / "checkpoints", time.time(), time.monotonic() + 200
+    if moment != "start":
+        while not any(path.stat().st_mtime > begun for path in folder.glob("last.ckpt")):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+    time.sleep(seconds)
+    while moment == "writing" and not list(folder.glob(".*.tmp")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+    assert process.poll() is None, process.communicate()
+    process.kill()
+    process.communicate()
+
+
+def rows(run: Path) -> list[dict[str, str]]:
+    """metrics.csv without what the clock and the machine say."""
+    with (run / "metrics.csv").open(newline="") as stream:
+        return [
+            {name: value for name, value in row.items() if "second" not in name and not name.startswith("memory/")}
+            for row in csv.DictReader(stream)
+        ]
+
+
+def assert_same(one: Path, other: Path) -> None:
+    """Two runs have come to the same: weights, optimizer, schedule, random states, best value, every row."""
+    kept = []
+    for run in (one, other):
+        for name in ("last", "best"):
+            checkpoint = torch.load(run / "checkpoints" / f"{name}.ckpt", weights_only=True)
+            for volatile in ("loops", "callbacks"):  # counts of Lightning's, which `resume` does without
+                del checkpoint[volatile]
+            del checkpoint["qnmixer_run"]["seconds"], checkpoint["qnmixer"]["config"]["resume"]
+            kept.append(checkpoint)
+    for ours, theirs in zip(kept[:2], kept[2:], strict=True):
+        assert_equal(ours, theirs)
+    assert rows(one) == rows(other)
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert_equal(value, other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_equal(a, b)
+    else:
+        assert one == other
+
+
+def kill_and_go_on(runs: Runs, moments: list[tuple[str, float]], *overrides: str) -> None:
+    """A run that is killed at each of these moments, and gone on with each time, against one that is not."""
+    whole, killed = runs.folder / "whole", runs.folder / "runs" / "killed"
+    runs.run(*RUN, *overrides, f"hydra.run.dir={whole}")
+    command = [*RUN, *overrides, "hydra.run.dir=runs/killed"]
+    for moment, seconds in moments:
+        process = runs.start(*command)
+        kill(process, killed, moment, seconds)
+        if (killed / ".hydra" / "overrides.yaml").exists():
+            command = ["resume=latest"]
+        if (killed / "checkpoints" / "last.ckpt").exists():  # whole, at any moment
+            torch.load(killed / "checkpoints" / "last.ckpt", weights_only=True)
+    runs.run("resume=latest")
+    assert_same(killed, whole)
+    assert not list(killed.rglob("*.tmp"))
+
+
+def test_a_run_that_is_killed_twice_comes_to_the_same(tmp_path: Path) -> None:
+    """Once between checkpoints, once while one is written."""
+    overrides = ["trainer.max_steps=60", "trainer.save_every_n_steps=3"]
+    kill_and_go_on(Runs(tmp_path, drawing=True), [("training", 0.4), ("writing", 0.2)], *overrides)
+
+
+@pytest.mark.long
+def test_a_run_that_is_killed_twenty_times_comes_to_the_same(tmp_path: Path) -> None:
+    """At random moments: of the start, of training and validation, of the writing of checkpoints."""
+    rng = random.Random(0)
+    moments = [("start", rng.uniform(0, 8)) for _ in range(4)]
+    moments += [("training", rng.uniform(0, 1.5)) for _ in range(8)]
+    moments += [("writing", rng.uniform(0, 1)) for _ in range(8)]
+    rng.shuffle(moments)
+    overrides = ["trainer.max_steps=500", "trainer.save_every_n_steps=1", "data.num_workers=1"]
+    kill_and_go_on(Runs(tmp_path, drawing=True), moments, *overrides)
+
+
+@pytest.mark.long
+def test_two_processes_that_are_killed_come_to_the_same(tmp_path: Path) -> None:
+    """Their launcher is killed, which ends them."""
+    rng = random.Random(1)
+    moments = [("training", rng.uniform(0, 2)) for _ in range(3)] + [("writing", rng.uniform(0, 1)) for _ in range(2)]
+    overrides = ["trainer.max_steps=200", "trainer.save_every_n_steps=2", "strategy=ddp", "trainer.devices=2"]
+    kill_and_go_on(Runs(tmp_path, drawing=True), moments, *overrides, "data.batch_size=1")

@@ -1,0 +1,133 @@
+"""Sweeps from end to end: what a user sees in the morning."""
+
+import csv
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slow]
+
+Start = Callable[..., Any]
+DDP = ["strategy=ddp", "logger=wandb"]
+
+
+def jobs(sweep: Path) -> list[dict[str, Any]]:
+    """results.json of each job."""
+    folders = sorted((path for path in sweep.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
+    return [json.loads((folder / "results.json").read_text()) for folder in folders]
+
+
+def table(sweep: Path) -> list[dict[str, str]]:
+    with (sweep / "sweep.csv").open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def test_jobs_of_several_processes_follow_each_other(
+    start: Start, tmp_path: Path, offline_runs: Callable[[Path], list[Any]]
+) -> None:
+    """Of two processes, of one and of two again: what Hydra and Lightning by themselves deadlock on."""
+    sweep = ["-m", *DDP, "trainer.devices=2,1,2", "optimizer.lr=1e-3"]
+    code, stdout, stderr = start(*sweep, folder=None).outcome()
+    assert (code, stderr) == (0, "")
+    (folder,) = (tmp_path / "runs" / "sweeps").iterdir()
+    assert folder.name.startswith("devices-")
+    assert [job["status"] for job in jobs(folder)] == ["done"] * 3
+    assert [line["trainer.devices"] for line in table(folder)] == ["2", "1", "2"]
+    assert "on cpu × 1 devices" in stdout
+    first, second, third = (float(line["val/psnr"]) for line in table(folder))
+    assert first == third != second  # twice the batch
+
+    runs = offline_runs(folder)
+    assert sorted(run.name for run in runs) == ["trainer.devices=1", "trainer.devices=2", "trainer.devices=2"]
+    assert {run.group for run in runs} == {folder.name}
+    assert [run.exit_code for run in runs] == [0, 0, 0]
+    for run in runs:
+        assert run.config["trainer"]["devices"] == int(run.name[-1])
+        steps = [row["trainer/global_step"] for row in run.history if "train/loss" in row]
+        assert steps == [1, 2, 3, 4]  # of one job, once
+
+    code, stdout, stderr = start(*sweep, folder=None).outcome()
+    assert (code, stderr, stdout.count("done before")) == (0, "", 3)
+    assert len(offline_runs(folder)) == 3
+
+
+def test_a_search_over_jobs_of_two_processes(start: Start, tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    search = ["-m", "hydra/sweeper=search", "strategy=ddp", "trainer.devices=2", "hydra.sweep.dir=search"]
+    search += ["hydra.sweeper.n_trials=2", "optimizer.lr=tag(log, interval(1e-4, 1e-2))"]
+    code, _, stderr = start(*search, folder=None).outcome()
+    assert (code, stderr) == (0, "")
+    done, rates = jobs(tmp_path / "search"), []
+    for number, job in enumerate(done):
+        (rate,) = (o.partition("=")[2] for o in job["overrides"] if o.startswith("optimizer.lr="))
+        rates.append(rate)
+        assert job["status"] == "done"
+        trained = (tmp_path / "search" / str(number) / ".hydra" / "config.yaml").read_text()
+        assert f"lr: {rate}" in trained
+    assert len(set(rates)) == 2
+    best = max(done, key=lambda job: job["best"]["val/psnr"])
+    found = (tmp_path / "search" / "optimization_results.yaml").read_text()
+    assert f"best_value: {best['best']['val/psnr']}" in found
+    assert (tmp_path / "search" / "sweep.png").stat().st_size > 1000
+
+
+def test_a_bad_and_a_crashing_job_leave_the_others_alone(
+    start: Start, tmp_path: Path, offline_runs: Callable[[Path], list[Any]]
+) -> None:
+    sweep = ["-m", "logger=wandb", "optimizer.lr=abc,1e30,1e-3", "hydra.launcher.jobs_at_once=2"]
+    code, stdout, stderr = start(*sweep, "hydra.sweep.dir=sweep", folder=None).outcome()
+    assert code == 1
+    assert stderr.startswith("error: 2 of 3 jobs did not end well: 0, 1 (see sweep/sweep.md)")
+    assert len(stderr.splitlines()) == 1
+    bad, crashed, done = jobs(tmp_path / "sweep")
+    assert [bad["status"], crashed["status"], done["status"]] == ["failed", "failed", "done"]
+    assert "optimizer.lr" in bad["error"]
+    assert crashed["error"].startswith("FloatingPointError: the loss became nan")
+    assert "error: the loss became nan" in (tmp_path / "sweep" / "1" / "output.log").read_text()
+    assert "job 1 (optimizer.lr=1e+30): failed: FloatingPointError" in stdout
+    assert {(run.name, run.exit_code) for run in offline_runs(tmp_path / "sweep")} == {
+        ("optimizer.lr=1e+30", 1), ("optimizer.lr=0.001", 0)
+    }  # fmt: skip
+    markdown = (tmp_path / "sweep" / "sweep.md").read_text()
+    assert f"- job 1: {crashed['error']}" in markdown
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_sweep_that_is_stopped_leaves_nothing_and_goes_on(
+    start: Start, tmp_path: Path, number: signal.Signals
+) -> None:
+    """It goes on with the job that was running where that was, and with those that had not begun."""
+    sweep = ["-m", "seed=1,2", "trainer.max_steps=60", "trainer.val_every_n_steps=4", "hydra.sweep.dir=sweep"]
+    command = start(*sweep, folder=None)
+    command.wait_for(tmp_path / "sweep" / "0" / "checkpoints" / "last.ckpt")
+    os.kill(command.process.pid, number)
+    code, stdout, stderr = command.outcome()
+    (stopped,) = jobs(tmp_path / "sweep")
+    if number == signal.SIGINT:
+        assert code == 130
+        assert stderr.splitlines()[-1] == "interrupted"
+        assert "job 0 (seed=1): interrupted" in stdout
+        assert [line["status"] for line in table(tmp_path / "sweep")] == ["interrupted"]
+    else:
+        assert (code, stopped["status"]) == (-number, "running")
+
+    code, stdout, stderr = start(*sweep, folder=None).outcome()
+    assert (code, stderr) == (0, "")
+    first, second = jobs(tmp_path / "sweep")
+    assert [first["status"], second["status"]] == ["done", "done"]
+    assert first["resumed"][0]["step"] >= 4
+    assert "resumed" not in second
+
+
+def test_the_local_mode_of_submitit(start: Start, tmp_path: Path) -> None:
+    pytest.importorskip("submitit")
+    sweep = ["-m", "hydra/launcher=submitit_local", "strategy=ddp", "trainer.devices=2", "optimizer.lr=1e-3,abc"]
+    code, _, stderr = start(*sweep, "hydra.sweep.dir=sweep", folder=None).outcome()
+    assert code == 1, stderr
+    assert stderr.splitlines()[-1].startswith("error: 1 of 2 jobs did not end well: 1 (see sweep/sweep.md)")
+    assert [line["status"] for line in table(tmp_path / "sweep")] == ["done", "failed"]

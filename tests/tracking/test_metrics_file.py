@@ -1,0 +1,95 @@
+"""metrics.csv: what it holds after a kill, after going on, and while columns come to it."""
+
+import multiprocessing
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qnmixer.tracking.metrics_file import MetricsFile, read_metrics
+
+
+def steps(folder: Path) -> list[int]:
+    return [int(row["step"]) for row in read_metrics(folder / "metrics.csv")]
+
+
+def logged(folder: Path, *numbers: int, resumed_at: int | None = None) -> MetricsFile:
+    file = MetricsFile(folder, resumed_at)
+    for step in numbers:
+        file.log_metrics({"train/loss": 1 / step}, step)
+    return file
+
+
+def test_a_row_is_on_the_disk_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path)
+    assert not list(tmp_path.iterdir())
+    for step in (1, 2):
+        file.log_metrics({"train/loss": 0.5, "samples": 8.0}, step)
+        assert steps(tmp_path) == list(range(1, step + 1))
+    assert (tmp_path / "metrics.csv").read_text() == "step,samples,train/loss\n1,8.0,0.5\n2,8.0,0.5\n"
+
+
+def test_columns_are_added_as_they_come_and_rows_keep_theirs(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path)
+    file.log_metrics({"a": 1.0}, 1)
+    file.log_metrics({"b": 2.0}, 2)
+    file.log_metrics({"a": 3.0}, 3)
+    rows: list[dict[str, Any]] = read_metrics(tmp_path / "metrics.csv")
+    assert rows == [
+        {"step": "1", "a": "1.0", "b": ""}, {"step": "2", "a": "", "b": "2.0"}, {"step": "3", "a": "3.0", "b": ""}
+    ]  # fmt: skip
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
+
+
+def test_going_on_keeps_the_rows_until_the_checkpoint(tmp_path: Path) -> None:
+    logged(tmp_path, 1, 2, 3, 4, 5)
+    going_on = MetricsFile(tmp_path, resumed_at=3)
+    assert going_on.last_step() == 5
+    going_on.log_metrics({"train/loss": 0.0, "new": 1.0}, 4)
+    rows = read_metrics(tmp_path / "metrics.csv")
+    assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
+    assert [row["train/loss"] for row in rows] == [str(1 / step) for step in (1, 2, 3)] + ["0.0"]
+
+
+def test_a_run_from_its_beginning_replaces_the_file(tmp_path: Path) -> None:
+    logged(tmp_path, 1, 2, 3)
+    logged(tmp_path, 1)
+    assert steps(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("torn", ["4,0.", "4", "\n4,", "4,0.25,0.2"], ids=repr)
+def test_a_torn_last_line_is_dropped(tmp_path: Path, torn: str) -> None:
+    logged(tmp_path, 1, 2, 3)
+    path = tmp_path / "metrics.csv"
+    path.write_text(path.read_text().rstrip("\n") + "\n" + torn)
+    logged(tmp_path, 9, resumed_at=8)
+    assert steps(tmp_path) == [1, 2, 3, 9]
+
+
+def test_a_torn_header_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("step,train")
+    logged(tmp_path, 1, resumed_at=0)
+    assert steps(tmp_path) == [1]
+
+
+def test_a_kill_at_any_moment_leaves_whole_rows(tmp_path: Path) -> None:
+    """Every row brings a column, so nearly all the time goes into writing the file anew."""
+    context = multiprocessing.get_context("fork")  # a new interpreter takes 5 s to load Lightning
+    done = context.Value("i", 0)
+
+    def log() -> None:
+        file = MetricsFile(tmp_path)
+        for step in range(1, 100_000):
+            file.log_metrics({f"metric/{step % 400}": step}, step)
+            done.value = step
+
+    process = context.Process(target=log)
+    process.start()
+    while done.value < 100:
+        time.sleep(0.001)
+    process.kill()
+    process.join()
+    there = steps(tmp_path)
+    assert there == list(range(1, len(there) + 1))
+    assert len(there) in (done.value, done.value + 1)

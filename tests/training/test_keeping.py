@@ -1,0 +1,148 @@
+import csv
+import json
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from qnmixer.config import Config
+from qnmixer.errors import Stopped
+from qnmixer.training.fit import fit
+from qnmixer.training.module import ReconstructionModule
+from qnmixer.training.random_states import random_state, set_random_state
+
+TinyConfig = Callable[..., Config]
+
+# Four steps an epoch with n_train=8; validations after 3 and 6 of 7 steps, and at the end.
+RUN = ["trainer.max_steps=7", "trainer.val_every_n_steps=3", "test_after_training=false", "noise=field"]
+
+
+class FromFinaliser:
+    """A signal while an object is thrown away, where Python drops every exception; drawing pictures throws many."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        signal.raise_signal(self.number)
+
+
+MEASURE = ReconstructionModule.measure
+
+
+def signal_at(monkeypatch: pytest.MonkeyPatch, stream: str, step: int, number: int = signal.SIGTERM) -> None:
+    """One signal in the middle of a step, or of a validation; and training draws from all random generators."""
+    sent: list[int] = []
+
+    def measure(self: ReconstructionModule, batch: Any, of: str) -> torch.Tensor:
+        y = MEASURE(self, batch, of)  # type: ignore[arg-type]
+        if (of, self.global_step) == (stream, step) and not sent:
+            sent.append(step)
+            if of == "train":
+                FromFinaliser(number)
+            else:
+                signal.raise_signal(number)
+        if of == "train":
+            y = torch.nn.functional.dropout(y, 0.1) * (1 + 0.1 * random.random() + 0.1 * np.random.rand())  # noqa: NPY002
+        return y
+
+    monkeypatch.setattr(ReconstructionModule, "measure", measure)
+
+
+def kept(folder: Path) -> dict[str, Any]:
+    return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as stream:
+        return [
+            {name: value for name, value in row.items() if "second" not in name and not name.startswith("memory/")}
+            for row in csv.DictReader(stream)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("stream", "step", "number", "kept_at", "more"),
+    [
+        ("train", 4, signal.SIGUSR1, 5, ["trainer.accumulate_grad_batches=2", "data.batch_size=1"]),
+        ("train", 6, signal.SIGINT, 7, []),  # the last step
+        ("val", 3, signal.SIGTERM, 3, []),
+        ("val", 4, signal.SIGTERM, 4, ["trainer.val_every_n_steps=null"]),  # at the end of an epoch
+        ("val", 7, signal.SIGTERM, 7, []),  # after training
+    ],
+)
+def test_a_run_that_is_stopped_goes_on_as_if_nothing_had_been(
+    tiny_config: TinyConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stream: str,
+    step: int,
+    number: signal.Signals,
+    kept_at: int,
+    more: list[str],
+) -> None:
+    before = [signal.getsignal(it) for it in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    signal_at(monkeypatch, "none", 0)
+    fit(tiny_config(*RUN, *more), tmp_path / "whole", [])
+    signal_at(monkeypatch, stream, step, number)
+    folder = tmp_path / "stopped"
+    with pytest.raises(Stopped, match=f"interrupted after step {kept_at}, to go on: .*resume=") as stop:
+        fit(tiny_config(*RUN, *more), folder, [])
+    assert stop.value.code == (130 if number == signal.SIGINT else 143)
+    assert kept(folder)["global_step"] == kept_at
+    assert json.loads((folder / "results.json").read_text())["status"] == "interrupted"
+    fit(tiny_config(*RUN, *more, f"resume={folder}"), folder, [])
+    ours, theirs = kept(folder), kept(tmp_path / "whole")
+    assert ours["global_step"] == 7
+    for name, value in theirs["state_dict"].items():
+        assert torch.equal(ours["state_dict"][name], value)
+    assert ours["qnmixer_run"]["best"] == theirs["qnmixer_run"]["best"]
+    assert torch.equal(ours["qnmixer_run"]["random"][0]["torch"], theirs["qnmixer_run"]["random"][0]["torch"])
+    assert rows(folder) == rows(tmp_path / "whole")
+    record = json.loads((folder / "results.json").read_text())
+    assert record["status"] == "done"
+    assert [entry["step"] for entry in record["resumed"]] == [kept_at]
+    assert [signal.getsignal(it) for it in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
+
+
+def test_the_best_so_far_stays_the_best(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    """In the same folder; another one has its own."""
+    fit(tiny_config(*RUN, "optimizer.lr=0.001"), tmp_path, [])
+    checkpoint = kept(tmp_path)
+    checkpoint["qnmixer_run"]["best"] = 1000.0
+    torch.save(checkpoint, tmp_path / "checkpoints" / "last.ckpt")
+    longer = tiny_config(*RUN, "optimizer.lr=0.001", "trainer.max_steps=9", f"resume={tmp_path}")
+    assert fit(longer, tmp_path / "branch", []) < 1000
+    assert fit(longer, tmp_path, []) == 1000
+
+
+def test_what_another_run_left_in_the_folder_is_not_gone_on_from(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    fit(tiny_config(*RUN), tmp_path, [])
+
+    class Killed(BaseException):
+        pass
+
+    def die(*_: Any) -> None:
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ReconstructionModule, "training_step", die)
+        with pytest.raises(Killed):
+            fit(tiny_config(*RUN), tmp_path, [])
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_random_states_are_plain_and_come_back(tmp_path: Path) -> None:
+    def draw() -> tuple[float, ...]:
+        return random.random(), random.gauss(0, 1), float(np.random.randn()), float(torch.rand(()))  # noqa: NPY002
+
+    draw()
+    torch.save(random_state(torch.device("cpu")), tmp_path / "state")
+    expected = draw()
+    set_random_state(torch.load(tmp_path / "state", weights_only=True), torch.device("cpu"))
+    assert draw() == expected
