@@ -1,5 +1,7 @@
 """Every command of the README, run as it stands but for the paths and, to be quick, the sizes."""
 
+import importlib
+import json
 import os
 import re
 import shlex
@@ -14,24 +16,13 @@ import pytest
 
 from qnmixer import cli
 from qnmixer.cli import compose
-from qnmixer.config import parse, parse_doctor, parse_evaluate, parse_plan, parse_reconstruct
+from qnmixer.config import parse
 from qnmixer.data.phantoms import phantom
 from qnmixer.data.writers import write_dicom
-from qnmixer.doctor import doctor
-from qnmixer.evaluate import evaluate
-from qnmixer.plan import plan
-from qnmixer.reconstruct import reconstruct
-from qnmixer.train import check, train
+from qnmixer.tracking.runs import latest
 from qnmixer.training.plan_report import LEVERS, levers_table
 from qnmixer.training.planning import Planner
 
-COMMANDS: dict[str, Any] = {
-    "train": (train, check),
-    "evaluate": (evaluate, parse_evaluate),
-    "reconstruct": (reconstruct, parse_reconstruct),
-    "plan": (plan, parse_plan),
-    "doctor": (doctor, parse_doctor),
-}
 ROOT = Path(__file__).resolve().parents[1]
 TINY = [
     "data.image_size=32",
@@ -53,8 +44,8 @@ def readme_commands() -> list[str]:
 
 
 def marked(command: str) -> Any:
-    """What plans or checks at length is for make test: its own tests are shorter."""
-    long = "qnmixer.doctor" in command or ("qnmixer.plan" in command and "format=json" not in command)
+    """What plans or checks at length, or starts several processes, is for make test: its own tests are shorter."""
+    long = "strategy=" in command or ("qnmixer.plan" in command and "format=json" not in command)
     return pytest.param(command, marks=pytest.mark.long) if long else command
 
 
@@ -102,6 +93,10 @@ def run(command: str, place: Path) -> None:
         words += [*TINY, *(TINY_PHANTOMS if phantoms else ["data.cache_dir=cache"])]
         if "model.n_iterations" not in command:
             words.append("model.n_iterations=2")
+        if "hydra/sweeper=search" in command:
+            words.append("hydra.sweeper.n_trials=1")
+        if "resume=" in command:  # two steps more than it has
+            words = [*words[:3], *command.split()[3:], f"trainer.max_steps={2 + steps_of(words, place)}"]
     elif words[2] == "qnmixer.evaluate" and "data=" in command:
         words.append("data.cache_dir=cache")
     if words[0] == "make":
@@ -114,8 +109,15 @@ def run(command: str, place: Path) -> None:
         patch.chdir(place)
         patch.setattr(sys, "argv", words[2:])
         patch.setenv(cli.TRACEBACK, "1")
-        name = words[2].removeprefix("qnmixer.")
-        cli.run(*COMMANDS[name], name)
+        importlib.import_module(words[2]).main()
+
+
+def steps_of(words: list[str], place: Path) -> int:
+    """Optimizer steps of the run that a command goes on with."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        run = latest() if "resume=latest" in words else place / "run"
+        return json.loads((run / "results.json").read_text())["steps"]
 
 
 def test_the_readme_is_for_someone_in_a_hurry() -> None:
