@@ -40,6 +40,7 @@ bench: install ## time the operator (pip install -e ".[bench]": against ASTRA) a
 	$(BIN)/python tests/benchmarks/bench_strategies.py --json bench/strategies.json
 
 readme: install ## run the demo and put its table and picture into README.md
+	rm -rf runs/readme
 	$(BIN)/python -m qnmixer.train experiment=demo hydra.run.dir=runs/readme $(ARGS)
 	cp runs/readme/evaluation/picture.png notebooks/demo.png
 	$(call into_readme,table,runs/readme/evaluation/table.md)

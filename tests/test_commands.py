@@ -794,7 +794,7 @@ def test_the_last_steps_are_scored_and_kept(tmp_path: Path) -> None:
 
 def test_the_largest_gradient_is_logged_whatever_the_interval(tmp_path: Path) -> None:
     every, some = tmp_path / "every", tmp_path / "some"
-    assert training(every, "trainer.max_steps=6").code == training(some, "trainer.max_steps=6").code == 0
+    assert training(every, "trainer.max_steps=6").code == 0
     assert training(some, "trainer.max_steps=6", "trainer.log_every_n_steps=3").code == 0
     largest = max(metrics(every)["train/grad_norm"])
     assert metrics(every)["train/grad_norm_max"][-1] == pytest.approx(largest)

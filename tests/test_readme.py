@@ -45,7 +45,11 @@ def readme_commands() -> list[str]:
 
 def marked(command: str) -> Any:
     """What plans or checks at length, or starts several processes, is for make test: its own tests are shorter."""
-    long = "strategy=" in command or ("qnmixer.plan" in command and "format=json" not in command)
+    long = (
+        "strategy=" in command
+        or " -m experiment" in command
+        or ("qnmixer.plan" in command and "format=json" not in command)
+    )
     return pytest.param(command, marks=pytest.mark.long) if long else command
 
 

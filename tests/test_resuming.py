@@ -127,15 +127,16 @@ def assert_equal(one: Any, other: Any) -> None:
 
 
 def kill_and_go_on(runs: Runs, moments: list[tuple[str, float]], *overrides: str) -> None:
-    """A run that is killed at each of these moments, and gone on with each time, against one that is not."""
+    """A run that is killed at each of these moments, and gone on with each time, against one that is not.
+
+    By the same command, and in the end by resume=latest.
+    """
     whole, killed = runs.folder / "whole", runs.folder / "runs" / "killed"
     runs.run(*RUN, *overrides, f"hydra.run.dir={whole}")
     command = [*RUN, *overrides, "hydra.run.dir=runs/killed"]
     for moment, seconds in moments:
         process = runs.start(*command)
         kill(process, killed, moment, seconds)
-        if (killed / ".hydra" / "overrides.yaml").exists():
-            command = ["resume=latest"]
         if (killed / "checkpoints" / "last.ckpt").exists():  # whole, at any moment
             torch.load(killed / "checkpoints" / "last.ckpt", weights_only=True)
     runs.run("resume=latest")

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
+
+from qnmixer.cli import compose
 
 pytestmark = [pytest.mark.slow]
 
@@ -97,22 +100,28 @@ def test_a_bad_and_a_crashing_job_leave_the_others_alone(
     assert f"- job 1: {crashed['error']}" in markdown
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("number", "saving"),
+    [
+        (signal.SIGINT, ["trainer.val_every_n_steps=1000", "trainer.save_every_n_steps=null"]),
+        pytest.param(signal.SIGKILL, ["trainer.val_every_n_steps=50"], marks=pytest.mark.long),
+    ],
+)
 def test_a_sweep_that_is_stopped_leaves_nothing_and_goes_on(
-    start: Start, tmp_path: Path, number: signal.Signals
+    start: Start, tmp_path: Path, number: signal.Signals, saving: list[str]
 ) -> None:
     """It goes on with the job that was running where that was, and with those that had not begun."""
-    sweep = ["-m", "seed=1,2", "trainer.max_steps=60", "trainer.val_every_n_steps=4", "hydra.sweep.dir=sweep"]
+    sweep = ["-m", "seed=1,2", "trainer.max_steps=300", *saving, "hydra.sweep.dir=sweep"]
     command = start(*sweep, folder=None)
-    command.wait_for(tmp_path / "sweep" / "0" / "checkpoints" / "last.ckpt")
+    job = tmp_path / "sweep" / "0"
+    command.wait_for(job / ("metrics.csv" if number == signal.SIGINT else "checkpoints/last.ckpt"))
     os.kill(command.process.pid, number)
     code, stdout, stderr = command.outcome()
-    (stopped,) = jobs(tmp_path / "sweep")
+    stopped = json.loads((job / "results.json").read_text())
     if number == signal.SIGINT:
-        assert code == 130
-        assert stderr.splitlines()[-1] == "interrupted"
+        assert (code, stderr) == (130, "interrupted; the same command goes on with what is not done\n")
         assert "job 0 (seed=1): interrupted" in stdout
-        assert [line["status"] for line in table(tmp_path / "sweep")] == ["interrupted"]
+        assert [line["status"] for line in table(tmp_path / "sweep")] == ["interrupted", "not begun"]
     else:
         assert (code, stopped["status"]) == (-number, "running")
 
@@ -120,8 +129,19 @@ def test_a_sweep_that_is_stopped_leaves_nothing_and_goes_on(
     assert (code, stderr) == (0, "")
     first, second = jobs(tmp_path / "sweep")
     assert [first["status"], second["status"]] == ["done", "done"]
-    assert first["resumed"][0]["step"] >= 4
+    if number == signal.SIGINT:  # it left a checkpoint when it was told to stop
+        assert [it["step"] for it in first["resumed"]] == [stopped["steps"]]
+    assert first["resumed"][0]["step"] > 0
     assert "resumed" not in second
+
+
+@pytest.mark.parametrize(
+    ("launcher", "plugin"), [("slurm", "submitit"), ("submitit_local", "submitit"), ("ray_cluster", "ray")]
+)
+def test_launchers_for_clusters_compose(launcher: str, plugin: str) -> None:
+    pytest.importorskip(plugin)
+    config = compose("train", [f"hydra/launcher={launcher}", "hydra.sweep.dir=sweep"], with_hydra=True)
+    OmegaConf.to_container(config.hydra.launcher, resolve=True)
 
 
 def test_the_local_mode_of_submitit(start: Start, tmp_path: Path) -> None:
@@ -130,4 +150,14 @@ def test_the_local_mode_of_submitit(start: Start, tmp_path: Path) -> None:
     code, _, stderr = start(*sweep, "hydra.sweep.dir=sweep", folder=None).outcome()
     assert code == 1, stderr
     assert stderr.splitlines()[-1].startswith("error: 1 of 2 jobs did not end well: 1 (see sweep/sweep.md)")
+    assert [line["status"] for line in table(tmp_path / "sweep")] == ["done", "failed"]
+
+
+@pytest.mark.long
+def test_the_local_mode_of_ray(start: Start, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    sweep = ["-m", "hydra/launcher=ray_cluster", "hydra.launcher.ray.init.address=null", "optimizer.lr=1e-3,abc"]
+    sweep += ["hydra.launcher.ray.remote.num_gpus=0", "strategy=ddp", "trainer.devices=2", "hydra.sweep.dir=sweep"]
+    code, _, stderr = start(*sweep, folder=None).outcome()
+    assert code == 1, stderr
     assert [line["status"] for line in table(tmp_path / "sweep")] == ["done", "failed"]

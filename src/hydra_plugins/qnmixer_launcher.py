@@ -2,11 +2,12 @@
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 
 class ProcessLauncher(Launcher):
@@ -28,17 +29,25 @@ class ProcessLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run these jobs, and wait for all of them."""
-        from pathlib import Path
-
+        from qnmixer.errors import ConfigError
         from qnmixer.tracking.jobs import Job, run_jobs
+        from qnmixer.tracking.sweeps import place_jobs
+        from qnmixer.train import check
 
-        jobs = []
+        if self.jobs_at_once is not None and (not isinstance(self.jobs_at_once, int) or self.jobs_at_once < 1):
+            raise ConfigError(f"hydra.launcher.jobs_at_once={self.jobs_at_once} is no number of jobs: give 1 or more")
+        configs = []
         for number, overrides in enumerate(job_overrides, initial_job_idx):
             config = self.context.config_loader.load_sweep_config(self.config, list(overrides))
             config.hydra.job.num = number
-            folder = Path(self.config.hydra.sweep.dir) / config.hydra.sweep.subdir
-            jobs.append(Job(folder, list(overrides), config))
-        objectives = run_jobs(jobs, self.jobs_at_once)
+            configs.append(config)
+        names = [(list(its), config.hydra.sweep.subdir) for its, config in zip(job_overrides, configs, strict=True)]
+        folders = place_jobs(Path(self.config.hydra.sweep.dir), names)
+        jobs = [
+            Job(folder, overrides, OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))
+            for folder, (overrides, _), config in zip(folders, names, configs, strict=True)
+        ]
+        objectives = run_jobs(jobs, check, self.jobs_at_once)
         return [
             JobReturn(overrides=job.overrides, cfg=job.config, status=JobStatus.COMPLETED, _return_value=objective)
             for job, objective in zip(jobs, objectives, strict=True)

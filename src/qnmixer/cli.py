@@ -12,7 +12,7 @@ import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.core.override_parser.types import IntervalSweep, Override, ValueType
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -79,7 +79,9 @@ def _run(
         return
     failures: list[Exception] = []
     command = hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(_keeping(task, failures))
-    if flags and flags <= _SWEEP:
+    if flags & _SWEEP or "hydra.mode=MULTIRUN" in overrides:
+        if further := sorted(flags - _SWEEP):
+            raise ConfigError(f"a sweep takes no further flag: leave out {' '.join(further)}")
         with sweep(overrides, compose_sweep(config_name, overrides)) as one_more:
             sys.argv.append(one_more)
             command()
@@ -165,7 +167,8 @@ def compose_sweep(config_name: str, overrides: list[str]) -> DictConfig:
     Every value is tried with the first one of all others, so that a misspelt one is told before the first job.
     """
     parsed = OverridesParser.create().parse_overrides(overrides)
-    values = [list(_values(override)) for override in parsed]
+    # A glob finds what there is.
+    values = [list(_values(override)) for override in parsed if override.value_type != ValueType.GLOB_CHOICE_SWEEP]
     first = [its[0] for its in values]
     for i, its in enumerate(values):
         for value in its[1:]:

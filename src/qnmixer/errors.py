@@ -50,4 +50,10 @@ class Stopped(KeyboardInterrupt):
     def __init__(self, number: int | None, line: str = "interrupted", together: bool = False) -> None:
         super().__init__(line)
         self.number, self.together = number, together
-        self.code = 130 if number == signal.SIGINT else 143
+        self.code = 128 + (number if number in (signal.SIGINT, signal.SIGHUP) else signal.SIGTERM)
+
+
+def first_line(error: BaseException | str) -> str:
+    """What there is room for in a line: the first one of a message, or what kind of error it is where there is none."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else "" if isinstance(error, str) else type(error).__name__

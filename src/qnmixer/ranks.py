@@ -141,10 +141,10 @@ def at_once() -> bool:
 
 def _end_when_told(listen: int, launched: bool) -> None:
     heard: set[int] = set()
-    while not heard & {signal.SIGTERM, signal.SIGINT}:
+    while not (told := heard & {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}):
         heard.update(os.read(listen, 1))
     _told.set()
-    code = 128 + (signal.SIGTERM if signal.SIGTERM in heard else signal.SIGINT)
+    code = 128 + told.pop()
     end = time.monotonic() + _SECONDS_TO_LEAVE_BY_ITSELF
     while launched and signal.SIGUSR1 not in heard and (left := end - time.monotonic()) > 0:
         if select.select([listen], [], [], left)[0]:
@@ -181,8 +181,8 @@ def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn
         line: the same for the user; None for a bug, of which the user is shown the traceback.
         say: print it too, since nobody else will; not when this rank only ends because of another one.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     stopped, now = isinstance(error, KeyboardInterrupt), time.time()
     record: Record = {
         "message": "was told to stop by SIGTERM or SIGINT" if stopped else line or f"{type(error).__name__}: {error}",

@@ -19,7 +19,7 @@ from qnmixer.errors import ConfigError, UserError
 from qnmixer.files import check_there
 from qnmixer.ranks import by_srun, is_rank, loading, rank, world_size
 from qnmixer.tracking.jobs import Job, run_jobs
-from qnmixer.tracking.runs import held
+from qnmixer.tracking.runs import clean, held
 from qnmixer.tracking.sweeps import sweep
 
 
@@ -31,7 +31,7 @@ def train(cfg: DictConfig) -> float | None:
     hydra_config = HydraConfig.get()
     folder, overrides = Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task)
     if hydra_config.mode == RunMode.MULTIRUN:  # brought here by another launcher than ours, which needs no task
-        return run_jobs([Job(folder, overrides, cfg)], at_once=1)[0]
+        return run_jobs([Job(folder, overrides, cfg)], check, at_once=1)[0]
     with loading():
         from qnmixer.parallel.strategies import on_this_machine
         from qnmixer.tracking.results import amend
@@ -39,6 +39,8 @@ def train(cfg: DictConfig) -> float | None:
         from qnmixer.training.worker import fit_as_rank, fit_in_processes
 
     with held(folder) if rank() == 0 else nullcontext():
+        if rank() == 0:
+            clean(folder)
         try:
             config = on_this_machine(check(cfg))
             check_processes(config)

@@ -2,11 +2,12 @@
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from qnmixer.errors import RankFailed
+from qnmixer.errors import RankFailed, Stopped
 from qnmixer.parallel.launch import RankTraceback, launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launch")]
@@ -14,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launch")]
 SCRIPT = """
 import os, signal, sys, time
 from qnmixer.ranks import end_with_the_others, leave, rank
-end_with_the_others()
+end_with_the_others({launcher})
 here = int(os.environ["RANK"])
 try:
     {body}
@@ -23,11 +24,11 @@ except BaseException as error:
 """
 
 
-def run(folder: Path, body: str, n_processes: int = 3) -> None:
+def run(folder: Path, body: str, n_processes: int = 3, ask_to_stop: Callable[[], bool] | None = None) -> None:
     """Launch ranks that each run a body, in which `here` is their number."""
     path = folder / "rank.py"
-    path.write_text(SCRIPT.format(body=body.replace("\n", "\n    ")))
-    launch([str(path)], n_processes)
+    path.write_text(SCRIPT.format(launcher=os.getpid(), body=body.replace("\n", "\n    ")))
+    launch([str(path)], n_processes, ask_to_stop=ask_to_stop)
 
 
 def failure(folder: Path, body: str) -> RankFailed:
@@ -92,3 +93,24 @@ def test_what_a_user_can_mend_keeps_its_traceback_for_who_asks(tmp_path: Path) -
     assert not hasattr(error, "__notes__")
     assert isinstance(error.__cause__, RankTraceback)
     assert "raise ValueError('bad: mend it')" in str(error.__cause__)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR2])
+def test_ranks_are_asked_once_to_stop(tmp_path: Path, number: signal.Signals) -> None:
+    """By a signal that comes twice, from the process group and from a parent."""
+    asked: list[bool] = []
+
+    def ask() -> bool:
+        asked.append(True)
+        return True
+
+    body = f"for _ in range(2):\n    os.kill(os.getppid(), {int(number)})\n    time.sleep(0.3)"
+    run(tmp_path, body, n_processes=1, ask_to_stop=ask)
+    assert asked == [True]
+
+
+def test_ranks_that_are_not_there_to_be_asked_are_ended(tmp_path: Path) -> None:
+    body = "os.kill(os.getppid(), signal.SIGHUP)\ntime.sleep(60)"
+    with pytest.raises(Stopped) as stop:
+        run(tmp_path, body, n_processes=1, ask_to_stop=lambda: False)
+    assert stop.value.code == 129

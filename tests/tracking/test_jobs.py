@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from qnmixer.cli import compose
+from qnmixer.config import parse
 from qnmixer.errors import ConfigError
 from qnmixer.tracking.jobs import Job, objective, run_jobs
 from qnmixer.tracking.results import amend, read_results
@@ -53,7 +54,7 @@ def test_every_job_has_gpus_of_its_own(tmp_path: Path, monkeypatch: pytest.Monke
         job(tmp_path, 2, *ddp),  # all of them
         job(tmp_path, 3, *ddp, "trainer.devices=4"),  # more than there are
     ]
-    assert run_jobs(jobs, at_once=None) == [30.0] * 4
+    assert run_jobs(jobs, at_once=None, check=parse) == [30.0] * 4
     assert [read_results(it.folder)["gpus"] for it in jobs] == ["4,5", "GPU-7", "4,5,GPU-7", "4,5,GPU-7"]
     assert overlap(jobs[0], jobs[1])
     assert not any(overlap(jobs[2], other) for other in (*jobs[:2], jobs[3]))
@@ -63,13 +64,12 @@ def test_every_job_has_gpus_of_its_own(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.usefixtures("program")
 def test_jobs_on_a_cpu_follow_each_other_unless_told_otherwise(tmp_path: Path) -> None:
     jobs = [job(tmp_path, n, "trainer.accelerator=cpu", f"seed={n}") for n in range(2)]
-    run_jobs(jobs, at_once=None)
+    run_jobs(jobs, at_once=None, check=parse)
     assert not overlap(*jobs)
     assert read_results(jobs[0].folder)["threads"] is None
-    assert not (jobs[0].folder / "output.log").exists()
 
     jobs = [job(tmp_path / "more", n, "trainer.accelerator=cpu", f"seed={n}") for n in range(2)]
-    run_jobs(jobs, at_once=2)
+    run_jobs(jobs, at_once=2, check=parse)
     assert overlap(*jobs)
     assert read_results(jobs[0].folder)["threads"] == str(max(1, (os.cpu_count() or 1) // 2))
 
@@ -84,17 +84,16 @@ def test_what_is_done_is_not_done_again_and_what_was_begun_goes_on(
         it.folder.mkdir()
         record = {"status": status, "overrides": it.overrides, "best": {"val/psnr": 20.0}, "seconds": 7}
         (it.folder / "results.json").write_text(json.dumps(record))
-    assert run_jobs(jobs, at_once=None) == [20.0, 30.0, 30.0]
+    assert run_jobs(jobs, at_once=None, check=parse) == [20.0, 30.0, 30.0]
     assert "job 0: done before, by another version of the code, val/psnr 20 in 7 s" in capsys.readouterr().out
-    assert read_results(jobs[1].folder)["where"] == f"resume={jobs[1].folder}"
-    assert read_results(jobs[2].folder)["where"] == f"hydra.run.dir={jobs[2].folder}"
+    assert read_results(jobs[1].folder)["where"] == f"hydra.run.dir={jobs[1].folder}"  # where the command goes on
 
 
 def test_a_folder_of_another_job_is_not_written_into(tmp_path: Path) -> None:
     (tmp_path / "0").mkdir()
     amend(tmp_path / "0", ["seed=1"], status="done", error=None)
     with pytest.raises(ConfigError, match=r"0 holds another job \(seed=1\): give another hydra.sweep.dir"):
-        run_jobs([job(tmp_path, 0, "seed=2")], at_once=None)
+        run_jobs([job(tmp_path, 0, "seed=2")], at_once=None, check=parse)
 
 
 def test_a_job_that_could_not_say_how_it_ended_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +105,7 @@ def test_a_job_that_could_not_say_how_it_ended_is_told_of(tmp_path: Path, monkey
         program.write_text(f"#!/bin/sh\n{body}\n")
         program.chmod(0o755)
         it = job(tmp_path, number, "trainer.accelerator=cpu")
-        assert run_jobs([it], at_once=None) == [None]
+        assert run_jobs([it], at_once=None, check=parse) == [None]
         assert objective(it.folder) is None
         assert read_results(it.folder)["status"] == "failed"
         assert read_results(it.folder)["error"] == f"the job {error}"
@@ -114,6 +113,6 @@ def test_a_job_that_could_not_say_how_it_ended_is_told_of(tmp_path: Path, monkey
 
 def test_a_bad_job_is_not_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     it = job(tmp_path, 0, "data.image_size=18", "trainer.accelerator=cpu")
-    assert run_jobs([it], at_once=None) == [None]
+    assert run_jobs([it], at_once=None, check=parse) == [None]
     assert read_results(it.folder)["error"].startswith("ConfigError: data.image_size=18 is not divisible by")
     assert "job 0: failed: data.image_size=18" in capsys.readouterr().out

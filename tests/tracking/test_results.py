@@ -99,10 +99,18 @@ def test_commit_of_a_clean_tree(checkout: Path) -> None:
     assert git_commit() == git(checkout, "rev-parse", "HEAD")
 
 
-@pytest.mark.parametrize("path", ["src/qnmixer/tracking/results.py", "src/qnmixer/train.py", "src/qnmixer/new.py"])
-def test_changes_anywhere_in_the_code_are_told(checkout: Path, path: str) -> None:
-    (checkout / path).write_text("# changed\n")
-    assert git_commit() == git(checkout, "rev-parse", "HEAD") + "+changes"
+@pytest.mark.parametrize(
+    "path", ["src/qnmixer/train.py", "src/qnmixer/new.py", "src/hydra_plugins/a.py", "conf/a.yaml"]
+)
+def test_changes_anywhere_in_the_code_are_told_apart(checkout: Path, path: str) -> None:
+    found = []
+    (checkout / path).parent.mkdir(exist_ok=True)
+    (checkout / "conf").mkdir(exist_ok=True)
+    for change in ("# changed\n", "# changed again\n"):
+        (checkout / path).write_text(change)
+        found.append(git_commit())
+        assert str(found[-1]).startswith(git(checkout, "rev-parse", "HEAD") + "+changes.")
+    assert found[0] != found[1]
 
 
 def test_no_commit_outside_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

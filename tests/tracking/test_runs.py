@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from qnmixer.errors import CheckpointError, ConfigError
-from qnmixer.tracking.runs import continued, held, latest, quoted, recorded
+from qnmixer.tracking.runs import clean, continued, goes_on, held, latest, quoted, recorded
 
 Make = Callable[..., Path]
 
@@ -84,6 +84,91 @@ def test_one_that_was_killed_before_it_had_results_is_known_by_its_config(make: 
     assert continued(["resume=latest"]) == ["seed=1", "hydra.run.dir=runs/a"]
 
 
+def test_the_same_command_goes_on_with_what_its_folder_holds(make: Make, tmp_path: Path) -> None:
+    """As resume= does; also by another name of the folder, and with the same overrides in another order."""
+    make("a", "finetune=runs/base", "seed=1", status="running")
+    for folder in ("runs/a", "'runs/a'", "runs/../runs/a", str(tmp_path / "runs" / "a")):
+        got = continued(["seed=1", f"hydra.run.dir={folder}", "finetune=runs/base"])
+        assert got[:2] == ["finetune=null", "seed=1"]
+        run = folder.strip("'")
+        assert {*got[2:]} == {f"resume={quoted(Path(run))}", f"hydra.run.dir={folder}"}
+
+
+@pytest.mark.parametrize("folder", ["runs/${seed}", "${hydra:runtime.cwd}/runs/7"])
+def test_an_interpolated_folder_is_known_too(make: Make, folder: str) -> None:
+    make("7", "seed=7")
+    assert continued(["seed=7", f"hydra.run.dir={folder}"])[-1].endswith("runs/7")
+
+
+def test_another_run_is_not_begun_where_one_is(make: Make) -> None:
+    make("a", "seed=1", "model=qn_mixer")
+    make("done", "seed=1", status="done", steps=9)
+    make("kept", "seed=1", status="done", steps=9, checkpoint=False)  # its checkpoints have been removed
+    for overrides, message in (
+        (["seed=2", "hydra.run.dir=runs/a"], "runs/a holds a run with seed=1, not seed=2: resume=runs/a goes on with"),
+        (["seed=1", "hydra.run.dir=runs/a"], "runs/a holds a run with model=qn_mixer, not without: "),
+        (["seed=1", "model=qn_mixer", "loss=l1", "hydra.run.dir=runs/a"], "runs/a holds a run without loss=l1: "),
+        (["seed=1", "hydra.run.dir=runs/done"], "that is done (9 steps): resume=runs/done trainer.max_steps=… goes on"),
+        (["seed=2", "hydra.run.dir=runs/kept"], "runs/kept holds a run with seed=1, not seed=2: "),
+        (["resume=runs/a", "hydra.run.dir=runs/done"], "runs/done holds a run without model=qn_mixer: "),
+    ):
+        with pytest.raises(ConfigError) as error:
+            continued(overrides)
+        assert message in str(error.value)
+        assert str(error.value).endswith("or give another hydra.run.dir=FOLDER")
+
+
+@pytest.mark.parametrize("status", ["failed", "running", "interrupted"])
+def test_where_nothing_was_kept_any_run_may_begin(make: Make, status: str) -> None:
+    make("a", "seed=1", status=status, checkpoint=False)
+    for seed in ("seed=1", "seed=2"):
+        assert continued([seed, "hydra.run.dir=runs/a"]) == [seed, "hydra.run.dir=runs/a"]
+
+
+def test_a_branch_goes_on_as_such_and_is_told_as_such(make: Make) -> None:
+    """The command of a run that begins at another one's checkpoint, given twice."""
+    make("a", "seed=1")
+    command = ["resume=runs/a", "hydra.run.dir=runs/b"]
+    begun = continued(command)
+    make("b", *begun[:1], *begun[2:])
+    now = continued(command)
+    assert now == ["seed=1", "hydra.run.dir=runs/b", "resume=runs/b"]
+    assert recorded(Path("runs/b"), [now[0], now[2]]) == ["seed=1", "resume=runs/a"]
+
+
+def test_ranks_decide_alike_when_the_first_has_gone_ahead(make: Make, tmp_path: Path) -> None:
+    """It has written its overrides, first as Hydra does, then to results.json, and taken the lock."""
+    for name, checkpoint in (("new", False), ("old", True)):
+        command = ["seed=1", f"hydra.run.dir=runs/{name}"]
+        folder = make(name, "seed=1", checkpoint=True) if checkpoint else Path("runs") / name
+        first = continued(command)
+        (folder / ".hydra").mkdir(parents=True)
+        of_task = [override for override in first if not override.startswith("hydra.")]
+        (folder / ".hydra" / "overrides.yaml").write_text("".join(f"- {override}\n" for override in of_task))
+        assert continued(command) == first
+        results = {"status": "running", "overrides": recorded(folder, of_task)}
+        (folder / "results.json").write_text(json.dumps(results))
+        assert continued(command) == first
+
+
+def test_where_a_run_goes_on(make: Make) -> None:
+    folder = make("a")
+    for path in ("runs/a", "runs/a/checkpoints/last.ckpt", str(folder.absolute())):
+        assert goes_on(folder, path)
+        assert not goes_on(Path("runs/b"), path)
+    assert not goes_on(folder, None)
+
+
+def test_what_a_killed_process_was_writing_is_removed(make: Make) -> None:
+    folder = make("a")
+    left = folder / "checkpoints" / ".last.ckpt.0123.tmp"
+    left.touch()
+    with held(folder):
+        assert left.exists()  # it may be another machine's
+    clean(folder)
+    assert sorted(path.name for path in folder.rglob("*ckpt*")) == ["best.ckpt", "last.ckpt"]
+
+
 def test_latest_is_the_one_in_which_something_happened_last(make: Make, tmp_path: Path) -> None:
     make("2026-01-01/old", age=50)
     job = make("sweep/0", age=20)
@@ -115,6 +200,11 @@ def test_what_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         continued([f"resume={path}"])
 
 
+def test_an_empty_resume_is_told() -> None:
+    with pytest.raises(ConfigError, match="resume= names no run: give resume=latest"):
+        continued(["resume="])
+
+
 def test_only_one_process_trains_in_a_folder_and_a_killed_one_lets_go(make: Make, tmp_path: Path) -> None:
     """Also where it has forked a child, as data workers are, that outlives it."""
     folder = make("a")
@@ -135,8 +225,9 @@ with held(Path("runs/a")):
     process.stdout.readline()
     with pytest.raises(ConfigError, match=f"process {process.pid} on .* trains in runs/a"), held(folder):
         pass
-    with pytest.raises(ConfigError, match="trains in runs/a"):
-        continued(["resume=runs/a"])
+    for command in (["resume=runs/a"], ["hydra.run.dir=runs/a"]):
+        with pytest.raises(ConfigError, match="trains in runs/a"):
+            continued(command)
     process.kill()
     process.wait()
     with held(folder):

@@ -2,14 +2,17 @@ import csv
 import json
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from qnmixer.cli import compose_sweep
 from qnmixer.errors import ConfigError, SweepFailed
+from qnmixer.tracking.results import amend
 from qnmixer.tracking.sweep_report import rows_of, write_report
-from qnmixer.tracking.sweeps import name_of_job, sweep, sweep_of
+from qnmixer.tracking.sweeps import name_of_job, place_jobs, sweep, sweep_of
 
 JOBS = [
     ({"strategy": "ddp", "optimizer.lr": "0.001"}, {"status": "done", "best": {"val/psnr": 30.25}, "seconds": 61.0}),
@@ -28,12 +31,13 @@ def write_jobs(folder: Path) -> None:
 
 def described(*overrides: str) -> tuple[Path, list[str]]:
     """The folder that a sweep is given, and what varies in it."""
-    with sweep(list(overrides), compose_sweep("train", list(overrides))) as override:
-        folder = Path(override.removeprefix("hydra.sweep.dir="))
+    # Nobody runs any job.
+    with suppress(SweepFailed), sweep(list(overrides), compose_sweep("train", list(overrides))) as override:
+        folder = Path(override.removeprefix("hydra.sweep.dir=").strip("'"))
         found = sweep_of(folder / "0")
-        assert found is not None
-        assert found[0] == folder.absolute()
-        return folder, found[1]["varying"]
+    assert found is not None
+    assert found[0] == folder
+    return folder.relative_to(Path.cwd()), found[1]["varying"]
 
 
 def test_the_same_sweep_has_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,6 +67,16 @@ def test_what_a_search_draws_varies(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     described(*search, "monitor=val/loss", "hydra.sweeper.direction=minimize")
 
 
+def test_a_folder_that_is_given_may_be_anything_that_hydra_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert described("seed=1,2", "hydra.sweep.dir='my sweep'")[0] == Path("my sweep")
+    assert described("seed=1,2", "hydra.sweep.dir='a/${now:%Y}'")[0] == Path("a", time.strftime("%Y"))
+    with pytest.raises(ConfigError, match="a sweep goes on when its own command is given again"):
+        described("seed=1,2", "resume=latest")
+
+
 def test_a_sweep_that_is_running_is_not_started_twice(tmp_path: Path) -> None:
     overrides = ["seed=1,2", f"hydra.sweep.dir={tmp_path}"]
     begin = f"""
@@ -77,9 +91,38 @@ with sweep({overrides}, compose_sweep("train", {overrides})):
     assert first.stdout.readline() == "begun\n"
     second = subprocess.run([sys.executable, "-c", begin], capture_output=True, text=True, timeout=60)
     first.communicate("\n")
-    assert first.returncode == 0
     (line,) = (line for line in second.stderr.splitlines() if f"process {first.pid} " in line)
     assert str(tmp_path) in line
+
+
+def begun(folder: Path, *overrides: str) -> None:
+    """A sweep's folder as it is when its first jobs are about to be placed."""
+    folder.mkdir(exist_ok=True)
+    (folder / "sweep.json").write_text(json.dumps({"overrides": [], "varying": [], "git_commit": None, "jobs": None}))
+
+
+def test_a_job_runs_where_it_did_before(tmp_path: Path) -> None:
+    """So that a search, whose draws depend on outcomes, may draw other jobs once a failure is mended."""
+    sweep_folder = tmp_path / "sweep"
+    begun(sweep_folder)
+    jobs = [(["lr=1"], "0"), (["lr=2"], "1"), (["lr=2"], "2")]  # two may well be the same
+    places = place_jobs(sweep_folder, jobs)
+    assert [place.name for place in places] == ["0", "1", "2"]
+    for (overrides, _), place in zip(jobs, places, strict=True):
+        place.mkdir()
+        amend(place, overrides, status="done", error=None)
+    begun(sweep_folder)
+    assert place_jobs(sweep_folder, jobs) == places
+    begun(sweep_folder)
+    assert [place.name for place in place_jobs(sweep_folder, [(["lr=1"], "0"), (["lr=3"], "1")])] == ["0", "3"]
+    assert [place.name for place in place_jobs(sweep_folder, [(["lr=2"], "2"), (["lr=2"], "3")])] == ["2", "1"]
+    assert json.loads((sweep_folder / "sweep.json").read_text())["jobs"] == ["0", "3", "2", "1"]
+
+
+def test_jobs_that_never_began_are_told_and_others_left_out(tmp_path: Path) -> None:
+    write_jobs(tmp_path)
+    rows = rows_of(tmp_path, ["1", "3"], ["strategy"])
+    assert [(row.name, row.status) for row in rows] == [("1", "done"), ("3", "not begun")]
 
 
 def test_jobs_are_called_by_what_differs() -> None:
@@ -90,7 +133,7 @@ def test_jobs_are_called_by_what_differs() -> None:
 
 def test_the_table_tells_how_each_job_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_jobs(tmp_path)
-    write_report(tmp_path, rows_of(tmp_path, ["strategy", "optimizer.lr"]))
+    write_report(tmp_path, rows_of(tmp_path, None, ["strategy", "optimizer.lr"]))
     printed = capsys.readouterr().out
     assert "job 2: RankFailed: rank 1: no, | no" in printed
     assert (tmp_path / "sweep.md").read_text().splitlines() == [
@@ -112,7 +155,7 @@ def test_the_table_tells_how_each_job_ended(tmp_path: Path, capsys: pytest.Captu
 
 def test_no_picture_where_no_number_varies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_jobs(tmp_path)
-    write_report(tmp_path, rows_of(tmp_path, ["strategy"]))
+    write_report(tmp_path, rows_of(tmp_path, None, ["strategy"]))
     assert not (tmp_path / "sweep.png").exists()
     assert "sweep.png" not in capsys.readouterr().out
 
@@ -123,7 +166,7 @@ def test_who_failed_is_named_whatever_the_sweeper_raises(tmp_path: Path) -> None
     config = compose_sweep("train", overrides)
     with pytest.raises(SweepFailed, match="1 of 3 jobs did not end well: 2 "), sweep(overrides, config):
         raise ValueError("no trial is completed yet")
-    with pytest.raises(KeyboardInterrupt), sweep(overrides, config):
+    with pytest.raises(KeyboardInterrupt, match="the same command goes on"), sweep(overrides, config):
         raise KeyboardInterrupt
     assert (tmp_path / "sweep.csv").exists()
 
@@ -133,6 +176,7 @@ def test_who_failed_is_named_whatever_the_sweeper_raises(tmp_path: Path) -> None
     [
         (["modle.channels=1,2"], "modle"),
         (["model=qn_mixer,qn_mixr"], "qn_mixr"),
+        (["optimizer=glob(*)", "sede=1"], "sede"),
         (["strategy=ddp,fsdp", "strategy.static_grap=true,false"], "static_grap"),
     ],
 )

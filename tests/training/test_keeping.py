@@ -121,20 +121,30 @@ def test_the_best_so_far_stays_the_best(tiny_config: TinyConfig, tmp_path: Path)
     assert fit(longer, tmp_path, []) == 1000
 
 
-def test_what_another_run_left_in_the_folder_is_not_gone_on_from(tiny_config: TinyConfig, tmp_path: Path) -> None:
-    fit(tiny_config(*RUN), tmp_path, [])
+def test_a_run_that_was_stopped_after_training_comes_to_its_end(
+    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its steps and its last validation are kept: there is nothing left to train."""
+    overrides = [*RUN, "test_after_training=true", "trainer.max_steps=6"]
 
-    class Killed(BaseException):
-        pass
+    def stop(*_: Any) -> None:
+        raise Stopped(signal.SIGTERM)
 
-    def die(*_: Any) -> None:
-        raise Killed
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ReconstructionModule, "training_step", die)
-        with pytest.raises(Killed):
-            fit(tiny_config(*RUN), tmp_path, [])
-    assert not list((tmp_path / "checkpoints").iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr("qnmixer.training.fit.evaluate", stop)
+        with pytest.raises(Stopped):
+            fit(tiny_config(*overrides), tmp_path, [])
+    path = tmp_path / "results.json"
+    before = json.loads(path.read_text())
+    fit(tiny_config(*overrides, f"resume={tmp_path}"), tmp_path, [])
+    record = json.loads(path.read_text())
+    assert (record["status"], record["steps"]) == ("done", 6)
+    assert record["memory"]["peak"] >= before["memory"]["peak"] > 0
+    assert record["memory"]["measured_step"] == before["memory"]["measured_step"] is not None
+    assert record["test"]["QN-Mixer"]["psnr"] > 0
+    last = rows(tmp_path)[-1]
+    assert (last["step"], float(last["samples"])) == ("6", 12)  # epochs of 8
+    assert float(last["test/QN-Mixer/psnr"]) == pytest.approx(record["test"]["QN-Mixer"]["psnr"])
 
 
 def test_random_states_are_plain_and_come_back(tmp_path: Path) -> None:

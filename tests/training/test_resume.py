@@ -91,6 +91,7 @@ def test_goes_on_as_if_nothing_had_been(
 
 
 @pytest.mark.slow
+@pytest.mark.long  # CI has it in test_parity
 def test_shards_go_on_in_the_middle_of_an_epoch_too(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
     """Lightning restores fsdp later than all others, when data for a run by epochs might be open already."""
     command = [sys.executable, "-m", "qnmixer.train", *TINY, *RUN, "trainer.max_steps=-1", "strategy=fsdp"]

@@ -20,11 +20,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from qnmixer.errors import RankFailed, Stopped
+from qnmixer.stopping import SIGNALS, Echo
 
 _THREADS = "OMP_NUM_THREADS"
 
 # Ranks whose partner has gone may end with these: NCCL's watchdog aborts, and the agent sends the other.
 _SIGNALS_OF_OTHERS = (signal.SIGABRT, signal.SIGTERM)
+
+_WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)  # another signal comes when time is out
 
 
 class RankTraceback(Exception):
@@ -43,10 +46,10 @@ def launch(
         arguments: of python; what they run ends by `qnmixer.ranks.leave` when it fails.
         n_processes: how many ranks.
         n_threads: of each; None: the cores, shared out.
-        ask_to_stop: called on the first SIGTERM, SIGINT or SIGUSR1; True: the ranks will end by themselves.
+        ask_to_stop: called on the first signal of `stopping.SIGNALS`; True: the ranks will end by themselves.
 
-    Raises RankFailed when one fails (the others are stopped; a note holds the traceback of a bug), Stopped on Ctrl-C,
-    SIGTERM, SIGUSR1 and SIGHUP.
+    Raises RankFailed when one fails (the others are stopped; a note holds the traceback of a bug), Stopped on such a
+    signal; without `ask_to_stop` SIGUSR1 and SIGUSR2 are none.
     """
     n_threads = n_threads or max(1, (os.cpu_count() or 1) // n_processes)
     for name in list(logging.root.manager.loggerDict):  # each has a level of its own
@@ -77,7 +80,7 @@ def launch(
             failed = _rank_failed(error.failures)
             raise failed from failed.__cause__
         except SignalException as stop:
-            raise Stopped(stop.sigval) from None
+            raise Stopped(signals.told or stop.sigval) from None
 
 
 @dataclass
@@ -89,27 +92,25 @@ class _Signals:
 @contextmanager
 def _signals(ask_to_stop: Callable[[], bool] | None) -> Iterator[_Signals]:
     """What stops a run: not a signal that is ignored, as nohup has it. All handlers go at the end."""
-    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
-    before = {name: signal.getsignal(getattr(signal, name)) for name in names}
-    heeded = [name for name, handler in before.items() if handler is not signal.SIG_IGN]
-    signals = _Signals([name for name in heeded if name == "SIGHUP" or (not ask_to_stop and name != "SIGUSR1")])
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    heeded = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    signals = _Signals([] if ask_to_stop else [it.name for it in heeded if it not in _WARNINGS])
+    echo = Echo()
 
     def ask(number: int, _: FrameType | None) -> None:
         again, signals.told = signals.told is not None, signals.told or number
-        if number == signal.SIGUSR1 and again:
+        if echo.of(number) or (again and number in _WARNINGS):
             return
         if again or ask_to_stop is None or not ask_to_stop():
-            number = signal.SIGTERM if number == signal.SIGUSR1 else number
-            raise SignalException("told to stop", signal.Signals(number))
+            raise SignalException("told to stop", signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
-    for name in heeded if ask_to_stop else []:
-        if name != "SIGHUP":
-            signal.signal(getattr(signal, name), ask)
+    for number in heeded if ask_to_stop else []:
+        signal.signal(number, ask)
     try:
         yield signals
     finally:
-        for name, handler in before.items():
-            signal.signal(getattr(signal, name), handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -5,23 +5,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from omegaconf import DictConfig
 
-from qnmixer.config import Config, parse
-from qnmixer.errors import ConfigError, UserError
+from qnmixer.config import Config
+from qnmixer.errors import ConfigError, UserError, first_line
 from qnmixer.ranks import die_with_parent
 from qnmixer.tracking.results import amend, duration, git_commit, read_results
+from qnmixer.tracking.runs import quoted
 from qnmixer.tracking.sweeps import name_of_job, sweep_of
 
-# A job that is told to stop writes a checkpoint first; ours ends its own ranks after 30 s.
+# A job that is told to stop finishes its step and writes a checkpoint first.
 _SECONDS_TO_LEAVE = 60
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 OUTPUT = "output.log"
 
@@ -47,25 +48,36 @@ class _Running:
     job: Job
     process: subprocess.Popen[bytes]
     gpus: list[str]
+    output: IO[bytes]  # read from where the terminal has it until
+
+    def echo(self) -> None:
+        """Show what the job has printed since."""
+        sys.stdout.write(self.output.read().decode(errors="replace"))
+        sys.stdout.flush()
 
 
-def run_jobs(jobs: list[Job], at_once: int | None) -> list[float | None]:
+def run_jobs(jobs: list[Job], check: Callable[[DictConfig], Config], at_once: int | None = None) -> list[float | None]:
     """Run jobs that are not done yet, and return their best monitored values; None for a job that failed.
 
     Args:
         jobs: in the order to start them in.
+        check: makes the config of a job, or raises UserError for one that is not worth a process.
         at_once: at most so many; None: as many as there are GPUs for, and one at a time without.
 
     Raises ConfigError where a folder holds another job; KeyboardInterrupt and SystemExit once all jobs have ended.
     """
-    waiting = [(job, config) for job in jobs if not _is_done(job) and (config := _check(job))]
+    waiting = [(job, config) for job in jobs if not _is_done(job) and (config := _checked(job, check))]
     gpus = _gpus() if any(config.trainer.accelerator != "cpu" for _, config in waiting) else []
     limit = at_once or len(gpus) or 1
     running: list[_Running] = []
     with _stopping(running):
         while waiting or running:
+            for it in running if limit == 1 else []:
+                it.echo()
             for it in [it for it in running if it.process.poll() is not None]:
                 running.remove(it)
+                if limit == 1:
+                    it.echo()
                 _conclude(it.job, it.process.returncode)
             taken = {gpu for it in running for gpu in it.gpus}
             free = [gpu for gpu in gpus if gpu not in taken]
@@ -73,8 +85,9 @@ def run_jobs(jobs: list[Job], at_once: int | None) -> list[float | None]:
                 job, config = waiting[0]
                 needed = _n_gpus(config, len(gpus))
                 if needed <= len(free) or not running:  # a job that asks for more than there are says so itself
-                    mine = free[:needed]
-                    running.append(_Running(job, _start(job, mine, _threads(config, limit), limit > 1), mine))
+                    running.append(
+                        _start(job, free[:needed], _threads(config, limit, len(gpus)) if limit > 1 else None)
+                    )
                     waiting.pop(0)
                     continue
             time.sleep(0.1)
@@ -93,7 +106,7 @@ def objective(folder: Path) -> float | None:
 def outcome(results: dict[str, Any]) -> str:
     """How a run ended, in a few words."""
     if results["status"] != "done":
-        return ": ".join(filter(None, (results["status"], results.get("error"))))
+        return ": ".join(filter(None, (results["status"], first_line(results.get("error", "")))))
     ((monitor, best),) = results["best"].items()
     return f"{monitor} {best:.4g} in {duration(results['seconds'])}"
 
@@ -111,10 +124,10 @@ def _is_done(job: Job) -> bool:
     return True
 
 
-def _check(job: Job) -> Config | None:
+def _checked(job: Job, check: Callable[[DictConfig], Config]) -> Config | None:
     """The config of a job; None where it is a bad one, which has then failed without being started."""
     try:
-        return parse({str(key): value for key, value in job.config.items() if key != "hydra"})
+        return check(job.config)
     except UserError as error:
         job.folder.mkdir(parents=True, exist_ok=True)
         amend(job.folder, job.overrides, status="failed", error=f"{type(error).__name__}: {error}")
@@ -137,32 +150,35 @@ def _n_gpus(config: Config, n_gpus: int) -> int:
     return 1 if config.strategy.name == "single" else config.trainer.devices or n_gpus
 
 
-def _threads(config: Config, limit: int) -> int:
+def _threads(config: Config, limit: int, n_gpus: int) -> int:
     """Threads of each process of a job, so that jobs that run side by side do not wait for each other's."""
-    return max(1, (os.cpu_count() or 1) // (limit * (config.trainer.devices or 1)))
+    processes = n_gpus or limit * (config.trainer.devices or 1)
+    return max(1, len(os.sched_getaffinity(0)) // processes - config.data.num_workers)
 
 
-def _start(job: Job, gpus: list[str], n_threads: int, beside_others: bool) -> subprocess.Popen[bytes]:
+def _start(job: Job, gpus: list[str], n_threads: int | None) -> _Running:
     job.folder.mkdir(parents=True, exist_ok=True)
-    # A job that was begun before goes on from its last checkpoint.
-    where = f"resume={job.folder}" if read_results(job.folder) else f"hydra.run.dir={job.folder}"
+    if read_results(job.folder):  # it goes on; how it ended before is not how it ends now
+        amend(job.folder, job.overrides, status="running", error=None)
     environment = {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}  # set by cli
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    if beside_others:
+    if n_threads is not None:
         environment.setdefault("OMP_NUM_THREADS", str(n_threads))
-    me = os.getpid()
-    with ExitStack() as stack:
-        output = stack.enter_context((job.folder / OUTPUT).open("ab")) if beside_others else None
-        _say(f"{job.name} → {job.folder}" + f"/{OUTPUT}" * beside_others)
-        return subprocess.Popen(
-            [sys.executable, "-m", "qnmixer.train", *job.overrides, where],
+    me, path = os.getpid(), job.folder / OUTPUT
+    _say(f"{job.name} → {path}")
+    with path.open("ab") as output:
+        shown = path.open("rb")
+        shown.seek(0, os.SEEK_END)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "qnmixer.train", *job.overrides, f"hydra.run.dir={quoted(job.folder)}"],
             stdout=output,
-            stderr=None if output is None else subprocess.STDOUT,
+            stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,  # Ctrl-C is for this process, which tells its jobs
             preexec_fn=lambda: die_with_parent(me),
         )
+    return _Running(job, process, gpus, shown)
 
 
 def _conclude(job: Job, code: int) -> None:
@@ -177,7 +193,6 @@ def _conclude(job: Job, code: int) -> None:
 @contextmanager
 def _stopping(running: list[_Running]) -> Iterator[None]:
     """Where every signal that would stop this process stops all that run first, each with a checkpoint."""
-
     told = 0
 
     def leave(number: int, _: object) -> None:
@@ -192,6 +207,9 @@ def _stopping(running: list[_Running]) -> Iterator[None]:
     try:
         yield
     except BaseException:
+        for number in _STOPPING:  # the jobs are given their time, but for a second Ctrl-C
+            if number != signal.SIGINT:
+                signal.signal(number, signal.SIG_IGN)
         for it in running:
             it.process.send_signal(told or signal.SIGTERM)
         deadline = time.monotonic() + _SECONDS_TO_LEAVE

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from qnmixer.config import Config, LoggerConfig, WandbConfig, effective_batch, to_plain
-from qnmixer.errors import ConfigError
+from qnmixer.errors import ConfigError, first_line
 from qnmixer.files import write_text
 from qnmixer.ranks import rank
 from qnmixer.tracking.metrics_file import MetricsFile
@@ -23,6 +23,7 @@ from qnmixer.tracking.sweeps import name_of_job, sweep_of
 
 CODE_DIFF = "code.diff"
 RUN_ID = Path("wandb", "run_id")
+KNOWN_UNTIL = Path("wandb", "known_until")  # steps before this one were logged by parts that metrics.csv lost since
 
 # Exit codes of a W&B run; the last is what wandb itself makes of Ctrl-C.
 DONE, FAILED, INTERRUPTED = 0, 1, 255
@@ -47,8 +48,14 @@ def build_loggers(config: Config, folder: Path, overrides: list[str], resumed_at
     if not isinstance(config.logger, WandbConfig) or config.logger.mode == "disabled" or rank() != 0:
         return [file]
     goes_on = resumed_at is not None and (folder / RUN_ID).is_file()
-    known_until = file.last_step() or 0 if goes_on else 0
+    known_until = max(file.last_step() or 0, _known_until(folder)) if goes_on else 0
+    write_text(folder / KNOWN_UNTIL, str(known_until))
     return [file, WandbRun(_start(config, config.logger, folder, overrides, goes_on), known_until)]
+
+
+def _known_until(folder: Path) -> int:
+    path = folder / KNOWN_UNTIL
+    return int(path.read_text()) if path.is_file() else 0
 
 
 def close_loggers(config: LoggerConfig, exit_code: int) -> None:
@@ -139,7 +146,7 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
             print(f"W&B: {run.url}", flush=True)
     except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
         raise ConfigError(
-            f"logger.mode={options.mode}: W&B has no valid API key for you ({_first_line(error)}): run `wandb login` "
+            f"logger.mode={options.mode}: W&B has no valid API key for you ({first_line(error)}): run `wandb login` "
             "once, or take logger.mode=offline"
         ) from error
     except wandb.errors.CommError as error:
@@ -148,7 +155,7 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
         for begun in set(id_file.parent.glob(f"run-*-{run_id}")) - earlier:
             shutil.rmtree(begun)  # or `wandb sync` would send an empty run
         warnings.warn(
-            f"W&B cannot be reached, or refuses the run ({_first_line(error)}): it is kept offline; to send it later: "
+            f"W&B cannot be reached, or refuses the run ({first_line(error)}): it is kept offline; to send it later: "
             f"wandb sync {folder}/wandb/offline-run-*",
             stacklevel=2,
         )
@@ -185,7 +192,3 @@ def _cpu_name() -> str:
     path = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*:\s*(.+)", path.read_text()) if path.is_file() else None
     return found.group(1) if found else platform.processor() or platform.machine()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

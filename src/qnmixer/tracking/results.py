@@ -1,5 +1,6 @@
 """results.json: how one run ended, and everything needed to tell what it was."""
 
+import hashlib
 import json
 import os
 import platform
@@ -85,14 +86,13 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """Commit of this code, with "+changes" where the tree differs from it; None outside a checkout."""
-    here = _package()
+    """Commit of this code, with "+changes" and a digest of them where there are any; None outside a checkout."""
     try:
-        return _git(here, "rev-parse", "HEAD").strip() + (
-            "+changes" if _git(here, "status", "--porcelain", ".") else ""
-        )
+        head = _git(_package(), "rev-parse", "HEAD").strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+    diff = git_diff()
+    return f"{head}+changes.{hashlib.sha256(diff.encode()).hexdigest()[:8]}" if diff else head
 
 
 def git_diff() -> str:

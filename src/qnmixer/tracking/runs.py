@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from qnmixer.config import CONF
@@ -31,33 +32,39 @@ def continued(overrides: list[str]) -> list[str]:
     """The overrides of a training command, with what `resume` stands for in place of it.
 
     `resume=latest` and `resume=DIR` become the overrides of that run, under those given now, and its folder. With
-    another `hydra.run.dir=`, and for a checkpoint that is not the last one, it is a new run that begins there.
+    another `hydra.run.dir=`, and for a checkpoint that is not the last one, it is a new run that begins there. A run
+    that its own folder holds already goes on there: a command may be given twice, as SLURM does with what it requeues.
 
-    Raises CheckpointError where there is no such run, or it is done; ConfigError where another process trains in it.
+    Raises CheckpointError where there is no such run, or it is done; ConfigError where another process trains in it,
+    and where the folder of a new run holds another one.
     """
-    given = {_key(override): override.partition("=")[2] for override in overrides}
-    asked = given.get("resume", "null").strip("'\"")
-    if asked == "null" or any(override.startswith("-") for override in overrides):
+    if any(override.startswith("-") for override in overrides):
         return overrides
+    given = _given(overrides)
+    asked = given.get("resume", "null")
+    if not asked:
+        raise ConfigError("resume= names no run: give resume=latest, or the folder that training printed")
+    if asked == "null":
+        return _unless_begun(overrides)
     path = latest() if asked == "latest" else Path(asked).expanduser()
     run = _run_of(path)
     if run is None:
         if path.is_file():  # a checkpoint that lies by itself
-            return overrides
+            return _unless_begun(overrides)
         raise CheckpointError(f"no run folder at {path}: give the folder that training printed, resume=runs/…")
-    rest = [override for override in overrides if _key(override) != "resume"]
-    before = _overrides_of(run)
-    elsewhere = given.get("hydra.run.dir")
-    if elsewhere is None and path.suffix == ".ckpt" and path.name != "last.ckpt":
-        return [*_merged(_without(before, "finetune", "resume"), rest), f"resume={quoted(path)}"]
-    if elsewhere is not None and Path(elsewhere.strip("'\"")).expanduser().resolve() != run.resolve():
-        return [*_merged(_without(before, "finetune", "resume"), rest), f"resume={quoted(path)}"]
-    _check_open(run, given)
-    where = [] if elsewhere is not None else [f"hydra.run.dir={quoted(run)}"]
-    if not _has_checkpoint(run):  # killed before its first: it begins again as it began
-        return [*_merged(before, rest), *where]
-    begun = ["finetune=null" if _key(override) == "finetune" else override for override in _without(before, "resume")]
-    return [*_merged(begun, rest), f"resume={quoted(path)}", *where]
+    rest, folder = _without(overrides, "resume"), _folder_of(overrides)
+    is_last = path.suffix != ".ckpt" or path.name == "last.ckpt"
+    if goes_on(folder, str(path)) if folder else is_last:
+        _check_open(run, given)
+        return _going_on(run, path, rest)
+    branch = _merged(_without(_overrides_of(run), "finetune", "resume"), rest)
+    return _unless_begun([*branch, f"resume={quoted(path)}"])
+
+
+def goes_on(folder: Path, resume: str | None) -> bool:
+    """Whether a run in this folder, with this `resume`, goes on where it began: its logs and its best stay."""
+    run = None if resume is None else _run_of(Path(resume).expanduser())
+    return run is not None and run.resolve() == folder.resolve()
 
 
 def latest() -> Path:
@@ -70,14 +77,15 @@ def latest() -> Path:
 
 def recorded(folder: Path, overrides: list[str]) -> list[str]:
     """Overrides as a run's record keeps them: those that make it what it is, wherever it has been gone on with."""
-    path = next((o.partition("=")[2].strip("'\"") for o in overrides if _key(o) == "resume"), None)
-    if path is None or (run := _run_of(Path(path).expanduser())) is None or run.resolve() != folder.resolve():
+    if not goes_on(folder, _given(overrides).get("resume")):
         return overrides
-    begun_with = {_key(override): override for override in _overrides_of(folder)}
-    return [
+    begun_with = _by_key(_overrides_of(folder))
+    kept = [
         begun_with.get("finetune", override) if override == "finetune=null" else override
         for override in _without(overrides, "resume")
     ]
+    began_elsewhere = not goes_on(folder, _given([*begun_with.values()]).get("resume", str(folder)))
+    return [*kept, begun_with["resume"]] if began_elsewhere else kept
 
 
 @contextmanager
@@ -104,9 +112,13 @@ def held(folder: Path) -> Iterator[None]:
         stream.truncate(0)
         stream.write(f"process {os.getpid()} on {os.uname().nodename}\n")
         stream.flush()
-        for left in folder.rglob(f".*{TEMPORARY_SUFFIX}"):  # by one that was killed
-            left.unlink(missing_ok=True)
         yield
+
+
+def clean(folder: Path) -> None:
+    """Remove what a process that was killed in the middle of writing has left in a run folder that is held."""
+    for left in folder.rglob(f".*{TEMPORARY_SUFFIX}"):
+        left.unlink(missing_ok=True)
 
 
 def how_to_go_on(folder: Path) -> str:
@@ -126,11 +138,70 @@ def quoted(path: Path) -> str:
     return "'" + text.replace("'", "\\'") + "'"
 
 
+def _going_on(run: Path, path: Path, given: list[str]) -> list[str]:
+    """The overrides by which a run goes on in its folder from a path in it, under those given now."""
+    before, where = _overrides_of(run), [] if _folder_of(given) else [f"hydra.run.dir={quoted(run)}"]
+    if not _has_checkpoint(run):  # killed before its first: it begins again as it began
+        return [*_merged(before, given), *where]
+    begun = ["finetune=null" if _key(override) == "finetune" else override for override in _without(before, "resume")]
+    return [*_merged(begun, given), f"resume={quoted(path)}", *where]
+
+
+def _unless_begun(overrides: list[str]) -> list[str]:
+    """The overrides of a run that is to begin, or by which it goes on where its folder holds it already.
+
+    Each of several ranks finds that out for itself, maybe when rank 0 has gone ahead: that one writes down the same
+    overrides and `running`, and no checkpoint before all are there.
+
+    Raises ConfigError where its folder holds another run, or it is done.
+    """
+    run = _folder_of(overrides)
+    if run is None:
+        return overrides
+    record = read_results(run)
+    is_done = record.get("status") == "done"
+    if not is_done and not _has_checkpoint(run):  # nothing is lost
+        if record:
+            _check_free(run)
+        return overrides
+    before, now = _by_key(_overrides_of(run)), _by_key(overrides)
+    differing = next((key for key in before | now if before.get(key) != now.get(key)), None)
+    if is_done or differing is not None:
+        if differing is None:
+            how = f"that is done ({record.get('steps')} steps)"
+        elif differing in before:
+            how = f"with {before[differing]}, not {now.get(differing, 'without')}"
+        else:
+            how = f"without {now[differing]}"
+        longer = " trainer.max_steps=…" if is_done else ""
+        raise ConfigError(
+            f"{run} holds a run {how}: resume={quoted(run)}{longer} goes on with it, or give another "
+            "hydra.run.dir=FOLDER"
+        )
+    _check_free(run)
+    return _going_on(run, run, [override for override in overrides if _of_hydra(override)])
+
+
+def _by_key(overrides: list[str]) -> dict[str, str]:
+    """What makes a run what it is, by key: not what is Hydra's, nor that it goes on with nothing."""
+    return {_key(it): it for it in overrides if not _of_hydra(it) and it != "resume=null"}
+
+
+def _folder_of(overrides: list[str]) -> Path | None:
+    """The folder that a run is to have; None where nobody says."""
+    text = _given(overrides).get("hydra.run.dir")
+    if text is not None and "${" in text:
+        from qnmixer.cli import compose  # which imports this
+
+        config = compose("train", overrides, with_hydra=True)
+        HydraConfig.instance().set_config(config)  # for ${hydra:…}
+        text = str(config.hydra.run.dir)
+    return None if text is None else Path(text)
+
+
 def _check_open(run: Path, given: dict[str, str]) -> None:
     """Raise unless a run can go on in its folder."""
-    if rank() == 0:
-        with held(run):
-            pass
+    _check_free(run)
     record = read_results(run)
     if record.get("status") != "done" or _is_longer(record, given):
         return
@@ -140,6 +211,13 @@ def _check_open(run: Path, given: dict[str, str]) -> None:
     raise CheckpointError(
         f"{run} is done ({record.get('steps')} steps): give a larger trainer.max_steps to go on{more}"
     )
+
+
+def _check_free(run: Path) -> None:
+    """Raise ConfigError while another process trains in a folder."""
+    if rank() == 0:  # the other ranks may come when it trains there itself
+        with held(run):
+            pass
 
 
 def _is_longer(record: dict[str, object], given: dict[str, str]) -> bool:
@@ -201,6 +279,16 @@ def _merged(before: list[str], given: list[str]) -> list[str]:
 
 def _without(overrides: list[str], *keys: str) -> list[str]:
     return [override for override in overrides if _key(override) not in keys]
+
+
+def _given(overrides: list[str]) -> dict[str, str]:
+    """Values of overrides by key, without quotes."""
+    pairs = [(_key(override), override.partition("=")[2]) for override in overrides]
+    return {key: value.strip("'\"").replace("\\'", "'") for key, value in pairs}
+
+
+def _of_hydra(override: str) -> bool:
+    return _key(override).startswith(("hydra.", "hydra/"))
 
 
 def _key(override: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from qnmixer.errors import first_line
 from qnmixer.files import atomic_file, write_text
 from qnmixer.tracking.results import duration, read_results
 
@@ -28,25 +29,27 @@ class JobRow:
     error: str
 
 
-def rows_of(folder: Path, varying: list[str]) -> list[JobRow]:
-    """The jobs of a sweep that have begun, in their order."""
-    paths = (path.parent for path in folder.glob("**/results.json"))
-    return [_row(folder, job, varying) for job in sorted(paths, key=lambda path: (len(str(path)), str(path)))]
+def rows_of(folder: Path, jobs: list[str] | None, varying: list[str]) -> list[JobRow]:
+    """The jobs of a sweep in their order; None: all that have left something in its folder."""
+    if jobs is None:
+        paths = [path.parent for path in folder.glob("**/results.json")]
+        jobs = [str(path.relative_to(folder)) for path in sorted(paths, key=lambda path: (len(str(path)), str(path)))]
+    return [_row(folder / job, job, varying) for job in jobs]
 
 
-def _row(folder: Path, job: Path, varying: list[str]) -> JobRow:
-    results = read_results(job)
-    overrides = dict(o.lstrip("+").split("=", 1) for o in results["overrides"] if "=" in o)
+def _row(folder: Path, name: str, varying: list[str]) -> JobRow:
+    results = read_results(folder)
+    overrides = dict(o.lstrip("+").split("=", 1) for o in results.get("overrides", []) if "=" in o)
     monitor, best = next(iter(results.get("best", {}).items()), ("best", None))
     return JobRow(
-        name=str(job.relative_to(folder)),
+        name=name,
         values={key: overrides.get(key, "") for key in varying},
-        status=results["status"],
+        status=results.get("status", "not begun"),
         monitor=monitor,
         best=best,
         seconds=results.get("seconds"),
         peak_mib=results.get("memory", {}).get("peak"),
-        error=results.get("error", ""),
+        error=first_line(results.get("error", "")),
     )
 
 

@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import TypedDict
 
@@ -16,8 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.errors import ConfigError, SweepFailed
 from qnmixer.files import write_text
-from qnmixer.tracking.results import git_commit
-from qnmixer.tracking.runs import SWEEP, held
+from qnmixer.tracking.results import git_commit, read_results
+from qnmixer.tracking.runs import SWEEP, held, quoted
 from qnmixer.tracking.sweep_report import readable, rows_of, write_report
 
 FOLDER = "hydra.sweep.dir"
@@ -29,6 +30,7 @@ class Sweep(TypedDict):
     overrides: list[str]  # as they were given
     varying: list[str]  # keys of which not all jobs have the same value
     git_commit: str | None
+    jobs: list[str] | None  # folders of its jobs so far; None: of a launcher that does not say
 
 
 @contextmanager
@@ -43,21 +45,24 @@ def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
     ConfigError where a search would go the wrong way.
     """
     varying = _varying(overrides, config)
-    check_direction(config)
-    folder = next((Path(o.partition("=")[2]) for o in overrides if o.startswith(f"{FOLDER}=")), None)
-    folder = folder or Path("runs") / "sweeps" / _name(overrides, varying)
-    described: Sweep = {"overrides": overrides, "varying": varying, "git_commit": git_commit()}
+    _check(overrides, config)
+    given = any(override.startswith(f"{FOLDER}=") for override in overrides)
+    folder = Path(config.hydra.sweep.dir) if given else Path("runs") / "sweeps" / _name(overrides, varying)
+    described: Sweep = {"overrides": overrides, "varying": varying, "git_commit": git_commit(), "jobs": None}
     with held(folder):
-        write_text(folder / SWEEP, json.dumps(described, indent=2) + "\n")
+        _write(folder, described)
         error: Exception | None = None
         try:
-            yield f"{FOLDER}={folder}"
+            yield f"{FOLDER}={quoted(folder.absolute())}"  # a job may begin elsewhere
         except Exception as raised:  # as a search without any result does
             error = raised
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("interrupted; the same command goes on with what is not done") from None
         finally:
-            rows = rows_of(folder, varying)
+            rows = rows_of(folder, _read(folder)["jobs"], varying)
             write_report(folder, rows)
-        if failed := [row.name for row in rows if row.status != "done"]:
+        failed = [row.name for row in rows if row.status != "done"]
+        if failed or (error is None and not rows):
             raise SweepFailed(
                 f"{len(failed)} of {len(rows)} jobs did not end well: {', '.join(failed)} (see {folder}/sweep.md); "
                 "once that is mended, the same command goes on with them"
@@ -66,11 +71,39 @@ def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
             raise error
 
 
+def place_jobs(folder: Path, jobs: list[tuple[list[str], str]]) -> list[Path]:
+    """Where jobs are to run: where one with the same overrides has before, else as asked for or, if taken, numbered on.
+
+    A search that was mended draws other jobs than before from there on. Told to sweep.json.
+
+    Args:
+        folder: the sweep's.
+        jobs: overrides of each, and the name that its folder is to have.
+    """
+    sweep = _read(folder)
+    taken = {path.parent: read_results(path.parent).get("overrides") for path in sorted(folder.glob("**/results.json"))}
+    placed = [folder / name for name in sweep["jobs"] or []]
+    free = {path: overrides for path, overrides in taken.items() if path not in placed}
+    places = []
+    for overrides, name in jobs:
+        place = folder / name
+        if free.get(place) != overrides:
+            if same := next((path for path, its in free.items() if its == overrides), None):
+                place = same
+            elif place in taken or place in placed:
+                place = next(p for n in count() if (p := folder / str(n)) not in taken and p not in placed)
+        free.pop(place, None)
+        placed.append(place)
+        places.append(place)
+    _write(folder, sweep | {"jobs": [str(path.relative_to(folder)) for path in placed]})
+    return places
+
+
 def sweep_of(folder: Path) -> tuple[Path, Sweep] | None:
     """The sweep that a run folder is in, and its folder; None where the run is one by itself."""
     for parent in folder.absolute().parents:
         if (parent / SWEEP).is_file():
-            return parent, json.loads((parent / SWEEP).read_text())
+            return parent, _read(parent)
     return None
 
 
@@ -80,12 +113,21 @@ def name_of_job(sweep: Sweep, overrides: list[str]) -> str:
     return ", ".join(f"{key}={readable(value)}" for key, _, value in pairs if key in sweep["varying"])
 
 
-def check_direction(config: DictConfig) -> None:
-    """Raise ConfigError where a search would look for the worst."""
+def _check(overrides: list[str], config: DictConfig) -> None:
+    if any(override.startswith("resume=") for override in overrides):
+        raise ConfigError("resume= goes on with one run; a sweep goes on when its own command is given again")
     sweeper = config.hydra.sweeper
     wanted = "minimize" if config.monitor == "val/loss" else "maximize"
     if "direction" in sweeper and getattr(sweeper.direction, "name", sweeper.direction) != wanted:
         raise ConfigError(f"monitor={config.monitor} is to be {wanted}d: set hydra.sweeper.direction={wanted}")
+
+
+def _read(folder: Path) -> Sweep:
+    return json.loads((folder / SWEEP).read_text())
+
+
+def _write(folder: Path, sweep: Sweep) -> None:
+    write_text(folder / SWEEP, json.dumps(sweep, indent=2) + "\n")
 
 
 def _varying(overrides: list[str], config: DictConfig) -> list[str]:

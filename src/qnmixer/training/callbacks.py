@@ -14,6 +14,7 @@ from rich.console import Console
 from torch import Tensor
 
 from qnmixer.models.latent_bfgs import CurvaturePair
+from qnmixer.tracking.results import duration
 from qnmixer.training.evaluation import to_hu
 from qnmixer.training.metrics import psnr
 from qnmixer.training.module import Batch, ReconstructionModule
@@ -36,7 +37,7 @@ class ValidationLine(Callback):
         values, step = trainer.callback_metrics, trainer.global_step
         total, done = trainer.estimated_stepping_batches, step - self._first_step
         seconds = time.monotonic() - self._start
-        left = f" · {_duration(seconds / done * (total - step))} left" if done and math.isfinite(total) else ""
+        left = f" · {duration(seconds / done * (total - step))} left" if done and math.isfinite(total) else ""
         self.console.print(
             f"step {step}/{total} · val PSNR {values['val/psnr']:.2f} dB · SSIM {100 * values['val/ssim']:.2f} "
             f"· {1000 * seconds / max(1, done):.0f} ms a step, all included{left}",
@@ -113,9 +114,3 @@ def _curvature(pairs: tuple[CurvaturePair, ...]) -> dict[str, float]:
     cosines = torch.stack([pair.cosine for pair in pairs])
     skipped = torch.stack([pair.used == 0 for pair in pairs])
     return {"val/cosine_zs": float(cosines.mean()), "val/skipped_pairs": float(skipped.float().mean())}
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"

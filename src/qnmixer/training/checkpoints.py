@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 
 from qnmixer.config import Config, effective_batch, parse, to_plain
-from qnmixer.errors import CheckpointError, ConfigError
+from qnmixer.errors import CheckpointError, ConfigError, first_line
 from qnmixer.files import PART_SUFFIX, atomic_file, remove, replace, whole
 from qnmixer.parallel.fsdp import merge_shards
 from qnmixer.training.module import CHECKPOINT_KEY, ReconstructionModule
@@ -44,7 +44,7 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
         ) from error
     except Exception as error:  # bytes of another format can make the unpickler raise anything
         raise CheckpointError(
-            f"{path} cannot be read ({_first_line(error)}): it is damaged or no checkpoint"
+            f"{path} cannot be read ({first_line(error)}): it is damaged or no checkpoint"
         ) from error
     ours = checkpoint.get(CHECKPOINT_KEY) if isinstance(checkpoint, dict) else None
     if not isinstance(ours, dict) or "config" not in ours or "state_dict" not in checkpoint:
@@ -156,7 +156,3 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 def _load(path: Path) -> dict[str, Any]:
     """A file, or the folder with shards that strategy=fsdp leaves when asked to."""
     return merge_shards(path) if path.is_dir() else torch.load(path, map_location="cpu", weights_only=True)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

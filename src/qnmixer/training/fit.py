@@ -17,6 +17,7 @@ from rich.console import Console
 
 from qnmixer.config import Config, FewBatchesConfig, ProfileConfig, TrainerConfig, WandbConfig, effective_batch
 from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.data.sampler import EpochSampler
 from qnmixer.errors import OutOfMemory, Stopped
 from qnmixer.files import write_text
 from qnmixer.parallel.memory import apply_memory_mode
@@ -33,7 +34,7 @@ from qnmixer.tracking.loggers import (
     log_checkpoint,
 )
 from qnmixer.tracking.results import git_diff, going_on, read_results, results
-from qnmixer.tracking.runs import how_to_go_on
+from qnmixer.tracking.runs import goes_on, how_to_go_on
 from qnmixer.tracking.runs import recorded as overrides_of
 from qnmixer.training.callbacks import IteratePictures, ValidationLine
 from qnmixer.training.checkpoints import AtomicCheckpointIO, find_checkpoint, load_weights, resumable, steps_of
@@ -58,15 +59,12 @@ def fit(config: Config, folder: Path, overrides: list[str]) -> float:
     console = Console(quiet=rank() != 0)
     exit_code = FAILED
     record_kept: AbstractContextManager[dict[str, Any]]
-    goes_on = config.resume is not None and folder.resolve() in (
-        path := Path(config.resume).expanduser().resolve(),
-        *path.parents,
-    )
+    here = goes_on(folder, config.resume)
     recorded = overrides_of(folder, overrides)
-    record_kept = results(folder, recorded, goes_on) if rank() == 0 else nullcontext({})
+    record_kept = results(folder, recorded, here) if rank() == 0 else nullcontext({})
     with _stopping(folder), heeding(), record_kept as record:
         try:
-            best = _fit(config, folder, recorded, goes_on, console, record)
+            best = _fit(config, folder, recorded, here, console, record)
             exit_code = DONE
         except (KeyboardInterrupt, SystemExit):
             another_failed = at_once() or read_results(folder).get("status") == "failed"
@@ -82,7 +80,7 @@ def fit(config: Config, folder: Path, overrides: list[str]) -> float:
 
 
 def _fit(
-    config: Config, folder: Path, overrides: list[str], goes_on: bool, console: Console, record: dict[str, Any]
+    config: Config, folder: Path, overrides: list[str], here: bool, console: Console, record: dict[str, Any]
 ) -> float:
     _quieten()
     _leave_cores_to_workers(config)
@@ -91,20 +89,20 @@ def _fit(
     if config.finetune is not None:
         load_weights(module, Path(config.finetune))
     resumed = None if config.resume is None else resumable(config, Path(config.resume))
-    resumed_at = steps_of(resumed) if resumed is not None and goes_on else None
+    resumed_at = steps_of(resumed) if resumed is not None and here else None
     if resumed_at is not None and rank() == 0:
         going_on(folder, record, resumed_at)
     apply_memory_mode(module.network, config.memory)
     data = _build_data(config)
     data.setup("fit")
-    keeping = Keeping(folder / "checkpoints", config.monitor, config.trainer.save_every_n_steps, goes_on)
+    keeping = Keeping(folder / "checkpoints", config.monitor, config.trainer.save_every_n_steps, here)
     planner = Planner(config, module.projector)  # before training takes the projector to its device
     memory = MemoryMonitor(console, planner.devices(config)[0].footprint.peak / MIB if rank() == 0 else None)
     callbacks: list[Callback] = [keeping, ValidationLine(console), memory]
     if isinstance(config.debug, ProfileConfig):
         callbacks.append(Profile(folder / "profile", config.debug, console))
-    if rank() == 0 and (diff := git_diff()):
-        write_text(folder / CODE_DIFF, diff)
+    if rank() == 0:
+        _keep_diff(folder)
     trainer = build_trainer(config, folder, callbacks, console, overrides, resumed_at)
     _print_start(config, data, module, trainer, console)
     available = memory_of(trainer.strategy.root_device)
@@ -118,7 +116,8 @@ def _fit(
         module.projector.cpu()
         raise OutOfMemory(advice(planner, config, available)) from error
     finally:
-        record |= {"memory": memory.record(), "steps": trainer.global_step, "seconds": keeping.seconds}
+        record["memory"] = memory.record(record.get("memory"))
+        record |= {"steps": trainer.global_step, "seconds": keeping.seconds}
     if keeping.validated != trainer.global_step or keeping.best is None:  # score the last steps too
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
         with _interrupted_as_raised():
@@ -136,7 +135,9 @@ def _fit(
             title = title_of(config, config.data, "test")
             picture = write_evaluation(folder / "evaluation", evaluation, title, console)
             record["picture"] = str(picture)
-            samples = float(trainer.callback_metrics["samples"])
+            sampler = data.train_dataloader().sampler
+            assert isinstance(sampler, EpochSampler)
+            samples = float(sampler.samples_until(trainer.global_step))
             log_evaluation(trainer.loggers, evaluation, picture, trainer.global_step, samples)
     if isinstance(config.logger, WandbConfig) and config.logger.log_checkpoint:
         log_checkpoint(trainer.loggers, find_checkpoint(folder), {config.monitor: best})
@@ -211,6 +212,13 @@ def _stopping(folder: Path) -> Iterator[None]:
         if stop.together and dist.is_initialized():
             dist.barrier()
         raise Stopped(stop.number, how_to_go_on(folder), stop.together) from None
+
+
+def _keep_diff(folder: Path) -> None:
+    if diff := git_diff():
+        write_text(folder / CODE_DIFF, diff)
+    else:
+        (folder / CODE_DIFF).unlink(missing_ok=True)
 
 
 def _build_data(config: Config) -> SliceDataModule:

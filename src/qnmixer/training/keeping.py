@@ -18,7 +18,6 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from lightning.pytorch.trainer.states import TrainerFn
 
 from qnmixer.errors import Stopped
-from qnmixer.files import remove, whole
 from qnmixer.parallel.pipeline import PipelineStrategy
 from qnmixer.ranks import rank
 from qnmixer.stopping import be_patient, told
@@ -49,11 +48,8 @@ class Keeping(Checkpoint):
         self._random: dict[str, Any] | None = None  # as it was when the validation at hand began
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Connect the ranks, and make room: nobody is to go on from what another run left in the folder."""
+        """Connect the ranks."""
         self._ranks.connect()
-        if trainer.is_global_zero and not self.goes_on:
-            for name in ("best", "last"):
-                remove(whole(self.folder / f"{name}.ckpt"))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Go on exactly as it was, with the validation that was cut short first."""
@@ -104,9 +100,7 @@ class Keeping(Checkpoint):
         be_patient(False)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Put in what Lightning does not, and have the logs on the disk first."""
-        for logger in trainer.loggers:
-            logger.save()
+        """Put in what Lightning does not."""
         checkpoint[KEY] = {
             "monitor": self.monitor,
             "best": self.best,

@@ -163,9 +163,18 @@ class MemoryMonitor(Callback):
         peak = torch.tensor(self.peak_mib, device=pl_module.device)
         self.peak_mib = float(trainer.strategy.reduce(peak, reduce_op="max"))
 
-    def record(self) -> dict[str, float | None]:
-        """What results.json keeps, MiB; the step's figures are of this process, as a rule rank 0."""
-        return {"peak": self.peak_mib, "measured_step": self.measured_mib, "predicted_step": self.predicted_mib}
+    def record(self, before: dict[str, float | None] | None = None) -> dict[str, float | None]:
+        """What results.json keeps, MiB; the step's figures are of this process, as a rule rank 0.
+
+        Args:
+            before: what it has of a run that has been gone on with, maybe for no step more.
+        """
+        before = before or {}
+        return {
+            "peak": max(self.peak_mib, before.get("peak") or 0.0),
+            "measured_step": self.measured_mib or before.get("measured_step"),
+            "predicted_step": self.predicted_mib,
+        }
 
     def _read(self, pl_module: L.LightningModule) -> Usage:
         usage = read_usage(pl_module.device)
