@@ -43,9 +43,7 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
             "use one that qnmixer.train wrote"
         ) from error
     except Exception as error:  # bytes of another format can make the unpickler raise anything
-        raise CheckpointError(
-            f"{path} cannot be read ({first_line(error)}): it is damaged or no checkpoint"
-        ) from error
+        raise CheckpointError(f"{path} cannot be read ({first_line(error)}): it is damaged or no checkpoint") from error
     ours = checkpoint.get(CHECKPOINT_KEY) if isinstance(checkpoint, dict) else None
     if not isinstance(ours, dict) or "config" not in ours or "state_dict" not in checkpoint:
         raise CheckpointError(f"{path} is a checkpoint of another program: use one that qnmixer.train wrote")
