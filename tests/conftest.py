@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+# A shell ignores Ctrl-C for what it runs in the background, and so would every process that a test starts and stops.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # One thread a test process, set before torch is loaded: several of them on few cores would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
