@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# A shell ignores Ctrl-C for what it runs in the background, and so would every process that a test starts and stops.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 # One thread a test process, set before torch is loaded: several of them on few cores would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+
+# A shell ignores Ctrl-C for what it runs in the background, and so would every process that a test starts and stops.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TINY = [
     "data.image_size=16", "geometry.n_views=8", "geometry.n_detectors=24", "geometry.detector_pitch=40",
