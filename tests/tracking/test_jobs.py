@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -108,7 +110,7 @@ def test_a_job_that_could_not_say_how_it_ended_is_told_of(tmp_path: Path, monkey
         assert run_jobs([it], at_once=None, check=parse) == [None]
         assert objective(it.folder) is None
         assert read_results(it.folder)["status"] == "failed"
-        assert read_results(it.folder)["error"] == f"the job {error}"
+        assert read_results(it.folder)["error"] == f"the job {error}: see output.log"
 
 
 def test_a_bad_job_is_not_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,3 +118,28 @@ def test_a_bad_job_is_not_started(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert run_jobs([it], at_once=None, check=parse) == [None]
     assert read_results(it.folder)["error"].startswith("ConfigError: data.image_size=18 is not divisible by")
     assert "job 0: failed: data.image_size=18" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("program")
+def test_a_job_that_is_queued_again_ends_by_the_handler_that_queues_it(
+    tmp_path: Path,
+) -> None:
+    """As submitit has it: its own handler of SIGUSR2 leaves, and SIGTERM, which comes of that, is nothing to it."""
+    heard = []
+
+    def queue_again(number: int, _: object) -> None:
+        heard.append(number)
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise SystemExit(1)
+
+    before = [(n, signal.signal(n, h)) for n, h in ((signal.SIGUSR2, queue_again), (signal.SIGTERM, lambda *_: None))]
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+    it = job(tmp_path, 0, "trainer.accelerator=cpu")
+    try:
+        with pytest.raises(SystemExit):
+            run_jobs([it], parse)
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+    assert heard == [signal.SIGUSR2]
+    assert read_results(it.folder)["status"] == "interrupted"

@@ -72,22 +72,21 @@ def run_jobs(jobs: list[Job], check: Callable[[DictConfig], Config], at_once: in
     running: list[_Running] = []
     with _stopping(running):
         while waiting or running:
-            for it in running if limit == 1 else []:
-                it.echo()
-            for it in [it for it in running if it.process.poll() is not None]:
-                running.remove(it)
+            for it in [*running]:
+                code = it.process.poll()
                 if limit == 1:
                     it.echo()
-                _conclude(it.job, it.process.returncode)
+                if code is not None:
+                    running.remove(it)
+                    _conclude(it.job, code)
             taken = {gpu for it in running for gpu in it.gpus}
             free = [gpu for gpu in gpus if gpu not in taken]
             if waiting and len(running) < limit:
                 job, config = waiting[0]
                 needed = _n_gpus(config, len(gpus))
                 if needed <= len(free) or not running:  # a job that asks for more than there are says so itself
-                    running.append(
-                        _start(job, free[:needed], _threads(config, limit, len(gpus)) if limit > 1 else None)
-                    )
+                    n_threads = _threads(config, limit, len(gpus)) if limit > 1 else None
+                    running.append(_start(job, free[:needed], n_threads))
                     waiting.pop(0)
                     continue
             time.sleep(0.1)
@@ -153,7 +152,7 @@ def _n_gpus(config: Config, n_gpus: int) -> int:
 def _threads(config: Config, limit: int, n_gpus: int) -> int:
     """Threads of each process of a job, so that jobs that run side by side do not wait for each other's."""
     processes = n_gpus or limit * (config.trainer.devices or 1)
-    return max(1, len(os.sched_getaffinity(0)) // processes - config.data.num_workers)
+    return max(1, (os.cpu_count() or 1) // processes - config.data.num_workers)
 
 
 def _start(job: Job, gpus: list[str], n_threads: int | None) -> _Running:
@@ -186,7 +185,7 @@ def _conclude(job: Job, code: int) -> None:
     results = read_results(job.folder)
     if results.get("status") not in ("done", "failed", "interrupted") or (code and results["status"] == "done"):
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        amend(job.folder, job.overrides, status="failed", error=f"the job {how}")
+        amend(job.folder, job.overrides, status="failed", error=f"the job {how}: see {OUTPUT}")
     _say(f"{job.name}: {outcome(read_results(job.folder))}")
 
 
@@ -200,14 +199,15 @@ def _stopping(running: list[_Running]) -> Iterator[None]:
         told = number
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
+    # What is ignored stays so, as nohup has it, and submitit has handlers of its own, which queue the job again.
     before = {number: signal.getsignal(number) for number in _STOPPING}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, leave)
+    before = {n: handler for n, handler in before.items() if handler in (signal.SIG_DFL, signal.default_int_handler)}
+    for number in before:
+        signal.signal(number, leave)
     try:
         yield
     except BaseException:
-        for number in _STOPPING:  # the jobs are given their time, but for a second Ctrl-C
+        for number in before:  # the jobs are given their time, but for a second Ctrl-C
             if number != signal.SIGINT:
                 signal.signal(number, signal.SIG_IGN)
         for it in running:
