@@ -3,11 +3,15 @@
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
+
+if TYPE_CHECKING:
+    from qnmixer.tracking.jobs import Job
 
 
 class ProcessLauncher(Launcher):
@@ -30,7 +34,7 @@ class ProcessLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run these jobs, and wait for all of them."""
         from qnmixer.errors import ConfigError
-        from qnmixer.tracking.jobs import Job, run_jobs
+        from qnmixer.tracking.jobs import Job, run_jobs  # only here: Hydra loads this file for every command
         from qnmixer.tracking.sweeps import place_jobs
         from qnmixer.train import check
 
@@ -48,7 +52,10 @@ class ProcessLauncher(Launcher):
             for folder, (overrides, _), config in zip(folders, names, configs, strict=True)
         ]
         objectives = run_jobs(jobs, check, self.jobs_at_once)
-        return [
-            JobReturn(overrides=job.overrides, cfg=job.config, status=JobStatus.COMPLETED, _return_value=objective)
-            for job, objective in zip(jobs, objectives, strict=True)
-        ]
+        return [_returned(job, objective) for job, objective in zip(jobs, objectives, strict=True)]
+
+
+def _returned(job: "Job", objective: float | None) -> JobReturn:
+    returned = JobReturn(overrides=job.overrides, cfg=job.config, status=JobStatus.COMPLETED)
+    returned.return_value = objective
+    return returned

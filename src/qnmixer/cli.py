@@ -195,6 +195,8 @@ def explain(error: BaseException, config_name: str) -> str | None:
         return f"the disk is full{where}: free some space, or choose another folder (hydra.run.dir=…, output=…)"
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS):
         return f"no permission for {error.filename}: choose a place that you may use (hydra.run.dir=…, output=…)"
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return f"{str(error.filename)[:60]}… is too long a name: choose a shorter hydra.run.dir or hydra.sweep.subdir"
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for this
         return (
             f"out of memory ({str(error).splitlines()[0]}): lower data.batch_size, model.n_iterations or "

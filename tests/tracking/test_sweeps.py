@@ -60,7 +60,9 @@ def test_what_a_search_draws_varies(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     pytest.importorskip("optuna")
     monkeypatch.chdir(tmp_path)
     search = ["hydra/sweeper=search", "optimizer.lr=interval(1e-4,1e-2)", "model.channels=16,32"]
-    assert described(*search)[1] == ["optimizer.lr", "model.channels"]
+    folder, varying = described(*search)
+    assert varying == ["optimizer.lr", "model.channels"]
+    assert described(*search, "hydra.sweeper.n_trials=40")[0] == folder  # it only goes on for longer
     assert described(*search[:1], "+hydra.sweeper.params.seed='range(0,3)'")[1] == ["seed"]
     with pytest.raises(ConfigError, match=r"set hydra\.sweeper\.direction=minimize"):
         described(*search, "monitor=val/loss")
@@ -116,13 +118,16 @@ def test_a_job_runs_where_it_did_before(tmp_path: Path) -> None:
     begun(sweep_folder)
     assert [place.name for place in place_jobs(sweep_folder, [(["lr=1"], "0"), (["lr=3"], "1")])] == ["0", "3"]
     assert [place.name for place in place_jobs(sweep_folder, [(["lr=2"], "2"), (["lr=2"], "3")])] == ["2", "1"]
-    assert json.loads((sweep_folder / "sweep.json").read_text())["jobs"] == ["0", "3", "2", "1"]
+    assert json.loads((sweep_folder / "sweep.json").read_text())["jobs"] == {
+        "0": ["lr=1"], "3": ["lr=3"], "2": ["lr=2"], "1": ["lr=2"]
+    }  # fmt: skip
 
 
 def test_jobs_that_never_began_are_told_and_others_left_out(tmp_path: Path) -> None:
     write_jobs(tmp_path)
-    rows = rows_of(tmp_path, ["1", "3"], ["strategy"])
-    assert [(row.name, row.status) for row in rows] == [("1", "done"), ("3", "not begun")]
+    rows = rows_of(tmp_path, {"1": ["strategy=ddp"], "3": ["strategy=fsdp"]}, ["strategy"])
+    told = [(row.name, row.values["strategy"], row.status) for row in rows]
+    assert told == [("1", "ddp", "done"), ("3", "fsdp", "not begun")]
 
 
 def test_jobs_are_called_by_what_differs() -> None:

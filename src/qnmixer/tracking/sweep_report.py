@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,21 +30,21 @@ class JobRow:
     error: str
 
 
-def rows_of(folder: Path, jobs: list[str] | None, varying: list[str]) -> list[JobRow]:
-    """The jobs of a sweep in their order; None: all that have left something in its folder."""
+def rows_of(folder: Path, jobs: Mapping[str, list[str]] | None, varying: list[str]) -> list[JobRow]:
+    """The jobs of a sweep in their order, given as overrides by folder; None: all that have left something there."""
     if jobs is None:
         paths = [path.parent for path in folder.glob("**/results.json")]
-        jobs = [str(path.relative_to(folder)) for path in sorted(paths, key=lambda path: (len(str(path)), str(path)))]
-    return [_row(folder / job, job, varying) for job in jobs]
+        paths.sort(key=lambda path: (len(str(path)), str(path)))
+        jobs = {str(path.relative_to(folder)): read_results(path)["overrides"] for path in paths}
+    return [_row(folder / name, name, overrides, varying) for name, overrides in jobs.items()]
 
 
-def _row(folder: Path, name: str, varying: list[str]) -> JobRow:
-    results = read_results(folder)
-    overrides = dict(o.lstrip("+").split("=", 1) for o in results.get("overrides", []) if "=" in o)
+def _row(folder: Path, name: str, overrides: list[str], varying: list[str]) -> JobRow:
+    results, given = read_results(folder), dict(o.lstrip("+").split("=", 1) for o in overrides if "=" in o)
     monitor, best = next(iter(results.get("best", {}).items()), ("best", None))
     return JobRow(
         name=name,
-        values={key: overrides.get(key, "") for key in varying},
+        values={key: given.get(key, "") for key in varying},
         status=results.get("status", "not begun"),
         monitor=monitor,
         best=best,

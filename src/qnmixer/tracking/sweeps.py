@@ -30,7 +30,7 @@ class Sweep(TypedDict):
     overrides: list[str]  # as they were given
     varying: list[str]  # keys of which not all jobs have the same value
     git_commit: str | None
-    jobs: list[str] | None  # folders of its jobs so far; None: of a launcher that does not say
+    jobs: dict[str, list[str]] | None  # overrides of its jobs so far, by folder; None: of a launcher that does not say
 
 
 @contextmanager
@@ -62,7 +62,9 @@ def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
             rows = rows_of(folder, _read(folder)["jobs"], varying)
             write_report(folder, rows)
         failed = [row.name for row in rows if row.status != "done"]
-        if failed or (error is None and not rows):
+        if error is None and not rows:
+            raise SweepFailed(f"no job has left anything in {folder}: is it there for whoever ran them?")
+        if failed:
             raise SweepFailed(
                 f"{len(failed)} of {len(rows)} jobs did not end well: {', '.join(failed)} (see {folder}/sweep.md); "
                 "once that is mended, the same command goes on with them"
@@ -80,11 +82,12 @@ def place_jobs(folder: Path, jobs: list[tuple[list[str], str]]) -> list[Path]:
         folder: the sweep's.
         jobs: overrides of each, and the name that its folder is to have.
     """
-    sweep = _read(folder)
+    described = _read(folder)
     taken = {path.parent: read_results(path.parent).get("overrides") for path in sorted(folder.glob("**/results.json"))}
-    placed = [folder / name for name in sweep["jobs"] or []]
+    before = described["jobs"] or {}
+    placed = {folder / name for name in before}
     free = {path: overrides for path, overrides in taken.items() if path not in placed}
-    places = []
+    places: dict[Path, list[str]] = {}
     for overrides, name in jobs:
         place = folder / name
         if free.get(place) != overrides:
@@ -93,10 +96,11 @@ def place_jobs(folder: Path, jobs: list[tuple[list[str], str]]) -> list[Path]:
             elif place in taken or place in placed:
                 place = next(p for n in count() if (p := folder / str(n)) not in taken and p not in placed)
         free.pop(place, None)
-        placed.append(place)
-        places.append(place)
-    _write(folder, sweep | {"jobs": [str(path.relative_to(folder)) for path in placed]})
-    return places
+        placed.add(place)
+        places[place] = overrides
+    now = {str(place.relative_to(folder)): overrides for place, overrides in places.items()}
+    _write(folder, described | {"jobs": before | now})
+    return [*places]
 
 
 def sweep_of(folder: Path) -> tuple[Path, Sweep] | None:
@@ -138,7 +142,8 @@ def _varying(overrides: list[str], config: DictConfig) -> list[str]:
 
 
 def _name(overrides: list[str], varying: list[str]) -> str:
-    """Of the folder: the same for the same sweep, however many jobs of it may run at once and wherever."""
-    what = [o for o in overrides if not o.startswith(("hydra.launcher", "hydra/launcher"))]
+    """Of the folder: the same for the same sweep, wherever its jobs run, and for a search that is to be longer."""
+    no_matter = ("hydra.launcher", "hydra/launcher", "hydra.sweeper.n_trials")
+    what = [override for override in overrides if not override.startswith(no_matter)]
     digest = hashlib.sha256("\n".join(what).encode()).hexdigest()
     return "-".join([*(key.replace("/", ".").rpartition(".")[2] for key in varying), digest[:6]])
