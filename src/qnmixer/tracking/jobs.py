@@ -16,13 +16,13 @@ from omegaconf import DictConfig
 from qnmixer.config import Config
 from qnmixer.errors import ConfigError, UserError, first_line
 from qnmixer.ranks import die_with_parent
+from qnmixer.stopping import SIGNALS
 from qnmixer.tracking.results import amend, duration, git_commit, read_results
 from qnmixer.tracking.runs import quoted
 from qnmixer.tracking.sweeps import name_of_job, sweep_of
 
 # A job that is told to stop finishes its step and writes a checkpoint first.
 _SECONDS_TO_LEAVE = 60
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 OUTPUT = "output.log"
 
@@ -200,7 +200,7 @@ def _stopping(running: list[_Running]) -> Iterator[None]:
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     # What is ignored stays so, as nohup has it, and submitit has handlers of its own, which queue the job again.
-    before = {number: signal.getsignal(number) for number in _STOPPING}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     before = {n: handler for n, handler in before.items() if handler in (signal.SIG_DFL, signal.default_int_handler)}
     for number in before:
         signal.signal(number, leave)
