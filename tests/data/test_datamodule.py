@@ -1,3 +1,5 @@
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from qnmixer.data.config import DataConfig, DeepLesionData, DicomData, NumpyData
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler, Pick
 from qnmixer.errors import ConfigError, DataError
+from qnmixer.stopping import SIGNALS
 
 
 def phantoms(**options: Any) -> SliceDataModule:
@@ -237,3 +240,19 @@ def test_real_folder(real_ct: Path, tmp_path: Path) -> None:
     assert "train 20 slices of 1 patient, val 1 slices of 1 patient, test 1" in module.describe()
     for batch in module.train_dataloader():
         assert batch["image"].max() > 0.4
+
+
+@pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="this system sends its signals to the run alone")
+def test_workers_live_through_what_stops_their_run() -> None:
+    """It needs them for the step at hand, and SLURM or a terminal that goes signals them as well."""
+    batches: Any = iter(phantoms(n_train=64, batch_size=1, num_workers=1, prefetch_factor=1).train_dataloader())
+    next(batches)
+    (worker,) = batches._workers
+    for number in set(SIGNALS) - {signal.SIGTERM}:  # by which its own process ends it
+        os.kill(worker.pid, number)
+    for _ in range(5):
+        next(batches)
+    assert worker.is_alive()
+    os.kill(worker.pid, signal.SIGTERM)
+    worker.join(timeout=30)
+    assert worker.exitcode == 0

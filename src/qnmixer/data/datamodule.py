@@ -25,6 +25,7 @@ from qnmixer.data.slices import SliceSource, summarise_skipped
 from qnmixer.data.splits import PARTS, patients_of, split_slices
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.schema import check_bounds
+from qnmixer.stopping import SIGNALS
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ def _end_with_parent_only(_: int) -> None:
     The run needs it for the step at hand. Its own process ends it by SIGTERM too, and may.
     """
     if hasattr(signal, "sigwaitinfo"):
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         threading.Thread(target=_end_when_parent_says, args=(os.getppid(),), daemon=True).start()
 
 
