@@ -1,5 +1,7 @@
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -244,8 +246,16 @@ def test_real_folder(real_ct: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="this system sends its signals to the run alone")
 def test_workers_live_through_what_stops_their_run() -> None:
-    """It needs them for the step at hand, and SLURM or a terminal that goes signals them as well."""
+    """It needs them for the step at hand, and SLURM or a terminal that goes signals them as well.
+
+    Also with a thread that a library starts in every process that is forked: it would hear them first.
+    """
+    forking = True
+    os.register_at_fork(  # which cannot be taken back
+        after_in_child=lambda: forking and threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    )
     batches: Any = iter(phantoms(n_train=64, batch_size=1, num_workers=1, prefetch_factor=1).train_dataloader())
+    forking = False
     next(batches)
     (worker,) = batches._workers
     for number in set(SIGNALS) - {signal.SIGTERM}:  # by which its own process ends it

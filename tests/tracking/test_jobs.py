@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ PROGRAM = f"""#!{sys.executable}
 import json, os, pathlib, sys, time
 folder = pathlib.Path(sys.argv[-1].partition("=")[2])
 begin = time.monotonic()
+(folder / "begun").touch()
 time.sleep(0.5)
 (folder / "results.json").write_text(json.dumps({{
     "status": "done", "overrides": sys.argv[3:-1], "best": {{"val/psnr": 30.0}}, "seconds": 1,
@@ -133,8 +135,14 @@ def test_a_job_that_is_queued_again_ends_by_the_handler_that_queues_it(
         raise SystemExit(1)
 
     before = [(n, signal.signal(n, h)) for n, h in ((signal.SIGUSR2, queue_again), (signal.SIGTERM, lambda *_: None))]
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2)).start()
     it = job(tmp_path, 0, "trainer.accelerator=cpu")
+
+    def signal_when_begun() -> None:
+        while not (it.folder / "begun").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    threading.Thread(target=signal_when_begun, daemon=True).start()
     try:
         with pytest.raises(SystemExit):
             run_jobs([it], parse)

@@ -135,7 +135,7 @@ class SliceDataModule(LightningDataModule):
         if workers:
             only_with_workers = {"prefetch_factor": self.config.prefetch_factor, "persistent_workers": True}
         pin = torch.cuda.is_available() if self.config.pin_memory is None else self.config.pin_memory
-        return DataLoader(
+        return _Loader(
             dataset,
             batch_size=sampler.batch_size,
             sampler=sampler,
@@ -160,13 +160,26 @@ class SliceDataModule(LightningDataModule):
         return f"data={self.config.name}, {self.config.image_size} × {self.config.image_size}: {', '.join(counts)}"
 
 
-def _end_with_parent_only(_: int) -> None:
-    """Have a data worker live through the signals that stop a run: Ctrl-C and SLURM send them to all its processes.
+class _Loader(DataLoader[Any]):
+    """A loader whose workers live through the signals that stop a run: Ctrl-C and SLURM send them to all processes.
 
-    The run needs it for the step at hand. Its own process ends it by SIGTERM too, and may.
+    The run needs its workers for the step at hand. Its own process ends them by SIGTERM too, and may.
     """
+
+    def __iter__(self) -> Any:
+        if not hasattr(signal, "sigwaitinfo"):
+            return super().__iter__()
+        # Blocked before a worker begins, so that each of its threads is born so, whichever library starts it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            return super().__iter__()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_with_parent_only(_: int) -> None:
+    """Have a data worker end when its parent says so."""
     if hasattr(signal, "sigwaitinfo"):
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         threading.Thread(target=_end_when_parent_says, args=(os.getppid(),), daemon=True).start()
 
 
