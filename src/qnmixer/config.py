@@ -85,7 +85,7 @@ class QNMixerConfig:
     shared_regularizer: bool
     shared_step_size: bool
     data_term: str = one_of("fbp", "adjoint")
-    hessian: str = one_of("bfgs", "identity")
+    hessian: str = one_of("bfgs", "identity", "momentum")
     hessian_gradient: str = one_of("full", "detach")
 
 

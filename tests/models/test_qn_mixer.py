@@ -16,6 +16,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "strided latent": {"codec": "strided", "latent_channels": 1},
     "adjoint": {"data_term": "adjoint"},
     "first order": {"hessian": "identity"},
+    "momentum": {"hessian": "momentum"},
     "detached": {"hessian_gradient": "detach"},
     "one iteration": {"n_iterations": 1},
 }
@@ -141,6 +142,22 @@ def test_second_order_differs_from_first_order_from_the_second_step(projector: F
     assert not torch.allclose(a[2], b[2], rtol=1e-3)
 
 
+def test_momentum_is_the_heavy_ball(projector: FanBeamProjector) -> None:
+    """x_{t+1} = x_t − D(r_t) + β_t (x_t − x_{t−1}), with D linear; and from β = 0 it is first order."""
+    network, first = small(projector, hessian="momentum"), small(projector, hessian="identity")
+    y = projector(torch.rand(2, 1, 16, 16))
+    torch.testing.assert_close(network.iterates(y), first.iterates(y))
+    with torch.no_grad():
+        for t, beta in enumerate(network.momenta):
+            beta.fill_(0.3 + 0.2 * t)
+    x = [network.projector.fbp(y)] * 2
+    for t in range(network.n_iterations):
+        beta = network.momenta[t - 1] if t else 0.0
+        step = network.codec.decode(network.codec.encode(network.objective_gradient(t, x[-1], y)))
+        x.append(x[-1] - step + beta * (x[-1] - x[-2]))
+    torch.testing.assert_close(network.iterates(y), x[1:], rtol=1e-4, atol=1e-5)
+
+
 def test_gradcheck(projector: FanBeamProjector) -> None:
     """Numerical against analytic gradient in float64, through FBP, A, G, codec and H."""
     network = small(copy.deepcopy(projector), n_iterations=3, channels=4, n_mixer_layers=1).double()
@@ -187,7 +204,7 @@ def test_state_dict_holds_weights_only(projector: FanBeamProjector) -> None:
     [
         ({"latent_factor": 3}, "latent cells of 3"),
         ({"patch_size": 5}, "patches of 5"),
-        ({"hessian": "bgfs"}, "choose bfgs or identity"),
+        ({"hessian": "bgfs"}, "choose bfgs or identity or momentum"),
         ({"codec": "vq"}, "choose orthonormal or strided"),
     ],
 )

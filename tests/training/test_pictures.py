@@ -25,7 +25,7 @@ def pixels(path: Path) -> np.ndarray:
 
 def row(n: int, error: float = 0.0, size: int = 32) -> Row:
     truth = torch.zeros(size, size)
-    return Row("slice", truth, [Panel("20.00 dB", truth + error) for _ in range(n)])
+    return Row("slice", truth, [Panel(f"x{t}\n20.00 dB", truth + error) for t in range(n)])
 
 
 def test_a_slice_more_is_a_block_more_and_an_iteration_more_a_column(tmp_path: Path) -> None:
@@ -89,5 +89,5 @@ def test_titles_say_what_validation_measures(tiny_config: Callable[..., Config],
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(callbacks, "draw_iterates", lambda path, found: rows.extend(found))
         trainer.fit(ReconstructionModule(config), datamodule=SliceDataModule(config.data))
-    values = [float(row.panels[-1].title.removesuffix(" dB")) for row in rows]
+    values = [float(row.panels[-1].title.splitlines()[-1].removesuffix(" dB")) for row in rows]
     assert np.mean(values) == pytest.approx(float(trainer.callback_metrics["val/psnr"]), abs=0.01)

@@ -51,12 +51,15 @@ class QNMixer(UnrolledNetwork[QNState]):
         shared_regularizer: one G for all iterations (one J, as drawn) or one each (the author's other code).
         shared_step_size: one λ for all iterations, or one each.
         data_term: A† = "fbp" (author, field) or "adjoint", Aᵀ/‖A‖².
-        hessian: "bfgs", or "identity" for the first-order ablation (H_t = I).
+        hessian: "bfgs"; or, of first order, "identity" (H_t = I), and "momentum" (H_t = I, and s_t = −r_t + β_t s_{t−1}
+            with a learned β_t per iteration, from 0: the control that any gain of BFGS is to be held against, ours).
         hessian_gradient: "full" differentiates through H; "detach" treats its pairs as constants.
 
     Raises:
         ConfigError: the image does not divide into patches or latent cells, or an option is none of the above.
     """
+
+    title = "QN-Mixer"
 
     def __init__(
         self,
@@ -72,13 +75,13 @@ class QNMixer(UnrolledNetwork[QNState]):
         shared_regularizer: bool = True,
         shared_step_size: bool = True,
         data_term: Literal["fbp", "adjoint"] = "fbp",
-        hessian: Literal["bfgs", "identity"] = "bfgs",
+        hessian: Literal["bfgs", "identity", "momentum"] = "bfgs",
         hessian_gradient: Literal["full", "detach"] = "full",
     ) -> None:
         super().__init__(n_iterations)
         _check_choice("codec", codec, CODECS)
         _check_choice("data_term", data_term, ("fbp", "adjoint"))
-        _check_choice("hessian", hessian, ("bfgs", "identity"))
+        _check_choice("hessian", hessian, ("bfgs", "identity", "momentum"))
         _check_choice("hessian_gradient", hessian_gradient, ("full", "detach"))
         image_size = projector.geometry.image_size
         if image_size % latent_factor:
@@ -97,6 +100,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         self.step_sizes = nn.ParameterList(
             torch.full((1,), self._safe_step_size()) for _ in range(1 if shared_step_size else n_iterations)
         )
+        self.momenta = nn.ParameterList(torch.zeros(1) for _ in range(n_iterations - 1 if hessian == "momentum" else 0))
 
     def start(self, y: Tensor) -> QNState:
         """x₀ = FBP(y), and H₀ = I."""
@@ -119,6 +123,8 @@ class QNMixer(UnrolledNetwork[QNState]):
         r = r.to(x.dtype)  # H works in the precision of the image, whatever the autocast
         pairs = self._pairs(state, r)
         s = -apply_inverse_hessian(pairs, r)
+        if self.momenta and state.steps:
+            s = s + self.momenta[t - 1] * state.steps[-1].unit * state.steps[-1].length
         return QNState(state.x0, r if state.r0 is None else state.r0, (*state.steps, direction(s)), pairs)
 
     def objective_gradient(self, t: int, x: Tensor, y: Tensor) -> Tensor:
@@ -126,6 +132,13 @@ class QNMixer(UnrolledNetwork[QNState]):
         step_size = self.step_sizes[t % len(self.step_sizes)]
         regularizer = self.regularizers[t % len(self.regularizers)]
         return step_size * self._data_gradient(x, y) + regularizer(x)
+
+    def diagnostics(self, state: QNState) -> dict[str, Tensor]:
+        """Mean cos(z, s) and the share of pairs that the safeguard skipped: they tell trouble first."""
+        if not state.pairs:
+            return {}
+        skipped = torch.cat([pair.used == 0 for pair in state.pairs]).float()
+        return {"cosine_zs": torch.cat([pair.cosine for pair in state.pairs]).mean(), "skipped_pairs": skipped.mean()}
 
     def recomputed_parts(self) -> list[nn.Module]:
         """The stems of the inceptions: features of every pixel, of which only the first convolution has a use."""
@@ -137,7 +150,7 @@ class QNMixer(UnrolledNetwork[QNState]):
 
     def _pairs(self, state: QNState, r: Tensor) -> tuple[CurvaturePair, ...]:
         """The pairs that make H_t: those before, and (s_{t−1}, r_t − r_{t−1})."""
-        if self.hessian == "identity" or state.r0 is None:
+        if self.hessian != "bfgs" or state.r0 is None:
             return ()
         s, z = state.steps[-1], r - summed_changes(state.pairs, state.r0)
         if self.hessian_gradient == "detach":

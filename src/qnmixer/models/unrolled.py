@@ -17,6 +17,9 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
     offloading, a pipeline over devices) can be put in the place of `loop` from outside.
     """
 
+    title: str = "network"
+    """What tables and pictures call it."""
+
     def __init__(self, n_iterations: int) -> None:
         super().__init__()
         self.n_iterations = n_iterations
@@ -33,6 +36,10 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
     @abstractmethod
     def image(self, state: S) -> Tensor:
         """x_t [B, 1, H, W] of a state."""
+
+    def diagnostics(self, state: S) -> dict[str, Tensor]:
+        """Scalars of the last state that are worth a line in the log at each validation, by name."""
+        return {}
 
     def recomputed_parts(self) -> list[nn.Module]:
         """Parts whose inner features are large and cheap to build again; without random numbers."""

@@ -13,12 +13,13 @@ from lightning.pytorch.loggers import WandbLogger
 from rich.console import Console
 from torch import Tensor
 
-from qnmixer.models.latent_bfgs import CurvaturePair
 from qnmixer.tracking.results import duration
 from qnmixer.training.evaluation import to_hu
 from qnmixer.training.metrics import psnr
 from qnmixer.training.module import Batch, ReconstructionModule
 from qnmixer.training.pictures import Panel, Row, draw_iterates
+
+_MOST_SHOWN = 15  # iterates in a picture
 
 
 class ValidationLine(Callback):
@@ -75,8 +76,8 @@ class IteratePictures(Callback):
         with torch.no_grad(), trainer.precision_plugin.forward_context():
             trajectory = pl_module.network.trajectory(pl_module.measure(batch, "val"))
         if batch_idx == 0:
-            for name, value in _curvature(trajectory[-1][0].pairs).items():
-                pl_module.log(name, value, batch_size=1, on_step=False, on_epoch=True, sync_dist=True)
+            for name, value in pl_module.network.diagnostics(trajectory[-1][0]).items():
+                pl_module.log(f"val/{name}", value, batch_size=1, on_step=False, on_epoch=True, sync_dist=True)
         rows = _iterate_rows(batch, [image for _, image in trajectory])
         drawn = zip(batch["sample"].tolist(), batch["weight"].tolist(), rows, strict=True)
         self._rows |= {n: row for n, weight, row in drawn if weight and n < self.n_slices}
@@ -98,19 +99,11 @@ class IteratePictures(Callback):
 
 
 def _iterate_rows(batch: Batch, iterates: list[Tensor]) -> list[Row]:
-    """Each slice of a batch at every x_t."""
-    hu, truths = [to_hu(batch, x).cpu() for x in iterates], to_hu(batch, batch["image"]).cpu()
-    values = [psnr(x, batch["image"]).tolist() for x in iterates]
-    return [
-        Row(name, truths[b, 0], [Panel(f"{of[b]:.2f} dB", x[b, 0]) for of, x in zip(values, hu, strict=True)])
-        for b, name in enumerate(batch["name"])
-    ]
-
-
-def _curvature(pairs: tuple[CurvaturePair, ...]) -> dict[str, float]:
-    """Mean cos(z, s) and the share of pairs that the safeguard skipped."""
-    if not pairs:
-        return {}
-    cosines = torch.stack([pair.cosine for pair in pairs])
-    skipped = torch.stack([pair.used == 0 for pair in pairs])
-    return {"val/cosine_zs": float(cosines.mean()), "val/skipped_pairs": float(skipped.float().mean())}
+    """Each slice of a batch at every x_t, or at so many of them as a strip can show."""
+    truths = to_hu(batch, batch["image"]).cpu()
+    rows = [Row(name, truths[b, 0], []) for b, name in enumerate(batch["name"])]
+    for t in sorted({round(k * (len(iterates) - 1) / (_MOST_SHOWN - 1)) for k in range(_MOST_SHOWN)}):
+        hu = to_hu(batch, iterates[t]).cpu()
+        for b, (row, value) in enumerate(zip(rows, psnr(iterates[t], batch["image"]).tolist(), strict=True)):
+            row.panels.append(Panel(f"x{t}\n{value:.2f} dB", hu[b, 0]))
+    return rows

@@ -119,12 +119,15 @@ def title_of(trained: Config, data: DataConfig, split: str) -> str:
 def evaluate(
     module: ReconstructionModule, data: SliceDataModule, split: str, config: EvaluationConfig, device: torch.device
 ) -> Evaluation:
-    """Reconstruct every slice of a split by FBP and by the network, from the same noisy sinogram.
+    """Reconstruct every slice of a split by FBP and by the network (which may be FBP), from the same noisy sinogram.
 
     In a run of several processes each takes its share, and all get the whole.
     """
     module = module.to(device).eval()
-    methods: dict[str, Callable[[Tensor], Tensor]] = {"FBP": module.projector.fbp, "QN-Mixer": module.network}
+    methods: dict[str, Callable[[Tensor], Tensor]] = {
+        "FBP": module.projector.fbp,
+        module.network.title: module.network,
+    }
     drawn = _spread(len(data.dataset(split)), config.n_pictures)
     found: dict[int, tuple[list[ImageScore], Row | None]] = {}
     quiet = rank() != 0 or not Console().is_terminal
@@ -220,6 +223,8 @@ def _mean_and_deviation(values: list[float]) -> str:
 
 
 def _gain(evaluation: Evaluation) -> str:
+    if len(evaluation.methods) == 1:
+        return f"mean over {len(evaluation.scores)} images (data range 1)"
     first, last = evaluation.methods[0], evaluation.methods[-1]
     pairs = zip(evaluation.values(last, "psnr"), evaluation.values(first, "psnr"), strict=True)
     n = len(evaluation.values(last, "psnr"))

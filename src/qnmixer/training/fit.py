@@ -96,8 +96,10 @@ def _fit(
     data = _build_data(config)
     data.setup("fit")
     keeping = Keeping(folder / "checkpoints", config.monitor, config.trainer.save_every_n_steps, here)
+    learns = any(p.requires_grad for p in module.parameters())  # FBP and total variation have nothing to learn
     planner = Planner(config, module.projector)  # before training takes the projector to its device
-    memory = MemoryMonitor(console, planner.devices(config)[0].footprint.peak / MIB if rank() == 0 else None)
+    planned = planner.devices(config)[0].footprint.peak / MIB if learns and rank() == 0 else None
+    memory = MemoryMonitor(console, planned)
     callbacks: list[Callback] = [keeping, ValidationLine(console), memory]
     if isinstance(config.debug, ProfileConfig):
         callbacks.append(Profile(folder / "profile", config.debug, console))
@@ -108,7 +110,8 @@ def _fit(
     available = memory_of(trainer.strategy.root_device)
     try:
         with naming_nan_gradients() if config.debug.name == "anomaly" else nullcontext(), _interrupted_as_raised():
-            trainer.fit(module, datamodule=data, ckpt_path=resumed, weights_only=True)
+            if learns:
+                trainer.fit(module, datamodule=data, ckpt_path=resumed, weights_only=True)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -244,8 +247,8 @@ def _print_start(
     devices = f" × {t.devices} devices{nodes}" if config.strategy.name != "single" else ""
     last = f", the last of {n_slices % batch}" if n_slices % batch else ""
     console.print(
-        f"QN-Mixer, T = {config.model.n_iterations}, {n_parameters:,} parameters, on {trainer.strategy.root_device}"
-        f"{devices}, strategy {config.strategy.name}\n"
+        f"{module.network.title}, T = {module.network.n_iterations}, {n_parameters:,} parameters, "
+        f"on {trainer.strategy.root_device}{devices}, strategy {config.strategy.name}\n"
         f"{config.geometry.n_views} views × {config.geometry.n_detectors} detector bins, noise {config.noise.name}\n"
         f"{data.describe()}\n"
         f"batch {config.data.batch_size}{devices} × accumulation {t.accumulate_grad_batches} = {batch} slices "

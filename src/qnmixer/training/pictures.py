@@ -36,7 +36,7 @@ class Row:
 
     name: str
     truth: Tensor  # HU, [H, W]
-    panels: Sequence[Panel]
+    panels: list[Panel]
 
 
 def draw_comparison(path: Path, rows: Sequence[Row]) -> None:
@@ -55,7 +55,7 @@ def draw_comparison(path: Path, rows: Sequence[Row]) -> None:
 
 
 def draw_iterates(path: Path, rows: Sequence[Row]) -> None:
-    """For each slice a strip of x₀ … x_T and the truth, over a strip of their error maps. Writes a PNG."""
+    """For each slice a strip of iterates and the truth, over a strip of their error maps. Writes a PNG."""
     size, headings, gap, left, bar, right = 1.3, 0.42, 0.06, 0.3, 0.1, 0.75  # inches
     strip, block = size * (max(len(row.panels) for row in rows) + 1), headings + 2 * size + 2 * gap
     width, height = left + strip + gap + bar + right, block * len(rows)
@@ -70,7 +70,7 @@ def draw_iterates(path: Path, rows: Sequence[Row]) -> None:
         above, below = place(left, y, strip), place(left, y - gap - size, strip)
         hu = _show_strip(above, [*images, row.truth], DISPLAY_WINDOW, "gray", _short(row.name, 20))
         error = _show_strip(below, [*errors, row.truth * nan], (0.0, ERROR_LIMIT), "inferno", "error")
-        titles = [f"x{t}\n{panel.title}" for t, panel in enumerate(row.panels)] + ["truth\n"]
+        titles = [panel.title for panel in row.panels] + ["truth\n"]
         above.set_xticks(*_ticks(row.truth, titles), fontsize=8)
         figure.colorbar(hu, cax=place(left + strip + gap, y, bar), label="HU", ticks=(-500, 0, 500))
         figure.colorbar(error, cax=place(left + strip + gap, y - gap - size, bar), label="|error|, HU", ticks=(0, 100))
