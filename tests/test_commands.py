@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import os
 import shutil
 import signal
@@ -11,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from qnmixer.config import parse, parse_evaluate, parse_reconstruct
 from qnmixer.data.phantoms import phantom
 from qnmixer.data.writers import write_dicom
 from qnmixer.evaluate import evaluate
+from qnmixer.physics import FanBeamProjector
 from qnmixer.reconstruct import reconstruct
 from qnmixer.train import train
 from qnmixer.training.build import attenuation_per_value
@@ -866,3 +868,70 @@ def test_evaluation_refuses_a_noise_without_a_scale(tmp_path: Path) -> None:
     assert training(tmp_path / "run", "data.scaling=minmax").code == 0
     outcome = run("evaluate", f"run={tmp_path}/run", "noise=physical", f"hydra.run.dir={tmp_path}/evaluation")
     assert "data.scaling=attenuation" in outcome.error
+
+
+def test_missing_views_are_filled_in(noise_free: Path, measured: Measured, tmp_path: Path) -> None:
+    module = load_run(noise_free)
+    y = measured.y[0].copy()
+    y[5] = np.nan
+    np.save(tmp_path / "scan.npy", y)
+    options = ["kind=sinograms", "unit=value", "formats=[npy]"]
+    outcome = reconstruction(noise_free, tmp_path / "scan.npy", tmp_path / "out", *options)
+    assert outcome.code == 0, outcome.stderr
+    assert "1 of 8 views are missing" in outcome.stderr
+    y[5] = (y[4] + y[6]) / 2
+    for _ in range(3):
+        hu = hu_of(module, torch.from_numpy(y)[None, None])
+        with torch.no_grad():
+            y[5] = module.projector(torch.from_numpy((hu + 1000) / 3000)[None, None])[0, 0, 5].numpy()
+    np.testing.assert_allclose(np.load(tmp_path / "out" / "scan.npy"), hu, atol=1)
+    y[1] = y[2] = y[5] = np.nan
+    np.save(tmp_path / "scan.npy", y)
+    assert "5 measured views" in reconstruction(noise_free, tmp_path / "scan.npy", tmp_path / "out", *options).error
+
+
+def test_a_scan_by_another_detector_and_with_other_views(noise_free: Path, tmp_path: Path) -> None:
+    module = load_run(noise_free)
+    g = module.projector.geometry
+    pitch = g.detector_pitch / 2
+    other = replace(g, n_views=2 * VIEWS, n_detectors=2 * BINS, detector_pitch=pitch)
+    x = torch.from_numpy((np.clip(slice_hu(0, SIZE), -1000, 2000) + 1000) / 3000)[None, None].float()
+    np.save(tmp_path / "scan.npy", FanBeamProjector(other)(x)[0, 0].numpy())
+    options = [f"detector_pitch={pitch}", f"angle_span={2 * math.pi}", "unit=value", "formats=[npy]"]
+    outcome = reconstruction(noise_free, tmp_path / "scan.npy", tmp_path / "out", *options)
+    assert outcome.code == 0, outcome.stderr
+    hu = np.load(tmp_path / "out" / "scan.npy")
+    expected = hu_of(module, module.projector(x))
+    assert np.corrcoef(hu.ravel(), expected.ravel())[0, 1] > 0.97
+    assert "angle_span=" in reconstruction(noise_free, tmp_path / "scan.npy", tmp_path / "out", *options[:1]).error
+
+
+def test_matlab_scans(noise_free: Path, measured: Measured, tmp_path: Path) -> None:
+    io, g = pytest.importorskip("scipy.io"), load_run(noise_free).projector.geometry
+    parameters = {
+        "angles": np.degrees(g.angles()) + 45, "pixelSizePost": g.detector_pitch,
+        "distanceSourceOrigin": g.source_to_axis, "distanceSourceDetector": g.source_to_detector,
+    }  # fmt: skip
+    for k, p in enumerate(measured.y * measured.per_value):
+        io.savemat(tmp_path / f"{k}.mat", {"CtDataFull": {"sinogram": p, "parameters": parameters}})
+    parameters["distanceSourceOrigin"] = 2 * g.source_to_axis
+    io.savemat(tmp_path / "2.mat", {"CtDataFull": {"sinogram": p, "parameters": parameters}})
+    outcome = reconstruction(noise_free, tmp_path / "0.mat", tmp_path / "one", "formats=[npy]")
+    assert outcome.code == 0, outcome.stderr
+    outcome = reconstruction(noise_free, tmp_path, tmp_path / "out", "formats=[npy]", "kind=sinograms")
+    assert "2 reconstruction(s)" in outcome.stdout
+    assert "0.mat: its first view is at 45° from the run's" in outcome.stderr
+    assert "skipped" in outcome.stderr
+    for k, hu in enumerate(measured.hu):
+        np.testing.assert_allclose(np.load(tmp_path / "out" / f"{k}.npy"), hu, atol=1)
+
+
+def test_slices_are_simulated_as_in_the_training(tmp_path: Path) -> None:
+    assert training(tmp_path / "run", "data.simulation_factor=2", "test_after_training=false").code == 0
+    hu = slice_hu(3, 2 * SIZE)
+    np.save(tmp_path / "a.npy", hu)
+    assert reconstruction(tmp_path / "run", tmp_path / "a.npy", tmp_path / "out", "formats=[npy]").code == 0
+    module = load_run(tmp_path / "run").eval()
+    x = torch.from_numpy((np.clip(hu, -1000, 2000) + 1000) / 3000)[None, None].float()
+    y = module.project(x[:, :, ::2, ::2], fine=x)
+    np.testing.assert_allclose(np.load(tmp_path / "out" / "a.npy"), hu_of(module, y), atol=0.05)

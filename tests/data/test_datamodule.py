@@ -266,3 +266,61 @@ def test_workers_live_through_what_stops_their_run() -> None:
     os.kill(worker.pid, signal.SIGTERM)
     worker.join(timeout=30)
     assert worker.exitcode == 0
+
+
+@pytest.mark.parametrize("augment", [False, True])
+def test_fine_phantoms_are_the_same_phantoms(augment: bool) -> None:
+    plain = phantoms(n_train=4, batch_size=4, augment=augment, image_size=32)
+    finer = phantoms(n_train=4, batch_size=4, augment=augment, image_size=32, simulation_factor=2)
+    a, b = (next(iter(module.train_dataloader())) for module in (plain, finer))
+    assert "fine" not in a
+    assert torch.equal(a["image"], b["image"])
+    assert b["fine"].shape == (4, 1, 64, 64)
+    mean = torch.nn.functional.avg_pool2d(b["fine"], 2)
+    assert (mean - b["image"]).abs().mean() < 1e-3  # but for clipped values
+    assert (b["fine"] - mean.repeat_interleave(2, 2).repeat_interleave(2, 3)).abs().mean() > 3e-3
+
+
+@pytest.mark.parametrize("scaling", ["attenuation", "minmax"])
+def test_fine_slices_of_a_folder(tmp_path: Path, scaling: str) -> None:
+    rng = np.random.default_rng(0)
+    for k in range(3):
+        np.save(tmp_path / f"{k}.npy", rng.uniform(-1000, 1500, (64, 64)).astype(np.float32))
+
+    def batch(**options: Any) -> Any:
+        config = NumpyData(
+            root=str(tmp_path), image_size=16, num_workers=0, batch_size=3, split="all", scaling=scaling,
+            cache_dir=str(tmp_path / "cache"), **options,
+        )  # fmt: skip
+        module = SliceDataModule(config, first=2)
+        module.prepare_data()
+        return next(iter(module.test_dataloader()))
+
+    plain, finer = batch(), batch(simulation_factor=4)
+    assert torch.equal(plain["image"], finer["image"])
+    assert finer["fine"].shape == (2, 1, 64, 64)
+    for k in range(2):
+        hu = np.load(tmp_path / f"{k}.npy")
+        x = (hu - float(finer["hu_offset"][k])) / float(finer["hu_scale"][k])
+        np.testing.assert_allclose(finer["fine"][k, 0], np.clip(x, 0, 1), atol=1e-5)
+
+
+def test_phantoms_have_no_more_detail_than_twice_their_size() -> None:
+    with pytest.raises(ConfigError, match="simulation_factor=3 is too large: give 2 or less"):
+        phantoms(simulation_factor=3)
+
+
+@pytest.mark.parametrize("scaling", ["attenuation", "minmax"])
+def test_a_disc_at_the_lower_left(scaling: str) -> None:
+    size = 64
+    options: dict[str, Any] = {"image_size": size, "scaling": scaling, "batch_size": 2, "simulation_factor": 2}
+    plain, marked = (next(iter(phantoms(disc=disc, **options).test_dataloader())) for disc in (False, True))
+    for name, n in (("image", size), ("fine", 2 * size)):
+        changed = (plain[name] - marked[name]).abs() > 1e-6
+        rows, columns = torch.where(changed.any(dim=0)[0])
+        for place, centre in ((rows, 0.75), (columns, 0.25)):
+            assert abs(float(place.min() + place.max() + 1) / 2 / n - centre) < 1.5 / n
+            assert abs(float(place.max() - place.min() + 1) / n - 0.17) < 2.5 / n
+        x = marked[name][:, 0, round(0.75 * n), round(0.25 * n)]
+        torch.testing.assert_close(x, plain["image"].amax(dim=(1, 2, 3)), atol=1e-5, rtol=0)
+    assert torch.equal(plain["hu_scale"], marked["hu_scale"])

@@ -6,6 +6,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from qnmixer.config import Config
@@ -135,3 +136,48 @@ def test_the_schedule_runs_over_optimizer_steps(tiny_module: Build, tmp_path: Pa
     trainer = fitted(module, tmp_path, accumulate_grad_batches=2)
     assert trainer.global_step == 4
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0, abs=1e-9)
+
+
+def test_finer_images_bring_sinograms_nearer_to_the_truth(tiny_module: Build) -> None:
+    """Line integrals of a disc are known: 2√(r² − p²), p the ray's distance from its centre."""
+    module = tiny_module("geometry.n_detectors=48", "geometry.detector_pitch=20")
+    radius, centre = 110.3, (31.7, -21.9)  # mm
+
+    def disc(size: int) -> Tensor:
+        axis = (torch.arange(8 * size) + 0.5) / (8 * size) * 400 - 200
+        inside = (axis - centre[0]) ** 2 + (-axis[:, None] - centre[1]) ** 2 < radius**2
+        return torch.nn.functional.avg_pool2d(inside.float()[None, None], 8)
+
+    g = module.projector.geometry
+    beta, u = torch.from_numpy(g.angles())[:, None], torch.from_numpy(g.bin_positions())
+    along = torch.stack([-g.source_to_detector * beta.sin() + u * beta.cos(),
+                         g.source_to_detector * beta.cos() + u * beta.sin()])  # fmt: skip
+    to_centre = [centre[0] - g.source_to_axis * beta.sin(), centre[1] + g.source_to_axis * beta.cos()]
+    p = (along[0] * to_centre[1] - along[1] * to_centre[0]) / along.norm(dim=0)
+    truth = 2 * (radius**2 - p**2).clamp(min=0).sqrt()
+    image = disc(16)
+    errors = [float((module.project(image, x)[0, 0] - truth).norm() / truth.norm()) for x in (None, disc(64))]
+    assert errors[1] < 0.5 * errors[0]
+    assert errors[1] < 0.02
+
+
+def test_measurements_come_from_the_fine_images(tiny_module: Build) -> None:
+    plain, finer = (tiny_module("noise=field", f"data.simulation_factor={f}") for f in (1, 2))
+    keys = set(finer.state_dict())
+    a, b = batches(plain)[0], batches(finer)[0]
+    assert torch.equal(a["image"], b["image"])
+    y, other = plain.measure(a, "test"), finer.measure(b, "test")
+    assert other.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(finer.measure(b, "test"), other)
+    assert 1e-3 < (y - other).norm() / y.norm() < 0.1
+    averaged: Batch = {**b, "fine": b["image"].repeat_interleave(2, 2).repeat_interleave(2, 3)}
+    torch.testing.assert_close(finer.measure(averaged, "test"), y, rtol=1e-4, atol=1e-2)  # with the same noise
+    assert set(finer.state_dict()) == keys == set(plain.state_dict())
+
+
+def test_training_on_sinograms_of_fine_images(tiny_module: Build, tmp_path: Path) -> None:
+    module = tiny_module("data.simulation_factor=2", "data.disc=true")
+    trainer = fitted(module, tmp_path)
+    assert trainer.global_step == 4
+    assert all(torch.isfinite(p).all() for p in module.network.parameters())

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from qnmixer.errors import DataError
 from qnmixer.files import check_there
@@ -22,6 +23,10 @@ class DataConfig:
         scaling: "attenuation" (the same for every slice) or "minmax" (per slice, as in the paper).
         hu_max: HU that attenuation scaling maps to 1; −1000 maps to 0.
         augment: random flips and quarter turns of training slices.
+        simulation_factor: sinograms come from the slice on a grid that is so many times finer, so that nothing is
+            gained from simulating and reconstructing with one matrix; 1: from the slice itself, as in the field.
+            Phantoms have up to 2; files with fewer pixels than image_size · simulation_factor are upsampled.
+        disc: paste a bright disc into every slice, the paper's test out of distribution.
         seed: of phantoms, splits, order and augmentation.
     """
 
@@ -34,6 +39,8 @@ class DataConfig:
     scaling: str = one_of("attenuation", "minmax", default="attenuation")
     hu_max: float = number(above=-1000, default=2000.0)
     augment: bool = False
+    simulation_factor: int = number(at_least=1, default=1)
+    disc: bool = False
     seed: int = number(at_least=0, default=1)
 
 
@@ -49,6 +56,7 @@ class PhantomData(DataConfig):
     """
 
     name: str = "phantoms"
+    simulation_factor: int = number(at_least=1, at_most=2, default=1)  # they are painted at twice the image size
     n_train: int = number(at_least=1, default=1000)
     n_val: int = number(at_least=1, default=32)
     n_test: int = number(at_least=1, default=64)
@@ -105,6 +113,29 @@ class NumpyData(FolderData):
     """`.npy` files in HU: single slices [H, W] or stacks [N, H, W]; a patient is a subfolder, or else a file."""
 
     name: str = "numpy"
+
+
+@dataclass(kw_only=True)
+class CustomData(DataConfig):
+    """Slices of a user's own class, as `qnmixer.data.custom.CustomSource` takes it.
+
+    Attributes:
+        target: module.Class.
+        arguments: what it takes beside the part.
+    """
+
+    name: str = "custom"
+    target: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class AsTrained:
+    """For an evaluation: the run's own slices, but for what is not None here."""
+
+    name: str
+    simulation_factor: int | None = number(at_least=1)
+    disc: bool | None
 
 
 def check_data(config: DataConfig) -> None:

@@ -13,7 +13,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from qnmixer.data.cache import Reader, SliceCache, open_cache
-from qnmixer.data.config import DataConfig, DeepLesionData, DicomData, FolderData, NumpyData, PhantomData
+from qnmixer.data.config import CustomData, DataConfig, DeepLesionData, DicomData, FolderData, NumpyData, PhantomData
+from qnmixer.data.custom import CustomSource
 from qnmixer.data.dataset import Sample, SliceDataset, SliceView
 from qnmixer.data.deeplesion import DeepLesionReader
 from qnmixer.data.dicom import DicomReader
@@ -30,21 +31,23 @@ from qnmixer.stopping import SIGNALS
 
 @dataclass(frozen=True)
 class Part:
-    """Slices of train, val or test, and how many patients they show (0: not told)."""
+    """Slices of train, val or test, how many patients they show (0: not told), and the slices on a finer grid."""
 
     source: SliceSource
     n_patients: int
+    fine: SliceSource | None = None
 
     def first(self, n: int) -> "Part":
         """Its first slices only; whose they are is not counted."""
-        return Part(SliceView(self.source, list(range(min(n, len(self.source))))), 0)
+        indices = list(range(min(n, len(self.source))))
+        return Part(SliceView(self.source, indices), 0, self.fine and SliceView(self.fine, indices))
 
 
 class SliceDataModule(LightningDataModule):
     """Slices of one source, split into train, val and test; see `qnmixer.data.config` for what can be set.
 
     Batches are dicts: image [B, 1, S, S] float32, hu_offset [B], hu_scale [B], sample [B] int64, weight [B], name
-    (list of B).
+    (list of B), and fine [B, 1, f·S, f·S] with simulation_factor = f above 1.
     Training order and new phantoms follow the epoch; validation and test are the same every time and leave nothing out.
 
     Args:
@@ -64,18 +67,24 @@ class SliceDataModule(LightningDataModule):
     def prepare_data(self) -> None:
         """Decode files into the cache; Lightning calls it on one process of a machine."""
         if isinstance(self.config, FolderData) and not self.parts:
-            _open_folder(self.config)
+            for size in {self.config.image_size, self._fine_size}:
+                _open_folder(self.config, size)
 
     def setup(self, stage: str | None = None) -> None:
         """Find, split and describe the slices; does nothing the second time."""
         if not self.parts:
-            self.parts = _phantom_parts(self.config) if isinstance(self.config, PhantomData) else self._folder_parts()
+            if isinstance(self.config, PhantomData):
+                self.parts = _phantom_parts(self.config)
+            elif isinstance(self.config, CustomData):
+                self.parts = _custom_parts(self.config)
+            else:
+                self.parts = self._folder_parts()
             if self.first is not None:
                 self.parts = {name: part.first(self.first) for name, part in self.parts.items()}
 
     def _folder_parts(self) -> dict[str, Part]:
         assert isinstance(self.config, FolderData)
-        cache = _open_folder(self.config)
+        cache = _open_folder(self.config, self.config.image_size)
         if cache.skipped:
             rank_zero_warn(summarise_skipped(str(self.config.root), cache.skipped))
         if cache.hu_range[0] > -500:
@@ -88,18 +97,33 @@ class SliceDataModule(LightningDataModule):
             root_name=Path(str(self.config.root)).resolve().name,
         )
         split = split_slices(cache.infos, patients, self.config)
-        return {part: Part(SliceView(cache, split[part]), len({patients[i] for i in split[part]})) for part in PARTS}
+        fine = None if self.config.simulation_factor == 1 else _open_folder(self.config, self._fine_size)
+        return {
+            part: Part(
+                SliceView(cache, split[part]),
+                len({patients[i] for i in split[part]}),
+                fine and SliceView(fine, split[part]),
+            )
+            for part in PARTS
+        }
+
+    @property
+    def _fine_size(self) -> int:
+        return self.config.image_size * self.config.simulation_factor
 
     def dataset(self, part: str) -> SliceDataset:
         """Slices of train, val or test; DataError when there are none."""
         self.setup()
-        source = self.parts[part].source
+        source, fine = self.parts[part].source, self.parts[part].fine
         if not len(source):
             raise DataError(
-                f"data={self.config.name} has no slices for {part} with data.split=all; choose another split"
+                f"data={self.config.name} has no slices for {part}"
+                + (" with data.split=all; choose another split" if isinstance(self.config, FolderData) else "")
             )
         augment = self.config.augment and part == "train"
-        return SliceDataset(source, self.scaling, augment=augment, seed=self.config.seed)
+        return SliceDataset(
+            source, self.scaling, augment=augment, seed=self.config.seed, fine=fine, disc=self.config.disc
+        )
 
     def train_dataloader(self) -> DataLoader[Sample]:
         """Shuffled batches."""
@@ -192,24 +216,39 @@ def _end_when_parent_says(parent: int) -> None:
 def _phantom_parts(config: PhantomData) -> dict[str, Part]:
     """Endless phantoms to train on, fixed ones to validate and test."""
     lengths = {"train": config.n_train, "val": config.n_val, "test": config.n_test}
-    return {
-        part: Part(
-            PhantomSource(part, length, config.image_size, seed=config.seed, anatomy_share=config.anatomy_share),
-            0,
+
+    def source(part: str, fine: bool) -> PhantomSource:
+        return PhantomSource(
+            part,
+            lengths[part],
+            config.image_size,
+            seed=config.seed,
+            anatomy_share=config.anatomy_share,
+            fine=fine,
         )
-        for part, length in lengths.items()
-    }
+
+    finer = config.simulation_factor > 1
+    return {part: Part(source(part, fine=False), 0, source(part, fine=True) if finer else None) for part in lengths}
 
 
-def _open_folder(config: FolderData) -> SliceCache:
-    """The decoded slices of a folder source."""
+def _custom_parts(config: CustomData) -> dict[str, Part]:
+    size, factor = config.image_size, config.simulation_factor
+
+    def fine(part: str) -> CustomSource | None:
+        return CustomSource(config, part, factor * size) if factor > 1 else None
+
+    return {part: Part(CustomSource(config, part, size), 0, fine(part)) for part in PARTS}
+
+
+def _open_folder(config: FolderData, image_size: int) -> SliceCache:
+    """The decoded slices of a folder source, [image_size, image_size]."""
     if not config.root:
         raise ConfigError(f"data={config.name} needs data.root=FOLDER, the folder that holds the slices")
     cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else None
     return open_cache(
         _reader(config),
         Path(config.root).expanduser(),
-        config.image_size,
+        image_size,
         include=config.include,
         cache_dir=cache_dir,
     )

@@ -1,6 +1,6 @@
 """Slices as the network gets them: scaled, square, with the way back to HU."""
 
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -8,17 +8,23 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from qnmixer.data.sampler import Pick
-from qnmixer.data.scaling import Scaling
+from qnmixer.data.scaling import Scaling, scaled_like
 from qnmixer.data.slices import FloatArray, SliceSource
+
+_DISC_CENTRE, _DISC_RADIUS = (0.75, 0.25), 0.085
+"""Row and column, and radius, in widths of the image: from the paper's figure, the exact place inferred."""
+_SUBPIXELS = 8
 
 
 class Sample(TypedDict):
     """One slice: image [1, S, S] float32 in [0, 1]; HU = hu_offset + hu_scale · image; n; where it came from.
 
+    `fine`: the same [1, f·S, f·S] with the same offset and scale, to simulate from; only where there is one.
     `weight`: what it counts for in the loss or the metric; 0 for one that only fills a batch.
     """
 
     image: Tensor
+    fine: NotRequired[Tensor]
     hu_offset: Tensor
     hu_scale: Tensor
     sample: int
@@ -54,10 +60,22 @@ class SliceDataset(Dataset[Sample]):
         scaling: HU to [0, 1].
         augment: flip and turn by (seed, n).
         seed: of the augmentation.
+        fine: the same slices on a finer grid [f·S, f·S], as `fine` of the samples.
+        disc: paste a disc of the slice's largest value at its lower left.
     """
 
-    def __init__(self, source: SliceSource, scaling: Scaling, *, augment: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self,
+        source: SliceSource,
+        scaling: Scaling,
+        *,
+        augment: bool = False,
+        seed: int = 0,
+        fine: SliceSource | None = None,
+        disc: bool = False,
+    ) -> None:
         self.source, self.scaling, self.augment, self.seed = source, scaling, augment, seed
+        self.fine, self.disc = fine, disc
 
     def __len__(self) -> int:
         return len(self.source)
@@ -65,18 +83,43 @@ class SliceDataset(Dataset[Sample]):
     def __getitem__(self, item: Pick | int) -> Sample:
         n, weight = item if isinstance(item, Pick) else (item, 1.0)
         index = n if self.source.endless else n % len(self.source)
-        hu = self.source.load(index)
-        if self.augment:
-            hu = _flip_and_turn(hu, np.random.default_rng([self.seed, n, 0xF11B]))
+        hu = self._prepare(self.source.load(index), n)
+        brightest = float(hu.max())
+        if self.disc:
+            hu = paste_disc(hu, brightest)
         x, offset, scale = self.scaling.to_unit(hu)
-        return {
-            "image": torch.from_numpy(np.ascontiguousarray(x))[None],
+        sample: Sample = {
+            "image": _to_tensor(x),
             "hu_offset": torch.tensor(offset, dtype=torch.float32),
             "hu_scale": torch.tensor(scale, dtype=torch.float32),
             "sample": n,
             "weight": torch.tensor(weight, dtype=torch.float32),
             "name": self.source.name(index),
         }
+        if self.fine is not None:
+            hu = self._prepare(self.fine.load(index), n)
+            if self.disc:
+                hu = paste_disc(hu, brightest)
+            sample["fine"] = _to_tensor(scaled_like(hu, offset, scale))
+        return sample
+
+    def _prepare(self, hu: FloatArray, n: int) -> FloatArray:
+        """A slice as sample number n shows it."""
+        return _flip_and_turn(hu, np.random.default_rng([self.seed, n, 0xF11B])) if self.augment else hu
+
+
+def paste_disc(hu: FloatArray, value: float) -> FloatArray:
+    """A slice [S, S] with a disc of this value at its lower left; pixels on the rim get their share of it."""
+    size = len(hu)
+    axis = (np.arange(size * _SUBPIXELS) + 0.5) / (size * _SUBPIXELS)
+    row, column = (axis - centre for centre in _DISC_CENTRE)
+    inside = row[:, None] ** 2 + column**2 < _DISC_RADIUS**2
+    share = inside.reshape(size, _SUBPIXELS, size, _SUBPIXELS).mean(axis=(1, 3), dtype=np.float32)
+    return hu + share * (np.float32(value) - hu)
+
+
+def _to_tensor(x: FloatArray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(x))[None]
 
 
 def _flip_and_turn(hu: FloatArray, rng: np.random.Generator) -> FloatArray:

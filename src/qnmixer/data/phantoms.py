@@ -716,7 +716,7 @@ def _blur(image: FloatArray, weight: np.float32) -> FloatArray:
 
 
 def _body(size: int, rng: np.random.Generator, anatomy_share: float) -> FloatArray:
-    """Paint one body (or set of ellipses) at twice the size and average it down to [size, size]."""
+    """Paint one body (or set of ellipses) at twice the size, [2·size, 2·size]."""
     anatomy = rng.random() < anatomy_share
     close_up = rng.random() < 0.08
     zoom = float(rng.uniform(1.3, 2.2) if close_up else rng.uniform(0.92, 1.3))
@@ -739,11 +739,18 @@ def _body(size: int, rng: np.random.Generator, anatomy_share: float) -> FloatArr
         _ellipses(canvas)
         if rng.random() < 0.5:
             _tissue(canvas)
-    rows = canvas.hu[0::2] + canvas.hu[1::2]
+    return canvas.hu
+
+
+def halve(image: FloatArray) -> FloatArray:
+    """Mean of every 2 × 2 pixels; [2n, 2n] becomes [n, n]."""
+    rows = image[0::2] + image[1::2]
     return np.float32(0.25) * (rows[:, 0::2] + rows[:, 1::2])
 
 
-def phantom(size: int, *, seed: int, part: str, index: int, anatomy_share: float = 0.85) -> FloatArray:
+def phantom(
+    size: int, *, seed: int, part: str, index: int, anatomy_share: float = 0.85, fine: bool = False
+) -> FloatArray:
     """One random phantom [size, size] in HU.
 
     Args:
@@ -752,9 +759,15 @@ def phantom(size: int, *, seed: int, part: str, index: int, anatomy_share: float
         part: "train", "val" or "test"; their phantoms never coincide.
         index: which one of the part; any non-negative integer.
         anatomy_share: probability that it resembles a body, the rest are ellipses.
+        fine: give it as [2·size, 2·size]: outlines as they were painted, and the scanner's blur and noise the same in
+            every 2 × 2 pixels, so that their mean is the phantom of `size`.
     """
     rng = np.random.Generator(np.random.SFC64([seed, zlib.crc32(part.encode()), index]))
-    image = _scan(_body(size, rng, anatomy_share), rng)
+    body = _body(size, rng, anatomy_share)
+    averaged = halve(body)
+    image = _scan(averaged, rng)
+    if fine:
+        image = body + np.repeat(np.repeat(image - averaged, 2, axis=0), 2, axis=1)
     image = np.rot90(image, k=int(rng.choice(4, p=[0.6, 0.15, 0.1, 0.15])))
     return np.ascontiguousarray(image[:, ::-1] if rng.random() < 0.3 else image)
 
@@ -764,16 +777,25 @@ class PhantomSource:
 
     endless = True
 
-    def __init__(self, part: str, length: int, image_size: int, *, seed: int, anatomy_share: float) -> None:
+    def __init__(
+        self, part: str, length: int, image_size: int, *, seed: int, anatomy_share: float, fine: bool = False
+    ) -> None:
         self.part, self.length, self.image_size = part, length, image_size
-        self.seed, self.anatomy_share = seed, anatomy_share
+        self.seed, self.anatomy_share, self.fine = seed, anatomy_share, fine
 
     def __len__(self) -> int:
         return self.length
 
     def load(self, index: int) -> FloatArray:
-        """Phantom number index [S, S] in HU."""
-        return phantom(self.image_size, seed=self.seed, part=self.part, index=index, anatomy_share=self.anatomy_share)
+        """Phantom number index [S, S], or fine [2S, 2S], in HU."""
+        return phantom(
+            self.image_size,
+            seed=self.seed,
+            part=self.part,
+            index=index,
+            anatomy_share=self.anatomy_share,
+            fine=self.fine,
+        )
 
     def name(self, index: int) -> str:
         """Name for tables, as `test-phantom-00012`."""

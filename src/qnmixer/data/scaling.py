@@ -41,6 +41,11 @@ class MinMaxScaling:
         return ((hu - low) / scale).astype(np.float32, copy=False), low, scale
 
 
+def scaled_like(hu: FloatArray, offset: float, scale: float) -> FloatArray:
+    """x in [0, 1] by the (offset, scale) that `to_unit` gave for the same slice at another resolution."""
+    return np.clip((hu - np.float32(offset)) / np.float32(scale), 0, 1)
+
+
 def build_scaling(name: str, hu_max: float) -> Scaling:
     """Scaling by its name in the configuration."""
     if name == "attenuation":

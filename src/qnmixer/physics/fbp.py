@@ -69,12 +69,13 @@ def ramp_response(geometry: FanBeamGeometry, filter_name: str) -> np.ndarray:
     return response * FBP_WINDOWS[filter_name](np.linspace(0, 1, len(response)))
 
 
-def backprojection_matrix(geometry: FanBeamGeometry, n_views: int) -> ScanMatrix:
-    """Weighted pixel-driven back-projection of the first `n_views` views, as the transpose of the matrix returned.
+def backprojection_matrix(geometry: FanBeamGeometry) -> ScanMatrix:
+    """Weighted pixel-driven back-projection, held as its distinct views, as the transpose of the matrix returned.
 
     Each pixel takes from each view the filtered row where the ray through its centre meets the detector, linearly
     interpolated, times (source_to_axis / distance along the central ray)² and the angle between views.
     """
+    n_views = geometry.n_distinct_views
     angles = geometry.angles()[:n_views]
     size, n_detectors = geometry.image_size, geometry.n_detectors
     centres = (np.arange(size) - (size - 1) / 2) * geometry.pixel_size

@@ -121,6 +121,11 @@ class FanBeamGeometry:
         """Whether turning the image by 90° maps the set of views onto itself, so that a quarter of them tells all."""
         return self.is_full_turn and self.n_views % 4 == 0
 
+    @property
+    def n_distinct_views(self) -> int:
+        """How many of the first views tell all others by quarter turns of the image."""
+        return self.n_views // (4 if self.has_quarter_turn_symmetry else 1)
+
     def angles(self) -> np.ndarray:
         """Source angle β of each view in radians, float64 [V]."""
         return self.first_angle + self.angle_step * np.arange(self.n_views)

@@ -36,9 +36,8 @@ class FanBeamProjector(nn.Module):
         self.geometry = geometry
         self.fbp_filter = fbp_filter
         response = ramp_response(geometry, fbp_filter)
-        n_views = geometry.n_views // (4 if geometry.has_quarter_turn_symmetry else 1)
-        self._rays = system_matrix(geometry, n_views)
-        self._backprojection = backprojection_matrix(geometry, n_views)
+        self._rays = system_matrix(geometry)
+        self._backprojection = backprojection_matrix(geometry)
         self._filter = _RampFilter(torch.from_numpy(ray_weights(geometry)), torch.from_numpy(response))
         self._norms: dict[str, float] = {}
 

@@ -11,12 +11,12 @@ _ON_GRID = 1e-9
 """Pixels within which a crossing counts as exactly on a grid line."""
 
 
-def system_matrix(geometry: FanBeamGeometry, n_views: int) -> ScanMatrix:
-    """A for the first `n_views` views: rows are (view, bin), columns are pixels in row-major order, values in mm."""
+def system_matrix(geometry: FanBeamGeometry) -> ScanMatrix:
+    """A, held as its distinct views: rows are (view, bin), columns are pixels in row-major order, values in mm."""
     columns: list[np.ndarray] = []
     values: list[np.ndarray] = []
     counts: list[np.ndarray] = []
-    origin, direction = _rays(geometry, n_views)
+    origin, direction = _rays(geometry)
     step = max(1, _CHUNK // geometry.image_size)
     for start in range(0, origin.shape[1], step):
         pixels, lengths, kept = _intersect(
@@ -29,12 +29,12 @@ def system_matrix(geometry: FanBeamGeometry, n_views: int) -> ScanMatrix:
     return ScanMatrix(geometry, row_starts, np.concatenate(columns), np.concatenate(values))
 
 
-def _rays(geometry: FanBeamGeometry, n_views: int) -> tuple[np.ndarray, np.ndarray]:
-    """Source and unit direction of each ray as (column, row) in pixels, float64 [2, n_views·D] each.
+def _rays(geometry: FanBeamGeometry) -> tuple[np.ndarray, np.ndarray]:
+    """Source and unit direction of each ray of the distinct views as (column, row) in pixels, float64 [2, rays] each.
 
     Pixel (row i, column j) covers [j, j + 1] × [i, i + 1]; rows grow downwards.
     """
-    beta = geometry.angles()[:n_views, None]
+    beta = geometry.angles()[: geometry.n_distinct_views, None]
     u = geometry.bin_positions()[None, :]
     sin, cos = np.sin(beta), np.cos(beta)
     to_bin = np.stack([-geometry.source_to_detector * sin + u * cos, -geometry.source_to_detector * cos - u * sin])

@@ -1,7 +1,8 @@
 """The LightningModule: the network, the measurement it is trained on, the loss."""
 
 import math
-from typing import Any, TypedDict
+from dataclasses import replace
+from typing import Any, NotRequired, TypedDict
 
 import lightning as L
 import torch
@@ -12,7 +13,10 @@ from torchmetrics import MeanMetric
 from qnmixer.config import Config, FSDPConfig, batch_of_replica, to_plain
 from qnmixer.parallel.fsdp import shard, whole
 from qnmixer.physics import FanBeamProjector
-from qnmixer.training.build import build_network, build_noise, build_projector
+from qnmixer.physics.rays import system_matrix
+from qnmixer.physics.scan import ScanMatrix
+from qnmixer.physics.sparse import apply_linear
+from qnmixer.training.build import build_geometry, build_network, build_noise, build_projector
 from qnmixer.training.losses import build_loss
 from qnmixer.training.metrics import psnr, ssim
 from qnmixer.training.optimizers import build_optimizer, learning_rate_factor
@@ -28,6 +32,7 @@ class Batch(TypedDict):
     """Collated samples of `SliceDataset`; HU = hu_offset + hu_scale · image."""
 
     image: Tensor  # [B, 1, S, S]
+    fine: NotRequired[Tensor]  # [B, 1, f·S, f·S], to simulate from; with data.simulation_factor = f above 1
     hu_offset: Tensor  # [B]
     hu_scale: Tensor  # [B]
     sample: Tensor  # [B], int64: epoch · length + index
@@ -45,6 +50,7 @@ class ReconstructionModule(L.LightningModule):
         self.network = build_network(config, self.projector)
         self.noise = build_noise(config)
         self.loss = build_loss(config.loss)
+        self._fine_matrix: ScanMatrix | None = None
         self.means = nn.ModuleDict()
         self._largest_norm: Tensor | float = 0.0
         self._step_loss: Tensor | float = 0.0
@@ -65,11 +71,27 @@ class ReconstructionModule(L.LightningModule):
 
     @torch.no_grad()
     def measure(self, batch: Batch, stream: str) -> Tensor:
-        """The noisy sinogram y [B, 1, V, D] of a batch; the same for a sample whatever the batch, rank or device."""
+        """The noisy sinogram y [B, 1, V, D] of a batch; the same for a sample whatever the batch, rank or device.
+
+        It is that of the fine images where there are any, so that no sinogram comes from the network's own matrix.
+        """
         if self.config.debug.name == "overfit" and stream == "val":
             stream = "train"  # the same slices are to be the same measurements
         keys = [(self.config.seed, STREAMS[stream], sample) for sample in batch["sample"].tolist()]
-        return self.noise(self.projector(batch["image"]), keys)
+        return self.noise(self.project(batch["image"], batch.get("fine")), keys)
+
+    def project(self, image: Tensor, fine: Tensor | None = None) -> Tensor:
+        """A x [B, 1, V, D] of images [B, 1, S, S], or rather, where there are any, of the same finer [B, 1, f·S, f·S].
+
+        The finer matrix, A alone, is built when the first are seen; it is no part of checkpoints.
+        """
+        if fine is None:
+            return self.projector(image)
+        if self._fine_matrix is None:
+            data = replace(self.config.data, image_size=fine.shape[-1])
+            self._fine_matrix = system_matrix(build_geometry(replace(self.config, data=data)))
+        matrix = self._fine_matrix.to(fine.device)
+        return apply_linear(fine, matrix, matrix.transpose)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss of one batch."""

@@ -1,0 +1,168 @@
+"""Measured sinograms, and how they are brought to the views and detector bins that a network was trained for."""
+
+import importlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qnmixer.data.slices import FloatArray
+from qnmixer.errors import DataError
+from qnmixer.physics import FanBeamGeometry
+
+_WIDEST_GAP = 4.0
+"""Steps between views over which one is interpolated: up to three missing in a row."""
+_FEWEST_VIEWS = 0.75
+"""Measured views, as a part of those that the network was trained for."""
+_NEAR = 0.75
+"""Steps between views: those of a scan with as many or more views are all nearer than half a step."""
+_AIR = 0.05
+"""Of the largest value: more at the end of a detector, and it cuts the object off."""
+_SAME = 1e-3
+"""Part of a step, or of a distance, that is no difference."""
+
+
+@dataclass(frozen=True)
+class ScanLayout:
+    """Where the rays of a sinogram [v, d] ran: flat detector, centred, in the convention of `FanBeamGeometry`.
+
+    Attributes:
+        angles: of each view in radians, [v].
+        detector_pitch: mm.
+        source_to_axis: mm.
+        source_to_detector: mm.
+    """
+
+    angles: npt.NDArray[np.float64]
+    detector_pitch: float
+    source_to_axis: float
+    source_to_detector: float
+
+
+def read_mat(path: Path) -> tuple[FloatArray, ScanLayout]:
+    """The sinogram [v, d] (−log of transmission) and the layout of a MATLAB file in the form of the Helsinki scans.
+
+    That is a struct with `sinogram` and `parameters` (angles in degrees, distances in mm, pixelSizePost), as HelTomo
+    takes and the Helsinki tomography challenge 2022 gives; its angles are those of ASTRA's `fanflat`.
+
+    Raises:
+        DataError: scipy is not there, or the file is not such a one.
+    """
+    try:
+        loadmat = importlib.import_module("scipy.io").loadmat
+    except ImportError as error:
+        raise DataError(f"{path}: .mat files are read by scipy: pip install scipy, or save the scan as .npy") from error
+    try:
+        content: dict[str, Any] = loadmat(path, simplify_cells=True)
+    except NotImplementedError as error:
+        raise DataError(f"{path} is of MATLAB 7.3: save it with -v7, or its sinogram as .npy") from error
+    except (ValueError, TypeError, OSError, EOFError) as error:
+        raise DataError(f"{path} cannot be read as a MATLAB file: save its sinogram as .npy") from error
+    found = [v for v in content.values() if isinstance(v, dict) and {"sinogram", "parameters"} <= v.keys()]
+    try:
+        sinogram, parameters = np.asarray(found[0]["sinogram"], np.float32), found[0]["parameters"]
+        layout = ScanLayout(
+            np.radians(np.atleast_1d(np.asarray(parameters["angles"], float))),
+            float(parameters["pixelSizePost"]),
+            float(parameters["distanceSourceOrigin"]),
+            float(parameters["distanceSourceDetector"]),
+        )
+    except (IndexError, KeyError, ValueError, TypeError) as error:
+        raise DataError(
+            f"{path} has no struct with sinogram and parameters (angles, pixelSizePost, distanceSourceOrigin, "
+            "distanceSourceDetector): save its sinogram as .npy"
+        ) from error
+    if sinogram.ndim != 2 or len(layout.angles) != len(sinogram) or parameters.get("distanceUnit", "mm") != "mm":
+        raise DataError(
+            f"{path}: its sinogram {list(sinogram.shape)} must be [views, bins] with {len(layout.angles)} angles, and "
+            "its distances in mm: save the sinogram as .npy"
+        )
+    return sinogram, layout
+
+
+def fit_scan(
+    sinogram: FloatArray, layout: ScanLayout, geometry: FanBeamGeometry, name: str
+) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
+    """A sinogram [v, d], rows of NaN for missing views, as `geometry` has it [V, D]; and which of these are missing.
+
+    Along the detector rows are interpolated linearly, or averaged where bins become wider. Views at angles that were
+    not measured are interpolated linearly between their neighbours, and missing if the nearest is not near. The first
+    view becomes that of the geometry, so the image comes out turned by the difference of the two angles.
+
+    Args:
+        sinogram: of any size.
+        layout: where its rays ran.
+        geometry: that of the network.
+        name: of the file, for errors.
+
+    Raises:
+        DataError: another distance of the source, an object cut off by the detector, too few views or too wide a gap.
+    """
+    missing = np.isnan(sinogram).all(axis=1)
+    if not np.isfinite(sinogram[~missing]).all():
+        raise DataError(f"{name} holds NaN or infinite values in part of a view: mend the dead bins (interpolate them)")
+    if abs(layout.source_to_axis / geometry.source_to_axis - 1) > _SAME:
+        raise DataError(
+            f"{name} was taken with the source {layout.source_to_axis:g} mm from the axis, the run was trained for "
+            f"{geometry.source_to_axis:g} mm: train with the geometry of the scanner"
+        )
+    if np.count_nonzero(~missing) < _FEWEST_VIEWS * geometry.n_views:
+        raise DataError(
+            f"{name} has {np.count_nonzero(~missing)} measured views, the run was trained for {geometry.n_views}: "
+            "train with geometry.n_views as measured"
+        )
+    rows = _fit_bins(sinogram[~missing], layout, geometry, name)
+    turned = math.copysign(1, geometry.angle_span) * (layout.angles - layout.angles[0])
+    return _fit_views(rows, turned[~missing], geometry, name)
+
+
+def _fit_bins(rows: FloatArray, layout: ScanLayout, geometry: FanBeamGeometry, name: str) -> FloatArray:
+    """Rows [v, d] at the slopes of the geometry's rays, [v, D]; air beyond their ends."""
+    n, pitch = rows.shape[1], layout.detector_pitch / layout.source_to_detector
+    wanted_pitch = geometry.detector_pitch / geometry.source_to_detector
+    wanted = geometry.bin_positions() / geometry.source_to_detector
+    if n == geometry.n_detectors and abs(pitch / wanted_pitch - 1) < _SAME:
+        return rows
+    ends = rows[:, [0, -1]].max()
+    if n * pitch < geometry.n_detectors * wanted_pitch * (1 - _SAME) and ends > _AIR * rows.max():
+        raise DataError(
+            f"{name}: its detector is narrower than that of the run, and cuts the object off: train with "
+            "geometry.n_detectors and geometry.detector_pitch as measured"
+        )
+    if wanted_pitch <= pitch:
+        centres = (np.arange(n) - (n - 1) / 2) * pitch
+        return np.stack([np.interp(wanted, centres, row, left=0, right=0) for row in rows]).astype(np.float32)
+    edges = (np.arange(n + 1) - n / 2) * pitch
+    sums = np.pad(np.cumsum(rows * pitch, axis=1, dtype=np.float64), ((0, 0), (1, 0)))
+    left, right = (
+        np.stack([np.interp(wanted + half, edges, row) for row in sums])
+        for half in (-wanted_pitch / 2, wanted_pitch / 2)
+    )
+    return ((right - left) / wanted_pitch).astype(np.float32)
+
+
+def _fit_views(
+    rows: FloatArray, angles: npt.NDArray[np.float64], geometry: FanBeamGeometry, name: str
+) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
+    """Rows [v, D] at angles from the first view on, as the geometry's views [V, D]; and which of them are missing."""
+    turn = 2 * np.pi
+    order = np.argsort(angles % turn)
+    at = np.concatenate([(angles % turn)[order] + k * turn for k in (-1, 0, 1)])
+    step = abs(geometry.angle_step)
+    wanted = np.arange(geometry.n_views) * step
+    after = np.searchsorted(at, wanted, side="right")
+    low, high = at[after - 1], at[after]
+    nearest = np.minimum(wanted - low, high - wanted)
+    if (wide := (nearest > _SAME * step) & (high - low > (_WIDEST_GAP + _SAME) * step)).any():
+        raise DataError(
+            f"{name} has no views near {np.count_nonzero(wide)} of the {geometry.n_views} that the run was trained "
+            f"for (the first is number {int(np.flatnonzero(wide)[0])}), and only gaps between views can be filled, of "
+            f"up to {_WIDEST_GAP * np.degrees(step):.3g}°: train with geometry.n_views and geometry.angle_span as "
+            "measured"
+        )
+    weight = ((wanted - low) / (high - low)).astype(np.float32)[:, None]
+    before, behind = (rows[order[k % len(order)]] for k in (after - 1, after))
+    return (1 - weight) * before + weight * behind, nearest > _NEAR * step
