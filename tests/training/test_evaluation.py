@@ -9,12 +9,13 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from qnmixer.config import EvaluationConfig
+from qnmixer.config import Config, EvaluationConfig
 from qnmixer.data.config import PhantomData
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.training.evaluation import Evaluation, ImageScore, _spread, evaluate, to_hu, write_evaluation
 from qnmixer.training.metrics import psnr, ssim, to_window
 from qnmixer.training.module import ReconstructionModule
+from qnmixer.training.page import PageMethod, PageSlice
 from qnmixer.training.pictures import Panel, Row, draw_comparison
 
 WINDOW = [-160.0, 240.0]
@@ -63,6 +64,8 @@ def test_pictures_are_of_slices_spread_over_the_split(module: ReconstructionModu
     evaluation, data = measured(module, batch_size=2)
     names = [data.dataset("test").source.name(i) for i in range(5)]
     assert [row.name for row in evaluation.rows] == [names[i] for i in sorted(_spread(5, 2))]
+    T = module.network.n_iterations
+    assert [[len(m.iterates) for m in of.methods] for of in evaluation.slices] == [[1, T + 1]] * 2
     for row in evaluation.rows:
         assert [panel.title.splitlines()[0] for panel in row.panels] == ["FBP", "QN-Mixer"]
         assert row.truth.min() >= -1000
@@ -94,8 +97,8 @@ def scores() -> Evaluation:
               "QN-Mixer": [(30.5, 90.0, 21.0, 80.0), (31.0, 92.0, 22.0, 82.0)]}  # fmt: skip
     by_slice = [ImageScore(f"a,{i}.dcm", method, *rows[i]) for i in range(2) for method, rows in values.items()]
     picture = torch.zeros(16, 16)
-    rows = [Row(f"a,{i}.dcm", picture, [Panel(method, picture) for method in values]) for i in range(2)]
-    return Evaluation(by_slice, rows)
+    slices = [PageSlice(f"a,{i}.dcm", picture, [PageMethod(method, [picture]) for method in values]) for i in range(2)]
+    return Evaluation(by_slice, slices)
 
 
 def test_means(scores: Evaluation) -> None:
@@ -103,11 +106,13 @@ def test_means(scores: Evaluation) -> None:
     assert scores.means()["QN-Mixer"]["psnr"] == 30.75
 
 
-def test_tables_hold_the_scores(scores: Evaluation, tmp_path: Path) -> None:
+def test_tables_hold_the_scores(scores: Evaluation, tiny_config: Callable[..., Config], tmp_path: Path) -> None:
     with Console(quiet=True) as console:
-        picture = write_evaluation(tmp_path, scores, "two slices", console)
+        picture = write_evaluation(tmp_path, scores, "two slices", tiny_config(), console)
     assert picture == tmp_path / "picture.png"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["images.csv", "picture.png", "table.csv", "table.md"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "images.csv", "page.html", "picture.png", "table.csv", "table.md",
+    ]  # fmt: skip
     with (tmp_path / "images.csv").open(newline="") as stream:
         images = list(csv.DictReader(stream))
     assert len(images) == 4
@@ -133,9 +138,9 @@ def test_tables_hold_the_scores(scores: Evaluation, tmp_path: Path) -> None:
     assert {line.count("|") for line in table} == {6}
 
 
-def test_one_slice_has_no_deviation(scores: Evaluation, tmp_path: Path) -> None:
-    one = Evaluation(scores.scores[:2], scores.rows[:1])
-    write_evaluation(tmp_path, one, "one", Console(quiet=True))
+def test_one_slice_has_no_deviation(scores: Evaluation, tiny_config: Callable[..., Config], tmp_path: Path) -> None:
+    one = Evaluation(scores.scores[:2], scores.slices[:1])
+    write_evaluation(tmp_path, one, "one", tiny_config(), Console(quiet=True))
     assert "20.00 ± 0.00" in (tmp_path / "table.csv").read_text()
 
 

@@ -2,10 +2,12 @@
 
 import csv
 import io
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,19 +18,24 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from qnmixer.config import Config, EvaluateConfig, EvaluationConfig, check_noise
-from qnmixer.data.config import DataConfig, FolderData
+from qnmixer.config import Config, EvaluateConfig, EvaluationConfig, check_noise, to_plain
+from qnmixer.data.config import AsTrained, DataConfig, FolderData
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import CheckpointError
 from qnmixer.files import write_text
+from qnmixer.models import UnrolledNetwork
 from qnmixer.ranks import rank
-from qnmixer.tracking.results import results
+from qnmixer.schema import check_bounds
+from qnmixer.tracking.loggers import device_name
+from qnmixer.tracking.results import git_commit, results, versions
 from qnmixer.training.build import build_noise, choose_device
 from qnmixer.training.checkpoints import load_run
 from qnmixer.training.metrics import psnr, ssim, to_window
 from qnmixer.training.module import Batch, ReconstructionModule
+from qnmixer.training.page import PageMethod, PageSlice, PageTable, write_page
 from qnmixer.training.pictures import Panel, Row, draw_comparison
 
+_MOST_ITERATIONS = 50  # whose images a page has room for
 METRICS = {"psnr": "PSNR, dB", "ssim": "SSIM × 100", "window_psnr": "PSNR in window", "window_ssim": "SSIM in window"}
 
 
@@ -46,10 +53,19 @@ class ImageScore:
 
 @dataclass
 class Evaluation:
-    """All scores of a split, and the first slices for a picture."""
+    """All scores of a split, and some of its slices to look at."""
 
     scores: list[ImageScore]
-    rows: list[Row]
+    slices: list[PageSlice]
+
+    @property
+    def rows(self) -> list[Row]:
+        """The slices as a picture has them: what each method ends with."""
+        return [
+            Row(of.name, of.truth, [Panel(f"{m.name}\n{m.caption}", m.iterates[-1]) for m in of.methods])
+            for of in self.slices
+            if of.truth is not None
+        ]
 
     def values(self, method: str, metric: str) -> list[float]:
         """One metric of one method, over the images."""
@@ -73,7 +89,11 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
     console = Console()
     module = load_run(Path(config.run), config.checkpoint)
     trained = module.config
-    data = trained.data if config.data is None else _other_slices(config.data, trained, overrides)
+    data = (
+        _as_trained(config.data, trained.data)
+        if isinstance(config.data, AsTrained)
+        else other_slices(config.data, trained, overrides)
+    )
     if config.noise is not None:
         check_noise(config.noise, trained.data.scaling)
         trained.noise = config.noise
@@ -83,12 +103,20 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
         evaluation = evaluate(module, SliceDataModule(data), config.split, config.evaluation, device)
         record[config.split] = evaluation.means()
         title = title_of(trained, data, config.split)
-        record["picture"] = str(write_evaluation(folder, evaluation, title, console))
-    console.print(f"picture: {record['picture']}", soft_wrap=True)
+        record["picture"] = str(write_evaluation(folder, evaluation, title, trained, console))
+    console.print(f"picture: {record['picture']}\nto look through: {folder / 'page.html'}", soft_wrap=True)
     return evaluation
 
 
-def _other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> DataConfig:
+def _as_trained(changed: AsTrained, data: DataConfig) -> DataConfig:
+    """The run's own slices, but for what an evaluation may ask of them."""
+    changes = {key: value for key, value in vars(changed).items() if key != "name" and value is not None}
+    data = replace(data, **changes)
+    check_bounds("data.", data)
+    return data
+
+
+def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> DataConfig:
     """Slices that the run was not trained on, as its network needs them; all of them, unless told otherwise."""
     pairs = (override.lstrip("+").split("=", 1) for override in overrides if "=" in override)
     given = {key for key, _ in pairs}
@@ -101,7 +129,8 @@ def _other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> Da
     data = replace(data, **fixed, seed=trained.data.seed)
     if isinstance(data, FolderData) and "data.split" not in given:
         if isinstance(trained.data, FolderData) and _folder(data) == _folder(trained.data):
-            return trained.data  # or slices that it was trained on would be measured
+            # or slices that it was trained on would be measured
+            return replace(trained.data, simulation_factor=data.simulation_factor, disc=data.disc)
         return replace(data, split="all")
     return data
 
@@ -113,7 +142,9 @@ def _folder(data: FolderData) -> Path:
 def title_of(trained: Config, data: DataConfig, split: str) -> str:
     """What a table is about."""
     slices = "all slices" if isinstance(data, FolderData) and data.split == "all" else f"{split} split"
-    return f"{slices} of {data.name}, {trained.geometry.n_views} views, noise {trained.noise.name}"
+    finer = f", simulated on a {data.simulation_factor} times finer grid" if data.simulation_factor > 1 else ""
+    disc = ", with a bright disc" if data.disc else ""
+    return f"{slices} of {data.name}{disc}, {trained.geometry.n_views} views{finer}, noise {trained.noise.name}"
 
 
 def evaluate(
@@ -129,28 +160,42 @@ def evaluate(
         module.network.title: module.network,
     }
     drawn = _spread(len(data.dataset(split)), config.n_pictures)
-    found: dict[int, tuple[list[ImageScore], Row | None]] = {}
+    found: dict[int, tuple[list[ImageScore], PageSlice | None]] = {}
     quiet = rank() != 0 or not Console().is_terminal
     for host_batch in track(data.loader(split), description="evaluating", transient=True, disable=quiet):
         batch: Batch = move_data_to_device(host_batch, device)
+        numbers, weights = batch["sample"].tolist(), batch["weight"].tolist()
         with torch.no_grad():
             y = module.measure(batch, "test")
-            images = {name: method(y) for name, method in methods.items()}
-        scores = {name: _score(batch, name, image, config.window) for name, image in images.items()}
-        for b, (n, weight) in enumerate(zip(batch["sample"].tolist(), batch["weight"].tolist(), strict=True)):
-            row = None
-            if n in drawn:
-                hu = {method: to_hu(batch, image)[b, 0].cpu() for method, image in images.items()}
-                panels = [Panel(_caption(scores[method][b]), hu[method]) for method in methods]
-                row = Row(batch["name"][b], to_hu(batch, batch["image"])[b, 0].cpu(), panels)
+            images = {name: [method(y)] for name, method in methods.items()}
+            if drawn & {*numbers}:
+                images[module.network.title] = shown_iterates(module.network, y)
+        scores = {name: _score(batch, name, of[-1], config.window) for name, of in images.items()}
+        for b, (n, weight) in enumerate(zip(numbers, weights, strict=True)):
             if weight:
-                found[n] = [scores[method][b] for method in methods], row
+                of_slice = {name: of[b] for name, of in scores.items()}
+                found[n] = [*of_slice.values()], _slice(batch, b, images, of_slice) if n in drawn else None
     if dist.is_initialized():
-        shares: list[dict[int, tuple[list[ImageScore], Row | None]]] = [{}] * dist.get_world_size()
+        shares: list[dict[int, tuple[list[ImageScore], PageSlice | None]]] = [{}] * dist.get_world_size()
         dist.all_gather_object(shares, found)
         found = {n: of for share in shares for n, of in share.items()}
     in_order = [found[n] for n in sorted(found)]
-    return Evaluation([score for scores, _ in in_order for score in scores], [row for _, row in in_order if row])
+    return Evaluation([score for scores, _ in in_order for score in scores], [of for _, of in in_order if of])
+
+
+def shown_iterates(network: UnrolledNetwork[Any], y: Tensor) -> list[Tensor]:
+    """x₀ … x_T for a page to show; of a solver of hundreds of iterations x_T alone."""
+    return network.iterates(y) if network.n_iterations <= _MOST_ITERATIONS else [network(y)]
+
+
+def _slice(batch: Batch, b: int, images: dict[str, list[Tensor]], scores: dict[str, ImageScore]) -> PageSlice:
+    """One slice of a batch by all methods."""
+
+    def hu(image: Tensor) -> Tensor:
+        return to_hu(batch, image)[b, 0].cpu()
+
+    methods = [PageMethod(name, [hu(x) for x in of], _caption(scores[name])) for name, of in images.items()]
+    return PageSlice(batch["name"][b], hu(batch["image"]), methods)
 
 
 def _spread(n_images: int, n_pictures: int) -> set[int]:
@@ -164,8 +209,8 @@ def to_hu(batch: Batch, image: Tensor) -> Tensor:
     return batch["hu_offset"][:, None, None, None] + batch["hu_scale"][:, None, None, None] * image
 
 
-def write_evaluation(folder: Path, evaluation: Evaluation, title: str, console: Console) -> Path:
-    """Write table.csv, table.md, images.csv and picture.png into `folder`, print the table; returns the picture."""
+def write_evaluation(folder: Path, evaluation: Evaluation, title: str, config: Config, console: Console) -> Path:
+    """Write table.csv, table.md, images.csv, page.html and picture.png, print the table; returns the picture."""
     headings, body = _table(evaluation)
     gain = _gain(evaluation)
     write_text(folder / "table.csv", _csv([headings, *body]))
@@ -174,6 +219,13 @@ def write_evaluation(folder: Path, evaluation: Evaluation, title: str, console: 
     write_text(folder / "images.csv", _csv([list(vars(evaluation.scores[0])), *lines]))
     picture = folder / "picture.png"
     draw_comparison(picture, evaluation.rows)
+    made_by = {
+        "commit": git_commit() or "none",
+        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+        "hardware": device_name(config.trainer.accelerator),
+        "configuration": json.dumps(to_plain(config)),
+    }
+    write_page(folder / "page.html", title, [PageTable(title, headings, body, gain)], evaluation.slices, made_by)
 
     table = Table(*headings, title=title, caption=gain)
     for cells in body:
@@ -209,7 +261,7 @@ def _score(batch: Batch, method: str, image: Tensor, window: list[float]) -> lis
 
 
 def _caption(score: ImageScore) -> str:
-    return f"{score.method}\n{score.psnr:.2f} dB / {score.ssim:.2f}"
+    return f"{score.psnr:.2f} dB / {score.ssim:.2f}"
 
 
 def _table(evaluation: Evaluation) -> tuple[list[str], list[list[str]]]:

@@ -31,6 +31,7 @@ from qnmixer.tracking.loggers import (
     INTERRUPTED,
     build_loggers,
     close_loggers,
+    device_name,
     log_checkpoint,
 )
 from qnmixer.tracking.results import git_diff, going_on, read_results, results
@@ -84,6 +85,7 @@ def _fit(
 ) -> float:
     _quieten()
     _leave_cores_to_workers(config)
+    record |= {"device": device_name(config.trainer.accelerator), "threads": torch.get_num_threads()}
     L.seed_everything(config.seed, workers=True, verbose=False)
     module = ReconstructionModule(config)
     if config.finetune is not None:
@@ -136,7 +138,7 @@ def _fit(
         if trainer.is_global_zero:
             record["test"] = evaluation.means()
             title = title_of(config, config.data, "test")
-            picture = write_evaluation(folder / "evaluation", evaluation, title, console)
+            picture = write_evaluation(folder / "evaluation", evaluation, title, config, console)
             record["picture"] = str(picture)
             sampler = data.train_dataloader().sampler
             assert isinstance(sampler, EpochSampler)
