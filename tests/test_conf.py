@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from qnmixer.cli import CONF, compose
 from qnmixer.config import GROUPS, parse, parse_evaluate, parse_reconstruct
-from qnmixer.data.config import DeepLesionData, DicomData, NumpyData, PhantomData
+from qnmixer.data.config import AsTrained, CustomData, DeepLesionData, DicomData, NumpyData, PhantomData
 
 FILES = sorted(CONF.rglob("*.yaml"))
 ONLY_FOR_EVALUATE = {"as_trained"}
@@ -24,6 +24,8 @@ NEEDS = {
     ("strategy", "pipeline"): ["trainer.devices=2"],
     ("trainer", "torchrun"): ["strategy=ddp"],
     ("trainer", "slurm"): ["strategy=ddp"],
+    ("model", "custom"): ["model.target=collections.Counter"],  # whether it is a network is seen when it is built
+    ("data", "custom"): ["data.target=collections.Counter"],
 }
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 
@@ -78,14 +80,16 @@ def test_every_schema_can_be_chosen() -> None:
     assert {pair for pair in chosen if pair[0] in GROUPS and pair[1]} == schemas
 
 
-@pytest.mark.parametrize("schema", [PhantomData, DicomData, DeepLesionData, NumpyData], ids=lambda s: s.__name__)
+@pytest.mark.parametrize(
+    "schema", [PhantomData, DicomData, DeepLesionData, NumpyData, CustomData], ids=lambda s: s.__name__
+)
 def test_data_files_repeat_the_defaults_of_the_dataclasses(schema: Any) -> None:
     name = schema().name
-    values = OmegaConf.to_container(compose("train", with_root([f"data={name}"])).data)
+    values = OmegaConf.to_container(compose("train", with_root([f"data={name}"])).data, throw_on_missing=False)
     assert isinstance(values, dict)
     assert set(values) == {field.name for field in fields(schema)}
     for field in fields(schema):
-        if field.name in ("root", "seed"):
+        if field.name in ("root", "seed", "target"):
             continue
         default = field.default_factory() if field.default is MISSING else field.default  # type: ignore[misc]  # has one
         assert values[field.name] == default, f"{name}.{field.name}"
@@ -96,7 +100,7 @@ def test_data_files_repeat_the_defaults_of_the_dataclasses(schema: Any) -> None:
 def test_evaluate_composes_with_other_data_and_noise(data: str, noise: str) -> None:
     root = ["data.root=/ct"] if data == "dicom" else []
     config = parse_evaluate(compose("evaluate", ["run=runs/x", f"data={data}", f"noise={noise}", *root]))
-    assert (config.data is None) == (data == "as_trained")
+    assert isinstance(config.data, AsTrained) == (data == "as_trained")
     assert (config.noise is None) == (noise == "as_trained")
 
 

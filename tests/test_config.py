@@ -24,7 +24,7 @@ from qnmixer.config import (
     parse_reconstruct,
     to_plain,
 )
-from qnmixer.data.config import DeepLesionData, DicomData, NumpyData, PhantomData
+from qnmixer.data.config import AsTrained, DeepLesionData, DicomData, NumpyData, PhantomData
 from qnmixer.errors import ConfigError
 
 
@@ -41,7 +41,8 @@ def composed(config_name: str, *choices: str) -> DictConfig:
 
 def changed(*overrides: str, config_name: str = "train") -> DictConfig:
     """As Hydra would compose it, without composing again for every value (0.1 s each)."""
-    choices = [o for o in overrides if o.split("=")[0] in ("data", "noise", "loss", "optimizer", "schedule", "run")]
+    groups = ("data", "noise", "loss", "optimizer", "schedule", "model", "strategy", "run")
+    choices = [o for o in overrides if o.split("=")[0] in groups]
     values = OmegaConf.from_dotlist([override for override in overrides if override not in choices])
     config = composed(config_name, *choices).copy()
     OmegaConf.set_struct(config, False)
@@ -188,11 +189,32 @@ def test_lower_bounds(key: str) -> None:
         ("schedule=step", "schedule.factor", "0.1", "0"),
         ("data=dicom", "data.val_fraction", "0.2", "0"),
         ("data=dicom", "data.test_fraction", "0.2", "0"),
+        ("model=tv", "model.weight", "1e-9", "0"),
     ],
 )
 def test_lower_bounds_of_variants(choice: str, key: str, allowed: str, outside: str) -> None:
     parse(changed(choice, f"{key}={allowed}"))
     assert f"{key}={float(outside)} is too small" in refusal(choice, f"{key}={outside}")
+
+
+@pytest.mark.parametrize(
+    ("model", "key", "allowed", "outside"),
+    [
+        ("tv", "n_iterations", 1, 0),
+        ("fbpconvnet", "channels", 4, 3),
+        ("fbpconvnet", "depth", 1, 0),
+        ("learn", "n_iterations", 1, 0),
+        ("learn", "channels", 1, 0),
+        ("learned_primal_dual", "n_primal", 2, 1),
+        ("learned_primal_dual", "n_dual", 1, 0),
+        ("regformer", "n_heads", 1, 0),
+        ("regformer", "window_size", 2, 1),
+    ],
+)
+def test_lower_bounds_of_networks(model: str, key: str, allowed: int, outside: int) -> None:
+    parse(changed(f"model={model}", f"model.{key}={allowed}"))
+    refused = refusal(f"model={model}", f"model.{key}={outside}")
+    assert refused == f"model.{key}={outside} is too small: give {allowed} or more"
 
 
 @pytest.mark.parametrize(
@@ -293,6 +315,15 @@ def test_wrong_types_name_the_key(override: str) -> None:
         (["data.image_size=8", "model.patch_size=16"], ["choose data.image_size=16"]),
         (["model.channels=10"], ["model.channels=10", "multiple of 4"]),
         (["model.latent_channels=17"], ["model.latent_channels=17", "16", "model.latent_factor"]),
+        (
+            ["model=fbpconvnet", "data.image_size=24"],
+            ["not divisible by 16, as model.depth=4 needs", "data.image_size=16"],
+        ),
+        (["model=regformer", "data.image_size=30"], ["not divisible by model.window_size=8", "data.image_size=24"]),
+        (["model=regformer", "model.channels=64"], ["model.channels=64", "multiple of 6", "model.channels=66"]),
+        (["model=tv", "strategy=ddp", "trainer.devices=2"], ["model=tv has no weights", "strategy=single"]),
+        (["model=fbpconvnet", "strategy=pipeline", "trainer.devices=2"], ["model=fbpconvnet has 1", "ddp or fsdp"]),
+        (["model=learn", "strategy=pipeline", "trainer.devices=51"], ["51 stages", "model.n_iterations=50"]),
         (["trainer.devices=2"], ["trainer.devices=2", "strategy=ddp, fsdp or pipeline"]),
         (["finetune=a", "resume=b"], ["finetune", "resume"]),
         (["trainer.max_steps=-1"], ["never end", "trainer.max_steps", "trainer.max_epochs"]),
@@ -356,7 +387,8 @@ def test_a_checkpoint_of_a_later_version_is_told_by_its_key() -> None:
 
 def test_evaluate_as_trained_and_otherwise() -> None:
     as_trained = parse_evaluate(compose("evaluate", ["run=runs/x"]))
-    assert (as_trained.data, as_trained.noise, as_trained.split) == (None, None, "test")
+    assert as_trained.data == AsTrained(name="as_trained", simulation_factor=None, disc=None)
+    assert (as_trained.noise, as_trained.split) == (None, "test")
     other = parse_evaluate(compose("evaluate", ["run=runs/x", "data=dicom", "data.root=/ct", "noise=field"]))
     assert isinstance(other.data, DicomData)
     assert other.data.root == "/ct"
@@ -386,7 +418,8 @@ def test_reconstruct() -> None:
     config = parse_reconstruct(compose("reconstruct", ["run=x", "input=a", "output=b", "formats=[png]"]))
     assert asdict(config) == {
         "run": "x", "input": "a", "output": "b", "kind": "auto", "formats": ["png"], "window": [-160.0, 240.0],
-        "unit": "attenuation", "water_attenuation": 0.0192, "checkpoint": "best", "accelerator": "auto",
+        "unit": "attenuation", "water_attenuation": 0.0192, "detector_pitch": None, "angle_span": None,
+        "checkpoint": "best", "accelerator": "auto",
     }  # fmt: skip
 
 

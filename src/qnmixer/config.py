@@ -7,15 +7,25 @@ wrong override is answered in a moment.
 import difflib
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from qnmixer.data.config import DataConfig, DeepLesionData, DicomData, NumpyData, PhantomData
+from qnmixer.data.config import (
+    AsTrained,
+    CustomData,
+    DataConfig,
+    DeepLesionData,
+    DicomData,
+    FolderData,
+    NumpyData,
+    PhantomData,
+)
 from qnmixer.errors import ConfigError
+from qnmixer.plugins import check_plugin
 from qnmixer.schema import check_bounds, number, one_of, suggest
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -70,11 +80,118 @@ NoiseConfig = NoNoiseConfig | FieldNoiseConfig | PhysicalNoiseConfig
 
 
 @dataclass(kw_only=True)
-class QNMixerConfig:
-    """Arguments of `qnmixer.models.QNMixer`."""
+class ModelConfig:
+    """Arguments of a network of `qnmixer.models`."""
 
     name: str
+
+    @property
+    def T(self) -> int:
+        """Iterations of the network."""
+        return 0
+
+    def divisors(self) -> dict[str, int]:
+        """What the image's size must be a multiple of, by the key that says so."""
+        return {}
+
+
+@dataclass(kw_only=True)
+class FBPConfig(ModelConfig):
+    """`qnmixer.models.FBP`; its filter is geometry.fbp_filter."""
+
+
+@dataclass(kw_only=True)
+class TVConfig(ModelConfig):
+    """`qnmixer.models.TotalVariation`."""
+
     n_iterations: int = number(at_least=1)
+    weight: float = number(above=0)
+
+    @property
+    def T(self) -> int:
+        """As configured."""
+        return self.n_iterations
+
+
+@dataclass(kw_only=True)
+class LearnedConfig(ModelConfig):
+    """A network with weights."""
+
+    channels: int = number(at_least=1)
+
+
+@dataclass(kw_only=True)
+class FBPConvNetConfig(LearnedConfig):
+    """`qnmixer.models.FBPConvNet`."""
+
+    channels: int = number(at_least=4)
+    depth: int = number(at_least=1)
+
+    @property
+    def T(self) -> int:
+        """One, always."""
+        return 1
+
+    def divisors(self) -> dict[str, int]:
+        """It is halved at each level down."""
+        return {"depth": 2**self.depth}
+
+
+@dataclass(kw_only=True)
+class UnrolledConfig(LearnedConfig):
+    """A network whose T can be chosen; memory grows evenly by `period` iterations at a time."""
+
+    period: ClassVar[int] = 1
+
+    n_iterations: int = number(at_least=1)
+
+    @property
+    def T(self) -> int:
+        """As configured."""
+        return self.n_iterations
+
+
+@dataclass(kw_only=True)
+class CustomConfig(UnrolledConfig):
+    """A user's own `qnmixer.models.UnrolledNetwork`, which takes projector, n_iterations, channels and `arguments`."""
+
+    target: str  # module.Class
+    arguments: dict[str, Any]
+
+
+@dataclass(kw_only=True)
+class LEARNConfig(UnrolledConfig):
+    """`qnmixer.models.LEARN`."""
+
+    data_term: str = one_of("adjoint", "fbp")
+
+
+@dataclass(kw_only=True)
+class LearnedPrimalDualConfig(UnrolledConfig):
+    """`qnmixer.models.LearnedPrimalDual`."""
+
+    n_primal: int = number(at_least=2)
+    n_dual: int = number(at_least=1)
+
+
+@dataclass(kw_only=True)
+class RegFormerConfig(UnrolledConfig):
+    """`qnmixer.models.RegFormer`."""
+
+    period: ClassVar[int] = 2  # two kinds of block, by turns
+
+    n_heads: int = number(at_least=1)
+    window_size: int = number(at_least=2)
+
+    def divisors(self) -> dict[str, int]:
+        """It is cut into windows."""
+        return {"window_size": self.window_size}
+
+
+@dataclass(kw_only=True)
+class QNMixerConfig(UnrolledConfig):
+    """`qnmixer.models.QNMixer`."""
+
     channels: int = number(at_least=4)
     patch_size: int = number(at_least=1)
     n_mixer_layers: int = number(at_least=1)
@@ -87,6 +204,10 @@ class QNMixerConfig:
     data_term: str = one_of("fbp", "adjoint")
     hessian: str = one_of("bfgs", "identity", "momentum")
     hessian_gradient: str = one_of("full", "detach")
+
+    def divisors(self) -> dict[str, int]:
+        """It is cut into patches and into latent cells."""
+        return {"patch_size": self.patch_size, "latent_factor": self.latent_factor}
 
 
 @dataclass(kw_only=True)
@@ -261,8 +382,23 @@ class EvaluationConfig:
 GROUPS: dict[str, dict[str, type]] = {
     "geometry": {"fan_beam": GeometryConfig},
     "noise": {"none": NoNoiseConfig, "field": FieldNoiseConfig, "physical": PhysicalNoiseConfig},
-    "model": {"qn_mixer": QNMixerConfig},
-    "data": {"phantoms": PhantomData, "dicom": DicomData, "deeplesion": DeepLesionData, "numpy": NumpyData},
+    "model": {
+        "qn_mixer": QNMixerConfig,
+        "fbp": FBPConfig,
+        "tv": TVConfig,
+        "fbpconvnet": FBPConvNetConfig,
+        "learn": LEARNConfig,
+        "learned_primal_dual": LearnedPrimalDualConfig,
+        "regformer": RegFormerConfig,
+        "custom": CustomConfig,
+    },
+    "data": {
+        "phantoms": PhantomData,
+        "dicom": DicomData,
+        "deeplesion": DeepLesionData,
+        "numpy": NumpyData,
+        "custom": CustomData,
+    },
     "loss": {"mse": LossConfig, "l1": LossConfig, "ssim_mix": SSIMMixConfig},
     "optimizer": {"adamw": AdamWConfig, "sgd": SGDConfig, "adafactor": OptimizerConfig},
     "schedule": {"constant": ScheduleConfig, "cosine": ScheduleConfig, "step": StepScheduleConfig},
@@ -311,7 +447,7 @@ class Config(RunConfig):
 
     geometry: GeometryConfig
     noise: NoiseConfig
-    model: QNMixerConfig
+    model: ModelConfig
     data: DataConfig
     loss: LossConfig
     optimizer: OptimizerConfig
@@ -336,10 +472,32 @@ class EvaluateRootConfig:
 
 @dataclass(kw_only=True)
 class EvaluateConfig(EvaluateRootConfig):
-    """One evaluation, checked; None: as the run was trained."""
+    """One evaluation, checked."""
 
-    data: DataConfig | None
-    noise: NoiseConfig | None
+    data: DataConfig | AsTrained
+    noise: NoiseConfig | None  # None: as the run was trained
+    evaluation: EvaluationConfig
+
+
+@dataclass(kw_only=True)
+class CompareRootConfig:
+    """What stands at the root of the config of `qnmixer.compare`."""
+
+    sweep: str
+    tests: list[str] | None  # names in sets; None: all of them that need no folder, or have it
+    root: str | None
+    sets: dict[str, list[str]]  # name of a test → its overrides of what the runs were trained with
+    split: str = one_of("val", "test")
+    checkpoint: str = one_of("best", "last")
+    seed: int = number(at_least=0, at_most=MAX_SEED)  # of test phantoms and noise
+    accelerator: str = one_of("auto", "cpu", "gpu", "cuda")
+    output: str | None
+
+
+@dataclass(kw_only=True)
+class CompareConfig(CompareRootConfig):
+    """One comparison, checked; `sets` holds the chosen tests only."""
+
     evaluation: EvaluationConfig
 
 
@@ -384,6 +542,8 @@ class ReconstructConfig:
     window: list[float]  # HU
     unit: str = one_of("attenuation", "value")
     water_attenuation: float = number(above=0)  # 1/mm
+    detector_pitch: float | None = number(above=0)  # mm, of the scan; None: the run's
+    angle_span: float | None = number(above=0)  # radians, of the scan; None: the run's
     checkpoint: str = one_of("best", "last")
     accelerator: str = one_of("auto", "cpu", "gpu", "cuda")
 
@@ -408,16 +568,40 @@ def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
 def parse_evaluate(cfg: DictConfig) -> EvaluateConfig:
     """Typed and checked config of `qnmixer.evaluate`; raises ConfigError."""
     values = _plain(cfg)
+    data, noise = values["data"], values["noise"]
+    of_data = AsTrained if data["name"] == "as_trained" else _schema("data", data)
     sections: dict[str, Any] = {
-        key: None
-        if values[key]["name"] == "as_trained"
-        else _parse(key, _schema(key, values[key]), values[key], values)
-        for key in ("data", "noise")
+        "data": _parse("data", of_data, data, values),
+        "noise": None if noise["name"] == "as_trained" else _parse("noise", _schema("noise", noise), noise, values),
     }
     sections["evaluation"] = _parse("evaluation", EvaluationConfig, values["evaluation"], values)
     rest = _parse("", EvaluateRootConfig, {k: v for k, v in values.items() if k not in sections}, values)
     check_window("evaluation.window", sections["evaluation"].window)
     return EvaluateConfig(**vars(rest), **sections)
+
+
+def parse_compare(cfg: DictConfig) -> CompareConfig:
+    """Typed and checked config of `qnmixer.compare`; raises ConfigError."""
+    values = _plain(cfg)
+    evaluation: EvaluationConfig = _parse("evaluation", EvaluationConfig, values.pop("evaluation"), values)
+    check_window("evaluation.window", evaluation.window)
+    root: CompareRootConfig = _parse("", CompareRootConfig, values, values)
+    wanted = root.sets if root.tests is None else root.tests
+    for name in wanted:
+        if name not in root.sets:
+            raise ConfigError(f"tests: {name} is not known: {suggest(name, root.sets)}, or give it to sets.{name}=[…]")
+        if root.root is None and root.tests is not None and needs_root(root.sets[name]):
+            raise ConfigError(f"tests: {name} needs a folder of slices: give it as root=/path/to/slices")
+    root.sets = {name: root.sets[name] for name in wanted if root.root is not None or not needs_root(root.sets[name])}
+    if not root.sets:
+        raise ConfigError("no tests are left: give tests=[as_trained], or leave it out")
+    return CompareConfig(**vars(root), evaluation=evaluation)
+
+
+def needs_root(overrides: list[str]) -> bool:
+    """Whether the overrides of a test choose slices from a folder that they do not name."""
+    chosen = dict(override.split("=", 1) for override in overrides if "=" in override)
+    return issubclass(GROUPS["data"].get(chosen.get("data", ""), object), FolderData) and "data.root" not in chosen
 
 
 def parse_plan(cfg: DictConfig) -> PlanConfig:
@@ -429,7 +613,7 @@ def parse_plan(cfg: DictConfig) -> PlanConfig:
     root: PlanRootConfig = _parse("", PlanRootConfig, own, own)
     if root.device is not None:
         device_memory(root.device)
-    return PlanConfig(**vars(root), run=parse(values))
+    return PlanConfig(**vars(root), run=_parse_training(values, "plan"))
 
 
 def parse_doctor(cfg: DictConfig) -> DoctorConfig:
@@ -437,7 +621,17 @@ def parse_doctor(cfg: DictConfig) -> DoctorConfig:
     values = _plain(cfg)
     own = {f.name: values.pop(f.name) for f in fields(DoctorRootConfig) if f.name in values}
     root: DoctorRootConfig = _parse("", DoctorRootConfig, own, own)
-    return DoctorConfig(**vars(root), run=parse(values))
+    return DoctorConfig(**vars(root), run=_parse_training(values, "try"))
+
+
+def _parse_training(values: dict[str, Any], what: str) -> Config:
+    """The config of a run that has training steps."""
+    config = parse(values)
+    if not isinstance(config.model, LearnedConfig):
+        raise ConfigError(
+            f"model={config.model.name} has no weights, so there is no training step to {what}: choose another model"
+        )
+    return config
 
 
 def device_memory(name: str) -> float:
@@ -503,20 +697,10 @@ def _parse(section: str, schema: type, value: Any, values: Mapping[str, Any]) ->
 
 def validate(config: Config) -> None:
     """The rules between keys. Raises ConfigError."""
-    size, model, trainer = config.data.image_size, config.model, config.trainer
-    for key, part in (("patch_size", model.patch_size), ("latent_factor", model.latent_factor)):
-        if size % part:
-            raise ConfigError(
-                f"data.image_size={size} is not divisible by model.{key}={part}: "
-                f"choose data.image_size={size - size % part or part} or another model.{key}"
-            )
-    if model.channels % 4:
-        raise ConfigError(f"model.channels={model.channels} is not a multiple of 4: the inception has four branches")
-    if model.codec == "orthonormal" and model.latent_channels > model.latent_factor**2:
-        raise ConfigError(
-            f"model.latent_channels={model.latent_channels} is more than latent_factor² = {model.latent_factor**2}: "
-            "an orthonormal codec cannot have more; lower it or raise model.latent_factor"
-        )
+    trainer = config.trainer
+    check_model(config.model, config.data.image_size)
+    if isinstance(config.data, CustomData):
+        check_plugin("data.target", config.data.target)
     check_strategy(config)
     if config.finetune is not None and config.resume is not None:
         raise ConfigError("finetune takes the weights of a run, resume goes on with it: give one of them")
@@ -536,9 +720,45 @@ def validate(config: Config) -> None:
     check_noise(config.noise, config.data.scaling)
 
 
+def check_model(model: ModelConfig, size: int) -> None:
+    """The rules between the keys of a network and the image's size. Raises ConfigError."""
+    for key, part in model.divisors().items():
+        if size % part:
+            given = f"model.{key}={getattr(model, key)}"
+            needed = given if part == getattr(model, key) else f"{part}, as {given} needs"
+            raise ConfigError(
+                f"data.image_size={size} is not divisible by {needed}: "
+                f"choose data.image_size={size - size % part or part} or another model.{key}"
+            )
+    if isinstance(model, CustomConfig):
+        check_plugin("model.target", model.target)
+    if isinstance(model, QNMixerConfig) and model.channels % 4:
+        raise ConfigError(f"model.channels={model.channels} is not a multiple of 4: the inception has four branches")
+    if (
+        isinstance(model, QNMixerConfig)
+        and model.codec == "orthonormal"
+        and model.latent_channels > model.latent_factor**2
+    ):
+        raise ConfigError(
+            f"model.latent_channels={model.latent_channels} is more than latent_factor² = {model.latent_factor**2}: "
+            "an orthonormal codec cannot have more; lower it or raise model.latent_factor"
+        )
+    if isinstance(model, RegFormerConfig) and (model.channels % 2 or model.channels % model.n_heads):
+        unit = math.lcm(2, model.n_heads)
+        raise ConfigError(
+            f"model.channels={model.channels} is not a multiple of {unit}: half of them are handed on, and "
+            f"model.n_heads={model.n_heads} share them; choose model.channels={-(-model.channels // unit) * unit}"
+        )
+
+
 def check_strategy(config: Config) -> None:
     """The rules between strategy, trainer, batch and T. Raises ConfigError."""
     strategy, trainer = config.strategy, config.trainer
+    if strategy.name != "single" and not isinstance(config.model, LearnedConfig):
+        raise ConfigError(
+            f"strategy={strategy.name} trains over several devices, and model={config.model.name} has no weights to "
+            "train: use strategy=single"
+        )
     if strategy.name == "single" and (trainer.devices not in (None, 1) or trainer.num_nodes > 1):
         given = (
             f"trainer.num_nodes={trainer.num_nodes}" if trainer.num_nodes > 1 else f"trainer.devices={trainer.devices}"
@@ -558,7 +778,12 @@ def check_strategy(config: Config) -> None:
 
 
 def _check_pipeline(config: Config, strategy: PipelineConfig) -> None:
-    T, size = config.model.n_iterations, strategy.microbatch_size
+    T, size = config.model.T, strategy.microbatch_size
+    if not isinstance(config.model, UnrolledConfig):
+        raise ConfigError(
+            f"strategy=pipeline cuts the iterations of a network into stages, and model={config.model.name} has {T}: "
+            "use strategy=ddp or fsdp"
+        )
     if (strategy.schedule == "interleaved") != (strategy.stages_per_device > 1):
         raise ConfigError(
             f"strategy.schedule={strategy.schedule} does not go with strategy.stages_per_device="
@@ -622,6 +847,13 @@ def effective_batch(config: Config) -> int:
     """Samples of one optimizer step."""
     t = config.trainer
     return config.data.batch_size * (t.devices or 1) * t.num_nodes * t.accumulate_grad_batches
+
+
+def with_iterations(config: Config, T: int) -> Config:
+    """The same run with another T; of a network whose T is fixed, the run itself."""
+    if not isinstance(config.model, UnrolledConfig):
+        return config
+    return replace(config, model=replace(config.model, n_iterations=T))
 
 
 def override(config: Config, overrides: str) -> Config:

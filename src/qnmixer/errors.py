@@ -14,6 +14,10 @@ class ConfigError(UserError):
     """An override or config value that is unknown, of the wrong type, or at odds with another."""
 
 
+class PluginError(ConfigError):
+    """A class of the user's own that a config names, and that is not there or does not fit."""
+
+
 class GeometryError(UserError):
     """A scan geometry that is impossible or cannot see the object."""
 

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from qnmixer import cli
 from qnmixer.config import EvaluateConfig, parse_evaluate
-from qnmixer.data.config import check_data
+from qnmixer.data.config import DataConfig, check_data
 from qnmixer.files import check_there
 
 
@@ -28,7 +28,7 @@ def check(cfg: DictConfig) -> EvaluateConfig:
     """The parsed config; raises UserError also for a run or slices that are not there."""
     config = parse_evaluate(cfg)
     check_there("run", config.run, "a run folder of qnmixer.train, or a checkpoint")
-    if config.data is not None:
+    if isinstance(config.data, DataConfig):
         check_data(config.data)
     return config
 

@@ -1,6 +1,21 @@
 """Reconstruction networks in plain PyTorch: they know nothing of devices, Lightning or Hydra."""
 
+from qnmixer.models.fbp import FBP
+from qnmixer.models.fbpconvnet import FBPConvNet
+from qnmixer.models.learn import LEARN
+from qnmixer.models.learned_primal_dual import LearnedPrimalDual
 from qnmixer.models.qn_mixer import QNMixer
+from qnmixer.models.regformer import RegFormer
+from qnmixer.models.total_variation import TotalVariation
 from qnmixer.models.unrolled import UnrolledNetwork
 
-__all__ = ["QNMixer", "UnrolledNetwork"]
+__all__ = [
+    "FBP",
+    "LEARN",
+    "FBPConvNet",
+    "LearnedPrimalDual",
+    "QNMixer",
+    "RegFormer",
+    "TotalVariation",
+    "UnrolledNetwork",
+]

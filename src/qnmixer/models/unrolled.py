@@ -23,6 +23,8 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
     def __init__(self, n_iterations: int) -> None:
         super().__init__()
         self.n_iterations = n_iterations
+        self.step_sizes = nn.ParameterList()
+        """λ_t of networks that have them: they learn at a rate of their own, and are logged."""
         self.loop: Callable[[UnrolledNetwork[S], range, Tensor, S], S] = run_all
 
     @abstractmethod

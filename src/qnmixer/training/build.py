@@ -1,12 +1,35 @@
 """Objects from a checked config: the one place that knows which class a name stands for."""
 
+from typing import Any
+
 import torch
 
-from qnmixer.config import Config, FieldNoiseConfig, PhysicalNoiseConfig
-from qnmixer.errors import ConfigError
-from qnmixer.models import QNMixer
+from qnmixer.config import Config, CustomConfig, FieldNoiseConfig, PhysicalNoiseConfig
+from qnmixer.errors import ConfigError, PluginError
+from qnmixer.models import (
+    FBP,
+    LEARN,
+    FBPConvNet,
+    LearnedPrimalDual,
+    QNMixer,
+    RegFormer,
+    TotalVariation,
+    UnrolledNetwork,
+)
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.physics.noise import FieldNoise, Noise, NoNoise, PhysicalNoise
+from qnmixer.plugins import load_plugin, make_plugin
+
+NETWORKS: dict[str, Any] = {
+    "qn_mixer": QNMixer,
+    "fbp": FBP,
+    "tv": TotalVariation,
+    "fbpconvnet": FBPConvNet,
+    "learn": LEARN,
+    "learned_primal_dual": LearnedPrimalDual,
+    "regformer": RegFormer,
+}
+"""By `model.name`; each takes the projector, and the other keys of its config."""
 
 
 def build_geometry(config: Config) -> FanBeamGeometry:
@@ -31,10 +54,23 @@ def build_projector(config: Config) -> FanBeamProjector:
     return FanBeamProjector(build_geometry(config), fbp_filter=config.geometry.fbp_filter)
 
 
-def build_network(config: Config, projector: FanBeamProjector) -> QNMixer:
-    """The network that `model` names."""
+def build_network(config: Config, projector: FanBeamProjector) -> UnrolledNetwork[Any]:
+    """The network that `model` names. Raises ConfigError for one of the user's own that does not fit."""
     arguments = {key: value for key, value in vars(config.model).items() if key != "name"}
-    return QNMixer(projector, **arguments)
+    if not isinstance(config.model, CustomConfig):
+        return NETWORKS[config.model.name](projector, **arguments)
+    key, target, more = "model.target", arguments.pop("target"), arguments.pop("arguments")
+    network = make_plugin(key, target, projector, **arguments, **more)
+    if not isinstance(network, UnrolledNetwork):
+        raise PluginError(f"{key}={target} is no qnmixer.models.UnrolledNetwork: make it a subclass of that")
+    return network
+
+
+def method_name(config: Config) -> str:
+    """What tables and pictures call the network that `model` names."""
+    if isinstance(config.model, CustomConfig):
+        return load_plugin("model.target", config.model.target).title
+    return NETWORKS[config.model.name].title
 
 
 def build_noise(config: Config) -> Noise:

@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 
 from qnmixer.config import Config, effective_batch, parse, to_plain
-from qnmixer.errors import CheckpointError, ConfigError, first_line
+from qnmixer.errors import CheckpointError, ConfigError, PluginError, first_line
 from qnmixer.files import PART_SUFFIX, atomic_file, remove, replace, whole
 from qnmixer.parallel.fsdp import merge_shards
 from qnmixer.training.module import CHECKPOINT_KEY, ReconstructionModule
@@ -49,6 +49,8 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
         raise CheckpointError(f"{path} is a checkpoint of another program: use one that qnmixer.train wrote")
     try:
         return parse(ours["config"]), checkpoint["state_dict"]
+    except PluginError:
+        raise
     except ConfigError as error:
         raise CheckpointError(f"{path} was written by another version of qnmixer ({error}): use that one") from error
 

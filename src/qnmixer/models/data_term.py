@@ -1,0 +1,28 @@
+"""The data term that unrolled networks share: the gradient A†(A x − y), and the step that is safe along it."""
+
+from torch import Tensor
+
+from qnmixer.errors import ConfigError
+from qnmixer.physics import FanBeamProjector
+
+DATA_TERMS = ("fbp", "adjoint")
+"""What A† may be: filtered back-projection, or Aᵀ/‖A‖²."""
+
+
+def check_data_term(kind: str) -> None:
+    """Raise ConfigError for what is none of `DATA_TERMS`."""
+    if kind not in DATA_TERMS:
+        raise ConfigError(f"model.data_term={kind} is not known: choose {' or '.join(DATA_TERMS)}")
+
+
+def data_gradient(projector: FanBeamProjector, kind: str, x: Tensor, y: Tensor) -> Tensor:
+    """A†(A x − y), [B, 1, H, W]; in float32 whatever the autocast."""
+    residual = projector(x) - y
+    if kind == "fbp":
+        return projector.fbp(residual)
+    return projector.adjoint(residual) / projector.operator_norm() ** 2
+
+
+def safe_step_size(projector: FanBeamProjector, kind: str) -> float:
+    """1 over the spectral radius of A†A, half the largest λ at which x − λ A†(A x − y) converges."""
+    return 1.0 / projector.fbp_spectral_radius() if kind == "fbp" else 1.0

@@ -1,0 +1,108 @@
+"""FBPConvNet (Jin, McCann, Froustey & Unser, IEEE Transactions on Image Processing 2017): a residual U-Net on FBP."""
+
+import math
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from qnmixer.errors import ConfigError
+from qnmixer.models.unrolled import UnrolledNetwork
+from qnmixer.physics import FanBeamProjector
+
+
+class FBPConvNet(UnrolledNetwork[Tensor]):
+    """x₀ = FBP(y), x₁ = x₀ + U-Net(x₀): one iteration, which does not look at y again.
+
+    Args:
+        projector: FBP of the scan.
+        channels: C, features at full resolution, doubled at each level down (paper: 64).
+        depth: levels down (paper: 4).
+
+    Raises:
+        ConfigError: the image cannot be halved so often.
+    """
+
+    title = "FBPConvNet"
+
+    def __init__(self, projector: FanBeamProjector, channels: int = 64, depth: int = 4) -> None:
+        super().__init__(n_iterations=1)
+        image_size = projector.geometry.image_size
+        if image_size % 2**depth:
+            raise ConfigError(f"an image of {image_size} pixels cannot be halved {depth} times")
+        self.projector = projector
+        self.unet = UNet(channels, depth)
+
+    def start(self, y: Tensor) -> Tensor:
+        """x₀ = FBP(y)."""
+        return self.projector.fbp(y)
+
+    def step(self, t: int, y: Tensor, state: Tensor) -> Tensor:
+        """x₀ + U-Net(x₀)."""
+        return state + self.unet(state)
+
+    def image(self, state: Tensor) -> Tensor:
+        """The state is the image."""
+        return state
+
+    def recomputed_parts(self) -> list[nn.Module]:
+        """The levels: with one iteration only, there is nothing else to run again."""
+        return self.unet.levels()
+
+    def blocks(self) -> list[nn.Module]:
+        """The levels."""
+        return self.unet.levels()
+
+
+class UNet(nn.Module):
+    """[B, 1, H, W] → [B, 1, H, W] as the authors' public code has it, but for the norm.
+
+    Three convolutions at the first level, two at each other; 3×3, zero-padded, each with norm and ReLU; max-pooling
+    down, transposed 3×3 convolutions of stride 2 (with norm and ReLU) up, features of equal size joined; a 1×1
+    convolution last. Weights from N(0, 0.01²). The authors' norm is over the batch, which they trained with one image
+    at a time. Its statistics, over whatever batch a device happens to have, would make each strategy and each
+    micro-batch train another network, so here a norm over eight groups of channels of one image stands in its place.
+    """
+
+    def __init__(self, channels: int, depth: int) -> None:
+        super().__init__()
+        widths = [channels * 2**level for level in range(depth + 1)]
+        self.down = nn.ModuleList([_level(1, channels, channels, channels)])
+        self.down.extend(_level(above, width, width) for above, width in pairwise(widths))
+        self.enlarge = nn.ModuleList(_enlarge(2 * width, width) for width in reversed(widths[:-1]))
+        self.up = nn.ModuleList(_level(2 * width, width, width) for width in reversed(widths[:-1]))
+        self.last = nn.Conv2d(channels, 1, 1)
+        for parameter in self.parameters():
+            if parameter.ndim == 4:
+                nn.init.normal_(parameter, std=0.01)
+        nn.init.zeros_(self.last.bias)  # type: ignore[arg-type]  # it has one
+
+    def levels(self) -> list[nn.Module]:
+        """The convolutions between two changes of resolution."""
+        return [*self.down, *self.up]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What is to be added to x."""
+        features = [self.down[0](x)]
+        for level in list(self.down)[1:]:
+            features.append(level(nn.functional.max_pool2d(features[-1], 2)))
+        merged = features.pop()
+        for enlarge, level in zip(self.enlarge, self.up, strict=True):
+            merged = level(torch.cat([features.pop(), enlarge(merged)], dim=1))
+        return self.last(merged)
+
+
+def _level(*widths: int) -> nn.Sequential:
+    """Convolutions from each width to the next."""
+    convolutions = (nn.Conv2d(a, b, 3, padding=1, bias=False) for a, b in pairwise(widths))
+    return nn.Sequential(*(layer for convolution in convolutions for layer in (convolution, *_norm(convolution))))
+
+
+def _enlarge(n_in: int, n_out: int) -> nn.Sequential:
+    convolution = nn.ConvTranspose2d(n_in, n_out, 3, stride=2, padding=1, output_padding=1, bias=False)
+    return nn.Sequential(convolution, *_norm(convolution))
+
+
+def _norm(convolution: nn.Conv2d | nn.ConvTranspose2d) -> tuple[nn.Module, nn.Module]:
+    width = convolution.out_channels
+    return nn.GroupNorm(math.gcd(8, width), width), nn.ReLU(inplace=True)

@@ -1,0 +1,77 @@
+"""LEARN (Chen et al., IEEE Transactions on Medical Imaging 2018): gradient descent with a small CNN per iteration."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from qnmixer.models.data_term import check_data_term, data_gradient
+from qnmixer.models.unrolled import UnrolledNetwork
+from qnmixer.physics import FanBeamProjector
+
+
+class LEARN(UnrolledNetwork[Tensor]):
+    """x₀ = FBP(y); x_{t+1} = relu(x_t − λ_t A†(A x_t − y) − G_t(x_t)).
+
+    G_t is three 5×5 convolutions, 1 → C → C → 1 channels, with ReLU between them and weights of its own in each
+    iteration. As in the authors' public training code: λ_t from 0, weights from N(0, 0.01²), biases from 0, and a ReLU
+    that closes every iteration (attenuation is not negative).
+
+    Args:
+        projector: A, Aᵀ and FBP of the scan.
+        n_iterations: T (authors' code: 50; in comparisons of the field 30 to 50).
+        channels: C (paper: 48).
+        data_term: A† = "adjoint", Aᵀ/‖A‖² (paper, which leaves the scale to λ_t), or "fbp" (field).
+
+    Raises:
+        ConfigError: the data term is none of these.
+    """
+
+    title = "LEARN"
+
+    def __init__(
+        self,
+        projector: FanBeamProjector,
+        n_iterations: int = 50,
+        channels: int = 48,
+        data_term: Literal["adjoint", "fbp"] = "adjoint",
+    ) -> None:
+        super().__init__(n_iterations)
+        check_data_term(data_term)
+        self.projector = projector
+        self.data_term = data_term
+        self.regularizers = nn.ModuleList(_regularizer(channels) for _ in range(n_iterations))
+        self.step_sizes = nn.ParameterList(torch.zeros(1) for _ in range(n_iterations))
+
+    def start(self, y: Tensor) -> Tensor:
+        """x₀ = FBP(y)."""
+        return self.projector.fbp(y)
+
+    def step(self, t: int, y: Tensor, state: Tensor) -> Tensor:
+        """A step against the data gradient and against G_t, both taken at x_t."""
+        descent = self.step_sizes[t] * data_gradient(self.projector, self.data_term, state, y)
+        return torch.relu(state - descent - self.regularizers[t](state))
+
+    def image(self, state: Tensor) -> Tensor:
+        """The state is the image."""
+        return state
+
+    def blocks(self) -> list[nn.Module]:
+        """The CNNs."""
+        return list(self.regularizers)
+
+
+def _regularizer(channels: int) -> nn.Sequential:
+    layers = nn.Sequential(
+        nn.Conv2d(1, channels, 5, padding=2),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(channels, channels, 5, padding=2),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(channels, 1, 5, padding=2),
+    )
+    for name, parameter in layers.named_parameters():
+        if name.endswith("weight"):
+            nn.init.normal_(parameter, std=0.01)
+        else:
+            nn.init.zeros_(parameter)
+    return layers

@@ -1,0 +1,86 @@
+"""Learned Primal-Dual (Adler & Öktem, IEEE Transactions on Medical Imaging 2018)."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from qnmixer.models.unrolled import UnrolledNetwork
+from qnmixer.physics import FanBeamProjector
+
+
+class PrimalDualState(NamedTuple):
+    """Several images and several sinograms, of which only the first image is read in the end."""
+
+    primal: Tensor  # [B, n_primal, H, W]
+    dual: Tensor  # [B, n_dual, V, D]
+
+
+class LearnedPrimalDual(UnrolledNetwork[PrimalDualState]):
+    """h ← h + Γ_t(h, A f⁽²⁾, y); f ← f + Λ_t(f, Aᵀ h⁽¹⁾), both from zero; x_t = f⁽¹⁾.
+
+    f is n_primal images, h n_dual sinograms, and an upper index picks one of them. Γ_t and Λ_t are three 3×3
+    convolutions with PReLU, C channels between them, and weights of their own in each iteration. A, Aᵀ and y are all
+    divided by ‖A‖, as in the authors' public code, from which are also the zero start (so x₀ = 0, not FBP), the
+    Xavier start of the weights, biases from 0, and one slope of PReLU a channel, from 0.
+
+    Args:
+        projector: A and Aᵀ of the scan.
+        n_iterations: T (paper: 10).
+        channels: C (paper: 32).
+        n_primal, n_dual: images and sinograms carried along (paper: 5, 5); at least 2 and 1.
+    """
+
+    title = "Learned PD"
+
+    def __init__(
+        self,
+        projector: FanBeamProjector,
+        n_iterations: int = 10,
+        channels: int = 32,
+        n_primal: int = 5,
+        n_dual: int = 5,
+    ) -> None:
+        super().__init__(n_iterations)
+        self.projector = projector
+        self.n_primal, self.n_dual = n_primal, n_dual
+        self.dual_updates = nn.ModuleList(_update(n_dual + 2, channels, n_dual) for _ in range(n_iterations))
+        self.primal_updates = nn.ModuleList(_update(n_primal + 1, channels, n_primal) for _ in range(n_iterations))
+
+    def start(self, y: Tensor) -> PrimalDualState:
+        """Zeros."""
+        B, _, V, D = y.shape
+        size = self.projector.geometry.image_size
+        return PrimalDualState(y.new_zeros(B, self.n_primal, size, size), y.new_zeros(B, self.n_dual, V, D))
+
+    def step(self, t: int, y: Tensor, state: PrimalDualState) -> PrimalDualState:
+        """The sinograms from the second image, then the images from the first of the new sinograms."""
+        norm = self.projector.operator_norm()
+        primal, dual = state
+        projected = self.projector(primal[:, 1:2]) / norm
+        dual = dual + self.dual_updates[t](torch.cat([dual, projected, y / norm], dim=1))
+        back_projected = self.projector.adjoint(dual[:, :1]) / norm
+        return PrimalDualState(primal + self.primal_updates[t](torch.cat([primal, back_projected], dim=1)), dual)
+
+    def image(self, state: PrimalDualState) -> Tensor:
+        """The first image."""
+        return state.primal[:, :1]
+
+    def blocks(self) -> list[nn.Module]:
+        """The CNNs."""
+        return [*self.dual_updates, *self.primal_updates]
+
+
+def _update(n_in: int, channels: int, n_out: int) -> nn.Sequential:
+    layers = nn.Sequential(
+        nn.Conv2d(n_in, channels, 3, padding=1),
+        nn.PReLU(channels, init=0.0),
+        nn.Conv2d(channels, channels, 3, padding=1),
+        nn.PReLU(channels, init=0.0),
+        nn.Conv2d(channels, n_out, 3, padding=1),
+    )
+    for layer in layers:
+        if isinstance(layer, nn.Conv2d):
+            nn.init.xavier_uniform_(layer.weight)
+            nn.init.zeros_(layer.bias)  # type: ignore[arg-type]  # it has one
+    return layers

@@ -1,0 +1,215 @@
+"""RegFormer (Xia et al., IEEE Transactions on Radiation and Plasma Medical Sciences 2024): CNN and Swin by turns."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qnmixer.errors import ConfigError
+from qnmixer.models.data_term import data_gradient
+from qnmixer.models.unrolled import UnrolledNetwork
+from qnmixer.physics import FanBeamProjector
+
+_DEPTH = 2  # Swin layers of a block: one with windows in place, one with windows shifted
+_MLP_RATIO = 4
+
+
+class RegFormerState(NamedTuple):
+    """The image, and the features that an iteration hands to the next beside it (none before the first)."""
+
+    x: Tensor  # [B, 1, H, W]
+    features: Tensor | None  # [B, C/2, H, W]
+
+
+class RegFormer(UnrolledNetwork[RegFormerState]):
+    """x₀ = FBP(y); x_{t+1} = relu(x_t − λ_t FBP(A x_t − y) + R_t(x_t, z_t)), and z_{t+1} from the features of R_t.
+
+    R_t is by turns local, three 5×5 convolutions, and non-local, two layers of a Swin transformer at full resolution;
+    λ_t starts from 0. All as in the authors' public code, but for its stochastic depth (0.1 in the second Swin layer):
+    what it drops at random would be another thing in each strategy.
+
+    Args:
+        projector: A and FBP of the scan.
+        n_iterations: T.
+        channels: C, features of both kinds of block (authors' code: 96).
+        n_heads: of the attention (authors' code: 3).
+        window_size: side of the windows in pixels (authors' code: 8).
+
+    Raises:
+        ConfigError: windows do not divide the image, or channels not into two halves and the heads.
+    """
+
+    title = "RegFormer"
+
+    def __init__(
+        self,
+        projector: FanBeamProjector,
+        n_iterations: int = 12,
+        channels: int = 96,
+        n_heads: int = 3,
+        window_size: int = 8,
+    ) -> None:
+        super().__init__(n_iterations)
+        image_size = projector.geometry.image_size
+        if image_size % window_size:
+            raise ConfigError(f"an image of {image_size} pixels cannot be cut into windows of {window_size}")
+        if channels % 2 or channels % n_heads:
+            raise ConfigError(f"model.channels={channels} must be even and a multiple of model.n_heads={n_heads}")
+        self.projector = projector
+        self.regularizers = nn.ModuleList()
+        for t in range(n_iterations):
+            ends = {"first": t == 0, "last": t == n_iterations - 1}
+            if t % 2 == 0:
+                self.regularizers.append(LocalBlock(channels, **ends))
+            else:
+                self.regularizers.append(NonlocalBlock(image_size, channels, n_heads, window_size, **ends))
+        self.step_sizes = nn.ParameterList(torch.zeros(1) for _ in range(n_iterations))
+
+    def start(self, y: Tensor) -> RegFormerState:
+        """x₀ = FBP(y), and no features."""
+        return RegFormerState(self.projector.fbp(y), None)
+
+    def step(self, t: int, y: Tensor, state: RegFormerState) -> RegFormerState:
+        """A step against the data gradient and along R_t, both taken at x_t."""
+        regularization, features = self.regularizers[t](state.x, state.features)
+        descent = self.step_sizes[t] * data_gradient(self.projector, "fbp", state.x, y)
+        return RegFormerState(torch.relu(state.x - descent + regularization), features)
+
+    def image(self, state: RegFormerState) -> Tensor:
+        """x_t."""
+        return state.x
+
+    def blocks(self) -> list[nn.Module]:
+        """The R_t."""
+        return list(self.regularizers)
+
+
+class LocalBlock(nn.Module):
+    """R_t of three 5×5 convolutions: x and the features of the iteration before → an image, and features to hand on.
+
+    Of the C features half are of x and half are those handed on; of the first block, all are of x. The last hands
+    nothing on.
+    """
+
+    def __init__(self, channels: int, first: bool, last: bool) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(1, channels if first else channels // 2, 5, padding=2)
+        self.mix = nn.Conv2d(channels, channels, 5, padding=2)
+        self.project = nn.Conv2d(channels, 1, 5, padding=2)
+        self.hand_on = None if last else nn.Conv2d(channels, channels // 2, 3, padding=1)
+
+    def forward(self, x: Tensor, features: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """R_t(x), [B, 1, H, W], and features [B, C/2, H, W]."""
+        mixed = torch.relu(self.mix(_joined(torch.relu(self.embed(x)), features)))
+        return self.project(mixed), None if self.hand_on is None else self.hand_on(mixed)
+
+
+class NonlocalBlock(nn.Module):
+    """R_t of Swin layers, every pixel a token; what goes in and out is that of `LocalBlock`.
+
+    Start as in the authors' code: linear weights from N(0, 0.02²), scales of the norms 0.01, so that R_t starts small.
+    """
+
+    def __init__(self, image_size: int, channels: int, n_heads: int, window_size: int, first: bool, last: bool) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(1, channels if first else channels // 2, 3, padding=1)
+        shifts = [window_size // 2 * (layer % 2) for layer in range(_DEPTH)]
+        self.layers = nn.Sequential(*(SwinLayer(image_size, channels, n_heads, window_size, s) for s in shifts))
+        self.norm = nn.LayerNorm(channels)
+        self.project = nn.Conv2d(channels, 1, 3, padding=1)
+        self.hand_on = None if last else nn.Conv2d(channels, channels // 2, 3, padding=1)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.LayerNorm):
+                nn.init.constant_(module.weight, 0.01)
+
+    def forward(self, x: Tensor, features: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """R_t(x), [B, 1, H, W], and features [B, C/2, H, W]."""
+        tokens = _joined(self.embed(x), features).permute(0, 2, 3, 1)
+        mixed = self.norm(self.layers(tokens)).permute(0, 3, 1, 2)
+        return self.project(mixed), None if self.hand_on is None else self.hand_on(mixed)
+
+
+class SwinLayer(nn.Module):
+    """x + Attention(LN x), then x + MLP(LN x), on a map [B, H, W, C] (Liu et al. 2021, "Swin Transformer")."""
+
+    def __init__(self, image_size: int, channels: int, n_heads: int, window_size: int, shift: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(channels)
+        self.attention = WindowAttention(image_size, channels, n_heads, window_size, shift)
+        self.mlp_norm = nn.LayerNorm(channels)
+        hidden = _MLP_RATIO * channels
+        self.mlp = nn.Sequential(nn.Linear(channels, hidden), nn.GELU(), nn.Linear(hidden, channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One layer."""
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class WindowAttention(nn.Module):
+    """Attention among the pixels of each window of a map [B, H, W, C], with a learned bias for each relative position.
+
+    With a shift the map is rolled first, so that windows lie across the borders of the others; pixels that only the
+    roll has brought together do not see each other.
+    """
+
+    offsets: Tensor
+    regions: Tensor
+
+    def __init__(self, image_size: int, channels: int, n_heads: int, window_size: int, shift: int) -> None:
+        super().__init__()
+        self.n_heads, self.window_size = n_heads, window_size
+        self.shift = shift if image_size > window_size else 0
+        self.to_qkv = nn.Linear(channels, 3 * channels)
+        self.project = nn.Linear(channels, channels)
+        self.position_bias = nn.Parameter(torch.empty((2 * window_size - 1) ** 2, n_heads))
+        nn.init.normal_(self.position_bias, std=0.02)
+        self.register_buffer("offsets", _relative_positions(window_size), persistent=False)
+        self.register_buffer("regions", self._regions(image_size), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attention over a map [B, H, W, C]."""
+        _, H, W, C = x.shape
+        windows = self._cut(x.roll((-self.shift, -self.shift), dims=(1, 2)))  # [B, windows, pixels, C]
+        qkv = self.to_qkv(windows).unflatten(-1, (3, self.n_heads, C // self.n_heads))
+        q, k, v = qkv.permute(3, 0, 1, 4, 2, 5)  # each [B, windows, heads, pixels, C/heads]
+        bias = self.position_bias[self.offsets].permute(2, 0, 1)  # [heads, pixels, pixels]
+        if self.shift:
+            apart = self.regions[:, :, None] != self.regions[:, None, :]
+            bias = torch.where(apart[:, None], -torch.inf, bias)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype))
+        windows = self.project(mixed.transpose(2, 3).flatten(-2))
+        return self._join(windows, H, W).roll((self.shift, self.shift), dims=(1, 2))
+
+    def _cut(self, x: Tensor) -> Tensor:
+        """[B, H, W, C] → [B, windows, pixels of a window, C]."""
+        rows = x.unflatten(1, (-1, self.window_size)).unflatten(3, (-1, self.window_size))
+        return rows.transpose(2, 3).flatten(3, 4).flatten(1, 2)
+
+    def _join(self, windows: Tensor, height: int, width: int) -> Tensor:
+        """The map that `_cut` has cut."""
+        size = self.window_size
+        grid = windows.unflatten(2, (size, size)).unflatten(1, (height // size, width // size))
+        return grid.transpose(2, 3).flatten(3, 4).flatten(1, 2)
+
+    def _regions(self, image_size: int) -> Tensor:
+        """For each window and pixel, which part of the rolled map it is of: [windows, pixels]."""
+        place = torch.arange(image_size)
+        part = (place >= image_size - self.window_size).int() + (place >= image_size - self.shift).int()
+        return self._cut((3 * part[:, None] + part)[None, :, :, None])[0, :, :, 0].to(torch.uint8)
+
+
+def _relative_positions(window_size: int) -> Tensor:
+    """For each two pixels of a window the number of their relative position, [pixels, pixels]."""
+    place = torch.arange(window_size)
+    row, column = place.repeat_interleave(window_size), place.repeat(window_size)
+    down, right = (axis[:, None] - axis + window_size - 1 for axis in (row, column))
+    return down * (2 * window_size - 1) + right
+
+
+def _joined(own: Tensor, handed_on: Tensor | None) -> Tensor:
+    return own if handed_on is None else torch.cat([own, handed_on], dim=1)

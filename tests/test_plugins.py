@@ -1,0 +1,54 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+from qnmixer.errors import PluginError
+from qnmixer.plugins import check_plugin, load_plugin, make_plugin
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to start from, with a file of somebody's own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
+    (tmp_path / "of_mine.py").write_text(
+        "class Thing:\n    def __init__(self, size, *, colour='red'):\n        self.is_ = size, colour\n"
+    )
+    return tmp_path
+
+
+def test_a_class_in_a_file_of_this_folder(here: Path) -> None:
+    assert make_plugin("model.target", "of_mine.Thing", 3, colour="blue").is_ == (3, "blue")
+
+
+def test_a_class_of_an_installed_package() -> None:
+    assert load_plugin("model.target", "collections.abc.Sized").__name__ == "Sized"
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("Thing", "model.target=Thing is not module.Class"),
+        ("of_mine.my thing", "is not module.Class"),
+        ("of_yours.Thing", "there is no module of_yours; put of_yours.py into the folder"),
+        ("of_yours.deep.Thing", "no module of_yours.deep; put of_yours/deep.py"),
+    ],
+)
+def test_what_is_not_there_is_told_before_anything_is_run(here: Path, target: str, message: str) -> None:
+    with pytest.raises(PluginError, match=message):
+        check_plugin("model.target", target)
+
+
+def test_checking_runs_nothing(here: Path) -> None:
+    (here / "of_ruin.py").write_text("raise SystemError('ruin')")
+    check_plugin("model.target", "of_ruin.Thing")
+    with pytest.raises(PluginError, match=r"of_ruin does not load \(ruin\)"):
+        load_plugin("model.target", "of_ruin.Thing")
+
+
+def test_what_does_not_fit_is_told(here: Path) -> None:
+    with pytest.raises(PluginError, match=r"there is no Other in .*of_mine\.py"):
+        load_plugin("model.target", "of_mine.Other")
+    with pytest.raises(PluginError, match=r"does not take what it is given: .*size"):
+        make_plugin("model.target", "of_mine.Thing", colour="blue")
