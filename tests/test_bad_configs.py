@@ -39,7 +39,7 @@ TRAIN = {
     "data=dicm": "data=dicm does not exist: did you mean dicom?",
     "experiment=demmo": "experiment=demmo does not exist: did you mean demo?",
     "debug=overfitt": "debug=overfitt does not exist: did you mean overfit?",
-    "model=unet": "model=unet does not exist: choose qn_mixer, qn_mixer_paper",
+    "model=unet": "model=unet does not exist: choose ",
     "data=as_trained": "data=as_trained is not known",
     "noise=fielt": "noise=fielt does not exist: did you mean field?",
     "data=_folder data.root=.": "data",

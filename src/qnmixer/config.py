@@ -196,7 +196,11 @@ class QNMixerConfig(UnrolledConfig):
     patch_size: int = number(at_least=1)
     n_mixer_layers: int = number(at_least=1)
     mlp_ratio: float = number(above=0)
+    inception: bool
+    detail_channels: int = number(at_least=0)
+    regularizer: str | None  # module.Class of a user's own
     codec: str = one_of("orthonormal", "strided")
+    codec_kernel: int = number(at_least=1, at_most=3)
     latent_factor: int = number(at_least=1)
     latent_channels: int = number(at_least=1)
     shared_regularizer: bool
@@ -204,6 +208,7 @@ class QNMixerConfig(UnrolledConfig):
     data_term: str = one_of("fbp", "adjoint")
     hessian: str = one_of("bfgs", "identity", "momentum")
     hessian_gradient: str = one_of("full", "detach")
+    learned_trust: bool
 
     def divisors(self) -> dict[str, int]:
         """It is cut into patches and into latent cells."""
@@ -732,23 +737,30 @@ def check_model(model: ModelConfig, size: int) -> None:
             )
     if isinstance(model, CustomConfig):
         check_plugin("model.target", model.target)
-    if isinstance(model, QNMixerConfig) and model.channels % 4:
-        raise ConfigError(f"model.channels={model.channels} is not a multiple of 4: the inception has four branches")
-    if (
-        isinstance(model, QNMixerConfig)
-        and model.codec == "orthonormal"
-        and model.latent_channels > model.latent_factor**2
-    ):
-        raise ConfigError(
-            f"model.latent_channels={model.latent_channels} is more than latent_factor² = {model.latent_factor**2}: "
-            "an orthonormal codec cannot have more; lower it or raise model.latent_factor"
-        )
+    if isinstance(model, QNMixerConfig):
+        _check_qn_mixer(model)
     if isinstance(model, RegFormerConfig) and (model.channels % 2 or model.channels % model.n_heads):
         unit = math.lcm(2, model.n_heads)
         raise ConfigError(
             f"model.channels={model.channels} is not a multiple of {unit}: half of them are handed on, and "
             f"model.n_heads={model.n_heads} share them; choose model.channels={-(-model.channels // unit) * unit}"
         )
+
+
+def _check_qn_mixer(model: QNMixerConfig) -> None:
+    if model.channels % 4:
+        raise ConfigError(f"model.channels={model.channels} is not a multiple of 4: the inception has four branches")
+    if model.codec == "orthonormal" and model.latent_channels > model.latent_factor**2:
+        raise ConfigError(
+            f"model.latent_channels={model.latent_channels} is more than latent_factor² = {model.latent_factor**2}: "
+            "an orthonormal codec cannot have more; lower it or raise model.latent_factor"
+        )
+    if model.codec_kernel % 2 == 0:
+        raise ConfigError(f"model.codec_kernel={model.codec_kernel} has no middle: choose 1 or 3")
+    if model.regularizer is not None:
+        check_plugin("model.regularizer", model.regularizer)
+        if model.detail_channels:
+            raise ConfigError("model.regularizer takes the place of the details too: set model.detail_channels=0")
 
 
 def check_strategy(config: Config) -> None:

@@ -18,6 +18,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "first order": {"hessian": "identity"},
     "momentum": {"hessian": "momentum"},
     "detached": {"hessian_gradient": "detach"},
+    "details, trust and a wider codec": {"detail_channels": 6, "learned_trust": True, "codec_kernel": 3},
+    "no inception": {"inception": False},
     "one iteration": {"n_iterations": 1},
 }
 
@@ -27,8 +29,9 @@ def small(projector: FanBeamProjector, *, awake: bool = True, **options: Any) ->
     torch.manual_seed(0)
     network = QNMixer(projector, **{"n_iterations": 4, "channels": 8, **options})
     if awake:
-        for regularizer in network.regularizers:
-            nn.init.normal_(regularizer.expansion.project, std=0.02)
+        for name, parameter in network.named_parameters():
+            if name.endswith(("expansion.project", "expansion.expand.weight", "last.weight")):
+                nn.init.normal_(parameter, std=0.02)
     return network
 
 
@@ -156,6 +159,40 @@ def test_momentum_is_the_heavy_ball(projector: FanBeamProjector) -> None:
         step = network.codec.decode(network.codec.encode(network.objective_gradient(t, x[-1], y)))
         x.append(x[-1] - step + beta * (x[-1] - x[-2]))
     torch.testing.assert_close(network.iterates(y), x[1:], rtol=1e-4, atol=1e-5)
+
+
+def test_trust_goes_from_first_order_to_bfgs(projector: FanBeamProjector) -> None:
+    trusting, first, second = (
+        small(projector, **options) for options in ({"learned_trust": True}, {"hessian": "identity"}, {})
+    )
+    y = projector(torch.rand(2, 1, 16, 16))
+    torch.testing.assert_close(trusting.iterates(y), first.iterates(y))
+    for tau in trusting.trust:
+        tau.data.fill_(1.0)
+    torch.testing.assert_close(trusting.iterates(y), second.iterates(y))
+
+
+def test_details_are_each_iterations_own_and_see_the_mixer(projector: FanBeamProjector) -> None:
+    network = small(projector, detail_channels=6, n_iterations=3)
+    assert (len(network.regularizers), len(network.details)) == (1, 3)
+    x, y = torch.rand(1, 1, 16, 16), projector(torch.rand(1, 1, 16, 16))
+    gradients = [network.objective_gradient(t, x, y) for t in range(3)]
+    assert not torch.allclose(gradients[0], gradients[1], rtol=1e-3)
+    before = network.objective_gradient(1, x, y)
+    network.details[0].last.weight.data.zero_()
+    assert torch.equal(network.objective_gradient(1, x, y), before)
+    network.regularizers[0].expansion.expand.weight.data.zero_()
+    assert not torch.allclose(network.objective_gradient(1, x, y), before, rtol=1e-3)
+
+
+def test_a_regularizer_of_another_kind(projector: FanBeamProjector) -> None:
+    network = small(projector, awake=False, make_regularizer=lambda: nn.Conv2d(1, 1, 3, padding=1, bias=False))
+    (own,) = network.regularizers
+    x, y = torch.rand(1, 1, 16, 16), projector(torch.rand(1, 1, 16, 16))
+    own.weight.data.zero_()
+    without = network.objective_gradient(0, x, y)
+    own.weight.data[0, 0, 1, 1] = 0.25
+    torch.testing.assert_close(network.objective_gradient(0, x, y), without + 0.25 * x)
 
 
 def test_gradcheck(projector: FanBeamProjector) -> None:

@@ -22,11 +22,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parity")]
 
 RANK = Path(__file__).with_name("parity_rank.py")
 TINY = (
-    "data.image_size=16 geometry.n_views=8 geometry.n_detectors=24 geometry.detector_pitch=40 model.n_iterations=4 "
-    "model.channels=4 model.n_mixer_layers=1 data.n_val=6 data.n_test=5 evaluation.n_pictures=2 data.num_workers=0 "
-    "trainer.accelerator=cpu logger=csv trainer.max_steps=10 trainer.val_every_n_steps=100 "
-    "trainer.log_every_n_steps=1 trainer.gradient_clip_val=0.01 noise=field optimizer.lr=1e-3"
+    "data.image_size=16 geometry.n_views=8 geometry.n_detectors=24 geometry.detector_pitch=40 data.n_val=6 "
+    "data.n_test=5 evaluation.n_pictures=2 data.num_workers=0 trainer.accelerator=cpu logger=csv trainer.max_steps=10 "
+    "trainer.val_every_n_steps=100 trainer.log_every_n_steps=1 trainer.gradient_clip_val=0.01 noise=field "
+    "optimizer.lr=1e-3"
 )
+MODEL = "model.n_iterations=4 model.channels=4 model.n_mixer_layers=1 model.detail_channels=4"
+COMPETITORS = {
+    "fbpconvnet": "model=fbpconvnet model.channels=4 model.depth=2",
+    "learn": "model=learn model.n_iterations=4 model.channels=4",
+    "learned_primal_dual": "model=learned_primal_dual model.n_iterations=4 model.channels=4",
+    "regformer": "model=regformer model.n_iterations=4 model.channels=6 model.window_size=4",
+}
 # 44 slices: with 16 a step, the third step of every epoch is a smaller one, of 12 slices, in 3 windows of 4.
 WINDOWS = {1: "data.n_train=11 data.batch_size=4", 4: "data.n_train=44 data.batch_size=4"}
 DEVICES = "trainer.devices=4 data.batch_size=1"
@@ -51,6 +58,7 @@ VARIANTS = {
 # Not in CI, where of the checkpoints those of one process and of shards are read by all.
 LONG = {"gpipe", "static", "interleaved", "own regularisers by stages"}
 LONG |= {f"{name} 4 recompute" for name in STRATEGIES}
+LONG |= {f"{model} by {name}" for model in COMPETITORS for name in STRATEGIES if name != "ddp"}
 LONG |= {f"from {name}" for name in ("ddp", "pipeline")}
 LONG |= {f"from {writer} to {reader}" for writer in ("ddp", "pipeline") for reader in ("one", *STRATEGIES)}
 
@@ -61,13 +69,14 @@ class Task(NamedTuple):
     resume: str | None = None  # name of the task whose checkpoint to start from
     scale: float | None = None
     measure: bool = False
+    model: str = MODEL
 
 
 def run(folder: Path, n_processes: int, tasks: list[Task]) -> dict[str, list[dict[str, Any]]]:
     """What each rank recorded of each task."""
     job = []
     for task in tasks:
-        config = parse(compose("train", f"{TINY} {task.overrides}".split()))
+        config = parse(compose("train", f"{TINY} {task.model} {task.overrides}".split()))
         (folder / task.name).mkdir()
         resume = task.resume and str(folder / task.resume / "last.ckpt")
         job.append(
@@ -118,6 +127,14 @@ def tasks() -> tuple[list[Task], list[Task], list[Task], dict[str, str]]:
     for name, strategy in VARIANTS.items():
         four.append(Task(name, f"{WINDOWS[1]} {strategy} {SHORT}"))
         equal[name] = "one own regularisers" if name.startswith("own") else "one short"
+
+    for name, model in COMPETITORS.items():
+        one.append(Task(f"one {name}", f"{WINDOWS[1]} {SHORT}", model=model))
+        for strategy, overrides in STRATEGIES.items():
+            if (name, strategy) != ("fbpconvnet", "pipeline"):  # which has one iteration
+                by = f"{name} by {strategy}"
+                four.append(Task(by, f"{WINDOWS[1]} {SHORT} {overrides} memory=recompute", model=model))
+                equal[by] = f"one {name}"
 
     # Eight slices a step, in one batch of eight or two of four; the checkpoint is of the middle of an epoch.
     resumed = "data.n_train=22 schedule=constant trainer.max_steps=7"

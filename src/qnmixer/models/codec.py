@@ -10,14 +10,15 @@ from qnmixer.errors import ConfigError
 
 
 class OrthonormalCodec(nn.Module):
-    """PixelUnshuffle and a 1×1 convolution; D starts as the transpose of E, so D(E(·)) starts as a projection.
+    """PixelUnshuffle and a convolution; D starts as the transpose of E, so D(E(·)) starts as a projection.
 
     With `channels` = factor² nothing is lost: D(E(g)) = g at the start, and the first steps of training already
-    move the image along its true gradient. Inferred, not drawn in the paper; it trained best of what was tried.
+    move the image along its true gradient. A kernel of 3 sees the neighbouring cells too, with weights that start at
+    zero. Inferred, not drawn in the paper; it trained best of what was tried.
     `encode`: [B, 1, H, W] → [B, channels, H/factor, W/factor]; `decode` back.
     """
 
-    def __init__(self, factor: int, channels: int) -> None:
+    def __init__(self, factor: int, channels: int, kernel_size: int = 1) -> None:
         super().__init__()
         if not 1 <= channels <= factor**2:
             raise ConfigError(
@@ -26,12 +27,14 @@ class OrthonormalCodec(nn.Module):
             )
         self.unshuffle = nn.PixelUnshuffle(factor)
         self.shuffle = nn.PixelShuffle(factor)
-        self.encoder = nn.Conv2d(factor**2, channels, 1, bias=False)
-        self.decoder = nn.Conv2d(channels, factor**2, 1, bias=False)
+        basis = nn.init.orthogonal_(torch.empty(channels, factor**2))
+        middle = kernel_size // 2
+        self.encoder = nn.Conv2d(factor**2, channels, kernel_size, padding=middle, bias=False)
+        self.decoder = nn.Conv2d(channels, factor**2, kernel_size, padding=middle, bias=False)
         with torch.no_grad():
-            basis = nn.init.orthogonal_(torch.empty(channels, factor**2))
-            self.encoder.weight.copy_(basis[:, :, None, None])
-            self.decoder.weight.copy_(basis.T[:, :, None, None])
+            for convolution, matrix in ((self.encoder, basis), (self.decoder, basis.T)):
+                convolution.weight.zero_()
+                convolution.weight[:, :, middle, middle] = matrix
 
     def encode(self, g: Tensor) -> Tensor:
         """E(g)."""
@@ -73,6 +76,3 @@ class StridedCodec(nn.Module):
     def decode(self, s: Tensor) -> Tensor:
         """D(s)."""
         return self.decoder(s)
-
-
-CODECS = {"orthonormal": OrthonormalCodec, "strided": StridedCodec}

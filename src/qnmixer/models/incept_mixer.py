@@ -1,4 +1,7 @@
-"""Incept-Mixer, the learned regulariser G of QN-Mixer: inception features, then an MLP-Mixer over their patches."""
+"""Incept-Mixer, the learned regulariser G of QN-Mixer: inception features, then an MLP-Mixer over their patches.
+
+Patches cost edges, so G may end with convolutions at full resolution, which get the mixer's features (ours).
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -121,24 +124,82 @@ class PatchExpansion(nn.Module):
         return F.pixel_shuffle(F.linear(x, weight).permute(0, 3, 1, 2), self.patch_size)
 
 
+class FeatureExpansion(nn.Module):
+    """[B, h, w, C] → [B, features, P·h, P·w], for `DetailConvolutions` to finish; starts at zero (ours)."""
+
+    def __init__(self, channels: int, patch_size: int, features: int) -> None:
+        super().__init__()
+        self.patch_size = patch_size
+        self.expand = nn.Linear(channels, patch_size**2 * features)
+        nn.init.zeros_(self.expand.weight)
+        nn.init.zeros_(self.expand.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features of each pixel's surroundings."""
+        return F.pixel_shuffle(self.expand(x).permute(0, 3, 1, 2), self.patch_size)
+
+
+class DetailConvolutions(nn.Module):
+    """Three 5×5 convolutions at full resolution with ReLU between them, 1 → d → d → 1 channels, as LEARN's (ours).
+
+    The mixer's features, of as many channels, are added to those of the first. The last starts at zero, so G does.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, channels, 5, padding=2)
+        self.second = nn.Conv2d(channels, channels, 5, padding=2)
+        self.last = nn.Conv2d(channels, 1, 5, padding=2)
+        nn.init.zeros_(self.last.weight)
+        nn.init.zeros_(self.last.bias)  # type: ignore[arg-type]  # it has one
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        """G(x) [B, 1, H, W] from x and the mixer's features of it [B, d, H, W]."""
+        x = x.to(memory_format=torch.channels_last)
+        return self.last(torch.relu(self.second(torch.relu(self.first(x) + context))))
+
+
 class InceptMixer(nn.Module):
-    """G: [B, 1, H, W] → [B, 1, H, W] through inception, P×P patches, mixer layers and patch expansion (figure)."""
+    """G: [B, 1, H, W] → [B, 1, H, W] through inception, P×P patches, mixer layers and patch expansion (figure).
+
+    Args:
+        image_size: H = W.
+        channels: C.
+        patch_size: P.
+        n_layers, mlp_ratio: depth of the mixer, and hidden width of its MLPs in widths of what they mix.
+        inception: without it (ablation), the patches are cut from the image itself.
+        features: give so many features for `DetailConvolutions` in place of G; 0: G.
+
+    Raises:
+        ConfigError: the image does not divide into patches, or the channels into four branches.
+    """
 
     def __init__(
-        self, image_size: int, channels: int = 96, patch_size: int = 4, n_layers: int = 2, mlp_ratio: float = 2.0
+        self,
+        image_size: int,
+        channels: int = 96,
+        patch_size: int = 4,
+        n_layers: int = 2,
+        mlp_ratio: float = 2.0,
+        inception: bool = True,
+        features: int = 0,
     ) -> None:
         super().__init__()
         if image_size % patch_size:
             raise ConfigError(f"an image of {image_size} pixels cannot be cut into patches of {patch_size}")
         if channels < 4 or channels % 4:
             raise ConfigError(f"model.channels={channels} is not a multiple of 4 (the inception has four branches)")
-        self.embedding = InceptionPatches(channels, patch_size)
+        self.embedding = (
+            InceptionPatches(channels, patch_size) if inception else nn.Conv2d(1, channels, patch_size, patch_size)
+        )
         self.mixer = nn.Sequential(
             *(MixerLayer(image_size // patch_size, channels, mlp_ratio) for _ in range(n_layers))
         )
-        self.expansion = PatchExpansion(channels, patch_size)
+        self.expansion = (
+            FeatureExpansion(channels, patch_size, features) if features else PatchExpansion(channels, patch_size)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        """G(x)."""
+        """G(x), or its features."""
         patches = self.embedding(x).permute(0, 2, 3, 1)
         return self.expansion(self.mixer(patches))

@@ -1,14 +1,15 @@
 """QN-Mixer (Ayad, Larue, Nguyen, CVPR 2024): an unrolled quasi-Newton method in a learned latent space."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from qnmixer.errors import ConfigError
-from qnmixer.models.codec import CODECS
-from qnmixer.models.incept_mixer import InceptionPatches, InceptMixer
+from qnmixer.models.codec import OrthonormalCodec, StridedCodec
+from qnmixer.models.data_term import check_data_term, data_gradient, safe_step_size
+from qnmixer.models.incept_mixer import DetailConvolutions, InceptionPatches, InceptMixer
 from qnmixer.models.latent_bfgs import (
     CurvaturePair,
     Direction,
@@ -40,20 +41,29 @@ class QNMixer(UnrolledNetwork[QNState]):
     (figure, exact) with the curvature pair formed at the start of iteration t instead of the end of t − 1, so
     that each iteration is one call of G, E and D and nothing is computed that goes unused.
 
+    Ours, and off where the paper is followed: G may end with convolutions at full resolution of each iteration's own,
+    and H_t be held to (1 − τ_t) I + τ_t H_t with a learned τ_t from 0, so that training begins at first order and
+    takes from the curvature what helps.
+
     Args:
         projector: A, Aᵀ and FBP of the scan; its geometry sets the image size.
         n_iterations: T (figure: 14).
         channels: C, features of the regulariser (field: 96).
         patch_size: P (figure: 4).
         n_mixer_layers, mlp_ratio: depth and hidden width of the mixer (ours: 2, 2).
+        inception: False cuts the patches from the image itself (ablation).
+        detail_channels: of the convolutions at full resolution; 0: none (figure).
         codec: "orthonormal" (ours, trains best) or "strided" (the paper's words).
+        codec_kernel: of the orthonormal codec; 3 sees neighbouring cells.
         latent_factor, latent_channels: the latent is latent_channels × (H/factor) × (W/factor).
-        shared_regularizer: one G for all iterations (one J, as drawn) or one each (the author's other code).
+        shared_regularizer: one Incept-Mixer for all iterations (one J, as drawn) or one each (the author's other code).
         shared_step_size: one λ for all iterations, or one each.
         data_term: A† = "fbp" (author, field) or "adjoint", Aᵀ/‖A‖².
         hessian: "bfgs"; or, of first order, "identity" (H_t = I), and "momentum" (H_t = I, and s_t = −r_t + β_t s_{t−1}
             with a learned β_t per iteration, from 0: the control that any gain of BFGS is to be held against, ours).
         hessian_gradient: "full" differentiates through H; "detach" treats its pairs as constants.
+        learned_trust: τ_t, with hessian="bfgs".
+        make_regularizer: gives a module x → G(x) of another kind, in place of the Incept-Mixer; without details.
 
     Raises:
         ConfigError: the image does not divide into patches or latent cells, or an option is none of the above.
@@ -69,7 +79,10 @@ class QNMixer(UnrolledNetwork[QNState]):
         patch_size: int = 4,
         n_mixer_layers: int = 2,
         mlp_ratio: float = 2.0,
+        inception: bool = True,
+        detail_channels: int = 0,
         codec: Literal["orthonormal", "strided"] = "orthonormal",
+        codec_kernel: int = 1,
         latent_factor: int = 4,
         latent_channels: int = 16,
         shared_regularizer: bool = True,
@@ -77,10 +90,12 @@ class QNMixer(UnrolledNetwork[QNState]):
         data_term: Literal["fbp", "adjoint"] = "fbp",
         hessian: Literal["bfgs", "identity", "momentum"] = "bfgs",
         hessian_gradient: Literal["full", "detach"] = "full",
+        learned_trust: bool = False,
+        make_regularizer: Callable[[], nn.Module] | None = None,
     ) -> None:
         super().__init__(n_iterations)
-        _check_choice("codec", codec, CODECS)
-        _check_choice("data_term", data_term, ("fbp", "adjoint"))
+        check_data_term(data_term)
+        _check_choice("codec", codec, ("orthonormal", "strided"))
         _check_choice("hessian", hessian, ("bfgs", "identity", "momentum"))
         _check_choice("hessian_gradient", hessian_gradient, ("full", "detach"))
         image_size = projector.geometry.image_size
@@ -92,15 +107,33 @@ class QNMixer(UnrolledNetwork[QNState]):
         self.hessian_gradient = hessian_gradient
         self.latent_factor = latent_factor
         self.latent_channels = latent_channels
-        self.codec = CODECS[codec](latent_factor, latent_channels)
-        self.regularizers = nn.ModuleList(
-            InceptMixer(image_size, channels, patch_size, n_mixer_layers, mlp_ratio)
-            for _ in range(1 if shared_regularizer else n_iterations)
+        self.codec = (
+            OrthonormalCodec(latent_factor, latent_channels, codec_kernel)
+            if codec == "orthonormal"
+            else StridedCodec(latent_factor, latent_channels)
+        )
+
+        def incept_mixer() -> nn.Module:
+            return InceptMixer(
+                image_size, channels, patch_size, n_mixer_layers, mlp_ratio, inception, features=detail_channels
+            )
+
+        make = make_regularizer or incept_mixer
+        self.regularizers = nn.ModuleList(make() for _ in range(1 if shared_regularizer else n_iterations))
+        self.details = nn.ModuleList(
+            DetailConvolutions(detail_channels) for _ in range(n_iterations if detail_channels else 0)
         )
         self.step_sizes = nn.ParameterList(
-            torch.full((1,), self._safe_step_size()) for _ in range(1 if shared_step_size else n_iterations)
+            torch.full((1,), safe_step_size(projector, data_term))
+            for _ in range(1 if shared_step_size else n_iterations)
         )
-        self.momenta = nn.ParameterList(torch.zeros(1) for _ in range(n_iterations - 1 if hessian == "momentum" else 0))
+
+        def scalars(wanted: bool) -> nn.ParameterList:
+            """One for each iteration that has another before it."""
+            return nn.ParameterList(torch.zeros(1) for _ in range(n_iterations - 1 if wanted else 0))
+
+        self.momenta = scalars(hessian == "momentum")
+        self.trust = scalars(hessian == "bfgs" and learned_trust)
 
     def start(self, y: Tensor) -> QNState:
         """x₀ = FBP(y), and H₀ = I."""
@@ -123,15 +156,19 @@ class QNMixer(UnrolledNetwork[QNState]):
         r = r.to(x.dtype)  # H works in the precision of the image, whatever the autocast
         pairs = self._pairs(state, r)
         s = -apply_inverse_hessian(pairs, r)
-        if self.momenta and state.steps:
+        if self.trust and t:
+            s = torch.lerp(-r, s, self.trust[t - 1])
+        if self.momenta and t:
             s = s + self.momenta[t - 1] * state.steps[-1].unit * state.steps[-1].length
         return QNState(state.x0, r if state.r0 is None else state.r0, (*state.steps, direction(s)), pairs)
 
     def objective_gradient(self, t: int, x: Tensor, y: Tensor) -> Tensor:
-        """∇J(x) = λ_t A†(A x − y) + G_t(x), [B, 1, H, W]; shared λ and G are the same for every t."""
+        """∇J_t(x) = λ_t A†(A x − y) + G_t(x), [B, 1, H, W]; shared λ and G are the same for every t."""
         step_size = self.step_sizes[t % len(self.step_sizes)]
-        regularizer = self.regularizers[t % len(self.regularizers)]
-        return step_size * self._data_gradient(x, y) + regularizer(x)
+        regularization = self.regularizers[t % len(self.regularizers)](x)
+        if self.details:
+            regularization = self.details[t](x, regularization)
+        return step_size * data_gradient(self.projector, self.data_term, x, y) + regularization
 
     def diagnostics(self, state: QNState) -> dict[str, Tensor]:
         """Mean cos(z, s) and the share of pairs that the safeguard skipped: they tell trouble first."""
@@ -146,7 +183,7 @@ class QNMixer(UnrolledNetwork[QNState]):
 
     def blocks(self) -> list[nn.Module]:
         """The regularisers."""
-        return list(self.regularizers)
+        return [*self.regularizers, *self.details]
 
     def _pairs(self, state: QNState, r: Tensor) -> tuple[CurvaturePair, ...]:
         """The pairs that make H_t: those before, and (s_{t−1}, r_t − r_{t−1})."""
@@ -161,16 +198,6 @@ class QNMixer(UnrolledNetwork[QNState]):
         """Shape of the codes of images like x."""
         size = x.shape[-1] // self.latent_factor
         return len(x), self.latent_channels, size, size
-
-    def _data_gradient(self, x: Tensor, y: Tensor) -> Tensor:
-        residual = self.projector(x) - y
-        if self.data_term == "fbp":
-            return self.projector.fbp(residual)
-        return self.projector.adjoint(residual) / self.projector.operator_norm() ** 2
-
-    def _safe_step_size(self) -> float:
-        """λ at the start: 1 over the spectral radius of A†A, half the largest step at which descent converges."""
-        return 1.0 / self.projector.fbp_spectral_radius() if self.data_term == "fbp" else 1.0
 
 
 def _check_choice(key: str, value: str, choices: Collection[str]) -> None:

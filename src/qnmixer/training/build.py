@@ -1,10 +1,11 @@
 """Objects from a checked config: the one place that knows which class a name stands for."""
 
+from functools import partial
 from typing import Any
 
 import torch
 
-from qnmixer.config import Config, CustomConfig, FieldNoiseConfig, PhysicalNoiseConfig
+from qnmixer.config import Config, CustomConfig, FieldNoiseConfig, PhysicalNoiseConfig, QNMixerConfig
 from qnmixer.errors import ConfigError, PluginError
 from qnmixer.models import (
     FBP,
@@ -56,13 +57,23 @@ def build_projector(config: Config) -> FanBeamProjector:
 
 def build_network(config: Config, projector: FanBeamProjector) -> UnrolledNetwork[Any]:
     """The network that `model` names. Raises ConfigError for one of the user's own that does not fit."""
-    arguments = {key: value for key, value in vars(config.model).items() if key != "name"}
-    if not isinstance(config.model, CustomConfig):
-        return NETWORKS[config.model.name](projector, **arguments)
-    key, target, more = "model.target", arguments.pop("target"), arguments.pop("arguments")
-    network = make_plugin(key, target, projector, **arguments, **more)
+    model = config.model
+    arguments = {key: value for key, value in vars(model).items() if key != "name"}
+    if isinstance(model, CustomConfig):
+        return _custom_network(projector, **arguments)
+    if isinstance(model, QNMixerConfig) and (target := arguments.pop("regularizer")):
+        arguments["make_regularizer"] = partial(
+            make_plugin, "model.regularizer", target, projector.geometry.image_size, model.channels
+        )
+    return NETWORKS[model.name](projector, **arguments)
+
+
+def _custom_network(
+    projector: FanBeamProjector, target: str, arguments: dict[str, Any], **common: int
+) -> UnrolledNetwork[Any]:
+    network = make_plugin("model.target", target, projector, **common, **arguments)
     if not isinstance(network, UnrolledNetwork):
-        raise PluginError(f"{key}={target} is no qnmixer.models.UnrolledNetwork: make it a subclass of that")
+        raise PluginError(f"model.target={target} is no qnmixer.models.UnrolledNetwork: make it a subclass of that")
     return network
 
 

@@ -38,10 +38,11 @@ class ValidationLine(Callback):
         values, step = trainer.callback_metrics, trainer.global_step
         total, done = trainer.estimated_stepping_batches, step - self._first_step
         seconds = time.monotonic() - self._start
+        time_taken = f" · {1000 * seconds / done:.0f} ms a step, all included" if done else ""
         left = f" · {duration(seconds / done * (total - step))} left" if done and math.isfinite(total) else ""
         self.console.print(
-            f"step {step}/{total} · val PSNR {values['val/psnr']:.2f} dB · SSIM {100 * values['val/ssim']:.2f} "
-            f"· {1000 * seconds / max(1, done):.0f} ms a step, all included{left}",
+            f"step {step}/{total} · val PSNR {values['val/psnr']:.2f} dB · SSIM {100 * values['val/ssim']:.2f}"
+            f"{time_taken}{left}",
             highlight=False,
             soft_wrap=True,
         )

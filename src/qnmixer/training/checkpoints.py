@@ -77,11 +77,11 @@ def load_weights(module: ReconstructionModule, run: Path) -> None:
             f"{module.config.data.image_size}: the two must be equal"
         )
     if config.model != module.config.model:
-        differing = [key for key, value in vars(config.model).items() if vars(module.config.model).get(key) != value]
-        raise CheckpointError(
-            f"{path} holds another network: set "
-            + " ".join(f"model.{key}={getattr(config.model, key)}" for key in differing)
-        )
+        differing = {
+            key: value for key, value in vars(config.model).items() if vars(module.config.model).get(key) != value
+        }
+        given = [f"{'model' if key == 'name' else f'model.{key}'}={value}" for key, value in differing.items()]
+        raise CheckpointError(f"{path} holds another network: set {' '.join(given)}")
     _load_state(module, state, path)
 
 

@@ -25,7 +25,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qnmixer.cli import explain
-from qnmixer.config import Config, PipelineConfig, batch_of_replica, devices_per_replica, to_plain, validate
+from qnmixer.config import (
+    Config,
+    PipelineConfig,
+    batch_of_replica,
+    devices_per_replica,
+    to_plain,
+    validate,
+    with_iterations,
+)
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import RankFailed, UserError
 from qnmixer.parallel.launch import launch
@@ -280,7 +288,7 @@ def check_training(config: Config, patience: float = PATIENCE["training"]) -> It
             mend = "see below" if any(report.diverged for report in reports) else "try strategy=single first"
             yield Check("training", "FAIL", *_split(failure, mend))
         else:
-            yield Check("training", "PASS", f"T = {run.model.n_iterations}{changes}: {seconds:.0f} s")
+            yield Check("training", "PASS", f"T = {run.model.T}{changes}: {seconds:.0f} s")
         with _silence():
             yield _check_gradients(run, folder, reports)
     yield check_sharding(run, reports)
@@ -296,20 +304,19 @@ def shortened(config: Config) -> tuple[Config, str]:
     if isinstance(strategy, PipelineConfig):
         T = max(T, devices_per_replica(config) * strategy.stages_per_device)
         batch = strategy.microbatch_size
-        if config.model.n_iterations > T:
+        if config.model.T > T:
             strategy = replace(strategy, cut=None)
-    T = min(T, config.model.n_iterations)
+    T = min(T, config.model.T)
     accumulate = min(config.trainer.accumulate_grad_batches, 2)
     values = {
-        "T": (T, config.model.n_iterations),
+        "T": (T, config.model.T),
         "data.batch_size": (batch, config.data.batch_size),
         "accumulate_grad_batches": (accumulate, config.trainer.accumulate_grad_batches),
     }
     changes = [f"{name} {before}" for name, (now, before) in values.items() if now != before]
     run = replace(
-        config,
+        with_iterations(config, T),
         strategy=strategy,
-        model=replace(config.model, n_iterations=T),
         data=replace(config.data, batch_size=batch),
         trainer=replace(config.trainer, accumulate_grad_batches=accumulate),
     )

@@ -27,12 +27,16 @@ from torch.utils._pytree import tree_leaves
 from qnmixer.cli import explain
 from qnmixer.config import (
     Config,
+    LearnedConfig,
     LoggerConfig,
     MemoryConfig,
     PipelineConfig,
+    QNMixerConfig,
     RecomputeConfig,
+    RegFormerConfig,
     devices_per_replica,
     parse,
+    with_iterations,
 )
 from qnmixer.data.config import PhantomData
 from qnmixer.ranks import die_with_parent, leave, rank
@@ -312,17 +316,21 @@ def untrained(config: Config) -> Any:
 
 def small_network(config: Config) -> Config:
     """The same run with a network, a scan and phantoms so small that many of its steps take seconds."""
-    model, geometry, unit = config.model, config.geometry, math.lcm(config.model.patch_size, config.model.latent_factor)
+    geometry, unit = config.geometry, math.lcm(*config.model.divisors().values())
     T, batch = 2, 1
     strategy = config.strategy
     if isinstance(strategy, PipelineConfig):
         T, batch = devices_per_replica(config) * strategy.stages_per_device, strategy.microbatch_size
         strategy = replace(strategy, cut=None)
+    model = config.model
+    if isinstance(model, LearnedConfig):
+        model = replace(model, channels=math.lcm(2, model.n_heads) if isinstance(model, RegFormerConfig) else 8)
+    if isinstance(model, QNMixerConfig):
+        model = replace(model, n_mixer_layers=1)
     bins = 64
     return replace(
-        config,
+        with_iterations(replace(config, model=model), T),
         strategy=strategy,
-        model=replace(model, n_iterations=T, channels=8, n_mixer_layers=1),
         geometry=replace(
             geometry, n_views=8, n_detectors=bins, detector_pitch=geometry.detector_pitch * geometry.n_detectors / bins
         ),

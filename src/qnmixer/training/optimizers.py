@@ -14,14 +14,14 @@ from qnmixer.config import AdamWConfig, OptimizerConfig, ScheduleConfig, SGDConf
 def build_optimizer(config: OptimizerConfig, network: nn.Module) -> Optimizer:
     """The optimizer that `optimizer` names.
 
-    Weights decay; the step sizes λ_t and momenta β_t, biases and norms do not. λ_t and β_t learn at
+    Weights decay; the scalars λ_t, β_t and τ_t, biases and norms do not. Those scalars learn at
     lr · step_size_lr_factor.
     """
     step_sizes: list[nn.Parameter] = []
     decaying: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for name, parameter in network.named_parameters():
-        if name.startswith(("step_sizes.", "momenta.")):
+        if name.startswith(("step_sizes.", "momenta.", "trust.")):
             step_sizes.append(parameter)
         else:
             (decaying if parameter.ndim > 1 else plain).append(parameter)

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from qnmixer.config import Config, override
+from qnmixer.config import Config, LearnedConfig, override
 from qnmixer.errors import ConfigError
 from qnmixer.training.planning import MIB, Planner
 
@@ -62,8 +62,10 @@ def changes(config: Config) -> list[str]:
     half = "" if config.trainer.precision != "32" else "trainer.precision=16-mixed"
     divisors = [size for size in range(batch - 1, 0, -1) if batch % size == 0]
     smaller, single = (_of_batches(config, sizes) for sizes in (divisors[:1], divisors[-1:]))
-    fewer = f"model.n_iterations={config.model.n_iterations // 2}" if config.model.n_iterations > 1 else ""
-    thinner = f"model.channels={config.model.channels // 8 * 4}" if config.model.channels >= 8 else ""
+    model = config.model
+    fewer = f"model.n_iterations={model.T // 2}" if model.T > 1 else ""
+    channels = model.channels if isinstance(model, LearnedConfig) else 0
+    thinner = f"model.channels={channels // 8 * 4}" if channels >= 8 else ""
     wanted = [recompute, smaller, half, f"{recompute} {half}", f"{recompute} {single}", f"{recompute} {half} {single}"]
     wanted += [_one_in_flight(config), fewer, thinner, f"{recompute} {half} {single} {thinner}"]
     changed = dict.fromkeys(change for change in (" ".join(c.split()) for c in wanted) if change)

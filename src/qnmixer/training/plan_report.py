@@ -13,6 +13,7 @@ from qnmixer.config import (
     DEVICES,
     GROUPS,
     Config,
+    LearnedConfig,
     PipelineConfig,
     PlanConfig,
     device_memory,
@@ -73,11 +74,11 @@ def print_plan(config: PlanConfig) -> None:
 
 def as_object(config: Config, prediction: Prediction, devices: list[str]) -> dict[str, object]:
     """The plan as plain data, MiB; `fits` says for each of some kinds of device whether the fullest one will do."""
-    footprint = prediction.footprint
+    footprint, grows = prediction.footprint, prediction.per_iteration
     plan: dict[str, object] = {
         "strategy": config.strategy.name,
         "peak_mib": round(footprint.peak / MIB, 3),
-        "per_iteration_mib": round(prediction.per_iteration / MIB, 3),
+        "per_iteration_mib": None if grows is None else round(grows / MIB, 3),
         "parts": {name: round(value / MIB, 3) for name, value in footprint.parts().items()},
         "host_mib": round(footprint.host / MIB, 3),
         "fits": {name: footprint.peak / MIB <= usable(name) for name in devices},
@@ -115,10 +116,11 @@ def _setting(config: Config, assumed: str = "") -> str:
             f", strategy={config.strategy.name} on {config.trainer.devices} devices{nodes}{assumed} "
             f"({effective_batch(config)} slices an optimizer step)"
         )
+    model, size = config.model, config.data.image_size
+    width = f", C = {model.channels}" if isinstance(model, LearnedConfig) else ""
     return (
-        f"T = {config.model.n_iterations}, C = {config.model.channels}, {config.data.image_size} × "
-        f"{config.data.image_size} pixels, batch {config.data.batch_size}, {config.trainer.precision}, "
-        f"memory={config.memory.name}, {config.optimizer.name}{spread}"
+        f"{model.name}, T = {model.T}{width}, {size} × {size} pixels, batch {config.data.batch_size}, "
+        f"{config.trainer.precision}, memory={config.memory.name}, {config.optimizer.name}{spread}"
     )
 
 
@@ -126,11 +128,15 @@ def _print_run(console: Console, config: Config, prediction: Prediction, assumed
     footprint = prediction.footprint
     parts = " · ".join(f"{name} {value / MIB:,.1f}" for name, value in footprint.parts().items())
     where = " on the fullest device" if len(prediction.devices) > 1 else ""
-    host = f"\nmoved to host memory: {footprint.host / MIB:,.0f} MiB" if footprint.host else ""
+    grows, host = "", ""
+    if prediction.per_iteration is not None:
+        grows = f"\neach further iteration adds {prediction.per_iteration / MIB:,.1f} MiB"
+    if footprint.host:
+        host = f"\nmoved to host memory: {footprint.host / MIB:,.0f} MiB"
     console.print(
         f"{_setting(config, assumed)}\n"
-        f"peak of a training step{where}: {footprint.peak / MIB:,.1f} MiB ({parts})\n"
-        f"each further iteration adds {prediction.per_iteration / MIB:,.1f} MiB{host}",
+        f"peak of a training step{where}: {footprint.peak / MIB:,.1f} MiB ({parts})"
+        f"{grows}{host}",
         highlight=False,
         soft_wrap=True,
     )

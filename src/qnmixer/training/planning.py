@@ -6,6 +6,7 @@ tests hold the two against each other). Of a pipeline each stage is run so, with
 a device works through its stages gives how much of that it holds at once.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
@@ -25,9 +26,11 @@ from qnmixer.config import (
     FSDPConfig,
     PipelineConfig,
     RecomputeConfig,
+    UnrolledConfig,
     batch_of_replica,
     devices_per_replica,
     validate,
+    with_iterations,
 )
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.parallel.memory import apply_memory_mode, offloading_loop, stays
@@ -91,11 +94,12 @@ class DevicePlan:
 class Prediction:
     """The footprint of a run, on the device that holds most; bytes that each further iteration adds to it there.
 
-    `devices`: all that work on one batch, first stage first; one, unless the run is a pipeline.
+    None for the latter: the network's T is fixed. `devices`: all that work on one batch, first stage first; one, unless
+    the run is a pipeline.
     """
 
     footprint: Footprint
-    per_iteration: float
+    per_iteration: float | None
     devices: tuple[DevicePlan, ...]
 
 
@@ -115,12 +119,15 @@ class Planner:
     def predict(self, config: Config) -> Prediction:
         """The footprint of a run on its fullest device, from a step of all its iterations and one of some more."""
         config = counted(config)
-        T, width = config.model.n_iterations, _width(config)
+        T, width, batch = config.model.T, _width(config), config.data.batch_size
         if isinstance(config.strategy, PipelineConfig):
             return self._predict_pipeline(config)
-        footprint, longer = (self._step(config, t, config.data.batch_size) for t in (T, T + width))
+        footprint = self._step(config, T, batch)
         device = DevicePlan((range(T),), 1, footprint)
-        return Prediction(footprint, (longer.peak - footprint.peak) / width, (device,))
+        if not isinstance(config.model, UnrolledConfig):
+            return Prediction(footprint, None, (device,))
+        growth = self._step(config, T + width, batch).peak - footprint.peak
+        return Prediction(footprint, growth / width, (device,))
 
     def estimate(self, config: Config) -> Footprint:
         """The footprint of a run on its fullest device, from two steps of few iterations: sooner, and nearly the same.
@@ -130,7 +137,7 @@ class Planner:
         config = counted(config)
         if isinstance(config.strategy, PipelineConfig):
             return max((plan.footprint for plan in self.devices(config)), key=lambda footprint: footprint.peak)
-        T, width, batch = config.model.n_iterations, _width(config), config.data.batch_size
+        T, width, batch = config.model.T, _width(config), config.data.batch_size
         first = max(_FEWEST_ITERATIONS, 2 * width)
         first += (T - first) % width
         if first + width >= T:
@@ -142,7 +149,7 @@ class Planner:
         """What each device that works on one batch does and holds, first stage first; one, unless it is a pipeline."""
         config = counted(config)
         if not isinstance(config.strategy, PipelineConfig):
-            return (DevicePlan((range(config.model.n_iterations),), 1, self.estimate(config)),)
+            return (DevicePlan((range(config.model.T),), 1, self.estimate(config)),)
         cut = cut_of(config)
         stages = self._stages(config, ranges(cut))
         fixed = self._fixed(config)
@@ -165,8 +172,8 @@ class Planner:
         footprint, width = devices[fullest].footprint, _width(config)
         cut = cut_of(config)
         cut[fullest] += width
-        model = replace(config.model, n_iterations=config.model.n_iterations + width)
-        longer = replace(config, model=model, strategy=replace(config.strategy, cut=cut))  # type: ignore[call-arg]  # a pipeline's
+        longer = with_iterations(config, config.model.T + width)
+        longer = replace(longer, strategy=replace(config.strategy, cut=cut))  # type: ignore[call-arg]  # a pipeline's
         wanted = ranges(cut)[fullest :: len(devices)]
         stages = self._stages(longer, wanted)
         peak = plan_device(longer, cut, stages, self._fixed(longer), fullest).footprint.peak
@@ -194,8 +201,8 @@ class Planner:
         return {iterations: self._known_stages[key] for iterations, key in keys.items()}
 
     def _step(self, config: Config, n_iterations: int, batch: int) -> Footprint:
-        model = replace(config.model, n_iterations=n_iterations)
-        config = replace(config, model=model, data=replace(config.data, batch_size=batch))
+        config = with_iterations(config, n_iterations)
+        config = replace(config, data=replace(config.data, batch_size=batch))
         key = repr((config.model, config.data.batch_size, config.memory, config.optimizer, config.loss))
         dtype = AUTOCAST[config.trainer.precision]
         key += f"{dtype and dtype.itemsize} {config.trainer.accumulate_grad_batches > 1}"
@@ -218,7 +225,7 @@ def cut_of(config: Config) -> list[int]:
     """Iterations of each stage of a pipeline, evenly where they are to be measured."""
     assert isinstance(config.strategy, PipelineConfig)
     n_stages = devices_per_replica(config) * config.strategy.stages_per_device
-    return list(config.strategy.cut or cut_evenly(config.model.n_iterations, n_stages))
+    return list(config.strategy.cut or cut_evenly(config.model.T, n_stages))
 
 
 def n_microbatches(config: Config) -> int:
@@ -244,8 +251,9 @@ def idle(config: Config) -> float:
 
 
 def _width(config: Config) -> int:
-    """Iterations by which memory grows evenly: those of a segment that is recomputed together."""
-    return config.memory.segment if isinstance(config.memory, RecomputeConfig) else 1
+    """Iterations by which memory grows evenly: those of a segment that is recomputed together, in whole periods."""
+    segment = config.memory.segment if isinstance(config.memory, RecomputeConfig) else 1
+    return math.lcm(segment, config.model.period) if isinstance(config.model, UnrolledConfig) else segment
 
 
 def _n_shards(config: Config) -> int:

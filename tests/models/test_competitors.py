@@ -1,0 +1,248 @@
+"""What holds for every network that QN-Mixer is compared with, and what the papers say of each."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qnmixer.config import MemoryConfig, RecomputeConfig
+from qnmixer.errors import ConfigError
+from qnmixer.models import FBP, LEARN, FBPConvNet, LearnedPrimalDual, RegFormer, TotalVariation, UnrolledNetwork
+from qnmixer.models.data_term import data_gradient, safe_step_size
+from qnmixer.models.regformer import WindowAttention
+from qnmixer.parallel.memory import apply_memory_mode
+from qnmixer.physics import FanBeamProjector
+
+LEARNED: dict[str, Callable[[FanBeamProjector], UnrolledNetwork[Any]]] = {
+    "FBPConvNet": lambda projector: FBPConvNet(projector, channels=4, depth=3),
+    "LEARN": lambda projector: LEARN(projector, n_iterations=3, channels=4),
+    "LEARN with FBP": lambda projector: LEARN(projector, n_iterations=3, channels=4, data_term="fbp"),
+    "Learned PD": lambda projector: LearnedPrimalDual(projector, n_iterations=3, channels=4),
+    "RegFormer": lambda projector: RegFormer(projector, n_iterations=4, channels=6, window_size=4),
+    "RegFormer of one window": lambda projector: RegFormer(projector, n_iterations=3, channels=6, window_size=16),
+    "RegFormer of one iteration": lambda projector: RegFormer(projector, n_iterations=1, channels=6),
+}
+ALL = {
+    **LEARNED,
+    "FBP": FBP,
+    "TV": lambda projector: TotalVariation(projector, n_iterations=5),
+}
+
+
+def learned(name: str, projector: FanBeamProjector) -> UnrolledNetwork[Any]:
+    """A small network, away from its start, where some of its parts are zero."""
+    torch.manual_seed(0)
+    network = LEARNED[name](projector)
+    with torch.no_grad():
+        for p in network.parameters():
+            p += 0.05 * torch.randn_like(p)
+    return network
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_iterates_end_at_forward(projector: FanBeamProjector, name: str) -> None:
+    network = ALL[name](projector)
+    y = projector(torch.rand(2, 1, 16, 16))
+    iterates = network.iterates(y)
+    assert len(iterates) == network.n_iterations + 1
+    assert {tuple(x.shape) for x in iterates} == {(2, 1, 16, 16)}
+    assert torch.equal(iterates[-1], network(y))
+    assert all(torch.isfinite(x).all() for x in iterates)
+    if name == "Learned PD":
+        assert not iterates[0].any()
+    else:
+        torch.testing.assert_close(iterates[0].clamp_min(0), projector.fbp(y).clamp_min(0))
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_every_parameter_gets_a_gradient(projector: FanBeamProjector, name: str) -> None:
+    """Also at the published start: a weight that never moves is no weight."""
+    torch.manual_seed(0)
+    truth = torch.rand(2, 1, 16, 16)
+    for network in (LEARNED[name](projector), learned(name, projector)):
+        (network(projector(truth)) - truth).square().mean().backward()
+        without = [n for n, p in network.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+        assert without == []
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_samples_of_a_batch_do_not_touch_each_other(projector: FanBeamProjector, name: str) -> None:
+    """As strategies and micro-batches cut batches differently."""
+    network = learned(name, projector)
+    y = projector(torch.rand(3, 1, 16, 16))
+    alone = torch.cat([network(y[b : b + 1]) for b in range(3)])
+    torch.testing.assert_close(network(y), alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", LEARNED)
+def test_recomputing_changes_no_bit(projector: FanBeamProjector, name: str, dtype: torch.dtype | None) -> None:
+    truth = torch.rand(2, 1, 16, 16, generator=torch.Generator().manual_seed(1))
+    found = []
+    for mode in (MemoryConfig(name="keep"), RecomputeConfig(name="recompute", segment=1)):
+        network = learned(name, projector)
+        apply_memory_mode(network, mode)
+        with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            x = network(projector(truth))
+        assert x.dtype == torch.float32
+        (x - truth).square().mean().backward()
+        found.append([x.detach(), *(p.grad for p in network.parameters())])
+    for kept, recomputed in zip(*found, strict=True):
+        assert torch.equal(kept, recomputed)
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_gradients_are_those_of_differences(projector: FanBeamProjector, name: str) -> None:
+    """In float64, along one random direction of all weights and of y."""
+    network = learned(name, copy.deepcopy(projector)).double()
+    generator = torch.Generator().manual_seed(2)
+    truth = torch.rand(1, 1, 16, 16, dtype=torch.float64, generator=generator)
+    y = network.projector(truth).requires_grad_()
+    leaves = [y, *network.parameters()]
+    directions = [torch.randn(leaf.shape, dtype=leaf.dtype, generator=generator) for leaf in leaves]
+    gradients = torch.autograd.grad((network(y) - truth).square().mean(), leaves)
+    slope = sum((g * d).sum() for g, d in zip(gradients, directions, strict=True))
+
+    def moved(by: float) -> Tensor:
+        with torch.no_grad():
+            for leaf, d in zip(leaves, directions, strict=True):
+                leaf += by * d
+            loss = (network(y) - truth).square().mean()
+            for leaf, d in zip(leaves, directions, strict=True):
+                leaf -= by * d
+        return loss
+
+    h = 1e-7
+    torch.testing.assert_close(slope, (moved(h) - moved(-h)) / (2 * h), rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_state_dict_holds_weights_only(projector: FanBeamProjector, name: str) -> None:
+    network = ALL[name](projector)
+    assert set(network.state_dict()) == {n for n, _ in network.named_parameters()}
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_blocks_hold_most_weights(projector: FanBeamProjector, name: str) -> None:
+    network = LEARNED[name](projector)
+    of_blocks = [p for block in network.blocks() for p in block.parameters()]
+    assert len(set(of_blocks)) == len(of_blocks)
+    assert sum(p.numel() for p in of_blocks) > 0.5 * sum(p.numel() for p in network.parameters())
+
+
+def n_weights(network: nn.Module) -> int:
+    return sum(p.numel() for p in network.parameters())
+
+
+def test_sizes_are_the_published_ones(projector: FanBeamProjector) -> None:
+    """Added up from the layers that papers and authors' code list."""
+    one_iteration_of_learn = (25 * 48 + 48) + (25 * 48 * 48 + 48) + (25 * 48 + 1) + 1
+    assert n_weights(LEARN(projector)) == 50 * one_iteration_of_learn == 3_004_900
+
+    dual = (9 * 7 * 32 + 32) + (9 * 32 * 32 + 32) + (9 * 32 * 5 + 5) + 64
+    primal = (9 * 6 * 32 + 32) + (9 * 32 * 32 + 32) + (9 * 32 * 5 + 5) + 64
+    assert n_weights(LearnedPrimalDual(projector)) == 10 * (dual + primal) == 253_220  # paper: 2.4e5
+
+    pairs = [(1, 64), (64, 64), (64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512), (512, 512)]
+    pairs += [(512, 1024), (1024, 1024), (1024, 512), (1024, 512), (512, 512), (512, 256), (512, 256), (256, 256)]
+    pairs += [(256, 128), (256, 128), (128, 128), (128, 64), (128, 64), (64, 64)]
+    unet = sum(9 * a * b + 2 * b for a, b in pairs) + 65  # each with a norm, whose shift is the convolution's too
+    assert n_weights(FBPConvNet(projector)) == unet
+
+    local = (25 * 48 + 48) + (25 * 96 * 96 + 96) + (25 * 96 + 1) + (9 * 96 * 48 + 48)
+    swin = 4 * 96 + (3 * 96 * 96 + 3 * 96) + (96 * 96 + 96) + 3 * 15**2 + 2 * 4 * 96 * 96 + 5 * 96
+    nonlocal_ = (9 * 48 + 48) + 2 * swin + 2 * 96 + (9 * 96 + 1) + (9 * 96 * 48 + 48)
+    ends = (25 * 48 + 48) - (9 * 96 * 48 + 48)  # the first embeds all features, the last hands none on
+    assert n_weights(RegFormer(projector)) == 6 * (local + nonlocal_) + ends + 12
+
+
+@pytest.mark.parametrize("name", ["LEARN", "RegFormer", "FBPConvNet"])
+def test_without_data_step_and_regulariser_the_start_stays(projector: FanBeamProjector, name: str) -> None:
+    """λ starts at 0; with all else at 0 too, nothing moves."""
+    network = LEARNED[name](projector)
+    assert all(not step_size.any() for step_size in network.step_sizes)
+    with torch.no_grad():
+        for p in network.parameters():
+            p.zero_()
+    y = projector(torch.rand(1, 1, 16, 16))
+    expected = projector.fbp(y) if name == "FBPConvNet" else projector.fbp(y).clamp_min(0)
+    assert torch.equal(network(y), expected)
+
+
+@pytest.mark.parametrize("data_term", ["adjoint", "fbp"])
+def test_a_safe_step_size_descends(projector: FanBeamProjector, data_term: Any) -> None:
+    """LEARN with G = 0 is then gradient descent on the data."""
+    network = LEARN(projector, n_iterations=20, channels=4, data_term=data_term)
+    with torch.no_grad():
+        for p in network.regularizers.parameters():
+            p.zero_()
+        for step_size in network.step_sizes:
+            step_size.fill_(safe_step_size(projector, data_term))
+    y = projector(torch.rand(1, 1, 16, 16))
+    with torch.no_grad():
+        misfits = [float(data_gradient(projector, data_term, x, y).norm()) for x in network.iterates(y)]
+    assert misfits[-1] < 0.5 * misfits[0]
+
+
+def test_learned_primal_dual_reads_what_the_paper_says(projector: FanBeamProjector) -> None:
+    """The forward operator sees the second image, the adjoint the first sinogram; everything is scaled by ‖A‖."""
+    network = LearnedPrimalDual(projector, n_iterations=1)
+    seen: list[Tensor] = []
+    for block in network.blocks():
+        block.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    y = projector(torch.rand(1, 1, 16, 16))
+    start = network.start(y)
+    start.primal[:, 1] = 1
+    after = network.step(0, y, start)
+    norm = projector.operator_norm()
+    torch.testing.assert_close(seen[0][:, 5:6], projector(start.primal[:, 1:2]) / norm)
+    torch.testing.assert_close(seen[0][:, 6:7], y / norm)
+    torch.testing.assert_close(seen[1][:, 5:6], projector.adjoint(after.dual[:, :1]) / norm)
+
+
+def test_shifted_windows_see_their_neighbours_and_nothing_across_the_border() -> None:
+    """Of a layer on 8 × 8 pixels with windows of 4, shifted by 2: which pixels each pixel depends on."""
+    torch.manual_seed(0)
+    layer = WindowAttention(image_size=8, channels=2, n_heads=1, window_size=4, shift=2)
+    x = torch.randn(1, 8, 8, 2, requires_grad=True)
+
+    def seen_from(row: int, column: int) -> set[tuple[int, int]]:
+        (gradient,) = torch.autograd.grad(layer(x)[0, row, column].sum(), x)
+        return {(int(i), int(j)) for i, j in gradient[0].abs().sum(-1).nonzero()}
+
+    assert seen_from(3, 4) == {(i, j) for i in range(2, 6) for j in range(2, 6)}
+    assert seen_from(0, 0) == {(i, j) for i in range(2) for j in range(2)}
+    assert seen_from(7, 3) == {(i, j) for i in (6, 7) for j in range(2, 6)}
+
+
+def test_attention_is_that_of_torch_with_a_bias_of_relative_position() -> None:
+    """One window against the plain formula."""
+    torch.manual_seed(0)
+    layer = WindowAttention(image_size=4, channels=6, n_heads=2, window_size=4, shift=2)
+    x = torch.randn(1, 4, 4, 6)
+    tokens = x.view(16, 6)
+    q, k, v = (part.view(16, 2, 3).transpose(0, 1) for part in layer.to_qkv(tokens).split(6, dim=1))
+    logits = q @ k.mT / 3**0.5
+    for i in range(16):
+        for j in range(16):
+            down, right = i // 4 - j // 4 + 3, i % 4 - j % 4 + 3
+            logits[:, i, j] += layer.position_bias[7 * down + right]
+    expected = layer.project((logits.softmax(-1) @ v).transpose(0, 1).reshape(16, 6))
+    torch.testing.assert_close(layer(x).view(16, 6), expected)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda p: FBPConvNet(p, depth=5), "cannot be halved 5 times"),
+        (lambda p: LEARN(p, data_term="fpb"), "choose fbp or adjoint"),
+        (lambda p: RegFormer(p, window_size=5), "windows of 5"),
+        (lambda p: RegFormer(p, channels=64), "multiple of model.n_heads=3"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(projector: FanBeamProjector, build: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(projector)
