@@ -8,7 +8,7 @@ into_readme = $(BIN)/python -c "import re, pathlib as p; r = p.Path('README.md')
 	r.write_text(re.sub(r'(<!-- $(1) -->\n).*?(<!-- end of $(1))', lambda m: m[1] + t + m[2], r.read_text(), flags=re.S))"
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint bench readme levers clean
+.PHONY: help install train compare test lint bench readme levers clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /	/' | expand -t 10
@@ -25,6 +25,12 @@ install: .venv/.installed ## make .venv and install everything into it
 
 train: install ## train the demo (minutes, no data needed), then evaluate it
 	$(BIN)/python -m qnmixer.train experiment=demo $(ARGS)
+
+# Another one, e.g. make compare EXPERIMENT=ablation_qn COMPARE="tests=[as_trained]"
+EXPERIMENT ?= compare_small
+compare: install ## train all methods, small, then table, picture and page of them; goes on where it was stopped
+	@$(BIN)/python -m qnmixer.train -m experiment=$(EXPERIMENT) hydra.sweep.dir=runs/$(EXPERIMENT) $(ARGS); code=$$?; \
+	[ $$code -ge 128 ] || $(BIN)/python -m qnmixer.compare sweep=runs/$(EXPERIMENT) $(COMPARE) && exit $$code
 
 test: install ## run all tests; e.g. TESTS='-m "not long"' leaves out those that take longest
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(TESTS)

@@ -45,6 +45,7 @@ SIZE, VIEWS, BINS, STEPS = 32, 8, 48, 4
 TINY = [
     f"data.image_size={SIZE}", f"geometry.n_views={VIEWS}", f"geometry.n_detectors={BINS}",
     "geometry.detector_pitch=20", "model.n_iterations=2", "model.channels=8", "model.n_mixer_layers=1",
+    "model.detail_channels=4",
     "data.num_workers=0", "data.batch_size=2", f"trainer.max_steps={STEPS}", "trainer.val_every_n_steps=2",
     "trainer.log_every_n_steps=1", "trainer.accelerator=cpu", "logger=csv",
 ]  # fmt: skip

@@ -1,25 +1,87 @@
-"""Every notebook, its code run from top to bottom."""
+"""Every notebook: its code run from top to bottom, and the outputs that it is committed with."""
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import matplotlib
+import matplotlib.pyplot as plt
 import pytest
+import torch
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("*.ipynb"))
+MOST_BYTES = 600_000
+
+Namespace = dict[str, Any]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs(path: Path) -> None:
+def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    check = CHECKS[path.stem]
     matplotlib.use("Agg")
+    monkeypatch.chdir(tmp_path)
+    n_threads = torch.get_num_threads()
+    namespace: Namespace = {}
+    try:
+        with plt.rc_context():
+            for source in _sources(path):
+                exec(compile(source, str(path), "exec"), namespace)
+    finally:
+        plt.close("all")
+        torch.set_num_threads(n_threads)
+    check(namespace)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_committed_outputs_are_of_a_clean_run(path: Path) -> None:
+    code = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 2
+    assert {output["output_type"] for output in outputs} <= {"stream", "display_data", "execute_result"}
+    assert all(output["name"] == "stdout" for output in outputs if output["output_type"] == "stream")
+    text = "".join("".join(output.get("text", "")) for output in outputs)
+    assert text
+    assert not re.search(r"(?<![\w.])/\w+/|Warning", text)  # the path of a machine, a warning
+    assert path.stat().st_size < MOST_BYTES
+
+
+def _sources(path: Path) -> list[str]:
     cells = json.loads(path.read_text())["cells"]
-    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    assert len(sources) > 3
-    namespace: dict[str, object] = {}
-    for source in sources:
-        exec(compile(source, str(path), "exec"), namespace)
-    after, before = namespace["after"], namespace["before"]
-    assert isinstance(after, list)
-    assert isinstance(before, list)
-    assert after[-1] > before[-1] > before[0]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+def check_reconstruction(found: Namespace) -> None:
+    """More views are better, training beats FBP and the untrained network, and recomputing costs no gradient."""
+    assert found["fbp_psnr"][32] < found["fbp_psnr"][64] < found["fbp_psnr"][128]
+    before, after = found["before"], found["after"]
+    assert after[0] == before[0] < before[-1] < after[-1]
+    assert after[-1] > after[0] + 5
+    assert found["equal"]
+    assert found["steps"]["keep"][3][0].abs().max() > 0
+    peak, planned = found["peak"], found["planned"]
+    assert peak["recompute"] < peak["keep"] / 4
+    for mode in ("keep", "recompute"):
+        assert peak[mode] == pytest.approx(planned[mode].activations / found["MIB"], rel=0.02)
+
+
+def check_comparison(found: Namespace) -> None:
+    """Every method has its row, best first, all on the same slices; each is better than FBP."""
+    psnr = found["psnr"]
+    assert {*psnr} == {"FBP", "TV", "FBPConvNet", "LEARN", "QN-Mixer"}
+    assert found["ranked"][-1] == "FBP"
+    assert psnr["QN-Mixer"].mean > psnr["FBP"].mean + 2
+    slices = {title: {*found["scores"](title, "psnr")[found["config"].seed]} for title in psnr}
+    assert len(slices["FBP"]) == 12
+    assert all(its == slices["FBP"] for its in slices.values())
+    assert found["n_parameters"]["TV"] == 0 < found["n_parameters"]["QN-Mixer"]
+
+
+CHECKS: dict[str, Callable[[Namespace], None]] = {
+    "from_slice_to_reconstruction": check_reconstruction,
+    "your_data_your_comparison": check_comparison,
+}

@@ -182,13 +182,16 @@ def _surroundings(config: Config) -> dict[str, Any]:
     return {
         "git_commit": git_commit(),
         "versions": versions(),
-        "device": torch.cuda.get_device_name() if trainer.accelerator == "cuda" else _cpu_name(),
+        "device": device_name(trainer.accelerator),
         "n_devices": (trainer.devices or 1) * trainer.num_nodes,
         "effective_batch": effective_batch(config),
     }
 
 
-def _cpu_name() -> str:
+def device_name(accelerator: str) -> str:
+    """What computes, in its maker's words."""
+    if accelerator == "cuda":
+        return torch.cuda.get_device_name()
     path = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*:\s*(.+)", path.read_text()) if path.is_file() else None
     return found.group(1) if found else platform.processor() or platform.machine()

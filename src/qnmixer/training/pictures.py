@@ -13,13 +13,15 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
+from matplotlib.patches import Rectangle
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import avg_pool2d, pad
 
 from qnmixer.files import atomic_file
 
 DISPLAY_WINDOW = (-1000.0, 700.0)  # HU: lung, soft tissue and bone all told apart
 ERROR_LIMIT = 200.0  # HU, the brightest of an error map
+_BODY = -500.0  # HU, above which a pixel is not air around it
 
 
 @dataclass
@@ -52,6 +54,55 @@ def draw_comparison(path: Path, rows: Sequence[Row]) -> None:
     _add_bar(figure, axes[:, n_methods], DISPLAY_WINDOW, "gray", "HU")
     _add_bar(figure, axes[:, -1], (0.0, ERROR_LIMIT), "inferno", "|error|, HU")
     _save(figure, path)
+
+
+def draw_methods(path: Path, rows: Sequence[Row]) -> None:
+    """Slices × methods as in the literature: images with a part of them enlarged, error maps below. Writes a PNG.
+
+    The part is where inside the body all methods but the worst one are most in error.
+    """
+    size, gap, headings, bar = 1.7, 0.03, 0.5, 0.1  # inches
+    n_columns, block = 1 + max(len(row.panels) for row in rows), headings + 2 * size
+    width, height = n_columns * size + bar + 0.75, block * len(rows) + 0.1
+    figure = Figure(figsize=(width, height))
+
+    def place(x: float, y: float, w: float) -> Axes:
+        return figure.add_axes((x / width, y / height, w / width, (size - gap) / height))
+
+    for k, row in enumerate(rows):
+        above = height - k * block - headings - size
+        below, right = above - size, n_columns * size + gap
+        corner = _worst_part([panel.hu for panel in row.panels], row.truth)
+        _show_enlarged(place(0, above, size - gap), row.truth, f"truth\n{_short(row.name, 22)}", corner)
+        for n, panel in enumerate(row.panels, 1):
+            _show_enlarged(place(n * size, above, size - gap), panel.hu, panel.title, corner)
+            _show_error(place(n * size, below, size - gap), panel.hu, row.truth, "")
+        scale = ScalarMappable(Normalize(*DISPLAY_WINDOW), "gray")
+        figure.colorbar(scale, cax=place(right, above, bar), label="HU", ticks=(-500, 0, 500))
+        scale = ScalarMappable(Normalize(0.0, ERROR_LIMIT), "inferno")
+        figure.colorbar(scale, cax=place(right, below, bar), label="|error|, HU", ticks=(0, 100))
+    _save(figure, path)
+
+
+def _worst_part(images: Sequence[Tensor], truth: Tensor) -> tuple[int, int]:
+    """Upper left corner of the part of a slice, a quarter of it each way, that is reconstructed worst."""
+    errors = torch.stack([(image - truth).abs() for image in images]) * (truth > _BODY)
+    kept = errors.mean(dim=(1, 2)).argsort()[: max(1, len(images) - 1)]
+    size, step = truth.shape[0] // 4, max(1, truth.shape[0] // 32)
+    local = avg_pool2d(errors[kept].mean(dim=0)[None], size, step)[0]
+    row, column = divmod(int(local.argmax()), local.shape[1])
+    return row * step, column * step
+
+
+def _show_enlarged(axes: Axes, hu: Tensor, title: str, corner: tuple[int, int]) -> None:
+    """An image and, in its corner that is farthest from it, a part of it at twice the size; both framed."""
+    _show_hu(axes, hu, title)
+    (row, column), size = corner, hu.shape[0] // 4
+    x, y = (0.0 if 2 * column + size > hu.shape[1] else 0.5), (0.5 if 2 * row + size > hu.shape[0] else 0.0)
+    inset = axes.inset_axes((x, y, 0.5, 0.5))
+    _show_hu(inset, hu[row : row + size, column : column + size], "")
+    for of, box in ((inset, (-0.5, -0.5)), (axes, (column - 0.5, row - 0.5))):
+        of.add_patch(Rectangle(box, size, size, fill=False, edgecolor="tab:orange", linewidth=1.0))
 
 
 def draw_iterates(path: Path, rows: Sequence[Row]) -> None:

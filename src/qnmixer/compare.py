@@ -1,0 +1,71 @@
+"""Hold all methods of a sweep against each other, on the same slices.
+
+python -m qnmixer.train -m experiment=compare_small                      # the sweep
+python -m qnmixer.compare sweep=latest                                   # table, picture and page of it
+python -m qnmixer.compare sweep=DIR tests=[as_trained,real] root=/path/to/ct
+"""
+
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from qnmixer import cli
+from qnmixer.config import CompareConfig, parse_compare
+from qnmixer.errors import ConfigError
+from qnmixer.files import check_there
+from qnmixer.tracking.runs import RUNS, SWEEP
+
+
+def compare(cfg: DictConfig) -> None:
+    """Print the tables of a comparison and leave everything of it in a folder."""
+    from rich.console import Console
+
+    from qnmixer.training.comparison_measuring import compare
+    from qnmixer.training.comparison_report import write_comparison
+
+    console = Console()
+    if not console.is_terminal:  # a log has no width of its own
+        console = Console(width=120)
+    config = parse_compare(cfg)
+    sweep = find_sweep(config.sweep)
+    output = sweep / "comparison" if config.output is None else Path(config.output).expanduser()
+    write_comparison(output, compare(config, sweep, output, console), config, console)
+
+
+def check(cfg: DictConfig) -> CompareConfig:
+    """The parsed config; raises UserError also for a sweep or slices that are not there."""
+    config = parse_compare(cfg)
+    find_sweep(config.sweep)
+    if config.root is not None:
+        check_there("root", config.root, "the folder that holds the slices")
+    return config
+
+
+def find_sweep(text: str) -> Path:
+    """The folder of a sweep; "latest": the one under runs/ in which a job last ended. Raises ConfigError."""
+    if text == "latest":
+        found = [path.parent for path in RUNS.glob(f"**/{SWEEP}")]
+        if not found:
+            raise ConfigError(
+                f"sweep=latest: there is no sweep under {RUNS.absolute()}: give its folder, sweep=DIR, or make one: "
+                "python -m qnmixer.train -m experiment=compare_small"
+            )
+        return max(found, key=_last_touched)
+    folder = Path(text).expanduser()
+    if not (folder / SWEEP).is_file():
+        what = "is no sweep (it has no sweep.json)" if folder.exists() else "does not exist"
+        raise ConfigError(f"sweep={text} {what}: give the folder that qnmixer.train -m printed")
+    return folder
+
+
+def _last_touched(sweep: Path) -> float:
+    return max(path.stat().st_mtime for path in (sweep / SWEEP, *sweep.glob("*/results.json")))
+
+
+def main() -> None:
+    """The command, also as `qnmixer-compare`, whose keys a shell can complete."""
+    cli.run(compare, check, "compare")
+
+
+if __name__ == "__main__":
+    main()

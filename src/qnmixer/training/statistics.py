@@ -1,0 +1,93 @@
+"""What several seeds and many images say of a method, and of the difference between two."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import mean, stdev, variance
+
+import numpy as np
+
+Scores = Mapping[int, Mapping[str, float]]
+"""seed → image → score. The seeds need not have the same images."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The mean over seeds of the mean over images, and how far single ones are from it (None: there is but one)."""
+
+    mean: float
+    over_seeds: float | None  # standard deviation of the seeds' means
+    over_images: float | None  # standard deviation of the images' means over seeds
+    n_seeds: int
+    n_images: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Mean difference of two methods on the same images; None: nothing tells how sure it is."""
+
+    mean: float
+    half_width: float | None  # of the 95 % interval
+
+
+def spread(scores: Scores) -> Spread:
+    """Mean and deviations of one method."""
+    seeds, images = _seed_means(scores), _image_means(scores)
+    return Spread(
+        mean(seeds),
+        stdev(seeds) if len(seeds) > 1 else None,
+        stdev(images.values()) if len(images) > 1 else None,
+        len(seeds),
+        len(images),
+    )
+
+
+def difference(one: Scores, other: Scores) -> Difference:
+    """`one` minus `other`, paired by image, with a 95 % interval for other images and other seeds.
+
+    Its variance is that of the images' differences over their number, and that of each method's seeds over theirs; the
+    degrees of freedom are Welch and Satterthwaite's. An image's noise over seeds counts in both, so that the interval
+    is rather too wide than too narrow. A method with one seed has no deviation over seeds, and adds none.
+
+    Raises ValueError where they have no image in common.
+    """
+    first, second = _image_means(one), _image_means(other)
+    differences = [first[image] - second[image] for image in first if image in second]
+    if not differences:
+        raise ValueError("two methods without a common image")
+    parts = [  # variance of the mean, degrees of freedom
+        (variance(values) / len(values), len(values) - 1)
+        for values in (differences, _seed_means(one), _seed_means(other))
+        if len(values) > 1
+    ]
+    total = sum(part for part, _ in parts)
+    if not parts:
+        return Difference(mean(differences), None)
+    if total == 0:
+        return Difference(mean(differences), 0.0)
+    freedom = total**2 / sum(part**2 / n for part, n in parts)
+    return Difference(mean(differences), student_quantile(freedom) * math.sqrt(total))
+
+
+def student_quantile(freedom: float, share: float = 0.95) -> float:
+    """Where |t| of Student's distribution stays with this probability; degrees of freedom need not be whole.
+
+    With t = √ν tan θ its density becomes cos^(ν−1) θ, which is summed here: right to 4 digits (ν ≥ 1).
+    """
+    edges = np.linspace(0.0, np.pi / 2, 20_001)
+    middles = (edges[1:] + edges[:-1]) / 2
+    below = np.cumsum(np.cos(middles) ** (freedom - 1))
+    theta = np.interp(share, np.concatenate([[0.0], below / below[-1]]), edges)
+    return float(math.sqrt(freedom) * np.tan(theta))
+
+
+def _seed_means(scores: Scores) -> list[float]:
+    return [mean(of_seed.values()) for of_seed in scores.values()]
+
+
+def _image_means(scores: Scores) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for of_seed in scores.values():
+        for image, score in of_seed.items():
+            values.setdefault(image, []).append(score)
+    return {image: mean(found) for image, found in values.items()}

@@ -1,0 +1,233 @@
+"""A sweep of two models and two seeds, trained by the real command, and what `qnmixer.compare` says of it."""
+
+import csv
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from qnmixer import cli
+from qnmixer.cli import CONF, compose
+from qnmixer.compare import check, compare
+from qnmixer.config import parse, parse_compare
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.errors import ConfigError
+from qnmixer.training import comparison_measuring
+from qnmixer.training.checkpoints import load_run
+from qnmixer.training.evaluation import evaluate
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("compare")]
+
+SWEEP = [
+    "model=qn_mixer,learn", "seed=1,2", "optimizer.lr=1e-3,abc",
+    "data.image_size=32", "geometry.n_views=8", "geometry.n_detectors=48", "geometry.detector_pitch=20",
+    "model.n_iterations=2", "model.channels=8", "data.n_train=8", "data.n_val=2", "data.n_test=3", "data.batch_size=2",
+    "data.num_workers=0", "trainer.max_steps=4", "trainer.val_every_n_steps=4", "trainer.log_every_n_steps=1",
+    "trainer.accelerator=cpu", "logger=csv", "test_after_training=false", "hydra.sweep.dir=sweep",
+]  # fmt: skip
+METHODS = ["QN-Mixer", "LEARN"]
+FAILED = ["model=qn_mixer lr=abc", "model=learn lr=abc"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sweep, once: four jobs that are done, and four with a learning rate that is none."""
+    folder = tmp_path_factory.mktemp("compare")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "HYDRA"))}
+    command = [sys.executable, "-m", "qnmixer.train", "-m", *SWEEP]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert "4 of 8 jobs did not end well" in done.stderr, done.stdout + done.stderr
+    return folder / "sweep"
+
+
+@pytest.fixture
+def sweep(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it to do with as one likes."""
+    return Path(shutil.copytree(trained, tmp_path / "sweep"))
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, output and error of the command, through the very code that its module runs."""
+    code, stdout, stderr = 0, io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
+        patch.setattr(sys, "argv", ["compare", "accelerator=cpu", *arguments])
+        patch.delenv(cli.TRACEBACK, raising=False)
+        try:
+            cli.run(compare, check, "compare")
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+    return code, stdout.getvalue(), stderr.getvalue()
+
+
+def lines(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def by_name(found: Path) -> dict[str, dict[str, Any]]:
+    return {method["name"]: method for method in json.loads((found / "comparison.json").read_text())["methods"]}
+
+
+def test_the_table_holds_what_evaluate_finds_on_the_same_sinograms(sweep: Path) -> None:
+    code, stdout, stderr = run(f"sweep={sweep}", "tests=[as_trained,field_noise]", "seed=1")
+    assert (code, stderr) == (0, "")
+    found = sweep / "comparison"
+    module = load_run(sweep / "0")  # its seed is 1, as that of the test
+    (job,) = (job for job in by_name(found)[METHODS[0]]["jobs"] if job["folder"].endswith("/0"))
+    assert job["seed"] == module.config.seed == 1
+    data = SliceDataModule(module.config.data)
+    evaluation = evaluate(module, data, "test", module.config.evaluation, torch.device("cpu"))
+    images = [line for line in lines(found / "images.csv") if line["test"] == "as_trained"]
+    for method, name, seed in (("QN-Mixer", METHODS[0], "1"), ("FBP", "FBP", "")):
+        expected = [(s.slice, s.psnr, s.ssim) for s in evaluation.scores if s.method == method]
+        its = [line for line in images if (line["method"], line["seed"]) == (name, seed)]
+        assert [(line["slice"], float(line["psnr"]), float(line["ssim"])) for line in its] == expected
+    rows = [line for line in lines(found / "comparison.csv") if line["test"] == "as_trained"]
+    table = {line["method"]: line for line in rows}
+    for name in METHODS:
+        seeds = [[float(i["psnr"]) for i in images if (i["method"], i["seed"]) == (name, seed)] for seed in "12"]
+        assert float(table[name]["psnr"]) == pytest.approx(mean(map(mean, seeds)))
+        assert f"{mean(map(mean, seeds)):.2f} ± " in stdout
+    ranked = [float(line["psnr"]) for line in rows if line["psnr"]]
+    assert ranked == sorted(ranked, reverse=True)
+    assert len(ranked) == 3
+    kept = [json.loads(path.read_text()) for path in (found / "evaluations").iterdir()]
+    fbp = [tuple(score["psnr"] for score in scores if score["method"] == "FBP") for scores in kept]
+    assert len(fbp) == 8  # each of four jobs on two tests: whatever method and seed, from the same noise
+    assert len({*fbp}) == 2
+
+
+def test_every_row_says_where_it_comes_from_and_what_was_not_run(sweep: Path) -> None:
+    shutil.rmtree(sweep / "0")  # QN-Mixer, seed 1
+    for path in sweep.iterdir():  # all of LEARN
+        if path.is_dir() and "model=learn" in (path / "results.json").read_text():
+            shutil.rmtree(path)
+    code, stdout, _ = run(f"sweep={sweep}", "tests=[as_trained]")
+    assert code == 0
+    methods = by_name(sweep / "comparison")
+    assert methods.keys() == {"FBP", *METHODS, *FAILED}
+    done = [job for job in methods[METHODS[0]]["jobs"] if job["status"] == "done"]
+    assert [job["seed"] for job in done] == [2]
+    assert done[0]["git_commit"]
+    assert done[0]["device"]
+    assert done[0]["steps"] == 4
+    assert done[0]["versions"]["torch"] == torch.__version__
+    assert {"model=qn_mixer", "seed=2", "optimizer.lr=0.001"} <= {*done[0]["overrides"]}
+    assert {job["status"] for job in methods[METHODS[1]]["jobs"]} == {"not yet run"}
+    (line,) = (line for line in lines(sweep / "comparison" / "comparison.csv") if line["method"] == METHODS[1])
+    assert (line["status"], line["psnr"]) == ("not yet run", "")
+    for job in methods[FAILED[0]]["jobs"]:
+        assert job["status"].startswith("failed: ConfigError: optimizer.lr")
+    assert f"note: {METHODS[0]}, job 0: not yet run" in stdout
+    assert f"note: {FAILED[0]}, job 1: failed: ConfigError: optimizer.lr" in stdout
+    markdown = (sweep / "comparison" / "comparison.md").read_text()
+    assert f"| {METHODS[0]} | 1 of 2 |" in markdown
+    assert f"| {METHODS[1]} | 0 of 2 | not yet run |" in markdown
+
+
+def test_a_second_report_measures_nothing_again_and_says_the_same(sweep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [f"sweep={sweep}", "tests=[as_trained,disc]", "evaluation.n_pictures=1"]
+    monkeypatch.setattr(comparison_measuring, "git_commit", lambda: "the same")  # whatever is edited meanwhile
+    assert run(*arguments)[0] == 0
+    found = sweep / "comparison"
+    before = {name: (found / name).read_text() for name in ("images.csv",)}
+    table = [line["psnr_difference"] for line in lines(found / "comparison.csv")]
+    code, stdout, _ = run(*arguments)
+    assert code == 0
+    assert "as_trained: 4 jobs on 3 slices (4 of them before)" in stdout
+    assert "disc: 4 jobs on 3 slices (4 of them before)" in stdout
+    assert before == {name: (found / name).read_text() for name in before}
+    assert table == [line["psnr_difference"] for line in lines(found / "comparison.csv")]
+    picture = np.asarray(Image.open(found / "comparison.png"))
+    assert picture.std() > 10
+    assert (found / "comparison_tests.png").stat().st_size > 1000
+    page = (found / "comparison.html").read_text()
+    assert all(name in page for name in (*METHODS, "disc: "))
+    path = sweep / "0" / "checkpoints" / "best.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["state_dict"]["network.step_sizes.0"] *= 0.5
+    torch.save(checkpoint, path)
+    assert "as_trained: 4 jobs on 3 slices (3 of them before)" in run(arguments[0], "tests=[as_trained]")[1]
+
+
+def test_slices_of_a_folder_and_tests_that_cannot_be_made(sweep: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "my slices"
+    folder.mkdir()
+    np.save(
+        folder / "a.npy", np.pad(np.zeros((1, 40, 40), np.float32), ((0, 0), (4, 4), (4, 4)), constant_values=-1000)
+    )
+    sets = ["+sets.mine=['data=numpy','noise=field']", "+sets.odd=['data.simulation_factor=3']", f"root={folder}"]
+    code, stdout, stderr = run(f"sweep={sweep}", *sets, "tests=[mine,odd]")
+    assert (code, stderr) == (0, "")
+    assert "mine: 4 jobs on 1 slices" in stdout
+    assert "note: odd is left out: data.simulation_factor=3 is too large" in stdout
+    code, _, stderr = run(f"sweep={sweep}", *sets[:2], "tests=[odd]")
+    assert code == 1
+    assert stderr.startswith("error: odd is left out")
+
+
+def test_one_line_for_what_is_not_there(sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for arguments, words in (
+        (["sweep=nowhere"], "sweep=nowhere does not exist"),
+        ([f"sweep={sweep}/0"], "is no sweep"),
+        ([], "sweep=latest: there is no sweep under"),
+        ([f"sweep={sweep}", "tests=[as_traind]"], "did you mean as_trained?"),
+        ([f"sweep={sweep}", "tests=[real]"], "give it as root=/path/to/slices"),
+        ([f"sweep={sweep}", "root=nowhere"], "root=nowhere does not exist"),
+        ([f"sweep={sweep}", "lr=3"], "unknown key lr"),
+    ):
+        code, stdout, stderr = run(*arguments)
+        assert (code, stdout) == (1, ""), arguments
+        (line,) = stderr.splitlines()
+        assert line.startswith("error: ")
+        assert words in line
+    for path in sweep.iterdir():
+        if path.name.isdigit():
+            shutil.rmtree(path)
+    code, _, stderr = run(f"sweep={sweep}")
+    assert code == 1
+    assert "is done (job 0: not yet run; " in stderr
+    (tmp_path / "runs").mkdir()
+    sweep.rename(tmp_path / "runs" / "sweep")
+    assert "runs/sweep is done" in run()[2]
+
+
+METHOD_FILES = sorted(CONF.glob("experiment/*/*.yaml"))
+
+
+@pytest.mark.parametrize("path", METHOD_FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_every_method_of_a_comparison_composes(path: Path) -> None:
+    base = {"small": "compare_small", "published": "compare_64", "curvature": "ablation_qn"}[path.parent.name]
+    config = parse(compose("train", [f"experiment={base}", f"experiment/{path.parent.name}={path.stem}"]))
+    assert path.parent.name == "curvature" or config.model.name == path.stem
+
+
+@pytest.mark.parametrize("experiment", ["compare_small", "compare_noise", "compare_64", "ablation_qn"])
+def test_a_comparison_sweeps_over_all_its_methods(experiment: str) -> None:
+    params = compose("train", [f"experiment={experiment}"], with_hydra=True).hydra.sweeper.params
+    (group,) = (key for key in params if key.startswith("experiment/"))
+    assert sorted(params[group].split(",")) == sorted(path.stem for path in CONF.glob(f"{group}/*.yaml"))
+    assert params["seed"] == "1,2,3"
+
+
+def test_tests_are_those_that_have_their_folder() -> None:
+    def names(*overrides: str) -> list[str]:
+        return [*parse_compare(compose("compare", [*overrides])).sets]
+
+    assert "real" not in names()
+    assert names("root=/ct") == [*names(), "real"]
+    assert names("tests=[disc,as_trained]") == ["disc", "as_trained"]
+    with pytest.raises(ConfigError, match="no tests are left"):
+        names("tests=[]")
