@@ -23,8 +23,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TINY = [
     "data.image_size=16", "geometry.n_views=8", "geometry.n_detectors=24", "geometry.detector_pitch=40",
-    "model.n_iterations=2", "model.channels=4", "model.n_mixer_layers=1",
-    "model.detail_channels=4", "data.num_workers=0", "data.batch_size=2",
+    "model.n_iterations=2", "model.channels=4", "model.n_mixer_layers=1", "data.num_workers=0", "data.batch_size=2",
     "trainer.max_steps=4", "trainer.val_every_n_steps=2", "trainer.log_every_n_steps=1", "trainer.accelerator=cpu",
     "logger=csv", "test_after_training=false",
 ]  # fmt: skip

@@ -45,7 +45,6 @@ SIZE, VIEWS, BINS, STEPS = 32, 8, 48, 4
 TINY = [
     f"data.image_size={SIZE}", f"geometry.n_views={VIEWS}", f"geometry.n_detectors={BINS}",
     "geometry.detector_pitch=20", "model.n_iterations=2", "model.channels=8", "model.n_mixer_layers=1",
-    "model.detail_channels=4",
     "data.num_workers=0", "data.batch_size=2", f"trainer.max_steps={STEPS}", "trainer.val_every_n_steps=2",
     "trainer.log_every_n_steps=1", "trainer.accelerator=cpu", "logger=csv",
 ]  # fmt: skip
@@ -184,6 +183,7 @@ def test_a_run_folder_holds_all_of_a_run(trained: Path) -> None:
         "checkpoints/best.ckpt", "checkpoints/last.ckpt", "metrics.csv", "results.json",
         "pictures/iterates_0000002.png", "pictures/iterates_0000004.png",
         "evaluation/images.csv", "evaluation/table.csv", "evaluation/table.md", "evaluation/picture.png",
+        "evaluation/page.html",
     }  # fmt: skip
 
 
@@ -449,7 +449,9 @@ def test_evaluation_as_trained_is_that_of_the_training(trained: Path, tmp_path: 
     assert outcome.code == 0, outcome.stderr
     assert (tmp_path / "table.csv").read_text() == (trained / "evaluation" / "table.csv").read_text()
     assert record(tmp_path)["test"] == record(trained)["test"]
-    assert outcome.stdout.splitlines()[-1] == f"picture: {tmp_path / 'picture.png'}"
+    assert outcome.stdout.splitlines()[-2:] == [
+        f"picture: {tmp_path / 'picture.png'}", f"to look through: {tmp_path / 'page.html'}",
+    ]  # fmt: skip
     markdown = (tmp_path / "table.md").read_text()
     assert "test split of phantoms, 8 views, noise field" in markdown
     assert "QN-Mixer over FBP: +" in markdown

@@ -14,8 +14,7 @@ from qnmixer.doctor import doctor
 
 TINY = [
     "data.image_size=16", "geometry.n_views=8", "geometry.n_detectors=24", "geometry.detector_pitch=40",
-    "model.n_iterations=2", "model.channels=4", "model.n_mixer_layers=1",
-    "model.detail_channels=4", "data.n_train=5", "data.num_workers=0",
+    "model.n_iterations=2", "model.channels=4", "model.n_mixer_layers=1", "data.n_train=5", "data.num_workers=0",
     "trainer.accelerator=cpu",
 ]  # fmt: skip
 

@@ -48,6 +48,7 @@ def marked(command: str) -> Any:
     long = (
         "strategy=" in command
         or " -m experiment" in command
+        or "compare" in command
         or ("qnmixer.plan" in command and "format=json" not in command)
     )
     return pytest.param(command, marks=pytest.mark.long) if long else command
@@ -66,29 +67,27 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         dataset.save_as(path)
     run(f"python -m qnmixer.train experiment=demo hydra.run.dir={place}/run", place)
     np.save(place / "scan.npy", np.full((16, 48), 2.0, np.float32))
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (place / "my_network.py").write_text(block)
     return place
 
 
 def run(command: str, place: Path) -> None:
     """Run a command in `place`, its paths replaced and its sizes made tiny."""
-    for path, stand_in in {"/path/to/dicom": "aapm", "/path/to/aapm": "aapm", "runs/DIR": "run"}.items():
-        command = command.replace(path, str(place / stand_in))
+    paths = {"/path/to/dicom": "aapm", "/path/to/aapm": "aapm", "runs/DIR": "run", "runs/compare_small": "sweep"}
+    for path, its in paths.items():
+        command = command.replace(path, str(place / its))
     words = shlex.split(command)
     if words[0] == "make":
-        tiny = "ARGS=" + " ".join([*TINY, *TINY_PHANTOMS, f"hydra.run.dir={place}/made"])
+        tiny = [*TINY, *TINY_PHANTOMS, f"hydra.run.dir={place}/made"]
+        if words[1] == "compare":
+            sizes = [word for word in TINY if not word.startswith("model.")]
+            tiny = ["experiment/small=fbp,learn", "seed=1", f"hydra.sweep.dir={place}/sweep", *sizes, *TINY_PHANTOMS]
+            words.append(f"COMPARE=sweep={place}/sweep tests=[as_trained,disc]")
         # The environment that runs this test stands in for .venv, which make would install otherwise.
-        words = [
-            "make",
-            "-C",
-            str(ROOT),
-            "-o",
-            ".venv/.installed",
-            f"BIN={Path(sys.executable).parent}",
-            tiny,
-            *words[1:],
-        ]
-        if words[-1] == "test":
-            words.insert(1, "--dry-run")  # or it would run itself
+        stand_in = ["-C", str(ROOT), "-o", ".venv/.installed", f"BIN={Path(sys.executable).parent}"]
+        dry = ["--dry-run"] if words[1] == "test" else []  # or it would run itself
+        words = ["make", *dry, *stand_in, f"ARGS={' '.join(tiny)}", *words[1:]]
     elif words[2] in ("qnmixer.plan", "qnmixer.doctor"):
         words += [word for word in TINY if word.startswith(("data.", "geometry", "model"))]
         words += ["model.n_iterations=4" if "strategy=pipeline" in command else "model.n_iterations=2"]

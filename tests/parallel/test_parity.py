@@ -27,7 +27,7 @@ TINY = (
     "trainer.val_every_n_steps=100 trainer.log_every_n_steps=1 trainer.gradient_clip_val=0.01 noise=field "
     "optimizer.lr=1e-3"
 )
-MODEL = "model.n_iterations=4 model.channels=4 model.n_mixer_layers=1 model.detail_channels=4"
+MODEL = "model.n_iterations=4 model.channels=4 model.n_mixer_layers=1"
 COMPETITORS = {
     "fbpconvnet": "model=fbpconvnet model.channels=4 model.depth=2",
     "learn": "model=learn model.n_iterations=4 model.channels=4",

@@ -90,7 +90,7 @@ def test_cuts() -> None:
 def module_of(*overrides: str) -> ReconstructionModule:
     tiny = (
         "data.image_size=16 geometry.n_views=8 geometry.n_detectors=24 geometry.detector_pitch=40 "
-        "model.n_iterations=5 model.channels=4 model.n_mixer_layers=1 model.detail_channels=4"
+        "model.n_iterations=5 model.channels=4 model.n_mixer_layers=1"
     )
     torch.manual_seed(0)
     module = ReconstructionModule(parse(compose("train", [*tiny.split(), *overrides])))

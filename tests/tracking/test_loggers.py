@@ -218,7 +218,7 @@ def test_training_goes_on_without_the_network(tmp_path: Path, wandb_server: Any)
     """A real run, whose server goes after the first validation: all its steps, one warning, a moment's wait."""
     tiny = (
         "data.image_size=16 geometry.n_views=8 geometry.n_detectors=24 geometry.detector_pitch=40 model.n_iterations=2 "
-        "model.channels=4 model.n_mixer_layers=1 model.detail_channels=4 "
+        "model.channels=4 model.n_mixer_layers=1 "
         "data.n_train=8 data.n_val=2 data.num_workers=0 trainer.max_steps=300 "
         "trainer.val_every_n_steps=20 trainer.log_every_n_steps=1 trainer.accelerator=cpu test_after_training=false"
     )

@@ -14,7 +14,6 @@ from qnmixer.training.module import ReconstructionModule
 TINY = [
     "data.image_size=16", "geometry.n_views=8", "geometry.n_detectors=24", "geometry.detector_pitch=40",
     "model.n_iterations=2", "model.channels=4", "model.n_mixer_layers=1",
-    "model.detail_channels=4",
     "data.n_train=8", "data.n_val=3", "data.n_test=4", "data.num_workers=0", "data.batch_size=2",
     "trainer.max_steps=4", "trainer.val_every_n_steps=2", "trainer.log_every_n_steps=1", "trainer.accelerator=cpu",
     "logger=csv",
@@ -31,6 +30,17 @@ def _config(*overrides: str) -> Config:
 def tiny_config() -> TinyConfig:
     """tiny_config(*overrides): a checked config of the smallest network."""
     return _config
+
+
+@pytest.fixture
+def other_config() -> TinyConfig:
+    """other_config("model=…"): the same for another network, with no word of QN-Mixer's mixer."""
+
+    def config(*overrides: str) -> Config:
+        words = [word for word in TINY if not word.startswith("model.n_mixer")]
+        return parse(compose("train", [*words, *overrides]))
+
+    return config
 
 
 @pytest.fixture

@@ -30,12 +30,13 @@ def test_groups_hold_every_parameter_once(
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for parameter_name, parameter in module.network.named_parameters():
         group = group_of[id(parameter)]
-        is_step_size = parameter_name.startswith("step_sizes.")
+        is_step_size = parameter_name.startswith(("step_sizes.", "trust."))
         decays = parameter.ndim > 1
         assert group["lr"] == pytest.approx(0.01 if is_step_size else 0.002), parameter_name
         assert group["weight_decay"] == (0.07 if decays else 0.0), parameter_name
     assert any(name.endswith("bias") for name, _ in module.network.named_parameters())
-    assert any(name.startswith("step_sizes.") for name, _ in module.network.named_parameters())
+    for scalars in ("step_sizes.", "trust."):
+        assert any(name.startswith(scalars) for name, _ in module.network.named_parameters())
 
 
 def test_options_reach_the_optimizer(tiny_module: Callable[..., ReconstructionModule]) -> None:

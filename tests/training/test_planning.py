@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from qnmixer.cli import compose
@@ -142,7 +141,8 @@ def test_the_largest_batch_fits_and_one_more_does_not(planner: Planner, limit: f
         return planner.estimate(config_of(f"model.n_iterations=2 data.batch_size={batch}")).peak / MIB
 
     batch = int(_largest_batch({1: peak(1), 8: peak(8)}, limit))
-    assert peak(batch) <= limit < peak(batch + 1)
+    # A line through two batches: which tensors make the peak may differ between them.
+    assert peak(batch) <= 1.01 * limit < 1.01 * peak(batch + 1)
 
 
 def test_no_batch_fits_into_too_little() -> None:
@@ -170,9 +170,9 @@ def test_levers_say_what_they_save(planner: Planner) -> None:
 
 def test_a_run_fits_where_its_peak_is_usable(planner: Planner) -> None:
     prediction = planner.predict(config_of())
-    plan = as_object(config_of(), prediction, ["1.063", "1.06"])
-    assert usable("1.06") < prediction.footprint.peak / MIB < usable("1.063")
-    assert plan["fits"] == {"1.063": True, "1.06": False}
+    plan = as_object(config_of(), prediction, ["1.066", "1.063"])
+    assert usable("1.063") < prediction.footprint.peak / MIB < usable("1.066")
+    assert plan["fits"] == {"1.066": True, "1.063": False}
 
 
 def test_levers_that_a_run_does_not_allow_are_left_out(planner: Planner) -> None:
@@ -186,26 +186,38 @@ def test_levers_that_a_run_does_not_allow_are_left_out(planner: Planner) -> None
 
 
 def test_what_is_relied_on_of_ddp() -> None:
-    """Its buckets outlive the clearing of gradients, and gradients that are accumulated are outside of them."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        layer = nn.Linear(3, 3, bias=False)
-        model = nn.parallel.DistributedDataParallel(layer, gradient_as_bucket_view=True)
+    """Its buckets outlive the clearing of gradients, and gradients that are accumulated are outside of them.
 
-        def place() -> int:
-            model(torch.ones(1, 3)).sum().backward()
-            assert layer.weight.grad is not None
-            return layer.weight.grad.data_ptr()
+    In a process of its own, which leaves without cleaning up: where gloo's threads are joined by what Python frees,
+    they may wait for Python (seen once in hundreds of runs).
+    """
+    done = subprocess.run([sys.executable, "-c", _BUCKETS], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "as relied on\n"), done.stderr
 
-        place()  # the first buckets are made anew afterwards
-        layer.zero_grad()
-        bucket = place()
-        layer.zero_grad()
-        with model.no_sync():
-            assert place() != bucket
-        assert place() == bucket
-    finally:
-        dist.destroy_process_group()
+
+_BUCKETS = """
+import os, torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+layer = nn.Linear(3, 3, bias=False)
+model = nn.parallel.DistributedDataParallel(layer, gradient_as_bucket_view=True)
+
+def place():
+    model(torch.ones(1, 3)).sum().backward()
+    return layer.weight.grad.data_ptr()
+
+place()  # the first buckets are made anew afterwards
+layer.zero_grad()
+bucket = place()
+layer.zero_grad()
+with model.no_sync():
+    assert place() != bucket
+assert place() == bucket
+print("as relied on", flush=True)
+os._exit(0)
+"""
 
 
 def test_what_each_strategy_adds_to_one_device(planner: Planner) -> None:
@@ -216,10 +228,11 @@ def test_what_each_strategy_adds_to_one_device(planner: Planner) -> None:
     weights = of("").parameters
     assert of("").strategy == of(accumulating).strategy == of("strategy=ddp").strategy == 0
     assert of("strategy=ddp").gradients == weights
-    assert of(f"strategy=ddp {accumulating}").strategy == pytest.approx(weights, rel=0.01)
+    assert of(f"strategy=ddp {accumulating}").strategy == pytest.approx(weights, rel=0.02)
     sharded = of("strategy=fsdp trainer.devices=4")
-    assert sharded.parameters == pytest.approx(weights / 4, rel=0.02)
-    assert sharded.optimizer == pytest.approx(weights / 2, rel=0.02)
+    # The fullest device: a weight of one row, as the last convolution of the details has, is on it whole.
+    assert sharded.parameters == pytest.approx(weights / 4, rel=0.1)
+    assert sharded.optimizer == pytest.approx(weights / 2, rel=0.1)
     assert weights < sharded.strategy < 3 * weights
     assert of(f"strategy=fsdp trainer.devices=4 {accumulating}").strategy == sharded.strategy + weights
     gathered = of("strategy=fsdp trainer.devices=4 strategy.reshard_after_forward=false model.shared_regularizer=false")

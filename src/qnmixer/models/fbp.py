@@ -22,7 +22,3 @@ class FBP(UnrolledNetwork[Tensor]):
     def step(self, t: int, y: Tensor, state: Tensor) -> Tensor:
         """Never called, as T = 0."""
         return state
-
-    def image(self, state: Tensor) -> Tensor:
-        """The state is the image."""
-        return state

@@ -41,10 +41,6 @@ class FBPConvNet(UnrolledNetwork[Tensor]):
         """x₀ + U-Net(x₀)."""
         return state + self.unet(state)
 
-    def image(self, state: Tensor) -> Tensor:
-        """The state is the image."""
-        return state
-
     def recomputed_parts(self) -> list[nn.Module]:
         """The levels: with one iteration only, there is nothing else to run again."""
         return self.unet.levels()

@@ -156,7 +156,8 @@ class DetailConvolutions(nn.Module):
     def forward(self, x: Tensor, context: Tensor) -> Tensor:
         """G(x) [B, 1, H, W] from x and the mixer's features of it [B, d, H, W]."""
         x = x.to(memory_format=torch.channels_last)
-        return self.last(torch.relu(self.second(torch.relu(self.first(x) + context))))
+        features = self.first(x).add_(context).relu_()  # in place: at full resolution each copy counts
+        return self.last(self.second(features).relu_())
 
 
 class InceptMixer(nn.Module):

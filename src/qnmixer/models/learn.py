@@ -52,10 +52,6 @@ class LEARN(UnrolledNetwork[Tensor]):
         descent = self.step_sizes[t] * data_gradient(self.projector, self.data_term, state, y)
         return torch.relu(state - descent - self.regularizers[t](state))
 
-    def image(self, state: Tensor) -> Tensor:
-        """The state is the image."""
-        return state
-
     def blocks(self) -> list[nn.Module]:
         """The CNNs."""
         return list(self.regularizers)

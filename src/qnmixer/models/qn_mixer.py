@@ -52,7 +52,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         patch_size: P (figure: 4).
         n_mixer_layers, mlp_ratio: depth and hidden width of the mixer (ours: 2, 2).
         inception: False cuts the patches from the image itself (ablation).
-        detail_channels: of the convolutions at full resolution; 0: none (figure).
+        detail_channels: of the convolutions at full resolution; 0: no such convolutions (figure).
         codec: "orthonormal" (ours, trains best) or "strided" (the paper's words).
         codec_kernel: of the orthonormal codec; 3 sees neighbouring cells.
         latent_factor, latent_channels: the latent is latent_channels × (H/factor) × (W/factor).

@@ -35,9 +35,10 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
     def step(self, t: int, y: Tensor, state: S) -> S:
         """The state after iteration t = 0 … T−1."""
 
-    @abstractmethod
     def image(self, state: S) -> Tensor:
-        """x_t [B, 1, H, W] of a state."""
+        """x_t [B, 1, H, W] of a state, which is the state itself unless there is more in it."""
+        assert isinstance(state, Tensor)
+        return state
 
     def diagnostics(self, state: S) -> dict[str, Tensor]:
         """Scalars of the last state that are worth a line in the log at each validation, by name."""

@@ -34,16 +34,8 @@ LEVERS = {
     "memory=recompute": "time: each iteration is run forward twice",
     "memory=offload": "time on the bus, and host memory",
     "trainer.precision=16-mixed": "half the digits in the regulariser",
-    "memory=recompute trainer.precision=16-mixed": "both",
     "data.batch_size=1 trainer.accumulate_grad_batches=4": "less parallel work a step",
-    "model.n_iterations=7": "quality",
-    "model.channels=48": "quality",
-    "model.hessian=identity": "the second order",
-    "model.hessian_gradient=detach": "the gradient through H",
-    "optimizer=sgd": "its learning rate needs tuning",
-    "optimizer=adafactor": "a little accuracy",
     "strategy=pipeline trainer.devices=4 data.batch_size=1": "four devices, which wait for each other",
-    "strategy=ddp trainer.devices=4 data.batch_size=1": "four devices",
 }
 """What saves memory, and what it costs."""
 

@@ -78,7 +78,7 @@ def reconstruct_input(config: ReconstructConfig) -> int:
                     target.with_name(f"{target.name}.dcm"),
                     hu,
                     series_uid=_series_uid(call_uid, scan),
-                    description=_description(module.config, "measured" if sinograms else "simulated"),
+                    description=_description(module, "measured" if sinograms else "simulated"),
                     template=scan.template,
                     frame=scan.frame,
                     pixel_spacing=module.config.geometry.field_of_view / module.config.data.image_size,
@@ -280,9 +280,10 @@ def _file_name(name: str) -> Path:
     return path.with_name(f"{path.name}_{frame[1:]}") if frame else path
 
 
-def _description(config: Config, views: str) -> str:
+def _description(module: ReconstructionModule, views: str) -> str:
     """What stands before the semicolon becomes the name of the DICOM series."""
+    config = module.config
     return (
-        f"QN-Mixer, {config.geometry.n_views} {views} views, not for diagnosis; "
+        f"{module.network.title}, {config.geometry.n_views} {views} views, not for diagnosis; "
         f"{config.data.image_size} pixels, trained with noise {config.noise.name}"
     )

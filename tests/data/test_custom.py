@@ -1,0 +1,75 @@
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from qnmixer.data.config import CustomData
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.errors import DataError, PluginError
+
+MINE = """
+import numpy as np
+
+class Mine:
+    def __init__(self, part, value=0.0):
+        self.part, self.value = part, value
+
+    def __len__(self):
+        return {"train": 4, "val": 2, "test": 1}[self.part]
+
+    def load(self, index):
+        return np.full((20, 30), self.value + 100 * index, np.float64)
+
+class Flat(Mine):
+    def load(self, index):
+        return np.zeros(7)
+
+class Named(Mine):
+    def load(self, index):
+        return np.full((16, 16), np.nan)
+
+    def name(self, index):
+        return f"mine {index}"
+"""
+
+
+@pytest.fixture(autouse=True)
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slices_of_mine.py").write_text(MINE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def module(target: str, **options: Any) -> SliceDataModule:
+    return SliceDataModule(CustomData(target=f"slices_of_mine.{target}", image_size=16, num_workers=0, **options))
+
+
+def test_slices_of_any_shape_come_square_and_scaled() -> None:
+    data = module("Mine", arguments={"value": 500.0}, batch_size=2)
+    assert data.describe() == "data=custom, 16 × 16: train 4 slices, val 2 slices, test 1 slices"
+    (batch,) = data.val_dataloader()
+    assert batch["image"].shape == (2, 1, 16, 16)
+    torch.testing.assert_close(batch["image"][:, 0, 8, 8], torch.tensor([0.5, 1600 / 3000]))
+    assert batch["image"][0, 0, 0, 8] < 1e-6  # air above and below what is not as high as it is wide
+    assert batch["name"] == ["val 0", "val 1"]
+
+
+def test_on_a_finer_grid_too() -> None:
+    (batch,) = module("Mine", simulation_factor=2).test_dataloader()
+    assert batch["fine"].shape == (1, 1, 32, 32)
+    np.testing.assert_allclose(batch["fine"][0, 0, 16, 16], batch["image"][0, 0, 8, 8])
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [("Flat", r"slices_of_mine\.Flat: test 0 cannot be used: it is no array"), ("Named", "mine 0 cannot be used: NaN")],
+)
+def test_what_is_no_slice_is_named(target: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        next(iter(module(target).test_dataloader()))
+
+
+def test_arguments_that_it_does_not_take() -> None:
+    with pytest.raises(PluginError, match="unexpected keyword argument 'values'"):
+        module("Mine", arguments={"values": 1}).setup()
