@@ -28,9 +28,12 @@ train: install ## train the demo (minutes, no data needed), then evaluate it
 
 # Another one, e.g. make compare EXPERIMENT=ablation_qn COMPARE="tests=[as_trained]"
 EXPERIMENT ?= compare_small
+SWEEP ?= runs/$(EXPERIMENT)
 compare: install ## train all methods, small, then table, picture and page of them; goes on where it was stopped
-	@$(BIN)/python -m qnmixer.train -m experiment=$(EXPERIMENT) hydra.sweep.dir=runs/$(EXPERIMENT) $(ARGS); code=$$?; \
-	[ $$code -ge 128 ] || $(BIN)/python -m qnmixer.compare sweep=runs/$(EXPERIMENT) $(COMPARE) && exit $$code
+	@$(BIN)/python -m qnmixer.train -m experiment=$(EXPERIMENT) hydra.sweep.dir=$(SWEEP) $(ARGS); code=$$?; \
+	if [ $$code -lt 128 ] && [ -e $(SWEEP)/sweep.json ]; then \
+		$(BIN)/python -m qnmixer.compare sweep=$(SWEEP) $(COMPARE) || code=$$?; \
+	fi; exit $$code
 
 test: install ## run all tests; e.g. TESTS='-m "not long"' leaves out those that take longest
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(TESTS)

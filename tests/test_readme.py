@@ -82,8 +82,8 @@ def run(command: str, place: Path) -> None:
         tiny = [*TINY, *TINY_PHANTOMS, f"hydra.run.dir={place}/made"]
         if words[1] == "compare":
             sizes = [word for word in TINY if not word.startswith("model.")]
-            tiny = ["experiment/small=fbp,learn", "seed=1", f"hydra.sweep.dir={place}/sweep", *sizes, *TINY_PHANTOMS]
-            words.append(f"COMPARE=sweep={place}/sweep tests=[as_trained,disc]")
+            tiny = ["experiment/small=fbp,learn", "seed=1", *sizes, *TINY_PHANTOMS]
+            words += [f"SWEEP={place}/sweep", "COMPARE=tests=[as_trained,disc]"]
         # The environment that runs this test stands in for .venv, which make would install otherwise.
         stand_in = ["-C", str(ROOT), "-o", ".venv/.installed", f"BIN={Path(sys.executable).parent}"]
         dry = ["--dry-run"] if words[1] == "test" else []  # or it would run itself

@@ -42,7 +42,7 @@ STRATEGIES = {
     "fsdp": f"strategy=fsdp {DEVICES}",
     "pipeline": f"strategy=pipeline {DEVICES}",
 }
-TOO_LARGE = 2.0**27  # scale of the loss at which gradients overflow; at 2^24 they do not
+TOO_LARGE = 2.0**23  # scale of the loss at which gradients overflow; at 2^18 they do not
 SHORT = "trainer.max_steps=2"
 VARIANTS = {
     "gpipe": f"strategy=pipeline strategy.schedule=gpipe {DEVICES}",

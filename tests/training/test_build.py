@@ -75,7 +75,7 @@ def test_a_checkpoint_of_it_says_what_is_missing(
 
 def test_what_is_no_network_is_told(other_config: Callable[..., Config]) -> None:
     config = other_config("model=custom", "model.target=networks_of_mine.NotOne")
-    with pytest.raises(PluginError, match=r"NotOne is no qnmixer\.models\.UnrolledNetwork"):
+    with pytest.raises(PluginError, match=r"NotOne is not a subclass of qnmixer\.models\.UnrolledNetwork"):
         build_network(config, build_projector(config))
 
 

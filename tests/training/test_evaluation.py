@@ -108,7 +108,7 @@ def test_means(scores: Evaluation) -> None:
 
 def test_tables_hold_the_scores(scores: Evaluation, tiny_config: Callable[..., Config], tmp_path: Path) -> None:
     with Console(quiet=True) as console:
-        picture = write_evaluation(tmp_path, scores, "two slices", tiny_config(), console)
+        picture = write_evaluation(tmp_path, scores, "two slices", tiny_config(), torch.device("cpu"), console)
     assert picture == tmp_path / "picture.png"
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "images.csv", "page.html", "picture.png", "table.csv", "table.md",
@@ -140,7 +140,7 @@ def test_tables_hold_the_scores(scores: Evaluation, tiny_config: Callable[..., C
 
 def test_one_slice_has_no_deviation(scores: Evaluation, tiny_config: Callable[..., Config], tmp_path: Path) -> None:
     one = Evaluation(scores.scores[:2], scores.slices[:1])
-    write_evaluation(tmp_path, one, "one", tiny_config(), Console(quiet=True))
+    write_evaluation(tmp_path, one, "one", tiny_config(), torch.device("cpu"), Console(quiet=True))
     assert "20.00 ± 0.00" in (tmp_path / "table.csv").read_text()
 
 

@@ -4,7 +4,9 @@ from qnmixer.data.config import CustomData
 from qnmixer.data.resample import to_square
 from qnmixer.data.slices import FloatArray, SkipFile, SliceSource, clean_hu
 from qnmixer.errors import DataError
-from qnmixer.plugins import make_plugin
+from qnmixer.plugins import Kind, make_plugin
+
+_SLICES = Kind("a class with __len__ and load", lambda cls: hasattr(cls, "__len__") and hasattr(cls, "load"))
 
 
 class CustomSource:
@@ -17,7 +19,7 @@ class CustomSource:
     endless = False
 
     def __init__(self, config: CustomData, part: str, size: int) -> None:
-        self.slices: SliceSource = make_plugin("data.target", config.target, part, **config.arguments)
+        self.slices: SliceSource = make_plugin("data.target", config.target, _SLICES, part, **config.arguments)
         self.target, self.part, self.size = config.target, part, size
 
     def __len__(self) -> int:

@@ -59,7 +59,7 @@ def read_mat(path: Path) -> tuple[FloatArray, ScanLayout]:
         content: dict[str, Any] = loadmat(path, simplify_cells=True)
     except NotImplementedError as error:
         raise DataError(f"{path} is of MATLAB 7.3: save it with -v7, or its sinogram as .npy") from error
-    except (ValueError, TypeError, OSError, EOFError) as error:
+    except Exception as error:  # bytes of another format can make scipy raise anything
         raise DataError(f"{path} cannot be read as a MATLAB file: save its sinogram as .npy") from error
     found = [v for v in content.values() if isinstance(v, dict) and {"sinogram", "parameters"} <= v.keys()]
     try:

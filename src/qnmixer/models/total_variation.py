@@ -68,12 +68,6 @@ class TotalVariation(UnrolledNetwork[TVState]):
         """x_t."""
         return state.x
 
-    def objective(self, x: Tensor, y: Tensor) -> Tensor:
-        """What is minimised, for each sample [B]."""
-        misfit = (self.projector(x) - y) / self.projector.operator_norm()
-        variation = gradient(x).norm(dim=1).flatten(1).sum(1)
-        return 0.5 * misfit.flatten(1).square().sum(1) + self.weight * variation
-
 
 def gradient(x: Tensor) -> Tensor:
     """∇x: differences to the pixel below and to the right, zero across the border; [B, 1, H, W] → [B, 2, H, W]."""

@@ -1,7 +1,7 @@
 """What every unrolled network is: a start, a step, and T."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Generic, TypeVar
 
 from torch import Tensor, nn
@@ -60,13 +60,17 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
             state = self.step(t, y, state)
             yield state
 
-    def trajectory(self, y: Tensor) -> list[tuple[S, Tensor]]:
-        """Every state with its image."""
-        return [(state, self.image(state)) for state in self.states(y)]
+    def trajectory(self, y: Tensor, shown: Container[int] | None = None) -> tuple[S, list[Tensor]]:
+        """The last state, and every x_t; or those that are to be shown, as a solver may take hundreds of iterations."""
+        images = []
+        for t, state in enumerate(self.states(y)):
+            if shown is None or t in shown:
+                images.append(self.image(state))
+        return state, images
 
     def iterates(self, y: Tensor) -> list[Tensor]:
         """x₀ … x_T, T + 1 images of [B, 1, H, W]."""
-        return [image for _, image in self.trajectory(y)]
+        return self.trajectory(y)[1]
 
     def forward(self, y: Tensor) -> Tensor:
         """x_T [B, 1, H, W] from a sinogram y [B, 1, V, D] in value × mm."""

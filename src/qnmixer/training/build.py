@@ -19,7 +19,7 @@ from qnmixer.models import (
 )
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.physics.noise import FieldNoise, Noise, NoNoise, PhysicalNoise
-from qnmixer.plugins import load_plugin, make_plugin
+from qnmixer.plugins import Kind, load_plugin, make_plugin
 
 NETWORKS: dict[str, Any] = {
     "qn_mixer": QNMixer,
@@ -31,6 +31,9 @@ NETWORKS: dict[str, Any] = {
     "regformer": RegFormer,
 }
 """By `model.name`; each takes the projector, and the other keys of its config."""
+
+_NETWORK = Kind("a subclass of qnmixer.models.UnrolledNetwork", lambda cls: issubclass(cls, UnrolledNetwork))
+_MODULE = Kind("a subclass of torch.nn.Module", lambda cls: issubclass(cls, torch.nn.Module))
 
 
 def build_geometry(config: Config) -> FanBeamGeometry:
@@ -63,7 +66,7 @@ def build_network(config: Config, projector: FanBeamProjector) -> UnrolledNetwor
         return _custom_network(projector, **arguments)
     if isinstance(model, QNMixerConfig) and (target := arguments.pop("regularizer")):
         arguments["make_regularizer"] = partial(
-            make_plugin, "model.regularizer", target, projector.geometry.image_size, model.channels
+            make_plugin, "model.regularizer", target, _MODULE, projector.geometry.image_size, model.channels
         )
     return NETWORKS[model.name](projector, **arguments)
 
@@ -71,16 +74,16 @@ def build_network(config: Config, projector: FanBeamProjector) -> UnrolledNetwor
 def _custom_network(
     projector: FanBeamProjector, target: str, arguments: dict[str, Any], **common: int
 ) -> UnrolledNetwork[Any]:
-    network = make_plugin("model.target", target, projector, **common, **arguments)
-    if not isinstance(network, UnrolledNetwork):
-        raise PluginError(f"model.target={target} is no qnmixer.models.UnrolledNetwork: make it a subclass of that")
+    network: UnrolledNetwork[Any] = make_plugin("model.target", target, _NETWORK, projector, **common, **arguments)
+    if not any(p.requires_grad for p in network.parameters()):
+        raise PluginError(f"model.target={target} has no weights to train: give it some")
     return network
 
 
 def method_name(config: Config) -> str:
     """What tables and pictures call the network that `model` names."""
     if isinstance(config.model, CustomConfig):
-        return load_plugin("model.target", config.model.target).title
+        return load_plugin("model.target", config.model.target, _NETWORK).title
     return NETWORKS[config.model.name].title
 
 

@@ -75,11 +75,13 @@ class IteratePictures(Callback):
         if batch_idx * sampler.num_replicas * sampler.batch_size >= self.n_slices:
             return
         with torch.no_grad(), trainer.precision_plugin.forward_context():
-            trajectory = pl_module.network.trajectory(pl_module.measure(batch, "val"))
+            T = pl_module.network.n_iterations
+            shown = sorted({round(k * T / (_MOST_SHOWN - 1)) for k in range(_MOST_SHOWN)})
+            state, iterates = pl_module.network.trajectory(pl_module.measure(batch, "val"), shown)
         if batch_idx == 0:
-            for name, value in pl_module.network.diagnostics(trajectory[-1][0]).items():
+            for name, value in pl_module.network.diagnostics(state).items():
                 pl_module.log(f"val/{name}", value, batch_size=1, on_step=False, on_epoch=True, sync_dist=True)
-        rows = _iterate_rows(batch, [image for _, image in trajectory])
+        rows = _iterate_rows(batch, dict(zip(shown, iterates, strict=True)))
         drawn = zip(batch["sample"].tolist(), batch["weight"].tolist(), rows, strict=True)
         self._rows |= {n: row for n, weight, row in drawn if weight and n < self.n_slices}
 
@@ -99,12 +101,12 @@ class IteratePictures(Callback):
                 logger.log_image("val/iterates", [str(path)], trainer.global_step)
 
 
-def _iterate_rows(batch: Batch, iterates: list[Tensor]) -> list[Row]:
-    """Each slice of a batch at every x_t, or at so many of them as a strip can show."""
+def _iterate_rows(batch: Batch, iterates: dict[int, Tensor]) -> list[Row]:
+    """Each slice of a batch at the x_t of some t."""
     truths = to_hu(batch, batch["image"]).cpu()
     rows = [Row(name, truths[b, 0], []) for b, name in enumerate(batch["name"])]
-    for t in sorted({round(k * (len(iterates) - 1) / (_MOST_SHOWN - 1)) for k in range(_MOST_SHOWN)}):
-        hu = to_hu(batch, iterates[t]).cpu()
-        for b, (row, value) in enumerate(zip(rows, psnr(iterates[t], batch["image"]).tolist(), strict=True)):
+    for t, image in iterates.items():
+        hu = to_hu(batch, image).cpu()
+        for b, (row, value) in enumerate(zip(rows, psnr(image, batch["image"]).tolist(), strict=True)):
             row.panels.append(Panel(f"x{t}\n{value:.2f} dB", hu[b, 0]))
     return rows

@@ -21,7 +21,7 @@ from qnmixer.training.build import method_name
 from qnmixer.training.checkpoints import find_checkpoint, read_checkpoint
 from qnmixer.training.evaluation import ImageScore
 from qnmixer.training.page import PageSlice
-from qnmixer.training.statistics import Scores, spread
+from qnmixer.training.statistics import Scores, Seeds, spread
 
 _SEEDS = ("seed", "data.seed")
 
@@ -37,10 +37,10 @@ class ComparedJob:
     problem: str  # why there is nothing to measure; empty where there is
 
     @property
-    def seed(self) -> int:
+    def seeds(self) -> Seeds:
         """By which the jobs of a method differ."""
         assert self.config is not None
-        return self.config.seed
+        return self.config.seed, self.config.data.seed
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ComparedMethod:
 
     name: str
     jobs: list[ComparedJob]
-    measured: dict[str, dict[int, list[ImageScore]]] = field(default_factory=dict)  # test → seed → images
+    measured: dict[str, dict[Seeds, list[ImageScore]]] = field(default_factory=dict)  # test → seeds → images
     scans: dict[str, str] = field(default_factory=dict)  # test → digest of what its sinograms come from
     cost: Cost | None = None
 
@@ -78,8 +78,9 @@ class ComparedMethod:
     def scores(self, test: str, metric: str) -> Scores:
         """One metric on one test; empty where nothing was measured."""
         return {
-            seed: {score.slice: getattr(score, metric) for score in scores}
-            for seed, scores in self.measured.get(test, {}).items()
+            # With its number, as several slices may have one name.
+            seeds: {f"{n} {score.slice}": getattr(score, metric) for n, score in enumerate(scores)}
+            for seeds, scores in self.measured.get(test, {}).items()
         }
 
 

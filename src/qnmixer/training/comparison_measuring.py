@@ -60,7 +60,7 @@ def compare(config: CompareConfig, sweep: Path, output: Path, console: Console) 
     """Measure every job of a sweep that is done.
 
     What a network reached on a test is kept below `output`, and taken from there as long as its weights, the test and
-    the code are the same.
+    the code of this repository are the same: who changes files of their own deletes it.
 
     Raises ConfigError where no job is done, DataError where no test can be made.
     """
@@ -79,7 +79,7 @@ def compare(config: CompareConfig, sweep: Path, output: Path, console: Console) 
             notes.append(line)
             for method in methods:
                 method.measured.pop(test, None)
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
     if not tests:
         raise DataError(notes[0])
     methods.sort(key=lambda method: method.psnr(tests[0]), reverse=True)
@@ -112,10 +112,10 @@ class _Measuring:
             scores, before = self._scores(job, config)
             n_before += before
             by_name = {name: [s for s in scores if s.method == name] for name in (FBP, method_name(config))}
-            method.measured.setdefault(test, {})[job.seed] = by_name[method_name(config)]
+            method.measured.setdefault(test, {})[job.seeds] = by_name[method_name(config)]
             method.scans[test] = digest(_scan(config))
             if self._fbp is not None:
-                self._fbp.measured.setdefault(test, {0: by_name[FBP]})
+                self._fbp.measured.setdefault(test, {(0, 0): by_name[FBP]})
                 self._fbp.scans.setdefault(test, method.scans[test])
         if self._fbp is not None and len({method.scans[test] for method in self.methods if method.measured}) > 1:
             self._fbp.measured.pop(test)  # it would be one of several
@@ -130,7 +130,7 @@ class _Measuring:
         for method in self.methods:
             if not method.measured:
                 continue
-            job = min(method.done, key=lambda job: job.seed, default=first)
+            job = min(method.done, key=lambda job: job.seeds, default=first)
             for test in tests:
                 config = self._config(job, test)
                 module, dataset = self._module(job, config), SliceDataModule(config.data).dataset(self.config.split)
@@ -232,7 +232,8 @@ def _scan(config: Config) -> object:
     """What the sinograms of a test come from, as far as methods may not differ in it to be held against each other."""
     plain = to_plain(config)
     data = {key: value for key, value in plain["data"].items() if key not in _NOT_OF_TEST}
-    return [plain["geometry"], plain["noise"], data]
+    geometry = {key: value for key, value in plain["geometry"].items() if key != "fbp_filter"}
+    return [geometry, plain["noise"], data]
 
 
 def digest(what: object) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from qnmixer.config import CompareConfig, to_plain
@@ -49,7 +50,7 @@ def write_comparison(folder: Path, comparison: Comparison, config: CompareConfig
         _print(table, console)
     written = ["comparison.html", "comparison.md", "comparison.csv", "comparison.json", *pictures, "images.csv"]
     lines = [*(f"note: {note}" for note in notes), f"comparison: {folder} ({', '.join(written)})"]
-    console.print("\n".join(lines), soft_wrap=True, highlight=False)
+    console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)
 
 
 def tables_of(comparison: Comparison) -> list[PageTable]:
@@ -84,7 +85,7 @@ def _quality(comparison: Comparison) -> PageTable:
             found = _spread(method, test, metric)
             row += [_with_seeds(found), _NOTHING if found is None else _number(found.over_images)]
         if row[2] == _NOTHING:
-            row[2] = method.jobs[0].problem.partition(":")[0]
+            row[2] = method.jobs[0].problem.partition(":")[0] if method.jobs else "not measured"
         rows.append([*row, _against(comparison, method, test)])
     return PageTable(
         f"{test}: {n_images} slices",
@@ -336,6 +337,6 @@ def _print(table: PageTable, console: Console) -> None:
     for k, heading in enumerate(table.headings):
         shown.add_column(heading, justify="right" if k else "left", no_wrap=k > 0)
     for row in table.rows:
-        shown.add_row(*(cell.replace(" / ", "\n") for cell in row))
+        shown.add_row(*(escape(cell.replace(" / ", "\n")) for cell in row))
     console.print(shown)
     console.print(f"{table.note}\n", soft_wrap=not console.is_terminal, highlight=False)

@@ -103,7 +103,9 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
         evaluation = evaluate(module, SliceDataModule(data), config.split, config.evaluation, device)
         record[config.split] = evaluation.means()
         title = title_of(trained, data, config.split)
-        record["picture"] = str(write_evaluation(folder, evaluation, title, trained, console))
+        record["picture"] = str(
+            write_evaluation(folder, evaluation, title, replace(trained, data=data), device, console)
+        )
     console.print(f"picture: {record['picture']}\nto look through: {folder / 'page.html'}", soft_wrap=True)
     return evaluation
 
@@ -209,8 +211,13 @@ def to_hu(batch: Batch, image: Tensor) -> Tensor:
     return batch["hu_offset"][:, None, None, None] + batch["hu_scale"][:, None, None, None] * image
 
 
-def write_evaluation(folder: Path, evaluation: Evaluation, title: str, config: Config, console: Console) -> Path:
-    """Write table.csv, table.md, images.csv, page.html and picture.png, print the table; returns the picture."""
+def write_evaluation(
+    folder: Path, evaluation: Evaluation, title: str, config: Config, device: torch.device, console: Console
+) -> Path:
+    """Write table.csv, table.md, images.csv, page.html and picture.png, print the table; returns the picture.
+
+    `config` and `device`: what was measured, and where, for the page.
+    """
     headings, body = _table(evaluation)
     gain = _gain(evaluation)
     write_text(folder / "table.csv", _csv([headings, *body]))
@@ -222,7 +229,7 @@ def write_evaluation(folder: Path, evaluation: Evaluation, title: str, config: C
     made_by = {
         "commit": git_commit() or "none",
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
-        "hardware": device_name(config.trainer.accelerator),
+        "hardware": device_name(device.type),
         "configuration": json.dumps(to_plain(config)),
     }
     write_page(folder / "page.html", title, [PageTable(title, headings, body, gain)], evaluation.slices, made_by)

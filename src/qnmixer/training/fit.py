@@ -134,11 +134,12 @@ def _fit(
     if config.test_after_training:
         trained = ReconstructionModule(config, module.projector)
         load_weights(trained, folder)
-        evaluation = evaluate(trained, data, "test", config.evaluation, trainer.strategy.root_device)
+        device = trainer.strategy.root_device
+        evaluation = evaluate(trained, data, "test", config.evaluation, device)
         if trainer.is_global_zero:
             record["test"] = evaluation.means()
             title = title_of(config, config.data, "test")
-            picture = write_evaluation(folder / "evaluation", evaluation, title, config, console)
+            picture = write_evaluation(folder / "evaluation", evaluation, title, config, device, console)
             record["picture"] = str(picture)
             sampler = data.train_dataloader().sampler
             assert isinstance(sampler, EpochSampler)

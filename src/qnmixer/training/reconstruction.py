@@ -185,17 +185,19 @@ def _scans_of(file: Path, per_value: float, module: ReconstructionModule, config
 
 
 def _warn(line: str) -> None:
-    Console(stderr=True).print(f"warning: {line}", soft_wrap=True, highlight=False)
+    Console(stderr=True).print(f"warning: {line}", soft_wrap=True, highlight=False, markup=False)
 
 
 def _holds_sinograms(path: Path, trained: Config, config: ReconstructConfig) -> bool:
-    """Whether an input of kind=auto is told to be a scan, is a .mat file, or .npy of the shape of the run's sinograms.
+    """Whether an input of kind=auto is a scan: as is told, as .mat, or as .npy of the shape of the run's sinograms.
 
     DataError if it is nothing.
     """
     if path.suffix == ".mat" or config.detector_pitch is not None or config.angle_span is not None:
         return True
     for file in _scan_files(path) if path.is_dir() or path.suffix == ".npy" else ():
+        if file.suffix == ".mat":
+            return True
         with suppress(SkipFile):
             stack = open_stack(file)
             if stack.shape[-2:] == _scan_shape(trained):

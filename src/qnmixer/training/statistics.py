@@ -7,8 +7,11 @@ from statistics import mean, stdev, variance
 
 import numpy as np
 
-Scores = Mapping[int, Mapping[str, float]]
-"""seed → image → score. The seeds need not have the same images."""
+Seeds = tuple[int, int]
+"""Of the weights, and of the data."""
+
+Scores = Mapping[Seeds, Mapping[str, float]]
+"""seeds → image → score. They need not have the same images."""
 
 
 @dataclass(frozen=True)
