@@ -90,7 +90,9 @@ def test_a_bug_shows_one_traceback(start: Start, tmp_path: Path) -> None:
     assert command.record()["error"].endswith("ZeroDivisionError: a bug")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGUSR1, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGUSR1, 143, marks=pytest.mark.long)]
+)
 def test_a_run_can_be_stopped(start: Start, number: signal.Signals, code: int) -> None:
     """By its launcher, which passes it on; every rank stops after the same step, and nothing is lost."""
     command = in_training(start, "strategy=ddp", "trainer.devices=2")

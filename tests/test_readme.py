@@ -47,7 +47,7 @@ def marked(command: str) -> Any:
     """What plans or checks at length, or starts several processes, is for make test: its own tests are shorter."""
     long = (
         "strategy=" in command
-        or " -m experiment" in command
+        or " -m " in command.removeprefix("python -m")
         or "compare" in command
         or ("qnmixer.plan" in command and "format=json" not in command)
     )

@@ -144,6 +144,7 @@ def test_launchers_for_clusters_compose(launcher: str, plugin: str) -> None:
     OmegaConf.to_container(config.hydra.launcher, resolve=True)
 
 
+@pytest.mark.long
 def test_the_local_mode_of_submitit(start: Start, tmp_path: Path) -> None:
     pytest.importorskip("submitit")
     sweep = ["-m", "hydra/launcher=submitit_local", "strategy=ddp", "trainer.devices=2", "optimizer.lr=1e-3,abc"]

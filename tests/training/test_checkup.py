@@ -278,7 +278,10 @@ def test_faults_of_single_ranks_are_found_and_named(tmp_path: Path) -> None:
 @pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize(
     ("fault", "found"),
-    [("time.sleep(600)", "nothing happened for 20 s"), ("os.kill(os.getpid(), 9)", "was killed by SIGKILL")],
+    [
+        pytest.param("time.sleep(600)", "nothing happened for 20 s", marks=pytest.mark.long),
+        ("os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+    ],
 )
 def test_a_rank_that_hangs_or_dies_is_named(
     tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, found: str

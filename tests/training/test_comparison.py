@@ -71,9 +71,9 @@ def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
     assert 0.91 < hits / 200 <= 1
 
 
-def scores(values: dict[int, list[float]]) -> dict[int, list[ImageScore]]:
+def scores(values: dict[int, list[float]]) -> dict[tuple[int, int], list[ImageScore]]:
     return {
-        seed: [ImageScore(f"slice{k}", "QN-Mixer", v, 2 * v, v, v) for k, v in enumerate(its)]
+        (seed, 7): [ImageScore(f"slice{k}", "QN-Mixer", v, 2 * v, v, v) for k, v in enumerate(its)]
         for seed, its in values.items()
     }
 
@@ -125,6 +125,21 @@ def test_tables(comparison: Comparison) -> None:
     assert costs.rows[3] == ["C", *["–"] * 6]
     assert sources.rows[0][:3] == ["A", "A1, A2", "012345678"]
     assert sources.rows[1][-1] == "job j9: failed: FloatingPointError: the loss became nan"
+
+
+def test_a_method_with_no_job_and_no_measure_has_a_row(comparison: Comparison) -> None:
+    """As FBP, which is added to each comparison, where its jobs have not all the same sinograms."""
+    comparison.methods.append(ComparedMethod("FBP", []))
+    quality, *_ = tables_of(comparison)
+    assert quality.rows[4][:3] == ["FBP", "–", "not measured"]
+
+
+def test_slices_of_one_name_are_slices_still(comparison: Comparison) -> None:
+    a = comparison.methods[0]
+    for its in a.measured["as_trained"].values():
+        for score in its:
+            score.slice = "the same"
+    assert len(a.scores("as_trained", "psnr")[1, 7]) == 2
 
 
 def test_files_tell_the_same(comparison: Comparison, tmp_path: Path) -> None:

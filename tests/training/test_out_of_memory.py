@@ -41,6 +41,7 @@ def test_a_refused_allocation_is_told_from_other_errors() -> None:
     assert not is_out_of_memory(RuntimeError("shapes do not match"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch", [6])
 def test_every_change_is_an_override_that_makes_a_step_smaller(planner: Planner, batch: int) -> None:
     config = config_of(f"data.batch_size={batch}", "model.n_iterations=2", "model.channels=8")

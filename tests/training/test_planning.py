@@ -325,7 +325,7 @@ def test_the_run_is_planned_by_its_fullest_device(planner: Planner) -> None:
     ("alone", "together", "share"),
     [
         ("data.batch_size=1", "data.batch_size=1 strategy.schedule=sequential", 0.35),
-        ("data.batch_size=8", "data.batch_size=2 memory=recompute", 0.15),
+        pytest.param("data.batch_size=8", "data.batch_size=2 memory=recompute", 0.15, marks=pytest.mark.long),
     ],
 )
 def test_a_device_of_four_holds_a_fraction_of_the_activations(

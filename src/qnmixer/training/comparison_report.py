@@ -284,12 +284,12 @@ def _lines(comparison: Comparison) -> list[list[Any]]:
 
 
 def _image_lines(comparison: Comparison) -> list[list[Any]]:
-    lines: list[list[Any]] = [["test", "method", "seed", "slice", *METRICS]]
+    lines: list[list[Any]] = [["test", "method", "seed", "data_seed", "slice", *METRICS]]
     for test in comparison.tests:
         for method in comparison.methods:
-            for seed, scores in method.measured.get(test, {}).items():
-                which = seed if method.jobs else ""
-                lines += [[test, method.name, which, s.slice, *(getattr(s, name) for name in METRICS)] for s in scores]
+            for seeds, scores in method.measured.get(test, {}).items():
+                which = [test, method.name, *(seeds if method.jobs else ("", ""))]
+                lines += [[*which, s.slice, *(getattr(s, name) for name in METRICS)] for s in scores]
     return lines
 
 
