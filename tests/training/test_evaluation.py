@@ -12,7 +12,7 @@ from rich.console import Console
 from qnmixer.config import Config, EvaluationConfig
 from qnmixer.data.config import PhantomData
 from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.training.evaluation import Evaluation, ImageScore, _spread, evaluate, to_hu, write_evaluation
+from qnmixer.training.evaluation import Evaluation, ImageScore, evaluate, pictured, to_hu, write_evaluation
 from qnmixer.training.metrics import psnr, ssim, to_window
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.page import PageMethod, PageSlice
@@ -63,7 +63,7 @@ def test_batch_size_changes_no_score(module: ReconstructionModule) -> None:
 def test_pictures_are_of_slices_spread_over_the_split(module: ReconstructionModule) -> None:
     evaluation, data = measured(module, batch_size=2)
     names = [data.dataset("test").source.name(i) for i in range(5)]
-    assert [row.name for row in evaluation.rows] == [names[i] for i in sorted(_spread(5, 2))]
+    assert [row.name for row in evaluation.rows] == [names[i] for i in sorted(pictured(5, 2))]
     T = module.network.n_iterations
     assert [[len(m.iterates) for m in of.methods] for of in evaluation.slices] == [[1, T + 1]] * 2
     for row in evaluation.rows:
@@ -77,7 +77,7 @@ def test_pictures_are_of_slices_spread_over_the_split(module: ReconstructionModu
     [(5, 3, {0, 2, 4}), (1, 3, {0}), (2, 3, {0, 1}), (3, 3, {0, 1, 2}), (100, 4, {12, 37, 62, 87}), (64, 1, {32})],
 )
 def test_spread(n_images: int, n_pictures: int, drawn: set[int]) -> None:
-    found = _spread(n_images, n_pictures)
+    found = pictured(n_images, n_pictures)
     assert len(found) == min(n_images, n_pictures)
     assert all(0 <= i < n_images for i in found)
     assert all(abs(a - b) <= 1 for a, b in zip(sorted(found), sorted(drawn), strict=True))
@@ -86,7 +86,7 @@ def test_spread(n_images: int, n_pictures: int, drawn: set[int]) -> None:
 @pytest.mark.parametrize("n_images", [1, 2, 3, 4, 5, 7, 10, 32, 64])
 @pytest.mark.parametrize("n_pictures", [1, 2, 3, 5, 8])
 def test_spread_gives_as_many_as_asked_for_within_the_split(n_images: int, n_pictures: int) -> None:
-    found = _spread(n_images, n_pictures)
+    found = pictured(n_images, n_pictures)
     assert len(found) == min(n_images, n_pictures)
     assert found <= set(range(n_images))
 

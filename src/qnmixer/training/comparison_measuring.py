@@ -43,7 +43,7 @@ from qnmixer.training.comparison import (
     Cost,
     methods_of,
 )
-from qnmixer.training.evaluation import ImageScore, evaluate, other_slices, shown_iterates, to_hu
+from qnmixer.training.evaluation import ImageScore, evaluate, other_slices, pictured, shown_iterates, to_hu
 from qnmixer.training.metrics import psnr, ssim
 from qnmixer.training.module import Batch, ReconstructionModule
 from qnmixer.training.page import PageMethod, PageSlice
@@ -134,8 +134,8 @@ class _Measuring:
             for test in tests:
                 config = self._config(job, test)
                 module, dataset = self._module(job, config), SliceDataModule(config.data).dataset(self.config.split)
-                n = min(len(dataset), self.config.evaluation.n_pictures if test == tests[0] else 1)
-                for index in ((2 * k + 1) * len(dataset) // (2 * n) for k in range(n)):
+                n_pictures = self.config.evaluation.n_pictures if test == tests[0] else 1
+                for index in sorted(pictured(len(dataset), n_pictures)):
                     batch: Batch = move_data_to_device(default_collate([dataset[index]]), self.device)
                     truth, name = to_hu(batch, batch["image"])[0, 0].cpu(), batch["name"][0]
                     y = module.measure(batch, "test")

@@ -161,7 +161,7 @@ def evaluate(
         "FBP": module.projector.fbp,
         module.network.title: module.network,
     }
-    drawn = _spread(len(data.dataset(split)), config.n_pictures)
+    drawn = pictured(len(data.dataset(split)), config.n_pictures)
     found: dict[int, tuple[list[ImageScore], PageSlice | None]] = {}
     quiet = rank() != 0 or not Console().is_terminal
     for host_batch in track(data.loader(split), description="evaluating", transient=True, disable=quiet):
@@ -200,7 +200,7 @@ def _slice(batch: Batch, b: int, images: dict[str, list[Tensor]], scores: dict[s
     return PageSlice(batch["name"][b], hu(batch["image"]), methods)
 
 
-def _spread(n_images: int, n_pictures: int) -> set[int]:
+def pictured(n_images: int, n_pictures: int) -> set[int]:
     """Which images to draw: spread over the split, since neighbours look alike."""
     n = min(n_pictures, n_images)
     return {(2 * k + 1) * n_images // (2 * n) for k in range(n)}
