@@ -214,7 +214,7 @@ def test_every_method_of_a_comparison_composes(path: Path) -> None:
     assert path.parent.name == "curvature" or config.model.name == path.stem
 
 
-@pytest.mark.parametrize("experiment", ["compare_small", "compare_noise", "compare_64", "ablation_qn"])
+@pytest.mark.parametrize("experiment", ["compare_small", "compare_noise", "compare_few", "compare_64", "ablation_qn"])
 def test_a_comparison_sweeps_over_all_its_methods(experiment: str) -> None:
     params = compose("train", [f"experiment={experiment}"], with_hydra=True).hydra.sweeper.params
     (group,) = (key for key in params if key.startswith("experiment/"))

@@ -206,6 +206,8 @@ class QNMixerConfig(UnrolledConfig):
     shared_regularizer: bool
     shared_step_size: bool
     data_term: str = one_of("fbp", "adjoint")
+    data_steps: int = number(at_least=1)
+    nonnegative: bool
     hessian: str = one_of("bfgs", "identity", "momentum")
     hessian_gradient: str = one_of("full", "detach")
     learned_trust: bool

@@ -51,6 +51,19 @@ def test_epochs_bring_new_phantoms_to_training_only() -> None:
         assert torch.equal(seen[0], seen[1]) == fixed
 
 
+@pytest.mark.parametrize("simulation_factor", [1, 2])
+def test_few_training_slices_are_the_same_in_every_epoch(simulation_factor: int) -> None:
+    module = phantoms(train_slices=2, simulation_factor=simulation_factor)
+    loader: Any = module.train_dataloader()
+    epochs = []
+    for epoch in range(3):
+        loader.sampler.set_epoch(epoch)
+        epochs.append({name for batch in loader for name in batch["name"]})
+    assert epochs == [{"train-phantom-00000", "train-phantom-00003"}] * 3
+    assert len(module.dataset("val")) == 3
+    assert len(phantoms(train_slices=100).dataset("train")) == 6
+
+
 class Watcher(LightningModule):
     def __init__(self) -> None:
         super().__init__()

@@ -20,6 +20,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "detached": {"hessian_gradient": "detach"},
     "details, trust and a wider codec": {"detail_channels": 6, "learned_trust": True, "codec_kernel": 3},
     "no inception": {"inception": False},
+    "several data steps, each iteration's own": {"data_steps": 3, "shared_step_size": False},
     "one iteration": {"n_iterations": 1},
 }
 
@@ -183,6 +184,25 @@ def test_details_are_each_iterations_own_and_see_the_mixer(projector: FanBeamPro
     assert torch.equal(network.objective_gradient(1, x, y), before)
     network.regularizers[0].expansion.expand.weight.data.zero_()
     assert not torch.allclose(network.objective_gradient(1, x, y), before, rtol=1e-3)
+
+
+def test_several_data_steps_go_down_one_after_the_other(projector: FanBeamProjector) -> None:
+    network = small(projector, data_steps=3, shared_step_size=False)
+    x, y = torch.rand(2, 1, 16, 16), projector(torch.rand(2, 1, 16, 16))
+    network.step_sizes[1].data = torch.tensor([0.5, 0.2, 0.1]) * projector.fbp_spectral_radius() ** -1
+    u = x
+    for step_size in network.step_sizes[1]:
+        u = u - step_size * projector.fbp(projector(u) - y)
+    torch.testing.assert_close(network.objective_gradient(1, x, y), x - u + network.regularizers[0](x))
+    assert (projector(u) - y).norm() < (projector(x) - y).norm()
+
+
+def test_a_nonnegative_image_leaves_the_iterations_alone(projector: FanBeamProjector) -> None:
+    y = projector((torch.rand(2, 1, 16, 16) > 0.8).float())
+    free = small(projector).iterates(y)
+    assert min(x.min() for x in free) < 0
+    for held, x in zip(small(projector, nonnegative=True).iterates(y), free, strict=True):
+        assert torch.equal(held, x.clamp_min(0))
 
 
 def test_a_regularizer_of_another_kind(projector: FanBeamProjector) -> None:

@@ -27,6 +27,8 @@ class DataConfig:
             gained from simulating and reconstructing with one matrix; 1: from the slice itself, as in the field.
             Phantoms have up to 2; files with fewer pixels than image_size · simulation_factor are upsampled.
         disc: paste a bright disc into every slice, the paper's test out of distribution.
+        train_slices: train on so many different slices only, spread over those there are (of phantoms, over n_train,
+            which then are the same in every epoch).
         seed: of phantoms, splits, order and augmentation.
     """
 
@@ -41,6 +43,7 @@ class DataConfig:
     augment: bool = False
     simulation_factor: int = number(at_least=1, default=1)
     disc: bool = False
+    train_slices: int | None = number(at_least=1, default=None)
     seed: int = number(at_least=0, default=1)
 
 

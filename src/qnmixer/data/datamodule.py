@@ -39,7 +39,14 @@ class Part:
 
     def first(self, n: int) -> "Part":
         """Its first slices only; whose they are is not counted."""
-        indices = list(range(min(n, len(self.source))))
+        return self._some(list(range(min(n, len(self.source)))))
+
+    def spread(self, n: int) -> "Part":
+        """So many of its slices, evenly spread; whose they are is not counted."""
+        length = len(self.source)
+        return self._some([k * length // n for k in range(n)] if n < length else list(range(length)))
+
+    def _some(self, indices: list[int]) -> "Part":
         return Part(SliceView(self.source, indices), 0, self.fine and SliceView(self.fine, indices))
 
 
@@ -79,6 +86,8 @@ class SliceDataModule(LightningDataModule):
                 self.parts = _custom_parts(self.config)
             else:
                 self.parts = self._folder_parts()
+            if self.config.train_slices is not None:
+                self.parts["train"] = self.parts["train"].spread(self.config.train_slices)
             if self.first is not None:
                 self.parts = {name: part.first(self.first) for name, part in self.parts.items()}
 

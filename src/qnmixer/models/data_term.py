@@ -1,5 +1,6 @@
-"""The data term that unrolled networks share: the gradient A†(A x − y), and the step that is safe along it."""
+"""The data term that unrolled networks share: the gradient A†(A x − y), and the steps that are safe along it."""
 
+import torch
 from torch import Tensor
 
 from qnmixer.errors import ConfigError
@@ -21,6 +22,17 @@ def data_gradient(projector: FanBeamProjector, kind: str, x: Tensor, y: Tensor) 
     if kind == "fbp":
         return projector.fbp(residual)
     return projector.adjoint(residual) / projector.operator_norm() ** 2
+
+
+def data_descent(projector: FanBeamProjector, kind: str, x: Tensor, y: Tensor, step_sizes: Tensor) -> Tensor:
+    """x − u_K, [B, 1, H, W], where u_0 = x and u_{k+1} = u_k − λ_k A†(A u_k − y), for λ [K]; λ_0 A†(A x − y) for K = 1.
+
+    As A is linear, backward keeps one image for each of the K steps and nothing else.
+    """
+    descent = torch.zeros_like(x)
+    for step_size in step_sizes:
+        descent = descent + step_size * data_gradient(projector, kind, x - descent, y)
+    return descent
 
 
 def safe_step_size(projector: FanBeamProjector, kind: str) -> float:

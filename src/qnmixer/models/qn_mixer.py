@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from qnmixer.errors import ConfigError
 from qnmixer.models.codec import OrthonormalCodec, StridedCodec
-from qnmixer.models.data_term import check_data_term, data_gradient, safe_step_size
+from qnmixer.models.data_term import check_data_term, data_descent, safe_step_size
 from qnmixer.models.incept_mixer import DetailConvolutions, InceptionPatches, InceptMixer
 from qnmixer.models.latent_bfgs import (
     CurvaturePair,
@@ -41,9 +41,10 @@ class QNMixer(UnrolledNetwork[QNState]):
     (figure, exact) with the curvature pair formed at the start of iteration t instead of the end of t − 1, so
     that each iteration is one call of G, E and D and nothing is computed that goes unused.
 
-    Ours, and off where the paper is followed: G may end with convolutions at full resolution of each iteration's own,
-    and H_t be held to (1 − τ_t) I + τ_t H_t with a learned τ_t from 0, so that training begins at first order and
-    takes from the curvature what helps.
+    Ours, and off where the paper is followed: G may end with convolutions at full resolution of each iteration's own;
+    λ_t A†(A x_t − y) be the way down that several such steps take, which cost little beside G; H_t be held to
+    (1 − τ_t) I + τ_t H_t with a learned τ_t from 0, so that training begins at first order and takes from the curvature
+    what helps; and what is negative be left out of the image, as attenuation is not.
 
     Args:
         projector: A, Aᵀ and FBP of the scan; its geometry sets the image size.
@@ -59,6 +60,8 @@ class QNMixer(UnrolledNetwork[QNState]):
         shared_regularizer: one Incept-Mixer for all iterations (one J, as drawn) or one each (the author's other code).
         shared_step_size: one λ for all iterations, or one each.
         data_term: A† = "fbp" (author, field) or "adjoint", Aᵀ/‖A‖².
+        data_steps: steps along the data term in an iteration, each with a λ of its own (figure: 1).
+        nonnegative: the image is max(0, x_t); iterations go on from x_t.
         hessian: "bfgs"; or, of first order, "identity" (H_t = I), and "momentum" (H_t = I, and s_t = −r_t + β_t s_{t−1}
             with a learned β_t per iteration, from 0: the control that any gain of BFGS is to be held against, ours).
         hessian_gradient: "full" differentiates through H; "detach" treats its pairs as constants.
@@ -88,6 +91,8 @@ class QNMixer(UnrolledNetwork[QNState]):
         shared_regularizer: bool = True,
         shared_step_size: bool = True,
         data_term: Literal["fbp", "adjoint"] = "fbp",
+        data_steps: int = 1,
+        nonnegative: bool = False,
         hessian: Literal["bfgs", "identity", "momentum"] = "bfgs",
         hessian_gradient: Literal["full", "detach"] = "full",
         learned_trust: bool = False,
@@ -103,6 +108,7 @@ class QNMixer(UnrolledNetwork[QNState]):
             raise ConfigError(f"an image of {image_size} pixels cannot be cut into latent cells of {latent_factor}")
         self.projector = projector
         self.data_term = data_term
+        self.nonnegative = nonnegative
         self.hessian = hessian
         self.hessian_gradient = hessian_gradient
         self.latent_factor = latent_factor
@@ -124,7 +130,7 @@ class QNMixer(UnrolledNetwork[QNState]):
             DetailConvolutions(detail_channels) for _ in range(n_iterations if detail_channels else 0)
         )
         self.step_sizes = nn.ParameterList(
-            torch.full((1,), safe_step_size(projector, data_term))
+            torch.full((data_steps,), safe_step_size(projector, data_term))
             for _ in range(1 if shared_step_size else n_iterations)
         )
 
@@ -140,6 +146,11 @@ class QNMixer(UnrolledNetwork[QNState]):
         return QNState(self.projector.fbp(y), None, (), ())
 
     def image(self, state: QNState) -> Tensor:
+        """x_t, or max(0, x_t)."""
+        x = self._iterate(state)
+        return x.clamp_min(0) if self.nonnegative else x
+
+    def _iterate(self, state: QNState) -> Tensor:
         """x_t = x₀ + D(s_0 + … + s_{t−1}), as D is linear."""
         if not state.steps:
             return state.x0
@@ -151,7 +162,7 @@ class QNMixer(UnrolledNetwork[QNState]):
 
     def step(self, t: int, y: Tensor, state: QNState) -> QNState:
         """Iteration t: gradient, its code, the inverse Hessian, the step."""
-        x = self.image(state)
+        x = self._iterate(state)
         r = self.codec.encode(self.objective_gradient(t, x, y)).flatten(1)
         r = r.to(x.dtype)  # H works in the precision of the image, whatever the autocast
         pairs = self._pairs(state, r)
@@ -164,11 +175,11 @@ class QNMixer(UnrolledNetwork[QNState]):
 
     def objective_gradient(self, t: int, x: Tensor, y: Tensor) -> Tensor:
         """∇J_t(x) = λ_t A†(A x − y) + G_t(x), [B, 1, H, W]; shared λ and G are the same for every t."""
-        step_size = self.step_sizes[t % len(self.step_sizes)]
+        step_sizes = self.step_sizes[t % len(self.step_sizes)]
         regularization = self.regularizers[t % len(self.regularizers)](x)
         if self.details:
             regularization = self.details[t](x, regularization)
-        return step_size * data_gradient(self.projector, self.data_term, x, y) + regularization
+        return data_descent(self.projector, self.data_term, x, y, step_sizes) + regularization
 
     def diagnostics(self, state: QNState) -> dict[str, Tensor]:
         """Mean cos(z, s) and the share of pairs that the safeguard skipped: they tell trouble first."""

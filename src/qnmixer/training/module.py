@@ -129,14 +129,14 @@ class ReconstructionModule(L.LightningModule):
             self.log(f"val/{name}", mean, on_step=False, on_epoch=True)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Log the gradient's norm before clipping, its largest of the run (the first to tell trouble), lr and λ_t."""
+        """Log the gradient's norm before clipping, its largest of the run (the first to tell trouble), lr, mean λ_t."""
         norm = whole(torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
         self._largest_norm = torch.maximum(norm, torch.as_tensor(self._largest_norm, device=norm.device))
         self.log("train/grad_norm", norm)
         self.log("train/grad_norm_max", self._largest_norm)
         self.log("train/lr", torch.tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64))
         for t, step_size in enumerate(self.network.step_sizes):
-            self.log(f"train/lambda_{t}", whole(step_size.detach()).squeeze())
+            self.log(f"train/lambda_{t}", whole(step_size.detach()).mean())
 
     def configure_optimizers(self) -> Any:
         """Optimizer and, per optimizer step, its schedule."""
