@@ -13,6 +13,7 @@ COMMANDS = {
     "train": [],
     "evaluate": ["run=x"],
     "reconstruct": ["run=x", "input=y", "output=z"],
+    "export": ["run=x", "output=y.safetensors"],
     "plan": [],
     "doctor": [],
 }

@@ -27,6 +27,7 @@ from qnmixer.data.config import (
 from qnmixer.errors import ConfigError
 from qnmixer.plugins import check_plugin
 from qnmixer.schema import check_bounds, number, one_of, suggest
+from qnmixer.weights import SUFFIX
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
@@ -555,6 +556,14 @@ class ReconstructConfig:
     accelerator: str = one_of("auto", "cpu", "gpu", "cuda")
 
 
+@dataclass(kw_only=True)
+class ExportConfig:
+    """One call of `qnmixer.export`."""
+
+    run: str
+    output: str
+
+
 def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
     """Typed and checked config from a composed one (or from the plain one kept in a checkpoint).
 
@@ -664,6 +673,15 @@ def parse_reconstruct(cfg: DictConfig) -> ReconstructConfig:
         if name not in ("dicom", "npy", "png"):
             raise ConfigError(f"formats: {name} is not known: {suggest(name, ('dicom', 'npy', 'png'))}")
     check_window("window", config.window)
+    return config
+
+
+def parse_export(cfg: DictConfig) -> ExportConfig:
+    """Typed and checked config of `qnmixer.export`; raises ConfigError."""
+    values = _plain(cfg)
+    config: ExportConfig = _parse("", ExportConfig, values, values)
+    if not config.output.endswith(SUFFIX):
+        raise ConfigError(f"output={config.output} is no weights file: give a name that ends in {SUFFIX}")
     return config
 
 

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from qnmixer import cli
 from qnmixer.config import EvaluateConfig, parse_evaluate
 from qnmixer.data.config import DataConfig, check_data
-from qnmixer.files import check_there
+from qnmixer.weights import check_weights
 
 
 def evaluate(cfg: DictConfig) -> None:
@@ -27,7 +27,7 @@ def evaluate(cfg: DictConfig) -> None:
 def check(cfg: DictConfig) -> EvaluateConfig:
     """The parsed config; raises UserError also for a run or slices that are not there."""
     config = parse_evaluate(cfg)
-    check_there("run", config.run, "a run folder of qnmixer.train, or a checkpoint")
+    check_weights("run", config.run)
     if isinstance(config.data, DataConfig):
         check_data(config.data)
     return config

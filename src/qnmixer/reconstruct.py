@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from qnmixer import cli
 from qnmixer.config import ReconstructConfig, parse_reconstruct
 from qnmixer.files import check_there
+from qnmixer.weights import check_weights
 
 
 def reconstruct(cfg: DictConfig) -> None:
@@ -21,7 +22,7 @@ def reconstruct(cfg: DictConfig) -> None:
 def check(cfg: DictConfig) -> ReconstructConfig:
     """The parsed config; raises UserError also for a run or an input that is not there."""
     config = parse_reconstruct(cfg)
-    check_there("run", config.run, "a run folder of qnmixer.train, or a checkpoint")
+    check_weights("run", config.run)
     check_there("input", config.input, "a file or folder of DICOM, .npy or 16-bit PNG")
     return config
 

@@ -16,11 +16,11 @@ from qnmixer import cli
 from qnmixer.config import Config, parse
 from qnmixer.data.config import check_data
 from qnmixer.errors import ConfigError, UserError
-from qnmixer.files import check_there
 from qnmixer.ranks import by_srun, is_rank, loading, rank, world_size
 from qnmixer.tracking.jobs import Job, run_jobs
 from qnmixer.tracking.runs import clean, held
 from qnmixer.tracking.sweeps import sweep
+from qnmixer.weights import check_weights
 
 
 def train(cfg: DictConfig) -> float | None:
@@ -56,7 +56,7 @@ def check(cfg: DictConfig) -> Config:
     config = parse(cfg)
     check_data(config.data)
     if config.finetune is not None:
-        check_there("finetune", config.finetune, "a run folder of qnmixer.train, or a checkpoint")
+        check_weights("finetune", config.finetune)
     check_processes(config)
     check_srun()
     return config

@@ -14,10 +14,16 @@ from qnmixer.errors import CheckpointError, ConfigError, PluginError, first_line
 from qnmixer.files import PART_SUFFIX, atomic_file, remove, replace, whole
 from qnmixer.parallel.fsdp import merge_shards
 from qnmixer.training.module import CHECKPOINT_KEY, ReconstructionModule
+from qnmixer.training.weights_file import decode
+from qnmixer.weights import SUFFIX, located
 
 
 def find_checkpoint(run: Path, which: str = "best") -> Path:
-    """checkpoints/best.ckpt of a run folder, or last.ckpt where there is no best; a .ckpt path is taken as it is."""
+    """checkpoints/best.ckpt of a run folder, or last.ckpt where there is no best; a file is taken as it is.
+
+    "pretrained" is the weights file that the package ships. Raises CheckpointError where there is nothing.
+    """
+    run = located(run)
     if run.suffix == ".ckpt" and (path := whole(run)).exists():
         return path
     if run.is_file():
@@ -32,7 +38,7 @@ def find_checkpoint(run: Path, which: str = "best") -> Path:
 
 
 def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
-    """Config and state dict of a checkpoint of this program. Raises CheckpointError."""
+    """Config and state dict of a checkpoint or weights file of this program. Raises CheckpointError."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of pickle protocols: what cannot be read is told below
@@ -56,7 +62,7 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
 
 
 def load_run(run: Path, which: str = "best") -> ReconstructionModule:
-    """The trained module of a run folder (or .ckpt file), on the CPU."""
+    """The trained module of a run folder (or .ckpt or .safetensors file), on the CPU."""
     path = find_checkpoint(run, which)
     config, state = read_checkpoint(path)
     module = ReconstructionModule(config)
@@ -91,6 +97,11 @@ def resumable(config: Config, run: Path) -> Path:
     Raises CheckpointError where the two runs differ in more than how they are carried out and how long.
     """
     path = find_checkpoint(run, "last")
+    if path.suffix == SUFFIX:
+        raise CheckpointError(
+            f"{path} holds weights alone, no state of an optimizer to go on with: begin a run from them with "
+            "finetune= instead of resume="
+        )
     before, _ = read_checkpoint(path)
     if differing := _differences(before, config):
         raise CheckpointError(
@@ -155,4 +166,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 def _load(path: Path) -> dict[str, Any]:
     """A file, or the folder with shards that strategy=fsdp leaves when asked to."""
+    if path.suffix == SUFFIX:
+        return decode(path)
     return merge_shards(path) if path.is_dir() else torch.load(path, map_location="cpu", weights_only=True)

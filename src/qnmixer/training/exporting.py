@@ -1,0 +1,50 @@
+"""The weights of a run as a file to hand on, with its model card."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from qnmixer.config import ExportConfig, LearnedConfig
+from qnmixer.errors import CheckpointError, ConfigError
+from qnmixer.files import atomic_file, write_text
+from qnmixer.training.checkpoints import find_checkpoint, read_checkpoint, steps_of
+from qnmixer.training.model_card import Exported, model_card
+from qnmixer.training.weights_file import encode
+
+
+def export_run(config: ExportConfig) -> None:
+    """`qnmixer.export`: the best weights of a run, or those of the checkpoint that is named, and a card beside them.
+
+    Raises CheckpointError for a run without weights, ConfigError where the output is something else already.
+    """
+    path, output = find_checkpoint(Path(config.run)), Path(config.output).expanduser()
+    if path.parent.name != "checkpoints":
+        raise CheckpointError(f"{path} lies in no run folder, which the model card is made from: give runs/DIR")
+    trained, state = read_checkpoint(path)
+    if not isinstance(trained.model, LearnedConfig):
+        raise CheckpointError(f"{path} is of model={trained.model.name}, which has no weights: give another run")
+    content, card = encode(trained, state), output.with_suffix(".md")
+    _check_free(output, card, content)
+    exported = Exported(
+        file=output,
+        size=len(content),
+        n_parameters=sum(tensor.numel() for tensor in state.values()),
+        config=trained,
+        run=path.parent.parent,
+        checkpoint=path.name.split(".")[0],
+        step=steps_of(path),
+    )
+    text = model_card(exported)
+    with atomic_file(output) as stream:
+        stream.write(content)
+    write_text(card, text)
+    Console().print(f"weights: {output} ({exported.megabytes})\ncard: {card}", soft_wrap=True, highlight=False)
+
+
+def _check_free(output: Path, card: Path, content: bytes) -> None:
+    """Raise ConfigError where other weights or another text would be lost; the card of the same weights is renewed."""
+    if output.exists():
+        if not output.is_file() or output.read_bytes() != content:
+            raise ConfigError(f"output={output} holds something else: remove it, or give another name")
+    elif card.exists():
+        raise ConfigError(f"{card}, where the model card goes, is there already: remove it, or give another output=")

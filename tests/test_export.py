@@ -1,0 +1,100 @@
+"""`qnmixer.export` through the very code that its module runs, on a network that nobody had to train."""
+
+import io
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from qnmixer import cli
+from qnmixer.cli import compose
+from qnmixer.config import parse
+from qnmixer.data.phantoms import phantom
+from qnmixer.export import check, export
+from qnmixer.reconstruct import check as check_reconstruct
+from qnmixer.reconstruct import reconstruct
+from qnmixer.training.module import ReconstructionModule
+
+TINY = [
+    "data.image_size=32", "geometry.n_views=8", "geometry.n_detectors=48", "geometry.detector_pitch=20",
+    "model.n_iterations=2", "model.channels=8", "model.n_mixer_layers=1", "logger=csv",
+]  # fmt: skip
+
+
+def run(task: Any, check: Any, name: str, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, output and error of a command."""
+    code, stdout, stderr = 0, io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
+        patch.setattr(sys, "argv", [name, *arguments])
+        patch.delenv(cli.TRACEBACK, raising=False)
+        try:
+            cli.run(task, check, name)
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+    return code, stdout.getvalue(), stderr.getvalue()
+
+
+def save(folder: Path, *overrides: str, seed: int = 0) -> Path:
+    """A run folder with random weights as its best."""
+    torch.manual_seed(seed)
+    module = ReconstructionModule(parse(compose("train", list(overrides))))
+    checkpoint: dict[str, Any] = {"state_dict": module.state_dict(), "global_step": 3}
+    module.on_save_checkpoint(checkpoint)
+    path = folder / "checkpoints" / "best.ckpt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(checkpoint, path)
+    return folder
+
+
+def refusal(*arguments: str) -> str:
+    code, stdout, stderr = run(export, check, "export", *arguments)
+    assert (code, stdout) == (1, "")
+    (line,) = stderr.splitlines()
+    return line.removeprefix("error: ")
+
+
+def test_weights_and_card_and_the_same_reconstruction(tmp_path: Path) -> None:
+    folder, output = save(tmp_path / "run", *TINY), tmp_path / "to" / "my.safetensors"
+    code, stdout, stderr = run(export, check, "export", f"run={folder}", f"output={output}")
+    assert (code, stderr) == (0, "")
+    assert stdout.splitlines()[-1] == f"card: {output.with_suffix('.md')}"
+    assert sorted(path.name for path in output.parent.iterdir()) == ["my.md", "my.safetensors"]
+    text = output.with_suffix(".md").read_text()
+    assert "3 of unknown: the best of the run" in text
+    assert str(tmp_path) not in text
+    np.save(tmp_path / "slice.npy", phantom(48, seed=0, part="test", index=0))
+    for name, weights in (("a", folder), ("b", output)):
+        given = [f"run={weights}", f"input={tmp_path / 'slice.npy'}", f"output={tmp_path / name}", "formats=[npy]"]
+        code, _, stderr = run(reconstruct, check_reconstruct, "reconstruct", *given)
+        assert code == 0, stderr
+    assert (tmp_path / "a" / "slice.npy").read_bytes() == (tmp_path / "b" / "slice.npy").read_bytes()
+
+
+def test_other_weights_and_texts_are_not_overwritten(tmp_path: Path) -> None:
+    folder, output = save(tmp_path / "run", *TINY), tmp_path / "my.safetensors"
+    card = output.with_suffix(".md")
+    card.write_text("my notes")
+    given = [f"run={folder}", f"output={output}"]
+    assert f"{card}, where the model card goes, is there already" in refusal(*given)
+    card.unlink()
+    for _ in range(2):  # the same weights again only make their card anew
+        assert run(export, check, "export", *given)[0] == 0
+    before = output.read_bytes()
+    save(folder, *TINY, seed=1)
+    assert f"output={output} holds something else: remove it" in refusal(*given)
+    assert output.read_bytes() == before
+
+
+def test_a_run_without_weights_is_refused(tmp_path: Path) -> None:
+    sizes = [word for word in TINY if not word.startswith("model.")]
+    folder = save(tmp_path / "run", *sizes, "model=fbp")
+    assert "model=fbp, which has no weights" in refusal(f"run={folder}", f"output={tmp_path}/my.safetensors")
+
+
+def test_a_checkpoint_that_lies_alone_is_refused(tmp_path: Path) -> None:
+    path = (save(tmp_path / "run", *TINY) / "checkpoints" / "best.ckpt").rename(tmp_path / "best.ckpt")
+    assert f"{path} lies in no run folder" in refusal(f"run={path}", f"output={tmp_path}/my.safetensors")
