@@ -209,12 +209,16 @@ METHOD_FILES = sorted(CONF.glob("experiment/*/*.yaml"))
 
 @pytest.mark.parametrize("path", METHOD_FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_method_of_a_comparison_composes(path: Path) -> None:
-    base = {"small": "compare_small", "published": "compare_64", "curvature": "ablation_qn"}[path.parent.name]
-    config = parse(compose("train", [f"experiment={base}", f"experiment/{path.parent.name}={path.stem}"]))
-    assert path.parent.name == "curvature" or config.model.name == path.stem
+    group = path.parent.name
+    experiments = {"small": "compare_small", "published": "compare_64"}
+    base = experiments.get(group) or {"curvature": "ablation_qn", "parts": "ablation_parts"}[group]
+    config = parse(compose("train", [f"experiment={base}", f"experiment/{group}={path.stem}"]))
+    assert config.model.name == (path.stem if group in experiments else "qn_mixer")
 
 
-@pytest.mark.parametrize("experiment", ["compare_small", "compare_noise", "compare_few", "compare_64", "ablation_qn"])
+@pytest.mark.parametrize(
+    "experiment", ["compare_small", "compare_noise", "compare_few", "compare_64", "ablation_qn", "ablation_parts"]
+)
 def test_a_comparison_sweeps_over_all_its_methods(experiment: str) -> None:
     params = compose("train", [f"experiment={experiment}"], with_hydra=True).hydra.sweeper.params
     (group,) = (key for key in params if key.startswith("experiment/"))
