@@ -29,10 +29,10 @@ train: install ## train the demo (minutes, no data needed), then evaluate it
 # Another one, e.g. make compare EXPERIMENT=ablation_qn COMPARE="tests=[as_trained]"
 EXPERIMENT ?= compare_small
 SWEEP ?= runs/$(EXPERIMENT)
-# At once: one a GPU; without, small networks leave half of two cores idle (JOBS=1 for large ones)
-JOBS ?= $(shell command -v nvidia-smi > /dev/null && echo null || echo 2)
+# Two at once without a GPU: small networks leave half of two cores idle (JOBS= for one at a time, as for large ones)
+JOBS ?= $(if $(findstring launcher,$(ARGS))$(shell command -v nvidia-smi),,2)
 compare: install ## train all methods, small, then table, picture and page of them; goes on where it was stopped
-	@$(BIN)/python -m qnmixer.train -m experiment=$(EXPERIMENT) hydra.sweep.dir=$(SWEEP) hydra.launcher.jobs_at_once=$(JOBS) $(ARGS); \
+	@$(BIN)/python -m qnmixer.train -m experiment=$(EXPERIMENT) hydra.sweep.dir=$(SWEEP) $(JOBS:%=hydra.launcher.jobs_at_once=%) $(ARGS); \
 	code=$$?; \
 	if [ $$code -lt 128 ] && [ -e $(SWEEP)/sweep.json ]; then \
 		$(BIN)/python -m qnmixer.compare sweep=$(SWEEP) $(COMPARE) || code=$$?; \

@@ -226,6 +226,15 @@ def test_a_comparison_sweeps_over_all_its_methods(experiment: str) -> None:
     assert params["seed"] == "1,2,3"
 
 
+def test_what_only_training_sees_makes_no_other_test() -> None:
+    def scan(*overrides: str) -> object:
+        return comparison_measuring.tested_scan(parse(compose("train", ["experiment=compare_few", *overrides])))
+
+    assert compose("train", ["experiment=compare_few"], with_hydra=True).hydra.sweeper.params["data.train_slices"]
+    assert scan("data.train_slices=10") == scan("data.train_slices=100") == scan("seed=3", "data.num_workers=2")
+    assert scan("data.disc=true") != scan() != scan("noise=physical")
+
+
 def test_tests_are_those_that_have_their_folder() -> None:
     def names(*overrides: str) -> list[str]:
         return [*parse_compare(compose("compare", [*overrides])).sets]

@@ -44,7 +44,8 @@ class Part:
     def spread(self, n: int) -> "Part":
         """So many of its slices, evenly spread; whose they are is not counted."""
         length = len(self.source)
-        return self._some([k * length // n for k in range(n)] if n < length else list(range(length)))
+        n = min(n, length)
+        return self._some([k * length // n for k in range(n)])
 
     def _some(self, indices: list[int]) -> "Part":
         return Part(SliceView(self.source, indices), 0, self.fine and SliceView(self.fine, indices))

@@ -61,7 +61,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         shared_step_size: one λ for all iterations, or one each.
         data_term: A† = "fbp" (author, field) or "adjoint", Aᵀ/‖A‖².
         data_steps: steps along the data term in an iteration, each with a λ of its own (figure: 1).
-        nonnegative: the image is max(0, x_t); iterations go on from x_t.
+        nonnegative: the image is max(0, x_t) but for FBP, x₀; iterations go on from x_t.
         hessian: "bfgs"; or, of first order, "identity" (H_t = I), and "momentum" (H_t = I, and s_t = −r_t + β_t s_{t−1}
             with a learned β_t per iteration, from 0: the control that any gain of BFGS is to be held against, ours).
         hessian_gradient: "full" differentiates through H; "detach" treats its pairs as constants.
@@ -146,9 +146,9 @@ class QNMixer(UnrolledNetwork[QNState]):
         return QNState(self.projector.fbp(y), None, (), ())
 
     def image(self, state: QNState) -> Tensor:
-        """x_t, or max(0, x_t)."""
+        """x_t, or max(0, x_t) after an iteration."""
         x = self._iterate(state)
-        return x.clamp_min(0) if self.nonnegative else x
+        return x.clamp_min(0) if self.nonnegative and state.steps else x
 
     def _iterate(self, state: QNState) -> Tensor:
         """x_t = x₀ + D(s_0 + … + s_{t−1}), as D is linear."""

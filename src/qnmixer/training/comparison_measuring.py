@@ -53,7 +53,7 @@ _TIMED = 5  # reconstructions, of which the median counts
 _SECONDS_TO_TIME = 10.0
 # Of the data's config: what makes no difference to a slice that is tested.
 _NOT_OF_TEST = {"batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir", "seed", "augment"}
-_NOT_OF_TEST |= {"n_train", "n_val"}
+_NOT_OF_TEST |= {"n_train", "n_val", "train_slices"}
 
 
 def compare(config: CompareConfig, sweep: Path, output: Path, console: Console) -> Comparison:
@@ -113,7 +113,7 @@ class _Measuring:
             n_before += before
             by_name = {name: [s for s in scores if s.method == name] for name in (FBP, method_name(config))}
             method.measured.setdefault(test, {})[job.seeds] = by_name[method_name(config)]
-            method.scans[test] = digest(_scan(config))
+            method.scans[test] = digest(tested_scan(config))
             if self._fbp is not None:
                 self._fbp.measured.setdefault(test, {(0, 0): by_name[FBP]})
                 self._fbp.scans.setdefault(test, method.scans[test])
@@ -228,7 +228,7 @@ def _seconds_of(reconstruct: Callable[[Tensor], object], y: Tensor) -> float:
     return median(times[1:])
 
 
-def _scan(config: Config) -> object:
+def tested_scan(config: Config) -> object:
     """What the sinograms of a test come from, as far as methods may not differ in it to be held against each other."""
     plain = to_plain(config)
     data = {key: value for key, value in plain["data"].items() if key not in _NOT_OF_TEST}
