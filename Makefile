@@ -8,7 +8,7 @@ into_readme = $(BIN)/python -c "import re, pathlib as p; r = p.Path('README.md')
 	r.write_text(re.sub(r'(<!-- $(1) -->\n).*?(<!-- end of $(1))', lambda m: m[1] + t + m[2], r.read_text(), flags=re.S))"
 
 .DEFAULT_GOAL := help
-.PHONY: help install train compare test lint bench readme levers clean
+.PHONY: help install train compare test lint bench readme results levers clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /	/' | expand -t 10
@@ -56,6 +56,16 @@ readme: install ## run the demo and put its table and picture into README.md
 	$(BIN)/python -m qnmixer.train experiment=demo hydra.run.dir=runs/readme $(ARGS)
 	cp runs/readme/evaluation/picture.png notebooks/demo.png
 	$(call into_readme,table,runs/readme/evaluation/table.md)
+
+results: install ## keep what make compare left: in notebooks/results, its table of all tests in README.md too
+	mkdir -p notebooks/results
+	cp $(SWEEP)/comparison/comparison.md notebooks/results/$(EXPERIMENT).md
+	cp $(SWEEP)/comparison/comparison.png notebooks/results/$(EXPERIMENT).png
+ifeq ($(EXPERIMENT),compare_small)
+	awk '/^## / { n++; next } n == 2' notebooks/results/compare_small.md | sed '1d;$$d' > table.md
+	$(call into_readme,comparison,table.md)
+	rm table.md
+endif
 
 levers: install ## put the table of what saves how much memory into README.md
 	$(BIN)/python -m qnmixer.plan format=levers data.batch_size=4 > levers.md

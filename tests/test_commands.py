@@ -33,6 +33,7 @@ from qnmixer.train import train
 from qnmixer.training.build import attenuation_per_value
 from qnmixer.training.checkpoints import load_run
 from qnmixer.training.module import ReconstructionModule
+from qnmixer.training.weights_file import digest_of_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("commands")]
 
@@ -199,6 +200,7 @@ def test_results_tell_what_the_run_was(trained: Path) -> None:
     assert results["best"]["val/psnr"] == pytest.approx(max(metrics(trained)["val/psnr"]))
     assert results["test"]["QN-Mixer"]["psnr"] > results["test"]["FBP"]["psnr"]
     assert Path(results["picture"]) == trained / "evaluation" / "picture.png"
+    assert results["evaluated"]["weights"] == digest_of_weights(load_run(trained).state_dict())
 
 
 def test_metrics_are_finite_and_nothing_explodes(trained: Path) -> None:

@@ -14,9 +14,12 @@ from qnmixer import cli
 from qnmixer.cli import compose
 from qnmixer.config import parse
 from qnmixer.data.phantoms import phantom
+from qnmixer.evaluate import check as check_evaluate
+from qnmixer.evaluate import evaluate
 from qnmixer.export import check, export
 from qnmixer.reconstruct import check as check_reconstruct
 from qnmixer.reconstruct import reconstruct
+from qnmixer.tracking.runs import quoted
 from qnmixer.training.module import ReconstructionModule
 
 TINY = [
@@ -58,8 +61,8 @@ def refusal(*arguments: str) -> str:
 
 
 def test_weights_and_card_and_the_same_reconstruction(tmp_path: Path) -> None:
-    folder, output = save(tmp_path / "run", *TINY), tmp_path / "to" / "my.safetensors"
-    code, stdout, stderr = run(export, check, "export", f"run={folder}", f"output={output}")
+    folder, output = save(tmp_path / "run", *TINY), tmp_path / "to [bold]" / "my.safetensors"
+    code, stdout, stderr = run(export, check, "export", f"run={folder}", f"output={quoted(output)}")
     assert (code, stderr) == (0, "")
     assert stdout.splitlines()[-1] == f"card: {output.with_suffix('.md')}"
     assert sorted(path.name for path in output.parent.iterdir()) == ["my.md", "my.safetensors"]
@@ -68,10 +71,53 @@ def test_weights_and_card_and_the_same_reconstruction(tmp_path: Path) -> None:
     assert str(tmp_path) not in text
     np.save(tmp_path / "slice.npy", phantom(48, seed=0, part="test", index=0))
     for name, weights in (("a", folder), ("b", output)):
-        given = [f"run={weights}", f"input={tmp_path / 'slice.npy'}", f"output={tmp_path / name}", "formats=[npy]"]
+        given = [f"run={quoted(weights)}", f"input={tmp_path}/slice.npy", f"output={tmp_path / name}", "formats=[npy]"]
         code, _, stderr = run(reconstruct, check_reconstruct, "reconstruct", *given)
         assert code == 0, stderr
     assert (tmp_path / "a" / "slice.npy").read_bytes() == (tmp_path / "b" / "slice.npy").read_bytes()
+
+
+def test_tables_of_the_weights_come_onto_the_card(tmp_path: Path) -> None:
+    folder, output = save(tmp_path / "run", *TINY, "data.n_test=1", "noise=field"), tmp_path / "my.safetensors"
+    for name, *given in (("plain",), ("noisy", "noise=field", "noise.photons=1e4")):
+        given = [f"run={folder}", f"hydra.run.dir={folder / name}", "accelerator=cpu", *given]
+        code, _, stderr = run(evaluate, check_evaluate, "evaluate", *given)
+        assert code == 0, stderr
+    assert run(export, check, "export", f"run={folder}", f"output={output}")[0] == 0
+    text = output.with_suffix(".md").read_text()
+    assert "What other noise does is in noisy above" in text
+    assert (folder / "plain" / "table.md").read_text() in text
+    save(folder, *TINY, seed=1)
+    assert run(export, check, "export", f"run={folder}", f"output={tmp_path}/other.safetensors")[0] == 0
+    assert "None of these weights was found" in (tmp_path / "other.md").read_text()
+
+
+def test_weights_from_files_are_measured_where_the_files_are_said_to_be(tmp_path: Path) -> None:
+    slices = tmp_path / "slices"
+    slices.mkdir()
+    np.save(slices / "a.npy", 1000 * phantom(48, seed=0, part="test", index=0) - 1000)
+    folder, output = save(tmp_path / "run", *TINY, "data=numpy", f"data.root={slices}"), tmp_path / "my.safetensors"
+    assert run(export, check, "export", f"run={folder}", f"output={output}")[0] == 0
+    given = [f"run={output}", f"hydra.run.dir={tmp_path / 'out'}", "accelerator=cpu"]
+    code, _, stderr = run(evaluate, check_evaluate, "evaluate", *given)
+    line = f"{output} does not say where its slices are: give data=numpy data.root=FOLDER"
+    assert (code, stderr) == (1, f"error: {line}\n")
+    code, _, stderr = run(evaluate, check_evaluate, "evaluate", *given, "data=numpy", f"data.root={slices}")
+    assert code == 0, stderr
+
+
+def test_arguments_of_a_network_of_ones_own_are_pointed_out(tmp_path: Path) -> None:
+    sizes = [word for word in TINY if not word.startswith("model.n_mixer")]
+    own = ["model=custom", "model.target=qnmixer.models.LEARN", "+model.arguments.data_term=fbp"]
+    folder = save(tmp_path / "run", *sizes, *own)
+    code, stdout, _ = run(export, check, "export", f"run={folder}", f"output={tmp_path}/my.safetensors")
+    assert code == 0
+    assert "model.arguments is in both as it is: {'data_term': 'fbp'}" in stdout
+
+
+@pytest.mark.parametrize("what", ["pretrained", "my.safetensors"])
+def test_what_holds_weights_alone_is_refused(tmp_path: Path, what: str) -> None:
+    assert f"run={what} holds weights alone already" in refusal(f"run={what}", f"output={tmp_path}/a.safetensors")
 
 
 def test_other_weights_and_texts_are_not_overwritten(tmp_path: Path) -> None:

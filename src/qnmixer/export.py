@@ -2,7 +2,9 @@
 
 python -m qnmixer.export run=runs/DIR output=my.safetensors              # and my.md
 python -m qnmixer.evaluate run=runs/DIR data=dicom data.root=/path/to/ct hydra.run.dir=runs/DIR/evaluation_ct
-                                          # every table in the run's folder comes onto its card
+
+Every table of these weights in the run's folder comes onto their card, under its folder's name below it
+(evaluation_ct), which whoever gets the card can read.
 """
 
 from pathlib import Path
@@ -13,7 +15,7 @@ from qnmixer import cli
 from qnmixer.config import ExportConfig, parse_export
 from qnmixer.errors import ConfigError
 from qnmixer.files import check_there
-from qnmixer.weights import SUFFIX
+from qnmixer.weights import PRETRAINED, SUFFIX
 
 
 def export(cfg: DictConfig) -> None:
@@ -26,7 +28,7 @@ def export(cfg: DictConfig) -> None:
 def check(cfg: DictConfig) -> ExportConfig:
     """The parsed config; raises UserError also for a run that is not there, or has been exported."""
     config = parse_export(cfg)
-    if Path(config.run).suffix == SUFFIX:
+    if config.run == PRETRAINED or Path(config.run).suffix == SUFFIX:
         raise ConfigError(f"run={config.run} holds weights alone already: give the run folder that they come from")
     check_there("run", config.run, "a run folder of qnmixer.train, or a checkpoint")
     return config

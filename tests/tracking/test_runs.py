@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from qnmixer.errors import CheckpointError, ConfigError
-from qnmixer.tracking.runs import clean, continued, goes_on, held, latest, quoted, recorded
+from qnmixer.tracking.runs import clean, continued, goes_on, held, latest, quoted, recorded, values_of
 
 Make = Callable[..., Path]
 
@@ -45,6 +45,21 @@ def test_a_run_goes_on_where_it_is_with_its_own_overrides(make: Make) -> None:
         assert continued([f"resume={path}", "trainer.max_steps=20", "memory=recompute"]) == [
             "seed=1", "trainer.max_steps=20", "memory=recompute", f"resume={path}", "hydra.run.dir=runs/a",
         ]  # fmt: skip
+
+
+def test_shipped_weights_are_no_run_to_go_on_with_but_a_folder_of_their_name_is(make: Make) -> None:
+    with pytest.raises(CheckpointError, match=r"resume=pretrained: .* finetune=pretrained"):
+        continued(["resume=pretrained"])
+    make("a", "seed=1").rename("pretrained")
+    assert continued(["resume=./pretrained"]) == ["seed=1", "resume=pretrained", "hydra.run.dir=pretrained"]
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [("seed=1", "1"), ("+a.b='x y'", "x y"), ('a.b="x=y"', "x=y"), (r"a.b='it\'s'", "it's"), ("a.b=", "")],
+)
+def test_values_are_those_that_hydra_reads(override: str, value: str) -> None:
+    assert [*values_of([override]).values()] == [value]
 
 
 def test_the_last_of_two_values_counts(make: Make) -> None:

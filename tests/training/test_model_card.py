@@ -1,5 +1,7 @@
 import json
+import shlex
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,8 @@ RECORD = {
 
 
 def card(config: Config, run: Path, checkpoint: str = "best", file: Path = Path("my.safetensors")) -> str:
-    return model_card(
-        Exported(file=file, size=4100, n_parameters=1234, config=config, run=run, checkpoint=checkpoint, step=8)
-    )
+    which: dict[str, Any] = {"run": run, "checkpoint": checkpoint, "weights": "ours", "step": 8}
+    return model_card(Exported(file=file, size=4100, n_parameters=1234, config=config, **which))
 
 
 def keep(folder: Path, **record: Any) -> None:
@@ -29,10 +30,19 @@ def keep(folder: Path, **record: Any) -> None:
     (folder / "results.json").write_text(json.dumps(record))
 
 
-def measure(folder: Path, *overrides: str, started: str = "2026-01-02T10:00:00+0000") -> None:
-    """What `qnmixer.evaluate` leaves, as far as a card reads it."""
-    keep(folder, status="done", overrides=["run=runs/x", *overrides], started=started)
+def evaluated(config: Config, weights: str = "ours", data: str = "phantoms") -> dict[str, Any]:
+    return {"evaluated": {"weights": weights, "data": data, "noise": asdict(config.noise)}}
+
+
+def table(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "table.md").write_text(f"**table of {folder.name}**\n")
+
+
+def measure(folder: Path, of: dict[str, Any], status: str = "done") -> None:
+    """What `qnmixer.evaluate` leaves, as far as a card reads it."""
+    keep(folder, status=status, overrides=["data.root=/home/secret/ct"], **of)
+    table(folder)
 
 
 def rows(text: str) -> dict[str, str]:
@@ -61,8 +71,13 @@ def test_it_says_what_it_was_trained_on_and_for_how_long(tiny_config: TinyConfig
 def test_few_slices_are_told(tiny_config: TinyConfig, tmp_path: Path) -> None:
     few = rows(card(tiny_config("data.train_slices=4"), tmp_path))["slices"]
     assert "the same 4 in every epoch" in few
-    files = rows(card(parse(compose("train", ["data=dicom", "data.root=/ct"])), tmp_path))["slices"]
+    more_than_there_are = rows(card(tiny_config("data.train_slices=5000"), tmp_path))["slices"]
+    assert "the same 8 in every epoch" in more_than_there_are
+    dicom = ["data=dicom", "data.root=/ct"]
+    files = rows(card(parse(compose("train", dicom)), tmp_path))["slices"]
     assert files.startswith("slices from files, data=dicom, 256 × 256, split random; how many: unknown")
+    files = rows(card(parse(compose("train", [*dicom, "data.train_slices=7"])), tmp_path))["slices"]
+    assert files.endswith("; how many: at most 7")
 
 
 def test_what_nobody_wrote_down_is_unknown(tiny_config: TinyConfig, tmp_path: Path) -> None:
@@ -70,6 +85,10 @@ def test_what_nobody_wrote_down_is_unknown(tiny_config: TinyConfig, tmp_path: Pa
     assert found["optimizer steps"] == "8 of unknown: the last of the run"
     assert {found[key] for key in ("time", "commit", "versions", "begun at", "ended")} == {"unknown"}
     assert found["hardware"].startswith("unknown;")
+
+
+def test_a_checkpoint_that_is_neither_is_called_by_its_name(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    assert rows(card(tiny_config(), tmp_path, "step_8"))["optimizer steps"] == "8 of unknown: step_8.ckpt"
 
 
 def test_weights_of_another_run_are_told_also_after_a_resume(tiny_config: TinyConfig, tmp_path: Path) -> None:
@@ -81,49 +100,80 @@ def test_weights_of_another_run_are_told_also_after_a_resume(tiny_config: TinyCo
 
 
 def test_every_table_of_these_weights_is_there_and_no_other(tiny_config: TinyConfig, tmp_path: Path) -> None:
-    keep(tmp_path, **RECORD | {"resumed": [{"step": 4, "at": "2026-01-01T12:00:00+0000"}]})
-    (tmp_path / "evaluation").mkdir()
-    (tmp_path / "evaluation" / "table.md").write_text("**table of training**\n")
-    measure(tmp_path / "evaluations" / "ct", "data=dicom", "data.root=/home/secret/ct")
-    measure(tmp_path / "evaluations" / "earlier", started="2026-01-01T11:00:00+0000")
-    measure(tmp_path / "evaluations" / "of_last", "checkpoint=last")
+    ours = evaluated(tiny_config())
+    keep(tmp_path, **RECORD | ours)
+    table(tmp_path / "evaluation")
+    measure(tmp_path / "evaluations" / "ct", ours)
+    measure(tmp_path / "evaluations" / "failed", ours, status="failed")
+    measure(tmp_path / "evaluations" / "of_others", evaluated(tiny_config(), "others"))
+    measure(tmp_path / "evaluations" / "unrecorded", {})
+    keep(tmp_path / "child", **RECORD | ours)
+    table(tmp_path / "child" / "evaluation")
     text = card(tiny_config(), tmp_path)
-    assert text.index("**table of training**") < text.index("### evaluations/ct\n\n**table of ct**")
-    assert "earlier" not in text
-    assert "of_last" not in text
+    assert [line for line in text.splitlines() if line.startswith("###")] == ["### evaluation", "### evaluations/ct"]
+    assert text.index("### evaluation\n\n**table of evaluation**") < text.index("### evaluations/ct\n\n**table of ct**")
     assert "secret" not in text
-    assert "**table of of_last**" in card(tiny_config(), tmp_path, "last")
+
+
+@pytest.mark.parametrize("record", [{"status": "failed"}, {"evaluated": {"weights": "before a resume"}}], ids=str)
+def test_what_training_ends_with_may_be_of_other_weights(
+    tiny_config: TinyConfig, tmp_path: Path, record: dict[str, Any]
+) -> None:
+    keep(tmp_path, **RECORD | evaluated(tiny_config()) | record)
+    table(tmp_path / "evaluation")
+    assert "None of these weights was found in the run's folder." in card(tiny_config(), tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "known", "unknown"),
+    ("data", "noise", "known", "unknown"),
     [
-        ([], [], ["No table above is of real slices", "no table above has other noise"]),
-        (["data=dicom"], ["on real slices is in other above"], ["no table above has other noise"]),
-        (["noise=field"], ["What other noise does is in other above"], ["No table above is of real slices"]),
+        ("phantoms", [], [], ["No table above is of real slices", "no table above has other noise"]),
+        ("dicom", [], ["on real slices is in other above"], ["no table above has other noise"]),
+        ("phantoms", ["noise.photons=1e4"], ["other noise does is in other above"], ["No table above is of real"]),
     ],
     ids=str,
 )
 def test_where_it_fails_follows_from_what_was_trained_and_measured(
-    tiny_config: TinyConfig, tmp_path: Path, overrides: list[str], known: list[str], unknown: list[str]
+    tiny_config: TinyConfig, tmp_path: Path, data: str, noise: list[str], known: list[str], unknown: list[str]
 ) -> None:
-    measure(tmp_path / "other", *overrides)
-    text = card(tiny_config(), tmp_path)
+    measure(tmp_path / "other", evaluated(tiny_config("noise=field", *noise), data=data))
+    text = card(tiny_config("noise=field"), tmp_path)
     limits = text[text.index("## Where it fails") :]
     assert all(sentence in limits for sentence in [*known, *unknown])
     assert "It has seen no patient" in limits
     assert "16 × 16 pixels of 25 mm" in limits
 
 
-def test_how_to_use_gives_the_overrides_that_differ_from_the_defaults(tmp_path: Path) -> None:
-    overrides = ["model=learn", "model.data_term=fbp", "geometry.n_views=64"]
-    text = card(parse(compose("train", overrides)), tmp_path)
+def finetuning(text: str) -> list[str]:
+    """The overrides of the line that goes on training, as a shell has them, but for the weights and the slices."""
     (line,) = [line for line in text.splitlines() if "finetune=my.safetensors" in line]
-    given = line.split("finetune=my.safetensors ")[1].removesuffix(" data=dicom data.root=/path/to/dicom").split()
-    usual = [word for word in given if word not in overrides]
-    assert parse(compose("train", given)).model == parse(compose("train", overrides)).model
-    assert parse(compose("train", given)).geometry == parse(compose("train", overrides)).geometry
-    assert usual == []
+    return shlex.split(line)[4:-2]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model=learn", "model.data_term=fbp", "geometry.n_views=64"],
+        ["noise=field", "noise.photons=10000.0", "geometry.first_angle=0.0"],
+        ["model=learn", "noise=none"],
+    ],
+    ids=str,
+)
+def test_how_to_use_gives_the_overrides_that_differ_from_the_defaults(tmp_path: Path, overrides: list[str]) -> None:
+    config = parse(compose("train", overrides))
+    given = finetuning(card(config, tmp_path))
+    again = parse(compose("train", given))
+    assert (again.model, again.geometry, again.noise) == (config.model, config.geometry, config.noise)
+    assert {*given} <= {*overrides}
+
+
+def test_arguments_of_a_network_of_ones_own_are_told_to_be_there(tmp_path: Path) -> None:
+    choice = ["model=custom", "model.target=qnmixer.models.LEARN"]
+    text = card(parse(compose("train", [*choice, "+model.arguments.data_term=fbp"])), tmp_path)
+    assert finetuning(text) == choice
+    assert "+model.arguments.KEY=VALUE" in text
+    assert "left out, but model.arguments are not" in text
+    assert "model.arguments" not in card(parse(compose("train", choice)), tmp_path)
 
 
 def test_what_is_shipped_goes_by_its_name(

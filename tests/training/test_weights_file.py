@@ -13,7 +13,7 @@ from qnmixer.config import Config, parse
 from qnmixer.errors import CheckpointError, DataError
 from qnmixer.training.checkpoints import find_checkpoint, load_run, load_weights, read_checkpoint, resumable
 from qnmixer.training.module import CHECKPOINT_KEY, ReconstructionModule
-from qnmixer.training.weights_file import encode
+from qnmixer.training.weights_file import digest_of_weights, encode
 from qnmixer.weights import PRETRAINED, SHIPPED, check_weights
 
 Build = Callable[..., ReconstructionModule]
@@ -62,6 +62,15 @@ def test_the_same_weights_give_the_same_bytes(module: ReconstructionModule) -> N
     assert encode(module.config, module.state_dict()) == encode(module.config, module.state_dict())
 
 
+def test_the_digest_is_of_the_weights_wherever_they_lie(module: ReconstructionModule, tmp_path: Path) -> None:
+    before = digest_of_weights(module.state_dict())
+    again = load_run(write(module, tmp_path / "a.safetensors"))
+    assert digest_of_weights(again.state_dict()) == before
+    with torch.no_grad():
+        next(again.parameters()).add_(0.01)
+    assert digest_of_weights(again.state_dict()) != before
+
+
 def test_weights_that_have_two_names_are_kept_under_both(module: ReconstructionModule) -> None:
     tied = torch.ones(3)
     content = encode(module.config, {"a": tied, "b": tied})
@@ -106,7 +115,7 @@ def test_files_of_another_kind(tmp_path: Path, content: bytes) -> None:
 def test_files_of_other_programs(tmp_path: Path, metadata: dict[str, str] | None) -> None:
     path = tmp_path / "a.safetensors"
     safetensors.torch.save_file({"weight": torch.zeros(3)}, path, metadata)
-    assert "another program" in refusal(path)
+    assert "another program: use one that qnmixer.export wrote" in refusal(path)
 
 
 def test_metadata_that_is_no_json(tmp_path: Path) -> None:
@@ -141,14 +150,20 @@ def test_pretrained_is_what_the_package_ships(
         check_weights("run", PRETRAINED)
     write(module, weights.SHIPPED)
     check_weights("run", PRETRAINED)
-    assert load_run(Path(PRETRAINED)).config == module.config
+    assert load_run(PRETRAINED).config == module.config
+    with pytest.raises(CheckpointError, match="no run folder at pretrained"):
+        load_run(Path(f"./{PRETRAINED}"))
+    Path(PRETRAINED).mkdir()
+    check_weights("run", f"./{PRETRAINED}")
+    with pytest.raises(CheckpointError, match="pretrained holds no checkpoints"):
+        load_run(f"./{PRETRAINED}")
     with pytest.raises(DataError, match=r"finetune=elsewhere does not exist: .* the word pretrained"):
         check_weights("finetune", "elsewhere")
 
 
 @pytest.mark.skipif(not SHIPPED.is_file(), reason="no weights are shipped")
 def test_what_is_shipped_is_for_256_pixels_and_64_views_and_has_its_card() -> None:
-    config, state = read_checkpoint(find_checkpoint(Path(PRETRAINED)))
+    config, state = read_checkpoint(find_checkpoint(PRETRAINED))
     assert (config.model.name, config.data.image_size, config.geometry.n_views) == ("qn_mixer", 256, 64)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in state.values())
     text = SHIPPED.with_suffix(".md").read_text()

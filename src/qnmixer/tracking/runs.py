@@ -18,6 +18,7 @@ from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.files import BEFORE_SUFFIX, TEMPORARY_SUFFIX
 from qnmixer.ranks import rank
 from qnmixer.tracking.results import read_results
+from qnmixer.weights import PRETRAINED
 
 RUNS = Path("runs")
 SWEEP = "sweep.json"
@@ -40,7 +41,7 @@ def continued(overrides: list[str]) -> list[str]:
     """
     if any(override.startswith("-") for override in overrides):
         return overrides
-    given = _given(overrides)
+    given = values_of(overrides)
     asked = given.get("resume", "null")
     if not asked:
         raise ConfigError("resume= names no run: give resume=latest, or the folder that training printed")
@@ -51,6 +52,8 @@ def continued(overrides: list[str]) -> list[str]:
     if run is None:
         if path.is_file():  # a checkpoint that lies by itself
             return _unless_begun(overrides)
+        if asked == PRETRAINED:
+            raise CheckpointError(f"resume={PRETRAINED}: no run, but weights: begin one with finetune={PRETRAINED}")
         raise CheckpointError(f"no run folder at {path}: give the folder that training printed, resume=runs/…")
     rest, folder = _without(overrides, "resume"), _folder_of(overrides)
     is_last = path.suffix != ".ckpt" or path.name == "last.ckpt"
@@ -77,14 +80,14 @@ def latest() -> Path:
 
 def recorded(folder: Path, overrides: list[str]) -> list[str]:
     """Overrides as a run's record keeps them: those that make it what it is, wherever it has been gone on with."""
-    if not goes_on(folder, _given(overrides).get("resume")):
+    if not goes_on(folder, values_of(overrides).get("resume")):
         return overrides
     begun_with = _by_key(_overrides_of(folder))
     kept = [
         begun_with.get("finetune", override) if override == "finetune=null" else override
         for override in _without(overrides, "resume")
     ]
-    began_elsewhere = not goes_on(folder, _given([*begun_with.values()]).get("resume", str(folder)))
+    began_elsewhere = not goes_on(folder, values_of([*begun_with.values()]).get("resume", str(folder)))
     return [*kept, begun_with["resume"]] if began_elsewhere else kept
 
 
@@ -138,6 +141,12 @@ def quoted(path: Path) -> str:
     return "'" + text.replace("'", "\\'") + "'"
 
 
+def values_of(overrides: list[str]) -> dict[str, str]:
+    """Values of overrides by key, without quotes."""
+    pairs = [(_key(override), override.partition("=")[2]) for override in overrides]
+    return {key: value.strip("'\"").replace("\\'", "'") for key, value in pairs}
+
+
 def _going_on(run: Path, path: Path, given: list[str]) -> list[str]:
     """The overrides by which a run goes on in its folder from a path in it, under those given now."""
     before, where = _overrides_of(run), [] if _folder_of(given) else [f"hydra.run.dir={quoted(run)}"]
@@ -189,7 +198,7 @@ def _by_key(overrides: list[str]) -> dict[str, str]:
 
 def _folder_of(overrides: list[str]) -> Path | None:
     """The folder that a run is to have; None where nobody says."""
-    text = _given(overrides).get("hydra.run.dir")
+    text = values_of(overrides).get("hydra.run.dir")
     if text is not None and "${" in text:
         from qnmixer.cli import compose  # which imports this
 
@@ -279,12 +288,6 @@ def _merged(before: list[str], given: list[str]) -> list[str]:
 
 def _without(overrides: list[str], *keys: str) -> list[str]:
     return [override for override in overrides if _key(override) not in keys]
-
-
-def _given(overrides: list[str]) -> dict[str, str]:
-    """Values of overrides by key, without quotes."""
-    pairs = [(_key(override), override.partition("=")[2]) for override in overrides]
-    return {key: value.strip("'\"").replace("\\'", "'") for key, value in pairs}
 
 
 def _of_hydra(override: str) -> bool:

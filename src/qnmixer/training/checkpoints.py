@@ -18,10 +18,11 @@ from qnmixer.training.weights_file import decode
 from qnmixer.weights import SUFFIX, located
 
 
-def find_checkpoint(run: Path, which: str = "best") -> Path:
+def find_checkpoint(run: str | Path, which: str = "best") -> Path:
     """checkpoints/best.ckpt of a run folder, or last.ckpt where there is no best; a file is taken as it is.
 
-    "pretrained" is the weights file that the package ships. Raises CheckpointError where there is nothing.
+    The string "pretrained" is the weights file that the package ships, as in `located`. Raises CheckpointError where
+    there is nothing.
     """
     run = located(run)
     if run.suffix == ".ckpt" and (path := whole(run)).exists():
@@ -52,7 +53,8 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
         raise CheckpointError(f"{path} cannot be read ({first_line(error)}): it is damaged or no checkpoint") from error
     ours = checkpoint.get(CHECKPOINT_KEY) if isinstance(checkpoint, dict) else None
     if not isinstance(ours, dict) or "config" not in ours or "state_dict" not in checkpoint:
-        raise CheckpointError(f"{path} is a checkpoint of another program: use one that qnmixer.train wrote")
+        ours_from = "qnmixer.export" if path.suffix == SUFFIX else "qnmixer.train"
+        raise CheckpointError(f"{path} is of another program: use one that {ours_from} wrote")
     try:
         return parse(ours["config"]), checkpoint["state_dict"]
     except PluginError:
@@ -61,7 +63,7 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
         raise CheckpointError(f"{path} was written by another version of qnmixer ({error}): use that one") from error
 
 
-def load_run(run: Path, which: str = "best") -> ReconstructionModule:
+def load_run(run: str | Path, which: str = "best") -> ReconstructionModule:
     """The trained module of a run folder (or .ckpt or .safetensors file), on the CPU."""
     path = find_checkpoint(run, which)
     config, state = read_checkpoint(path)
@@ -70,7 +72,7 @@ def load_run(run: Path, which: str = "best") -> ReconstructionModule:
     return module
 
 
-def load_weights(module: ReconstructionModule, run: Path) -> None:
+def load_weights(module: ReconstructionModule, run: str | Path) -> None:
     """Put the weights of a run into a module that was built from another config.
 
     Raises CheckpointError where the networks or their image sizes differ; another number of views is no obstacle.

@@ -47,6 +47,7 @@ from qnmixer.training.evaluation import ImageScore, evaluate, other_slices, pict
 from qnmixer.training.metrics import psnr, ssim
 from qnmixer.training.module import Batch, ReconstructionModule
 from qnmixer.training.page import PageMethod, PageSlice
+from qnmixer.training.weights_file import digest_of_weights
 
 FBP = "FBP"
 _TIMED = 5  # reconstructions, of which the median counts
@@ -171,7 +172,8 @@ class _Measuring:
         """A job on one test, and whether that has been measured before."""
         split, window = self.config.split, self.config.evaluation.window
         checkpoint = find_checkpoint(job.folder, self.config.checkpoint)
-        what = [self._code, _digest_of_weights(checkpoint), to_plain(config), split, window, self.device.type]
+        weights = digest_of_weights(read_checkpoint(checkpoint)[1])
+        what = [self._code, weights, to_plain(config), split, window, self.device.type]
         path = self.kept / f"{digest(what)}.json"
         if path.is_file():
             return [ImageScore(**score) for score in json.loads(path.read_text())], True
@@ -239,12 +241,3 @@ def tested_scan(config: Config) -> object:
 def digest(what: object) -> str:
     """A name for what can be written as JSON."""
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _digest_of_weights(path: Path) -> str:
-    """The same for seeds of a method that has none to train."""
-    _, state = read_checkpoint(path)
-    found = hashlib.sha256()
-    for name, tensor in sorted(state.items()):
-        found.update(name.encode() + tensor.flatten().contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()

@@ -4,7 +4,7 @@ import csv
 import io
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 from qnmixer.config import Config, EvaluateConfig, EvaluationConfig, check_noise, to_plain
-from qnmixer.data.config import AsTrained, DataConfig, FolderData
+from qnmixer.data.config import AsTrained, CustomData, DataConfig, FolderData, PhantomData
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import CheckpointError
 from qnmixer.files import write_text
@@ -28,12 +28,15 @@ from qnmixer.ranks import rank
 from qnmixer.schema import check_bounds
 from qnmixer.tracking.loggers import device_name
 from qnmixer.tracking.results import git_commit, results, versions
+from qnmixer.tracking.runs import values_of
 from qnmixer.training.build import build_noise, choose_device
 from qnmixer.training.checkpoints import load_run
 from qnmixer.training.metrics import psnr, ssim, to_window
 from qnmixer.training.module import Batch, ReconstructionModule
 from qnmixer.training.page import PageMethod, PageSlice, PageTable, write_page
 from qnmixer.training.pictures import Panel, Row, draw_comparison
+from qnmixer.training.weights_file import digest_of_weights
+from qnmixer.weights import SUFFIX, located
 
 _MOST_ITERATIONS = 50  # whose images a page has room for
 METRICS = {"psnr": "PSNR, dB", "ssim": "SSIM × 100", "window_psnr": "PSNR in window", "window_ssim": "SSIM in window"}
@@ -87,10 +90,10 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
     Raises CheckpointError or DataError.
     """
     console = Console()
-    module = load_run(Path(config.run), config.checkpoint)
+    module = load_run(config.run, config.checkpoint)
     trained = module.config
     data = (
-        _as_trained(config.data, trained.data)
+        _as_trained(config.run, config.data, trained.data)
         if isinstance(config.data, AsTrained)
         else other_slices(config.data, trained, overrides)
     )
@@ -101,7 +104,7 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
     with results(folder, overrides) as record:
         device = choose_device(config.accelerator)
         evaluation = evaluate(module, SliceDataModule(data), config.split, config.evaluation, device)
-        record[config.split] = evaluation.means()
+        record |= {config.split: evaluation.means(), "evaluated": what_was_evaluated(module, data)}
         title = title_of(trained, data, config.split)
         record["picture"] = str(
             write_evaluation(folder, evaluation, title, replace(trained, data=data), device, console)
@@ -110,8 +113,20 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
     return evaluation
 
 
-def _as_trained(changed: AsTrained, data: DataConfig) -> DataConfig:
-    """The run's own slices, but for what an evaluation may ask of them."""
+def what_was_evaluated(module: ReconstructionModule, data: DataConfig) -> dict[str, Any]:
+    """What results.json keeps to tell whose table it is: a digest of the weights, the kind of slices, the noise."""
+    weights = digest_of_weights(module.state_dict())
+    return {"weights": weights, "data": data.name, "noise": asdict(module.config.noise)}
+
+
+def _as_trained(run: str, changed: AsTrained, data: DataConfig) -> DataConfig:
+    """The run's own slices, but for what an evaluation may ask of them.
+
+    Raises CheckpointError for weights files of slices from files, as these say nothing of the folder.
+    """
+    if located(run).suffix == SUFFIX and not isinstance(data, PhantomData):
+        where = f"target={data.target} +data.arguments.…" if isinstance(data, CustomData) else "root=FOLDER"
+        raise CheckpointError(f"{run} does not say where its slices are: give data={data.name} data.{where}")
     changes = {key: value for key, value in vars(changed).items() if key != "name" and value is not None}
     data = replace(data, **changes)
     check_bounds("data.", data)
@@ -120,8 +135,7 @@ def _as_trained(changed: AsTrained, data: DataConfig) -> DataConfig:
 
 def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> DataConfig:
     """Slices that the run was not trained on, as its network needs them; all of them, unless told otherwise."""
-    pairs = (override.lstrip("+").split("=", 1) for override in overrides if "=" in override)
-    given = {key for key, _ in pairs}
+    given = values_of(overrides)
     fixed = {key: getattr(trained.data, key) for key in ("image_size", "scaling", "hu_max")}
     for key, value in fixed.items():
         if f"data.{key}" in given and getattr(data, key) != value:

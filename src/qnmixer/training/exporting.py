@@ -4,12 +4,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from qnmixer.config import ExportConfig, LearnedConfig
+from qnmixer.config import CustomConfig, ExportConfig, LearnedConfig
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.files import atomic_file, write_text
-from qnmixer.training.checkpoints import find_checkpoint, read_checkpoint, steps_of
+from qnmixer.training.checkpoints import find_checkpoint, load_run, steps_of
 from qnmixer.training.model_card import Exported, model_card
-from qnmixer.training.weights_file import encode
+from qnmixer.training.weights_file import digest_of_weights, encode
 
 
 def export_run(config: ExportConfig) -> None:
@@ -20,7 +20,8 @@ def export_run(config: ExportConfig) -> None:
     path, output = find_checkpoint(Path(config.run)), Path(config.output).expanduser()
     if path.parent.name != "checkpoints":
         raise CheckpointError(f"{path} lies in no run folder, which the model card is made from: give runs/DIR")
-    trained, state = read_checkpoint(path)
+    module = load_run(path)  # built, as who gets the file will
+    trained, state = module.config, module.state_dict()
     if not isinstance(trained.model, LearnedConfig):
         raise CheckpointError(f"{path} is of model={trained.model.name}, which has no weights: give another run")
     content, card = encode(trained, state), output.with_suffix(".md")
@@ -28,17 +29,21 @@ def export_run(config: ExportConfig) -> None:
     exported = Exported(
         file=output,
         size=len(content),
-        n_parameters=sum(tensor.numel() for tensor in state.values()),
+        n_parameters=sum(p.numel() for p in module.network.parameters()),
         config=trained,
         run=path.parent.parent,
         checkpoint=path.name.split(".")[0],
+        weights=digest_of_weights(state),
         step=steps_of(path),
     )
     text = model_card(exported)
     with atomic_file(output) as stream:
         stream.write(content)
     write_text(card, text)
-    Console().print(f"weights: {output} ({exported.megabytes})\ncard: {card}", soft_wrap=True, highlight=False)
+    lines = [f"weights: {output} ({exported.megabytes})"]
+    if isinstance(trained.model, CustomConfig) and trained.model.arguments:
+        lines.append(f"model.arguments is in both as it is: {trained.model.arguments}")
+    Console().print(*lines, f"card: {card}", sep="\n", soft_wrap=True, highlight=False, markup=False)
 
 
 def _check_free(output: Path, card: Path, content: bytes) -> None:

@@ -40,7 +40,7 @@ from qnmixer.tracking.runs import recorded as overrides_of
 from qnmixer.training.callbacks import IteratePictures, ValidationLine
 from qnmixer.training.checkpoints import AtomicCheckpointIO, find_checkpoint, load_weights, resumable, steps_of
 from qnmixer.training.debug import Profile, describe, naming_nan_gradients
-from qnmixer.training.evaluation import evaluate, log_evaluation, title_of, write_evaluation
+from qnmixer.training.evaluation import evaluate, log_evaluation, title_of, what_was_evaluated, write_evaluation
 from qnmixer.training.keeping import Keeping, leave_signals_to_us
 from qnmixer.training.memory_monitor import MemoryMonitor
 from qnmixer.training.module import ReconstructionModule
@@ -89,7 +89,7 @@ def _fit(
     L.seed_everything(config.seed, workers=True, verbose=False)
     module = ReconstructionModule(config)
     if config.finetune is not None:
-        load_weights(module, Path(config.finetune))
+        load_weights(module, config.finetune)
     resumed = None if config.resume is None else resumable(config, Path(config.resume))
     resumed_at = steps_of(resumed) if resumed is not None and here else None
     if resumed_at is not None and rank() == 0:
@@ -140,7 +140,7 @@ def _fit(
             record["test"] = evaluation.means()
             title = title_of(config, config.data, "test")
             picture = write_evaluation(folder / "evaluation", evaluation, title, config, device, console)
-            record["picture"] = str(picture)
+            record |= {"picture": str(picture), "evaluated": what_was_evaluated(trained, config.data)}
             sampler = data.train_dataloader().sampler
             assert isinstance(sampler, EpochSampler)
             samples = float(sampler.samples_until(trainer.global_step))

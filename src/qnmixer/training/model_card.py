@@ -5,16 +5,17 @@ Nothing in it is typed by hand: it comes from the checkpoint, the run's results.
 
 import json
 import math
+import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from qnmixer.cli import compose
-from qnmixer.config import Config, effective_batch
+from qnmixer.config import Config, CustomConfig, effective_batch, to_plain
 from qnmixer.data.config import CustomData, FolderData, PhantomData
 from qnmixer.tracking.results import duration, read_results
+from qnmixer.tracking.runs import values_of
 from qnmixer.training.build import method_name
 from qnmixer.training.module import CHECKPOINT_KEY
 from qnmixer.weights import PRETRAINED, SHIPPED
@@ -29,10 +30,11 @@ class Exported:
     Attributes:
         file: the weights file.
         size: its bytes.
-        n_parameters: numbers in it.
+        n_parameters: of the network.
         config: of the run.
         run: the run's folder.
-        checkpoint: "best" or "last".
+        checkpoint: "best", "last" or the name of another.
+        weights: their digest.
         step: optimizer steps that the weights were made by.
     """
 
@@ -42,6 +44,7 @@ class Exported:
     config: Config
     run: Path
     checkpoint: str
+    weights: str
     step: int
 
     @property
@@ -57,19 +60,19 @@ class Exported:
 
 @dataclass(kw_only=True)
 class Measured:
-    """One evaluation in a run's folder; `data` and `noise` by their names."""
+    """One evaluation in a run's folder: which, its table, and what results.json says of its slices and noise."""
 
     folder: str
     text: str
-    checkpoint: str
     data: str
-    noise: str
+    noise: dict[str, Any]
 
 
 def model_card(of: Exported) -> str:
     """The card, as Markdown."""
     config, record = of.config, read_results(of.run)
-    measured = [m for m in _evaluations(of.run, config, record) if m.checkpoint == of.checkpoint]
+    measured = [*_evaluations(of, record)]
+    but = ", but model.arguments are not" if _has_arguments(config) else ""
     size = f"{config.data.image_size} × {config.data.image_size} pixels"
     lines = [
         f"# {method_name(config)}, {size}, {config.geometry.n_views} views",
@@ -97,7 +100,7 @@ def model_card(of: Exported) -> str:
         *(f"- {line}" for line in _limits(config, measured)),
         "",
         f"The whole configuration of the run is in the file's metadata, under `{CHECKPOINT_KEY}`; folders, patients "
-        "and accounts are left out.",
+        f"and accounts are left out{but}.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -128,9 +131,9 @@ def _training(of: Exported, record: dict[str, Any]) -> Iterator[tuple[str, str]]
     yield "sinograms", _sinograms(config)
     yield "begun from", _begun_from(config, record)
     score = f", {record['best'][config.monitor]:.4g}" if of.checkpoint == "best" and "best" in record else ""
-    chosen = f"the best of the run by {config.monitor}{score}" if of.checkpoint == "best" else "the last of the run"
+    chosen = {"best": f"the best of the run by {config.monitor}{score}", "last": "the last of the run"}
     total = record.get("steps", _UNKNOWN)
-    yield "optimizer steps", f"{of.step} of {total}: {chosen}"
+    yield "optimizer steps", f"{of.step} of {total}: {chosen.get(of.checkpoint, f'{of.checkpoint}.ckpt')}"
     yield "slices seen", f"at most {of.step * batch:,}, {batch} an optimizer step"
     yield "seeds", f"{config.seed}, of slices {config.data.seed}"
     yield "loss", _settings(config.loss)
@@ -150,7 +153,7 @@ def _training(of: Exported, record: dict[str, Any]) -> Iterator[tuple[str, str]]
 
 
 def _begun_from(config: Config, record: dict[str, Any]) -> str:
-    given = _by_key(record)  # what a run began with, also where it has been gone on with
+    given = values_of(record.get("overrides", []))  # what a run began with, also where it has been gone on with
     if config.finetune or given.get("finetune", "null") != "null":
         return "the weights of another run (finetune), whose training is not in this table"
     if given.get("resume", "null") != "null":
@@ -163,15 +166,15 @@ def _slices(config: Config) -> str:
     size = f"{data.image_size} × {data.image_size}"
     augmented = ", flipped and turned at random" if data.augment else ""
     if isinstance(data, PhantomData):
-        only = data.train_slices
-        which = f"the same {only} in every epoch" if only else f"new ones every epoch of {data.n_train}"
+        few = data.train_slices and min(data.train_slices, data.n_train)
+        which = f"the same {few} in every epoch" if few else f"new ones every epoch of {data.n_train}"
         return (
             f"phantoms drawn by this program, {size}, {which}; "
             f"{100 * data.anatomy_share:.4g} % resemble a body, the others are ellipses{augmented}"
         )
     split = f", split {data.split}" if isinstance(data, FolderData) else ""
     source = f" of {data.target}" if isinstance(data, CustomData) else ""
-    number = data.train_slices or _UNKNOWN
+    number = f"at most {data.train_slices}" if data.train_slices else _UNKNOWN
     return f"slices from files, data={data.name}{source}, {size}{split}{augmented}; how many: {number}"
 
 
@@ -200,32 +203,15 @@ def _number(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _evaluations(run: Path, config: Config, record: dict[str, Any]) -> Iterator[Measured]:
-    """The tables that training and `qnmixer.evaluate` left below a run's folder, but for those before it went on."""
-    gone_on = max((datetime.fromisoformat(one["at"]) for one in record.get("resumed", [])), default=None)
-    for path in sorted(run.rglob("table.md")):
-        its = read_results(path.parent)  # empty: the table that training ends with
-        if gone_on and not (datetime.fromisoformat(its["started"]) > gone_on if its else record["status"] == "done"):
-            continue
-        given = _by_key(its)
-        named = Path(given.get("run", ""))
-        yield Measured(
-            folder=str(path.parent.relative_to(run)),
-            text=path.read_text().strip(),
-            checkpoint=named.stem if named.suffix == ".ckpt" else given.get("checkpoint", "best"),
-            data=_unless_as_trained(given.get("data"), config.data.name),
-            noise=_unless_as_trained(given.get("noise"), config.noise.name),
-        )
-
-
-def _by_key(record: dict[str, Any]) -> dict[str, str]:
-    """The overrides of a results.json."""
-    pairs = (str(override).lstrip("+").partition("=") for override in record.get("overrides", []))
-    return {key: value for key, _, value in pairs}
-
-
-def _unless_as_trained(given: str | None, trained: str) -> str:
-    return trained if given in (None, "as_trained") else str(given)
+def _evaluations(of: Exported, record: dict[str, Any]) -> Iterator[Measured]:
+    """The tables that training and `qnmixer.evaluate` left below the run's folder, where they are of these weights."""
+    for path in sorted(of.run.rglob("table.md")):
+        by_training = path.parent == of.run / "evaluation"
+        its = read_results(path.parent) or (record if by_training else {})
+        what = its.get("evaluated", {})
+        if its.get("status") == "done" and what.get("weights") == of.weights:
+            folder = str(path.parent.relative_to(of.run))
+            yield Measured(folder=folder, text=path.read_text().strip(), data=what["data"], noise=what["noise"])
 
 
 def _measured(measured: list[Measured]) -> Iterator[str]:
@@ -237,31 +223,42 @@ def _measured(measured: list[Measured]) -> Iterator[str]:
 
 def _use(of: Exported) -> Iterator[str]:
     config = of.config
-    words = " ".join([f"finetune={of.name}", *_of_run(config), "data=dicom data.root=/path/to/dicom"])
+    name = shlex.quote(of.name)
+    words = " ".join([f"finetune={name}", *map(shlex.quote, _of_run(config)), "data=dicom data.root=/path/to/dicom"])
+    own = ", with +model.arguments.KEY=VALUE for each of the arguments above" if _has_arguments(config) else ""
     yield "```bash"
-    yield f"python -m qnmixer.reconstruct run={of.name} input=/path/to/dicom output=out"
-    yield f"python -m qnmixer.evaluate run={of.name} data=dicom data.root=/path/to/dicom"
+    yield f"python -m qnmixer.reconstruct run={name} input=/path/to/dicom output=out"
+    yield f"python -m qnmixer.evaluate run={name} data=dicom data.root=/path/to/dicom"
     yield f"python -m qnmixer.train {words}"
     yield "```"
     yield ""
     yield (
         f"The first puts DICOM slices through it, with {config.geometry.n_views} simulated views; measured sinograms "
-        "are taken as .npy and .mat. The second measures it against FBP. The third goes on training it on your slices."
+        "are taken as .npy and .mat. The second measures it against FBP. The third goes on training it on your slices"
+        f"{own}."
     )
 
 
 def _of_run(config: Config) -> Iterator[str]:
-    """The overrides that make `qnmixer.train` build the same network and scan, where its defaults are others."""
-    usual = compose("train", [])
-    if config.model.name != usual.model.name:
-        usual = compose("train", [choice := f"model={config.model.name}"])
-        yield choice
-    keys = {"model": vars(config.model), "geometry": vars(config.geometry), "data": ("image_size", "scaling", "hu_max")}
-    for section, names in keys.items():
-        for name in names:
-            value = getattr(getattr(config, section), name)
-            if usual[section].get(name) != value and name != "name":
-                yield f"{section}.{name}={value if isinstance(value, str) else json.dumps(value)}"
+    """The overrides that make `qnmixer.train` build the same network, scan and noise, where its defaults are others.
+
+    Without the arguments of a network of the user's own.
+    """
+    usual, ours = compose("train", []), to_plain(config)
+    names = {group: ours[group]["name"] for group in ("model", "noise")}
+    chosen = [f"{group}={name}" for group, name in names.items() if name != usual[group].name]
+    yield from chosen
+    usual = compose("train", chosen)
+    keys = {"model": ours["model"], "geometry": ours["geometry"], "noise": ours["noise"]}
+    for section, those in {**keys, "data": ("image_size", "scaling", "hu_max")}.items():
+        for key in those:
+            value = ours[section][key]
+            if usual[section].get(key) != value and key not in ("name", "arguments"):
+                yield f"{section}.{key}={value if isinstance(value, str) else json.dumps(value)}"
+
+
+def _has_arguments(config: Config) -> bool:
+    return isinstance(config.model, CustomConfig) and bool(config.model.arguments)
 
 
 def _limits(config: Config, measured: list[Measured]) -> Iterator[str]:
@@ -299,7 +296,7 @@ def _on_real_slices(measured: list[Measured]) -> str:
 
 def _on_noise(config: Config, measured: list[Measured]) -> str:
     trained = "without noise" if config.noise.name == "none" else f"with noise {_settings(config.noise)}"
-    if found := [one.folder for one in measured if one.noise != config.noise.name]:
+    if found := [one.folder for one in measured if one.noise != asdict(config.noise)]:
         return f"It was trained {trained}. What other noise does is in {' and '.join(found)} above."
     return f"It was trained {trained}, and no table above has other noise: what that does is not known."
 

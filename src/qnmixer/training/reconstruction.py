@@ -54,7 +54,7 @@ def reconstruct_input(config: ReconstructConfig) -> int:
     Raises CheckpointError, DataError (bad input), OSError (full disk; no half-written file is left).
     """
     console = Console()
-    module = load_run(Path(config.run), config.checkpoint).to(choose_device(config.accelerator)).eval()
+    module = load_run(config.run, config.checkpoint).to(choose_device(config.accelerator)).eval()
     path, output = Path(config.input), Path(config.output)
     if not path.exists():
         raise DataError(f"input={path} does not exist: give a file or a folder")

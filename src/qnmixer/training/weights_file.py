@@ -1,5 +1,6 @@
 """Weights files: the tensors of a network as safetensors, and in their metadata the config that it is built from."""
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +21,19 @@ def encode(config: Config, state: dict[str, Tensor]) -> bytes:
 
     The same weights and config give the same bytes.
     """
+    ours = json.dumps({"format": 1, "config": to_plain(without_places(config))})
+    return _encode(state, {CHECKPOINT_KEY: ours})
+
+
+def digest_of_weights(state: dict[str, Tensor]) -> str:
+    """SHA-256 of the weights alone: the same from a checkpoint and from the weights file that was made of it."""
+    return hashlib.sha256(_encode(state)).hexdigest()
+
+
+def _encode(state: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
     # Copies, as the format has no two names for one tensor.
     tensors = {name: tensor.to(torch.float32, copy=True).contiguous() for name, tensor in state.items()}
-    ours = json.dumps({"format": 1, "config": to_plain(without_places(config))})
-    return safetensors.torch.save(tensors, {CHECKPOINT_KEY: ours})
+    return safetensors.torch.save(tensors, metadata)
 
 
 def decode(path: Path) -> dict[str, Any]:
@@ -39,7 +49,8 @@ def decode(path: Path) -> dict[str, Any]:
 def without_places(config: Config) -> Config:
     """The same network, scan and training, but for what is the machine's, the people's or the patients'.
 
-    Folders, names of patients, the runs that it began from and the account of its logger are left out.
+    Folders, names of patients, the runs that it began from and the account of its logger are left out; not the
+    arguments of a network of the user's own, which it cannot be built without.
     """
     data = _data_without_places(config.data)
     return replace(config, data=data, logger=LoggerConfig(name="csv"), finetune=None, resume=None)

@@ -119,7 +119,7 @@ def _try_inputs(config: Config) -> None:
     from qnmixer.training.checkpoints import find_checkpoint, read_checkpoint, resumable
 
     if config.finetune is not None:
-        read_checkpoint(find_checkpoint(Path(config.finetune)))
+        read_checkpoint(find_checkpoint(config.finetune))
     if config.resume is not None:
         resumable(config, Path(config.resume))
     with warnings.catch_warnings():
