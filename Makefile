@@ -62,7 +62,8 @@ results: install ## keep what make compare left: in notebooks/results, its table
 	cp $(SWEEP)/comparison/comparison.md notebooks/results/$(EXPERIMENT).md
 	cp $(SWEEP)/comparison/comparison.png notebooks/results/$(EXPERIMENT).png
 ifeq ($(EXPERIMENT),compare_small)
-	awk '/^## / { n++; next } n == 2' notebooks/results/compare_small.md | sed '1d;$$d' > table.md
+	awk '/^## / { n++; next } n == 2' notebooks/results/compare_small.md | sed -E '1d;$$d' \
+		| sed -E 's# / [0-9.]+ ± [0-9.]+##g; s#dB / SSIM × 100, each#dB:#' > table.md
 	$(call into_readme,comparison,table.md)
 	rm table.md
 endif
