@@ -57,11 +57,11 @@ readme: install ## run the demo and put its table and picture into README.md
 	cp runs/readme/evaluation/picture.png notebooks/demo.png
 	$(call into_readme,table,runs/readme/evaluation/table.md)
 
-results: install ## keep what make compare left: in notebooks/results, its table of all tests in README.md too
+results: install ## keep the tables that make compare left in notebooks/results (compare_small: in README.md too)
 	mkdir -p notebooks/results
 	cp $(SWEEP)/comparison/comparison.md notebooks/results/$(EXPERIMENT).md
-	cp $(SWEEP)/comparison/comparison.png notebooks/results/$(EXPERIMENT).png
 ifeq ($(EXPERIMENT),compare_small)
+	cp $(SWEEP)/comparison/comparison.png notebooks/results/compare_small.png
 	awk '/^## / { n++; next } n == 2' notebooks/results/compare_small.md | sed -E '1d;$$d' \
 		| sed -E 's# / [0-9.]+ ± [0-9.]+##g; s#dB / SSIM × 100, each#dB:#' > table.md
 	$(call into_readme,comparison,table.md)
