@@ -216,8 +216,10 @@ def test_half_precision(recorded: dict[str, list[dict[str, Any]]], name: str) ->
     """As one process to within fp16's 1e-3; and what one scaler skips, all skip."""
     (expected,) = recorded["one half"]
     for found in recorded[f"{name} half"]:
-        assert difference(found["gradients"], expected["gradients"]) < 5e-3
-        assert difference(found["weights"], expected["weights"]) < 1e-3
+        assert overall(found["gradients"], expected["gradients"]) < 2e-3
+        assert difference(found["gradients"], expected["gradients"]) < 3e-2  # sums that cancel, as above
+        assert overall(found["weights"], expected["weights"]) < 1e-3
+        assert difference(found["weights"], expected["weights"]) < 1e-2  # AdamW makes steps of them, however small
         assert found["scales"] == expected["scales"]
     first, *others = recorded[f"{name} skipping"]
     assert first["scales"][0] < TOO_LARGE  # the first step was skipped
