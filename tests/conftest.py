@@ -18,8 +18,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
-# A shell ignores Ctrl-C for what it runs in the background, and so would every process that a test starts and stops.
+# A shell ignores Ctrl-C for what it runs in the background, and nohup SIGHUP; so would all that a test starts and stops.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 TINY = [
     "data.image_size=16", "geometry.n_views=8", "geometry.n_detectors=24", "geometry.detector_pitch=40",
