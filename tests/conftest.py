@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
-# A shell ignores Ctrl-C for what it runs in the background, and nohup SIGHUP; so would all that a test starts and stops.
+# A shell ignores Ctrl-C for what it starts in the background, and nohup SIGHUP; so would all that a test stops.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
