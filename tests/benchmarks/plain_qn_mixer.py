@@ -1,6 +1,6 @@
 """QN-Mixer as one would write it from the paper's figures in an afternoon: what `bench_step.py` holds ours against.
 
-It computes the same function as `QNMixer` without our additions (`FIGURE`), which a test shows, with no thought of speed
+It computes the same function as `QNMixer` without our additions (`FIGURE`), as a test shows, with no thought of speed
 or memory: sparse matrices as torch makes them, branches joined at full resolution, features of every pixel expanded. In
 one thing it is better than the figures: they draw H as a matrix, which nobody could store for a latent as large as the
 image; it gets the two-loop recursion over all pairs that any textbook has.
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from qnmixer.models import QNMixer
 from qnmixer.models.codec import OrthonormalCodec
 from qnmixer.models.incept_mixer import InceptMixer
-from qnmixer.physics import FanBeamGeometry, FanBeamProjector
+from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.fbp import backprojection_matrix, ramp_response, ray_weights
 from qnmixer.physics.rays import system_matrix
 from qnmixer.physics.scan import ScanMatrix
@@ -164,7 +164,8 @@ class PlainQNMixer(nn.Module):
     def __init__(self, ours: QNMixer, operator: PlainOperator) -> None:
         super().__init__()
         (G,) = ours.regularizers
-        assert isinstance(G, InceptMixer) and isinstance(ours.codec, OrthonormalCodec)
+        assert isinstance(G, InceptMixer)
+        assert isinstance(ours.codec, OrthonormalCodec)
         channels, _, patch_size, _ = G.embedding.branches[0][-1][-1].weight.shape
         self.operator, self.T = operator, ours.n_iterations
         self.G = PlainInceptMixer(operator.geometry.image_size, channels, patch_size)

@@ -3,6 +3,9 @@
 Patches cost edges, so G may end with convolutions at full resolution, which get the mixer's features (ours).
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -25,8 +28,8 @@ class Maximum3x3(nn.Module):
 class Stem(nn.Sequential):
     """1×1 convolution of the image to `width` features, ReLU, and the convolution that takes these in."""
 
-    def __init__(self, width: int, convolution: nn.Module) -> None:
-        super().__init__(nn.Conv2d(1, width, 1), nn.ReLU(), convolution)
+    def __init__(self, width: int, convolution: Callable[[], nn.Module]) -> None:
+        super().__init__(nn.Conv2d(1, width, 1), nn.ReLU(), convolution())
 
     def forward(self, x: Tensor) -> Tensor:
         """Features of x [B, 1, H, W].
@@ -65,10 +68,10 @@ class InceptionPatches(nn.Module):
 
         self.branches = nn.ModuleList(
             [
-                nn.Sequential(Stem(width, patchify())),
-                nn.Sequential(Stem(width, spatial(3)), nn.ReLU(inplace=True), patchify()),
-                nn.Sequential(Stem(width, spatial(5)), nn.ReLU(inplace=True), patchify()),
-                nn.Sequential(Maximum3x3(), Stem(width, patchify())),
+                nn.Sequential(Stem(width, patchify)),
+                nn.Sequential(Stem(width, partial(spatial, 3)), nn.ReLU(inplace=True), patchify()),
+                nn.Sequential(Stem(width, partial(spatial, 5)), nn.ReLU(inplace=True), patchify()),
+                nn.Sequential(Maximum3x3(), Stem(width, patchify)),
             ]
         )
         self.bias = nn.Parameter(torch.zeros(channels))
@@ -96,13 +99,13 @@ class AxisMLP(nn.Module):
         first, activation, last = self.layers
         if self.axis == 3:
             return last(activation(first(x)))
-        # The axis as the columns' of matrices: nothing is transposed in memory.
+        # The axis as the rows of matrices: nothing is transposed in memory.
         columns = x.flatten(2) if self.axis == 1 else x.flatten(0, 1)
         return _linear_of_columns(last, activation(_linear_of_columns(first, columns))).view(x.shape)
 
 
 def _linear_of_columns(linear: nn.Module, columns: Tensor) -> Tensor:
-    """W x + b for the columns of each matrix [n, size, columns]."""
+    """W x + b for each column x of n matrices [n, size, columns]."""
     assert isinstance(linear, nn.Linear)
     return torch.baddbmm(linear.bias[:, None], linear.weight.expand(len(columns), -1, -1), columns)
 
@@ -178,7 +181,7 @@ class DetailConvolutions(nn.Module):
     def forward(self, x: Tensor, context: Tensor) -> Tensor:
         """G(x) [B, 1, H, W] from x and the mixer's features of it [B, d, H, W]."""
         x = x.to(memory_format=torch.channels_last)
-        features = torch.addmm(pixel.bias, x.reshape(-1, 1), pixel.weight.view(1, -1)).relu_()
+        features = self.first(x).add_(context).relu_()  # in place: at full resolution each copy counts
         return self.last(self.second(features).relu_())
 
 
