@@ -446,6 +446,7 @@ class RunConfig:
     monitor: str = one_of("val/psnr", "val/ssim", "val/loss")
     finetune: str | None
     resume: str | None
+    compile: bool
     test_after_training: bool
 
 

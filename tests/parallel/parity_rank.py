@@ -14,6 +14,7 @@ from torch import Tensor
 
 from qnmixer.config import Config, parse
 from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.parallel.compilation import compile_blocks
 from qnmixer.parallel.fsdp import whole
 from qnmixer.parallel.memory import apply_memory_mode
 from qnmixer.ranks import rank
@@ -75,6 +76,8 @@ def train(
     for p in module.parameters():  # away from the start, where G is zero and nothing flows back through it
         p.data += 0.02 * torch.randn_like(p)
     apply_memory_mode(module.network, config.memory)
+    if config.compile:
+        compile_blocks(module.network)
     record = Record(scale)
     trainer = build_trainer(config, folder, [record], Console(quiet=True))
     data = SliceDataModule(config.data)

@@ -53,10 +53,13 @@ VARIANTS = {
     "own regularisers": f"strategy=fsdp strategy.reshard_after_forward=false model.shared_regularizer=false {DEVICES}",
     "own regularisers by stages": f"strategy=pipeline model.shared_regularizer=false memory=offload {DEVICES}",
     "static": f"strategy=ddp strategy.static_graph=true {DEVICES}",
+    "compiled": f"strategy=ddp memory=recompute compile=true {DEVICES}",
+    "compiled shards": f"strategy=fsdp memory=recompute compile=true {DEVICES}",
+    "compiled stages": f"strategy=pipeline compile=true {DEVICES}",
 }
 
 # Not in CI, where of the checkpoints those of one process and of shards are read by all.
-LONG = {"gpipe", "static", "interleaved", "own regularisers by stages"}
+LONG = {"gpipe", "static", "interleaved", "own regularisers by stages", "compiled", "compiled shards", "compiled stages"}
 LONG |= {f"{name} 4 recompute" for name in STRATEGIES}
 LONG |= {f"{model} by {name}" for model in COMPETITORS for name in STRATEGIES if name != "ddp"}
 LONG |= {f"from {name}" for name in ("ddp", "pipeline")}

@@ -38,7 +38,9 @@ class Stem(nn.Sequential):
         channels last in memory, in which the convolutions that follow take half theirs.
         """
         pixel, _, convolution = self
+        assert isinstance(pixel, nn.Conv2d)
         batch, _, height, width = x.shape
+        assert pixel.bias is not None
         features = torch.addmm(pixel.bias, x.reshape(-1, 1), pixel.weight.view(1, -1)).relu_()
         return convolution(features.view(batch, height, width, -1).permute(0, 3, 1, 2))
 

@@ -5,10 +5,11 @@ The three give the same loss and the same gradients; they trade memory on the de
 
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qnmixer.config import MemoryConfig, RecomputeConfig
@@ -23,9 +24,14 @@ def apply_memory_mode(network: UnrolledNetwork[Any], config: MemoryConfig) -> No
     if isinstance(config, RecomputeConfig):
         network.loop = partial(_recomputing_loop, segment=config.segment)
         for part in network.recomputed_parts():
-            part.forward = partial(checkpoint, part.forward, use_reentrant=False, preserve_rng_state=False)
+            part.forward = MethodType(_recomputed_forward, part)
     elif config.name == "offload":
         network.loop = partial(offloading_loop, pack=_to_host, unpack=_from_host)
+
+
+def _recomputed_forward(part: nn.Module, x: Tensor) -> Tensor:
+    """What `part` computes of x; one function for all parts, of which torch.compile makes one graph."""
+    return checkpoint(type(part).forward, part, x, use_reentrant=False, preserve_rng_state=False)
 
 
 def _recomputing_loop(network: UnrolledNetwork[S], iterations: range, y: Tensor, state: S, segment: int) -> S:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qnmixer.config import Config, DDPConfig, FSDPConfig, PipelineConfig, validate
 from qnmixer.errors import ConfigError
+from qnmixer.parallel.compilation import check_compiler
 from qnmixer.parallel.fsdp import ShardedStrategy
 from qnmixer.parallel.pipeline import PipelineStrategy
 
@@ -55,6 +56,8 @@ def on_this_machine(config: Config) -> Config:
         raise ConfigError(
             f"trainer.accelerator={trainer.accelerator}, but torch sees no CUDA device here: use cpu, or auto"
         )
+    if config.compile:
+        check_compiler()
     on_cuda = trainer.accelerator != "cpu" and torch.cuda.is_available()
     devices = trainer.devices
     if devices is None:

@@ -17,6 +17,9 @@ from qnmixer.training.module import CHECKPOINT_KEY, ReconstructionModule
 from qnmixer.training.weights_file import decode
 from qnmixer.weights import SUFFIX, located
 
+_KEYS_SINCE = {"compile": False}
+"""Keys of the config that the first files lack, and what they stood for."""
+
 
 def find_checkpoint(run: str | Path, which: str = "best") -> Path:
     """checkpoints/best.ckpt of a run folder, or last.ckpt where there is no best; a file is taken as it is.
@@ -56,7 +59,7 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
         ours_from = "qnmixer.export" if path.suffix == SUFFIX else "qnmixer.train"
         raise CheckpointError(f"{path} is of another program: use one that {ours_from} wrote")
     try:
-        return parse(ours["config"]), checkpoint["state_dict"]
+        return parse(_KEYS_SINCE | ours["config"]), checkpoint["state_dict"]
     except PluginError:
         raise
     except ConfigError as error:

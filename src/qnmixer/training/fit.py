@@ -20,6 +20,7 @@ from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.errors import OutOfMemory, Stopped
 from qnmixer.files import write_text
+from qnmixer.parallel.compilation import compile_blocks
 from qnmixer.parallel.memory import apply_memory_mode
 from qnmixer.parallel.strategies import build_precision, build_strategy
 from qnmixer.ranks import at_once, rank
@@ -95,6 +96,8 @@ def _fit(
     if resumed_at is not None and rank() == 0:
         going_on(folder, record, resumed_at)
     apply_memory_mode(module.network, config.memory)
+    if config.compile:
+        compile_blocks(module.network)
     data = _build_data(config)
     data.setup("fit")
     keeping = Keeping(folder / "checkpoints", config.monitor, config.trainer.save_every_n_steps, here)

@@ -1,0 +1,60 @@
+"""What is compiled computes the same; under ddp, fsdp and the pipeline: `test_parity`."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from qnmixer.config import MemoryConfig, RecomputeConfig
+from qnmixer.errors import ConfigError
+from qnmixer.models import FBP, QNMixer
+from qnmixer.parallel.compilation import check_compiler, compile_blocks
+from qnmixer.parallel.memory import apply_memory_mode
+from qnmixer.physics import FanBeamGeometry, FanBeamProjector
+
+MODES = {"keep": MemoryConfig(name="keep"), "recompute": RecomputeConfig(name="recompute", segment=1)}
+
+
+@pytest.fixture(scope="module")
+def projector() -> FanBeamProjector:
+    return FanBeamProjector(FanBeamGeometry(16, 25.0, 12, 24, 40.0, 600.0, 290.0, 0.26))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["recompute", pytest.param("keep", marks=pytest.mark.long)])
+def test_the_same_gradients_from_few_graphs(
+    projector: FanBeamProjector, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network with regularisers of their own per iteration, more of them than torch compiles versions of a code."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    network = QNMixer(projector, n_iterations=10, channels=4, n_mixer_layers=1, shared_regularizer=False)
+    for p in network.parameters():
+        nn.init.normal_(p, std=0.05)
+    compiled = copy.deepcopy(network)
+    torch._dynamo.reset()
+    counters.clear()
+    for it in (network, compiled):
+        apply_memory_mode(it, MODES[mode])
+    compile_blocks(compiled)
+    truth = torch.rand(2, 1, 16, 16)
+    for it in (network, compiled):
+        (it(projector(truth)) - truth).square().mean().backward()
+    assert 2 <= counters["stats"]["unique_graphs"] <= 8
+    assert compiled.state_dict().keys() == network.state_dict().keys()
+    for (name, p), q in zip(network.named_parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-7, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_a_network_without_blocks_is_told(projector: FanBeamProjector) -> None:
+    with pytest.raises(ConfigError, match="names no blocks"):
+        compile_blocks(FBP(projector))
+
+
+def test_a_missing_compiler_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler"):
+        check_compiler()
