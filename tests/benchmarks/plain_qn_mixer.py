@@ -6,6 +6,8 @@ one thing it is better than the figures: they draw H as a matrix, which nobody c
 image; it gets the two-loop recursion over all pairs that any textbook has.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +17,7 @@ from qnmixer.models.incept_mixer import InceptMixer
 from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.fbp import backprojection_matrix, ramp_response, ray_weights
 from qnmixer.physics.rays import system_matrix
-from qnmixer.physics.scan import ScanMatrix
+from qnmixer.physics.scan import ScanLayout, ScanMatrix
 
 FIGURE = (
     "model.detail_channels=0 model.data_steps=1 model.nonnegative=false model.learned_trust=false model.codec_kernel=1 "
@@ -24,30 +26,17 @@ FIGURE = (
 """Overrides that make of the default the network that the figures draw, but for the size of its latent."""
 
 
-class AllViews(FanBeamGeometry):
-    """A scan whose symmetry nobody noticed."""
-
-    has_quarter_turn_symmetry = False  # type: ignore[assignment]  # a property there
-
-
 class PlainOperator:
     """A, Aᵀ and FBP by torch's sparse matrices: float32 values, int64 indices, one row for each ray."""
 
     def __init__(self, geometry: FanBeamGeometry, device: torch.device) -> None:
-        self.geometry = AllViews(**vars(geometry))
-        self.A, self.At = self._both(system_matrix(self.geometry), device)
-        self.B, self.Bt = self._both(backprojection_matrix(self.geometry), device)
+        self.geometry = geometry
+        # It misses a full turn by so little that only its symmetry is gone.
+        every_view = replace(geometry, angle_span=geometry.angle_span * (1 - 1e-7))
+        self.A, self.At = _both(system_matrix(every_view), every_view, device)
+        self.B, self.Bt = _both(backprojection_matrix(every_view), every_view, device)
         self.response = torch.from_numpy(ramp_response(geometry, "ramp")).float().to(device)
         self.weights = torch.from_numpy(ray_weights(geometry)).float().to(device)
-
-    @staticmethod
-    def _both(matrix: ScanMatrix, device: torch.device) -> tuple[Tensor, Tensor]:
-        rows, columns = len(matrix.position), len(matrix.corner_starts[0]) - 1
-        transposed = torch.sparse_csr_tensor(
-            matrix.corner_starts[0].long(), matrix.rays.long(), matrix.values_t, (columns, rows)
-        )
-        # By way of coordinates, as a matrix is usually made.
-        return transposed.to_sparse_coo().t().to_sparse_csr().to(device), transposed.to(device)
 
     def forward(self, x: Tensor) -> Tensor:
         """A x, [B, 1, V, D] from [B, 1, H, W]."""
@@ -60,6 +49,21 @@ class PlainOperator:
         rows = torch.fft.irfft(torch.fft.rfft(y * self.weights, n) * self.response, n)[..., : y.shape[-1]]
         x = SparseProduct.apply(rows.flatten(1).t(), self.Bt, self.B)
         return x.t().view(len(y), 1, self.geometry.image_size, self.geometry.image_size)
+
+
+def _both(matrix: ScanMatrix, geometry: FanBeamGeometry, device: torch.device) -> tuple[Tensor, Tensor]:
+    """M [V · D, H · W] and Mᵀ, rows by (view, bin), pixels in row-major order."""
+    layout = ScanLayout(geometry)
+    numbers = torch.sparse_csr_tensor(
+        matrix.starts, matrix.pixels, matrix.values, (layout.n_rays, layout.n_pixels), check_invariants=False
+    )
+    rows, columns = numbers.to_sparse_coo().indices()
+    rays, pixels = (torch.from_numpy(n.ravel()) for n in (layout.ray_numbers(), layout.pixel_numbers()))
+    of_row, of_column = torch.zeros(layout.n_rays, dtype=torch.int64), torch.zeros(layout.n_pixels, dtype=torch.int64)
+    of_row[rays], of_column[pixels] = torch.arange(len(rays)), torch.arange(len(pixels))
+    entries = torch.stack([of_row[rows], of_column[columns]])
+    plain = torch.sparse_coo_tensor(entries, matrix.values, (len(rays), len(pixels)), check_invariants=False)
+    return plain.to_sparse_csr().to(device), plain.t().to_sparse_csr().to(device)
 
 
 class SparseProduct(torch.autograd.Function):

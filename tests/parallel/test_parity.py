@@ -59,7 +59,15 @@ VARIANTS = {
 }
 
 # Not in CI, where of the checkpoints those of one process and of shards are read by all.
-LONG = {"gpipe", "static", "interleaved", "own regularisers by stages", "compiled", "compiled shards", "compiled stages"}
+LONG = {
+    "gpipe",
+    "static",
+    "interleaved",
+    "own regularisers by stages",
+    "compiled",
+    "compiled shards",
+    "compiled stages",
+}
 LONG |= {f"{name} 4 recompute" for name in STRATEGIES}
 LONG |= {f"{model} by {name}" for model in COMPETITORS for name in STRATEGIES if name != "ddp"}
 LONG |= {f"from {name}" for name in ("ddp", "pipeline")}
