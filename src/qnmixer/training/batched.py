@@ -96,8 +96,8 @@ class BatchedNetwork:
         self._first_half = bisect_left(range(n), True, lo=before + 1, key=is_same)
         where = "all" if self._first_half == n else f"the first {self._first_half}"
         warn(
-            f"precision={self.precision} would change a slice by {differences[before]:.1f} HU, and {MAX_HU:g} HU is "
-            f"allowed: {where} of the {n} iterations are computed in 32"
+            f"precision={self.precision} would change a slice by {differences[before]:.2f} HU, over the {MAX_HU:g} HU "
+            f"allowed: {where} of {n} iterations stay in 32"
         )
 
     def _run(self, scans: Sequence[Scan], y: Tensor, first_half: int) -> Tensor:

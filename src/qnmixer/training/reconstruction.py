@@ -1,11 +1,9 @@
 """Slices or measured sinograms in, reconstructions in HU out: DICOM, NumPy, PNG; a batch at a time, however many."""
 
 import re
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
 
 from pydicom.uid import generate_uid
 from rich.console import Console
@@ -24,13 +22,9 @@ from qnmixer.training.module import ReconstructionModule
 # Slices at once where nobody says: on a CPU more of them leave the cache, a GPU wants to be filled.
 _ON_CPU, _ON_GPU = 4, 16
 
-T = TypeVar("T")
-
 
 def reconstruct_input(config: ReconstructConfig) -> int:
     """`qnmixer.reconstruct`: every slice or sinogram of the input into the output folder; returns how many.
-
-    While one batch is in the network the next is read and the last is written, each in a thread.
 
     Raises CheckpointError, DataError (bad input), OutOfMemory, OSError (full disk; no half-written file is left).
     """
@@ -43,38 +37,15 @@ def reconstruct_input(config: ReconstructConfig) -> int:
     n_files, scans = measured_scans(path, module, config) if sinograms else simulated_scans(path, module)
     batch_size = config.batch_size or (_ON_GPU if module.device.type == "cuda" else _ON_CPU)
     network, writer = BatchedNetwork(module, batch_size, config.precision), _Writer(module, config)
-    with (
-        Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
-        ThreadPoolExecutor(1) as thread,
-    ):
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("reconstructing", total=n_files)
-        writing: Future[None] | None = None
-        for batch in _ahead(_batches(scans, batch_size)):
-            images = network(batch)
-            if writing:
-                writing.result()
-            writing = thread.submit(writer.write, batch, images)
+        while batch := [*islice(scans, batch_size)]:
+            writer.write(batch, network(batch))
             progress.advance(task, len(batch))
-        if writing:
-            writing.result()
     if not writer.count:
         raise DataError(f"input={path} holds nothing that could be reconstructed: see the warning above")
     console.print(f"{writer.count} reconstruction(s) as {', '.join(config.formats)} in {config.output}", soft_wrap=True)
     return writer.count
-
-
-def _batches(items: Iterator[T], size: int) -> Iterator[list[T]]:
-    while batch := [*islice(items, size)]:
-        yield batch
-
-
-def _ahead(items: Iterator[T]) -> Iterator[T]:
-    """The items, each made in a thread while the one before is in use; an error comes out in the place of its item."""
-    with ThreadPoolExecutor(1) as thread:
-        coming = thread.submit(next, items, None)
-        while (item := coming.result()) is not None:
-            coming = thread.submit(next, items, None)
-            yield item
 
 
 class _Writer:
