@@ -419,7 +419,7 @@ def test_reconstruct() -> None:
     assert asdict(config) == {
         "run": "x", "input": "a", "output": "b", "kind": "auto", "formats": ["png"], "window": [-160.0, 240.0],
         "unit": "attenuation", "water_attenuation": 0.0192, "detector_pitch": None, "angle_span": None,
-        "checkpoint": "best", "accelerator": "auto",
+        "checkpoint": "best", "accelerator": "auto", "batch_size": None, "precision": "32",
     }  # fmt: skip
 
 
@@ -436,6 +436,8 @@ def test_reconstruct() -> None:
         (["kind=sinogram"], "did you mean sinograms?"),
         (["unit=counts"], "choose attenuation, value"),
         (["water_attenuation=0"], "water_attenuation=0"),
+        (["batch_size=0"], "batch_size=0"),
+        (["precision=16"], "precision=16"),
         (["+inputt=3"], "did you mean input?"),
     ],
 )

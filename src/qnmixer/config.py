@@ -555,6 +555,8 @@ class ReconstructConfig:
     angle_span: float | None = number(above=0)  # radians, of the scan; None: the run's
     checkpoint: str = one_of("best", "last")
     accelerator: str = one_of("auto", "cpu", "gpu", "cuda")
+    batch_size: int | None = number(at_least=1)  # None: as suits the device
+    precision: str = one_of("32", "16-mixed", "bf16-mixed")
 
 
 @dataclass(kw_only=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from qnmixer.data.slices import SkipFile, Slice, SliceInfo
+from qnmixer.data.slices import FloatArray, SkipFile, Slice, SliceInfo
 
 
 def open_stack(path: Path) -> np.ndarray[Any, Any]:
@@ -21,6 +21,14 @@ def open_stack(path: Path) -> np.ndarray[Any, Any]:
     if array.dtype.kind not in "iuf" or array.ndim not in (2, 3) or 0 in array.shape:
         raise SkipFile(f"not slices of numbers but {array.dtype} {list(array.shape)}")
     return array[None] if array.ndim == 2 else array
+
+
+def read_frame(path: Path, frame: int) -> FloatArray:
+    """Slice [H, W] of a file that `open_stack` takes.
+
+    The file is mapped for this one alone: every page that is read through a map counts as memory of the process.
+    """
+    return np.array(open_stack(path)[frame], np.float32)
 
 
 class NumpyReader:

@@ -4,13 +4,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from pydicom.dataset import FileDataset
 
 from qnmixer.data.cache import list_files
 from qnmixer.data.deeplesion import read_hu_png
 from qnmixer.data.dicom import decode_frame, frame_count, open_ct
-from qnmixer.data.numpy_files import open_stack
+from qnmixer.data.numpy_files import open_stack, read_frame
 from qnmixer.data.slices import FloatArray, SkipFile, clean_hu, summarise_skipped
 from qnmixer.errors import DataError
 
@@ -96,8 +95,7 @@ def _open(path: Path) -> tuple[int, FileDataset | None, Callable[[int], FloatArr
     with path.open("rb") as stream:
         magic = stream.read(8)
     if magic.startswith(_NPY_MAGIC):
-        stack = open_stack(path)
-        return len(stack), None, lambda frame: np.array(stack[frame], np.float32)
+        return len(open_stack(path)), None, lambda frame: read_frame(path, frame)
     if magic == _PNG_MAGIC:
         return 1, None, lambda frame: read_hu_png(path)
     dataset = open_ct(path)
