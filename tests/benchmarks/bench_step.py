@@ -277,8 +277,8 @@ def bench(size: int, variants: list[str], T: int, rounds: int, device: torch.dev
 def show(found: dict[str, Any], console: Console) -> None:
     """The tables of one size."""
     size, T = found["size"], found["T"]
-    table = Table("", "training step, s", "of plain: times as fast", "inference, s", "times as fast")
-    table.title = f"QN-Mixer, {size} × {size}, T = {T}, batch 1"
+    table = Table("", "training, s", "× as fast", "inference, s", "× as fast")
+    table.title = f"A step of QN-Mixer, {size} × {size}, T = {T}, batch 1, against the plain one"
     for name, row in found["steps"].items():
         asked = ASKED.get(name) if size == 256 else None
         mark = "" if asked is None else f" ({asked} asked: {'yes' if row['times_as_fast'] >= asked else 'NO'})"
@@ -290,8 +290,8 @@ def show(found: dict[str, Any], console: Console) -> None:
         "part of a step", "ms", "of the step", "plain, ms", "times as fast", "floor, ms", "over it", "bound by"
     )
     table.title = (
-        f"{size} × {size} by part, forward and backward; {found['bandwidth'] / 1e9:.1f} GB/s copied, "
-        f"{found['matrix_rate'] / 1e9:.0f} GFLOP/s in matrix products"
+        f"By part, forward and backward, ms; floors at {found['bandwidth'] / 1e9:.1f} GB/s and "
+        f"{found['matrix_rate'] / 1e9:.0f} GFLOP/s"
     )
     for row in found["parts"]:
         table.add_row(
