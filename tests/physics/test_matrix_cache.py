@@ -85,7 +85,7 @@ def test_the_second_time_they_are_mapped(expected: list[Tensor], folder: Path) -
     assert all(str(path) in mapped for path in before)
 
 
-def test_another_scan_has_other_files(folder: Path) -> None:
+def test_another_scan_has_other_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     others = [
         GEOMETRY,
         replace(GEOMETRY, first_angle=0.1),
@@ -97,6 +97,9 @@ def test_another_scan_has_other_files(folder: Path) -> None:
     assert len(list(folder.glob("*.matrix"))) == 2 * len(others)
     FanBeamProjector(replace(GEOMETRY, source_to_axis=np.float64(600), axis_to_detector=290))
     assert len(list(folder.glob("*.matrix"))) == 2 * len(others)
+    monkeypatch.setattr(FanBeamGeometry, "has_quarter_turn_symmetry", False)
+    FanBeamProjector(GEOMETRY)
+    assert len(list(folder.glob("*.matrix"))) == 2 * len(others) + 2
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "header", "length", "other key", "longer"])

@@ -327,6 +327,14 @@ def test_matrices_are_valid_csr_with_32_bit_indices(name: str) -> None:
             torch.sparse_csr_tensor(starts, indices, values, check_invariants=True)
 
 
+def test_matrices_are_the_same_whatever_the_number_of_threads() -> None:
+    geometry = FanBeamGeometry.paper(32, image_size=128)  # several parts of rays and of pixels
+    alone = FanBeamProjector(geometry)
+    torch.set_num_threads(3)
+    together = FanBeamProjector(geometry)
+    assert all(map(torch.equal, together.buffers(), alone.buffers()))
+
+
 def test_fake_tensors_pass_through() -> None:
     """Memory plans run the network on tensors without data."""
     operator = projector("paper")

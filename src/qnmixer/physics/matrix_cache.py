@@ -94,7 +94,8 @@ def _folder() -> Path:
 
 def _key(kind: str, geometry: FanBeamGeometry) -> dict[str, Any]:
     """What a file is for; 400 and 400.0 are the same."""
-    return {"format": FORMAT, "kind": kind} | {name: float(value) for name, value in asdict(geometry).items()}
+    numbers = {name: float(value) for name, value in asdict(geometry).items()}
+    return {"format": FORMAT, "kind": kind, "distinct_views": geometry.n_distinct_views} | numbers
 
 
 def _digest(key: dict[str, Any]) -> str:
