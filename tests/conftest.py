@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -15,6 +16,10 @@ from typing import Any
 
 # One thread a test process, set before torch is loaded: several of them on few cores would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What tests keep on disk goes with the session; pytest's own workers, and all that tests start, inherit the name.
+if "XDG_CACHE_HOME" not in os.environ:
+    _cache = tempfile.TemporaryDirectory(prefix="qnmixer-tests-")
+    os.environ["XDG_CACHE_HOME"] = _cache.name
 
 import pytest
 

@@ -15,6 +15,11 @@ BEFORE_SUFFIX = ".before"
 PART_SUFFIX = ".part"
 
 
+def default_cache_dir() -> Path:
+    """`$XDG_CACHE_HOME/qnmixer`, or `~/.cache/qnmixer`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qnmixer"
+
+
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file beside path; it takes path's place when the block ends well and is removed when it fails.

@@ -318,14 +318,21 @@ def test_copies_and_pickles_work_and_nothing_is_saved() -> None:
 @pytest.mark.parametrize("name", ["paper", "odd_image", "odd_everything"])
 def test_matrices_are_valid_csr_with_32_bit_indices(name: str) -> None:
     for matrix in (projector(name)._rays, projector(name)._backprojection):
-        assert (
-            matrix.pixels.dtype == matrix.starts.dtype == matrix.rays.dtype == matrix.corner_starts.dtype == torch.int32
-        )
-        assert matrix.values.dtype == matrix.values_t.dtype == torch.float32
-        torch.sparse_csr_tensor(matrix.starts, matrix.pixels, matrix.values, check_invariants=True)
-        for starts, (low, high) in zip(matrix.corner_starts, pairwise(matrix._bounds), strict=True):
-            rays, values = matrix.rays[low:high], matrix.values_t[low:high]
-            torch.sparse_csr_tensor(starts, rays, values, check_invariants=True)
+        for starts, indices, values in (
+            (matrix.starts, matrix.pixels, matrix.values),
+            (matrix.starts_t, matrix.rays, matrix.values_t),
+        ):
+            assert starts.dtype == indices.dtype == torch.int32
+            assert values.dtype == torch.float32
+            torch.sparse_csr_tensor(starts, indices, values, check_invariants=True)
+
+
+def test_matrices_are_the_same_whatever_the_number_of_threads() -> None:
+    geometry = FanBeamGeometry.paper(32, image_size=128)  # several parts of rays and of pixels
+    alone = FanBeamProjector(geometry)
+    torch.set_num_threads(3)
+    together = FanBeamProjector(geometry)
+    assert all(map(torch.equal, together.buffers(), alone.buffers()))
 
 
 def test_fake_tensors_pass_through() -> None:

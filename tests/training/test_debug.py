@@ -95,7 +95,7 @@ def test_a_profile_is_a_trace_that_viewers_open(
     assert all({"name", "ts", "dur", "pid", "tid"} <= event.keys() for event in spans)
     assert sum(event["name"].startswith("ProfilerStep#") for event in spans) == 1
     assert sum(event["name"] == "Optimizer.step#AdamW.step" for event in spans) == 1
-    assert any(event["name"] == "qnmixer::csr_stack_product" for event in spans)
+    assert any(event["name"] == "qnmixer::csr_product" for event in spans)
     output = capsys.readouterr().out
     assert "https://ui.perfetto.dev" in output
     assert "Optimizer.step#AdamW.step" in output

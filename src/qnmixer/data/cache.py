@@ -31,7 +31,7 @@ from qnmixer.data.slices import (
     summarise_skipped,
 )
 from qnmixer.errors import DataError
-from qnmixer.files import TEMPORARY_SUFFIX, atomic_file
+from qnmixer.files import TEMPORARY_SUFFIX, atomic_file, default_cache_dir
 
 _FORMAT = 1
 _ROW = np.dtype("<f4")
@@ -93,11 +93,6 @@ class SliceCache:
     def __getstate__(self) -> dict[str, Any]:
         """Hand workers the file's name, not the mapped pixels."""
         return {**self.__dict__, "_images": None}
-
-
-def default_cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/qnmixer`, or `~/.cache/qnmixer`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qnmixer"
 
 
 def list_files(

@@ -12,8 +12,9 @@ import numpy as np
 
 from qnmixer.errors import GeometryError
 from qnmixer.physics.geometry import FULL_TURN, FanBeamGeometry
-from qnmixer.physics.scan import ScanMatrix
-from qnmixer.physics.sparse import transpose_csr
+from qnmixer.physics.matrix_cache import load_or_build
+from qnmixer.physics.scan import ScanLayout, ScanMatrix
+from qnmixer.physics.sparse import Csr, stack_rows, transpose_csr
 
 FBP_WINDOWS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "ramp": np.ones_like,
@@ -26,7 +27,8 @@ FBP_WINDOWS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 _TAPER = math.radians(10)
 """Width of the smooth ends of a partial turn (the value that Noo et al. use)."""
-_CHUNK = 2**20
+_CHUNK = 2**17
+"""Values worked on at a time: they stay in the cache, and bound the memory of the build."""
 
 
 def virtual_positions(geometry: FanBeamGeometry) -> np.ndarray:
@@ -70,36 +72,47 @@ def ramp_response(geometry: FanBeamGeometry, filter_name: str) -> np.ndarray:
 
 
 def backprojection_matrix(geometry: FanBeamGeometry) -> ScanMatrix:
-    """Weighted pixel-driven back-projection, held as its distinct views, as the transpose of the matrix returned.
+    """Weighted back-projection, as the transpose of the matrix returned; a large one from the cache on disk."""
+
+    def build() -> tuple[Csr, Csr]:
+        layout = ScanLayout(geometry)
+        backward = _by_pixels(geometry)
+        return transpose_csr(backward, layout.n_rays, layout.quarters), backward
+
+    return ScanMatrix(geometry, *load_or_build("back-projection", geometry, build))
+
+
+def _by_pixels(geometry: FanBeamGeometry) -> Csr:
+    """Weighted pixel-driven back-projection of the distinct views: rows are pixels, columns rays, as in `ScanLayout`.
 
     Each pixel takes from each view the filtered row where the ray through its centre meets the detector, linearly
     interpolated, times (source_to_axis / distance along the central ray)² and the angle between views.
     """
-    n_views = geometry.n_distinct_views
+    layout = ScanLayout(geometry)
+    n_views, n_detectors, size = geometry.n_distinct_views, geometry.n_detectors, geometry.image_size
     angles = geometry.angles()[:n_views]
-    size, n_detectors = geometry.image_size, geometry.n_detectors
-    centres = (np.arange(size) - (size - 1) / 2) * geometry.pixel_size
-    x, y = np.tile(centres, size)[:, None], np.repeat(-centres, size)[:, None]
-    columns: list[np.ndarray] = []
-    values: list[np.ndarray] = []
-    counts: list[np.ndarray] = []
-    step = max(1, _CHUNK // n_views)
-    for start in range(0, size**2, step):
-        some = slice(start, start + step)
-        depth = geometry.source_to_axis - x[some] * np.sin(angles) + y[some] * np.cos(angles)
-        u = (x[some] * np.cos(angles) + y[some] * np.sin(angles)) * geometry.source_to_detector / depth
+    numbers = layout.ray_numbers() + layout.n_rays * np.arange(layout.quarters)[:, None, None]
+    pixels = layout.corner_pixels()
+    own = layout.pixel_numbers()[pixels] == np.arange(pixels.size).reshape(pixels.shape[::-1]).T
+
+    def rows(first: int, last: int) -> Csr:
+        row, column = np.divmod(pixels[first:last, :, None], size)
+        x, y = ((z - (size - 1) / 2) * geometry.pixel_size for z in (column, size - 1 - row))
+        depth = geometry.source_to_axis - x * np.sin(angles) + y * np.cos(angles)
+        u = (x * np.cos(angles) + y * np.sin(angles)) * geometry.source_to_detector / depth
         position = u / geometry.detector_pitch + (n_detectors - 1) / 2
         below = np.floor(position)
         bins = np.stack([below, below + 1], axis=-1)
         gain = abs(geometry.angle_step) * (geometry.source_to_axis / depth) ** 2
         weights = (1 - np.abs(position[..., None] - bins)) * gain[..., None]
-        kept = (bins >= 0) & (bins < n_detectors) & (weights > 0)
-        columns.append((bins + n_detectors * np.arange(n_views)[:, None])[kept].astype(np.int32))
-        values.append(weights[kept].astype(np.float32))
-        counts.append(kept.sum(axis=(1, 2)))
-    row_starts = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
-    by_ray = transpose_csr(row_starts, np.concatenate(columns), np.concatenate(values), n_views * n_detectors)
-    return ScanMatrix(geometry, *by_ray)
+        kept = (bins >= 0) & (bins < n_detectors) & (weights > 0) & own[first:last, :, None, None]
+        corner, view = np.nonzero(kept)[1:3]
+        starts = np.concatenate([[0], np.cumsum(kept.sum(axis=(1, 2, 3)))])
+        return Csr(starts, numbers[corner, view, bins[kept].astype(np.intp)], weights[kept].astype(np.float32))
+
+    step = max(1, _CHUNK // geometry.n_views)
+    at_most = 2 * layout.n_pixels * geometry.n_views
+    return stack_rows(rows, layout.n_pixels, step, layout.quarters * layout.n_rays, at_most)
 
 
 def _smooth_ends(beta: np.ndarray, geometry: FanBeamGeometry) -> np.ndarray:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from qnmixer.errors import GeometryError
 from qnmixer.physics.fbp import backprojection_matrix, ramp_response, ray_weights
 from qnmixer.physics.geometry import FanBeamGeometry
+from qnmixer.physics.matrix_cache import load_or_compute
 from qnmixer.physics.rays import system_matrix
 from qnmixer.physics.sparse import FullPrecisionModule, apply_linear
 
@@ -60,7 +61,11 @@ class FanBeamProjector(nn.Module):
     def operator_norm(self) -> float:
         """‖A‖₂ in mm, by power iteration on AᵀA from a fixed start; computed once."""
         if "operator" not in self._norms:
-            self._norms["operator"] = math.sqrt(self._power_iteration(lambda x: self.adjoint(self(x))))
+            self._norms["operator"] = load_or_compute(
+                "norm of the operator",
+                self.geometry,
+                lambda: math.sqrt(self._power_iteration(lambda x: self.adjoint(self(x)))),
+            )
         return self._norms["operator"]
 
     def fbp_spectral_radius(self) -> float:
@@ -69,7 +74,11 @@ class FanBeamProjector(nn.Module):
         A gradient step x − λ·FBP(A x − y) contracts for λ below 2 over this number.
         """
         if "fbp" not in self._norms:
-            self._norms["fbp"] = self._power_iteration(lambda x: self.fbp(self(x)))
+            self._norms["fbp"] = load_or_compute(
+                f"spectral radius of FBP with {self.fbp_filter}",
+                self.geometry,
+                lambda: self._power_iteration(lambda x: self.fbp(self(x))),
+            )
         return self._norms["fbp"]
 
     @torch.no_grad()

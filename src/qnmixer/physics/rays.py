@@ -3,30 +3,46 @@
 import numpy as np
 
 from qnmixer.physics.geometry import FanBeamGeometry
-from qnmixer.physics.scan import ScanMatrix
+from qnmixer.physics.matrix_cache import load_or_build
+from qnmixer.physics.scan import ScanLayout, ScanMatrix
+from qnmixer.physics.sparse import Csr, stack_rows, transpose_csr
 
-_CHUNK = 2**20
-"""Ray–slab crossings worked on at a time: bounds the memory of the build."""
+_CHUNK = 2**17
+"""Ray–slab crossings worked on at a time: they stay in the cache, and bound the memory of the build."""
 _ON_GRID = 1e-9
 """Pixels within which a crossing counts as exactly on a grid line."""
 
 
 def system_matrix(geometry: FanBeamGeometry) -> ScanMatrix:
-    """A, held as its distinct views: rows are (view, bin), columns are pixels in row-major order, values in mm."""
-    columns: list[np.ndarray] = []
-    values: list[np.ndarray] = []
-    counts: list[np.ndarray] = []
+    """A, of values in mm; a large one from the cache on disk."""
+
+    def build() -> tuple[Csr, Csr]:
+        layout = ScanLayout(geometry)
+        forward = _by_rays(geometry)
+        return forward, transpose_csr(forward, layout.n_pixels, layout.quarters)
+
+    return ScanMatrix(geometry, *load_or_build("system", geometry, build))
+
+
+def _by_rays(geometry: FanBeamGeometry) -> Csr:
+    """A of the distinct views: rows are rays, columns are pixels, numbered as `ScanLayout` says."""
+    layout = ScanLayout(geometry)
+    numbers = layout.pixel_numbers()
+    order = np.full(layout.n_rays, -1)
+    order[layout.ray_numbers().ravel()] = np.arange(layout.ray_numbers().size)
     origin, direction = _rays(geometry)
+
+    def rows(first: int, last: int) -> Csr:
+        there = order[first:last] >= 0
+        rays = order[first:last][there]
+        pixels, lengths, crossed = _intersect(origin[:, rays], direction[:, rays], geometry)
+        counts = np.zeros(last - first, dtype=np.int64)
+        counts[there] = crossed
+        return Csr(np.concatenate([[0], np.cumsum(counts)]), numbers[pixels], lengths)
+
     step = max(1, _CHUNK // geometry.image_size)
-    for start in range(0, origin.shape[1], step):
-        pixels, lengths, kept = _intersect(
-            origin[:, start : start + step], direction[:, start : start + step], geometry
-        )
-        columns.append(pixels)
-        values.append(lengths)
-        counts.append(kept)
-    row_starts = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
-    return ScanMatrix(geometry, row_starts, np.concatenate(columns), np.concatenate(values))
+    at_most = 2 * geometry.image_size * len(order)
+    return stack_rows(rows, len(order), step, layout.quarters * layout.n_pixels, at_most)
 
 
 def _rays(geometry: FanBeamGeometry) -> tuple[np.ndarray, np.ndarray]:

@@ -5,136 +5,175 @@ import torch
 from torch import Tensor
 
 from qnmixer.physics.geometry import FanBeamGeometry
-from qnmixer.physics.sparse import FullPrecisionModule, transpose_csr
+from qnmixer.physics.sparse import Csr, FullPrecisionModule
 
 _PADDING = 4
-"""Unused columns right of the image's copies: rows a power of two apart would share cache lines, 15 % slower."""
-_FAN = 32
+"""Unused numbers after each row of a corner: rows a power of two apart would share cache lines, 15 % slower."""
+_FAN = 16
 """Neighbouring bins whose rays are followed through all views before the next bins': they meet the same pixels."""
+_COLUMNS = 32
+"""Columns of a product; of more, the values that the rows share leave the cache."""
 
 
-class ScanMatrix(FullPrecisionModule):
-    """M, a sparse matrix that takes images [B, 1, H, W] to sinograms [B, 1, V, D], and Mᵀ, both stored.
+class ScanLayout:
+    """How the rows and columns of a matrix between pixels and rays are numbered, with the symmetry and without.
 
-    With the symmetry, M_¼ of the first V/4 views serves all: view j + k·V/4 of an image is view j of the image turned
-    back by k quarters. M applies M_¼ to the four turned images side by side. Mᵀ would have to turn four images back and
-    add them up; instead the pixels are taken in four corners that the turns carry into each other. A pixel of corner q,
-    in the image of quarter k, belongs at the same place of corner q + k, so the product itself adds them up.
+    With the symmetry, the first V/4 views serve all: view j + k·V/4 of an image is view j of the image turned back by k
+    quarters. So pixels are taken in four corners that the turns carry into each other: pixel p of corner q is, in the
+    image turned by k, pixel p of corner q + k. Without it, Q is 1, and the one corner is the image.
 
-    Values are float32 (float64 after `.double()`), indices int32; nothing is in `state_dict`.
+    Pixels are numbered row by row of a corner, rays fan by fan: `_FAN` bins of each view, then the next bins.
 
-    Args:
-        geometry: the scan.
-        starts, pixels, values: M_¼ (M, without the symmetry) as CSR arrays: rows by (view, bin), pixels in row-major
-            order.
+    Attributes:
+        quarters: Q, 4 or 1.
+        n_pixels: P, numbers for the pixels of a corner; padding stays unused.
+        n_rays: R, numbers for the rays of the distinct views; those of the last fan beyond the detector stay unused.
     """
 
-    starts: Tensor
-    pixels: Tensor
-    values: Tensor
-    position: Tensor
-    corner_starts: Tensor
-    rays: Tensor
-    values_t: Tensor
-
-    def __init__(self, geometry: FanBeamGeometry, starts: np.ndarray, pixels: np.ndarray, values: np.ndarray) -> None:
-        super().__init__()
-        self._size = geometry.image_size
-        self._sinogram_shape = (1, geometry.n_views, geometry.n_detectors)
-        self._quarters = 4 if geometry.has_quarter_turn_symmetry else 1
+    def __init__(self, geometry: FanBeamGeometry) -> None:
+        self.quarters = 4 if geometry.has_quarter_turn_symmetry else 1
         self._turn = -1 if geometry.angle_span > 0 else 1
-        forward = self._in_fans(starts, pixels, values, geometry.n_detectors)
-        backward = self._in_corners(starts, pixels, values)
-        for name, array in (forward | backward).items():
-            self.register_buffer(name, torch.from_numpy(array), persistent=False)
+        self._size, self._n_detectors = geometry.image_size, geometry.n_detectors
+        self._n_views = geometry.n_distinct_views
+        self._fans = -(-geometry.n_detectors // _FAN)
+        self.n_rays = self._fans * self._n_views * _FAN
+        height, width = self._corner_shape()
+        self.n_pixels = height * (width + _PADDING) + self._has_middle()
 
-    def _in_fans(
-        self, starts: np.ndarray, pixels: np.ndarray, values: np.ndarray, n_detectors: int
-    ) -> dict[str, np.ndarray]:
-        """M_¼ with its rows fan by fan (`position` tells where each ray went) and pixels in padded rows."""
-        order = np.argsort(np.arange(len(starts) - 1) % n_detectors // _FAN, kind="stable")
-        position = np.empty(len(order), dtype=np.int32)
-        position[order] = np.arange(len(order), dtype=np.int32)
-        padded = pixels + pixels // self._size * _PADDING
-        by_pixel, rays, lengths = transpose_csr(starts, padded, values, self._size * (self._size + _PADDING))
-        # Transposed back, each row's pixels come in order, as CSR asks.
-        by_fan = transpose_csr(by_pixel, position[rays], lengths, len(order))
-        return dict(zip(("starts", "pixels", "values"), by_fan, strict=True)) | {"position": position}
+    def pixel_columns(self, x: Tensor) -> Tensor:
+        """Columns [P, Q, B] of images [B, 1, H, W]: the corners, each turned to the top left."""
+        height = self._corner_shape()[0]
+        columns = x.new_zeros(self.n_pixels, self.quarters, len(x))
+        corners = self._unpadded(columns)
+        for q, (rows, cols) in enumerate(self._corners()):
+            corners[:, :, q] = torch.rot90(x[:, 0, rows, cols], self._turn * q, (1, 2)).permute(1, 2, 0)
+        if self._has_middle():
+            columns[-1] = x[:, 0, height, height]
+        return columns
 
-    def _in_corners(self, starts: np.ndarray, pixels: np.ndarray, values: np.ndarray) -> dict[str, np.ndarray]:
-        """Mᵀ_¼ with its rows corner by corner, each corner's starts from 0; `_bounds` tells where its values lie."""
-        corners = self._corners(torch.arange(self._size**2, dtype=torch.int32).view(1, self._size, -1)).flatten()
-        place = np.empty(self._size**2, dtype=np.int32)
-        # Backwards, so that the middle of an odd image, which is in all corners, gets its values from corner 0 alone.
-        place[corners.numpy()[::-1]] = np.arange(len(corners), dtype=np.int32)[::-1]
-        starts_t, rays, values_t = transpose_csr(starts, place[pixels], values, len(corners))
-        n_pixels = len(corners) // self._quarters
-        self._bounds: list[int] = starts_t[::n_pixels].tolist()
-        corner_starts = np.stack([starts_t[q * n_pixels :][: n_pixels + 1] for q in range(self._quarters)])
-        return {"corner_starts": corner_starts - corner_starts[:, :1], "rays": rays, "values_t": values_t}
+    def images(self, columns: Tensor) -> Tensor:
+        """Transpose of `pixel_columns`: images [B, 1, H, W]; what the corners hold of the middle is added up."""
+        height = self._corner_shape()[0]
+        x = columns.new_empty(columns.shape[2], 1, self._size, self._size)
+        corners = self._unpadded(columns).permute(2, 3, 0, 1)
+        for q, (rows, cols) in enumerate(self._corners()):
+            x[:, 0, rows, cols] = torch.rot90(corners[q], -self._turn * q, (1, 2))
+        if self._has_middle():
+            x[:, 0, height, height] = columns[-1].sum(0)
+        return x
 
-    def forward(self, x: Tensor) -> Tensor:
-        """M x: sinograms [B, 1, V, D] of images x [B, 1, H, W], both of the values' dtype."""
-        size, batch = self._size, len(x)
-        image = x[:, 0].permute(1, 2, 0).contiguous()
-        turned = image.new_empty(size, size + _PADDING, self._quarters, batch)
-        for k in range(self._quarters):
-            turned[:, :size, k] = torch.rot90(image, self._turn * k)
-        columns = turned.view(-1, self._quarters * batch)
-        result = torch.ops.qnmixer.csr_product(self.starts, self.pixels, self.values, columns)
-        rows = result.index_select(0, self.position).t().contiguous().view(self._quarters, batch, -1)
-        return rows.transpose(0, 1).reshape(batch, *self._sinogram_shape)
+    def ray_columns(self, y: Tensor) -> Tensor:
+        """Columns [R, Q, B] of sinograms [B, 1, V, D]."""
+        padded = torch.nn.functional.pad(y, (0, self._fans * _FAN - self._n_detectors))
+        fans = padded.reshape(len(y), self.quarters, self._n_views, self._fans, _FAN)
+        return fans.permute(3, 2, 4, 1, 0).reshape(self.n_rays, self.quarters, len(y))
 
-    def transpose(self, y: Tensor) -> Tensor:
-        """Mᵀ y: images [B, 1, H, W] of sinograms y [B, 1, V, D], both of the values' dtype."""
-        batch = len(y)
-        columns = y.reshape(batch, self._quarters, -1).transpose(0, 1).reshape(self._quarters * batch, -1)
-        sums = torch.ops.qnmixer.csr_stack_product(
-            self.corner_starts, self.rays, self.values_t, self._bounds, columns.t().contiguous()
-        )
-        moved = sums.t().contiguous().view(2 * self._quarters - 1, batch, -1)
-        corners = moved[: self._quarters]
-        corners[:-1] += moved[self._quarters :]
-        return self._join(corners)[:, None]
+    def sinograms(self, columns: Tensor) -> Tensor:
+        """Transpose of `ray_columns`: sinograms [B, 1, V, D]."""
+        fans = columns.view(self._fans, self._n_views, _FAN, self.quarters, -1)
+        padded = fans.permute(4, 3, 1, 0, 2).reshape(fans.shape[-1], 1, self.quarters * self._n_views, -1)
+        return padded[..., : self._n_detectors].contiguous()
 
-    def _regions(self) -> list[tuple[slice, slice]]:
-        """Rows and columns of each corner. Turned by q quarters it lies at the top left, H//2 rows high, H − H//2 wide.
+    def pixel_numbers(self) -> np.ndarray:
+        """q·P + p of each pixel in row-major order, int64 [H·W]."""
+        pixels = self.corner_pixels().T.ravel()
+        # Backwards, so that the middle of an odd image, which is in all corners, is that of corner 0.
+        used = np.flatnonzero(pixels >= 0)[::-1]
+        numbers = np.empty(self._size**2, dtype=np.int64)
+        numbers[pixels[used]] = used
+        return numbers
 
-        The middle pixel of an odd image is in none. Without the symmetry the one corner is the image.
-        """
+    def corner_pixels(self) -> np.ndarray:
+        """The pixel, in row-major order, that each p of each corner is, −1 for none: int64 [P, Q]."""
+        from_one = torch.arange(1, self._size**2 + 1).view(1, 1, self._size, -1)
+        return self.pixel_columns(from_one)[:, :, 0].numpy() - 1
+
+    def ray_numbers(self) -> np.ndarray:
+        """The number of each ray of the distinct views, int64 [V/Q, D]."""
+        views, bins = np.arange(self._n_views)[:, None], np.arange(self._n_detectors)
+        return bins // _FAN * (self._n_views * _FAN) + views * _FAN + bins % _FAN
+
+    def _unpadded(self, columns: Tensor) -> Tensor:
+        """Columns [P, …] as corners [height, width, …]."""
+        height, width = self._corner_shape()
+        return columns[: height * (width + _PADDING)].unflatten(0, (height, width + _PADDING))[:, :width]
+
+    def _corner_shape(self) -> tuple[int, int]:
+        """Height and width of each corner, turned to the top left; the middle pixel of an odd image is in none."""
         size, height = self._size, self._size // 2
-        if self._quarters == 1:
+        return (size, size) if self.quarters == 1 else (height, size - height)
+
+    def _corners(self) -> list[tuple[slice, slice]]:
+        """Rows and columns of each corner."""
+        size, (height, width) = self._size, self._corner_shape()
+        if self.quarters == 1:
             return [(slice(size), slice(size))]
         first, last = slice(height), slice(size - height, size)
-        long_first, long_last = slice(size - height), slice(height, size)
+        long_first, long_last = slice(width), slice(height, size)
         around = [(first, long_first), (long_last, first), (last, long_last), (long_first, last)]
         return around if self._turn < 0 else [around[-q % 4] for q in range(4)]
 
     def _has_middle(self) -> bool:
         """Whether the turns leave a pixel in its place."""
-        return self._quarters == 4 and self._size % 2 == 1
+        return self.quarters == 4 and self._size % 2 == 1
 
-    def _corners(self, x: Tensor) -> Tensor:
-        """The corners of x [B, H, W], each turned to the top left, as [quarters, B, pixels]; the middle is in all."""
-        corners = torch.stack(
-            [
-                torch.rot90(x[:, rows, columns], self._turn * q, (1, 2)).flatten(1)
-                for q, (rows, columns) in enumerate(self._regions())
-            ]
-        )
-        if self._has_middle():
-            middle = x[:, self._size // 2, self._size // 2]
-            corners = torch.cat([corners, middle.expand(self._quarters, -1)[..., None]], dim=2)
-        return corners
 
-    def _join(self, corners: Tensor) -> Tensor:
-        """Transpose of `_corners`: the image [B, H, W] of its corners; what they hold of the middle is added up."""
-        size, height = self._size, self._size // 2
-        shape = (size, size) if self._quarters == 1 else (height, size - height)
-        x = corners.new_empty(corners.shape[1], size, size)
-        for q, (rows, columns) in enumerate(self._regions()):
-            corner = corners[q, :, : shape[0] * shape[1]].unflatten(1, shape)
-            x[:, rows, columns] = torch.rot90(corner, -self._turn * q, (1, 2))
-        if self._has_middle():
-            x[:, height, height] = corners[:, :, -1].sum(0)
-        return x
+class ScanMatrix(FullPrecisionModule):
+    """M, a sparse matrix that takes images [B, 1, H, W] to sinograms [B, 1, V, D], and Mᵀ, both stored.
+
+    By corner q the matrix of the first V/Q views is [M_0 … M_{Q−1}]. Quarter k of the sinogram of the corners c is
+    Σ_q M_q c_{q+k}, and corner j of Mᵀ y is Σ_q M_qᵀ y_{j−q}, with y by quarters: either way one sparse matrix
+    times a table of the columns in all turns.
+
+    Values are float32 (float64 after `.double()`), indices int32; nothing is in `state_dict`.
+
+    Args:
+        geometry: the scan.
+        forward: [M_0 …] as [R, Q·P], numbered as `ScanLayout` says.
+        backward: [M_0ᵀ …] as [P, Q·R].
+    """
+
+    starts: Tensor
+    pixels: Tensor
+    values: Tensor
+    starts_t: Tensor
+    rays: Tensor
+    values_t: Tensor
+
+    def __init__(self, geometry: FanBeamGeometry, forward: Csr, backward: Csr) -> None:
+        super().__init__()
+        self._layout = ScanLayout(geometry)
+        names = ("starts", "pixels", "values", "starts_t", "rays", "values_t")
+        for name, array in zip(names, (*forward, *backward), strict=True):
+            self.register_buffer(name, torch.from_numpy(array), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """M x: sinograms [B, 1, V, D] of images x [B, 1, H, W], both of the values' dtype."""
+        return torch.cat([self._project(part) for part in self._parts(x)])
+
+    def transpose(self, y: Tensor) -> Tensor:
+        """Mᵀ y: images [B, 1, H, W] of sinograms y [B, 1, V, D], both of the values' dtype."""
+        return torch.cat([self._backproject(part) for part in self._parts(y)])
+
+    def _project(self, x: Tensor) -> Tensor:
+        table = _all_turns(self._layout.pixel_columns(x), 1)
+        return self._layout.sinograms(torch.ops.qnmixer.csr_product(self.starts, self.pixels, self.values, table))
+
+    def _backproject(self, y: Tensor) -> Tensor:
+        table = _all_turns(self._layout.ray_columns(y), -1)
+        corners = torch.ops.qnmixer.csr_product(self.starts_t, self.rays, self.values_t, table)
+        return self._layout.images(corners.unflatten(1, (self._layout.quarters, -1)))
+
+    def _parts(self, batch: Tensor) -> tuple[Tensor, ...]:
+        """The batch in parts of as many samples as one product takes."""
+        return batch.split(_COLUMNS // self._layout.quarters)
+
+
+def _all_turns(columns: Tensor, direction: int) -> Tensor:
+    """Of columns [n, Q, B] the table [Q·n, Q·B] whose block q has them moved on by q quarters, or back."""
+    n, quarters, batch = columns.shape
+    if quarters == 1:
+        return columns[:, 0]
+    around = torch.cat([columns, columns[:, :-1]], 1)
+    turns = [around[:, direction * q % quarters :][:, :quarters] for q in range(quarters)]
+    return torch.stack(turns).view(quarters * n, quarters * batch)

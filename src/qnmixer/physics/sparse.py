@@ -1,21 +1,33 @@
 """Sparse products as torch operators, and linear maps as differentiable functions."""
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, Self
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding_bag
 
 LinearMap = Callable[[Tensor], Tensor]
 
 _INT32_MAX = 2**31 - 1
 _CHUNK = 2**21
 """Values transposed at a time; they stay in the cache."""
+_WIDE = 16
+"""Columns from which torch's embedding bag, a sparse product with prefetching, is faster than the CSR product."""
 
 # Only products with dense matrices are used, the part of it that is settled.
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta", category=UserWarning)
+
+
+class Csr(NamedTuple):
+    """A sparse matrix: starts [rows + 1] of each row's indices (columns) [nnz] and values [nnz]; float32 values."""
+
+    starts: np.ndarray
+    indices: np.ndarray
+    values: np.ndarray
 
 
 def _csr_product(starts: Tensor, indices: Tensor, values: Tensor, x: Tensor) -> Tensor:
@@ -23,43 +35,15 @@ def _csr_product(starts: Tensor, indices: Tensor, values: Tensor, x: Tensor) -> 
 
     One column goes by the matrix–vector product, which is 1.6–2 times faster.
     """
-    matrix = _csr(starts, indices, values, len(x))
+    if x.shape[1] >= _WIDE and x.device.type == "cpu" and x.dtype == torch.float32:
+        return embedding_bag(indices, x, starts, mode="sum", per_sample_weights=values, include_last_offset=True)
+    matrix = torch.sparse_csr_tensor(starts, indices, values, (len(starts) - 1, len(x)), check_invariants=False)
     return (matrix @ x[:, 0])[:, None] if x.shape[1] == 1 else matrix @ x
 
 
 def _csr_product_shape(starts: Tensor, indices: Tensor, values: Tensor, x: Tensor) -> Tensor:
     """An empty tensor like the product, for torch's fake tensors."""
     return x.new_empty(len(starts) - 1, x.shape[1])
-
-
-def _csr_stack_product(starts: Tensor, indices: Tensor, values: Tensor, bounds: Sequence[int], y: Tensor) -> Tensor:
-    """Σ_q of M_q Y, each moved q blocks of columns to the right: [rows of M_q, (2Q − 1)·n/Q] for Q matrices.
-
-    `starts` is [Q, rows + 1]; M_q has the indices and values from bounds[q] to bounds[q + 1]. The product adds each
-    share in place, so the Q·n columns of all the M_q Y never stand in memory.
-    """
-    if len(starts) == 1:
-        return _csr_product(starts[0], indices, values, y)
-    block = y.shape[1] // len(starts)
-    total = torch.zeros_like(_csr_stack_product_shape(starts, indices, values, bounds, y))
-    for q in range(len(starts)):
-        part = slice(bounds[q], bounds[q + 1])
-        matrix = _csr(starts[q], indices[part], values[part], len(y))
-        total[:, q * block : q * block + y.shape[1]].addmm_(matrix, y)
-    return total
-
-
-def _csr_stack_product_shape(
-    starts: Tensor, indices: Tensor, values: Tensor, bounds: Sequence[int], y: Tensor
-) -> Tensor:
-    """An empty tensor like the product of the stack, for torch's fake tensors."""
-    quarters = len(starts)
-    return y.new_empty(starts.shape[1] - 1, y.shape[1] // quarters * (2 * quarters - 1))
-
-
-def _csr(starts: Tensor, indices: Tensor, values: Tensor, n_columns: int) -> Tensor:
-    """A torch CSR tensor over the given arrays, without copying or checking them."""
-    return torch.sparse_csr_tensor(starts, indices, values, (len(starts) - 1, n_columns), check_invariants=False)
 
 
 def _define(name: str, arguments: str, product: Callable[..., Tensor], shape: Callable[..., Tensor]) -> None:
@@ -69,9 +53,7 @@ def _define(name: str, arguments: str, product: Callable[..., Tensor], shape: Ca
     torch.library.register_fake(f"qnmixer::{name}", shape)
 
 
-_CSR = "Tensor starts, Tensor indices, Tensor values"
-_define("csr_product", f"{_CSR}, Tensor x", _csr_product, _csr_product_shape)
-_define("csr_stack_product", f"{_CSR}, int[] bounds, Tensor y", _csr_stack_product, _csr_stack_product_shape)
+_define("csr_product", "Tensor starts, Tensor indices, Tensor values, Tensor x", _csr_product, _csr_product_shape)
 
 
 class _ApplyLinear(torch.autograd.Function):
@@ -113,21 +95,67 @@ def index_type(n_values: int) -> type[np.int32] | type[np.int64]:
     return np.int32 if n_values <= _INT32_MAX else np.int64
 
 
-def transpose_csr(
-    starts: np.ndarray, indices: np.ndarray, values: np.ndarray, n_columns: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """CSR arrays of the transpose of a CSR matrix with that many columns; its indices are in order within each row."""
-    rows = np.repeat(np.arange(len(starts) - 1, dtype=index_type(len(values))), np.diff(starts))
-    rows_t, values_t = np.empty_like(rows), np.empty_like(values)
-    starts_t = np.concatenate([[0], np.cumsum(np.bincount(indices, minlength=n_columns))])
-    free = starts_t[:-1].copy()
-    for start in range(0, len(values), _CHUNK):
-        part = slice(start, start + _CHUNK)
+def stack_rows(make: Callable[[int, int], Csr], n_rows: int, step: int, n_columns: int, at_most: int) -> Csr:
+    """The matrix that make(first, last) gives by parts of `step` rows, made in as many threads as torch has.
+
+    Args:
+        make: rows of the matrix, their indices in any order; called in several threads at once.
+        n_rows, n_columns: shape of the matrix.
+        at_most: more values than it has; memory is taken for those that it has.
+    """
+    index = index_type(max(at_most, n_columns))
+    starts = np.zeros(n_rows + 1, dtype=index)
+    # The system gives memory to pages when they are first written, so that those beyond the end cost nothing.
+    indices, values = np.empty(at_most, dtype=index), np.empty(at_most, dtype=np.float32)
+
+    def sorted_part(first: int) -> Csr:
+        part = make(first, min(first + step, n_rows))
+        rows = np.repeat(np.arange(len(part.starts) - 1), np.diff(part.starts))
+        key = (rows * n_columns + part.indices).astype(index_type(step * n_columns), copy=False)
         # torch sorts whole numbers by radix, six times faster than numpy.
-        order = torch.sort(torch.from_numpy(indices[part]), stable=True).indices.numpy()
-        counts = np.bincount(indices[part], minlength=n_columns)
-        place = np.arange(len(order)) + np.repeat(free - np.cumsum(counts) + counts, counts)
-        rows_t[place] = rows[part][order]
-        values_t[place] = values[part][order]
+        order = torch.sort(torch.from_numpy(key)).indices.numpy()
+        return Csr(part.starts, part.indices[order], part.values[order])
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for first, part in zip(range(0, n_rows, step), pool.map(sorted_part, range(0, n_rows, step)), strict=True):
+            before = starts[first]
+            starts[first + 1 : first + len(part.starts)] = before + part.starts[1:]
+            indices[before : before + len(part.indices)] = part.indices
+            values[before : before + len(part.values)] = part.values
+    return Csr(starts, indices[: starts[-1]], values[: starts[-1]])
+
+
+def transpose_csr(matrix: Csr, n_columns: int, n_blocks: int = 1) -> Csr:
+    """Transpose of a matrix, block by block: [M_0 M_1 …] becomes [M_0ᵀ M_1ᵀ …]; indices in order within each row.
+
+    Args:
+        matrix: blocks side by side, [rows, n_blocks · n_columns].
+        n_columns: columns of a block.
+        n_blocks: how many.
+    """
+    n_rows, n_values = len(matrix.starts) - 1, len(matrix.values)
+    counts = _counts(matrix.indices, n_blocks * n_columns).reshape(n_blocks, n_columns)
+    ends = np.cumsum(counts.T.ravel())
+    starts = np.concatenate([[0], ends[n_blocks - 1 :: n_blocks]]).astype(matrix.starts.dtype)
+    # Where the next value of each column of each block belongs.
+    free = (ends.reshape(n_columns, n_blocks).T - counts).ravel()
+    indices = np.empty(n_values, dtype=index_type(max(n_values, n_blocks * n_rows)))
+    values = np.empty_like(matrix.values)
+    for first in range(0, n_values, _CHUNK):
+        last = min(first + _CHUNK, n_values)
+        columns, order = (t.numpy() for t in torch.sort(torch.from_numpy(matrix.indices[first:last]), stable=True))
+        counts = _counts(columns, len(free))
+        place = np.arange(last - first) + np.repeat(free - np.cumsum(counts) + counts, counts)
+        rows = np.repeat(np.arange(n_rows, dtype=indices.dtype), np.diff(np.clip(matrix.starts, first, last)))
+        indices[place] = rows[order] + columns // n_columns * n_rows
+        values[place] = matrix.values[first:last][order]
         free += counts
-    return starts_t.astype(rows.dtype), rows_t, values_t
+    return Csr(starts, indices, values)
+
+
+def _counts(numbers: np.ndarray, below: int) -> np.ndarray:
+    """How often each whole number from 0 occurs, int64 [below]."""
+    counts = np.zeros(below, dtype=np.int64)
+    for first in range(0, len(numbers), _CHUNK):
+        counts += np.bincount(numbers[first : first + _CHUNK], minlength=below)
+    return counts

@@ -1,0 +1,191 @@
+"""Large matrices on disk: built once, then mapped into memory by every later process, which share the pages.
+
+One file a matrix, below `$XDG_CACHE_HOME/qnmixer/matrices` (or `~/.cache`): a header, then the arrays. A file is
+written beside and renamed, and one process builds while others wait. A disk that is full or cannot be written to costs
+the caching only. Nothing here is needed to understand the mathematics.
+"""
+
+import hashlib
+import json
+import os
+import struct
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+
+from qnmixer.files import TEMPORARY_SUFFIX, atomic_file, default_cache_dir
+from qnmixer.physics.geometry import FanBeamGeometry
+from qnmixer.physics.sparse import Csr
+
+FORMAT = 1
+"""To be raised when the layout of the matrices, their values or that of the files changes."""
+WORTH_CACHING = 2**20
+"""Rays times pixels of a side, from which a matrix is kept: about a tenth of a second of building, 10 MB."""
+LONG = 2**25
+"""Rays times pixels of a side, from which a line on the terminal says what is being built: seconds."""
+LIMIT = 16 * 2**30
+"""Bytes of all files; those unused for longest go first."""
+_MAGIC = b"qnmixer matrix\n\0"
+_ALIGNMENT = 64
+_LENGTH = struct.Struct("<Q")
+
+
+def load_or_build(kind: str, geometry: FanBeamGeometry, build: Callable[[], tuple[Csr, Csr]]) -> tuple[Csr, Csr]:
+    """The matrix of that kind and its transpose, from the cache if it is there whole, else built and kept."""
+    if not is_worth_caching(geometry):
+        return build()
+    key = _key(kind, geometry)
+    path = _folder() / f"{_digest(key)}.matrix"
+    found = _read(path, key)
+    if found is not None:
+        return found
+    built = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.parent / "lock"):
+            found = _read(path, key)  # another process may have built it meanwhile
+            if found is None:
+                built = _build_shown(kind, geometry, build)
+                _write(path, key, [array for csr in built for array in csr])
+                found = _read(path, key)
+    except (OSError, NotImplementedError) as error:  # the latter where the file system has no locks
+        _warn(error)
+    return found or built or _build_shown(kind, geometry, build)
+
+
+def load_or_compute(kind: str, geometry: FanBeamGeometry, compute: Callable[[], float]) -> float:
+    """A number that the geometry and its kind determine, kept beside the matrices where those are."""
+    if not is_worth_caching(geometry):
+        return compute()
+    key = _key(kind, geometry)
+    path = _folder() / f"{_digest(key)}.json"
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        record = json.loads(path.read_text())
+        if record["key"] == key:
+            return float(record["value"])
+    value = compute()
+    try:
+        with atomic_file(path) as stream:
+            stream.write(json.dumps({"key": key, "value": value}).encode())
+    except OSError as error:
+        _warn(error)
+    return value
+
+
+def is_worth_caching(geometry: FanBeamGeometry) -> bool:
+    """Whether building takes so long that the disk is used."""
+    return _work(geometry) >= WORTH_CACHING
+
+
+def _work(geometry: FanBeamGeometry) -> int:
+    """Rays times pixels of a side, to which time and memory of the build are proportional."""
+    return geometry.n_distinct_views * geometry.n_detectors * geometry.image_size
+
+
+def _folder() -> Path:
+    return default_cache_dir() / "matrices"
+
+
+def _key(kind: str, geometry: FanBeamGeometry) -> dict[str, Any]:
+    """What a file is for; 400 and 400.0 are the same."""
+    numbers = {name: float(value) for name, value in asdict(geometry).items()}
+    return {"format": FORMAT, "kind": kind, "distinct_views": geometry.n_distinct_views} | numbers
+
+
+def _digest(key: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+
+
+def _build_shown(kind: str, geometry: FanBeamGeometry, build: Callable[[], tuple[Csr, Csr]]) -> tuple[Csr, Csr]:
+    """Build, with a line on the terminal while it takes long."""
+    with _line(f"Building the {kind} matrix of the scan") if _work(geometry) >= LONG else nullcontext():
+        return build()
+
+
+def _line(text: str) -> Any:
+    """A line on the terminal, if there is one, for as long as the block runs."""
+    from rich.console import Console  # slow to import, and needed for large matrices alone
+
+    console = Console(stderr=True)
+    return console.status(text) if console.is_terminal else nullcontext()
+
+
+def _write(path: Path, key: dict[str, Any], arrays: list[np.ndarray]) -> None:
+    """Write a file of arrays, and make room for it; one that is over the limit alone is not kept."""
+    described: list[dict[str, Any]] = []
+    size = 0
+    for array in arrays:
+        described.append({"type": array.dtype.str, "count": len(array), "offset": size})
+        size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    header = json.dumps({"key": key, "arrays": described, "size": size}).encode()
+    start = _start(len(header))
+    if start + size > LIMIT:
+        return
+    _make_room(path.parent, start + size)
+    with atomic_file(path) as stream:
+        stream.write(_MAGIC + _LENGTH.pack(len(header)) + header)
+        for array, where in zip(arrays, described, strict=True):
+            stream.seek(start + where["offset"])
+            stream.write(array.data)
+        stream.truncate(start + size)
+
+
+def _read(path: Path, key: dict[str, Any]) -> tuple[Csr, Csr] | None:
+    """The matrices of a file, mapped; None if it is not there, not whole, or for something else.
+
+    They are mapped copy-on-write: pages are shared until somebody writes to them, and the file never changes.
+    """
+    try:
+        with path.open("rb") as stream:
+            if stream.read(len(_MAGIC)) != _MAGIC:
+                return None
+            (length,) = _LENGTH.unpack(stream.read(_LENGTH.size))
+            whole_size = os.fstat(stream.fileno()).st_size
+            header = json.loads(stream.read(min(length, whole_size)))
+        start = _start(length)
+        if header["key"] != key or whole_size != start + header["size"]:
+            return None
+        whole = np.memmap(path, mode="c")
+        arrays = [
+            whole[start + a["offset"] :][: a["count"] * np.dtype(a["type"]).itemsize].view(a["type"]).view(np.ndarray)
+            for a in header["arrays"]
+        ]
+        found = Csr(*arrays[:3]), Csr(*arrays[3:])
+    except (OSError, ValueError, KeyError, TypeError, struct.error):
+        return None
+    with suppress(OSError):
+        os.utime(path)  # the time of the last use
+    return found
+
+
+def _start(header_length: int) -> int:
+    """Where the arrays of a file begin."""
+    return -(-(len(_MAGIC) + _LENGTH.size + header_length) // _ALIGNMENT) * _ALIGNMENT
+
+
+def _make_room(folder: Path, size: int) -> None:
+    """Remove what killed processes left, and the files unused for longest until there is room; for the lock's holder.
+
+    Who has a file mapped keeps it.
+    """
+    for stale in folder.glob(f".*.matrix.*{TEMPORARY_SUFFIX}"):
+        stale.unlink(missing_ok=True)
+    files = sorted(((path.stat(), path) for path in folder.glob("*.matrix")), key=lambda entry: entry[0].st_mtime_ns)
+    total = size + sum(stat.st_size for stat, _ in files)
+    for stat, path in files:
+        if total <= LIMIT:
+            return
+        path.unlink(missing_ok=True)
+        total -= stat.st_size
+
+
+def _warn(error: Exception) -> None:
+    """Warn, once: Python shows a text from one place only once."""
+    reason = (isinstance(error, OSError) and error.strerror) or type(error).__name__
+    warnings.warn(f"{_folder()}: {reason}; the matrices of the scan are built again at every start", stacklevel=1)

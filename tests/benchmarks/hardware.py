@@ -1,0 +1,38 @@
+"""What the machine at hand can do at most: the floor that the benches hold their times against."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+ROUNDS = 7
+COPIED = 2**28
+"""Bytes copied at a time: many times any cache."""
+SIDE = 2048
+"""Rows and columns of the matrices multiplied."""
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second that a copy of a large tensor moves, read and written ones, by torch's threads."""
+    source = torch.ones(COPIED, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * COPIED / _median_seconds(lambda: target.copy_(source), device)
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations (multiplications and additions) per second of a large matrix product, by torch's threads."""
+    a, b = (torch.rand(SIDE, SIDE, device=device).to(dtype) for _ in range(2))
+    return 2 * SIDE**3 / _median_seconds(lambda: a @ b, device)
+
+
+def _median_seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Median duration of a call, the first left out. On CUDA (untested) up to when the device is done."""
+    times = []
+    for _ in range(ROUNDS + 1):
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
