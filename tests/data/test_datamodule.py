@@ -40,6 +40,17 @@ def test_a_batch_is_what_the_network_needs() -> None:
     assert batch["name"] == ["val-phantom-00000", "val-phantom-00001"]
 
 
+def test_sample_numbers_stay_on_the_host() -> None:
+    module = phantoms(batch_size=2)
+    batch = next(iter(module.val_dataloader()))
+    moved = module.transfer_batch_to_device(batch, torch.device("meta"), 0)
+    assert {name: value.device.type for name, value in moved.items() if name != "name"} == {
+        "image": "meta", "hu_offset": "meta", "hu_scale": "meta", "weight": "meta", "sample": "cpu"
+    }  # fmt: skip
+    assert torch.equal(moved["sample"], batch["sample"])
+    assert moved["name"] == batch["name"]
+
+
 def test_epochs_bring_new_phantoms_to_training_only() -> None:
     module = phantoms()
     loader: Any

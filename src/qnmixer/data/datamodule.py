@@ -180,6 +180,11 @@ class SliceDataModule(LightningDataModule):
             **only_with_workers,
         )
 
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move all of a batch but its sample numbers, which are read on the host: a device would be waited for."""
+        rest = {name: value for name, value in batch.items() if name != "sample"}
+        return super().transfer_batch_to_device(rest, device, dataloader_idx) | {"sample": batch["sample"]}
+
     def start_at(self, epoch: int, n_batches: int) -> None:
         """Have training begin in the middle of an epoch, after so many batches of this process."""
         self._start = (epoch, n_batches)

@@ -37,28 +37,25 @@ class RankTraceback(Exception):
 def launch(
     arguments: list[str],
     n_processes: int,
-    n_threads: int | None = None,
     ask_to_stop: Callable[[], bool] | None = None,
 ) -> None:
-    """Run `python *arguments` once a rank and wait for all of them.
+    """Run `python *arguments` once a rank and wait for all of them; the ranks share the cores.
 
     Args:
         arguments: of python; what they run ends by `qnmixer.ranks.leave` when it fails.
         n_processes: how many ranks.
-        n_threads: of each; None: the cores, shared out.
         ask_to_stop: called on the first signal of `stopping.SIGNALS`; True: the ranks will end by themselves.
 
     Raises RankFailed when one fails (the others are stopped; a note holds the traceback of a bug), Stopped on such a
     signal; without `ask_to_stop` SIGUSR1 and SIGUSR2 are none.
     """
-    n_threads = n_threads or max(1, (os.cpu_count() or 1) // n_processes)
     for name in list(logging.root.manager.loggerDict):  # each has a level of its own
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # RankFailed says it shorter
     with (
         tempfile.TemporaryDirectory(prefix="qnmixer-ranks-") as log_dir,
         _signals(ask_to_stop) as signals,
-        _threads(n_threads),
+        _threads(max(1, (os.cpu_count() or 1) // n_processes)),
     ):
         config = LaunchConfig(
             min_nodes=1,

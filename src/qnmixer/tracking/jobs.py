@@ -152,7 +152,7 @@ def _n_gpus(config: Config, n_gpus: int) -> int:
 def _threads(config: Config, limit: int, n_gpus: int) -> int:
     """Threads of each process of a job, so that jobs that run side by side do not wait for each other's."""
     processes = n_gpus or limit * (config.trainer.devices or 1)
-    return max(1, (os.cpu_count() or 1) // processes - config.data.num_workers)
+    return max(1, (os.cpu_count() or 1) // processes)
 
 
 def _start(job: Job, gpus: list[str], n_threads: int | None) -> _Running:

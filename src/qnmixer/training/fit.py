@@ -1,7 +1,6 @@
 """One training run from start to results: data, network, Trainer, evaluation of the best checkpoint."""
 
 import logging
-import os
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -49,8 +48,6 @@ from qnmixer.training.out_of_memory import advice, is_out_of_memory, memory_of
 from qnmixer.training.planning import MIB, Planner
 from qnmixer.training.progress import ProgressMetrics
 
-_THREADS = torch.get_num_threads()  # as the process started: the jobs of a sweep share it
-
 
 def fit(config: Config, folder: Path, overrides: list[str]) -> float:
     """Train, evaluate the best checkpoint, leave everything in `folder`; returns the best monitored value.
@@ -85,7 +82,6 @@ def _fit(
     config: Config, folder: Path, overrides: list[str], here: bool, console: Console, record: dict[str, Any]
 ) -> float:
     _quieten()
-    _leave_cores_to_workers(config)
     record |= {"device": device_name(config.trainer.accelerator), "threads": torch.get_num_threads()}
     L.seed_everything(config.seed, workers=True, verbose=False)
     module = ReconstructionModule(config)
@@ -264,15 +260,6 @@ def _print_start(
     )
     if line := describe(config):
         console.print(line, highlight=False, soft_wrap=True)
-
-
-def _leave_cores_to_workers(config: Config) -> None:
-    """Give torch the cores that data workers leave.
-
-    With more threads than free cores, those that wait for each other spin: a step took ten times as long (measured).
-    """
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, _THREADS - config.data.num_workers))
 
 
 def _quieten() -> None:

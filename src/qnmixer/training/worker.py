@@ -33,7 +33,6 @@ def fit_in_processes(config: Config, folder: Path, overrides: list[str]) -> floa
 
     n_devices = config.trainer.devices
     assert n_devices is not None
-    n_threads = max(1, (os.cpu_count() or 1) // n_devices - config.data.num_workers)
     job = {
         "config": to_plain(config), "folder": str(folder.absolute()), "overrides": overrides, "launcher": os.getpid()
     }  # fmt: skip
@@ -45,7 +44,6 @@ def fit_in_processes(config: Config, folder: Path, overrides: list[str]) -> floa
             launch(
                 ["-m", "qnmixer.training.worker", str(path)],
                 n_devices,
-                n_threads,
                 ask_to_stop=lambda: _ask_to_stop(path.parent, n_devices),
             )
     except KeyboardInterrupt as stop:
