@@ -10,7 +10,7 @@ from qnmixer.models import QNMixer
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
 sys.path.insert(0, str(Path(__file__).parent))
-from plain_qn_mixer import PlainOperator, PlainQNMixer  # noqa: E402  # beside this file, where the benches run
+from plain_qn_mixer import PlainOperator, PlainQNMixer  # beside this file, where the benches run
 
 
 @pytest.mark.parametrize("n_views", [12, 10])
