@@ -46,10 +46,15 @@ lint: install ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: install ## time the operator (pip install -e ".[bench]": against ASTRA) and the strategies, check the plan's memory
+# Against those of another commit: python tests/benchmarks/report.py bench --before ITS_BENCH
+bench: install ## time everything against a plain network, ASTRA (pip install -e ".[bench]") and this machine: bench/bench.md
+	$(BIN)/python tests/benchmarks/bench_step.py --json bench/step.json
 	$(BIN)/python tests/benchmarks/bench_operator.py --json bench/operator.json
+	$(BIN)/python tests/benchmarks/bench_data.py --json bench/data.json
+	$(BIN)/python tests/benchmarks/bench_reconstruction.py --large --json bench/reconstruction.json
 	$(BIN)/python tests/benchmarks/bench_memory.py --json bench/memory.json
 	$(BIN)/python tests/benchmarks/bench_strategies.py --json bench/strategies.json
+	$(BIN)/python tests/benchmarks/report.py bench --output bench/bench.md
 
 readme: install ## run the demo and put its table and picture into README.md
 	rm -rf runs/readme
