@@ -51,7 +51,7 @@ def operator_rows(found: dict[str, Any]) -> Iterator[Row]:
 
 def data_rows(found: dict[str, Any]) -> Iterator[Row]:
     """Of bench_data."""
-    for row in found["loaders"]:
+    for row in found["loader"]:
         setting = f"{row['source']}, {row['image_size']}², {row['workers']} workers"
         yield Row("loader alone", setting, row["slices_per_second"], "slices/s")
     for row in found["training"]:
