@@ -162,3 +162,12 @@ def test_a_traceback_is_there_for_who_asks(tmp_path: Path) -> None:
     assert result.returncode != 0
     assert "Traceback (most recent call last)" in result.stderr
     assert "geometry.n_views=0 is too small" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["train", "evaluate", "reconstruct", "compare", "export", "plan", "doctor"])
+def test_help_does_not_wait_for_torch(name: str) -> None:
+    body = (
+        f"import sys; from qnmixer.{name} import main; sys.argv[1:] = ['--help']; main(); print('torch' in sys.modules)"
+    )
+    shown = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, check=True, timeout=120).stdout
+    assert shown.splitlines()[-1] == "False"

@@ -10,6 +10,7 @@ of metrics.csv, which the end of the first step brings.
 
 import argparse
 import json
+import logging
 import os
 import platform
 import signal
@@ -35,7 +36,6 @@ from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.files import write_text
 from qnmixer.parallel.memory import apply_memory_mode
 from qnmixer.parallel.strategies import on_this_machine
-from qnmixer.tracking.metrics_file import MetricsFile
 from qnmixer.training.fit import build_trainer
 from qnmixer.training.module import ReconstructionModule
 
@@ -57,6 +57,13 @@ class Ends(Callback):
         if pl_module.device.type == "cuda":
             torch.cuda.synchronize()
         self.seconds.append(time.perf_counter())
+
+
+class Waits(SimpleProfiler):
+    """Times what Lightning does, and prints no table of it."""
+
+    def summary(self) -> str:
+        return ""
 
 
 def time_loader(config: DataConfig, part: str, n_slices: int) -> float:
@@ -97,12 +104,12 @@ def time_training(name: str, overrides: list[str], n_steps: int) -> Row:
     L.seed_everything(config.seed, verbose=False)
     module = ReconstructionModule(config)
     apply_memory_mode(module.network, config.memory)
-    ends, profiler = Ends(), SimpleProfiler()
+    ends, waiting = Ends(), Waits()
     with tempfile.TemporaryDirectory() as folder:
         trainer = build_trainer(config, Path(folder), [ends], Console(quiet=True))
-        trainer.profiler = profiler
+        trainer.profiler = waiting
         trainer.fit(module, datamodule=SliceDataModule(config.data))
-    waits = profiler.recorded_durations["[_TrainingEpochLoop].train_dataloader_next"][WARM_UP : n_steps + WARM_UP]
+    waits = waiting.recorded_durations["[_TrainingEpochLoop].train_dataloader_next"][WARM_UP : n_steps + WARM_UP]
     steps = [end - start for start, end in zip(ends.seconds[WARM_UP - 1 :], ends.seconds[WARM_UP:], strict=False)]
     return {
         "training": name,
@@ -129,21 +136,25 @@ def time_help() -> float:
 def time_first_step(name: str, overrides: list[str]) -> float:
     """Seconds from the start of python to the end of the first training step; the run is stopped then."""
     with tempfile.TemporaryDirectory() as folder:
-        metrics = MetricsFile(Path(folder) / "run").path
+        metrics = Path(folder) / "run" / "metrics.csv"
         command = [sys.executable, "-m", "qnmixer.train", *TRAINING[name], *overrides, "trainer.log_every_n_steps=1"]
         start = time.perf_counter()
         run = subprocess.Popen(
-            [*command, "test_after_training=false", f"hydra.run.dir={metrics.parent}"], stdout=subprocess.DEVNULL
+            [*command, "test_after_training=false", f"hydra.run.dir={metrics.parent}"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         try:
             while not metrics.exists():
                 if run.poll() is not None or time.perf_counter() - start > 10 * MINUTE:
-                    raise RuntimeError(f"{' '.join(command)} came to no step")
+                    run.kill()
+                    raise RuntimeError(f"{' '.join(command)} came to no step: {run.communicate()[1]}")
                 time.sleep(0.01)
             return time.perf_counter() - start
         finally:
             run.send_signal(signal.SIGTERM)
-            run.wait(MINUTE)
+            run.communicate(timeout=MINUTE)
 
 
 def show(loaders: list[Row], training: list[Row], start: Row) -> None:
@@ -159,8 +170,8 @@ def show(loaders: list[Row], training: list[Row], start: Row) -> None:
         table.add_row("waiting for data", setting, f"{100 * row['waiting_share']:.2f} % ({row['wait_ms']:.1f} ms)")
     table.add_section()
     table.add_row("--help", "train", f"{start['help_s']:.2f} s")
-    for name in TRAINING:
-        table.add_row("first step has ended", name, f"{start['first_step_s'][name]:.1f} s after the start of python")
+    for name, seconds in start["first_step_s"].items():
+        table.add_row("first step has ended", name, f"{seconds:.1f} s after the start of python")
     Console().print(table)
 
 
@@ -170,13 +181,16 @@ def main() -> None:
     parser.add_argument("--root", help="a folder of DICOM, for the loader")
     parser.add_argument("--slices", type=int, default=200, help="of each measurement of the loader")
     parser.add_argument("--steps", type=int, default=15, help="of each training, after the first two")
+    parser.add_argument("--trainings", nargs="*", choices=TRAINING, default=list(TRAINING), help="which to run")
     parser.add_argument("--overrides", default="", help="of the trainings")
     parser.add_argument("--json", type=Path, help="file to write the numbers to")
     arguments = parser.parse_args()
     overrides = arguments.overrides.split()
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     loaders = loader_rows(arguments.root, arguments.slices)
-    training = [time_training(name, overrides, arguments.steps) for name in TRAINING]
-    start = {"help_s": time_help(), "first_step_s": {name: time_first_step(name, overrides) for name in TRAINING}}
+    training = [time_training(name, overrides, arguments.steps) for name in arguments.trainings]
+    first_steps = {name: time_first_step(name, overrides) for name in arguments.trainings}
+    start = {"help_s": time_help(), "first_step_s": first_steps}
     show(loaders, training, start)
     if arguments.json:
         machine = {
