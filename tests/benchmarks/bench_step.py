@@ -7,7 +7,7 @@ shows the default besides. Medians of rounds in which all variants take turns, a
 
 The floor of a part is the larger of two times: its operations at the rate of a large matrix product, and its bytes at
 the bandwidth of a large copy, both measured in the same run. Bytes are what it takes in, its weights and matrices, and,
-twice, what it leaves for backward. No implementation of the same steps can be faster; one that computes less can.
+twice, what it leaves for backward. What stays in a cache, as of small images, can be faster than this floor.
 """
 
 import argparse
@@ -319,7 +319,9 @@ def main() -> None:
         show(results[-1], console)
     if arguments.json is not None:
         machine = {
-            "processor": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor(),
+            "processor": torch.cuda.get_device_name()
+            if device.type == "cuda"
+            else platform.processor() or platform.machine(),
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
         }

@@ -53,5 +53,5 @@ def test_bench_measures_and_writes_what_it_shows(tmp_path: Path) -> None:
     assert [row["part"] for row in found["parts"]] == [
         "operator", "regulariser", "codec", "BFGS", "optimizer", "simulation"
     ]  # fmt: skip
-    assert all(row["seconds"] > row["floor"] > 0 for row in found["parts"])
+    assert all(row["over_floor"] == row["seconds"] / row["floor"] > 0 for row in found["parts"])
     assert f"{found['steps']['keep']['seconds']:.3f}" in done.stdout

@@ -1,6 +1,7 @@
 """Matrices on disk: found again, mapped, rebuilt when damaged, and never in the way."""
 
 import copy
+import hashlib
 import json
 import os
 import pickle
@@ -25,6 +26,9 @@ BUILD = """
 import sys
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector, matrix_cache
 matrix_cache.WORTH_CACHING = 0
+build = matrix_cache._build_shown
+matrix_cache._build_shown = lambda kind, *rest: print(f"built {kind}", file=sys.stderr) or build(kind, *rest)
+print("ready", flush=True)
 sys.stdin.readline()
 projector = FanBeamProjector(FanBeamGeometry.paper(16, image_size=32))
 print(sum(float(buffer.double().sum()) for buffer in projector.buffers()))
@@ -179,10 +183,46 @@ def test_the_least_recently_used_goes_first(folder: Path, monkeypatch: pytest.Mo
     assert names[0] < left
     assert not names[1] & left
     assert ".killed.matrix.0.tmp" not in left
-    monkeypatch.setattr(matrix_cache, "LIMIT", int(0.9 * size))
+    for path in folder.glob("*.matrix"):
+        os.utime(path, (1, 1))
+    monkeypatch.setattr(matrix_cache, "LIMIT", int(1.05 * size))
     FanBeamProjector(second)
     assert not names[0] & {path.name for path in folder.iterdir()}
     assert same(results(kept), before)  # who has a file mapped keeps it
+
+
+def test_what_was_used_lately_stays_and_the_new_one_goes(
+    expected: list[Tensor], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another machine may have it mapped over a network."""
+    FanBeamProjector(replace(GEOMETRY, first_angle=0.1))
+    before = sorted(folder.glob("*.matrix"))
+    monkeypatch.setattr(matrix_cache, "LIMIT", sum(path.stat().st_size for path in before))
+    assert same(results(FanBeamProjector(GEOMETRY)), expected)
+    assert sorted(folder.glob("*.matrix")) == before
+
+
+@pytest.mark.filterwarnings("ignore:no cache on disk")
+def test_without_a_home_nothing_is_kept(expected: list[Tensor], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")  # as pathlib says, for a user that the system lacks
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    projector = FanBeamProjector(GEOMETRY)
+    assert same(results(projector), expected)
+    assert projector.operator_norm() > 0
+
+
+def test_another_layout_needs_another_format() -> None:
+    """What the matrices of one scan hold; where this fails for good reason, raise FORMAT and write down the new one."""
+    projector = FanBeamProjector(GEOMETRY)
+    digest = hashlib.sha256()
+    for buffer in projector.buffers():
+        # Of the values what rounding leaves alone.
+        content = buffer if not buffer.is_floating_point() else buffer.double().sum(0, keepdim=True).round(decimals=1)
+        digest.update(content.numpy().tobytes())
+    assert (matrix_cache.FORMAT, digest.hexdigest()[:16]) == (1, "d1ef546378d4b982")
 
 
 def test_use_counts_as_use(folder: Path) -> None:
@@ -226,13 +266,17 @@ def test_processes_at_once_share_one_file(folder: Path, tmp_path: Path) -> None:
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
-    for process in started:  # all have imported by now, or will soon
+    for process in started:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in started:
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
     outcomes = [process.communicate(timeout=120) for process in started]
     assert [process.returncode for process in started] == [0, 0, 0], outcomes
-    assert {err for _, err in outcomes} == {""}
+    built = [line for _, err in outcomes for line in err.splitlines()]
+    assert len(built) == len({*built}) == 2, built
     assert len({out for out, _ in outcomes}) == 1
     assert sorted(path.suffix for path in folder.iterdir()) == ["", ".matrix", ".matrix"]
 

@@ -49,7 +49,7 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         return []
 
     def blocks(self) -> list[nn.Module]:
-        """The parts that hold most weights, each called whole: what fsdp gathers and frees at a time."""
+        """The parts that hold most weights, each called whole: what fsdp gathers, and torch compiles, at a time."""
         return []
 
     def states(self, y: Tensor) -> Iterator[S]:

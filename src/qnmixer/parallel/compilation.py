@@ -13,7 +13,7 @@ from qnmixer.models.unrolled import UnrolledNetwork
 
 def check_compiler() -> None:
     """Raise ConfigError where there is no C++ compiler; torch needs one for a GPU too."""
-    compilers = [os.environ.get("CXX", "g++"), "g++", "clang++"]
+    compilers = [os.environ.get("CXX") or ("cl" if os.name == "nt" else "g++"), "clang++"]
     if not any(map(shutil.which, compilers)):
         raise ConfigError(
             f"compile=true needs a C++ compiler, and there is no {compilers[0]}: install one, or leave it"

@@ -29,9 +29,9 @@ def apply_memory_mode(network: UnrolledNetwork[Any], config: MemoryConfig) -> No
         network.loop = partial(offloading_loop, pack=_to_host, unpack=_from_host)
 
 
-def _recomputed_forward(part: nn.Module, x: Tensor) -> Tensor:
-    """What `part` computes of x; one function for all parts, of which torch.compile makes one graph."""
-    return checkpoint(type(part).forward, part, x, use_reentrant=False, preserve_rng_state=False)
+def _recomputed_forward(part: nn.Module, *inputs: Tensor) -> Tensor:
+    """What `part` computes; one function for all parts, of which torch.compile makes one graph."""
+    return checkpoint(type(part).forward, part, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def _recomputing_loop(network: UnrolledNetwork[S], iterations: range, y: Tensor, state: S, segment: int) -> S:

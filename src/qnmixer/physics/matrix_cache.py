@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import struct
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -30,7 +31,9 @@ WORTH_CACHING = 2**20
 LONG = 2**25
 """Rays times pixels of a side, from which a line on the terminal says what is being built: seconds."""
 LIMIT = 16 * 2**30
-"""Bytes of all files; those unused for longest go first."""
+"""Bytes of all files; those unused for longest go first, and none that was used within `IN_USE`."""
+IN_USE = 7 * 24 * 3600
+"""Seconds: who has a file mapped keeps it, but not one on a network file system that another machine removes."""
 _MAGIC = b"qnmixer matrix\n\0"
 _ALIGNMENT = 64
 _LENGTH = struct.Struct("<Q")
@@ -41,12 +44,12 @@ def load_or_build(kind: str, geometry: FanBeamGeometry, build: Callable[[], tupl
     if not is_worth_caching(geometry):
         return build()
     key = _key(kind, geometry)
-    path = _folder() / f"{_digest(key)}.matrix"
-    found = _read(path, key)
-    if found is not None:
-        return found
-    built = None
+    found = built = None
     try:
+        path = _folder() / f"{_digest(key)}.matrix"
+        found = _read(path, key)
+        if found is not None:
+            return found
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.parent / "lock"):
             found = _read(path, key)  # another process may have built it meanwhile
@@ -54,7 +57,7 @@ def load_or_build(kind: str, geometry: FanBeamGeometry, build: Callable[[], tupl
                 built = _build_shown(kind, geometry, build)
                 _write(path, key, [array for csr in built for array in csr])
                 found = _read(path, key)
-    except (OSError, NotImplementedError) as error:  # the latter where the file system has no locks
+    except (OSError, RuntimeError) as error:  # the latter where there is no home, or the file system has no locks
         _warn(error)
     return found or built or _build_shown(kind, geometry, build)
 
@@ -64,16 +67,16 @@ def load_or_compute(kind: str, geometry: FanBeamGeometry, compute: Callable[[], 
     if not is_worth_caching(geometry):
         return compute()
     key = _key(kind, geometry)
-    path = _folder() / f"{_digest(key)}.json"
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(OSError, RuntimeError, ValueError, KeyError, TypeError):
+        path = _folder() / f"{_digest(key)}.json"
         record = json.loads(path.read_text())
         if record["key"] == key:
             return float(record["value"])
     value = compute()
     try:
-        with atomic_file(path) as stream:
+        with atomic_file(_folder() / f"{_digest(key)}.json") as stream:
             stream.write(json.dumps({"key": key, "value": value}).encode())
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         _warn(error)
     return value
 
@@ -117,7 +120,7 @@ def _line(text: str) -> Any:
 
 
 def _write(path: Path, key: dict[str, Any], arrays: list[np.ndarray]) -> None:
-    """Write a file of arrays, and make room for it; one that is over the limit alone is not kept."""
+    """Write a file of arrays, where there is room for it."""
     described: list[dict[str, Any]] = []
     size = 0
     for array in arrays:
@@ -125,9 +128,8 @@ def _write(path: Path, key: dict[str, Any], arrays: list[np.ndarray]) -> None:
         size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
     header = json.dumps({"key": key, "arrays": described, "size": size}).encode()
     start = _start(len(header))
-    if start + size > LIMIT:
+    if not _make_room(path.parent, start + size):
         return
-    _make_room(path.parent, start + size)
     with atomic_file(path) as stream:
         stream.write(_MAGIC + _LENGTH.pack(len(header)) + header)
         for array, where in zip(arrays, described, strict=True):
@@ -137,7 +139,7 @@ def _write(path: Path, key: dict[str, Any], arrays: list[np.ndarray]) -> None:
 
 
 def _read(path: Path, key: dict[str, Any]) -> tuple[Csr, Csr] | None:
-    """The matrices of a file, mapped; None if it is not there, not whole, or for something else.
+    """The matrices of a file, mapped; None if it is not there, not whole by header and length, or for something else.
 
     They are mapped copy-on-write: pages are shared until somebody writes to them, and the file never changes.
     """
@@ -169,23 +171,25 @@ def _start(header_length: int) -> int:
     return -(-(len(_MAGIC) + _LENGTH.size + header_length) // _ALIGNMENT) * _ALIGNMENT
 
 
-def _make_room(folder: Path, size: int) -> None:
-    """Remove what killed processes left, and the files unused for longest until there is room; for the lock's holder.
+def _make_room(folder: Path, size: int) -> bool:
+    """Remove what killed processes left, and the files unused for longest until there is room; whether there is.
 
-    Who has a file mapped keeps it.
+    For the lock's holder.
     """
     for stale in folder.glob(f".*.matrix.*{TEMPORARY_SUFFIX}"):
         stale.unlink(missing_ok=True)
     files = sorted(((path.stat(), path) for path in folder.glob("*.matrix")), key=lambda entry: entry[0].st_mtime_ns)
     total = size + sum(stat.st_size for stat, _ in files)
     for stat, path in files:
-        if total <= LIMIT:
-            return
+        if total <= LIMIT or time.time() - stat.st_mtime < IN_USE:
+            break
         path.unlink(missing_ok=True)
         total -= stat.st_size
+    return total <= LIMIT
 
 
 def _warn(error: Exception) -> None:
     """Warn, once: Python shows a text from one place only once."""
-    reason = (isinstance(error, OSError) and error.strerror) or type(error).__name__
-    warnings.warn(f"{_folder()}: {reason}; the matrices of the scan are built again at every start", stacklevel=1)
+    where = f" for {error.filename}" if isinstance(error, OSError) and error.filename else ""
+    reason = f"{(isinstance(error, OSError) and error.strerror) or error}{where}"
+    warnings.warn(f"no cache on disk ({reason}): the matrices of the scan are built again at every start", stacklevel=1)

@@ -1,8 +1,9 @@
 """Sparse products as torch operators, and linear maps as differentiable functions."""
 
 import warnings
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -101,28 +102,35 @@ def stack_rows(make: Callable[[int, int], Csr], n_rows: int, step: int, n_column
     Args:
         make: rows of the matrix, their indices in any order; called in several threads at once.
         n_rows, n_columns: shape of the matrix.
-        at_most: more values than it has; memory is taken for those that it has.
+        at_most: no fewer values than it has; memory is taken for those that it has.
     """
-    index = index_type(max(at_most, n_columns))
-    starts = np.zeros(n_rows + 1, dtype=index)
-    # The system gives memory to pages when they are first written, so that those beyond the end cost nothing.
-    indices, values = np.empty(at_most, dtype=index), np.empty(at_most, dtype=np.float32)
-
-    def sorted_part(first: int) -> Csr:
-        part = make(first, min(first + step, n_rows))
+    starts = np.zeros(n_rows + 1, dtype=np.int64)
+    # Linux gives memory to pages when they are first written, so that those beyond the end cost nothing.
+    indices = np.empty(at_most, dtype=index_type(n_columns))
+    values = np.empty(at_most, dtype=np.float32)
+    for first, part in _made_ahead(make, n_rows, step):
         rows = np.repeat(np.arange(len(part.starts) - 1), np.diff(part.starts))
         key = (rows * n_columns + part.indices).astype(index_type(step * n_columns), copy=False)
-        # torch sorts whole numbers by radix, six times faster than numpy.
+        # torch sorts whole numbers by radix, six times faster than numpy, and in threads of its own.
         order = torch.sort(torch.from_numpy(key)).indices.numpy()
-        return Csr(part.starts, part.indices[order], part.values[order])
+        before, after = starts[first], starts[first] + len(order)
+        starts[first + 1 : first + len(part.starts)] = before + part.starts[1:]
+        indices[before:after], values[before:after] = part.indices[order], part.values[order]
+    index = index_type(max(starts[-1], n_columns))
+    return Csr(starts.astype(index), indices[: starts[-1]].astype(index, copy=False), values[: starts[-1]])
 
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        for first, part in zip(range(0, n_rows, step), pool.map(sorted_part, range(0, n_rows, step)), strict=True):
-            before = starts[first]
-            starts[first + 1 : first + len(part.starts)] = before + part.starts[1:]
-            indices[before : before + len(part.indices)] = part.indices
-            values[before : before + len(part.values)] = part.values
-    return Csr(starts, indices[: starts[-1]], values[: starts[-1]])
+
+def _made_ahead(make: Callable[[int, int], Csr], n_rows: int, step: int) -> Iterator[tuple[int, Csr]]:
+    """First row and part of each part, in order; of those to come, as many are made as there are threads."""
+    ahead: deque[tuple[int, Future[Csr]]] = deque()
+    with ThreadPoolExecutor(n_threads := torch.get_num_threads()) as pool:
+        for first in range(0, n_rows, step):
+            ahead.append((first, pool.submit(make, first, min(first + step, n_rows))))
+            if len(ahead) > n_threads:
+                done, part = ahead.popleft()
+                yield done, part.result()
+        for done, part in ahead:
+            yield done, part.result()
 
 
 def transpose_csr(matrix: Csr, n_columns: int, n_blocks: int = 1) -> Csr:
@@ -136,10 +144,10 @@ def transpose_csr(matrix: Csr, n_columns: int, n_blocks: int = 1) -> Csr:
     n_rows, n_values = len(matrix.starts) - 1, len(matrix.values)
     counts = _counts(matrix.indices, n_blocks * n_columns).reshape(n_blocks, n_columns)
     ends = np.cumsum(counts.T.ravel())
-    starts = np.concatenate([[0], ends[n_blocks - 1 :: n_blocks]]).astype(matrix.starts.dtype)
     # Where the next value of each column of each block belongs.
     free = (ends.reshape(n_columns, n_blocks).T - counts).ravel()
     indices = np.empty(n_values, dtype=index_type(max(n_values, n_blocks * n_rows)))
+    starts = np.concatenate([[0], ends[n_blocks - 1 :: n_blocks]]).astype(indices.dtype)
     values = np.empty_like(matrix.values)
     for first in range(0, n_values, _CHUNK):
         last = min(first + _CHUNK, n_values)

@@ -17,15 +17,16 @@ from qnmixer.training.planning import AUTOCAST
 MAX_HU = 1.0
 """By how much half precision may change a pixel."""
 _CHECKED = 16
-"""Every so many batches are computed both ways; the first is."""
+"""Every so many batches are computed both ways, and among the first so many the first, second, third, fifth, ninth."""
 _REFILLS = 2
 
 
 class BatchedNetwork:
     """x_T of scans, `batch_size` at a time, in the precision that was asked for as far as the images allow it.
 
-    Half precision is used from the iteration on from which it changes no pixel by more than `MAX_HU`. That is found on
-    the first batch and looked at again now and then; batches that were computed both ways are those of float32.
+    Half precision is used from the iteration on from which it changes no pixel by more than `MAX_HU` in the batches
+    that are computed both ways: the first few, then every so many. Of those the images of float32 are kept, as of a
+    batch in which half precision overflows.
 
     Raises ConfigError for a precision that the device does not have.
     """
@@ -73,12 +74,14 @@ class BatchedNetwork:
     def _images(self, scans: Sequence[Scan]) -> Tensor:
         """x_T [B, 1, S, S] in the chosen precision; of every so many batches in float32, and the choice looked at."""
         y = sinograms_of(self.module, scans)
-        if self._first_half == self.module.network.n_iterations or self._n_batches % _CHECKED:
-            x = self._run(scans, y, self._first_half)
-        else:
-            x = self._run(scans, y, self.module.network.n_iterations)
-            self._check(scans, y, x)
+        n, number = self.module.network.n_iterations, self._n_batches
         self._n_batches += 1
+        is_power_of_two = number & (number - 1) == 0
+        if self._first_half == n or (number % _CHECKED and not is_power_of_two):
+            x = self._run(scans, y, self._first_half)
+            return x if self._first_half == n or torch.isfinite(x).all() else self._run(scans, y, n)
+        x = self._run(scans, y, n)
+        self._check(scans, y, x)
         return x
 
     def _check(self, scans: Sequence[Scan], y: Tensor, exact: Tensor) -> None:

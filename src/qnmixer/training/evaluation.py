@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.loggers import Logger, WandbLogger
 from rich.console import Console
 from rich.progress import track
@@ -179,8 +178,8 @@ def evaluate(
     found: dict[int, tuple[list[ImageScore], PageSlice | None]] = {}
     quiet = rank() != 0 or not Console().is_terminal
     for host_batch in track(data.loader(split), description="evaluating", transient=True, disable=quiet):
-        batch: Batch = move_data_to_device(host_batch, device)
-        numbers, weights = batch["sample"].tolist(), batch["weight"].tolist()
+        numbers, weights = host_batch["sample"].tolist(), host_batch["weight"].tolist()
+        batch: Batch = data.transfer_batch_to_device(host_batch, device, 0)
         with torch.no_grad():
             y = module.measure(batch, "test")
             images = {name: [method(y)] for name, method in methods.items()}

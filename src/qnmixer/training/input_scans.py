@@ -154,7 +154,10 @@ class _ScanFile:
 
     def fitted(self, k: int) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
         """Sinogram k [V, D] on the network's rays, in its own unit, and which views are missing."""
-        sinogram = read_frame(self.file, k) if self._sinogram is None else self._sinogram
+        try:
+            sinogram = read_frame(self.file, k) if self._sinogram is None else self._sinogram
+        except SkipFile as reason:  # it was there a moment ago
+            raise DataError(f"{self.file} cannot be used: {reason}") from reason
         return fit_scan(sinogram, self.layout, self.module.projector.geometry, str(self.file))
 
     def check(self, k: int) -> None:

@@ -83,15 +83,16 @@ class ReconstructionModule(L.LightningModule):
     def project(self, image: Tensor, fine: Tensor | None = None) -> Tensor:
         """A x [B, 1, V, D] of images [B, 1, S, S], or rather, where there are any, of the same finer [B, 1, f·S, f·S].
 
-        The finer matrix, A alone, is built when the first are seen; it is no part of checkpoints.
+        One by one, as a product of more columns rounds otherwise, and the last bit can decide which photon counts noise
+        draws. The finer matrix, A alone, is built when the first are seen; it is no part of checkpoints.
         """
         if fine is None:
-            return self.projector(image)
+            return torch.cat([self.projector(x) for x in image.split(1)])
         if self._fine_matrix is None:
             data = replace(self.config.data, image_size=fine.shape[-1])
             self._fine_matrix = system_matrix(build_geometry(replace(self.config, data=data)))
         matrix = self._fine_matrix.to(fine.device)
-        return apply_linear(fine, matrix, matrix.transpose)
+        return torch.cat([apply_linear(x, matrix, matrix.transpose) for x in fine.split(1)])
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss of one batch."""

@@ -1,7 +1,6 @@
 """The line that a training run ends with when its step does not fit: what it needs, what there was, what would fit."""
 
 import os
-import resource
 import time
 
 import torch
@@ -24,6 +23,8 @@ def memory_of(device: torch.device) -> float:
     """MiB that a process can have: on CUDA what is free, on a CPU its share of all, or what its limit leaves."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] / MIB
+    import resource  # not on Windows, where reconstruct needs this file
+
     page = os.sysconf("SC_PAGE_SIZE")
     total = os.sysconf("SC_PHYS_PAGES") * page // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)

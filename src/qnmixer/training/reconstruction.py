@@ -1,7 +1,7 @@
 """Slices or measured sinograms in, reconstructions in HU out: DICOM, NumPy, PNG; a batch at a time, however many."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -39,13 +39,29 @@ def reconstruct_input(config: ReconstructConfig) -> int:
     network, writer = BatchedNetwork(module, batch_size, config.precision), _Writer(module, config)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("reconstructing", total=n_files)
-        while batch := [*islice(scans, batch_size)]:
+        for batch in _in_batches(scans, batch_size):
             writer.write(batch, network(batch))
             progress.advance(task, len(batch))
     if not writer.count:
         raise DataError(f"input={path} holds nothing that could be reconstructed: see the warning above")
     console.print(f"{writer.count} reconstruction(s) as {', '.join(config.formats)} in {config.output}", soft_wrap=True)
     return writer.count
+
+
+def _in_batches(scans: Iterator[Scan], size: int) -> Iterator[list[Scan]]:
+    """Lists of `size`; what was read before an error is handed on before it is raised."""
+    error: Exception | None = None
+    while error is None:
+        batch: list[Scan] = []
+        try:
+            batch.extend(islice(scans, size))
+        except Exception as its:
+            error = its
+        if batch:
+            yield batch
+        elif error is None:
+            return
+    raise error
 
 
 class _Writer:
