@@ -230,7 +230,9 @@ def test_half_precision(recorded: dict[str, list[dict[str, Any]]], name: str) ->
         assert overall(found["gradients"], expected["gradients"]) < 2e-3
         assert difference(found["gradients"], expected["gradients"]) < 3e-2  # sums that cancel, as above
         assert overall(found["weights"], expected["weights"]) < 1e-3
-        assert difference(found["weights"], expected["weights"]) < 1e-2  # AdamW makes steps of them, however small
+        # AdamW makes a step of lr of every gradient, also of one that rounding has decided: few weights differ by that.
+        moved = torch.cat([(found["weights"][n] - w).flatten() for n, w in expected["weights"].items()]).abs()
+        assert float((moved > 0.3 * 1e-3).float().mean()) < 2e-3
         assert found["scales"] == expected["scales"]
     first, *others = recorded[f"{name} skipping"]
     assert first["scales"][0] < TOO_LARGE  # the first step was skipped
