@@ -62,8 +62,9 @@ readme: install ## run the demo and put its table and picture into README.md
 	cp runs/readme/evaluation/picture.png notebooks/demo.png
 	$(call into_readme,table,runs/readme/evaluation/table.md)
 
-results: install ## keep the tables that make compare left in notebooks/results (compare_small: in README.md too)
+results: install ## keep the tables of make compare and make bench in notebooks/results (compare_small: in README.md too)
 	mkdir -p notebooks/results
+	[ ! -e bench/bench.md ] || cp bench/bench.md notebooks/results/
 	cp $(SWEEP)/comparison/comparison.md notebooks/results/$(EXPERIMENT).md
 ifeq ($(EXPERIMENT),compare_small)
 	cp $(SWEEP)/comparison/comparison.png notebooks/results/compare_small.png

@@ -286,9 +286,7 @@ def show(found: dict[str, Any], console: Console) -> None:
         cells = ("", "") if inferred is None else (f"{inferred['seconds']:.3f}", f"{inferred['times_as_fast']:.2f}")
         table.add_row(name, f"{row['seconds']:.3f}", f"{row['times_as_fast']:.2f}{mark}", *cells)
     console.print(table)
-    table = Table(
-        "part of a step", "ms", "of the step", "plain, ms", "times as fast", "floor, ms", "over it", "bound by"
-    )
+    table = Table("part", "ms", "of step", "plain", "× as fast", "floor", "× above", "bound by")
     table.title = (
         f"By part, forward and backward, ms; floors at {found['bandwidth'] / 1e9:.1f} GB/s and "
         f"{found['matrix_rate'] / 1e9:.0f} GFLOP/s"
