@@ -35,7 +35,7 @@ class Batch(TypedDict):
     fine: NotRequired[Tensor]  # [B, 1, f·S, f·S], to simulate from; with data.simulation_factor = f above 1
     hu_offset: Tensor  # [B]
     hu_scale: Tensor  # [B]
-    sample: Tensor  # [B], int64: epoch · length + index; on the host
+    sample: Tensor  # [B], int64: epoch · length + index; on the host in training and evaluation
     weight: Tensor  # [B], what each counts for; 0 for one that only fills the batch
     name: list[str]
 
