@@ -153,6 +153,7 @@ def srun(process: int, port: str) -> dict[str, str]:
     }  # fmt: skip
 
 
+@pytest.mark.long
 def test_two_nodes_train_as_one_process_does(start: Start, tmp_path: Path) -> None:
     """Under torchrun, and in the environment of srun: one folder, and the losses of one process on the same samples."""
     single = start("data.n_train=7", folder=tmp_path / "single")

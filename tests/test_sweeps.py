@@ -59,6 +59,7 @@ def test_jobs_of_several_processes_follow_each_other(
     assert len(offline_runs(folder)) == 3
 
 
+@pytest.mark.long
 def test_a_search_over_jobs_of_two_processes(start: Start, tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     search = ["-m", "hydra/sweeper=search", "strategy=ddp", "trainer.devices=2", "hydra.sweep.dir=search"]

@@ -13,6 +13,7 @@ TINY = (
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_bench_measures_and_writes_what_it_shows(tmp_path: Path) -> None:
     script, path = Path(__file__).with_name("bench_data.py"), tmp_path / "new folder" / "data.json"
     command = [sys.executable, script, "--slices", "4", "--steps", "3", "--json", path]

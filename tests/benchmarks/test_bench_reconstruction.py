@@ -7,6 +7,7 @@ import pytest
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 def test_bench_follows_a_series_and_its_memory_is_flat(tmp_path: Path) -> None:
     """The bench's own 1,000 slices are held to 5 %; a few small ones, with less around them, to 10 %."""

@@ -24,7 +24,8 @@ def projector() -> FanBeamProjector:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["keep", pytest.param("recompute", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
 def test_the_same_gradients_from_few_graphs(
     projector: FanBeamProjector, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -246,6 +246,7 @@ except OutOfMemory as error:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the address space is read from /proc")
 def test_a_slice_that_does_not_fit_is_one_line(tiny_module: Build, tmp_path: Path) -> None:
     """Limited once the network is built, which takes more than a slice."""
