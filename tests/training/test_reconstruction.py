@@ -213,6 +213,7 @@ def limited(mib: int, run: Path, source: Path, *options: str) -> subprocess.Comp
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the address space is read from /proc")
 def test_a_batch_that_does_not_fit_is_halved(tiny_module: Build, tmp_path: Path) -> None:
     """Real allocations that the system refuses."""

@@ -11,7 +11,8 @@ from qnmixer.training.planning import MIB, Planner
 
 _SECONDS = 20.0
 
-_SAYS_SO = ("out of memory", "can't allocate memory", "alloc_failed")
+# The last is how a CPU's convolutions say it.
+_SAYS_SO = ("out of memory", "can't allocate memory", "alloc_failed", "could not create a primitive")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
