@@ -17,7 +17,7 @@ from qnmixer.models.incept_mixer import InceptMixer
 from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.fbp import backprojection_matrix, ramp_response, ray_weights
 from qnmixer.physics.rays import system_matrix
-from qnmixer.physics.scan import ScanLayout, ScanMatrix
+from qnmixer.physics.scan import Numbering, ScanMatrix
 
 FIGURE = (
     "model.detail_channels=0 model.data_steps=1 model.nonnegative=false model.learned_trust=false model.codec_kernel=1 "
@@ -53,7 +53,7 @@ class PlainOperator:
 
 def _both(matrix: ScanMatrix, geometry: FanBeamGeometry, device: torch.device) -> tuple[Tensor, Tensor]:
     """M [V · D, H · W] and Mᵀ, rows by (view, bin), pixels in row-major order."""
-    layout = ScanLayout(geometry)
+    layout = Numbering(geometry)
     numbers = torch.sparse_csr_tensor(
         matrix.starts, matrix.pixels, matrix.values, (layout.n_rays, layout.n_pixels), check_invariants=False
     )

@@ -13,7 +13,7 @@ import numpy as np
 from qnmixer.errors import GeometryError
 from qnmixer.physics.geometry import FULL_TURN, FanBeamGeometry
 from qnmixer.physics.matrix_cache import load_or_build
-from qnmixer.physics.scan import ScanLayout, ScanMatrix
+from qnmixer.physics.scan import Numbering, ScanMatrix
 from qnmixer.physics.sparse import Csr, stack_rows, transpose_csr
 
 FBP_WINDOWS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -75,7 +75,7 @@ def backprojection_matrix(geometry: FanBeamGeometry) -> ScanMatrix:
     """Weighted back-projection, as the transpose of the matrix returned; a large one from the cache on disk."""
 
     def build() -> tuple[Csr, Csr]:
-        layout = ScanLayout(geometry)
+        layout = Numbering(geometry)
         backward = _by_pixels(geometry)
         return transpose_csr(backward, layout.n_rays, layout.quarters), backward
 
@@ -83,12 +83,12 @@ def backprojection_matrix(geometry: FanBeamGeometry) -> ScanMatrix:
 
 
 def _by_pixels(geometry: FanBeamGeometry) -> Csr:
-    """Weighted pixel-driven back-projection of the distinct views: rows are pixels, columns rays, as in `ScanLayout`.
+    """Weighted pixel-driven back-projection of the distinct views: rows are pixels, columns rays, as in `Numbering`.
 
     Each pixel takes from each view the filtered row where the ray through its centre meets the detector, linearly
     interpolated, times (source_to_axis / distance along the central ray)² and the angle between views.
     """
-    layout = ScanLayout(geometry)
+    layout = Numbering(geometry)
     n_views, n_detectors, size = geometry.n_distinct_views, geometry.n_detectors, geometry.image_size
     angles = geometry.angles()[:n_views]
     numbers = layout.ray_numbers() + layout.n_rays * np.arange(layout.quarters)[:, None, None]

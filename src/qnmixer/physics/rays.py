@@ -4,7 +4,7 @@ import numpy as np
 
 from qnmixer.physics.geometry import FanBeamGeometry
 from qnmixer.physics.matrix_cache import load_or_build
-from qnmixer.physics.scan import ScanLayout, ScanMatrix
+from qnmixer.physics.scan import Numbering, ScanMatrix
 from qnmixer.physics.sparse import Csr, stack_rows, transpose_csr
 
 _CHUNK = 2**17
@@ -17,7 +17,7 @@ def system_matrix(geometry: FanBeamGeometry) -> ScanMatrix:
     """A, of values in mm; a large one from the cache on disk."""
 
     def build() -> tuple[Csr, Csr]:
-        layout = ScanLayout(geometry)
+        layout = Numbering(geometry)
         forward = _by_rays(geometry)
         return forward, transpose_csr(forward, layout.n_pixels, layout.quarters)
 
@@ -25,8 +25,8 @@ def system_matrix(geometry: FanBeamGeometry) -> ScanMatrix:
 
 
 def _by_rays(geometry: FanBeamGeometry) -> Csr:
-    """A of the distinct views: rows are rays, columns are pixels, numbered as `ScanLayout` says."""
-    layout = ScanLayout(geometry)
+    """A of the distinct views: rows are rays, columns are pixels, numbered as `Numbering` says."""
+    layout = Numbering(geometry)
     numbers = layout.pixel_numbers()
     order = np.full(layout.n_rays, -1)
     order[layout.ray_numbers().ravel()] = np.arange(layout.ray_numbers().size)

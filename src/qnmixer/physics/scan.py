@@ -15,7 +15,7 @@ _COLUMNS = 32
 """Columns of a product; of more, the values that the rows share leave the cache."""
 
 
-class ScanLayout:
+class Numbering:
     """How the rows and columns of a matrix between pixels and rays are numbered, with the symmetry and without.
 
     With the symmetry, the first V/4 views serve all: view j + k·V/4 of an image is view j of the image turned back by k
@@ -129,7 +129,7 @@ class ScanMatrix(FullPrecisionModule):
 
     Args:
         geometry: the scan.
-        forward: [M_0 …] as [R, Q·P], numbered as `ScanLayout` says.
+        forward: [M_0 …] as [R, Q·P], numbered as `Numbering` says.
         backward: [M_0ᵀ …] as [P, Q·R].
     """
 
@@ -142,7 +142,7 @@ class ScanMatrix(FullPrecisionModule):
 
     def __init__(self, geometry: FanBeamGeometry, forward: Csr, backward: Csr) -> None:
         super().__init__()
-        self._layout = ScanLayout(geometry)
+        self._layout = Numbering(geometry)
         names = ("starts", "pixels", "values", "starts_t", "rays", "values_t")
         for name, array in zip(names, (*forward, *backward), strict=True):
             self.register_buffer(name, torch.from_numpy(array), persistent=False)
