@@ -77,6 +77,15 @@ class PhysicalNoiseConfig:
     electronic_sigma: float = number(at_least=0)  # counts
 
 
+@dataclass(kw_only=True)
+class MixedNoiseConfig(PhysicalNoiseConfig):
+    """The field's noise for some samples, counts for the rest."""
+
+    physical_share: float = number(at_least=0, at_most=1)
+    field_photons: float = number(above=0, at_most=1e15)
+    field_sigma: float = number(at_least=0)
+
+
 NoiseConfig = NoNoiseConfig | FieldNoiseConfig | PhysicalNoiseConfig
 
 
@@ -389,7 +398,12 @@ class EvaluationConfig:
 
 GROUPS: dict[str, dict[str, type]] = {
     "geometry": {"fan_beam": GeometryConfig},
-    "noise": {"none": NoNoiseConfig, "field": FieldNoiseConfig, "physical": PhysicalNoiseConfig},
+    "noise": {
+        "none": NoNoiseConfig,
+        "field": FieldNoiseConfig,
+        "physical": PhysicalNoiseConfig,
+        "mixed": MixedNoiseConfig,
+    },
     "model": {
         "qn_mixer": QNMixerConfig,
         "fbp": FBPConfig,
@@ -910,7 +924,7 @@ def check_noise(noise: NoiseConfig, scaling: str) -> None:
     """Raise ConfigError unless this noise has a meaning for slices scaled so."""
     if scaling == "minmax" and isinstance(noise, PhysicalNoiseConfig):
         raise ConfigError(
-            "noise=physical needs an attenuation scale that slices share: use data.scaling=attenuation, or noise=field"
+            f"noise={noise.name} needs an attenuation scale that slices share: use data.scaling=attenuation, or noise=field"
         )
 
 

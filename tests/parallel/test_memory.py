@@ -135,7 +135,7 @@ def peak_of_a_step(projector: FanBeamProjector, *overrides: str) -> float:
 def test_recomputing_takes_the_iterations_out_of_the_peak() -> None:
     """The paper's size, by torch's tracker: at T = 14 at most 130 MiB, where keeping needs more for 3 iterations."""
     projector = FanBeamProjector(FanBeamGeometry.paper(32))
-    projector.fbp_spectral_radius()
+    projector.safe_step_size()
     recompute = ["memory=recompute", "model.n_iterations=14"]
     assert peak_of_a_step(projector, *recompute) < 130 < peak_of_a_step(projector, "model.n_iterations=3")
     # What an iteration leaves: the directions s and z, 0.25 MiB each; in backward, as much again for their gradients.

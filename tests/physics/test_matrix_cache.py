@@ -74,7 +74,7 @@ def expected() -> list[Tensor]:
 
 def test_small_matrices_leave_the_disk_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    FanBeamProjector(GEOMETRY).fbp_spectral_radius()
+    FanBeamProjector(GEOMETRY).safe_step_size()
     assert not list(tmp_path.iterdir())
 
 
@@ -283,15 +283,15 @@ def test_processes_at_once_share_one_file(folder: Path, tmp_path: Path) -> None:
 
 def test_norms_are_kept_with_the_matrices(folder: Path) -> None:
     first = FanBeamProjector(GEOMETRY)
-    norm, radius = first.operator_norm(), first.fbp_spectral_radius()
+    norm, radius = first.operator_norm(), first.safe_step_size()
     second = FanBeamProjector(GEOMETRY)
-    assert (second.operator_norm(), second.fbp_spectral_radius()) == (norm, radius)
+    assert (second.operator_norm(), second.safe_step_size()) == (norm, radius)
     for path in folder.glob("*.json"):
         record = json.loads(path.read_text())
         path.write_text(json.dumps(record | {"value": record["value"] + 1}))
     third = FanBeamProjector(GEOMETRY)
-    assert (third.operator_norm(), third.fbp_spectral_radius()) == (norm + 1, radius + 1)
-    assert FanBeamProjector(GEOMETRY, "hann").fbp_spectral_radius() < radius
+    assert (third.operator_norm(), third.safe_step_size()) == (norm + 1, radius + 1)
+    assert FanBeamProjector(GEOMETRY, "hann").safe_step_size() < radius
     for path in folder.glob("*.json"):
         path.write_text(path.read_text()[:20])
     assert FanBeamProjector(GEOMETRY).operator_norm() == norm

@@ -124,15 +124,15 @@ def test_offloading_moves_what_it_saves(planner: Planner) -> None:
 def test_planning_leaves_random_numbers_and_the_operator_as_they_were() -> None:
     config = config_of("model.data_term=adjoint model.n_iterations=1")
     planner = Planner(config)
-    norms = planner.projector.fbp_spectral_radius(), planner.projector.operator_norm()
+    norms = planner.projector.safe_step_size(), planner.projector.operator_norm()
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
     planner.predict(config)
     assert torch.equal(torch.rand(3), expected)
     fresh = build_projector(config)
-    assert norms == (fresh.fbp_spectral_radius(), fresh.operator_norm())
-    assert norms == (planner.projector.fbp_spectral_radius(), planner.projector.operator_norm())
+    assert norms == (fresh.safe_step_size(), fresh.operator_norm())
+    assert norms == (planner.projector.safe_step_size(), planner.projector.operator_norm())
 
 
 @pytest.mark.parametrize("limit", [20.0, 60.0])

@@ -7,7 +7,7 @@ from qnmixer.errors import ConfigError
 from qnmixer.physics import FanBeamProjector
 
 DATA_TERMS = ("fbp", "adjoint")
-"""What A† may be: filtered back-projection, or Aᵀ/‖A‖²."""
+"""What A† may be: filtered back-projection by the exact transpose (`filtered_adjoint`), or Aᵀ/‖A‖²."""
 
 
 def check_data_term(kind: str) -> None:
@@ -20,7 +20,7 @@ def data_gradient(projector: FanBeamProjector, kind: str, x: Tensor, y: Tensor) 
     """A†(A x − y), [B, 1, H, W]; in float32 whatever the autocast."""
     residual = projector(x) - y
     if kind == "fbp":
-        return projector.fbp(residual)
+        return projector.filtered_adjoint(residual)
     return projector.adjoint(residual) / projector.operator_norm() ** 2
 
 
@@ -36,5 +36,8 @@ def data_descent(projector: FanBeamProjector, kind: str, x: Tensor, y: Tensor, s
 
 
 def safe_step_size(projector: FanBeamProjector, kind: str) -> float:
-    """1 over the spectral radius of A†A, half the largest λ at which x − λ A†(A x − y) converges."""
-    return 1.0 / projector.fbp_spectral_radius() if kind == "fbp" else 1.0
+    """1 over the spectral radius of A†A, half the largest λ at which x − λ A†(A x − y) converges.
+
+    Both kinds of A†A are symmetric and positive, so this radius alone bounds the step: on no grid does an error grow.
+    """
+    return projector.safe_step_size() if kind == "fbp" else 1.0

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from qnmixer.models.data_term import check_data_term, data_gradient
+from qnmixer.models.nonnegative import nonnegative
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamProjector
 
@@ -15,13 +16,14 @@ class LEARN(UnrolledNetwork[Tensor]):
 
     G_t is three 5×5 convolutions, 1 → C → C → 1 channels, with ReLU between them and weights of its own in each
     iteration. As in the authors' public training code: λ_t from 0, weights from N(0, 0.01²), biases from 0, and a ReLU
-    that closes every iteration (attenuation is not negative).
+    that closes every iteration (attenuation is not negative), here with a gradient that can lift a black image.
 
     Args:
         projector: A, Aᵀ and FBP of the scan.
         n_iterations: T (authors' code: 50; in comparisons of the field 30 to 50).
         channels: C (paper: 48).
-        data_term: A† = "adjoint", Aᵀ/‖A‖² (paper, which leaves the scale to λ_t), or "fbp" (field).
+        data_term: A† = "adjoint", Aᵀ/‖A‖² (paper, which leaves the scale to λ_t), or "fbp" (field), here by
+            the exact transpose.
 
     Raises:
         ConfigError: the data term is none of these.
@@ -50,7 +52,7 @@ class LEARN(UnrolledNetwork[Tensor]):
     def step(self, t: int, y: Tensor, state: Tensor) -> Tensor:
         """A step against the data gradient and against G_t, both taken at x_t."""
         descent = self.step_sizes[t] * data_gradient(self.projector, self.data_term, state, y)
-        return torch.relu(state - descent - self.regularizers[t](state))
+        return nonnegative(state - descent - self.regularizers[t](state))
 
     def blocks(self) -> list[nn.Module]:
         """The CNNs."""

@@ -18,6 +18,7 @@ from qnmixer.models.latent_bfgs import (
     direction,
     summed_changes,
 )
+from qnmixer.models.nonnegative import nonnegative
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamProjector
 
@@ -59,7 +60,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         latent_factor, latent_channels: the latent is latent_channels × (H/factor) × (W/factor).
         shared_regularizer: one Incept-Mixer for all iterations (one J, as drawn) or one each (the author's other code).
         shared_step_size: one λ for all iterations, or one each.
-        data_term: A† = "fbp" (author, field) or "adjoint", Aᵀ/‖A‖².
+        data_term: A† = "fbp" (author, field), here by the exact transpose, or "adjoint", Aᵀ/‖A‖².
         data_steps: steps along the data term in an iteration, each with a λ of its own (figure: 1).
         nonnegative: the image is max(0, x_t) but for FBP, x₀; iterations go on from x_t.
         hessian: "bfgs"; or, of first order, "identity" (H_t = I), and "momentum" (H_t = I, and s_t = −r_t + β_t s_{t−1}
@@ -148,7 +149,7 @@ class QNMixer(UnrolledNetwork[QNState]):
     def image(self, state: QNState) -> Tensor:
         """x_t, or max(0, x_t) after an iteration."""
         x = self._iterate(state)
-        return x.clamp_min(0) if self.nonnegative and state.steps else x
+        return nonnegative(x) if self.nonnegative and state.steps else x
 
     def _iterate(self, state: QNState) -> Tensor:
         """x_t = x₀ + D(s_0 + … + s_{t−1}), as D is linear."""

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from qnmixer.errors import ConfigError
 from qnmixer.models.data_term import data_gradient
+from qnmixer.models.nonnegative import nonnegative
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamProjector
 
@@ -74,7 +75,7 @@ class RegFormer(UnrolledNetwork[RegFormerState]):
         """A step against the data gradient and along R_t, both taken at x_t."""
         regularization, features = self.regularizers[t](state.x, state.features)
         descent = self.step_sizes[t] * data_gradient(self.projector, "fbp", state.x, y)
-        return RegFormerState(torch.relu(state.x - descent + regularization), features)
+        return RegFormerState(nonnegative(state.x - descent + regularization), features)
 
     def image(self, state: RegFormerState) -> Tensor:
         """x_t."""

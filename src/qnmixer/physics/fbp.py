@@ -49,6 +49,17 @@ def ray_weights(geometry: FanBeamGeometry) -> np.ndarray:
     return np.cos(fan) * own / total
 
 
+def matched_gain(geometry: FanBeamGeometry) -> float:
+    """What Aᵀ after the ramp is multiplied by for the gain of FBP.
+
+    Aᵀ sums intersection lengths: a view adds pixel²/pitch of a row to each pixel, where back-projection adds the angle
+    between views. A line that is seen from both sides counts half.
+    """
+    pitch = geometry.detector_pitch * geometry.source_to_axis / geometry.source_to_detector
+    redundancy = min(1.0, math.pi / abs(geometry.angle_span))
+    return redundancy * abs(geometry.angle_step) * pitch / geometry.pixel_size**2
+
+
 def ramp_response(geometry: FanBeamGeometry, filter_name: str) -> np.ndarray:
     """Frequency response of the ramp at the virtual detector, real float64 [n/2 + 1] for padded rows of n samples.
 

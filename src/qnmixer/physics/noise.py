@@ -108,6 +108,35 @@ class PhysicalNoise:
         return -np.log(np.maximum(counts, _FEWEST_COUNTS) / self.photons) / self.attenuation_per_value
 
 
+@dataclass(frozen=True)
+class MixedNoise:
+    """Of some samples the field's noise, of the rest a physical one, so that one network serves both.
+
+    Args:
+        field, physical: the two.
+        physical_share: how likely a sample is to get the physical one; its key decides.
+
+    Raises:
+        ConfigError: if the share is out of range.
+    """
+
+    field: FieldNoise
+    physical: PhysicalNoise
+    physical_share: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.physical_share <= 1:
+            raise ConfigError(f"noise.physical_share={self.physical_share} must lie between 0 and 1")
+
+    def __call__(self, y: Tensor, keys: Sequence[Key]) -> Tensor:
+        """Return y with noise."""
+        return _per_sample(y, keys, self._sample)
+
+    def _sample(self, p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        chosen = self.physical if rng.random() < self.physical_share else self.field
+        return chosen._sample(p, rng)
+
+
 def _per_sample(y: Tensor, keys: Sequence[Key], sample: "_Sampler") -> Tensor:
     """Apply `sample` to each row of the batch with the generator of its key, in float64 on the CPU."""
     if len(keys) != len(y):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from qnmixer.errors import GeometryError
-from qnmixer.physics.fbp import backprojection_matrix, ramp_response, ray_weights
+from qnmixer.physics.fbp import backprojection_matrix, matched_gain, ramp_response, ray_weights
 from qnmixer.physics.geometry import FanBeamGeometry
 from qnmixer.physics.matrix_cache import load_or_compute
 from qnmixer.physics.rays import system_matrix
@@ -36,10 +36,11 @@ class FanBeamProjector(nn.Module):
         super().__init__()
         self.geometry = geometry
         self.fbp_filter = fbp_filter
-        response = ramp_response(geometry, fbp_filter)
+        response = torch.from_numpy(ramp_response(geometry, fbp_filter))
         self._rays = system_matrix(geometry)
         self._backprojection = backprojection_matrix(geometry)
-        self._filter = _RampFilter(torch.from_numpy(ray_weights(geometry)), torch.from_numpy(response))
+        self._filter = _RampFilter(torch.from_numpy(ray_weights(geometry)), response)
+        self._matched_filter = _RampFilter(torch.tensor(matched_gain(geometry)), response)
         self._norms: dict[str, float] = {}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,18 +69,27 @@ class FanBeamProjector(nn.Module):
             )
         return self._norms["operator"]
 
-    def fbp_spectral_radius(self) -> float:
-        """Spectral radius of FBP∘A, by power iteration from a fixed start; computed once.
+    def filtered_adjoint(self, y: Tensor) -> Tensor:
+        """A† y = Aᵀ F y: image [B, 1, H, W] of y [B, 1, V, D], with F the ramp of `fbp` and the gain of `fbp`.
 
-        A gradient step x − λ·FBP(A x − y) contracts for λ below 2 over this number.
+        This is what an iteration may take for FBP. `fbp` interpolates at pixel centres, so it is not the transpose of
+        A, and FBP∘A has eigenvalues with negative real parts where bins are finer than pixels: no step along it is
+        safe then, and a few dozen steps explode. A†A = Aᵀ F A is symmetric and positive, on every grid.
         """
-        if "fbp" not in self._norms:
-            self._norms["fbp"] = load_or_compute(
-                f"spectral radius of FBP with {self.fbp_filter}",
+        return self._apply_linear(y, "sinogram", self._filtered_adjoint, self._filtered_adjoint_transpose)
+
+    def safe_step_size(self) -> float:
+        """1 over the largest eigenvalue of A†A, by power iteration from a fixed start; computed once.
+
+        Power iteration comes from below, and x − λ A†(A x − y) never grows an error for λ up to twice this.
+        """
+        if "filtered" not in self._norms:
+            self._norms["filtered"] = load_or_compute(
+                f"norm of the filtered operator with {self.fbp_filter}",
                 self.geometry,
-                lambda: self._power_iteration(lambda x: self.fbp(self(x))),
+                lambda: self._power_iteration(lambda x: self.filtered_adjoint(self(x))),
             )
-        return self._norms["fbp"]
+        return 1 / self._norms["filtered"]
 
     @torch.no_grad()
     def _power_iteration(self, apply: Callable[[Tensor], Tensor], limit: int = 200, tolerance: float = 1e-5) -> float:
@@ -111,6 +121,12 @@ class FanBeamProjector(nn.Module):
 
     def _fbp(self, y: Tensor) -> Tensor:
         return self._backprojection.transpose(self._filter(y))
+
+    def _filtered_adjoint(self, y: Tensor) -> Tensor:
+        return self._rays.transpose(self._matched_filter(y))
+
+    def _filtered_adjoint_transpose(self, x: Tensor) -> Tensor:
+        return self._matched_filter.transpose(self._rays(x))
 
     def _fbp_transpose(self, x: Tensor) -> Tensor:
         return self._filter.transpose(self._backprojection(x))

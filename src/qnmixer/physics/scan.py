@@ -38,7 +38,7 @@ class Numbering:
         self._fans = -(-geometry.n_detectors // _FAN)
         self.n_rays = self._fans * self._n_views * _FAN
         height, width = self._corner_shape()
-        self.n_pixels = height * (width + _PADDING) + self._has_middle()
+        self.n_pixels = height * (width + _PADDING) + self.sums_middle
 
     def pixel_columns(self, x: Tensor) -> Tensor:
         """Columns [P, Q, B] of images [B, 1, H, W]: the corners, each turned to the top left."""
@@ -47,7 +47,7 @@ class Numbering:
         corners = self._unpadded(columns)
         for q, (rows, cols) in enumerate(self._corners()):
             corners[:, :, q] = torch.rot90(x[:, 0, rows, cols], self._turn * q, (1, 2)).permute(1, 2, 0)
-        if self._has_middle():
+        if self.sums_middle:
             columns[-1] = x[:, 0, height, height]
         return columns
 
@@ -58,7 +58,7 @@ class Numbering:
         corners = self._unpadded(columns).permute(2, 3, 0, 1)
         for q, (rows, cols) in enumerate(self._corners()):
             x[:, 0, rows, cols] = torch.rot90(corners[q], -self._turn * q, (1, 2))
-        if self._has_middle():
+        if self.sums_middle:
             x[:, 0, height, height] = columns[-1].sum(0)
         return x
 
@@ -93,6 +93,32 @@ class Numbering:
         views, bins = np.arange(self._n_views)[:, None], np.arange(self._n_detectors)
         return bins // _FAN * (self._n_views * _FAN) + views * _FAN + bins % _FAN
 
+    @property
+    def sums_middle(self) -> bool:
+        """Whether the corners share a middle pixel, whose value is a sum over them."""
+        return self.quarters == 4 and self._size % 2 == 1
+
+    def gathers(self) -> dict[str, Tensor]:
+        """Where the entries of a product's table, and of its result, come from: int32, by name.
+
+        They follow from running the methods above on numbers. Padding may come from anywhere: the matrix has no value
+        for it.
+        """
+        x = torch.arange(1, self._size**2 + 1).view(1, 1, self._size, -1)
+        y = torch.arange(1, self.quarters * self._n_views * self._n_detectors + 1)
+        rows = torch.arange(self.n_rays * self.quarters).view(self.n_rays, self.quarters)
+        pixels = torch.arange(self.n_pixels * self.quarters).view(self.n_pixels, self.quarters, 1)
+        images = self.images(pixels).flatten()
+        if self.sums_middle:
+            images[len(images) // 2] = pixels[-1, 0, 0]
+        tables = {
+            "image_table": _all_turns(self.pixel_columns(x), 1).flatten() - 1,
+            "sinogram_order": self.sinograms(rows).flatten(),
+            "sinogram_table": _all_turns(self.ray_columns(y.view(1, 1, -1, self._n_detectors)), -1).flatten() - 1,
+            "image_order": images,
+        }
+        return {name: table.clamp_min(0).int() for name, table in tables.items()}
+
     def _unpadded(self, columns: Tensor) -> Tensor:
         """Columns [P, …] as corners [height, width, …]."""
         height, width = self._corner_shape()
@@ -113,17 +139,14 @@ class Numbering:
         around = [(first, long_first), (long_last, first), (last, long_last), (long_first, last)]
         return around if self._turn < 0 else [around[-q % 4] for q in range(4)]
 
-    def _has_middle(self) -> bool:
-        """Whether the turns leave a pixel in its place."""
-        return self.quarters == 4 and self._size % 2 == 1
-
 
 class ScanMatrix(FullPrecisionModule):
     """M, a sparse matrix that takes images [B, 1, H, W] to sinograms [B, 1, V, D], and Mᵀ, both stored.
 
     By corner q the matrix of the first V/Q views is [M_0 … M_{Q−1}]. Quarter k of the sinogram of the corners c is
     Σ_q M_q c_{q+k}, and corner j of Mᵀ y is Σ_q M_qᵀ y_{j−q}, with y by quarters: either way one sparse matrix
-    times a table of the columns in all turns.
+    times a table of the columns in all turns. A gather makes the table, another puts the product in order: three
+    operators for one image, where starting an operator costs more than its work on small images.
 
     Values are float32 (float64 after `.double()`), indices int32; nothing is in `state_dict`.
 
@@ -139,34 +162,56 @@ class ScanMatrix(FullPrecisionModule):
     starts_t: Tensor
     rays: Tensor
     values_t: Tensor
+    image_table: Tensor
+    sinogram_order: Tensor
+    sinogram_table: Tensor
+    image_order: Tensor
 
     def __init__(self, geometry: FanBeamGeometry, forward: Csr, backward: Csr) -> None:
         super().__init__()
-        self._layout = Numbering(geometry)
-        names = ("starts", "pixels", "values", "starts_t", "rays", "values_t")
-        for name, array in zip(names, (*forward, *backward), strict=True):
+        layout = Numbering(geometry)
+        self._quarters, self._sums_middle = layout.quarters, layout.sums_middle
+        self._image_shape = (1, geometry.image_size, geometry.image_size)
+        self._sinogram_shape = (1, geometry.n_views, geometry.n_detectors)
+        arrays = dict(zip(("starts", "pixels", "values"), forward, strict=True))
+        arrays |= dict(zip(("starts_t", "rays", "values_t"), backward, strict=True))
+        for name, array in arrays.items():
             self.register_buffer(name, torch.from_numpy(array), persistent=False)
+        for name, order in layout.gathers().items():
+            self.register_buffer(name, order, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """M x: sinograms [B, 1, V, D] of images x [B, 1, H, W], both of the values' dtype."""
-        return torch.cat([self._project(part) for part in self._parts(x)])
+        matrix = self.starts, self.pixels, self.values
+        parts = [self._product(matrix, self.image_table, self.sinogram_order, part) for part in self._parts(x)]
+        return _joined(parts).view(-1, *self._sinogram_shape)
 
     def transpose(self, y: Tensor) -> Tensor:
         """Mᵀ y: images [B, 1, H, W] of sinograms y [B, 1, V, D], both of the values' dtype."""
-        return torch.cat([self._backproject(part) for part in self._parts(y)])
+        matrix, middle = (self.starts_t, self.rays, self.values_t), self._sums_middle
+        parts = [self._product(matrix, self.sinogram_table, self.image_order, part, middle) for part in self._parts(y)]
+        return _joined(parts).view(-1, *self._image_shape)
 
-    def _project(self, x: Tensor) -> Tensor:
-        table = _all_turns(self._layout.pixel_columns(x), 1)
-        return self._layout.sinograms(torch.ops.qnmixer.csr_product(self.starts, self.pixels, self.values, table))
-
-    def _backproject(self, y: Tensor) -> Tensor:
-        table = _all_turns(self._layout.ray_columns(y), -1)
-        corners = torch.ops.qnmixer.csr_product(self.starts_t, self.rays, self.values_t, table)
-        return self._layout.images(corners.unflatten(1, (self._layout.quarters, -1)))
+    def _product(
+        self, matrix: tuple[Tensor, Tensor, Tensor], table: Tensor, order: Tensor, x: Tensor, sums_middle: bool = False
+    ) -> Tensor:
+        """[B, values of an output] from [B, …]: columns in all turns, times the matrix, in the output's order."""
+        columns = x.reshape(len(x), -1).t().contiguous()  # a view for one sample
+        product = torch.ops.qnmixer.csr_product(
+            *matrix, columns.index_select(0, table).view(-1, len(x) * self._quarters)
+        )
+        if sums_middle:  # the four corners of an odd image share the middle pixel
+            middle = product[-1].view(self._quarters, -1)
+            middle[0] = middle.sum(0)
+        return product.view(-1, len(x)).index_select(0, order).t().contiguous()
 
     def _parts(self, batch: Tensor) -> tuple[Tensor, ...]:
         """The batch in parts of as many samples as one product takes."""
-        return batch.split(_COLUMNS // self._layout.quarters)
+        return batch.split(_COLUMNS // self._quarters)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _all_turns(columns: Tensor, direction: int) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from qnmixer.config import Config, CustomConfig, FieldNoiseConfig, PhysicalNoiseConfig, QNMixerConfig
+from qnmixer.config import Config, CustomConfig, FieldNoiseConfig, MixedNoiseConfig, PhysicalNoiseConfig, QNMixerConfig
 from qnmixer.errors import ConfigError, PluginError
 from qnmixer.models import (
     FBP,
@@ -18,7 +18,7 @@ from qnmixer.models import (
     UnrolledNetwork,
 )
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
-from qnmixer.physics.noise import FieldNoise, Noise, NoNoise, PhysicalNoise
+from qnmixer.physics.noise import FieldNoise, MixedNoise, Noise, NoNoise, PhysicalNoise
 from qnmixer.plugins import Kind, load_plugin, make_plugin
 
 NETWORKS: dict[str, Any] = {
@@ -93,11 +93,14 @@ def build_noise(config: Config) -> Noise:
     if isinstance(noise, FieldNoiseConfig):
         return FieldNoise(noise.photons, noise.sigma)
     if isinstance(noise, PhysicalNoiseConfig):
-        return PhysicalNoise(
+        physical = PhysicalNoise(
             photons=noise.photons,
             attenuation_per_value=attenuation_per_value(config, noise.water_attenuation),
             electronic_sigma=noise.electronic_sigma,
         )
+        if isinstance(noise, MixedNoiseConfig):
+            return MixedNoise(FieldNoise(noise.field_photons, noise.field_sigma), physical, noise.physical_share)
+        return physical
     return NoNoise()
 
 

@@ -111,7 +111,7 @@ class Planner:
 
     def __init__(self, config: Config, projector: FanBeamProjector | None = None) -> None:
         self.projector = projector or build_projector(config)
-        self.projector.fbp_spectral_radius()  # networks ask for these numbers, which fake tensors could not give
+        self.projector.safe_step_size()  # networks ask for these numbers, which fake tensors could not give
         self.projector.operator_norm()
         self._known: dict[str, Footprint] = {}
         self._known_stages: dict[str, StageCost] = {}
