@@ -924,7 +924,8 @@ def check_noise(noise: NoiseConfig, scaling: str) -> None:
     """Raise ConfigError unless this noise has a meaning for slices scaled so."""
     if scaling == "minmax" and isinstance(noise, PhysicalNoiseConfig):
         raise ConfigError(
-            f"noise={noise.name} needs an attenuation scale that slices share: use data.scaling=attenuation, or noise=field"
+            f"noise={noise.name} needs an attenuation scale that slices share: use data.scaling=attenuation, or "
+            "noise=field"
         )
 
 

@@ -30,6 +30,10 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, of another program, or of another geometry or network."""
 
 
+class UnstableNetwork(UserError):
+    """A network whose untrained images are so far from the truth that it would not learn."""
+
+
 class OutOfMemory(UserError):
     """A training step that needs more memory than there is."""
 

@@ -108,7 +108,7 @@ def test_samples_of_a_batch_do_not_touch_each_other(projector: FanBeamProjector)
 def test_step_sizes_start_from_the_spectral_radius(projector: FanBeamProjector) -> None:
     network = small(projector, shared_step_size=False)
     assert [tuple(p.shape) for p in network.step_sizes] == [(1,)] * 4
-    expected = 1 / projector.fbp_spectral_radius()
+    expected = projector.safe_step_size()
     assert all(p.item() == pytest.approx(expected) for p in network.step_sizes)
 
 
@@ -189,10 +189,10 @@ def test_details_are_each_iterations_own_and_see_the_mixer(projector: FanBeamPro
 def test_several_data_steps_go_down_one_after_the_other(projector: FanBeamProjector) -> None:
     network = small(projector, data_steps=3, shared_step_size=False)
     x, y = torch.rand(2, 1, 16, 16), projector(torch.rand(2, 1, 16, 16))
-    network.step_sizes[1].data = torch.tensor([0.5, 0.2, 0.1]) * projector.fbp_spectral_radius() ** -1
+    network.step_sizes[1].data = torch.tensor([0.5, 0.2, 0.1]) * projector.safe_step_size()
     u = x
     for step_size in network.step_sizes[1]:
-        u = u - step_size * projector.fbp(projector(u) - y)
+        u = u - step_size * projector.filtered_adjoint(projector(u) - y)
     torch.testing.assert_close(network.objective_gradient(1, x, y), x - u + network.regularizers[0](x))
     assert (projector(u) - y).norm() < (projector(x) - y).norm()
 

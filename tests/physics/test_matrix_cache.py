@@ -218,11 +218,12 @@ def test_another_layout_needs_another_format() -> None:
     """What the matrices of one scan hold; where this fails for good reason, raise FORMAT and write down the new one."""
     projector = FanBeamProjector(GEOMETRY)
     digest = hashlib.sha256()
-    for buffer in projector.buffers():
+    stored = ("starts", "pixels", "values", "starts_t", "rays", "values_t")
+    for buffer in (b for name, b in projector.named_buffers() if name.rpartition(".")[2] in stored):
         # Of the values what rounding leaves alone.
         content = buffer if not buffer.is_floating_point() else buffer.double().sum(0, keepdim=True).round(decimals=1)
         digest.update(content.numpy().tobytes())
-    assert (matrix_cache.FORMAT, digest.hexdigest()[:16]) == (1, "d1ef546378d4b982")
+    assert (matrix_cache.FORMAT, digest.hexdigest()[:16]) == (1, "e920af00b62fd78b")
 
 
 def test_use_counts_as_use(folder: Path) -> None:
@@ -283,15 +284,15 @@ def test_processes_at_once_share_one_file(folder: Path, tmp_path: Path) -> None:
 
 def test_norms_are_kept_with_the_matrices(folder: Path) -> None:
     first = FanBeamProjector(GEOMETRY)
-    norm, radius = first.operator_norm(), first.safe_step_size()
+    norm, step = first.operator_norm(), first.safe_step_size()
     second = FanBeamProjector(GEOMETRY)
-    assert (second.operator_norm(), second.safe_step_size()) == (norm, radius)
+    assert (second.operator_norm(), second.safe_step_size()) == (norm, step)
     for path in folder.glob("*.json"):
         record = json.loads(path.read_text())
         path.write_text(json.dumps(record | {"value": record["value"] + 1}))
     third = FanBeamProjector(GEOMETRY)
-    assert (third.operator_norm(), third.safe_step_size()) == (norm + 1, radius + 1)
-    assert FanBeamProjector(GEOMETRY, "hann").safe_step_size() < radius
+    assert (third.operator_norm(), third.safe_step_size()) == (norm + 1, 1 / (1 / step + 1))
+    assert FanBeamProjector(GEOMETRY, "hann").safe_step_size() > step
     for path in folder.glob("*.json"):
         path.write_text(path.read_text()[:20])
     assert FanBeamProjector(GEOMETRY).operator_norm() == norm

@@ -16,7 +16,8 @@ class LEARN(UnrolledNetwork[Tensor]):
 
     G_t is three 5×5 convolutions, 1 → C → C → 1 channels, with ReLU between them and weights of its own in each
     iteration. As in the authors' public training code: λ_t from 0, weights from N(0, 0.01²), biases from 0, and a ReLU
-    that closes every iteration (attenuation is not negative), here with a gradient that can lift a black image.
+    that closes every iteration (attenuation is not negative). That of the last is `nonnegative`, so that a black image
+    still gets a gradient.
 
     Args:
         projector: A, Aᵀ and FBP of the scan.
@@ -52,7 +53,8 @@ class LEARN(UnrolledNetwork[Tensor]):
     def step(self, t: int, y: Tensor, state: Tensor) -> Tensor:
         """A step against the data gradient and against G_t, both taken at x_t."""
         descent = self.step_sizes[t] * data_gradient(self.projector, self.data_term, state, y)
-        return nonnegative(state - descent - self.regularizers[t](state))
+        clamp = nonnegative if t == self.n_iterations - 1 else torch.relu
+        return clamp(state - descent - self.regularizers[t](state))
 
     def blocks(self) -> list[nn.Module]:
         """The CNNs."""

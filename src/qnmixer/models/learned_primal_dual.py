@@ -17,12 +17,13 @@ class PrimalDualState(NamedTuple):
 
 
 class LearnedPrimalDual(UnrolledNetwork[PrimalDualState]):
-    """h ← h + Γ_t(h, A f⁽²⁾, y); f ← f + Λ_t(f, Aᵀ h⁽¹⁾), both from zero; x_t = f⁽¹⁾.
+    """h ← h + Γ_t(h, A f⁽²⁾, y); f ← f + Λ_t(f, Aᵀ h⁽¹⁾); h from zero, f from FBP(y); x_t = f⁽¹⁾.
 
     f is n_primal images, h n_dual sinograms, and an upper index picks one of them. Γ_t and Λ_t are three 3×3
     convolutions with PReLU, C channels between them, and weights of their own in each iteration. A, Aᵀ and y are all
-    divided by ‖A‖, as in the authors' public code, from which are also the zero start (so x₀ = 0, not FBP), the
-    Xavier start of the weights, biases from 0, and one slope of PReLU a channel, from 0.
+    divided by ‖A‖, as in the authors' public code, from which are also the Xavier start of the weights, biases from 0,
+    and one slope of PReLU a channel, from 0. Ours: f starts as n_primal copies of FBP(y) in place of zeros, and the
+    last convolution of each Λ_t at zero. So the network starts as FBP, as all others here do.
 
     Args:
         projector: A and Aᵀ of the scan.
@@ -46,12 +47,13 @@ class LearnedPrimalDual(UnrolledNetwork[PrimalDualState]):
         self.n_primal, self.n_dual = n_primal, n_dual
         self.dual_updates = nn.ModuleList(_update(n_dual + 2, channels, n_dual) for _ in range(n_iterations))
         self.primal_updates = nn.ModuleList(_update(n_primal + 1, channels, n_primal) for _ in range(n_iterations))
+        for update in self.primal_updates:
+            nn.init.zeros_(update[-1].weight)  # type: ignore[index]  # a Sequential
 
     def start(self, y: Tensor) -> PrimalDualState:
-        """Zeros."""
-        B, _, V, D = y.shape
-        size = self.projector.geometry.image_size
-        return PrimalDualState(y.new_zeros(B, self.n_primal, size, size), y.new_zeros(B, self.n_dual, V, D))
+        """FBP(y) in every image, zeros in every sinogram."""
+        x = self.projector.fbp(y)
+        return PrimalDualState(x.repeat(1, self.n_primal, 1, 1), torch.zeros_like(y).repeat(1, self.n_dual, 1, 1))
 
     def step(self, t: int, y: Tensor, state: PrimalDualState) -> PrimalDualState:
         """The sinograms from the second image, then the images from the first of the new sinograms."""

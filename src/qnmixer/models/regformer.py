@@ -27,8 +27,9 @@ class RegFormer(UnrolledNetwork[RegFormerState]):
     """x₀ = FBP(y); x_{t+1} = relu(x_t − λ_t FBP(A x_t − y) + R_t(x_t, z_t)), and z_{t+1} from the features of R_t.
 
     R_t is by turns local, three 5×5 convolutions, and non-local, two layers of a Swin transformer at full resolution;
-    λ_t starts from 0. All as in the authors' public code, but for its stochastic depth (0.1 in the second Swin layer):
-    what it drops at random would be another thing in each strategy.
+    λ_t starts from 0. All as in the authors' public code, but for three things. The last convolution of each R_t
+    starts at zero, so that the network starts as FBP. FBP of A x_t − y is by the exact transpose (`filtered_adjoint`).
+    There is no stochastic depth (0.1 in the second Swin layer): what it drops would differ between strategies.
 
     Args:
         projector: A and FBP of the scan.
@@ -75,7 +76,8 @@ class RegFormer(UnrolledNetwork[RegFormerState]):
         """A step against the data gradient and along R_t, both taken at x_t."""
         regularization, features = self.regularizers[t](state.x, state.features)
         descent = self.step_sizes[t] * data_gradient(self.projector, "fbp", state.x, y)
-        return RegFormerState(nonnegative(state.x - descent + regularization), features)
+        clamp = nonnegative if t == self.n_iterations - 1 else torch.relu
+        return RegFormerState(clamp(state.x - descent + regularization), features)
 
     def image(self, state: RegFormerState) -> Tensor:
         """x_t."""
@@ -97,7 +99,7 @@ class LocalBlock(nn.Module):
         super().__init__()
         self.embed = nn.Conv2d(1, channels if first else channels // 2, 5, padding=2)
         self.mix = nn.Conv2d(channels, channels, 5, padding=2)
-        self.project = nn.Conv2d(channels, 1, 5, padding=2)
+        self.project = _to_image(channels, 5)
         self.hand_on = None if last else nn.Conv2d(channels, channels // 2, 3, padding=1)
 
     def forward(self, x: Tensor, features: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -118,7 +120,7 @@ class NonlocalBlock(nn.Module):
         shifts = [window_size // 2 * (layer % 2) for layer in range(_DEPTH)]
         self.layers = nn.Sequential(*(SwinLayer(image_size, channels, n_heads, window_size, s) for s in shifts))
         self.norm = nn.LayerNorm(channels)
-        self.project = nn.Conv2d(channels, 1, 3, padding=1)
+        self.project = _to_image(channels, 3)
         self.hand_on = None if last else nn.Conv2d(channels, channels // 2, 3, padding=1)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -202,6 +204,14 @@ class WindowAttention(nn.Module):
         place = torch.arange(image_size)
         part = (place >= image_size - self.window_size).int() + (place >= image_size - self.shift).int()
         return self._cut((3 * part[:, None] + part)[None, :, :, None])[0, :, :, 0].to(torch.uint8)
+
+
+def _to_image(channels: int, kernel_size: int) -> nn.Conv2d:
+    """The convolution that R_t ends with; from zero."""
+    convolution = nn.Conv2d(channels, 1, kernel_size, padding=kernel_size // 2)
+    for parameter in convolution.parameters():
+        nn.init.zeros_(parameter)
+    return convolution
 
 
 def _relative_positions(window_size: int) -> Tensor:

@@ -55,9 +55,9 @@ def results(folder: Path, overrides: list[str], goes_on: bool = False) -> Iterat
         _write(path, record)
 
 
-def going_on(folder: Path, record: dict[str, Any], step: int) -> None:
-    """Put down that a run goes on from a checkpoint; at once, as it may be killed."""
-    record["resumed"] = [*record.get("resumed", []), {"step": step, "at": _now()}]
+def note(folder: Path, record: dict[str, Any], key: str, entry: dict[str, Any]) -> None:
+    """Add an entry to a list of the record (`resumed`, `warnings`), and write it at once: the run may be killed."""
+    record[key] = [*record.get(key, []), entry | {"at": _now()}]
     _write(folder / "results.json", record)
 
 

@@ -51,6 +51,7 @@ class ImageScore:
     ssim: float
     window_psnr: float
     window_ssim: float
+    constant: bool = False
 
 
 @dataclass
@@ -234,7 +235,7 @@ def write_evaluation(
     headings, body = _table(evaluation)
     gain = _gain(evaluation)
     write_text(folder / "table.csv", _csv([headings, *body]))
-    write_text(folder / "table.md", _markdown(title, headings, body, gain))
+    write_text(folder / "table.md", _markdown(title, headings, body, gain, warnings_of(evaluation)))
     lines = [list(vars(score).values()) for score in evaluation.scores]
     write_text(folder / "images.csv", _csv([list(vars(evaluation.scores[0])), *lines]))
     picture = folder / "picture.png"
@@ -247,6 +248,8 @@ def write_evaluation(
     }
     write_page(folder / "page.html", title, [PageTable(title, headings, body, gain)], evaluation.slices, made_by)
 
+    for line in warnings_of(evaluation):
+        console.print(f"warning: {line}", style="bold red", highlight=False, soft_wrap=True)
     table = Table(*headings, title=title, caption=gain)
     for cells in body:
         table.add_row(*cells)
@@ -277,7 +280,9 @@ def _score(batch: Batch, method: str, image: Tensor, window: list[float]) -> lis
         100 * ssim(windowed, windowed_truth),
     ]
     values = torch.stack(columns, dim=1).tolist()
-    return [ImageScore(name, method, *row) for name, row in zip(batch["name"], values, strict=True)]
+    constant = (image.flatten(1).amax(1) == image.flatten(1).amin(1)).tolist()
+    rows = zip(batch["name"], values, constant, strict=True)
+    return [ImageScore(name, method, *row, constant=is_constant) for name, row, is_constant in rows]
 
 
 def _caption(score: ImageScore) -> str:
@@ -298,9 +303,8 @@ def _gain(evaluation: Evaluation) -> str:
     if len(evaluation.methods) == 1:
         return f"mean over {len(evaluation.scores)} images (data range 1)"
     first, last = evaluation.methods[0], evaluation.methods[-1]
-    pairs = zip(evaluation.values(last, "psnr"), evaluation.values(first, "psnr"), strict=True)
     n = len(evaluation.values(last, "psnr"))
-    return f"{last} over {first}: {mean(a - b for a, b in pairs):+.2f} dB, mean over {n} images (data range 1)"
+    return f"{last} over {first}: {_mean_gain(evaluation):+.2f} dB, mean over {n} images (data range 1)"
 
 
 def _csv(rows: list[list[object]] | list[list[str]]) -> str:
@@ -309,7 +313,34 @@ def _csv(rows: list[list[object]] | list[list[str]]) -> str:
     return stream.getvalue()
 
 
-def _markdown(title: str, headings: list[str], body: list[list[str]], caption: str) -> str:
-    lines = [f"**{title}**", "", f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
+def warnings_of(evaluation: Evaluation) -> list[str]:
+    """What a reader of the table should know first: a network below FBP, and images of one value."""
+    lines = []
+    first, last = evaluation.methods[0], evaluation.methods[-1]
+    if (below := -_mean_gain(evaluation)) > 0:
+        lines.append(
+            f"{last} is BELOW {first} by {below:.2f} dB: it has not learned, or was trained for something else"
+        )
+    for method in evaluation.methods:
+        if constant := sum(score.constant for score in evaluation.scores if score.method == method):
+            of = len(evaluation.values(method, "psnr"))
+            lines.append(f"{method} gives a constant image for {constant} of {of} slices: the network is dead")
+    return lines
+
+
+def _mean_gain(evaluation: Evaluation) -> float:
+    """PSNR of the last method over the first, mean over the images."""
+    first, last = evaluation.methods[0], evaluation.methods[-1]
+    return mean(a - b for a, b in zip(evaluation.values(last, "psnr"), evaluation.values(first, "psnr"), strict=True))
+
+
+def _markdown(title: str, headings: list[str], body: list[list[str]], caption: str, warnings: list[str]) -> str:
+    lines = [
+        *(f"**Warning: {line}**\n" for line in warnings),
+        f"**{title}**",
+        "",
+        f"| {' | '.join(headings)} |",
+        f"|{'---|' * len(headings)}",
+    ]
     lines += [f"| {' | '.join(cells)} |" for cells in body]
     return "\n".join([*lines, "", caption, ""])

@@ -5,6 +5,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,14 @@ from qnmixer.tracking.loggers import (
     device_name,
     log_checkpoint,
 )
-from qnmixer.tracking.results import git_diff, going_on, read_results, results
+from qnmixer.tracking.results import git_diff, note, read_results, results
 from qnmixer.tracking.runs import goes_on, how_to_go_on
 from qnmixer.tracking.runs import recorded as overrides_of
 from qnmixer.training.callbacks import IteratePictures, ValidationLine
 from qnmixer.training.checkpoints import AtomicCheckpointIO, find_checkpoint, load_weights, resumable, steps_of
 from qnmixer.training.debug import Profile, describe, naming_nan_gradients
 from qnmixer.training.evaluation import evaluate, log_evaluation, title_of, what_was_evaluated, write_evaluation
+from qnmixer.training.health import HealthMonitor
 from qnmixer.training.keeping import Keeping, leave_signals_to_us
 from qnmixer.training.memory_monitor import MemoryMonitor
 from qnmixer.training.module import ReconstructionModule
@@ -90,7 +92,7 @@ def _fit(
     resumed = None if config.resume is None else resumable(config, Path(config.resume))
     resumed_at = steps_of(resumed) if resumed is not None and here else None
     if resumed_at is not None and rank() == 0:
-        going_on(folder, record, resumed_at)
+        note(folder, record, "resumed", {"step": resumed_at})
     apply_memory_mode(module.network, config.memory)
     if config.compile:
         compile_blocks(module.network)
@@ -101,7 +103,8 @@ def _fit(
     planner = Planner(config, module.projector)  # before training takes the projector to its device
     planned = planner.devices(config)[0].footprint.peak / MIB if learns and rank() == 0 else None
     memory = MemoryMonitor(console, planned)
-    callbacks: list[Callback] = [keeping, ValidationLine(console), memory]
+    health = HealthMonitor(console, partial(note, folder, record, "warnings"), _warm_up(config))
+    callbacks: list[Callback] = [keeping, ValidationLine(console), memory, health]
     if isinstance(config.debug, ProfileConfig):
         callbacks.append(Profile(folder / "profile", config.debug, console))
     if rank() == 0:
@@ -233,6 +236,11 @@ def _build_data(config: Config) -> SliceDataModule:
         first=debug.batches * batch if isinstance(debug, FewBatchesConfig) else None,
         overfit=batch if debug.name == "overfit" else None,
     )
+
+
+def _warm_up(config: Config) -> int:
+    """Optimizer steps in which a network may be worse than FBP."""
+    return max(20, round(config.schedule.warmup * max(0, config.trainer.max_steps)))
 
 
 def _batches_between_validations(t: TrainerConfig) -> int | None:

@@ -54,6 +54,9 @@ class ReconstructionModule(L.LightningModule):
         self.means = nn.ModuleDict()
         self._largest_norm: Tensor | float = 0.0
         self._step_loss: Tensor | float = 0.0
+        self.gradient_norm: Tensor | float = 0.0  # of the last step, before clipping
+        self.keeps_output = False  # set for a step whose images are to be looked at
+        self.output: Tensor | None = None  # those of its last batch, [B, 1, S, S]
 
     def configure_model(self) -> None:
         """Where Lightning wants fsdp to be put on."""
@@ -104,6 +107,8 @@ class ReconstructionModule(L.LightningModule):
 
     def batch_loss(self, image: Tensor, truth: Tensor, weight: Tensor) -> Tensor:
         """Σ weight · loss / batch size: see `EpochSampler` for what it is the mean of."""
+        if self.keeps_output:
+            self.output = image.detach()
         return (weight * self.loss(image, truth)).sum() / batch_of_replica(self.config)
 
     def check_loss(self, loss: Tensor, batch: Batch) -> None:
@@ -132,6 +137,7 @@ class ReconstructionModule(L.LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the gradient's norm before clipping, its largest of the run (the first to tell trouble), lr, mean λ_t."""
         norm = whole(torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
+        self.gradient_norm = norm
         self._largest_norm = torch.maximum(norm, torch.as_tensor(self._largest_norm, device=norm.device))
         self.log("train/grad_norm", norm)
         self.log("train/grad_norm_max", self._largest_norm)

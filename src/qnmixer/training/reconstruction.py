@@ -16,7 +16,7 @@ from qnmixer.errors import DataError
 from qnmixer.training.batched import BatchedNetwork
 from qnmixer.training.build import choose_device
 from qnmixer.training.checkpoints import load_run
-from qnmixer.training.input_scans import MeasuredScan, Scan, holds_sinograms, measured_scans, simulated_scans
+from qnmixer.training.input_scans import MeasuredScan, Scan, holds_sinograms, measured_scans, simulated_scans, warn
 from qnmixer.training.module import ReconstructionModule
 
 # Slices at once where nobody says: on a CPU more of them leave the cache, a GPU wants to be filled.
@@ -44,6 +44,11 @@ def reconstruct_input(config: ReconstructConfig) -> int:
             progress.advance(task, len(batch))
     if not writer.count:
         raise DataError(f"input={path} holds nothing that could be reconstructed: see the warning above")
+    if writer.n_constant:
+        warn(
+            f"{writer.n_constant} of {writer.count} reconstructions are constant, the same HU in every pixel: the "
+            "network is dead, or these sinograms are empty; evaluate the run before you use it"
+        )
     console.print(f"{writer.count} reconstruction(s) as {', '.join(config.formats)} in {config.output}", soft_wrap=True)
     return writer.count
 
@@ -69,6 +74,7 @@ class _Writer:
 
     def __init__(self, module: ReconstructionModule, config: ReconstructConfig) -> None:
         self.module, self.config, self.count = module, config, 0
+        self.n_constant = 0
         self._call_uid = generate_uid()
         self._written: set[Path] = set()
 
@@ -76,6 +82,7 @@ class _Writer:
         """Every format of every image, HU [S, S]; they are numbered from 1 where the source has no number."""
         for scan, hu in zip(scans, images, strict=True):
             self.count += 1
+            self.n_constant += bool(hu.max() == hu.min())
             target = Path(self.config.output) / _file_name(scan.name)
             if target in self._written:  # as of a.dcm and a.npy
                 target = target.with_name(f"{target.name}_{self.count}")

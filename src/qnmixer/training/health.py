@@ -1,0 +1,151 @@
+"""Whether a network still learns, told while it trains: a dead one runs to its end without an error."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
+from rich.console import Console
+
+from qnmixer.errors import UnstableNetwork
+from qnmixer.tracking.loggers import WandbRun
+from qnmixer.training.module import Batch, ReconstructionModule
+
+EVERY = 10
+"""Optimizer steps between two checks."""
+_CONFIRMED = 3
+"""Checks in a row that must find the same before it is told; under fp16 single steps overflow in healthy runs."""
+_FAR = 10.0
+"""Times the error of an empty image, or of FBP where that is larger, from which on a start is refused."""
+_CONSTANT = 1e-6
+_SAME_DB = 1e-4
+
+MESSAGES = {
+    "zero_gradient": "the gradient is exactly zero: the network no longer learns",
+    "gradient_not_finite": "the gradient is not finite: no step changes the weights",
+    "constant_output": "the network's images are constant: every pixel has the same value",
+    "worse_than_fbp": "the network is further from the truth than FBP, after the warm-up too",
+    "validation_stands_still": "two validations gave the same PSNR: the network no longer changes",
+}
+_REMEDY = "Start again with a lower optimizer.lr, or resume= from an earlier checkpoint"
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Mean square errors over the slices of a step, of all devices, and the share of images that are constant."""
+
+    network: float
+    fbp: float
+    empty: float  # of an image of zeros
+    constant: float
+
+
+class HealthMonitor(Callback):
+    """Looks at the gradient and at a batch's images every `EVERY` steps, and at each validation.
+
+    A network whose start is far worse than FBP is refused before its first step. What goes wrong later is told once, in
+    the terminal, to `note`, and to the loggers as health/NAME = 1 (to W&B as an alert too).
+
+    Args:
+        console: where warnings go.
+        note: takes each warning, {step, name, warning}, for results.json.
+        warm_up: optimizer steps in which the network may be worse than FBP.
+    """
+
+    def __init__(self, console: Console, note: Callable[[dict[str, Any]], None], warm_up: int) -> None:
+        self.console, self.note, self.warm_up = console, note, warm_up
+        self._begins = False
+        self._batch: Batch | None = None
+        self._in_a_row: Counter[str] = Counter()
+        self._told: set[str] = set()
+        self._validated: tuple[int, float] | None = None  # step and PSNR
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Only a run from its beginning has a start to refuse."""
+        self._begins = trainer.global_step == 0
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
+    ) -> None:
+        """Have the module keep its images where a check is due."""
+        assert isinstance(pl_module, ReconstructionModule)
+        pl_module.keeps_output = trainer.global_step % EVERY == 0
+        self._batch = batch
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Check, before the weights change."""
+        assert isinstance(pl_module, ReconstructionModule)
+        if not pl_module.keeps_output or self._batch is None:
+            return
+        norm, step = float(pl_module.gradient_norm), trainer.global_step
+        errors = _errors(pl_module, self._batch)
+        pl_module.keeps_output, pl_module.output, self._batch = False, None, None
+        if self._begins:
+            self._begins = False
+            _refuse_bad_start(errors)
+        found = {
+            "zero_gradient": norm == 0,
+            "gradient_not_finite": not norm < float("inf"),
+            "constant_output": errors.constant == 1,
+            "worse_than_fbp": errors.network > errors.fbp and step > self.warm_up,
+        }
+        for name, wrong in found.items():
+            self._in_a_row[name] = self._in_a_row[name] + 1 if wrong else 0
+            if self._in_a_row[name] == _CONFIRMED:
+                self._tell(trainer, name)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hold the PSNR against that of the validation before."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        step, psnr = trainer.global_step, float(trainer.callback_metrics["val/psnr"])
+        if self._validated and step > self._validated[0] and abs(psnr - self._validated[1]) < _SAME_DB:
+            self._tell(trainer, "validation_stands_still")
+        self._validated = step, psnr
+
+    def _tell(self, trainer: L.Trainer, name: str) -> None:
+        if name in self._told or not trainer.is_global_zero:
+            return
+        self._told.add(name)
+        step = trainer.global_step
+        line = f"{MESSAGES[name]} (seen at step {step}). {_REMEDY}"
+        self.console.print(f"warning: {line}", style="bold red", highlight=False, soft_wrap=True)
+        self.note({"step": step, "name": name, "warning": line})
+        for logger in trainer.loggers:
+            logger.log_metrics({f"health/{name}": 1.0}, step)
+            if isinstance(logger, WandbRun):
+                logger.experiment.alert(title=MESSAGES[name], text=line)
+
+
+@torch.no_grad()
+def _errors(module: ReconstructionModule, batch: Batch) -> Errors:
+    """Of the images that the module has kept; in a pipeline the device of the last stage has them."""
+    sums = torch.zeros(5, dtype=torch.float32, device=module.device)
+    if module.output is not None:
+        counts = batch["weight"][-len(module.output) :] > 0  # a pipeline keeps the last of its micro-batches
+        image, truth = module.output[counts], batch["image"][-len(counts) :][counts]
+        fbp = module.projector.fbp(module.measure(batch, "train")[-len(counts) :])[counts]
+        spread = image.flatten(1).amax(1) - image.flatten(1).amin(1) if len(image) else image.new_zeros(0)
+        errors = [(x - truth).square().mean((1, 2, 3)).sum() for x in (image, fbp, torch.zeros_like(truth))]
+        sums = torch.stack([*errors, (spread <= _CONSTANT).sum(), counts.sum()]).float()
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    return Errors(*(sums[:4] / sums[4]).tolist())
+
+
+def _refuse_bad_start(errors: Errors) -> None:
+    bound = max(errors.fbp, errors.empty)
+    if errors.network <= _FAR * bound:
+        return
+    raise UnstableNetwork(
+        f"the untrained network's mean square error is {errors.network:.3g}, FBP's {errors.fbp:.3g} and that of an "
+        f"empty image {errors.empty:.3g}: from there it would not learn. Let the data steps start at "
+        "projector.safe_step_size() along projector.filtered_adjoint, and the last learned layer at zero"
+    )

@@ -1,0 +1,99 @@
+"""The steps along the data never grow an error, and no untrained network is worse than FBP, on any grid."""
+
+import math
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qnmixer.data.phantoms import phantom
+from qnmixer.models import LEARN, FBPConvNet, LearnedPrimalDual, QNMixer, RegFormer, UnrolledNetwork
+from qnmixer.models.data_term import DATA_TERMS, data_descent, data_gradient, safe_step_size
+from qnmixer.physics import FanBeamGeometry, FanBeamProjector
+
+# Image size, views, and how many times as fine as pixels the bins are at the axis. A full turn unless a span is given.
+GRIDS = [
+    (32, 16, 2.5, None), (32, 128, 0.5, None), (32, 18, 1.0, 4.0), (64, 16, 1.24, None), (64, 64, 3.0, None),
+    (128, 24, 1.24, None), (128, 32, 2.5, None), (256, 32, 3.0, None), (256, 64, 1.24, None),
+    pytest.param((512, 16, 0.62, None), marks=pytest.mark.long),
+]  # fmt: skip
+NETWORKS: dict[str, Callable[[FanBeamProjector], UnrolledNetwork[Any]]] = {
+    "QN-Mixer": lambda p: QNMixer(
+        p, 14, 4, n_mixer_layers=1, detail_channels=2, codec_kernel=3, data_steps=4, shared_step_size=False,
+        nonnegative=True, learned_trust=True,
+    ),
+    "QN-Mixer, plain BFGS": lambda p: QNMixer(p, 6, 4, n_mixer_layers=1),
+    "QN-Mixer, adjoint": lambda p: QNMixer(p, 6, 4, n_mixer_layers=1, data_term="adjoint"),
+    "LEARN": lambda p: LEARN(p, 6, 8),
+    "LEARN, fbp": lambda p: LEARN(p, 6, 8, data_term="fbp"),
+    "RegFormer": lambda p: RegFormer(p, 2, 6),
+    "Learned PD": lambda p: LearnedPrimalDual(p, 3, 8),
+    "FBPConvNet": lambda p: FBPConvNet(p, 8, 3),
+}  # fmt: skip
+
+
+@cache
+def projector(grid: tuple[int, int, float, float | None]) -> FanBeamProjector:
+    size, views, fineness, span = grid
+    pixel = 400 / size
+    pitch = pixel / fineness * 890 / 600
+    turn = 2 * math.pi if span is None else span
+    bins = math.ceil(960 / pitch)
+    return FanBeamProjector(FanBeamGeometry(size, pixel, views, bins, pitch, 600.0, 290.0, turn / views / 2, turn))
+
+
+def body(size: int) -> Tensor:
+    """A phantom, in attenuation."""
+    return (torch.from_numpy(phantom(size, seed=3, part="test", index=0))[None, None] + 1000) / 3000
+
+
+def mean_square(x: Tensor) -> float:
+    return float(x.square().mean())
+
+
+@pytest.mark.parametrize("data_term", DATA_TERMS)
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@torch.no_grad()
+def test_no_error_grows_along_the_data(grid: Any, data_term: str) -> None:
+    """I − λA†A as a power iteration sees it: it would find one eigenvalue beyond 1 in any direction."""
+    operator = projector(grid)
+    step = torch.tensor([safe_step_size(operator, data_term)])
+    error = torch.randn(1, 1, grid[0], grid[0], generator=torch.Generator().manual_seed(0))
+    nothing = torch.zeros(1, 1, operator.geometry.n_views, operator.geometry.n_detectors)
+    norms = [float(error.norm())]
+    for _ in range(40):
+        error = error - data_descent(operator, data_term, error, nothing, step)
+        norms.append(float(error.norm()))
+    assert all(after <= before * (1 + 1e-6) for before, after in pairwise(norms))
+    assert norms[-1] < norms[0]
+
+
+@pytest.mark.parametrize("data_term", DATA_TERMS)
+@pytest.mark.parametrize("grid", [grid for grid in GRIDS if isinstance(grid, tuple) and grid[0] == 32], ids=str)
+@torch.no_grad()
+def test_every_eigenvalue_of_a_data_step_is_between_0_and_1(grid: Any, data_term: str) -> None:
+    """All of them, whether the matrix is symmetric or not: FBP in place of A† has 192 of 1,024 beyond 1."""
+    operator = projector(grid)
+    basis = torch.eye(1024).view(1024, 1, 32, 32)
+    nothing = torch.zeros(1024, 1, operator.geometry.n_views, operator.geometry.n_detectors)
+    dense = data_gradient(operator, data_term, basis, nothing).view(1024, 1024).double()
+    eigenvalues = torch.linalg.eigvals(torch.eye(1024) - safe_step_size(operator, data_term) * dense)
+    assert eigenvalues.abs().max() <= 1 + 1e-5
+    assert eigenvalues.imag.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@torch.no_grad()
+def test_no_untrained_network_is_worse_than_fbp(grid: Any, name: str) -> None:
+    """By more than 0.1 dB."""
+    torch.manual_seed(0)
+    operator = projector(grid)
+    truth = body(grid[0])
+    y = operator(truth)
+    network = NETWORKS[name](operator)
+    assert mean_square(network(y) - truth) <= 10**0.01 * mean_square(operator.fbp(y) - truth)

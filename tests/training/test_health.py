@@ -1,0 +1,104 @@
+"""Networks that die, planted, and what is told of them; healthy ones, of which nothing is."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qnmixer.config import Config
+from qnmixer.errors import UnstableNetwork
+from qnmixer.models import UnrolledNetwork
+from qnmixer.tracking.metrics_file import read_metrics
+from qnmixer.training import fit as fit_module
+from qnmixer.training.fit import fit
+from qnmixer.training.module import ReconstructionModule
+
+LONG = ["trainer.max_steps=60", "trainer.val_every_n_steps=60", "data.n_train=400", "test_after_training=false"]
+
+
+class Planted(UnrolledNetwork[Tensor]):
+    """FBP times a weight; `fault` says what becomes of its image after 15 calls."""
+
+    title = "Planted"
+
+    def __init__(self, projector: Any, fault: str, after: int = 15) -> None:
+        super().__init__(n_iterations=1)
+        self.projector, self.fault, self.after, self.calls = projector, fault, after, 0
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def start(self, y: Tensor) -> Tensor:
+        return self.projector.fbp(y)
+
+    def step(self, t: int, y: Tensor, state: Tensor) -> Tensor:
+        self.calls += torch.is_grad_enabled()
+        x = self.weight * state
+        if self.calls <= self.after:
+            return x
+        if self.fault == "dead":
+            return (x - 100).clamp_min(0)
+        if self.fault == "constant":
+            return x.mean((1, 2, 3), keepdim=True).expand_as(x)
+        if self.fault == "worse":
+            return x + 0.3 * torch.ones_like(x)
+        return 1e4 * x if self.fault == "far" else x
+
+
+def run(config: Config, folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str, **options: Any) -> dict[str, Any]:
+    def planted(config: Config, projector: Any = None) -> ReconstructionModule:
+        module = ReconstructionModule(config, projector)
+        module.network = Planted(module.projector, fault, **options)
+        return module
+
+    monkeypatch.setattr(fit_module, "ReconstructionModule", planted)
+    fit(config, folder, [])
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("fault", "names"),
+    [
+        ("dead", {"zero_gradient", "constant_output", "worse_than_fbp"}),
+        ("constant", {"constant_output", "worse_than_fbp"}),
+        ("worse", {"worse_than_fbp"}),
+    ],
+)
+def test_a_network_that_dies_is_told_within_fifty_steps(
+    tiny_config: Callable[..., Config],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fault: str,
+    names: set[str],
+) -> None:
+    record = run(tiny_config(*LONG, "optimizer.lr=1e-9"), tmp_path, monkeypatch, fault)
+    assert {warning["name"] for warning in record["warnings"]} == names
+    assert all(15 <= warning["step"] <= 15 + 50 for warning in record["warnings"])
+    assert all(warning["warning"] in capsys.readouterr().out for warning in record["warnings"][:1])
+    told = {name for row in read_metrics(tmp_path / "metrics.csv") for name in row if row[name] == "1.0"}
+    assert {f"health/{name}" for name in names} <= told
+
+
+def test_validations_that_stand_still_are_told(
+    tiny_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config("trainer.max_steps=4", "optimizer.lr=1e-12", "test_after_training=false")
+    record = run(config, tmp_path, monkeypatch, "none")
+    assert [(w["name"], w["step"]) for w in record["warnings"]] == [("validation_stands_still", 4)]
+
+
+def test_a_start_that_is_far_off_is_refused_before_the_first_step(
+    tiny_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UnstableNetwork, match=r"untrained network.*FBP's.*safe_step_size"):
+        run(tiny_config(), tmp_path, monkeypatch, "far", after=0)
+    record = json.loads((tmp_path / "results.json").read_text())
+    assert (record["status"], record["steps"]) == ("failed", 0)
+
+
+def test_a_healthy_run_is_told_nothing(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
+    fit(tiny_config(*LONG), tmp_path, [])
+    assert "warnings" not in json.loads((tmp_path / "results.json").read_text())
