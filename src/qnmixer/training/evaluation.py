@@ -281,8 +281,8 @@ def _score(batch: Batch, method: str, image: Tensor, window: list[float]) -> lis
     ]
     values = torch.stack(columns, dim=1).tolist()
     constant = (image.flatten(1).amax(1) == image.flatten(1).amin(1)).tolist()
-    rows = zip(batch["name"], values, constant, strict=True)
-    return [ImageScore(name, method, *row, constant=is_constant) for name, row, is_constant in rows]
+    scores = [ImageScore(name, method, *row) for name, row in zip(batch["name"], values, strict=True)]
+    return [replace(score, constant=is_constant) for score, is_constant in zip(scores, constant, strict=True)]
 
 
 def _caption(score: ImageScore) -> str:
