@@ -364,7 +364,7 @@ def test_what_the_rules_allow(overrides: list[str]) -> None:
         ("+data.foo=1", "unknown key data.foo: "),
         ("++foo.bar=1", "unknown key foo: "),
         ("+data.root=/ct", "data.root goes with data=dicom or deeplesion or numpy only"),
-        ("+noise.photons=1", "noise.photons goes with noise=field or physical only"),
+        ("+noise.photons=1", "noise.photons goes with noise=field or physical or mixed only"),
         ("+loss.ssim_weight=0.3", "loss.ssim_weight goes with loss=ssim_mix only"),
         ("+optimizer.momentum=0.9", "optimizer.momentum goes with optimizer=sgd only"),
         ("+schedule.at=0.5", "schedule.at goes with schedule=step only"),

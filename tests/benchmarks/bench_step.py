@@ -149,7 +149,7 @@ def parts_of(ours: QNMixer, plain: Plain, step: Step, plain_step: Step) -> dict[
     flat = [code.flatten(1) for code in codes]
 
     def plain_gradient(x: Tensor) -> Tensor:
-        return operator.fbp(operator.forward(x) - y)
+        return operator.filtered_adjoint(operator.forward(x) - y)
 
     return {
         "operator": (

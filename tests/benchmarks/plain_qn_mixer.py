@@ -15,7 +15,7 @@ from qnmixer.models import QNMixer
 from qnmixer.models.codec import OrthonormalCodec
 from qnmixer.models.incept_mixer import InceptMixer
 from qnmixer.physics import FanBeamGeometry
-from qnmixer.physics.fbp import backprojection_matrix, ramp_response, ray_weights
+from qnmixer.physics.fbp import backprojection_matrix, matched_gain, ramp_response, ray_weights
 from qnmixer.physics.rays import system_matrix
 from qnmixer.physics.scan import Numbering, ScanMatrix
 
@@ -37,6 +37,7 @@ class PlainOperator:
         self.B, self.Bt = _both(backprojection_matrix(every_view), every_view, device)
         self.response = torch.from_numpy(ramp_response(geometry, "ramp")).float().to(device)
         self.weights = torch.from_numpy(ray_weights(geometry)).float().to(device)
+        self.gain = matched_gain(geometry)
 
     def forward(self, x: Tensor) -> Tensor:
         """A x, [B, 1, V, D] from [B, 1, H, W]."""
@@ -45,10 +46,18 @@ class PlainOperator:
 
     def fbp(self, y: Tensor) -> Tensor:
         """Filtered back-projection, [B, 1, H, W] from [B, 1, V, D]."""
+        return self._image(SparseProduct.apply(self._ramp(y * self.weights), self.Bt, self.B))
+
+    def filtered_adjoint(self, y: Tensor) -> Tensor:
+        """Aᵀ after the ramp, [B, 1, H, W] from [B, 1, V, D]."""
+        return self._image(SparseProduct.apply(self._ramp(y * self.gain), self.At, self.A))
+
+    def _ramp(self, y: Tensor) -> Tensor:
         n = 2 * (len(self.response) - 1)
-        rows = torch.fft.irfft(torch.fft.rfft(y * self.weights, n) * self.response, n)[..., : y.shape[-1]]
-        x = SparseProduct.apply(rows.flatten(1).t(), self.Bt, self.B)
-        return x.t().view(len(y), 1, self.geometry.image_size, self.geometry.image_size)
+        return torch.fft.irfft(torch.fft.rfft(y, n) * self.response, n)[..., : y.shape[-1]].flatten(1).t()
+
+    def _image(self, x: Tensor) -> Tensor:
+        return x.t().view(-1, 1, self.geometry.image_size, self.geometry.image_size)
 
 
 def _both(matrix: ScanMatrix, geometry: FanBeamGeometry, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -184,7 +193,7 @@ class PlainQNMixer(nn.Module):
 
     def gradient_code(self, x: Tensor, y: Tensor) -> Tensor:
         """r = E(λ A†(A x − y) + G(x))."""
-        gradient = self.step_size * self.operator.fbp(self.operator.forward(x) - y) + self.G(x)
+        gradient = self.step_size * self.operator.filtered_adjoint(self.operator.forward(x) - y) + self.G(x)
         return self.encoder(self.unshuffle(gradient))
 
     def forward(self, y: Tensor) -> Tensor:

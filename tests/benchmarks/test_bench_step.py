@@ -24,6 +24,7 @@ def test_the_plain_network_computes_the_same(n_views: int) -> None:
     y = projector(x)
     torch.testing.assert_close(operator.forward(x), y, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(operator.fbp(y), projector.fbp(y), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(operator.filtered_adjoint(y), projector.filtered_adjoint(y), rtol=1e-4, atol=1e-4)
 
     network = QNMixer(projector, n_iterations=5, channels=8)
     (G,) = network.regularizers

@@ -18,10 +18,9 @@ def check_data_term(kind: str) -> None:
 
 def data_gradient(projector: FanBeamProjector, kind: str, x: Tensor, y: Tensor) -> Tensor:
     """A†(A x − y), [B, 1, H, W]; in float32 whatever the autocast."""
-    residual = projector(x) - y
     if kind == "fbp":
-        return projector.filtered_adjoint(residual)
-    return projector.adjoint(residual) / projector.operator_norm() ** 2
+        return projector.filtered_residual(x, y)
+    return projector.adjoint(projector(x) - y) / projector.operator_norm() ** 2
 
 
 def data_descent(projector: FanBeamProjector, kind: str, x: Tensor, y: Tensor, step_sizes: Tensor) -> Tensor:
@@ -29,9 +28,10 @@ def data_descent(projector: FanBeamProjector, kind: str, x: Tensor, y: Tensor, s
 
     As A is linear, backward keeps one image for each of the K steps and nothing else.
     """
-    descent = torch.zeros_like(x)
-    for step_size in step_sizes:
-        descent = descent + step_size * data_gradient(projector, kind, x - descent, y)
+    first, *others = step_sizes
+    descent = first * data_gradient(projector, kind, x, y)
+    for step_size in others:
+        descent = torch.addcmul(descent, step_size, data_gradient(projector, kind, x - descent, y))
     return descent
 
 

@@ -11,7 +11,7 @@ from qnmixer.physics.fbp import backprojection_matrix, matched_gain, ramp_respon
 from qnmixer.physics.geometry import FanBeamGeometry
 from qnmixer.physics.matrix_cache import load_or_compute
 from qnmixer.physics.rays import system_matrix
-from qnmixer.physics.sparse import FullPrecisionModule, apply_linear
+from qnmixer.physics.sparse import FullPrecisionModule, apply_linear, symmetric_residual
 
 
 class FanBeamProjector(nn.Module):
@@ -78,6 +78,15 @@ class FanBeamProjector(nn.Module):
         """
         return self._apply_linear(y, "sinogram", self._filtered_adjoint, self._filtered_adjoint_transpose)
 
+    def filtered_residual(self, x: Tensor, y: Tensor) -> Tensor:
+        """A†(A x − y), [B, 1, H, W]: `filtered_adjoint(self(x) - y)` at less cost."""
+        self._check_shape(x, "image")
+        self._check_shape(y, "sinogram")
+        dtype = self._rays.values.dtype
+        maps = self._rays, self._filtered_adjoint, self._filtered_adjoint_transpose
+        result = symmetric_residual(x.to(dtype), y.to(dtype), *maps)
+        return result if x.dtype == dtype else result.float()
+
     def safe_step_size(self) -> float:
         """1 over the largest eigenvalue of A†A, by power iteration from a fixed start; computed once.
 
@@ -108,6 +117,13 @@ class FanBeamProjector(nn.Module):
         self, x: Tensor, kind: str, apply: Callable[[Tensor], Tensor], transpose: Callable[[Tensor], Tensor]
     ) -> Tensor:
         """Check the shape, go to the dtype of the matrices, apply, and come back to float32 or float64."""
+        self._check_shape(x, kind)
+        dtype = self._rays.values.dtype
+        result = apply_linear(x.to(dtype), apply, transpose)
+        return result if x.dtype == dtype else result.float()
+
+    def _check_shape(self, x: Tensor, kind: str) -> None:
+        """Raise GeometryError for what is no image or sinogram of this scan."""
         size, views, bins = self.geometry.image_size, self.geometry.n_views, self.geometry.n_detectors
         expected = (1, size, size) if kind == "image" else (1, views, bins)
         if x.ndim != 4 or tuple(x.shape[1:]) != expected:
@@ -115,9 +131,6 @@ class FanBeamProjector(nn.Module):
                 f"{kind} of shape {list(x.shape)} does not fit the geometry, which needs [batch, "
                 f"{', '.join(map(str, expected))}]: check data.image_size, geometry.n_views and geometry.n_detectors"
             )
-        dtype = self._rays.values.dtype
-        result = apply_linear(x.to(dtype), apply, transpose)
-        return result if x.dtype == dtype else result.float()
 
     def _fbp(self, y: Tensor) -> Tensor:
         return self._backprojection.transpose(self._filter(y))

@@ -77,6 +77,31 @@ def apply_linear(x: Tensor, apply: LinearMap, transpose: LinearMap) -> Tensor:
     return _ApplyLinear.apply(x, apply, transpose)
 
 
+class _SymmetricResidual(torch.autograd.Function):
+    """B (A x − y) for a symmetric B A: the derivative in x is this same map, with y = 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor | None, a: LinearMap, b: LinearMap, b_transposed: LinearMap) -> Tensor:
+        ctx.maps = a, b, b_transposed
+        with torch.autocast(x.device.type, enabled=False):
+            return b(a(x) if y is None else a(x) - y)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        (gradient,), (a, b, b_transposed) = gradients, ctx.maps
+        for_x = _SymmetricResidual.apply(gradient, None, a, b, b_transposed) if ctx.needs_input_grad[0] else None
+        for_y = -apply_linear(gradient, b_transposed, b) if ctx.needs_input_grad[1] else None
+        return for_x, for_y, None, None, None
+
+
+def symmetric_residual(x: Tensor, y: Tensor, a: LinearMap, b: LinearMap, b_transposed: LinearMap) -> Tensor:
+    """B (A x − y), differentiable any number of times, for linear A and B whose product B A is symmetric.
+
+    One node of the graph where `apply_linear` would need three: on small images starting them takes most of the time.
+    """
+    return _SymmetricResidual.apply(x, y, a, b, b_transposed)
+
+
 class FullPrecisionModule(nn.Module):
     """A module whose buffers follow `.to()`, `.double()` and the like, but stay as they are under half precision."""
 

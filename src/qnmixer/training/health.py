@@ -147,5 +147,5 @@ def _refuse_bad_start(errors: Errors) -> None:
     raise UnstableNetwork(
         f"the untrained network's mean square error is {errors.network:.3g}, FBP's {errors.fbp:.3g} and that of an "
         f"empty image {errors.empty:.3g}: from there it would not learn. Let the data steps start at "
-        "projector.safe_step_size() along projector.filtered_adjoint, and the last learned layer at zero"
+        "projector.safe_step_size() along projector.filtered_residual, and the last learned layer at zero"
     )
