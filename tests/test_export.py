@@ -92,6 +92,15 @@ def test_tables_of_the_weights_come_onto_the_card(tmp_path: Path) -> None:
     assert "None of these weights was found" in (tmp_path / "other.md").read_text()
 
 
+def test_where_the_slices_come_from_is_on_the_card(tmp_path: Path) -> None:
+    folder, sources = save(tmp_path / "run", *TINY), tmp_path / "sources.md"
+    sources.write_text("| collection | licence |\n|---|---|\n| Phantoms | MIT |\n")
+    given = [f"run={folder}", f"output={tmp_path}/my.safetensors"]
+    assert run(export, check, "export", *given, f"sources={sources}")[0] == 0
+    assert sources.read_text().strip() in (tmp_path / "my.md").read_text()
+    assert "sources=none.md does not exist" in refusal(*given, "sources=none.md")
+
+
 def test_weights_from_files_are_measured_where_the_files_are_said_to_be(tmp_path: Path) -> None:
     slices = tmp_path / "slices"
     slices.mkdir()

@@ -25,6 +25,7 @@ from qnmixer.data.config import (
     PhantomData,
 )
 from qnmixer.errors import ConfigError
+from qnmixer.files import check_there
 from qnmixer.plugins import check_plugin
 from qnmixer.schema import check_bounds, number, one_of, suggest
 from qnmixer.weights import SUFFIX
@@ -579,6 +580,7 @@ class ExportConfig:
 
     run: str
     output: str
+    sources: str | None
 
 
 def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
@@ -699,6 +701,8 @@ def parse_export(cfg: DictConfig) -> ExportConfig:
     config: ExportConfig = _parse("", ExportConfig, values, values)
     if not config.output.endswith(SUFFIX):
         raise ConfigError(f"output={config.output} is no weights file: give a name that ends in {SUFFIX}")
+    if config.sources is not None:
+        check_there("sources", config.sources, "a Markdown file on the slices, for the card")
     return config
 
 

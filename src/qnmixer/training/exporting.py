@@ -35,6 +35,7 @@ def export_run(config: ExportConfig) -> None:
         checkpoint=path.name.split(".")[0],
         weights=digest_of_weights(state),
         step=steps_of(path),
+        sources="" if config.sources is None else Path(config.sources).expanduser().read_text().strip(),
     )
     text = model_card(exported)
     with atomic_file(output) as stream:

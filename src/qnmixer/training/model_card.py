@@ -36,6 +36,7 @@ class Exported:
         checkpoint: "best", "last" or the name of another.
         weights: their digest.
         step: optimizer steps that the weights were made by.
+        sources: what is known of the slices beyond the config: collections and licences, Markdown.
     """
 
     file: Path
@@ -46,6 +47,7 @@ class Exported:
     checkpoint: str
     weights: str
     step: int
+    sources: str = ""
 
     @property
     def megabytes(self) -> str:
@@ -88,6 +90,7 @@ def model_card(of: Exported) -> str:
         "",
         *_table(_training(of, record)),
         "",
+        *(["### Where the slices come from", "", of.sources, ""] if of.sources else []),
         "## Evaluations",
         "",
         *_measured(measured),
