@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from qnmixer.errors import ConfigError
-from qnmixer.physics import FieldNoise, Noise, NoNoise, PhysicalNoise
+from qnmixer.physics import FieldNoise, MixedNoise, Noise, NoNoise, PhysicalNoise
 
-ALL: Sequence[Noise] = (FieldNoise(), PhysicalNoise(photons=1e4, electronic_sigma=5.0))
+PHYSICAL = PhysicalNoise(photons=1e4, electronic_sigma=5.0)
+ALL: Sequence[Noise] = (FieldNoise(), PHYSICAL, MixedNoise(FieldNoise(), PHYSICAL, 0.5))
 
 
 def sinogram(batch: int = 1, value: float = 100.0) -> torch.Tensor:
@@ -69,6 +70,16 @@ def test_statistics_of_the_physical_noise() -> None:
         gain = 2.718281828 ** (mu * 100)
         expected = (gain / photons + (electronic * gain / photons) ** 2) ** 0.5 / mu
         assert float(error.std()) == pytest.approx(expected, rel=0.03)
+
+
+def test_mixed_noise_gives_each_sample_one_of_the_two() -> None:
+    """As its key says; of 200 samples the share of the physical one is as asked for."""
+    noise = MixedNoise(FieldNoise(1e6, 0.0), PhysicalNoise(photons=1e3), 0.3)
+    y = torch.full((200, 1, 4, 16), 100.0)
+    strong = (noise(y, [(k,) for k in range(200)]) - y).flatten(1).std(1) > 1
+    assert 0.2 < float(strong.float().mean()) < 0.4
+    with pytest.raises(ConfigError, match=r"noise.physical_share=1.5"):
+        MixedNoise(FieldNoise(), PhysicalNoise(), 1.5)
 
 
 def test_fewer_photons_give_more_noise() -> None:
