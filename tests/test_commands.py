@@ -29,8 +29,8 @@ from qnmixer.data.writers import write_dicom
 from qnmixer.evaluate import evaluate
 from qnmixer.physics import FanBeamProjector
 from qnmixer.reconstruct import reconstruct
+from qnmixer.reconstructor import attenuation_per_value
 from qnmixer.train import train
-from qnmixer.training.build import attenuation_per_value
 from qnmixer.training.checkpoints import load_run
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.weights_file import digest_of_weights

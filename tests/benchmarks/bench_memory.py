@@ -28,9 +28,10 @@ from qnmixer.files import write_text
 from qnmixer.parallel.memory import apply_memory_mode
 from qnmixer.parallel.pipeline import Pipeline, sum_gradients
 from qnmixer.parallel.usage import Usage, read_usage, reset_peak
+from qnmixer.reconstructor import AUTOCAST
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.optimizers import build_optimizer
-from qnmixer.training.planning import AUTOCAST, MIB, Planner, cut_of
+from qnmixer.training.planning import MIB, Planner, cut_of
 
 CONFIGS = [
     "model.n_iterations=4",

@@ -31,7 +31,8 @@ from qnmixer.data.writers import write_dicom
 from qnmixer.files import write_text
 from qnmixer.parallel.usage import read_usage, reset_peak
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
-from qnmixer.training.module import CHECKPOINT_KEY, ReconstructionModule
+from qnmixer.training.module import ReconstructionModule
+from qnmixer.training.weights_file import CHECKPOINT_KEY
 
 MIB = 2**20
 _PHANTOMS = 20  # different ones; the series repeats them

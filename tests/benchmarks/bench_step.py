@@ -36,9 +36,9 @@ from qnmixer.models.data_term import data_gradient
 from qnmixer.models.latent_bfgs import apply_inverse_hessian, curvature_pair, direction, summed_changes
 from qnmixer.parallel.compilation import compile_blocks
 from qnmixer.parallel.memory import apply_memory_mode
+from qnmixer.reconstructor import AUTOCAST
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.optimizers import build_optimizer
-from qnmixer.training.planning import AUTOCAST
 
 VARIANTS = {
     "keep": "",

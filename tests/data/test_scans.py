@@ -15,7 +15,7 @@ from qnmixer.data.scans import ScanLayout, fit_scan, read_mat
 from qnmixer.errors import DataError
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.physics.rays import system_matrix
-from qnmixer.training.build import build_geometry
+from qnmixer.reconstructor import build_geometry
 
 SIZE = 64
 

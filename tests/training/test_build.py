@@ -7,9 +7,10 @@ import torch
 
 from qnmixer.config import Config
 from qnmixer.errors import ConfigError, PluginError
-from qnmixer.training.build import build_network, build_projector, method_name
+from qnmixer.reconstructor import build_network, build_projector, method_name
 from qnmixer.training.checkpoints import read_checkpoint
-from qnmixer.training.module import CHECKPOINT_KEY, ReconstructionModule
+from qnmixer.training.module import ReconstructionModule
+from qnmixer.training.weights_file import CHECKPOINT_KEY
 
 MINE = """
 import torch

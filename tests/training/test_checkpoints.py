@@ -15,7 +15,8 @@ from qnmixer.training.checkpoints import (
     load_weights,
     read_checkpoint,
 )
-from qnmixer.training.module import CHECKPOINT_KEY, ReconstructionModule
+from qnmixer.training.module import ReconstructionModule
+from qnmixer.training.weights_file import CHECKPOINT_KEY
 
 Build = Callable[..., ReconstructionModule]
 

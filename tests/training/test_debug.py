@@ -13,9 +13,10 @@ from qnmixer.data.config import PhantomData
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.parallel.strategies import on_this_machine
+from qnmixer.reconstructor import Batch
 from qnmixer.training.checkpoints import load_run
 from qnmixer.training.fit import fit
-from qnmixer.training.module import Batch, ReconstructionModule
+from qnmixer.training.module import ReconstructionModule
 
 TinyConfig = Callable[..., Config]
 Build = Callable[..., ReconstructionModule]

@@ -12,7 +12,7 @@ from qnmixer.config import Config, ConfigError, PipelineConfig, batch_of_replica
 from qnmixer.parallel.memory import apply_memory_mode
 from qnmixer.parallel.pipeline import survey
 from qnmixer.parallel.stages import Stage, actions, ranges
-from qnmixer.training.build import build_projector
+from qnmixer.reconstructor import build_projector
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.optimizers import build_optimizer
 from qnmixer.training.plan_report import _largest_batch, as_object, levers_table, schedules, usable
@@ -86,7 +86,7 @@ def test_the_footprint_of_a_known_network(planner: Planner) -> None:
     config = config_of()
     footprint = track_step(config, planner.projector)
     with _without_data():
-        from qnmixer.training.build import build_network
+        from qnmixer.reconstructor import build_network
 
         n_weights = sum(p.numel() for p in build_network(config, planner.projector).parameters())
     assert footprint.parameters == 4 * n_weights

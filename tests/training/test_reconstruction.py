@@ -18,8 +18,9 @@ from qnmixer.data.phantoms import phantom
 from qnmixer.errors import DataError
 from qnmixer.training.batched import MAX_HU, BatchedNetwork
 from qnmixer.training.input_scans import measured_scans, simulated_scans
-from qnmixer.training.module import CHECKPOINT_KEY, ReconstructionModule
+from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.reconstruction import reconstruct_input
+from qnmixer.training.weights_file import CHECKPOINT_KEY
 
 Build = Callable[..., ReconstructionModule]
 

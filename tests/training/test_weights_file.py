@@ -12,8 +12,8 @@ from qnmixer.cli import compose
 from qnmixer.config import Config, parse
 from qnmixer.errors import CheckpointError, DataError
 from qnmixer.training.checkpoints import find_checkpoint, load_run, load_weights, read_checkpoint, resumable
-from qnmixer.training.module import CHECKPOINT_KEY, ReconstructionModule
-from qnmixer.training.weights_file import digest_of_weights, encode
+from qnmixer.training.module import ReconstructionModule
+from qnmixer.training.weights_file import CHECKPOINT_KEY, digest_of_weights, encode
 from qnmixer.weights import PRETRAINED, SHIPPED, check_weights
 
 Build = Callable[..., ReconstructionModule]

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from qnmixer.data.slices import FloatArray
 from qnmixer.errors import ConfigError, OutOfMemory, first_line
+from qnmixer.reconstructor import AUTOCAST, Reconstructor
 from qnmixer.training.input_scans import MeasuredScan, Scan, sinograms_of, warn
-from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.out_of_memory import is_out_of_memory
-from qnmixer.training.planning import AUTOCAST
 
 MAX_HU = 1.0
 """By how much half precision may change a pixel."""
@@ -31,7 +30,7 @@ class BatchedNetwork:
     Raises ConfigError for a precision that the device does not have.
     """
 
-    def __init__(self, module: ReconstructionModule, batch_size: int, precision: str) -> None:
+    def __init__(self, module: Reconstructor, batch_size: int, precision: str) -> None:
         self.module, self.batch_size, self.precision = module, batch_size, precision
         self._dtype = AUTOCAST[precision]
         if (

@@ -13,10 +13,10 @@ from lightning.pytorch.loggers import WandbLogger
 from rich.console import Console
 from torch import Tensor
 
+from qnmixer.reconstructor import Batch, to_hu
 from qnmixer.tracking.results import duration
-from qnmixer.training.evaluation import to_hu
 from qnmixer.training.metrics import psnr
-from qnmixer.training.module import Batch, ReconstructionModule
+from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.pictures import Panel, Row, draw_iterates
 
 _MOST_SHOWN = 15  # iterates in a picture

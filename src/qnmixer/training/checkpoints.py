@@ -13,8 +13,8 @@ from qnmixer.config import Config, effective_batch, parse, to_plain
 from qnmixer.errors import CheckpointError, ConfigError, PluginError, first_line
 from qnmixer.files import PART_SUFFIX, atomic_file, remove, replace, whole
 from qnmixer.parallel.fsdp import merge_shards
-from qnmixer.training.module import CHECKPOINT_KEY, ReconstructionModule
-from qnmixer.training.weights_file import decode
+from qnmixer.reconstructor import Reconstructor
+from qnmixer.training.weights_file import CHECKPOINT_KEY, decode
 from qnmixer.weights import SUFFIX, located
 
 _KEYS_SINCE = {"compile": False}
@@ -66,16 +66,16 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
         raise CheckpointError(f"{path} was written by another version of qnmixer ({error}): use that one") from error
 
 
-def load_run(run: str | Path, which: str = "best") -> ReconstructionModule:
+def load_run(run: str | Path, which: str = "best") -> Reconstructor:
     """The trained module of a run folder (or .ckpt or .safetensors file), on the CPU."""
     path = find_checkpoint(run, which)
     config, state = read_checkpoint(path)
-    module = ReconstructionModule(config)
+    module = Reconstructor(config)
     _load_state(module, state, path)
     return module
 
 
-def load_weights(module: ReconstructionModule, run: str | Path) -> None:
+def load_weights(module: Reconstructor, run: str | Path) -> None:
     """Put the weights of a run into a module that was built from another config.
 
     Raises CheckpointError where the networks or their image sizes differ; another number of views is no obstacle.
@@ -139,7 +139,7 @@ def _differences(before: Config, config: Config) -> list[str]:
     return found
 
 
-def _load_state(module: ReconstructionModule, state: dict[str, Any], path: Path) -> None:
+def _load_state(module: Reconstructor, state: dict[str, Any], path: Path) -> None:
     try:
         module.load_state_dict(state)
     except RuntimeError as error:

@@ -38,7 +38,7 @@ from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import RankFailed, UserError
 from qnmixer.parallel.launch import launch
 from qnmixer.parallel.strategies import on_this_machine
-from qnmixer.training.build import build_projector
+from qnmixer.reconstructor import Reconstructor, build_projector
 from qnmixer.training.checkup_rank import (
     GROWTH_STEPS,
     Number,
@@ -47,7 +47,6 @@ from qnmixer.training.checkup_rank import (
     reference_gradients,
     train_a_little,
 )
-from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.planning import MIB, Planner
 
 PATIENCE = {"communication": 60.0, "training": 180.0}
@@ -228,7 +227,7 @@ def check_shared_memory(free: int | None, needed: int) -> Check:
 def checkpoint_bytes(config: Config) -> int:
     """Bytes of weights and optimizer state."""
     projector = build_projector(config)
-    weights = ReconstructionModule(config, projector).state_dict().values()
+    weights = Reconstructor(config, projector).state_dict().values()
     return sum(tensor.nbytes for tensor in weights) + int(Planner(config, projector).optimizer_state(config))
 
 

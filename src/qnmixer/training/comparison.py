@@ -13,11 +13,11 @@ from omegaconf.errors import OmegaConfBaseException
 from qnmixer.cli import compose
 from qnmixer.config import Config, parse
 from qnmixer.errors import UserError, first_line
+from qnmixer.reconstructor import method_name
 from qnmixer.tracking.jobs import outcome
 from qnmixer.tracking.results import read_results
 from qnmixer.tracking.runs import SWEEP
 from qnmixer.tracking.sweep_report import rows_of
-from qnmixer.training.build import method_name
 from qnmixer.training.checkpoints import find_checkpoint, read_checkpoint
 from qnmixer.training.evaluation import ImageScore
 from qnmixer.training.page import PageSlice

@@ -30,11 +30,11 @@ from qnmixer.data.config import DataConfig, PhantomData
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import CheckpointError, ConfigError, DataError, first_line
 from qnmixer.files import write_text
+from qnmixer.reconstructor import Batch, Reconstructor, choose_device, method_name, to_hu
 from qnmixer.tracking.loggers import device_name
 from qnmixer.tracking.metrics_file import read_metrics
 from qnmixer.tracking.results import duration, git_commit, versions
 from qnmixer.tracking.runs import quoted
-from qnmixer.training.build import choose_device, method_name
 from qnmixer.training.checkpoints import find_checkpoint, load_weights, read_checkpoint
 from qnmixer.training.comparison import (
     ComparedJob,
@@ -43,9 +43,8 @@ from qnmixer.training.comparison import (
     Cost,
     methods_of,
 )
-from qnmixer.training.evaluation import ImageScore, evaluate, other_slices, pictured, shown_iterates, to_hu
+from qnmixer.training.evaluation import ImageScore, evaluate, other_slices, pictured, shown_iterates
 from qnmixer.training.metrics import psnr, ssim
-from qnmixer.training.module import Batch, ReconstructionModule
 from qnmixer.training.page import PageMethod, PageSlice
 from qnmixer.training.weights_file import digest_of_weights
 
@@ -182,20 +181,20 @@ class _Measuring:
         write_text(path, json.dumps([asdict(score) for score in scores]) + "\n")
         return scores, False
 
-    def _module(self, job: ComparedJob, config: Config) -> ReconstructionModule:
-        module = ReconstructionModule(config)
+    def _module(self, job: ComparedJob, config: Config) -> Reconstructor:
+        module = Reconstructor(config)
         load_weights(module, find_checkpoint(job.folder, self.config.checkpoint))
         return module.to(self.device).eval()
 
 
 @torch.no_grad()
-def _reconstructed(method: ComparedMethod, module: ReconstructionModule, batch: Batch, y: Tensor) -> PageMethod:
+def _reconstructed(method: ComparedMethod, module: Reconstructor, batch: Batch, y: Tensor) -> PageMethod:
     images = shown_iterates(module.network, y) if method.jobs else [module.projector.fbp(y)]
     quality = f"{psnr(images[-1], batch['image']).item():.2f} dB / {100 * ssim(images[-1], batch['image']).item():.2f}"
     return PageMethod(method.name, [to_hu(batch, image)[0, 0].cpu() for image in images], quality)
 
 
-def _cost(method: ComparedMethod, module: ReconstructionModule, y: Tensor) -> Cost:
+def _cost(method: ComparedMethod, module: Reconstructor, y: Tensor) -> Cost:
     done = method.done
     parameters = sum(p.numel() for p in module.network.parameters()) if done else 0
     seconds = [job.results["seconds"] for job in done]

@@ -16,7 +16,7 @@ from torch.profiler import profile, schedule
 
 from qnmixer.config import Config, FewBatchesConfig, ProfileConfig, effective_batch
 from qnmixer.ranks import rank
-from qnmixer.training.module import Batch
+from qnmixer.reconstructor import Batch
 
 _N_OPERATORS = 12
 

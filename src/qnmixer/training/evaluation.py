@@ -24,14 +24,13 @@ from qnmixer.errors import CheckpointError
 from qnmixer.files import write_text
 from qnmixer.models import UnrolledNetwork
 from qnmixer.ranks import rank
+from qnmixer.reconstructor import Batch, Reconstructor, build_noise, choose_device, to_hu
 from qnmixer.schema import check_bounds
 from qnmixer.tracking.loggers import device_name
 from qnmixer.tracking.results import git_commit, results, versions
 from qnmixer.tracking.runs import values_of
-from qnmixer.training.build import build_noise, choose_device
 from qnmixer.training.checkpoints import load_run
 from qnmixer.training.metrics import psnr, ssim, to_window
-from qnmixer.training.module import Batch, ReconstructionModule
 from qnmixer.training.page import PageMethod, PageSlice, PageTable, write_page
 from qnmixer.training.pictures import Panel, Row, draw_comparison
 from qnmixer.training.weights_file import digest_of_weights
@@ -113,7 +112,7 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
     return evaluation
 
 
-def what_was_evaluated(module: ReconstructionModule, data: DataConfig) -> dict[str, Any]:
+def what_was_evaluated(module: Reconstructor, data: DataConfig) -> dict[str, Any]:
     """What results.json keeps to tell whose table it is: a digest of the weights, the kind of slices, the noise."""
     weights = digest_of_weights(module.state_dict())
     return {"weights": weights, "data": data.name, "noise": asdict(module.config.noise)}
@@ -164,7 +163,7 @@ def title_of(trained: Config, data: DataConfig, split: str) -> str:
 
 
 def evaluate(
-    module: ReconstructionModule, data: SliceDataModule, split: str, config: EvaluationConfig, device: torch.device
+    module: Reconstructor, data: SliceDataModule, split: str, config: EvaluationConfig, device: torch.device
 ) -> Evaluation:
     """Reconstruct every slice of a split by FBP and by the network (which may be FBP), from the same noisy sinogram.
 
@@ -218,11 +217,6 @@ def pictured(n_images: int, n_pictures: int) -> set[int]:
     """Which images to draw: spread over the split, since neighbours look alike."""
     n = min(n_pictures, n_images)
     return {(2 * k + 1) * n_images // (2 * n) for k in range(n)}
-
-
-def to_hu(batch: Batch, image: Tensor) -> Tensor:
-    """HU of images [B, 1, H, W] by the scaling of their slices."""
-    return batch["hu_offset"][:, None, None, None] + batch["hu_scale"][:, None, None, None] * image
 
 
 def write_evaluation(

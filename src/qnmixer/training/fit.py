@@ -24,6 +24,7 @@ from qnmixer.parallel.compilation import compile_blocks
 from qnmixer.parallel.memory import apply_memory_mode
 from qnmixer.parallel.strategies import build_precision, build_strategy
 from qnmixer.ranks import at_once, rank
+from qnmixer.reconstructor import Reconstructor
 from qnmixer.stopping import heeding
 from qnmixer.tracking.loggers import (
     CODE_DIFF,
@@ -134,7 +135,7 @@ def _fit(
     best = keeping.best
     record["best"] = {config.monitor: best}
     if config.test_after_training:
-        trained = ReconstructionModule(config, module.projector)
+        trained = Reconstructor(config, module.projector)
         load_weights(trained, folder)
         device = trainer.strategy.root_device
         evaluation = evaluate(trained, data, "test", config.evaluation, device)

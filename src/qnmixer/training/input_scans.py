@@ -22,8 +22,7 @@ from qnmixer.data.scans import ScanLayout, fit_scan, read_mat
 from qnmixer.data.slices import FloatArray, SkipFile
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.physics import FanBeamGeometry
-from qnmixer.training.build import attenuation_per_value
-from qnmixer.training.module import STREAMS, ReconstructionModule
+from qnmixer.reconstructor import STREAMS, Reconstructor, attenuation_per_value
 
 # Line integrals of the body's attenuation: more than this and nothing is left to count, less and the scan is off.
 MAX_ATTENUATION, MIN_ATTENUATION = 14.0, -0.5
@@ -58,7 +57,7 @@ class MeasuredScan(Scan):
     missing: npt.NDArray[np.bool_]  # [V], views that it has by interpolation only
 
 
-def sinograms_of(module: ReconstructionModule, scans: Sequence[Scan]) -> Tensor:
+def sinograms_of(module: Reconstructor, scans: Sequence[Scan]) -> Tensor:
     """y [B, 1, V, D] on the module's device: measured, or simulated with the noise that each slice's number keys."""
 
     def tensor(arrays: list[FloatArray]) -> Tensor:
@@ -72,7 +71,7 @@ def sinograms_of(module: ReconstructionModule, scans: Sequence[Scan]) -> Tensor:
     return module.noise(y, [(module.config.seed, STREAMS["test"], scan.number) for scan in simulated])
 
 
-def simulated_scans(path: Path, module: ReconstructionModule) -> tuple[int, Iterator[Scan]]:
+def simulated_scans(path: Path, module: Reconstructor) -> tuple[int, Iterator[Scan]]:
     """Number of files, and the slices in them, for the views and the noise that the network was trained for."""
     slices = InputSlices(path)
     config, scaling = module.config, build_scaling(module.config.data.scaling, module.config.data.hu_max)
@@ -92,7 +91,7 @@ def simulated_scans(path: Path, module: ReconstructionModule) -> tuple[int, Iter
     return len(slices.files), scans()
 
 
-def measured_scans(path: Path, module: ReconstructionModule, config: ReconstructConfig) -> tuple[int, Iterator[Scan]]:
+def measured_scans(path: Path, module: Reconstructor, config: ReconstructConfig) -> tuple[int, Iterator[Scan]]:
     """Number of files, and the sinograms [v, d] in them, from .npy ([v, d] or [N, v, d]) or .mat."""
     trained = module.config
     if trained.data.scaling != "attenuation":
@@ -119,7 +118,7 @@ def measured_scans(path: Path, module: ReconstructionModule, config: Reconstruct
     return len(files), scans()
 
 
-def _scans_of(file: Path, per_value: float, module: ReconstructionModule, config: ReconstructConfig) -> Iterator[Scan]:
+def _scans_of(file: Path, per_value: float, module: Reconstructor, config: ReconstructConfig) -> Iterator[Scan]:
     """The sinograms of one file; DataError before the first where any of them is of no use.
 
     So they are read twice: all are looked at, then each is handed on. There is never more than one in memory.
@@ -141,7 +140,7 @@ def _scans_of(file: Path, per_value: float, module: ReconstructionModule, config
 class _ScanFile:
     """The sinograms of one file, one at a time. Raises DataError for a file of no use."""
 
-    def __init__(self, file: Path, per_value: float, module: ReconstructionModule, config: ReconstructConfig) -> None:
+    def __init__(self, file: Path, per_value: float, module: Reconstructor, config: ReconstructConfig) -> None:
         self.file, self.per_value, self.module, self.config = file, per_value, module, config
         geometry = module.projector.geometry
         self._sinogram: FloatArray | None = None
@@ -240,7 +239,7 @@ def _scan_count(file: Path, geometry: FanBeamGeometry, config: ReconstructConfig
 
 
 def _check_unit(
-    file: Path, sinogram: FloatArray, per_value: float, module: ReconstructionModule, config: ReconstructConfig
+    file: Path, sinogram: FloatArray, per_value: float, module: Reconstructor, config: ReconstructConfig
 ) -> None:
     """Refuse counts, transmissions, and value × mm taken for attenuation or the other way round."""
     low, high = float(sinogram.min()), float(sinogram.max())

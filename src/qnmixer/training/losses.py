@@ -20,6 +20,11 @@ def build_loss(config: LossConfig) -> Loss:
     return {"mse": mse, "l1": l1}[config.name]
 
 
+def weighted(loss: Loss, image: Tensor, truth: Tensor, weight: Tensor, batch: int) -> Tensor:
+    """Σ weight · loss / batch: see `EpochSampler` for what it is the mean of."""
+    return (weight * loss(image, truth)).sum() / batch
+
+
 def mse(image: Tensor, truth: Tensor) -> Tensor:
     """Mean squared error."""
     return F.mse_loss(image, truth, reduction="none").mean((1, 2, 3))

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 
 from qnmixer.parallel.usage import Usage, read_usage, reset_peak
-from qnmixer.training.module import Batch
+from qnmixer.reconstructor import Batch
 from qnmixer.training.planning import MIB
 
 

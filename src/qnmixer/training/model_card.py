@@ -14,10 +14,10 @@ from typing import Any
 from qnmixer.cli import compose
 from qnmixer.config import Config, CustomConfig, effective_batch, to_plain
 from qnmixer.data.config import CustomData, FolderData, PhantomData
+from qnmixer.reconstructor import method_name
 from qnmixer.tracking.results import duration, read_results
 from qnmixer.tracking.runs import values_of
-from qnmixer.training.build import method_name
-from qnmixer.training.module import CHECKPOINT_KEY
+from qnmixer.training.weights_file import CHECKPOINT_KEY
 from qnmixer.weights import PRETRAINED, SHIPPED
 
 _UNKNOWN = "unknown"

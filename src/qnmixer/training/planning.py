@@ -37,16 +37,14 @@ from qnmixer.parallel.memory import apply_memory_mode, offloading_loop, stays
 from qnmixer.parallel.pipeline import survey
 from qnmixer.parallel.stages import Packing, Stage, actions, cut_evenly, idle_share, ranges
 from qnmixer.physics import FanBeamProjector
-from qnmixer.training.build import build_projector
-from qnmixer.training.module import ReconstructionModule
+from qnmixer.reconstructor import AUTOCAST, Reconstructor, build_projector
+from qnmixer.training.losses import build_loss, weighted
 from qnmixer.training.optimizers import build_optimizer
 
 MIB = 2**20
 
 # From here on memory was seen to be affine in T.
 _FEWEST_ITERATIONS = 4
-
-AUTOCAST = {"32": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 ASSUMED_DEVICES = 4
 """How many there are taken to be where the config leaves it to the machine."""
@@ -160,7 +158,7 @@ class Planner:
         config = counted(config)
         n_shards = _n_shards(config)
         with _without_data():
-            module = ReconstructionModule(config, self.projector)
+            module = Reconstructor(config, self.projector)
             optimizer = build_optimizer(config.optimizer, module.network)
             _make_state(optimizer)
             return _optimizer_bytes(optimizer, n_shards)
@@ -184,7 +182,7 @@ class Planner:
         key = f"fixed {config.model} {config.optimizer}"
         if key not in self._known:
             with _without_data():
-                module = ReconstructionModule(config, self.projector)
+                module = Reconstructor(config, self.projector)
                 weights, operator = _bytes(module.parameters()), _bytes(module.buffers())
             self._known[key] = Footprint(weights, weights, self.optimizer_state(config), 0, operator)
         return self._known[key]
@@ -271,7 +269,7 @@ def track_step(config: Config, projector: FanBeamProjector) -> Footprint:
     n_batches = min(2, config.trainer.accumulate_grad_batches)  # from the second on, there are gradients all along
     hosted = _Hosted()
     with _without_data():
-        module = ReconstructionModule(config, projector)
+        module = Reconstructor(config, projector)
         network = module.network
         _apply_memory_mode(network, config, hosted)
         optimizer = build_optimizer(config.optimizer, network)
@@ -287,7 +285,7 @@ def track_step(config: Config, projector: FanBeamProjector) -> Footprint:
                 with torch.no_grad():
                     y = projector(image)
                 with _autocast(config):
-                    loss = module.batch_loss(network(y), image, weight)
+                    loss = _batch_loss(config)(network(y), image, weight)
                 if k == 0:
                     optimizer.zero_grad()  # where Lightning does it: those of the step before live until here
                 if buckets is not None:
@@ -359,7 +357,7 @@ def track_stages(config: Config, projector: FanBeamProjector, wanted: Iterable[r
     b, size = config.strategy.microbatch_size, config.data.image_size
     hosted = _Hosted()
     with _without_data():
-        module = ReconstructionModule(config, projector)
+        module = Reconstructor(config, projector)
         _apply_memory_mode(module.network, config, hosted)
         image, weight = torch.rand(b, 1, size, size), torch.ones(b)
         with torch.no_grad():
@@ -371,7 +369,7 @@ def track_stages(config: Config, projector: FanBeamProjector, wanted: Iterable[r
 
 
 def _track_stage(
-    module: ReconstructionModule,
+    module: Reconstructor,
     iterations: range,
     packings: list[Packing],
     batch: tuple[Tensor, Tensor, Tensor],
@@ -389,7 +387,8 @@ def _track_stage(
     def forward() -> tuple[Tensor, ...]:
         with _autocast(module.config):
             output = stage(*received, y=y)
-            return (module.batch_loss(output, image[positions], weight[positions]), output) if last else (output,)
+            loss = _batch_loss(module.config)
+            return (loss(output, image[positions], weight[positions]), output) if last else (output,)
 
     received = [] if first else [buffer(iterations.start).requires_grad_()]
     given = [] if last else [buffer(iterations.stop)]
@@ -466,6 +465,11 @@ def _apply_memory_mode(network: UnrolledNetwork[Any], config: Config, hosted: "_
     apply_memory_mode(network, config.memory)
     if config.memory.name == "offload":
         network.loop = partial(offloading_loop, pack=hosted.pack, unpack=hosted.unpack)
+
+
+def _batch_loss(config: Config) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Loss of images, truths and weights as training has it."""
+    return partial(weighted, build_loss(config.loss), batch=batch_of_replica(config))
 
 
 def _autocast(config: Config) -> torch.autocast:

@@ -13,11 +13,10 @@ from qnmixer.config import ReconstructConfig
 from qnmixer.data.slices import FloatArray
 from qnmixer.data.writers import write_dicom, write_npy, write_png
 from qnmixer.errors import DataError
+from qnmixer.reconstructor import Reconstructor, choose_device
 from qnmixer.training.batched import BatchedNetwork
-from qnmixer.training.build import choose_device
 from qnmixer.training.checkpoints import load_run
 from qnmixer.training.input_scans import MeasuredScan, Scan, holds_sinograms, measured_scans, simulated_scans, warn
-from qnmixer.training.module import ReconstructionModule
 
 # Slices at once where nobody says: on a CPU more of them leave the cache, a GPU wants to be filled.
 _ON_CPU, _ON_GPU = 4, 16
@@ -72,7 +71,7 @@ def _in_batches(scans: Iterator[Scan], size: int) -> Iterator[list[Scan]]:
 class _Writer:
     """Images to files, in the order of the input."""
 
-    def __init__(self, module: ReconstructionModule, config: ReconstructConfig) -> None:
+    def __init__(self, module: Reconstructor, config: ReconstructConfig) -> None:
         self.module, self.config, self.count = module, config, 0
         self.n_constant = 0
         self._call_uid = generate_uid()
@@ -124,7 +123,7 @@ def _file_name(name: str) -> Path:
     return path.with_name(f"{path.name}_{frame[1:]}") if frame else path
 
 
-def _description(module: ReconstructionModule, views: str) -> str:
+def _description(module: Reconstructor, views: str) -> str:
     """What stands before the semicolon becomes the name of the DICOM series."""
     config = module.config
     return (

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from qnmixer.config import Config, LoggerConfig, to_plain
 from qnmixer.data.config import CustomData, DataConfig, FolderData
-from qnmixer.training.module import CHECKPOINT_KEY
+
+CHECKPOINT_KEY = "qnmixer"
 
 
 def encode(config: Config, state: dict[str, Tensor]) -> bytes:

@@ -1,11 +1,23 @@
-"""Objects from a checked config: the one place that knows which class a name stands for."""
+"""A network with its scan and its noise, from a checked config: the one place that knows which class a name stands for.
 
+Plain torch: training, evaluation, inference and the plan are built on it.
+"""
+
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
+from torch import Tensor, nn
 
-from qnmixer.config import Config, CustomConfig, FieldNoiseConfig, MixedNoiseConfig, PhysicalNoiseConfig, QNMixerConfig
+from qnmixer.config import (
+    Config,
+    CustomConfig,
+    FieldNoiseConfig,
+    MixedNoiseConfig,
+    PhysicalNoiseConfig,
+    QNMixerConfig,
+)
 from qnmixer.errors import ConfigError, PluginError
 from qnmixer.models import (
     FBP,
@@ -19,6 +31,9 @@ from qnmixer.models import (
 )
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.physics.noise import FieldNoise, MixedNoise, Noise, NoNoise, PhysicalNoise
+from qnmixer.physics.rays import system_matrix
+from qnmixer.physics.scan import ScanMatrix
+from qnmixer.physics.sparse import apply_linear
 from qnmixer.plugins import Kind, load_plugin, make_plugin
 
 NETWORKS: dict[str, Any] = {
@@ -32,8 +47,76 @@ NETWORKS: dict[str, Any] = {
 }
 """By `model.name`; each takes the projector, and the other keys of its config."""
 
+AUTOCAST = {"32": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+
+# Training, validation and test draw their noise from streams of their own.
+STREAMS = {"train": 0, "val": 1, "test": 2}
+
 _NETWORK = Kind("a subclass of qnmixer.models.UnrolledNetwork", lambda cls: issubclass(cls, UnrolledNetwork))
 _MODULE = Kind("a subclass of torch.nn.Module", lambda cls: issubclass(cls, torch.nn.Module))
+
+
+class Batch(TypedDict):
+    """Collated samples of `SliceDataset`; HU = hu_offset + hu_scale · image."""
+
+    image: Tensor  # [B, 1, S, S]
+    fine: NotRequired[Tensor]  # [B, 1, f·S, f·S], to simulate from; with data.simulation_factor = f above 1
+    hu_offset: Tensor  # [B]
+    hu_scale: Tensor  # [B]
+    sample: Tensor  # [B], int64: epoch · length + index; on the host in training and evaluation
+    weight: Tensor  # [B], what each counts for; 0 for one that only fills the batch
+    name: list[str]
+
+
+class Reconstructor(nn.Module):
+    """A network with its scan and its noise, as a config says: x → A x + noise → y → x_T."""
+
+    def __init__(self, config: Config, projector: FanBeamProjector | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.projector = projector or build_projector(config)
+        self.network = build_network(config, self.projector)
+        self.noise = build_noise(config)
+        self._fine_matrix: ScanMatrix | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the scan's matrices are, and so all that is computed with them."""
+        return next(self.projector.buffers()).device
+
+    def forward(self, y: Tensor) -> Tensor:
+        """x_T [B, 1, H, W] from y [B, 1, V, D]."""
+        return self.network(y)
+
+    @torch.no_grad()
+    def measure(self, batch: Batch, stream: str) -> Tensor:
+        """The noisy sinogram y [B, 1, V, D] of a batch; the same for a sample whatever the batch, rank or device.
+
+        It is that of the fine images where there are any, so that no sinogram comes from the network's own matrix.
+        """
+        if self.config.debug.name == "overfit" and stream == "val":
+            stream = "train"  # the same slices are to be the same measurements
+        keys = [(self.config.seed, STREAMS[stream], sample) for sample in batch["sample"].tolist()]
+        return self.noise(self.project(batch["image"], batch.get("fine")), keys)
+
+    def project(self, image: Tensor, fine: Tensor | None = None) -> Tensor:
+        """A x [B, 1, V, D] of images [B, 1, S, S], or rather, where there are any, of the same finer [B, 1, f·S, f·S].
+
+        One by one, as a product of more columns rounds otherwise, and the last bit can decide which photon counts noise
+        draws. The finer matrix, A alone, is built when the first are seen; it is no part of checkpoints.
+        """
+        if fine is None:
+            return torch.cat([self.projector(x) for x in image.split(1)])
+        if self._fine_matrix is None:
+            data = replace(self.config.data, image_size=fine.shape[-1])
+            self._fine_matrix = system_matrix(build_geometry(replace(self.config, data=data)))
+        matrix = self._fine_matrix.to(fine.device)
+        return torch.cat([apply_linear(x, matrix, matrix.transpose) for x in fine.split(1)])
+
+
+def to_hu(batch: Batch, image: Tensor) -> Tensor:
+    """HU of images [B, 1, H, W] by the scaling of their slices."""
+    return batch["hu_offset"][:, None, None, None] + batch["hu_scale"][:, None, None, None] * image
 
 
 def build_geometry(config: Config) -> FanBeamGeometry:
