@@ -30,6 +30,7 @@ from qnmixer.evaluate import evaluate
 from qnmixer.physics import FanBeamProjector
 from qnmixer.reconstruct import reconstruct
 from qnmixer.reconstructor import attenuation_per_value
+from qnmixer.tracking.runs import continued
 from qnmixer.train import train
 from qnmixer.training.checkpoints import load_run
 from qnmixer.training.module import ReconstructionModule
@@ -82,7 +83,7 @@ def run(name: str, *arguments: str) -> Outcome:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.delenv(cli.TRACEBACK, raising=False)
         try:
-            cli.run(*COMMANDS[name], name)
+            cli.run(*COMMANDS[name], name, complete=continued if name == "train" else list)
         except SystemExit as stop:
             code = int(stop.code or 0)
     return Outcome(code, stdout.getvalue(), stderr.getvalue())

@@ -21,7 +21,6 @@ from qnmixer.config import CONF, flat_keys, unknown_key
 from qnmixer.errors import ConfigError, Stopped, UserError
 from qnmixer.ranks import is_rank, rank, world_size
 from qnmixer.schema import suggest
-from qnmixer.tracking.runs import continued
 from qnmixer.usage import usage
 
 TRACEBACK = "HYDRA_FULL_ERROR"
@@ -33,6 +32,7 @@ def run(
     check: Callable[[DictConfig], object],
     config_name: str,
     sweep: Callable[[list[str], DictConfig], AbstractContextManager[str]] | None = None,
+    complete: Callable[[list[str]], list[str]] = list,
 ) -> None:
     """Run a command: compose its config, `check` it before any folder is made, then hand it to `task`.
 
@@ -42,11 +42,12 @@ def run(
         config_name: its file in `conf/`.
         sweep: what surrounds several runs of it (`-m`), given the overrides and the config that they begin with; yields
             one more override. None: they only follow each other.
+        complete: the arguments to run with, from those that were given.
     """
     asked_for_traceback = os.environ.get(TRACEBACK) == "1"
     try:
         with _handing_on_exceptions():
-            _run(task, check, config_name, sweep or (lambda *_: nullcontext("hydra.mode=MULTIRUN")))
+            _run(task, check, config_name, sweep or (lambda *_: nullcontext("hydra.mode=MULTIRUN")), complete)
     except KeyboardInterrupt as stop:
         _fail(str(stop) or "interrupted", stop.code if isinstance(stop, Stopped) else 130)
     except Exception as error:
@@ -65,9 +66,9 @@ def _run(
     check: Callable[[DictConfig], object],
     config_name: str,
     sweep: Callable[[list[str], DictConfig], AbstractContextManager[str]],
+    complete: Callable[[list[str]], list[str]],
 ) -> None:
-    if config_name == "train":
-        sys.argv[1:] = continued(sys.argv[1:])
+    sys.argv[1:] = complete(sys.argv[1:])
     if is_rank():
         sys.argv[1:] = _overrides_of_rank(sys.argv[1:])
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in _SWEEP)  # where Hydra wants them

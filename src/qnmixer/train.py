@@ -18,7 +18,7 @@ from qnmixer.data.config import check_data
 from qnmixer.errors import ConfigError, UserError
 from qnmixer.ranks import by_srun, is_rank, loading, rank, world_size
 from qnmixer.tracking.jobs import Job, run_jobs
-from qnmixer.tracking.runs import clean, held
+from qnmixer.tracking.runs import clean, continued, held
 from qnmixer.tracking.sweeps import sweep
 from qnmixer.weights import check_weights
 
@@ -94,7 +94,7 @@ def check_srun() -> None:
 
 def main() -> None:
     """The command, also as `qnmixer-train`, whose keys a shell can complete."""
-    cli.run(train, check, "train", sweep)
+    cli.run(train, check, "train", sweep, continued)
 
 
 if __name__ == "__main__":

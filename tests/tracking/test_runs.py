@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from qnmixer.cli import compose
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.tracking.runs import clean, continued, goes_on, held, latest, quoted, recorded, values_of
 
@@ -252,7 +253,5 @@ with held(Path("runs/a")):
 
 
 def test_any_path_is_taken_by_hydra_as_it_is(tmp_path: Path) -> None:
-    from qnmixer.cli import compose
-
     for name in ("a", "a b", "lr=0.1,seed=2", "it's", "ü{1}", "a\\b"):
         assert compose("train", [f"resume={quoted(tmp_path / name)}"]).resume == str(tmp_path / name)

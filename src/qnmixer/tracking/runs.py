@@ -13,6 +13,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+from qnmixer.cli import compose
 from qnmixer.config import CONF
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.files import BEFORE_SUFFIX, TEMPORARY_SUFFIX
@@ -200,8 +201,6 @@ def _folder_of(overrides: list[str]) -> Path | None:
     """The folder that a run is to have; None where nobody says."""
     text = values_of(overrides).get("hydra.run.dir")
     if text is not None and "${" in text:
-        from qnmixer.cli import compose  # which imports this
-
         config = compose("train", overrides, with_hydra=True)
         HydraConfig.instance().set_config(config)  # for ${hydra:…}
         text = str(config.hydra.run.dir)
