@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from qnmixer.cli import CONF, compose
-from qnmixer.config import GROUPS, parse, parse_evaluate, parse_reconstruct
+from qnmixer.cli import compose
+from qnmixer.config import CONF, GROUPS, parse, parse_evaluate, parse_reconstruct
 from qnmixer.data.config import AsTrained, CustomData, DeepLesionData, DicomData, NumpyData, PhantomData
 
 FILES = sorted(CONF.rglob("*.yaml"))

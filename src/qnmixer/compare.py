@@ -13,7 +13,8 @@ from qnmixer import cli
 from qnmixer.config import CompareConfig, parse_compare
 from qnmixer.errors import ConfigError
 from qnmixer.files import check_there
-from qnmixer.tracking.runs import RUNS, SWEEP
+from qnmixer.tracking.runs import RUNS
+from qnmixer.tracking.sweep_file import SWEEP
 
 
 def compare(cfg: DictConfig) -> None:

@@ -11,8 +11,9 @@ import pytest
 from qnmixer.cli import compose_sweep
 from qnmixer.errors import ConfigError, SweepFailed
 from qnmixer.tracking.results import amend
+from qnmixer.tracking.sweep_file import name_of_job, sweep_of
 from qnmixer.tracking.sweep_report import rows_of, write_report
-from qnmixer.tracking.sweeps import name_of_job, place_jobs, sweep, sweep_of
+from qnmixer.tracking.sweeps import place_jobs, sweep
 
 JOBS = [
     ({"strategy": "ddp", "optimizer.lr": "0.001"}, {"status": "done", "best": {"val/psnr": 30.25}, "seconds": 61.0}),

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from qnmixer.cli import compose
-from qnmixer.config import Config, ConfigError, PipelineConfig, batch_of_replica, device_memory, override, parse
+from qnmixer.config import Config, PipelineConfig, batch_of_replica, device_memory, override, parse
+from qnmixer.errors import ConfigError
 from qnmixer.parallel.memory import apply_memory_mode
 from qnmixer.parallel.pipeline import survey
 from qnmixer.parallel.stages import Stage, actions, ranges

@@ -19,7 +19,7 @@ from qnmixer.ranks import die_with_parent
 from qnmixer.stopping import SIGNALS
 from qnmixer.tracking.results import amend, duration, git_commit, read_results
 from qnmixer.tracking.runs import quoted
-from qnmixer.tracking.sweeps import name_of_job, sweep_of
+from qnmixer.tracking.sweep_file import name_of_job, sweep_of
 
 # A job that is told to stop finishes its step and writes a checkpoint first.
 _SECONDS_TO_LEAVE = 60

@@ -19,7 +19,7 @@ from qnmixer.files import write_text
 from qnmixer.ranks import rank
 from qnmixer.tracking.metrics_file import MetricsFile
 from qnmixer.tracking.results import git_commit, versions
-from qnmixer.tracking.sweeps import name_of_job, sweep_of
+from qnmixer.tracking.sweep_file import name_of_job, sweep_of
 
 CODE_DIFF = "code.diff"
 RUN_ID = Path("wandb", "run_id")

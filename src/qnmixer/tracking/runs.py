@@ -19,11 +19,10 @@ from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.files import BEFORE_SUFFIX, TEMPORARY_SUFFIX
 from qnmixer.ranks import rank
 from qnmixer.tracking.results import read_results
+from qnmixer.tracking.sweep_file import SWEEP
 from qnmixer.weights import PRETRAINED
 
 RUNS = Path("runs")
-SWEEP = "sweep.json"
-"""What tells the folder of a sweep from that of a run."""
 
 _LOCK = ".lock"
 _OVERRIDES = Path(".hydra") / "overrides.yaml"

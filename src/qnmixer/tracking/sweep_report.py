@@ -2,7 +2,6 @@
 
 import csv
 import io
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.table import Table
 from qnmixer.errors import first_line
 from qnmixer.files import atomic_file, write_text
 from qnmixer.tracking.results import duration, read_results
+from qnmixer.tracking.sweep_file import as_number, readable
 
 
 @dataclass
@@ -99,7 +99,7 @@ def _write_csv(path: Path, rows: list[JobRow], monitor: str) -> None:
 def _draw(path: Path, rows: list[JobRow], monitor: str) -> bool:
     """The best value against each numeric override, one line for each combination of the others; False: nothing to."""
     numeric = [
-        key for key in (rows[0].values if rows else ()) if len({_number(r.values[key]) for r in rows} - {None}) > 1
+        key for key in (rows[0].values if rows else ()) if len({as_number(r.values[key]) for r in rows} - {None}) > 1
     ]
     if not numeric:
         return False
@@ -110,7 +110,7 @@ def _draw(path: Path, rows: list[JobRow], monitor: str) -> bool:
         axes = figure.add_subplot(1, len(numeric), column + 1)
         lines: dict[str, list[tuple[float, float]]] = {}
         for row in rows:
-            x = _number(row.values[key])
+            x = as_number(row.values[key])
             others = ", ".join(f"{name}={readable(value)}" for name, value in row.values.items() if name != key)
             if x is not None and row.best is not None:
                 lines.setdefault(others, []).append((x, row.best))
@@ -130,17 +130,3 @@ def _draw(path: Path, rows: list[JobRow], monitor: str) -> bool:
     with atomic_file(path) as stream:
         figure.savefig(stream, format="png", dpi=150)
     return True
-
-
-def readable(value: str) -> str:
-    """A value without the digits that nobody reads, which a search draws numbers with."""
-    number = _number(value)
-    return value if number is None or len(value) <= 8 else f"{number:.4g}"
-
-
-def _number(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None

@@ -5,32 +5,21 @@ the same sweep, started again, finds there which jobs are done.
 """
 
 import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import TypedDict
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.errors import ConfigError, SweepFailed
-from qnmixer.files import write_text
 from qnmixer.tracking.results import git_commit, read_results
-from qnmixer.tracking.runs import SWEEP, held, quoted
-from qnmixer.tracking.sweep_report import readable, rows_of, write_report
+from qnmixer.tracking.runs import held, quoted
+from qnmixer.tracking.sweep_file import Sweep, read_sweep, write_sweep
+from qnmixer.tracking.sweep_report import rows_of, write_report
 
 FOLDER = "hydra.sweep.dir"
-
-
-class Sweep(TypedDict):
-    """What a sweep's folder says of it in sweep.json, from before its first job on."""
-
-    overrides: list[str]  # as they were given
-    varying: list[str]  # keys of which not all jobs have the same value
-    git_commit: str | None
-    jobs: dict[str, list[str]] | None  # overrides of its jobs so far, by folder; None: of a launcher that does not say
 
 
 @contextmanager
@@ -50,7 +39,7 @@ def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
     folder = Path(config.hydra.sweep.dir) if given else Path("runs") / "sweeps" / _name(overrides, varying)
     described: Sweep = {"overrides": overrides, "varying": varying, "git_commit": git_commit(), "jobs": None}
     with held(folder):
-        _write(folder, described)
+        write_sweep(folder, described)
         error: Exception | None = None
         try:
             yield f"{FOLDER}={quoted(folder.absolute())}"  # a job may begin elsewhere
@@ -59,7 +48,7 @@ def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
         except KeyboardInterrupt:
             raise KeyboardInterrupt("interrupted; the same command goes on with what is not done") from None
         finally:
-            rows = rows_of(folder, _read(folder)["jobs"], varying)
+            rows = rows_of(folder, read_sweep(folder)["jobs"], varying)
             write_report(folder, rows)
         failed = [row.name for row in rows if row.status != "done"]
         if error is None and not rows:
@@ -82,7 +71,7 @@ def place_jobs(folder: Path, jobs: list[tuple[list[str], str]]) -> list[Path]:
         folder: the sweep's.
         jobs: overrides of each, and the name that its folder is to have.
     """
-    described = _read(folder)
+    described = read_sweep(folder)
     taken = {path.parent: read_results(path.parent).get("overrides") for path in sorted(folder.glob("**/results.json"))}
     before = described["jobs"] or {}
     placed = {folder / name for name in before}
@@ -99,22 +88,8 @@ def place_jobs(folder: Path, jobs: list[tuple[list[str], str]]) -> list[Path]:
         placed.add(place)
         places[place] = overrides
     now = {str(place.relative_to(folder)): overrides for place, overrides in places.items()}
-    _write(folder, described | {"jobs": before | now})
+    write_sweep(folder, described | {"jobs": before | now})
     return [*places]
-
-
-def sweep_of(folder: Path) -> tuple[Path, Sweep] | None:
-    """The sweep that a run folder is in, and its folder; None where the run is one by itself."""
-    for parent in folder.absolute().parents:
-        if (parent / SWEEP).is_file():
-            return parent, _read(parent)
-    return None
-
-
-def name_of_job(sweep: Sweep, overrides: list[str]) -> str:
-    """The overrides by which a job differs from the others, as "optimizer.lr=0.001, strategy=ddp"."""
-    pairs = [override.lstrip("+").partition("=") for override in overrides]
-    return ", ".join(f"{key}={readable(value)}" for key, _, value in pairs if key in sweep["varying"])
 
 
 def _check(overrides: list[str], config: DictConfig) -> None:
@@ -124,14 +99,6 @@ def _check(overrides: list[str], config: DictConfig) -> None:
     wanted = "minimize" if config.monitor == "val/loss" else "maximize"
     if "direction" in sweeper and getattr(sweeper.direction, "name", sweeper.direction) != wanted:
         raise ConfigError(f"monitor={config.monitor} is to be {wanted}d: set hydra.sweeper.direction={wanted}")
-
-
-def _read(folder: Path) -> Sweep:
-    return json.loads((folder / SWEEP).read_text())
-
-
-def _write(folder: Path, sweep: Sweep) -> None:
-    write_text(folder / SWEEP, json.dumps(sweep, indent=2) + "\n")
 
 
 def _varying(overrides: list[str], config: DictConfig) -> list[str]:

@@ -16,7 +16,7 @@ from qnmixer.errors import UserError, first_line
 from qnmixer.reconstructor import method_name
 from qnmixer.tracking.jobs import outcome
 from qnmixer.tracking.results import read_results
-from qnmixer.tracking.runs import SWEEP
+from qnmixer.tracking.sweep_file import SWEEP
 from qnmixer.tracking.sweep_report import rows_of
 from qnmixer.training.checkpoints import find_checkpoint, read_checkpoint
 from qnmixer.training.evaluation import ImageScore
