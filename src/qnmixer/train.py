@@ -33,7 +33,7 @@ def train(cfg: DictConfig) -> float | None:
     if hydra_config.mode == RunMode.MULTIRUN:  # brought here by another launcher than ours, which needs no task
         return run_jobs([Job(folder, overrides, cfg)], check, at_once=1)[0]
     with loading():
-        from qnmixer.parallel.strategies import on_this_machine
+        from qnmixer.parallel.devices import on_this_machine
         from qnmixer.tracking.results import amend
         from qnmixer.training.fit import fit
         from qnmixer.training.worker import fit_as_rank, fit_in_processes

@@ -8,7 +8,6 @@ from torch.distributed.pipelining.schedules import _get_1f1b_rank_ops, _get_warm
 from qnmixer.cli import compose
 from qnmixer.config import parse
 from qnmixer.models.qn_mixer import QNState
-from qnmixer.parallel.pipeline import survey
 from qnmixer.parallel.stages import (
     Action,
     Packing,
@@ -18,6 +17,7 @@ from qnmixer.parallel.stages import (
     cut_evenly,
     idle_share,
     ranges,
+    survey,
 )
 from qnmixer.training.module import ReconstructionModule
 

@@ -12,7 +12,7 @@ from qnmixer.config import Config
 from qnmixer.data.config import PhantomData
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
-from qnmixer.parallel.strategies import on_this_machine
+from qnmixer.parallel.devices import on_this_machine
 from qnmixer.reconstructor import Batch
 from qnmixer.training.checkpoints import load_run
 from qnmixer.training.fit import fit

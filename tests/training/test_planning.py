@@ -11,8 +11,7 @@ from qnmixer.cli import compose
 from qnmixer.config import Config, PipelineConfig, batch_of_replica, device_memory, override, parse
 from qnmixer.errors import ConfigError
 from qnmixer.parallel.memory import apply_memory_mode
-from qnmixer.parallel.pipeline import survey
-from qnmixer.parallel.stages import Stage, actions, ranges
+from qnmixer.parallel.stages import Stage, actions, ranges, survey
 from qnmixer.reconstructor import build_projector
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.optimizers import build_optimizer

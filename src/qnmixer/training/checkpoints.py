@@ -12,7 +12,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from qnmixer.config import Config, effective_batch, parse, to_plain
 from qnmixer.errors import CheckpointError, ConfigError, PluginError, first_line
 from qnmixer.files import PART_SUFFIX, atomic_file, remove, replace, whole
-from qnmixer.parallel.fsdp import merge_shards
+from qnmixer.parallel.shards import merge_shards
 from qnmixer.reconstructor import Reconstructor
 from qnmixer.training.weights_file import CHECKPOINT_KEY, decode
 from qnmixer.weights import SUFFIX, located

@@ -36,8 +36,8 @@ from qnmixer.config import (
 )
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import RankFailed, UserError
+from qnmixer.parallel.devices import on_this_machine
 from qnmixer.parallel.launch import launch
-from qnmixer.parallel.strategies import on_this_machine
 from qnmixer.reconstructor import Reconstructor, build_projector
 from qnmixer.training.checkup_rank import (
     GROWTH_STEPS,

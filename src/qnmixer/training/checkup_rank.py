@@ -197,7 +197,7 @@ class StepProbe:
 
     def before_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         """Keep the gradients, if they are the first that are finite."""
-        from qnmixer.parallel.fsdp import whole
+        from qnmixer.parallel.shards import whole
 
         named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
         gradients = {name: whole(gradient) for name, gradient in named}  # of fsdp a collective: on every rank
@@ -275,7 +275,7 @@ def reference_gradients(config: Config, window: list[Number], scale: float) -> d
 
     from qnmixer.data.datamodule import SliceDataModule
     from qnmixer.data.sampler import Pick
-    from qnmixer.parallel.strategies import build_precision
+    from qnmixer.parallel.precision import build_precision
 
     device = torch.device(config.trainer.accelerator)
     # Same gradients to the last bit, and room on one device for what a pipeline has split over several.

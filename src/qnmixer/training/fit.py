@@ -22,7 +22,8 @@ from qnmixer.errors import OutOfMemory, Stopped
 from qnmixer.files import write_text
 from qnmixer.parallel.compilation import compile_blocks
 from qnmixer.parallel.memory import apply_memory_mode
-from qnmixer.parallel.strategies import build_precision, build_strategy
+from qnmixer.parallel.precision import build_precision
+from qnmixer.parallel.strategies import build_strategy
 from qnmixer.ranks import at_once, rank
 from qnmixer.reconstructor import Reconstructor
 from qnmixer.stopping import heeding

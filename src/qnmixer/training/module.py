@@ -10,7 +10,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
 from qnmixer.config import Config, FSDPConfig, batch_of_replica, to_plain
-from qnmixer.parallel.fsdp import shard, whole
+from qnmixer.parallel.fsdp import shard
+from qnmixer.parallel.shards import whole
 from qnmixer.physics import FanBeamProjector
 from qnmixer.reconstructor import (
     Batch,

@@ -34,8 +34,7 @@ from qnmixer.config import (
 )
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.parallel.memory import apply_memory_mode, offloading_loop, stays
-from qnmixer.parallel.pipeline import survey
-from qnmixer.parallel.stages import Packing, Stage, actions, cut_evenly, idle_share, ranges
+from qnmixer.parallel.stages import Packing, Stage, actions, cut_evenly, idle_share, ranges, survey
 from qnmixer.physics import FanBeamProjector
 from qnmixer.reconstructor import AUTOCAST, Reconstructor, build_projector
 from qnmixer.training.losses import build_loss, weighted
