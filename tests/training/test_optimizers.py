@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from qnmixer.config import Config, ScheduleConfig, StepScheduleConfig
+from qnmixer.optimization.schedules import learning_rate_factor
 from qnmixer.training.losses import build_loss, l1
 from qnmixer.training.metrics import ssim
 from qnmixer.training.module import ReconstructionModule
-from qnmixer.training.optimizers import build_optimizer, learning_rate_factor
+from qnmixer.training.optimizers import build_optimizer
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
 

@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
 from qnmixer.config import Config, FSDPConfig, batch_of_replica, to_plain
+from qnmixer.optimization.schedules import learning_rate_factor
 from qnmixer.parallel.fsdp import shard
 from qnmixer.parallel.shards import whole
 from qnmixer.physics import FanBeamProjector
@@ -19,7 +20,7 @@ from qnmixer.reconstructor import (
 )
 from qnmixer.training.losses import build_loss, weighted
 from qnmixer.training.metrics import psnr, ssim
-from qnmixer.training.optimizers import build_optimizer, learning_rate_factor
+from qnmixer.training.optimizers import build_optimizer
 from qnmixer.training.resume import restart
 from qnmixer.training.weights_file import CHECKPOINT_KEY
 
