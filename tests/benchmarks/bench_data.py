@@ -34,8 +34,8 @@ from qnmixer.config import parse
 from qnmixer.data.config import DataConfig, DicomData, PhantomData
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.files import write_text
+from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.parallel.devices import on_this_machine
-from qnmixer.parallel.memory import apply_memory_mode
 from qnmixer.training.fit import build_trainer
 from qnmixer.training.module import ReconstructionModule
 

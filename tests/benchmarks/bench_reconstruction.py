@@ -29,7 +29,7 @@ from qnmixer.config import parse, to_plain
 from qnmixer.data.phantoms import phantom
 from qnmixer.data.writers import write_dicom
 from qnmixer.files import write_text
-from qnmixer.parallel.usage import read_usage, reset_peak
+from qnmixer.memory.usage import read_usage, reset_peak
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.weights_file import CHECKPOINT_KEY

@@ -23,9 +23,9 @@ from qnmixer.cli import compose
 from qnmixer.config import Config, parse
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.files import write_text
+from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.parallel.devices import on_this_machine
 from qnmixer.parallel.launch import launch
-from qnmixer.parallel.memory import apply_memory_mode
 from qnmixer.ranks import rank
 from qnmixer.training.fit import build_trainer
 from qnmixer.training.module import ReconstructionModule

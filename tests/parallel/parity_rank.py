@@ -14,8 +14,8 @@ from torch import Tensor
 
 from qnmixer.config import Config, parse
 from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.parallel.compilation import compile_blocks
-from qnmixer.parallel.memory import apply_memory_mode
 from qnmixer.parallel.shards import whole
 from qnmixer.ranks import rank
 from qnmixer.training.checkpoints import load_weights

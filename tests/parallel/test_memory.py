@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from qnmixer.cli import compose
 from qnmixer.config import MemoryConfig, RecomputeConfig, parse
+from qnmixer.memory import modes as memory
+from qnmixer.memory.modes import apply_memory_mode
+from qnmixer.memory.plan import track_step
 from qnmixer.models import QNMixer
-from qnmixer.parallel import memory
-from qnmixer.parallel.memory import apply_memory_mode
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
-from qnmixer.training.planning import track_step
 
 MIB = 2**20
 KEEP = MemoryConfig(name="keep")

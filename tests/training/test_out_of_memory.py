@@ -8,8 +8,10 @@ import torch
 
 from qnmixer.cli import compose
 from qnmixer.config import Config, override, parse
-from qnmixer.training.out_of_memory import advice, changes, is_out_of_memory, memory_of
-from qnmixer.training.planning import MIB, Planner
+from qnmixer.memory.advice import advice, changes
+from qnmixer.memory.footprint import MIB
+from qnmixer.memory.limits import is_out_of_memory, memory_of
+from qnmixer.memory.plan import Planner
 
 TINY = [
     "data.image_size=32",
@@ -67,7 +69,7 @@ def test_the_mildest_that_fit_are_advised(planner: Planner) -> None:
 
 
 def test_the_smallest_are_advised_where_nothing_fits(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qnmixer.training.out_of_memory._SECONDS", 600.0)  # the machine may be busy
+    monkeypatch.setattr("qnmixer.memory.advice._SECONDS", 600.0)  # the machine may be busy
     config = config_of()
     line = advice(planner, config, available=0.0)
     smallest = min(changes(config), key=lambda change: planner.estimate(override(config, change)).peak)

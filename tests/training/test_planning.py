@@ -10,24 +10,16 @@ from torch import nn
 from qnmixer.cli import compose
 from qnmixer.config import Config, PipelineConfig, batch_of_replica, device_memory, override, parse
 from qnmixer.errors import ConfigError
-from qnmixer.parallel.memory import apply_memory_mode
+from qnmixer.memory.footprint import MIB, Footprint
+from qnmixer.memory.modes import apply_memory_mode
+from qnmixer.memory.pipeline import cut_of, n_microbatches
+from qnmixer.memory.plan import Planner, track_step
+from qnmixer.memory.report import _largest_batch, as_object, levers_table, schedules, usable
+from qnmixer.memory.tracker import PeakTracker, autocast, make_state, without_data
 from qnmixer.parallel.stages import Stage, actions, ranges, survey
 from qnmixer.reconstructor import build_projector
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.optimizers import build_optimizer
-from qnmixer.training.plan_report import _largest_batch, as_object, levers_table, schedules, usable
-from qnmixer.training.planning import (
-    MIB,
-    Footprint,
-    Planner,
-    _autocast,
-    _make_state,
-    _PeakTracker,
-    _without_data,
-    cut_of,
-    n_microbatches,
-    track_step,
-)
 
 SMALL = [
     "data.image_size=32",
@@ -60,14 +52,14 @@ def planner() -> Planner:
 def test_what_is_relied_on_of_torchs_private_tracker() -> None:
     """Kinds by name, bytes, the peak and not the end, and nothing left behind."""
     resize = torch.UntypedStorage.resize_
-    with _without_data():
+    with without_data():
         layer = nn.Linear(256, 1024, bias=False)  # 1 MiB
         layer.register_buffer("table", torch.zeros(2 * MIB // 4))
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
         for p in layer.parameters():
             p.grad = torch.zeros_like(p)
         optimizer.step()
-        tracker = _PeakTracker()
+        tracker = PeakTracker()
         tracker.track_external(layer, optimizer)
         with tracker:
             x = torch.ones(4 * MIB // 4)
@@ -85,7 +77,7 @@ def test_the_footprint_of_a_known_network(planner: Planner) -> None:
     """Parts against their own definitions."""
     config = config_of()
     footprint = track_step(config, planner.projector)
-    with _without_data():
+    with without_data():
         from qnmixer.reconstructor import build_network
 
         n_weights = sum(p.numel() for p in build_network(config, planner.projector).parameters())
@@ -248,14 +240,14 @@ def real_peak(config: Config, device: int) -> int:
     network, size = module.network, config.data.image_size
     apply_memory_mode(network, config.memory)
     optimizer = build_optimizer(config.optimizer, network)
-    _make_state(optimizer)
+    make_state(optimizer)
     optimizer.zero_grad()
     image, weight = torch.rand(batch_of_replica(config), 1, size, size), torch.ones(batch_of_replica(config))
     with torch.no_grad():
         y = module.projector(image)
     copy = y.clone()
     parts = torch.arange(len(y)).split(options.microbatch_size)
-    packings, _ = survey(network, y[parts[0]], lambda: _autocast(config), timed=False)
+    packings, _ = survey(network, y[parts[0]], lambda: autocast(config), timed=False)
     stages, received, given = {}, {}, {}
     for index in range(device, n_devices * options.stages_per_device, n_devices):
         iterations = ranges(cut_of(config))[index]
@@ -268,12 +260,12 @@ def real_peak(config: Config, device: int) -> int:
     buffers = [tensor for group in (received, given) for tensors in group.values() for tensor in tensors or []]
     for buffer in buffers:
         nn.init.normal_(buffer.data)
-    tracker, made, sent = _PeakTracker(), {}, []
+    tracker, made, sent = PeakTracker(), {}, []
     tracker.track_external(module, optimizer, image, weight, y, copy, *buffers)
     with tracker, torch.autocast("cpu", enabled=False):
         for kind, index, k in actions(options.schedule, device, n_devices, n, options.stages_per_device):
             if kind == "F":
-                with _autocast(config):
+                with autocast(config):
                     output = stages[index](*received[index, k], y=copy[k * len(parts[k]) : (k + 1) * len(parts[k])])
                     if given[index, k] is None:
                         output = module.batch_loss(output, image[parts[k]], weight[parts[k]])

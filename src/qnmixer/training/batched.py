@@ -9,9 +9,9 @@ from torch import Tensor
 
 from qnmixer.data.slices import FloatArray
 from qnmixer.errors import ConfigError, OutOfMemory, first_line
+from qnmixer.memory.limits import is_out_of_memory
 from qnmixer.reconstructor import AUTOCAST, Reconstructor
 from qnmixer.training.input_scans import MeasuredScan, Scan, sinograms_of, warn
-from qnmixer.training.out_of_memory import is_out_of_memory
 
 MAX_HU = 1.0
 """By how much half precision may change a pixel."""

@@ -36,18 +36,12 @@ from qnmixer.config import (
 )
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import RankFailed, UserError
+from qnmixer.memory.footprint import MIB
+from qnmixer.memory.plan import Planner
 from qnmixer.parallel.devices import on_this_machine
 from qnmixer.parallel.launch import launch
 from qnmixer.reconstructor import Reconstructor, build_projector
-from qnmixer.training.checkup_rank import (
-    GROWTH_STEPS,
-    Number,
-    Report,
-    read_report,
-    reference_gradients,
-    train_a_little,
-)
-from qnmixer.training.planning import MIB, Planner
+from qnmixer.training.checkup_rank import GROWTH_STEPS, Number, Report, read_report, reference_gradients, train_a_little
 
 PATIENCE = {"communication": 60.0, "training": 180.0}
 """Seconds without any rank getting further, after which those that are furthest behind have hung."""

@@ -237,7 +237,7 @@ class GrowthProbe:
 
     def after_batch(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Take in a step."""
-        from qnmixer.parallel.usage import read_usage
+        from qnmixer.memory.usage import read_usage
 
         self.progress("steps of a small network")
         if len(self._held) % _WINDOW == 0:
@@ -302,7 +302,7 @@ def untrained(config: Config) -> Any:
     """
     import lightning as L
 
-    from qnmixer.parallel.memory import apply_memory_mode
+    from qnmixer.memory.modes import apply_memory_mode
     from qnmixer.training.module import ReconstructionModule
 
     L.seed_everything(config.seed, workers=True, verbose=False)

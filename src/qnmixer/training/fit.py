@@ -20,8 +20,12 @@ from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.errors import OutOfMemory, Stopped
 from qnmixer.files import write_text
+from qnmixer.memory.advice import advice
+from qnmixer.memory.footprint import MIB
+from qnmixer.memory.limits import is_out_of_memory, memory_of
+from qnmixer.memory.modes import apply_memory_mode
+from qnmixer.memory.plan import Planner
 from qnmixer.parallel.compilation import compile_blocks
-from qnmixer.parallel.memory import apply_memory_mode
 from qnmixer.parallel.precision import build_precision
 from qnmixer.parallel.strategies import build_strategy
 from qnmixer.ranks import at_once, rank
@@ -48,8 +52,6 @@ from qnmixer.training.health import HealthMonitor
 from qnmixer.training.keeping import Keeping, leave_signals_to_us
 from qnmixer.training.memory_monitor import MemoryMonitor
 from qnmixer.training.module import ReconstructionModule
-from qnmixer.training.out_of_memory import advice, is_out_of_memory, memory_of
-from qnmixer.training.planning import MIB, Planner
 from qnmixer.training.progress import ProgressMetrics
 
 

@@ -22,7 +22,9 @@ from qnmixer.config import (
     validate,
 )
 from qnmixer.errors import ConfigError
-from qnmixer.training.planning import MIB, Planner, Prediction, counted, cut_of, idle, n_microbatches
+from qnmixer.memory.footprint import MIB, Prediction
+from qnmixer.memory.pipeline import cut_of, idle, n_microbatches
+from qnmixer.memory.plan import Planner, counted
 
 PRECISIONS = (("32",), ("16-mixed", "bf16-mixed"))
 """Those of one row need the same memory. (A V100 has no bf16.)"""
