@@ -8,13 +8,8 @@ import torch
 from qnmixer.config import Config, to_plain
 from qnmixer.errors import CheckpointError
 from qnmixer.files import replace
-from qnmixer.training.checkpoints import (
-    AtomicCheckpointIO,
-    find_checkpoint,
-    load_run,
-    load_weights,
-    read_checkpoint,
-)
+from qnmixer.training.checkpoints import find_checkpoint, load_run, load_weights, read_checkpoint
+from qnmixer.training.keeping import AtomicCheckpointIO
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.weights_file import CHECKPOINT_KEY
 

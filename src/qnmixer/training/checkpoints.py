@@ -1,17 +1,15 @@
 """Reading checkpoints: of this program, of the right network, and never by unpickling code."""
 
-import io
 import pickle
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.io import TorchCheckpointIO
 
 from qnmixer.config import Config, effective_batch, parse, to_plain
 from qnmixer.errors import CheckpointError, ConfigError, PluginError, first_line
-from qnmixer.files import PART_SUFFIX, atomic_file, remove, replace, whole
+from qnmixer.files import whole
 from qnmixer.parallel.shards import merge_shards
 from qnmixer.reconstructor import Reconstructor
 from qnmixer.training.weights_file import CHECKPOINT_KEY, decode
@@ -46,7 +44,7 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of pickle protocols: what cannot be read is told below
-            checkpoint = _load(path)
+            checkpoint = load(path)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} holds code or is no checkpoint (it does not load with weights_only=True): "
@@ -123,7 +121,7 @@ def resumable(config: Config, run: Path) -> Path:
 
 def steps_of(path: Path) -> int:
     """Optimizer steps that a checkpoint was made after."""
-    return int(_load(path)["global_step"])
+    return int(load(path)["global_step"])
 
 
 def _differences(before: Config, config: Config) -> list[str]:
@@ -148,28 +146,7 @@ def _load_state(module: Reconstructor, state: dict[str, Any], path: Path) -> Non
         ) from error
 
 
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """Checkpoints that are there whole or not at all: a full disk keeps the one before."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write to a temporary file beside path, then rename."""
-        path, encoded = Path(path), io.BytesIO()
-        torch.save(checkpoint, encoded)
-        of_shards = path.is_dir()  # a file cannot take the place of a folder at once
-        target = path.with_name(path.name + PART_SUFFIX) if of_shards else path
-        if of_shards:
-            remove(target)
-        with atomic_file(target) as stream:
-            stream.write(encoded.getbuffer())
-        if of_shards:
-            replace(target, path)
-
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """On the CPU, and never by unpickling code."""
-        return _load(Path(path))
-
-
-def _load(path: Path) -> dict[str, Any]:
+def load(path: Path) -> dict[str, Any]:
     """A file, or the folder with shards that strategy=fsdp leaves when asked to."""
     if path.suffix == SUFFIX:
         return decode(path)

@@ -4,6 +4,7 @@ A checkpoint is made between two optimizer steps, once the logs have all that th
 batch begins, at the end of a validation, at the end of training. So has a run that was told to stop.
 """
 
+import io
 import math
 import time
 from pathlib import Path
@@ -12,15 +13,18 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.states import TrainerFn
 
 from qnmixer.errors import Stopped
+from qnmixer.files import PART_SUFFIX, atomic_file, remove, replace
 from qnmixer.parallel.pipeline import PipelineStrategy
 from qnmixer.ranks import rank
 from qnmixer.stopping import be_patient, told
+from qnmixer.training.checkpoints import load
 from qnmixer.training.random_states import of_all_ranks, random_state, set_random_state
 
 KEY = "qnmixer_run"
@@ -217,3 +221,24 @@ def leave_signals_to_us() -> None:
     """
     _SignalConnector.register_signal_handlers = lambda self: None  # type: ignore[method-assign]  # off
     _TrainingEpochLoop._broadcast_sigterm_tensor = lambda self: None  # type: ignore[method-assign]  # off
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Checkpoints that are there whole or not at all: a full disk keeps the one before."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write to a temporary file beside path, then rename."""
+        path, encoded = Path(path), io.BytesIO()
+        torch.save(checkpoint, encoded)
+        of_shards = path.is_dir()  # a file cannot take the place of a folder at once
+        target = path.with_name(path.name + PART_SUFFIX) if of_shards else path
+        if of_shards:
+            remove(target)
+        with atomic_file(target) as stream:
+            stream.write(encoded.getbuffer())
+        if of_shards:
+            replace(target, path)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """On the CPU, and never by unpickling code."""
+        return load(Path(path))
