@@ -12,8 +12,9 @@ from rich.console import Console
 from qnmixer.config import Config, EvaluationConfig
 from qnmixer.data.config import PhantomData
 from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.evaluation.slices import pictured
 from qnmixer.reconstructor import to_hu
-from qnmixer.training.evaluation import Evaluation, ImageScore, evaluate, pictured, write_evaluation
+from qnmixer.training.evaluation import Evaluation, ImageScore, evaluate, write_evaluation
 from qnmixer.training.metrics import psnr, ssim, to_window
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.page import PageMethod, PageSlice

@@ -29,6 +29,7 @@ from qnmixer.config import (
 from qnmixer.data.config import DataConfig, PhantomData
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import CheckpointError, ConfigError, DataError, first_line
+from qnmixer.evaluation.slices import other_slices, pictured
 from qnmixer.files import write_text
 from qnmixer.reconstructor import Batch, Reconstructor, choose_device, method_name, to_hu
 from qnmixer.tracking.loggers import device_name
@@ -36,14 +37,8 @@ from qnmixer.tracking.metrics_file import read_metrics
 from qnmixer.tracking.results import duration, git_commit, versions
 from qnmixer.tracking.runs import quoted
 from qnmixer.training.checkpoints import find_checkpoint, load_weights, read_checkpoint
-from qnmixer.training.comparison import (
-    ComparedJob,
-    ComparedMethod,
-    Comparison,
-    Cost,
-    methods_of,
-)
-from qnmixer.training.evaluation import ImageScore, evaluate, other_slices, pictured, shown_iterates
+from qnmixer.training.comparison import ComparedJob, ComparedMethod, Comparison, Cost, methods_of
+from qnmixer.training.evaluation import ImageScore, evaluate, shown_iterates
 from qnmixer.training.metrics import psnr, ssim
 from qnmixer.training.page import PageMethod, PageSlice
 from qnmixer.training.weights_file import digest_of_weights

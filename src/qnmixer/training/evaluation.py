@@ -3,7 +3,7 @@
 import csv
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
@@ -11,30 +11,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.loggers import Logger, WandbLogger
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
 from qnmixer.config import Config, EvaluateConfig, EvaluationConfig, check_noise, to_plain
-from qnmixer.data.config import AsTrained, CustomData, DataConfig, FolderData, PhantomData
+from qnmixer.data.config import AsTrained, DataConfig, FolderData
 from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.errors import CheckpointError
+from qnmixer.evaluation.slices import as_trained, other_slices, pictured
 from qnmixer.files import write_text
 from qnmixer.models import UnrolledNetwork
 from qnmixer.ranks import rank
 from qnmixer.reconstructor import Batch, Reconstructor, build_noise, choose_device, to_hu
-from qnmixer.schema import check_bounds
 from qnmixer.tracking.loggers import device_name
 from qnmixer.tracking.results import git_commit, results, versions
-from qnmixer.tracking.runs import values_of
 from qnmixer.training.checkpoints import load_run
 from qnmixer.training.metrics import psnr, ssim, to_window
 from qnmixer.training.page import PageMethod, PageSlice, PageTable, write_page
 from qnmixer.training.pictures import Panel, Row, draw_comparison
 from qnmixer.training.weights_file import digest_of_weights
-from qnmixer.weights import SUFFIX, located
 
 _MOST_ITERATIONS = 50  # whose images a page has room for
 METRICS = {"psnr": "PSNR, dB", "ssim": "SSIM × 100", "window_psnr": "PSNR in window", "window_ssim": "SSIM in window"}
@@ -92,7 +88,7 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
     module = load_run(config.run, config.checkpoint)
     trained = module.config
     data = (
-        _as_trained(config.run, config.data, trained.data)
+        as_trained(config.run, config.data, trained.data)
         if isinstance(config.data, AsTrained)
         else other_slices(config.data, trained, overrides)
     )
@@ -116,42 +112,6 @@ def what_was_evaluated(module: Reconstructor, data: DataConfig) -> dict[str, Any
     """What results.json keeps to tell whose table it is: a digest of the weights, the kind of slices, the noise."""
     weights = digest_of_weights(module.state_dict())
     return {"weights": weights, "data": data.name, "noise": asdict(module.config.noise)}
-
-
-def _as_trained(run: str, changed: AsTrained, data: DataConfig) -> DataConfig:
-    """The run's own slices, but for what an evaluation may ask of them.
-
-    Raises CheckpointError for weights files of slices from files, as these say nothing of the folder.
-    """
-    if located(run).suffix == SUFFIX and not isinstance(data, PhantomData):
-        where = f"target={data.target} +data.arguments.…" if isinstance(data, CustomData) else "root=FOLDER"
-        raise CheckpointError(f"{run} does not say where its slices are: give data={data.name} data.{where}")
-    changes = {key: value for key, value in vars(changed).items() if key != "name" and value is not None}
-    data = replace(data, **changes)
-    check_bounds("data.", data)
-    return data
-
-
-def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> DataConfig:
-    """Slices that the run was not trained on, as its network needs them; all of them, unless told otherwise."""
-    given = values_of(overrides)
-    fixed = {key: getattr(trained.data, key) for key in ("image_size", "scaling", "hu_max")}
-    for key, value in fixed.items():
-        if f"data.{key}" in given and getattr(data, key) != value:
-            raise CheckpointError(
-                f"the run was trained with data.{key}={value}: leave data.{key} out, or train another"
-            )
-    data = replace(data, **fixed, seed=trained.data.seed)
-    if isinstance(data, FolderData) and "data.split" not in given:
-        if isinstance(trained.data, FolderData) and _folder(data) == _folder(trained.data):
-            # or slices that it was trained on would be measured
-            return replace(trained.data, simulation_factor=data.simulation_factor, disc=data.disc)
-        return replace(data, split="all")
-    return data
-
-
-def _folder(data: FolderData) -> Path:
-    return Path(str(data.root)).expanduser().resolve()
 
 
 def title_of(trained: Config, data: DataConfig, split: str) -> str:
@@ -213,12 +173,6 @@ def _slice(batch: Batch, b: int, images: dict[str, list[Tensor]], scores: dict[s
     return PageSlice(batch["name"][b], hu(batch["image"]), methods)
 
 
-def pictured(n_images: int, n_pictures: int) -> set[int]:
-    """Which images to draw: spread over the split, since neighbours look alike."""
-    n = min(n_pictures, n_images)
-    return {(2 * k + 1) * n_images // (2 * n) for k in range(n)}
-
-
 def write_evaluation(
     folder: Path, evaluation: Evaluation, title: str, config: Config, device: torch.device, console: Console
 ) -> Path:
@@ -226,7 +180,7 @@ def write_evaluation(
 
     `config` and `device`: what was measured, and where, for the page.
     """
-    headings, body = _table(evaluation)
+    headings, body = table_of(evaluation)
     gain = _gain(evaluation)
     write_text(folder / "table.csv", _csv([headings, *body]))
     write_text(folder / "table.md", _markdown(title, headings, body, gain, warnings_of(evaluation)))
@@ -251,19 +205,6 @@ def write_evaluation(
     return picture
 
 
-def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, picture: Path, step: int, samples: float) -> None:
-    """Put the means where the training metrics are, in W&B the table and the picture too."""
-    means = {"samples": samples} | {
-        f"test/{method}/{metric}": v for method, of in evaluation.means().items() for metric, v in of.items()
-    }
-    headings, body = _table(evaluation)
-    for logger in loggers:
-        logger.log_metrics(means, step)
-        if isinstance(logger, WandbLogger):
-            logger.log_table("test/table", headings, body, step=step)
-            logger.log_image("test/picture", [str(picture)], step)
-
-
 def _score(batch: Batch, method: str, image: Tensor, window: list[float]) -> list[ImageScore]:
     truth = batch["image"]
     windowed, windowed_truth = (to_window(to_hu(batch, x), (window[0], window[1])) for x in (image, truth))
@@ -283,7 +224,7 @@ def _caption(score: ImageScore) -> str:
     return f"{score.psnr:.2f} dB / {score.ssim:.2f}"
 
 
-def _table(evaluation: Evaluation) -> tuple[list[str], list[list[str]]]:
+def table_of(evaluation: Evaluation) -> tuple[list[str], list[list[str]]]:
     """Headings and rows, a row for each method."""
     body = [[m, *(_mean_and_deviation(evaluation.values(m, metric)) for metric in METRICS)] for m in evaluation.methods]
     return ["method", *METRICS.values()], body

@@ -44,10 +44,10 @@ from qnmixer.tracking.loggers import (
 from qnmixer.tracking.results import git_diff, note, read_results, results
 from qnmixer.tracking.runs import goes_on, how_to_go_on
 from qnmixer.tracking.runs import recorded as overrides_of
-from qnmixer.training.callbacks import IteratePictures, ValidationLine
+from qnmixer.training.callbacks import IteratePictures, ValidationLine, log_evaluation
 from qnmixer.training.checkpoints import find_checkpoint, load_weights, resumable, steps_of
 from qnmixer.training.debug import Profile, describe, naming_nan_gradients
-from qnmixer.training.evaluation import evaluate, log_evaluation, title_of, what_was_evaluated, write_evaluation
+from qnmixer.training.evaluation import evaluate, title_of, what_was_evaluated, write_evaluation
 from qnmixer.training.health import HealthMonitor
 from qnmixer.training.keeping import AtomicCheckpointIO, Keeping, leave_signals_to_us
 from qnmixer.training.memory_monitor import MemoryMonitor
