@@ -36,8 +36,8 @@ from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.files import write_text
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.parallel.devices import on_this_machine
-from qnmixer.training.fit import build_trainer
 from qnmixer.training.module import ReconstructionModule
+from qnmixer.training.trainer import build_trainer
 
 TRAINING = {"demo": ["experiment=demo"], "default": []}
 SIZES, WORKERS = (64, 256), (0, 1, 2)

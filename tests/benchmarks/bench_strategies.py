@@ -27,8 +27,8 @@ from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.parallel.devices import on_this_machine
 from qnmixer.parallel.launch import launch
 from qnmixer.ranks import rank
-from qnmixer.training.fit import build_trainer
 from qnmixer.training.module import ReconstructionModule
+from qnmixer.training.trainer import build_trainer
 
 VARIANTS = {
     "ddp": "strategy=ddp",

@@ -20,8 +20,8 @@ from qnmixer.parallel.shards import whole
 from qnmixer.ranks import rank
 from qnmixer.training.checkpoints import load_weights
 from qnmixer.training.evaluation import evaluate
-from qnmixer.training.fit import build_trainer
 from qnmixer.training.module import ReconstructionModule
+from qnmixer.training.trainer import build_trainer
 
 
 class Record(Callback):

@@ -13,9 +13,9 @@ from rich.console import Console
 from qnmixer.config import Config
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.training import callbacks
-from qnmixer.training.fit import build_trainer
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.pictures import Panel, Row, draw_iterates
+from qnmixer.training.trainer import build_trainer
 
 
 def pixels(path: Path) -> np.ndarray:

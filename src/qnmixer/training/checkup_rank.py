@@ -146,7 +146,7 @@ def train_a_little(config: Config, folder: Path) -> None:
     from rich.console import Console
 
     from qnmixer.data.datamodule import SliceDataModule
-    from qnmixer.training.fit import build_trainer
+    from qnmixer.training.trainer import build_trainer
 
     progress, report = Progress(folder), Report()
     steps, growth = StepProbe(report, progress, folder), GrowthProbe(report, progress)

@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.states import TrainerFn
 
 from qnmixer.errors import Stopped
@@ -25,6 +23,7 @@ from qnmixer.parallel.pipeline import PipelineStrategy
 from qnmixer.ranks import rank
 from qnmixer.stopping import be_patient, told
 from qnmixer.training.checkpoints import load
+from qnmixer.training.lightning_private import number_rows, validate_as_in_training
 from qnmixer.training.random_states import of_all_ranks, random_state, set_random_state
 
 KEY = "qnmixer_run"
@@ -60,7 +59,7 @@ class Keeping(Checkpoint):
         be_patient(True)
         self._restore_random(trainer)
         if self._restored.get("validating"):
-            self._validate(trainer)
+            validate_as_in_training(trainer)
         self._restored = {}
 
     def on_train_batch_start(
@@ -70,7 +69,7 @@ class Keeping(Checkpoint):
         if batch_idx % trainer.accumulate_grad_batches:
             return
         step = trainer.global_step
-        trainer.fit_loop.epoch_loop._batches_that_stepped = step  # the number of a row in the logs; off after a restart
+        number_rows(trainer, step)
         if self.every_n_steps and step % self.every_n_steps == 0 and step > self._saved:
             self.save(trainer, "last")
         if self._ranks.stop(told() is not None):
@@ -151,16 +150,6 @@ class Keeping(Checkpoint):
         if rank() < len(states):
             set_random_state(states[rank()], trainer.strategy.root_device)
 
-    def _validate(self, trainer: L.Trainer) -> None:
-        """The validation that belongs to the step before, as Lightning would have run it."""
-        loop = trainer.fit_loop.epoch_loop
-        loop._batches_that_stepped = trainer.global_step - 1
-        loop.val_loop.restarting = False
-        trainer.validating = True
-        loop.val_loop.run()
-        trainer.training = True
-        loop.val_loop.batch_progress.reset()
-
     def _stop(self, trainer: L.Trainer) -> None:
         if self._saved != trainer.global_step or self._random is not None:
             self.save(trainer, "last")
@@ -211,16 +200,6 @@ class Agreement:
         self._work.wait()
         self._work = None
         return bool(self._flag)
-
-
-def leave_signals_to_us() -> None:
-    """Switch off what Lightning does about signals.
-
-    Its handler of SIGTERM is a broadcast, which waits for ranks that have gone, and one before every batch, which waits
-    for the device; that of SIGUSR1 has SLURM start the job again, with a checkpoint that only Lightning knows of.
-    """
-    _SignalConnector.register_signal_handlers = lambda self: None  # type: ignore[method-assign]  # off
-    _TrainingEpochLoop._broadcast_sigterm_tensor = lambda self: None  # type: ignore[method-assign]  # off
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

@@ -14,14 +14,11 @@ from qnmixer.optimization.schedules import learning_rate_factor
 from qnmixer.parallel.fsdp import shard
 from qnmixer.parallel.shards import whole
 from qnmixer.physics import FanBeamProjector
-from qnmixer.reconstructor import (
-    Batch,
-    Reconstructor,
-)
+from qnmixer.reconstructor import Batch, Reconstructor
+from qnmixer.training.lightning_private import restart
 from qnmixer.training.losses import build_loss, weighted
 from qnmixer.training.metrics import psnr, ssim
 from qnmixer.training.optimizers import build_optimizer
-from qnmixer.training.resume import restart
 from qnmixer.training.weights_file import CHECKPOINT_KEY
 
 

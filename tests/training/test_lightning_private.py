@@ -14,8 +14,8 @@ from qnmixer.config import Config
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import CheckpointError
 from qnmixer.training.checkpoints import read_checkpoint, resumable
-from qnmixer.training.fit import build_trainer
 from qnmixer.training.module import ReconstructionModule
+from qnmixer.training.trainer import build_trainer
 
 from .conftest import TINY
 
