@@ -18,9 +18,9 @@ import torch
 from PIL import Image
 
 from qnmixer import cli
-from qnmixer.cli import compose
 from qnmixer.compare import check, compare
-from qnmixer.config import CONF, parse, parse_compare
+from qnmixer.config import parse, parse_compare
+from qnmixer.config.compose import CONF, compose
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import ConfigError
 from qnmixer.training import comparison_measuring

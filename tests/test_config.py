@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from qnmixer.cli import compose
 from qnmixer.config import (
     AdamWConfig,
     Config,
@@ -24,7 +23,8 @@ from qnmixer.config import (
     parse_reconstruct,
     to_plain,
 )
-from qnmixer.data.config import AsTrained, DeepLesionData, DicomData, NumpyData, PhantomData
+from qnmixer.config.compose import compose
+from qnmixer.config.data import AsTrained, DeepLesionData, DicomData, NumpyData, PhantomData
 from qnmixer.errors import ConfigError
 
 

@@ -15,8 +15,8 @@ import pydicom
 import pytest
 
 from qnmixer import cli
-from qnmixer.cli import compose
 from qnmixer.config import parse
+from qnmixer.config.compose import compose
 from qnmixer.data.phantoms import phantom
 from qnmixer.data.writers import write_dicom
 from qnmixer.memory.plan import Planner

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer.cli import compose
-from qnmixer.config import CONF, flat_keys
+from qnmixer.config import flat_keys
+from qnmixer.config.compose import CONF, compose
 from qnmixer.usage import usage
 
 COMMANDS = {

@@ -10,17 +10,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import hydra
 from hydra._internal.utils import get_args_parser
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override, ValueType
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from qnmixer.config import CONF, flat_keys, unknown_key
+from qnmixer.config import flat_keys, unknown_key
+from qnmixer.config.compose import CONF, compose, compose_sweep
+from qnmixer.config.option import suggest
 from qnmixer.errors import ConfigError, Stopped, UserError
 from qnmixer.ranks import is_rank, rank, world_size
-from qnmixer.schema import suggest
 from qnmixer.usage import usage
 
 TRACEBACK = "HYDRA_FULL_ERROR"
@@ -147,44 +145,6 @@ def _keeping(task: Callable[[DictConfig], object], failures: list[Exception]) ->
 
     job.__module__ = task.__module__
     return job
-
-
-def compose(config_name: str, overrides: list[str], with_hydra: bool = False) -> DictConfig:
-    """The config of a command, without running anything; `with_hydra`: and Hydra's own."""
-    if not CONF.is_dir():
-        raise ConfigError(f"no configs at {CONF}: install with `pip install -e .` from a clone of the repository")
-    GlobalHydra.instance().clear()
-    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        try:
-            return hydra.compose(config_name, overrides, return_hydra_config=with_hydra)
-        except (ValueError, TypeError) as error:  # Hydra's answer to data=null, trainer=3 or model=[1]
-            groups = " ".join(o for o in overrides if (CONF / o.partition("=")[0]).is_dir())
-            raise ConfigError(f"{groups}: a group takes the name of one of its options, as in data=dicom") from error
-
-
-def compose_sweep(config_name: str, overrides: list[str]) -> DictConfig:
-    """The config that the jobs of a sweep begin with, Hydra's own included.
-
-    Every value is tried with the first one of all others, so that a misspelt one is told before the first job.
-    """
-    parsed = OverridesParser.create().parse_overrides(overrides)
-    # A glob finds what there is.
-    values = [list(_values(override)) for override in parsed if override.value_type != ValueType.GLOB_CHOICE_SWEEP]
-    first = [its[0] for its in values]
-    for i, its in enumerate(values):
-        for value in its[1:]:
-            compose(config_name, [*first[:i], value, *first[i + 1 :]])
-    return compose(config_name, first, with_hydra=True)
-
-
-def _values(override: Override) -> Iterator[str]:
-    """One override for each value that a sweep gives a key; of an interval, its start."""
-    if override.is_discrete_sweep():
-        yield from (f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator())
-    elif isinstance(interval := override.value(), IntervalSweep):
-        yield f"{override.get_key_element()}={interval.start}"
-    else:
-        yield override.input_line or ""
 
 
 def explain(error: BaseException, config_name: str) -> str | None:

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from qnmixer import cli
 from qnmixer.config import EvaluateConfig, parse_evaluate
-from qnmixer.data.config import DataConfig, check_data
+from qnmixer.config.data import DataConfig, check_data
 from qnmixer.weights import check_weights
 
 

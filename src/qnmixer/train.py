@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from qnmixer import cli
 from qnmixer.config import Config, parse
-from qnmixer.data.config import check_data
+from qnmixer.config.data import check_data
 from qnmixer.errors import ConfigError, UserError
 from qnmixer.ranks import by_srun, is_rank, loading, rank, world_size
 from qnmixer.tracking.jobs import Job, run_jobs

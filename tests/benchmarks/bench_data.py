@@ -29,9 +29,9 @@ from lightning.pytorch.profilers import SimpleProfiler
 from rich.console import Console
 from rich.table import Table
 
-from qnmixer.cli import compose
 from qnmixer.config import parse
-from qnmixer.data.config import DataConfig, DicomData, PhantomData
+from qnmixer.config.compose import compose
+from qnmixer.config.data import DataConfig, DicomData, PhantomData
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.files import write_text
 from qnmixer.memory.modes import apply_memory_mode

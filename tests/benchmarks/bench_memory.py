@@ -22,8 +22,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from qnmixer.cli import compose
 from qnmixer.config import Config, batch_of_replica, override, parse
+from qnmixer.config.compose import compose
 from qnmixer.files import write_text
 from qnmixer.memory.footprint import MIB
 from qnmixer.memory.modes import apply_memory_mode

@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from qnmixer.cli import compose
 from qnmixer.config import parse, to_plain
+from qnmixer.config.compose import compose
 from qnmixer.data.phantoms import phantom
 from qnmixer.data.writers import write_dicom
 from qnmixer.files import write_text

@@ -28,8 +28,8 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from qnmixer.cli import compose
 from qnmixer.config import Config, override, parse
+from qnmixer.config.compose import compose
 from qnmixer.files import write_text
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.models import QNMixer

@@ -19,8 +19,8 @@ from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 from rich.table import Table
 
-from qnmixer.cli import compose
 from qnmixer.config import Config, parse
+from qnmixer.config.compose import compose
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.files import write_text
 from qnmixer.memory.modes import apply_memory_mode

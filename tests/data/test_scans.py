@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.cli import compose
 from qnmixer.config import parse
+from qnmixer.config.compose import compose
 from qnmixer.data.phantoms import phantom
 from qnmixer.data.scans import ScanLayout, fit_scan, read_mat
 from qnmixer.errors import DataError

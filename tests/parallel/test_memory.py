@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qnmixer.cli import compose
 from qnmixer.config import MemoryConfig, RecomputeConfig, parse
+from qnmixer.config.compose import compose
 from qnmixer.memory import modes as memory
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import track_step

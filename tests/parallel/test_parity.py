@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from qnmixer.cli import compose
 from qnmixer.config import parse, to_plain
+from qnmixer.config.compose import compose
 from qnmixer.parallel.launch import launch
 from qnmixer.training.checkpoints import load_run
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer.cli import compose
 from qnmixer.config import parse
+from qnmixer.config.compose import compose
 from qnmixer.errors import ConfigError
 from qnmixer.tracking.jobs import Job, objective, run_jobs
 from qnmixer.tracking.results import amend, read_results

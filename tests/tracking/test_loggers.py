@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import wandb
 
-from qnmixer.cli import compose
 from qnmixer.config import Config, parse
+from qnmixer.config.compose import compose
 from qnmixer.errors import ConfigError
 from qnmixer.tracking import loggers as room
 from qnmixer.tracking.loggers import DONE, FAILED, INTERRUPTED, build_loggers, close_loggers, log_checkpoint

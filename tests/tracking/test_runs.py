@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from qnmixer.cli import compose
+from qnmixer.config.compose import compose
+from qnmixer.config.overrides import quoted, values_of
 from qnmixer.errors import CheckpointError, ConfigError
-from qnmixer.tracking.runs import clean, continued, goes_on, held, latest, quoted, recorded, values_of
+from qnmixer.tracking.runs import clean, continued, goes_on, held, latest, recorded
 
 Make = Callable[..., Path]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer.cli import compose_sweep
+from qnmixer.config.compose import compose_sweep
 from qnmixer.errors import ConfigError, SweepFailed
 from qnmixer.tracking.results import amend
 from qnmixer.tracking.sweep_file import name_of_job, sweep_of
@@ -83,7 +83,7 @@ def test_a_folder_that_is_given_may_be_anything_that_hydra_takes(
 def test_a_sweep_that_is_running_is_not_started_twice(tmp_path: Path) -> None:
     overrides = ["seed=1,2", f"hydra.sweep.dir={tmp_path}"]
     begin = f"""
-from qnmixer.cli import compose_sweep
+from qnmixer.config.compose import compose_sweep
 from qnmixer.tracking.sweeps import sweep
 with sweep({overrides}, compose_sweep("train", {overrides})):
     print("begun", flush=True)

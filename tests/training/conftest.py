@@ -7,8 +7,8 @@ import lightning as L
 import pytest
 import torch
 
-from qnmixer.cli import compose
 from qnmixer.config import Config, parse
+from qnmixer.config.compose import compose
 from qnmixer.training.module import ReconstructionModule
 
 TINY = [

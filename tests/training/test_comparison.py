@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from qnmixer.cli import compose
 from qnmixer.config import parse_compare
+from qnmixer.config.compose import compose
 from qnmixer.training.comparison import ComparedJob, ComparedMethod, Comparison, Cost, methods_of
 from qnmixer.training.comparison_report import against_best, tables_of, write_comparison
 from qnmixer.training.evaluation import ImageScore

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qnmixer.config import Config
-from qnmixer.data.config import PhantomData
+from qnmixer.config.data import PhantomData
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.parallel.devices import on_this_machine

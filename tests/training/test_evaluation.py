@@ -10,7 +10,7 @@ from PIL import Image
 from rich.console import Console
 
 from qnmixer.config import Config, EvaluationConfig
-from qnmixer.data.config import PhantomData
+from qnmixer.config.data import PhantomData
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.evaluation.slices import pictured
 from qnmixer.reconstructor import to_hu

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from qnmixer.cli import compose
 from qnmixer.config import Config, parse
+from qnmixer.config.compose import compose
 from qnmixer.training import model_card as module
 from qnmixer.training.model_card import Exported, model_card
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from qnmixer.cli import compose
 from qnmixer.config import Config, override, parse
+from qnmixer.config.compose import compose
 from qnmixer.memory.advice import advice, changes
 from qnmixer.memory.footprint import MIB
 from qnmixer.memory.limits import is_out_of_memory, memory_of

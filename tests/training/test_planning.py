@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from qnmixer.cli import compose
 from qnmixer.config import Config, PipelineConfig, batch_of_replica, device_memory, override, parse
+from qnmixer.config.compose import compose
 from qnmixer.errors import ConfigError
 from qnmixer.memory.footprint import MIB, Footprint
 from qnmixer.memory.modes import apply_memory_mode

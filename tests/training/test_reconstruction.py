@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.cli import compose
 from qnmixer.config import ReconstructConfig, parse_reconstruct, to_plain
+from qnmixer.config.compose import compose
 from qnmixer.data.phantoms import phantom
 from qnmixer.errors import DataError
 from qnmixer.training.batched import MAX_HU, BatchedNetwork

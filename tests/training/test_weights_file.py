@@ -8,8 +8,8 @@ import torch
 from safetensors import safe_open
 
 from qnmixer import weights
-from qnmixer.cli import compose
 from qnmixer.config import Config, parse
+from qnmixer.config.compose import compose
 from qnmixer.errors import CheckpointError, DataError
 from qnmixer.training.checkpoints import find_checkpoint, load_run, load_weights, read_checkpoint, resumable
 from qnmixer.training.module import ReconstructionModule

@@ -4,10 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from qnmixer.config import Config
-from qnmixer.data.config import AsTrained, CustomData, DataConfig, FolderData, PhantomData
+from qnmixer.config.data import AsTrained, CustomData, DataConfig, FolderData, PhantomData
+from qnmixer.config.option import check_bounds
+from qnmixer.config.overrides import values_of
 from qnmixer.errors import CheckpointError
-from qnmixer.schema import check_bounds
-from qnmixer.tracking.runs import values_of
 from qnmixer.weights import SUFFIX, located
 
 

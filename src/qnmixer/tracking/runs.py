@@ -13,8 +13,8 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from qnmixer.cli import compose
-from qnmixer.config import CONF
+from qnmixer.config.compose import CONF, compose
+from qnmixer.config.overrides import key_of, quoted, values_of
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.files import BEFORE_SUFFIX, TEMPORARY_SUFFIX
 from qnmixer.ranks import rank
@@ -133,26 +133,12 @@ def how_to_go_on(folder: Path) -> str:
     return f"interrupted{at}, to go on: python -m qnmixer.train {shlex.quote(f'resume={quoted(short)}')}"
 
 
-def quoted(path: Path) -> str:
-    """A path as Hydra takes it on its command line, whatever is in it."""
-    text = str(path)
-    if all(c.isalnum() or c in "/-_.:" for c in text):
-        return text
-    return "'" + text.replace("'", "\\'") + "'"
-
-
-def values_of(overrides: list[str]) -> dict[str, str]:
-    """Values of overrides by key, without quotes."""
-    pairs = [(_key(override), override.partition("=")[2]) for override in overrides]
-    return {key: value.strip("'\"").replace("\\'", "'") for key, value in pairs}
-
-
 def _going_on(run: Path, path: Path, given: list[str]) -> list[str]:
     """The overrides by which a run goes on in its folder from a path in it, under those given now."""
     before, where = _overrides_of(run), [] if _folder_of(given) else [f"hydra.run.dir={quoted(run)}"]
     if not _has_checkpoint(run):  # killed before its first: it begins again as it began
         return [*_merged(before, given), *where]
-    begun = ["finetune=null" if _key(override) == "finetune" else override for override in _without(before, "resume")]
+    begun = ["finetune=null" if key_of(override) == "finetune" else override for override in _without(before, "resume")]
     return [*_merged(begun, given), f"resume={quoted(path)}", *where]
 
 
@@ -193,7 +179,7 @@ def _unless_begun(overrides: list[str]) -> list[str]:
 
 def _by_key(overrides: list[str]) -> dict[str, str]:
     """What makes a run what it is, by key: not what is Hydra's, nor that it goes on with nothing."""
-    return {_key(it): it for it in overrides if not _of_hydra(it) and it != "resume=null"}
+    return {key_of(it): it for it in overrides if not _of_hydra(it) and it != "resume=null"}
 
 
 def _folder_of(overrides: list[str]) -> Path | None:
@@ -274,23 +260,19 @@ def _overrides_of(run: Path) -> list[str]:
 
 def _merged(before: list[str], given: list[str]) -> list[str]:
     """Overrides of a run under those given now, each in its place; a new choice of a group takes its keys along."""
-    now = {_key(override): override for override in given}
+    now = {key_of(override): override for override in given}
     groups = tuple(f"{key}." for key in now if (CONF / key).is_dir())
     kept = [
-        now.get(_key(override), override)
+        now.get(key_of(override), override)
         for override in before
-        if _key(override) in now or not _key(override).startswith(groups)
+        if key_of(override) in now or not key_of(override).startswith(groups)
     ]
-    return [*kept, *(override for key, override in now.items() if key not in map(_key, before))]
+    return [*kept, *(override for key, override in now.items() if key not in map(key_of, before))]
 
 
 def _without(overrides: list[str], *keys: str) -> list[str]:
-    return [override for override in overrides if _key(override) not in keys]
+    return [override for override in overrides if key_of(override) not in keys]
 
 
 def _of_hydra(override: str) -> bool:
-    return _key(override).startswith(("hydra.", "hydra/"))
-
-
-def _key(override: str) -> str:
-    return override.lstrip("+~").partition("=")[0]
+    return key_of(override).startswith(("hydra.", "hydra/"))

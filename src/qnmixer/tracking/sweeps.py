@@ -13,9 +13,10 @@ from pathlib import Path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
+from qnmixer.config.overrides import quoted
 from qnmixer.errors import ConfigError, SweepFailed
 from qnmixer.tracking.results import git_commit, read_results
-from qnmixer.tracking.runs import held, quoted
+from qnmixer.tracking.runs import held
 from qnmixer.tracking.sweep_file import Sweep, read_sweep, write_sweep
 from qnmixer.tracking.sweep_report import rows_of, write_report
 

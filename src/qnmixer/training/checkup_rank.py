@@ -38,7 +38,7 @@ from qnmixer.config import (
     parse,
     with_iterations,
 )
-from qnmixer.data.config import PhantomData
+from qnmixer.config.data import PhantomData
 from qnmixer.ranks import die_with_parent, leave, rank
 
 WINDOWS = 2

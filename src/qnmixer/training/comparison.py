@@ -10,8 +10,8 @@ from typing import Any
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from qnmixer.cli import compose
 from qnmixer.config import Config, parse
+from qnmixer.config.compose import compose
 from qnmixer.errors import UserError, first_line
 from qnmixer.reconstructor import method_name
 from qnmixer.tracking.jobs import outcome

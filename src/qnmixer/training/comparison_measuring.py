@@ -15,7 +15,6 @@ from rich.progress import track
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from qnmixer.cli import compose
 from qnmixer.config import (
     CompareConfig,
     Config,
@@ -26,7 +25,9 @@ from qnmixer.config import (
     parse_evaluate,
     to_plain,
 )
-from qnmixer.data.config import DataConfig, PhantomData
+from qnmixer.config.compose import compose
+from qnmixer.config.data import DataConfig, PhantomData
+from qnmixer.config.overrides import quoted
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import CheckpointError, ConfigError, DataError, first_line
 from qnmixer.evaluation.slices import other_slices, pictured
@@ -35,7 +36,6 @@ from qnmixer.reconstructor import Batch, Reconstructor, choose_device, method_na
 from qnmixer.tracking.loggers import device_name
 from qnmixer.tracking.metrics_file import read_metrics
 from qnmixer.tracking.results import duration, git_commit, versions
-from qnmixer.tracking.runs import quoted
 from qnmixer.training.checkpoints import find_checkpoint, load_weights, read_checkpoint
 from qnmixer.training.comparison import ComparedJob, ComparedMethod, Comparison, Cost, methods_of
 from qnmixer.training.evaluation import ImageScore, evaluate, shown_iterates

@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor
 
 from qnmixer.config import Config, EvaluateConfig, EvaluationConfig, check_noise, to_plain
-from qnmixer.data.config import AsTrained, DataConfig, FolderData
+from qnmixer.config.data import AsTrained, DataConfig, FolderData
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.evaluation.slices import as_trained, other_slices, pictured
 from qnmixer.files import write_text

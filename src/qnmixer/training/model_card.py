@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from qnmixer.cli import compose
 from qnmixer.config import Config, CustomConfig, effective_batch, to_plain
-from qnmixer.data.config import CustomData, FolderData, PhantomData
+from qnmixer.config.compose import compose
+from qnmixer.config.data import CustomData, FolderData, PhantomData
+from qnmixer.config.overrides import values_of
 from qnmixer.reconstructor import method_name
 from qnmixer.tracking.results import duration, read_results
-from qnmixer.tracking.runs import values_of
 from qnmixer.training.weights_file import CHECKPOINT_KEY
 from qnmixer.weights import PRETRAINED, SHIPPED
 

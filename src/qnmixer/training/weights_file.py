@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qnmixer.config import Config, LoggerConfig, to_plain
-from qnmixer.data.config import CustomData, DataConfig, FolderData
+from qnmixer.config.data import CustomData, DataConfig, FolderData
 
 CHECKPOINT_KEY = "qnmixer"
 

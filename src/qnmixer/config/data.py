@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from qnmixer.config.option import number, one_of
 from qnmixer.errors import DataError
 from qnmixer.files import check_there
-from qnmixer.schema import number, one_of
 
 
 @dataclass(kw_only=True)
