@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from qnmixer.cli.help import usage
 from qnmixer.config import flat_keys
 from qnmixer.config.compose import CONF, compose
-from qnmixer.usage import usage
 
 COMMANDS = {
     "train": [],

@@ -1,25 +1,21 @@
 """How every command starts and how every error ends: one line, a non-zero exit, no traceback unless asked for."""
 
 import argparse
-import errno
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import hydra
 from hydra._internal.utils import get_args_parser
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig
 
-from qnmixer.config import flat_keys, unknown_key
+from qnmixer.cli.explain import explain, known_keys
+from qnmixer.cli.help import usage
+from qnmixer.config import unknown_key
 from qnmixer.config.compose import CONF, compose, compose_sweep
-from qnmixer.config.option import suggest
-from qnmixer.errors import ConfigError, Stopped, UserError
+from qnmixer.errors import ConfigError, Stopped
 from qnmixer.ranks import is_rank, rank, world_size
-from qnmixer.usage import usage
 
 TRACEBACK = "HYDRA_FULL_ERROR"
 _SWEEP = {"-m", "--multirun"}
@@ -102,7 +98,7 @@ def _check_flags(arguments: list[str], config_name: str) -> None:
         raise ConfigError(f"{error}: --hydra-help lists these flags") from error
     for word in unknown:
         key, equal, _ = word.lstrip("-").partition("=")
-        known = [*_known_keys(config_name)]
+        known = [*known_keys(config_name)]
         hint = f"write {word.lstrip('-')}{'' if equal else '=…'}" if key in known else str(unknown_key(key, known))
         raise ConfigError(f"{word} is not an option: {hint}")
 
@@ -145,66 +141,6 @@ def _keeping(task: Callable[[DictConfig], object], failures: list[Exception]) ->
 
     job.__module__ = task.__module__
     return job
-
-
-def explain(error: BaseException, config_name: str) -> str | None:
-    """The one line for an error that a user can mend; None for one that is a bug of ours."""
-    if isinstance(error, UserError):
-        return str(error)
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        where = f" writing {error.filename}" if error.filename else ""
-        return f"the disk is full{where}: free some space, or choose another folder (hydra.run.dir=…, output=…)"
-    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS):
-        return f"no permission for {error.filename}: choose a place that you may use (hydra.run.dir=…, output=…)"
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return f"{str(error.filename)[:60]}… is too long a name: choose a shorter hydra.run.dir or hydra.sweep.subdir"
-    if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for this
-        return (
-            f"out of memory ({str(error).splitlines()[0]}): lower data.batch_size, model.n_iterations or "
-            "model.channels, or set trainer.precision=16-mixed"
-        )
-    if isinstance(error, FileExistsError | NotADirectoryError):
-        return f"{error.filename} is a file where a folder must be: choose another (hydra.run.dir=…, output=…)"
-    if isinstance(error, FloatingPointError):
-        return f"{error}: lower optimizer.lr, or look at train/grad_norm in metrics.csv"
-    if type(error).__module__.startswith("wandb."):
-        return f"W&B: {error}: run `wandb login` once, or leave logger.mode=offline"
-    if isinstance(error, HydraException | OmegaConfBaseException):
-        return _explain_composition(error, config_name)
-    return None
-
-
-def _explain_composition(error: Exception, config_name: str) -> str:
-    if isinstance(error, OverrideParseException):
-        if "missing EQUAL" in error.message:
-            return f"{error.override} is not KEY=VALUE: write {error.override}=… without blanks around the ="
-        return (
-            f"{error.override} cannot be read: put quotes around a value with brackets, commas or quotes: 'key=\"a,b\"'"
-        )
-    text = " ".join(str(error).split())
-    if found := re.search(r"Could not load '(hydra/\w+)/(optuna|submitit|ray)", text):
-        extra = {"optuna": "search", "submitit": "slurm", "ray": "ray"}[found[2]]
-        return f'this {found[1]} is a plugin that is not installed here: pip install -e ".[{extra}]"'
-    if isinstance(error, MissingConfigException) and (found := re.search(r"Could not find '([^']+)/([^'/]+)'", text)):
-        group, name = found.groups()
-        options = [path.stem for path in sorted((CONF / group).glob("*.yaml"))]
-        if options:
-            return f"{group}={name} does not exist: {suggest(name, options)}"
-    if isinstance(error, ConfigCompositionException) and (
-        found := re.search(r"Could not (?:override|append[^']*|delete from config\.) '([^']+)'", text)
-    ):
-        key = found.group(1).lstrip("+~").split("=")[0].split("@")[0]
-        groups = [path.name for path in CONF.iterdir() if path.is_dir()]
-        if config_name not in ("train", "plan", "doctor") and key.split(".")[0] in groups:
-            return f"{key} is fixed by the run, which {config_name} takes it from: leave it out"
-        return str(unknown_key(key, [*groups, *_known_keys(config_name)]))
-    return text
-
-
-def _known_keys(config_name: str) -> list[str]:
-    values = OmegaConf.to_container(compose(config_name, []), resolve=False)
-    assert isinstance(values, dict)
-    return list(flat_keys({str(key): value for key, value in values.items()}))
 
 
 def _fail(line: str, code: int) -> None:
