@@ -30,7 +30,7 @@ from qnmixer.evaluate import evaluate
 from qnmixer.physics import FanBeamProjector
 from qnmixer.reconstruct import reconstruct
 from qnmixer.reconstructor import attenuation_per_value
-from qnmixer.tracking.runs import continued
+from qnmixer.tracking.resume import continued
 from qnmixer.train import train
 from qnmixer.training.checkpoints import load_run
 from qnmixer.training.module import ReconstructionModule

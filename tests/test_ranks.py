@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from qnmixer.ranks import by_srun, is_rank, rank, world_size
+from qnmixer.processes.ranks import by_srun, is_rank, rank, world_size
 
 AGENT = {"TORCHELASTIC_RUN_ID": "x", "RANK": "3", "WORLD_SIZE": "4"}
 SBATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
@@ -45,7 +45,7 @@ def begin(body: str) -> subprocess.Popen[str]:
     """A process that runs a body, after it has said that it is about to."""
     code = f"""
 import ctypes, os, signal, sys, time
-from qnmixer import ranks
+from qnmixer.processes import ranks
 ranks._SECONDS_TO_LEAVE = ranks._SECONDS_TO_LEAVE_BY_ITSELF = ranks._SECONDS_TO_STOP = 0.3
 {body}
 """
@@ -127,7 +127,7 @@ def test_a_fork_that_loses_its_rank_in_mid_sentence_says_nothing() -> None:
     process = subprocess.run(
         [sys.executable, "-c", """
 import os, sys, time
-from qnmixer import ranks
+from qnmixer.processes import ranks
 ranks.end_with_the_others()
 if os.fork() == 0:
     sys.excepthook(ConnectionResetError, ConnectionResetError("lost"), None)

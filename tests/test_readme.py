@@ -21,7 +21,7 @@ from qnmixer.data.phantoms import phantom
 from qnmixer.data.writers import write_dicom
 from qnmixer.memory.plan import Planner
 from qnmixer.memory.report import LEVERS, levers_table
-from qnmixer.tracking.runs import latest
+from qnmixer.tracking.resume import latest
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = [

@@ -2,9 +2,9 @@ import signal
 
 import pytest
 
-from qnmixer import stopping
 from qnmixer.errors import Stopped
-from qnmixer.stopping import SIGNALS, be_patient, heeding, told
+from qnmixer.processes import signals as stopping
+from qnmixer.processes.signals import SIGNALS, be_patient, heeding, told
 
 
 @pytest.mark.parametrize("number", SIGNALS)

@@ -11,10 +11,8 @@ from omegaconf import DictConfig
 
 from qnmixer import cli
 from qnmixer.config import CompareConfig, parse_compare
-from qnmixer.errors import ConfigError
 from qnmixer.files import check_there
-from qnmixer.tracking.runs import RUNS
-from qnmixer.tracking.sweep_file import SWEEP
+from qnmixer.sweeps.sweep import find_sweep
 
 
 def compare(cfg: DictConfig) -> None:
@@ -40,27 +38,6 @@ def check(cfg: DictConfig) -> CompareConfig:
     if config.root is not None:
         check_there("root", config.root, "the folder that holds the slices")
     return config
-
-
-def find_sweep(text: str) -> Path:
-    """The folder of a sweep; "latest": the one under runs/ in which a job last ended. Raises ConfigError."""
-    if text == "latest":
-        found = [path.parent for path in RUNS.glob(f"**/{SWEEP}")]
-        if not found:
-            raise ConfigError(
-                f"sweep=latest: there is no sweep under {RUNS.absolute()}: give its folder, sweep=DIR, or make one: "
-                "python -m qnmixer.train -m experiment=compare_small"
-            )
-        return max(found, key=_last_touched)
-    folder = Path(text).expanduser()
-    if not (folder / SWEEP).is_file():
-        what = "is no sweep (it has no sweep.json)" if folder.exists() else "does not exist"
-        raise ConfigError(f"sweep={text} {what}: give the folder that qnmixer.train -m printed")
-    return folder
-
-
-def _last_touched(sweep: Path) -> float:
-    return max(path.stat().st_mtime for path in (sweep / SWEEP, *sweep.glob("*/results.json")))
 
 
 def main() -> None:

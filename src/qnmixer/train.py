@@ -16,10 +16,11 @@ from qnmixer import cli
 from qnmixer.config import Config, parse
 from qnmixer.config.data import check_data
 from qnmixer.errors import ConfigError, UserError
-from qnmixer.ranks import by_srun, is_rank, loading, rank, world_size
-from qnmixer.tracking.jobs import Job, run_jobs
-from qnmixer.tracking.runs import clean, continued, held
-from qnmixer.tracking.sweeps import sweep
+from qnmixer.processes.ranks import by_srun, is_rank, loading, rank, world_size
+from qnmixer.sweeps.jobs import Job, run_jobs
+from qnmixer.sweeps.sweep import sweep
+from qnmixer.tracking.resume import continued
+from qnmixer.tracking.run_folder import clean, held
 from qnmixer.weights import check_weights
 
 

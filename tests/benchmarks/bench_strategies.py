@@ -25,8 +25,8 @@ from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.files import write_text
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.parallel.devices import on_this_machine
-from qnmixer.parallel.launch import launch
-from qnmixer.ranks import rank
+from qnmixer.processes.launch import launch
+from qnmixer.processes.ranks import rank
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.trainer import build_trainer
 

@@ -15,7 +15,7 @@ from qnmixer.config.data import DataConfig, DeepLesionData, DicomData, NumpyData
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler, Pick
 from qnmixer.errors import ConfigError, DataError
-from qnmixer.stopping import SIGNALS
+from qnmixer.processes.signals import SIGNALS
 
 
 def phantoms(**options: Any) -> SliceDataModule:

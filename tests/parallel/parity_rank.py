@@ -17,7 +17,7 @@ from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.parallel.compilation import compile_blocks
 from qnmixer.parallel.shards import whole
-from qnmixer.ranks import rank
+from qnmixer.processes.ranks import rank
 from qnmixer.training.checkpoints import load_weights
 from qnmixer.training.evaluation import evaluate
 from qnmixer.training.module import ReconstructionModule

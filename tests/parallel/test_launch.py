@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from qnmixer.errors import RankFailed, Stopped
-from qnmixer.parallel.launch import RankTraceback, launch
+from qnmixer.processes.launch import RankTraceback, launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launch")]
 
 SCRIPT = """
 import os, signal, sys, time
-from qnmixer.ranks import end_with_the_others, leave, rank
+from qnmixer.processes.ranks import end_with_the_others, leave, rank
 end_with_the_others({launcher})
 here = int(os.environ["RANK"])
 try:

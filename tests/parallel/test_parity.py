@@ -15,7 +15,7 @@ import torch
 
 from qnmixer.config import parse, to_plain
 from qnmixer.config.compose import compose
-from qnmixer.parallel.launch import launch
+from qnmixer.processes.launch import launch
 from qnmixer.training.checkpoints import load_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parity")]

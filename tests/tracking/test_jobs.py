@@ -13,7 +13,7 @@ import pytest
 from qnmixer.config import parse
 from qnmixer.config.compose import compose
 from qnmixer.errors import ConfigError
-from qnmixer.tracking.jobs import Job, objective, run_jobs
+from qnmixer.sweeps.jobs import Job, objective, run_jobs
 from qnmixer.tracking.results import amend, read_results
 
 PROGRAM = f"""#!{sys.executable}

@@ -10,10 +10,10 @@ import pytest
 
 from qnmixer.config.compose import compose_sweep
 from qnmixer.errors import ConfigError, SweepFailed
+from qnmixer.sweeps.report import rows_of, write_report
+from qnmixer.sweeps.sweep import place_jobs, sweep
 from qnmixer.tracking.results import amend
 from qnmixer.tracking.sweep_file import name_of_job, sweep_of
-from qnmixer.tracking.sweep_report import rows_of, write_report
-from qnmixer.tracking.sweeps import place_jobs, sweep
 
 JOBS = [
     ({"strategy": "ddp", "optimizer.lr": "0.001"}, {"status": "done", "best": {"val/psnr": 30.25}, "seconds": 61.0}),
@@ -84,7 +84,7 @@ def test_a_sweep_that_is_running_is_not_started_twice(tmp_path: Path) -> None:
     overrides = ["seed=1,2", f"hydra.sweep.dir={tmp_path}"]
     begin = f"""
 from qnmixer.config.compose import compose_sweep
-from qnmixer.tracking.sweeps import sweep
+from qnmixer.sweeps.sweep import sweep
 with sweep({overrides}, compose_sweep("train", {overrides})):
     print("begun", flush=True)
     input()

@@ -286,7 +286,7 @@ def test_faults_of_single_ranks_are_found_and_named(tmp_path: Path) -> None:
 def test_a_rank_that_hangs_or_dies_is_named(
     tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, found: str
 ) -> None:
-    code = f"PLANTS = {{'qnmixer.ranks': lambda m: {fault} if RANK == '1' else None}}"
+    code = f"PLANTS = {{'qnmixer.processes.ranks': lambda m: {fault} if RANK == '1' else None}}"
     for name, value in plant(tmp_path, code).items():
         monkeypatch.setenv(name, value)
     check = check_communication(tiny_config("strategy=ddp", "trainer.devices=2"), patience=20)

@@ -15,7 +15,7 @@ from qnmixer.cli.help import usage
 from qnmixer.config import unknown_key
 from qnmixer.config.compose import CONF, compose, compose_sweep
 from qnmixer.errors import ConfigError, Stopped
-from qnmixer.ranks import is_rank, rank, world_size
+from qnmixer.processes.ranks import is_rank, rank, world_size
 
 TRACEBACK = "HYDRA_FULL_ERROR"
 _SWEEP = {"-m", "--multirun"}

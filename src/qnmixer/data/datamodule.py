@@ -26,7 +26,7 @@ from qnmixer.data.scaling import build_scaling
 from qnmixer.data.slices import SliceSource, summarise_skipped
 from qnmixer.data.splits import PARTS, patients_of, split_slices
 from qnmixer.errors import ConfigError, DataError
-from qnmixer.stopping import SIGNALS
+from qnmixer.processes.signals import SIGNALS
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from qnmixer.errors import RankFailed, UserError
 from qnmixer.memory.footprint import MIB
 from qnmixer.memory.plan import Planner
 from qnmixer.parallel.devices import on_this_machine
-from qnmixer.parallel.launch import launch
+from qnmixer.processes.launch import launch
 from qnmixer.reconstructor import Reconstructor, build_projector
 from qnmixer.training.checkup_rank import GROWTH_STEPS, Number, Report, read_report, reference_gradients, train_a_little
 

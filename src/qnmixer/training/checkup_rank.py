@@ -39,7 +39,7 @@ from qnmixer.config import (
     with_iterations,
 )
 from qnmixer.config.data import PhantomData
-from qnmixer.ranks import die_with_parent, leave, rank
+from qnmixer.processes.ranks import die_with_parent, leave, rank
 
 WINDOWS = 2
 """Optimizer steps of the configured network."""

@@ -14,10 +14,10 @@ from qnmixer.config import Config, parse
 from qnmixer.config.compose import compose
 from qnmixer.errors import UserError, first_line
 from qnmixer.reconstructor import method_name
-from qnmixer.tracking.jobs import outcome
+from qnmixer.sweeps.jobs import outcome
+from qnmixer.sweeps.report import rows_of
 from qnmixer.tracking.results import read_results
 from qnmixer.tracking.sweep_file import SWEEP
-from qnmixer.tracking.sweep_report import rows_of
 from qnmixer.training.checkpoints import find_checkpoint, read_checkpoint
 from qnmixer.training.evaluation import ImageScore
 from qnmixer.training.page import PageSlice

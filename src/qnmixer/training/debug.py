@@ -15,7 +15,7 @@ from rich.table import Table
 from torch.profiler import profile, schedule
 
 from qnmixer.config import Config, FewBatchesConfig, ProfileConfig, effective_batch
-from qnmixer.ranks import rank
+from qnmixer.processes.ranks import rank
 from qnmixer.reconstructor import Batch
 
 _N_OPERATORS = 12

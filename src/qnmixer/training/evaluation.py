@@ -22,7 +22,7 @@ from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.evaluation.slices import as_trained, other_slices, pictured
 from qnmixer.files import write_text
 from qnmixer.models import UnrolledNetwork
-from qnmixer.ranks import rank
+from qnmixer.processes.ranks import rank
 from qnmixer.reconstructor import Batch, Reconstructor, build_noise, choose_device, to_hu
 from qnmixer.tracking.loggers import device_name
 from qnmixer.tracking.results import git_commit, results, versions

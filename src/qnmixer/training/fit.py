@@ -26,13 +26,13 @@ from qnmixer.memory.limits import is_out_of_memory, memory_of
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import Planner
 from qnmixer.parallel.compilation import compile_blocks
-from qnmixer.ranks import at_once, rank
+from qnmixer.processes.ranks import at_once, rank
+from qnmixer.processes.signals import heeding
 from qnmixer.reconstructor import Reconstructor
-from qnmixer.stopping import heeding
 from qnmixer.tracking.loggers import CODE_DIFF, DONE, FAILED, INTERRUPTED, close_loggers, device_name, log_checkpoint
 from qnmixer.tracking.results import git_diff, note, read_results, results
-from qnmixer.tracking.runs import goes_on, how_to_go_on
-from qnmixer.tracking.runs import recorded as overrides_of
+from qnmixer.tracking.resume import goes_on, how_to_go_on
+from qnmixer.tracking.resume import recorded as overrides_of
 from qnmixer.training.callbacks import ValidationLine, log_evaluation
 from qnmixer.training.checkpoints import find_checkpoint, load_weights, resumable, steps_of
 from qnmixer.training.debug import Profile, describe, naming_nan_gradients

@@ -20,8 +20,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from qnmixer.errors import Stopped
 from qnmixer.files import PART_SUFFIX, atomic_file, remove, replace
 from qnmixer.parallel.pipeline import PipelineStrategy
-from qnmixer.ranks import rank
-from qnmixer.stopping import be_patient, told
+from qnmixer.processes.ranks import rank
+from qnmixer.processes.signals import be_patient, told
 from qnmixer.training.checkpoints import load
 from qnmixer.training.lightning_private import number_rows, validate_as_in_training
 from qnmixer.training.random_states import of_all_ranks, random_state, set_random_state

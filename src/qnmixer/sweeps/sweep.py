@@ -15,10 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.config.overrides import quoted
 from qnmixer.errors import ConfigError, SweepFailed
+from qnmixer.sweeps.report import rows_of, write_report
 from qnmixer.tracking.results import git_commit, read_results
-from qnmixer.tracking.runs import held
-from qnmixer.tracking.sweep_file import Sweep, read_sweep, write_sweep
-from qnmixer.tracking.sweep_report import rows_of, write_report
+from qnmixer.tracking.run_folder import RUNS, held
+from qnmixer.tracking.sweep_file import SWEEP, Sweep, read_sweep, write_sweep
 
 FOLDER = "hydra.sweep.dir"
 
@@ -115,3 +115,24 @@ def _name(overrides: list[str], varying: list[str]) -> str:
     what = [override for override in overrides if not override.startswith(no_matter)]
     digest = hashlib.sha256("\n".join(what).encode()).hexdigest()
     return "-".join([*(key.replace("/", ".").rpartition(".")[2] for key in varying), digest[:6]])
+
+
+def find_sweep(text: str) -> Path:
+    """The folder of a sweep; "latest": the one under runs/ in which a job last ended. Raises ConfigError."""
+    if text == "latest":
+        found = [path.parent for path in RUNS.glob(f"**/{SWEEP}")]
+        if not found:
+            raise ConfigError(
+                f"sweep=latest: there is no sweep under {RUNS.absolute()}: give its folder, sweep=DIR, or make one: "
+                "python -m qnmixer.train -m experiment=compare_small"
+            )
+        return max(found, key=_last_touched)
+    folder = Path(text).expanduser()
+    if not (folder / SWEEP).is_file():
+        what = "is no sweep (it has no sweep.json)" if folder.exists() else "does not exist"
+        raise ConfigError(f"sweep={text} {what}: give the folder that qnmixer.train -m printed")
+    return folder
+
+
+def _last_touched(sweep: Path) -> float:
+    return max(path.stat().st_mtime for path in (sweep / SWEEP, *sweep.glob("*/results.json")))

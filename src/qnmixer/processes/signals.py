@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from qnmixer.errors import Stopped
-from qnmixer.ranks import at_once, is_rank
+from qnmixer.processes.ranks import at_once, is_rank
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Ctrl-C; what ends jobs; a terminal or ssh that has gone; and what SLURM sends beforehand when asked to

@@ -16,8 +16,8 @@ from omegaconf import DictConfig
 from qnmixer.config import Config
 from qnmixer.config.overrides import quoted
 from qnmixer.errors import ConfigError, UserError, first_line
-from qnmixer.ranks import die_with_parent
-from qnmixer.stopping import SIGNALS
+from qnmixer.processes.ranks import die_with_parent
+from qnmixer.processes.signals import SIGNALS
 from qnmixer.tracking.results import amend, duration, git_commit, read_results
 from qnmixer.tracking.sweep_file import name_of_job, sweep_of
 

@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from qnmixer.errors import RankFailed, Stopped
-from qnmixer.stopping import SIGNALS, Echo
+from qnmixer.processes.signals import SIGNALS, Echo
 
 _THREADS = "OMP_NUM_THREADS"
 
@@ -42,7 +42,7 @@ def launch(
     """Run `python *arguments` once a rank and wait for all of them; the ranks share the cores.
 
     Args:
-        arguments: of python; what they run ends by `qnmixer.ranks.leave` when it fails.
+        arguments: of python; what they run ends by `qnmixer.processes.ranks.leave` when it fails.
         n_processes: how many ranks.
         ask_to_stop: called on the first signal of `stopping.SIGNALS`; True: the ranks will end by themselves.
 

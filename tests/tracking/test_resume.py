@@ -11,7 +11,8 @@ import pytest
 from qnmixer.config.compose import compose
 from qnmixer.config.overrides import quoted, values_of
 from qnmixer.errors import CheckpointError, ConfigError
-from qnmixer.tracking.runs import clean, continued, goes_on, held, latest, recorded
+from qnmixer.tracking.resume import continued, goes_on, latest, recorded
+from qnmixer.tracking.run_folder import clean, held
 
 Make = Callable[..., Path]
 
@@ -228,7 +229,7 @@ def test_only_one_process_trains_in_a_folder_and_a_killed_one_lets_go(make: Make
     code = """
 import os, sys, time
 from pathlib import Path
-from qnmixer.tracking.runs import held
+from qnmixer.tracking.run_folder import held
 with held(Path("runs/a")):
     if os.fork():
         print("held", flush=True)

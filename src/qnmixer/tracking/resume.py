@@ -3,29 +3,19 @@
 No torch import: this is known before Hydra composes anything.
 """
 
-import fcntl
-import os
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
 
 from qnmixer.config.compose import CONF, compose
 from qnmixer.config.overrides import key_of, quoted, values_of
 from qnmixer.errors import CheckpointError, ConfigError
-from qnmixer.files import BEFORE_SUFFIX, TEMPORARY_SUFFIX
-from qnmixer.ranks import rank
+from qnmixer.processes.ranks import rank
 from qnmixer.tracking.results import read_results
-from qnmixer.tracking.sweep_file import SWEEP
+from qnmixer.tracking.run_folder import RUNS, has_checkpoint, held, last_touched, overrides_of, run_of, runs_in
 from qnmixer.weights import PRETRAINED
 
-RUNS = Path("runs")
-
-_LOCK = ".lock"
-_OVERRIDES = Path(".hydra") / "overrides.yaml"
 _LENGTH = ("trainer.max_steps", "trainer.max_epochs")
 
 
@@ -48,7 +38,7 @@ def continued(overrides: list[str]) -> list[str]:
     if asked == "null":
         return _unless_begun(overrides)
     path = latest() if asked == "latest" else Path(asked).expanduser()
-    run = _run_of(path)
+    run = run_of(path)
     if run is None:
         if path.is_file():  # a checkpoint that lies by itself
             return _unless_begun(overrides)
@@ -60,19 +50,19 @@ def continued(overrides: list[str]) -> list[str]:
     if goes_on(folder, str(path)) if folder else is_last:
         _check_open(run, given)
         return _going_on(run, path, rest)
-    branch = _merged(_without(_overrides_of(run), "finetune", "resume"), rest)
+    branch = _merged(_without(overrides_of(run), "finetune", "resume"), rest)
     return _unless_begun([*branch, f"resume={quoted(path)}"])
 
 
 def goes_on(folder: Path, resume: str | None) -> bool:
     """Whether a run in this folder, with this `resume`, goes on where it began: its logs and its best stay."""
-    run = None if resume is None else _run_of(Path(resume).expanduser())
+    run = None if resume is None else run_of(Path(resume).expanduser())
     return run is not None and run.resolve() == folder.resolve()
 
 
 def latest() -> Path:
     """The run folder under runs/ in which something happened last. Raises CheckpointError unless it can go on."""
-    found = sorted(_runs_in(RUNS), key=_last_touched, reverse=True)
+    found = sorted(runs_in(RUNS), key=last_touched, reverse=True)
     if not found:
         raise CheckpointError(f"resume=latest: there is no run under {RUNS.absolute()}: give its folder, resume=DIR")
     return found[0]
@@ -82,46 +72,13 @@ def recorded(folder: Path, overrides: list[str]) -> list[str]:
     """Overrides as a run's record keeps them: those that make it what it is, wherever it has been gone on with."""
     if not goes_on(folder, values_of(overrides).get("resume")):
         return overrides
-    begun_with = _by_key(_overrides_of(folder))
+    begun_with = _by_key(overrides_of(folder))
     kept = [
         begun_with.get("finetune", override) if override == "finetune=null" else override
         for override in _without(overrides, "resume")
     ]
     began_elsewhere = not goes_on(folder, values_of([*begun_with.values()]).get("resume", str(folder)))
     return [*kept, begun_with["resume"]] if began_elsewhere else kept
-
-
-@contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Where this process is the one that trains in a run folder; the system lets it go when the process is killed.
-
-    Raises ConfigError while another one holds it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / _LOCK
-    # Not flock, as filelock has it: data workers would inherit the lock, and outlive a killed process by seconds.
-    with path.open("a+") as stream:
-        try:
-            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            stream.seek(0)
-            who = stream.read().strip() or "another process"
-            raise ConfigError(
-                f"{who} trains in {folder}: wait for its end, or stop it, or give another hydra.run.dir=FOLDER"
-            ) from None
-        except OSError:  # a file system without locks
-            yield
-            return
-        stream.truncate(0)
-        stream.write(f"process {os.getpid()} on {os.uname().nodename}\n")
-        stream.flush()
-        yield
-
-
-def clean(folder: Path) -> None:
-    """Remove what a process that was killed in the middle of writing has left in a run folder that is held."""
-    for left in folder.rglob(f".*{TEMPORARY_SUFFIX}"):
-        left.unlink(missing_ok=True)
 
 
 def how_to_go_on(folder: Path) -> str:
@@ -135,8 +92,8 @@ def how_to_go_on(folder: Path) -> str:
 
 def _going_on(run: Path, path: Path, given: list[str]) -> list[str]:
     """The overrides by which a run goes on in its folder from a path in it, under those given now."""
-    before, where = _overrides_of(run), [] if _folder_of(given) else [f"hydra.run.dir={quoted(run)}"]
-    if not _has_checkpoint(run):  # killed before its first: it begins again as it began
+    before, where = overrides_of(run), [] if _folder_of(given) else [f"hydra.run.dir={quoted(run)}"]
+    if not has_checkpoint(run):  # killed before its first: it begins again as it began
         return [*_merged(before, given), *where]
     begun = ["finetune=null" if key_of(override) == "finetune" else override for override in _without(before, "resume")]
     return [*_merged(begun, given), f"resume={quoted(path)}", *where]
@@ -155,11 +112,11 @@ def _unless_begun(overrides: list[str]) -> list[str]:
         return overrides
     record = read_results(run)
     is_done = record.get("status") == "done"
-    if not is_done and not _has_checkpoint(run):  # nothing is lost
+    if not is_done and not has_checkpoint(run):  # nothing is lost
         if record:
             _check_free(run)
         return overrides
-    before, now = _by_key(_overrides_of(run)), _by_key(overrides)
+    before, now = _by_key(overrides_of(run)), _by_key(overrides)
     differing = next((key for key in before | now if before.get(key) != now.get(key)), None)
     if is_done or differing is not None:
         if differing is None:
@@ -198,8 +155,8 @@ def _check_open(run: Path, given: dict[str, str]) -> None:
     record = read_results(run)
     if record.get("status") != "done" or _is_longer(record, given):
         return
-    others = [path for path in _runs_in(RUNS) if read_results(path).get("status") != "done"]
-    earlier = max(others, key=_last_touched, default=None)
+    others = [path for path in runs_in(RUNS) if read_results(path).get("status") != "done"]
+    earlier = max(others, key=last_touched, default=None)
     more = "" if given.get("resume") != "latest" or earlier is None else f", or resume={earlier}, which is not done"
     raise CheckpointError(
         f"{run} is done ({record.get('steps')} steps): give a larger trainer.max_steps to go on{more}"
@@ -218,44 +175,6 @@ def _is_longer(record: dict[str, object], given: dict[str, str]) -> bool:
     if asked is not None and asked.isdigit() and isinstance(steps, int):
         return int(asked) > steps
     return any(key in given for key in _LENGTH)
-
-
-def _run_of(path: Path) -> Path | None:
-    """The run folder that is meant by itself or by one of its checkpoints; None where there is none."""
-    folder = path.parent.parent if path.suffix == ".ckpt" and path.parent.name == "checkpoints" else path
-    return folder if _is_run(folder) or (folder / "checkpoints").is_dir() else None
-
-
-def _is_run(folder: Path) -> bool:
-    return (folder / "results.json").is_file() or (folder / _OVERRIDES).is_file()
-
-
-def _runs_in(folder: Path) -> Iterator[Path]:
-    """All run folders below, those of sweeps too."""
-    for path, folders, _ in os.walk(folder):
-        here = Path(path)
-        if _is_run(here) and not (here / SWEEP).is_file():
-            folders.clear()
-            yield here
-
-
-def _last_touched(run: Path) -> float:
-    paths = (run / "results.json", run / _OVERRIDES, run / "checkpoints" / "last.ckpt")
-    return max(path.stat().st_mtime for path in paths if path.exists())
-
-
-def _has_checkpoint(run: Path) -> bool:
-    names = [f"{name}.ckpt{suffix}" for name in ("last", "best") for suffix in ("", BEFORE_SUFFIX)]
-    return any((run / "checkpoints" / name).exists() for name in names)
-
-
-def _overrides_of(run: Path) -> list[str]:
-    """What a run was started with; nothing is known of one that somebody put together by hand."""
-    if (found := read_results(run).get("overrides")) is not None:
-        return [str(override) for override in found]
-    if (run / _OVERRIDES).is_file():
-        return [str(override) for override in OmegaConf.load(run / _OVERRIDES)]
-    return []
 
 
 def _merged(before: list[str], given: list[str]) -> list[str]:
