@@ -18,7 +18,7 @@ from qnmixer import cli
 from qnmixer.config import parse
 from qnmixer.config.compose import compose
 from qnmixer.data.phantoms import phantom
-from qnmixer.data.writers import write_dicom
+from qnmixer.inference.writers import write_dicom
 from qnmixer.memory.plan import Planner
 from qnmixer.memory.report import LEVERS, levers_table
 from qnmixer.tracking.resume import latest

@@ -19,8 +19,8 @@ def compare(cfg: DictConfig) -> None:
     """Print the tables of a comparison and leave everything of it in a folder."""
     from rich.console import Console
 
-    from qnmixer.training.comparison_measuring import compare
-    from qnmixer.training.comparison_report import write_comparison
+    from qnmixer.evaluation.compare import compare
+    from qnmixer.evaluation.comparison_report import write_comparison
 
     console = Console()
     if not console.is_terminal:  # a log has no width of its own

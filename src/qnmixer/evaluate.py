@@ -18,7 +18,7 @@ def evaluate(cfg: DictConfig) -> None:
     """Print the table of one evaluation and leave it, with picture and figures per image, in a folder."""
     from hydra.core.hydra_config import HydraConfig
 
-    from qnmixer.training.evaluation import evaluate_run
+    from qnmixer.evaluation.evaluate import evaluate_run
 
     hydra_config = HydraConfig.get()
     evaluate_run(parse_evaluate(cfg), Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task))

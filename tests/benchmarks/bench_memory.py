@@ -30,10 +30,10 @@ from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.pipeline import cut_of
 from qnmixer.memory.plan import Planner
 from qnmixer.memory.usage import Usage, read_usage, reset_peak
+from qnmixer.optimization.optimizers import build_optimizer
 from qnmixer.parallel.pipeline import Pipeline, sum_gradients
 from qnmixer.reconstructor import AUTOCAST
 from qnmixer.training.module import ReconstructionModule
-from qnmixer.training.optimizers import build_optimizer
 
 CONFIGS = [
     "model.n_iterations=4",

@@ -35,10 +35,10 @@ from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.models import QNMixer
 from qnmixer.models.data_term import data_gradient
 from qnmixer.models.latent_bfgs import apply_inverse_hessian, curvature_pair, direction, summed_changes
+from qnmixer.optimization.optimizers import build_optimizer
 from qnmixer.parallel.compilation import compile_blocks
 from qnmixer.reconstructor import AUTOCAST
 from qnmixer.training.module import ReconstructionModule
-from qnmixer.training.optimizers import build_optimizer
 
 VARIANTS = {
     "keep": "",

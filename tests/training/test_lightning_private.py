@@ -10,14 +10,14 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 
+from qnmixer.checkpoints.reading import read_checkpoint, resumable
 from qnmixer.config import Config
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import CheckpointError
-from qnmixer.training.checkpoints import read_checkpoint, resumable
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.trainer import build_trainer
 
-from .conftest import TINY
+from ..conftest import TINY_RUN
 
 # Seven samples, two a batch: four batches an epoch, the last of one sample; two steps an epoch with accumulation 3.
 RUN = ("data.n_train=7", "trainer.max_steps=9", "trainer.val_every_n_steps=100", "noise=field", "schedule=step")
@@ -94,7 +94,7 @@ def test_goes_on_as_if_nothing_had_been(
 @pytest.mark.long  # CI has it in test_parity
 def test_shards_go_on_in_the_middle_of_an_epoch_too(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
     """Lightning restores fsdp later than all others, when data for a run by epochs might be open already."""
-    command = [sys.executable, "-m", "qnmixer.train", *TINY, *RUN, "trainer.max_steps=-1", "strategy=fsdp"]
+    command = [sys.executable, "-m", "qnmixer.train", *TINY_RUN, *RUN, "trainer.max_steps=-1", "strategy=fsdp"]
     command += ["trainer.devices=1", "test_after_training=false", "data.num_workers=1", "schedule=constant"]
     weights = []
     for folder, more in (

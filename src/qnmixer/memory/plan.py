@@ -39,10 +39,10 @@ from qnmixer.memory.tracker import (
     without_data,
 )
 from qnmixer.models.unrolled import UnrolledNetwork
+from qnmixer.optimization.optimizers import build_optimizer
 from qnmixer.parallel.stages import ranges
 from qnmixer.physics import FanBeamProjector
 from qnmixer.reconstructor import AUTOCAST, Reconstructor, build_projector
-from qnmixer.training.optimizers import build_optimizer
 
 # From here on memory was seen to be affine in T.
 _FEWEST_ITERATIONS = 4

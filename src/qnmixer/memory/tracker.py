@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from qnmixer.config import Config, batch_of_replica
 from qnmixer.memory.modes import apply_memory_mode, offloading_loop, stays
 from qnmixer.models.unrolled import UnrolledNetwork
+from qnmixer.optimization.losses import build_loss, weighted
 from qnmixer.reconstructor import AUTOCAST
-from qnmixer.training.losses import build_loss, weighted
 
 
 def apply_hosted_mode(network: UnrolledNetwork[Any], config: Config, hosted: "Hosted") -> None:

@@ -44,7 +44,7 @@ def launch(
     Args:
         arguments: of python; what they run ends by `qnmixer.processes.ranks.leave` when it fails.
         n_processes: how many ranks.
-        ask_to_stop: called on the first signal of `stopping.SIGNALS`; True: the ranks will end by themselves.
+        ask_to_stop: called on the first signal of `signals.SIGNALS`; True: the ranks will end by themselves.
 
     Raises RankFailed when one fails (the others are stopped; a note holds the traceback of a bug), Stopped on such a
     signal; without `ask_to_stop` SIGUSR1 and SIGUSR2 are none.

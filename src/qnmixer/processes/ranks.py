@@ -80,7 +80,8 @@ def end_with_the_others(parent: int | None = None) -> None:
 
     For the ranks of our launcher SIGTERM says that another one has failed, unless SIGUSR1 comes along, by which it asks
     them to stop; for those of others it can say both. It is for `qnmixer.processes.signals` to do what it says; one
-    that has not ended after that is ended. In the main thread. `parent` as in `die_with_parent`; that of a rank of our launcher.
+    that has not ended after that is ended. In the main thread. `parent` as in `die_with_parent`; that of a rank of our
+    launcher.
     """
     die_with_parent(parent)
     forking = 0

@@ -14,12 +14,12 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from rich.console import Console
 from torch import Tensor
 
+from qnmixer.evaluation.evaluate import Evaluation, table_of
+from qnmixer.optimization.metrics import psnr
 from qnmixer.reconstructor import Batch, to_hu
+from qnmixer.reports.pictures import Panel, Row, draw_iterates
 from qnmixer.tracking.results import duration
-from qnmixer.training.evaluation import Evaluation, table_of
-from qnmixer.training.metrics import psnr
 from qnmixer.training.module import ReconstructionModule
-from qnmixer.training.pictures import Panel, Row, draw_iterates
 
 _MOST_SHOWN = 15  # iterates in a picture
 

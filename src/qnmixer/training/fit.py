@@ -15,10 +15,12 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 
+from qnmixer.checkpoints.reading import find_checkpoint, load_weights, resumable, steps_of
 from qnmixer.config import Config, FewBatchesConfig, ProfileConfig, WandbConfig, effective_batch
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.errors import OutOfMemory, Stopped
+from qnmixer.evaluation.evaluate import evaluate, title_of, what_was_evaluated, write_evaluation
 from qnmixer.files import write_text
 from qnmixer.memory.advice import advice
 from qnmixer.memory.footprint import MIB
@@ -34,14 +36,12 @@ from qnmixer.tracking.results import git_diff, note, read_results, results
 from qnmixer.tracking.resume import goes_on, how_to_go_on
 from qnmixer.tracking.resume import recorded as overrides_of
 from qnmixer.training.callbacks import ValidationLine, log_evaluation
-from qnmixer.training.checkpoints import find_checkpoint, load_weights, resumable, steps_of
-from qnmixer.training.debug import Profile, describe, naming_nan_gradients
-from qnmixer.training.evaluation import evaluate, title_of, what_was_evaluated, write_evaluation
+from qnmixer.training.checkpointing import Keeping
 from qnmixer.training.health import HealthMonitor
-from qnmixer.training.keeping import Keeping
 from qnmixer.training.lightning_private import number_rows
 from qnmixer.training.memory_monitor import MemoryMonitor
 from qnmixer.training.module import ReconstructionModule
+from qnmixer.training.profiling import Profile, describe, naming_nan_gradients
 from qnmixer.training.trainer import build_trainer
 
 

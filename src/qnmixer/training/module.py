@@ -9,17 +9,17 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
+from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
 from qnmixer.config import Config, FSDPConfig, batch_of_replica, to_plain
+from qnmixer.optimization.losses import build_loss, weighted
+from qnmixer.optimization.metrics import psnr, ssim
+from qnmixer.optimization.optimizers import build_optimizer
 from qnmixer.optimization.schedules import learning_rate_factor
 from qnmixer.parallel.fsdp import shard
 from qnmixer.parallel.shards import whole
 from qnmixer.physics import FanBeamProjector
 from qnmixer.reconstructor import Batch, Reconstructor
 from qnmixer.training.lightning_private import restart
-from qnmixer.training.losses import build_loss, weighted
-from qnmixer.training.metrics import psnr, ssim
-from qnmixer.training.optimizers import build_optimizer
-from qnmixer.training.weights_file import CHECKPOINT_KEY
 
 
 class ReconstructionModule(Reconstructor, L.LightningModule):

@@ -12,7 +12,7 @@ from qnmixer.parallel.precision import build_precision
 from qnmixer.parallel.strategies import build_strategy
 from qnmixer.tracking.loggers import build_loggers
 from qnmixer.training.callbacks import IteratePictures
-from qnmixer.training.keeping import AtomicCheckpointIO
+from qnmixer.training.checkpointing import AtomicCheckpointIO
 from qnmixer.training.lightning_private import leave_signals_to_us
 from qnmixer.training.progress import ProgressMetrics
 

@@ -113,8 +113,8 @@ def _quieten() -> None:
 
 def _try_inputs(config: Config) -> None:
     """Raise UserError here, once, for data and checkpoints that every rank would stumble over."""
+    from qnmixer.checkpoints.reading import find_checkpoint, read_checkpoint, resumable
     from qnmixer.data.datamodule import SliceDataModule
-    from qnmixer.training.checkpoints import find_checkpoint, read_checkpoint, resumable
 
     if config.finetune is not None:
         read_checkpoint(find_checkpoint(config.finetune))
