@@ -12,23 +12,25 @@ import pytest
 import torch
 from torch import Tensor
 
+from qnmixer.checkup.check import Check
 from qnmixer.checkup.checks import (
-    Card,
-    Check,
-    check_backend,
     check_communication,
-    check_disk,
     check_finite,
-    check_precision,
-    check_shared_memory,
     check_training,
-    check_versions,
-    checkpoint_bytes,
     compare_gradients,
-    runs_on,
-    shared_memory_needed,
     sharing_problems,
     shortened,
+)
+from qnmixer.checkup.machine import (
+    Card,
+    check_backend,
+    check_disk,
+    check_precision,
+    check_shared_memory,
+    check_versions,
+    checkpoint_bytes,
+    runs_on,
+    shared_memory_needed,
 )
 from qnmixer.checkup.rank import GROWTH_STEPS, Report, leak_in, small_network
 from qnmixer.config import parse, to_plain

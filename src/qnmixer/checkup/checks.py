@@ -1,47 +1,44 @@
 """The checklist of `qnmixer.doctor`: what each check looks at, what it finds, and how to mend what fails."""
 
-import importlib.metadata
 import json
 import logging
 import math
 import os
-import platform
-import re
-import shutil
-import signal
 import tempfile
-import threading
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qnmixer.checkup.rank import GROWTH_STEPS, Number, Report, read_report, reference_gradients, train_a_little
-from qnmixer.cli import explain
-from qnmixer.config import (
-    Config,
-    PipelineConfig,
-    batch_of_replica,
-    devices_per_replica,
-    to_plain,
-    validate,
-    with_iterations,
+from qnmixer.checkup.check import Check
+from qnmixer.checkup.machine import (
+    Card,
+    check_backend,
+    check_disk,
+    check_precision,
+    check_shared_memory,
+    check_versions,
+    checkpoint_bytes,
+    existing,
+    free_bytes,
+    shared_memory_needed,
 )
+from qnmixer.checkup.rank import GROWTH_STEPS, Number, Report, read_report, reference_gradients, train_a_little
+from qnmixer.checkup.ranks import named_ranks, run_ranks
+from qnmixer.cli import explain
+from qnmixer.config import Config, PipelineConfig, devices_per_replica, to_plain, validate, with_iterations
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import RankFailed, UserError
 from qnmixer.memory.footprint import MIB
-from qnmixer.memory.plan import Planner
 from qnmixer.parallel.devices import on_this_machine
-from qnmixer.processes.launch import launch
-from qnmixer.reconstructor import Reconstructor, build_projector
 
 PATIENCE = {"communication": 60.0, "training": 180.0}
 """Seconds without any rank getting further, after which those that are furthest behind have hung."""
@@ -53,31 +50,6 @@ TOLERANCE = {"32": 1e-4, "16-mixed": 3e-2, "bf16-mixed": 1e-1}
 _SMALLEST_GRADIENT = 1e-3
 
 _ITERATIONS_ON_CPU = 4
-_CHECKPOINTS = 3  # best, last, and the one being written
-
-Status = Literal["PASS", "FAIL", "SKIP"]
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the checklist; `mend` says what to do about a FAIL, and is empty otherwise."""
-
-    name: str
-    status: Status
-    found: str
-    mend: str = ""
-
-    def line(self) -> str:
-        """As the table has it."""
-        return f"{self.status}  {self.name:<15}{self.found}{self.mend and '. Mend: '}{self.mend}"
-
-
-@dataclass(frozen=True)
-class Card:
-    """One GPU: name, and compute capability (7, 0)."""
-
-    name: str
-    capability: tuple[int, int]
 
 
 def checkup(config: Config, folder: Path) -> Iterator[Check]:
@@ -109,8 +81,8 @@ def checkup(config: Config, folder: Path) -> Iterator[Check]:
         yield Check("devices", "PASS", f"strategy={config.strategy.name}, {what}{nodes}")
         first.append(check_backend(config, dist.is_nccl_available(), dist.is_gloo_available()))
         yield first[-1]
-        yield check_shared_memory(_free(Path("/dev/shm")), shared_memory_needed(config))
-        yield check_disk(_free(_existing(folder)), checkpoint_bytes(config), folder)
+        yield check_shared_memory(free_bytes(Path("/dev/shm")), shared_memory_needed(config))
+        yield check_disk(free_bytes(existing(folder)), checkpoint_bytes(config), folder)
     failed = [check.name for check in first if check.status == "FAIL"]
     if not failed:
         communication = check_communication(config)
@@ -120,119 +92,6 @@ def checkup(config: Config, folder: Path) -> Iterator[Check]:
         yield from check_training(config)
     else:
         yield Check("training", "SKIP", f"not tried, as {' and '.join(failed)} failed")
-
-
-def check_versions(cards: Sequence[Card], built: Sequence[str], cuda: str | None, accelerator: str) -> Check:
-    """Whether this torch has code for these cards.
-
-    Args:
-        cards: those that torch sees.
-        built: torch.cuda.get_arch_list(), as in sm_70 (machine code) and compute_90 (PTX, for newer cards too).
-        cuda: the version torch was built for; None: for the CPU.
-        accelerator: what was asked for.
-    """
-    found = f"python {platform.python_version()}, torch {torch.__version__}, lightning {_version('lightning')}"
-    driver = _driver()
-    for card in cards:
-        if not runs_on(card.capability, built):
-            arch = f"sm_{card.capability[0]}{card.capability[1]}"
-            older = card.capability < min(_capability(name) for name in built)
-            index = ("cu126" if cuda != "12.6" else "cu118") if older else "cu128"
-            return Check(
-                "versions",
-                "FAIL",
-                f"{found}: {card.name} is {arch}, which this torch is not built for ({', '.join(built)})",
-                f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{index}, a build "
-                f"for an {'older' if older else 'newer'} CUDA",
-            )
-    if cards:
-        return Check("versions", "PASS", f"{found}, CUDA {cuda}, driver {driver}: built for {cards[0].name}")
-    if accelerator != "cpu" and driver is not None:
-        why = "is built for the CPU" if cuda is None else f"cannot use it with CUDA {cuda}"
-        index = "cu126" if cuda is None else "cu118"
-        return Check(
-            "versions",
-            "FAIL",
-            f"{found}: there is an NVIDIA driver ({driver}), but torch {why}",
-            f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{index}, or a newer "
-            "driver; or trainer.accelerator=cpu",
-        )
-    return Check("versions", "SKIP", f"{found}; a CPU has no architecture to be missed")
-
-
-def runs_on(capability: tuple[int, int], built: Sequence[str]) -> bool:
-    """Whether some architecture of a build runs on a card of this compute capability.
-
-    Machine code runs on its own minor version and later ones of the same major, PTX on everything later; what ends
-    in a letter is for that one card (a) or family (f) alone.
-    """
-    for name in built:
-        made_for = _capability(name)
-        if name.endswith("a"):
-            runs = capability == made_for
-        elif name.startswith("compute_") and not name.endswith("f"):
-            runs = capability >= made_for
-        else:
-            runs = capability[0] == made_for[0] and capability[1] >= made_for[1]
-        if runs:
-            return True
-    return False
-
-
-def check_precision(precision: str, card: str | None, bf16: bool) -> Check:
-    """Whether a card (None: the CPU, which takes all) has the arithmetic that was asked for."""
-    if card is not None and precision == "bf16-mixed" and not bf16:
-        return Check(
-            "precision", "FAIL", f"bf16-mixed on {card}, which has no bf16", "trainer.precision=16-mixed, or 32"
-        )
-    return Check("precision", "PASS", f"{precision} on {card or 'the CPU'}")
-
-
-def check_backend(config: Config, nccl: bool, gloo: bool) -> Check:
-    """Whether this torch has what devices of the kind talk by."""
-    if config.trainer.devices == 1:
-        return Check("backend", "SKIP", "one device talks to nobody")
-    name, there = ("nccl", nccl) if config.trainer.accelerator == "cuda" else ("gloo", gloo)
-    if there:
-        return Check("backend", "PASS", name)
-    return Check(
-        "backend", "FAIL", f"this torch has no {name}", "install torch from pytorch.org on Linux, or strategy=single"
-    )
-
-
-def shared_memory_needed(config: Config) -> int:
-    """Bytes of batches that all data workers of a node hold ready, of training and validation."""
-    workers = (config.trainer.devices or 1) * config.data.num_workers
-    image = 4 * config.data.image_size**2
-    return workers * config.data.prefetch_factor * (batch_of_replica(config) + config.data.batch_size) * image
-
-
-def check_shared_memory(free: int | None, needed: int) -> Check:
-    """Whether /dev/shm (None: there is none) holds so many bytes."""
-    name = "shared memory"
-    if free is None:
-        return Check(name, "SKIP", "this system has no /dev/shm")
-    found = f"data workers need {_size(needed)} of /dev/shm, {_size(free)} are free"
-    if free >= needed:
-        return Check(name, "PASS", found)
-    return Check(name, "FAIL", found, "docker run --shm-size=8g (or --ipc=host), or lower data.num_workers")
-
-
-def checkpoint_bytes(config: Config) -> int:
-    """Bytes of weights and optimizer state."""
-    projector = build_projector(config)
-    weights = Reconstructor(config, projector).state_dict().values()
-    return sum(tensor.nbytes for tensor in weights) + int(Planner(config, projector).optimizer_state(config))
-
-
-def check_disk(free: int | None, checkpoint: int, folder: Path) -> Check:
-    """Whether a few checkpoints fit; None: the system does not tell."""
-    if free is None:
-        return Check("disk", "SKIP", f"this system does not say what is free in {folder}")
-    found = f"{_CHECKPOINTS} checkpoints are {_size(_CHECKPOINTS * checkpoint)}, {_size(free)} are free in {folder}"
-    if free >= _CHECKPOINTS * checkpoint:
-        return Check("disk", "PASS", found)
-    return Check("disk", "FAIL", found, "free some space, or another folder (hydra.run.dir=…)")
 
 
 def check_communication(config: Config, patience: float = PATIENCE["communication"]) -> Check:
@@ -252,9 +111,9 @@ def check_communication(config: Config, patience: float = PATIENCE["communicatio
             return Check(name, "FAIL", str(error), mend)
     expected = n * (n + 1) / 2
     if wrong := [rank for rank, found in enumerate(ranks) if found["total"] != [expected, expected]]:
-        return Check(name, "FAIL", f"{_ranks(wrong)}: an all-reduce gave {ranks[wrong[0]]['total']}", mend)
+        return Check(name, "FAIL", f"{named_ranks(wrong)}: an all-reduce gave {ranks[wrong[0]]['total']}", mend)
     if wrong := [rank for rank, found in enumerate(ranks) if found["weights"] != ranks[0]["weights"]]:
-        return Check(name, "FAIL", f"{_ranks(wrong)}: other weights than rank 0 after three steps of ddp", mend)
+        return Check(name, "FAIL", f"{named_ranks(wrong)}: other weights than rank 0 after three steps of ddp", mend)
     slowest = max(found["seconds"] for found in ranks)
     return Check(name, "PASS", f"{n} ranks: sums are right, ddp keeps weights equal; 16 MiB in {1e3 * slowest:.1f} ms")
 
@@ -345,7 +204,7 @@ def compare_gradients(
         return Check(
             "gradients",
             "FAIL",
-            f"{_ranks(wrong)}: not the gradient of one process over the same {n_samples} slices: {size}",
+            f"{named_ranks(wrong)}: not the gradient of one process over the same {n_samples} slices: {size}",
             "look at what changes gradients on these ranks only: no_sync, a communication hook, parameters that only "
             "some ranks use",
         )
@@ -385,17 +244,17 @@ def sharing_problems(shares: Sequence[Sequence[Number]], length: int, together: 
     for first in range(0, len(shares), together):
         others = [r for r in range(first, first + together) if list(shares[r]) != list(shares[first])]
         if others:
-            problems.append(f"{_ranks(others)}: other samples than rank {first} of the same pipeline")
+            problems.append(f"{named_ranks(others)}: other samples than rank {first} of the same pipeline")
         for n, weight in shares[first]:
             if weight > 0:
                 holders[n].append(first)
     problems += [
-        f"sample {n} {len(ranks)} times ({_ranks(sorted(set(ranks)))})"
+        f"sample {n} {len(ranks)} times ({named_ranks(sorted(set(ranks)))})"
         for n, ranks in sorted(holders.items())
         if len(ranks) > 1
     ]
     problems += [f"sample {n} missing" for n in range(length) if n not in holders]
-    problems += [f"sample {n} does not exist ({_ranks(holders[n])})" for n in holders if not 0 <= n < length]
+    problems += [f"sample {n} does not exist ({named_ranks(holders[n])})" for n in holders if not 0 <= n < length]
     return problems
 
 
@@ -407,7 +266,7 @@ def check_growth(reports: Sequence[Report]) -> Check:
         return Check(
             name,
             "FAIL",
-            f"{_ranks(list(leaking))}: {(after - before) / steps / MIB:.2g} MiB more after each of {steps} steps",
+            f"{named_ranks(list(leaking))}: {(after - before) / steps / MIB:.2g} MiB more after each of {steps} steps",
             "look for a loss, an image or a state that is kept from step to step without .detach()",
         )
     held = [report.held for report in reports if report.held is not None]
@@ -435,57 +294,6 @@ def check_finite(precision: str, reports: Sequence[Report]) -> Check:
     return Check(name, "PASS", f"{precision}: loss and gradients of {n_finite} steps{skipped}")
 
 
-def run_ranks(job: Mapping[str, Any], folder: Path, n: int, patience: float) -> None:
-    """Run `checkup_rank` on n ranks.
-
-    Raises RankFailed, naming the rank, when one fails, or when none got further for `patience` seconds: those that are
-    furthest behind are stuck, and all are killed.
-    """
-    path, ended = folder / "job.json", threading.Event()
-    path.write_text(json.dumps({**job, "folder": str(folder), "patience": patience}))
-    stuck: list[str] = []
-
-    def watch() -> None:
-        last, since = _progress(folder, n), time.monotonic()
-        while not ended.wait(0.5):
-            now = _progress(folder, n)
-            if now != last:
-                last, since = now, time.monotonic()
-            elif time.monotonic() - since > patience:
-                least = min(count for count, _, _ in now)
-                behind = [rank for rank, (count, _, _) in enumerate(now) if count == least]
-                stuck.append(f"{_ranks(behind)}: nothing happened for {patience:.0f} s in {now[behind[0]][1]}")
-                known = [pid for _, _, pid in now if pid]
-                for pid in known:
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                if not known:
-                    os.kill(os.getpid(), signal.SIGINT)  # `launch` stops its processes then
-                return
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        launch(["-m", "qnmixer.checkup.rank", str(path)], n)
-    except (RankFailed, KeyboardInterrupt) as error:
-        if stuck:
-            raise RankFailed(stuck[0]) from error
-        raise
-    finally:
-        ended.set()
-        watcher.join()
-
-
-def _progress(folder: Path, n: int) -> list[tuple[int, str, int]]:
-    """How often each rank has begun something, what that is, and its process."""
-    found = []
-    for rank in range(n):
-        path = folder / f"progress_{rank}.json"
-        count, doing, pid = json.loads(path.read_text()) if path.exists() else (0, "starting Python", 0)
-        found.append((count, doing, pid))
-    return found
-
-
 @contextmanager
 def _silence() -> Iterator[None]:
     """No words of libraries between the lines of the checklist."""
@@ -510,44 +318,7 @@ def _numbers(on_cuda: bool) -> range:
     return range(torch.cuda.device_count() if on_cuda else 0)
 
 
-def _capability(name: str) -> tuple[int, int]:
-    """(9, 0) of sm_90, compute_90 or sm_90a."""
-    digits = re.sub(r"\D", "", name)
-    return int(digits[:-1]), int(digits[-1])
-
-
-def _driver() -> str | None:
-    """Version of the NVIDIA driver, if there is one."""
-    with suppress(OSError):
-        text = Path("/proc/driver/nvidia/version").read_text()
-        return found[0] if (found := re.findall(r"\b\d{3}\.[\d.]+\b", text)) else "of unknown version"
-    return None
-
-
-def _version(package: str) -> str:
-    return importlib.metadata.version(package)
-
-
-def _free(path: Path) -> int | None:
-    try:
-        return shutil.disk_usage(path).free
-    except OSError:
-        return None
-
-
-def _existing(path: Path) -> Path:
-    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-
-
 def _split(line: str, mend: str = "") -> tuple[str, str]:
     """What is wrong, and how to mend it, of an error's line, which by house rule has both around its last colon."""
     found, _, rest = line.rpartition(": ")
     return (line, mend) if mend or not found else (found, rest)
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-
-
-def _size(n_bytes: float) -> str:
-    return f"{n_bytes / MIB:,.0f} MiB" if n_bytes < 1024 * MIB else f"{n_bytes / 1024 / MIB:,.1f} GiB"
