@@ -41,10 +41,11 @@ compare: install ## train all methods, small, then table, picture and page of th
 test: install ## run all tests; e.g. TESTS='-m "not long"' leaves out those that take longest
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(TESTS)
 
-lint: install ## style and types
+lint: install ## style, types, and which room may import which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 # Against those of another commit: python tests/benchmarks/report.py bench --before ITS_BENCH
 bench: install ## time everything against a plain network, ASTRA (pip install -e ".[bench]") and this machine: bench/bench.md
@@ -80,4 +81,4 @@ levers: install ## put the table of what saves how much memory into README.md
 	rm levers.md
 
 clean: ## remove .venv and caches; runs stay
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build src/*.egg-info
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build src/*.egg-info

@@ -21,7 +21,13 @@ if "XDG_CACHE_HOME" not in os.environ:
     _cache = tempfile.TemporaryDirectory(prefix="qnmixer-tests-")
     os.environ["XDG_CACHE_HOME"] = _cache.name
 
+import lightning as L
 import pytest
+import torch
+
+from qnmixer.config import Config, parse
+from qnmixer.config.compose import compose
+from qnmixer.training.module import ReconstructionModule
 
 # A shell ignores Ctrl-C for what it starts in the background, and nohup SIGHUP; so would all that a test stops.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -34,6 +40,48 @@ TINY = [
     "logger=csv", "test_after_training=false",
 ]  # fmt: skip
 PHANTOMS = ["data.n_train=8", "data.n_val=2", "data.n_test=2"]
+# For a module in this process, which is evaluated too.
+TINY_RUN = [*TINY[:-1], "data.n_train=8", "data.n_val=3", "data.n_test=4"]
+
+TinyConfig = Callable[..., Config]
+
+
+def _config(*overrides: str) -> Config:
+    return parse(compose("train", [*TINY_RUN, *overrides]))
+
+
+@pytest.fixture
+def tiny_config() -> TinyConfig:
+    """tiny_config(*overrides): a checked config of the smallest network."""
+    return _config
+
+
+@pytest.fixture
+def other_config() -> TinyConfig:
+    """other_config("model=…"): the same for another network, with no word of QN-Mixer's mixer."""
+
+    def config(*overrides: str) -> Config:
+        words = [word for word in TINY_RUN if not word.startswith("model.n_mixer")]
+        return parse(compose("train", [*words, *overrides]))
+
+    return config
+
+
+@pytest.fixture
+def tiny_module() -> Callable[..., ReconstructionModule]:
+    """tiny_module(*overrides): its module, with the same weights every time."""
+
+    def build(*overrides: Any) -> ReconstructionModule:
+        L.seed_everything(0, verbose=False)
+        return ReconstructionModule(_config(*overrides))
+
+    return build
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Tests share the cores with each other."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

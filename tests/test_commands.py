@@ -23,17 +23,18 @@ import torch
 from PIL import Image
 
 from qnmixer import cli
+from qnmixer.checkpoints.reading import load_run
+from qnmixer.checkpoints.weights_file import digest_of_weights
 from qnmixer.config import parse, parse_evaluate, parse_reconstruct
 from qnmixer.data.phantoms import phantom
-from qnmixer.data.writers import write_dicom
 from qnmixer.evaluate import evaluate
+from qnmixer.inference.writers import write_dicom
 from qnmixer.physics import FanBeamProjector
 from qnmixer.reconstruct import reconstruct
+from qnmixer.reconstructor import attenuation_per_value
+from qnmixer.tracking.resume import continued
 from qnmixer.train import train
-from qnmixer.training.build import attenuation_per_value
-from qnmixer.training.checkpoints import load_run
 from qnmixer.training.module import ReconstructionModule
-from qnmixer.training.weights_file import digest_of_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("commands")]
 
@@ -82,7 +83,7 @@ def run(name: str, *arguments: str) -> Outcome:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.delenv(cli.TRACEBACK, raising=False)
         try:
-            cli.run(*COMMANDS[name], name)
+            cli.run(*COMMANDS[name], name, complete=continued if name == "train" else list)
         except SystemExit as stop:
             code = int(stop.code or 0)
     return Outcome(code, stdout.getvalue(), stderr.getvalue())

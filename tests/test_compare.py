@@ -18,14 +18,14 @@ import torch
 from PIL import Image
 
 from qnmixer import cli
-from qnmixer.cli import CONF, compose
+from qnmixer.checkpoints.reading import load_run
 from qnmixer.compare import check, compare
 from qnmixer.config import parse, parse_compare
+from qnmixer.config.compose import CONF, compose
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import ConfigError
-from qnmixer.training import comparison_measuring
-from qnmixer.training.checkpoints import load_run
-from qnmixer.training.evaluation import evaluate
+from qnmixer.evaluation import compare as comparison_measuring
+from qnmixer.evaluation.evaluate import evaluate
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("compare")]
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from qnmixer.cli import CONF, compose
 from qnmixer.config import GROUPS, parse, parse_evaluate, parse_reconstruct
-from qnmixer.data.config import AsTrained, CustomData, DeepLesionData, DicomData, NumpyData, PhantomData
+from qnmixer.config.compose import CONF, compose
+from qnmixer.config.data import AsTrained, CustomData, DeepLesionData, DicomData, NumpyData, PhantomData
 
 FILES = sorted(CONF.rglob("*.yaml"))
 ONLY_FOR_EVALUATE = {"as_trained"}

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from qnmixer import cli
-from qnmixer.cli import compose
 from qnmixer.config import parse
+from qnmixer.config.compose import compose
+from qnmixer.config.overrides import quoted
 from qnmixer.data.phantoms import phantom
 from qnmixer.evaluate import check as check_evaluate
 from qnmixer.evaluate import evaluate
 from qnmixer.export import check, export
 from qnmixer.reconstruct import check as check_reconstruct
 from qnmixer.reconstruct import reconstruct
-from qnmixer.tracking.runs import quoted
 from qnmixer.training.module import ReconstructionModule
 
 TINY = [

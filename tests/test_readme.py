@@ -15,13 +15,13 @@ import pydicom
 import pytest
 
 from qnmixer import cli
-from qnmixer.cli import compose
 from qnmixer.config import parse
+from qnmixer.config.compose import compose
 from qnmixer.data.phantoms import phantom
-from qnmixer.data.writers import write_dicom
-from qnmixer.tracking.runs import latest
-from qnmixer.training.plan_report import LEVERS, levers_table
-from qnmixer.training.planning import Planner
+from qnmixer.inference.writers import write_dicom
+from qnmixer.memory.plan import Planner
+from qnmixer.memory.report import LEVERS, levers_table
+from qnmixer.tracking.resume import latest
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = [

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from qnmixer.cli import compose
+from qnmixer.config.compose import compose
 
 pytestmark = [pytest.mark.slow]
 

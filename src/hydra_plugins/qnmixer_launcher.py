@@ -11,13 +11,13 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 if TYPE_CHECKING:
-    from qnmixer.tracking.jobs import Job
+    from qnmixer.sweeps.jobs import Job
 
 
 class ProcessLauncher(Launcher):
     """Runs each job of a sweep in fresh processes, in a folder of its own, several at once where devices allow.
 
-    A job that fails gives the sweeper None, and the others go on: `qnmixer.tracking.sweeps` says at the end which did.
+    A job that fails gives the sweeper None, and the others go on: `qnmixer.sweeps.sweep` says at the end which did.
 
     Args:
         jobs_at_once: at most so many; None: as many as there are GPUs for, and one at a time on a CPU.
@@ -34,8 +34,8 @@ class ProcessLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run these jobs, and wait for all of them."""
         from qnmixer.errors import ConfigError
-        from qnmixer.tracking.jobs import Job, run_jobs  # only here: Hydra loads this file for every command
-        from qnmixer.tracking.sweeps import place_jobs
+        from qnmixer.sweeps.jobs import Job, run_jobs  # only here: Hydra loads this file for every command
+        from qnmixer.sweeps.sweep import place_jobs
         from qnmixer.train import check
 
         if self.jobs_at_once is not None and (not isinstance(self.jobs_at_once, int) or self.jobs_at_once < 1):

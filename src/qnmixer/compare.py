@@ -11,17 +11,16 @@ from omegaconf import DictConfig
 
 from qnmixer import cli
 from qnmixer.config import CompareConfig, parse_compare
-from qnmixer.errors import ConfigError
 from qnmixer.files import check_there
-from qnmixer.tracking.runs import RUNS, SWEEP
+from qnmixer.sweeps.sweep import find_sweep
 
 
 def compare(cfg: DictConfig) -> None:
     """Print the tables of a comparison and leave everything of it in a folder."""
     from rich.console import Console
 
-    from qnmixer.training.comparison_measuring import compare
-    from qnmixer.training.comparison_report import write_comparison
+    from qnmixer.evaluation.compare import compare
+    from qnmixer.evaluation.comparison_report import write_comparison
 
     console = Console()
     if not console.is_terminal:  # a log has no width of its own
@@ -39,27 +38,6 @@ def check(cfg: DictConfig) -> CompareConfig:
     if config.root is not None:
         check_there("root", config.root, "the folder that holds the slices")
     return config
-
-
-def find_sweep(text: str) -> Path:
-    """The folder of a sweep; "latest": the one under runs/ in which a job last ended. Raises ConfigError."""
-    if text == "latest":
-        found = [path.parent for path in RUNS.glob(f"**/{SWEEP}")]
-        if not found:
-            raise ConfigError(
-                f"sweep=latest: there is no sweep under {RUNS.absolute()}: give its folder, sweep=DIR, or make one: "
-                "python -m qnmixer.train -m experiment=compare_small"
-            )
-        return max(found, key=_last_touched)
-    folder = Path(text).expanduser()
-    if not (folder / SWEEP).is_file():
-        what = "is no sweep (it has no sweep.json)" if folder.exists() else "does not exist"
-        raise ConfigError(f"sweep={text} {what}: give the folder that qnmixer.train -m printed")
-    return folder
-
-
-def _last_touched(sweep: Path) -> float:
-    return max(path.stat().st_mtime for path in (sweep / SWEEP, *sweep.glob("*/results.json")))
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ def doctor(cfg: DictConfig) -> None:
     """Run all checks, print each when it is done, and exit with 1 if one failed."""
     from hydra.core.hydra_config import HydraConfig
 
-    from qnmixer.training.checkup import checkup
+    from qnmixer.checkup.checks import checkup
 
     config = parse_doctor(cfg)
     checks = []

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from qnmixer import cli
 from qnmixer.config import EvaluateConfig, parse_evaluate
-from qnmixer.data.config import DataConfig, check_data
+from qnmixer.config.data import DataConfig, check_data
 from qnmixer.weights import check_weights
 
 
@@ -18,7 +18,7 @@ def evaluate(cfg: DictConfig) -> None:
     """Print the table of one evaluation and leave it, with picture and figures per image, in a folder."""
     from hydra.core.hydra_config import HydraConfig
 
-    from qnmixer.training.evaluation import evaluate_run
+    from qnmixer.evaluation.evaluate import evaluate_run
 
     hydra_config = HydraConfig.get()
     evaluate_run(parse_evaluate(cfg), Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task))

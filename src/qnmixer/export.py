@@ -20,7 +20,7 @@ from qnmixer.weights import PRETRAINED, SUFFIX
 
 def export(cfg: DictConfig) -> None:
     """Write weights and card."""
-    from qnmixer.training.exporting import export_run
+    from qnmixer.checkpoints.export import export_run
 
     export_run(parse_export(cfg))
 

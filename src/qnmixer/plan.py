@@ -13,7 +13,7 @@ from qnmixer.config import parse_plan
 
 def plan(cfg: DictConfig) -> None:
     """Print the plan of one run."""
-    from qnmixer.training.plan_report import print_plan
+    from qnmixer.memory.report import print_plan
 
     print_plan(parse_plan(cfg))
 

@@ -14,12 +14,13 @@ from omegaconf import DictConfig
 
 from qnmixer import cli
 from qnmixer.config import Config, parse
-from qnmixer.data.config import check_data
+from qnmixer.config.data import check_data
 from qnmixer.errors import ConfigError, UserError
-from qnmixer.ranks import by_srun, is_rank, loading, rank, world_size
-from qnmixer.tracking.jobs import Job, run_jobs
-from qnmixer.tracking.runs import clean, held
-from qnmixer.tracking.sweeps import sweep
+from qnmixer.processes.ranks import by_srun, is_rank, loading, rank, world_size
+from qnmixer.sweeps.jobs import Job, run_jobs
+from qnmixer.sweeps.sweep import sweep
+from qnmixer.tracking.resume import continued
+from qnmixer.tracking.run_folder import clean, held
 from qnmixer.weights import check_weights
 
 
@@ -33,7 +34,7 @@ def train(cfg: DictConfig) -> float | None:
     if hydra_config.mode == RunMode.MULTIRUN:  # brought here by another launcher than ours, which needs no task
         return run_jobs([Job(folder, overrides, cfg)], check, at_once=1)[0]
     with loading():
-        from qnmixer.parallel.strategies import on_this_machine
+        from qnmixer.parallel.devices import on_this_machine
         from qnmixer.tracking.results import amend
         from qnmixer.training.fit import fit
         from qnmixer.training.worker import fit_as_rank, fit_in_processes
@@ -94,7 +95,7 @@ def check_srun() -> None:
 
 def main() -> None:
     """The command, also as `qnmixer-train`, whose keys a shell can complete."""
-    cli.run(train, check, "train", sweep)
+    cli.run(train, check, "train", sweep, continued)
 
 
 if __name__ == "__main__":

@@ -29,15 +29,15 @@ from lightning.pytorch.profilers import SimpleProfiler
 from rich.console import Console
 from rich.table import Table
 
-from qnmixer.cli import compose
 from qnmixer.config import parse
-from qnmixer.data.config import DataConfig, DicomData, PhantomData
+from qnmixer.config.compose import compose
+from qnmixer.config.data import DataConfig, DicomData, PhantomData
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.files import write_text
-from qnmixer.parallel.memory import apply_memory_mode
-from qnmixer.parallel.strategies import on_this_machine
-from qnmixer.training.fit import build_trainer
+from qnmixer.memory.modes import apply_memory_mode
+from qnmixer.parallel.devices import on_this_machine
 from qnmixer.training.module import ReconstructionModule
+from qnmixer.training.trainer import build_trainer
 
 TRAINING = {"demo": ["experiment=demo"], "default": []}
 SIZES, WORKERS = (64, 256), (0, 1, 2)

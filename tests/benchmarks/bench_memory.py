@@ -22,15 +22,18 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from qnmixer.cli import compose
 from qnmixer.config import Config, batch_of_replica, override, parse
+from qnmixer.config.compose import compose
 from qnmixer.files import write_text
-from qnmixer.parallel.memory import apply_memory_mode
+from qnmixer.memory.footprint import MIB
+from qnmixer.memory.modes import apply_memory_mode
+from qnmixer.memory.pipeline import cut_of
+from qnmixer.memory.plan import Planner
+from qnmixer.memory.usage import Usage, read_usage, reset_peak
+from qnmixer.optimization.optimizers import build_optimizer
 from qnmixer.parallel.pipeline import Pipeline, sum_gradients
-from qnmixer.parallel.usage import Usage, read_usage, reset_peak
+from qnmixer.reconstructor import AUTOCAST
 from qnmixer.training.module import ReconstructionModule
-from qnmixer.training.optimizers import build_optimizer
-from qnmixer.training.planning import AUTOCAST, MIB, Planner, cut_of
 
 CONFIGS = [
     "model.n_iterations=4",

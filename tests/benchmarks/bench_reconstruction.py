@@ -24,14 +24,15 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from qnmixer.cli import compose
+from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
 from qnmixer.config import parse, to_plain
+from qnmixer.config.compose import compose
 from qnmixer.data.phantoms import phantom
-from qnmixer.data.writers import write_dicom
 from qnmixer.files import write_text
-from qnmixer.parallel.usage import read_usage, reset_peak
+from qnmixer.inference.writers import write_dicom
+from qnmixer.memory.usage import read_usage, reset_peak
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
-from qnmixer.training.module import CHECKPOINT_KEY, ReconstructionModule
+from qnmixer.training.module import ReconstructionModule
 
 MIB = 2**20
 _PHANTOMS = 20  # different ones; the series repeats them

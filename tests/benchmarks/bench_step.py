@@ -28,17 +28,17 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from qnmixer.cli import compose
 from qnmixer.config import Config, override, parse
+from qnmixer.config.compose import compose
 from qnmixer.files import write_text
+from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.models import QNMixer
 from qnmixer.models.data_term import data_gradient
 from qnmixer.models.latent_bfgs import apply_inverse_hessian, curvature_pair, direction, summed_changes
+from qnmixer.optimization.optimizers import build_optimizer
 from qnmixer.parallel.compilation import compile_blocks
-from qnmixer.parallel.memory import apply_memory_mode
+from qnmixer.reconstructor import AUTOCAST
 from qnmixer.training.module import ReconstructionModule
-from qnmixer.training.optimizers import build_optimizer
-from qnmixer.training.planning import AUTOCAST
 
 VARIANTS = {
     "keep": "",

@@ -19,16 +19,16 @@ from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 from rich.table import Table
 
-from qnmixer.cli import compose
 from qnmixer.config import Config, parse
+from qnmixer.config.compose import compose
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.files import write_text
-from qnmixer.parallel.launch import launch
-from qnmixer.parallel.memory import apply_memory_mode
-from qnmixer.parallel.strategies import on_this_machine
-from qnmixer.ranks import rank
-from qnmixer.training.fit import build_trainer
+from qnmixer.memory.modes import apply_memory_mode
+from qnmixer.parallel.devices import on_this_machine
+from qnmixer.processes.launch import launch
+from qnmixer.processes.ranks import rank
 from qnmixer.training.module import ReconstructionModule
+from qnmixer.training.trainer import build_trainer
 
 VARIANTS = {
     "ddp": "strategy=ddp",

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.data.config import CustomData
+from qnmixer.config.data import CustomData
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import DataError, PluginError
 

@@ -11,11 +11,11 @@ import torch
 from lightning import LightningModule, Trainer
 from PIL import Image
 
-from qnmixer.data.config import DataConfig, DeepLesionData, DicomData, NumpyData, PhantomData
+from qnmixer.config.data import DataConfig, DeepLesionData, DicomData, NumpyData, PhantomData
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler, Pick
 from qnmixer.errors import ConfigError, DataError
-from qnmixer.stopping import SIGNALS
+from qnmixer.processes.signals import SIGNALS
 
 
 def phantoms(**options: Any) -> SliceDataModule:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from qnmixer.config import MemoryConfig, RecomputeConfig
 from qnmixer.errors import ConfigError
+from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.models import FBP, LEARN, FBPConvNet, LearnedPrimalDual, RegFormer, TotalVariation, UnrolledNetwork
 from qnmixer.models.data_term import data_gradient, safe_step_size
 from qnmixer.models.regformer import WindowAttention
-from qnmixer.parallel.memory import apply_memory_mode
 from qnmixer.physics import FanBeamProjector
 
 LEARNED: dict[str, Callable[[FanBeamProjector], UnrolledNetwork[Any]]] = {

@@ -12,16 +12,16 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from rich.console import Console
 from torch import Tensor
 
+from qnmixer.checkpoints.reading import load_weights
 from qnmixer.config import Config, parse
 from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.evaluation.evaluate import evaluate
+from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.parallel.compilation import compile_blocks
-from qnmixer.parallel.fsdp import whole
-from qnmixer.parallel.memory import apply_memory_mode
-from qnmixer.ranks import rank
-from qnmixer.training.checkpoints import load_weights
-from qnmixer.training.evaluation import evaluate
-from qnmixer.training.fit import build_trainer
+from qnmixer.parallel.shards import whole
+from qnmixer.processes.ranks import rank
 from qnmixer.training.module import ReconstructionModule
+from qnmixer.training.trainer import build_trainer
 
 
 class Record(Callback):

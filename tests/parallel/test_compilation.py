@@ -10,9 +10,9 @@ from torch._dynamo.utils import counters
 
 from qnmixer.config import MemoryConfig, RecomputeConfig
 from qnmixer.errors import ConfigError
+from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.models import FBP, QNMixer
 from qnmixer.parallel.compilation import check_compiler, compile_blocks
-from qnmixer.parallel.memory import apply_memory_mode
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
 MODES = {"keep": MemoryConfig(name="keep"), "recompute": RecomputeConfig(name="recompute", segment=1)}

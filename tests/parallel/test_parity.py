@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from qnmixer.cli import compose
+from qnmixer.checkpoints.reading import load_run
 from qnmixer.config import parse, to_plain
-from qnmixer.parallel.launch import launch
-from qnmixer.training.checkpoints import load_run
+from qnmixer.config.compose import compose
+from qnmixer.processes.launch import launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parity")]
 

@@ -5,20 +5,10 @@ import pytest
 import torch
 from torch.distributed.pipelining.schedules import _get_1f1b_rank_ops, _get_warmup_ops
 
-from qnmixer.cli import compose
 from qnmixer.config import parse
+from qnmixer.config.compose import compose
 from qnmixer.models.qn_mixer import QNState
-from qnmixer.parallel.pipeline import survey
-from qnmixer.parallel.stages import (
-    Action,
-    Packing,
-    Stage,
-    actions,
-    cut_by_cost,
-    cut_evenly,
-    idle_share,
-    ranges,
-)
+from qnmixer.parallel.stages import Action, Packing, Stage, actions, cut_by_cost, cut_evenly, idle_share, ranges, survey
 from qnmixer.training.module import ReconstructionModule
 
 

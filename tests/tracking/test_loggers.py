@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import wandb
 
-from qnmixer.cli import compose
 from qnmixer.config import Config, parse
+from qnmixer.config.compose import compose
 from qnmixer.errors import ConfigError
 from qnmixer.tracking import loggers as room
 from qnmixer.tracking.loggers import DONE, FAILED, INTERRUPTED, build_loggers, close_loggers, log_checkpoint
 from qnmixer.tracking.metrics_file import MetricsFile, read_metrics
 from qnmixer.tracking.results import PACKAGES, git_commit
-from qnmixer.tracking.sweeps import SWEEP
+from qnmixer.tracking.sweep_file import SWEEP
 
 OfflineRuns = Callable[[Path], list[Any]]
 CPU = ["trainer.accelerator=cpu", "trainer.devices=1"]

@@ -18,9 +18,11 @@ from rich.console import Console
 from torch import Tensor
 
 from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.memory.leaks import LeakWatch
+from qnmixer.reconstructor import Batch
 from qnmixer.training.callbacks import IteratePictures
-from qnmixer.training.memory_monitor import LeakWatch, MemoryMonitor
-from qnmixer.training.module import Batch, ReconstructionModule
+from qnmixer.training.memory_monitor import MemoryMonitor
+from qnmixer.training.module import ReconstructionModule
 
 MIB = 2**20
 LEVEL = 400.0  # MiB

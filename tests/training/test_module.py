@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 from qnmixer.config import Config
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.physics.noise import FieldNoise, NoNoise, PhysicalNoise
-from qnmixer.training.build import attenuation_per_value, build_geometry, build_noise
-from qnmixer.training.module import Batch, ReconstructionModule
+from qnmixer.reconstructor import Batch, attenuation_per_value, build_geometry, build_noise
+from qnmixer.training.module import ReconstructionModule
 
 Build = Callable[..., ReconstructionModule]
 

@@ -14,8 +14,8 @@ from qnmixer.config import Config
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.tracking.metrics_file import read_metrics
-from qnmixer.training.fit import build_trainer
 from qnmixer.training.module import ReconstructionModule
+from qnmixer.training.trainer import build_trainer
 
 # 7 slices, 4 an optimizer step: every second step is of 3.
 SEVEN = ["data.n_train=7", "data.n_val=3", "data.batch_size=2", "trainer.accumulate_grad_batches=2"]

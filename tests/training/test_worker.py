@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from qnmixer.cli import compose
 from qnmixer.config import Config, parse
+from qnmixer.config.compose import compose
 from qnmixer.errors import CheckpointError, DataError
 from qnmixer.training.worker import fit_in_processes
 

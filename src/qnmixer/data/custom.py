@@ -1,6 +1,6 @@
 """Slices of a user's own class, brought to the size of the network."""
 
-from qnmixer.data.config import CustomData
+from qnmixer.config.data import CustomData
 from qnmixer.data.resample import to_square
 from qnmixer.data.slices import FloatArray, SkipFile, SliceSource, clean_hu
 from qnmixer.errors import DataError

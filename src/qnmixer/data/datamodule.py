@@ -12,8 +12,9 @@ from lightning import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
+from qnmixer.config.data import CustomData, DataConfig, DeepLesionData, DicomData, FolderData, NumpyData, PhantomData
+from qnmixer.config.option import check_bounds
 from qnmixer.data.cache import Reader, SliceCache, open_cache
-from qnmixer.data.config import CustomData, DataConfig, DeepLesionData, DicomData, FolderData, NumpyData, PhantomData
 from qnmixer.data.custom import CustomSource
 from qnmixer.data.dataset import Sample, SliceDataset, SliceView
 from qnmixer.data.deeplesion import DeepLesionReader
@@ -25,8 +26,7 @@ from qnmixer.data.scaling import build_scaling
 from qnmixer.data.slices import SliceSource, summarise_skipped
 from qnmixer.data.splits import PARTS, patients_of, split_slices
 from qnmixer.errors import ConfigError, DataError
-from qnmixer.schema import check_bounds
-from qnmixer.stopping import SIGNALS
+from qnmixer.processes.signals import SIGNALS
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Part:
 
 
 class SliceDataModule(LightningDataModule):
-    """Slices of one source, split into train, val and test; see `qnmixer.data.config` for what can be set.
+    """Slices of one source, split into train, val and test; see `qnmixer.config.data` for what can be set.
 
     Batches are dicts: image [B, 1, S, S] float32, hu_offset [B], hu_scale [B], sample [B] int64, weight [B], name
     (list of B), and fine [B, 1, f·S, f·S] with simulation_factor = f above 1.

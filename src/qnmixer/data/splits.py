@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 
 import numpy as np
 
-from qnmixer.data.config import FolderData
+from qnmixer.config.data import FolderData
 from qnmixer.data.slices import SliceInfo
 from qnmixer.errors import ConfigError, DataError
 

@@ -1,1 +1,1 @@
-"""What a run needs of its hardware, put on the network from outside."""
+"""How a network is spread over devices: strategies, precision, compilation; put on the network from outside."""

@@ -10,7 +10,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
@@ -21,8 +20,7 @@ from torch.utils._pytree import tree_map
 from qnmixer.config import FSDPConfig
 from qnmixer.files import PART_SUFFIX, remove, replace
 from qnmixer.models.unrolled import UnrolledNetwork
-
-_SHARD = "fsdp_shard_of_shape"
+from qnmixer.parallel.shards import SHARD, whole
 
 
 class ShardedStrategy(ModelParallelStrategy):
@@ -115,35 +113,13 @@ def shard(network: UnrolledNetwork[Any], mesh: Any, options: FSDPConfig) -> None
     register_fsdp_forward_method(network, "trajectory")
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor as one device would hold it; one that is spread over the devices is gathered, on all of them at once."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def merge_shards(folder: Path) -> dict[str, Any]:
-    """The checkpoint that the shards in a folder make up, as one device would have written it."""
-    ranks = [torch.load(path, map_location="cpu", weights_only=True) for path in sorted(folder.glob("rank_*.pt"))]
-    return _merge(ranks)
-
-
-def _merge(parts: list[Any]) -> Any:
-    first = parts[0]
-    if isinstance(first, dict) and _SHARD in first:
-        return torch.cat([part["local"] for part in parts]).reshape(first[_SHARD])
-    if isinstance(first, dict):
-        return {key: _merge([part[key] for part in parts]) for key in first}
-    if isinstance(first, list | tuple):
-        return type(first)(_merge(list(items)) for items in zip(*parts, strict=True))
-    return first
-
-
 def _gathered(value: Any) -> Any:
     return whole(value).cpu() if isinstance(value, DTensor) else value
 
 
 def _local(value: Any) -> Any:
     if isinstance(value, DTensor):
-        return {_SHARD: list(value.shape), "local": value.to_local().cpu().clone()}
+        return {SHARD: list(value.shape), "local": value.to_local().cpu().clone()}
     return value
 
 

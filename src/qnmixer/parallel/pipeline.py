@@ -5,9 +5,7 @@ weights that iterations share stay equal, clipping sees the norm of the whole gr
 sees the same overflow, a checkpoint is that of one device, and validation runs on every device by itself.
 """
 
-import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -18,13 +16,10 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from qnmixer.config import Config, PipelineConfig, batch_of_replica, devices_per_replica
 from qnmixer.models.unrolled import UnrolledNetwork
-from qnmixer.parallel.stages import Packing, Stage, cut_by_cost, cut_evenly, ranges
-
-Context = Callable[[], AbstractContextManager[Any]]
+from qnmixer.parallel.stages import Context, Stage, cut_by_cost, cut_evenly, ranges, survey
 
 
 class Trained(Protocol):
@@ -232,45 +227,6 @@ class _Autocast(torch.nn.Module):
             return self.stage(*packed, y=y)
 
 
-def survey(
-    network: UnrolledNetwork[Any], y: Tensor, context: Context, timed: bool
-) -> tuple[list[Packing], list[float]]:
-    """How the state before each iteration packs (T + 1 of them), and the seconds of each, forward and backward.
-
-    Iterations are run one by one, so that this takes the memory of one. The first has the start in it, the last the
-    image.
-    """
-    parameters = [p for p in network.parameters() if p.requires_grad]
-    packings, costs = [], []
-
-    def clock() -> float:
-        if y.is_cuda:
-            torch.cuda.synchronize(y.device)
-        return time.perf_counter()
-
-    def once(t: int, state: Any) -> Any:
-        with torch.enable_grad(), context():
-            before = network.start(y) if t == 0 else state
-            after = network.step(t, y, before)
-            end = network.image(after) if t == network.n_iterations - 1 else after
-        if timed:
-            ends = [leaf for leaf in tree_flatten(end)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
-            torch.autograd.grad(ends, parameters, [torch.ones_like(leaf) for leaf in ends], allow_unused=True)
-        return before, after
-
-    state: Any = None
-    for t in range(network.n_iterations):
-        seconds = []
-        for _ in range(3 if timed else 1):  # the first is slow
-            start = clock()
-            before, after = once(t, state)
-            seconds.append(clock() - start)
-        costs.append(min(seconds))
-        packings.append(Packing.of(before))
-        state = _as_leaves(after)
-    return [*packings, Packing.of(state)], costs
-
-
 def sum_gradients(parameters: list[torch.nn.Parameter], divisor: int) -> None:
     """Make every gradient the sum over all processes, over `divisor`, in one message; where one is missing it is 0."""
     flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
@@ -278,13 +234,3 @@ def sum_gradients(parameters: list[torch.nn.Parameter], divisor: int) -> None:
     flat /= divisor
     for p, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
         p.grad = piece.view_as(p)
-
-
-def _as_leaves(state: Any) -> Any:
-    """The same state without what made it."""
-    leaves, spec = tree_flatten(state)
-    known: dict[int, Tensor] = {}
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and id(leaf) not in known:
-            known[id(leaf)] = leaf.detach().requires_grad_(leaf.requires_grad)
-    return tree_unflatten([known[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)

@@ -1,6 +1,8 @@
 """The T iterations of a network cut into stages, and the order in which a device runs its share of them."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
@@ -10,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from qnmixer.models.unrolled import UnrolledNetwork
+
+Context = Callable[[], AbstractContextManager[Any]]
 
 
 class Stage(nn.Module):
@@ -178,3 +182,52 @@ def _ready(
     if kind == "F" and not stage and schedule == "sequential" and k:
         needed.append(Action("B", 0, k - 1))
     return None if any(n not in done for n in needed) else max((done[n] for n in needed), default=0.0)
+
+
+def survey(
+    network: UnrolledNetwork[Any], y: Tensor, context: Context, timed: bool
+) -> tuple[list[Packing], list[float]]:
+    """How the state before each iteration packs (T + 1 of them), and the seconds of each, forward and backward.
+
+    Iterations are run one by one, so that this takes the memory of one. The first has the start in it, the last the
+    image.
+    """
+    parameters = [p for p in network.parameters() if p.requires_grad]
+    packings, costs = [], []
+
+    def clock() -> float:
+        if y.is_cuda:
+            torch.cuda.synchronize(y.device)
+        return time.perf_counter()
+
+    def once(t: int, state: Any) -> Any:
+        with torch.enable_grad(), context():
+            before = network.start(y) if t == 0 else state
+            after = network.step(t, y, before)
+            end = network.image(after) if t == network.n_iterations - 1 else after
+        if timed:
+            ends = [leaf for leaf in tree_flatten(end)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+            torch.autograd.grad(ends, parameters, [torch.ones_like(leaf) for leaf in ends], allow_unused=True)
+        return before, after
+
+    state: Any = None
+    for t in range(network.n_iterations):
+        seconds = []
+        for _ in range(3 if timed else 1):  # the first is slow
+            start = clock()
+            before, after = once(t, state)
+            seconds.append(clock() - start)
+        costs.append(min(seconds))
+        packings.append(Packing.of(before))
+        state = _as_leaves(after)
+    return [*packings, Packing.of(state)], costs
+
+
+def _as_leaves(state: Any) -> Any:
+    """The same state without what made it."""
+    leaves, spec = tree_flatten(state)
+    known: dict[int, Tensor] = {}
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and id(leaf) not in known:
+            known[id(leaf)] = leaf.detach().requires_grad_(leaf.requires_grad)
+    return tree_unflatten([known[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)

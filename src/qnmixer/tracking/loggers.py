@@ -16,10 +16,10 @@ from lightning.pytorch.utilities import rank_zero_only
 from qnmixer.config import Config, LoggerConfig, WandbConfig, effective_batch, to_plain
 from qnmixer.errors import ConfigError, first_line
 from qnmixer.files import write_text
-from qnmixer.ranks import rank
+from qnmixer.processes.ranks import rank
 from qnmixer.tracking.metrics_file import MetricsFile
 from qnmixer.tracking.results import git_commit, versions
-from qnmixer.tracking.sweeps import name_of_job, sweep_of
+from qnmixer.tracking.sweep_file import name_of_job, sweep_of
 
 CODE_DIFF = "code.diff"
 RUN_ID = Path("wandb", "run_id")
@@ -30,7 +30,9 @@ DONE, FAILED, INTERRUPTED = 0, 1, 255
 
 _STEP = "trainer/global_step"  # as Lightning's logger calls it
 _SECONDS_TO_START = 30
-_SECONDS_TO_FINISH = 20  # less than a rank that is told to stop has (qnmixer.ranks); the rest stays on this disk
+_SECONDS_TO_FINISH = (
+    20  # less than a rank that is told to stop has (qnmixer.processes.ranks); the rest stays on this disk
+)
 
 
 def build_loggers(config: Config, folder: Path, overrides: list[str], resumed_at: int | None = None) -> list[Logger]:

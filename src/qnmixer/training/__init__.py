@@ -1,1 +1,1 @@
-"""From a config to a trained network: the LightningModule, losses, metrics, evaluation."""
+"""All that is Lightning's way of training: the module, the Trainer, its callbacks, a run from start to results."""

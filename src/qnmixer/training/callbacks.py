@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,16 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers import Logger, WandbLogger
 from rich.console import Console
 from torch import Tensor
 
+from qnmixer.evaluation.evaluate import Evaluation, table_of
+from qnmixer.optimization.metrics import psnr
+from qnmixer.reconstructor import Batch, to_hu
+from qnmixer.reports.pictures import Panel, Row, draw_iterates
 from qnmixer.tracking.results import duration
-from qnmixer.training.evaluation import to_hu
-from qnmixer.training.metrics import psnr
-from qnmixer.training.module import Batch, ReconstructionModule
-from qnmixer.training.pictures import Panel, Row, draw_iterates
+from qnmixer.training.module import ReconstructionModule
 
 _MOST_SHOWN = 15  # iterates in a picture
 
@@ -110,3 +112,16 @@ def _iterate_rows(batch: Batch, iterates: dict[int, Tensor]) -> list[Row]:
         for b, (row, value) in enumerate(zip(rows, psnr(image, batch["image"]).tolist(), strict=True)):
             row.panels.append(Panel(f"x{t}\n{value:.2f} dB", hu[b, 0]))
     return rows
+
+
+def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, picture: Path, step: int, samples: float) -> None:
+    """Put the means where the training metrics are, in W&B the table and the picture too."""
+    means = {"samples": samples} | {
+        f"test/{method}/{metric}": v for method, of in evaluation.means().items() for metric, v in of.items()
+    }
+    headings, body = table_of(evaluation)
+    for logger in loggers:
+        logger.log_metrics(means, step)
+        if isinstance(logger, WandbLogger):
+            logger.log_table("test/table", headings, body, step=step)
+            logger.log_image("test/picture", [str(picture)], step)

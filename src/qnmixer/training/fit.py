@@ -3,7 +3,7 @@
 import logging
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -12,43 +12,37 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, RichProgressBar
+from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 
-from qnmixer.config import Config, FewBatchesConfig, ProfileConfig, TrainerConfig, WandbConfig, effective_batch
+from qnmixer.checkpoints.reading import find_checkpoint, load_weights, resumable, steps_of
+from qnmixer.config import Config, FewBatchesConfig, ProfileConfig, WandbConfig, effective_batch
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.errors import OutOfMemory, Stopped
+from qnmixer.evaluation.evaluate import evaluate, title_of, what_was_evaluated, write_evaluation
 from qnmixer.files import write_text
+from qnmixer.memory.advice import advice
+from qnmixer.memory.footprint import MIB
+from qnmixer.memory.limits import is_out_of_memory, memory_of
+from qnmixer.memory.modes import apply_memory_mode
+from qnmixer.memory.plan import Planner
 from qnmixer.parallel.compilation import compile_blocks
-from qnmixer.parallel.memory import apply_memory_mode
-from qnmixer.parallel.strategies import build_precision, build_strategy
-from qnmixer.ranks import at_once, rank
-from qnmixer.stopping import heeding
-from qnmixer.tracking.loggers import (
-    CODE_DIFF,
-    DONE,
-    FAILED,
-    INTERRUPTED,
-    build_loggers,
-    close_loggers,
-    device_name,
-    log_checkpoint,
-)
+from qnmixer.processes.ranks import at_once, rank
+from qnmixer.processes.signals import heeding
+from qnmixer.reconstructor import Reconstructor
+from qnmixer.tracking.loggers import CODE_DIFF, DONE, FAILED, INTERRUPTED, close_loggers, device_name, log_checkpoint
 from qnmixer.tracking.results import git_diff, note, read_results, results
-from qnmixer.tracking.runs import goes_on, how_to_go_on
-from qnmixer.tracking.runs import recorded as overrides_of
-from qnmixer.training.callbacks import IteratePictures, ValidationLine
-from qnmixer.training.checkpoints import AtomicCheckpointIO, find_checkpoint, load_weights, resumable, steps_of
-from qnmixer.training.debug import Profile, describe, naming_nan_gradients
-from qnmixer.training.evaluation import evaluate, log_evaluation, title_of, what_was_evaluated, write_evaluation
+from qnmixer.tracking.resume import goes_on, how_to_go_on
+from qnmixer.tracking.resume import recorded as overrides_of
+from qnmixer.training.callbacks import ValidationLine, log_evaluation
+from qnmixer.training.checkpointing import Keeping
 from qnmixer.training.health import HealthMonitor
-from qnmixer.training.keeping import Keeping, leave_signals_to_us
+from qnmixer.training.lightning_private import number_rows
 from qnmixer.training.memory_monitor import MemoryMonitor
 from qnmixer.training.module import ReconstructionModule
-from qnmixer.training.out_of_memory import advice, is_out_of_memory, memory_of
-from qnmixer.training.planning import MIB, Planner
-from qnmixer.training.progress import ProgressMetrics
+from qnmixer.training.profiling import Profile, describe, naming_nan_gradients
+from qnmixer.training.trainer import build_trainer
 
 
 def fit(config: Config, folder: Path, overrides: list[str]) -> float:
@@ -126,7 +120,7 @@ def _fit(
         record["memory"] = memory.record(record.get("memory"))
         record |= {"steps": trainer.global_step, "seconds": keeping.seconds}
     if keeping.validated != trainer.global_step or keeping.best is None:  # score the last steps too
-        trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+        number_rows(trainer, trainer.global_step)
         with _interrupted_as_raised():
             trainer.validate(module, datamodule=data, verbose=False)
         keeping.keep(trainer)
@@ -134,7 +128,7 @@ def _fit(
     best = keeping.best
     record["best"] = {config.monitor: best}
     if config.test_after_training:
-        trained = ReconstructionModule(config, module.projector)
+        trained = Reconstructor(config, module.projector)
         load_weights(trained, folder)
         device = trainer.strategy.root_device
         evaluation = evaluate(trained, data, "test", config.evaluation, device)
@@ -150,53 +144,6 @@ def _fit(
     if isinstance(config.logger, WandbConfig) and config.logger.log_checkpoint:
         log_checkpoint(trainer.loggers, find_checkpoint(folder), {config.monitor: best})
     return best
-
-
-def build_trainer(
-    config: Config,
-    folder: Path,
-    callbacks: list[Callback],
-    console: Console,
-    overrides: Sequence[str] = (),
-    resumed_at: int | None = None,
-) -> L.Trainer:
-    """Lightning's Trainer as a config says, which must have been counted (`on_this_machine`).
-
-    `overrides` and `resumed_at` as in `build_loggers`.
-    """
-    t = config.trainer
-    callbacks = [
-        *callbacks,
-        ProgressMetrics(),
-        IteratePictures(folder / "pictures", config.evaluation.n_pictures),
-    ]
-    if console.is_terminal and not console.quiet:
-        callbacks.append(RichProgressBar(leave=False))
-    leave_signals_to_us()
-    return L.Trainer(
-        accelerator=t.accelerator,
-        devices=t.devices or 1,
-        num_nodes=t.num_nodes,
-        strategy=build_strategy(config),
-        plugins=[AtomicCheckpointIO(), build_precision(config, t.accelerator)],
-        max_steps=t.max_steps,
-        max_epochs=-1 if t.max_epochs is None else t.max_epochs,
-        accumulate_grad_batches=t.accumulate_grad_batches,
-        gradient_clip_val=t.gradient_clip_val,
-        val_check_interval=_batches_between_validations(t),
-        check_val_every_n_epoch=1 if t.val_every_n_steps is None else None,
-        limit_val_batches=t.limit_val_batches,
-        num_sanity_val_steps=0,
-        log_every_n_steps=t.log_every_n_steps,
-        deterministic=t.deterministic,
-        detect_anomaly=config.debug.name == "anomaly",
-        use_distributed_sampler=False,
-        logger=build_loggers(config, folder, list(overrides), resumed_at),
-        callbacks=callbacks,
-        enable_progress_bar=console.is_terminal and not console.quiet,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
 
 
 @contextmanager
@@ -241,11 +188,6 @@ def _build_data(config: Config) -> SliceDataModule:
 def _warm_up(config: Config) -> int:
     """Optimizer steps in which a network may be worse than FBP."""
     return max(20, round(config.schedule.warmup * max(0, config.trainer.max_steps)))
-
-
-def _batches_between_validations(t: TrainerConfig) -> int | None:
-    """Lightning counts batches here, not optimizer steps."""
-    return None if t.val_every_n_steps is None else t.val_every_n_steps * t.accumulate_grad_batches
 
 
 def _print_start(

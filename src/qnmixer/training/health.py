@@ -13,8 +13,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 
 from qnmixer.errors import UnstableNetwork
+from qnmixer.reconstructor import Batch
 from qnmixer.tracking.loggers import WandbRun
-from qnmixer.training.module import Batch, ReconstructionModule
+from qnmixer.training.module import ReconstructionModule
 
 EVERY = 10
 """Optimizer steps between two checks."""

@@ -1,8 +1,7 @@
 """The LightningModule: the network, the measurement it is trained on, the loss."""
 
 import math
-from dataclasses import replace
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 import lightning as L
 import torch
@@ -10,47 +9,25 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
+from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
 from qnmixer.config import Config, FSDPConfig, batch_of_replica, to_plain
-from qnmixer.parallel.fsdp import shard, whole
+from qnmixer.optimization.losses import build_loss, weighted
+from qnmixer.optimization.metrics import psnr, ssim
+from qnmixer.optimization.optimizers import build_optimizer
+from qnmixer.optimization.schedules import learning_rate_factor
+from qnmixer.parallel.fsdp import shard
+from qnmixer.parallel.shards import whole
 from qnmixer.physics import FanBeamProjector
-from qnmixer.physics.rays import system_matrix
-from qnmixer.physics.scan import ScanMatrix
-from qnmixer.physics.sparse import apply_linear
-from qnmixer.training.build import build_geometry, build_network, build_noise, build_projector
-from qnmixer.training.losses import build_loss
-from qnmixer.training.metrics import psnr, ssim
-from qnmixer.training.optimizers import build_optimizer, learning_rate_factor
-from qnmixer.training.resume import restart
-
-CHECKPOINT_KEY = "qnmixer"
-
-# Training, validation and test draw their noise from streams of their own.
-STREAMS = {"train": 0, "val": 1, "test": 2}
+from qnmixer.reconstructor import Batch, Reconstructor
+from qnmixer.training.lightning_private import restart
 
 
-class Batch(TypedDict):
-    """Collated samples of `SliceDataset`; HU = hu_offset + hu_scale · image."""
-
-    image: Tensor  # [B, 1, S, S]
-    fine: NotRequired[Tensor]  # [B, 1, f·S, f·S], to simulate from; with data.simulation_factor = f above 1
-    hu_offset: Tensor  # [B]
-    hu_scale: Tensor  # [B]
-    sample: Tensor  # [B], int64: epoch · length + index; on the host in training and evaluation
-    weight: Tensor  # [B], what each counts for; 0 for one that only fills the batch
-    name: list[str]
-
-
-class ReconstructionModule(L.LightningModule):
+class ReconstructionModule(Reconstructor, L.LightningModule):
     """Learns x_T from sinograms that are simulated from each slice, on the device, as (seed, stream, sample) says."""
 
     def __init__(self, config: Config, projector: FanBeamProjector | None = None) -> None:
-        super().__init__()
-        self.config = config
-        self.projector = projector or build_projector(config)
-        self.network = build_network(config, self.projector)
-        self.noise = build_noise(config)
+        super().__init__(config, projector)
         self.loss = build_loss(config.loss)
-        self._fine_matrix: ScanMatrix | None = None
         self.means = nn.ModuleDict()
         self._largest_norm: Tensor | float = 0.0
         self._step_loss: Tensor | float = 0.0
@@ -68,35 +45,6 @@ class ReconstructionModule(L.LightningModule):
         """Make what counts over processes; not before, as a plan has no use for it."""
         self.means.update({name: MeanMetric(nan_strategy="disable") for name in ("loss", "psnr", "ssim")})
 
-    def forward(self, y: Tensor) -> Tensor:
-        """x_T [B, 1, H, W] from y [B, 1, V, D]."""
-        return self.network(y)
-
-    @torch.no_grad()
-    def measure(self, batch: Batch, stream: str) -> Tensor:
-        """The noisy sinogram y [B, 1, V, D] of a batch; the same for a sample whatever the batch, rank or device.
-
-        It is that of the fine images where there are any, so that no sinogram comes from the network's own matrix.
-        """
-        if self.config.debug.name == "overfit" and stream == "val":
-            stream = "train"  # the same slices are to be the same measurements
-        keys = [(self.config.seed, STREAMS[stream], sample) for sample in batch["sample"].tolist()]
-        return self.noise(self.project(batch["image"], batch.get("fine")), keys)
-
-    def project(self, image: Tensor, fine: Tensor | None = None) -> Tensor:
-        """A x [B, 1, V, D] of images [B, 1, S, S], or rather, where there are any, of the same finer [B, 1, f·S, f·S].
-
-        One by one, as a product of more columns rounds otherwise, and the last bit can decide which photon counts noise
-        draws. The finer matrix, A alone, is built when the first are seen; it is no part of checkpoints.
-        """
-        if fine is None:
-            return torch.cat([self.projector(x) for x in image.split(1)])
-        if self._fine_matrix is None:
-            data = replace(self.config.data, image_size=fine.shape[-1])
-            self._fine_matrix = system_matrix(build_geometry(replace(self.config, data=data)))
-        matrix = self._fine_matrix.to(fine.device)
-        return torch.cat([apply_linear(x, matrix, matrix.transpose) for x in fine.split(1)])
-
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss of one batch."""
         image = self.network(self.measure(batch, "train"))
@@ -109,7 +57,7 @@ class ReconstructionModule(L.LightningModule):
         """Σ weight · loss / batch size: see `EpochSampler` for what it is the mean of."""
         if self.keeps_output:
             self.output = image.detach()
-        return (weight * self.loss(image, truth)).sum() / batch_of_replica(self.config)
+        return weighted(self.loss, image, truth, weight, batch_of_replica(self.config))
 
     def check_loss(self, loss: Tensor, batch: Batch) -> None:
         """Raise FloatingPointError, naming step and slices, for a loss that is not finite."""

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from qnmixer.data.sampler import EpochSampler
-from qnmixer.training.module import Batch
+from qnmixer.reconstructor import Batch
 
 
 class ProgressMetrics(Callback):

@@ -16,10 +16,10 @@ from qnmixer.cli import explain
 from qnmixer.config import Config, parse, to_plain
 from qnmixer.errors import RankFailed, Stopped
 from qnmixer.files import write_text
-from qnmixer.ranks import end_with_the_others, is_secondary, leave, loading, rank
-from qnmixer.stopping import heeding
+from qnmixer.processes.ranks import end_with_the_others, is_secondary, leave, loading, rank
+from qnmixer.processes.signals import heeding
 from qnmixer.tracking.results import amend, read_results
-from qnmixer.tracking.runs import how_to_go_on
+from qnmixer.tracking.resume import how_to_go_on
 
 
 def fit_in_processes(config: Config, folder: Path, overrides: list[str]) -> float:
@@ -29,7 +29,7 @@ def fit_in_processes(config: Config, folder: Path, overrides: list[str]) -> floa
     afterwards. results.json then says failed, whatever the ranks had time to write; or interrupted, after Ctrl-C and
     SIGTERM: nothing was wrong with a run that somebody ended.
     """
-    from qnmixer.parallel.launch import launch
+    from qnmixer.processes.launch import launch
 
     n_devices = config.trainer.devices
     assert n_devices is not None
@@ -113,8 +113,8 @@ def _quieten() -> None:
 
 def _try_inputs(config: Config) -> None:
     """Raise UserError here, once, for data and checkpoints that every rank would stumble over."""
+    from qnmixer.checkpoints.reading import find_checkpoint, read_checkpoint, resumable
     from qnmixer.data.datamodule import SliceDataModule
-    from qnmixer.training.checkpoints import find_checkpoint, read_checkpoint, resumable
 
     if config.finetune is not None:
         read_checkpoint(find_checkpoint(config.finetune))

@@ -1,0 +1,56 @@
+"""The weights of a run as a file to hand on, with its model card."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from qnmixer.checkpoints.model_card import Exported, model_card
+from qnmixer.checkpoints.reading import find_checkpoint, load_run, steps_of
+from qnmixer.checkpoints.weights_file import digest_of_weights, encode
+from qnmixer.config import CustomConfig, ExportConfig, LearnedConfig
+from qnmixer.errors import CheckpointError, ConfigError
+from qnmixer.files import atomic_file, write_text
+
+
+def export_run(config: ExportConfig) -> None:
+    """`qnmixer.export`: the best weights of a run, or those of the checkpoint that is named, and a card beside them.
+
+    Raises CheckpointError for a run without weights, ConfigError where the output is something else already.
+    """
+    path, output = find_checkpoint(Path(config.run)), Path(config.output).expanduser()
+    if path.parent.name != "checkpoints":
+        raise CheckpointError(f"{path} lies in no run folder, which the model card is made from: give runs/DIR")
+    module = load_run(path)  # built, as who gets the file will
+    trained, state = module.config, module.state_dict()
+    if not isinstance(trained.model, LearnedConfig):
+        raise CheckpointError(f"{path} is of model={trained.model.name}, which has no weights: give another run")
+    content, card = encode(trained, state), output.with_suffix(".md")
+    _check_free(output, card, content)
+    exported = Exported(
+        file=output,
+        size=len(content),
+        n_parameters=sum(p.numel() for p in module.network.parameters()),
+        config=trained,
+        run=path.parent.parent,
+        checkpoint=path.name.split(".")[0],
+        weights=digest_of_weights(state),
+        step=steps_of(path),
+        sources="" if config.sources is None else Path(config.sources).expanduser().read_text().strip(),
+    )
+    text = model_card(exported)
+    with atomic_file(output) as stream:
+        stream.write(content)
+    write_text(card, text)
+    lines = [f"weights: {output} ({exported.megabytes})"]
+    if isinstance(trained.model, CustomConfig) and trained.model.arguments:
+        lines.append(f"model.arguments is in both as it is: {trained.model.arguments}")
+    Console().print(*lines, f"card: {card}", sep="\n", soft_wrap=True, highlight=False, markup=False)
+
+
+def _check_free(output: Path, card: Path, content: bytes) -> None:
+    """Raise ConfigError where other weights or another text would be lost; the card of the same weights is renewed."""
+    if output.exists():
+        if not output.is_file() or output.read_bytes() != content:
+            raise ConfigError(f"output={output} holds something else: remove it, or give another name")
+    elif card.exists():
+        raise ConfigError(f"{card}, where the model card goes, is there already: remove it, or give another output=")

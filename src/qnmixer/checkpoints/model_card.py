@@ -1,0 +1,309 @@
+"""The model card of a weights file: what it is, what it was trained on, what was measured, where it fails.
+
+Nothing in it is typed by hand: it comes from the checkpoint, the run's results.json, and the tables in its folder.
+"""
+
+import json
+import math
+import shlex
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
+from qnmixer.config import Config, CustomConfig, effective_batch, to_plain
+from qnmixer.config.compose import compose
+from qnmixer.config.data import CustomData, FolderData, PhantomData
+from qnmixer.config.overrides import values_of
+from qnmixer.reconstructor import method_name
+from qnmixer.tracking.results import duration, read_results
+from qnmixer.weights import PRETRAINED, SHIPPED
+
+_UNKNOWN = "unknown"
+
+
+@dataclass(kw_only=True)
+class Exported:
+    """Weights that were made a file, and where they come from.
+
+    Attributes:
+        file: the weights file.
+        size: its bytes.
+        n_parameters: of the network.
+        config: of the run.
+        run: the run's folder.
+        checkpoint: "best", "last" or the name of another.
+        weights: their digest.
+        step: optimizer steps that the weights were made by.
+        sources: what is known of the slices beyond the config: collections and licences, Markdown.
+    """
+
+    file: Path
+    size: int
+    n_parameters: int
+    config: Config
+    run: Path
+    checkpoint: str
+    weights: str
+    step: int
+    sources: str = ""
+
+    @property
+    def megabytes(self) -> str:
+        """Size, for reading."""
+        return f"{self.size / 1e6:.2f} MB"
+
+    @property
+    def name(self) -> str:
+        """What `run=` and `finetune=` take."""
+        return PRETRAINED if self.file.resolve() == SHIPPED else self.file.name
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """One evaluation in a run's folder: which, its table, and what results.json says of its slices and noise."""
+
+    folder: str
+    text: str
+    data: str
+    noise: dict[str, Any]
+
+
+def model_card(of: Exported) -> str:
+    """The card, as Markdown."""
+    config, record = of.config, read_results(of.run)
+    measured = [*_evaluations(of, record)]
+    but = ", but model.arguments are not" if _has_arguments(config) else ""
+    size = f"{config.data.image_size} × {config.data.image_size} pixels"
+    lines = [
+        f"# {method_name(config)}, {size}, {config.geometry.n_views} views",
+        "",
+        f"`{of.file.name}`: {of.n_parameters:,} parameters in float32, {of.megabytes}. It makes a CT slice of a "
+        "sparse-view fan-beam sinogram. Not a medical device: nothing that it makes is for diagnosis.",
+        "",
+        "## Network",
+        "",
+        *_table(_network(config)),
+        "",
+        "## Training",
+        "",
+        *_table(_training(of, record)),
+        "",
+        *(["### Where the slices come from", "", of.sources, ""] if of.sources else []),
+        "## Evaluations",
+        "",
+        *_measured(measured),
+        "## How to use",
+        "",
+        *_use(of),
+        "",
+        "## Where it fails",
+        "",
+        *(f"- {line}" for line in _limits(config, measured)),
+        "",
+        f"The whole configuration of the run is in the file's metadata, under `{CHECKPOINT_KEY}`; folders, patients "
+        f"and accounts are left out{but}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _network(config: Config) -> Iterator[tuple[str, str]]:
+    g, size = config.geometry, config.data.image_size
+    T = f", T = {config.model.T}" if config.model.T > 1 else ""
+    yield "network", f"{method_name(config)}{T}"
+    yield "settings", _settings(config.model)
+    yield (
+        "input",
+        f"{g.n_views} views over {math.degrees(abs(g.angle_span)):.4g}° × {g.n_detectors} detector bins of "
+        f"{g.detector_pitch:.4g} mm",
+    )
+    yield (
+        "scan",
+        f"flat fan beam, source to axis {g.source_to_axis:.4g} mm, axis to detector {g.axis_to_detector:.4g} mm, FBP "
+        f"filter {g.fbp_filter}",
+    )
+    scale = f"−1000 to {config.data.hu_max:.4g} HU" if config.data.scaling == "attenuation" else "each slice's own"
+    pixel = f"{g.field_of_view / size:.4g} mm ({g.field_of_view:.4g} mm in all)"
+    yield "output", f"{size} × {size} pixels of {pixel}; 0 to 1 is {scale}"
+
+
+def _training(of: Exported, record: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    config, trainer, batch = of.config, of.config.trainer, effective_batch(of.config)
+    yield "slices", _slices(config)
+    yield "sinograms", _sinograms(config)
+    yield "begun from", _begun_from(config, record)
+    score = f", {record['best'][config.monitor]:.4g}" if of.checkpoint == "best" and "best" in record else ""
+    chosen = {"best": f"the best of the run by {config.monitor}{score}", "last": "the last of the run"}
+    total = record.get("steps", _UNKNOWN)
+    yield "optimizer steps", f"{of.step} of {total}: {chosen.get(of.checkpoint, f'{of.checkpoint}.ckpt')}"
+    yield "slices seen", f"at most {of.step * batch:,}, {batch} an optimizer step"
+    yield "seeds", f"{config.seed}, of slices {config.data.seed}"
+    yield "loss", _settings(config.loss)
+    clip = trainer.gradient_clip_val
+    yield "optimizer", f"{_settings(config.optimizer)}{'' if clip is None else f'; gradients clipped at {clip:g}'}"
+    yield "schedule", f"{_settings(config.schedule)}; fractions are of the whole run"
+    yield "time", f"{duration(record['seconds'])}, the whole run" if "seconds" in record else _UNKNOWN
+    yield "hardware", _hardware(config, record)
+    yield "begun at", str(record.get("started", _UNKNOWN))
+    if "resumed" in record:
+        yield "gone on with", f"after steps {', '.join(str(one['step']) for one in record['resumed'])}"
+    if record.get("status") != "done":
+        yield "ended", str(record.get("status", _UNKNOWN))
+    yield "commit", str(record.get("git_commit") or _UNKNOWN)
+    versions = record.get("versions", {})
+    yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items()) or _UNKNOWN
+
+
+def _begun_from(config: Config, record: dict[str, Any]) -> str:
+    given = values_of(record.get("overrides", []))  # what a run began with, also where it has been gone on with
+    if config.finetune or given.get("finetune", "null") != "null":
+        return "the weights of another run (finetune), whose training is not in this table"
+    if given.get("resume", "null") != "null":
+        return "a checkpoint of another run (resume), whose steps and time are in this table too"
+    return "random weights"
+
+
+def _slices(config: Config) -> str:
+    data = config.data
+    size = f"{data.image_size} × {data.image_size}"
+    augmented = ", flipped and turned at random" if data.augment else ""
+    if isinstance(data, PhantomData):
+        few = data.train_slices and min(data.train_slices, data.n_train)
+        which = f"the same {few} in every epoch" if few else f"new ones every epoch of {data.n_train}"
+        return (
+            f"phantoms drawn by this program, {size}, {which}; "
+            f"{100 * data.anatomy_share:.4g} % resemble a body, the others are ellipses{augmented}"
+        )
+    split = f", split {data.split}" if isinstance(data, FolderData) else ""
+    source = f" of {data.target}" if isinstance(data, CustomData) else ""
+    number = f"at most {data.train_slices}" if data.train_slices else _UNKNOWN
+    return f"slices from files, data={data.name}{source}, {size}{split}{augmented}; how many: {number}"
+
+
+def _sinograms(config: Config) -> str:
+    factor = config.data.simulation_factor
+    grid = f"a {factor} times finer grid" if factor > 1 else "the grid of the image"
+    return f"simulated from {grid}; noise {_settings(config.noise)}"
+
+
+def _hardware(config: Config, record: dict[str, Any]) -> str:
+    trainer = config.trainer
+    n = (trainer.devices or 1) * trainer.num_nodes
+    threads = f", threads: {record['threads']}" if trainer.accelerator == "cpu" and "threads" in record else ""
+    name = record.get("device", _UNKNOWN)
+    devices = f"{n} × {name}" if n > 1 else name
+    return f"{devices}{threads}; strategy {config.strategy.name}, precision {trainer.precision}"
+
+
+def _settings(section: Any) -> str:
+    """A group's choice, and its keys."""
+    keys = ", ".join(f"{key} {_number(value)}" for key, value in vars(section).items() if key != "name")
+    return f"{section.name}{f': {keys}' if keys else ''}"
+
+
+def _number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _evaluations(of: Exported, record: dict[str, Any]) -> Iterator[Measured]:
+    """The tables that training and `qnmixer.evaluate` left below the run's folder, where they are of these weights."""
+    for path in sorted(of.run.rglob("table.md")):
+        by_training = path.parent == of.run / "evaluation"
+        its = read_results(path.parent) or (record if by_training else {})
+        what = its.get("evaluated", {})
+        if its.get("status") == "done" and what.get("weights") == of.weights:
+            folder = str(path.parent.relative_to(of.run))
+            yield Measured(folder=folder, text=path.read_text().strip(), data=what["data"], noise=what["noise"])
+
+
+def _measured(measured: list[Measured]) -> Iterator[str]:
+    if not measured:
+        yield from ("None of these weights was found in the run's folder.", "")
+    for one in measured:
+        yield from (f"### {one.folder}", "", one.text, "")
+
+
+def _use(of: Exported) -> Iterator[str]:
+    config = of.config
+    name = shlex.quote(of.name)
+    words = " ".join([f"finetune={name}", *map(shlex.quote, _of_run(config)), "data=dicom data.root=/path/to/dicom"])
+    own = ", with +model.arguments.KEY=VALUE for each of the arguments above" if _has_arguments(config) else ""
+    yield "```bash"
+    yield f"python -m qnmixer.reconstruct run={name} input=/path/to/dicom output=out"
+    yield f"python -m qnmixer.evaluate run={name} data=dicom data.root=/path/to/dicom"
+    yield f"python -m qnmixer.train {words}"
+    yield "```"
+    yield ""
+    yield (
+        f"The first puts DICOM slices through it, with {config.geometry.n_views} simulated views; measured sinograms "
+        "are taken as .npy and .mat. The second measures it against FBP. The third goes on training it on your slices"
+        f"{own}."
+    )
+
+
+def _of_run(config: Config) -> Iterator[str]:
+    """The overrides that make `qnmixer.train` build the same network, scan and noise, where its defaults are others.
+
+    Without the arguments of a network of the user's own.
+    """
+    usual, ours = compose("train", []), to_plain(config)
+    names = {group: ours[group]["name"] for group in ("model", "noise")}
+    chosen = [f"{group}={name}" for group, name in names.items() if name != usual[group].name]
+    yield from chosen
+    usual = compose("train", chosen)
+    keys = {"model": ours["model"], "geometry": ours["geometry"], "noise": ours["noise"]}
+    for section, those in {**keys, "data": ("image_size", "scaling", "hu_max")}.items():
+        for key in those:
+            value = ours[section][key]
+            if usual[section].get(key) != value and key not in ("name", "arguments"):
+                yield f"{section}.{key}={value if isinstance(value, str) else json.dumps(value)}"
+
+
+def _has_arguments(config: Config) -> bool:
+    return isinstance(config.model, CustomConfig) and bool(config.model.arguments)
+
+
+def _limits(config: Config, measured: list[Measured]) -> Iterator[str]:
+    g, size = config.geometry, config.data.image_size
+    yield (
+        "As any learned reconstruction it can remove small detail, or make detail up that looks right. The tables have "
+        "means over slices, and say nothing of a single lesion."
+    )
+    if isinstance(config.data, PhantomData):
+        yield f"It has seen no patient: it was trained on drawn phantoms alone. {_on_real_slices(measured)}"
+    else:
+        yield (
+            f"It was trained on the slices of one source (data={config.data.name}). What other scanners, protocols and "
+            "anatomy do to it, only tables of others can tell. It does not know its training slices: in an evaluation "
+            "of a folder that has them, they count as test slices."
+        )
+    yield _on_noise(config, measured)
+    yield (
+        "Its sinograms were simulated, of monochromatic rays: no scatter, no beam hardening, no motion, no metal "
+        "artefacts. On measured scans it may do worse than any table here says."
+    )
+    yield (
+        f"It is made for one scan and one grid: {g.n_views} views, {g.n_detectors} bins, {size} × {size} pixels of "
+        f"{g.field_of_view / size:.4g} mm. Slices are resampled to that grid; scans of other rays are interpolated to "
+        "its own, which was not measured here."
+    )
+    yield f"It is one run with one seed ({config.seed}): how far another would differ is not known from here."
+
+
+def _on_real_slices(measured: list[Measured]) -> str:
+    if found := [one.folder for one in measured if one.data != "phantoms"]:
+        return f"What that does on real slices is in {' and '.join(found)} above."
+    return "No table above is of real slices: how it does there is not known."
+
+
+def _on_noise(config: Config, measured: list[Measured]) -> str:
+    trained = "without noise" if config.noise.name == "none" else f"with noise {_settings(config.noise)}"
+    if found := [one.folder for one in measured if one.noise != asdict(config.noise)]:
+        return f"It was trained {trained}. What other noise does is in {' and '.join(found)} above."
+    return f"It was trained {trained}, and no table above has other noise: what that does is not known."
+
+
+def _table(rows: Iterator[tuple[str, str]]) -> Iterator[str]:
+    yield from ("| | |", "|---|---|")
+    yield from (f"| {name} | {value} |" for name, value in rows)

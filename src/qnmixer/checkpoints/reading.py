@@ -1,0 +1,153 @@
+"""Reading checkpoints: of this program, of the right network, and never by unpickling code."""
+
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY, decode
+from qnmixer.config import Config, effective_batch, parse, to_plain
+from qnmixer.errors import CheckpointError, ConfigError, PluginError, first_line
+from qnmixer.files import whole
+from qnmixer.parallel.shards import merge_shards
+from qnmixer.reconstructor import Reconstructor
+from qnmixer.weights import SUFFIX, located
+
+_KEYS_SINCE = {"compile": False}
+"""Keys of the config that the first files lack, and what they stood for."""
+
+
+def find_checkpoint(run: str | Path, which: str = "best") -> Path:
+    """checkpoints/best.ckpt of a run folder, or last.ckpt where there is no best; a file is taken as it is.
+
+    The string "pretrained" is the weights file that the package ships, as in `located`. Raises CheckpointError where
+    there is nothing.
+    """
+    run = located(run)
+    if run.suffix == ".ckpt" and (path := whole(run)).exists():
+        return path
+    if run.is_file():
+        return run
+    if not run.is_dir():
+        raise CheckpointError(f"no run folder at {run}: give the folder that training printed, run=runs/…")
+    for name in dict.fromkeys((which, "best", "last")):
+        path = whole(run / "checkpoints" / f"{name}.ckpt")
+        if path.exists():
+            return path
+    raise CheckpointError(f"{run} holds no checkpoints/best.ckpt or last.ckpt: is it a run folder of qnmixer.train?")
+
+
+def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
+    """Config and state dict of a checkpoint or weights file of this program. Raises CheckpointError."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickle protocols: what cannot be read is told below
+            checkpoint = load(path)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} holds code or is no checkpoint (it does not load with weights_only=True): "
+            "use one that qnmixer.train wrote"
+        ) from error
+    except Exception as error:  # bytes of another format can make the unpickler raise anything
+        raise CheckpointError(f"{path} cannot be read ({first_line(error)}): it is damaged or no checkpoint") from error
+    ours = checkpoint.get(CHECKPOINT_KEY) if isinstance(checkpoint, dict) else None
+    if not isinstance(ours, dict) or "config" not in ours or "state_dict" not in checkpoint:
+        ours_from = "qnmixer.export" if path.suffix == SUFFIX else "qnmixer.train"
+        raise CheckpointError(f"{path} is of another program: use one that {ours_from} wrote")
+    try:
+        return parse(_KEYS_SINCE | ours["config"]), checkpoint["state_dict"]
+    except PluginError:
+        raise
+    except ConfigError as error:
+        raise CheckpointError(f"{path} was written by another version of qnmixer ({error}): use that one") from error
+
+
+def load_run(run: str | Path, which: str = "best") -> Reconstructor:
+    """The trained module of a run folder (or .ckpt or .safetensors file), on the CPU."""
+    path = find_checkpoint(run, which)
+    config, state = read_checkpoint(path)
+    module = Reconstructor(config)
+    _load_state(module, state, path)
+    return module
+
+
+def load_weights(module: Reconstructor, run: str | Path) -> None:
+    """Put the weights of a run into a module that was built from another config.
+
+    Raises CheckpointError where the networks or their image sizes differ; another number of views is no obstacle.
+    """
+    path = find_checkpoint(run)
+    config, state = read_checkpoint(path)
+    if config.data.image_size != module.config.data.image_size:
+        raise CheckpointError(
+            f"{path} was trained at data.image_size={config.data.image_size}, this run has "
+            f"{module.config.data.image_size}: the two must be equal"
+        )
+    if config.model != module.config.model:
+        differing = {
+            key: value for key, value in vars(config.model).items() if vars(module.config.model).get(key) != value
+        }
+        given = [f"{'model' if key == 'name' else f'model.{key}'}={value}" for key, value in differing.items()]
+        raise CheckpointError(f"{path} holds another network: set {' '.join(given)}")
+    _load_state(module, state, path)
+
+
+def resumable(config: Config, run: Path) -> Path:
+    """The checkpoint that a run goes on with: last.ckpt of a run folder, or the one that is named.
+
+    Raises CheckpointError where the two runs differ in more than how they are carried out and how long.
+    """
+    path = find_checkpoint(run, "last")
+    if path.suffix == SUFFIX:
+        raise CheckpointError(
+            f"{path} holds weights alone, no state of an optimizer to go on with: begin a run from them with "
+            "finetune= instead of resume="
+        )
+    before, _ = read_checkpoint(path)
+    if differing := _differences(before, config):
+        raise CheckpointError(
+            f"{path} is of a run with {differing[0]}: resume takes the overrides of its run, finetune= takes others "
+            "and its weights alone"
+        )
+    if effective_batch(before) != effective_batch(config):
+        raise CheckpointError(
+            f"{path} is of a run with {effective_batch(before)} slices an optimizer step, this one has "
+            f"{effective_batch(config)}: change data.batch_size or trainer.accumulate_grad_batches"
+        )
+    return path
+
+
+def steps_of(path: Path) -> int:
+    """Optimizer steps that a checkpoint was made after."""
+    return int(load(path)["global_step"])
+
+
+def _differences(before: Config, config: Config) -> list[str]:
+    """What of the network, the slices, the scan, the loss and the optimizer is another, as overrides."""
+    old, new = to_plain(before), to_plain(config)
+    loading = {"batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir"}
+    found = []
+    for section in ("model", "data", "geometry", "noise", "loss", "optimizer"):
+        for key, value in old[section].items():
+            if value != new[section].get(key) and not (section == "data" and key in loading):
+                name = section if key == "name" else f"{section}.{key}"
+                found.append(f"{name}={value}, not {new[section].get(key)}")
+    return found
+
+
+def _load_state(module: Reconstructor, state: dict[str, Any], path: Path) -> None:
+    try:
+        module.load_state_dict(state)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{path} holds weights that do not fit its own config: use the version of qnmixer that wrote it"
+        ) from error
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A file, or the folder with shards that strategy=fsdp leaves when asked to."""
+    if path.suffix == SUFFIX:
+        return decode(path)
+    return merge_shards(path) if path.is_dir() else torch.load(path, map_location="cpu", weights_only=True)

@@ -1,0 +1,65 @@
+"""Weights files: the tensors of a network as safetensors, and in their metadata the config that it is built from."""
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from qnmixer.config import Config, LoggerConfig, to_plain
+from qnmixer.config.data import CustomData, DataConfig, FolderData
+
+CHECKPOINT_KEY = "qnmixer"
+
+
+def encode(config: Config, state: dict[str, Tensor]) -> bytes:
+    """A weights file: float32 tensors by their names in the state dict, and what a checkpoint says of its config.
+
+    The same weights and config give the same bytes.
+    """
+    ours = json.dumps({"format": 1, "config": to_plain(without_places(config))})
+    return _encode(state, {CHECKPOINT_KEY: ours})
+
+
+def digest_of_weights(state: dict[str, Tensor]) -> str:
+    """SHA-256 of the weights alone: the same from a checkpoint and from the weights file that was made of it."""
+    return hashlib.sha256(_encode(state)).hexdigest()
+
+
+def _encode(state: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
+    # Copies, as the format has no two names for one tensor.
+    tensors = {name: tensor.to(torch.float32, copy=True).contiguous() for name, tensor in state.items()}
+    return safetensors.torch.save(tensors, metadata)
+
+
+def decode(path: Path) -> dict[str, Any]:
+    """What `encode` was given, as a checkpoint has it; the config is None in a file of another program.
+
+    Raises safetensors.SafetensorError, ValueError or OSError for a file that is damaged.
+    """
+    with safetensors.safe_open(path, framework="pt") as file:
+        ours = json.loads((file.metadata() or {}).get(CHECKPOINT_KEY, "null"))
+        return {CHECKPOINT_KEY: ours, "state_dict": {name: file.get_tensor(name) for name in file.keys()}}  # noqa: SIM118  # no dict
+
+
+def without_places(config: Config) -> Config:
+    """The same network, scan and training, but for what is the machine's, the people's or the patients'.
+
+    Folders, names of patients, the runs that it began from and the account of its logger are left out; not the
+    arguments of a network of the user's own, which it cannot be built without.
+    """
+    data = _data_without_places(config.data)
+    return replace(config, data=data, logger=LoggerConfig(name="csv"), finetune=None, resume=None)
+
+
+def _data_without_places(data: DataConfig) -> DataConfig:
+    if isinstance(data, FolderData):
+        return replace(
+            data, root=None, include="*", cache_dir=None, train_patients=[], val_patients=[], test_patients=[]
+        )
+    return replace(data, arguments={}) if isinstance(data, CustomData) else data

@@ -1,0 +1,324 @@
+"""The checklist of `qnmixer.doctor`: what each check looks at, what it finds, and how to mend what fails."""
+
+import json
+import logging
+import math
+import os
+import tempfile
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qnmixer.checkup.check import Check
+from qnmixer.checkup.machine import (
+    Card,
+    check_backend,
+    check_disk,
+    check_precision,
+    check_shared_memory,
+    check_versions,
+    checkpoint_bytes,
+    existing,
+    free_bytes,
+    shared_memory_needed,
+)
+from qnmixer.checkup.rank import GROWTH_STEPS, Number, Report, read_report, reference_gradients, train_a_little
+from qnmixer.checkup.ranks import named_ranks, run_ranks
+from qnmixer.cli import explain
+from qnmixer.config import Config, PipelineConfig, devices_per_replica, to_plain, validate, with_iterations
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.errors import RankFailed, UserError
+from qnmixer.memory.footprint import MIB
+from qnmixer.parallel.devices import on_this_machine
+
+PATIENCE = {"communication": 60.0, "training": 180.0}
+"""Seconds without any rank getting further, after which those that are furthest behind have hung."""
+
+TOLERANCE = {"32": 1e-4, "16-mixed": 3e-2, "bf16-mixed": 1e-1}
+"""Relative error of a gradient against that of one process."""
+
+# A gradient this much smaller than that of the whole network is held against this part of it: it is mostly rounding.
+_SMALLEST_GRADIENT = 1e-3
+
+_ITERATIONS_ON_CPU = 4
+
+
+def checkup(config: Config, folder: Path) -> Iterator[Check]:
+    """Every check of a run that would leave its files in `folder`, each as soon as it is done.
+
+    What cannot be looked at after something else has failed is skipped. Raises KeyboardInterrupt on Ctrl-C.
+    """
+    on_cuda = config.trainer.accelerator != "cpu" and torch.cuda.is_available()
+    cards = [Card(torch.cuda.get_device_name(k), torch.cuda.get_device_capability(k)) for k in _numbers(on_cuda)]
+    first = [
+        check_versions(cards, torch.cuda.get_arch_list(), torch.version.cuda, config.trainer.accelerator),
+        check_precision(
+            config.trainer.precision,
+            cards[0].name if cards else None,
+            on_cuda and torch.cuda.is_bf16_supported(including_emulation=False),
+        ),
+    ]
+    yield from first
+    asked = config if first[1].status != "FAIL" else _with_trainer(config, precision="32")  # says so only once
+    try:
+        config = on_this_machine(_with_trainer(asked, num_nodes=1))
+    except UserError as error:
+        first.append(Check("devices", "FAIL", *_split(str(error))))
+        yield first[-1]
+    else:
+        n = config.trainer.devices or 1
+        what = f"{n} × {cards[0].name}" if cards else f"{n} on {os.cpu_count()} CPU cores"
+        nodes = "" if asked.trainer.num_nodes == 1 else f"; this node of {asked.trainer.num_nodes} only"
+        yield Check("devices", "PASS", f"strategy={config.strategy.name}, {what}{nodes}")
+        first.append(check_backend(config, dist.is_nccl_available(), dist.is_gloo_available()))
+        yield first[-1]
+        yield check_shared_memory(free_bytes(Path("/dev/shm")), shared_memory_needed(config))
+        yield check_disk(free_bytes(existing(folder)), checkpoint_bytes(config), folder)
+    failed = [check.name for check in first if check.status == "FAIL"]
+    if not failed:
+        communication = check_communication(config)
+        yield communication
+        failed = [communication.name] if communication.status == "FAIL" else []
+    if not failed:
+        yield from check_training(config)
+    else:
+        yield Check("training", "SKIP", f"not tried, as {' and '.join(failed)} failed")
+
+
+def check_communication(config: Config, patience: float = PATIENCE["communication"]) -> Check:
+    """Collectives, and ddp on a linear layer, over all devices, in a process tree of their own."""
+    name, n = "communication", config.trainer.devices or 1
+    if n == 1:
+        return Check(name, "SKIP", "one device talks to nobody")
+    mend = "GLOO_SOCKET_IFNAME=lo in the environment"
+    if config.trainer.accelerator == "cuda":
+        mend = "NCCL_DEBUG=INFO says more; NCCL_P2P_DISABLE=1 where GPUs cannot reach each other; docker --ipc=host"
+    with tempfile.TemporaryDirectory(prefix="qnmixer-doctor-") as temporary:
+        folder = Path(temporary)
+        try:
+            run_ranks({"accelerator": config.trainer.accelerator, "config": None}, folder, n, patience)
+            ranks = [json.loads((folder / f"communication_{rank}.json").read_text()) for rank in range(n)]
+        except RankFailed as error:
+            return Check(name, "FAIL", str(error), mend)
+    expected = n * (n + 1) / 2
+    if wrong := [rank for rank, found in enumerate(ranks) if found["total"] != [expected, expected]]:
+        return Check(name, "FAIL", f"{named_ranks(wrong)}: an all-reduce gave {ranks[wrong[0]]['total']}", mend)
+    if wrong := [rank for rank, found in enumerate(ranks) if found["weights"] != ranks[0]["weights"]]:
+        return Check(name, "FAIL", f"{named_ranks(wrong)}: other weights than rank 0 after three steps of ddp", mend)
+    slowest = max(found["seconds"] for found in ranks)
+    return Check(name, "PASS", f"{n} ranks: sums are right, ddp keeps weights equal; 16 MiB in {1e3 * slowest:.1f} ms")
+
+
+def check_training(config: Config, patience: float = PATIENCE["training"]) -> Iterator[Check]:
+    """Some real steps over all devices, and what follows from them; `config` has been counted (`on_this_machine`)."""
+    run, changes = shortened(config)
+    n, start = run.trainer.devices or 1, time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="qnmixer-doctor-") as temporary:
+        folder, failure = Path(temporary), None
+        try:
+            with _silence():
+                SliceDataModule(run.data).prepare_data()
+                if run.strategy.name == "single":
+                    train_a_little(run, folder)
+                else:
+                    job = {"accelerator": run.trainer.accelerator, "config": to_plain(run)}
+                    run_ranks(job, folder, n, patience)
+        except Exception as error:
+            failure = explain(error, "doctor") or f"{type(error).__name__}: {' '.join(str(error).split())}"
+        seconds = time.monotonic() - start
+        reports = [read_report(folder, rank) or Report() for rank in range(n)]
+        if failure is not None:
+            mend = "see below" if any(report.diverged for report in reports) else "try strategy=single first"
+            yield Check("training", "FAIL", *_split(failure, mend))
+        else:
+            yield Check("training", "PASS", f"T = {run.model.T}{changes}: {seconds:.0f} s")
+        with _silence():
+            yield _check_gradients(run, folder, reports)
+    yield check_sharding(run, reports)
+    yield check_growth(reports)
+    yield check_finite(run.trainer.precision, reports)
+
+
+def shortened(config: Config) -> tuple[Config, str]:
+    """The run as it is tried, and in words what is smaller in it: nothing on a GPU, on a CPU what takes long."""
+    if config.trainer.accelerator == "cuda":
+        return config, ""
+    strategy, T, batch = config.strategy, _ITERATIONS_ON_CPU, min(config.data.batch_size, 2)
+    if isinstance(strategy, PipelineConfig):
+        T = max(T, devices_per_replica(config) * strategy.stages_per_device)
+        batch = strategy.microbatch_size
+        if config.model.T > T:
+            strategy = replace(strategy, cut=None)
+    T = min(T, config.model.T)
+    accumulate = min(config.trainer.accumulate_grad_batches, 2)
+    values = {
+        "T": (T, config.model.T),
+        "data.batch_size": (batch, config.data.batch_size),
+        "accumulate_grad_batches": (accumulate, config.trainer.accumulate_grad_batches),
+    }
+    changes = [f"{name} {before}" for name, (now, before) in values.items() if now != before]
+    run = replace(
+        with_iterations(config, T),
+        strategy=strategy,
+        data=replace(config.data, batch_size=batch),
+        trainer=replace(config.trainer, accumulate_grad_batches=accumulate),
+    )
+    validate(run)
+    return run, f" (shortened on a CPU, from {', '.join(changes)})" if changes else ""
+
+
+def _check_gradients(run: Config, folder: Path, reports: Sequence[Report]) -> Check:
+    kept = [folder / f"gradients_{rank}.pt" for rank in range(len(reports))]
+    if not all(path.exists() and report.n_finite for path, report in zip(kept, reports, strict=True)):
+        return Check("gradients", "SKIP", "no step had finite gradients on all ranks")
+    samples = [number for report in reports[:: devices_per_replica(run)] for number in report.window]
+    expected = reference_gradients(run, samples, reports[0].scale)
+    found = [torch.load(path, weights_only=True) for path in kept]
+    return compare_gradients(found, expected, TOLERANCE[run.trainer.precision], len(samples))
+
+
+def compare_gradients(
+    found: Sequence[Mapping[str, Tensor]], expected: Mapping[str, Tensor], tolerance: float, n_samples: int
+) -> Check:
+    """The gradients of each rank, by parameter, against those of one process over the same samples."""
+    smallest = _SMALLEST_GRADIENT * math.sqrt(sum(float(gradient.square().sum()) for gradient in expected.values()))
+    errors: dict[int, tuple[float, str]] = {}
+    for rank, gradients in enumerate(found):
+        errors[rank] = max(
+            (float((gradients.get(name, torch.zeros(())) - truth).norm()) / max(float(truth.norm()), smallest), name)
+            for name, truth in expected.items()
+        )
+    wrong = [rank for rank, (error, _) in errors.items() if not error <= tolerance]
+    error, parameter = max(errors.values())
+    size = f"relative error {error:.1e} in {parameter}, {tolerance:.0e} allowed"
+    if wrong:
+        return Check(
+            "gradients",
+            "FAIL",
+            f"{named_ranks(wrong)}: not the gradient of one process over the same {n_samples} slices: {size}",
+            "look at what changes gradients on these ranks only: no_sync, a communication hook, parameters that only "
+            "some ranks use",
+        )
+    return Check("gradients", "PASS", f"those of one process over the same {n_samples} slices on every rank: {size}")
+
+
+def check_sharding(run: Config, reports: Sequence[Report]) -> Check:
+    """Whether the ranks share out every sample of an epoch once, for training and validation."""
+    if not all(report.shares for report in reports):
+        return Check("sharding", "SKIP", "training did not get as far as the data")
+    problems = []
+    for part, together in (("train", devices_per_replica(run)), ("val", 1)):
+        shares = [report.shares[part] for report in reports]
+        problems += [f"{part}: {problem}" for problem in sharing_problems(shares, reports[0].lengths[part], together)]
+    if problems:
+        more = f", and {len(problems) - 4} more" if len(problems) > 4 else ""
+        return Check(
+            "sharding",
+            "FAIL",
+            "; ".join(problems[:4]) + more,
+            "let no sampler stand between EpochSampler and the loaders (use_distributed_sampler stays False)",
+        )
+    counts = " and ".join(f"{length} of {part}" for part, length in reports[0].lengths.items())
+    return Check("sharding", "PASS", f"every slice once in an epoch: {counts}")
+
+
+def sharing_problems(shares: Sequence[Sequence[Number]], length: int, together: int = 1) -> list[str]:
+    """What is wrong with how samples 0 … length − 1 are shared out, in words; samples of weight 0 are fillers.
+
+    Args:
+        shares: what each rank has.
+        length: samples of the epoch.
+        together: ranks next to each other that work on the same samples.
+    """
+    problems = []
+    holders: dict[int, list[int]] = defaultdict(list)
+    for first in range(0, len(shares), together):
+        others = [r for r in range(first, first + together) if list(shares[r]) != list(shares[first])]
+        if others:
+            problems.append(f"{named_ranks(others)}: other samples than rank {first} of the same pipeline")
+        for n, weight in shares[first]:
+            if weight > 0:
+                holders[n].append(first)
+    problems += [
+        f"sample {n} {len(ranks)} times ({named_ranks(sorted(set(ranks)))})"
+        for n, ranks in sorted(holders.items())
+        if len(ranks) > 1
+    ]
+    problems += [f"sample {n} missing" for n in range(length) if n not in holders]
+    problems += [f"sample {n} does not exist ({named_ranks(holders[n])})" for n in holders if not 0 <= n < length]
+    return problems
+
+
+def check_growth(reports: Sequence[Report]) -> Check:
+    """Whether what is held at the end of a step keeps growing."""
+    name = "memory growth"
+    if leaking := {rank: report.leak for rank, report in enumerate(reports) if report.leak is not None}:
+        steps, before, after = max(leaking.values(), key=lambda leak: leak[2] - leak[1])
+        return Check(
+            name,
+            "FAIL",
+            f"{named_ranks(list(leaking))}: {(after - before) / steps / MIB:.2g} MiB more after each of {steps} steps",
+            "look for a loss, an image or a state that is kept from step to step without .detach()",
+        )
+    held = [report.held for report in reports if report.held is not None]
+    if len(held) < len(reports):
+        return Check(name, "SKIP", "training did not get so far")
+    most = max(after - before for before, after in held)
+    return Check(name, "PASS", f"at most {most / MIB:+.1f} MiB on a rank over {GROWTH_STEPS} small steps")
+
+
+def check_finite(precision: str, reports: Sequence[Report]) -> Check:
+    """Whether loss and gradients were numbers; a GradScaler may skip some steps, not all."""
+    name = "finite values"
+    mend = "trainer.precision=32, or bf16-mixed where the card has it" if precision == "16-mixed" else "look there"
+    for rank, report in enumerate(reports):
+        where = f"; the first such output was that of {report.not_finite}" if report.not_finite else ""
+        if report.diverged:
+            return Check(name, "FAIL", f"rank {rank}, {precision}: {report.error}{where}", mend)
+        if report.n_skipped and (precision != "16-mixed" or not report.n_finite):
+            what = f"the gradient of {report.bad_gradient} is not finite in {report.n_skipped} of {report.n_skipped}"
+            return Check(name, "FAIL", f"rank {rank}, {precision}: {what} steps{where}", mend)
+    n_finite, n_skipped = reports[0].n_finite, reports[0].n_skipped
+    if not n_finite:
+        return Check(name, "SKIP", "training did not get so far")
+    skipped = f", after {n_skipped} that the GradScaler skipped" if n_skipped else ""
+    return Check(name, "PASS", f"{precision}: loss and gradients of {n_finite} steps{skipped}")
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """No words of libraries between the lines of the checklist."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def _with_trainer(config: Config, **changes: Any) -> Config:
+    return replace(config, trainer=replace(config.trainer, **changes))
+
+
+def _numbers(on_cuda: bool) -> range:
+    return range(torch.cuda.device_count() if on_cuda else 0)
+
+
+def _split(line: str, mend: str = "") -> tuple[str, str]:
+    """What is wrong, and how to mend it, of an error's line, which by house rule has both around its last colon."""
+    found, _, rest = line.rpartition(": ")
+    return (line, mend) if mend or not found else (found, rest)

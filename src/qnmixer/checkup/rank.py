@@ -1,0 +1,397 @@
+"""What one rank of `qnmixer.doctor` does: collectives on a tiny network, or a few real training steps, and its report.
+
+Each rank keeps a file that says how far it is, from which the process that waits tells who has got stuck. What training
+needs is imported where it is used: ranks that only communicate start in a third of the time without it.
+"""
+
+import gc
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from qnmixer.cli import explain
+from qnmixer.config import (
+    Config,
+    LearnedConfig,
+    LoggerConfig,
+    MemoryConfig,
+    PipelineConfig,
+    QNMixerConfig,
+    RecomputeConfig,
+    RegFormerConfig,
+    devices_per_replica,
+    parse,
+    with_iterations,
+)
+from qnmixer.config.data import PhantomData
+from qnmixer.processes.ranks import die_with_parent, leave, rank
+
+WINDOWS = 2
+"""Optimizer steps of the configured network."""
+
+GROWTH_STEPS = 66
+"""Of a small one."""
+
+_WARM_UP, _WINDOW = 16, 10  # steps
+_MOST_SKIPPED = 10  # by a GradScaler; it starts at 2^16
+_MESSAGE = 2**22  # numbers, 16 MiB
+
+Number = tuple[int, float]
+"""A global sample number, and what the sample counts for."""
+
+
+@dataclass
+class Report:
+    """What one rank saw of its training steps."""
+
+    window: list[Number] = field(default_factory=list)  # samples of the step whose gradients were kept
+    scale: float = 1.0  # of the GradScaler in that step
+    shares: dict[str, list[Number]] = field(default_factory=dict)  # of an epoch of train and val
+    lengths: dict[str, int] = field(default_factory=dict)
+    n_finite: int = 0  # optimizer steps with finite gradients
+    n_skipped: int = 0  # and those without
+    not_finite: str | None = None  # the first module with such an output
+    bad_gradient: str | None = None  # the last parameter found with such a gradient
+    error: str | None = None
+    diverged: bool = False  # the error is a loss that is not finite
+    held: tuple[int, int] | None = None  # bytes at the end of an early and of the last step
+    leak: tuple[int, int, int] | None = None  # steps, bytes before, bytes after
+
+    def write(self, folder: Path) -> None:
+        """Leave it for `read_report`."""
+        (folder / f"report_{rank()}.json").write_text(json.dumps(asdict(self)))
+
+
+def read_report(folder: Path, of: int) -> Report | None:
+    """The report of a rank, if it left one."""
+    path = folder / f"report_{of}.json"
+    return Report(**json.loads(path.read_text())) if path.exists() else None
+
+
+class Progress:
+    """How far this rank is, written down."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / f"progress_{rank()}.json"
+        self.count = 0
+        self("starting")
+
+    def __call__(self, doing: str) -> None:
+        """Begin something else."""
+        self.count += 1
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps([self.count, doing, os.getpid()]))
+        part.replace(self.path)
+
+
+def communicate(accelerator: str, folder: Path, patience: float) -> None:
+    """Sum numbers over all ranks, train a linear layer by ddp, and write down what this rank has of both."""
+    progress = Progress(folder)
+    device = torch.device("cpu")
+    if accelerator == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    progress("joining the process group")
+    # Longer than the patience of the process that watches: that one names who is stuck, a collective cannot.
+    timeout = timedelta(seconds=2 * patience + 30)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+
+    progress("all-reduce")
+    message = torch.full((_MESSAGE,), float(rank() + 1), device=device)
+    dist.all_reduce(message)
+    total = [float(message.min()), float(message.max())]
+    start = time.perf_counter()
+    for _ in range(3):
+        dist.all_reduce(message)
+    message[0].item()  # waits for a GPU
+    seconds = (time.perf_counter() - start) / 3
+
+    progress("training a linear layer")
+    torch.manual_seed(rank())
+    layer = nn.parallel.DistributedDataParallel(nn.Linear(4, 1).to(device))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        layer(torch.randn(8, 4, device=device)).square().mean().backward()
+        optimizer.step()
+    weights = [float(value) for p in layer.parameters() for value in p.detach().flatten()]
+    found = {"total": total, "seconds": seconds, "weights": weights}
+    (folder / f"communication_{rank()}.json").write_text(json.dumps(found))
+    progress("leaving")
+    dist.destroy_process_group()
+
+
+def train_a_little(config: Config, folder: Path) -> None:
+    """A few steps of a config by its real path, then many of a small network, and the report of both.
+
+    Beside it gradients_RANK.pt, by parameter: of the first step that was not skipped, before clipping. `config` must
+    have been counted (`on_this_machine`). Raises what training raises; the report is written all the same.
+    """
+    from lightning.pytorch.callbacks import LambdaCallback
+    from rich.console import Console
+
+    from qnmixer.data.datamodule import SliceDataModule
+    from qnmixer.training.trainer import build_trainer
+
+    progress, report = Progress(folder), Report()
+    steps, growth = StepProbe(report, progress, folder), GrowthProbe(report, progress)
+    try:
+        for run, callback in (
+            (
+                _short(config, WINDOWS + _MOST_SKIPPED),
+                LambdaCallback(
+                    on_train_start=steps.start,
+                    on_train_batch_start=steps.before_batch,
+                    on_before_optimizer_step=steps.before_step,
+                    on_train_batch_end=steps.after_batch,
+                ),
+            ),
+            (_short(small_network(config), GROWTH_STEPS), LambdaCallback(on_train_batch_end=growth.after_batch)),
+        ):
+            with full_precision():
+                module = untrained(run)
+                trainer = build_trainer(run, folder, [callback], Console(quiet=True))
+                trainer.fit(module, datamodule=SliceDataModule(run.data))
+        progress("leaving")
+    except Exception as error:
+        report.error, report.diverged = _line(error), isinstance(error, FloatingPointError)
+        raise
+    finally:
+        report.write(folder)
+
+
+class StepProbe:
+    """Keeps the samples and gradients of a step, this rank's share of an epoch, and what is not finite."""
+
+    def __init__(self, report: Report, progress: Progress, folder: Path) -> None:
+        self.report, self.progress, self.folder = report, progress, folder
+        self._window: list[Number] = []
+
+    def start(self, trainer: Any, module: Any) -> None:
+        """Go through the samples of an epoch, without loading them, and watch the outputs of all modules."""
+        for part, loader in (("train", trainer.train_dataloader), ("val", trainer.datamodule.val_dataloader())):
+            self.report.shares[part] = [(pick.n, pick.weight) for batch in loader.batch_sampler for pick in batch]
+            self.report.lengths[part] = len(loader.dataset)
+        for name, child in module.network.named_modules():
+            child.register_forward_hook(partial(self._look_at, f"{name or 'network'} ({type(child).__name__})"))
+
+    def before_batch(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        """Note its samples."""
+        self.progress("steps of the network")
+        self._window += zip(batch["sample"].tolist(), batch["weight"].tolist(), strict=True)
+
+    def before_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        """Keep the gradients, if they are the first that are finite."""
+        from qnmixer.parallel.shards import whole
+
+        named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
+        gradients = {name: whole(gradient) for name, gradient in named}  # of fsdp a collective: on every rank
+        bad = [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
+        if bad:
+            self.report.n_skipped += 1
+            self.report.bad_gradient = bad[0]
+        else:
+            self.report.n_finite += 1
+            if self.report.n_finite == 1:
+                scaler = getattr(trainer.precision_plugin, "scaler", None)
+                self.report.scale = 1.0 if scaler is None else scaler.get_scale()
+                self.report.window = self._window
+                kept = {name: gradient.detach().cpu().clone() for name, gradient in gradients.items()}
+                torch.save(kept, self.folder / f"gradients_{rank()}.pt")
+        self._window = []
+
+    def after_batch(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Stop, all ranks at once, when there is enough, or when no GradScaler would mend it."""
+        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        enough = self.report.n_finite >= WINDOWS or (self.report.n_skipped > 0 and not scaled)
+        trainer.should_stop = trainer.strategy.reduce_boolean_decision(enough, all=False)
+
+    def _look_at(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self.report.not_finite is None and not all(
+            bool(torch.isfinite(leaf).all()) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)
+        ):
+            self.report.not_finite = name
+
+
+class GrowthProbe:
+    """Notes what is held at the end of each step."""
+
+    def __init__(self, report: Report, progress: Progress) -> None:
+        self.report, self.progress = report, progress
+        self._held: list[int] = []
+
+    def after_batch(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Take in a step."""
+        from qnmixer.memory.usage import read_usage
+
+        self.progress("steps of a small network")
+        if len(self._held) % _WINDOW == 0:
+            gc.collect()  # garbage in cycles grows like a leak until Python collects it
+        self._held.append(read_usage(module.device).allocated)
+        if len(self._held) == GROWTH_STEPS:
+            self.report.held = (self._held[_WARM_UP], self._held[-1])
+            self.report.leak = leak_in(self._held)
+
+
+def leak_in(held: Sequence[int]) -> tuple[int, int, int] | None:
+    """Steps, and bytes before and after them, of a steady growth of what is held after each step; None: no leak.
+
+    `LeakWatch` is for long runs. Here of each window of 10 steps the least must have risen, each time by a fifth of
+    the mean rise or more, and by 2 MiB in all. Measured on the CPU, over 40 steps: losses kept with their graphs, of
+    which backward has freed the tensors, 4.8 MiB or more; healthy runs 0.6 at most.
+    """
+    minima = [min(held[first : first + _WINDOW]) for first in range(_WARM_UP, len(held) - _WINDOW + 1, _WINDOW)]
+    rises = [after - before for before, after in pairwise(minima)]
+    growth = sum(rises)
+    if growth < 2 * 2**20 or min(rises) < growth / len(rises) / 5:
+        return None
+    return _WINDOW * len(rises), minima[0], minima[-1]
+
+
+def reference_gradients(config: Config, window: list[Number], scale: float) -> dict[str, Tensor]:
+    """The gradient of one optimizer step over these samples, by parameter, in one process and one sample at a time.
+
+    Args:
+        config: of the run with all its devices.
+        window: the samples of all of them.
+        scale: of the GradScaler, as half precision rounds differently without it.
+    """
+    from torch.utils.data import default_collate
+
+    from qnmixer.data.datamodule import SliceDataModule
+    from qnmixer.data.sampler import Pick
+    from qnmixer.parallel.precision import build_precision
+
+    device = torch.device(config.trainer.accelerator)
+    # Same gradients to the last bit, and room on one device for what a pipeline has split over several.
+    memory: MemoryConfig = RecomputeConfig(name="recompute", segment=1) if device.type == "cuda" else config.memory
+    module = untrained(replace(config, memory=memory)).to(device)
+    dataset = SliceDataModule(config.data).dataset("train")
+    autocast = build_precision(config, config.trainer.accelerator).forward_context
+    n_batches = (config.trainer.devices or 1) // devices_per_replica(config) * config.trainer.accumulate_grad_batches
+    with full_precision():
+        for number in window:
+            batch: Any = default_collate([dataset[Pick(*number)]])
+            batch |= {key: value.to(device) for key, value in batch.items() if isinstance(value, Tensor)}
+            with autocast():
+                image = module.network(module.measure(batch, "train"))
+                loss = module.batch_loss(image, batch["image"], batch["weight"])
+            (loss * (scale / n_batches)).backward()
+    return {n: p.grad.cpu() / scale for n, p in module.named_parameters() if p.grad is not None}
+
+
+def untrained(config: Config) -> Any:
+    """The ReconstructionModule of a config, the same in every process.
+
+    Its weights are moved off their start, where G is zero and nothing flows back through it.
+    """
+    import lightning as L
+
+    from qnmixer.memory.modes import apply_memory_mode
+    from qnmixer.training.module import ReconstructionModule
+
+    L.seed_everything(config.seed, workers=True, verbose=False)
+    module = ReconstructionModule(config)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(0.02 * torch.randn_like(p))
+    apply_memory_mode(module.network, config.memory)
+    return module
+
+
+def small_network(config: Config) -> Config:
+    """The same run with a network, a scan and phantoms so small that many of its steps take seconds."""
+    geometry, unit = config.geometry, math.lcm(*config.model.divisors().values())
+    T, batch = 2, 1
+    strategy = config.strategy
+    if isinstance(strategy, PipelineConfig):
+        T, batch = devices_per_replica(config) * strategy.stages_per_device, strategy.microbatch_size
+        strategy = replace(strategy, cut=None)
+    model = config.model
+    if isinstance(model, LearnedConfig):
+        model = replace(model, channels=math.lcm(2, model.n_heads) if isinstance(model, RegFormerConfig) else 8)
+    if isinstance(model, QNMixerConfig):
+        model = replace(model, n_mixer_layers=1)
+    bins = 64
+    return replace(
+        with_iterations(replace(config, model=model), T),
+        strategy=strategy,
+        geometry=replace(
+            geometry, n_views=8, n_detectors=bins, detector_pitch=geometry.detector_pitch * geometry.n_detectors / bins
+        ),
+        data=PhantomData(
+            image_size=unit * math.ceil(48 / unit),
+            batch_size=batch,
+            num_workers=0,
+            scaling=config.data.scaling,
+            hu_max=config.data.hu_max,
+            seed=config.data.seed,
+        ),
+        trainer=replace(config.trainer, accumulate_grad_batches=1),
+    )
+
+
+def _short(config: Config, n_steps: int) -> Config:
+    """A run of so many optimizer steps, without validation and tracker."""
+    trainer = replace(
+        config.trainer, max_steps=n_steps, max_epochs=None, val_every_n_steps=None, limit_val_batches=0,
+        log_every_n_steps=n_steps,
+    )  # fmt: skip
+    return replace(config, trainer=trainer, logger=LoggerConfig(name="csv"), finetune=None, resume=None)
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """No TF32 inside, whose rounding depends on the size of the batch."""
+    before = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+    torch.backends.cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before[0]
+        torch.set_float32_matmul_precision(before[1])
+
+
+def _line(error: BaseException) -> str:
+    """An error in one line, for the user if it is one that the user can mend."""
+    text = explain(error, "doctor") or f"{type(error).__name__}: {error}"
+    return text.strip().splitlines()[0]
+
+
+def main(path: Path) -> None:
+    """Be one rank of the job that is written down there."""
+    die_with_parent()
+    job = json.loads(path.read_text())
+    folder = Path(job["folder"])
+    log = os.open(folder / f"log_{rank()}.txt", os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):  # a checklist is no place for the warnings of libraries
+        os.dup2(log, stream)
+    work: Callable[[], None] = partial(communicate, job["accelerator"], folder, job["patience"])
+    if job["config"] is not None:
+        work = partial(train_a_little, parse(job["config"]), folder)
+    try:
+        work()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BaseException as error:
+        leave(error, _line(error))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

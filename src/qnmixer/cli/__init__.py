@@ -1,0 +1,7 @@
+"""How every command starts and ends."""
+
+from qnmixer.cli.explain import explain
+from qnmixer.cli.run import TRACEBACK, run
+from qnmixer.config.compose import compose
+
+__all__ = ["TRACEBACK", "compose", "explain", "run"]

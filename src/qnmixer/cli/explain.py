@@ -1,0 +1,74 @@
+"""The one line for an error: what is wrong, and how to mend it."""
+
+import errno
+import re
+
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from qnmixer.config import flat_keys, unknown_key
+from qnmixer.config.compose import CONF, compose
+from qnmixer.config.option import suggest
+from qnmixer.errors import UserError
+
+
+def explain(error: BaseException, config_name: str) -> str | None:
+    """The one line for an error that a user can mend; None for one that is a bug of ours."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" writing {error.filename}" if error.filename else ""
+        return f"the disk is full{where}: free some space, or choose another folder (hydra.run.dir=…, output=…)"
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS):
+        return f"no permission for {error.filename}: choose a place that you may use (hydra.run.dir=…, output=…)"
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return f"{str(error.filename)[:60]}… is too long a name: choose a shorter hydra.run.dir or hydra.sweep.subdir"
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for this
+        return (
+            f"out of memory ({str(error).splitlines()[0]}): lower data.batch_size, model.n_iterations or "
+            "model.channels, or set trainer.precision=16-mixed"
+        )
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return f"{error.filename} is a file where a folder must be: choose another (hydra.run.dir=…, output=…)"
+    if isinstance(error, FloatingPointError):
+        return f"{error}: lower optimizer.lr, or look at train/grad_norm in metrics.csv"
+    if type(error).__module__.startswith("wandb."):
+        return f"W&B: {error}: run `wandb login` once, or leave logger.mode=offline"
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        return _explain_composition(error, config_name)
+    return None
+
+
+def _explain_composition(error: Exception, config_name: str) -> str:
+    if isinstance(error, OverrideParseException):
+        if "missing EQUAL" in error.message:
+            return f"{error.override} is not KEY=VALUE: write {error.override}=… without blanks around the ="
+        return (
+            f"{error.override} cannot be read: put quotes around a value with brackets, commas or quotes: 'key=\"a,b\"'"
+        )
+    text = " ".join(str(error).split())
+    if found := re.search(r"Could not load '(hydra/\w+)/(optuna|submitit|ray)", text):
+        extra = {"optuna": "search", "submitit": "slurm", "ray": "ray"}[found[2]]
+        return f'this {found[1]} is a plugin that is not installed here: pip install -e ".[{extra}]"'
+    if isinstance(error, MissingConfigException) and (found := re.search(r"Could not find '([^']+)/([^'/]+)'", text)):
+        group, name = found.groups()
+        options = [path.stem for path in sorted((CONF / group).glob("*.yaml"))]
+        if options:
+            return f"{group}={name} does not exist: {suggest(name, options)}"
+    if isinstance(error, ConfigCompositionException) and (
+        found := re.search(r"Could not (?:override|append[^']*|delete from config\.) '([^']+)'", text)
+    ):
+        key = found.group(1).lstrip("+~").split("=")[0].split("@")[0]
+        groups = [path.name for path in CONF.iterdir() if path.is_dir()]
+        if config_name not in ("train", "plan", "doctor") and key.split(".")[0] in groups:
+            return f"{key} is fixed by the run, which {config_name} takes it from: leave it out"
+        return str(unknown_key(key, [*groups, *known_keys(config_name)]))
+    return text
+
+
+def known_keys(config_name: str) -> list[str]:
+    """Dotted names of all keys of a command, groups included."""
+    values = OmegaConf.to_container(compose(config_name, []), resolve=False)
+    assert isinstance(values, dict)
+    return list(flat_keys({str(key): value for key, value in values.items()}))

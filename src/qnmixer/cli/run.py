@@ -1,0 +1,148 @@
+"""How every command starts and how every error ends: one line, a non-zero exit, no traceback unless asked for."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from omegaconf import DictConfig
+
+from qnmixer.cli.explain import explain, known_keys
+from qnmixer.cli.help import usage
+from qnmixer.config import unknown_key
+from qnmixer.config.compose import CONF, compose, compose_sweep
+from qnmixer.errors import ConfigError, Stopped
+from qnmixer.processes.ranks import is_rank, rank, world_size
+
+TRACEBACK = "HYDRA_FULL_ERROR"
+_SWEEP = {"-m", "--multirun"}
+
+
+def run(
+    task: Callable[[DictConfig], object],
+    check: Callable[[DictConfig], object],
+    config_name: str,
+    sweep: Callable[[list[str], DictConfig], AbstractContextManager[str]] | None = None,
+    complete: Callable[[list[str]], list[str]] = list,
+) -> None:
+    """Run a command: compose its config, `check` it before any folder is made, then hand it to `task`.
+
+    Args:
+        task: the command.
+        check: raises UserError for a config that the task would refuse.
+        config_name: its file in `conf/`.
+        sweep: what surrounds several runs of it (`-m`), given the overrides and the config that they begin with; yields
+            one more override. None: they only follow each other.
+        complete: the arguments to run with, from those that were given.
+    """
+    asked_for_traceback = os.environ.get(TRACEBACK) == "1"
+    try:
+        with _handing_on_exceptions():
+            _run(task, check, config_name, sweep or (lambda *_: nullcontext("hydra.mode=MULTIRUN")), complete)
+    except KeyboardInterrupt as stop:
+        _fail(str(stop) or "interrupted", stop.code if isinstance(stop, Stopped) else 130)
+    except Exception as error:
+        if asked_for_traceback:
+            raise
+        line = explain(error, config_name)
+        if line is None:
+            raise
+        for note in getattr(error, "__notes__", ()):  # where in a rank the error was
+            print(note, file=sys.stderr)
+        _fail(f"error: {line}", 1)
+
+
+def _run(
+    task: Callable[[DictConfig], object],
+    check: Callable[[DictConfig], object],
+    config_name: str,
+    sweep: Callable[[list[str], DictConfig], AbstractContextManager[str]],
+    complete: Callable[[list[str]], list[str]],
+) -> None:
+    sys.argv[1:] = complete(sys.argv[1:])
+    if is_rank():
+        sys.argv[1:] = _overrides_of_rank(sys.argv[1:])
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in _SWEEP)  # where Hydra wants them
+    _check_flags(sys.argv[1:], config_name)
+    overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
+    flags = {argument for argument in sys.argv[1:] if argument.startswith("-")}
+    if flags & {"--help", "-h"}:
+        print(usage(compose(config_name, overrides, with_hydra=True), CONF, config_name))
+        return
+    failures: list[Exception] = []
+    command = hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(_keeping(task, failures))
+    if flags & _SWEEP or "hydra.mode=MULTIRUN" in overrides:
+        if further := sorted(flags - _SWEEP):
+            raise ConfigError(f"a sweep takes no further flag: leave out {' '.join(further)}")
+        with sweep(overrides, compose_sweep(config_name, overrides)) as one_more:
+            sys.argv.append(one_more)
+            command()
+    else:
+        if not flags:
+            check(compose(config_name, overrides))
+        command()
+    if failures:
+        raise failures[0]
+
+
+def _check_flags(arguments: list[str], config_name: str) -> None:
+    """Raise ConfigError for a flag that Hydra does not have, such as `--lr 3`."""
+    parser = get_args_parser()
+    parser.exit_on_error = False
+    try:
+        _, unknown = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error}: --hydra-help lists these flags") from error
+    for word in unknown:
+        key, equal, _ = word.lstrip("-").partition("=")
+        known = [*known_keys(config_name)]
+        hint = f"write {word.lstrip('-')}{'' if equal else '=…'}" if key in known else str(unknown_key(key, known))
+        raise ConfigError(f"{word} is not an option: {hint}")
+
+
+@contextmanager
+def _handing_on_exceptions() -> Iterator[None]:
+    """Where Hydra hands exceptions on instead of printing them, which this variable of its own makes it do."""
+    before = os.environ.get(TRACEBACK)
+    os.environ[TRACEBACK] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[TRACEBACK]
+        else:
+            os.environ[TRACEBACK] = before
+
+
+def _overrides_of_rank(overrides: list[str]) -> list[str]:
+    """What Hydra is to get in one of several processes; ConfigError where each would make a folder of its own."""
+    if _SWEEP & {*overrides}:
+        raise ConfigError("a sweep starts processes of its own for each job: run it without torchrun or srun")
+    if not any(override.startswith("hydra.run.dir=") for override in overrides):
+        raise ConfigError(
+            f"this is process {rank()} of {world_size()}, and each would make a run folder of its own: "
+            "give all of them the same hydra.run.dir=FOLDER"
+        )
+    return overrides if rank() == 0 else [*overrides, "hydra.output_subdir=null"]
+
+
+def _keeping(task: Callable[[DictConfig], object], failures: list[Exception]) -> Callable[[DictConfig], object]:
+    """Keep what a job raises for `run`: Hydra would add lines of its own, and end a sweep at its first failure."""
+
+    def job(cfg: DictConfig) -> object:
+        try:
+            return task(cfg)
+        except Exception as error:
+            failures.append(error)
+            return None
+
+    job.__module__ = task.__module__
+    return job
+
+
+def _fail(line: str, code: int) -> None:
+    print(line, file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,236 @@
+"""What the configs of the other six commands may say."""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from qnmixer.config.data import AsTrained, DataConfig, FolderData
+from qnmixer.config.evaluation import EvaluationConfig, check_window
+from qnmixer.config.groups import GROUPS
+from qnmixer.config.model import LearnedConfig
+from qnmixer.config.noise import NoiseConfig
+from qnmixer.config.option import number, one_of, suggest
+from qnmixer.config.run import MAX_SEED, Config, parse, parse_section, plain_values, schema_of
+from qnmixer.errors import ConfigError
+from qnmixer.files import check_there
+from qnmixer.weights import SUFFIX
+
+DEVICES = {
+    "V100-16": 16160.0,
+    "V100-32": 32510.0,
+    "A100-40": 40536.0,
+    "A100-80": 81251.0,
+    "H100": 81559.0,
+    "RTX4090": 24564.0,
+    "RTX5090": 32607.0,
+}
+"""MiB that the driver reports."""
+
+
+@dataclass(kw_only=True)
+class EvaluateRootConfig:
+    """What stands at the root of the config of `qnmixer.evaluate`."""
+
+    run: str
+    checkpoint: str = one_of("best", "last")
+    split: str = one_of("train", "val", "test")
+    accelerator: str = one_of("auto", "cpu", "gpu", "cuda")
+
+
+@dataclass(kw_only=True)
+class EvaluateConfig(EvaluateRootConfig):
+    """One evaluation, checked."""
+
+    data: DataConfig | AsTrained
+    noise: NoiseConfig | None  # None: as the run was trained
+    evaluation: EvaluationConfig
+
+
+@dataclass(kw_only=True)
+class CompareRootConfig:
+    """What stands at the root of the config of `qnmixer.compare`."""
+
+    sweep: str
+    tests: list[str] | None  # names in sets; None: all of them that need no folder, or have it
+    root: str | None
+    sets: dict[str, list[str]]  # name of a test → its overrides of what the runs were trained with
+    split: str = one_of("val", "test")
+    checkpoint: str = one_of("best", "last")
+    seed: int = number(at_least=0, at_most=MAX_SEED)  # of test phantoms and noise
+    accelerator: str = one_of("auto", "cpu", "gpu", "cuda")
+    output: str | None
+
+
+@dataclass(kw_only=True)
+class CompareConfig(CompareRootConfig):
+    """One comparison, checked; `sets` holds the chosen tests only."""
+
+    evaluation: EvaluationConfig
+
+
+@dataclass(kw_only=True)
+class PlanRootConfig:
+    """What `qnmixer.plan` takes beside the config of a training run."""
+
+    format: str = one_of("table", "json", "levers")
+    device: str | None  # None: all that are known
+
+
+@dataclass(kw_only=True)
+class PlanConfig(PlanRootConfig):
+    """One plan, checked."""
+
+    run: Config
+
+
+@dataclass(kw_only=True)
+class DoctorRootConfig:
+    """What `qnmixer.doctor` takes beside the config of a training run."""
+
+    format: str = one_of("table", "json")
+
+
+@dataclass(kw_only=True)
+class DoctorConfig(DoctorRootConfig):
+    """One checkup, checked."""
+
+    run: Config
+
+
+@dataclass(kw_only=True)
+class ReconstructConfig:
+    """One call of `qnmixer.reconstruct`."""
+
+    run: str
+    input: str
+    output: str
+    kind: str = one_of("auto", "slices", "sinograms")
+    formats: list[str]
+    window: list[float]  # HU
+    unit: str = one_of("attenuation", "value")
+    water_attenuation: float = number(above=0)  # 1/mm
+    detector_pitch: float | None = number(above=0)  # mm, of the scan; None: the run's
+    angle_span: float | None = number(above=0)  # radians, of the scan; None: the run's
+    checkpoint: str = one_of("best", "last")
+    accelerator: str = one_of("auto", "cpu", "gpu", "cuda")
+    batch_size: int | None = number(at_least=1)  # None: as suits the device
+    precision: str = one_of("32", "16-mixed", "bf16-mixed")
+
+
+@dataclass(kw_only=True)
+class ExportConfig:
+    """One call of `qnmixer.export`."""
+
+    run: str
+    output: str
+    sources: str | None
+
+
+def parse_evaluate(cfg: DictConfig) -> EvaluateConfig:
+    """Typed and checked config of `qnmixer.evaluate`; raises ConfigError."""
+    values = plain_values(cfg)
+    data, noise = values["data"], values["noise"]
+    of_data = AsTrained if data["name"] == "as_trained" else schema_of("data", data)
+    sections: dict[str, Any] = {
+        "data": parse_section("data", of_data, data, values),
+        "noise": None
+        if noise["name"] == "as_trained"
+        else parse_section("noise", schema_of("noise", noise), noise, values),
+    }
+    sections["evaluation"] = parse_section("evaluation", EvaluationConfig, values["evaluation"], values)
+    rest = parse_section("", EvaluateRootConfig, {k: v for k, v in values.items() if k not in sections}, values)
+    check_window("evaluation.window", sections["evaluation"].window)
+    return EvaluateConfig(**vars(rest), **sections)
+
+
+def parse_compare(cfg: DictConfig) -> CompareConfig:
+    """Typed and checked config of `qnmixer.compare`; raises ConfigError."""
+    values = plain_values(cfg)
+    evaluation: EvaluationConfig = parse_section("evaluation", EvaluationConfig, values.pop("evaluation"), values)
+    check_window("evaluation.window", evaluation.window)
+    root: CompareRootConfig = parse_section("", CompareRootConfig, values, values)
+    wanted = root.sets if root.tests is None else root.tests
+    for name in wanted:
+        if name not in root.sets:
+            raise ConfigError(f"tests: {name} is not known: {suggest(name, root.sets)}, or give it to sets.{name}=[…]")
+        if root.root is None and root.tests is not None and needs_root(root.sets[name]):
+            raise ConfigError(f"tests: {name} needs a folder of slices: give it as root=/path/to/slices")
+    root.sets = {name: root.sets[name] for name in wanted if root.root is not None or not needs_root(root.sets[name])}
+    if not root.sets:
+        raise ConfigError("no tests are left: give tests=[as_trained], or leave it out")
+    return CompareConfig(**vars(root), evaluation=evaluation)
+
+
+def needs_root(overrides: list[str]) -> bool:
+    """Whether the overrides of a test choose slices from a folder that they do not name."""
+    chosen = dict(override.split("=", 1) for override in overrides if "=" in override)
+    return issubclass(GROUPS["data"].get(chosen.get("data", ""), object), FolderData) and "data.root" not in chosen
+
+
+def parse_plan(cfg: DictConfig) -> PlanConfig:
+    """Typed and checked config of `qnmixer.plan`; raises ConfigError."""
+    if isinstance(cfg.get("data"), DictConfig) and OmegaConf.is_missing(cfg.data, "root"):
+        cfg = OmegaConf.merge(cfg, {"data": {"root": "."}})  # type: ignore[assignment]  # a plan reads no data
+    values = plain_values(cfg)
+    own = {f.name: values.pop(f.name) for f in fields(PlanRootConfig) if f.name in values}
+    root: PlanRootConfig = parse_section("", PlanRootConfig, own, own)
+    if root.device is not None:
+        device_memory(root.device)
+    return PlanConfig(**vars(root), run=_parse_training(values, "plan"))
+
+
+def parse_doctor(cfg: DictConfig) -> DoctorConfig:
+    """Typed and checked config of `qnmixer.doctor`; raises ConfigError."""
+    values = plain_values(cfg)
+    own = {f.name: values.pop(f.name) for f in fields(DoctorRootConfig) if f.name in values}
+    root: DoctorRootConfig = parse_section("", DoctorRootConfig, own, own)
+    return DoctorConfig(**vars(root), run=_parse_training(values, "try"))
+
+
+def _parse_training(values: dict[str, Any], what: str) -> Config:
+    """The config of a run that has training steps."""
+    config = parse(values)
+    if not isinstance(config.model, LearnedConfig):
+        raise ConfigError(
+            f"model={config.model.name} has no weights, so there is no training step to {what}: choose another model"
+        )
+    return config
+
+
+def device_memory(name: str) -> float:
+    """Memory of a named device, or of "24" or "24GB", in MiB. Raises ConfigError for neither."""
+    if name in DEVICES:
+        return DEVICES[name]
+    try:
+        size = float(name.lower().removesuffix("gb"))
+    except ValueError:
+        size = 0.0
+    if not (0 < size < math.inf):
+        raise ConfigError(f"device={name} is not known: {suggest(name, DEVICES)}, or give a size in GB (device=24)")
+    return 1024 * size
+
+
+def parse_reconstruct(cfg: DictConfig) -> ReconstructConfig:
+    """Typed and checked config of `qnmixer.reconstruct`; raises ConfigError."""
+    values = plain_values(cfg)
+    config: ReconstructConfig = parse_section("", ReconstructConfig, values, values)
+    if not config.formats:
+        raise ConfigError("formats=[] would write nothing: give some of dicom, npy, png")
+    for name in config.formats:
+        if name not in ("dicom", "npy", "png"):
+            raise ConfigError(f"formats: {name} is not known: {suggest(name, ('dicom', 'npy', 'png'))}")
+    check_window("window", config.window)
+    return config
+
+
+def parse_export(cfg: DictConfig) -> ExportConfig:
+    """Typed and checked config of `qnmixer.export`; raises ConfigError."""
+    values = plain_values(cfg)
+    config: ExportConfig = parse_section("", ExportConfig, values, values)
+    if not config.output.endswith(SUFFIX):
+        raise ConfigError(f"output={config.output} is no weights file: give a name that ends in {SUFFIX}")
+    if config.sources is not None:
+        check_there("sources", config.sources, "a Markdown file on the slices, for the card")
+    return config

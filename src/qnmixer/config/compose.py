@@ -1,0 +1,52 @@
+"""The composed config of a command, from conf/ and overrides."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override, ValueType
+from omegaconf import DictConfig
+
+from qnmixer.errors import ConfigError
+
+CONF = Path(__file__).resolve().parents[3] / "conf"
+
+
+def compose(config_name: str, overrides: list[str], with_hydra: bool = False) -> DictConfig:
+    """The config of a command, without running anything; `with_hydra`: and Hydra's own."""
+    if not CONF.is_dir():
+        raise ConfigError(f"no configs at {CONF}: install with `pip install -e .` from a clone of the repository")
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        try:
+            return hydra.compose(config_name, overrides, return_hydra_config=with_hydra)
+        except (ValueError, TypeError) as error:  # Hydra's answer to data=null, trainer=3 or model=[1]
+            groups = " ".join(o for o in overrides if (CONF / o.partition("=")[0]).is_dir())
+            raise ConfigError(f"{groups}: a group takes the name of one of its options, as in data=dicom") from error
+
+
+def compose_sweep(config_name: str, overrides: list[str]) -> DictConfig:
+    """The config that the jobs of a sweep begin with, Hydra's own included.
+
+    Every value is tried with the first one of all others, so that a misspelt one is told before the first job.
+    """
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    # A glob finds what there is.
+    values = [list(_values(override)) for override in parsed if override.value_type != ValueType.GLOB_CHOICE_SWEEP]
+    first = [its[0] for its in values]
+    for i, its in enumerate(values):
+        for value in its[1:]:
+            compose(config_name, [*first[:i], value, *first[i + 1 :]])
+    return compose(config_name, first, with_hydra=True)
+
+
+def _values(override: Override) -> Iterator[str]:
+    """One override for each value that a sweep gives a key; of an interval, its start."""
+    if override.is_discrete_sweep():
+        yield from (f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator())
+    elif isinstance(interval := override.value(), IntervalSweep):
+        yield f"{override.get_key_element()}={interval.start}"
+    else:
+        yield override.input_line or ""

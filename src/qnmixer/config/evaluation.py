@@ -1,0 +1,20 @@
+"""What `evaluation` may say: what is measured on a split, and what is drawn."""
+
+from dataclasses import dataclass
+
+from qnmixer.config.option import number
+from qnmixer.errors import ConfigError
+
+
+@dataclass(kw_only=True)
+class EvaluationConfig:
+    """What is measured on a split, and what is drawn."""
+
+    window: list[float]  # HU, [low, high]
+    n_pictures: int = number(at_least=1)
+
+
+def check_window(key: str, window: list[float]) -> None:
+    """Raise ConfigError unless this is [low, high]."""
+    if len(window) != 2 or window[0] >= window[1]:
+        raise ConfigError(f"{key}={window} is not [low, high] in HU: give for example [-160,240]")

@@ -1,0 +1,21 @@
+"""What `geometry` may say: the scan."""
+
+from dataclasses import dataclass
+
+from qnmixer.config.option import number, one_of
+
+
+@dataclass(kw_only=True)
+class GeometryConfig:
+    """Fan-beam scan, mm and radians; pixel_size follows as field_of_view / data.image_size."""
+
+    name: str
+    field_of_view: float = number(above=0)
+    n_views: int = number(at_least=1)
+    n_detectors: int = number(at_least=1)
+    detector_pitch: float = number(above=0)
+    source_to_axis: float = number(above=0)
+    axis_to_detector: float
+    first_angle: float | None  # None: half a step between views
+    angle_span: float
+    fbp_filter: str = one_of("ramp", "shepp-logan", "cosine", "hamming", "hann")

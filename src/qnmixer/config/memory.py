@@ -1,0 +1,19 @@
+"""What `memory` may say: where the graph of the iterations stays until backward."""
+
+from dataclasses import dataclass
+
+from qnmixer.config.option import number
+
+
+@dataclass(kw_only=True)
+class MemoryConfig:
+    """Where the graph of the iterations stays until backward."""
+
+    name: str
+
+
+@dataclass(kw_only=True)
+class RecomputeConfig(MemoryConfig):
+    """Built again in backward."""
+
+    segment: int = number(at_least=1)

@@ -1,0 +1,22 @@
+"""Overrides as they stand on a command line: their keys and values, and how a path is written in one."""
+
+from pathlib import Path
+
+
+def quoted(path: Path) -> str:
+    """A path as Hydra takes it on its command line, whatever is in it."""
+    text = str(path)
+    if all(c.isalnum() or c in "/-_.:" for c in text):
+        return text
+    return "'" + text.replace("'", "\\'") + "'"
+
+
+def values_of(overrides: list[str]) -> dict[str, str]:
+    """Values of overrides by key, without quotes."""
+    pairs = [(key_of(override), override.partition("=")[2]) for override in overrides]
+    return {key: value.strip("'\"").replace("\\'", "'") for key, value in pairs}
+
+
+def key_of(override: str) -> str:
+    """The key of an override, without the signs that Hydra has before it."""
+    return override.lstrip("+~").partition("=")[0]

@@ -1,0 +1,21 @@
+"""What `schedule` may say: how the learning rate goes over a run."""
+
+from dataclasses import dataclass
+
+from qnmixer.config.option import number
+
+
+@dataclass(kw_only=True)
+class ScheduleConfig:
+    """How the learning rate goes over the run; fractions are of all optimizer steps."""
+
+    name: str
+    warmup: float = number(at_least=0, at_most=1)
+
+
+@dataclass(kw_only=True)
+class StepScheduleConfig(ScheduleConfig):
+    """× factor once, at `at` of the run."""
+
+    at: float = number(above=0, at_most=1)
+    factor: float = number(above=0)

@@ -1,0 +1,237 @@
+"""Every job of a sweep on the same slices, from the same noisy sinograms, and what each method costs."""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import mean, median
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from qnmixer.checkpoints.reading import find_checkpoint, load_weights, read_checkpoint
+from qnmixer.checkpoints.weights_file import digest_of_weights
+from qnmixer.config import (
+    CompareConfig,
+    Config,
+    check_noise,
+    effective_batch,
+    needs_root,
+    override,
+    parse_evaluate,
+    to_plain,
+)
+from qnmixer.config.compose import compose
+from qnmixer.config.data import DataConfig, PhantomData
+from qnmixer.config.overrides import quoted
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.errors import CheckpointError, ConfigError, DataError, first_line
+from qnmixer.evaluation.evaluate import ImageScore, evaluate, shown_iterates
+from qnmixer.evaluation.methods import ComparedJob, ComparedMethod, Comparison, Cost, methods_of
+from qnmixer.evaluation.slices import other_slices, pictured
+from qnmixer.files import write_text
+from qnmixer.optimization.metrics import psnr, ssim
+from qnmixer.reconstructor import Batch, Reconstructor, choose_device, method_name, to_hu
+from qnmixer.reports.page import PageMethod, PageSlice
+from qnmixer.tracking.loggers import device_name
+from qnmixer.tracking.metrics_file import read_metrics
+from qnmixer.tracking.results import duration, git_commit, versions
+
+FBP = "FBP"
+_TIMED = 5  # reconstructions, of which the median counts
+_SECONDS_TO_TIME = 10.0
+# Of the data's config: what makes no difference to a slice that is tested.
+_NOT_OF_TEST = {"batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir", "seed", "augment"}
+_NOT_OF_TEST |= {"n_train", "n_val", "train_slices"}
+
+
+def compare(config: CompareConfig, sweep: Path, output: Path, console: Console) -> Comparison:
+    """Measure every job of a sweep that is done.
+
+    What a network reached on a test is kept below `output`, and taken from there as long as its weights, the test and
+    the code of this repository are the same: who changes files of their own deletes it.
+
+    Raises ConfigError where no job is done, DataError where no test can be made.
+    """
+    methods = methods_of(sweep, config.checkpoint)
+    if not any(method.done for method in methods):
+        jobs = [f"job {job.folder.name}: {job.problem}" for method in methods for job in method.jobs]
+        raise ConfigError(f"no job of {sweep} is done ({'; '.join(jobs[:3]) or 'there is none'}): train them first")
+    measuring = _Measuring(config, output / "evaluations", methods)
+    tests, notes = [], []
+    for test in config.sets:
+        try:
+            line = measuring.run(test, console)
+            tests.append(test)
+        except (CheckpointError, ConfigError, DataError) as error:
+            line = f"{test} is left out: {first_line(error)}"
+            notes.append(line)
+            for method in methods:
+                method.measured.pop(test, None)
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    if not tests:
+        raise DataError(notes[0])
+    methods.sort(key=lambda method: method.psnr(tests[0]), reverse=True)
+    slices = measuring.look(tests)
+    return Comparison(sweep, tests, methods, slices, notes, device_name(measuring.device.type))
+
+
+class _Measuring:
+    """The jobs of a sweep while they are measured; `methods` gets what is found."""
+
+    def __init__(self, config: CompareConfig, kept: Path, methods: list[ComparedMethod]) -> None:
+        self.config, self.kept, self.methods = config, kept, methods
+        self.device = choose_device(config.accelerator)
+        self._code = git_commit() or versions()["qnmixer"]
+        names = {method_name(job.config) for method in methods for job in method.jobs if job.config is not None}
+        self._fbp = None if FBP in names else ComparedMethod(FBP, [])
+        if self._fbp is not None:
+            methods.append(self._fbp)
+
+    def run(self, test: str, console: Console) -> str:
+        """Measure all jobs on one test; returns a line on how it went.
+
+        Raises ConfigError or DataError for a test that cannot be made.
+        """
+        start, n_before = time.monotonic(), 0
+        jobs = [(method, job) for method in self.methods for job in method.done]
+        quiet = not console.is_terminal
+        for method, job in track(jobs, description=test, console=console, transient=True, disable=quiet):
+            config = self._config(job, test)
+            scores, before = self._scores(job, config)
+            n_before += before
+            by_name = {name: [s for s in scores if s.method == name] for name in (FBP, method_name(config))}
+            method.measured.setdefault(test, {})[job.seeds] = by_name[method_name(config)]
+            method.scans[test] = digest(tested_scan(config))
+            if self._fbp is not None:
+                self._fbp.measured.setdefault(test, {(0, 0): by_name[FBP]})
+                self._fbp.scans.setdefault(test, method.scans[test])
+        if self._fbp is not None and len({method.scans[test] for method in self.methods if method.measured}) > 1:
+            self._fbp.measured.pop(test)  # it would be one of several
+        n_images = max((len(scores) for m in self.methods for scores in m.measured.get(test, {}).values()), default=0)
+        again = f" ({n_before} of them before)" if n_before else ""
+        return f"{test}: {len(jobs)} jobs on {n_images} slices{again}, {duration(time.monotonic() - start)}"
+
+    def look(self, tests: list[str]) -> dict[str, list[PageSlice]]:
+        """Slices by all methods, several of the first test and one of each other, and what each method costs."""
+        slices: dict[tuple[str, int], PageSlice] = {}
+        first = next(job for method in self.methods for job in method.done)
+        for method in self.methods:
+            if not method.measured:
+                continue
+            job = min(method.done, key=lambda job: job.seeds, default=first)
+            for test in tests:
+                config = self._config(job, test)
+                module, dataset = self._module(job, config), SliceDataModule(config.data).dataset(self.config.split)
+                n_pictures = self.config.evaluation.n_pictures if test == tests[0] else 1
+                for index in sorted(pictured(len(dataset), n_pictures)):
+                    batch: Batch = move_data_to_device(default_collate([dataset[index]]), self.device)
+                    truth, name = to_hu(batch, batch["image"])[0, 0].cpu(), batch["name"][0]
+                    y = module.measure(batch, "test")
+                    if method.cost is None:
+                        method.cost = _cost(method, module, y)
+                    of = slices.setdefault((test, index), PageSlice(name, truth, []))
+                    if of.name == name and of.truth is not None and of.truth.shape == truth.shape:
+                        of.methods.append(_reconstructed(method, module, batch, y))
+        return {test: [it for (of, _), it in slices.items() if of == test] for test in tests}
+
+    def _config(self, job: ComparedJob, test: str) -> Config:
+        """What a job was trained with, but for what a test is about; its phantoms and noise by the test's seed."""
+        assert job.config is not None
+        overrides, trained = self.config.sets[test], job.config
+        try:
+            if any(item.startswith("data=") for item in overrides):
+                if needs_root(overrides):
+                    overrides = [*overrides, f"data.root={quoted(Path(str(self.config.root)))}"]
+                chosen = parse_evaluate(compose("evaluate", ["run=.", *overrides]))
+                assert isinstance(chosen.data, DataConfig)
+                data = other_slices(chosen.data, trained, overrides)
+                config = replace(trained, data=data, noise=chosen.noise or trained.noise)
+                check_noise(config.noise, config.data.scaling)
+            else:
+                config = override(trained, " ".join(overrides))
+        except ConfigError as error:
+            raise ConfigError(f"{error} (sets.{test})") from error
+        if isinstance(config.data, PhantomData):
+            config.data = replace(config.data, seed=self.config.seed)
+        return replace(config, seed=self.config.seed)
+
+    def _scores(self, job: ComparedJob, config: Config) -> tuple[list[ImageScore], bool]:
+        """A job on one test, and whether that has been measured before."""
+        split, window = self.config.split, self.config.evaluation.window
+        checkpoint = find_checkpoint(job.folder, self.config.checkpoint)
+        weights = digest_of_weights(read_checkpoint(checkpoint)[1])
+        what = [self._code, weights, to_plain(config), split, window, self.device.type]
+        path = self.kept / f"{digest(what)}.json"
+        if path.is_file():
+            return [ImageScore(**score) for score in json.loads(path.read_text())], True
+        data = SliceDataModule(config.data)
+        scores = evaluate(self._module(job, config), data, split, self.config.evaluation, self.device).scores
+        write_text(path, json.dumps([asdict(score) for score in scores]) + "\n")
+        return scores, False
+
+    def _module(self, job: ComparedJob, config: Config) -> Reconstructor:
+        module = Reconstructor(config)
+        load_weights(module, find_checkpoint(job.folder, self.config.checkpoint))
+        return module.to(self.device).eval()
+
+
+@torch.no_grad()
+def _reconstructed(method: ComparedMethod, module: Reconstructor, batch: Batch, y: Tensor) -> PageMethod:
+    images = shown_iterates(module.network, y) if method.jobs else [module.projector.fbp(y)]
+    quality = f"{psnr(images[-1], batch['image']).item():.2f} dB / {100 * ssim(images[-1], batch['image']).item():.2f}"
+    return PageMethod(method.name, [to_hu(batch, image)[0, 0].cpu() for image in images], quality)
+
+
+def _cost(method: ComparedMethod, module: Reconstructor, y: Tensor) -> Cost:
+    done = method.done
+    parameters = sum(p.numel() for p in module.network.parameters()) if done else 0
+    seconds = [job.results["seconds"] for job in done]
+    memory = [job.results.get("memory", {}).get("measured_step") for job in done]
+    rows = [(job, row) for job in done for row in read_metrics(job.folder / "metrics.csv")]
+    steps = [
+        effective_batch(job.config) / float(speed)
+        for job, row in rows
+        if job.config is not None and (speed := row.get("train/samples_per_second"))
+    ]
+    norms = [float(norm) for _, row in rows if (norm := row.get("train/grad_norm_max"))]
+    return Cost(
+        parameters=parameters,
+        train_seconds=mean(seconds) if seconds else None,
+        step_seconds=median(steps) if steps else None,
+        step_mib=max((mib for mib in memory if mib is not None), default=None),
+        inference_seconds=_seconds_of(module.network if done else module.projector.fbp, y),
+        largest_gradient=max(norms, default=None),
+    )
+
+
+@torch.no_grad()
+def _seconds_of(reconstruct: Callable[[Tensor], object], y: Tensor) -> float:
+    """Median time of a reconstruction, after one that does not count."""
+    times: list[float] = []
+    while len(times) <= _TIMED and (len(times) < 2 or sum(times) < _SECONDS_TO_TIME):
+        start = time.perf_counter()
+        reconstruct(y)
+        if y.is_cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return median(times[1:])
+
+
+def tested_scan(config: Config) -> object:
+    """What the sinograms of a test come from, as far as methods may not differ in it to be held against each other."""
+    plain = to_plain(config)
+    data = {key: value for key, value in plain["data"].items() if key not in _NOT_OF_TEST}
+    geometry = {key: value for key, value in plain["geometry"].items() if key != "fbp_filter"}
+    return [geometry, plain["noise"], data]
+
+
+def digest(what: object) -> str:
+    """A name for what can be written as JSON."""
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,281 @@
+"""FBP against the network on a split: a figure per image, a table, a picture."""
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from qnmixer.checkpoints.reading import load_run
+from qnmixer.checkpoints.weights_file import digest_of_weights
+from qnmixer.config import Config, EvaluateConfig, EvaluationConfig, check_noise, to_plain
+from qnmixer.config.data import AsTrained, DataConfig, FolderData
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.evaluation.slices import as_trained, other_slices, pictured
+from qnmixer.files import write_text
+from qnmixer.models import UnrolledNetwork
+from qnmixer.optimization.metrics import psnr, ssim, to_window
+from qnmixer.processes.ranks import rank
+from qnmixer.reconstructor import Batch, Reconstructor, build_noise, choose_device, to_hu
+from qnmixer.reports.page import PageMethod, PageSlice, PageTable, write_page
+from qnmixer.reports.pictures import Panel, Row, draw_comparison
+from qnmixer.tracking.loggers import device_name
+from qnmixer.tracking.results import git_commit, results, versions
+
+_MOST_ITERATIONS = 50  # whose images a page has room for
+METRICS = {"psnr": "PSNR, dB", "ssim": "SSIM × 100", "window_psnr": "PSNR in window", "window_ssim": "SSIM in window"}
+
+
+@dataclass
+class ImageScore:
+    """What one method reached on one slice; SSIM × 100."""
+
+    slice: str
+    method: str
+    psnr: float
+    ssim: float
+    window_psnr: float
+    window_ssim: float
+    constant: bool = False
+
+
+@dataclass
+class Evaluation:
+    """All scores of a split, and some of its slices to look at."""
+
+    scores: list[ImageScore]
+    slices: list[PageSlice]
+
+    @property
+    def rows(self) -> list[Row]:
+        """The slices as a picture has them: what each method ends with."""
+        return [
+            Row(of.name, of.truth, [Panel(f"{m.name}\n{m.caption}", m.iterates[-1]) for m in of.methods])
+            for of in self.slices
+            if of.truth is not None
+        ]
+
+    def values(self, method: str, metric: str) -> list[float]:
+        """One metric of one method, over the images."""
+        return [getattr(score, metric) for score in self.scores if score.method == method]
+
+    @property
+    def methods(self) -> list[str]:
+        """Methods in the order in which they were run."""
+        return list(dict.fromkeys(score.method for score in self.scores))
+
+    def means(self) -> dict[str, dict[str, float]]:
+        """method → metric → mean over images."""
+        return {m: {metric: mean(self.values(m, metric)) for metric in METRICS} for m in self.methods}
+
+
+def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> Evaluation:
+    """`qnmixer.evaluate`: a run against FBP on its own slices or others; leaves table, picture, results.json.
+
+    Raises CheckpointError or DataError.
+    """
+    console = Console()
+    module = load_run(config.run, config.checkpoint)
+    trained = module.config
+    data = (
+        as_trained(config.run, config.data, trained.data)
+        if isinstance(config.data, AsTrained)
+        else other_slices(config.data, trained, overrides)
+    )
+    if config.noise is not None:
+        check_noise(config.noise, trained.data.scaling)
+        trained.noise = config.noise
+        module.noise = build_noise(trained)
+    with results(folder, overrides) as record:
+        device = choose_device(config.accelerator)
+        evaluation = evaluate(module, SliceDataModule(data), config.split, config.evaluation, device)
+        record |= {config.split: evaluation.means(), "evaluated": what_was_evaluated(module, data)}
+        title = title_of(trained, data, config.split)
+        record["picture"] = str(
+            write_evaluation(folder, evaluation, title, replace(trained, data=data), device, console)
+        )
+    console.print(f"picture: {record['picture']}\nto look through: {folder / 'page.html'}", soft_wrap=True)
+    return evaluation
+
+
+def what_was_evaluated(module: Reconstructor, data: DataConfig) -> dict[str, Any]:
+    """What results.json keeps to tell whose table it is: a digest of the weights, the kind of slices, the noise."""
+    weights = digest_of_weights(module.state_dict())
+    return {"weights": weights, "data": data.name, "noise": asdict(module.config.noise)}
+
+
+def title_of(trained: Config, data: DataConfig, split: str) -> str:
+    """What a table is about."""
+    slices = "all slices" if isinstance(data, FolderData) and data.split == "all" else f"{split} split"
+    finer = f", simulated on a {data.simulation_factor} times finer grid" if data.simulation_factor > 1 else ""
+    disc = ", with a bright disc" if data.disc else ""
+    return f"{slices} of {data.name}{disc}, {trained.geometry.n_views} views{finer}, noise {trained.noise.name}"
+
+
+def evaluate(
+    module: Reconstructor, data: SliceDataModule, split: str, config: EvaluationConfig, device: torch.device
+) -> Evaluation:
+    """Reconstruct every slice of a split by FBP and by the network (which may be FBP), from the same noisy sinogram.
+
+    In a run of several processes each takes its share, and all get the whole.
+    """
+    module = module.to(device).eval()
+    methods: dict[str, Callable[[Tensor], Tensor]] = {
+        "FBP": module.projector.fbp,
+        module.network.title: module.network,
+    }
+    drawn = pictured(len(data.dataset(split)), config.n_pictures)
+    found: dict[int, tuple[list[ImageScore], PageSlice | None]] = {}
+    quiet = rank() != 0 or not Console().is_terminal
+    for host_batch in track(data.loader(split), description="evaluating", transient=True, disable=quiet):
+        numbers, weights = host_batch["sample"].tolist(), host_batch["weight"].tolist()
+        batch: Batch = data.transfer_batch_to_device(host_batch, device, 0)
+        with torch.no_grad():
+            y = module.measure(batch, "test")
+            images = {name: [method(y)] for name, method in methods.items()}
+            if drawn & {*numbers}:
+                images[module.network.title] = shown_iterates(module.network, y)
+        scores = {name: _score(batch, name, of[-1], config.window) for name, of in images.items()}
+        for b, (n, weight) in enumerate(zip(numbers, weights, strict=True)):
+            if weight:
+                of_slice = {name: of[b] for name, of in scores.items()}
+                found[n] = [*of_slice.values()], _slice(batch, b, images, of_slice) if n in drawn else None
+    if dist.is_initialized():
+        shares: list[dict[int, tuple[list[ImageScore], PageSlice | None]]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(shares, found)
+        found = {n: of for share in shares for n, of in share.items()}
+    in_order = [found[n] for n in sorted(found)]
+    return Evaluation([score for scores, _ in in_order for score in scores], [of for _, of in in_order if of])
+
+
+def shown_iterates(network: UnrolledNetwork[Any], y: Tensor) -> list[Tensor]:
+    """x₀ … x_T for a page to show; of a solver of hundreds of iterations x_T alone."""
+    return network.iterates(y) if network.n_iterations <= _MOST_ITERATIONS else [network(y)]
+
+
+def _slice(batch: Batch, b: int, images: dict[str, list[Tensor]], scores: dict[str, ImageScore]) -> PageSlice:
+    """One slice of a batch by all methods."""
+
+    def hu(image: Tensor) -> Tensor:
+        return to_hu(batch, image)[b, 0].cpu()
+
+    methods = [PageMethod(name, [hu(x) for x in of], _caption(scores[name])) for name, of in images.items()]
+    return PageSlice(batch["name"][b], hu(batch["image"]), methods)
+
+
+def write_evaluation(
+    folder: Path, evaluation: Evaluation, title: str, config: Config, device: torch.device, console: Console
+) -> Path:
+    """Write table.csv, table.md, images.csv, page.html and picture.png, print the table; returns the picture.
+
+    `config` and `device`: what was measured, and where, for the page.
+    """
+    headings, body = table_of(evaluation)
+    gain = _gain(evaluation)
+    write_text(folder / "table.csv", _csv([headings, *body]))
+    write_text(folder / "table.md", _markdown(title, headings, body, gain, warnings_of(evaluation)))
+    lines = [list(vars(score).values()) for score in evaluation.scores]
+    write_text(folder / "images.csv", _csv([list(vars(evaluation.scores[0])), *lines]))
+    picture = folder / "picture.png"
+    draw_comparison(picture, evaluation.rows)
+    made_by = {
+        "commit": git_commit() or "none",
+        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+        "hardware": device_name(device.type),
+        "configuration": json.dumps(to_plain(config)),
+    }
+    write_page(folder / "page.html", title, [PageTable(title, headings, body, gain)], evaluation.slices, made_by)
+
+    for line in warnings_of(evaluation):
+        console.print(f"warning: {line}", style="bold red", highlight=False, soft_wrap=True)
+    table = Table(*headings, title=title, caption=gain)
+    for cells in body:
+        table.add_row(*cells)
+    console.print(table)
+    return picture
+
+
+def _score(batch: Batch, method: str, image: Tensor, window: list[float]) -> list[ImageScore]:
+    truth = batch["image"]
+    windowed, windowed_truth = (to_window(to_hu(batch, x), (window[0], window[1])) for x in (image, truth))
+    columns = [
+        psnr(image, truth),
+        100 * ssim(image, truth),
+        psnr(windowed, windowed_truth),
+        100 * ssim(windowed, windowed_truth),
+    ]
+    values = torch.stack(columns, dim=1).tolist()
+    constant = (image.flatten(1).amax(1) == image.flatten(1).amin(1)).tolist()
+    scores = [ImageScore(name, method, *row) for name, row in zip(batch["name"], values, strict=True)]
+    return [replace(score, constant=is_constant) for score, is_constant in zip(scores, constant, strict=True)]
+
+
+def _caption(score: ImageScore) -> str:
+    return f"{score.psnr:.2f} dB / {score.ssim:.2f}"
+
+
+def table_of(evaluation: Evaluation) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows, a row for each method."""
+    body = [[m, *(_mean_and_deviation(evaluation.values(m, metric)) for metric in METRICS)] for m in evaluation.methods]
+    return ["method", *METRICS.values()], body
+
+
+def _mean_and_deviation(values: list[float]) -> str:
+    return f"{mean(values):.2f} ± {stdev(values) if len(values) > 1 else 0:.2f}"
+
+
+def _gain(evaluation: Evaluation) -> str:
+    if len(evaluation.methods) == 1:
+        return f"mean over {len(evaluation.scores)} images (data range 1)"
+    first, last = evaluation.methods[0], evaluation.methods[-1]
+    n = len(evaluation.values(last, "psnr"))
+    return f"{last} over {first}: {_mean_gain(evaluation):+.2f} dB, mean over {n} images (data range 1)"
+
+
+def _csv(rows: list[list[object]] | list[list[str]]) -> str:
+    stream = io.StringIO()
+    csv.writer(stream, lineterminator="\n").writerows(rows)
+    return stream.getvalue()
+
+
+def warnings_of(evaluation: Evaluation) -> list[str]:
+    """What a reader of the table should know first: a network below FBP, and images of one value."""
+    lines = []
+    first, last = evaluation.methods[0], evaluation.methods[-1]
+    if (below := -_mean_gain(evaluation)) > 0:
+        lines.append(
+            f"{last} is BELOW {first} by {below:.2f} dB: it has not learned, or was trained for something else"
+        )
+    for method in evaluation.methods:
+        if constant := sum(score.constant for score in evaluation.scores if score.method == method):
+            of = len(evaluation.values(method, "psnr"))
+            lines.append(f"{method} gives a constant image for {constant} of {of} slices: the network is dead")
+    return lines
+
+
+def _mean_gain(evaluation: Evaluation) -> float:
+    """PSNR of the last method over the first, mean over the images."""
+    first, last = evaluation.methods[0], evaluation.methods[-1]
+    return mean(a - b for a, b in zip(evaluation.values(last, "psnr"), evaluation.values(first, "psnr"), strict=True))
+
+
+def _markdown(title: str, headings: list[str], body: list[list[str]], caption: str, warnings: list[str]) -> str:
+    lines = [
+        *(f"**Warning: {line}**\n" for line in warnings),
+        f"**{title}**",
+        "",
+        f"| {' | '.join(headings)} |",
+        f"|{'---|' * len(headings)}",
+    ]
+    lines += [f"| {' | '.join(cells)} |" for cells in body]
+    return "\n".join([*lines, "", caption, ""])

@@ -1,0 +1,147 @@
+"""What a comparison is about: the jobs of a sweep, as methods that differ in more than their seed."""
+
+import json
+import math
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from qnmixer.checkpoints.reading import find_checkpoint, read_checkpoint
+from qnmixer.config import Config, parse
+from qnmixer.config.compose import compose
+from qnmixer.errors import UserError, first_line
+from qnmixer.evaluation.evaluate import ImageScore
+from qnmixer.evaluation.statistics import Scores, Seeds, spread
+from qnmixer.reconstructor import method_name
+from qnmixer.reports.page import PageSlice
+from qnmixer.sweeps.jobs import outcome
+from qnmixer.sweeps.report import rows_of
+from qnmixer.tracking.results import read_results
+from qnmixer.tracking.sweep_file import SWEEP
+
+_SEEDS = ("seed", "data.seed")
+
+
+@dataclass
+class ComparedJob:
+    """One job of a sweep, whether it has been run or not."""
+
+    folder: Path
+    overrides: list[str]
+    results: dict[str, Any]
+    config: Config | None  # None: its overrides make none
+    problem: str  # why there is nothing to measure; empty where there is
+
+    @property
+    def seeds(self) -> Seeds:
+        """By which the jobs of a method differ."""
+        assert self.config is not None
+        return self.config.seed, self.config.data.seed
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a method takes; None: not recorded. Times and memory depend on the machine, and on what else it did."""
+
+    parameters: int
+    train_seconds: float | None  # mean over its jobs
+    step_seconds: float | None  # of an optimizer step, median
+    step_mib: float | None  # peak of a step, weights included; the highest of its jobs
+    inference_seconds: float  # of one slice, measured here
+    largest_gradient: float | None  # norm before clipping, of all steps of all jobs that were logged
+
+
+@dataclass
+class ComparedMethod:
+    """Jobs that differ in nothing but their seed."""
+
+    name: str
+    jobs: list[ComparedJob]
+    measured: dict[str, dict[Seeds, list[ImageScore]]] = field(default_factory=dict)  # test → seeds → images
+    scans: dict[str, str] = field(default_factory=dict)  # test → digest of what its sinograms come from
+    cost: Cost | None = None
+
+    @property
+    def done(self) -> list[ComparedJob]:
+        """Jobs that can be measured."""
+        return [job for job in self.jobs if not job.problem]
+
+    def psnr(self, test: str) -> float:
+        """Mean PSNR on a test; below all others where nothing was measured."""
+        scores = self.scores(test, "psnr")
+        return spread(scores).mean if scores else -math.inf
+
+    def scores(self, test: str, metric: str) -> Scores:
+        """One metric on one test; empty where nothing was measured."""
+        return {
+            # With its number, as several slices may have one name.
+            seeds: {f"{n} {score.slice}": getattr(score, metric) for n, score in enumerate(scores)}
+            for seeds, scores in self.measured.get(test, {}).items()
+        }
+
+
+@dataclass
+class Comparison:
+    """What `compare` found; methods in the order of their PSNR on the first test, those without any last."""
+
+    sweep: Path
+    tests: list[str]
+    methods: list[ComparedMethod]
+    slices: dict[str, list[PageSlice]]  # test → slices by all methods, to look at
+    notes: list[str]
+    device: str
+
+
+def methods_of(sweep: Path, checkpoint: str = "best") -> list[ComparedMethod]:
+    """The jobs of a sweep, those that differ in their seed only taken together, each with a name of its own."""
+    described = json.loads((sweep / SWEEP).read_text())
+    varying = [key.lstrip("+") for key in described["varying"]]
+    groups: dict[tuple[str, ...], list[ComparedJob]] = {}
+    for row in rows_of(sweep, described["jobs"], varying):
+        its = described["jobs"][row.name] if described["jobs"] else read_results(sweep / row.name)["overrides"]
+        differs = {o.lstrip("+").partition("=")[0]: o for o in its}
+        key = tuple(differs[k].lstrip("+") for k in varying if k in differs and k not in _SEEDS)
+        groups.setdefault(key, []).append(_job(sweep / row.name, its, checkpoint))
+    by_name: dict[str, list[tuple[str, ...]]] = {}
+    for key, jobs in groups.items():
+        by_name.setdefault(_name(jobs), []).append(key)
+    return [
+        ComparedMethod(_name_among(by_name, name, key), groups[key]) for name, keys in by_name.items() for key in keys
+    ]
+
+
+def _name_among(by_name: dict[str, list[tuple[str, ...]]], name: str, overrides: tuple[str, ...]) -> str:
+    """A name that no other method has: that of its model, or what it differs in, or both."""
+    same = by_name[name]
+    differing = [override for override in overrides if not name or not all(override in others for others in same)]
+    more = " ".join(map(_without_group, differing))
+    return more if more and (len(by_name) == 1 or not name) else f"{name} {more}".strip() or "unknown"
+
+
+def _job(folder: Path, overrides: list[str], checkpoint: str) -> ComparedJob:
+    results = read_results(folder)
+    problem = "" if results.get("status") == "done" else outcome(results) if results else "not yet run"
+    config = None
+    if not problem:
+        try:
+            config, _ = read_checkpoint(find_checkpoint(folder, checkpoint))
+        except UserError as error:
+            problem = f"failed: {first_line(error)}"
+    if config is None:
+        with suppress(UserError, HydraException, OmegaConfBaseException):  # then it stays nameless
+            config = parse(compose("train", overrides))
+    return ComparedJob(folder, overrides, results, config, problem)
+
+
+def _name(jobs: list[ComparedJob]) -> str:
+    return next((method_name(job.config) for job in jobs if job.config is not None), "")
+
+
+def _without_group(override: str) -> str:
+    """An override as short as it can be told from others: n_iterations=4."""
+    key, _, value = override.partition("=")
+    return f"{key.replace('/', '.').rpartition('.')[2]}={value}"

@@ -1,0 +1,53 @@
+"""Which slices a run is measured on, and which of them are drawn."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from qnmixer.config import Config
+from qnmixer.config.data import AsTrained, CustomData, DataConfig, FolderData, PhantomData
+from qnmixer.config.option import check_bounds
+from qnmixer.config.overrides import values_of
+from qnmixer.errors import CheckpointError
+from qnmixer.weights import SUFFIX, located
+
+
+def as_trained(run: str, changed: AsTrained, data: DataConfig) -> DataConfig:
+    """The run's own slices, but for what an evaluation may ask of them.
+
+    Raises CheckpointError for weights files of slices from files, as these say nothing of the folder.
+    """
+    if located(run).suffix == SUFFIX and not isinstance(data, PhantomData):
+        where = f"target={data.target} +data.arguments.…" if isinstance(data, CustomData) else "root=FOLDER"
+        raise CheckpointError(f"{run} does not say where its slices are: give data={data.name} data.{where}")
+    changes = {key: value for key, value in vars(changed).items() if key != "name" and value is not None}
+    data = replace(data, **changes)
+    check_bounds("data.", data)
+    return data
+
+
+def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> DataConfig:
+    """Slices that the run was not trained on, as its network needs them; all of them, unless told otherwise."""
+    given = values_of(overrides)
+    fixed = {key: getattr(trained.data, key) for key in ("image_size", "scaling", "hu_max")}
+    for key, value in fixed.items():
+        if f"data.{key}" in given and getattr(data, key) != value:
+            raise CheckpointError(
+                f"the run was trained with data.{key}={value}: leave data.{key} out, or train another"
+            )
+    data = replace(data, **fixed, seed=trained.data.seed)
+    if isinstance(data, FolderData) and "data.split" not in given:
+        if isinstance(trained.data, FolderData) and _folder(data) == _folder(trained.data):
+            # or slices that it was trained on would be measured
+            return replace(trained.data, simulation_factor=data.simulation_factor, disc=data.disc)
+        return replace(data, split="all")
+    return data
+
+
+def _folder(data: FolderData) -> Path:
+    return Path(str(data.root)).expanduser().resolve()
+
+
+def pictured(n_images: int, n_pictures: int) -> set[int]:
+    """Which images to draw: spread over the split, since neighbours look alike."""
+    n = min(n_pictures, n_images)
+    return {(2 * k + 1) * n_images // (2 * n) for k in range(n)}

@@ -1,0 +1,258 @@
+"""What there is to reconstruct: slices, whose sparse views are simulated, and measured sinograms; streamed in."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pydicom.dataset import FileDataset
+from rich.console import Console
+from torch import Tensor
+
+from qnmixer.config import Config, ReconstructConfig
+from qnmixer.data.numpy_files import open_stack, read_frame
+from qnmixer.data.resample import to_square
+from qnmixer.data.scaling import build_scaling, scaled_like
+from qnmixer.data.slices import FloatArray, SkipFile
+from qnmixer.errors import ConfigError, DataError
+from qnmixer.inference.measured import ScanLayout, fit_scan, read_mat
+from qnmixer.inference.slices import InputSlices
+from qnmixer.physics import FanBeamGeometry
+from qnmixer.reconstructor import STREAMS, Reconstructor, attenuation_per_value
+
+# Line integrals of the body's attenuation: more than this and nothing is left to count, less and the scan is off.
+MAX_ATTENUATION, MIN_ATTENUATION = 14.0, -0.5
+_SCANS = (".npy", ".mat")
+
+
+@dataclass(kw_only=True)
+class Scan:
+    """What becomes one image, in HU = offset + scale · x; its arrays are on the CPU, whatever the device."""
+
+    name: str
+    offset: float
+    scale: float
+    template: FileDataset | None = None
+    frame: int = 0
+
+
+@dataclass(kw_only=True)
+class SimulatedScan(Scan):
+    """A slice in the network's values."""
+
+    number: int  # keys its noise
+    image: FloatArray  # [S, S]
+    fine: FloatArray | None  # [f·S, f·S], to simulate from; with data.simulation_factor = f above 1
+
+
+@dataclass(kw_only=True)
+class MeasuredScan(Scan):
+    """A sinogram, brought to the network's rays and units."""
+
+    sinogram: FloatArray  # [V, D], the network's value × mm
+    missing: npt.NDArray[np.bool_]  # [V], views that it has by interpolation only
+
+
+def sinograms_of(module: Reconstructor, scans: Sequence[Scan]) -> Tensor:
+    """y [B, 1, V, D] on the module's device: measured, or simulated with the noise that each slice's number keys."""
+
+    def tensor(arrays: list[FloatArray]) -> Tensor:
+        return torch.from_numpy(np.stack(arrays))[:, None].to(module.device)
+
+    if measured := [scan.sinogram for scan in scans if isinstance(scan, MeasuredScan)]:
+        return tensor(measured)
+    simulated = [scan for scan in scans if isinstance(scan, SimulatedScan)]
+    fine = [scan.fine for scan in simulated if scan.fine is not None]
+    y = module.project(tensor([scan.image for scan in simulated]), tensor(fine) if fine else None)
+    return module.noise(y, [(module.config.seed, STREAMS["test"], scan.number) for scan in simulated])
+
+
+def simulated_scans(path: Path, module: Reconstructor) -> tuple[int, Iterator[Scan]]:
+    """Number of files, and the slices in them, for the views and the noise that the network was trained for."""
+    slices = InputSlices(path)
+    config, scaling = module.config, build_scaling(module.config.data.scaling, module.config.data.hu_max)
+    size, factor = config.data.image_size, config.data.simulation_factor
+
+    def scans() -> Iterator[Scan]:
+        for number, piece in enumerate(slices):
+            x, offset, scale = scaling.to_unit(to_square(piece.hu, size))
+            fine = scaled_like(to_square(piece.hu, factor * size), offset, scale) if factor > 1 else None
+            yield SimulatedScan(
+                name=piece.name, offset=offset, scale=scale, template=piece.template, frame=piece.frame,
+                number=number, image=x, fine=fine,
+            )  # fmt: skip
+        if warning := slices.warning():
+            Console(stderr=True).print(f"warning: {warning}", soft_wrap=True)
+
+    return len(slices.files), scans()
+
+
+def measured_scans(path: Path, module: Reconstructor, config: ReconstructConfig) -> tuple[int, Iterator[Scan]]:
+    """Number of files, and the sinograms [v, d] in them, from .npy ([v, d] or [N, v, d]) or .mat."""
+    trained = module.config
+    if trained.data.scaling != "attenuation":
+        raise ConfigError(
+            f"run={config.run} was trained with data.scaling={trained.data.scaling}, which leaves a measured sinogram "
+            "without a scale: use a run with data.scaling=attenuation"
+        )
+    per_value = attenuation_per_value(trained, config.water_attenuation) if config.unit == "attenuation" else 1.0
+    files = _scan_files(path)
+    if not files:
+        raise DataError(
+            f"input={path} has no .npy file and no .mat: give sinograms as .npy, [views, bins] or [N, views, bins]"
+        )
+
+    def scans() -> Iterator[Scan]:
+        for file in files:
+            try:
+                yield from _scans_of(file, per_value, module, config)
+            except DataError as error:
+                if path.is_file():
+                    raise
+                Console(stderr=True).print(f"warning: skipped: {error}", soft_wrap=True)
+
+    return len(files), scans()
+
+
+def _scans_of(file: Path, per_value: float, module: Reconstructor, config: ReconstructConfig) -> Iterator[Scan]:
+    """The sinograms of one file; DataError before the first where any of them is of no use.
+
+    So they are read twice: all are looked at, then each is handed on. There is never more than one in memory.
+    """
+    scans = _ScanFile(file, per_value, module, config)
+    for k in range(scans.count):
+        scans.check(k)
+    if abs(turned := scans.layout.angles[0] - module.projector.geometry.first_angle) > 1e-6:
+        warn(f"{file}: its first view is at {np.degrees(turned):.4g}° from the run's, and the image turned by that")
+    for k in range(scans.count):
+        sinogram, missing = scans.fitted(k)
+        yield MeasuredScan(
+            name=f"{file.stem}#{k}" if scans.count > 1 else file.stem,
+            offset=-1000.0, scale=module.config.data.hu_max + 1000.0,
+            sinogram=sinogram / np.float32(per_value), missing=missing,
+        )  # fmt: skip
+
+
+class _ScanFile:
+    """The sinograms of one file, one at a time. Raises DataError for a file of no use."""
+
+    def __init__(self, file: Path, per_value: float, module: Reconstructor, config: ReconstructConfig) -> None:
+        self.file, self.per_value, self.module, self.config = file, per_value, module, config
+        geometry = module.projector.geometry
+        self._sinogram: FloatArray | None = None
+        if file.suffix == ".mat":
+            self._sinogram, self.layout = read_mat(file)
+            self.count = 1
+        else:
+            self.count, n_views = _scan_count(file, geometry, config)
+            self.layout = _layout(n_views, geometry, config)
+
+    def fitted(self, k: int) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
+        """Sinogram k [V, D] on the network's rays, in its own unit, and which views are missing."""
+        try:
+            sinogram = read_frame(self.file, k) if self._sinogram is None else self._sinogram
+        except SkipFile as reason:  # it was there a moment ago
+            raise DataError(f"{self.file} cannot be used: {reason}") from reason
+        return fit_scan(sinogram, self.layout, self.module.projector.geometry, str(self.file))
+
+    def check(self, k: int) -> None:
+        """Raise DataError for a sinogram that is no −log of transmission in the unit that was said; tell of gaps."""
+        sinogram, missing = self.fitted(k)
+        _check_unit(self.file, sinogram, self.per_value, self.module, self.config)
+        if missing.any():
+            warn(
+                f"{self.file}: {missing.sum()} of {len(missing)} views are missing and filled in from their neighbours"
+            )
+
+
+def warn(line: str) -> None:
+    """A line on standard error, as it is."""
+    Console(stderr=True).print(f"warning: {line}", soft_wrap=True, highlight=False, markup=False)
+
+
+def holds_sinograms(path: Path, trained: Config, config: ReconstructConfig) -> bool:
+    """Whether an input of kind=auto is a scan: as is told, as .mat, or as .npy of the shape of the run's sinograms.
+
+    DataError if it is nothing.
+    """
+    if path.suffix == ".mat" or config.detector_pitch is not None or config.angle_span is not None:
+        return True
+    for file in _scan_files(path) if path.is_dir() or path.suffix == ".npy" else ():
+        if file.suffix == ".mat":
+            return True
+        with suppress(SkipFile):
+            stack = open_stack(file)
+            if stack.shape[-2:] == _scan_shape(trained):
+                return True
+            if stack[0].min() > -500:  # no air: hardly a slice
+                views, bins = _scan_shape(trained)
+                raise DataError(
+                    f"{file}, {list(stack.shape)}, has no air (−1000 HU), and sinograms of this run are "
+                    f"[{views}, {bins}]: say kind=slices if it is a slice in HU; a sinogram must come from the "
+                    "geometry of the run"
+                )
+            return False
+    return False
+
+
+def _scan_files(path: Path) -> list[Path]:
+    return sorted(file for file in path.rglob("*") if file.suffix in _SCANS) if path.is_dir() else [path]
+
+
+def _scan_shape(trained: Config) -> tuple[int, int]:
+    return trained.geometry.n_views, trained.geometry.n_detectors
+
+
+def _layout(n_views: int, geometry: FanBeamGeometry, config: ReconstructConfig) -> ScanLayout:
+    """Where the rays of a .npy ran: as the run's but for what is given."""
+    span = geometry.angle_span if config.angle_span is None else math.copysign(config.angle_span, geometry.angle_span)
+    return ScanLayout(
+        geometry.first_angle + np.arange(n_views, dtype=np.float64) * (span / n_views),
+        config.detector_pitch or geometry.detector_pitch,
+        geometry.source_to_axis,
+        geometry.source_to_detector,
+    )
+
+
+def _scan_count(file: Path, geometry: FanBeamGeometry, config: ReconstructConfig) -> tuple[int, int]:
+    """(N, v) of the sinograms [N, v, d] of a .npy.
+
+    Those of another shape than the run's are taken only as far as the config tells what they are.
+    """
+    try:
+        shape = open_stack(file).shape
+    except SkipFile as reason:
+        raise DataError(f"{file} cannot be used: {reason}; give sinograms as .npy") from reason
+    views, bins = geometry.n_views, geometry.n_detectors
+    other_views = shape[-2] != views and config.angle_span is None
+    if other_views or (shape[-1] != bins and config.detector_pitch is None):
+        raise DataError(
+            f"{file} has shape {list(shape)}, but the run was trained on {views} views × {bins} detector bins: "
+            f"give [{views}, {bins}] or [N, {views}, {bins}], with rows of NaN for missing views, say what it is with "
+            "angle_span= and detector_pitch=, or train with geometry.n_views and geometry.n_detectors"
+        )
+    return shape[0], shape[1]
+
+
+def _check_unit(
+    file: Path, sinogram: FloatArray, per_value: float, module: Reconstructor, config: ReconstructConfig
+) -> None:
+    """Refuse counts, transmissions, and value × mm taken for attenuation or the other way round."""
+    low, high = float(sinogram.min()), float(sinogram.max())
+    if config.unit == "attenuation" and not MIN_ATTENUATION <= low <= high <= MAX_ATTENUATION:
+        raise DataError(
+            f"{file} runs from {low:g} to {high:g}, which is no −log of transmission: take −log(counts / unattenuated "
+            "counts) first, or set unit=value if it is the network's value × mm"
+        )
+    y = torch.from_numpy(sinogram / np.float32(per_value))[None, None].to(module.device)
+    densest = float(torch.quantile(module.projector.fbp(y), 0.99))
+    if not 0.05 < densest < 3.0:
+        hu = densest * (module.config.data.hu_max + 1000) - 1000
+        raise DataError(
+            f"{file}: its densest parts would be at {hu:.0f} HU, so it is not in unit={config.unit}: give −log of "
+            "transmission (unit=attenuation), or the network's value × mm (unit=value)"
+        )

@@ -1,0 +1,72 @@
+"""The line that a training run ends with when its step does not fit: what it needs, what there was, what would fit."""
+
+import time
+
+from qnmixer.config import Config, LearnedConfig, override
+from qnmixer.errors import ConfigError
+from qnmixer.memory.footprint import MIB
+from qnmixer.memory.plan import Planner
+
+_SECONDS = 20.0
+
+
+def advice(planner: Planner, config: Config, available: float) -> str:
+    """One line with the three mildest changes that fit by the plan into `available` MiB, or else come nearest to it.
+
+    Those that were planned within `_SECONDS`: other ranks are waiting for this one.
+    """
+    end = time.monotonic() + _SECONDS
+    needed = planner.estimate(config).peak / MIB
+    peaks: dict[str, float] = {}
+    for change in changes(config):
+        peaks[change] = planner.estimate(override(config, change)).peak / MIB
+        if sum(peak <= available for peak in peaks.values()) == 3 or time.monotonic() > end:
+            break
+    fitting = [change for change, peak in peaks.items() if peak <= available]
+    chosen = fitting or sorted(peaks, key=peaks.__getitem__)[:3]
+    options = ", or ".join(f"{change} ({peaks[change]:,.0f} MiB)" for change in chosen)
+    why = "" if needed > available else " (gaps between tensors, validation or other programs took the rest)"
+    return (
+        f"out of memory: a step of this run needs {needed:,.0f} MiB by the plan, and there were {available:,.0f} MiB"
+        f"{why}: {'try' if fitting else 'nothing simple fits, nearest come'} {options}"
+    )
+
+
+def changes(config: Config) -> list[str]:
+    """What makes a step smaller with the same effective batch, mildest first; nothing that the config has already."""
+    batch = config.data.batch_size
+    recompute = "" if config.memory.name == "recompute" else "memory=recompute"
+    half = "" if config.trainer.precision != "32" else "trainer.precision=16-mixed"
+    divisors = [size for size in range(batch - 1, 0, -1) if batch % size == 0]
+    smaller, single = (_of_batches(config, sizes) for sizes in (divisors[:1], divisors[-1:]))
+    model = config.model
+    fewer = f"model.n_iterations={model.T // 2}" if model.T > 1 else ""
+    channels = model.channels if isinstance(model, LearnedConfig) else 0
+    thinner = f"model.channels={channels // 8 * 4}" if channels >= 8 else ""
+    wanted = [recompute, smaller, half, f"{recompute} {half}", f"{recompute} {single}", f"{recompute} {half} {single}"]
+    wanted += [_one_in_flight(config), fewer, thinner, f"{recompute} {half} {single} {thinner}"]
+    changed = dict.fromkeys(change for change in (" ".join(c.split()) for c in wanted) if change)
+    return [change for change in changed if _is_possible(config, change)]
+
+
+def _one_in_flight(config: Config) -> str:
+    """The overrides for a pipeline with one micro-batch at a time, where there are devices for one."""
+    if (config.trainer.devices or 1) == 1:
+        return ""
+    group = "" if config.strategy.name == "pipeline" else "strategy=pipeline "
+    return f"{group}strategy.schedule=sequential strategy.stages_per_device=1"
+
+
+def _is_possible(config: Config, change: str) -> bool:
+    try:
+        return override(config, change) != config
+    except ConfigError:
+        return False
+
+
+def _of_batches(config: Config, sizes: list[int]) -> str:
+    """The overrides for a batch of the first of some sizes, more of them accumulated."""
+    if not sizes:
+        return ""
+    accumulate = config.trainer.accumulate_grad_batches * config.data.batch_size // sizes[0]
+    return f"data.batch_size={sizes[0]} trainer.accumulate_grad_batches={accumulate}"

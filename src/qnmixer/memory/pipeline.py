@@ -1,0 +1,170 @@
+"""What each device of a pipeline holds: its stages one by one, then the order in which it works through them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from qnmixer.config import Config, PipelineConfig, batch_of_replica, devices_per_replica
+from qnmixer.memory.footprint import DevicePlan, Footprint
+from qnmixer.memory.tracker import Hosted, PeakTracker, apply_hosted_mode, autocast, batch_loss, n_bytes, without_data
+from qnmixer.parallel.stages import Packing, Stage, actions, cut_evenly, idle_share, ranges, survey
+from qnmixer.physics import FanBeamProjector
+from qnmixer.reconstructor import Reconstructor
+
+
+def cut_of(config: Config) -> list[int]:
+    """Iterations of each stage of a pipeline, evenly where they are to be measured."""
+    assert isinstance(config.strategy, PipelineConfig)
+    n_stages = devices_per_replica(config) * config.strategy.stages_per_device
+    return list(config.strategy.cut or cut_evenly(config.model.T, n_stages))
+
+
+def n_microbatches(config: Config) -> int:
+    """Micro-batches of a pipeline's batch."""
+    assert isinstance(config.strategy, PipelineConfig)
+    return batch_of_replica(config) // config.strategy.microbatch_size
+
+
+def idle(config: Config) -> float:
+    """Share of device time that a pipeline waits, with iterations of equal cost.
+
+    Backward is taken to cost two forwards, three where it runs them again.
+    """
+    assert isinstance(config.strategy, PipelineConfig)
+    return idle_share(
+        config.strategy.schedule,
+        devices_per_replica(config),
+        n_microbatches(config),
+        cut_of(config),
+        config.strategy.stages_per_device,
+        backward=3.0 if config.memory.name == "recompute" else 2.0,
+    )
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Bytes that a stage holds for one micro-batch, beside what it receives; sinogram and images are not counted."""
+
+    received: int  # the state that comes in; the gradient that goes out is of this size too
+    sent: int  # the state that goes out, and the gradient that comes in
+    sinogram: int
+    casts: int  # weights in half precision, which all micro-batches share
+    forward: int  # most during forward
+    held: int  # between forward and backward
+    backward: int  # most during backward, gradients of weights left out
+    first_backward: int  # most during backward with those, when it is the one that makes them
+    weights: dict[str, int]  # bytes of those that get a gradient
+    host: int  # what offloading moves away
+
+
+def track_stages(config: Config, projector: FanBeamProjector, wanted: Iterable[range]) -> dict[range, StageCost]:
+    """What each of some stages of a pipeline costs, by its iterations; run on fake tensors."""
+    assert isinstance(config.strategy, PipelineConfig)
+    b, size = config.strategy.microbatch_size, config.data.image_size
+    hosted = Hosted()
+    with without_data():
+        module = Reconstructor(config, projector)
+        apply_hosted_mode(module.network, config, hosted)
+        image, weight = torch.rand(b, 1, size, size), torch.ones(b)
+        with torch.no_grad():
+            y = projector(image)
+        packings, _ = survey(module.network, y, partial(autocast, config), timed=False)
+        return {
+            iterations: _track_stage(module, iterations, packings, (y, image, weight), hosted) for iterations in wanted
+        }
+
+
+def _track_stage(
+    module: Reconstructor,
+    iterations: range,
+    packings: list[Packing],
+    batch: tuple[Tensor, Tensor, Tensor],
+    hosted: "Hosted",
+) -> StageCost:
+    y, image, weight = batch
+    network = module.network
+    first, last = iterations.start == 0, iterations.stop == network.n_iterations
+    stage = Stage(network, iterations, None if first else packings[iterations.start])
+    positions = torch.arange(len(y))
+
+    def buffer(t: int) -> Tensor:
+        return torch.empty(len(y), packings[t].width, dtype=packings[t].dtype)
+
+    def forward() -> tuple[Tensor, ...]:
+        with autocast(module.config):
+            output = stage(*received, y=y)
+            loss = batch_loss(module.config)
+            return (loss(output, image[positions], weight[positions]), output) if last else (output,)
+
+    received = [] if first else [buffer(iterations.start).requires_grad_()]
+    given = [] if last else [buffer(iterations.stop)]
+    network.zero_grad()
+    tracker = PeakTracker()
+    tracker.track_external(module, y, image, weight, positions, *received, *given)
+    with tracker, torch.autocast("cpu", enabled=False):  # the outer one of a pipeline: casts outlive a micro-batch
+        if module.config.trainer.precision != "32":
+            forward()
+        casts = tracker.active
+        tracker.restart()
+        host = hosted.bytes
+        made = forward()
+        most_forward, held = tracker.most - casts, tracker.active - casts
+        tracker.restart()
+        torch.autograd.backward(made[:1], given or None)
+        most_backward, with_gradients = tracker.most - casts, tracker.most_with_gradients - casts
+    return StageCost(
+        received=n_bytes(received),
+        sent=n_bytes(given),
+        sinogram=y.nbytes,
+        casts=casts,
+        forward=most_forward,
+        held=held,
+        backward=most_backward,
+        first_backward=with_gradients,
+        weights={name: p.nbytes for name, p in network.named_parameters() if p.grad is not None},
+        host=hosted.bytes - host,
+    )
+
+
+def plan_device(
+    config: Config, cut: list[int], costs: dict[range, StageCost], fixed: Footprint, device: int
+) -> DevicePlan:
+    """What one device of a pipeline holds, going through its actions in order.
+
+    Beside the stages: the whole batch, as every device gets it; the buffers of torch's pipelining for states and
+    gradients received, one for each micro-batch; input gradients sent, until torch lets go of them; and, when all that
+    is over, the message in which gradients are summed.
+    """
+    assert isinstance(config.strategy, PipelineConfig)
+    schedule, n_devices, n = config.strategy.schedule, devices_per_replica(config), n_microbatches(config)
+    own = [costs[iterations] for iterations in ranges(cut)[device::n_devices]]
+    at_once = 1 if schedule == "sequential" else n  # micro-batches of one call of torch's schedule
+    buffers = at_once * sum(stage.received + stage.sent for stage in own)
+    images = batch_of_replica(config) * 4 * (config.data.image_size**2 + 1)
+    batch = images + n * own[0].sinogram + max(stage.casts for stage in own)
+
+    gradients: dict[str, int] = {}
+    if config.trainer.accumulate_grad_batches > 1:  # those of the batch before
+        gradients = {name: size for stage in own for name, size in stage.weights.items()}
+    held = sent = in_flight = most_in_flight = host = most_host = 0
+    most = (0, 0)  # activations, gradients
+    for kind, index, _ in actions(schedule, device, n_devices, n, config.strategy.stages_per_device):
+        stage = own[index // n_devices]
+        if kind == "F":
+            most = max(most, (held + sent + stage.forward, sum(gradients.values())), key=sum)
+            held, host, in_flight = held + stage.held, host + stage.host, in_flight + 1
+            most_in_flight, most_host = max(most_in_flight, in_flight), max(most_host, host)
+            continue
+        held, host, in_flight = held - stage.held, host - stage.host, in_flight - 1
+        first = not gradients
+        gradients |= stage.weights
+        made = stage.first_backward - stage.backward if first else sum(gradients.values())
+        most = max(most, (held + sent + stage.backward, made), key=sum)
+        sent = 0 if schedule == "sequential" else stage.received + (0 if schedule == "1f1b" else sent)
+    step = replace(fixed, activations=most[0] + batch, gradients=most[1], strategy=buffers, host=float(most_host))
+    summing = replace(fixed, activations=images, strategy=buffers + fixed.parameters, host=float(most_host))
+    footprint = max(step, summing, key=lambda footprint: footprint.peak)
+    return DevicePlan(tuple(ranges(cut)[device::n_devices]), most_in_flight, footprint)

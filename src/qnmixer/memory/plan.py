@@ -1,0 +1,256 @@
+"""What a training step will hold in the memory of each device, told without the devices and without the memory.
+
+The step itself is run on fake tensors, which have shapes but no data, under the tracker that ships with torch. Only the
+operator is real. Past the first few iterations memory is affine in T, so that two short steps give a long one (the
+tests hold the two against each other). Of a pipeline each stage is run so, with one micro-batch, and the order in which
+a device works through its stages gives how much of that it holds at once.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from qnmixer.config import (
+    Config,
+    DDPConfig,
+    FSDPConfig,
+    PipelineConfig,
+    RecomputeConfig,
+    UnrolledConfig,
+    devices_per_replica,
+    validate,
+    with_iterations,
+)
+from qnmixer.memory.footprint import DevicePlan, Footprint, Prediction
+from qnmixer.memory.pipeline import StageCost, cut_of, plan_device, track_stages
+from qnmixer.memory.tracker import (
+    Buckets,
+    Hosted,
+    PeakTracker,
+    apply_hosted_mode,
+    autocast,
+    batch_loss,
+    by_kind,
+    make_state,
+    n_bytes,
+    optimizer_bytes,
+    without_data,
+)
+from qnmixer.models.unrolled import UnrolledNetwork
+from qnmixer.optimization.optimizers import build_optimizer
+from qnmixer.parallel.stages import ranges
+from qnmixer.physics import FanBeamProjector
+from qnmixer.reconstructor import AUTOCAST, Reconstructor, build_projector
+
+# From here on memory was seen to be affine in T.
+_FEWEST_ITERATIONS = 4
+
+ASSUMED_DEVICES = 4
+"""How many there are taken to be where the config leaves it to the machine."""
+
+
+class Planner:
+    """Predicts the footprint of configs that share one scan; what it has run it remembers.
+
+    Raises ConfigError for a config that leaves the number of devices open and cannot be run on `ASSUMED_DEVICES`.
+    """
+
+    def __init__(self, config: Config, projector: FanBeamProjector | None = None) -> None:
+        self.projector = projector or build_projector(config)
+        self.projector.safe_step_size()  # networks ask for these numbers, which fake tensors could not give
+        self.projector.operator_norm()
+        self._known: dict[str, Footprint] = {}
+        self._known_stages: dict[str, StageCost] = {}
+
+    def predict(self, config: Config) -> Prediction:
+        """The footprint of a run on its fullest device, from a step of all its iterations and one of some more."""
+        config = counted(config)
+        T, width, batch = config.model.T, _width(config), config.data.batch_size
+        if isinstance(config.strategy, PipelineConfig):
+            return self._predict_pipeline(config)
+        footprint = self._step(config, T, batch)
+        device = DevicePlan((range(T),), 1, footprint)
+        if not isinstance(config.model, UnrolledConfig):
+            return Prediction(footprint, None, (device,))
+        growth = self._step(config, T + width, batch).peak - footprint.peak
+        return Prediction(footprint, growth / width, (device,))
+
+    def estimate(self, config: Config) -> Footprint:
+        """The footprint of a run on its fullest device, from two steps of few iterations: sooner, and nearly the same.
+
+        Of a pipeline all iterations are run, as a stage is short and the state that it gets grows.
+        """
+        config = counted(config)
+        if isinstance(config.strategy, PipelineConfig):
+            return max((plan.footprint for plan in self.devices(config)), key=lambda footprint: footprint.peak)
+        T, width, batch = config.model.T, _width(config), config.data.batch_size
+        first = max(_FEWEST_ITERATIONS, 2 * width)
+        first += (T - first) % width
+        if first + width >= T:
+            return self._step(config, T, batch)
+        small, larger = (self._step(config, t, batch) for t in (first, first + width))
+        return small.moved((T - first) / width, larger)
+
+    def devices(self, config: Config) -> tuple[DevicePlan, ...]:
+        """What each device that works on one batch does and holds, first stage first; one, unless it is a pipeline."""
+        config = counted(config)
+        if not isinstance(config.strategy, PipelineConfig):
+            return (DevicePlan((range(config.model.T),), 1, self.estimate(config)),)
+        cut = cut_of(config)
+        stages = self._stages(config, ranges(cut))
+        fixed = self._fixed(config)
+        return tuple(plan_device(config, cut, stages, fixed, d) for d in range(devices_per_replica(config)))
+
+    def optimizer_state(self, config: Config) -> float:
+        """Bytes that the optimizer keeps between steps, on one device."""
+        config = counted(config)
+        n_shards = _n_shards(config)
+        with without_data():
+            module = Reconstructor(config, self.projector)
+            optimizer = build_optimizer(config.optimizer, module.network)
+            make_state(optimizer)
+            return optimizer_bytes(optimizer, n_shards)
+
+    def _predict_pipeline(self, config: Config) -> Prediction:
+        """One more iteration goes to the first stage of the fullest device."""
+        devices = self.devices(config)
+        fullest = max(range(len(devices)), key=lambda d: devices[d].footprint.peak)
+        footprint, width = devices[fullest].footprint, _width(config)
+        cut = cut_of(config)
+        cut[fullest] += width
+        longer = with_iterations(config, config.model.T + width)
+        longer = replace(longer, strategy=replace(config.strategy, cut=cut))  # type: ignore[call-arg]  # a pipeline's
+        wanted = ranges(cut)[fullest :: len(devices)]
+        stages = self._stages(longer, wanted)
+        peak = plan_device(longer, cut, stages, self._fixed(longer), fullest).footprint.peak
+        return Prediction(footprint, (peak - footprint.peak) / width, devices)
+
+    def _fixed(self, config: Config) -> Footprint:
+        """What every device of a pipeline holds whatever it does; gradients: once they are all there."""
+        key = f"fixed {config.model} {config.optimizer}"
+        if key not in self._known:
+            with without_data():
+                module = Reconstructor(config, self.projector)
+                weights, operator = n_bytes(module.parameters()), n_bytes(module.buffers())
+            self._known[key] = Footprint(weights, weights, self.optimizer_state(config), 0, operator)
+        return self._known[key]
+
+    def _stages(self, config: Config, wanted: list[range]) -> dict[range, "StageCost"]:
+        assert isinstance(config.strategy, PipelineConfig)
+        dtype = AUTOCAST[config.trainer.precision]
+        setting = (config.model, config.data.image_size, config.memory, config.loss, config.strategy.microbatch_size)
+        keys = {iterations: f"{setting} {dtype and dtype.itemsize} {iterations}" for iterations in wanted}
+        missing = [iterations for iterations, key in keys.items() if key not in self._known_stages]
+        if missing:
+            costs = track_stages(config, self.projector, missing)
+            self._known_stages |= {keys[iterations]: cost for iterations, cost in costs.items()}
+        return {iterations: self._known_stages[key] for iterations, key in keys.items()}
+
+    def _step(self, config: Config, n_iterations: int, batch: int) -> Footprint:
+        config = with_iterations(config, n_iterations)
+        config = replace(config, data=replace(config.data, batch_size=batch))
+        key = repr((config.model, config.data.batch_size, config.memory, config.optimizer, config.loss))
+        dtype = AUTOCAST[config.trainer.precision]
+        key += f"{dtype and dtype.itemsize} {config.trainer.accumulate_grad_batches > 1}"
+        key += f"{config.strategy} {_n_shards(config)}"
+        if key not in self._known:
+            self._known[key] = track_step(config, self.projector)
+        return self._known[key]
+
+
+def counted(config: Config) -> Config:
+    """The config with `ASSUMED_DEVICES` where a strategy leaves their number to the machine; raises ConfigError."""
+    if config.strategy.name == "single" or config.trainer.devices is not None:
+        return config
+    config = replace(config, trainer=replace(config.trainer, devices=ASSUMED_DEVICES))
+    validate(config)
+    return config
+
+
+def _width(config: Config) -> int:
+    """Iterations by which memory grows evenly: those of a segment that is recomputed together, in whole periods."""
+    segment = config.memory.segment if isinstance(config.memory, RecomputeConfig) else 1
+    return math.lcm(segment, config.model.period) if isinstance(config.model, UnrolledConfig) else segment
+
+
+def _n_shards(config: Config) -> int:
+    """Over how many devices fsdp spreads each tensor; 1 for every other strategy."""
+    sharded = isinstance(config.strategy, FSDPConfig)
+    return (config.trainer.devices or 1) * config.trainer.num_nodes if sharded else 1
+
+
+def track_step(config: Config, projector: FanBeamProjector) -> Footprint:
+    """The footprint of the training step of a config, run whole on fake tensors; of single, ddp or fsdp.
+
+    ddp's buckets, of which gradients are views, stay when gradients are cleared; while it accumulates, gradients are
+    outside of them, and those are the copy that `strategy` counts.
+    """
+    n_batches = min(2, config.trainer.accumulate_grad_batches)  # from the second on, there are gradients all along
+    hosted = Hosted()
+    with without_data():
+        module = Reconstructor(config, projector)
+        network = module.network
+        apply_hosted_mode(network, config, hosted)
+        optimizer = build_optimizer(config.optimizer, network)
+        make_state(optimizer)
+        buckets = Buckets(network) if isinstance(config.strategy, DDPConfig) else None
+        tracker = PeakTracker()
+        tracker.track_external(module, optimizer)
+        size = config.data.image_size
+        with tracker:
+            for k in range(n_batches):
+                image = torch.rand(config.data.batch_size, 1, size, size)
+                weight = torch.ones(config.data.batch_size)
+                with torch.no_grad():
+                    y = projector(image)
+                with autocast(config):
+                    loss = batch_loss(config)(network(y), image, weight)
+                if k == 0:
+                    optimizer.zero_grad()  # where Lightning does it: those of the step before live until here
+                if buckets is not None:
+                    buckets.in_use = k == n_batches - 1
+                loss.backward()
+                del loss, y, image, weight
+            torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+        (peak,) = tracker.get_tracker_snapshot("peak").values()
+        of = by_kind(peak)
+        loose = max(0, of["GRAD"] - buckets.bytes) if buckets is not None else 0
+        footprint = Footprint(
+            parameters=of["PARAM"],
+            gradients=of["GRAD"] - loose,
+            optimizer=of["OPT"],
+            activations=of["ACT"] + of["TEMP"] + of["OTH"],
+            operator=of["BUFFER"],
+            strategy=loose,
+            host=hosted.bytes,
+        )
+        return _sharded(footprint, config, network, optimizer) if isinstance(config.strategy, FSDPConfig) else footprint
+
+
+def _sharded(
+    footprint: Footprint, config: Config, network: UnrolledNetwork[Any], optimizer: torch.optim.Optimizer
+) -> Footprint:
+    """The footprint of a step on one device, as fsdp would have it: by arithmetic, and rather too much than too little.
+
+    Weights, gradients and optimizer state are cut along their first dimension, rounded up. `strategy` is what is whole
+    at once: the weights of the root unit and of one block (of all, where they stay gathered), the largest unit twice
+    more (as the messages in which weights are gathered and gradients reduced), and while accumulating all gradients.
+    """
+    assert isinstance(config.strategy, FSDPConfig)
+    n_shards = _n_shards(config)
+    blocks = [n_bytes(block.parameters()) for block in network.blocks()]
+    whole, shards = n_bytes(network.parameters()), n_bytes(network.parameters(), n_shards)
+    root = whole - sum(blocks)
+    gathered = root + (max(blocks, default=0) if config.strategy.reshard_after_forward else sum(blocks))
+    messages = 2 * max([root, *blocks])
+    unreduced = whole if config.trainer.accumulate_grad_batches > 1 else 0
+    return replace(
+        footprint,
+        parameters=shards,
+        gradients=footprint.gradients * shards / whole,
+        optimizer=optimizer_bytes(optimizer, n_shards),
+        strategy=gathered + messages + unreduced,
+    )

@@ -1,0 +1,235 @@
+"""What `qnmixer.plan` prints: the parts of one run's footprint, and how it changes with what a user can turn."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from qnmixer.config import (
+    DEVICES,
+    GROUPS,
+    Config,
+    LearnedConfig,
+    PipelineConfig,
+    PlanConfig,
+    device_memory,
+    effective_batch,
+    override,
+    validate,
+)
+from qnmixer.errors import ConfigError
+from qnmixer.memory.footprint import MIB, Prediction
+from qnmixer.memory.pipeline import cut_of, idle, n_microbatches
+from qnmixer.memory.plan import Planner, counted
+
+PRECISIONS = (("32",), ("16-mixed", "bf16-mixed"))
+"""Those of one row need the same memory. (A V100 has no bf16.)"""
+
+BATCHES = (1, 8)
+"""Of each device; of a pipeline in micro-batches."""
+
+LEVERS = {
+    "memory=recompute": "time: each iteration is run forward twice",
+    "memory=offload": "time on the bus, and host memory",
+    "trainer.precision=16-mixed": "half the digits in the regulariser",
+    "data.batch_size=1 trainer.accumulate_grad_batches=4": "less parallel work a step",
+    "strategy=pipeline trainer.devices=4 data.batch_size=1": "four devices, which wait for each other",
+}
+"""What saves memory, and what it costs."""
+
+
+def usable(device: str) -> float:
+    """MiB that a run can have of a device: what CUDA, its libraries and gaps between tensors take is an assumption."""
+    return 0.95 * device_memory(device) - 1024
+
+
+def print_plan(config: PlanConfig) -> None:
+    """Print one run's plan in the format asked for; raises ConfigError, GeometryError."""
+    assumed = ", assumed" if counted(config.run) != config.run else ""
+    config = replace(config, run=counted(config.run))
+    planner = Planner(config.run)
+    if config.format == "levers":
+        print(levers_table(config.run, planner))
+        return
+    prediction = planner.predict(config.run)
+    if config.format == "json":
+        print(json.dumps(as_object(config.run, prediction, _devices(config))))
+        return
+    console = Console()
+    _print_run(console, config.run, prediction, assumed)
+    if isinstance(config.run.strategy, PipelineConfig):
+        _print_pipeline(console, config.run, config.run.strategy, prediction, planner)
+    _print_tables(console, config, planner)
+
+
+def as_object(config: Config, prediction: Prediction, devices: list[str]) -> dict[str, object]:
+    """The plan as plain data, MiB; `fits` says for each of some kinds of device whether the fullest one will do."""
+    footprint, grows = prediction.footprint, prediction.per_iteration
+    plan: dict[str, object] = {
+        "strategy": config.strategy.name,
+        "peak_mib": round(footprint.peak / MIB, 3),
+        "per_iteration_mib": None if grows is None else round(grows / MIB, 3),
+        "parts": {name: round(value / MIB, 3) for name, value in footprint.parts().items()},
+        "host_mib": round(footprint.host / MIB, 3),
+        "fits": {name: footprint.peak / MIB <= usable(name) for name in devices},
+        "devices": [round(device.footprint.peak / MIB, 3) for device in prediction.devices],
+    }
+    if isinstance(config.strategy, PipelineConfig):
+        plan["idle_share"] = round(idle(config), 4)
+    return plan
+
+
+def levers_table(config: Config, planner: Planner, levers: Mapping[str, str] = LEVERS) -> str:
+    """A Markdown table of what each lever by itself makes of a run's peak, of those that the run allows."""
+    base = planner.estimate(config).peak
+    lines = [
+        f"**{_setting(config)}: {base / MIB:,.0f} MiB**",
+        "",
+        "| lever | peak, MiB | saves | costs |",
+        "|---|---|---|---|",
+    ]
+    for overrides, cost in levers.items():
+        try:
+            changed = override(config, overrides)
+        except ConfigError:
+            continue
+        peak = planner.estimate(changed).peak
+        lines.append(f"| `{overrides}` | {peak / MIB:,.0f} | {1 - peak / base:.2%} | {cost} |")
+    return "\n".join(lines)
+
+
+def _setting(config: Config, assumed: str = "") -> str:
+    spread = ""
+    if config.strategy.name != "single":
+        nodes = f" × {config.trainer.num_nodes} nodes" if config.trainer.num_nodes > 1 else ""
+        spread = (
+            f", strategy={config.strategy.name} on {config.trainer.devices} devices{nodes}{assumed} "
+            f"({effective_batch(config)} slices an optimizer step)"
+        )
+    model, size = config.model, config.data.image_size
+    width = f", C = {model.channels}" if isinstance(model, LearnedConfig) else ""
+    return (
+        f"{model.name}, T = {model.T}{width}, {size} × {size} pixels, batch {config.data.batch_size}, "
+        f"{config.trainer.precision}, memory={config.memory.name}, {config.optimizer.name}{spread}"
+    )
+
+
+def _print_run(console: Console, config: Config, prediction: Prediction, assumed: str) -> None:
+    footprint = prediction.footprint
+    parts = " · ".join(f"{name} {value / MIB:,.1f}" for name, value in footprint.parts().items())
+    where = " on the fullest device" if len(prediction.devices) > 1 else ""
+    grows, host = "", ""
+    if prediction.per_iteration is not None:
+        grows = f"\neach further iteration adds {prediction.per_iteration / MIB:,.1f} MiB"
+    if footprint.host:
+        host = f"\nmoved to host memory: {footprint.host / MIB:,.0f} MiB"
+    console.print(
+        f"{_setting(config, assumed)}\n"
+        f"peak of a training step{where}: {footprint.peak / MIB:,.1f} MiB ({parts})"
+        f"{grows}{host}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _print_pipeline(
+    console: Console, config: Config, options: PipelineConfig, prediction: Prediction, planner: Planner
+) -> None:
+    """What each device does and holds, and what other schedules would make of it."""
+    devices = _table("devices", "device", "iterations", "micro-batches in flight", "peak, MiB")
+    for number, device in enumerate(prediction.devices):
+        iterations = ", ".join(_span(stage) for stage in device.stages)
+        devices.add_row(str(number), iterations, str(device.in_flight), f"{device.footprint.peak / MIB:,.0f}")
+    console.print(devices)
+
+    table = _table(
+        "schedules", "schedule", "micro-batches", "most in flight", "peak of the fullest device, MiB", "idle"
+    )
+    for variant in schedules(config, options):
+        plans = planner.devices(variant)
+        table.add_row(
+            variant.strategy.schedule,  # type: ignore[attr-defined]  # a pipeline's
+            str(n_microbatches(variant)),
+            str(max(plan.in_flight for plan in plans)),
+            f"{max(plan.footprint.peak for plan in plans) / MIB:,.0f}",
+            f"{idle(variant):.0%}",
+        )
+    console.print(table)
+
+
+def schedules(config: Config, options: PipelineConfig) -> Iterator[Config]:
+    """A pipeline under each schedule that its batch and T allow."""
+    for schedule in ("sequential", "gpipe", "1f1b", "interleaved"):
+        per_device = max(2, options.stages_per_device) if schedule == "interleaved" else 1
+        cut = cut_of(config) if per_device == options.stages_per_device else None
+        strategy = replace(options, schedule=schedule, stages_per_device=per_device, cut=cut)
+        variant = replace(config, strategy=strategy)
+        try:
+            validate(variant)
+        except ConfigError:
+            continue
+        yield variant
+
+
+def _span(iterations: range) -> str:
+    first, last = iterations.start, iterations.stop - 1
+    return str(first) if first == last else f"{first}–{last}"
+
+
+def _print_tables(console: Console, config: PlanConfig, planner: Planner) -> None:
+    """Peak by batch, largest batch by device, and the optimizers."""
+    strategy = config.run.strategy
+    least = strategy.microbatch_size if isinstance(strategy, PipelineConfig) else 1
+    batches = [b * least for b in BATCHES]
+    each = " of a device" if strategy.name != "single" else ""
+    peaks = _table("peak of a training step, MiB", "memory", "precision", *(f"batch {b}{each}" for b in batches))
+    columns: list[list[str]] = []
+    variants = [(memory, precision) for memory in GROUPS["memory"] for precision in PRECISIONS]
+    for memory, precisions in track(
+        variants, "planning", console=console, transient=True, disable=not console.is_terminal
+    ):
+        # A segment that was asked for stays.
+        group = "" if memory == config.run.memory.name else f"memory={memory} "
+        run = override(config.run, f"{group}trainer.precision={precisions[0]}")
+        of = {b: planner.estimate(replace(run, data=replace(run.data, batch_size=b))).peak / MIB for b in batches}
+        peaks.add_row(memory, ", ".join(precisions), *(f"{of[b]:,.0f}" for b in batches))
+        columns.append([f"{memory}\n{precisions[0]}", *(_largest_batch(of, usable(d)) for d in _devices(config))])
+    console.print(peaks)
+
+    largest = _table(f"largest batch{each} that fits", "device", *(column[0] for column in columns))
+    for row, device in enumerate(_devices(config), start=1):
+        largest.add_row(device, *(column[row] for column in columns))
+    console.print(largest)
+    console.print(
+        "Counted as lost: 1 GiB and 5 % to CUDA and its libraries (assumed). A V100 has no bf16.\n", style="dim"
+    )
+
+    optimizers = _table("optimizers, MiB", "optimizer", "state", "peak of a training step")
+    base = planner.estimate(config.run)
+    for name in GROUPS["optimizer"]:
+        state = planner.optimizer_state(override(config.run, f"optimizer={name}"))
+        optimizers.add_row(name, f"{state / MIB:,.1f}", f"{(base.peak - base.optimizer + state) / MIB:,.1f}")
+    console.print(optimizers)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        words = column in ("memory", "precision", "device", "optimizer", "iterations", "schedule")
+        table.add_column(column, justify="left" if words else "right")
+    return table
+
+
+def _largest_batch(peaks: dict[int, float], limit: float) -> str:
+    """Where the line through two known batches meets the limit."""
+    (few, small), (many, large) = sorted(peaks.items())
+    batch = math.floor(few + (limit - small) * (many - few) / (large - small))
+    return f"{batch:,}" if batch >= 1 else "none"
+
+
+def _devices(config: PlanConfig) -> list[str]:
+    return list(DEVICES) if config.device is None else [config.device]

@@ -1,0 +1,1 @@
+"""What training minimises, and by which steps; the metrics by which images are judged."""

@@ -1,0 +1,1 @@
+"""Ranks, stop signals, and one process for each device."""

@@ -1,0 +1,217 @@
+"""Which of several processes this one is, and how such a process ends. No torch import: known before torch is."""
+
+import ctypes
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, TypedDict
+
+from qnmixer.errors import Stopped
+
+
+class Record(TypedDict):
+    """How a rank ended, for torch's elastic agent (ours or torchrun's), which reads the first two."""
+
+    message: str  # the line for the user
+    timestamp: int  # seconds since 1970
+    time: float  # the same
+    traceback: str
+    bug: bool  # the traceback is for the user too
+    secondary: bool  # it ended because another one did, or because it was told to
+    stopped: bool  # as all others did, with a checkpoint
+
+
+# A rank that is to end has so long to close its logs. One that waits in a collective cannot: it is ended then.
+_SECONDS_TO_LEAVE = 10
+# One that is to stop has so long for the step at hand and a checkpoint: torchrun and SLURM kill it after 30.
+_SECONDS_TO_STOP = 25
+# Ranks that lost contact are closing their logs already when SIGTERM reaches them, and are not to be disturbed.
+_SECONDS_TO_LEAVE_BY_ITSELF = 2
+
+_told = threading.Event()
+_at_once = threading.Event()
+
+# What a rank says when another one has gone: the other one's word is the one to hear.
+_LOST_CONTACT = ("connection closed by peer", "connection reset by peer", "broken pipe", "gloo", "nccl")
+
+
+def is_rank() -> bool:
+    """Whether somebody (our launcher, torchrun, srun) has started this process as one of several."""
+    return _by_agent() or by_srun()
+
+
+def by_srun() -> bool:
+    """Whether srun has, and not our launcher or torchrun within what srun or sbatch started."""
+    return not _by_agent() and _slurm_tasks() > 1
+
+
+def rank() -> int:
+    """Number of this process among all; 0 of a single one."""
+    return int(os.environ["RANK" if _by_agent() else "SLURM_PROCID"]) if is_rank() else 0
+
+
+def world_size() -> int:
+    """How many processes there are."""
+    return int(os.environ["WORLD_SIZE"]) if _by_agent() else max(1, _slurm_tasks())
+
+
+def _by_agent() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _slurm_tasks() -> int:
+    """Processes of a step of srun; 0 in an sbatch script itself, which has SLURM_NTASKS but is no step."""
+    if "SLURM_STEP_ID" not in os.environ:
+        return 0
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS", os.environ.get("SLURM_NTASKS", "1")))
+
+
+def end_with_the_others(parent: int | None = None) -> None:
+    """Have this rank end when it is told to or its parent dies, in seconds, whatever it waits for, with all it forks.
+
+    For the ranks of our launcher SIGTERM says that another one has failed, unless SIGUSR1 comes along, by which it asks
+    them to stop; for those of others it can say both. It is for `qnmixer.processes.signals` to do what it says; one
+    that has not ended after that is ended. In the main thread. `parent` as in `die_with_parent`; that of a rank of our
+    launcher.
+    """
+    die_with_parent(parent)
+    forking = 0
+
+    def before_fork() -> None:
+        nonlocal forking
+        forking = os.getpid()
+
+    def in_fork() -> None:
+        os.setpgid(0, 0)  # a data worker that a signal to the group ends would be one more error of its rank
+        signal.set_wakeup_fd(-1)
+        sys.excepthook = _after_a_moment(sys.excepthook)
+        die_with_parent(forking)
+
+    os.register_at_fork(before=before_fork, after_in_child=in_fork)
+
+    # Python's handlers run between bytecodes, so never in a collective that hangs; the pipe is written to at once.
+    listen, told = os.pipe()
+    os.set_blocking(told, False)
+    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    threading.Thread(target=_end_when_told, args=(listen, parent is not None), daemon=True).start()
+
+
+def _after_a_moment(show: Callable[..., object]) -> Callable[..., None]:
+    """How a data worker shows an exception: one that lost its rank in mid-sentence is ended before it can."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, ConnectionError | EOFError):
+            time.sleep(1)
+        show(kind, error, trace)
+
+    return hook
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Where libraries are loaded: Ctrl-C ends the process at once, as torch aborts when one is raised inside it."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def end(*_: object) -> None:
+        if not is_rank():
+            print("interrupted", file=sys.stderr, flush=True)
+        os._exit(130)
+
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def at_once() -> bool:
+    """Whether there is nothing more to wait for: another rank has failed."""
+    return _at_once.is_set()
+
+
+def _end_when_told(listen: int, launched: bool) -> None:
+    heard: set[int] = set()
+    while not (told := heard & {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}):
+        heard.update(os.read(listen, 1))
+    _told.set()
+    code = 128 + told.pop()
+    end = time.monotonic() + _SECONDS_TO_LEAVE_BY_ITSELF
+    while launched and signal.SIGUSR1 not in heard and (left := end - time.monotonic()) > 0:
+        if select.select([listen], [], [], left)[0]:
+            heard.update(os.read(listen, 1))
+    if launched and signal.SIGUSR1 not in heard:
+        _at_once.set()
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(_SECONDS_TO_LEAVE)
+    else:
+        time.sleep(_SECONDS_TO_STOP)
+    os._exit(code)
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the system end this process when its parent dies, however that dies (Linux only).
+
+    Args:
+        parent: the process that started this one, which may be dead by now; None: whoever is the parent.
+    """
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent not in (None, os.getppid()):  # it had died before
+        os._exit(1)
+
+
+def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn:
+    """End this rank in an except clause, with a record of the error for the process that launched it.
+
+    Not by sys.exit: what runs there waits for other ranks.
+
+    Args:
+        error: what was raised; a KeyboardInterrupt when the rank was told to stop.
+        line: the same for the user; None for a bug, of which the user is shown the traceback.
+        say: print it too, since nobody else will; not when this rank only ends because of another one.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    stopped, now = isinstance(error, KeyboardInterrupt), time.time()
+    record: Record = {
+        "message": "was told to stop by SIGTERM or SIGINT" if stopped else line or f"{type(error).__name__}: {error}",
+        "timestamp": int(now),
+        "time": now,
+        "traceback": traceback.format_exc(),
+        "bug": line is None and not stopped,
+        "secondary": is_secondary(error),
+        "stopped": isinstance(error, Stopped) and error.together,
+    }
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        temporary = Path(f"{path}.tmp")
+        temporary.write_text(json.dumps(record))
+        temporary.replace(path)
+    if say and not record["secondary"]:
+        print(f"{record['traceback'] * record['bug']}error: rank {rank()}: {record['message']}", file=sys.stderr)
+    elif say and record["stopped"] and rank() == 0:
+        print(error, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if record["secondary"] and not record["stopped"]:
+        _told.wait(_SECONDS_TO_LEAVE_BY_ITSELF)  # so that whoever waits for the first one to end sees the other
+    os._exit(error.code if isinstance(error, Stopped) else 130 if stopped else 1)
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Whether a rank ends with this because another one did, or because it was told to."""
+    if isinstance(error, KeyboardInterrupt):
+        return True
+    of_torch = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
+    return of_torch or any(words in str(error).lower() for words in _LOST_CONTACT)

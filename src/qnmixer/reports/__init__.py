@@ -1,0 +1,1 @@
+"""Pages and pictures that a run, an evaluation or a comparison leaves."""

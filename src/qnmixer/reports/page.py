@@ -1,0 +1,182 @@
+"""One HTML file of an evaluation: tables, and slices by method to look through, from disk and with no network."""
+
+import base64
+import hashlib
+import html
+import json
+import re
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import torch
+from torch import Tensor
+
+from qnmixer.errors import DataError
+from qnmixer.files import write_text
+from qnmixer.reports.pictures import DISPLAY_WINDOW, ERROR_LIMIT
+
+NOT_A_NUMBER = -32768  # what int16 has for a pixel that is not finite
+_NUMERIC = re.compile(r"[+−-]?\d")
+
+
+@dataclass
+class PageMethod:
+    """What one method made of a slice.
+
+    Args:
+        name: as it stands over the images.
+        iterates: x_0 … x_T, or the one image there is; each [H, W] in HU.
+        caption: of the last image, as "34.13 dB / 91.9".
+    """
+
+    name: str
+    iterates: list[Tensor]
+    caption: str = ""
+
+
+@dataclass
+class PageSlice:
+    """One slice by all methods; truth [H, W] in HU, None where nobody knows it, as of a measured scan."""
+
+    name: str
+    truth: Tensor | None
+    methods: list[PageMethod]
+
+
+@dataclass
+class PageTable:
+    """A table as text, each row as long as the headings; the first cell of a row names it."""
+
+    title: str
+    headings: list[str]
+    rows: list[list[str]]
+    note: str = ""
+
+
+def write_page(
+    path: Path, title: str, tables: list[PageTable], slices: list[PageSlice], provenance: dict[str, str]
+) -> None:
+    """Write tables, slices and where they come from as one HTML file, whole or not at all.
+
+    Pixels are rounded to whole HU; those that are not finite are shown in magenta. All text is escaped.
+
+    Args:
+        path: the file.
+        title: of the page.
+        tables: stand first.
+        slices: to choose from; without any the page has no viewer.
+        provenance: stands at the foot, a line each, as {"commit": …, "config": …}.
+
+    Raises:
+        DataError: where images of one slice differ in shape, or a method has none, or a slice no method.
+    """
+    packed = [_pack(slice_) for slice_ in slices]
+    inferno = matplotlib.colormaps["inferno"](range(256), bytes=True)[:, :3]
+    settings = {
+        "slices": [description for description, _ in packed],
+        "window": DISPLAY_WINDOW,
+        "errorLimit": ERROR_LIMIT,
+        "errorColours": inferno.tolist(),
+        "notANumber": NOT_A_NUMBER,
+    }
+    style, script = _part("page.css"), _part("page.js")
+    parts = {
+        "title": html.escape(title),
+        "style_hash": _csp_hash(style),
+        "script_hash": _csp_hash(script),
+        "style": style,
+        "tables": "\n".join(_table(table) for table in tables),
+        "provenance": "\n".join(
+            f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd></div>" for name, text in provenance.items()
+        ),
+        "settings": json.dumps(settings).replace("<", "\\u003c"),  # or a name could end the script element
+        "pixels": "\n".join(
+            f'<script type="text/plain" id="pixels-{n}">{pixels}</script>' for n, (_, pixels) in enumerate(packed)
+        ),
+        "script": script,
+    }
+    page = re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], _part("page.html"))
+    write_text(path, page.encode(errors="replace").decode())  # file names may hold what UTF-8 cannot
+
+
+def _part(name: str) -> str:
+    return files("qnmixer.reports").joinpath(name).read_text(encoding="utf-8")
+
+
+def _csp_hash(text: str) -> str:
+    """What the page's security policy knows its own style and script by; it refuses all others, and all requests."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _pack(slice_: PageSlice) -> tuple[dict[str, Any], str]:
+    """A slice as a description that names images by number, and those images [N, H, W] as base64 text.
+
+    An image that comes twice, as the FBP that several methods start from, is stored once. Each but the first is stored
+    as its difference from the one before, which compresses best.
+    """
+    height, width = _shape(slice_)
+    stored: dict[bytes, int] = {}
+
+    def numbers(images: Sequence[Tensor]) -> list[int]:
+        return [stored.setdefault(_int16(image), len(stored)) for image in images]
+
+    description = {
+        "name": slice_.name,
+        "height": height,
+        "width": width,
+        "truth": None if slice_.truth is None else numbers([slice_.truth])[0],
+        "methods": [{"name": m.name, "caption": m.caption, "iterates": numbers(m.iterates)} for m in slice_.methods],
+    }
+    pixels = np.frombuffer(b"".join(stored), "<i2").reshape(-1, height, width)
+    differences = np.diff(pixels, axis=0, prepend=np.zeros_like(pixels[:1]))  # wraps around, and back when summed
+    return description, base64.b64encode(zlib.compress(differences.tobytes())).decode()
+
+
+def _shape(slice_: PageSlice) -> tuple[int, int]:
+    """H and W of all images of a slice; raises DataError where it has none, or they differ."""
+    given = [] if slice_.truth is None else [("the truth", [slice_.truth])]
+    given += [(method.name, method.iterates) for method in slice_.methods]
+    shape = next((image.shape for _, images in given for image in images), torch.Size())
+    for name, images in given:
+        if not images or len(shape) != 2 or any(image.shape != shape for image in images):
+            raise DataError(
+                f"page: slice {slice_.name}: {name} has images of shape {[list(image.shape) for image in images]}: "
+                "give each method at least one [H, W], as large as the truth and those of the other methods"
+            )
+    if not slice_.methods:
+        raise DataError(f"page: slice {slice_.name} has no methods: give at least one, or leave the slice out")
+    return shape[0], shape[1]
+
+
+def _int16(image: Tensor) -> bytes:
+    """Whole HU as little-endian int16."""
+    hu = image.detach().to("cpu", torch.float32)
+    whole = hu.round().clamp(NOT_A_NUMBER + 1, 32767).where(hu.isfinite(), torch.tensor(float(NOT_A_NUMBER)))
+    return whole.numpy().astype("<i2").tobytes()
+
+
+def _table(table: PageTable) -> str:
+    columns = list(zip(*table.rows, strict=True))
+    numeric = [sum(bool(_NUMERIC.match(cell)) for cell in column) > len(column) / 2 for column in columns]
+
+    def cell(k: int, text: str, tag: str, more: str = "") -> str:
+        right = ' class="number"' if numeric and numeric[k] else ""
+        return f"<{tag}{more}{right}>{html.escape(text)}</{tag}>"
+
+    head = "".join(cell(k, text, "th", ' scope="col"') for k, text in enumerate(table.headings))
+    rows = [
+        cell(0, row[0], "th", ' scope="row"') + "".join(cell(k, text, "td") for k, text in enumerate(row) if k)
+        for row in table.rows
+    ]
+    body = "\n".join(f"<tr>{row}</tr>" for row in rows)
+    note = f'<p class="note">{html.escape(table.note)}</p>' if table.note else ""
+    return (
+        f'<section class="table"><h2>{html.escape(table.title)}</h2><div class="wide" tabindex="0">\n'
+        f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>{note}</section>"
+    )

@@ -1,0 +1,231 @@
+"""The jobs of a sweep, each a training run in processes of its own. No torch import: this process only watches."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from omegaconf import DictConfig
+
+from qnmixer.config import Config
+from qnmixer.config.overrides import quoted
+from qnmixer.errors import ConfigError, UserError, first_line
+from qnmixer.processes.ranks import die_with_parent
+from qnmixer.processes.signals import SIGNALS
+from qnmixer.tracking.results import amend, duration, git_commit, read_results
+from qnmixer.tracking.sweep_file import name_of_job, sweep_of
+
+# A job that is told to stop finishes its step and writes a checkpoint first.
+_SECONDS_TO_LEAVE = 60
+
+OUTPUT = "output.log"
+
+
+@dataclass
+class Job:
+    """One job: where its run folder is to be, its overrides, and what Hydra made of them."""
+
+    folder: Path
+    overrides: list[str]
+    config: DictConfig
+
+    @property
+    def name(self) -> str:
+        """Its number and what makes it differ from the others."""
+        found = sweep_of(self.folder)
+        differs = name_of_job(found[1], self.overrides) if found else ""
+        return f"job {self.folder.name}" + f" ({differs})" * bool(differs)
+
+
+@dataclass
+class _Running:
+    job: Job
+    process: subprocess.Popen[bytes]
+    gpus: list[str]
+    output: IO[bytes]  # read from where the terminal has it until
+
+    def echo(self) -> None:
+        """Show what the job has printed since."""
+        sys.stdout.write(self.output.read().decode(errors="replace"))
+        sys.stdout.flush()
+
+
+def run_jobs(jobs: list[Job], check: Callable[[DictConfig], Config], at_once: int | None = None) -> list[float | None]:
+    """Run jobs that are not done yet, and return their best monitored values; None for a job that failed.
+
+    Args:
+        jobs: in the order to start them in.
+        check: makes the config of a job, or raises UserError for one that is not worth a process.
+        at_once: at most so many; None: as many as there are GPUs for, and one at a time without.
+
+    Raises ConfigError where a folder holds another job; KeyboardInterrupt and SystemExit once all jobs have ended.
+    """
+    waiting = [(job, config) for job in jobs if not _is_done(job) and (config := _checked(job, check))]
+    gpus = _gpus() if any(config.trainer.accelerator != "cpu" for _, config in waiting) else []
+    limit = at_once or len(gpus) or 1
+    running: list[_Running] = []
+    with _stopping(running):
+        while waiting or running:
+            for it in [*running]:
+                code = it.process.poll()
+                if limit == 1:
+                    it.echo()
+                if code is not None:
+                    running.remove(it)
+                    _conclude(it.job, code)
+            taken = {gpu for it in running for gpu in it.gpus}
+            free = [gpu for gpu in gpus if gpu not in taken]
+            if waiting and len(running) < limit:
+                job, config = waiting[0]
+                needed = _n_gpus(config, len(gpus))
+                if needed <= len(free) or not running:  # a job that asks for more than there are says so itself
+                    n_threads = _threads(config, limit, len(gpus)) if limit > 1 else None
+                    running.append(_start(job, free[:needed], n_threads))
+                    waiting.pop(0)
+                    continue
+            time.sleep(0.1)
+    return [objective(job.folder) for job in jobs]
+
+
+def objective(folder: Path) -> float | None:
+    """The best monitored value of a run that is done; None of any other."""
+    results = read_results(folder)
+    if results.get("status") != "done":
+        return None
+    (best,) = results["best"].values()
+    return float(best)
+
+
+def outcome(results: dict[str, Any]) -> str:
+    """How a run ended, in a few words."""
+    if results["status"] != "done":
+        return ": ".join(filter(None, (results["status"], first_line(results.get("error", "")))))
+    ((monitor, best),) = results["best"].items()
+    return f"{monitor} {best:.4g} in {duration(results['seconds'])}"
+
+
+def _is_done(job: Job) -> bool:
+    before = read_results(job.folder)
+    if before and before["overrides"] != job.overrides:
+        raise ConfigError(
+            f"{job.folder} holds another job ({' '.join(before['overrides'])}): give another hydra.sweep.dir=FOLDER"
+        )
+    if before.get("status") != "done":
+        return False
+    changed = before.get("git_commit") != git_commit()
+    _say(f"{job.name}: done before{', by another version of the code' * changed}, {outcome(before)}")
+    return True
+
+
+def _checked(job: Job, check: Callable[[DictConfig], Config]) -> Config | None:
+    """The config of a job; None where it is a bad one, which has then failed without being started."""
+    try:
+        return check(job.config)
+    except UserError as error:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        amend(job.folder, job.overrides, status="failed", error=f"{type(error).__name__}: {error}")
+        _say(f"{job.name}: failed: {error}")
+        return None
+
+
+def _gpus() -> list[str]:
+    """The GPUs that this process may use, by the names that CUDA_VISIBLE_DEVICES takes."""
+    if (listed := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in listed.split(",") if name.strip()]
+    import torch  # only here: it takes seconds
+
+    return [str(number) for number in range(torch.cuda.device_count())]
+
+
+def _n_gpus(config: Config, n_gpus: int) -> int:
+    if config.trainer.accelerator == "cpu" or not n_gpus:
+        return 0
+    return 1 if config.strategy.name == "single" else config.trainer.devices or n_gpus
+
+
+def _threads(config: Config, limit: int, n_gpus: int) -> int:
+    """Threads of each process of a job, so that jobs that run side by side do not wait for each other's."""
+    processes = n_gpus or limit * (config.trainer.devices or 1)
+    return max(1, (os.cpu_count() or 1) // processes)
+
+
+def _start(job: Job, gpus: list[str], n_threads: int | None) -> _Running:
+    job.folder.mkdir(parents=True, exist_ok=True)
+    if read_results(job.folder):  # it goes on; how it ended before is not how it ends now
+        amend(job.folder, job.overrides, status="running", error=None)
+    environment = {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}  # set by cli
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    if n_threads is not None:
+        environment.setdefault("OMP_NUM_THREADS", str(n_threads))
+    me, path = os.getpid(), job.folder / OUTPUT
+    _say(f"{job.name} → {path}")
+    with path.open("ab") as output:
+        shown = path.open("rb")
+        shown.seek(0, os.SEEK_END)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "qnmixer.train", *job.overrides, f"hydra.run.dir={quoted(job.folder)}"],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for this process, which tells its jobs
+            preexec_fn=lambda: die_with_parent(me),
+        )
+    return _Running(job, process, gpus, shown)
+
+
+def _conclude(job: Job, code: int) -> None:
+    """Say how a job ended, in results.json too where it could not."""
+    results = read_results(job.folder)
+    if results.get("status") not in ("done", "failed", "interrupted") or (code and results["status"] == "done"):
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        amend(job.folder, job.overrides, status="failed", error=f"the job {how}: see {OUTPUT}")
+    _say(f"{job.name}: {outcome(read_results(job.folder))}")
+
+
+@contextmanager
+def _stopping(running: list[_Running]) -> Iterator[None]:
+    """Where every signal that would stop this process stops all that run first, each with a checkpoint."""
+    told = 0
+
+    def leave(number: int, _: object) -> None:
+        nonlocal told
+        told = number
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    # What is ignored stays so, as nohup has it, and submitit has handlers of its own, which queue the job again.
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {n: handler for n, handler in before.items() if handler in (signal.SIG_DFL, signal.default_int_handler)}
+    for number in before:
+        signal.signal(number, leave)
+    try:
+        yield
+    except BaseException:
+        for number in before:  # the jobs are given their time, but for a second Ctrl-C
+            if number != signal.SIGINT:
+                signal.signal(number, signal.SIG_IGN)
+        for it in running:
+            it.process.send_signal(told or signal.SIGTERM)
+        deadline = time.monotonic() + _SECONDS_TO_LEAVE
+        for it in running:
+            with suppress(subprocess.TimeoutExpired):
+                it.process.wait(max(0, deadline - time.monotonic()))
+            it.process.kill()  # and with it all that came of it
+            it.process.wait()
+            if read_results(it.job.folder).get("status") in (None, "running"):
+                amend(it.job.folder, it.job.overrides, status="interrupted", error=None)
+            _say(f"{it.job.name}: {outcome(read_results(it.job.folder))}")
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

@@ -1,0 +1,69 @@
+"""Lightning's Trainer as a config says."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback, RichProgressBar
+from rich.console import Console
+
+from qnmixer.config import Config, TrainerConfig
+from qnmixer.parallel.precision import build_precision
+from qnmixer.parallel.strategies import build_strategy
+from qnmixer.tracking.loggers import build_loggers
+from qnmixer.training.callbacks import IteratePictures
+from qnmixer.training.checkpointing import AtomicCheckpointIO
+from qnmixer.training.lightning_private import leave_signals_to_us
+from qnmixer.training.progress import ProgressMetrics
+
+
+def build_trainer(
+    config: Config,
+    folder: Path,
+    callbacks: list[Callback],
+    console: Console,
+    overrides: Sequence[str] = (),
+    resumed_at: int | None = None,
+) -> L.Trainer:
+    """Lightning's Trainer as a config says, which must have been counted (`on_this_machine`).
+
+    `overrides` and `resumed_at` as in `build_loggers`.
+    """
+    t = config.trainer
+    callbacks = [
+        *callbacks,
+        ProgressMetrics(),
+        IteratePictures(folder / "pictures", config.evaluation.n_pictures),
+    ]
+    if console.is_terminal and not console.quiet:
+        callbacks.append(RichProgressBar(leave=False))
+    leave_signals_to_us()
+    return L.Trainer(
+        accelerator=t.accelerator,
+        devices=t.devices or 1,
+        num_nodes=t.num_nodes,
+        strategy=build_strategy(config),
+        plugins=[AtomicCheckpointIO(), build_precision(config, t.accelerator)],
+        max_steps=t.max_steps,
+        max_epochs=-1 if t.max_epochs is None else t.max_epochs,
+        accumulate_grad_batches=t.accumulate_grad_batches,
+        gradient_clip_val=t.gradient_clip_val,
+        val_check_interval=_batches_between_validations(t),
+        check_val_every_n_epoch=1 if t.val_every_n_steps is None else None,
+        limit_val_batches=t.limit_val_batches,
+        num_sanity_val_steps=0,
+        log_every_n_steps=t.log_every_n_steps,
+        deterministic=t.deterministic,
+        detect_anomaly=config.debug.name == "anomaly",
+        use_distributed_sampler=False,
+        logger=build_loggers(config, folder, list(overrides), resumed_at),
+        callbacks=callbacks,
+        enable_progress_bar=console.is_terminal and not console.quiet,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+
+
+def _batches_between_validations(t: TrainerConfig) -> int | None:
+    """Lightning counts batches here, not optimizer steps."""
+    return None if t.val_every_n_steps is None else t.val_every_n_steps * t.accumulate_grad_batches

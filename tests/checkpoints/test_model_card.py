@@ -1,0 +1,183 @@
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qnmixer.checkpoints import model_card as module
+from qnmixer.checkpoints.model_card import Exported, model_card
+from qnmixer.config import Config, parse
+from qnmixer.config.compose import compose
+
+TinyConfig = Callable[..., Config]
+RECORD = {
+    "status": "done", "overrides": [], "git_commit": "abc123", "versions": {"python": "3.11.7", "torch": "2.13.0"},
+    "started": "2026-01-01T10:00:00+0000", "device": "AMD EPYC", "threads": 2, "steps": 10, "seconds": 245.0,
+    "best": {"val/psnr": 31.25},
+}  # fmt: skip
+
+
+def card(config: Config, run: Path, checkpoint: str = "best", file: Path = Path("my.safetensors")) -> str:
+    which: dict[str, Any] = {"run": run, "checkpoint": checkpoint, "weights": "ours", "step": 8}
+    return model_card(Exported(file=file, size=4100, n_parameters=1234, config=config, **which))
+
+
+def keep(folder: Path, **record: Any) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(json.dumps(record))
+
+
+def evaluated(config: Config, weights: str = "ours", data: str = "phantoms") -> dict[str, Any]:
+    return {"evaluated": {"weights": weights, "data": data, "noise": asdict(config.noise)}}
+
+
+def table(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "table.md").write_text(f"**table of {folder.name}**\n")
+
+
+def measure(folder: Path, of: dict[str, Any], status: str = "done") -> None:
+    """What `qnmixer.evaluate` leaves, as far as a card reads it."""
+    keep(folder, status=status, overrides=["data.root=/home/secret/ct"], **of)
+    table(folder)
+
+
+def rows(text: str) -> dict[str, str]:
+    lines = [
+        line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ") and line.count("|") == 3
+    ]
+    return {line[0]: line[1] for line in lines if len(line) == 2}
+
+
+def test_it_says_what_it_was_trained_on_and_for_how_long(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    keep(tmp_path, **RECORD)
+    text = card(tiny_config("noise=field", "data.seed=7"), tmp_path)
+    found = rows(text)
+    assert text.startswith("# QN-Mixer, 16 × 16 pixels, 8 views\n")
+    assert "1,234 parameters in float32, 0.00 MB" in text
+    assert found["slices"].startswith("phantoms drawn by this program, 16 × 16, new ones every epoch of 8;")
+    assert found["optimizer steps"] == "8 of 10: the best of the run by val/psnr, 31.25"
+    assert found["slices seen"] == "at most 16, 2 an optimizer step"
+    assert found["seeds"] == "42, of slices 7"
+    assert found["time"] == "4 min 05 s, the whole run"
+    assert found["hardware"] == "AMD EPYC, threads: 2; strategy single, precision 32"
+    assert (found["commit"], found["versions"]) == ("abc123", "python 3.11.7, torch 2.13.0")
+    assert found["sinograms"].startswith("simulated from the grid of the image; noise field: photons 1e+06")
+
+
+def test_few_slices_are_told(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    few = rows(card(tiny_config("data.train_slices=4"), tmp_path))["slices"]
+    assert "the same 4 in every epoch" in few
+    more_than_there_are = rows(card(tiny_config("data.train_slices=5000"), tmp_path))["slices"]
+    assert "the same 8 in every epoch" in more_than_there_are
+    dicom = ["data=dicom", "data.root=/ct"]
+    files = rows(card(parse(compose("train", dicom)), tmp_path))["slices"]
+    assert files.startswith("slices from files, data=dicom, 256 × 256, split random; how many: unknown")
+    files = rows(card(parse(compose("train", [*dicom, "data.train_slices=7"])), tmp_path))["slices"]
+    assert files.endswith("; how many: at most 7")
+
+
+def test_what_nobody_wrote_down_is_unknown(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    found = rows(card(tiny_config(), tmp_path, "last"))
+    assert found["optimizer steps"] == "8 of unknown: the last of the run"
+    assert {found[key] for key in ("time", "commit", "versions", "begun at", "ended")} == {"unknown"}
+    assert found["hardware"].startswith("unknown;")
+
+
+def test_a_checkpoint_that_is_neither_is_called_by_its_name(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    assert rows(card(tiny_config(), tmp_path, "step_8"))["optimizer steps"] == "8 of unknown: step_8.ckpt"
+
+
+def test_weights_of_another_run_are_told_also_after_a_resume(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    resumed = [{"step": 4, "at": "2026-01-01T12:00:00+0000"}]
+    keep(tmp_path, **RECORD | {"overrides": ["finetune=runs/a"], "resumed": resumed})
+    found = rows(card(tiny_config(), tmp_path))
+    assert found["begun from"].startswith("the weights of another run")
+    assert found["gone on with"] == "after steps 4"
+
+
+def test_every_table_of_these_weights_is_there_and_no_other(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    ours = evaluated(tiny_config())
+    keep(tmp_path, **RECORD | ours)
+    table(tmp_path / "evaluation")
+    measure(tmp_path / "evaluations" / "ct", ours)
+    measure(tmp_path / "evaluations" / "failed", ours, status="failed")
+    measure(tmp_path / "evaluations" / "of_others", evaluated(tiny_config(), "others"))
+    measure(tmp_path / "evaluations" / "unrecorded", {})
+    keep(tmp_path / "child", **RECORD | ours)
+    table(tmp_path / "child" / "evaluation")
+    text = card(tiny_config(), tmp_path)
+    assert [line for line in text.splitlines() if line.startswith("###")] == ["### evaluation", "### evaluations/ct"]
+    assert text.index("### evaluation\n\n**table of evaluation**") < text.index("### evaluations/ct\n\n**table of ct**")
+    assert "secret" not in text
+
+
+@pytest.mark.parametrize("record", [{"status": "failed"}, {"evaluated": {"weights": "before a resume"}}], ids=str)
+def test_what_training_ends_with_may_be_of_other_weights(
+    tiny_config: TinyConfig, tmp_path: Path, record: dict[str, Any]
+) -> None:
+    keep(tmp_path, **RECORD | evaluated(tiny_config()) | record)
+    table(tmp_path / "evaluation")
+    assert "None of these weights was found in the run's folder." in card(tiny_config(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("data", "noise", "known", "unknown"),
+    [
+        ("phantoms", [], [], ["No table above is of real slices", "no table above has other noise"]),
+        ("dicom", [], ["on real slices is in other above"], ["no table above has other noise"]),
+        ("phantoms", ["noise.photons=1e4"], ["other noise does is in other above"], ["No table above is of real"]),
+    ],
+    ids=str,
+)
+def test_where_it_fails_follows_from_what_was_trained_and_measured(
+    tiny_config: TinyConfig, tmp_path: Path, data: str, noise: list[str], known: list[str], unknown: list[str]
+) -> None:
+    measure(tmp_path / "other", evaluated(tiny_config("noise=field", *noise), data=data))
+    text = card(tiny_config("noise=field"), tmp_path)
+    limits = text[text.index("## Where it fails") :]
+    assert all(sentence in limits for sentence in [*known, *unknown])
+    assert "It has seen no patient" in limits
+    assert "16 × 16 pixels of 25 mm" in limits
+
+
+def finetuning(text: str) -> list[str]:
+    """The overrides of the line that goes on training, as a shell has them, but for the weights and the slices."""
+    (line,) = [line for line in text.splitlines() if "finetune=my.safetensors" in line]
+    return shlex.split(line)[4:-2]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model=learn", "model.data_term=fbp", "geometry.n_views=64"],
+        ["noise=field", "noise.photons=10000.0", "geometry.first_angle=0.0"],
+        ["model=learn", "noise=none"],
+    ],
+    ids=str,
+)
+def test_how_to_use_gives_the_overrides_that_differ_from_the_defaults(tmp_path: Path, overrides: list[str]) -> None:
+    config = parse(compose("train", overrides))
+    given = finetuning(card(config, tmp_path))
+    again = parse(compose("train", given))
+    assert (again.model, again.geometry, again.noise) == (config.model, config.geometry, config.noise)
+    assert {*given} <= {*overrides}
+
+
+def test_arguments_of_a_network_of_ones_own_are_told_to_be_there(tmp_path: Path) -> None:
+    choice = ["model=custom", "model.target=qnmixer.models.LEARN"]
+    text = card(parse(compose("train", [*choice, "+model.arguments.data_term=fbp"])), tmp_path)
+    assert finetuning(text) == choice
+    assert "+model.arguments.KEY=VALUE" in text
+    assert "left out, but model.arguments are not" in text
+    assert "model.arguments" not in card(parse(compose("train", choice)), tmp_path)
+
+
+def test_what_is_shipped_goes_by_its_name(
+    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SHIPPED", tmp_path / "shipped.safetensors")
+    assert "run=pretrained input=" in card(tiny_config(), tmp_path, file=tmp_path / "shipped.safetensors")

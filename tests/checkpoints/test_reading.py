@@ -1,0 +1,206 @@
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from qnmixer.checkpoints.reading import find_checkpoint, load_run, load_weights, read_checkpoint
+from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
+from qnmixer.config import Config, to_plain
+from qnmixer.errors import CheckpointError
+from qnmixer.files import replace
+from qnmixer.training.checkpointing import AtomicCheckpointIO
+from qnmixer.training.module import ReconstructionModule
+
+Build = Callable[..., ReconstructionModule]
+
+
+def save(module: ReconstructionModule, run: Path, name: str = "best") -> Path:
+    path = run / "checkpoints" / f"{name}.ckpt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    checkpoint = {"state_dict": module.state_dict(), "epoch": 1}
+    module.on_save_checkpoint(checkpoint)
+    torch.save(checkpoint, path)
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(CheckpointError) as error:
+        read_checkpoint(find_checkpoint(path))
+    message = str(error.value)
+    assert "\n" not in message
+    assert str(path) in message
+    return message
+
+
+def test_a_run_comes_back_as_it_was(tiny_module: Build, tmp_path: Path) -> None:
+    module = tiny_module("geometry.n_views=6", "model.hessian=identity")
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.01)
+    save(module, tmp_path)
+    again = load_run(tmp_path)
+    assert again.config == module.config
+    y = module.projector(torch.rand(2, 1, 16, 16))
+    assert torch.equal(again(y), module(y))
+
+
+def test_weights_only_loads_it(tiny_module: Build, tmp_path: Path) -> None:
+    checkpoint = torch.load(save(tiny_module(), tmp_path), weights_only=True)
+    assert set(checkpoint["state_dict"]) == set(tiny_module().state_dict())
+    assert not any("projector" in name and "network" not in name for name in checkpoint["state_dict"])
+
+
+def test_best_and_last_are_found(tiny_module: Build, tmp_path: Path) -> None:
+    last = save(tiny_module(), tmp_path, "last")
+    assert find_checkpoint(tmp_path) == last
+    best = save(tiny_module(), tmp_path, "best")
+    assert find_checkpoint(tmp_path) == best
+    assert find_checkpoint(tmp_path, "last") == last
+    assert find_checkpoint(last) == last
+
+
+def test_missing_runs(tmp_path: Path) -> None:
+    assert "no run folder" in refusal(tmp_path / "nowhere")
+    assert "holds no checkpoints/best.ckpt or last.ckpt" in refusal(tmp_path)
+
+
+class Malicious:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        import os
+
+        return os.system, ("touch hacked",)
+
+
+@pytest.mark.parametrize("protocol", ["torch", "pickle"])
+def test_code_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "evil.ckpt"
+    if protocol == "torch":
+        torch.save({"state_dict": {}, CHECKPOINT_KEY: Malicious()}, path)
+    else:
+        path.write_bytes(pickle.dumps(Malicious()))
+    assert "use one that qnmixer.train wrote" in refusal(path)
+    assert not (tmp_path / "hacked").exists()
+
+
+@pytest.mark.parametrize("keep", [0, 1, 100, 0.5, 0.99])
+def test_truncated_checkpoints(tiny_module: Build, tmp_path: Path, keep: float) -> None:
+    path = save(tiny_module(), tmp_path)
+    data = path.read_bytes()
+    path.write_bytes(data[: int(keep if keep > 1 or keep in (0, 1) else keep * len(data))])
+    refusal(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"hello world\n",
+        b"export A=1\npython -m x\n",
+        b"\x89PNG\r\n\x1a\n" + bytes(200),
+        b"\x80\x04",
+        b"{}",
+        bytes(1000),
+    ],
+    ids=["text", "script", "png", "pickle", "json", "zeros"],
+)
+def test_files_that_are_no_checkpoints(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.ckpt"
+    path.write_bytes(content)
+    refusal(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"state_dict": {}, "epoch": 3},
+        {"model": {}},
+        {CHECKPOINT_KEY: {"format": 1, "config": {}}},
+        {CHECKPOINT_KEY: {"format": 1}, "state_dict": {}},
+        {CHECKPOINT_KEY: 3, "state_dict": {}},
+        [1, 2],
+        torch.zeros(3),
+    ],
+    ids=["lightning", "other", "no weights", "no config", "number", "list", "tensor"],
+)
+def test_checkpoints_of_other_programs(tmp_path: Path, content: object) -> None:
+    path = tmp_path / "a.ckpt"
+    torch.save(content, path)
+    assert "another program" in refusal(path)
+
+
+def test_a_config_of_another_version_is_told(tiny_module: Build, tmp_path: Path) -> None:
+    path = save(tiny_module(), tmp_path)
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint[CHECKPOINT_KEY]["config"]["model"]["gates"] = 3
+    torch.save(checkpoint, path)
+    message = refusal(path)
+    assert "another version of qnmixer" in message
+    assert "model.gates" in message
+
+
+def test_weights_that_do_not_fit_their_own_config_are_told(tiny_module: Build, tmp_path: Path) -> None:
+    path = save(tiny_module(), tmp_path)
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["state_dict"].popitem()
+    torch.save(checkpoint, path)
+    with pytest.raises(CheckpointError, match=r"best\.ckpt"):
+        load_run(tmp_path)
+
+
+def test_weights_go_into_a_run_with_other_views_noise_and_training(tiny_module: Build, tmp_path: Path) -> None:
+    source = tiny_module()
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.add_(0.02)
+    save(source, tmp_path)
+    target = tiny_module("geometry.n_views=12", "noise=field", "optimizer=sgd", "data.batch_size=1")
+    load_weights(target, tmp_path)
+    for a, b in zip(source.parameters(), target.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.image_size=32", "data.image_size=16"),
+        ("model.n_iterations=3", "model.n_iterations=2"),
+        ("model.channels=8", "model.channels=4"),
+        ("model.codec=strided", "model.codec=orthonormal"),
+        ("model.hessian=identity", "model.hessian=bfgs"),
+    ],
+)
+def test_weights_of_another_network_are_refused_with_what_to_set(
+    tiny_module: Build, tmp_path: Path, override: str, words: str
+) -> None:
+    save(tiny_module(), tmp_path)
+    with pytest.raises(CheckpointError, match=words) as error:
+        load_weights(tiny_module(override), tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_saved_is_the_plain_config(tiny_config: Callable[..., Config], tiny_module: Build) -> None:
+    checkpoint: dict[str, dict[str, object]] = {}
+    tiny_module().on_save_checkpoint(checkpoint)
+    assert checkpoint[CHECKPOINT_KEY] == {"format": 1, "config": to_plain(tiny_config()), "largest_norm": 0.0}
+
+
+def test_what_was_there_before_is_found_when_a_kill_left_nothing_else(tmp_path: Path) -> None:
+    """Between the two steps in which a folder takes the place of another."""
+    before, part = tmp_path / "checkpoints" / "last.ckpt.before", tmp_path / "checkpoints" / "last.ckpt.part"
+    before.mkdir(parents=True)
+    part.mkdir()
+    assert find_checkpoint(tmp_path, "last") == before
+    assert find_checkpoint(tmp_path / "checkpoints" / "last.ckpt") == before
+    replace(part, tmp_path / "checkpoints" / "last.ckpt")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["last.ckpt"]
+
+
+def test_a_file_takes_the_place_of_a_folder_of_shards(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    path.mkdir()
+    (path / "rank_0000.pt").write_bytes(b"shard")
+    AtomicCheckpointIO().save_checkpoint({"state_dict": {}}, path)
+    assert path.is_file()
+    assert [other.name for other in tmp_path.iterdir()] == ["last.ckpt"]

@@ -1,0 +1,171 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from safetensors import safe_open
+
+from qnmixer import weights
+from qnmixer.checkpoints.reading import find_checkpoint, load_run, load_weights, read_checkpoint, resumable
+from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY, digest_of_weights, encode
+from qnmixer.config import Config, parse
+from qnmixer.config.compose import compose
+from qnmixer.errors import CheckpointError, DataError
+from qnmixer.training.module import ReconstructionModule
+from qnmixer.weights import PRETRAINED, SHIPPED, check_weights
+
+Build = Callable[..., ReconstructionModule]
+
+
+def write(module: ReconstructionModule, path: Path) -> Path:
+    path.write_bytes(encode(module.config, module.state_dict()))
+    return path
+
+
+@pytest.fixture
+def module(tiny_module: Build) -> ReconstructionModule:
+    """Weights unlike those that a new network has."""
+    module = tiny_module("geometry.n_views=6", "noise=field")
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.01)
+    return module
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(CheckpointError) as error:
+        read_checkpoint(find_checkpoint(path))
+    assert "\n" not in str(error.value)
+    assert str(path) in str(error.value)
+    return str(error.value)
+
+
+def test_a_network_comes_back_as_it_was(module: ReconstructionModule, tmp_path: Path) -> None:
+    again = load_run(write(module, tmp_path / "a.safetensors"))
+    assert again.config == module.config
+    y = module.projector(torch.rand(2, 1, 16, 16))
+    assert torch.equal(again(y), module(y))
+
+
+def test_it_holds_float32_by_the_names_of_the_state_dict(module: ReconstructionModule, tmp_path: Path) -> None:
+    path = write(module, tmp_path / "a.safetensors")
+    tensors = safetensors.torch.load_file(path)  # what any other program would read
+    assert set(tensors) == set(module.state_dict())
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    with safe_open(path, framework="pt") as file:
+        assert json.loads(file.metadata()[CHECKPOINT_KEY])["config"]["model"]["name"] == "qn_mixer"
+
+
+def test_the_same_weights_give_the_same_bytes(module: ReconstructionModule) -> None:
+    assert encode(module.config, module.state_dict()) == encode(module.config, module.state_dict())
+
+
+def test_the_digest_is_of_the_weights_wherever_they_lie(module: ReconstructionModule, tmp_path: Path) -> None:
+    before = digest_of_weights(module.state_dict())
+    again = load_run(write(module, tmp_path / "a.safetensors"))
+    assert digest_of_weights(again.state_dict()) == before
+    with torch.no_grad():
+        next(again.parameters()).add_(0.01)
+    assert digest_of_weights(again.state_dict()) != before
+
+
+def test_weights_that_have_two_names_are_kept_under_both(module: ReconstructionModule) -> None:
+    tied = torch.ones(3)
+    content = encode(module.config, {"a": tied, "b": tied})
+    assert set(safetensors.torch.load(content)) == {"a", "b"}
+
+
+FOLDER = [
+    "data=dicom", "data.root=/home/secret/ct", "data.cache_dir=/home/secret/cache", "data.include='*/secret/*'",
+    "data.split=explicit", "data.train_patients=[secret1]", "data.val_patients=[secret2]",
+    "data.test_patients=[secret3]", "finetune=/home/secret/run", "logger=wandb", "logger.entity=secret",
+]  # fmt: skip
+CUSTOM = ["data=custom", "data.target=collections.Counter", "+data.arguments.root=/home/secret", "resume=/secret"]
+
+
+@pytest.mark.parametrize("overrides", [FOLDER, CUSTOM], ids=["folder", "custom"])
+def test_nothing_of_the_machine_or_the_patients_goes_along(overrides: list[str], tmp_path: Path) -> None:
+    config: Config = parse(compose("train", [*overrides, "data.image_size=32", "data.hu_max=1500"]))
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(encode(config, {}))
+    assert b"secret" not in path.read_bytes()
+    again, _ = read_checkpoint(path)
+    assert (again.data.name, again.data.image_size, again.data.hu_max) == (config.data.name, 32, 1500)
+    assert (again.model, again.geometry, again.noise) == (config.model, config.geometry, config.noise)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 7, 100, 0.5, 0.99])
+def test_truncated_files(module: ReconstructionModule, tmp_path: Path, keep: float) -> None:
+    path = write(module, tmp_path / "a.safetensors")
+    content = path.read_bytes()
+    path.write_bytes(content[: int(keep * len(content)) if 0 < keep < 1 else int(keep)])
+    assert "cannot be read" in refusal(path)
+
+
+@pytest.mark.parametrize("content", [b"hello world\n", bytes(1000), b"\xff" * 100], ids=["text", "zeros", "ones"])
+def test_files_of_another_kind(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(content)
+    assert "damaged or no checkpoint" in refusal(path)
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {CHECKPOINT_KEY: "3"}, {CHECKPOINT_KEY: "{}"}], ids=str)
+def test_files_of_other_programs(tmp_path: Path, metadata: dict[str, str] | None) -> None:
+    path = tmp_path / "a.safetensors"
+    safetensors.torch.save_file({"weight": torch.zeros(3)}, path, metadata)
+    assert "another program: use one that qnmixer.export wrote" in refusal(path)
+
+
+def test_metadata_that_is_no_json(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    safetensors.torch.save_file({"weight": torch.zeros(3)}, path, {CHECKPOINT_KEY: "{"})
+    assert "cannot be read" in refusal(path)
+
+
+def test_tensors_that_do_not_fit_the_config(module: ReconstructionModule, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(encode(module.config, {"network.unknown": torch.zeros(3)}))
+    with pytest.raises(CheckpointError, match="do not fit its own config"):
+        load_run(path)
+
+
+def test_another_run_begins_from_it_but_none_goes_on(
+    module: ReconstructionModule, tiny_module: Build, tmp_path: Path
+) -> None:
+    path, other = write(module, tmp_path / "a.safetensors"), tiny_module("noise=none")
+    load_weights(other, path)
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), module.parameters(), strict=True))
+    with pytest.raises(CheckpointError, match=r"no state of an optimizer .* finetune="):
+        resumable(module.config, path)
+
+
+def test_pretrained_is_what_the_package_ships(
+    module: ReconstructionModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(weights, "SHIPPED", tmp_path / "shipped.safetensors")
+    with pytest.raises(CheckpointError, match=r"ships no weights \(shipped.safetensors is missing\): give a run"):
+        check_weights("run", PRETRAINED)
+    write(module, weights.SHIPPED)
+    check_weights("run", PRETRAINED)
+    assert load_run(PRETRAINED).config == module.config
+    with pytest.raises(CheckpointError, match="no run folder at pretrained"):
+        load_run(Path(f"./{PRETRAINED}"))
+    Path(PRETRAINED).mkdir()
+    check_weights("run", f"./{PRETRAINED}")
+    with pytest.raises(CheckpointError, match="pretrained holds no checkpoints"):
+        load_run(f"./{PRETRAINED}")
+    with pytest.raises(DataError, match=r"finetune=elsewhere does not exist: .* the word pretrained"):
+        check_weights("finetune", "elsewhere")
+
+
+@pytest.mark.skipif(not SHIPPED.is_file(), reason="no weights are shipped")
+def test_what_is_shipped_is_for_256_pixels_and_64_views_and_has_its_card() -> None:
+    config, state = read_checkpoint(find_checkpoint(PRETRAINED))
+    assert (config.model.name, config.data.image_size, config.geometry.n_views) == ("qn_mixer", 256, 64)
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in state.values())
+    text = SHIPPED.with_suffix(".md").read_text()
+    assert f"`{SHIPPED.name}`: {sum(tensor.numel() for tensor in state.values()):,} parameters" in text
+    assert "## Where it fails" in text

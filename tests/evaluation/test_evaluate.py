@@ -1,0 +1,181 @@
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean, stdev
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+
+from qnmixer.config import Config, EvaluationConfig
+from qnmixer.config.data import PhantomData
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.evaluation.evaluate import Evaluation, ImageScore, evaluate, write_evaluation
+from qnmixer.evaluation.slices import pictured
+from qnmixer.optimization.metrics import psnr, ssim, to_window
+from qnmixer.reconstructor import to_hu
+from qnmixer.reports.page import PageMethod, PageSlice
+from qnmixer.reports.pictures import Panel, Row, draw_comparison
+from qnmixer.training.module import ReconstructionModule
+
+WINDOW = [-160.0, 240.0]
+
+
+@pytest.fixture
+def module(tiny_module: Callable[..., ReconstructionModule]) -> ReconstructionModule:
+    return tiny_module("noise=field")
+
+
+def measured(module: ReconstructionModule, **options: int) -> tuple[Evaluation, SliceDataModule]:
+    config = PhantomData(image_size=16, num_workers=0, n_test=5, **options)
+    data = SliceDataModule(config)
+    settings = EvaluationConfig(window=WINDOW, n_pictures=2)
+    return evaluate(module, data, "test", settings, torch.device("cpu")), data
+
+
+def test_every_slice_is_scored_once_by_each_method_on_the_same_sinogram(module: ReconstructionModule) -> None:
+    evaluation, data = measured(module, batch_size=2)
+    names = [data.dataset("test").source.name(i) for i in range(5)]
+    assert evaluation.methods == ["FBP", "QN-Mixer"]
+    for method in evaluation.methods:
+        assert [score.slice for score in evaluation.scores if score.method == method] == names
+    for index, batch in enumerate(SliceDataModule(PhantomData(image_size=16, num_workers=0, n_test=5)).loader("test")):
+        truth = batch["image"]
+        with torch.no_grad():
+            y = module.measure(batch, "test")
+            images = {"FBP": module.projector.fbp(y), "QN-Mixer": module.network(y)}
+        for method, image in images.items():
+            (score,) = [s for s in evaluation.scores if (s.slice, s.method) == (names[index], method)]
+            assert score.psnr == pytest.approx(psnr(image, truth).item(), abs=1e-3)
+            assert score.ssim == pytest.approx(100 * ssim(image, truth).item(), abs=1e-2)
+            windowed = [to_window(to_hu(batch, x), (WINDOW[0], WINDOW[1])) for x in (image, truth)]
+            assert score.window_psnr == pytest.approx(psnr(*windowed).item(), abs=1e-3)
+            assert score.window_ssim == pytest.approx(100 * ssim(*windowed).item(), abs=1e-2)
+
+
+def test_batch_size_changes_no_score(module: ReconstructionModule) -> None:
+    alone, together = (measured(module, batch_size=n)[0] for n in (1, 4))
+    for a, b in zip(alone.scores, together.scores, strict=True):
+        assert (a.slice, a.method) == (b.slice, b.method)
+        assert [a.psnr, a.ssim, a.window_psnr] == pytest.approx([b.psnr, b.ssim, b.window_psnr], abs=2e-3)
+
+
+def test_pictures_are_of_slices_spread_over_the_split(module: ReconstructionModule) -> None:
+    evaluation, data = measured(module, batch_size=2)
+    names = [data.dataset("test").source.name(i) for i in range(5)]
+    assert [row.name for row in evaluation.rows] == [names[i] for i in sorted(pictured(5, 2))]
+    T = module.network.n_iterations
+    assert [[len(m.iterates) for m in of.methods] for of in evaluation.slices] == [[1, T + 1]] * 2
+    for row in evaluation.rows:
+        assert [panel.title.splitlines()[0] for panel in row.panels] == ["FBP", "QN-Mixer"]
+        assert row.truth.min() >= -1000
+        assert row.truth.max() > 0
+
+
+@pytest.mark.parametrize(
+    ("n_images", "n_pictures", "drawn"),
+    [(5, 3, {0, 2, 4}), (1, 3, {0}), (2, 3, {0, 1}), (3, 3, {0, 1, 2}), (100, 4, {12, 37, 62, 87}), (64, 1, {32})],
+)
+def test_spread(n_images: int, n_pictures: int, drawn: set[int]) -> None:
+    found = pictured(n_images, n_pictures)
+    assert len(found) == min(n_images, n_pictures)
+    assert all(0 <= i < n_images for i in found)
+    assert all(abs(a - b) <= 1 for a, b in zip(sorted(found), sorted(drawn), strict=True))
+
+
+@pytest.mark.parametrize("n_images", [1, 2, 3, 4, 5, 7, 10, 32, 64])
+@pytest.mark.parametrize("n_pictures", [1, 2, 3, 5, 8])
+def test_spread_gives_as_many_as_asked_for_within_the_split(n_images: int, n_pictures: int) -> None:
+    found = pictured(n_images, n_pictures)
+    assert len(found) == min(n_images, n_pictures)
+    assert found <= set(range(n_images))
+
+
+@pytest.fixture
+def scores() -> Evaluation:
+    values = {"FBP": [(20.0, 50.0, 10.0, 40.0), (22.0, 60.0, 12.0, 44.0)],
+              "QN-Mixer": [(30.5, 90.0, 21.0, 80.0), (31.0, 92.0, 22.0, 82.0)]}  # fmt: skip
+    by_slice = [ImageScore(f"a,{i}.dcm", method, *rows[i]) for i in range(2) for method, rows in values.items()]
+    picture = torch.zeros(16, 16)
+    slices = [PageSlice(f"a,{i}.dcm", picture, [PageMethod(method, [picture]) for method in values]) for i in range(2)]
+    return Evaluation(by_slice, slices)
+
+
+def test_means(scores: Evaluation) -> None:
+    assert scores.means()["FBP"] == {"psnr": 21.0, "ssim": 55.0, "window_psnr": 11.0, "window_ssim": 42.0}
+    assert scores.means()["QN-Mixer"]["psnr"] == 30.75
+
+
+def test_tables_hold_the_scores(scores: Evaluation, tiny_config: Callable[..., Config], tmp_path: Path) -> None:
+    with Console(quiet=True) as console:
+        picture = write_evaluation(tmp_path, scores, "two slices", tiny_config(), torch.device("cpu"), console)
+    assert picture == tmp_path / "picture.png"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "images.csv", "page.html", "picture.png", "table.csv", "table.md",
+    ]  # fmt: skip
+    with (tmp_path / "images.csv").open(newline="") as stream:
+        images = list(csv.DictReader(stream))
+    assert len(images) == 4
+    for line, score in zip(images, scores.scores, strict=True):
+        assert line["slice"] == score.slice
+        assert line["method"] == score.method
+        assert [float(line[key]) for key in ("psnr", "ssim", "window_psnr", "window_ssim")] == [
+            score.psnr, score.ssim, score.window_psnr, score.window_ssim,
+        ]  # fmt: skip
+    with (tmp_path / "table.csv").open(newline="") as stream:
+        headings, fbp, ours = csv.reader(stream)
+    assert headings[0] == "method"
+    assert len(headings) == len(fbp) == len(ours) == 5
+    assert fbp[:2] == ["FBP", f"{mean([20, 22]):.2f} ± {stdev([20, 22]):.2f}"]
+    assert ours[0] == "QN-Mixer"
+    assert ours[2] == "91.00 ± 1.41"
+    markdown = (tmp_path / "table.md").read_text()
+    assert markdown.startswith("**two slices**\n")
+    assert "| " + " | ".join(fbp) + " |" in markdown
+    assert "| " + " | ".join(ours) + " |" in markdown
+    assert "QN-Mixer over FBP: +9.75 dB, mean over 2 images" in markdown
+    table = [line for line in markdown.splitlines() if line.startswith("|")]
+    assert {line.count("|") for line in table} == {6}
+
+
+def test_one_slice_has_no_deviation(scores: Evaluation, tiny_config: Callable[..., Config], tmp_path: Path) -> None:
+    one = Evaluation(scores.scores[:2], scores.slices[:1])
+    write_evaluation(tmp_path, one, "one", tiny_config(), torch.device("cpu"), Console(quiet=True))
+    assert "20.00 ± 0.00" in (tmp_path / "table.csv").read_text()
+
+
+def row(n_panels: int, size: int = 20) -> Row:
+    y, x = torch.meshgrid(torch.arange(size), torch.arange(size), indexing="ij")
+    truth = torch.where((x - size / 2) ** 2 + (y - size / 2) ** 2 < size**2 / 9, 40.0, -1000.0)
+    panels = [Panel(f"method {k}\n30.00 dB", truth + 100 * k) for k in range(n_panels)]
+    return Row("patient/with/a/very/long/path/that/does/not/fit/slice.dcm", truth, panels)
+
+
+@pytest.mark.parametrize(("n_rows", "n_methods"), [(1, 1), (2, 2), (3, 4)])
+def test_comparison_has_a_row_for_each_slice_and_a_column_for_each_image(
+    tmp_path: Path, n_rows: int, n_methods: int
+) -> None:
+    path = tmp_path / "new" / "picture.png"
+    draw_comparison(path, [row(n_methods)] * n_rows)
+    with Image.open(path) as picture:
+        width, height = picture.size
+        colours = picture.convert("RGB").getcolors(maxcolors=2**24)
+    assert width == int(130 * (2.2 * (1 + 2 * n_methods) + 1.2))
+    assert height == int(130 * 2.5 * n_rows)
+    assert colours is not None
+    assert len(colours) > 100
+
+
+def test_error_maps_show_the_error(tmp_path: Path) -> None:
+    """Equal images give black error maps; an error of 200 HU everywhere gives the brightest."""
+    good, bad = row(1), row(1)
+    bad.panels = [Panel("bad", bad.truth + 200)]
+    brightness = []
+    for name, line in (("good", good), ("bad", bad)):
+        draw_comparison(tmp_path / f"{name}.png", [line])
+        with Image.open(tmp_path / f"{name}.png") as picture:
+            pixels = np.asarray(picture.convert("L"), float)
+        brightness.append(pixels[:, pixels.shape[1] // 2 :].mean())
+    assert brightness[1] > 1.1 * brightness[0]

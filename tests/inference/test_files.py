@@ -1,0 +1,176 @@
+"""Reading slices to reconstruct, and writing reconstructions."""
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from pydicom import dcmread
+from pydicom.uid import generate_uid
+
+from qnmixer.data.resample import to_square
+from qnmixer.data.slices import FloatArray
+from qnmixer.errors import DataError
+from qnmixer.inference.slices import InputSlices
+from qnmixer.inference.writers import write_dicom, write_npy, write_png
+
+WORDS: dict[str, Any] = {"description": "Derived by QN-Mixer from 32 simulated sparse views"}
+
+
+def hu_of(path: Path) -> Any:
+    dataset = dcmread(path)
+    return dataset.pixel_array * float(dataset.RescaleSlope) + float(dataset.RescaleIntercept)
+
+
+def noise(size: int) -> FloatArray:
+    return np.random.default_rng(0).uniform(-1100, 3000, (size, size)).astype(np.float32)
+
+
+def test_dicom_keeps_the_patient_and_says_that_it_is_derived(make_ct: Any, tmp_path: Path) -> None:
+    source = make_ct(tmp_path / "in.dcm", PixelPaddingValue=-2000, SmallestImagePixelValue=3, ConvolutionKernel="B30")
+    uid = generate_uid()
+    write_dicom(tmp_path / "out.dcm", noise(20), template=dcmread(tmp_path / "in.dcm"), series_uid=uid, **WORDS)
+    out = dcmread(tmp_path / "out.dcm")
+    for keyword in ("PatientID", "PatientName", "StudyInstanceUID", "StudyDescription", "InstanceNumber"):
+        assert out[keyword].value == source[keyword].value
+    assert out.SeriesInstanceUID == uid
+    assert out.SOPInstanceUID == out.file_meta.MediaStorageSOPInstanceUID != source.SOPInstanceUID
+    assert out.ImageType[:2] == ["DERIVED", "SECONDARY"]
+    assert "QN-Mixer" in out.DerivationDescription
+    assert "QN-Mixer" in out.SeriesDescription
+    assert out.SourceImageSequence[0].ReferencedSOPInstanceUID == source.SOPInstanceUID
+    assert "PixelPaddingValue" not in out
+    assert "ConvolutionKernel" not in out
+    assert out.SmallestImagePixelValue == out.pixel_array.min()
+    assert np.abs(hu_of(tmp_path / "out.dcm") - noise(20)).max() <= 0.5
+
+
+def test_grid_covers_the_source_padded_to_a_square(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
+    """A point of the body lies at the same millimetres before and after: here the corners of the grids."""
+    make_ct(tmp_path / "in.dcm", body_hu(40, 60), PixelSpacing=[0.8, 0.8], ImagePositionPatient=[-10, -20, 30])
+    template = dcmread(tmp_path / "in.dcm")
+    write_dicom(tmp_path / "out.dcm", noise(20), template=template, series_uid="1.2", **WORDS)
+    out = dcmread(tmp_path / "out.dcm")
+    assert list(out.PixelSpacing) == pytest.approx([2.4, 2.4])
+    assert list(out.ImagePositionPatient) == pytest.approx([-10 + 0.8, -20 + 0.8 - 10 * 0.8, 30])
+    assert (out.Rows, out.Columns) == (20, 20)
+
+
+def test_multi_frame_source_gives_single_frames(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
+    make_ct(tmp_path / "in.dcm", np.stack([body_hu(), body_hu()]))
+    template = dcmread(tmp_path / "in.dcm")
+    write_dicom(tmp_path / "out.dcm", noise(40), template=template, frame=1, series_uid="1.2", **WORDS)
+    out = dcmread(tmp_path / "out.dcm")
+    assert out.SOPClassUID == "1.2.840.10008.5.1.4.1.1.2"
+    assert "PerFrameFunctionalGroupsSequence" not in out
+    assert "NumberOfFrames" not in out
+    assert list(out.ImagePositionPatient) == [-10, -20, 28]
+    assert list(out.PixelSpacing) == [0.8, 0.8]
+    assert out.InstanceNumber == 2
+    assert out.SourceImageSequence[0].ReferencedFrameNumber == 2
+    assert out.RescaleIntercept == -1024
+    assert np.abs(hu_of(tmp_path / "out.dcm") - noise(40)).max() <= 0.5
+
+
+def test_dicom_without_a_source(tmp_path: Path) -> None:
+    for i in range(2):
+        write_dicom(
+            tmp_path / f"{i}", noise(16), series_uid="1.2", pixel_spacing=1.5625, instance_number=i + 1, **WORDS
+        )
+    first, second = (dcmread(tmp_path / f"{i}") for i in range(2))
+    assert first.StudyInstanceUID == second.StudyInstanceUID
+    assert first.SOPInstanceUID != second.SOPInstanceUID
+    assert list(first.PixelSpacing) == [1.5625, 1.5625]
+    assert first.PatientID == "ANONYMOUS"
+    assert second.InstanceNumber == 2
+    (again,) = InputSlices(tmp_path / "1")
+    assert np.abs(again.hu - np.where(noise(16) < -1024, -1000, noise(16))).max() <= 0.5
+
+
+def test_every_real_file_round_trips(real_ct: Path, tmp_path: Path) -> None:
+    """Read, resample, write, read: HU within 0.5, and pydicom finds nothing to complain about."""
+    count = 0
+    for piece in InputSlices(real_ct / "dicom_odd"):
+        hu = to_square(piece.hu, 256)
+        path = tmp_path / "out.dcm"
+        write_dicom(path, hu, template=piece.template, frame=piece.frame, series_uid=generate_uid(), **WORDS)
+        assert np.abs(hu_of(path) - hu).max() <= 0.5
+        out = dcmread(path)
+        assert str(out)  # every element can be read
+        assert piece.template is not None
+        assert out.PatientName == piece.template.PatientName
+        count += 1
+    assert count == 11
+    (piece,) = InputSlices(next((real_ct / "dicom/totalseg_s1").iterdir()))
+    write_dicom(tmp_path / "out.dcm", piece.hu, template=piece.template, series_uid="1.2", **WORDS)
+    np.testing.assert_array_equal(hu_of(tmp_path / "out.dcm"), piece.hu)
+
+
+def test_nan_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="NaN"):
+        write_dicom(tmp_path / "out.dcm", np.full((4, 4), np.nan, np.float32), series_uid="1.2", **WORDS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_pictures(tmp_path: Path) -> None:
+    hu = np.array([[-200.0, 40.0], [240.0, 3000.0]], np.float32)
+    write_png(tmp_path / "a.png", hu, centre=40, width=400)
+    assert np.asarray(Image.open(tmp_path / "a.png")).tolist() == [[0, 128], [255, 255]]
+    write_npy(tmp_path / "b.npy", hu)
+    (piece,) = InputSlices(tmp_path / "b.npy")
+    np.testing.assert_array_equal(piece.hu, hu)
+
+
+def test_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
+    """Under a file-size limit every writer fails as on a full disk: no half file, the earlier one intact."""
+    write_npy(tmp_path / "out", np.zeros((2, 2), np.float32))
+    before = (tmp_path / "out").read_bytes()
+    code = (
+        "import resource, signal, sys, numpy as np; from pathlib import Path\n"
+        "from qnmixer.inference.writers import *\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "hu, path = np.random.default_rng(0).uniform(-1000, 1000, (99, 99)).astype('f4'), Path(sys.argv[1])\n"
+        "def dicom(path, hu): write_dicom(path, hu, series_uid='1.2', description='x')\n"
+        "for write in (write_npy, write_png, dicom):\n"
+        "    try: write(path, hu)\n"
+        "    except OSError as error: print(error.errno)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], capture_output=True, text=True)
+    assert result.stdout.split() == [str(errno.EFBIG)] * 3, result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out").read_bytes() == before
+
+
+def test_inputs_of_a_folder(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
+    make_ct(tmp_path / "in" / "a", np.stack([body_hu(), body_hu()]))
+    np.save(tmp_path / "in" / "b.npy", body_hu(30, 50))
+    (tmp_path / "in" / "c.txt").write_text("hello")
+    inputs = InputSlices(tmp_path / "in")
+    pieces = list(inputs)
+    assert [piece.name for piece in pieces] == ["a#0", "a#1", "b.npy"]
+    assert pieces[0].template is not None
+    assert pieces[2].template is None
+    assert pieces[2].hu.shape == (30, 50)
+    assert "c.txt" in (inputs.warning() or "")
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "text", "nan", "useless"])
+def test_inputs_of_no_use(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "in"
+    if kind in ("empty", "useless"):
+        path.mkdir()
+    if kind == "useless":
+        (path / "a").write_text("hello")
+    elif kind == "text":
+        path.write_text("hello")
+    elif kind == "nan":
+        path = path.with_suffix(".npy")
+        np.save(path, np.full((4, 4), np.nan))
+    with pytest.raises(DataError, match="input") as error:
+        list(InputSlices(path))
+    assert "\n" not in str(error.value)

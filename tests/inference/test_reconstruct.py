@@ -1,0 +1,260 @@
+"""Batches, memory and precision of a reconstruction; what goes in and out is in tests/test_commands.py."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
+from qnmixer.config import ReconstructConfig, parse_reconstruct, to_plain
+from qnmixer.config.compose import compose
+from qnmixer.data.phantoms import phantom
+from qnmixer.errors import DataError
+from qnmixer.inference.batches import MAX_HU, BatchedNetwork
+from qnmixer.inference.inputs import measured_scans, simulated_scans
+from qnmixer.inference.reconstruct import reconstruct_input
+from qnmixer.training.module import ReconstructionModule
+
+Build = Callable[..., ReconstructionModule]
+
+
+def settings(**values: object) -> ReconstructConfig:
+    given = {"run": "x", "input": "y", "output": "z", "accelerator": "cpu"} | values
+    return parse_reconstruct(compose("reconstruct", [f"{key}={value}" for key, value in given.items()]))
+
+
+def save(module: ReconstructionModule, path: Path) -> Path:
+    content = {"format": 1, "config": to_plain(module.config), "largest_norm": 0.0}
+    torch.save({"state_dict": module.state_dict(), CHECKPOINT_KEY: content}, path)
+    return path
+
+
+def trained(build: Build, strength: float, *overrides: str) -> ReconstructionModule:
+    """A network whose regularisers do something: they start as zero."""
+    module = build(*overrides).eval()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in module.network.parameters():
+        parameter.data += strength * torch.randn(parameter.shape, generator=generator)
+    return module
+
+
+def series(path: Path, count: int, size: int = 16) -> Path:
+    np.save(path, np.stack([phantom(size, seed=0, part="test", index=k) for k in range(count)]))
+    return path
+
+
+def images(module: ReconstructionModule, path: Path, batch_size: int, precision: str = "32") -> list[Any]:
+    _, scans = simulated_scans(path, module)
+    return BatchedNetwork(module, batch_size, precision)([*scans])
+
+
+@pytest.mark.parametrize("overrides", [[], ["data.scaling=minmax"], ["data.simulation_factor=2"]])
+def test_batches_change_nothing(tiny_module: Build, tmp_path: Path, overrides: list[str]) -> None:
+    """Neither the noise nor the scale of a slice depends on those beside it."""
+    module, path = trained(tiny_module, 0.05, "noise=field", *overrides), series(tmp_path / "a.npy", 5)
+    alone, together = images(module, path, 1), images(module, path, 3)
+    assert len(alone) == 5
+    assert not np.allclose(alone[0], alone[1], atol=50)
+    for a, b in zip(alone, together, strict=True):
+        np.testing.assert_allclose(a, b, atol=0.05)
+
+
+def test_only_scans_with_missing_views_get_further_passes(tiny_module: Build, tmp_path: Path) -> None:
+    module = trained(tiny_module, 0.05)
+    x = np.stack([phantom(16, seed=0, part="test", index=k).clip(-1000, 2000) for k in range(3)])
+    with torch.no_grad():
+        y = module.projector(torch.from_numpy((x + 1000) / 3000)[:, None].float())[:, 0].numpy()
+    y[1, 4] = np.nan
+    np.save(tmp_path / "all.npy", y)
+    np.save(tmp_path / "gap.npy", y[1])
+    config = settings(unit="value")
+    (_, scans), (_, gap) = (measured_scans(tmp_path / f"{name}.npy", module, config) for name in ("all", "gap"))
+    network = BatchedNetwork(module, 3, "32")
+    together, alone = network([*scans]), network([*gap])
+    np.testing.assert_allclose(together[1], alone[0], atol=0.05)
+    with torch.no_grad():
+        plain = module.network(torch.from_numpy(y[[0, 2]])[:, None])[:, 0].numpy() * 3000 - 1000
+    np.testing.assert_allclose(together[::2], plain, atol=0.05)
+
+
+def test_half_precision_where_it_is_the_same(
+    tiny_module: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, path = trained(tiny_module, 0.02), series(tmp_path / "a.npy", 4)
+    seen = dtypes_of(module)
+    exact = images(module, path, 1)
+    assert seen == {torch.float32}
+    half = images(module, path, 1, "16-mixed")
+    assert seen == {torch.float32, torch.float16}
+    assert 0 < np.abs(half[3] - exact[3]).max() <= MAX_HU
+    np.testing.assert_array_equal(half[:3], exact[:3])  # computed both ways
+    assert capsys.readouterr().err == ""
+
+
+def test_no_half_precision_where_it_shows(
+    tiny_module: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, path = trained(tiny_module, 0.05), series(tmp_path / "a.npy", 4)
+    np.testing.assert_array_equal(images(module, path, 2, "bf16-mixed"), images(module, path, 2))
+    (line,) = capsys.readouterr().err.splitlines()
+    found = re.fullmatch(
+        r"warning: precision=bf16-mixed would change a slice by ([\d.]+) HU, over the 1 HU allowed: "
+        r"all of 2 iterations stay in 32",
+        line,
+    )
+    assert found
+    assert float(found[1]) > MAX_HU
+
+
+def test_the_first_slices_do_not_decide_alone(
+    tiny_module: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Air at first, of which half precision makes the same image."""
+    module = trained(tiny_module, 0.05)
+    for parameter in module.network.parameters():
+        if parameter.ndim == 1:
+            parameter.data.zero_()  # no biases: nothing is made of nothing
+    path = series(tmp_path / "a.npy", 6)
+    slices = np.load(path)
+    slices[:2] = -1000.0
+    slices[0, 0, 0] = -999.0
+    slices[1, 0, 0] = -999.0
+    np.save(path, slices)
+    exact, half = (np.stack(images(module, path, 1, precision)) for precision in ("32", "bf16-mixed"))
+    assert "all of 2 iterations stay in 32" in capsys.readouterr().err
+    np.testing.assert_array_equal(half, exact)
+
+
+class Steep(torch.nn.Module):
+    """Passes the largest number of fp16 on its way where x is above about 0.7."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in range(2)))
+        for parameter in self.parameters():
+            torch.nn.init.constant_(parameter, 300.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 1e-9 * self.layers(x[..., None])[..., 0].float()
+
+
+def test_what_overflows_in_half_precision_is_computed_again(tiny_module: Build, tmp_path: Path) -> None:
+    """A bright slice among others, in a batch that nobody looks at."""
+    module = trained(tiny_module, 0.02, "model.detail_channels=0")
+    module.network.regularizers[0] = Steep()
+    path = tmp_path / "a.npy"
+    np.save(path, np.stack([np.full((16, 16), hu, dtype=np.float32) for hu in (-500, -450, -400, 1900)]))
+    exact, half = (np.stack(images(module, path, 1, precision)) for precision in ("32", "16-mixed"))
+    np.testing.assert_array_equal(half[3], exact[3])
+    assert np.isfinite(half).all()
+
+
+def test_half_precision_in_the_last_iterations_alone(
+    tiny_module: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the second iteration has next to no regulariser: it may be rounded, the first may not."""
+    module, path = trained(tiny_module, 0.02, "model.shared_regularizer=false"), series(tmp_path / "a.npy", 4)
+    for part in (module.network.regularizers[1], module.network.details[1]):
+        for parameter in part.parameters():
+            parameter.data.zero_()
+    exact, half = (np.stack(images(module, path, 1, precision)) for precision in ("32", "bf16-mixed"))
+    assert 0 < np.abs(half - exact).max() <= MAX_HU
+    assert "the first 1 of 2 iterations stay in 32" in capsys.readouterr().err
+
+
+def dtypes_of(module: ReconstructionModule) -> set[torch.dtype]:
+    """A set that fills with the dtypes that the network's linear layers give."""
+    seen: set[torch.dtype] = set()
+    for layer in module.network.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.register_forward_hook(lambda _, __, output: seen.add(output.dtype))
+    return seen
+
+
+def test_a_file_is_refused_before_its_first_scan(tiny_module: Build, tmp_path: Path) -> None:
+    """However many batches come before the one that is of no use."""
+    module = tiny_module()
+    x = (phantom(16, seed=0, part="test", index=0).clip(-1000, 2000) + 1000) / 3000
+    with torch.no_grad():
+        y = module.projector(torch.from_numpy(x)[None, None].float())[0, 0].numpy()
+    np.save(tmp_path / "a.npy", np.stack([y] * 9 + [np.full_like(y, np.nan)]))
+    output = tmp_path / "out"
+    config = settings(run=save(module, tmp_path / "a.ckpt"), input=tmp_path / "a.npy", output=output, unit="value")
+    with pytest.raises(DataError, match="0 measured views"):
+        reconstruct_input(config)
+    assert not output.exists()
+
+
+# Everything is imported and then the address space ends so many MiB above what it takes.
+_LIMITED = """
+import resource, sys
+import qnmixer.inference.reconstruct
+from qnmixer.reconstruct import main
+now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+limit = now + int(sys.argv.pop(1)) * 2**20
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+main()
+"""
+
+
+def limited(mib: int, run: Path, source: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    output = source.parent / "out"
+    given = [f"run={run}", f"input={source}", f"output={output}", "accelerator=cpu", "formats=[npy]", *options]
+    return subprocess.run(
+        [sys.executable, "-c", _LIMITED, str(mib), *given],
+        capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="the address space is read from /proc")
+def test_a_batch_that_does_not_fit_is_halved(tiny_module: Build, tmp_path: Path) -> None:
+    """Real allocations that the system refuses."""
+    run = save(tiny_module("data.image_size=128", "model.n_iterations=1", "model.channels=32"), tmp_path / "a.ckpt")
+    done = limited(150, run, series(tmp_path / "a.npy", 64, 32), "batch_size=64")
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    found = [re.fullmatch(r"warning: out of memory with (\d+) slices at once: .* batch_size=(\d+)", s) for s in lines]
+    assert found
+    assert found[0][1] == "64"  # type: ignore[index]
+    assert all(match and int(match[2]) == int(match[1]) // 2 for match in found)
+    assert len(list((tmp_path / "out").glob("*.npy"))) == 64
+
+
+_LIMITED_NETWORK = """
+import resource, sys
+from pathlib import Path
+from qnmixer.errors import OutOfMemory
+from qnmixer.inference.batches import BatchedNetwork
+from qnmixer.checkpoints.reading import load_run
+from qnmixer.inference.inputs import simulated_scans
+module = load_run(sys.argv[1]).eval()
+scans = [*simulated_scans(Path(sys.argv[2]), module)[1]]
+limit = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + 2**24
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    BatchedNetwork(module, 2, "32")(scans)
+except OutOfMemory as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="the address space is read from /proc")
+def test_a_slice_that_does_not_fit_is_one_line(tiny_module: Build, tmp_path: Path) -> None:
+    """Limited once the network is built, which takes more than a slice."""
+    run = save(tiny_module("data.image_size=512", "model.n_iterations=1", "model.channels=64"), tmp_path / "a.ckpt")
+    command = [sys.executable, "-c", _LIMITED_NETWORK, run, series(tmp_path / "a.npy", 2, 32)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert done.stderr == "warning: out of memory with 2 slices at once: going on with batch_size=1\n"
+    assert done.stdout.startswith("out of memory with a single slice of 512 × 512 (")
+    assert len(done.stdout.splitlines()) == 1

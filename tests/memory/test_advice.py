@@ -1,0 +1,107 @@
+import re
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from qnmixer.config import Config, override, parse
+from qnmixer.config.compose import compose
+from qnmixer.memory.advice import advice, changes
+from qnmixer.memory.footprint import MIB
+from qnmixer.memory.limits import is_out_of_memory, memory_of
+from qnmixer.memory.plan import Planner
+
+TINY = [
+    "data.image_size=32",
+    "data.batch_size=4",
+    "geometry.n_detectors=48",
+    "geometry.detector_pitch=20",
+    "geometry.n_views=8",
+    "model.channels=16",
+    "model.n_iterations=2",
+]
+
+
+def config_of(*overrides: str) -> Config:
+    return parse(compose("train", [*TINY, *overrides]))
+
+
+@pytest.fixture(scope="module")
+def planner() -> Planner:
+    return Planner(config_of())
+
+
+def test_a_refused_allocation_is_told_from_other_errors() -> None:
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(2**60)
+    assert is_out_of_memory(refused.value)
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"))
+    assert not is_out_of_memory(RuntimeError("shapes do not match"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("batch", [6])
+def test_every_change_is_an_override_that_makes_a_step_smaller(planner: Planner, batch: int) -> None:
+    config = config_of(f"data.batch_size={batch}", "model.n_iterations=2", "model.channels=8")
+    needed = planner.estimate(config).peak
+    for change in changes(config):
+        changed = override(config, change)
+        assert planner.estimate(changed).peak < needed
+        effective = changed.data.batch_size * changed.trainer.accumulate_grad_batches
+        assert effective == config.data.batch_size
+
+
+def test_what_the_run_has_already_is_not_advised() -> None:
+    config = config_of("memory=recompute", "trainer.precision=16-mixed", "data.batch_size=1")
+    assert changes(config) == ["model.n_iterations=1", "model.channels=8"]
+
+
+def test_the_mildest_that_fit_are_advised(planner: Planner) -> None:
+    config = config_of()
+    needed = planner.estimate(config).peak / MIB
+    line = advice(planner, config, available=0.9 * needed)
+    assert line.startswith(f"out of memory: a step of this run needs {needed:,.0f} MiB by the plan")
+    assert [line.find(change) > 0 for change in changes(config)[:3]] == [True] * 3
+
+
+def test_the_smallest_are_advised_where_nothing_fits(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qnmixer.memory.advice._SECONDS", 600.0)  # the machine may be busy
+    config = config_of()
+    line = advice(planner, config, available=0.0)
+    smallest = min(changes(config), key=lambda change: planner.estimate(override(config, change)).peak)
+    assert f"nothing simple fits, nearest come {smallest} (" in line
+
+
+def test_a_failure_with_enough_memory_by_the_plan_is_not_told_as_too_little(planner: Planner) -> None:
+    assert "gaps between tensors, validation or other programs took the rest" in advice(planner, config_of(), 1000.0)
+
+
+def test_memory_of_the_host_is_at_most_the_machines() -> None:
+    pages = resource.getpagesize() * int(subprocess.check_output(["getconf", "_PHYS_PAGES"]))
+    assert 0 < memory_of(torch.device("cpu")) <= pages / MIB
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build maps more address space than the limit")
+def test_a_run_that_does_not_fit_ends_with_one_line(tmp_path: object) -> None:
+    """A real allocation that the system refuses."""
+    limit = 3 * 2**30
+    command = [sys.executable, "-m", "qnmixer.train", *TINY, "data.image_size=128", "data.batch_size=64", "logger=csv"]
+    command += ["model.channels=64", "data.num_workers=0", "trainer.max_steps=2", "trainer.accelerator=cpu"]
+    command += ["data.n_train=64", "data.n_val=1", "data.n_test=1", f"hydra.run.dir={tmp_path}"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: out of memory: a step of this run needs")
+    assert float(re.search(r"there were ([\d,]+) MiB", line)[1].replace(",", "")) < limit / MIB  # type: ignore[index]
+    assert "try memory=recompute (" in line

@@ -1,0 +1,144 @@
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qnmixer.config import MemoryConfig, RecomputeConfig, parse
+from qnmixer.config.compose import compose
+from qnmixer.memory import modes as memory
+from qnmixer.memory.modes import apply_memory_mode
+from qnmixer.memory.plan import track_step
+from qnmixer.models import QNMixer
+from qnmixer.physics import FanBeamGeometry, FanBeamProjector
+
+MIB = 2**20
+KEEP = MemoryConfig(name="keep")
+MODES: dict[str, MemoryConfig] = {
+    "recompute": RecomputeConfig(name="recompute", segment=1),
+    "recompute in segments that do not divide T": RecomputeConfig(name="recompute", segment=3),
+    "offload": MemoryConfig(name="offload"),
+}
+
+
+@pytest.fixture(scope="module")
+def projector() -> FanBeamProjector:
+    return FanBeamProjector(FanBeamGeometry(32, 12.5, 8, 48, 20.0, 600.0, 290.0, math.pi / 8))
+
+
+@pytest.fixture
+def everything_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small networks have small tensors, which would stay."""
+    monkeypatch.setattr(memory, "_SMALLEST_OFFLOADED", 0)
+
+
+class Dropping(nn.Module):
+    """A regulariser with dropout behind it: random numbers inside an iteration."""
+
+    def __init__(self, regularizer: nn.Module) -> None:
+        super().__init__()
+        self.embedding = regularizer.embedding
+        self.regularizer = regularizer
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.regularizer(x))
+
+
+def network_of(projector: FanBeamProjector, dropout: bool, **options: Any) -> QNMixer:
+    torch.manual_seed(0)
+    network = QNMixer(projector, n_iterations=4, channels=16, **options)
+    for k, regularizer in enumerate(network.regularizers):
+        nn.init.normal_(regularizer.expansion.project, std=0.02)
+        if dropout:
+            network.regularizers[k] = Dropping(regularizer)
+    return network
+
+
+@contextmanager
+def maybe_autocast(dtype: torch.dtype | None) -> Iterator[None]:
+    with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+        yield
+
+
+def loss_and_gradients(network: QNMixer, mode: MemoryConfig, dtype: torch.dtype | None) -> tuple[Tensor, list[Tensor]]:
+    network = copy.deepcopy(network)
+    apply_memory_mode(network, mode)
+    torch.manual_seed(5)
+    truth = torch.rand(2, 1, 32, 32)
+    with maybe_autocast(dtype):
+        loss = (network(network.projector(truth)) - truth).square().mean()
+    loss.backward()
+    gradients = [p.grad for p in network.parameters()]
+    assert all(g is not None for g in gradients)
+    return loss.detach(), [g for g in gradients if g is not None]
+
+
+@pytest.mark.usefixtures("everything_offloaded")
+@pytest.mark.parametrize("options", [{}, {"shared_regularizer": False}, {"hessian_gradient": "detach"}], ids=str)
+@pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropout"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_loss_and_gradients_are_those_of_the_plain_network(
+    projector: FanBeamProjector, mode: str, dtype: torch.dtype | None, dropout: bool, options: dict[str, Any]
+) -> None:
+    """Bit for bit: the same operations run again on the same numbers."""
+    network = network_of(projector, dropout, **options)
+    loss, gradients = loss_and_gradients(network, KEEP, dtype)
+    other_loss, other_gradients = loss_and_gradients(network, MODES[mode], dtype)
+    assert torch.equal(loss, other_loss)
+    for gradient, other in zip(gradients, other_gradients, strict=True):
+        assert torch.equal(gradient, other)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_keep_their_names(projector: FanBeamProjector, mode: str) -> None:
+    """A checkpoint of one mode loads into every other."""
+    network = network_of(projector, dropout=False)
+    names = set(network.state_dict())
+    apply_memory_mode(network, MODES[mode])
+    assert set(network.state_dict()) == names
+
+
+@pytest.mark.usefixtures("everything_offloaded")
+def test_offloading_moves_what_backward_needs_and_leaves_weights(projector: FanBeamProjector) -> None:
+    network = network_of(projector, dropout=False)
+    moved: list[int] = []
+    weights = {p.data_ptr() for p in network.parameters()}
+
+    def watching(tensor: Tensor) -> tuple[torch.device, Tensor]:
+        device, host = to_host(tensor)
+        assert (host.data_ptr() == tensor.data_ptr()) == (tensor.data_ptr() in weights and tensor.is_leaf)
+        moved.append(host.nbytes)
+        return device, host
+
+    to_host, memory._to_host = memory._to_host, watching
+    try:
+        apply_memory_mode(network, MODES["offload"])
+        network(projector(torch.rand(1, 1, 32, 32)))
+    finally:
+        memory._to_host = to_host
+    assert sum(moved) > MIB
+
+
+def peak_of_a_step(projector: FanBeamProjector, *overrides: str) -> float:
+    """MiB of a training step at its peak, but for parameters, gradients and optimizer state."""
+    footprint = track_step(parse(compose("train", list(overrides))), projector)
+    return (footprint.activations + footprint.operator) / MIB
+
+
+@pytest.mark.slow
+def test_recomputing_takes_the_iterations_out_of_the_peak() -> None:
+    """The paper's size, by torch's tracker: at T = 14 at most 130 MiB, where keeping needs more for 3 iterations."""
+    projector = FanBeamProjector(FanBeamGeometry.paper(32))
+    projector.safe_step_size()
+    recompute = ["memory=recompute", "model.n_iterations=14"]
+    assert peak_of_a_step(projector, *recompute) < 130 < peak_of_a_step(projector, "model.n_iterations=3")
+    # What an iteration leaves: the directions s and z, 0.25 MiB each; in backward, as much again for their gradients.
+    # Fourteen more add at most 16 MiB.
+    four, seven = (peak_of_a_step(projector, "memory=recompute", f"model.n_iterations={T}") for T in (4, 7))
+    assert (seven - four) / 3 < 16 / 14

@@ -1,0 +1,384 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from qnmixer.config import Config, PipelineConfig, batch_of_replica, device_memory, override, parse
+from qnmixer.config.compose import compose
+from qnmixer.errors import ConfigError
+from qnmixer.memory.footprint import MIB, Footprint
+from qnmixer.memory.modes import apply_memory_mode
+from qnmixer.memory.pipeline import cut_of, n_microbatches
+from qnmixer.memory.plan import Planner, track_step
+from qnmixer.memory.report import _largest_batch, as_object, levers_table, schedules, usable
+from qnmixer.memory.tracker import PeakTracker, autocast, make_state, without_data
+from qnmixer.optimization.optimizers import build_optimizer
+from qnmixer.parallel.stages import Stage, actions, ranges, survey
+from qnmixer.reconstructor import build_projector
+from qnmixer.training.module import ReconstructionModule
+
+SMALL = [
+    "data.image_size=32",
+    "data.batch_size=3",
+    "geometry.n_detectors=48",
+    "geometry.detector_pitch=20",
+    "geometry.n_views=8",
+    "model.channels=16",
+    "model.n_iterations=8",
+]
+
+VARIANTS = [
+    "memory=keep trainer.precision=bf16-mixed loss=ssim_mix",
+    "memory=recompute trainer.precision=16-mixed trainer.accumulate_grad_batches=4 optimizer=adafactor",
+    "memory=recompute memory.segment=2 model.n_iterations=9 model.hessian_gradient=detach",
+    "memory=recompute model.shared_regularizer=false model.codec=strided model.latent_channels=1",
+    "model.n_iterations=1 optimizer=sgd model.data_term=adjoint",
+]
+
+
+def config_of(overrides: str = "") -> Config:
+    return parse(compose("train", [*SMALL, *overrides.split()]))
+
+
+@pytest.fixture(scope="module")
+def planner() -> Planner:
+    return Planner(config_of())
+
+
+def test_what_is_relied_on_of_torchs_private_tracker() -> None:
+    """Kinds by name, bytes, the peak and not the end, and nothing left behind."""
+    resize = torch.UntypedStorage.resize_
+    with without_data():
+        layer = nn.Linear(256, 1024, bias=False)  # 1 MiB
+        layer.register_buffer("table", torch.zeros(2 * MIB // 4))
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+        for p in layer.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        tracker = PeakTracker()
+        tracker.track_external(layer, optimizer)
+        with tracker:
+            x = torch.ones(4 * MIB // 4)
+            del x
+            torch.ones(3 * MIB // 4)
+        (peak,) = tracker.get_tracker_snapshot("peak").values()
+        (end,) = tracker.get_tracker_snapshot().values()
+    mib = {str(kind).rpartition(".")[2]: n / MIB for kind, n in peak.items()}
+    assert mib == {"PARAM": 1, "BUFFER": 2, "GRAD": 1, "ACT": 4, "TEMP": 0, "OPT": 1, "OTH": 0, "Total": 9}
+    assert end["Total"] == 5 * MIB
+    assert torch.UntypedStorage.resize_ is resize
+
+
+def test_the_footprint_of_a_known_network(planner: Planner) -> None:
+    """Parts against their own definitions."""
+    config = config_of()
+    footprint = track_step(config, planner.projector)
+    with without_data():
+        from qnmixer.reconstructor import build_network
+
+        n_weights = sum(p.numel() for p in build_network(config, planner.projector).parameters())
+    assert footprint.parameters == 4 * n_weights
+    assert footprint.optimizer == pytest.approx(2 * footprint.parameters, rel=0.01)  # AdamW's two moments
+    assert footprint.operator == sum(b.nbytes for b in planner.projector.buffers())
+    assert footprint.peak == sum(footprint.parts().values())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("overrides", VARIANTS)
+def test_short_steps_give_long_ones_within_a_percent(planner: Planner, overrides: str) -> None:
+    config = config_of(overrides)
+    if config.data.image_size != 32:
+        planner = Planner(config)
+    assert planner.estimate(config).peak == pytest.approx(track_step(config, planner.projector).peak, rel=0.01)
+
+
+def test_growth_is_what_an_iteration_more_adds(planner: Planner) -> None:
+    config = config_of()
+    longer = track_step(override(config, "model.n_iterations=9"), planner.projector)
+    prediction = planner.predict(config)
+    assert prediction.per_iteration == longer.peak - prediction.footprint.peak
+
+
+def test_offloading_moves_what_it_saves(planner: Planner) -> None:
+    """What leaves the device is found on the host."""
+    config = config_of("data.image_size=128 data.batch_size=2")
+    planner = Planner(config)
+    keep, offload = (track_step(override(config, f"memory={m}"), planner.projector) for m in ("keep", "offload"))
+    assert keep.host == 0
+    assert offload.peak < 0.5 * keep.peak
+    assert offload.host > keep.peak - offload.peak
+
+
+def test_planning_leaves_random_numbers_and_the_operator_as_they_were() -> None:
+    config = config_of("model.data_term=adjoint model.n_iterations=1")
+    planner = Planner(config)
+    norms = planner.projector.safe_step_size(), planner.projector.operator_norm()
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    planner.predict(config)
+    assert torch.equal(torch.rand(3), expected)
+    fresh = build_projector(config)
+    assert norms == (fresh.safe_step_size(), fresh.operator_norm())
+    assert norms == (planner.projector.safe_step_size(), planner.projector.operator_norm())
+
+
+@pytest.mark.parametrize("limit", [20.0, 60.0])
+def test_the_largest_batch_fits_and_one_more_does_not(planner: Planner, limit: float) -> None:
+    def peak(batch: int) -> float:
+        return planner.estimate(config_of(f"model.n_iterations=2 data.batch_size={batch}")).peak / MIB
+
+    batch = int(_largest_batch({1: peak(1), 8: peak(8)}, limit))
+    # A line through two batches: which tensors make the peak may differ between them.
+    assert peak(batch) <= 1.01 * limit < 1.01 * peak(batch + 1)
+
+
+def test_no_batch_fits_into_too_little() -> None:
+    assert _largest_batch({1: 30.0, 8: 200.0}, limit=20.0) == "none"
+
+
+@pytest.mark.parametrize(("name", "mib"), [("V100-16", 16160), ("24", 24 * 1024), ("24GB", 24 * 1024), ("0.5gb", 512)])
+def test_devices_by_name_and_size(name: str, mib: float) -> None:
+    assert device_memory(name) == mib
+
+
+@pytest.mark.parametrize("name", ["V10-16", "-3", "0", "nan", "infGB", "big"])
+def test_unknown_devices_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"device={name} is not known"):
+        device_memory(name)
+
+
+def test_levers_say_what_they_save(planner: Planner) -> None:
+    config = config_of("model.n_iterations=5")
+    lines = levers_table(config, planner, {"memory=recompute": "time"}).splitlines()
+    keep, recompute = (planner.estimate(override(config, f"memory={m}")).peak for m in ("keep", "recompute"))
+    assert lines[0].endswith(f"memory=keep, adamw: {keep / MIB:,.0f} MiB**")
+    assert f"| `memory=recompute` | {recompute / MIB:,.0f} | {1 - recompute / keep:.2%} | time |" in "\n".join(lines)
+
+
+def test_a_run_fits_where_its_peak_is_usable(planner: Planner) -> None:
+    prediction = planner.predict(config_of())
+    plan = as_object(config_of(), prediction, ["1.066", "1.063"])
+    assert usable("1.063") < prediction.footprint.peak / MIB < usable("1.066")
+    assert plan["fits"] == {"1.066": True, "1.063": False}
+
+
+def test_levers_that_a_run_does_not_allow_are_left_out(planner: Planner) -> None:
+    """1f1b needs an iteration for each device."""
+    config = config_of("model.n_iterations=2")
+    table = levers_table(
+        config, planner, {"memory=recompute": "time", "strategy=pipeline trainer.devices=4": "devices"}
+    )
+    assert "memory=recompute" in table
+    assert "strategy=pipeline" not in table
+
+
+def test_what_is_relied_on_of_ddp() -> None:
+    """Its buckets outlive the clearing of gradients, and gradients that are accumulated are outside of them.
+
+    In a process of its own, which leaves without cleaning up: where gloo's threads are joined by what Python frees,
+    they may wait for Python (seen once in hundreds of runs).
+    """
+    done = subprocess.run([sys.executable, "-c", _BUCKETS], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "as relied on\n"), done.stderr
+
+
+_BUCKETS = """
+import os, torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+layer = nn.Linear(3, 3, bias=False)
+model = nn.parallel.DistributedDataParallel(layer, gradient_as_bucket_view=True)
+
+def place():
+    model(torch.ones(1, 3)).sum().backward()
+    return layer.weight.grad.data_ptr()
+
+place()  # the first buckets are made anew afterwards
+layer.zero_grad()
+bucket = place()
+layer.zero_grad()
+with model.no_sync():
+    assert place() != bucket
+assert place() == bucket
+print("as relied on", flush=True)
+os._exit(0)
+"""
+
+
+def test_what_each_strategy_adds_to_one_device(planner: Planner) -> None:
+    def of(overrides: str) -> Footprint:
+        return track_step(config_of(f"model.n_iterations=2 {overrides}"), planner.projector)
+
+    accumulating = "trainer.accumulate_grad_batches=2"
+    weights = of("").parameters
+    assert of("").strategy == of(accumulating).strategy == of("strategy=ddp").strategy == 0
+    assert of("strategy=ddp").gradients == weights
+    assert of(f"strategy=ddp {accumulating}").strategy == pytest.approx(weights, rel=0.02)
+    sharded = of("strategy=fsdp trainer.devices=4")
+    # The fullest device: a weight of one row, as the last convolution of the details has, is on it whole.
+    assert sharded.parameters == pytest.approx(weights / 4, rel=0.1)
+    assert sharded.optimizer == pytest.approx(weights / 2, rel=0.1)
+    assert weights < sharded.strategy < 3 * weights
+    assert of(f"strategy=fsdp trainer.devices=4 {accumulating}").strategy == sharded.strategy + weights
+    gathered = of("strategy=fsdp trainer.devices=4 strategy.reshard_after_forward=false model.shared_regularizer=false")
+    resharded = of("strategy=fsdp trainer.devices=4 model.shared_regularizer=false")
+    assert gathered.strategy > resharded.strategy
+
+
+def real_peak(config: Config, device: int) -> int:
+    """Bytes that a device holds when it runs its stages with real tensors, in the order of the schedule."""
+    assert isinstance(config.strategy, PipelineConfig)
+    options, n, n_devices = config.strategy, n_microbatches(config), 4
+    module = ReconstructionModule(config)
+    network, size = module.network, config.data.image_size
+    apply_memory_mode(network, config.memory)
+    optimizer = build_optimizer(config.optimizer, network)
+    make_state(optimizer)
+    optimizer.zero_grad()
+    image, weight = torch.rand(batch_of_replica(config), 1, size, size), torch.ones(batch_of_replica(config))
+    with torch.no_grad():
+        y = module.projector(image)
+    copy = y.clone()
+    parts = torch.arange(len(y)).split(options.microbatch_size)
+    packings, _ = survey(network, y[parts[0]], lambda: autocast(config), timed=False)
+    stages, received, given = {}, {}, {}
+    for index in range(device, n_devices * options.stages_per_device, n_devices):
+        iterations = ranges(cut_of(config))[index]
+        stages[index] = Stage(network, iterations, packings[iterations.start] if index else None)
+        for k in range(n):
+            b = len(parts[k])
+            received[index, k] = [torch.empty(b, packings[iterations.start].width).requires_grad_()] if index else []
+            last = iterations.stop == network.n_iterations
+            given[index, k] = None if last else [torch.empty(b, packings[iterations.stop].width)]
+    buffers = [tensor for group in (received, given) for tensors in group.values() for tensor in tensors or []]
+    for buffer in buffers:
+        nn.init.normal_(buffer.data)
+    tracker, made, sent = PeakTracker(), {}, []
+    tracker.track_external(module, optimizer, image, weight, y, copy, *buffers)
+    with tracker, torch.autocast("cpu", enabled=False):
+        for kind, index, k in actions(options.schedule, device, n_devices, n, options.stages_per_device):
+            if kind == "F":
+                with autocast(config):
+                    output = stages[index](*received[index, k], y=copy[k * len(parts[k]) : (k + 1) * len(parts[k])])
+                    if given[index, k] is None:
+                        output = module.batch_loss(output, image[parts[k]], weight[parts[k]])
+                made[index, k] = output
+                del output
+            else:
+                torch.autograd.backward(made.pop((index, k)), given[index, k])
+                if options.schedule == "1f1b":
+                    sent.clear()
+                for tensor in received[index, k]:
+                    sent.append(tensor.grad)
+                    tensor.grad = None
+    (peak,) = tracker.get_tracker_snapshot("peak").values()
+    return peak["Total"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "device"),
+    [
+        ("data.batch_size=2 memory=recompute strategy.microbatch_size=2 strategy.schedule=gpipe", 3),
+        (
+            "data.batch_size=1 trainer.precision=bf16-mixed strategy.schedule=interleaved strategy.stages_per_device=2",
+            0,
+        ),
+    ],
+)
+def test_planned_devices_of_a_pipeline_hold_what_real_ones_do(planner: Planner, overrides: str, device: int) -> None:
+    config = config_of(f"strategy=pipeline trainer.devices=4 {overrides}")
+    footprint = planner.devices(config)[device].footprint
+    constant = footprint.peak - footprint.activations - footprint.strategy
+    assert real_peak(config, device) - constant == pytest.approx(footprint.peak - constant, rel=0.05)
+
+
+def test_the_run_is_planned_by_its_fullest_device(planner: Planner) -> None:
+    config = config_of("strategy=pipeline data.batch_size=1")  # devices left open: 4 are assumed
+    prediction = planner.predict(config)
+    assert [device.stages for device in prediction.devices] == [(range(k, k + 2),) for k in (0, 2, 4, 6)]
+    assert [device.in_flight for device in prediction.devices] == [4, 3, 2, 1]
+    assert prediction.footprint.peak == max(device.footprint.peak for device in prediction.devices)
+    assert planner.estimate(config) == prediction.footprint
+    longer = override(config, "model.n_iterations=9 strategy.cut=[3,2,2,2] trainer.devices=4")
+    assert planner.devices(longer)[0].footprint.peak == prediction.footprint.peak + prediction.per_iteration
+    told = as_object(override(config, "trainer.devices=4"), prediction, [])
+    assert max(told["devices"]) == told["peak_mib"]  # type: ignore[call-overload]
+    assert told["idle_share"] == pytest.approx(3 / 7, abs=1e-4)  # (devices − 1) / (micro-batches + devices − 1)
+
+
+@pytest.mark.parametrize(
+    ("alone", "together", "share"),
+    [
+        ("data.batch_size=1", "data.batch_size=1 strategy.schedule=sequential", 0.35),
+        pytest.param("data.batch_size=8", "data.batch_size=2 memory=recompute", 0.15, marks=pytest.mark.long),
+    ],
+)
+def test_a_device_of_four_holds_a_fraction_of_the_activations(
+    planner: Planner, alone: str, together: str, share: float
+) -> None:
+    """Receive buffers count as activations."""
+    single = planner.estimate(config_of(f"model.n_iterations=16 {alone}")).activations
+    deep = config_of(f"model.n_iterations=16 strategy=pipeline trainer.devices=4 {together}")
+    for device in planner.devices(deep):
+        assert device.footprint.activations + device.footprint.strategy <= share * single
+
+
+def test_schedules_that_a_batch_does_not_allow_are_left_out() -> None:
+    """interleaved takes rounds of equal size; so few iterations do not make eight stages."""
+    config = config_of("strategy=pipeline trainer.devices=4 data.batch_size=2 model.n_iterations=7")
+    assert isinstance(config.strategy, PipelineConfig)
+    names = [variant.strategy.schedule for variant in schedules(config, config.strategy)]
+    assert names == ["sequential", "gpipe", "1f1b"]
+
+
+def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "qnmixer.plan", *arguments], capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_the_command_prints_one_object() -> None:
+    done = plan(*SMALL, "model.n_iterations=2", "format=json")
+    assert (done.returncode, done.stderr) == (0, "")
+    told = json.loads(done.stdout)
+    assert {"parameters", "gradients", "optimizer", "activations"} <= set(told["parts"])
+    assert sum(told["parts"].values()) == pytest.approx(told["peak_mib"], abs=0.01)
+    assert 0 < told["per_iteration_mib"] < told["peak_mib"]
+    assert (told["strategy"], told["devices"]) == ("single", [told["peak_mib"]])
+    assert "idle_share" not in told
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_command_prints_tables_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = plan(*SMALL, "model.n_iterations=4", "strategy=pipeline", "device=1.2")
+    assert (done.returncode, done.stderr) == (0, "")
+    of_a_pipeline = ["on 4 devices, assumed", "in flight", "sequential", "idle"]
+    for word in ["recompute", "16-mixed, bf16-mixed", "batch 8", "adamw", "1.2", *of_a_pipeline]:
+        assert word in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["device=V10"], "device=V10 is not known"),
+        (["format=jsn"], "format=jsn is not known: did you mean json?"),
+        (["model.n_iteration=3"], "unknown key model.n_iteration: did you mean model.n_iterations?"),
+        (["formt=json"], "unknown key formt: did you mean format?"),
+    ],
+)
+@pytest.mark.slow
+def test_bad_input_is_one_line(overrides: list[str], message: str) -> None:
+    done = plan(*overrides)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: {message}")

@@ -1,0 +1,123 @@
+import math
+
+import pytest
+import torch
+from torch.nn import functional
+from torchmetrics.functional.image import structural_similarity_index_measure
+
+from qnmixer.config import SSIMMixConfig
+from qnmixer.optimization.losses import Loss, build_loss
+from qnmixer.optimization.metrics import psnr, ssim, to_window
+
+
+def images(n: int = 3, size: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.rand(n, 1, size, size, generator=generator)
+    noise = torch.randn(n, 1, size, size, generator=generator) * torch.tensor([0.01, 0.1, 0.3])[:n, None, None, None]
+    return truth + noise, truth
+
+
+def test_psnr_is_the_formula_for_each_image() -> None:
+    image, truth = images()
+    expected = [10 * math.log10(1 / float(((a - b) ** 2).mean())) for a, b in zip(image, truth, strict=True)]
+    assert psnr(image, truth).tolist() == pytest.approx(expected, abs=1e-3)
+
+
+def test_psnr_by_hand() -> None:
+    truth = torch.zeros(1, 1, 4, 4)
+    assert psnr(truth + 0.1, truth).item() == pytest.approx(20, abs=1e-4)
+    assert psnr(truth + 10, truth).item() == pytest.approx(-20, abs=1e-4)
+
+
+def test_psnr_of_equal_images_is_infinite() -> None:
+    _, truth = images(1)
+    assert psnr(truth, truth).item() == math.inf
+
+
+def uniform_ssim(a: torch.Tensor, b: torch.Tensor, window: int = 7) -> float:
+    """SSIM of Wang et al. with a uniform window, from its definition, at every pixel; borders are mirrored."""
+    a, b = (functional.pad(x.double()[None], (window // 2,) * 4, mode="reflect")[0] for x in (a, b))
+    patches = [x.unfold(0, window, 1).unfold(1, window, 1).flatten(2) for x in (a, b)]
+    mean_a, mean_b = (p.mean(-1) for p in patches)
+    variance_a, variance_b = (p.var(-1, correction=0) for p in patches)
+    covariance = (patches[0] * patches[1]).mean(-1) - mean_a * mean_b
+    c1, c2 = 0.01**2, 0.03**2
+    values = (2 * mean_a * mean_b + c1) * (2 * covariance + c2)
+    return float((values / ((mean_a**2 + mean_b**2 + c1) * (variance_a + variance_b + c2))).mean())
+
+
+def test_ssim_is_the_definition_with_a_uniform_window_of_7() -> None:
+    image, truth = images()
+    expected = [uniform_ssim(a[0], b[0]) for a, b in zip(image, truth, strict=True)]
+    assert ssim(image, truth).tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_ssim_is_not_the_default_of_torchmetrics() -> None:
+    image, truth = images()
+    default = structural_similarity_index_measure(image, truth, data_range=1.0, reduction="none")
+    assert isinstance(default, torch.Tensor)
+    assert (default - ssim(image, truth)).abs().max() > 0.003
+
+
+def test_data_range_is_1_whatever_the_image() -> None:
+    image, truth = images()
+    inflated = structural_similarity_index_measure(
+        image, truth, gaussian_kernel=False, kernel_size=7, data_range=2.0, reduction="none"
+    )
+    assert isinstance(inflated, torch.Tensor)
+    assert (inflated > ssim(image, truth)).all()
+    assert psnr(image / 2, truth / 2).tolist() == pytest.approx((psnr(image, truth) + 20 * math.log10(2)).tolist())
+
+
+def test_ssim_of_equal_images_is_1_and_each_image_counts_alone() -> None:
+    image, truth = images()
+    assert ssim(truth, truth).tolist() == pytest.approx([1, 1, 1])
+    assert ssim(image[1:2], truth[1:2]).item() == pytest.approx(ssim(image, truth)[1].item(), abs=1e-6)
+    assert ssim(image[:1], truth[:1]).shape == (1,)
+
+
+def test_window_cuts_and_scales() -> None:
+    hu = torch.tensor([-1000.0, -160.0, 40.0, 240.0, 2000.0])
+    assert to_window(hu, (-160.0, 240.0)).tolist() == [0.0, 0.0, 0.5, 1.0, 1.0]
+
+
+def test_what_lies_outside_the_window_does_not_count() -> None:
+    truth = torch.full((1, 1, 16, 16), 40.0)
+    truth[..., :8] = -1000
+    image = truth.clone()
+    image[..., :8] += 300  # still below the window
+    windowed = [to_window(hu, (-160.0, 240.0)) for hu in (image, truth)]
+    assert psnr(*windowed).item() == math.inf
+    assert ssim(*windowed).item() == pytest.approx(1)
+
+
+def ssim_mix(weight: float) -> Loss:
+    return build_loss(SSIMMixConfig(name="ssim_mix", ssim_weight=weight))
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
+def test_ssim_mix_is_what_it_says(weight: float) -> None:
+    image, truth = images()
+    expected = (1 - weight) * (image - truth).abs().mean((1, 2, 3)) + weight * (1 - ssim(image, truth))
+    torch.testing.assert_close(ssim_mix(weight)(image, truth), expected)
+
+
+def test_ssim_mix_has_a_gradient_that_leads_down() -> None:
+    image, truth = images()
+    image.requires_grad_()
+    loss = ssim_mix(0.5)
+    before = loss(image, truth).mean()
+    before.backward()
+    assert image.grad is not None
+    assert torch.isfinite(image.grad).all()
+    assert loss(image - 1.0 * image.grad, truth).mean() < before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_ssim_is_the_same_under_autocast(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    truth = torch.rand(1, 1, 32, 32)
+    image = truth + 0.05 * torch.randn_like(truth)
+    with torch.autocast("cpu", dtype=dtype):
+        value = ssim(image, truth)
+    assert torch.equal(value, ssim(image, truth))

@@ -1,0 +1,115 @@
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+
+from qnmixer.config import Config, ScheduleConfig, StepScheduleConfig
+from qnmixer.optimization.losses import build_loss, l1
+from qnmixer.optimization.metrics import ssim
+from qnmixer.optimization.optimizers import build_optimizer
+from qnmixer.optimization.schedules import learning_rate_factor
+from qnmixer.training.module import ReconstructionModule
+
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("shared", ["true", "false"])
+def test_groups_hold_every_parameter_once(
+    tiny_module: Callable[..., ReconstructionModule], name: str, shared: str
+) -> None:
+    module = tiny_module(
+        f"optimizer={name}", "optimizer.lr=0.002", "optimizer.step_size_lr_factor=5", "optimizer.weight_decay=0.07",
+        f"model.shared_step_size={shared}",
+    )  # fmt: skip
+    optimizer = build_optimizer(module.config.optimizer, module.network)
+    assert type(optimizer) is OPTIMIZERS[name]
+    grouped = [p for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(map(id, grouped)) == sorted(map(id, module.network.parameters()))
+    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for parameter_name, parameter in module.network.named_parameters():
+        group = group_of[id(parameter)]
+        is_step_size = parameter_name.startswith(("step_sizes.", "trust."))
+        decays = parameter.ndim > 1
+        assert group["lr"] == pytest.approx(0.01 if is_step_size else 0.002), parameter_name
+        assert group["weight_decay"] == (0.07 if decays else 0.0), parameter_name
+    assert any(name.endswith("bias") for name, _ in module.network.named_parameters())
+    for scalars in ("step_sizes.", "trust."):
+        assert any(name.startswith(scalars) for name, _ in module.network.named_parameters())
+
+
+def test_options_reach_the_optimizer(tiny_module: Callable[..., ReconstructionModule]) -> None:
+    adamw = tiny_module("optimizer.betas=[0.8,0.95]")
+    assert build_optimizer(adamw.config.optimizer, adamw.network).param_groups[0]["betas"] == (0.8, 0.95)
+    sgd = tiny_module("optimizer=sgd", "optimizer.momentum=0.5")
+    assert build_optimizer(sgd.config.optimizer, sgd.network).param_groups[0]["momentum"] == 0.5
+
+
+def test_adafactor_keeps_less_than_adamw(tiny_module: Callable[..., ReconstructionModule]) -> None:
+    def state_numbers(name: str) -> int:
+        module = tiny_module(f"optimizer={name}", "model.channels=32")
+        optimizer = build_optimizer(module.config.optimizer, module.network)
+        for parameter in module.network.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return sum(v.numel() for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v))
+
+    adamw, sgd, adafactor = map(state_numbers, OPTIMIZERS)
+    assert sgd < 0.6 * adamw
+    assert adafactor < 0.5 * sgd
+
+
+def curve(config: ScheduleConfig, n_steps: int) -> list[float]:
+    factor = learning_rate_factor(config, n_steps)
+    return [factor(step) for step in range(n_steps + 1)]
+
+
+def test_cosine_warms_up_then_ends_at_zero() -> None:
+    values = curve(ScheduleConfig(name="cosine", warmup=0.1), 100)
+    assert values[:10] == pytest.approx([(k + 1) / 11 for k in range(10)])
+    assert values[10] == 1.0
+    assert values[55] == pytest.approx(0.5)
+    assert values[100] == pytest.approx(0, abs=1e-12)
+    assert all(a >= b for a, b in pairwise(values[10:]))
+    assert learning_rate_factor(ScheduleConfig(name="cosine", warmup=0.1), 100)(130) == pytest.approx(0, abs=1e-12)
+
+
+def test_step_drops_once_at_80_percent() -> None:
+    values = curve(StepScheduleConfig(name="step", warmup=0.0, at=0.8, factor=0.1), 50)
+    assert values == [1.0] * 40 + [0.1] * 11
+
+
+def test_constant_even_without_an_end() -> None:
+    config = ScheduleConfig(name="constant", warmup=0.0)
+    assert set(curve(config, 20)) == {1.0}
+    assert learning_rate_factor(config, math.inf)(10**6) == 1.0
+
+
+def test_constant_may_warm_up() -> None:
+    values = curve(ScheduleConfig(name="constant", warmup=0.5), 8)
+    assert values == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1, 1])
+
+
+@pytest.mark.parametrize("name", ["cosine", "constant"])
+def test_a_run_of_one_step_learns(name: str) -> None:
+    assert curve(ScheduleConfig(name=name, warmup=0.03), 1)[0] == 1.0
+
+
+@pytest.mark.parametrize("name", ["mse", "l1", "ssim_mix"])
+def test_losses_are_of_each_image_by_itself(tiny_config: Callable[..., Config], name: str) -> None:
+    loss = build_loss(tiny_config(f"loss={name}").loss)
+    image, truth = torch.rand(2, 3, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+    together = loss(image, truth)
+    assert together.shape == (3,)
+    torch.testing.assert_close(together, torch.cat([loss(image[i : i + 1], truth[i : i + 1]) for i in range(3)]))
+    expected = {"mse": torch.nn.functional.mse_loss, "l1": torch.nn.functional.l1_loss}.get(name)
+    if expected:
+        torch.testing.assert_close(together.mean(), expected(image, truth))
+
+
+def test_ssim_mix_takes_its_weight(tiny_config: Callable[..., Config]) -> None:
+    loss = build_loss(tiny_config("loss=ssim_mix", "loss.ssim_weight=0.2").loss)
+    image, truth = torch.rand(2, 3, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(loss(image, truth), 0.8 * l1(image, truth) + 0.2 * (1 - ssim(image, truth)))

@@ -1,0 +1,116 @@
+"""The launcher, with ranks that only do what a test asks for."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from qnmixer.errors import RankFailed, Stopped
+from qnmixer.processes.launch import RankTraceback, launch
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launch")]
+
+SCRIPT = """
+import os, signal, sys, time
+from qnmixer.processes.ranks import end_with_the_others, leave, rank
+end_with_the_others({launcher})
+here = int(os.environ["RANK"])
+try:
+    {body}
+except BaseException as error:
+    leave(error, None if isinstance(error, ZeroDivisionError) else str(error))
+"""
+
+
+def run(folder: Path, body: str, n_processes: int = 3, ask_to_stop: Callable[[], bool] | None = None) -> None:
+    """Launch ranks that each run a body, in which `here` is their number."""
+    path = folder / "rank.py"
+    path.write_text(SCRIPT.format(launcher=os.getpid(), body=body.replace("\n", "\n    ")))
+    launch([str(path)], n_processes, ask_to_stop=ask_to_stop)
+
+
+def failure(folder: Path, body: str) -> RankFailed:
+    with pytest.raises(RankFailed) as caught:
+        run(folder, body)
+    return caught.value
+
+
+def test_ranks_know_their_place_and_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
+    run(tmp_path, f"open(f'{tmp_path}/{{here}}', 'w').write(os.environ['OMP_NUM_THREADS'])")
+    threads = str(max(1, (os.cpu_count() or 1) // 3))
+    assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == [threads] * 3
+    assert "OMP_NUM_THREADS" not in os.environ
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)] == handlers
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        ("if here == 2: os.kill(os.getpid(), signal.SIGKILL)", "rank 2 was killed by SIGKILL; the other ranks were"),
+        ("if here == 1: os._exit(3)", "rank 1 ended with exit code 3; the other ranks were stopped"),
+        ("if here == 1: raise ValueError('slice 7 is bad: mend it')", "rank 1: slice 7 is bad: mend it"),
+    ],
+)
+def test_the_rank_that_fails_is_named(tmp_path: Path, body: str, line: str) -> None:
+    assert str(failure(tmp_path, f"{body}\ntime.sleep(60)")).startswith(line)
+
+
+def test_who_only_lost_contact_is_not_blamed(tmp_path: Path) -> None:
+    body = """
+if here == 1:
+    time.sleep(0.7)
+    raise ValueError("the loss became nan")
+raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234")"""
+    assert str(failure(tmp_path, body)) == "rank 1: the loss became nan"
+
+
+def test_nor_who_aborts_since_another_one_was_killed(tmp_path: Path) -> None:
+    body = f"""
+time.sleep(1 - time.time() % 1 + 0.02 * (here == 0))
+os.kill(os.getpid(), {signal.SIGABRT} if here == 0 else {signal.SIGKILL} if here == 2 else 0)
+time.sleep(60)"""
+    assert str(failure(tmp_path, body)).startswith("rank 2 was killed by SIGKILL")
+
+
+def test_when_all_lost_contact_one_of_them_is_heard(tmp_path: Path) -> None:
+    assert "gloo: timed out" in str(failure(tmp_path, "raise RuntimeError('gloo: timed out')"))
+
+
+def test_a_bug_comes_with_its_traceback(tmp_path: Path) -> None:
+    error = failure(tmp_path, "here / 0")
+    assert str(error).endswith(": ZeroDivisionError: division by zero")
+    (note,) = error.__notes__
+    assert note.startswith("Traceback (most recent call last)")
+    assert "here / 0" in note
+
+
+def test_what_a_user_can_mend_keeps_its_traceback_for_who_asks(tmp_path: Path) -> None:
+    error = failure(tmp_path, "raise ValueError('bad: mend it')")
+    assert not hasattr(error, "__notes__")
+    assert isinstance(error.__cause__, RankTraceback)
+    assert "raise ValueError('bad: mend it')" in str(error.__cause__)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR2])
+def test_ranks_are_asked_once_to_stop(tmp_path: Path, number: signal.Signals) -> None:
+    """By a signal that comes twice, from the process group and from a parent."""
+    asked: list[bool] = []
+
+    def ask() -> bool:
+        asked.append(True)
+        return True
+
+    body = f"for _ in range(2):\n    os.kill(os.getppid(), {int(number)})\n    time.sleep(0.3)"
+    run(tmp_path, body, n_processes=1, ask_to_stop=ask)
+    assert asked == [True]
+
+
+def test_ranks_that_are_not_there_to_be_asked_are_ended(tmp_path: Path) -> None:
+    body = "os.kill(os.getppid(), signal.SIGHUP)\ntime.sleep(60)"
+    with pytest.raises(Stopped) as stop:
+        run(tmp_path, body, n_processes=1, ask_to_stop=lambda: False)
+    assert stop.value.code == 129

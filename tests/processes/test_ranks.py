@@ -1,0 +1,139 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from qnmixer.processes.ranks import by_srun, is_rank, rank, world_size
+
+AGENT = {"TORCHELASTIC_RUN_ID": "x", "RANK": "3", "WORLD_SIZE": "4"}
+SBATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
+SRUN = SBATCH | {"SLURM_STEP_ID": "0", "SLURM_PROCID": "5"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({}, (False, False, 0, 1)),
+        ({"RANK": "2", "WORLD_SIZE": "4"}, (False, False, 0, 1)),
+        (AGENT, (True, False, 3, 4)),
+        (SBATCH, (False, False, 0, 1)),
+        (SBATCH | AGENT, (True, False, 3, 4)),
+        (SRUN, (True, True, 5, 8)),
+        (SRUN | AGENT, (True, False, 3, 4)),
+        (SRUN | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, (False, False, 0, 1)),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, (False, False, 0, 1)),
+    ],
+    ids=[
+        "plain", "variables of nobody", "torchrun", "sbatch without srun", "our launcher in sbatch", "srun",
+        "torchrun under srun", "srun of one", "shell of salloc",
+    ],
+)  # fmt: skip
+def test_who_is_a_rank(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], found: tuple[bool, bool, int, int]
+) -> None:
+    for name in [name for name in os.environ if name.startswith(("SLURM", "TORCHELASTIC"))]:
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert (is_rank(), by_srun(), rank(), world_size()) == found
+
+
+def begin(body: str) -> subprocess.Popen[str]:
+    """A process that runs a body, after it has said that it is about to."""
+    code = f"""
+import ctypes, os, signal, sys, time
+from qnmixer.processes import ranks
+ranks._SECONDS_TO_LEAVE = ranks._SECONDS_TO_LEAVE_BY_ITSELF = ranks._SECONDS_TO_STOP = 0.3
+{body}
+"""
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_sigterm_is_an_interruption_where_another_rank_has_failed() -> None:
+    """The launcher that sends it says nothing else; a rank that it asks to stop gets SIGUSR1 from it."""
+    process = begin("""
+ranks.end_with_the_others(os.getppid())
+try:
+    print("ready", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("in order", flush=True)
+""")
+    assert said(process) == "ready"
+    process.terminate()
+    assert process.communicate(timeout=30)[0] == "in order\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_hangs_outside_python_is_ended_all_the_same(number: signal.Signals) -> None:
+    """As in a collective that waits for a rank that is gone; here in a mutex that is locked twice."""
+    process = begin("""
+ranks.end_with_the_others()
+mutex = ctypes.create_string_buffer(256)
+print("ready", flush=True)
+for _ in range(2):
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+""")
+    assert said(process) == "ready"
+    time.sleep(0.3)
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_forks_end_with_their_rank_and_get_no_signals_of_its_group() -> None:
+    process = begin("""
+ranks.end_with_the_others()
+child = os.fork()
+if not child:
+    print(os.getpid(), os.getpgrp(), flush=True)
+    time.sleep(60)
+time.sleep(60)
+""")
+    child, group = map(int, said(process).split())
+    assert child == group
+    process.kill()
+    deadline = time.monotonic() + 10
+    while alive(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.communicate()
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_parent_that_died_before_is_noticed() -> None:
+    process = begin(f"ranks.end_with_the_others(parent={os.getppid()}); print('alive')")
+    assert process.communicate(timeout=30)[0] == ""
+    assert process.returncode == 1
+
+
+def test_a_fork_that_loses_its_rank_in_mid_sentence_says_nothing() -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", """
+import os, sys, time
+from qnmixer.processes import ranks
+ranks.end_with_the_others()
+if os.fork() == 0:
+    sys.excepthook(ConnectionResetError, ConnectionResetError("lost"), None)
+time.sleep(0.3)
+os._exit(0)
+"""],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (process.returncode, process.stderr) == (0, "")

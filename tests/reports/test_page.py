@@ -1,0 +1,423 @@
+"""The HTML page of an evaluation, in a real browser with no network."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from selenium.webdriver import ActionChains, Chrome, ChromeOptions, Keys
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
+from torch import Tensor
+
+from qnmixer.errors import DataError
+from qnmixer.reports.page import PageMethod, PageSlice, PageTable, write_page
+
+pytestmark = pytest.mark.xdist_group("browser")  # one browser serves all
+
+H = 16
+INFERNO = matplotlib.colormaps["inferno"](range(256), bytes=True)
+MAGENTA = [255, 0, 255, 255]
+CANVAS = """
+const figures = [...document.querySelectorAll("figure")];
+const figure = figures.find((figure) => figure.querySelector(".name").textContent === arguments[0]);
+const canvas = figure?.querySelector(arguments[1] + ":not([hidden]) canvas");
+return canvas && [canvas.width, canvas.height,
+  [...canvas.getContext("2d", { willReadFrequently: true }).getImageData(0, 0, canvas.width, canvas.height).data]];
+"""
+
+
+def greys(hu: Tensor, level: float, width: float) -> np.ndarray:
+    """RGBA [H, W, 4] of whole HU in a window."""
+    grey = np.floor(255 * np.clip((hu.double().numpy() - (level - width / 2)) / width, 0, 1) + 0.5)
+    return np.stack([grey, grey, grey, np.full_like(grey, 255)], axis=-1)
+
+
+def error_colours(hu: Tensor, truth: Tensor, limit: float = 200) -> np.ndarray:
+    error = (hu - truth).abs().double().numpy()
+    return INFERNO[np.floor(255 * np.clip(error / limit, 0, 1) + 0.5).astype(int)].astype(float)
+
+
+class Viewer:
+    """A page as its reader sees it."""
+
+    def __init__(self, browser: Chrome) -> None:
+        self.browser = browser
+
+    def open(self, page: Path, address: str = "") -> None:
+        self.browser.get("about:blank")
+        self.browser.get(f"{page.as_uri()}{address}")
+
+    def __getitem__(self, id_: str) -> WebElement:
+        return self.browser.find_element(By.ID, id_)
+
+    def texts(self, selector: str) -> list[str]:
+        return [element.text for element in self.browser.find_elements(By.CSS_SELECTOR, selector)]
+
+    def choose(self, id_: str, option: str) -> None:
+        self[id_].find_element(By.XPATH, f"option[contains(., '{option}')]").click()
+
+    def type_in(self, id_: str, text: str) -> None:
+        self[id_].send_keys(Keys.CONTROL, "a")
+        self[id_].send_keys(text)
+
+    def press(self, *keys: str) -> None:
+        actions = ActionChains(self.browser)
+        for key in keys[:-1]:
+            actions.key_down(key)
+        actions.send_keys(keys[-1])
+        for key in keys[:-1]:
+            actions.key_up(key)
+        actions.perform()
+
+    def frame(self, method: str, kind: str = ".image") -> WebElement:
+        path = f"//figure[.//*[@class='name']='{method}']//div[contains(@class, '{kind[1:]}')]"
+        found = self.browser.find_element(By.XPATH, path)
+        self.browser.execute_script("arguments[0].scrollIntoView({ block: 'center' })", found)
+        return found
+
+    def canvas(self, method: str, kind: str = ".image") -> np.ndarray | None:
+        """RGBA [H, W, 4] of a method's image or error map; None where it is hidden."""
+        found = self.browser.execute_script(CANVAS, method, kind)
+        return None if found is None else np.array(found[2], float).reshape(found[1], found[0], 4)
+
+    def becomes(self, read: Callable[[], object], expected: object) -> None:
+        """Wait until what is read is as expected: the page draws at its next frame."""
+        deadline = time.monotonic() + 10
+        while not np.array_equal(read(), expected) and time.monotonic() < deadline:  # type: ignore[arg-type]
+            time.sleep(0.02)
+        np.testing.assert_array_equal(read(), expected)  # type: ignore[arg-type]
+
+    def shows(self, method: str, expected: np.ndarray, kind: str = ".image") -> None:
+        self.becomes(lambda: self.canvas(method, kind), expected)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    chromedriver = shutil.which("chromedriver")
+    if chromium is None or chromedriver is None:
+        message = "no chromium and chromedriver on PATH (Debian: apt-get install chromium chromium-driver)"
+        if os.environ.get("QNMIXER_NEED_BROWSER"):
+            pytest.fail(message)
+        pytest.skip(message)
+    options = ChromeOptions()
+    options.binary_location = chromium
+    for argument in (
+        "headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "no-first-run",
+        "disable-background-networking", "disable-component-update", "disable-sync", "window-size=1400,900",
+        "host-resolver-rules=MAP * ~NOTFOUND", f"user-data-dir={tmp_path_factory.mktemp('browser')}",
+    ):  # fmt: skip
+        options.add_argument(f"--{argument}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = Chrome(options, Service(chromedriver))
+    driver.get("about:blank")
+    driver.get_log("performance")  # the browser's own first page is none of ours
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def viewer(browser: Chrome) -> Iterator[Viewer]:
+    """What no page may do: report an error, or ask for anything but itself."""
+    yield Viewer(browser)
+    assert browser.get_log("browser") == []
+    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+    assert [url for url in asked if not url.endswith(("/page.html", "about:blank"))] == []
+    assert any(url.startswith("file:///") for url in asked)
+
+
+def image(offset: int, height: int = H, width: int = H) -> Tensor:
+    """HU from −1000 to 1000, every pixel another."""
+    generator = torch.Generator().manual_seed(offset)
+    return torch.randperm(2001, generator=generator)[: height * width].reshape(height, width).float() - 1000
+
+
+TRUTH, FBP = image(0), image(1)
+ITERATES = [FBP, image(2), image(3)]
+SHORT = [FBP, image(4)]
+OTHER = image(5)
+NO_TRUTH = image(6, 10, 20)
+TAG = "<script>window.injected = 1</script>"
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    """Three slices: one with all kinds of methods, one with an odd name, one without a truth and of another shape."""
+    table = PageTable(
+        "test split", ["method", "PSNR, dB"], [["FBP", "20.00 ± 1.00"], [TAG, "not run"]], "2 images & more"
+    )
+    slices = [
+        PageSlice(
+            "first",
+            TRUTH,
+            [
+                PageMethod("FBP", [FBP], "20.00 dB"),
+                PageMethod("QN-Mixer", ITERATES, "34.13 dB / 91.9"),
+                PageMethod("short", SHORT),
+                PageMethod(TAG, [OTHER]),
+            ],
+        ),
+        PageSlice("</script><b>second</b>", OTHER, [PageMethod("FBP", [FBP])]),
+        PageSlice("measured", None, [PageMethod("FBP", [NO_TRUTH])]),
+    ]
+    path = tmp_path / "page.html"
+    write_page(path, "A & B", [table], slices, {"commit": "abc", "config": "model=<none>\nseed=1"})
+    return path
+
+
+def test_text_stands_as_it_was_given(viewer: Viewer, page: Path) -> None:
+    viewer.open(page)
+    viewer.becomes(lambda: viewer.texts("figure .name"), ["truth", "FBP", "QN-Mixer", "short", TAG])
+    assert viewer.browser.title == viewer.texts("h1")[0] == "A & B"
+    assert viewer.texts(".table h2, .table th, .table td, .table .note") == [
+        "test split", "method", "PSNR, dB", "FBP", "20.00 ± 1.00", TAG, "not run", "2 images & more"
+    ]  # fmt: skip
+    assert viewer.texts("footer dt, footer dd") == ["commit", "abc", "config", "model=<none>\nseed=1"]
+    assert viewer.texts("#slice option") == ["1 · first", "2 · </script><b>second</b>", "3 · measured"]
+    assert viewer.browser.execute_script("return window.injected") is None
+
+
+def test_pixels_are_the_greys_of_the_window(viewer: Viewer, page: Path) -> None:
+    """In every window, and the colours of the error at its scale; the truth comes first and has no error map."""
+    viewer.open(page, "#window=40,400")
+    for method, hu in {"truth": TRUTH, "FBP": FBP, "QN-Mixer": ITERATES[-1], TAG: OTHER}.items():
+        viewer.shows(method, greys(hu, 40, 400))
+        if method != "truth":
+            viewer.shows(method, error_colours(hu, TRUTH), ".error")
+    assert viewer.canvas("truth", ".error") is None
+    low, high = float(TRUTH.min()), float(TRUTH.max())
+    full = ((low + high) / 2, high - low)
+    for name, window in {"lung": (-600, 1500), "bone": (400, 1800), "overview": (-150, 1700), "full": full}.items():
+        viewer.choose("preset", name)
+        viewer.shows("FBP", greys(FBP, *window))
+        assert [float(viewer[key].get_property("value")) for key in ("level", "width")] == list(window)
+    viewer.type_in("level", "-20")
+    viewer.type_in("width", "333")
+    viewer.shows("FBP", greys(FBP, -20, 333))
+    assert viewer["preset"].get_property("value") == "-1"
+    viewer.type_in("error-limit", "750")
+    viewer.shows("FBP", error_colours(FBP, TRUTH, 750), ".error")
+
+
+def test_the_slider_goes_through_the_iterates(viewer: Viewer, page: Path) -> None:
+    viewer.open(page, "#window=40,400")
+    viewer.shows("QN-Mixer", greys(ITERATES[2], 40, 400))
+    viewer["iterate"].send_keys(Keys.ARROW_LEFT)
+    viewer.shows("QN-Mixer", greys(ITERATES[1], 40, 400))
+    viewer.shows("QN-Mixer", error_colours(ITERATES[1], TRUTH), ".error")
+    assert viewer.texts("#iterate-text") == ["x₁ of x₂"]
+    rmse = float((ITERATES[1] - TRUTH).square().mean().sqrt())
+    assert viewer.texts("figure .shown")[2] == f"x₁ · RMSE {rmse:.1f} HU"
+    assert viewer.texts("figure .caption") == ["", "20.00 dB", "x₂: 34.13 dB / 91.9", "", ""]
+    viewer["theme"].click()
+    viewer["theme"].click()
+    viewer.press(Keys.ARROW_LEFT)  # not on the slider now
+    viewer.shows("QN-Mixer", greys(FBP, 40, 400))
+    for _ in range(3):
+        viewer.press(Keys.ARROW_RIGHT)
+    viewer.shows("QN-Mixer", greys(ITERATES[2], 40, 400))
+    viewer.shows("short", greys(SHORT[1], 40, 400))
+    viewer.shows("FBP", greys(FBP, 40, 400))
+    assert viewer.texts("figure .shown")[3].startswith("x₁, its last · RMSE")
+
+
+def test_another_slice(viewer: Viewer, page: Path) -> None:
+    """Also one of another shape whose truth nobody knows: it has no error maps."""
+    viewer.open(page, "#window=40,400&iterate=1&region=2,2,8")
+    viewer.shows("QN-Mixer", greys(ITERATES[1], 40, 400)[2:10, 2:10])
+    viewer.choose("slice", "second")
+    viewer.shows("truth", greys(OTHER, 40, 400)[2:10, 2:10])
+    assert not viewer["iterate"].is_displayed()
+    viewer.shows("FBP", error_colours(FBP, OTHER)[2:10, 2:10], ".error")
+    viewer.choose("slice", "measured")
+    viewer.shows("FBP", greys(NO_TRUTH, 40, 400))
+    assert viewer.texts("figure .name") == ["FBP"]
+    assert viewer.canvas("FBP", ".error") is None
+    assert not viewer["show"].is_displayed()
+    viewer["panels"].click()
+    viewer.press(Keys.ARROW_UP)
+    viewer.press(Keys.ARROW_UP)
+    viewer.shows("QN-Mixer", greys(ITERATES[1], 40, 400))
+
+
+def test_the_address_holds_the_view(viewer: Viewer, page: Path) -> None:
+    address = "#slice=1&iterate=1&window=-20,333&errors=100&show=errors&region=4,2,8&at=5,6"
+    viewer.open(page, address)
+    viewer.shows("QN-Mixer", error_colours(ITERATES[1], TRUTH, 100)[2:10, 4:12], ".error")
+    assert viewer.canvas("QN-Mixer", ".image") is None
+    viewer.becomes(lambda: viewer.browser.execute_script("return location.hash"), address)
+    viewer.press("e")
+    viewer.press("5")
+    viewer["whole"].click()
+    viewer["iterate"].send_keys(Keys.END)
+    written = "#slice=1&window=full&errors=100&at=5,6"
+    viewer.becomes(lambda: viewer.browser.execute_script("return location.hash"), written)
+    viewer.browser.execute_script("location.hash = '#slice=2&window=40,400'")
+    viewer.shows("truth", greys(OTHER, 40, 400))
+
+
+@pytest.mark.parametrize("address", ["#slice=9&iterate=99", "#slice=x&window=40&region=1,2&at=99,1", "#window=1,-5"])
+def test_an_address_that_makes_no_sense_opens_the_page_all_the_same(viewer: Viewer, page: Path, address: str) -> None:
+    viewer.open(page, address)
+    method, hu = ("FBP", NO_TRUTH) if "slice=9" in address else ("truth", TRUTH)
+    viewer.shows(method, greys(hu, -150, 1700))
+
+
+def test_values_under_the_cursor_by_all_methods(viewer: Viewer, page: Path) -> None:
+    def text(hu: Tensor, reference: Tensor | None = TRUTH) -> str:
+        value = f"{int(hu[y, x])} HU"
+        error = "" if reference is None else f" ({int(hu[y, x] - reference[y, x]):+d})"
+        return (value + error).replace("-", "−")
+
+    viewer.open(page)
+    viewer.shows("truth", greys(TRUTH, -150, 1700))
+    x = y = H // 2
+    frame, aside = viewer.frame("QN-Mixer"), viewer["message"]
+    ActionChains(viewer.browser, 50).move_to_element_with_offset(frame, 2, 2).perform()
+    values = [text(TRUTH, None), text(FBP), text(ITERATES[2]), text(SHORT[1]), text(OTHER)]
+    viewer.becomes(lambda: viewer.texts("figure .value"), values)
+    assert viewer.texts("#where") == [f"column {x}, row {y}"]
+    ActionChains(viewer.browser, 50).move_to_element(viewer["theme"]).perform()
+    viewer.becomes(lambda: viewer.texts("figure .value"), [""] * 5)
+    ActionChains(viewer.browser, 50).move_to_element_with_offset(frame, 2, 2).click().perform()
+    ActionChains(viewer.browser, 50).move_to_element(viewer["theme"]).perform()
+    viewer.becomes(lambda: viewer.texts("figure .value"), values)
+    x += 1
+    viewer.press(Keys.SHIFT, Keys.ARROW_RIGHT)
+    viewer.becomes(lambda: viewer.texts("figure .value")[1], text(FBP))
+    viewer.press(Keys.ESCAPE)
+    viewer.becomes(lambda: viewer.texts("figure .value"), [""] * 5)
+    assert not aside.is_displayed()
+
+
+def test_dragging_zooms_all_images_into_a_region(viewer: Viewer, page: Path) -> None:
+    viewer.open(page, "#window=40,400")
+    viewer.shows("truth", greys(TRUTH, 40, 400))
+    frame = viewer.frame("FBP", ".error")
+    pixel = frame.size["width"] / H
+    start = -round(4 * pixel) + 1  # from column 4, row 4 over 8 pixels
+    drag = ActionChains(viewer.browser, 50).move_to_element_with_offset(frame, start, start).click_and_hold()
+    drag.move_by_offset(round(4 * pixel), 5).move_by_offset(round(4 * pixel), 5).release().perform()
+    viewer.shows("FBP", greys(FBP, 40, 400)[4:12, 4:12])
+    viewer.shows("QN-Mixer", error_colours(ITERATES[2], TRUTH)[4:12, 4:12], ".error")
+    viewer.shows("truth", greys(TRUTH, 40, 400), ".map")  # tells where the region is
+    rmse = float((FBP - TRUTH)[4:12, 4:12].square().mean().sqrt())
+    assert viewer.texts("figure .shown")[1] == f"RMSE {rmse:.1f} HU"
+    ActionChains(viewer.browser, 50).move_to_element(frame).click_and_hold().move_by_offset(
+        -round(frame.size["width"] / 4), 0
+    ).release().perform()
+    viewer.shows("FBP", greys(FBP, 40, 400)[4:12, 6:14])
+    ActionChains(viewer.browser, 50).double_click(frame).perform()
+    viewer.shows("FBP", greys(FBP, 40, 400))
+    viewer["zoom-in"].click()
+    viewer.shows("FBP", greys(FBP, 40, 400)[4:12, 4:12])
+    assert not viewer["zoom-in"].is_enabled()
+
+
+def test_what_is_not_finite_or_beyond_int16_is_told_apart(viewer: Viewer, tmp_path: Path) -> None:
+    truth = torch.zeros(H, H)
+    odd = truth.clone()
+    odd[0, :5] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e6, -1e6])
+    odd[1, :2] = torch.tensor([0.4, -0.6])
+    write_page(tmp_path / "page.html", "odd", [], [PageSlice("a", truth, [PageMethod("m", [odd])])], {})
+    viewer.open(tmp_path / "page.html", "#window=0,2&at=0,0")
+    expected = greys(torch.zeros(H, H), 0, 2)
+    expected[0, :5, :3] = [MAGENTA[:3]] * 3 + [[255] * 3, [0] * 3]
+    expected[1, 1, :3] = 0  # −0.6 is −1
+    viewer.shows("m", expected)
+    errors = viewer.canvas("m", ".error")
+    assert errors is not None
+    assert errors[0, :5].tolist() == [MAGENTA] * 3 + [INFERNO[255].tolist()] * 2
+    assert viewer.texts("figure .value") == ["0 HU", "not a number"]
+    assert viewer.texts("figure .shown")[1] == "RMSE – HU"
+
+
+def test_light_and_dark(viewer: Viewer, page: Path) -> None:
+    """As the system has it, until the reader says otherwise."""
+
+    def background() -> str:
+        return viewer.browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+
+    for theme, paper in (("dark", "rgb(20, 23, 27)"), ("light", "rgb(255, 255, 255)")):
+        features = [{"name": "prefers-color-scheme", "value": theme}]
+        viewer.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        viewer.open(page)
+        assert background() == paper
+    viewer["theme"].click()
+    assert background() == "rgb(20, 23, 27)"
+    assert viewer["theme"].text == "Light"
+
+
+@pytest.mark.parametrize("width", [500, 1400])
+def test_nothing_is_wider_than_the_window(viewer: Viewer, page: Path, width: int) -> None:
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    viewer.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    viewer.open(page)
+    viewer.shows("truth", greys(TRUTH, -150, 1700))
+    assert viewer.browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+    tops = {figure.location["y"] for figure in viewer.browser.find_elements(By.TAG_NAME, "figure")}
+    assert len(tops) == {500: 3, 1400: 1}[width]  # of five methods, two a row or all
+    viewer.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_a_browser_that_cannot_unpack_says_so_and_shows_the_tables(viewer: Viewer, page: Path) -> None:
+    script = {"source": "delete window.DecompressionStream"}
+    identifier = viewer.browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", script)
+    viewer.open(page)
+    viewer.browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", identifier)
+    assert "DecompressionStream" in viewer["message"].text
+    assert not viewer["viewer"].is_displayed()
+    assert viewer.texts(".table td") == ["20.00 ± 1.00", "not run"]
+
+
+def test_a_slice_that_is_damaged_is_named_and_the_others_are_shown(viewer: Viewer, page: Path) -> None:
+    start = '<script type="text/plain" id="pixels-1">'
+    page.write_text(page.read_text().replace(f"{start}eJ", f"{start}AAAA"))
+    viewer.open(page, "#slice=2&window=40,400")
+    viewer.becomes(lambda: viewer.texts("#message")[0][:56], "The images of slice </script><b>second</b> cannot be unp")
+    assert viewer.texts("figure") == []
+    viewer.choose("slice", "first")
+    viewer.shows("truth", greys(TRUTH, 40, 400))
+    assert not viewer["message"].is_displayed()
+
+
+def test_a_page_of_tables_alone_has_no_viewer(viewer: Viewer, tmp_path: Path) -> None:
+    write_page(tmp_path / "page.html", "t", [PageTable("empty", ["a"], [])], [], {})
+    viewer.open(tmp_path / "page.html")
+    assert viewer.texts(".table h2, .table th") == ["empty", "a"]
+    assert not viewer["viewer"].is_displayed()
+    assert not viewer["message"].is_displayed()
+
+
+def test_an_image_that_comes_twice_is_stored_once(tmp_path: Path) -> None:
+    sizes = []
+    for second in (FBP, FBP.clone(), OTHER):
+        slices = [PageSlice("a", TRUTH, [PageMethod("m", [FBP]), PageMethod("n", [second])])]
+        write_page(tmp_path / "page.html", "t", [], slices, {})
+        sizes.append((tmp_path / "page.html").stat().st_size)
+    assert sizes[0] == sizes[1] < sizes[2] - H * H
+
+
+@pytest.mark.parametrize("truth", [TRUTH, None])
+@pytest.mark.parametrize("images", [[], [TRUTH, torch.zeros(8, 8)], [torch.zeros(1, H, H)]])
+def test_images_that_do_not_fit_together_are_refused(
+    tmp_path: Path, truth: Tensor | None, images: list[Tensor]
+) -> None:
+    with pytest.raises(DataError, match=r"slice first: LEARN has images of shape \[.*give each"):
+        write_page(tmp_path / "page.html", "t", [], [PageSlice("first", truth, [PageMethod("LEARN", images)])], {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_slice_without_methods_is_refused(tmp_path: Path) -> None:
+    for truth in (TRUTH, None):
+        with pytest.raises(DataError, match="slice first"):
+            write_page(tmp_path / "page.html", "t", [], [PageSlice("first", truth, [])], {})

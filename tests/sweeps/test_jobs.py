@@ -1,0 +1,153 @@
+"""Which jobs run beside which, on what devices. A program of a moment stands for the training."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from qnmixer.config import parse
+from qnmixer.config.compose import compose
+from qnmixer.errors import ConfigError
+from qnmixer.sweeps.jobs import Job, objective, run_jobs
+from qnmixer.tracking.results import amend, read_results
+
+PROGRAM = f"""#!{sys.executable}
+import json, os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[-1].partition("=")[2])
+begin = time.monotonic()
+(folder / "begun").touch()
+time.sleep(0.5)
+(folder / "results.json").write_text(json.dumps({{
+    "status": "done", "overrides": sys.argv[3:-1], "best": {{"val/psnr": 30.0}}, "seconds": 1,
+    "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"), "threads": os.environ.get("OMP_NUM_THREADS"),
+    "where": sys.argv[-1], "begin": begin, "end": time.monotonic(),
+}}))
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "program"
+    path.write_text(PROGRAM)
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(path))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+def job(folder: Path, number: int, *overrides: str) -> Job:
+    return Job(folder / str(number), list(overrides), compose("train", list(overrides)))
+
+
+def overlap(first: Job, second: Job) -> bool:
+    a, b = read_results(first.folder), read_results(second.folder)
+    return a["begin"] < b["end"] and b["begin"] < a["end"]
+
+
+@pytest.mark.usefixtures("program")
+def test_every_job_has_gpus_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-7")
+    ddp = ["strategy=ddp", "trainer.accelerator=cuda"]
+    jobs = [
+        job(tmp_path, 0, *ddp, "trainer.devices=2"),
+        job(tmp_path, 1, "strategy=single"),
+        job(tmp_path, 2, *ddp),  # all of them
+        job(tmp_path, 3, *ddp, "trainer.devices=4"),  # more than there are
+    ]
+    assert run_jobs(jobs, at_once=None, check=parse) == [30.0] * 4
+    assert [read_results(it.folder)["gpus"] for it in jobs] == ["4,5", "GPU-7", "4,5,GPU-7", "4,5,GPU-7"]
+    assert overlap(jobs[0], jobs[1])
+    assert not any(overlap(jobs[2], other) for other in (*jobs[:2], jobs[3]))
+    assert (jobs[0].folder / "output.log").exists()
+
+
+@pytest.mark.usefixtures("program")
+def test_jobs_on_a_cpu_follow_each_other_unless_told_otherwise(tmp_path: Path) -> None:
+    jobs = [job(tmp_path, n, "trainer.accelerator=cpu", f"seed={n}") for n in range(2)]
+    run_jobs(jobs, at_once=None, check=parse)
+    assert not overlap(*jobs)
+    assert read_results(jobs[0].folder)["threads"] is None
+
+    jobs = [job(tmp_path / "more", n, "trainer.accelerator=cpu", f"seed={n}") for n in range(2)]
+    run_jobs(jobs, at_once=2, check=parse)
+    assert overlap(*jobs)
+    assert read_results(jobs[0].folder)["threads"] == str(max(1, (os.cpu_count() or 1) // 2))
+
+
+@pytest.mark.usefixtures("program")
+def test_what_is_done_is_not_done_again_and_what_was_begun_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cpu = "trainer.accelerator=cpu"
+    jobs = [job(tmp_path, n, cpu, f"seed={n}") for n in range(3)]
+    for it, status in zip(jobs, ("done", "interrupted"), strict=False):
+        it.folder.mkdir()
+        record = {"status": status, "overrides": it.overrides, "best": {"val/psnr": 20.0}, "seconds": 7}
+        (it.folder / "results.json").write_text(json.dumps(record))
+    assert run_jobs(jobs, at_once=None, check=parse) == [20.0, 30.0, 30.0]
+    assert "job 0: done before, by another version of the code, val/psnr 20 in 7 s" in capsys.readouterr().out
+    assert read_results(jobs[1].folder)["where"] == f"hydra.run.dir={jobs[1].folder}"  # where the command goes on
+
+
+def test_a_folder_of_another_job_is_not_written_into(tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    amend(tmp_path / "0", ["seed=1"], status="done", error=None)
+    with pytest.raises(ConfigError, match=r"0 holds another job \(seed=1\): give another hydra.sweep.dir"):
+        run_jobs([job(tmp_path, 0, "seed=2")], at_once=None, check=parse)
+
+
+def test_a_job_that_could_not_say_how_it_ended_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "program"
+    monkeypatch.setattr(sys, "executable", str(program))
+    for number, (body, error) in enumerate(
+        {"kill -9 $$": "was killed by SIGKILL", "exit 3": "ended with exit code 3"}.items()
+    ):
+        program.write_text(f"#!/bin/sh\n{body}\n")
+        program.chmod(0o755)
+        it = job(tmp_path, number, "trainer.accelerator=cpu")
+        assert run_jobs([it], at_once=None, check=parse) == [None]
+        assert objective(it.folder) is None
+        assert read_results(it.folder)["status"] == "failed"
+        assert read_results(it.folder)["error"] == f"the job {error}: see output.log"
+
+
+def test_a_bad_job_is_not_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    it = job(tmp_path, 0, "data.image_size=18", "trainer.accelerator=cpu")
+    assert run_jobs([it], at_once=None, check=parse) == [None]
+    assert read_results(it.folder)["error"].startswith("ConfigError: data.image_size=18 is not divisible by")
+    assert "job 0: failed: data.image_size=18" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("program")
+def test_a_job_that_is_queued_again_ends_by_the_handler_that_queues_it(
+    tmp_path: Path,
+) -> None:
+    """As submitit has it: its own handler of SIGUSR2 leaves, and SIGTERM, which comes of that, is nothing to it."""
+    heard = []
+
+    def queue_again(number: int, _: object) -> None:
+        heard.append(number)
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise SystemExit(1)
+
+    before = [(n, signal.signal(n, h)) for n, h in ((signal.SIGUSR2, queue_again), (signal.SIGTERM, lambda *_: None))]
+    it = job(tmp_path, 0, "trainer.accelerator=cpu")
+
+    def signal_when_begun() -> None:
+        while not (it.folder / "begun").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    threading.Thread(target=signal_when_begun, daemon=True).start()
+    try:
+        with pytest.raises(SystemExit):
+            run_jobs([it], parse)
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+    assert heard == [signal.SIGUSR2]
+    assert read_results(it.folder)["status"] == "interrupted"

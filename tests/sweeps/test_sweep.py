@@ -1,0 +1,191 @@
+import csv
+import json
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from qnmixer.config.compose import compose_sweep
+from qnmixer.errors import ConfigError, SweepFailed
+from qnmixer.sweeps.report import rows_of, write_report
+from qnmixer.sweeps.sweep import place_jobs, sweep
+from qnmixer.tracking.results import amend
+from qnmixer.tracking.sweep_file import name_of_job, sweep_of
+
+JOBS = [
+    ({"strategy": "ddp", "optimizer.lr": "0.001"}, {"status": "done", "best": {"val/psnr": 30.25}, "seconds": 61.0}),
+    ({"strategy": "ddp", "optimizer.lr": "0.01"}, {"status": "done", "best": {"val/psnr": 31.5}, "seconds": 62.0}),
+    ({"strategy": "single", "optimizer.lr": "0.001"}, {"status": "failed", "error": "RankFailed: rank 1: no, | no"}),
+]
+
+
+def write_jobs(folder: Path) -> None:
+    for number, (values, record) in enumerate(JOBS):
+        (folder / str(number)).mkdir(parents=True)
+        overrides = ["data.batch_size=2", *(f"{key}={value}" for key, value in values.items())]
+        record = {"memory": {"peak": 1234.5}, **record, "overrides": overrides}
+        (folder / str(number) / "results.json").write_text(json.dumps(record))
+
+
+def described(*overrides: str) -> tuple[Path, list[str]]:
+    """The folder that a sweep is given, and what varies in it."""
+    # Nobody runs any job.
+    with suppress(SweepFailed), sweep(list(overrides), compose_sweep("train", list(overrides))) as override:
+        folder = Path(override.removeprefix("hydra.sweep.dir=").strip("'"))
+        found = sweep_of(folder / "0")
+    assert found is not None
+    assert found[0] == folder
+    return folder.relative_to(Path.cwd()), found[1]["varying"]
+
+
+def test_the_same_sweep_has_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, varying = described("strategy=ddp,fsdp", "trainer.devices=2", "optimizer.lr=1e-4,3e-4")
+    assert varying == ["strategy", "optimizer.lr"]
+    assert first.parts[:2] == ("runs", "sweeps")
+    assert first.name.startswith("strategy-lr-")
+    again = described(
+        "strategy=ddp,fsdp", "trainer.devices=2", "optimizer.lr=1e-4,3e-4", "hydra.launcher.jobs_at_once=2"
+    )
+    assert again == (first, varying)
+    other, _ = described("strategy=ddp,fsdp", "trainer.devices=4", "optimizer.lr=1e-4,3e-4")
+    assert other != first
+    assert described("seed=1,2", "hydra.sweep.dir=mine") == (Path("mine"), ["seed"])
+    assert described("seed=1,2", "seed=3", "optimizer.lr=1,2")[1] == ["optimizer.lr"]
+
+
+def test_what_a_search_draws_varies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("optuna")
+    monkeypatch.chdir(tmp_path)
+    search = ["hydra/sweeper=search", "optimizer.lr=interval(1e-4,1e-2)", "model.channels=16,32"]
+    folder, varying = described(*search)
+    assert varying == ["optimizer.lr", "model.channels"]
+    assert described(*search, "hydra.sweeper.n_trials=40")[0] == folder  # it only goes on for longer
+    assert described(*search[:1], "+hydra.sweeper.params.seed='range(0,3)'")[1] == ["seed"]
+    with pytest.raises(ConfigError, match=r"set hydra\.sweeper\.direction=minimize"):
+        described(*search, "monitor=val/loss")
+    described(*search, "monitor=val/loss", "hydra.sweeper.direction=minimize")
+
+
+def test_a_folder_that_is_given_may_be_anything_that_hydra_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert described("seed=1,2", "hydra.sweep.dir='my sweep'")[0] == Path("my sweep")
+    assert described("seed=1,2", "hydra.sweep.dir='a/${now:%Y}'")[0] == Path("a", time.strftime("%Y"))
+    with pytest.raises(ConfigError, match="a sweep goes on when its own command is given again"):
+        described("seed=1,2", "resume=latest")
+
+
+def test_a_sweep_that_is_running_is_not_started_twice(tmp_path: Path) -> None:
+    overrides = ["seed=1,2", f"hydra.sweep.dir={tmp_path}"]
+    begin = f"""
+from qnmixer.config.compose import compose_sweep
+from qnmixer.sweeps.sweep import sweep
+with sweep({overrides}, compose_sweep("train", {overrides})):
+    print("begun", flush=True)
+    input()
+"""
+    first = subprocess.Popen([sys.executable, "-c", begin], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None
+    assert first.stdout.readline() == "begun\n"
+    second = subprocess.run([sys.executable, "-c", begin], capture_output=True, text=True, timeout=60)
+    first.communicate("\n")
+    (line,) = (line for line in second.stderr.splitlines() if f"process {first.pid} " in line)
+    assert str(tmp_path) in line
+
+
+def begun(folder: Path, *overrides: str) -> None:
+    """A sweep's folder as it is when its first jobs are about to be placed."""
+    folder.mkdir(exist_ok=True)
+    (folder / "sweep.json").write_text(json.dumps({"overrides": [], "varying": [], "git_commit": None, "jobs": None}))
+
+
+def test_a_job_runs_where_it_did_before(tmp_path: Path) -> None:
+    """So that a search, whose draws depend on outcomes, may draw other jobs once a failure is mended."""
+    sweep_folder = tmp_path / "sweep"
+    begun(sweep_folder)
+    jobs = [(["lr=1"], "0"), (["lr=2"], "1"), (["lr=2"], "2")]  # two may well be the same
+    places = place_jobs(sweep_folder, jobs)
+    assert [place.name for place in places] == ["0", "1", "2"]
+    for (overrides, _), place in zip(jobs, places, strict=True):
+        place.mkdir()
+        amend(place, overrides, status="done", error=None)
+    begun(sweep_folder)
+    assert place_jobs(sweep_folder, jobs) == places
+    begun(sweep_folder)
+    assert [place.name for place in place_jobs(sweep_folder, [(["lr=1"], "0"), (["lr=3"], "1")])] == ["0", "3"]
+    assert [place.name for place in place_jobs(sweep_folder, [(["lr=2"], "2"), (["lr=2"], "3")])] == ["2", "1"]
+    assert json.loads((sweep_folder / "sweep.json").read_text())["jobs"] == {
+        "0": ["lr=1"], "3": ["lr=3"], "2": ["lr=2"], "1": ["lr=2"]
+    }  # fmt: skip
+
+
+def test_jobs_that_never_began_are_told_and_others_left_out(tmp_path: Path) -> None:
+    write_jobs(tmp_path)
+    rows = rows_of(tmp_path, {"1": ["strategy=ddp"], "3": ["strategy=fsdp"]}, ["strategy"])
+    told = [(row.name, row.values["strategy"], row.status) for row in rows]
+    assert told == [("1", "ddp", "done"), ("3", "fsdp", "not begun")]
+
+
+def test_jobs_are_called_by_what_differs() -> None:
+    info = {"overrides": [], "varying": ["strategy", "optimizer.lr"], "git_commit": None}
+    overrides = ["data.batch_size=2", "strategy=ddp", "optimizer.lr=0.0012520653814999472"]
+    assert name_of_job(info, overrides) == "strategy=ddp, optimizer.lr=0.001252"  # type: ignore[arg-type]  # a TypedDict
+
+
+def test_the_table_tells_how_each_job_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_jobs(tmp_path)
+    write_report(tmp_path, rows_of(tmp_path, None, ["strategy", "optimizer.lr"]))
+    printed = capsys.readouterr().out
+    assert "job 2: RankFailed: rank 1: no, | no" in printed
+    assert (tmp_path / "sweep.md").read_text().splitlines() == [
+        "| job | strategy | optimizer.lr | status | val/psnr | time | peak MiB |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| 0 | ddp | 0.001 | done | 30.25 | 1 min 01 s | 1,234 |",
+        "| 1 | ddp | 0.01 | done | 31.5 | 1 min 02 s | 1,234 |",
+        "| 2 | single | 0.001 | failed | – | – | 1,234 |",
+        "",
+        "- job 2: RankFailed: rank 1: no, | no",
+    ]
+    with (tmp_path / "sweep.csv").open(newline="") as stream:
+        lines = list(csv.DictReader(stream))
+    assert [line["val/psnr"] for line in lines] == ["30.25", "31.5", ""]
+    assert lines[2]["error"] == "RankFailed: rank 1: no, | no"
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert "sweep.png" in printed
+
+
+def test_no_picture_where_no_number_varies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_jobs(tmp_path)
+    write_report(tmp_path, rows_of(tmp_path, None, ["strategy"]))
+    assert not (tmp_path / "sweep.png").exists()
+    assert "sweep.png" not in capsys.readouterr().out
+
+
+def test_who_failed_is_named_whatever_the_sweeper_raises(tmp_path: Path) -> None:
+    write_jobs(tmp_path)
+    overrides = ["strategy=ddp,single", f"hydra.sweep.dir={tmp_path}"]
+    config = compose_sweep("train", overrides)
+    with pytest.raises(SweepFailed, match="1 of 3 jobs did not end well: 2 "), sweep(overrides, config):
+        raise ValueError("no trial is completed yet")
+    with pytest.raises(KeyboardInterrupt, match="the same command goes on"), sweep(overrides, config):
+        raise KeyboardInterrupt
+    assert (tmp_path / "sweep.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["modle.channels=1,2"], "modle"),
+        (["model=qn_mixer,qn_mixr"], "qn_mixr"),
+        (["optimizer=glob(*)", "sede=1"], "sede"),
+        (["strategy=ddp,fsdp", "strategy.static_grap=true,false"], "static_grap"),
+    ],
+)
+def test_a_misspelt_value_is_told_before_there_is_a_job(overrides: list[str], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        compose_sweep("train", overrides)

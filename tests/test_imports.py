@@ -1,0 +1,33 @@
+"""What is loaded when, and what stands in one place only; which room may import which, `lint-imports` knows."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import qnmixer
+
+SRC = Path(qnmixer.__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        ("qnmixer.config", {"torch", "lightning"}),
+        ("qnmixer.inference.reconstruct", {"lightning", "torchmetrics", "matplotlib"}),
+        ("qnmixer.checkpoints.export", {"lightning", "torchmetrics", "matplotlib"}),
+        ("qnmixer.memory.report", {"lightning"}),  # the plan's
+    ],
+)
+def test_what_is_not_needed_is_not_loaded(module: str, unwanted: set[str]) -> None:
+    code = f"import sys, {module}; print(*(name for name in {sorted(unwanted)} if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == []
+
+
+def test_one_file_reaches_into_lightning() -> None:
+    private = re.compile(r"from lightning[\w.]* import .*\b_\w|\b(fit|val|epoch)_loop\b|_batches_that_stepped")
+    found = {str(path.relative_to(SRC)) for path in SRC.rglob("*.py") if private.search(path.read_text())}
+    assert found == {"training/lightning_private.py"}

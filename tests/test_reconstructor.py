@@ -1,0 +1,87 @@
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from qnmixer.checkpoints.reading import read_checkpoint
+from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
+from qnmixer.config import Config
+from qnmixer.errors import ConfigError, PluginError
+from qnmixer.reconstructor import build_network, build_projector, method_name
+from qnmixer.training.module import ReconstructionModule
+
+MINE = """
+import torch
+from qnmixer.models import UnrolledNetwork
+
+class Half(UnrolledNetwork):
+    title = "Half"
+
+    def __init__(self, projector, n_iterations, channels, share=0.5):
+        super().__init__(n_iterations)
+        self.projector, self.share = projector, torch.nn.Parameter(torch.tensor(share))
+
+    def start(self, y):
+        return self.projector.fbp(y)
+
+    def step(self, t, y, x):
+        return self.share * x
+
+class NotOne(torch.nn.Module):
+    def __init__(self, projector, n_iterations, channels):
+        super().__init__()
+
+class Scaled(torch.nn.Module):
+    def __init__(self, image_size, channels):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(0.0))
+
+    def forward(self, x):
+        return self.scale * x
+"""
+CUSTOM = ["model=custom", "model.target=networks_of_mine.Half", "model.n_iterations=3"]
+OWN_REGULARIZER = ["model.regularizer=networks_of_mine.Scaled", "model.detail_channels=0"]
+
+
+@pytest.fixture(autouse=True)
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "networks_of_mine.py").write_text(MINE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def test_a_network_of_ones_own(other_config: Callable[..., Config]) -> None:
+    config = other_config(*CUSTOM, "+model.arguments.share=0.25")
+    assert method_name(config) == "Half"
+    projector = build_projector(config)
+    network, y = build_network(config, projector), torch.rand(1, 1, 8, 24)
+    torch.testing.assert_close(network(y), 0.25**3 * projector.fbp(y))
+
+
+def test_a_checkpoint_of_it_says_what_is_missing(
+    other_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ReconstructionModule(other_config(*CUSTOM))
+    checkpoint: dict[str, object] = {"state_dict": module.state_dict()}
+    module.on_save_checkpoint(checkpoint)
+    torch.save(checkpoint, tmp_path / "a.ckpt")
+    assert CHECKPOINT_KEY in checkpoint
+    read_checkpoint(tmp_path / "a.ckpt")
+    (tmp_path / "networks_of_mine.py").unlink()
+    monkeypatch.delitem(sys.modules, "networks_of_mine", raising=False)
+    with pytest.raises(PluginError, match=r"there is no module networks_of_mine; put networks_of_mine\.py"):
+        read_checkpoint(tmp_path / "a.ckpt")
+
+
+def test_what_is_no_network_is_told(other_config: Callable[..., Config]) -> None:
+    config = other_config("model=custom", "model.target=networks_of_mine.NotOne")
+    with pytest.raises(PluginError, match=r"NotOne is not a subclass of qnmixer\.models\.UnrolledNetwork"):
+        build_network(config, build_projector(config))
+
+
+def test_a_regularizer_of_ones_own(tiny_config: Callable[..., Config]) -> None:
+    network = build_network(config := tiny_config(*OWN_REGULARIZER), build_projector(config))
+    assert [type(module).__name__ for module in network.blocks()] == ["Scaled"]
+    with pytest.raises(ConfigError, match=r"set model\.detail_channels=0"):
+        tiny_config(*OWN_REGULARIZER[:1])
