@@ -1,7 +1,5 @@
 """FBP, and total variation if asked for, against the network on a split: figures per image, a table, a picture."""
 
-import csv
-import io
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -29,6 +27,7 @@ from qnmixer.processes.ranks import rank
 from qnmixer.reconstructor import Batch, Reconstructor, build_noise, choose_device, to_hu
 from qnmixer.reports.page import PageMethod, PageSlice, PageTable, write_page
 from qnmixer.reports.pictures import Panel, Row, draw_comparison
+from qnmixer.reports.tables import csv_table, markdown_table
 from qnmixer.tracking.loggers import device_name
 from qnmixer.tracking.results import git_commit, results, versions
 
@@ -184,10 +183,10 @@ def write_evaluation(
     """
     headings, body = table_of(evaluation)
     gain = _gain(evaluation)
-    write_text(folder / "table.csv", _csv([headings, *body]))
+    write_text(folder / "table.csv", csv_table([headings, *body]))
     write_text(folder / "table.md", _markdown(title, headings, body, gain, warnings_of(evaluation)))
     lines = [list(vars(score).values()) for score in evaluation.scores]
-    write_text(folder / "images.csv", _csv([list(vars(evaluation.scores[0])), *lines]))
+    write_text(folder / "images.csv", csv_table([list(vars(evaluation.scores[0])), *lines]))
     picture = folder / "picture.png"
     draw_comparison(picture, evaluation.rows)
     made_by = {
@@ -243,12 +242,6 @@ def _gain(evaluation: Evaluation) -> str:
     return f"{last} {over}, mean over {n} images (data range 1)" if over else f"mean over {n} images (data range 1)"
 
 
-def _csv(rows: list[list[object]] | list[list[str]]) -> str:
-    stream = io.StringIO()
-    csv.writer(stream, lineterminator="\n").writerows(rows)
-    return stream.getvalue()
-
-
 def warnings_of(evaluation: Evaluation) -> list[str]:
     """What a reader of the table should know first: a network below another method, and images of one value."""
     *others, last = evaluation.methods
@@ -271,12 +264,5 @@ def _mean_gain(evaluation: Evaluation, other: str) -> float:
 
 
 def _markdown(title: str, headings: list[str], body: list[list[str]], caption: str, warnings: list[str]) -> str:
-    lines = [
-        *(f"**Warning: {line}**\n" for line in warnings),
-        f"**{title}**",
-        "",
-        f"| {' | '.join(headings)} |",
-        f"|{'---|' * len(headings)}",
-    ]
-    lines += [f"| {' | '.join(cells)} |" for cells in body]
-    return "\n".join([*lines, "", caption, ""])
+    first = [f"**Warning: {line}**" for line in warnings]
+    return "\n\n".join([*first, f"**{title}**", markdown_table(headings, body), caption]) + "\n"
