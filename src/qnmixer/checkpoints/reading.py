@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY, decode
-from qnmixer.config import Config, effective_batch, parse, to_plain
-from qnmixer.errors import CheckpointError, ConfigError, PluginError, first_line
+from qnmixer.config import Config, effective_batch, keys_of, parse_file, to_plain
+from qnmixer.errors import CheckpointError, ConfigError, first_line
 from qnmixer.files import whole
 from qnmixer.parallel.shards import merge_shards
 from qnmixer.reconstructor import Reconstructor
@@ -57,9 +57,7 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
         ours_from = "qnmixer.export" if path.suffix == SUFFIX else "qnmixer.train"
         raise CheckpointError(f"{path} is of another program: use one that {ours_from} wrote")
     try:
-        return parse(_KEYS_SINCE | ours["config"]), checkpoint["state_dict"]
-    except PluginError:
-        raise
+        return parse_file(_KEYS_SINCE | ours["config"]), checkpoint["state_dict"]
     except ConfigError as error:
         raise CheckpointError(f"{path} was written by another version of qnmixer ({error}): use that one") from error
 
@@ -86,9 +84,8 @@ def load_weights(module: Reconstructor, run: str | Path) -> None:
             f"{module.config.data.image_size}: the two must be equal"
         )
     if config.model != module.config.model:
-        differing = {
-            key: value for key, value in vars(config.model).items() if vars(module.config.model).get(key) != value
-        }
+        now = keys_of(module.config.model)
+        differing = {key: value for key, value in keys_of(config.model).items() if now.get(key) != value}
         given = [f"{'model' if key == 'name' else f'model.{key}'}={value}" for key, value in differing.items()]
         raise CheckpointError(f"{path} holds another network: set {' '.join(given)}")
     _load_state(module, state, path)
@@ -130,10 +127,11 @@ def _differences(before: Config, config: Config) -> list[str]:
     loading = {"batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir"}
     found = []
     for section in ("model", "data", "geometry", "noise", "loss", "optimizer"):
-        for key, value in old[section].items():
-            if value != new[section].get(key) and not (section == "data" and key in loading):
+        for key in old[section] | new[section]:
+            value, now = old[section].get(key), new[section].get(key)
+            if value != now and not (section == "data" and key in loading):
                 name = section if key == "name" else f"{section}.{key}"
-                found.append(f"{name}={value}, not {new[section].get(key)}")
+                found.append(f"{name}={value}, not {now}")
     return found
 
 

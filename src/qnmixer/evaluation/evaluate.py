@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qnmixer.checkpoints.reading import load_run
 from qnmixer.checkpoints.weights_file import digest_of_weights
-from qnmixer.config import Config, EvaluateConfig, EvaluationConfig, check_noise, to_plain
+from qnmixer.config import Config, EvaluateConfig, EvaluationConfig, check_noise, keys_of, to_plain
 from qnmixer.config.data import AsTrained, DataConfig, FolderData
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.evaluation.slices import as_trained, other_slices, pictured
@@ -110,7 +110,7 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
 def what_was_evaluated(module: Reconstructor, data: DataConfig) -> dict[str, Any]:
     """What results.json keeps to tell whose table it is: a digest of the weights, the kind of slices, the noise."""
     weights = digest_of_weights(module.state_dict())
-    return {"weights": weights, "data": data.name, "noise": asdict(module.config.noise)}
+    return {"weights": weights, "data": data.name, "noise": keys_of(module.config.noise)}
 
 
 def title_of(trained: Config, data: DataConfig, split: str) -> str:

@@ -208,7 +208,13 @@ def _print_tables(console: Console, config: PlanConfig, planner: Planner) -> Non
     optimizers = _table("optimizers, MiB", "optimizer", "state", "peak of a training step")
     base = planner.estimate(config.run)
     for name in GROUPS["optimizer"]:
-        state = planner.optimizer_state(override(config.run, f"optimizer={name}"))
+        if name == "custom":  # one of the user's own is known only where it is chosen
+            if config.run.optimizer.name != name:
+                continue
+            run = config.run
+        else:
+            run = override(config.run, f"optimizer={name}")
+        state = planner.optimizer_state(run)
         optimizers.add_row(name, f"{state / MIB:,.1f}", f"{(base.peak - base.optimizer + state) / MIB:,.1f}")
     console.print(optimizers)
 
