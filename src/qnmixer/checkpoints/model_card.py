@@ -257,7 +257,7 @@ def _of_run(config: Config) -> Iterator[str]:
     for section, those in {**keys, "data": ("image_size", "scaling", "hu_max")}.items():
         for key in those:
             value = ours[section][key]
-            if key in usual[section].keys() and key != "name" and usual[section].get(key) != value:
+            if key in {*usual[section]} - {"name"} and usual[section].get(key) != value:
                 yield f"{section}.{key}={value if isinstance(value, str) else json.dumps(value)}"
 
 
