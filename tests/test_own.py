@@ -86,7 +86,8 @@ def test_it_is_resumed_and_exported_where_its_code_is_trusted(here: Path) -> Non
 
 @pytest.mark.slow
 def test_a_sweep_of_it(here: Path) -> None:
-    sweep = ["-m", *SMALL, *OWN, "trainer.max_steps=2", "+schedule.peak=0.3,0.6", "hydra.sweep.dir=sweep"]
+    own = ["+schedule.peak=0.3,0.6" if word == "+schedule.peak=0.3" else word for word in OWN]
+    sweep = ["-m", *SMALL, *own, "trainer.max_steps=2", "hydra.sweep.dir=sweep"]
     done = command(here, "train", *sweep)
     assert done.returncode == 0, done.stderr
     rows = list(csv.DictReader((here / "sweep" / "sweep.csv").open()))
@@ -109,6 +110,8 @@ def test_it_is_planned(here: Path) -> None:
         (["+loss.delat=3"], "loss.delat: own.huber does not take it, only delta"),
         (["schedule._target_=own.Lion"], "schedule._target_=own.Lion is not a function (step, n_steps)"),
         (["model.target=own.MyNetwork"], "unknown key model.target: did you mean model._target_?"),
+        (["loss.beta=1"], "unknown key loss.beta: did you mean loss.name? An argument of your own takes a plus: +"),
+        (["+loss.delta=1"], "loss.delta is there already: leave the + out, or give it only once"),
     ],
 )
 def test_errors_are_one_line(here: Path, words: list[str], message: str) -> None:
