@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qnmixer.checkpoints.reading import read_checkpoint
+from qnmixer.checkpoints.reading import load_run, read_checkpoint
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
 from qnmixer.config import Config
 from qnmixer.errors import ConfigError, PluginError
@@ -70,8 +70,10 @@ def test_a_checkpoint_of_it_says_what_is_missing(
     read_checkpoint(tmp_path / "a.ckpt")
     (tmp_path / "networks_of_mine.py").unlink()
     monkeypatch.delitem(sys.modules, "networks_of_mine", raising=False)
+    with pytest.raises(PluginError, match=r"a\.ckpt names model\._target_=networks_of_mine\.Half.*add trust=n"):
+        load_run(tmp_path / "a.ckpt")
     with pytest.raises(PluginError, match=r"there is no module networks_of_mine; put networks_of_mine\.py"):
-        read_checkpoint(tmp_path / "a.ckpt")
+        load_run(tmp_path / "a.ckpt", trust=["networks_of_mine"])
 
 
 def test_what_is_no_network_is_told(other_config: Callable[..., Config]) -> None:

@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,39 @@ def check_plugin(key: str, target: str) -> None:
             f"{key}={target}: there is no module {module}; put {module.replace('.', '/')}.py into the folder that you "
             "start from, or install its package"
         )
+
+
+def module_of(target: str) -> str:
+    """The module that a target lies in."""
+    return target.rpartition(".")[0]
+
+
+def is_trusted(target: str, trust: Collection[str]) -> bool:
+    """Whether a target that a file names may be imported: it is of this package, or of a module that the user named."""
+    module = module_of(target)
+    return any(module == name or module.startswith(f"{name}.") for name in ("qnmixer", *trust))
+
+
+def trust_words(targets: Iterable[str]) -> list[str]:
+    """The override that allows these targets, as a command line needs it for a file that names them; [] for none."""
+    modules = sorted({module_of(target) for target in targets if not is_trusted(target, ())})
+    return [f"trust={modules[0]}" if len(modules) == 1 else f"trust=[{','.join(modules)}]"] if modules else []
+
+
+def check_trusted(source: str, targets: Mapping[str, str], trust: Collection[str]) -> None:
+    """Raise PluginError for the first target of a file that the user did not allow on this command line.
+
+    Args:
+        source: the file, for the message.
+        targets: what the file names, by key.
+        trust: modules that the user named.
+    """
+    for key, target in targets.items():
+        if not is_trusted(target, trust):
+            raise PluginError(
+                f"{source} names {key}={target}, which is not part of qnmixer: if you trust that code, "
+                f"add trust={module_of(target)}"
+            )
 
 
 def load_plugin(key: str, target: str, kind: Kind) -> Any:

@@ -10,9 +10,10 @@ from safetensors import safe_open
 from qnmixer import weights
 from qnmixer.checkpoints.reading import find_checkpoint, load_run, load_weights, read_checkpoint, resumable
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY, digest_of_weights, encode
-from qnmixer.config import Config, parse
+from qnmixer.config import Config, CustomNoiseConfig, parse, to_plain
 from qnmixer.config.compose import compose
-from qnmixer.errors import CheckpointError, DataError
+from qnmixer.config.data import FolderData
+from qnmixer.errors import CheckpointError, DataError, PluginError
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.weights import PRETRAINED, SHIPPED, check_weights
 
@@ -94,6 +95,26 @@ def test_nothing_of_the_machine_or_the_patients_goes_along(overrides: list[str],
     again, _ = read_checkpoint(path)
     assert (again.data.name, again.data.image_size, again.data.hu_max) == (config.data.name, 32, 1500)
     assert (again.model, again.geometry, again.noise) == (config.model, config.geometry, config.noise)
+
+
+def test_text_of_a_file_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of somebody else names no variable of this machine, and no module is looked for because of it."""
+    monkeypatch.setenv("OF_THIS_MACHINE", "secret")
+    plain = to_plain(parse(compose("train", ["noise=custom", "noise._target_=collections.Counter", "+noise.a=1"])))
+    plain["noise"] |= {"_target_": "of_nobody.Noise", "a": "${oc.env:OF_THIS_MACHINE}", "b": r"\${"}
+    plain["data"]["name"] = "numpy"
+    for key in ("n_train", "n_val", "n_test", "anatomy_share"):
+        del plain["data"][key]
+    plain["data"]["root"] = "${oc.env:OF_THIS_MACHINE}"
+    torch.save({CHECKPOINT_KEY: {"config": plain}, "state_dict": {}}, tmp_path / "a.ckpt")
+    config, _ = read_checkpoint(tmp_path / "a.ckpt")
+    assert isinstance(config.data, FolderData)
+    assert config.data.root == "${oc.env:OF_THIS_MACHINE}"
+    assert isinstance(config.noise, CustomNoiseConfig)
+    assert config.noise.arguments == {"a": "${oc.env:OF_THIS_MACHINE}", "b": r"\${"}
+    assert to_plain(config)["noise"] == plain["noise"]
+    with pytest.raises(PluginError, match=r"names noise\._target_=of_nobody\.Noise.*add trust=of_nobody"):
+        load_run(tmp_path / "a.ckpt")
 
 
 @pytest.mark.parametrize("keep", [0, 1, 7, 100, 0.5, 0.99])

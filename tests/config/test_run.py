@@ -423,7 +423,7 @@ def test_reconstruct() -> None:
     assert asdict(config) == {
         "run": "x", "input": "a", "output": "b", "kind": "auto", "formats": ["png"], "window": [-160.0, 240.0],
         "unit": "attenuation", "water_attenuation": 0.0192, "detector_pitch": None, "angle_span": None,
-        "checkpoint": "best", "accelerator": "auto", "batch_size": None, "precision": "32",
+        "checkpoint": "best", "accelerator": "auto", "batch_size": None, "precision": "32", "trust": [],
     }  # fmt: skip
 
 

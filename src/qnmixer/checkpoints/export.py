@@ -20,7 +20,7 @@ def export_run(config: ExportConfig) -> None:
     path, output = find_checkpoint(Path(config.run)), Path(config.output).expanduser()
     if path.parent.name != "checkpoints":
         raise CheckpointError(f"{path} lies in no run folder, which the model card is made from: give runs/DIR")
-    module = load_run(path)  # built, as who gets the file will
+    module = load_run(path, trust=config.trust)  # built, as who gets the file will
     trained, state = module.config, module.state_dict()
     if not isinstance(trained.model, LearnedConfig):
         raise CheckpointError(f"{path} is of model={trained.model.name}, which has no weights: give another run")

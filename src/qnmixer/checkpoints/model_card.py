@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qnmixer.checkpoints.reading import built_from
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
 from qnmixer.config import Config, Custom, effective_batch, keys_of, to_plain
 from qnmixer.config.compose import compose
 from qnmixer.config.data import CustomData, FolderData, PhantomData
 from qnmixer.config.overrides import values_of
+from qnmixer.plugins import trust_words
 from qnmixer.reconstructor import method_name
 from qnmixer.tracking.results import duration, read_results
 from qnmixer.weights import PRETRAINED, SHIPPED
@@ -231,8 +233,9 @@ def _use(of: Exported) -> Iterator[str]:
     groups = [group for group in ("model", "noise") if own_arguments(config, group)]
     own = ", with +GROUP.KEY=VALUE for each argument of its own that is above" if groups else ""
     yield "```bash"
-    yield f"python -m qnmixer.reconstruct run={name} input=/path/to/dicom output=out"
-    yield f"python -m qnmixer.evaluate run={name} data=dicom data.root=/path/to/dicom"
+    run = shlex.join([f"run={of.name}", *trust_words(built_from(config).values())])
+    yield f"python -m qnmixer.reconstruct {run} input=/path/to/dicom output=out"
+    yield f"python -m qnmixer.evaluate {run} data=dicom data.root=/path/to/dicom"
     yield f"python -m qnmixer.train {words}"
     yield "```"
     yield ""
@@ -255,9 +258,10 @@ def _of_run(config: Config) -> Iterator[str]:
     usual = compose("train", chosen)
     keys = {"model": ours["model"], "geometry": ours["geometry"], "noise": ours["noise"]}
     for section, those in {**keys, "data": ("image_size", "scaling", "hu_max")}.items():
+        known = {*usual[section]}  # the others are arguments
         for key in those:
             value = ours[section][key]
-            if key in {*usual[section]} - {"name"} and usual[section].get(key) != value:
+            if key in known and key != "name" and usual[section].get(key) != value:
                 yield f"{section}.{key}={value if isinstance(value, str) else json.dumps(value)}"
 
 

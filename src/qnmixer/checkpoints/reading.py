@@ -2,16 +2,18 @@
 
 import pickle
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY, decode
-from qnmixer.config import Config, effective_batch, keys_of, parse_file, to_plain
+from qnmixer.config import Config, effective_batch, keys_of, parse_file, targets_of, to_plain
 from qnmixer.errors import CheckpointError, ConfigError, first_line
 from qnmixer.files import whole
 from qnmixer.parallel.shards import merge_shards
+from qnmixer.plugins import check_trusted
 from qnmixer.reconstructor import Reconstructor
 from qnmixer.weights import SUFFIX, located
 
@@ -62,10 +64,15 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
         raise CheckpointError(f"{path} was written by another version of qnmixer ({error}): use that one") from error
 
 
-def load_run(run: str | Path, which: str = "best") -> Reconstructor:
-    """The trained module of a run folder (or .ckpt or .safetensors file), on the CPU."""
+def load_run(run: str | Path, which: str = "best", trust: Collection[str] = ()) -> Reconstructor:
+    """The trained module of a run folder (or .ckpt or .safetensors file), on the CPU.
+
+    `trust`: modules, beside qnmixer's, whose classes the file may name. Raises PluginError for others, and
+    CheckpointError for a file that cannot be read.
+    """
     path = find_checkpoint(run, which)
     config, state = read_checkpoint(path)
+    check_trusted(str(path), built_from(config), trust)
     module = Reconstructor(config)
     _load_state(module, state, path)
     return module
@@ -114,6 +121,12 @@ def resumable(config: Config, run: Path) -> Path:
             f"{effective_batch(config)}: change data.batch_size or trainer.accumulate_grad_batches"
         )
     return path
+
+
+def built_from(config: Config, with_slices: bool = False) -> dict[str, str]:
+    """Targets that `Reconstructor` imports, by key; `with_slices`: and that of its data."""
+    sections = ("model.", "noise.", "data.") if with_slices else ("model.", "noise.")
+    return {key: it for key, it in targets_of(config).items() if key.startswith(sections)}
 
 
 def steps_of(path: Path) -> int:

@@ -2,6 +2,7 @@
 
 import errno
 import re
+import sys
 
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
@@ -63,7 +64,11 @@ def _explain_composition(error: Exception, config_name: str) -> str:
         groups = [path.name for path in CONF.iterdir() if path.is_dir()]
         if config_name not in ("train", "plan", "doctor") and key.split(".")[0] in groups:
             return f"{key} is fixed by the run, which {config_name} takes it from: leave it out"
-        return str(unknown_key(key, [*groups, *known_keys(config_name)]))
+        if "already at" in text:
+            return f"{key} is there already: leave the + out, or give it only once"
+        own = f"{key.split('.')[0]}=custom" in sys.argv  # what else the target takes
+        hint = f" An argument of your own takes a plus: +{key}=…" if own else ""
+        return f"{unknown_key(key, [*groups, *known_keys(config_name)])}{hint}"
     return text
 
 

@@ -46,6 +46,7 @@ class EvaluateRootConfig:
     checkpoint: str = one_of("best", "last")
     split: str = one_of("train", "val", "test")
     accelerator: str = one_of("auto", "cpu", "gpu", "cuda")
+    trust: list[str]  # modules of the user's own that a run may name
 
 
 @dataclass(kw_only=True)
@@ -70,6 +71,7 @@ class CompareRootConfig:
     seed: int = number(at_least=0, at_most=MAX_SEED)  # of test phantoms and noise
     accelerator: str = one_of("auto", "cpu", "gpu", "cuda")
     output: str | None
+    trust: list[str]  # modules of the user's own that runs may name
 
 
 @dataclass(kw_only=True)
@@ -126,6 +128,7 @@ class ReconstructConfig:
     accelerator: str = one_of("auto", "cpu", "gpu", "cuda")
     batch_size: int | None = number(at_least=1)  # None: as suits the device
     precision: str = one_of("32", "16-mixed", "bf16-mixed")
+    trust: list[str]  # modules of the user's own that the run may name
 
 
 @dataclass(kw_only=True)
@@ -135,11 +138,18 @@ class ExportConfig:
     run: str
     output: str
     sources: str | None
+    trust: list[str]  # modules of the user's own that the run may name
+
+
+def _with_list(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with `trust` as a list, also of one module."""
+    trust = values.get("trust")
+    return values | {"trust": [trust]} if isinstance(trust, str) else values
 
 
 def parse_evaluate(cfg: DictConfig) -> EvaluateConfig:
     """Typed and checked config of `qnmixer.evaluate`; raises ConfigError."""
-    values = plain_values(cfg)
+    values = _with_list(plain_values(cfg))
     data, noise = values["data"], values["noise"]
     of_data = AsTrained if data["name"] == "as_trained" else schema_of("data", data)
     sections: dict[str, Any] = {
@@ -158,7 +168,7 @@ def parse_evaluate(cfg: DictConfig) -> EvaluateConfig:
 
 def parse_compare(cfg: DictConfig) -> CompareConfig:
     """Typed and checked config of `qnmixer.compare`; raises ConfigError."""
-    values = plain_values(cfg)
+    values = _with_list(plain_values(cfg))
     evaluation: EvaluationConfig = parse_section("evaluation", EvaluationConfig, values.pop("evaluation"), values)
     check_window("evaluation.window", evaluation.window)
     root: CompareRootConfig = parse_section("", CompareRootConfig, values, values)
@@ -225,7 +235,7 @@ def device_memory(name: str) -> float:
 
 def parse_reconstruct(cfg: DictConfig) -> ReconstructConfig:
     """Typed and checked config of `qnmixer.reconstruct`; raises ConfigError."""
-    values = plain_values(cfg)
+    values = _with_list(plain_values(cfg))
     config: ReconstructConfig = parse_section("", ReconstructConfig, values, values)
     if not config.formats:
         raise ConfigError("formats=[] would write nothing: give some of dicom, npy, png")
@@ -238,7 +248,7 @@ def parse_reconstruct(cfg: DictConfig) -> ReconstructConfig:
 
 def parse_export(cfg: DictConfig) -> ExportConfig:
     """Typed and checked config of `qnmixer.export`; raises ConfigError."""
-    values = plain_values(cfg)
+    values = _with_list(plain_values(cfg))
     config: ExportConfig = parse_section("", ExportConfig, values, values)
     if not config.output.endswith(SUFFIX):
         raise ConfigError(f"output={config.output} is no weights file: give a name that ends in {SUFFIX}")

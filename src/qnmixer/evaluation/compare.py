@@ -59,7 +59,7 @@ def compare(config: CompareConfig, sweep: Path, output: Path, console: Console) 
 
     Raises ConfigError where no job is done, DataError where no test can be made.
     """
-    methods = methods_of(sweep, config.checkpoint)
+    methods = methods_of(sweep, config.checkpoint, config.trust)
     if not any(method.done for method in methods):
         jobs = [f"job {job.folder.name}: {job.problem}" for method in methods for job in method.jobs]
         raise ConfigError(f"no job of {sweep} is done ({'; '.join(jobs[:3]) or 'there is none'}): train them first")

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from qnmixer.checkpoints.reading import load_run
 from qnmixer.checkpoints.weights_file import digest_of_weights
-from qnmixer.config import Config, EvaluateConfig, EvaluationConfig, check_noise, keys_of, to_plain
+from qnmixer.config import Config, EvaluateConfig, EvaluationConfig, check_noise, keys_of, targets_of, to_plain
 from qnmixer.config.data import AsTrained, DataConfig, FolderData
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.evaluation.slices import as_trained, other_slices, pictured
 from qnmixer.files import write_text
 from qnmixer.models import TotalVariation, UnrolledNetwork
 from qnmixer.optimization.metrics import psnr, ssim, to_window
+from qnmixer.plugins import module_of
 from qnmixer.processes.ranks import rank
 from qnmixer.reconstructor import Batch, Reconstructor, build_noise, choose_device, to_hu
 from qnmixer.reports.page import PageMethod, PageSlice, PageTable, write_page
@@ -84,10 +85,11 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
     Raises CheckpointError or DataError.
     """
     console = Console()
-    module = load_run(config.run, config.checkpoint)
+    trust = [*config.trust, *map(module_of, targets_of(config).values())]
+    module = load_run(config.run, config.checkpoint, trust)
     trained = module.config
     data = (
-        as_trained(config.run, config.data, trained.data)
+        as_trained(config.run, config.data, trained.data, trust)
         if isinstance(config.data, AsTrained)
         else other_slices(config.data, trained, overrides)
     )

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from qnmixer.checkpoints.reading import find_checkpoint, read_checkpoint
+from qnmixer.checkpoints.reading import built_from, find_checkpoint, read_checkpoint
 from qnmixer.config import Config, parse_file
 from qnmixer.config.compose import compose
 from qnmixer.errors import UserError, first_line
 from qnmixer.evaluation.evaluate import ImageScore
 from qnmixer.evaluation.statistics import Scores, Seeds, spread
+from qnmixer.plugins import check_trusted
 from qnmixer.reconstructor import method_name
 from qnmixer.reports.page import PageSlice
 from qnmixer.sweeps.jobs import outcome
@@ -96,8 +98,11 @@ class Comparison:
     device: str
 
 
-def methods_of(sweep: Path, checkpoint: str = "best") -> list[ComparedMethod]:
-    """The jobs of a sweep, those that differ in their seed only taken together, each with a name of its own."""
+def methods_of(sweep: Path, checkpoint: str = "best", trust: Collection[str] = ()) -> list[ComparedMethod]:
+    """The jobs of a sweep, those that differ in their seed only taken together, each with a name of its own.
+
+    A job with code of the user's own counts as failed, unless `trust` has its modules.
+    """
     described = json.loads((sweep / SWEEP).read_text())
     varying = [key.lstrip("+") for key in described["varying"]]
     groups: dict[tuple[str, ...], list[ComparedJob]] = {}
@@ -105,7 +110,7 @@ def methods_of(sweep: Path, checkpoint: str = "best") -> list[ComparedMethod]:
         its = described["jobs"][row.name] if described["jobs"] else read_results(sweep / row.name)["overrides"]
         differs = {o.lstrip("+").partition("=")[0]: o for o in its}
         key = tuple(differs[k].lstrip("+") for k in varying if k in differs and k not in _SEEDS)
-        groups.setdefault(key, []).append(_job(sweep / row.name, its, checkpoint))
+        groups.setdefault(key, []).append(_job(sweep / row.name, its, checkpoint, trust))
     by_name: dict[str, list[tuple[str, ...]]] = {}
     for key, jobs in groups.items():
         by_name.setdefault(_name(jobs), []).append(key)
@@ -122,19 +127,25 @@ def _name_among(by_name: dict[str, list[tuple[str, ...]]], name: str, overrides:
     return more if more and (len(by_name) == 1 or not name) else f"{name} {more}".strip() or "unknown"
 
 
-def _job(folder: Path, overrides: list[str], checkpoint: str) -> ComparedJob:
+def _job(folder: Path, overrides: list[str], checkpoint: str, trust: Collection[str]) -> ComparedJob:
     results = read_results(folder)
     problem = "" if results.get("status") == "done" else outcome(results) if results else "not yet run"
     config = None
     if not problem:
         try:
-            config, _ = read_checkpoint(find_checkpoint(folder, checkpoint))
+            config = _trusted(read_checkpoint(find_checkpoint(folder, checkpoint))[0], folder, trust)
         except UserError as error:
             problem = f"failed: {first_line(error)}"
     if config is None:
         with suppress(UserError, HydraException, OmegaConfBaseException):  # then it stays nameless
-            config = parse_file(compose("train", overrides))
+            config = _trusted(parse_file(compose("train", overrides)), folder, trust)
     return ComparedJob(folder, overrides, results, config, problem)
+
+
+def _trusted(config: Config, folder: Path, trust: Collection[str]) -> Config:
+    """The config of a job. Raises PluginError where it needs code that the user did not allow."""
+    check_trusted(str(folder), built_from(config, with_slices=True), trust)
+    return config
 
 
 def _name(jobs: list[ComparedJob]) -> str:

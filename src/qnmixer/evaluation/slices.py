@@ -1,5 +1,6 @@
 """Which slices a run is measured on, and which of them are drawn."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,17 +9,21 @@ from qnmixer.config.data import AsTrained, CustomData, DataConfig, FolderData, P
 from qnmixer.config.option import check_bounds
 from qnmixer.config.overrides import values_of
 from qnmixer.errors import CheckpointError
+from qnmixer.plugins import check_trusted
 from qnmixer.weights import SUFFIX, located
 
 
-def as_trained(run: str, changed: AsTrained, data: DataConfig) -> DataConfig:
+def as_trained(run: str, changed: AsTrained, data: DataConfig, trust: Collection[str] = ()) -> DataConfig:
     """The run's own slices, but for what an evaluation may ask of them.
 
-    Raises CheckpointError for weights files of slices from files, as these say nothing of the folder.
+    Raises CheckpointError for weights files of slices from files, as these say nothing of the folder, and PluginError
+    for slices of a class that lies in no module of `trust`.
     """
     if located(run).suffix == SUFFIX and not isinstance(data, PhantomData):
         where = f"_target_={data._target_}" if isinstance(data, CustomData) else "root=FOLDER"
         raise CheckpointError(f"{run} does not say where its slices are: give data={data.name} data.{where}")
+    if isinstance(data, CustomData):
+        check_trusted(run, {"data._target_": data._target_}, trust)
     changes = {key: value for key, value in vars(changed).items() if key != "name" and value is not None}
     data = replace(data, **changes)
     check_bounds("data.", data)

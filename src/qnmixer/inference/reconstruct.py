@@ -28,7 +28,7 @@ def reconstruct_input(config: ReconstructConfig) -> int:
     Raises CheckpointError, DataError (bad input), OutOfMemory, OSError (full disk; no half-written file is left).
     """
     console = Console()
-    module = load_run(config.run, config.checkpoint).to(choose_device(config.accelerator)).eval()
+    module = load_run(config.run, config.checkpoint, config.trust).to(choose_device(config.accelerator)).eval()
     path = Path(config.input)
     if not path.exists():
         raise DataError(f"input={path} does not exist: give a file or a folder")

@@ -4,6 +4,7 @@ No torch import: this is known before Hydra composes anything.
 """
 
 import shlex
+from collections.abc import Collection
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -11,11 +12,13 @@ from hydra.core.hydra_config import HydraConfig
 from qnmixer.config.compose import CONF, compose
 from qnmixer.config.overrides import key_of, quoted, values_of
 from qnmixer.errors import CheckpointError, ConfigError
+from qnmixer.plugins import check_trusted, module_of, trust_words
 from qnmixer.processes.ranks import rank
 from qnmixer.tracking.results import read_results
 from qnmixer.tracking.run_folder import RUNS, has_checkpoint, held, last_touched, overrides_of, run_of, runs_in
 from qnmixer.weights import PRETRAINED
 
+_REGULARIZER = "model.regularizer"
 _LENGTH = ("trainer.max_steps", "trainer.max_epochs")
 
 
@@ -26,11 +29,15 @@ def continued(overrides: list[str]) -> list[str]:
     another `hydra.run.dir=`, and for a checkpoint that is not the last one, it is a new run that begins there. A run
     that its own folder holds already goes on there: a command may be given twice, as SLURM does with what it requeues.
 
+    A run may name code of the user's own. It is resumed if this command names the module too, or has `trust=MODULE`,
+    which is no key of the config and goes no further.
+
     Raises CheckpointError where there is no such run, or it is done; ConfigError where another process trains in it,
-    and where the folder of a new run holds another one.
+    and where the folder of a new run holds another one; PluginError for code that this command does not allow.
     """
     if any(override.startswith("-") for override in overrides):
         return overrides
+    trust, overrides = _modules_trusted(overrides), _without(overrides, "trust")
     given = values_of(overrides)
     asked = given.get("resume", "null")
     if not asked:
@@ -49,8 +56,11 @@ def continued(overrides: list[str]) -> list[str]:
     is_last = path.suffix != ".ckpt" or path.name == "last.ckpt"
     if goes_on(folder, str(path)) if folder else is_last:
         _check_open(run, given)
-        return _going_on(run, path, rest)
+        merged = _going_on(run, path, rest)
+        check_trusted(str(run), _targets(merged, but=rest), trust)
+        return merged
     branch = _merged(_without(overrides_of(run), "finetune", "resume"), rest)
+    check_trusted(str(run), _targets(branch, but=rest), trust)
     return _unless_begun([*branch, f"resume={quoted(path)}"])
 
 
@@ -87,7 +97,21 @@ def how_to_go_on(folder: Path) -> str:
     short = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here
     steps = read_results(folder).get("steps")
     at = f" after step {steps}" if steps else ""
-    return f"interrupted{at}, to go on: python -m qnmixer.train {shlex.quote(f'resume={quoted(short)}')}"
+    words = shlex.join([f"resume={quoted(short)}", *trust_words(_targets(overrides_of(folder)).values())])
+    return f"interrupted{at}, to go on: python -m qnmixer.train {words}"
+
+
+def _targets(overrides: list[str], but: Collection[str] = ()) -> dict[str, str]:
+    """Classes and functions that overrides name, by key, without those of `but`; also inside of a value."""
+    named = values_of([it for it in overrides if it not in but and not it.startswith("~")])
+    found = {key: value for key, value in named.items() if "_target_" in f"{key}={value}" or key == _REGULARIZER}
+    return {key: value for key, value in found.items() if value != "null"}
+
+
+def _modules_trusted(overrides: list[str]) -> list[str]:
+    """Modules that a command line allows, by `trust` or as it names a class of them itself."""
+    trust = values_of(overrides).get("trust", "").strip("[]").split(",")
+    return [*filter(None, map(str.strip, trust)), *map(module_of, _targets(overrides).values())]
 
 
 def _going_on(run: Path, path: Path, given: list[str]) -> list[str]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 
-from qnmixer.checkpoints.reading import find_checkpoint, load_weights, resumable, steps_of
+from qnmixer.checkpoints.reading import built_from, find_checkpoint, load_weights, resumable, steps_of
 from qnmixer.config import Config, FewBatchesConfig, ProfileConfig, WandbConfig, effective_batch
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
@@ -28,6 +28,7 @@ from qnmixer.memory.limits import is_out_of_memory, memory_of
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import Planner
 from qnmixer.parallel.compilation import compile_blocks
+from qnmixer.plugins import trust_words
 from qnmixer.processes.ranks import at_once, rank
 from qnmixer.processes.signals import heeding
 from qnmixer.reconstructor import Reconstructor
@@ -69,7 +70,8 @@ def fit(config: Config, folder: Path, overrides: list[str]) -> float:
             close_loggers(config.logger, exit_code)
     console.print(f"run folder: {folder}", soft_wrap=True)
     if picture := record.get("picture"):
-        next_step = f"python -m qnmixer.evaluate run={folder} data=dicom data.root=/path/to/dicom"
+        words = [f"run={folder}", *trust_words(built_from(config).values()), "data=dicom data.root=/path/to/dicom"]
+        next_step = f"python -m qnmixer.evaluate {' '.join(words)}"
         console.print(f"on your own slices: {next_step}\npicture: {picture}", soft_wrap=True, highlight=False)
     return best
 

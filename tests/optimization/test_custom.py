@@ -1,0 +1,159 @@
+"""A loss, an optimizer and a schedule of one's own, and what is said of those that do not fit."""
+
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from qnmixer.config import Config
+from qnmixer.errors import ConfigError, PluginError
+from qnmixer.optimization.losses import build_loss
+from qnmixer.optimization.optimizers import build_optimizer
+from qnmixer.optimization.schedules import learning_rate_factor
+from qnmixer.reconstructor import build_noise
+from qnmixer.training.module import ReconstructionModule
+
+TinyConfig = Callable[..., Config]
+OWN = """
+import torch
+from qnmixer.physics import KeyedNoise
+
+def scalar(image, truth):
+    return (image - truth).abs().mean()
+
+def scaled(image, truth, factor):
+    return factor * (image - truth).abs().mean((1, 2, 3))
+
+class Learning(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layer = torch.nn.Conv2d(1, width, 3, padding=1)
+
+    def forward(self, image, truth):
+        return (self.layer(image) - self.layer(truth)).abs().mean((1, 2, 3))
+
+def nothing(step, n_steps):
+    return None
+
+def linear(step, n_steps, end=0.0):
+    return 1 + (end - 1) * step / n_steps
+
+class Silent(KeyedNoise):
+    pass
+
+class Short(KeyedNoise):
+    def sample(self, p, rng):
+        return p[0]
+"""
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "options_of_mine.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def chosen(group: str, target: str, *words: str) -> list[str]:
+    return [f"{group}=custom", f"{group}._target_={target}", *words]
+
+
+def test_a_function(tiny_config: TinyConfig) -> None:
+    loss = build_loss(tiny_config(*chosen("loss", "options_of_mine.scaled", "+loss.factor=3")).loss)
+    torch.testing.assert_close(loss(torch.ones(2, 1, 8, 8), torch.zeros(2, 1, 8, 8)), torch.tensor([3.0, 3.0]))
+
+
+def test_a_module_is_no_part_of_the_network(tiny_config: TinyConfig) -> None:
+    config = tiny_config(*chosen("loss", "options_of_mine.Learning", "+loss.width=2"))
+    module = ReconstructionModule(config)
+    assert all(name.startswith("network.") for name in module.state_dict())
+    image = torch.rand(3, 1, 8, 8, requires_grad=True)
+    value = module.loss(image, torch.zeros(3, 1, 8, 8))
+    assert value.shape == (3,)
+    value.sum().backward()  # reaches the image, and not the module's own weights
+    assert image.grad is not None
+    assert image.grad.abs().sum() > 0
+    assert module.loss(image.to("meta"), torch.zeros(3, 1, 8, 8, device="meta")).device.type == "meta"  # it follows
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["options_of_mine.nope"], r"there is no nope in .*options_of_mine\.py"),
+        (["math.pi"], r"loss\._target_=math\.pi is not a function \(image, truth\), nor a subclass of torch\.nn"),
+        (["collections.Counter"], r"is not a function \(image, truth\), nor a subclass"),
+        (["options_of_mine.scaled"], r"missing a required argument: 'factor': give it as \+loss\.NAME=VALUE"),
+        (["options_of_mine.scaled", "+loss.image=1"], r"loss\.image: options_of_mine\.scaled does not take it, only f"),
+        (["options_of_mine.scalar", "+loss.a=1"], r"loss\.a: options_of_mine\.scalar does not take it, no argument"),
+        (["options_of_mine.Learning", "+loss.size=1"], r"loss\.size: .* does not take it, only width"),
+    ],
+)
+def test_losses_that_do_not_fit(tiny_config: TinyConfig, words: list[str], message: str) -> None:
+    config = tiny_config(*chosen("loss", *words))
+    with pytest.raises(PluginError, match=message):
+        build_loss(config.loss)
+
+
+def test_one_number_is_not_enough(tiny_config: TinyConfig) -> None:
+    loss = build_loss(tiny_config(*chosen("loss", "options_of_mine.scalar")).loss)
+    with pytest.raises(PluginError, match=r"gives a tensor \[\] for a batch of 2: it must give \[B\]"):
+        loss(torch.zeros(2, 1, 8, 8), torch.zeros(2, 1, 8, 8))
+
+
+def test_an_optimizer_of_torch(tiny_module: Callable[..., ReconstructionModule]) -> None:
+    words = chosen("optimizer", "torch.optim.NAdam", "+optimizer.momentum_decay=0.1", "optimizer.weight_decay=0.5")
+    module = tiny_module(*words)
+    optimizer = build_optimizer(module.config.optimizer, module.network)
+    decays = [(group["momentum_decay"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert decays == [(0.1, 0.5), (0.1, 0.0), (0.1, 0.0)]
+    assert optimizer.param_groups[-1]["lr"] == pytest.approx(10 * optimizer.param_groups[0]["lr"])
+
+
+def test_optimizers_that_do_not_fit(tiny_module: Callable[..., ReconstructionModule]) -> None:
+    module = tiny_module(*chosen("optimizer", "torch.optim.NAdam", "+optimizer.beta=0.1"))
+    with pytest.raises(PluginError, match=r"optimizer\.beta: torch\.optim\.NAdam does not take it, only betas"):
+        build_optimizer(module.config.optimizer, module.network)
+    module = tiny_module(*chosen("optimizer", "torch.nn.Linear"))
+    with pytest.raises(PluginError, match=r"is not a subclass of torch\.optim\.Optimizer"):
+        build_optimizer(module.config.optimizer, module.network)
+
+
+def test_a_schedule_is_a_function_of_the_step(tiny_config: TinyConfig) -> None:
+    words = chosen("schedule", "options_of_mine.linear", "+schedule.end=0.5", "schedule.warmup=0.2")
+    factor = learning_rate_factor(tiny_config(*words).schedule, 10)
+    assert isinstance(factor, types.FunctionType)  # or LambdaLR would write its attributes into checkpoints
+    assert [factor(step) for step in (0, 1, 2, 10)] == pytest.approx([1 / 3, 2 / 3, 0.9, 0.5])
+
+
+def test_schedules_that_do_not_fit(tiny_config: TinyConfig) -> None:
+    config = tiny_config(*chosen("schedule", "options_of_mine.linear", "+schedule.start=1"))
+    with pytest.raises(PluginError, match=r"schedule\.start: options_of_mine\.linear does not take it, only end"):
+        learning_rate_factor(config.schedule, 10)
+    factor = learning_rate_factor(tiny_config(*chosen("schedule", "options_of_mine.nothing")).schedule, 10)
+    with pytest.raises(PluginError, match="gives None at step 3: it must give a finite number"):
+        factor(3)
+
+
+def test_noises_that_do_not_fit(tiny_config: TinyConfig) -> None:
+    with pytest.raises(PluginError, match=r"is not a subclass of qnmixer\.physics\.KeyedNoise with a method sample"):
+        build_noise(tiny_config(*chosen("noise", "options_of_mine.Silent")))
+    noise = build_noise(tiny_config(*chosen("noise", "options_of_mine.Short")))
+    with pytest.raises(PluginError, match=r"Short\.sample gives \[8, 24\] for a sinogram \[1, 8, 24\]"):
+        noise(torch.zeros(1, 1, 8, 24), [(1,)])
+
+
+@pytest.mark.parametrize("group", ["optimizer", "schedule", "noise"])
+def test_a_name_that_nothing_builds_is_an_error(group: str, tiny_module: Callable[..., ReconstructionModule]) -> None:
+    module = tiny_module("optimizer=adafactor", "schedule=constant")
+    config = module.config
+    section = getattr(config, group)
+    section = types.SimpleNamespace(**vars(section) | {"name": "new"})
+    setattr(config, group, section)
+    build: dict[str, Callable[[], object]] = {
+        "optimizer": lambda: build_optimizer(section, module.network),
+        "schedule": lambda: learning_rate_factor(section, 10),
+        "noise": lambda: build_noise(config),
+    }
+    with pytest.raises(ConfigError, match=f"{group}=new has a schema, but nothing here builds it"):
+        build[group]()

@@ -1,0 +1,84 @@
+"""Options of one's own, one of each group, as a user writes them into a file: see tests/test_own.py."""
+
+import numpy as np
+import torch
+from torch import nn
+
+from qnmixer.models import UnrolledNetwork
+from qnmixer.physics import KeyedNoise
+
+
+def huber(image, truth, delta):
+    return nn.functional.huber_loss(image, truth, reduction="none", delta=delta).mean((1, 2, 3))
+
+
+class Perceptual(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.features = nn.Conv2d(1, width, 3, padding=1)
+
+    def forward(self, image, truth):
+        return (self.features(image) - self.features(truth)).abs().mean((1, 2, 3))
+
+
+class Lion(torch.optim.Optimizer):
+    def __init__(self, params, lr, beta=0.9):
+        super().__init__(params, {"lr": lr, "beta": beta, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(group["lr"] * torch.sign(mean.lerp(p.grad, 1 - group["beta"])))
+                mean.lerp_(p.grad, 0.01)
+        return loss
+
+
+def triangle(step, n_steps, peak=0.5):
+    progress = step / n_steps
+    return progress / peak if progress < peak else (1 - progress) / (1 - peak)
+
+
+class Speckle(KeyedNoise):
+    def __init__(self, strength):
+        self.strength = strength
+
+    def sample(self, p, rng):
+        return p * (1 + self.strength * rng.standard_normal(p.shape))
+
+
+class MyNetwork(UnrolledNetwork):
+    title = "Mine"
+
+    def __init__(self, projector, n_iterations, channels, width=8):
+        super().__init__(n_iterations)
+        self.projector = projector
+        self.denoiser = nn.Sequential(
+            nn.Conv2d(1, channels, 3, padding=1), nn.Conv2d(channels, width, 1), nn.ReLU(), nn.Conv2d(width, 1, 1)
+        )
+
+    def start(self, y):
+        return self.projector.fbp(y)
+
+    def step(self, t, y, x):
+        return x - self.denoiser(x)
+
+
+class MySlices:
+    def __init__(self, part, year):
+        self.n = {"train": 4, "val": 2, "test": 2}[part]
+        self.year = year
+
+    def __len__(self):
+        return self.n
+
+    def load(self, index):
+        return np.full((20, 30), 10.0 * index + self.year - 2016)

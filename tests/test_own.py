@@ -1,0 +1,121 @@
+"""Loss, optimizer, schedule, noise, network and slices of one file in an empty folder, by the real commands."""
+
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
+from qnmixer.config import parse_file, to_plain
+
+OWN = [
+    "loss=custom", "loss._target_=own.huber", "+loss.delta=0.1",
+    "optimizer=custom", "optimizer._target_=own.Lion", "+optimizer.beta=0.95",
+    "schedule=custom", "schedule._target_=own.triangle", "+schedule.peak=0.3",
+    "noise=custom", "noise._target_=own.Speckle", "+noise.strength=0.1",
+    "model=custom", "model._target_=own.MyNetwork", "+model.width=12",
+    "data=custom", "data._target_=own.MySlices", "+data.year=2016",
+]  # fmt: skip
+SMALL = [
+    "data.image_size=16", "geometry.n_views=8", "geometry.n_detectors=24", "geometry.detector_pitch=40",
+    "model.n_iterations=2", "model.channels=4", "data.num_workers=0", "data.batch_size=2",
+    "trainer.val_every_n_steps=2", "trainer.log_every_n_steps=1", "trainer.accelerator=cpu", "logger=csv",
+    "test_after_training=false",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one file and a run of two steps."""
+    folder = tmp_path_factory.mktemp("own")
+    shutil.copy(Path(__file__).with_name("own.py"), folder)
+    done = command(folder, "train", *SMALL, *OWN, "trainer.max_steps=2", "hydra.run.dir=run")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def command(folder: Path, name: str, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "HYDRA"))}
+    words = (sys.executable, "-m", f"qnmixer.{name}", *words)
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, env=environment, timeout=300)
+
+
+@pytest.mark.slow
+def test_all_of_it_is_used(here: Path) -> None:
+    checkpoint = torch.load(here / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    config = checkpoint[CHECKPOINT_KEY]["config"]
+    assert config["loss"] == {"name": "custom", "_target_": "own.huber", "delta": 0.1}
+    assert config["model"]["width"] == 12
+    assert to_plain(parse_file(config)) == config
+    assert all(name.startswith("network.") for name in checkpoint["state_dict"])
+    assert checkpoint["state_dict"]["network.denoiser.1.weight"].shape[0] == 12
+    (optimizer,) = checkpoint["optimizer_states"]
+    assert {group["beta"] for group in optimizer["param_groups"]} == {0.95}
+    assert [group["weight_decay"] for group in optimizer["param_groups"]] == [0.0, 0.0]
+    assert "mean" in optimizer["state"][0]
+    rows = list(csv.DictReader((here / "run" / "metrics.csv").open()))
+    rates = [float(row["train/lr"]) for row in rows if row["train/lr"]]
+    assert rates == pytest.approx([0.0, 1e-3 * 0.5 / 0.7])
+
+
+@pytest.mark.slow
+def test_it_is_resumed_and_exported_where_its_code_is_trusted(here: Path) -> None:
+    longer = ["resume=run", "trainer.max_steps=3"]
+    refused = command(here, "train", *longer)
+    assert refused.returncode == 1
+    assert refused.stderr.endswith("which is not part of qnmixer: if you trust that code, add trust=own\n")
+    resumed = command(here, "train", *longer, "trust=own")
+    assert resumed.returncode == 0, resumed.stderr
+    record = json.loads((here / "run" / "results.json").read_text())
+    assert (record["status"], record["steps"], record["resumed"][0]["step"]) == ("done", 3, 2)
+    assert not any(word.startswith("trust") for word in record["overrides"])
+
+    assert "add trust=own" in command(here, "export", "run=run", "output=a.safetensors").stderr
+    exported = command(here, "export", "run=run", "output=a.safetensors", "trust=own")
+    assert exported.returncode == 0, exported.stderr
+    card = (here / "a.md").read_text()
+    assert "| loss | custom: _target_ own.huber, delta 0.1 |" in card
+    assert "qnmixer.reconstruct run=a.safetensors trust=own" in card
+
+
+@pytest.mark.slow
+def test_a_sweep_of_it(here: Path) -> None:
+    own = ["+schedule.peak=0.3,0.6" if word == "+schedule.peak=0.3" else word for word in OWN]
+    sweep = ["-m", *SMALL, *own, "trainer.max_steps=2", "hydra.sweep.dir=sweep"]
+    done = command(here, "train", *sweep)
+    assert done.returncode == 0, done.stderr
+    rows = list(csv.DictReader((here / "sweep" / "sweep.csv").open()))
+    assert [(row["schedule.peak"], row["status"]) for row in rows] == [("0.3", "done"), ("0.6", "done")]
+
+
+@pytest.mark.slow
+def test_it_is_planned(here: Path) -> None:
+    planned = command(here, "plan", *SMALL, *OWN, "format=json", "device=24")
+    assert planned.returncode == 0, planned.stderr
+    assert json.loads(planned.stdout)["peak_mib"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["loss._target_=nowhere.huber"], "loss._target_=nowhere.huber: there is no module nowhere"),
+        (["loss._target_=huber"], "loss._target_=huber is not module.name"),
+        (["+loss.delat=3"], "loss.delat: own.huber does not take it, only delta"),
+        (["schedule._target_=own.Lion"], "schedule._target_=own.Lion is not a function (step, n_steps)"),
+        (["model.target=own.MyNetwork"], "unknown key model.target: did you mean model._target_?"),
+        (["loss.beta=1"], "unknown key loss.beta: did you mean loss.name? An argument of your own takes a plus: +"),
+        (["+loss.delta=1"], "loss.delta is there already: leave the + out, or give it only once"),
+    ],
+)
+def test_errors_are_one_line(here: Path, words: list[str], message: str) -> None:
+    refused = command(here, "train", *SMALL, *OWN, *words)
+    assert refused.returncode == 1
+    (line,) = refused.stderr.splitlines()
+    assert line.startswith(f"error: {message}")
