@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from qnmixer.config import flat_keys, unknown_key
-from qnmixer.config.compose import CONF, compose
+from qnmixer.config.compose import CONF, OF_A_RUN, compose
 from qnmixer.config.option import suggest
 from qnmixer.errors import UserError
 
@@ -61,7 +61,7 @@ def _explain_composition(error: Exception, config_name: str) -> str:
     ):
         key = found.group(1).lstrip("+~").split("=")[0].split("@")[0]
         groups = [path.name for path in CONF.iterdir() if path.is_dir()]
-        if config_name not in ("train", "plan", "doctor") and key.split(".")[0] in groups:
+        if config_name not in OF_A_RUN and key.split(".")[0] in groups:
             return f"{key} is fixed by the run, which {config_name} takes it from: leave it out"
         return str(unknown_key(key, [*groups, *known_keys(config_name)]))
     return text

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 
 from qnmixer.checkpoints.reading import find_checkpoint, load_weights, resumable, steps_of
-from qnmixer.config import Config, FewBatchesConfig, ProfileConfig, WandbConfig, effective_batch
+from qnmixer.config import Config, FewBatchesConfig, ProfileConfig, TrainerConfig, WandbConfig, effective_batch
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.errors import OutOfMemory, Stopped
@@ -208,8 +208,23 @@ def _print_start(
         highlight=False,
         soft_wrap=True,
     )
+    if n_parameters:
+        console.print(_length(t, -(-n_slices // batch)), highlight=False, soft_wrap=True)
     if line := describe(config):
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def _length(t: TrainerConfig, steps_an_epoch: int) -> str:
+    """Which limit ends a run."""
+    if t.max_epochs is None:
+        return f"training ends after {t.max_steps:,} steps ({t.max_steps / steps_an_epoch:.3g} epochs)"
+    by_epochs = t.max_epochs * steps_an_epoch
+    if -1 < t.max_steps < by_epochs:
+        return (
+            f"training ends after {t.max_steps:,} steps, before trainer.max_epochs={t.max_epochs} ({by_epochs:,} steps)"
+        )
+    before = f", before trainer.max_steps={t.max_steps}" if t.max_steps > by_epochs else ""
+    return f"training ends after {t.max_epochs:,} epoch{'s' * (t.max_epochs > 1)} ({by_epochs:,} steps){before}"
 
 
 def _quieten() -> None:
