@@ -46,6 +46,28 @@ TRAIN = {
     "~model": "the config has no model",
     "model=null": "model",
     "trainer=3": "trainer",
+    # arguments of Lightning's Trainer
+    "trainer.profiler=simple": "trainer.profiler is an argument of Lightning's Trainer: write +trainer.profiler=…",
+    "+trainer.max_steps=3": "trainer.max_steps is there already: leave out the + before it",
+    "+trainer.fast_dev_run=true": "trainer.fast_dev_run cannot be set: it writes no checkpoint",
+    "trainer.fast_dev_run=true": "use debug=few_batches",
+    # habits from elsewhere
+    "trainer=ddp": "trainer=ddp is not known here: use strategy=ddp",
+    "trainer=gpu": "trainer=gpu is not known here",
+    "trainer=cpu": "use trainer.accelerator=cpu",
+    "ckpt_path=last.ckpt": "ckpt_path is not known here: resume=RUN_FOLDER goes on with a run, finetune=",
+    "trainer.strategy=ddp": "trainer.strategy cannot be set: strategies are a group of their own: use strategy=ddp",
+    "+trainer.strategy=ddp": "trainer.strategy cannot be set: strategies are a group of their own: use strategy=ddp",
+    "trainer.gpus=2": "trainer.gpus is not known here: use trainer.devices=…",
+    "logger=many_loggers": "logger=many_loggers is not known here: metrics.csv is always written",
+    "optimizer.learning_rate=1": "optimizer.learning_rate is not known here: use optimizer.lr=…",
+    "model.compile=true": "model.compile is not known here: use compile=true",
+    "experiment=nonsense": "experiment=nonsense does not exist: choose ablation_parts, ablation_qn, compare_128,",
+    # callbacks
+    "callbacks=early_stoping": "callbacks=early_stoping does not exist: did you mean early_stopping?",
+    "callbacks=early_stopping callbacks.early_stopping.patiense=3": "did you mean callbacks.early_stopping.patience?",
+    "+callbacks.mine.every=5": "callbacks.mine names no class: give +callbacks.mine._target_=my_file.MyClass",
+    "+callbacks.mine._target_=nowhere.Mine": "callbacks.mine._target_=nowhere.Mine: there is no module nowhere",
     # types, bounds, choices
     "seed=abc": "seed: Value 'abc' of type 'str' could not be converted to Integer",
     "data.image_size=32.5": "data.image_size",

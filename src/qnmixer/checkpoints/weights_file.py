@@ -54,7 +54,7 @@ def without_places(config: Config) -> Config:
     arguments of a network of the user's own, which it cannot be built without.
     """
     data = _data_without_places(config.data)
-    return replace(config, data=data, logger=LoggerConfig(name="csv"), finetune=None, resume=None)
+    return replace(config, data=data, logger=LoggerConfig(name="csv"), callbacks={}, finetune=None, resume=None)
 
 
 def _data_without_places(data: DataConfig) -> DataConfig:

@@ -14,6 +14,7 @@ from qnmixer.cli.explain import explain, known_keys
 from qnmixer.cli.help import usage
 from qnmixer.config import unknown_key
 from qnmixer.config.compose import CONF, OF_A_RUN, compose, compose_sweep
+from qnmixer.config.habits import habit
 from qnmixer.config.overrides import with_length
 from qnmixer.errors import ConfigError, Stopped
 from qnmixer.processes.ranks import is_rank, rank, world_size
@@ -63,6 +64,8 @@ def _run(
     sweep: Callable[[list[str], DictConfig], AbstractContextManager[str]],
     complete: Callable[[list[str]], list[str]],
 ) -> None:
+    if config_name in OF_A_RUN and (way := habit(sys.argv[1:])):
+        raise ConfigError(way)
     arguments = with_length(sys.argv[1:]) if config_name in OF_A_RUN else sys.argv[1:]
     sys.argv[1:] = complete(arguments)
     if is_rank():

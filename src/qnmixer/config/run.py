@@ -4,12 +4,13 @@ The values live in `conf/`; here are their types, their bounds and the rules bet
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
+from qnmixer.config.callbacks import parse_callbacks
 from qnmixer.config.compose import CONF
 from qnmixer.config.data import CustomData, DataConfig
 from qnmixer.config.debug import DebugConfig, ProfileConfig
@@ -26,7 +27,7 @@ from qnmixer.config.optimizer import AdamWConfig, OptimizerConfig
 from qnmixer.config.option import check_bounds, number, one_of, suggest
 from qnmixer.config.schedule import ScheduleConfig
 from qnmixer.config.strategy import DDPConfig, FSDPConfig, PipelineConfig, StrategyConfig
-from qnmixer.config.trainer import TrainerConfig
+from qnmixer.config.trainer import TrainerConfig, check_extra, gathered
 from qnmixer.errors import ConfigError
 from qnmixer.plugins import check_plugin
 
@@ -63,6 +64,7 @@ class Config(RunConfig):
     logger: LoggerConfig
     evaluation: EvaluationConfig
     debug: DebugConfig
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name: _target_ and arguments
 
 
 def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
@@ -71,13 +73,16 @@ def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
     Raises ConfigError, naming the key and the mend.
     """
     values = plain_values(cfg)
+    if "trainer" in values:
+        values["trainer"] = gathered(values["trainer"])
+    callbacks = parse_callbacks(values.pop("callbacks", {}))
     root = {f.name for f in fields(RunConfig)}
-    sections = {f.name for f in fields(Config)} - root
+    sections = {f.name for f in fields(Config)} - root - {"callbacks"}
     for key in sections - values.keys():
         raise ConfigError(f"the config has no {key}: pick one with {key}=…")
     parsed = {key: parse_section(key, schema_of(key, values[key]), values[key], values) for key in sorted(sections)}
     rest = parse_section("", RunConfig, {k: v for k, v in values.items() if k not in sections}, values)
-    config = Config(**{key: getattr(rest, key) for key in root}, **parsed)
+    config = Config(**{key: getattr(rest, key) for key in root}, **parsed, callbacks=callbacks)
     validate(config)
     return config
 
@@ -123,6 +128,7 @@ def parse_section(section: str, schema: type, value: Any, values: Mapping[str, A
 def validate(config: Config) -> None:
     """The rules between keys. Raises ConfigError."""
     trainer = config.trainer
+    check_extra(trainer)
     check_model(config.model, config.data.image_size)
     if isinstance(config.data, CustomData):
         check_plugin("data.target", config.data.target)

@@ -172,7 +172,7 @@ def _is_longer(record: dict[str, object], given: dict[str, str]) -> bool:
     steps, asked = record.get("steps"), given.get("trainer.max_steps")
     if asked is not None and asked.isdigit() and isinstance(steps, int):
         return int(asked) > steps
-    return any(key in given for key in LENGTH)
+    return any(key in given for key in (*LENGTH, "trainer.max_time"))
 
 
 def _merged(before: list[str], given: list[str]) -> list[str]:

@@ -182,6 +182,7 @@ def _build_data(config: Config) -> SliceDataModule:
         config.data,
         first=debug.batches * batch if isinstance(debug, FewBatchesConfig) else None,
         overfit=batch if debug.name == "overfit" else None,
+        batches=config.trainer.extra.get("limit_train_batches"),
     )
 
 
@@ -204,14 +205,20 @@ def _print_start(
         f"{config.geometry.n_views} views × {config.geometry.n_detectors} detector bins, noise {config.noise.name}\n"
         f"{data.describe()}\n"
         f"batch {config.data.batch_size}{devices} × accumulation {t.accumulate_grad_batches} = {batch} slices "
-        f"an optimizer step; {-(-n_slices // batch):,} steps an epoch{last}",
+        f"an optimizer step; {_steps_an_epoch(config, n_slices):,} steps an epoch{last}",
         highlight=False,
         soft_wrap=True,
     )
     if n_parameters:
-        console.print(_length(t, -(-n_slices // batch)), highlight=False, soft_wrap=True)
+        console.print(_length(t, _steps_an_epoch(config, n_slices)), highlight=False, soft_wrap=True)
     if line := describe(config):
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def _steps_an_epoch(config: Config, n_slices: int) -> int:
+    limit = config.trainer.extra.get("limit_train_batches")
+    steps = limit // config.trainer.accumulate_grad_batches if isinstance(limit, int) else limit
+    return EpochSampler(n_slices, shuffle=False, batch_size=effective_batch(config), batches=steps).steps
 
 
 def _length(t: TrainerConfig, steps_an_epoch: int) -> str:
