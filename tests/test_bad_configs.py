@@ -63,6 +63,9 @@ TRAIN = {
     "optimizer.learning_rate=1": "optimizer.learning_rate is not known here: use optimizer.lr=…",
     "model.compile=true": "model.compile is not known here: use compile=true",
     "experiment=nonsense": "experiment=nonsense does not exist: choose ablation_parts, ablation_qn, compare_128,",
+    "logger=custom": "logger._target_ has no value: give one with logger._target_=…",
+    "logger=custom logger._target_=nowhere.Mine": "logger._target_=nowhere.Mine: there is no module nowhere",
+    "tags=paper": "tags",
     # callbacks
     "callbacks=early_stoping": "callbacks=early_stoping does not exist: did you mean early_stopping?",
     "callbacks=early_stopping callbacks.early_stopping.patiense=3": "did you mean callbacks.early_stopping.patience?",

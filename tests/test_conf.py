@@ -25,6 +25,7 @@ NEEDS = {
     ("trainer", "torchrun"): ["strategy=ddp"],
     ("trainer", "slurm"): ["strategy=ddp"],
     ("model", "custom"): ["model.target=collections.Counter"],  # whether it is a network is seen when it is built
+    ("logger", "custom"): ["logger._target_=collections.Counter"],
     ("data", "custom"): ["data.target=collections.Counter"],
 }
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))

@@ -1,11 +1,14 @@
 """What a run says and does around training."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from qnmixer.checkpoints.reading import read_checkpoint
 from qnmixer.config import Config
+from qnmixer.errors import PluginError
 from qnmixer.tracking.metrics_file import read_metrics
 from qnmixer.tracking.results import read_results
 from qnmixer.training.fit import fit
@@ -60,3 +63,43 @@ def test_arguments_of_the_trainer_reach_it(tiny_config: TinyConfig, tmp_path: Pa
     assert results["status"] == "done"
     assert 0 < results["steps"] < 400000
     assert "run_training_batch" in "".join(path.read_text() for path in (tmp_path / "profile").iterdir())
+
+
+LOGGER = """
+from pathlib import Path
+from lightning.pytorch.loggers import CSVLogger
+
+class Mine(CSVLogger):
+    def __init__(self, save_dir, word):
+        super().__init__(save_dir, name="mine", version="")
+        self.word = word
+
+    def log_metrics(self, metrics, step=None):
+        with open(Path(self.save_dir) / "mine.txt", "a") as file:
+            file.write(f"{self.word} {step} {' '.join(metrics)}\\n")
+"""
+
+
+def test_a_logger_of_ones_own_and_tags(
+    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
+    (tmp_path / "my_logger.py").write_text(LOGGER)
+    overrides = ["logger=custom", "logger._target_=my_logger.Mine", "+logger.word=said", "tags=[a,b]"]
+    fit(tiny_config(*overrides, "test_after_training=false"), tmp_path / "run", [])
+    text = (tmp_path / "run" / "mine.txt").read_text()
+    assert text.startswith("said ")
+    assert "val/psnr" in text
+    assert read_metrics(tmp_path / "run" / "metrics.csv")
+    assert read_results(tmp_path / "run")["tags"] == ["a", "b"]
+    config = read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")[0]
+    assert config.logger.name == "csv"
+
+
+def test_a_bad_logger_is_one_line(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    with pytest.raises(PluginError, match=r"collections\.Counter is not a subclass of lightning"):
+        fit(tiny_config("logger=custom", "logger._target_=collections.Counter"), tmp_path, [])
+    strange = ["logger=custom", "logger._target_=lightning.pytorch.loggers.CSVLogger", "+logger.colour=red"]
+    with pytest.raises(PluginError, match="does not take what it is given"):
+        fit(tiny_config(*strange), tmp_path, [])

@@ -9,6 +9,7 @@ import torch
 
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY, decode
 from qnmixer.config import Config, effective_batch, parse, to_plain
+from qnmixer.config.callbacks import TARGET
 from qnmixer.errors import CheckpointError, ConfigError, PluginError, first_line
 from qnmixer.files import whole
 from qnmixer.parallel.shards import merge_shards
@@ -17,8 +18,6 @@ from qnmixer.weights import SUFFIX, located
 
 _KEYS_SINCE = {"compile": False}
 """Keys of the config that the first files lack, and what they stood for."""
-_NEVER_READ: dict[str, Any] = {"callbacks": {}}
-"""Keys of the config of a file that are put aside: classes are the command line's to name."""
 
 
 def find_checkpoint(run: str | Path, which: str = "best") -> Path:
@@ -59,11 +58,18 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
         ours_from = "qnmixer.export" if path.suffix == SUFFIX else "qnmixer.train"
         raise CheckpointError(f"{path} is of another program: use one that {ours_from} wrote")
     try:
-        return parse(_KEYS_SINCE | ours["config"] | _NEVER_READ), checkpoint["state_dict"]
+        return parse(_KEYS_SINCE | _without_classes(ours["config"])), checkpoint["state_dict"]
     except PluginError:
         raise
     except ConfigError as error:
         raise CheckpointError(f"{path} was written by another version of qnmixer ({error}): use that one") from error
+
+
+def _without_classes(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of a file without its callbacks and its logger's class, which are the command line's to name."""
+    logger = config.get("logger")
+    plain = {"logger": {"name": "csv"}} if isinstance(logger, dict) and {"built", TARGET} & logger.keys() else {}
+    return config | {"callbacks": {}} | plain
 
 
 def load_run(run: str | Path, which: str = "best") -> Reconstructor:

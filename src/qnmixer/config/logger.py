@@ -1,8 +1,15 @@
 """What `logger` may say: where metrics go beside metrics.csv."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
 
+from qnmixer.config.callbacks import TARGET, check_target
 from qnmixer.config.option import one_of
+from qnmixer.errors import ConfigError
+
+_PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX"), "mlflow": ("mlflow", "mlflow_skinny")}
 
 
 @dataclass(kw_only=True)
@@ -22,3 +29,29 @@ class WandbConfig(LoggerConfig):
     run_name: str | None  # None: the overrides that are this job's alone, or the time
     group: str | None  # None: the sweep
     log_checkpoint: bool
+
+
+@dataclass(kw_only=True)
+class LightningLoggerConfig(LoggerConfig):
+    """Any logger that Lightning takes. Only the command line's is built; one that a checkpoint names is left out."""
+
+    built: dict[str, Any]  # _target_ and the arguments
+
+
+def gathered_logger(logger: Any) -> Any:
+    """The section with what a class of Lightning's gets under `built`; raises ConfigError where it names none."""
+    if not isinstance(logger, Mapping):
+        return logger
+    if TARGET in logger:
+        built = {str(name): value for name, value in logger.items() if name != "name"}
+        logger = {"name": logger.get("name"), "built": built}
+    if "built" in logger:
+        check_target("logger", logger["built"])
+    return logger
+
+
+def check_logger(logger: LoggerConfig) -> None:
+    """Raise ConfigError where the package of a logger is not installed."""
+    packages = _PACKAGES.get(logger.name, ())
+    if packages and not any(find_spec(package) for package in packages):
+        raise ConfigError(f"logger={logger.name} needs a package that is not installed: pip install {logger.name}")

@@ -18,7 +18,7 @@ from qnmixer.config.evaluation import EvaluationConfig, check_window
 from qnmixer.config.geometry import GeometryConfig
 from qnmixer.config.groups import GROUPS, SECTIONS
 from qnmixer.config.keys import flat_keys, unknown_key
-from qnmixer.config.logger import LoggerConfig
+from qnmixer.config.logger import LoggerConfig, gathered_logger
 from qnmixer.config.loss import LossConfig
 from qnmixer.config.memory import MemoryConfig
 from qnmixer.config.model import LearnedConfig, ModelConfig, UnrolledConfig, check_model
@@ -45,6 +45,7 @@ class RunConfig:
     resume: str | None
     compile: bool
     test_after_training: bool
+    tags: list[str] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -75,6 +76,8 @@ def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
     values = plain_values(cfg)
     if "trainer" in values:
         values["trainer"] = gathered(values["trainer"])
+    if "logger" in values:
+        values["logger"] = gathered_logger(values["logger"])
     callbacks = parse_callbacks(values.pop("callbacks", {}))
     root = {f.name for f in fields(RunConfig)}
     sections = {f.name for f in fields(Config)} - root - {"callbacks"}

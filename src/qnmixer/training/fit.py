@@ -79,6 +79,8 @@ def _fit(
 ) -> float:
     _quieten()
     record |= {"device": device_name(config.trainer.accelerator), "threads": torch.get_num_threads()}
+    if config.tags:
+        record["tags"] = config.tags
     L.seed_everything(config.seed, workers=True, verbose=False)
     module = ReconstructionModule(config)
     if config.finetune is not None:
