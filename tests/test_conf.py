@@ -20,13 +20,13 @@ OPTIONS = [
     for path in sorted((CONF / group).glob("*.yaml"))
     if path.stem not in ONLY_FOR_EVALUATE and (group, path.stem) not in ONLY_INCLUDED
 ]
+OF_ONES_OWN = ("data", "loss", "optimizer", "schedule", "noise", "logger")
 NEEDS = {
     ("strategy", "pipeline"): ["trainer.devices=2"],
     ("trainer", "torchrun"): ["strategy=ddp"],
     ("trainer", "slurm"): ["strategy=ddp"],
-    ("model", "custom"): ["model.target=collections.Counter"],  # whether it is a network is seen when it is built
-    ("logger", "custom"): ["logger._target_=collections.Counter"],
-    ("data", "custom"): ["data.target=collections.Counter"],
+    ("model", "custom"): ["model._target_=collections.Counter"],  # whether it is a network is seen when it is built
+    **{(group, "custom"): [f"{group}._target_=collections.Counter"] for group in OF_ONES_OWN},
 }
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 
@@ -85,12 +85,12 @@ def test_every_schema_can_be_chosen() -> None:
     "schema", [PhantomData, DicomData, DeepLesionData, NumpyData, CustomData], ids=lambda s: s.__name__
 )
 def test_data_files_repeat_the_defaults_of_the_dataclasses(schema: Any) -> None:
-    name = schema().name
+    name = schema.name
     values = OmegaConf.to_container(compose("train", with_root([f"data={name}"])).data, throw_on_missing=False)
     assert isinstance(values, dict)
-    assert set(values) == {field.name for field in fields(schema)}
+    assert set(values) == {field.name for field in fields(schema)} - {"arguments"}
     for field in fields(schema):
-        if field.name in ("root", "seed", "target"):
+        if field.name in ("root", "seed", "_target_", "arguments"):
             continue
         default = field.default_factory() if field.default is MISSING else field.default  # type: ignore[misc]  # has one
         assert values[field.name] == default, f"{name}.{field.name}"

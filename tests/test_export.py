@@ -117,11 +117,11 @@ def test_weights_from_files_are_measured_where_the_files_are_said_to_be(tmp_path
 
 def test_arguments_of_a_network_of_ones_own_are_pointed_out(tmp_path: Path) -> None:
     sizes = [word for word in TINY if not word.startswith("model.n_mixer")]
-    own = ["model=custom", "model.target=qnmixer.models.LEARN", "+model.arguments.data_term=fbp"]
+    own = ["model=custom", "model._target_=qnmixer.models.LEARN", "+model.data_term=fbp"]
     folder = save(tmp_path / "run", *sizes, *own)
     code, stdout, _ = run(export, check, "export", f"run={folder}", f"output={tmp_path}/my.safetensors")
     assert code == 0
-    assert "model.arguments is in both as it is: {'data_term': 'fbp'}" in stdout
+    assert "in both as they are: model.data_term=fbp" in stdout
 
 
 @pytest.mark.parametrize("what", ["pretrained", "my.safetensors"])

@@ -16,7 +16,7 @@ SRC = Path(qnmixer.__file__).parent
     ("module", "unwanted"),
     [
         ("qnmixer.config", {"torch", "lightning"}),
-        ("qnmixer.inference.reconstruct", {"lightning", "torchmetrics", "matplotlib"}),
+        ("qnmixer.inference.reconstruct", {"lightning", "torchmetrics", "matplotlib", "torch._dynamo"}),
         ("qnmixer.checkpoints.export", {"lightning", "torchmetrics", "matplotlib"}),
         ("qnmixer.memory.report", {"lightning"}),  # the plan's
     ],

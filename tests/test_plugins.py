@@ -21,52 +21,57 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_class_in_a_file_of_this_folder(here: Path) -> None:
-    assert make_plugin("model.target", "of_mine.Thing", ANY, 3, colour="blue").is_ == (3, "blue")
+    assert make_plugin("model._target_", "of_mine.Thing", ANY, 3, arguments={"colour": "blue"}).is_ == (3, "blue")
 
 
 def test_a_class_of_an_installed_package() -> None:
-    assert load_plugin("model.target", "collections.abc.Sized", ANY).__name__ == "Sized"
+    assert load_plugin("model._target_", "collections.abc.Sized", ANY).__name__ == "Sized"
 
 
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("Thing", "model.target=Thing is not module.Class"),
-        ("of_mine.my thing", "is not module.Class"),
+        ("Thing", "model._target_=Thing is not module.name"),
+        ("of_mine.my thing", "is not module.name"),
         ("of_yours.Thing", "there is no module of_yours; put of_yours.py into the folder"),
         ("of_yours.deep.Thing", "no module of_yours.deep; put of_yours/deep.py"),
     ],
 )
 def test_what_is_not_there_is_told_before_anything_is_run(here: Path, target: str, message: str) -> None:
     with pytest.raises(PluginError, match=message):
-        check_plugin("model.target", target)
+        check_plugin("model._target_", target)
 
 
 def test_checking_runs_nothing(here: Path) -> None:
     (here / "of_ruin.py").write_text("raise SystemError('ruin')")
-    check_plugin("model.target", "of_ruin.Thing")
+    check_plugin("model._target_", "of_ruin.Thing")
     with pytest.raises(PluginError, match=r"of_ruin does not load \(ruin\)"):
-        load_plugin("model.target", "of_ruin.Thing", ANY)
+        load_plugin("model._target_", "of_ruin.Thing", ANY)
 
 
 def test_what_does_not_fit_is_told(here: Path) -> None:
     with pytest.raises(PluginError, match=r"there is no Other in .*of_mine\.py"):
-        load_plugin("model.target", "of_mine.Other", ANY)
+        load_plugin("model._target_", "of_mine.Other", ANY)
     with pytest.raises(PluginError, match=r"does not take what it is given: .*size"):
-        make_plugin("model.target", "of_mine.Thing", ANY, colour="blue")
+        make_plugin("model._target_", "of_mine.Thing", ANY, colour="blue")
 
 
 @pytest.mark.parametrize("target", ["subprocess.run", "os.environ", "of_mine.Thing"])
 def test_only_the_kind_of_class_that_is_asked_for_is_called(here: Path, target: str) -> None:
     """A config may come from somebody else's checkpoint."""
     with pytest.raises(PluginError, match="is not a kind of list"):
-        make_plugin("data.target", target, Kind("a kind of list", lambda cls: issubclass(cls, list)), "true")
+        make_plugin(
+            "data._target_",
+            target,
+            Kind("a kind of list", lambda it: it is list),
+            "true",
+        )
 
 
 def test_a_package_that_does_not_load_is_one_line(here: Path) -> None:
     (here / "of_them").mkdir()
     (here / "of_them" / "__init__.py").write_text("1 / 0")
     with pytest.raises(PluginError, match=r"there is no module of_them\.part"):
-        check_plugin("model.target", "of_them.part.Thing")
+        check_plugin("model._target_", "of_them.part.Thing")
     with pytest.raises(PluginError, match="there is no Nope in sys"):
-        load_plugin("model.target", "sys.Nope", ANY)
+        load_plugin("model._target_", "sys.Nope", ANY)

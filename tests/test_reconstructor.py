@@ -41,7 +41,7 @@ class Scaled(torch.nn.Module):
     def forward(self, x):
         return self.scale * x
 """
-CUSTOM = ["model=custom", "model.target=networks_of_mine.Half", "model.n_iterations=3"]
+CUSTOM = ["model=custom", "model._target_=networks_of_mine.Half", "model.n_iterations=3"]
 OWN_REGULARIZER = ["model.regularizer=networks_of_mine.Scaled", "model.detail_channels=0"]
 
 
@@ -52,7 +52,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_network_of_ones_own(other_config: Callable[..., Config]) -> None:
-    config = other_config(*CUSTOM, "+model.arguments.share=0.25")
+    config = other_config(*CUSTOM, "+model.share=0.25")
     assert method_name(config) == "Half"
     projector = build_projector(config)
     network, y = build_network(config, projector), torch.rand(1, 1, 8, 24)
@@ -75,7 +75,7 @@ def test_a_checkpoint_of_it_says_what_is_missing(
 
 
 def test_what_is_no_network_is_told(other_config: Callable[..., Config]) -> None:
-    config = other_config("model=custom", "model.target=networks_of_mine.NotOne")
+    config = other_config("model=custom", "model._target_=networks_of_mine.NotOne")
     with pytest.raises(PluginError, match=r"NotOne is not a subclass of qnmixer\.models\.UnrolledNetwork"):
         build_network(config, build_projector(config))
 

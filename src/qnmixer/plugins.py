@@ -1,7 +1,7 @@
-"""Classes of a user's own, named in a config as `module.Class`: of an installed package, or a file in this folder.
+"""Classes and functions of a user's own, named in a config as `module.name`: of an installed package or a file here.
 
-A checkpoint names them too, and brings no code along: what is run is this machine's, and only what is the kind of class
-that is asked for.
+A checkpoint names them too, and brings no code along: what is run is this machine's, and only what is the kind that is
+asked for.
 """
 
 import importlib
@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,17 +18,26 @@ from qnmixer.errors import PluginError, first_line
 
 @dataclass(frozen=True)
 class Kind:
-    """What a class must be; `fits` is asked of nothing but classes."""
+    """What a target must be; `fits` is asked of whatever its name stands for."""
 
     what: str
-    fits: Callable[[type], bool]
+    fits: Callable[[Any], bool]
+
+
+def subclass_of(base: type, name: str, but: str = "") -> Kind:
+    """Classes that can be built and derive from `base`, which users know by `name`."""
+
+    def fits(it: Any) -> bool:
+        return isinstance(it, type) and issubclass(it, base) and not inspect.isabstract(it)
+
+    return Kind(f"a subclass of {name}{but}", fits)
 
 
 def check_plugin(key: str, target: str) -> None:
     """Raise PluginError where the module of `key=target` cannot be found; only packages on the way to it are run."""
     module, _, name = target.rpartition(".")
     if not module or not name.isidentifier():
-        raise PluginError(f"{key}={target} is not module.Class: give for example my_file.MyClass")
+        raise PluginError(f"{key}={target} is not module.name: give for example {key}=my_file.MyClass")
     if os.getcwd() not in sys.path:  # `qnmixer-train` starts without it, `python -m` with it
         sys.path.append(os.getcwd())
     try:
@@ -43,7 +52,7 @@ def check_plugin(key: str, target: str) -> None:
 
 
 def load_plugin(key: str, target: str, kind: Kind) -> Any:
-    """The class that `key=target` names; PluginError where it is not there, does not load or is not of the kind."""
+    """What `key=target` names; PluginError where it is not there, does not load or is not of the kind."""
     check_plugin(key, target)
     module, _, name = target.rpartition(".")
     try:
@@ -52,17 +61,52 @@ def load_plugin(key: str, target: str, kind: Kind) -> Any:
         raise PluginError(f"{key}={target}: {module} does not load ({first_line(error)})") from error
     if not hasattr(loaded, name):
         raise PluginError(f"{key}={target}: there is no {name} in {getattr(loaded, '__file__', module)}")
-    cls = getattr(loaded, name)
-    if not isinstance(cls, type) or not kind.fits(cls):
+    found = getattr(loaded, name)
+    if not kind.fits(found):
         raise PluginError(f"{key}={target} is not {kind.what}")
-    return cls
+    return found
 
 
-def make_plugin(key: str, target: str, kind: Kind, *args: Any, **arguments: Any) -> Any:
-    """An object of the class that `key=target` names. Raises PluginError where it does not take these arguments too."""
+def make_plugin(
+    key: str, target: str, kind: Kind, *args: Any, arguments: Mapping[str, Any] | None = None, **ours: Any
+) -> Any:
+    """An object of the class that `key=target` names.
+
+    Args:
+        key, target, kind: as in `load_plugin`.
+        args, ours: what this program gives to every class of the kind.
+        arguments: the user's own, from the same section of the config.
+
+    Raises PluginError where the class does not take them.
+    """
     cls = load_plugin(key, target, kind)
+    check_call(key, target, cls, args, ours, arguments or {})
+    return cls(*args, **ours, **(arguments or {}))
+
+
+def check_call(
+    key: str,
+    target: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    ours: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+) -> None:
+    """Raise PluginError, naming the key, where a call `function(*args, **ours, **arguments)` cannot be."""
     try:
-        inspect.signature(cls).bind(*args, **arguments)
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some that are written in C have none
+        return
+    section, parameters = key.rpartition(".")[0], [*signature.parameters.values()]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        named = [p.name for p in parameters[len(args) :] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        own = [name for name in named if name not in ours]
+        for name in arguments:
+            if name not in own:
+                takes = f"only {', '.join(own)}" if own else "no argument of its own"
+                raise PluginError(f"{section}.{name}: {target} does not take it, {takes}")
+    try:
+        signature.bind(*args, **ours, **arguments)
     except TypeError as error:
-        raise PluginError(f"{key}={target} does not take what it is given: {first_line(error)}") from error
-    return cls(*args, **arguments)
+        hint = f": give it as +{section}.NAME=VALUE" if key.endswith("._target_") and "missing" in str(error) else ""
+        raise PluginError(f"{key}={target} does not take what it is given: {first_line(error)}{hint}") from error

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from qnmixer.config import (
     Config,
     CustomConfig,
+    CustomNoiseConfig,
     FieldNoiseConfig,
     MixedNoiseConfig,
+    NoNoiseConfig,
     PhysicalNoiseConfig,
     QNMixerConfig,
 )
@@ -30,11 +32,11 @@ from qnmixer.models import (
     UnrolledNetwork,
 )
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
-from qnmixer.physics.noise import FieldNoise, MixedNoise, Noise, NoNoise, PhysicalNoise
+from qnmixer.physics.noise import FieldNoise, KeyedNoise, MixedNoise, Noise, NoNoise, PhysicalNoise
 from qnmixer.physics.rays import system_matrix
 from qnmixer.physics.scan import ScanMatrix
 from qnmixer.physics.sparse import apply_linear
-from qnmixer.plugins import Kind, load_plugin, make_plugin
+from qnmixer.plugins import load_plugin, make_plugin, subclass_of
 
 NETWORKS: dict[str, Any] = {
     "qn_mixer": QNMixer,
@@ -52,8 +54,9 @@ AUTOCAST = {"32": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 # Training, validation and test draw their noise from streams of their own.
 STREAMS = {"train": 0, "val": 1, "test": 2}
 
-_NETWORK = Kind("a subclass of qnmixer.models.UnrolledNetwork", lambda cls: issubclass(cls, UnrolledNetwork))
-_MODULE = Kind("a subclass of torch.nn.Module", lambda cls: issubclass(cls, torch.nn.Module))
+_NETWORK = subclass_of(UnrolledNetwork, "qnmixer.models.UnrolledNetwork")
+_MODULE = subclass_of(nn.Module, "torch.nn.Module")
+_NOISE = subclass_of(KeyedNoise, "qnmixer.physics.KeyedNoise", but=" with a method sample(p, rng)")
 
 
 class Batch(TypedDict):
@@ -144,9 +147,9 @@ def build_projector(config: Config) -> FanBeamProjector:
 def build_network(config: Config, projector: FanBeamProjector) -> UnrolledNetwork[Any]:
     """The network that `model` names. Raises ConfigError for one of the user's own that does not fit."""
     model = config.model
-    arguments = {key: value for key, value in vars(model).items() if key != "name"}
     if isinstance(model, CustomConfig):
-        return _custom_network(projector, **arguments)
+        return _custom_network(projector, model)
+    arguments = {key: value for key, value in vars(model).items() if key != "name"}
     if isinstance(model, QNMixerConfig) and (target := arguments.pop("regularizer")):
         arguments["make_regularizer"] = partial(
             make_plugin, "model.regularizer", target, _MODULE, projector.geometry.image_size, model.channels
@@ -154,24 +157,30 @@ def build_network(config: Config, projector: FanBeamProjector) -> UnrolledNetwor
     return NETWORKS[model.name](projector, **arguments)
 
 
-def _custom_network(
-    projector: FanBeamProjector, target: str, arguments: dict[str, Any], **common: int
-) -> UnrolledNetwork[Any]:
-    network: UnrolledNetwork[Any] = make_plugin("model.target", target, _NETWORK, projector, **common, **arguments)
+def _custom_network(projector: FanBeamProjector, model: CustomConfig) -> UnrolledNetwork[Any]:
+    network: UnrolledNetwork[Any] = make_plugin(
+        "model._target_",
+        model._target_,
+        _NETWORK,
+        projector,
+        n_iterations=model.n_iterations,
+        channels=model.channels,
+        arguments=model.arguments,
+    )
     if not any(p.requires_grad for p in network.parameters()):
-        raise PluginError(f"model.target={target} has no weights to train: give it some")
+        raise PluginError(f"model._target_={model._target_} has no weights to train: give it some")
     return network
 
 
 def method_name(config: Config) -> str:
     """What tables and pictures call the network that `model` names."""
     if isinstance(config.model, CustomConfig):
-        return load_plugin("model.target", config.model.target, _NETWORK).title
+        return load_plugin("model._target_", config.model._target_, _NETWORK).title
     return NETWORKS[config.model.name].title
 
 
 def build_noise(config: Config) -> Noise:
-    """The measurement noise that `noise` names."""
+    """The measurement noise that `noise` names. Raises ConfigError for one of the user's own that does not fit."""
     noise = config.noise
     if isinstance(noise, FieldNoiseConfig):
         return FieldNoise(noise.photons, noise.sigma)
@@ -184,7 +193,11 @@ def build_noise(config: Config) -> Noise:
         if isinstance(noise, MixedNoiseConfig):
             return MixedNoise(FieldNoise(noise.field_photons, noise.field_sigma), physical, noise.physical_share)
         return physical
-    return NoNoise()
+    if isinstance(noise, CustomNoiseConfig):
+        return make_plugin("noise._target_", noise._target_, _NOISE, arguments=noise.arguments)
+    if isinstance(noise, NoNoiseConfig):
+        return NoNoise()
+    raise ConfigError(f"noise={noise.name} has a schema, but nothing here builds it")
 
 
 def attenuation_per_value(config: Config, water_attenuation: float) -> float:

@@ -168,12 +168,12 @@ def test_how_to_use_gives_the_overrides_that_differ_from_the_defaults(tmp_path: 
 
 
 def test_arguments_of_a_network_of_ones_own_are_told_to_be_there(tmp_path: Path) -> None:
-    choice = ["model=custom", "model.target=qnmixer.models.LEARN"]
-    text = card(parse(compose("train", [*choice, "+model.arguments.data_term=fbp"])), tmp_path)
+    choice = ["model=custom", "model._target_=qnmixer.models.LEARN"]
+    text = card(parse(compose("train", [*choice, "+model.data_term=fbp"])), tmp_path)
     assert finetuning(text) == choice
-    assert "+model.arguments.KEY=VALUE" in text
-    assert "left out, but model.arguments are not" in text
-    assert "model.arguments" not in card(parse(compose("train", choice)), tmp_path)
+    assert "+GROUP.KEY=VALUE" in text
+    assert "left out, but arguments of classes of the user's own are not" in text
+    assert "user's own" not in card(parse(compose("train", choice)), tmp_path)
 
 
 def test_what_is_shipped_goes_by_its_name(

@@ -83,7 +83,7 @@ FOLDER = [
     "data.split=explicit", "data.train_patients=[secret1]", "data.val_patients=[secret2]",
     "data.test_patients=[secret3]", "finetune=/home/secret/run", "logger=wandb", "logger.entity=secret",
 ]  # fmt: skip
-CUSTOM = ["data=custom", "data.target=collections.Counter", "+data.arguments.root=/home/secret", "resume=/secret"]
+CUSTOM = ["data=custom", "data._target_=collections.Counter", "+data.root=/home/secret", "resume=/secret"]
 
 
 @pytest.mark.parametrize("overrides", [FOLDER, CUSTOM], ids=["folder", "custom"])

@@ -14,7 +14,7 @@ from qnmixer.errors import ConfigError
 
 def test_a_logger_is_a_class_and_its_arguments() -> None:
     config = parse(compose("train", ["logger=custom", "logger._target_=collections.Counter", "+logger.key=3"]))
-    assert config.logger == LightningLoggerConfig(name="custom", built={"_target_": "collections.Counter", "key": 3})
+    assert config.logger == LightningLoggerConfig(name="custom", _target_="collections.Counter", arguments={"key": 3})
     assert parse(to_plain(config)) == config
 
 

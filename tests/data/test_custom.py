@@ -42,7 +42,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def module(target: str, **options: Any) -> SliceDataModule:
-    return SliceDataModule(CustomData(target=f"slices_of_mine.{target}", image_size=16, num_workers=0, **options))
+    return SliceDataModule(CustomData(_target_=f"slices_of_mine.{target}", image_size=16, num_workers=0, **options))
 
 
 def test_slices_of_any_shape_come_square_and_scaled() -> None:
@@ -71,5 +71,5 @@ def test_what_is_no_slice_is_named(target: str, message: str) -> None:
 
 
 def test_arguments_that_it_does_not_take() -> None:
-    with pytest.raises(PluginError, match="unexpected keyword argument 'values'"):
+    with pytest.raises(PluginError, match=r"data\.values: slices_of_mine\.Mine does not take it, only value"):
         module("Mine", arguments={"values": 1}).setup()

@@ -1,5 +1,6 @@
 import csv
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -12,7 +13,7 @@ from rich.console import Console
 from qnmixer.config import Config, EvaluationConfig
 from qnmixer.config.data import PhantomData
 from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.evaluation.evaluate import Evaluation, ImageScore, evaluate, write_evaluation
+from qnmixer.evaluation.evaluate import Evaluation, ImageScore, evaluate, warnings_of, write_evaluation
 from qnmixer.evaluation.slices import pictured
 from qnmixer.optimization.metrics import psnr, ssim, to_window
 from qnmixer.reconstructor import to_hu
@@ -101,6 +102,23 @@ def scores() -> Evaluation:
     picture = torch.zeros(16, 16)
     slices = [PageSlice(f"a,{i}.dcm", picture, [PageMethod(method, [picture]) for method in values]) for i in range(2)]
     return Evaluation(by_slice, slices)
+
+
+def test_total_variation_stands_in_the_table_where_it_is_asked_for(module: ReconstructionModule) -> None:
+    data = SliceDataModule(PhantomData(image_size=16, num_workers=0, n_test=2))
+    settings = EvaluationConfig(window=WINDOW, n_pictures=1, tv_weight=1e-3, tv_iterations=30)
+    evaluation = evaluate(module, data, "test", settings, torch.device("cpu"))
+    assert evaluation.methods == ["FBP", "TV", "QN-Mixer"]
+    assert evaluation.means()["TV"]["psnr"] > evaluation.means()["FBP"]["psnr"]
+
+
+def test_a_network_below_another_method_is_told_before_the_table(scores: Evaluation) -> None:
+    assert warnings_of(scores) == []
+    worse = Evaluation([replace(s, psnr=s.psnr - 20) if s.method == "QN-Mixer" else s for s in scores.scores], [])
+    (line,) = warnings_of(worse)
+    assert line.startswith("QN-Mixer is BELOW FBP by 10.25 dB")
+    dead = Evaluation([replace(s, constant=s.method == "QN-Mixer") for s in scores.scores], [])
+    assert warnings_of(dead) == ["QN-Mixer gives a constant image for 2 of 2 slices: the network is dead"]
 
 
 def test_means(scores: Evaluation) -> None:

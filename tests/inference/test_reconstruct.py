@@ -258,3 +258,13 @@ def test_a_slice_that_does_not_fit_is_one_line(tiny_module: Build, tmp_path: Pat
     assert done.stderr == "warning: out of memory with 2 slices at once: going on with batch_size=1\n"
     assert done.stdout.startswith("out of memory with a single slice of 512 × 512 (")
     assert len(done.stdout.splitlines()) == 1
+
+
+def test_a_dead_network_is_told_of(tiny_module: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One whose images are all air; the files are written all the same."""
+    module = tiny_module()
+    for detail in module.network.details:
+        detail.last.bias.data.fill_(100.0)
+    run, slices = save(module, tmp_path / "dead.ckpt"), series(tmp_path / "two.npy", 2)
+    assert reconstruct_input(settings(run=run, input=slices, output=tmp_path / "out", formats="[npy]")) == 2
+    assert "warning: 2 of 2 reconstructions are constant" in capsys.readouterr().err.replace("\n", " ")

@@ -59,3 +59,12 @@ def test_a_missing_compiler_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler"):
         check_compiler()
+
+
+def test_sparse_products_pass_the_compiler_as_they_are(projector: FanBeamProjector) -> None:
+    """As one operator of the graph each, which nothing looks into."""
+    x = torch.rand(2, 1, 16, 16, requires_grad=True)
+    compiled = torch.compile(projector, backend="aot_eager")
+    assert torch.equal(compiled(x), projector(x))
+    (found,), (expected,) = (torch.autograd.grad(it(x).square().sum(), x) for it in (compiled, projector))
+    assert torch.equal(found, expected)

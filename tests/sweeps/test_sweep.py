@@ -144,7 +144,7 @@ def test_the_table_tells_how_each_job_ended(tmp_path: Path, capsys: pytest.Captu
     assert "job 2: RankFailed: rank 1: no, | no" in printed
     assert (tmp_path / "sweep.md").read_text().splitlines() == [
         "| job | strategy | optimizer.lr | status | val/psnr | time | peak MiB |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "|---|---|---|---|---|---|---|",
         "| 0 | ddp | 0.001 | done | 30.25 | 1 min 01 s | 1,234 |",
         "| 1 | ddp | 0.01 | done | 31.5 | 1 min 02 s | 1,234 |",
         "| 2 | single | 0.001 | failed | – | – | 1,234 |",

@@ -72,7 +72,10 @@ def test_no_callback_is_read_from_a_checkpoint(here: Path, tiny_config: TinyConf
     ("given", "message"),
     [
         ({"_target_": "my_callbacks.Every"}, "does not take what it is given: missing a required argument: 'every'"),
-        ({"_target_": "my_callbacks.Every", "evry": 1}, "does not take what it is given"),
+        (
+            {"_target_": "my_callbacks.Every", "evry": 1},
+            "callbacks.mine.evry: my_callbacks.Every does not take it, only every, note",
+        ),
         ({"_target_": "my_callbacks.Every", "every": 0}, "refuses its arguments (every is below 1)"),
         ({"_target_": "my_callbacks.NoCallback"}, "is not a subclass of lightning.pytorch.callbacks.Callback"),
         ({"_target_": "subprocess.Popen", "args": "ls"}, "is not a subclass of"),

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from qnmixer.checkpoints.model_card import Exported, model_card
+from qnmixer.checkpoints.model_card import Exported, model_card, own_arguments
 from qnmixer.checkpoints.reading import find_checkpoint, load_run, steps_of
 from qnmixer.checkpoints.weights_file import digest_of_weights, encode
-from qnmixer.config import CustomConfig, ExportConfig, LearnedConfig
+from qnmixer.config import ExportConfig, LearnedConfig
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.files import atomic_file, write_text
 
@@ -42,8 +42,8 @@ def export_run(config: ExportConfig) -> None:
         stream.write(content)
     write_text(card, text)
     lines = [f"weights: {output} ({exported.megabytes})"]
-    if isinstance(trained.model, CustomConfig) and trained.model.arguments:
-        lines.append(f"model.arguments is in both as it is: {trained.model.arguments}")
+    if own := own_arguments(trained):
+        lines.append(f"in both as they are: {', '.join(f'{key}={value}' for key, value in own.items())}")
     Console().print(*lines, f"card: {card}", sep="\n", soft_wrap=True, highlight=False, markup=False)
 
 

@@ -7,12 +7,12 @@ import json
 import math
 import shlex
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
-from qnmixer.config import Config, CustomConfig, effective_batch, to_plain
+from qnmixer.config import Config, Custom, effective_batch, keys_of, to_plain
 from qnmixer.config.compose import compose
 from qnmixer.config.data import CustomData, FolderData, PhantomData
 from qnmixer.config.overrides import values_of
@@ -74,7 +74,7 @@ def model_card(of: Exported) -> str:
     """The card, as Markdown."""
     config, record = of.config, read_results(of.run)
     measured = [*_evaluations(of, record)]
-    but = ", but model.arguments are not" if _has_arguments(config) else ""
+    but = ", but arguments of classes of the user's own are not" if own_arguments(config) else ""
     size = f"{config.data.image_size} × {config.data.image_size} pixels"
     lines = [
         f"# {method_name(config)}, {size}, {config.geometry.n_views} views",
@@ -176,7 +176,7 @@ def _slices(config: Config) -> str:
             f"{100 * data.anatomy_share:.4g} % resemble a body, the others are ellipses{augmented}"
         )
     split = f", split {data.split}" if isinstance(data, FolderData) else ""
-    source = f" of {data.target}" if isinstance(data, CustomData) else ""
+    source = f" of {data._target_}" if isinstance(data, CustomData) else ""
     number = f"at most {data.train_slices}" if data.train_slices else _UNKNOWN
     return f"slices from files, data={data.name}{source}, {size}{split}{augmented}; how many: {number}"
 
@@ -198,7 +198,7 @@ def _hardware(config: Config, record: dict[str, Any]) -> str:
 
 def _settings(section: Any) -> str:
     """A group's choice, and its keys."""
-    keys = ", ".join(f"{key} {_number(value)}" for key, value in vars(section).items() if key != "name")
+    keys = ", ".join(f"{key} {_number(value)}" for key, value in keys_of(section).items() if key != "name")
     return f"{section.name}{f': {keys}' if keys else ''}"
 
 
@@ -228,7 +228,8 @@ def _use(of: Exported) -> Iterator[str]:
     config = of.config
     name = shlex.quote(of.name)
     words = " ".join([f"finetune={name}", *map(shlex.quote, _of_run(config)), "data=dicom data.root=/path/to/dicom"])
-    own = ", with +model.arguments.KEY=VALUE for each of the arguments above" if _has_arguments(config) else ""
+    groups = [group for group in ("model", "noise") if own_arguments(config, group)]
+    own = ", with +GROUP.KEY=VALUE for each argument of its own that is above" if groups else ""
     yield "```bash"
     yield f"python -m qnmixer.reconstruct run={name} input=/path/to/dicom output=out"
     yield f"python -m qnmixer.evaluate run={name} data=dicom data.root=/path/to/dicom"
@@ -245,7 +246,7 @@ def _use(of: Exported) -> Iterator[str]:
 def _of_run(config: Config) -> Iterator[str]:
     """The overrides that make `qnmixer.train` build the same network, scan and noise, where its defaults are others.
 
-    Without the arguments of a network of the user's own.
+    Without the arguments of classes of the user's own.
     """
     usual, ours = compose("train", []), to_plain(config)
     names = {group: ours[group]["name"] for group in ("model", "noise")}
@@ -256,12 +257,16 @@ def _of_run(config: Config) -> Iterator[str]:
     for section, those in {**keys, "data": ("image_size", "scaling", "hu_max")}.items():
         for key in those:
             value = ours[section][key]
-            if usual[section].get(key) != value and key not in ("name", "arguments"):
+            if key in {*usual[section]} - {"name"} and usual[section].get(key) != value:
                 yield f"{section}.{key}={value if isinstance(value, str) else json.dumps(value)}"
 
 
-def _has_arguments(config: Config) -> bool:
-    return isinstance(config.model, CustomConfig) and bool(config.model.arguments)
+def own_arguments(config: Config, *groups: str) -> dict[str, Any]:
+    """Arguments of classes and functions of the user's own, by their keys; of these groups, or of all but data."""
+    names = groups or ("model", "noise", "loss", "optimizer", "schedule")
+    sections = {name: getattr(config, name) for name in names}
+    custom = {name: section for name, section in sections.items() if isinstance(section, Custom)}
+    return {f"{name}.{key}": value for name, section in custom.items() for key, value in section.arguments.items()}
 
 
 def _limits(config: Config, measured: list[Measured]) -> Iterator[str]:
@@ -299,7 +304,7 @@ def _on_real_slices(measured: list[Measured]) -> str:
 
 def _on_noise(config: Config, measured: list[Measured]) -> str:
     trained = "without noise" if config.noise.name == "none" else f"with noise {_settings(config.noise)}"
-    if found := [one.folder for one in measured if one.noise != asdict(config.noise)]:
+    if found := [one.folder for one in measured if one.noise != keys_of(config.noise)]:
         return f"It was trained {trained}. What other noise does is in {' and '.join(found)} above."
     return f"It was trained {trained}, and no table above has other noise: what that does is not known."
 

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY, decode
-from qnmixer.config import Config, effective_batch, parse, to_plain
-from qnmixer.config.callbacks import TARGET
-from qnmixer.errors import CheckpointError, ConfigError, PluginError, first_line
+from qnmixer.config import Config, effective_batch, keys_of, parse_file, to_plain
+from qnmixer.errors import CheckpointError, ConfigError, first_line
 from qnmixer.files import whole
 from qnmixer.parallel.shards import merge_shards
 from qnmixer.reconstructor import Reconstructor
@@ -18,6 +17,8 @@ from qnmixer.weights import SUFFIX, located
 
 _KEYS_SINCE = {"compile": False}
 """Keys of the config that the first files lack, and what they stood for."""
+_NEVER_READ: dict[str, Any] = {"callbacks": {}}
+"""Keys of the config of a file that are put aside: callbacks are the command line's to name."""
 
 
 def find_checkpoint(run: str | Path, which: str = "best") -> Path:
@@ -58,18 +59,9 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
         ours_from = "qnmixer.export" if path.suffix == SUFFIX else "qnmixer.train"
         raise CheckpointError(f"{path} is of another program: use one that {ours_from} wrote")
     try:
-        return parse(_KEYS_SINCE | _without_classes(ours["config"])), checkpoint["state_dict"]
-    except PluginError:
-        raise
+        return parse_file(_KEYS_SINCE | ours["config"] | _NEVER_READ), checkpoint["state_dict"]
     except ConfigError as error:
         raise CheckpointError(f"{path} was written by another version of qnmixer ({error}): use that one") from error
-
-
-def _without_classes(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of a file without its callbacks and its logger's class, which are the command line's to name."""
-    logger = config.get("logger")
-    plain = {"logger": {"name": "csv"}} if isinstance(logger, dict) and {"built", TARGET} & logger.keys() else {}
-    return config | {"callbacks": {}} | plain
 
 
 def load_run(run: str | Path, which: str = "best") -> Reconstructor:
@@ -94,9 +86,8 @@ def load_weights(module: Reconstructor, run: str | Path) -> None:
             f"{module.config.data.image_size}: the two must be equal"
         )
     if config.model != module.config.model:
-        differing = {
-            key: value for key, value in vars(config.model).items() if vars(module.config.model).get(key) != value
-        }
+        now = keys_of(module.config.model)
+        differing = {key: value for key, value in keys_of(config.model).items() if now.get(key) != value}
         given = [f"{'model' if key == 'name' else f'model.{key}'}={value}" for key, value in differing.items()]
         raise CheckpointError(f"{path} holds another network: set {' '.join(given)}")
     _load_state(module, state, path)
@@ -138,10 +129,11 @@ def _differences(before: Config, config: Config) -> list[str]:
     loading = {"batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir"}
     found = []
     for section in ("model", "data", "geometry", "noise", "loss", "optimizer"):
-        for key, value in old[section].items():
-            if value != new[section].get(key) and not (section == "data" and key in loading):
+        for key in old[section] | new[section]:
+            value, now = old[section].get(key), new[section].get(key)
+            if value != now and not (section == "data" and key in loading):
                 name = section if key == "name" else f"{section}.{key}"
-                found.append(f"{name}={value}, not {new[section].get(key)}")
+                found.append(f"{name}={value}, not {now}")
     return found
 
 

@@ -51,7 +51,7 @@ def without_places(config: Config) -> Config:
     """The same network, scan and training, but for what is the machine's, the people's or the patients'.
 
     Folders, names of patients, the runs that it began from and the account of its logger are left out; not the
-    arguments of a network of the user's own, which it cannot be built without.
+    arguments of classes of the user's own other than its slices: some it cannot be built without.
     """
     data = _data_without_places(config.data)
     logger = LoggerConfig(name="csv")

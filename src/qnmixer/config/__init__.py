@@ -19,16 +19,24 @@ from qnmixer.config.commands import (
     parse_plan,
     parse_reconstruct,
 )
+from qnmixer.config.custom import Custom, keys_of
 from qnmixer.config.debug import FewBatchesConfig, ProfileConfig
 from qnmixer.config.evaluation import EvaluationConfig
 from qnmixer.config.groups import GROUPS
 from qnmixer.config.keys import flat_keys, unknown_key
 from qnmixer.config.logger import LightningLoggerConfig, LoggerConfig, WandbConfig
-from qnmixer.config.loss import LossConfig, SSIMMixConfig
+from qnmixer.config.loss import CustomLossConfig, LossConfig, SSIMMixConfig
 from qnmixer.config.memory import MemoryConfig, RecomputeConfig
 from qnmixer.config.model import CustomConfig, LearnedConfig, QNMixerConfig, RegFormerConfig, UnrolledConfig
-from qnmixer.config.noise import FieldNoiseConfig, MixedNoiseConfig, PhysicalNoiseConfig, check_noise
-from qnmixer.config.optimizer import AdamWConfig, OptimizerConfig, SGDConfig
+from qnmixer.config.noise import (
+    CustomNoiseConfig,
+    FieldNoiseConfig,
+    MixedNoiseConfig,
+    NoNoiseConfig,
+    PhysicalNoiseConfig,
+    check_noise,
+)
+from qnmixer.config.optimizer import AdamWConfig, CustomOptimizerConfig, OptimizerConfig, SGDConfig
 from qnmixer.config.run import (
     Config,
     batch_of_replica,
@@ -36,11 +44,13 @@ from qnmixer.config.run import (
     effective_batch,
     override,
     parse,
+    parse_file,
+    targets_of,
     to_plain,
     validate,
     with_iterations,
 )
-from qnmixer.config.schedule import ScheduleConfig, StepScheduleConfig
+from qnmixer.config.schedule import CustomScheduleConfig, ScheduleConfig, StepScheduleConfig
 from qnmixer.config.strategy import DDPConfig, FSDPConfig, PipelineConfig
 from qnmixer.config.trainer import TrainerConfig
 
@@ -50,7 +60,12 @@ __all__ = [
     "AdamWConfig",
     "CompareConfig",
     "Config",
+    "Custom",
     "CustomConfig",
+    "CustomLossConfig",
+    "CustomNoiseConfig",
+    "CustomOptimizerConfig",
+    "CustomScheduleConfig",
     "DDPConfig",
     "EvaluateConfig",
     "EvaluationConfig",
@@ -64,6 +79,7 @@ __all__ = [
     "LossConfig",
     "MemoryConfig",
     "MixedNoiseConfig",
+    "NoNoiseConfig",
     "OptimizerConfig",
     "PhysicalNoiseConfig",
     "PipelineConfig",
@@ -86,6 +102,7 @@ __all__ = [
     "devices_per_replica",
     "effective_batch",
     "flat_keys",
+    "keys_of",
     "needs_root",
     "override",
     "parse",
@@ -93,8 +110,10 @@ __all__ = [
     "parse_doctor",
     "parse_evaluate",
     "parse_export",
+    "parse_file",
     "parse_plan",
     "parse_reconstruct",
+    "targets_of",
     "to_plain",
     "unknown_key",
     "validate",

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from qnmixer.errors import ConfigError
-from qnmixer.plugins import check_plugin
 
 TARGET = "_target_"
-_LOADS_TORCH = ("lightning.", "qnmixer.", "torch.")
 
 
 def parse_callbacks(callbacks: Any) -> dict[str, dict[str, Any]]:
@@ -20,16 +18,13 @@ def parse_callbacks(callbacks: Any) -> dict[str, dict[str, Any]]:
     parsed = {}
     for name, given in callbacks.items():
         if given is not None:
-            check_target(f"callbacks.{name}", given)
+            _check(f"callbacks.{name}", given)
             parsed[str(name)] = dict(given)
     return parsed
 
 
-def check_target(key: str, given: Any) -> None:
-    """Raise ConfigError unless a section names a class whose module is there, and plain arguments."""
+def _check(key: str, given: Any) -> None:
     if not isinstance(given, Mapping) or not isinstance(given.get(TARGET), str):
         raise ConfigError(f"{key} names no class: give +{key}.{TARGET}=my_file.MyClass")
     if odd := next((name for name in given if str(name).startswith("_") and name != TARGET), None):
         raise ConfigError(f"{key}.{odd} is not known: beside {TARGET} there are the arguments of the class alone")
-    if not given[TARGET].startswith(_LOADS_TORCH):  # found without what takes seconds
-        check_plugin(f"{key}.{TARGET}", given[TARGET])

@@ -12,7 +12,16 @@ from qnmixer.config.groups import GROUPS
 from qnmixer.config.model import LearnedConfig
 from qnmixer.config.noise import NoiseConfig
 from qnmixer.config.option import number, one_of, suggest
-from qnmixer.config.run import MAX_SEED, Config, parse, parse_section, plain_values, schema_of
+from qnmixer.config.run import (
+    MAX_SEED,
+    Config,
+    check_targets,
+    parse,
+    parse_section,
+    plain_values,
+    schema_of,
+    targets_of,
+)
 from qnmixer.errors import ConfigError
 from qnmixer.files import check_there
 from qnmixer.weights import SUFFIX
@@ -142,7 +151,9 @@ def parse_evaluate(cfg: DictConfig) -> EvaluateConfig:
     sections["evaluation"] = parse_section("evaluation", EvaluationConfig, values["evaluation"], values)
     rest = parse_section("", EvaluateRootConfig, {k: v for k, v in values.items() if k not in sections}, values)
     check_window("evaluation.window", sections["evaluation"].window)
-    return EvaluateConfig(**vars(rest), **sections)
+    config = EvaluateConfig(**vars(rest), **sections)
+    check_targets(targets_of(config))
+    return config
 
 
 def parse_compare(cfg: DictConfig) -> CompareConfig:

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from qnmixer.config.custom import Custom
 from qnmixer.config.option import number, one_of
 from qnmixer.errors import DataError
 from qnmixer.files import check_there
@@ -119,17 +119,10 @@ class NumpyData(FolderData):
 
 
 @dataclass(kw_only=True)
-class CustomData(DataConfig):
-    """Slices of a user's own class, as `qnmixer.data.custom.CustomSource` takes it.
-
-    Attributes:
-        target: module.Class.
-        arguments: what it takes beside the part.
-    """
+class CustomData(DataConfig, Custom):
+    """Slices of a user's own class, built with `(part, **arguments)` as `qnmixer.data.custom.CustomSource` does it."""
 
     name: str = "custom"
-    target: str = ""
-    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)

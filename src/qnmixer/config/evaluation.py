@@ -12,6 +12,8 @@ class EvaluationConfig:
 
     window: list[float]  # HU, [low, high]
     n_pictures: int = number(at_least=1)
+    tv_weight: float | None = number(above=0, default=None)  # None: without total variation
+    tv_iterations: int = number(at_least=1, default=500)
 
 
 def check_window(key: str, window: list[float]) -> None:

@@ -5,7 +5,7 @@ from qnmixer.config.debug import DebugConfig, FewBatchesConfig, ProfileConfig
 from qnmixer.config.evaluation import EvaluationConfig
 from qnmixer.config.geometry import GeometryConfig
 from qnmixer.config.logger import LightningLoggerConfig, LoggerConfig, WandbConfig
-from qnmixer.config.loss import LossConfig, SSIMMixConfig
+from qnmixer.config.loss import CustomLossConfig, LossConfig, SSIMMixConfig
 from qnmixer.config.memory import MemoryConfig, RecomputeConfig
 from qnmixer.config.model import (
     CustomConfig,
@@ -17,9 +17,15 @@ from qnmixer.config.model import (
     RegFormerConfig,
     TVConfig,
 )
-from qnmixer.config.noise import FieldNoiseConfig, MixedNoiseConfig, NoNoiseConfig, PhysicalNoiseConfig
-from qnmixer.config.optimizer import AdamWConfig, OptimizerConfig, SGDConfig
-from qnmixer.config.schedule import ScheduleConfig, StepScheduleConfig
+from qnmixer.config.noise import (
+    CustomNoiseConfig,
+    FieldNoiseConfig,
+    MixedNoiseConfig,
+    NoNoiseConfig,
+    PhysicalNoiseConfig,
+)
+from qnmixer.config.optimizer import AdamWConfig, CustomOptimizerConfig, OptimizerConfig, SGDConfig
+from qnmixer.config.schedule import CustomScheduleConfig, ScheduleConfig, StepScheduleConfig
 from qnmixer.config.strategy import DDPConfig, FSDPConfig, PipelineConfig, StrategyConfig
 from qnmixer.config.trainer import TrainerConfig
 
@@ -30,6 +36,7 @@ GROUPS: dict[str, dict[str, type]] = {
         "field": FieldNoiseConfig,
         "physical": PhysicalNoiseConfig,
         "mixed": MixedNoiseConfig,
+        "custom": CustomNoiseConfig,
     },
     "model": {
         "qn_mixer": QNMixerConfig,
@@ -48,9 +55,19 @@ GROUPS: dict[str, dict[str, type]] = {
         "numpy": NumpyData,
         "custom": CustomData,
     },
-    "loss": {"mse": LossConfig, "l1": LossConfig, "ssim_mix": SSIMMixConfig},
-    "optimizer": {"adamw": AdamWConfig, "sgd": SGDConfig, "adafactor": OptimizerConfig},
-    "schedule": {"constant": ScheduleConfig, "cosine": ScheduleConfig, "step": StepScheduleConfig},
+    "loss": {"mse": LossConfig, "l1": LossConfig, "ssim_mix": SSIMMixConfig, "custom": CustomLossConfig},
+    "optimizer": {
+        "adamw": AdamWConfig,
+        "sgd": SGDConfig,
+        "adafactor": OptimizerConfig,
+        "custom": CustomOptimizerConfig,
+    },
+    "schedule": {
+        "constant": ScheduleConfig,
+        "cosine": ScheduleConfig,
+        "step": StepScheduleConfig,
+        "custom": CustomScheduleConfig,
+    },
     "memory": {"keep": MemoryConfig, "recompute": RecomputeConfig, "offload": MemoryConfig},
     "strategy": {"single": StrategyConfig, "ddp": DDPConfig, "fsdp": FSDPConfig, "pipeline": PipelineConfig},
     "logger": {

@@ -36,7 +36,7 @@ def unknown_key(key: str, known: Collection[str]) -> ConfigError:
 
 def _keys_of(group: str) -> set[str]:
     """Keys of all variants of a group."""
-    return {f.name for schema in GROUPS[group].values() for f in fields(schema)} - {"name"}
+    return {f.name for schema in GROUPS[group].values() for f in fields(schema)} - {"name", "arguments"}
 
 
 def flat_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

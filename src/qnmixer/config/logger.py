@@ -1,11 +1,9 @@
 """What `logger` may say: where metrics go beside metrics.csv."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
 
-from qnmixer.config.callbacks import TARGET, check_target
+from qnmixer.config.custom import Custom
 from qnmixer.config.option import one_of
 from qnmixer.errors import ConfigError
 
@@ -32,22 +30,8 @@ class WandbConfig(LoggerConfig):
 
 
 @dataclass(kw_only=True)
-class LightningLoggerConfig(LoggerConfig):
-    """Any logger that Lightning takes. Only the command line's is built; one that a checkpoint names is left out."""
-
-    built: dict[str, Any]  # _target_ and the arguments
-
-
-def gathered_logger(logger: Any) -> Any:
-    """The section with what a class of Lightning's gets under `built`; raises ConfigError where it names none."""
-    if not isinstance(logger, Mapping):
-        return logger
-    if TARGET in logger:
-        built = {str(name): value for name, value in logger.items() if name != "name"}
-        logger = {"name": logger.get("name"), "built": built}
-    if "built" in logger:
-        check_target("logger", logger["built"])
-    return logger
+class LightningLoggerConfig(LoggerConfig, Custom):
+    """Any logger that Lightning takes, a class and its arguments."""
 
 
 def check_logger(logger: LoggerConfig) -> None:

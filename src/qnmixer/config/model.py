@@ -2,11 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from qnmixer.config.custom import Custom
 from qnmixer.config.option import number, one_of
 from qnmixer.errors import ConfigError
-from qnmixer.plugins import check_plugin
 
 
 @dataclass(kw_only=True)
@@ -82,11 +82,8 @@ class UnrolledConfig(LearnedConfig):
 
 
 @dataclass(kw_only=True)
-class CustomConfig(UnrolledConfig):
-    """A user's own `qnmixer.models.UnrolledNetwork`, which takes projector, n_iterations, channels and `arguments`."""
-
-    target: str  # module.Class
-    arguments: dict[str, Any]
+class CustomConfig(UnrolledConfig, Custom):
+    """A user's own `qnmixer.models.UnrolledNetwork`, built with `(projector, n_iterations, channels, **arguments)`."""
 
 
 @dataclass(kw_only=True)
@@ -157,8 +154,6 @@ def check_model(model: ModelConfig, size: int) -> None:
                 f"data.image_size={size} is not divisible by {needed}: "
                 f"choose data.image_size={size - size % part or part} or another model.{key}"
             )
-    if isinstance(model, CustomConfig):
-        check_plugin("model.target", model.target)
     if isinstance(model, QNMixerConfig):
         _check_qn_mixer(model)
     if isinstance(model, RegFormerConfig) and (model.channels % 2 or model.channels % model.n_heads):
@@ -179,7 +174,5 @@ def _check_qn_mixer(model: QNMixerConfig) -> None:
         )
     if model.codec_kernel % 2 == 0:
         raise ConfigError(f"model.codec_kernel={model.codec_kernel} has no middle: choose 1 or 3")
-    if model.regularizer is not None:
-        check_plugin("model.regularizer", model.regularizer)
-        if model.detail_channels:
-            raise ConfigError("model.regularizer takes the place of the details too: set model.detail_channels=0")
+    if model.regularizer is not None and model.detail_channels:
+        raise ConfigError("model.regularizer takes the place of the details too: set model.detail_channels=0")

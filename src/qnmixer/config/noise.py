@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from qnmixer.config.custom import Custom
 from qnmixer.config.option import number
 from qnmixer.errors import ConfigError
 
@@ -41,7 +42,14 @@ class MixedNoiseConfig(PhysicalNoiseConfig):
     field_sigma: float = number(at_least=0)
 
 
-NoiseConfig = NoNoiseConfig | FieldNoiseConfig | PhysicalNoiseConfig
+@dataclass(kw_only=True)
+class CustomNoiseConfig(Custom):
+    """A user's own `qnmixer.physics.KeyedNoise`, built with `(**arguments)`."""
+
+    name: str
+
+
+NoiseConfig = NoNoiseConfig | FieldNoiseConfig | PhysicalNoiseConfig | CustomNoiseConfig
 
 
 def check_noise(noise: NoiseConfig, scaling: str) -> None:

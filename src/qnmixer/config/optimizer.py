@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from qnmixer.config.custom import Custom
 from qnmixer.config.option import number
 
 
@@ -27,3 +28,8 @@ class SGDConfig(OptimizerConfig):
     """torch.optim.SGD."""
 
     momentum: float = number(at_least=0, below=1)
+
+
+@dataclass(kw_only=True)
+class CustomOptimizerConfig(OptimizerConfig, Custom):
+    """A user's own torch.optim.Optimizer, built with `(parameter groups, lr=…, **arguments)`."""

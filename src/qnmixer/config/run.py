@@ -3,25 +3,27 @@
 The values live in `conf/`; here are their types, their bounds and the rules between them.
 """
 
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from qnmixer.config.callbacks import parse_callbacks
+from qnmixer.config.callbacks import TARGET, parse_callbacks
 from qnmixer.config.compose import CONF
-from qnmixer.config.data import CustomData, DataConfig
+from qnmixer.config.custom import Custom, keys_of, split_arguments
+from qnmixer.config.data import DataConfig
 from qnmixer.config.debug import DebugConfig, ProfileConfig
 from qnmixer.config.evaluation import EvaluationConfig, check_window
 from qnmixer.config.geometry import GeometryConfig
 from qnmixer.config.groups import GROUPS, SECTIONS
 from qnmixer.config.keys import flat_keys, unknown_key
-from qnmixer.config.logger import LoggerConfig, gathered_logger
+from qnmixer.config.logger import LoggerConfig
 from qnmixer.config.loss import LossConfig
 from qnmixer.config.memory import MemoryConfig
-from qnmixer.config.model import LearnedConfig, ModelConfig, UnrolledConfig, check_model
+from qnmixer.config.model import LearnedConfig, ModelConfig, QNMixerConfig, UnrolledConfig, check_model
 from qnmixer.config.noise import NoiseConfig, check_noise
 from qnmixer.config.optimizer import AdamWConfig, OptimizerConfig
 from qnmixer.config.option import check_bounds, number, one_of, suggest
@@ -31,6 +33,7 @@ from qnmixer.config.trainer import TrainerConfig, check_extra, gathered
 from qnmixer.errors import ConfigError
 from qnmixer.plugins import check_plugin
 
+_ALWAYS_THERE = ("lightning.", "qnmixer.", "torch.")  # not looked for here, which would take seconds
 MAX_SEED = 2**32 - 1
 """The largest that numpy takes."""
 
@@ -69,15 +72,23 @@ class Config(RunConfig):
 
 
 def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
-    """Typed and checked config from a composed one (or from the plain one kept in a checkpoint).
+    """Typed and checked config of a command, from a composed one or from what `to_plain` made of it.
+
+    Raises ConfigError, naming the key and the mend.
+    """
+    config = parse_file(cfg)
+    check_targets(targets_of(config))
+    return config
+
+
+def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
+    """Config that a file holds, such as a checkpoint: no module that it names is looked for.
 
     Raises ConfigError, naming the key and the mend.
     """
     values = plain_values(cfg)
     if "trainer" in values:
         values["trainer"] = gathered(values["trainer"])
-    if "logger" in values:
-        values["logger"] = gathered_logger(values["logger"])
     callbacks = parse_callbacks(values.pop("callbacks", {}))
     root = {f.name for f in fields(RunConfig)}
     sections = {f.name for f in fields(Config)} - root - {"callbacks"}
@@ -91,10 +102,11 @@ def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
 
 
 def plain_values(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
-    """Values of a composed config, resolved; raises ConfigError for one that is missing."""
+    """Values of a composed config, resolved; plain ones as they are. Raises ConfigError for one that is missing."""
+    if not isinstance(cfg, DictConfig):
+        return {str(key): value for key, value in cfg.items()}
     try:
-        composed = cfg if isinstance(cfg, DictConfig) else OmegaConf.create(dict(cfg))
-        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         raise ConfigError(f"{error.full_key} has no value: give one with {error.full_key}=…") from error
     assert isinstance(values, dict)
@@ -112,10 +124,16 @@ def schema_of(section: str, value: Any) -> type:
 
 
 def parse_section(section: str, schema: type, value: Any, values: Mapping[str, Any]) -> Any:
-    """A section of the config as its dataclass, types and bounds checked; raises ConfigError."""
+    """A section of the config as its dataclass, types and bounds checked; raises ConfigError.
+
+    Keys that a custom section does not know become its arguments. Text with ${…} stays text.
+    """
     prefix = f"{section}." if section else ""
+    arguments: dict[str, Any] = {}
+    if issubclass(schema, Custom) and isinstance(value, Mapping):
+        value, arguments = split_arguments(schema, value)
     try:
-        typed = OmegaConf.merge(OmegaConf.structured(schema), value)
+        typed = OmegaConf.merge(OmegaConf.structured(schema), _as_text(value))
         parsed = OmegaConf.to_object(typed)
     except ConfigKeyError as error:
         raise unknown_key(f"{prefix}{error.full_key}", list(flat_keys(values))) from error
@@ -125,7 +143,34 @@ def parse_section(section: str, schema: type, value: Any, values: Mapping[str, A
         reason = str(error.msg or error).splitlines()[0]
         raise ConfigError(f"{prefix}{error.full_key or ''}: {reason}") from error
     check_bounds(prefix, parsed)
-    return parsed
+    return replace(parsed, arguments=arguments) if isinstance(parsed, Custom) else parsed
+
+
+def _as_text(value: Any) -> Any:
+    """Values that OmegaConf will not resolve: where there was a ${…} to resolve, `plain_values` has done it."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
+    if isinstance(value, Mapping):
+        return {key: _as_text(item) for key, item in value.items()}
+    return [_as_text(item) for item in value] if isinstance(value, list) else value
+
+
+def targets_of(config: Any) -> dict[str, str]:
+    """Classes and functions of the user's own that a config names, by their keys."""
+    sections = {f.name: getattr(config, f.name) for f in fields(config)}
+    targets = {f"{key}._target_": it._target_ for key, it in sections.items() if isinstance(it, Custom)}
+    model = sections.get("model")
+    if isinstance(model, QNMixerConfig) and model.regularizer is not None:
+        targets["model.regularizer"] = model.regularizer
+    callbacks = sections.get("callbacks") or {}
+    return targets | {f"callbacks.{name}.{TARGET}": given[TARGET] for name, given in callbacks.items()}
+
+
+def check_targets(targets: Mapping[str, str]) -> None:
+    """Raise PluginError for the first target whose module is not found."""
+    for key, target in targets.items():
+        if not target.startswith(_ALWAYS_THERE):
+            check_plugin(key, target)
 
 
 def validate(config: Config) -> None:
@@ -133,8 +178,6 @@ def validate(config: Config) -> None:
     trainer = config.trainer
     check_extra(trainer)
     check_model(config.model, config.data.image_size)
-    if isinstance(config.data, CustomData):
-        check_plugin("data.target", config.data.target)
     check_strategy(config)
     if config.finetune is not None and config.resume is not None:
         raise ConfigError("finetune takes the weights of a run, resume goes on with it: give one of them")
@@ -268,7 +311,8 @@ def override(config: Config, overrides: str) -> Config:
     for item in overrides.split():
         key, _, value = item.partition("=")
         if key in GROUPS:
-            values[key] = OmegaConf.to_container(OmegaConf.load(CONF / key / f"{value}.yaml"))
+            option = OmegaConf.create({"seed": config.seed, key: OmegaConf.load(CONF / key / f"{value}.yaml")})
+            values[key] = OmegaConf.to_container(option[key], resolve=True)
         else:
             values = OmegaConf.to_container(OmegaConf.merge(values, OmegaConf.from_dotlist([item])))  # type: ignore[assignment]  # a dict
     return parse(values)
@@ -276,4 +320,5 @@ def override(config: Config, overrides: str) -> Config:
 
 def to_plain(config: Config) -> dict[str, Any]:
     """Numbers, strings, lists and dicts only: what a checkpoint may hold; `parse` reads it back."""
-    return asdict(config)
+    values = vars(config)
+    return {key: keys_of(value) if is_dataclass(value) else value for key, value in values.items()}

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from qnmixer.config.custom import Custom
 from qnmixer.config.option import number
 
 
@@ -19,3 +20,8 @@ class StepScheduleConfig(ScheduleConfig):
 
     at: float = number(above=0, at_most=1)
     factor: float = number(above=0)
+
+
+@dataclass(kw_only=True)
+class CustomScheduleConfig(ScheduleConfig, Custom):
+    """A user's own function `(step, n_steps, **arguments)` → factor on the learning rate."""

@@ -6,21 +6,26 @@ from qnmixer.data.slices import FloatArray, SkipFile, SliceSource, clean_hu
 from qnmixer.errors import DataError
 from qnmixer.plugins import Kind, make_plugin
 
-_SLICES = Kind("a class with __len__ and load", lambda cls: hasattr(cls, "__len__") and hasattr(cls, "load"))
+_SLICES = Kind(
+    "a class with __len__ and load",
+    lambda it: isinstance(it, type) and hasattr(it, "__len__") and hasattr(it, "load"),
+)
 
 
 class CustomSource:
     """The slices of one part (train, val or test), [size, size] in HU, from a user's class of any-sized ones.
 
-    The class takes the part and `data.arguments`, and has `__len__`, `load(index)` → [H, W] in HU, and perhaps
+    The class takes the part and its own arguments, and has `__len__`, `load(index)` → [H, W] in HU, and perhaps
     `name(index)`. Raises PluginError where it is not there or takes other arguments.
     """
 
     endless = False
 
     def __init__(self, config: CustomData, part: str, size: int) -> None:
-        self.slices: SliceSource = make_plugin("data.target", config.target, _SLICES, part, **config.arguments)
-        self.target, self.part, self.size = config.target, part, size
+        self.slices: SliceSource = make_plugin(
+            "data._target_", config._target_, _SLICES, part, arguments=config.arguments
+        )
+        self.target, self.part, self.size = config._target_, part, size
 
     def __len__(self) -> int:
         return len(self.slices)
@@ -33,7 +38,7 @@ class CustomSource:
                 raise SkipFile("it is no array [H, W]")
             return to_square(clean_hu(hu), self.size)
         except SkipFile as reason:
-            raise DataError(f"data.target={self.target}: {self.name(index)} cannot be used: {reason}") from None
+            raise DataError(f"data._target_={self.target}: {self.name(index)} cannot be used: {reason}") from None
 
     def name(self, index: int) -> str:
         """As its class calls it, or its number."""

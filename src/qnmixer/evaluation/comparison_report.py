@@ -1,10 +1,7 @@
 """What a comparison leaves: tables (terminal, CSV, Markdown), everything as JSON, pictures, and one HTML page."""
 
-import csv
-import io
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from textwrap import fill
@@ -23,6 +20,7 @@ from qnmixer.evaluation.statistics import Difference, Spread, difference, spread
 from qnmixer.files import write_text
 from qnmixer.reports.page import PageSlice, PageTable, write_page
 from qnmixer.reports.pictures import Panel, Row, draw_methods
+from qnmixer.reports.tables import csv_table, markdown_table
 from qnmixer.tracking.results import duration, git_commit, versions
 
 _DRAWN = 8  # methods that there is room for in a picture
@@ -38,8 +36,8 @@ def write_comparison(folder: Path, comparison: Comparison, config: CompareConfig
     notes = [*comparison.notes, *_problems(comparison)]
     title = f"Comparison of {comparison.sweep.name}"
     provenance = _provenance(comparison, config)
-    write_text(folder / "comparison.csv", _csv(_lines(comparison)))
-    write_text(folder / "images.csv", _csv(_image_lines(comparison)))
+    write_text(folder / "comparison.csv", csv_table(_lines(comparison)))
+    write_text(folder / "images.csv", csv_table(_image_lines(comparison)))
     write_text(folder / "comparison.json", json.dumps(_record(comparison, config), indent=2, default=str) + "\n")
     write_text(folder / "comparison.md", _markdown(title, tables, notes, provenance))
     pictures = _draw(folder, comparison)
@@ -293,18 +291,10 @@ def _image_lines(comparison: Comparison) -> list[list[Any]]:
     return lines
 
 
-def _csv(lines: Sequence[Sequence[Any]]) -> str:
-    stream = io.StringIO()
-    csv.writer(stream, lineterminator="\n").writerows(lines)
-    return stream.getvalue()
-
-
 def _markdown(title: str, tables: list[PageTable], notes: list[str], provenance: dict[str, str]) -> str:
     parts = [f"# {title}"]
     for table in tables:
-        lines = [table.headings, ["---"] * len(table.headings), *table.rows]
-        cells = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
-        parts += [f"## {table.title}", "\n".join(cells), table.note]
+        parts += [f"## {table.title}", markdown_table(table.headings, table.rows), table.note]
     if notes:
         parts += ["## Notes", "\n".join(f"- {note}" for note in notes)]
     parts += ["## Made by", "\n".join(f"- {name}: {text}" for name, text in provenance.items())]

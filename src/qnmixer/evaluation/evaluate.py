@@ -1,10 +1,8 @@
-"""FBP against the network on a split: a figure per image, a table, a picture."""
+"""FBP, and total variation if asked for, against the network on a split: figures per image, a table, a picture."""
 
-import csv
-import io
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -18,17 +16,18 @@ from torch import Tensor
 
 from qnmixer.checkpoints.reading import load_run
 from qnmixer.checkpoints.weights_file import digest_of_weights
-from qnmixer.config import Config, EvaluateConfig, EvaluationConfig, check_noise, to_plain
+from qnmixer.config import Config, EvaluateConfig, EvaluationConfig, check_noise, keys_of, to_plain
 from qnmixer.config.data import AsTrained, DataConfig, FolderData
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.evaluation.slices import as_trained, other_slices, pictured
 from qnmixer.files import write_text
-from qnmixer.models import UnrolledNetwork
+from qnmixer.models import TotalVariation, UnrolledNetwork
 from qnmixer.optimization.metrics import psnr, ssim, to_window
 from qnmixer.processes.ranks import rank
 from qnmixer.reconstructor import Batch, Reconstructor, build_noise, choose_device, to_hu
 from qnmixer.reports.page import PageMethod, PageSlice, PageTable, write_page
 from qnmixer.reports.pictures import Panel, Row, draw_comparison
+from qnmixer.reports.tables import csv_table, markdown_table
 from qnmixer.tracking.loggers import device_name
 from qnmixer.tracking.results import git_commit, results, versions
 
@@ -111,7 +110,7 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
 def what_was_evaluated(module: Reconstructor, data: DataConfig) -> dict[str, Any]:
     """What results.json keeps to tell whose table it is: a digest of the weights, the kind of slices, the noise."""
     weights = digest_of_weights(module.state_dict())
-    return {"weights": weights, "data": data.name, "noise": asdict(module.config.noise)}
+    return {"weights": weights, "data": data.name, "noise": keys_of(module.config.noise)}
 
 
 def title_of(trained: Config, data: DataConfig, split: str) -> str:
@@ -132,8 +131,10 @@ def evaluate(
     module = module.to(device).eval()
     methods: dict[str, Callable[[Tensor], Tensor]] = {
         "FBP": module.projector.fbp,
-        module.network.title: module.network,
     }
+    if config.tv_weight is not None:
+        methods[TotalVariation.title] = TotalVariation(module.projector, config.tv_iterations, config.tv_weight)
+    methods[module.network.title] = module.network
     drawn = pictured(len(data.dataset(split)), config.n_pictures)
     found: dict[int, tuple[list[ImageScore], PageSlice | None]] = {}
     quiet = rank() != 0 or not Console().is_terminal
@@ -182,10 +183,10 @@ def write_evaluation(
     """
     headings, body = table_of(evaluation)
     gain = _gain(evaluation)
-    write_text(folder / "table.csv", _csv([headings, *body]))
+    write_text(folder / "table.csv", csv_table([headings, *body]))
     write_text(folder / "table.md", _markdown(title, headings, body, gain, warnings_of(evaluation)))
     lines = [list(vars(score).values()) for score in evaluation.scores]
-    write_text(folder / "images.csv", _csv([list(vars(evaluation.scores[0])), *lines]))
+    write_text(folder / "images.csv", csv_table([list(vars(evaluation.scores[0])), *lines]))
     picture = folder / "picture.png"
     draw_comparison(picture, evaluation.rows)
     made_by = {
@@ -235,27 +236,20 @@ def _mean_and_deviation(values: list[float]) -> str:
 
 
 def _gain(evaluation: Evaluation) -> str:
-    if len(evaluation.methods) == 1:
-        return f"mean over {len(evaluation.scores)} images (data range 1)"
-    first, last = evaluation.methods[0], evaluation.methods[-1]
+    *others, last = evaluation.methods
     n = len(evaluation.values(last, "psnr"))
-    return f"{last} over {first}: {_mean_gain(evaluation):+.2f} dB, mean over {n} images (data range 1)"
-
-
-def _csv(rows: list[list[object]] | list[list[str]]) -> str:
-    stream = io.StringIO()
-    csv.writer(stream, lineterminator="\n").writerows(rows)
-    return stream.getvalue()
+    over = ", ".join(f"over {other}: {_mean_gain(evaluation, other):+.2f} dB" for other in others)
+    return f"{last} {over}, mean over {n} images (data range 1)" if over else f"mean over {n} images (data range 1)"
 
 
 def warnings_of(evaluation: Evaluation) -> list[str]:
-    """What a reader of the table should know first: a network below FBP, and images of one value."""
-    lines = []
-    first, last = evaluation.methods[0], evaluation.methods[-1]
-    if (below := -_mean_gain(evaluation)) > 0:
-        lines.append(
-            f"{last} is BELOW {first} by {below:.2f} dB: it has not learned, or was trained for something else"
-        )
+    """What a reader of the table should know first: a network below another method, and images of one value."""
+    *others, last = evaluation.methods
+    lines = [
+        f"{last} is BELOW {other} by {-gain:.2f} dB: it has not learned enough, or something else"
+        for other in others
+        if (gain := _mean_gain(evaluation, other)) < 0
+    ]
     for method in evaluation.methods:
         if constant := sum(score.constant for score in evaluation.scores if score.method == method):
             of = len(evaluation.values(method, "psnr"))
@@ -263,19 +257,12 @@ def warnings_of(evaluation: Evaluation) -> list[str]:
     return lines
 
 
-def _mean_gain(evaluation: Evaluation) -> float:
-    """PSNR of the last method over the first, mean over the images."""
-    first, last = evaluation.methods[0], evaluation.methods[-1]
-    return mean(a - b for a, b in zip(evaluation.values(last, "psnr"), evaluation.values(first, "psnr"), strict=True))
+def _mean_gain(evaluation: Evaluation, other: str) -> float:
+    """PSNR of the last method over another, mean over the images."""
+    pairs = zip(evaluation.values(evaluation.methods[-1], "psnr"), evaluation.values(other, "psnr"), strict=True)
+    return mean(a - b for a, b in pairs)
 
 
 def _markdown(title: str, headings: list[str], body: list[list[str]], caption: str, warnings: list[str]) -> str:
-    lines = [
-        *(f"**Warning: {line}**\n" for line in warnings),
-        f"**{title}**",
-        "",
-        f"| {' | '.join(headings)} |",
-        f"|{'---|' * len(headings)}",
-    ]
-    lines += [f"| {' | '.join(cells)} |" for cells in body]
-    return "\n".join([*lines, "", caption, ""])
+    first = [f"**Warning: {line}**" for line in warnings]
+    return "\n\n".join([*first, f"**{title}**", markdown_table(headings, body), caption]) + "\n"

@@ -11,7 +11,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from qnmixer.checkpoints.reading import find_checkpoint, read_checkpoint
-from qnmixer.config import Config, parse
+from qnmixer.config import Config, parse_file
 from qnmixer.config.compose import compose
 from qnmixer.errors import UserError, first_line
 from qnmixer.evaluation.evaluate import ImageScore
@@ -133,7 +133,7 @@ def _job(folder: Path, overrides: list[str], checkpoint: str) -> ComparedJob:
             problem = f"failed: {first_line(error)}"
     if config is None:
         with suppress(UserError, HydraException, OmegaConfBaseException):  # then it stays nameless
-            config = parse(compose("train", overrides))
+            config = parse_file(compose("train", overrides))
     return ComparedJob(folder, overrides, results, config, problem)
 
 

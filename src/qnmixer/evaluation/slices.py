@@ -17,7 +17,7 @@ def as_trained(run: str, changed: AsTrained, data: DataConfig) -> DataConfig:
     Raises CheckpointError for weights files of slices from files, as these say nothing of the folder.
     """
     if located(run).suffix == SUFFIX and not isinstance(data, PhantomData):
-        where = f"target={data.target} +data.arguments.…" if isinstance(data, CustomData) else "root=FOLDER"
+        where = f"_target_={data._target_}" if isinstance(data, CustomData) else "root=FOLDER"
         raise CheckpointError(f"{run} does not say where its slices are: give data={data.name} data.{where}")
     changes = {key: value for key, value in vars(changed).items() if key != "name" and value is not None}
     data = replace(data, **changes)

@@ -25,6 +25,7 @@ from qnmixer.errors import ConfigError
 from qnmixer.memory.footprint import MIB, Prediction
 from qnmixer.memory.pipeline import cut_of, idle, n_microbatches
 from qnmixer.memory.plan import Planner, counted
+from qnmixer.reports.tables import markdown_table
 
 PRECISIONS = (("32",), ("16-mixed", "bf16-mixed"))
 """Those of one row need the same memory. (A V100 has no bf16.)"""
@@ -86,20 +87,16 @@ def as_object(config: Config, prediction: Prediction, devices: list[str]) -> dic
 def levers_table(config: Config, planner: Planner, levers: Mapping[str, str] = LEVERS) -> str:
     """A Markdown table of what each lever by itself makes of a run's peak, of those that the run allows."""
     base = planner.estimate(config).peak
-    lines = [
-        f"**{_setting(config)}: {base / MIB:,.0f} MiB**",
-        "",
-        "| lever | peak, MiB | saves | costs |",
-        "|---|---|---|---|",
-    ]
+    rows = []
     for overrides, cost in levers.items():
         try:
             changed = override(config, overrides)
         except ConfigError:
             continue
         peak = planner.estimate(changed).peak
-        lines.append(f"| `{overrides}` | {peak / MIB:,.0f} | {1 - peak / base:.2%} | {cost} |")
-    return "\n".join(lines)
+        rows.append([f"`{overrides}`", f"{peak / MIB:,.0f}", f"{1 - peak / base:.2%}", cost])
+    table = markdown_table(["lever", "peak, MiB", "saves", "costs"], rows)
+    return f"**{_setting(config)}: {base / MIB:,.0f} MiB**\n\n{table}"
 
 
 def _setting(config: Config, assumed: str = "") -> str:
@@ -211,7 +208,13 @@ def _print_tables(console: Console, config: PlanConfig, planner: Planner) -> Non
     optimizers = _table("optimizers, MiB", "optimizer", "state", "peak of a training step")
     base = planner.estimate(config.run)
     for name in GROUPS["optimizer"]:
-        state = planner.optimizer_state(override(config.run, f"optimizer={name}"))
+        if name == "custom":  # one of the user's own is known only where it is chosen
+            if config.run.optimizer.name != name:
+                continue
+            run = config.run
+        else:
+            run = override(config.run, f"optimizer={name}")
+        state = planner.optimizer_state(run)
         optimizers.add_row(name, f"{state / MIB:,.1f}", f"{(base.peak - base.optimizer + state) / MIB:,.1f}")
     console.print(optimizers)
 

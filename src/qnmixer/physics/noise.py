@@ -5,6 +5,7 @@ A noise is called as `noise(y, keys)`: y [B, 1, V, D] float, one key (a sequence
 in, the device, the rank or the worker. It is drawn on the CPU by numpy's Philox generator. Nothing is differentiated.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qnmixer.errors import ConfigError
+from qnmixer.errors import ConfigError, PluginError
 
 Key = Sequence[int]
 """What names a draw, for instance (seed, epoch, index); whole numbers from 0."""
@@ -39,8 +40,41 @@ class NoNoise:
         return y
 
 
+class KeyedNoise(ABC):
+    """Noise that is drawn for each sample by itself, from the generator of its key.
+
+    A noise of your own derives from it and has `sample`.
+    """
+
+    @abstractmethod
+    def sample(self, p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """One sinogram with noise.
+
+        Args:
+            p: line integrals [1, V, D], float64.
+            rng: the only source of random numbers; its key is (seed, stream, sample).
+
+        Returns an array of p's shape.
+        """
+
+    def __call__(self, y: Tensor, keys: Sequence[Key]) -> Tensor:
+        """Return y with noise, computed in float64 on the CPU."""
+        if len(keys) != len(y):
+            raise ValueError(f"{len(keys)} keys for a batch of {len(y)}: give one per sample")
+        rows = y.detach().double().cpu().numpy()
+        generators = (np.random.Generator(np.random.Philox(np.random.SeedSequence(list(key)))) for key in keys)
+        noisy = [np.asarray(self.sample(row, rng)) for row, rng in zip(rows, generators, strict=True)]
+        for row, its in zip(rows, noisy, strict=True):
+            if its.shape != row.shape:
+                raise PluginError(
+                    f"{type(self).__name__}.sample gives {[*its.shape]} for a sinogram {[*row.shape]}: "
+                    "return an array of the same shape"
+                )
+        return torch.from_numpy(np.stack(noisy)).to(y)
+
+
 @dataclass(frozen=True)
-class FieldNoise:
+class FieldNoise(KeyedNoise):
     """The field's noise: p' = −log(Poisson(I₀ e^{−p/p_max})/I₀)·p_max, then + N(0, σ²).
 
     p_max is the sample's largest line integral, so the noise does not depend on the unit, nor is it a model of dose. A
@@ -61,11 +95,8 @@ class FieldNoise:
         _require("photons", self.photons, positive=True)
         _require("sigma", self.sigma, positive=False)
 
-    def __call__(self, y: Tensor, keys: Sequence[Key]) -> Tensor:
-        """Return y with noise."""
-        return _per_sample(y, keys, self._sample)
-
-    def _sample(self, p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    def sample(self, p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """One sinogram with noise."""
         largest = p.max()
         if largest > 0:
             counts = rng.poisson(self.photons * np.exp(-p / largest))
@@ -74,7 +105,7 @@ class FieldNoise:
 
 
 @dataclass(frozen=True)
-class PhysicalNoise:
+class PhysicalNoise(KeyedNoise):
     """Counting noise of a real dose: N = Poisson(I₀ e^{−μp}) + N(0, σₑ²), p' = −log(N/I₀)/μ.
 
     μ turns value × mm into attenuation: where x = 1 is water, it is water's 0.0192 mm⁻¹ (at about 70 keV); an image
@@ -98,18 +129,15 @@ class PhysicalNoise:
         _require("attenuation_per_value", self.attenuation_per_value, positive=True)
         _require("electronic_sigma", self.electronic_sigma, positive=False)
 
-    def __call__(self, y: Tensor, keys: Sequence[Key]) -> Tensor:
-        """Return y with noise."""
-        return _per_sample(y, keys, self._sample)
-
-    def _sample(self, p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    def sample(self, p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """One sinogram with noise."""
         counts = rng.poisson(self.photons * np.exp(-self.attenuation_per_value * p)).astype(np.float64)
         counts += self.electronic_sigma * rng.standard_normal(p.shape)
         return -np.log(np.maximum(counts, _FEWEST_COUNTS) / self.photons) / self.attenuation_per_value
 
 
 @dataclass(frozen=True)
-class MixedNoise:
+class MixedNoise(KeyedNoise):
     """Of some samples the field's noise, of the rest a physical one, so that one network serves both.
 
     Args:
@@ -128,27 +156,10 @@ class MixedNoise:
         if not 0 <= self.physical_share <= 1:
             raise ConfigError(f"noise.physical_share={self.physical_share} must lie between 0 and 1")
 
-    def __call__(self, y: Tensor, keys: Sequence[Key]) -> Tensor:
-        """Return y with noise."""
-        return _per_sample(y, keys, self._sample)
-
-    def _sample(self, p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    def sample(self, p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """One sinogram with noise."""
         chosen = self.physical if rng.random() < self.physical_share else self.field
-        return chosen._sample(p, rng)
-
-
-def _per_sample(y: Tensor, keys: Sequence[Key], sample: "_Sampler") -> Tensor:
-    """Apply `sample` to each row of the batch with the generator of its key, in float64 on the CPU."""
-    if len(keys) != len(y):
-        raise ValueError(f"{len(keys)} keys for a batch of {len(y)}: give one per sample")
-    rows = y.detach().double().cpu().numpy()
-    generators = (np.random.Generator(np.random.Philox(np.random.SeedSequence(list(key)))) for key in keys)
-    noisy = np.stack([sample(row, rng) for row, rng in zip(rows, generators, strict=True)])
-    return torch.from_numpy(noisy).to(y)
-
-
-class _Sampler(Protocol):
-    def __call__(self, p: np.ndarray, rng: np.random.Generator) -> np.ndarray: ...
+        return chosen.sample(p, rng)
 
 
 def _require(name: str, value: float, positive: bool) -> None:

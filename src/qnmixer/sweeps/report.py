@@ -1,7 +1,5 @@
 """What a sweep ends with: one table (terminal, CSV, Markdown), and a picture of what a numeric override does."""
 
-import csv
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +10,7 @@ from rich.table import Table
 
 from qnmixer.errors import first_line
 from qnmixer.files import atomic_file, write_text
+from qnmixer.reports.tables import csv_table, markdown_table
 from qnmixer.tracking.results import duration, read_results
 from qnmixer.tracking.sweep_file import as_number, readable
 
@@ -67,9 +66,11 @@ def write_report(folder: Path, rows: list[JobRow]) -> None:
         for row in rows
     ]  # fmt: skip
     errors = [f"job {row.name}: {row.error}" for row in rows if row.error]
-    lines = ["| " + " | ".join(line) + " |" for line in (columns, ["---"] * len(columns), *cells)]
-    write_text(folder / "sweep.md", "\n".join([*lines, "", *(f"- {error}" for error in errors)]).rstrip() + "\n")
-    _write_csv(folder / "sweep.csv", rows, monitor)
+    listed = "\n".join(f"- {error}" for error in errors)
+    write_text(folder / "sweep.md", f"{markdown_table(columns, cells)}\n\n{listed}".rstrip() + "\n")
+    headings = ["job", *rows[0].values, "status", monitor, "seconds", "peak_mib", "error"]
+    lines = [[r.name, *r.values.values(), r.status, r.best, r.seconds, r.peak_mib, r.error] for r in rows]
+    write_text(folder / "sweep.csv", csv_table([headings, *lines]))
     drawn = _draw(folder / "sweep.png", [row for row in rows if row.best is not None], monitor)
 
     table = Table(*columns)
@@ -85,15 +86,6 @@ def _text(value: float | None, form: Any) -> str:
     if value is None:
         return "–"
     return form.format(value) if isinstance(form, str) else form(value)
-
-
-def _write_csv(path: Path, rows: list[JobRow], monitor: str) -> None:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["job", *rows[0].values, "status", monitor, "seconds", "peak_mib", "error"])
-    for r in rows:
-        writer.writerow([r.name, *r.values.values(), r.status, r.best, r.seconds, r.peak_mib, r.error])
-    write_text(path, text.getvalue())
 
 
 def _draw(path: Path, rows: list[JobRow], monitor: str) -> bool:

@@ -15,10 +15,9 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from qnmixer.config import Config, LightningLoggerConfig, LoggerConfig, WandbConfig, effective_batch, to_plain
-from qnmixer.config.callbacks import TARGET
 from qnmixer.errors import ConfigError, PluginError, UserError, first_line
 from qnmixer.files import write_text
-from qnmixer.plugins import Kind, load_plugin, make_plugin
+from qnmixer.plugins import load_plugin, make_plugin, subclass_of
 from qnmixer.processes.ranks import rank
 from qnmixer.tracking.metrics_file import MetricsFile
 from qnmixer.tracking.results import git_commit, versions
@@ -31,7 +30,7 @@ KNOWN_UNTIL = Path("wandb", "known_until")  # steps before this one were logged 
 # Exit codes of a W&B run; the last is what wandb itself makes of Ctrl-C.
 DONE, FAILED, INTERRUPTED = 0, 1, 255
 
-_LOGGER = Kind("a subclass of lightning.pytorch.loggers.Logger", lambda cls: issubclass(cls, Logger))
+_LOGGER = subclass_of(Logger, "lightning.pytorch.loggers.Logger")
 _STEP = "trainer/global_step"  # as Lightning's logger calls it
 _SECONDS_TO_START = 30
 _SECONDS_TO_FINISH = (
@@ -63,17 +62,17 @@ def build_loggers(config: Config, folder: Path, overrides: list[str], resumed_at
 
 def _build(config: Config, options: LightningLoggerConfig, folder: Path) -> Logger:
     """A logger of Lightning's, or the user's own. It is told the config, and the run folder where it takes one."""
-    target = options.built[TARGET]
-    arguments = {name: value for name, value in options.built.items() if name != TARGET and value is not None}
-    cls = load_plugin(f"logger.{TARGET}", target, _LOGGER)
+    target = options._target_
+    arguments = {name: value for name, value in options.arguments.items() if value is not None}
+    cls = load_plugin("logger._target_", target, _LOGGER)
     if "save_dir" in inspect.signature(cls).parameters:
         arguments = {"save_dir": str(folder)} | arguments
     try:
-        logger = make_plugin(f"logger.{TARGET}", target, _LOGGER, **arguments)
+        logger = make_plugin("logger._target_", target, _LOGGER, arguments=arguments)
     except UserError:
         raise
     except Exception as error:  # whatever its constructor finds wrong
-        raise PluginError(f"logger.{TARGET}={target} refuses its arguments ({first_line(error)})") from error
+        raise PluginError(f"logger._target_={target} refuses its arguments ({first_line(error)})") from error
     logger.log_hyperparams(to_plain(config))
     return logger
 

@@ -18,7 +18,7 @@ from qnmixer.config.callbacks import TARGET
 from qnmixer.errors import PluginError, UserError, first_line
 from qnmixer.evaluation.evaluate import Evaluation, table_of
 from qnmixer.optimization.metrics import psnr
-from qnmixer.plugins import Kind, make_plugin
+from qnmixer.plugins import make_plugin, subclass_of
 from qnmixer.reconstructor import Batch, to_hu
 from qnmixer.reports.pictures import Panel, Row, draw_iterates
 from qnmixer.tracking.results import duration
@@ -27,7 +27,7 @@ from qnmixer.training.module import ReconstructionModule
 _MOST_SHOWN = 15  # iterates in a picture
 
 
-CALLBACK = Kind("a subclass of lightning.pytorch.callbacks.Callback", lambda cls: issubclass(cls, Callback))
+_CALLBACK = subclass_of(Callback, "lightning.pytorch.callbacks.Callback")
 
 
 def build_callbacks(callbacks: Mapping[str, Mapping[str, Any]]) -> list[Callback]:
@@ -38,7 +38,7 @@ def build_callbacks(callbacks: Mapping[str, Mapping[str, Any]]) -> list[Callback
 def _build_callback(key: str, given: Mapping[str, Any]) -> Callback:
     arguments = {str(name): value for name, value in given.items() if name != TARGET}
     try:
-        return make_plugin(f"{key}.{TARGET}", given[TARGET], CALLBACK, **arguments)
+        return make_plugin(f"{key}.{TARGET}", given[TARGET], _CALLBACK, arguments=arguments)
     except UserError:
         raise
     except Exception as error:  # whatever its constructor finds wrong

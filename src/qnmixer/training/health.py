@@ -88,6 +88,8 @@ class HealthMonitor(Callback):
         norm, step = float(pl_module.gradient_norm), trainer.global_step
         errors = _errors(pl_module, self._batch)
         pl_module.keeps_output, pl_module.output, self._batch = False, None, None
+        if errors is None:
+            return
         if self._begins:
             self._begins = False
             _refuse_bad_start(errors)
@@ -126,8 +128,11 @@ class HealthMonitor(Callback):
 
 
 @torch.no_grad()
-def _errors(module: ReconstructionModule, batch: Batch) -> Errors:
-    """Of the images that the module has kept; in a pipeline the device of the last stage has them."""
+def _errors(module: ReconstructionModule, batch: Batch) -> Errors | None:
+    """Of the images that the module has kept; in a pipeline the device of the last stage has them.
+
+    None where the last batch of a step holds nothing but samples that fill it (weight 0).
+    """
     sums = torch.zeros(5, dtype=torch.float32, device=module.device)
     if module.output is not None:
         counts = batch["weight"][-len(module.output) :] > 0  # a pipeline keeps the last of its micro-batches
@@ -138,7 +143,7 @@ def _errors(module: ReconstructionModule, batch: Batch) -> Errors:
         sums = torch.stack([*errors, (spread <= _CONSTANT).sum(), counts.sum()]).float()
     if dist.is_initialized():
         dist.all_reduce(sums)
-    return Errors(*(sums[:4] / sums[4]).tolist())
+    return Errors(*(sums[:4] / sums[4]).tolist()) if sums[4] else None
 
 
 def _refuse_bad_start(errors: Errors) -> None:
