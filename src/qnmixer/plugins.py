@@ -57,9 +57,9 @@ def module_of(target: str) -> str:
 
 
 def is_trusted(target: str, trust: Collection[str]) -> bool:
-    """Whether a target that a file names may be imported: it is of this package, or of a module that the user named."""
+    """Whether a target that a file names may be imported: it is of this package, of Lightning, or of a module that the user named."""
     module = module_of(target)
-    return any(module == name or module.startswith(f"{name}.") for name in ("qnmixer", *trust))
+    return any(module == name or module.startswith(f"{name}.") for name in ("qnmixer", "lightning.pytorch", *trust))
 
 
 def trust_words(targets: Iterable[str]) -> list[str]:

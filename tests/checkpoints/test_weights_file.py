@@ -1,5 +1,6 @@
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ def refusal(path: Path) -> str:
 
 def test_a_network_comes_back_as_it_was(module: ReconstructionModule, tmp_path: Path) -> None:
     again = load_run(write(module, tmp_path / "a.safetensors"))
-    assert again.config == module.config
+    assert again.config == replace(module.config, callbacks={})
     y = module.projector(torch.rand(2, 1, 16, 16))
     assert torch.equal(again(y), module(y))
 
@@ -171,7 +172,7 @@ def test_pretrained_is_what_the_package_ships(
         check_weights("run", PRETRAINED)
     write(module, weights.SHIPPED)
     check_weights("run", PRETRAINED)
-    assert load_run(PRETRAINED).config == module.config
+    assert load_run(PRETRAINED).config == replace(module.config, callbacks={})
     with pytest.raises(CheckpointError, match="no run folder at pretrained"):
         load_run(Path(f"./{PRETRAINED}"))
     Path(PRETRAINED).mkdir()

@@ -165,6 +165,14 @@ def test_every_step_has_as_many_batches() -> None:
     assert [pick.weight for pick in sampler] == [1.0] * 6 + [2.0] * 3 + [0.0] * 3
 
 
+@pytest.mark.parametrize(("batches", "n_steps"), [(None, 4), (2, 1), (6, 3), (100, 4), (0.5, 2), (1.0, 4), (0.01, 1)])
+def test_an_epoch_of_some_batches_alone(batches: float | None, n_steps: int) -> None:
+    sampler = EpochSampler(14, shuffle=True, batch_size=2, accumulate=2, batches=batches)
+    assert len(steps(sampler, 2)) == n_steps
+    assert sampler.samples_until(n_steps) == min(14, 4 * n_steps)
+    assert sampler.samples_until(2 * n_steps) == 2 * min(14, 4 * n_steps)
+
+
 def test_order_follows_seed_and_epoch() -> None:
     def numbers(epoch: int, seed: int = 3) -> list[int]:
         sampler = EpochSampler(10, shuffle=True, seed=seed)

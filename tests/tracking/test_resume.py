@@ -211,6 +211,12 @@ def test_what_is_done_is_not_gone_on_with_unless_for_longer(make: Make) -> None:
     assert "trainer.max_steps=10" in continued(["resume=runs/b", "trainer.max_steps=10"])
 
 
+def test_a_new_length_takes_the_place_of_the_old_one(make: Make) -> None:
+    make("a", "seed=1", "trainer.max_epochs=9", "trainer.max_steps=-1")
+    assert continued(["resume=runs/a", "trainer.max_steps=20"])[:2] == ["seed=1", "trainer.max_steps=20"]
+    assert "trainer.max_epochs=9" not in continued(["resume=runs/a", "trainer.max_steps=20"])
+
+
 @pytest.mark.parametrize(("path", "words"), [("latest", "there is no run under"), ("runs/a", "no run folder at")])
 def test_what_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, words: str) -> None:
     monkeypatch.chdir(tmp_path)

@@ -200,7 +200,7 @@ def test_losses_kept_with_their_graph_are_found(tiny_module: TinyModule, tmp_pat
 @pytest.mark.long
 def test_the_same_run_without_the_leak_stays_silent(tiny_module: TinyModule, tmp_path: Path) -> None:
     """With a validation and its picture every 20 steps: of all that is healthy, what looks most like a leak."""
-    watching, pictures = monitor(), IteratePictures(tmp_path / "pictures", n_slices=1)
+    watching, pictures = monitor(), IteratePictures(1, tmp_path / "pictures")
     module = tiny_module("model.n_iterations=4")
     often = {"val_check_interval": 20, "check_val_every_n_epoch": None, "limit_val_batches": 1}
     train(module, tmp_path, watching, pictures, max_steps=300, **often)

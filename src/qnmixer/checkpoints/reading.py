@@ -19,6 +19,8 @@ from qnmixer.weights import SUFFIX, located
 
 _KEYS_SINCE = {"compile": False}
 """Keys of the config that the first files lack, and what they stood for."""
+_NEVER_READ: dict[str, Any] = {"callbacks": {}}
+"""Keys of the config of a file that are put aside: callbacks are the command line's to name."""
 
 
 def find_checkpoint(run: str | Path, which: str = "best") -> Path:
@@ -59,7 +61,7 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
         ours_from = "qnmixer.export" if path.suffix == SUFFIX else "qnmixer.train"
         raise CheckpointError(f"{path} is of another program: use one that {ours_from} wrote")
     try:
-        return parse_file(_KEYS_SINCE | ours["config"]), checkpoint["state_dict"]
+        return parse_file(_KEYS_SINCE | ours["config"] | _NEVER_READ), checkpoint["state_dict"]
     except ConfigError as error:
         raise CheckpointError(f"{path} was written by another version of qnmixer ({error}): use that one") from error
 

@@ -54,7 +54,8 @@ def without_places(config: Config) -> Config:
     arguments of classes of the user's own other than its slices: some it cannot be built without.
     """
     data = _data_without_places(config.data)
-    return replace(config, data=data, logger=LoggerConfig(name="csv"), finetune=None, resume=None)
+    logger = LoggerConfig(name="csv")
+    return replace(config, data=data, logger=logger, callbacks={}, tags=[], finetune=None, resume=None)
 
 
 def _data_without_places(data: DataConfig) -> DataConfig:

@@ -3,15 +3,16 @@
 import errno
 import re
 import sys
+from collections.abc import Iterator
 
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from qnmixer.config import flat_keys, unknown_key
-from qnmixer.config.compose import CONF, compose
-from qnmixer.config.option import suggest
-from qnmixer.errors import UserError
+from qnmixer.config.compose import CONF, OF_A_RUN, compose
+from qnmixer.config.option import suggest_option
+from qnmixer.errors import UserError, first_line
 
 
 def explain(error: BaseException, config_name: str) -> str | None:
@@ -36,6 +37,8 @@ def explain(error: BaseException, config_name: str) -> str | None:
         return f"{error}: lower optimizer.lr, or look at train/grad_norm in metrics.csv"
     if type(error).__module__.startswith("wandb."):
         return f"W&B: {error}: run `wandb login` once, or leave logger.mode=offline"
+    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("qnmixer"):
+        return f"{first_line(error)}: install it, or leave out what needs it"
     if isinstance(error, HydraException | OmegaConfBaseException):
         return _explain_composition(error, config_name)
     return None
@@ -56,19 +59,19 @@ def _explain_composition(error: Exception, config_name: str) -> str:
         group, name = found.groups()
         options = [path.stem for path in sorted((CONF / group).glob("*.yaml"))]
         if options:
-            return f"{group}={name} does not exist: {suggest(name, options)}"
+            return f"{group}={name} does not exist: {suggest_option(name, options)}"
     if isinstance(error, ConfigCompositionException) and (
         found := re.search(r"Could not (?:override|append[^']*|delete from config\.) '([^']+)'", text)
     ):
+        if found_there := re.search(r"An item is already at '([^']+)'", text):
+            return f"{found_there[1]} is there already: leave out the + before it"
         key = found.group(1).lstrip("+~").split("=")[0].split("@")[0]
         groups = [path.name for path in CONF.iterdir() if path.is_dir()]
-        if config_name not in ("train", "plan", "doctor") and key.split(".")[0] in groups:
+        if config_name not in OF_A_RUN and key.split(".")[0] in groups:
             return f"{key} is fixed by the run, which {config_name} takes it from: leave it out"
-        if "already at" in text:
-            return f"{key} is there already: leave the + out, or give it only once"
         own = f"{key.split('.')[0]}=custom" in sys.argv  # what else the target takes
         hint = f" An argument of your own takes a plus: +{key}=…" if own else ""
-        return f"{unknown_key(key, [*groups, *known_keys(config_name)])}{hint}"
+        return f"{unknown_key(key, [*groups, *known_keys(config_name), *_keys_of_callbacks()])}{hint}"
     return text
 
 
@@ -77,3 +80,11 @@ def known_keys(config_name: str) -> list[str]:
     values = OmegaConf.to_container(compose(config_name, []), resolve=False)
     assert isinstance(values, dict)
     return list(flat_keys({str(key): value for key, value in values.items()}))
+
+
+def _keys_of_callbacks() -> Iterator[str]:
+    """Dotted names of the keys of all ready callbacks."""
+    for path in sorted((CONF / "callbacks").glob("*.yaml")):
+        values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        assert isinstance(values, dict)
+        yield from flat_keys({str(key): value for key, value in values.items() if key != "defaults"}, "callbacks.")

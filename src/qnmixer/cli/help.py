@@ -71,7 +71,10 @@ def _keys(cfg: DictConfig, choices: dict[str, str], conf: Path, config_name: str
         if isinstance(value, dict) and key != "hydra":
             comments = _comments(_with_included(conf / key / f"{choices.get(key)}.yaml"))
             for name, item in ((str(name), item) for name, item in value.items()):
-                if name != "name":  # the group's choice
+                if isinstance(item, dict) and key == "callbacks":
+                    yield f"  {key}.{name}=…"
+                    yield from (_line(f"{key}.{name}.{k}", v, comments.get(str(k), "")) for k, v in item.items())
+                elif name != "name":  # the group's choice
                     yield _line(f"{key}.{name}", item, comments.get(name, ""))
         elif not isinstance(value, dict):
             yield _line(key, value, root.get(key, ""))

@@ -13,7 +13,9 @@ from omegaconf import DictConfig
 from qnmixer.cli.explain import explain, known_keys
 from qnmixer.cli.help import usage
 from qnmixer.config import unknown_key
-from qnmixer.config.compose import CONF, compose, compose_sweep
+from qnmixer.config.compose import CONF, OF_A_RUN, compose, compose_sweep
+from qnmixer.config.habits import habit
+from qnmixer.config.overrides import with_length
 from qnmixer.errors import ConfigError, Stopped
 from qnmixer.processes.ranks import is_rank, rank, world_size
 
@@ -62,7 +64,10 @@ def _run(
     sweep: Callable[[list[str], DictConfig], AbstractContextManager[str]],
     complete: Callable[[list[str]], list[str]],
 ) -> None:
-    sys.argv[1:] = complete(sys.argv[1:])
+    if config_name in OF_A_RUN and (way := habit(sys.argv[1:])):
+        raise ConfigError(way)
+    arguments = with_length(sys.argv[1:]) if config_name in OF_A_RUN else sys.argv[1:]
+    sys.argv[1:] = complete(arguments)
     if is_rank():
         sys.argv[1:] = _overrides_of_rank(sys.argv[1:])
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in _SWEEP)  # where Hydra wants them

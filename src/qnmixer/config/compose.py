@@ -9,15 +9,20 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, ValueType
 from omegaconf import DictConfig
 
+from qnmixer.config.overrides import with_length
 from qnmixer.errors import ConfigError
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
+OF_A_RUN = ("train", "plan", "doctor")
+"""Commands with the whole config of a run; the others take it from a run folder."""
 
 
 def compose(config_name: str, overrides: list[str], with_hydra: bool = False) -> DictConfig:
     """The config of a command, without running anything; `with_hydra`: and Hydra's own."""
     if not CONF.is_dir():
         raise ConfigError(f"no configs at {CONF}: install with `pip install -e .` from a clone of the repository")
+    if config_name in OF_A_RUN:
+        overrides = with_length(overrides)
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         try:

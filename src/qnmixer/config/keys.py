@@ -7,7 +7,10 @@ from typing import Any
 
 from qnmixer.config.groups import GROUPS
 from qnmixer.config.option import suggest
+from qnmixer.config.trainer import PASSED_ON, REFUSED, refusal
 from qnmixer.errors import ConfigError
+
+_OF_LIGHTNING = [f"trainer.{name}" for name in PASSED_ON]
 
 
 def unknown_key(key: str, known: Collection[str]) -> ConfigError:
@@ -16,7 +19,11 @@ def unknown_key(key: str, known: Collection[str]) -> ConfigError:
     owners = [owner for owner, schema in GROUPS.get(section, {}).items() if name in {f.name for f in fields(schema)}]
     if owners:
         return ConfigError(f"{key} goes with {section}={' or '.join(owners)} only: choose that, or leave {key} out")
-    everything = {*known, *(f"{group}.{key}" for group in GROUPS for key in _keys_of(group))} - {key}
+    if section == "trainer" and name in PASSED_ON:
+        return ConfigError(f"{key} is an argument of Lightning's Trainer: write +{key}=…")
+    if section == "trainer" and name in REFUSED:
+        return ConfigError(refusal(name))
+    everything = {*known, *(f"{group}.{key}" for group in GROUPS for key in _keys_of(group)), *_OF_LIGHTNING} - {key}
     leaf = key.rpartition(".")[2]
     same = sorted(k for k in everything if "." in k and k.rpartition(".")[2] == leaf)
     if same:

@@ -52,3 +52,9 @@ def suggest(word: str, choices: Collection[str]) -> str:
     if near:
         return f"did you mean {near[0]}?"
     return f"choose {', '.join(choices)}" if len(choices) <= 12 else "run with --cfg job to see all keys"
+
+
+def suggest_option(word: str, options: Collection[str]) -> str:
+    """The nearest option of a group, or all of them."""
+    near = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
+    return f"did you mean {near[0]}?" if near else f"choose {', '.join(options)}"

@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+LENGTH = ("trainer.max_steps", "trainer.max_epochs")
+"""What says how long a run is."""
+
 
 def quoted(path: Path) -> str:
     """A path as Hydra takes it on its command line, whatever is in it."""
@@ -20,3 +23,11 @@ def values_of(overrides: list[str]) -> dict[str, str]:
 def key_of(override: str) -> str:
     """The key of an override, without the signs that Hydra has before it."""
     return override.lstrip("+~").partition("=")[0]
+
+
+def with_length(overrides: list[str]) -> list[str]:
+    """Overrides in which a number of epochs, given alone, is not cut short by steps that a config file has."""
+    given = values_of(overrides)
+    if given.get("trainer.max_epochs", "null") in ("null", "") or "trainer.max_steps" in given:
+        return overrides
+    return [*overrides, "trainer.max_steps=-1"]

@@ -5,12 +5,13 @@ The values live in `conf/`; here are their types, their bounds and the rules bet
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
+from qnmixer.config.callbacks import TARGET, parse_callbacks
 from qnmixer.config.compose import CONF
 from qnmixer.config.custom import Custom, keys_of, split_arguments
 from qnmixer.config.data import DataConfig
@@ -28,10 +29,11 @@ from qnmixer.config.optimizer import AdamWConfig, OptimizerConfig
 from qnmixer.config.option import check_bounds, number, one_of, suggest
 from qnmixer.config.schedule import ScheduleConfig
 from qnmixer.config.strategy import DDPConfig, FSDPConfig, PipelineConfig, StrategyConfig
-from qnmixer.config.trainer import TrainerConfig
+from qnmixer.config.trainer import TrainerConfig, check_extra, gathered
 from qnmixer.errors import ConfigError
 from qnmixer.plugins import check_plugin
 
+_ALWAYS_THERE = ("lightning.", "qnmixer.", "torch.")  # not looked for here, which would take seconds
 MAX_SEED = 2**32 - 1
 """The largest that numpy takes."""
 
@@ -46,6 +48,7 @@ class RunConfig:
     resume: str | None
     compile: bool
     test_after_training: bool
+    tags: list[str] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -65,6 +68,7 @@ class Config(RunConfig):
     logger: LoggerConfig
     evaluation: EvaluationConfig
     debug: DebugConfig
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name: _target_ and arguments
 
 
 def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
@@ -83,13 +87,16 @@ def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
     Raises ConfigError, naming the key and the mend.
     """
     values = plain_values(cfg)
+    if "trainer" in values:
+        values["trainer"] = gathered(values["trainer"])
+    callbacks = parse_callbacks(values.pop("callbacks", {}))
     root = {f.name for f in fields(RunConfig)}
-    sections = {f.name for f in fields(Config)} - root
+    sections = {f.name for f in fields(Config)} - root - {"callbacks"}
     for key in sections - values.keys():
         raise ConfigError(f"the config has no {key}: pick one with {key}=…")
     parsed = {key: parse_section(key, schema_of(key, values[key]), values[key], values) for key in sorted(sections)}
     rest = parse_section("", RunConfig, {k: v for k, v in values.items() if k not in sections}, values)
-    config = Config(**{key: getattr(rest, key) for key in root}, **parsed)
+    config = Config(**{key: getattr(rest, key) for key in root}, **parsed, callbacks=callbacks)
     validate(config)
     return config
 
@@ -155,18 +162,21 @@ def targets_of(config: Any) -> dict[str, str]:
     model = sections.get("model")
     if isinstance(model, QNMixerConfig) and model.regularizer is not None:
         targets["model.regularizer"] = model.regularizer
-    return targets
+    callbacks = sections.get("callbacks") or {}
+    return targets | {f"callbacks.{name}.{TARGET}": given[TARGET] for name, given in callbacks.items()}
 
 
 def check_targets(targets: Mapping[str, str]) -> None:
     """Raise PluginError for the first target whose module is not found."""
     for key, target in targets.items():
-        check_plugin(key, target)
+        if not target.startswith(_ALWAYS_THERE):
+            check_plugin(key, target)
 
 
 def validate(config: Config) -> None:
     """The rules between keys. Raises ConfigError."""
     trainer = config.trainer
+    check_extra(trainer)
     check_model(config.model, config.data.image_size)
     check_strategy(config)
     if config.finetune is not None and config.resume is not None:

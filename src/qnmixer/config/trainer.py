@@ -1,8 +1,51 @@
 """What `trainer` may say: what goes to Lightning's Trainer."""
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from qnmixer.config.option import number, one_of
+from qnmixer.config.option import number, one_of, suggest
+from qnmixer.errors import ConfigError
+
+PASSED_ON: dict[str, type | tuple[str, ...]] = {
+    "benchmark": bool,
+    "enable_autolog_hparams": bool,
+    "enable_progress_bar": bool,
+    "gradient_clip_algorithm": ("norm", "value"),
+    "inference_mode": bool,
+    "limit_train_batches": float,
+    "max_time": str,
+    "min_epochs": int,
+    "min_steps": int,
+    "profiler": ("simple", "advanced", "pytorch"),
+    "sync_batchnorm": bool,
+}
+"""Arguments of Lightning's Trainer that conf/ leaves out, and what each takes: `+trainer.NAME=…` sets one."""
+
+REFUSED = {
+    "barebones": "it switches off what a run records: use debug=few_batches",
+    "callbacks": "they are a group of their own: use callbacks=… or +callbacks.NAME._target_=my_file.MyCallback",
+    "check_val_every_n_epoch": "validations are counted in optimizer steps: use trainer.val_every_n_steps=…, null for "
+    "the end of each epoch",
+    "default_root_dir": "a run has one folder: use hydra.run.dir=…",
+    "detect_anomaly": "use debug=anomaly, which names the line too",
+    "enable_checkpointing": "a run could not be resumed: use trainer.save_every_n_steps=…",
+    "enable_model_summary": "use +callbacks.summary._target_=lightning.pytorch.callbacks.RichModelSummary",
+    "fast_dev_run": "it writes no checkpoint and no metrics: use debug=few_batches, which tries the whole run",
+    "limit_predict_batches": "nothing here predicts with the Trainer: use python -m qnmixer.reconstruct",
+    "limit_test_batches": "the test is on all images: use test_after_training=false to leave it out",
+    "logger": "loggers are a group of their own: use logger=…",
+    "model_registry": "it belongs to Lightning's cloud: use logger.log_checkpoint=true, for W&B",
+    "num_sanity_val_steps": "it would count as a validation: use debug=few_batches to try one",
+    "overfit_batches": "use debug=overfit",
+    "plugins": "precision and checkpoints have theirs: use trainer.precision=…",
+    "reload_dataloaders_every_n_epochs": "the order and the phantoms of an epoch are new by themselves: leave it out",
+    "strategy": "strategies are a group of their own: use strategy=ddp, fsdp or pipeline",
+    "use_distributed_sampler": "a run has a sampler of its own, which counts no slice twice: leave it out",
+    "val_check_interval": "validations are counted in optimizer steps: use trainer.val_every_n_steps=…",
+}
+"""The other arguments: why a run does not take them, and what to use instead."""
 
 
 @dataclass(kw_only=True)
@@ -22,3 +65,61 @@ class TrainerConfig:
     limit_val_batches: int | None = number(at_least=1)
     log_every_n_steps: int = number(at_least=1)
     deterministic: bool
+    extra: dict[str, Any] = field(default_factory=dict)  # from PASSED_ON
+
+
+def gathered(trainer: Any) -> Any:
+    """The section with what goes to Lightning as it is under `extra`; raises ConfigError for what is refused."""
+    if not isinstance(trainer, Mapping):
+        return trainer
+    for name in trainer:
+        if name in REFUSED:
+            raise ConfigError(refusal(str(name)))
+    extra = {str(name): trainer[name] for name in trainer if name in PASSED_ON}
+    rest = {str(name): trainer[name] for name in trainer if name not in extra}
+    return rest | {"extra": {**(rest.get("extra") or {}), **extra}}
+
+
+def refusal(name: str) -> str:
+    """Why an argument of the Trainer cannot be given."""
+    return f"trainer.{name} cannot be set: {REFUSED[name]}"
+
+
+def check_extra(trainer: TrainerConfig) -> None:
+    """Raise ConfigError for arguments of Lightning's Trainer that it would not take."""
+    for name, value in trainer.extra.items():
+        if name not in PASSED_ON:
+            raise ConfigError(f"trainer.extra.{name} is not known: {suggest(name, PASSED_ON)}")
+        if value is not None:
+            _check_extra(name, value, PASSED_ON[name])
+    limit = trainer.extra.get("limit_train_batches")
+    if limit is not None and limit <= 0:
+        raise ConfigError(f"trainer.limit_train_batches={limit} is too small: give 1 or more batches, or a share")
+    if isinstance(limit, float) and limit > 1:
+        raise ConfigError(f"trainer.limit_train_batches={limit} is too large for a share: give at most 1.0")
+    if isinstance(limit, int) and limit % trainer.accumulate_grad_batches:
+        raise ConfigError(
+            f"trainer.limit_train_batches={limit} is no multiple of trainer.accumulate_grad_batches="
+            f"{trainer.accumulate_grad_batches}: the last step of an epoch would be smaller"
+        )
+
+
+def _check_extra(name: str, value: Any, takes: type | tuple[str, ...]) -> None:
+    key = f"trainer.{name}={value}"
+    if isinstance(takes, tuple):
+        if value not in takes:
+            raise ConfigError(f"{key} is not known: {suggest(str(value), takes)}")
+    elif takes is float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{key} is not a number: give one")
+    elif takes is int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{key} is not a whole number above 0: give one")
+    elif takes is bool:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{key} is neither true nor false: give one of them")
+    elif not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", str(value)):
+        raise ConfigError(f"{key} is not DAYS:HOURS:MINUTES:SECONDS: give for example 00:01:30:00")
+
+
+KEYS = frozenset(f.name for f in fields(TrainerConfig)) - {"extra"}

@@ -62,12 +62,20 @@ class SliceDataModule(LightningDataModule):
         config: of the source.
         first: only so many slices of each part.
         overfit: train on so many slices over and over, and validate on the same.
+        batches: of each process in an epoch of training, or the share of them; None: all.
     """
 
-    def __init__(self, config: DataConfig, *, first: int | None = None, overfit: int | None = None) -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        *,
+        first: int | None = None,
+        overfit: int | None = None,
+        batches: int | float | None = None,
+    ) -> None:
         super().__init__()
         check_bounds("data.", config)
-        self.config, self.first, self.overfit = config, first, overfit
+        self.config, self.first, self.overfit, self.batches = config, first, overfit, batches
         self.scaling = build_scaling(config.scaling, config.hu_max)
         self.parts: dict[str, Part] = {}
         self._start = (0, 0)
@@ -159,6 +167,7 @@ class SliceDataModule(LightningDataModule):
         if self.trainer and train:
             share |= getattr(self.trainer.strategy, "distributed_sampler_kwargs", {})
             share["accumulate"] = self.trainer.accumulate_grad_batches
+            share["batches"] = self.batches
         elif self.trainer:
             share |= {"num_replicas": self.trainer.world_size, "rank": self.trainer.global_rank}
         sampler = EpochSampler(length, shuffle=train, seed=self.config.seed, fixed=not train, overfit=overfit, **share)

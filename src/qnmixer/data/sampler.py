@@ -48,6 +48,7 @@ class EpochSampler(DistributedSampler[Pick]):
         rank: which of them this is.
         accumulate: batches of an optimizer step.
         overfit: take the first so many samples over and over, with the same numbers, in place of all.
+        batches: an epoch ends after so many batches of each process, or after this share of its steps; None: never.
         fill: make the last batch as large as all others, with samples of weight 0, for what needs fixed shapes.
     """
 
@@ -63,6 +64,7 @@ class EpochSampler(DistributedSampler[Pick]):
         rank: int = 0,
         accumulate: int = 1,
         overfit: int | None = None,
+        batches: int | float | None = None,
         fill: bool = False,
     ) -> None:
         super().__init__(_Numbered(length), num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed)
@@ -70,6 +72,11 @@ class EpochSampler(DistributedSampler[Pick]):
         self.overfit = overfit
         self.step_size = num_replicas * batch_size * accumulate
         self.fill = fill or accumulate > 1
+        self.steps = -(-length // self.step_size)  # of an epoch
+        if isinstance(batches, float):
+            self.steps = max(1, int(batches * self.steps))
+        elif batches is not None:
+            self.steps = min(self.steps, max(1, batches // accumulate))
         self._start = (0, 0)
 
     def start_at(self, epoch: int, n_batches: int) -> None:
@@ -78,8 +85,8 @@ class EpochSampler(DistributedSampler[Pick]):
 
     def samples_until(self, step: int) -> int:
         """Samples that all processes together have been given after so many optimizer steps of a run."""
-        epochs, steps = divmod(step, -(-self.length // self.step_size))
-        return epochs * self.length + steps * self.step_size
+        epochs, steps = divmod(step, self.steps)
+        return epochs * min(self.length, self.steps * self.step_size) + steps * self.step_size
 
     def __iter__(self) -> Iterator[Pick]:
         order = np.arange(self.length)
@@ -95,8 +102,7 @@ class EpochSampler(DistributedSampler[Pick]):
     def _positions(self) -> Iterator[int]:
         """Places in the epoch's order that are this process's; those from `length` on are fillers."""
         stride = self.num_replicas * self.batch_size
-        whole_steps = -(-self.length // self.step_size) * self.step_size
-        for start in range(self.rank * self.batch_size, whole_steps, stride):
+        for start in range(self.rank * self.batch_size, self.steps * self.step_size, stride):
             end = start + self.batch_size
             yield from range(start, end if self.fill else max(start + 1, min(end, self.length)))
 

@@ -1,5 +1,6 @@
 """What a run is followed by: metrics.csv always, and Weights & Biases beside it."""
 
+import inspect
 import platform
 import re
 import shutil
@@ -13,9 +14,10 @@ import torch
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from qnmixer.config import Config, LoggerConfig, WandbConfig, effective_batch, to_plain
-from qnmixer.errors import ConfigError, first_line
+from qnmixer.config import Config, LightningLoggerConfig, LoggerConfig, WandbConfig, effective_batch, to_plain
+from qnmixer.errors import ConfigError, PluginError, UserError, first_line
 from qnmixer.files import write_text
+from qnmixer.plugins import load_plugin, make_plugin, subclass_of
 from qnmixer.processes.ranks import rank
 from qnmixer.tracking.metrics_file import MetricsFile
 from qnmixer.tracking.results import git_commit, versions
@@ -28,6 +30,7 @@ KNOWN_UNTIL = Path("wandb", "known_until")  # steps before this one were logged 
 # Exit codes of a W&B run; the last is what wandb itself makes of Ctrl-C.
 DONE, FAILED, INTERRUPTED = 0, 1, 255
 
+_LOGGER = subclass_of(Logger, "lightning.pytorch.loggers.Logger")
 _STEP = "trainer/global_step"  # as Lightning's logger calls it
 _SECONDS_TO_START = 30
 _SECONDS_TO_FINISH = (
@@ -47,12 +50,31 @@ def build_loggers(config: Config, folder: Path, overrides: list[str], resumed_at
     Raises ConfigError where W&B lets nobody in. Where it cannot be reached, there is a warning, and the run is offline.
     """
     file = MetricsFile(folder, resumed_at)
+    if isinstance(config.logger, LightningLoggerConfig) and rank() == 0:
+        return [file, _build(config, config.logger, folder)]
     if not isinstance(config.logger, WandbConfig) or config.logger.mode == "disabled" or rank() != 0:
         return [file]
     goes_on = resumed_at is not None and (folder / RUN_ID).is_file()
     known_until = max(file.last_step() or 0, _known_until(folder)) if goes_on else 0
     write_text(folder / KNOWN_UNTIL, str(known_until))
     return [file, WandbRun(_start(config, config.logger, folder, overrides, goes_on), known_until)]
+
+
+def _build(config: Config, options: LightningLoggerConfig, folder: Path) -> Logger:
+    """A logger of Lightning's, or the user's own. It is told the config, and the run folder where it takes one."""
+    target = options._target_
+    arguments = {name: value for name, value in options.arguments.items() if value is not None}
+    cls = load_plugin("logger._target_", target, _LOGGER)
+    if "save_dir" in inspect.signature(cls).parameters:
+        arguments = {"save_dir": str(folder)} | arguments
+    try:
+        logger = make_plugin("logger._target_", target, _LOGGER, arguments=arguments)
+    except UserError:
+        raise
+    except Exception as error:  # whatever its constructor finds wrong
+        raise PluginError(f"logger._target_={target} refuses its arguments ({first_line(error)})") from error
+    logger.log_hyperparams(to_plain(config))
+    return logger
 
 
 def _known_until(folder: Path) -> int:
@@ -133,6 +155,7 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
         "entity": options.entity,
         "group": options.group or group,
         "name": options.run_name or name,
+        "tags": config.tags or None,
         "config": to_plain(config) | _surroundings(config),
         "dir": folder,
         "settings": wandb.Settings(

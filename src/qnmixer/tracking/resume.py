@@ -10,7 +10,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 
 from qnmixer.config.compose import CONF, compose
-from qnmixer.config.overrides import key_of, quoted, values_of
+from qnmixer.config.overrides import LENGTH, key_of, quoted, values_of
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.plugins import check_trusted, module_of, trust_words
 from qnmixer.processes.ranks import rank
@@ -19,7 +19,6 @@ from qnmixer.tracking.run_folder import RUNS, has_checkpoint, held, last_touched
 from qnmixer.weights import PRETRAINED
 
 _REGULARIZER = "model.regularizer"
-_LENGTH = ("trainer.max_steps", "trainer.max_epochs")
 
 
 def continued(overrides: list[str]) -> list[str]:
@@ -198,17 +197,22 @@ def _is_longer(record: dict[str, object], given: dict[str, str]) -> bool:
     steps, asked = record.get("steps"), given.get("trainer.max_steps")
     if asked is not None and asked.isdigit() and isinstance(steps, int):
         return int(asked) > steps
-    return any(key in given for key in _LENGTH)
+    return any(key in given for key in (*LENGTH, "trainer.max_time"))
 
 
 def _merged(before: list[str], given: list[str]) -> list[str]:
-    """Overrides of a run under those given now, each in its place; a new choice of a group takes its keys along."""
+    """Overrides of a run under those given now, each in its place.
+
+    A new choice of a group takes its keys along, a new length the old one.
+    """
     now = {key_of(override): override for override in given}
-    groups = tuple(f"{key}." for key in now if (CONF / key).is_dir())
+    gone = tuple(f"{key}." for key in now if (CONF / key).is_dir())
+    if any(key in now for key in LENGTH):
+        gone += LENGTH
     kept = [
         now.get(key_of(override), override)
         for override in before
-        if key_of(override) in now or not key_of(override).startswith(groups)
+        if key_of(override) in now or not key_of(override).startswith(gone)
     ]
     return [*kept, *(override for key, override in now.items() if key not in map(key_of, before))]
 

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,35 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from rich.console import Console
 from torch import Tensor
 
+from qnmixer.config.callbacks import TARGET
+from qnmixer.errors import PluginError, UserError, first_line
 from qnmixer.evaluation.evaluate import Evaluation, table_of
 from qnmixer.optimization.metrics import psnr
+from qnmixer.plugins import make_plugin, subclass_of
 from qnmixer.reconstructor import Batch, to_hu
 from qnmixer.reports.pictures import Panel, Row, draw_iterates
 from qnmixer.tracking.results import duration
 from qnmixer.training.module import ReconstructionModule
 
 _MOST_SHOWN = 15  # iterates in a picture
+
+
+_CALLBACK = subclass_of(Callback, "lightning.pytorch.callbacks.Callback")
+
+
+def build_callbacks(callbacks: Mapping[str, Mapping[str, Any]]) -> list[Callback]:
+    """Callbacks that the command line names. Raises PluginError for one that is none, or refuses its arguments."""
+    return [_build_callback(f"callbacks.{name}", given) for name, given in callbacks.items()]
+
+
+def _build_callback(key: str, given: Mapping[str, Any]) -> Callback:
+    arguments = {str(name): value for name, value in given.items() if name != TARGET}
+    try:
+        return make_plugin(f"{key}.{TARGET}", given[TARGET], _CALLBACK, arguments=arguments)
+    except UserError:
+        raise
+    except Exception as error:  # whatever its constructor finds wrong
+        raise PluginError(f"{key}: {given[TARGET]} refuses its arguments ({first_line(error)})") from error
 
 
 class ValidationLine(Callback):
@@ -54,12 +75,12 @@ class IteratePictures(Callback):
     """At each validation, x₀ … x_T of the first validation slices with error maps, and the health of H.
 
     Args:
-        folder: where the pictures go.
         n_slices: how many of the slices.
+        folder: where the pictures go; None: pictures/ of the run folder.
     """
 
-    def __init__(self, folder: Path, n_slices: int) -> None:
-        self.folder, self.n_slices = folder, n_slices
+    def __init__(self, n_slices: int, folder: Path | None = None) -> None:
+        self.n_slices, self.folder = n_slices, folder
         self._rows: dict[int, Row] = {}  # of this process, by number of the slice
 
     def on_validation_batch_end(
@@ -96,7 +117,8 @@ class IteratePictures(Callback):
             rows = {n: row for share in shares for n, row in share.items()}
         if not trainer.is_global_zero:
             return
-        path = self.folder / f"iterates_{trainer.global_step:07d}.png"
+        folder = self.folder or Path(trainer.default_root_dir) / "pictures"
+        path = folder / f"iterates_{trainer.global_step:07d}.png"
         draw_iterates(path, [rows[n] for n in sorted(rows)])
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):

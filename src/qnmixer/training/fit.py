@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 
 from qnmixer.checkpoints.reading import built_from, find_checkpoint, load_weights, resumable, steps_of
-from qnmixer.config import Config, FewBatchesConfig, ProfileConfig, WandbConfig, effective_batch
+from qnmixer.config import Config, FewBatchesConfig, ProfileConfig, TrainerConfig, WandbConfig, effective_batch
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.errors import OutOfMemory, Stopped
@@ -81,6 +81,8 @@ def _fit(
 ) -> float:
     _quieten()
     record |= {"device": device_name(config.trainer.accelerator), "threads": torch.get_num_threads()}
+    if config.tags:
+        record["tags"] = config.tags
     L.seed_everything(config.seed, workers=True, verbose=False)
     module = ReconstructionModule(config)
     if config.finetune is not None:
@@ -184,6 +186,7 @@ def _build_data(config: Config) -> SliceDataModule:
         config.data,
         first=debug.batches * batch if isinstance(debug, FewBatchesConfig) else None,
         overfit=batch if debug.name == "overfit" else None,
+        batches=config.trainer.extra.get("limit_train_batches"),
     )
 
 
@@ -206,12 +209,33 @@ def _print_start(
         f"{config.geometry.n_views} views × {config.geometry.n_detectors} detector bins, noise {config.noise.name}\n"
         f"{data.describe()}\n"
         f"batch {config.data.batch_size}{devices} × accumulation {t.accumulate_grad_batches} = {batch} slices "
-        f"an optimizer step; {-(-n_slices // batch):,} steps an epoch{last}",
+        f"an optimizer step; {_steps_an_epoch(config, n_slices):,} steps an epoch{last}",
         highlight=False,
         soft_wrap=True,
     )
+    if n_parameters:
+        console.print(_length(t, _steps_an_epoch(config, n_slices)), highlight=False, soft_wrap=True)
     if line := describe(config):
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def _steps_an_epoch(config: Config, n_slices: int) -> int:
+    limit = config.trainer.extra.get("limit_train_batches")
+    steps = limit // config.trainer.accumulate_grad_batches if isinstance(limit, int) else limit
+    return EpochSampler(n_slices, shuffle=False, batch_size=effective_batch(config), batches=steps).steps
+
+
+def _length(t: TrainerConfig, steps_an_epoch: int) -> str:
+    """Which limit ends a run."""
+    if t.max_epochs is None:
+        return f"training ends after {t.max_steps:,} steps ({t.max_steps / steps_an_epoch:.3g} epochs)"
+    by_epochs = t.max_epochs * steps_an_epoch
+    if -1 < t.max_steps < by_epochs:
+        return (
+            f"training ends after {t.max_steps:,} steps, before trainer.max_epochs={t.max_epochs} ({by_epochs:,} steps)"
+        )
+    before = f", before trainer.max_steps={t.max_steps}" if t.max_steps > by_epochs else ""
+    return f"training ends after {t.max_epochs:,} epoch{'s' * (t.max_epochs > 1)} ({by_epochs:,} steps){before}"
 
 
 def _quieten() -> None:

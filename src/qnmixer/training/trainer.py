@@ -5,16 +5,20 @@ from pathlib import Path
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback, RichProgressBar
+from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from rich.console import Console
 
 from qnmixer.config import Config, TrainerConfig
 from qnmixer.parallel.precision import build_precision
 from qnmixer.parallel.strategies import build_strategy
 from qnmixer.tracking.loggers import build_loggers
-from qnmixer.training.callbacks import IteratePictures
+from qnmixer.training.callbacks import build_callbacks
 from qnmixer.training.checkpointing import AtomicCheckpointIO
 from qnmixer.training.lightning_private import leave_signals_to_us
 from qnmixer.training.progress import ProgressMetrics
+
+_BUILT = ("enable_progress_bar", "limit_train_batches", "profiler")  # of trainer.extra: not passed on as they are
+_PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
 
 
 def build_trainer(
@@ -33,9 +37,11 @@ def build_trainer(
     callbacks = [
         *callbacks,
         ProgressMetrics(),
-        IteratePictures(folder / "pictures", config.evaluation.n_pictures),
+        *build_callbacks(config.callbacks),
     ]
-    if console.is_terminal and not console.quiet:
+    extra = {name: value for name, value in t.extra.items() if name not in _BUILT and value is not None}
+    shows_progress = console.is_terminal and not console.quiet and t.extra.get("enable_progress_bar", True)
+    if shows_progress:
         callbacks.append(RichProgressBar(leave=False))
     leave_signals_to_us()
     return L.Trainer(
@@ -58,10 +64,17 @@ def build_trainer(
         use_distributed_sampler=False,
         logger=build_loggers(config, folder, list(overrides), resumed_at),
         callbacks=callbacks,
-        enable_progress_bar=console.is_terminal and not console.quiet,
+        enable_progress_bar=shows_progress,
         enable_model_summary=False,
         default_root_dir=folder,
+        profiler=_profiler(t.extra.get("profiler"), folder / "profile"),
+        **extra,
     )
+
+
+def _profiler(name: str | None, folder: Path) -> Profiler | None:
+    """Lightning's profiler of this name, which leaves what it measures in a folder."""
+    return None if name is None else _PROFILERS[name](dirpath=folder, filename="lightning")
 
 
 def _batches_between_validations(t: TrainerConfig) -> int | None:

@@ -112,10 +112,12 @@ def _quieten() -> None:
 
 
 def _try_inputs(config: Config) -> None:
-    """Raise UserError here, once, for data and checkpoints that every rank would stumble over."""
+    """Raise UserError here, once, for callbacks, data and checkpoints that every rank would stumble over."""
     from qnmixer.checkpoints.reading import find_checkpoint, read_checkpoint, resumable
     from qnmixer.data.datamodule import SliceDataModule
+    from qnmixer.training.callbacks import build_callbacks
 
+    build_callbacks(config.callbacks)
     if config.finetune is not None:
         read_checkpoint(find_checkpoint(config.finetune))
     if config.resume is not None:

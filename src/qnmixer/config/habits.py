@@ -1,0 +1,51 @@
+"""What people type by habit, from other templates and older versions of Lightning, and the way here."""
+
+from qnmixer.config.overrides import key_of
+
+_KEYS = {
+    "ckpt_path": "resume=RUN_FOLDER goes on with a run, finetune=RUN_FOLDER begins with its weights",
+    "train": "training is what this command does: leave it out",
+    "test": "use test_after_training=true or false",
+    "task_name": "use logger.run_name=…, or hydra.run.dir=runs/NAME",
+    "lr": "use optimizer.lr=…",
+    "learning_rate": "use optimizer.lr=…",
+    "optimizer.learning_rate": "use optimizer.lr=…",
+    "model.lr": "use optimizer.lr=…",
+    "model.optimizer.lr": "use optimizer.lr=…",
+    "epochs": "use trainer.max_epochs=…",
+    "max_epochs": "use trainer.max_epochs=…",
+    "scheduler": "use schedule=cosine, step or constant",
+    "model.compile": "use compile=true",
+    "trainer.gpus": "use trainer.devices=…, and strategy=ddp above 1",
+    "trainer.resume_from_checkpoint": "use resume=RUN_FOLDER",
+    "trainer.check_val_every_n_epochs": "use trainer.val_every_n_steps=…, null for the end of each epoch",
+    "paths.data_dir": "use data.root=…",
+    "data.data_dir": "use data.root=…",
+    "logger.wandb.project": "use logger.project=…",
+    "logger.wandb.offline": "use logger.mode=offline or online",
+}
+_OPTIONS = {
+    "trainer=cpu": "use trainer.accelerator=cpu",
+    "trainer=gpu": "it is the default where there is a GPU; trainer.accelerator=gpu asks for one",
+    "trainer=mps": "Apple's GPUs are not supported: use trainer.accelerator=cpu",
+    "trainer=ddp": "use strategy=ddp, and trainer.devices=… for the number of devices",
+    "trainer=ddp_sim": "use strategy=ddp trainer.accelerator=cpu trainer.devices=2",
+    "trainer=fsdp": "use strategy=fsdp",
+    "debug=default": "use debug=few_batches",
+    "debug=fdr": "use debug=few_batches",
+    "debug=limit": "use debug=few_batches",
+    "debug=profiler": "use debug=profile",
+    "logger=many_loggers": "metrics.csv is always written: use logger=wandb beside it",
+    "callbacks=model_checkpoint": "best.ckpt and last.ckpt are always kept: use monitor=… for what is best",
+    "callbacks=rich_progress_bar": "a terminal has one by itself: leave it out",
+    "callbacks=model_summary": "use +callbacks.summary._target_=lightning.pytorch.callbacks.RichModelSummary",
+}
+
+
+def habit(overrides: list[str]) -> str | None:
+    """The way here for the first override that is a habit from elsewhere; None without one."""
+    for override in overrides:
+        given = override.lstrip("+~")
+        if mend := _KEYS.get(key_of(override)) or _OPTIONS.get(given):
+            return f"{given if given in _OPTIONS else key_of(override)} is not known here: {mend}"
+    return None

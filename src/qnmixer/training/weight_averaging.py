@@ -1,0 +1,93 @@
+"""An exponential moving average of the weights, which is what a run validates, keeps and evaluates."""
+
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor
+
+from qnmixer.errors import ConfigError
+from qnmixer.parallel.pipeline import PipelineStrategy
+
+_KEY = "trained_weights"
+
+
+class MeanWeights(Callback):
+    """Validation and checkpoints get the mean of the weights; training goes on with those that it steps.
+
+    Lightning's own would copy the scan's matrix too, and mixes the two up in a checkpoint made during a validation.
+
+    Args:
+        decay: what a step leaves of the mean before it.
+        start: optimizer steps after which the mean begins.
+    """
+
+    def __init__(self, decay: float = 0.999, start: int = 0) -> None:
+        if not 0 <= decay < 1 or start < 0:
+            raise ValueError("decay is from 0 to below 1, start is 0 or more")
+        self.decay, self.start = decay, start
+        self._mean: dict[str, Tensor] = {}
+        self._trained: dict[str, Tensor] = {}  # of a checkpoint
+        self._swapped = False
+        self._step = 0
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuse a strategy whose devices do not hold all weights."""
+        if isinstance(trainer.strategy, PipelineStrategy) or not isinstance(
+            trainer.strategy, SingleDeviceStrategy | DDPStrategy
+        ):
+            raise ConfigError("callbacks=ema needs all weights on each device: use strategy=single or strategy=ddp")
+
+    @torch.no_grad()
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Begin with the weights as they are, or with the two kinds that a checkpoint had."""
+        parameters = dict(pl_module.named_parameters())
+        self._mean = {name: p.detach().clone() for name, p in parameters.items()}  # a checkpoint's are the mean
+        for name, value in self._trained.items():
+            parameters[name].copy_(value)
+        self._trained, self._step = {}, trainer.global_step
+
+    @torch.no_grad()
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Follow an optimizer step."""
+        if trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
+        share = 1.0 if self._step <= self.start else 1 - self.decay
+        for name, parameter in pl_module.named_parameters():
+            self._mean[name].lerp_(parameter, share)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Put the mean in."""
+        self._swap(pl_module)
+        self._swapped = not self._swapped
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take it out again."""
+        self._swap(pl_module)
+        self._swapped = not self._swapped
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """The mean is what a checkpoint's readers take for the weights."""
+        if not self._mean:
+            return
+        now = {name: p.detach() for name, p in pl_module.named_parameters()}
+        trained, mean = (self._mean, now) if self._swapped else (now, self._mean)
+        checkpoint[_KEY] = trained
+        checkpoint["state_dict"] = checkpoint["state_dict"] | mean
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keep the weights that training goes on with until they can be put in."""
+        self._trained = checkpoint.get(_KEY, {})
+
+    @torch.no_grad()
+    def _swap(self, pl_module: L.LightningModule) -> None:
+        for name, parameter in pl_module.named_parameters():
+            if name in self._mean:
+                before = parameter.detach().clone()
+                parameter.copy_(self._mean[name])
+                self._mean[name].copy_(before)

@@ -1,0 +1,28 @@
+"""Habits from elsewhere are answered, and nothing that exists here is taken for one."""
+
+import pytest
+
+from qnmixer.config import flat_keys
+from qnmixer.config.compose import CONF, compose
+from qnmixer.config.habits import _KEYS, _OPTIONS, habit
+
+
+def test_no_habit_is_a_key_or_an_option_here() -> None:
+    values = compose("train", [])
+    assert not _KEYS.keys() & set(flat_keys({str(key): values[key] for key in values if not str(key).startswith("_")}))
+    for option in _OPTIONS:
+        group, _, name = option.partition("=")
+        assert not (CONF / group / f"{name}.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "answer"),
+    [
+        (["seed=1", "+ckpt_path=a.ckpt"], "ckpt_path is not known here: resume=RUN_FOLDER"),
+        (["trainer=ddp", "seed=1"], "trainer=ddp is not known here: use strategy=ddp"),
+        (["trainer=slurm", "optimizer.lr=1", "-m"], None),
+    ],
+)
+def test_the_first_habit_is_answered(overrides: list[str], answer: str | None) -> None:
+    found = habit(overrides)
+    assert found == answer if answer is None else found is not None and found.startswith(answer)

@@ -1,0 +1,106 @@
+"""Callbacks that the command line adds to a run."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qnmixer.checkpoints.reading import read_checkpoint
+from qnmixer.config import Config
+from qnmixer.errors import PluginError
+from qnmixer.tracking.metrics_file import read_metrics
+from qnmixer.tracking.results import read_results
+from qnmixer.training.callbacks import build_callbacks
+from qnmixer.training.fit import fit
+
+TinyConfig = Callable[..., Config]
+
+MINE = """
+from lightning.pytorch.callbacks import Callback
+
+class Every(Callback):
+    def __init__(self, every, note="steps.txt"):
+        if every < 1:
+            raise ValueError("every is below 1")
+        self.every, self.note = every, note
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step % self.every == 0:
+            with open(self.note, "a") as file:
+                file.write(f"{trainer.global_step} ")
+
+class NoCallback:
+    pass
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a callback of somebody's own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
+    monkeypatch.delitem(sys.modules, "my_callbacks", raising=False)
+    (tmp_path / "my_callbacks.py").write_text(MINE)
+    return tmp_path
+
+
+def test_a_callback_in_a_file_of_this_folder(here: Path, tiny_config: TinyConfig) -> None:
+    mine = ["+callbacks.mine._target_=my_callbacks.Every", "+callbacks.mine.every=2"]
+    fit(tiny_config(*mine, "~callbacks.pictures", "test_after_training=false"), here / "run", [])
+    assert (here / "steps.txt").read_text() == "2 4 "
+    assert not (here / "run" / "pictures").exists()
+
+
+def test_no_callback_is_read_from_a_checkpoint(here: Path, tiny_config: TinyConfig) -> None:
+    """Not even that its module is there is asked."""
+    mine = ["+callbacks.mine._target_=my_callbacks.Every", "+callbacks.mine.every=2"]
+    fit(tiny_config(*mine, "test_after_training=false", "trainer.max_steps=2"), here / "run", [])
+    (here / "my_callbacks.py").unlink()
+    path = here / "run" / "checkpoints" / "last.ckpt"
+    assert read_checkpoint(path)[0].callbacks == {}
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["qnmixer"]["config"]["callbacks"] = {"bad": {"_target_": "nowhere.Bad"}}
+    torch.save(checkpoint, path)
+    assert read_checkpoint(path)[0].callbacks == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"_target_": "my_callbacks.Every"}, "does not take what it is given: missing a required argument: 'every'"),
+        (
+            {"_target_": "my_callbacks.Every", "evry": 1},
+            "callbacks.mine.evry: my_callbacks.Every does not take it, only every, note",
+        ),
+        ({"_target_": "my_callbacks.Every", "every": 0}, "refuses its arguments (every is below 1)"),
+        ({"_target_": "my_callbacks.NoCallback"}, "is not a subclass of lightning.pytorch.callbacks.Callback"),
+        ({"_target_": "subprocess.Popen", "args": "ls"}, "is not a subclass of"),
+        ({"_target_": "lightning.pytorch.callbacks.EarlyStoping"}, "there is no EarlyStoping in"),
+    ],
+)
+def test_a_bad_callback_is_one_line(here: Path, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(PluginError) as error:
+        build_callbacks({"mine": given})
+    assert str(error.value).startswith("callbacks.mine")
+    assert message in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_early_stopping_ends_a_run_in_order(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    stopping = ["callbacks=early_stopping", "callbacks.early_stopping.patience=1"]
+    long = ["callbacks.early_stopping.min_delta=100", "trainer.max_steps=100", "test_after_training=false"]
+    best = fit(tiny_config(*stopping, *long), tmp_path, [])
+    results = read_results(tmp_path)
+    assert (results["status"], results["steps"], results["best"]) == ("done", 4, {"val/psnr": best})
+    assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 4
+
+
+def test_ready_callbacks_log_beside_ours(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    fit(tiny_config("callbacks=[lr_monitor,device_stats]", "test_after_training=false"), tmp_path, [])
+    rows = read_metrics(tmp_path / "metrics.csv")
+    assert any(row.get("lr-AdamW/pg1") for row in rows)
+    assert json.loads((tmp_path / "results.json").read_text())["status"] == "done"

@@ -1,0 +1,105 @@
+"""What a run says and does around training."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from qnmixer.checkpoints.reading import read_checkpoint
+from qnmixer.config import Config
+from qnmixer.errors import PluginError
+from qnmixer.tracking.metrics_file import read_metrics
+from qnmixer.tracking.results import read_results
+from qnmixer.training.fit import fit
+
+TinyConfig = Callable[..., Config]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps", "line"),
+    [  # eight slices, four steps an epoch
+        (["trainer.max_epochs=2", "trainer.max_steps=-1"], 8, "training ends after 2 epochs (8 steps)"),
+        (["trainer.max_steps=2"], 2, "training ends after 2 steps (0.5 epochs)"),
+        (
+            ["trainer.max_epochs=1", "trainer.max_steps=3"],
+            3,
+            "ends after 3 steps, before trainer.max_epochs=1 (4 steps)",
+        ),
+        (
+            ["trainer.max_epochs=1", "trainer.max_steps=9"],
+            4,
+            "ends after 1 epoch (4 steps), before trainer.max_steps=9",
+        ),
+    ],
+)
+def test_the_start_says_which_limit_ends_a_run(
+    overrides: list[str],
+    steps: int,
+    line: str,
+    tiny_config: TinyConfig,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fit(tiny_config(*overrides, "test_after_training=false"), tmp_path, [])
+    assert line in capsys.readouterr().out
+    assert read_results(tmp_path)["steps"] == steps
+
+
+def test_an_epoch_of_fewer_batches(tiny_config: TinyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["+trainer.limit_train_batches=3", "trainer.max_epochs=2", "trainer.max_steps=-1"]
+    fit(tiny_config(*overrides, "trainer.val_every_n_steps=null", "test_after_training=false"), tmp_path, [])
+    assert "2 epochs (6 steps)" in capsys.readouterr().out
+    rows = read_metrics(tmp_path / "metrics.csv")
+    assert [int(row["step"]) for row in rows if row["val/psnr"]] == [3, 6]
+    assert float(rows[-1]["samples"]) == 12
+
+
+def test_arguments_of_the_trainer_reach_it(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    overrides = ["+trainer.profiler=simple", "+trainer.max_time=00:00:00:01", "trainer.max_steps=-1"]
+    overrides += ["trainer.max_epochs=100000", "+trainer.gradient_clip_algorithm=value", "test_after_training=false"]
+    fit(tiny_config(*overrides), tmp_path, [])
+    results = read_results(tmp_path)
+    assert results["status"] == "done"
+    assert 0 < results["steps"] < 400000
+    assert "run_training_batch" in "".join(path.read_text() for path in (tmp_path / "profile").iterdir())
+
+
+LOGGER = """
+from pathlib import Path
+from lightning.pytorch.loggers import CSVLogger
+
+class Mine(CSVLogger):
+    def __init__(self, save_dir, word):
+        super().__init__(save_dir, name="mine", version="")
+        self.word = word
+
+    def log_metrics(self, metrics, step=None):
+        with open(Path(self.save_dir) / "mine.txt", "a") as file:
+            file.write(f"{self.word} {step} {' '.join(metrics)}\\n")
+"""
+
+
+def test_a_logger_of_ones_own_and_tags(
+    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
+    (tmp_path / "my_logger.py").write_text(LOGGER)
+    overrides = ["logger=custom", "logger._target_=my_logger.Mine", "+logger.word=said", "tags=[a,b]"]
+    fit(tiny_config(*overrides, "test_after_training=false"), tmp_path / "run", [])
+    text = (tmp_path / "run" / "mine.txt").read_text()
+    assert text.startswith("said ")
+    assert "val/psnr" in text
+    assert read_metrics(tmp_path / "run" / "metrics.csv")
+    assert read_results(tmp_path / "run")["tags"] == ["a", "b"]
+    (tmp_path / "my_logger.py").unlink()  # nobody looks for it when the checkpoint is read
+    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")[0].logger.name == "custom"
+
+
+def test_a_bad_logger_is_one_line(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    with pytest.raises(PluginError, match=r"collections\.Counter is not a subclass of lightning"):
+        fit(tiny_config("logger=custom", "logger._target_=collections.Counter"), tmp_path, [])
+    strange = ["logger=custom", "logger._target_=lightning.pytorch.loggers.CSVLogger", "+logger.colour=red"]
+    with pytest.raises(PluginError, match=r"^logger\.colour: .* does not take it"):
+        fit(tiny_config(*strange), tmp_path, [])

@@ -1,0 +1,74 @@
+"""The mean of the weights: what it is, and that a run with it goes on as if it had not been stopped."""
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qnmixer.config import Config
+from qnmixer.errors import ConfigError, Stopped
+from qnmixer.training.fit import fit
+from qnmixer.training.module import ReconstructionModule
+from qnmixer.training.weight_averaging import MeanWeights
+
+TinyConfig = Callable[..., Config]
+RUN = ["callbacks=ema", "callbacks.ema.decay=0.5", "test_after_training=false", "trainer.max_steps=4"]
+MEASURE = ReconstructionModule.measure
+
+
+def kept(folder: Path, name: str = "last") -> dict[str, Any]:
+    return torch.load(folder / "checkpoints" / f"{name}.ckpt", weights_only=True)
+
+
+def test_checkpoints_hold_the_mean_and_what_is_trained(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    trained = []
+    for n in (1, 2, 3):
+        length = ["trainer.max_steps=3", "trainer.save_every_n_steps=null", "schedule=constant"]
+        fit(tiny_config(*RUN, *length, f"trainer.max_steps={n}"), tmp_path / str(n), [])
+        trained.append(kept(tmp_path / str(n))["trained_weights"])
+    fit(tiny_config("trainer.max_steps=3", "schedule=constant", "test_after_training=false"), tmp_path / "plain", [])
+    mean = kept(tmp_path / "3")["state_dict"]
+    for name, value in kept(tmp_path / "plain")["state_dict"].items():
+        assert torch.equal(trained[2][name], value)  # training is the same
+    first = kept(tmp_path / "1")
+    start = {name: 2 * first["state_dict"][name] - value for name, value in trained[0].items()}
+    for name, value in trained[2].items():
+        expected = start[name] / 8 + trained[0][name] / 8 + trained[1][name] / 4 + value / 2
+        torch.testing.assert_close(mean[name], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("stream", "step"), [("train", 2), ("val", 2)])
+def test_a_stopped_run_goes_on_with_both(
+    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: str, step: int
+) -> None:
+    fit(tiny_config(*RUN), tmp_path / "whole", [])
+    sent: list[int] = []
+
+    def measure(self: ReconstructionModule, batch: Any, of: Any) -> torch.Tensor:
+        if (of, self.global_step) == (stream, step) and not sent:
+            sent.append(step)
+            signal.raise_signal(signal.SIGTERM)
+        return MEASURE(self, batch, of)
+
+    monkeypatch.setattr(ReconstructionModule, "measure", measure)
+    folder = tmp_path / "stopped"
+    with pytest.raises(Stopped):
+        fit(tiny_config(*RUN), folder, [])
+    fit(tiny_config(*RUN, f"resume={folder}"), folder, [])
+    for name in ("last", "best"):
+        ours, theirs = kept(folder, name), kept(tmp_path / "whole", name)
+        for part in ("state_dict", "trained_weights"):
+            for key, value in theirs[part].items():
+                assert torch.equal(ours[part][key], value), (name, part, key)
+    assert kept(folder)["qnmixer_run"]["best"] == kept(tmp_path / "whole")["qnmixer_run"]["best"]
+
+
+def test_what_cannot_be_averaged_is_refused() -> None:
+    with pytest.raises(ValueError, match="decay is from 0 to below 1"):
+        MeanWeights(decay=1.0)
+    trainer: Any = type("Trainer", (), {"strategy": object()})
+    with pytest.raises(ConfigError, match="strategy=single or strategy=ddp"):
+        MeanWeights().setup(trainer, None, "fit")  # type: ignore[arg-type]  # not looked at
