@@ -57,7 +57,7 @@ def module_of(target: str) -> str:
 
 
 def is_trusted(target: str, trust: Collection[str]) -> bool:
-    """Whether a target that a file names may be imported: it is of this package, of Lightning, or of a module that the user named."""
+    """Whether a target that a file names may be imported: of this package, of Lightning, or of a module in `trust`."""
     module = module_of(target)
     return any(module == name or module.startswith(f"{name}.") for name in ("qnmixer", "lightning.pytorch", *trust))
 
