@@ -8,7 +8,7 @@ into_readme = $(BIN)/python -c "import re, pathlib as p; r = p.Path('README.md')
 	r.write_text(re.sub(r'(<!-- $(1) -->\n).*?(<!-- end of $(1))', lambda m: m[1] + t + m[2], r.read_text(), flags=re.S))"
 
 .DEFAULT_GOAL := help
-.PHONY: help install train compare test lint bench readme results levers clean
+.PHONY: help install train compare test lint bench readme real results levers clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /	/' | expand -t 10
@@ -63,16 +63,20 @@ readme: install ## run the demo and put its table and picture into README.md
 	cp runs/readme/evaluation/picture.png notebooks/demo.png
 	$(call into_readme,table,runs/readme/evaluation/table.md)
 
-results: install ## keep the tables of make compare and make bench in notebooks/results (compare_small: in README.md too)
+# The README shows TotalSegmentator's test case (Apache-2.0): CT is a folder with its 20 DICOM files.
+real: install ## put run=pretrained against total variation, on the slices in CT=/path/to/dicom, into README.md
+	rm -rf runs/real
+	$(BIN)/python -m qnmixer.evaluate run=pretrained data=dicom data.root=$(CT) data.simulation_factor=2 noise=field \
+		evaluation.tv_weight=5.8e-5 evaluation.n_pictures=1 hydra.run.dir=runs/real
+	cp runs/real/picture.png notebooks/real_ct.png
+	$(call into_readme,real,runs/real/table.md)
+
+results: install ## keep the tables of make compare and make bench in notebooks/results
 	mkdir -p notebooks/results
 	[ ! -e bench/bench.md ] || cp bench/bench.md notebooks/results/
 	cp $(SWEEP)/comparison/comparison.md notebooks/results/$(EXPERIMENT).md
 ifeq ($(EXPERIMENT),compare_small)
 	cp $(SWEEP)/comparison/comparison.png notebooks/results/compare_small.png
-	awk '/^## / { n++; next } n == 2' notebooks/results/compare_small.md | sed -E '1d;$$d' \
-		| sed -E 's# / [0-9.]+ ± [0-9.]+##g; s#dB / SSIM × 100, each#dB:#' > table.md
-	$(call into_readme,comparison,table.md)
-	rm table.md
 endif
 
 levers: install ## put the table of what saves how much memory into README.md
