@@ -111,7 +111,7 @@ def test_it_is_planned(here: Path) -> None:
         (["schedule._target_=own.Lion"], "schedule._target_=own.Lion is not a function (step, n_steps)"),
         (["model.target=own.MyNetwork"], "unknown key model.target: did you mean model._target_?"),
         (["loss.beta=1"], "unknown key loss.beta: did you mean loss.name? An argument of your own takes a plus: +"),
-        (["+loss.delta=1"], "loss.delta is there already: leave the + out, or give it only once"),
+        (["+loss.delta=1"], "loss.delta is there already: leave out the + before it"),
     ],
 )
 def test_errors_are_one_line(here: Path, words: list[str], message: str) -> None:

@@ -29,7 +29,7 @@ class WhenTrainingIsLoaded:
     def find_spec(name, path=None, target=None):
         if name == "qnmixer.training.fit":
             import random, numpy, torch
-            from qnmixer.training import module
+            from qnmixer import reconstructor
             def build_network(config, projector):
                 network = original(config, projector)
                 def noisy(layer, inputs, output):
@@ -39,7 +39,7 @@ class WhenTrainingIsLoaded:
                     return output
                 network.regularizers[0].register_forward_hook(noisy)
                 return network
-            original, module.build_network = module.build_network, build_network
+            original, reconstructor.build_network = reconstructor.build_network, build_network
 sys.meta_path.insert(0, WhenTrainingIsLoaded)
 """
 

@@ -18,8 +18,8 @@ from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 # Image size, views, and how many times as fine as pixels the bins are at the axis. A full turn unless a span is given.
 GRIDS = [
     (32, 16, 2.5, None), (32, 128, 0.5, None), (32, 18, 1.0, 4.0), (64, 16, 1.24, None), (64, 64, 3.0, None),
-    (128, 24, 1.24, None), (128, 32, 2.5, None), (256, 32, 3.0, None), (256, 64, 1.24, None),
-    pytest.param((512, 16, 0.62, None), marks=pytest.mark.long),
+    (128, 24, 1.24, None), (128, 32, 2.5, None), (256, 32, 3.0, None),
+    *(pytest.param(grid, marks=pytest.mark.long) for grid in ((256, 64, 1.24, None), (512, 16, 0.62, None))),
 ]  # fmt: skip
 NETWORKS: dict[str, Callable[[FanBeamProjector], UnrolledNetwork[Any]]] = {
     "QN-Mixer": lambda p: QNMixer(

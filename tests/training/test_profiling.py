@@ -113,6 +113,6 @@ def test_anomaly_detection_names_the_operator_and_the_line(
 
     monkeypatch.setattr(ReconstructionModule, "batch_loss", bad_loss)
     with pytest.raises(
-        FloatingPointError, match=r"NaN in MulBackward0 of `.*\(0 \* image\)\.sum\(\)\.sqrt\(\)` \(.*test_debug"
+        FloatingPointError, match=r"NaN in MulBackward0 of `.*\(0 \* image\)\.sum\(\)\.sqrt\(\)` \(.*test_profiling"
     ):
         trained(tiny_config("debug=anomaly"), tmp_path)
