@@ -131,9 +131,7 @@ def evaluate(
     In a run of several processes each takes its share, and all get the whole.
     """
     module = module.to(device).eval()
-    methods: dict[str, Callable[[Tensor], Tensor]] = {
-        "FBP": module.projector.fbp,
-    }
+    methods: dict[str, Callable[[Tensor], Tensor]] = {"FBP": module.projector.fbp}
     if config.tv_weight is not None:
         methods[TotalVariation.title] = TotalVariation(module.projector, config.tv_iterations, config.tv_weight)
     methods[module.network.title] = module.network
@@ -184,9 +182,9 @@ def write_evaluation(
     `config` and `device`: what was measured, and where, for the page.
     """
     headings, body = table_of(evaluation)
-    gain = _gain(evaluation)
+    gain, warnings = _gain(evaluation), warnings_of(evaluation)
     write_text(folder / "table.csv", csv_table([headings, *body]))
-    write_text(folder / "table.md", _markdown(title, headings, body, gain, warnings_of(evaluation)))
+    write_text(folder / "table.md", _markdown(title, headings, body, gain, warnings))
     lines = [list(vars(score).values()) for score in evaluation.scores]
     write_text(folder / "images.csv", csv_table([list(vars(evaluation.scores[0])), *lines]))
     picture = folder / "picture.png"
@@ -199,7 +197,7 @@ def write_evaluation(
     }
     write_page(folder / "page.html", title, [PageTable(title, headings, body, gain)], evaluation.slices, made_by)
 
-    for line in warnings_of(evaluation):
+    for line in warnings:
         console.print(f"warning: {line}", style="bold red", highlight=False, soft_wrap=True)
     table = Table(*headings, title=title, caption=gain)
     for cells in body:

@@ -36,6 +36,11 @@ def virtual_positions(geometry: FanBeamGeometry) -> np.ndarray:
     return geometry.bin_positions() * geometry.source_to_axis / geometry.source_to_detector
 
 
+def virtual_pitch(geometry: FanBeamGeometry) -> float:
+    """Distance of neighbouring bins scaled to the axis in mm."""
+    return geometry.detector_pitch * geometry.source_to_axis / geometry.source_to_detector
+
+
 def ray_weights(geometry: FanBeamGeometry) -> np.ndarray:
     """Cosine times redundancy weight of each ray, float64 [V or 1, D]; 1/2 is the redundancy of a full turn."""
     fan = np.arctan2(virtual_positions(geometry), geometry.source_to_axis)[None, :]
@@ -55,9 +60,8 @@ def matched_gain(geometry: FanBeamGeometry) -> float:
     Aᵀ sums intersection lengths: a view adds pixel²/pitch of a row to each pixel, where back-projection adds the angle
     between views. A line that is seen from both sides counts half.
     """
-    pitch = geometry.detector_pitch * geometry.source_to_axis / geometry.source_to_detector
     redundancy = min(1.0, math.pi / abs(geometry.angle_span))
-    return redundancy * abs(geometry.angle_step) * pitch / geometry.pixel_size**2
+    return redundancy * abs(geometry.angle_step) * virtual_pitch(geometry) / geometry.pixel_size**2
 
 
 def ramp_response(geometry: FanBeamGeometry, filter_name: str) -> np.ndarray:
@@ -71,14 +75,13 @@ def ramp_response(geometry: FanBeamGeometry, filter_name: str) -> np.ndarray:
     """
     if filter_name not in FBP_WINDOWS:
         raise GeometryError(f"geometry.fbp_filter={filter_name!r} is unknown: choose one of {', '.join(FBP_WINDOWS)}")
-    pitch = geometry.detector_pitch * geometry.source_to_axis / geometry.source_to_detector
     n = 2 ** math.ceil(math.log2(max(2 * geometry.n_detectors, 2)))
     lag = np.fft.fftfreq(n, 1 / n)
     kernel = np.zeros(n)
     kernel[0] = 1 / 4
     odd = lag % 2 == 1
     kernel[odd] = -1 / (np.pi * lag[odd]) ** 2
-    response = np.fft.rfft(kernel).real / pitch
+    response = np.fft.rfft(kernel).real / virtual_pitch(geometry)
     return response * FBP_WINDOWS[filter_name](np.linspace(0, 1, len(response)))
 
 
