@@ -24,7 +24,7 @@ from qnmixer.config.compose import compose
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.files import write_text
 from qnmixer.memory.modes import apply_memory_mode
-from qnmixer.parallel.devices import on_this_machine
+from qnmixer.parallel.devices import resolve_devices
 from qnmixer.processes.launch import launch
 from qnmixer.processes.ranks import rank
 from qnmixer.training.module import ReconstructionModule
@@ -68,7 +68,7 @@ class Clock(Callback):
 def config_of(overrides: str) -> Config:
     """A checked config that trains and does nothing else."""
     bare = "data.num_workers=0 trainer.val_every_n_steps=1000000 logger=csv"
-    return on_this_machine(parse(compose("train", f"{bare} {overrides}".split())))
+    return resolve_devices(parse(compose("train", f"{bare} {overrides}".split())))
 
 
 def time_here(variants: list[str], folder: Path) -> list[float]:

@@ -66,7 +66,7 @@ class Planner:
 
     def predict(self, config: Config) -> Prediction:
         """The footprint of a run on its fullest device, from a step of all its iterations and one of some more."""
-        config = counted(config)
+        config = with_assumed_devices(config)
         T, width, batch = config.model.T, _width(config), config.data.batch_size
         if isinstance(config.strategy, PipelineConfig):
             return self._predict_pipeline(config)
@@ -82,7 +82,7 @@ class Planner:
 
         Of a pipeline all iterations are run, as a stage is short and the state that it gets grows.
         """
-        config = counted(config)
+        config = with_assumed_devices(config)
         if isinstance(config.strategy, PipelineConfig):
             return max((plan.footprint for plan in self.devices(config)), key=lambda footprint: footprint.peak)
         T, width, batch = config.model.T, _width(config), config.data.batch_size
@@ -95,7 +95,7 @@ class Planner:
 
     def devices(self, config: Config) -> tuple[DevicePlan, ...]:
         """What each device that works on one batch does and holds, first stage first; one, unless it is a pipeline."""
-        config = counted(config)
+        config = with_assumed_devices(config)
         if not isinstance(config.strategy, PipelineConfig):
             return (DevicePlan((range(config.model.T),), 1, self.estimate(config)),)
         cut = cut_of(config)
@@ -105,7 +105,7 @@ class Planner:
 
     def optimizer_state(self, config: Config) -> float:
         """Bytes that the optimizer keeps between steps, on one device."""
-        config = counted(config)
+        config = with_assumed_devices(config)
         n_shards = _n_shards(config)
         with without_data():
             module = Reconstructor(config, self.projector)
@@ -160,7 +160,7 @@ class Planner:
         return self._known[key]
 
 
-def counted(config: Config) -> Config:
+def with_assumed_devices(config: Config) -> Config:
     """The config with `ASSUMED_DEVICES` where a strategy leaves their number to the machine; raises ConfigError."""
     if config.strategy.name == "single" or config.trainer.devices is not None:
         return config

@@ -1,20 +1,18 @@
 """Whether a network still learns, told while it trains: a dead one runs to its end without an error."""
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
-from rich.console import Console
 
 from qnmixer.errors import UnstableNetwork
 from qnmixer.reconstructor import Batch
 from qnmixer.tracking.loggers import WandbRun
+from qnmixer.tracking.run import Run
 from qnmixer.training.module import ReconstructionModule
 
 EVERY = 10
@@ -49,17 +47,16 @@ class Errors:
 class HealthMonitor(Callback):
     """Looks at the gradient and at a batch's images every `EVERY` steps, and at each validation.
 
-    A network whose start is far worse than FBP is refused before its first step. What goes wrong later is told once, in
-    the terminal, to `note`, and to the loggers as health/NAME = 1 (to W&B as an alert too).
+    A network whose start is far worse than FBP is refused before its first step. Each later warning is given once: in
+    the terminal, in results.json, and to the loggers as health/NAME = 1 (to W&B as an alert too).
 
     Args:
-        console: where warnings go.
-        note: takes each warning, {step, name, warning}, for results.json.
+        run: for its console and its record, which gets each warning as {step, name, warning}.
         warm_up: optimizer steps in which the network may be worse than FBP.
     """
 
-    def __init__(self, console: Console, note: Callable[[dict[str, Any]], None], warm_up: int) -> None:
-        self.console, self.note, self.warm_up = console, note, warm_up
+    def __init__(self, run: Run, warm_up: int) -> None:
+        self.run, self.warm_up = run, warm_up
         self._begins = False
         self._batch: Batch | None = None
         self._in_a_row: Counter[str] = Counter()
@@ -119,8 +116,8 @@ class HealthMonitor(Callback):
         self._told.add(name)
         step = trainer.global_step
         line = f"{MESSAGES[name]} (seen at step {step}). {_REMEDY}"
-        self.console.print(f"warning: {line}", style="bold red", highlight=False, soft_wrap=True)
-        self.note({"step": step, "name": name, "warning": line})
+        self.run.console.print(f"warning: {line}", style="bold red", highlight=False, soft_wrap=True)
+        self.run.note("warnings", {"step": step, "name": name, "warning": line})
         for logger in trainer.loggers:
             logger.log_metrics({f"health/{name}": 1.0}, step)
             if isinstance(logger, WandbRun):

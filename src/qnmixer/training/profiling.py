@@ -98,7 +98,7 @@ class Profile(Callback):
 
 @contextmanager
 def naming_nan_gradients() -> Iterator[None]:
-    """Where torch's anomaly detection ends in one line: a FloatingPointError that names the operator and its caller."""
+    """Turn an error of torch's anomaly detection into a FloatingPointError that names the operator and its caller."""
     tracebacks: list[str] = []
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message="Error detected in")
