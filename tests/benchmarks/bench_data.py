@@ -36,6 +36,8 @@ from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.files import write_text
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.parallel.devices import resolve_devices
+from qnmixer.tracking.loggers import build_loggers
+from qnmixer.training.callbacks import build_callbacks
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.trainer import build_trainer
 
@@ -106,7 +108,9 @@ def time_training(name: str, overrides: list[str], n_steps: int) -> Row:
     apply_memory_mode(module.network, config.memory)
     ends, waiting = Ends(), Waits()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build_trainer(config, Path(folder), [ends], Console(quiet=True))
+        trainer = build_trainer(
+            config, Path(folder), [ends, *build_callbacks(config.callbacks)], build_loggers(config, Path(folder), [])
+        )
         trainer.profiler = waiting
         trainer.fit(module, datamodule=SliceDataModule(config.data))
     waits = waiting.recorded_durations["[_TrainingEpochLoop].train_dataloader_next"][WARM_UP : n_steps + WARM_UP]

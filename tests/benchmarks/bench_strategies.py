@@ -27,6 +27,8 @@ from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.parallel.devices import resolve_devices
 from qnmixer.processes.launch import launch
 from qnmixer.processes.ranks import rank
+from qnmixer.tracking.loggers import build_loggers
+from qnmixer.training.callbacks import build_callbacks
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.trainer import build_trainer
 
@@ -79,7 +81,12 @@ def time_here(variants: list[str], folder: Path) -> list[float]:
         L.seed_everything(1, verbose=False)
         module = ReconstructionModule(config)
         apply_memory_mode(module.network, config.memory)
-        trainer = build_trainer(config, folder / str(k), [clock], Console(quiet=True))
+        trainer = build_trainer(
+            config,
+            folder / str(k),
+            [clock, *build_callbacks(config.callbacks)],
+            build_loggers(config, folder / str(k), []),
+        )
         trainer.fit(module, datamodule=SliceDataModule(config.data))
         medians.append(median(clock.seconds[2:]))
     return medians

@@ -9,7 +9,6 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
-from rich.console import Console
 from torch import Tensor
 
 from qnmixer.checkpoints.reading import load_weights
@@ -20,6 +19,8 @@ from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.parallel.compilation import compile_blocks
 from qnmixer.parallel.shards import gather
 from qnmixer.processes.ranks import rank
+from qnmixer.tracking.loggers import build_loggers
+from qnmixer.training.callbacks import build_callbacks
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.trainer import build_trainer
 
@@ -79,7 +80,9 @@ def train(
     if config.compile:
         compile_blocks(module.network)
     record = Record(scale)
-    trainer = build_trainer(config, folder, [record], Console(quiet=True))
+    trainer = build_trainer(
+        config, folder, [record, *build_callbacks(config.callbacks)], build_loggers(config, folder, [])
+    )
     data = SliceDataModule(config.data)
     trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
     for _ in range(2):  # over the one before, which may be a folder of shards

@@ -4,7 +4,7 @@ import pytest
 
 from qnmixer.errors import Stopped
 from qnmixer.processes import signals
-from qnmixer.processes.signals import SIGNALS, defer_stop, stop_signals, stop_requested
+from qnmixer.processes.signals import SIGNALS, defer_stop, stop_requested, stop_signals
 
 
 @pytest.mark.parametrize("number", SIGNALS)

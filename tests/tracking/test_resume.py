@@ -11,7 +11,7 @@ import pytest
 from qnmixer.config.compose import compose
 from qnmixer.config.overrides import quoted, values_of
 from qnmixer.errors import CheckpointError, ConfigError
-from qnmixer.tracking.resume import resume_overrides, resumes_in_place, latest, recorded_overrides
+from qnmixer.tracking.resume import latest, recorded_overrides, resume_overrides, resumes_in_place
 from qnmixer.tracking.run_folder import clean, run_lock
 
 Make = Callable[..., Path]

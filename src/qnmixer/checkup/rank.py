@@ -143,9 +143,10 @@ def train_a_little(config: Config, folder: Path) -> None:
     have been counted (`resolve_devices`). Raises what training raises; the report is written all the same.
     """
     from lightning.pytorch.callbacks import LambdaCallback
-    from rich.console import Console
 
     from qnmixer.data.datamodule import SliceDataModule
+    from qnmixer.tracking.loggers import build_loggers
+    from qnmixer.training.callbacks import build_callbacks
     from qnmixer.training.trainer import build_trainer
 
     progress, report = Progress(folder), Report()
@@ -165,7 +166,8 @@ def train_a_little(config: Config, folder: Path) -> None:
         ):
             with full_precision():
                 module = untrained(run)
-                trainer = build_trainer(run, folder, [callback], Console(quiet=True))
+                callbacks = [callback, *build_callbacks(run.callbacks)]
+                trainer = build_trainer(run, folder, callbacks, build_loggers(run, folder, []))
                 trainer.fit(module, datamodule=SliceDataModule(run.data))
         progress("leaving")
     except Exception as error:

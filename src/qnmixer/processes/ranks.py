@@ -188,9 +188,7 @@ def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn
     sys.stdout.flush()
     sys.stderr.flush()
     if record["secondary"] and not record["stopped"]:
-        _stop_requested.wait(
-            _SECONDS_TO_LEAVE_BY_ITSELF
-        )  # so that whoever waits for the first one to end sees the other
+        _stop_requested.wait(_SECONDS_TO_LEAVE_BY_ITSELF)  # whoever waits for the first one to end sees the other
     os._exit(error.code if isinstance(error, Stopped) else 130 if stopped else 1)
 
 

@@ -33,12 +33,12 @@ _MOST_SHOWN = 15  # iterates in a picture
 _CALLBACK = subclass_of(Callback, "lightning.pytorch.callbacks.Callback")
 
 
-def build_callbacks(config: Config) -> list[Callback]:
-    """`step` and `samples` in the metrics, then the callbacks that the config names.
+def build_callbacks(callbacks: Mapping[str, Mapping[str, Any]]) -> list[Callback]:
+    """`step` and `samples` in the metrics, then the callbacks of the config's group `callbacks`.
 
     Raises PluginError for a name that is no callback, or refuses its arguments.
     """
-    named = [_build_callback(f"callbacks.{name}", given) for name, given in config.callbacks.items()]
+    named = [_build_callback(f"callbacks.{name}", given) for name, given in callbacks.items()]
     return [ProgressMetrics(), *named]
 
 

@@ -63,7 +63,7 @@ def fit(config: Config, run: Run) -> float:
         planner = Planner(config, module.projector)  # before training moves the projector to its device
         checkpointing = Checkpointing(run, config.monitor, config.trainer.save_every_n_steps)
         memory = MemoryMonitor(run.console, planned_mib(config, planner, module))
-        callbacks = [checkpointing, memory, *console_callbacks(config, run), *build_callbacks(config)]
+        callbacks = [checkpointing, memory, *console_callbacks(config, run), *build_callbacks(config.callbacks)]
         save_code_diff(run)  # W&B sends it
         loggers = build_loggers(config, run.folder, run.overrides, run.resumed_at)
         trainer = build_trainer(config, run.folder, callbacks, loggers)
@@ -125,9 +125,9 @@ def build_module(config: Config) -> ReconstructionModule:
 
 def resume_checkpoint(config: Config, run: Run) -> Path | None:
     """The checkpoint to resume from; None for a new run. Raises CheckpointError if it does not fit the config."""
-    if config.resume is None:
+    if run.resume is None:
         return None
-    checkpoint = resumable(config, Path(config.resume))
+    checkpoint = resumable(config, Path(run.resume))
     if run.resumes_in_place:
         run.record_resume(steps_of(checkpoint))
     return checkpoint

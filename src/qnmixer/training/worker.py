@@ -64,7 +64,7 @@ def fit_in_processes(config: Config, run: Run) -> float:
     n_devices = config.trainer.devices
     assert n_devices is not None
     try:
-        _check_inputs(config)
+        _check_inputs(config, run)
         with tempfile.TemporaryDirectory(prefix="qnmixer-job-") as temporary:
             job = _write_job(Path(temporary), config, run)
             launch(
@@ -134,17 +134,17 @@ def _fit(config: Config, run: Run, job: Path | None) -> float:
         return fit(config, run)
 
 
-def _check_inputs(config: Config) -> None:
+def _check_inputs(config: Config, run: Run) -> None:
     """Raise UserError once, here, for callbacks, data and checkpoints that would fail in every rank."""
     from qnmixer.checkpoints.reading import find_checkpoint, read_checkpoint, resumable
     from qnmixer.data.datamodule import SliceDataModule
     from qnmixer.training.callbacks import build_callbacks
 
-    build_callbacks(config)
+    build_callbacks(config.callbacks)
     if config.finetune is not None:
         read_checkpoint(find_checkpoint(config.finetune))
-    if config.resume is not None:
-        resumable(config, Path(config.resume))
+    if run.resume is not None:
+        resumable(config, Path(run.resume))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # rank 0 will say it
         SliceDataModule(config.data).setup("fit")
