@@ -4,11 +4,11 @@ import pytest
 
 from qnmixer.errors import Stopped
 from qnmixer.processes import signals
-from qnmixer.processes.signals import SIGNALS, defer_stop, stop_requested, stop_signals
+from qnmixer.processes.signals import SIGNALS, defer_stop, handle_signals, stop_requested, stop_signals
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_is_heeded_when_training_asks_and_its_echo_is_none(number: signal.Signals) -> None:
+def test_a_signal_waits_until_training_asks_and_its_echo_is_none(number: signal.Signals) -> None:
     with stop_signals():
         defer_stop(True)
         signal.raise_signal(number)
@@ -58,5 +58,29 @@ def test_an_ignored_signal_stays_ignored() -> None:
         with stop_signals():
             signal.raise_signal(signal.SIGHUP)
             assert stop_requested() is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_handlers_are_restored_also_those_of_the_block() -> None:
+    def handler(*_: object) -> None: ...
+
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with pytest.raises(ValueError, match="mine"), handle_signals(SIGNALS, handler) as handled:
+        assert {signal.getsignal(number) for number in handled} == {handler}
+        raise ValueError("mine")
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+    with handle_signals(SIGNALS, None):
+        assert [signal.getsignal(number) for number in SIGNALS] == before
+        signal.signal(signal.SIGUSR1, handler)
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_ignored_signals_are_not_handled() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with handle_signals([signal.SIGHUP, signal.SIGUSR1], lambda *_: None) as handled:
+            assert handled == [signal.SIGUSR1]
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)

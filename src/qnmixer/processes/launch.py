@@ -1,6 +1,6 @@
-"""One fresh tree of processes a run, one process a device, by torch's elastic agent (what torchrun is made of).
+"""Launch one process for each device, by torch's elastic agent, as torchrun does.
 
-The process that the user started runs nothing itself: it watches, stops all ranks when one fails, and says which.
+The process that the user started does not train. It watches the ranks, stops all if one fails, and names that rank.
 """
 
 import logging
@@ -30,7 +30,7 @@ _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)  # another signal comes when time i
 
 
 class RankTraceback(Exception):
-    """Where in a rank it failed: the cause of RankFailed, for who asks for tracebacks."""
+    """The traceback of the rank that failed, as the cause of RankFailed."""
 
 
 def launch(
@@ -45,8 +45,8 @@ def launch(
         n_processes: how many ranks.
         ask_to_stop: called on the first signal of `signals.SIGNALS`; True: the ranks will end by themselves.
 
-    Raises RankFailed when one fails (the others are stopped; a note holds the traceback of a bug), Stopped on such a
-    signal; without `ask_to_stop` SIGUSR1 and SIGUSR2 are none.
+    Raises RankFailed if a rank fails; the others are stopped, and a note has the traceback of a bug. Raises Stopped
+    after a stop signal. Without `ask_to_stop` SIGUSR1 and SIGUSR2 do not stop.
     """
     _quieten_agent()
     stop = _Stop(ask_to_stop)
@@ -112,7 +112,7 @@ class _Stop:
 
 @contextmanager
 def _threads(n: int) -> Iterator[None]:
-    """OMP_NUM_THREADS for the ranks, where the user has set none; the next job of a sweep may have another."""
+    """Set OMP_NUM_THREADS for the ranks while the block runs, unless the user has set it."""
     if _THREADS in os.environ:
         yield
         return
@@ -124,7 +124,7 @@ def _threads(n: int) -> Iterator[None]:
 
 
 def _rank_failed(failures: dict[int, ProcessFailure]) -> RankFailed:
-    """The error of the rank whose end the ends of all others come from."""
+    """The error of the rank that failed first, which made the others fail."""
     rank, failure = min(failures.items(), key=lambda item: _order(item[1]))
     record = failure.error_file_data
     if "traceback" in record:

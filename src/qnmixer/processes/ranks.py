@@ -1,4 +1,4 @@
-"""Which of several processes this one is, and how such a process ends. No torch import: known before torch is."""
+"""The rank of this process among several, and how a rank ends. No torch import."""
 
 import ctypes
 import json
@@ -29,27 +29,27 @@ class Record(TypedDict):
     stopped: bool  # as all others did, with a checkpoint
 
 
-# A rank that is to end has so long to close its logs. One that waits in a collective cannot: it is ended then.
+# Time for a rank to close its loggers after another one failed. A rank that hangs in a collective is killed then.
 _SECONDS_TO_LEAVE = 10
-# One that is to stop has so long for the step at hand and a checkpoint: torchrun and SLURM kill it after 30.
+# Time for a rank to finish its step and write a checkpoint: torchrun and SLURM kill it after 30 s.
 _SECONDS_TO_STOP = 25
-# Ranks that lost contact are closing their logs already when SIGTERM reaches them, and are not to be disturbed.
+# Time for a rank that lost contact and already closes its loggers when SIGTERM arrives.
 _SECONDS_TO_LEAVE_BY_ITSELF = 2
 
 _stop_requested = threading.Event()
 _another_failed = threading.Event()
 
-# What a rank says when another one has gone: the other one's word is the one to hear.
+# Errors of a rank whose partner has gone: the error of the partner is the one to show.
 _LOST_CONTACT = ("connection closed by peer", "connection reset by peer", "broken pipe", "gloo", "nccl")
 
 
 def is_rank() -> bool:
-    """Whether somebody (our launcher, torchrun, srun) has started this process as one of several."""
+    """Whether a launcher (ours, torchrun, srun) has started this process as one of several."""
     return _by_agent() or by_srun()
 
 
 def by_srun() -> bool:
-    """Whether srun has, and not our launcher or torchrun within what srun or sbatch started."""
+    """Whether srun has started this rank itself; not our launcher or torchrun inside a SLURM job."""
     return not _by_agent() and _slurm_tasks() > 1
 
 
@@ -143,7 +143,7 @@ def _end_when_signalled(listen: int, launched: bool) -> None:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the system end this process when its parent dies, however that dies (Linux only).
+    """Have the system kill this process when its parent dies, for whatever reason (Linux only).
 
     Args:
         parent: the process that started this one, which may be dead by now; None: whoever is the parent.
@@ -156,9 +156,9 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn:
-    """End this rank in an except clause, with a record of the error for the process that launched it.
+    """End this rank in an except clause, and leave a record of the error for the launcher.
 
-    Not by sys.exit: what runs there waits for other ranks.
+    sys.exit would run code that waits for other ranks.
 
     Args:
         error: what was raised; a KeyboardInterrupt if a signal stopped the rank.

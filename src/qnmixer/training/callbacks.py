@@ -65,7 +65,7 @@ def _build_callback(key: str, given: Mapping[str, Any]) -> Callback:
 
 
 class ValidationLine(Callback):
-    """One line a validation: what the network reaches, how fast, how long to go; kept in logs as in terminals."""
+    """Prints one line at each validation: step, PSNR, SSIM, milliseconds a step, time left."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -111,7 +111,7 @@ class IteratePictures(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Run the batches with those slices again, keeping every iterate; all processes do, as fsdp needs all."""
+        """Run the batches with those slices again and store the iterates; on all processes, as fsdp needs all."""
         assert isinstance(pl_module, ReconstructionModule)
         sampler = trainer.val_dataloaders.sampler  # type: ignore[union-attr]  # it has been made
         if batch_idx * sampler.num_replicas * sampler.batch_size >= self.n_slices:
@@ -156,7 +156,7 @@ def _iterate_rows(batch: Batch, iterates: dict[int, Tensor]) -> list[Row]:
 
 
 def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, picture: Path, step: int, samples: float) -> None:
-    """Put the means where the training metrics are, in W&B the table and the picture too."""
+    """Log the means of the evaluation; to W&B the table and the picture too."""
     means = {"samples": samples} | {
         f"test/{method}/{metric}": v for method, of in evaluation.means().items() for metric, v in of.items()
     }
