@@ -1,3 +1,4 @@
+import contextlib
 import signal
 
 import pytest
@@ -66,9 +67,9 @@ def test_handlers_are_restored_also_those_of_the_block() -> None:
     def handler(*_: object) -> None: ...
 
     before = [signal.getsignal(number) for number in SIGNALS]
-    with pytest.raises(ValueError, match="mine"), handle_signals(SIGNALS, handler) as handled:
+    with contextlib.suppress(ValueError), handle_signals(SIGNALS, handler) as handled:
         assert {signal.getsignal(number) for number in handled} == {handler}
-        raise ValueError("mine")
+        raise ValueError
     assert [signal.getsignal(number) for number in SIGNALS] == before
     with handle_signals(SIGNALS, None):
         assert [signal.getsignal(number) for number in SIGNALS] == before
