@@ -67,19 +67,19 @@ def amend(folder: Path, overrides: list[str], *, status: str, error: str | None)
 
 
 def duration(seconds: float) -> str:
-    """For reading: "4 min 05 s"."""
+    """A duration as text: "4 min 05 s"."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of what a run's numbers depend on."""
+    """Versions of Python and of the packages that the numbers of a run depend on."""
     return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
 
 
 def git_commit() -> str | None:
-    """Commit of this code, with "+changes" and a digest of them where there are any; None outside a checkout."""
+    """Commit of this code, with "+changes" and a digest if it was changed since; None outside a checkout."""
     try:
         head = _git(_package(), "rev-parse", "HEAD").strip()
     except (OSError, subprocess.CalledProcessError):
@@ -89,7 +89,7 @@ def git_commit() -> str | None:
 
 
 def git_diff() -> str:
-    """What code and configs are beside their commit, new files too, for `git apply`; empty without changes or git."""
+    """Changes of code and configs since the commit, new files too, for `git apply`; empty without changes or git."""
     here = _package()
     try:
         root = _git(here, "rev-parse", "--show-toplevel").strip()
