@@ -49,7 +49,7 @@ def launch(
     after a stop signal. Without `ask_to_stop` SIGUSR1 and SIGUSR2 do not stop.
     """
     _quieten_agent()
-    stop = _Stop(ask_to_stop)
+    stop = _AskToStop(ask_to_stop)
     with (
         tempfile.TemporaryDirectory(prefix="qnmixer-ranks-") as log_dir,
         handle_signals(SIGNALS, stop if ask_to_stop else None) as handled,
@@ -91,22 +91,18 @@ def _launch_config(n_processes: int, log_dir: str) -> LaunchConfig:
     )
 
 
-class _Stop:
-    """Reacts to the stop signals of the process that launched the ranks.
+class _AskToStop:
+    """Handler of stop signals: ask the ranks to stop, or raise if they cannot or after a second signal."""
 
-    Args:
-        ask_to_stop: as in `launch`.
-    """
-
-    def __init__(self, ask_to_stop: Callable[[], bool] | None) -> None:
-        self.ask_to_stop, self.echo = ask_to_stop, Echo()
-        self.first: int | None = None  # the signal by which the ranks were asked to stop
+    def __init__(self, ask: Callable[[], bool] | None) -> None:
+        self.ask, self.echo = ask, Echo()
+        self.first: int | None = None  # the signal by which the ranks were asked
 
     def __call__(self, number: int, _: FrameType | None) -> None:
         again, self.first = self.first is not None, self.first or number
         if self.echo.of(number) or (again and number in _WARNINGS):
             return
-        if again or self.ask_to_stop is None or not self.ask_to_stop():
+        if again or self.ask is None or not self.ask():
             raise SignalException("told to stop", signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
 
