@@ -7,10 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hydra.errors import HydraException
 
+from qnmixer.checkpoints.model_card import _slices
 from qnmixer.checkpoints.reading import read_checkpoint
 from qnmixer.checkpoints.weights_file import encode
-from qnmixer.config import parse, to_plain
+from qnmixer.cli import explain
+from qnmixer.config import parse, parse_plan, to_plain
 from qnmixer.config.compose import compose
 from qnmixer.config.data import AsTrained, MixedData, NumpyData, check_data
 from qnmixer.data.datamodule import SliceDataModule
@@ -218,6 +221,24 @@ def test_one_folder_is_not_split_twice(folders: list[str], tmp_path: Path) -> No
             mixed(folders, f"data.sources.more.root={root}")
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["data=mixed", "data.sources.slices.splt=all"], "did you mean data.sources.slices.split?"),
+        (["data.sources.slices.root=/ct"], "choose data=mixed, or add it to a source of your own as +data.sources"),
+    ],
+)
+def test_a_misspelt_key_of_a_source(words: list[str], line: str) -> None:
+    with pytest.raises(HydraException) as raised:
+        compose("train", words)
+    assert line in str(explain(raised.value, "train"))
+
+
+def test_a_plan_needs_no_folder() -> None:
+    config = parse_plan(compose("plan", ["data=mixed", "data.batch_size=3"]))
+    assert config.run.data.batch_size == 3
+
+
 def test_an_own_source_is_found_and_trusted_by_its_key(folders: list[str], tmp_path: Path) -> None:
     own = "+data.sources.mine={share: 0, name: custom, _target_: nowhere.Slices, year: 2016}"
     with pytest.raises(PluginError, match=r"data.sources.mine._target_=nowhere.Slices: there is no module"):
@@ -245,6 +266,9 @@ def test_weights_files_tell_of_no_folder_or_patient(folders: list[str], tmp_path
     path = tmp_path / "a.safetensors"
     path.write_bytes(encode(config, {}))
     assert b"secret" not in path.read_bytes()
+    training = _slices(config)
+    assert training.startswith("50 % slices from files, data=numpy")
+    assert "30 % phantoms drawn by this program, 256 × 256, new ones every epoch; 85 %" in training
     again, _ = read_checkpoint(path)
     assert isinstance(config.data, MixedData)
     assert isinstance(again.data, MixedData)

@@ -7,7 +7,7 @@ import json
 import math
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -167,19 +167,27 @@ def _begun_from(config: Config, record: dict[str, Any]) -> str:
 
 
 def _slices(config: Config) -> str:
-    if not isinstance(config.data, MixedData):
-        return _of_source(config.data)
-    shares = config.data.shares.values()
-    of_each = zip(shares, sources_of(config.data).values(), strict=True)
-    return "; ".join(f"{100 * share:.4g} % {_of_source(source)}" for share, source in of_each)
+    data = config.data
+    if not isinstance(data, MixedData):
+        epoch = f" of {data.n_train}" if isinstance(data, PhantomData) else ""
+        return _of_source(data, epoch)
+    sources = [replace(source, train_slices=None) for source in sources_of(data).values()]
+    few = f"; of all together the same {data.train_slices} at most in every epoch" if data.train_slices else ""
+    return (
+        "; ".join(
+            f"{100 * share:.4g} % {_of_source(source)}"
+            for share, source in zip(data.shares.values(), sources, strict=True)
+        )
+        + few
+    )
 
 
-def _of_source(data: DataConfig) -> str:
+def _of_source(data: DataConfig, epoch: str = "") -> str:
     size = f"{data.image_size} × {data.image_size}"
     augmented = ", flipped and turned at random" if data.augment else ""
     if isinstance(data, PhantomData):
         few = data.train_slices and min(data.train_slices, data.n_train)
-        which = f"the same {few} in every epoch" if few else f"new ones every epoch of {data.n_train}"
+        which = f"the same {few} in every epoch" if few else f"new ones every epoch{epoch}"
         return (
             f"phantoms drawn by this program, {size}, {which}; "
             f"{100 * data.anatomy_share:.4g} % resemble a body, the others are ellipses{augmented}"
