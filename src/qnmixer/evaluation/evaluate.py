@@ -230,7 +230,7 @@ def _write_page(
     n_kept = len(evaluation.slices)
     order = f"worst first by PSNR of {method}"
     if n_kept < n_images:
-        order += f": the worst {n_kept} of {n_images}, all of which are in images.csv"
+        order += f": {n_kept} of {n_images}, the worst and those of the picture; images.csv has all"
     made_by = {
         "commit": git_commit() or "none",
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),

@@ -153,6 +153,7 @@ function numberOf(method) { return method.iterates[iterateOf(method)]; }
 
 const GAP = 12; // between panels, and 4 between an image and its error map
 const LEAST = 140; // pixels that a panel is wide where there are too many for the window
+const BESIDE = 1.2; // error maps go below their images only where these become so many times as large
 const ROOM = 300; // pixels of height: with less below the controls, the reader scrolls down to the images
 
 // Error maps beside their images or below them, and in so many columns that the images are as large as the window allows.
@@ -179,9 +180,8 @@ function lay() {
 
 function better(found, best) { // what fits in the window, as large as can be; or else is least to scroll through
   if (best === null || found.fits !== best.fits) return best === null || found.fits;
-  if (found.fits || (found.panel < LEAST && best.panel < LEAST)) return found.panel > best.panel;
-  if (found.panel < LEAST || best.panel < LEAST) return found.panel > best.panel;
-  return found.needed < best.needed;
+  const small = found.panel < LEAST || best.panel < LEAST, bonus = best.beside && !found.beside ? BESIDE : 1;
+  return found.fits || small ? found.panel > bonus * best.panel : found.needed < best.needed;
 }
 
 function rowsOf(units, columns) {
@@ -195,7 +195,7 @@ function rowsOf(units, columns) {
 
 function heightLeft() { // below what stands above the images; where that is too little, below the bar
   const above = byId("panels").getBoundingClientRect().top + scrollY;
-  const bar = document.querySelector(".bar").offsetHeight + 8;
+  const bar = (document.querySelector(".bars").offsetHeight || document.querySelector(".bar").offsetHeight) + 8;
   return innerHeight - (innerHeight - above < ROOM ? bar : above);
 }
 

@@ -27,9 +27,9 @@ NOT_A_NUMBER = -32768  # what int16 has for a pixel that is not finite
 _NUMERIC = re.compile(r"[+−-]?\d")
 _THUMBNAIL = 64  # pixels
 # Folders from a root or a home on, where a word begins; what they end with is kept, unless it is a user's home.
-_NAME = r"[^\s/\\'\",;:]+"
+_NAME = r"[^\s/\\'\",;:<>]+"
 _FOLDERS = re.compile(
-    rf"(?<![\w.…])(?:[A-Za-z]:)?(?:[/\\](?:home|Users)[/\\]{_NAME}[/\\]?|~[\w.-]*[/\\]|[/\\]{_NAME}[/\\]|[A-Za-z]:\\)"
+    rf"(?<![\w.…<])(?:[A-Za-z]:)?(?:[/\\](?:home|Users)[/\\]{_NAME}[/\\]?|~[\w.-]*[/\\]|[/\\]{_NAME}[/\\]|[A-Za-z]:\\)"
     rf"(?:{_NAME}[/\\])*"
 )
 
@@ -161,7 +161,7 @@ def without_folders(text: str) -> str:
 
 
 def _base64(content: bytes) -> str:
-    return base64.b64encode(zlib.compress(content, 9)).decode()
+    return base64.b64encode(zlib.compress(content)).decode()
 
 
 def _csp_hash(text: str) -> str:
