@@ -100,7 +100,7 @@ async function showThumbnails() {
     button.type = "button";
     button.title = psnr === null ? name : `${name}, ${psnr} dB`;
     button.setAttribute("aria-label", button.title);
-    button.append(canvas, psnr === null ? name : `${psnr} dB`);
+    button.append(canvas, psnr === null ? n + 1 : `${psnr} dB`);
     button.addEventListener("click", () => chooseSlice(n));
     return button;
   }));
@@ -163,13 +163,13 @@ function lay() {
   let best = null;
   for (const beside of both ? [true, false] : [false]) {
     const units = panels.map((panel) => (beside && !panel.method.truth ? 2 : 1));
-    const high = both && !beside ? 2 : 1, caption = (beside ? 48 : 88) + GAP;
+    const high = both && !beside ? 2 : 1, caption = (beside ? 48 : 106) + GAP;
     for (let columns = Math.max(...units); columns <= units.reduce((a, b) => a + b); columns++) {
       const rows = rowsOf(units, columns), widest = Math.floor((room - GAP * (columns - 1)) / columns);
-      const highest = Math.floor(((tall / rows - caption) / high) * (width / height));
-      const panel = Math.min(widest, Math.max(highest, LEAST));
-      const needed = rows * (caption + (high * panel * height) / width);
-      const found = { beside, panel, fits: panel <= highest && panel >= LEAST, needed };
+      const highest = (shown) => Math.floor(((tall / shown - caption) / high) * (width / height));
+      const fits = Math.min(widest, highest(rows)) >= LEAST;
+      const panel = Math.min(widest, fits ? highest(rows) : Math.max(highest(1), LEAST));
+      const found = { beside, panel, fits, needed: rows * (caption + (high * panel * height) / width) };
       if (better(found, best)) best = found;
     }
   }
@@ -181,7 +181,7 @@ function lay() {
 function better(found, best) { // what fits in the window, as large as can be; or else is least to scroll through
   if (best === null || found.fits !== best.fits) return best === null || found.fits;
   const small = found.panel < LEAST || best.panel < LEAST, bonus = best.beside && !found.beside ? BESIDE : 1;
-  return found.fits || small ? found.panel > bonus * best.panel : found.needed < best.needed;
+  return found.fits || small ? found.panel > bonus * best.panel : bonus * found.needed < best.needed;
 }
 
 function rowsOf(units, columns) {

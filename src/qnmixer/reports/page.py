@@ -203,7 +203,8 @@ def _thumbnail(slice_: PageSlice) -> npt.NDArray[np.uint8]:
     """[h, w], what the last method ends with in the display window; at most 64 pixels on the longer side."""
     image = slice_.methods[-1].iterates[-1].detach().to("cpu", torch.float32).nan_to_num(0.0)
     factor = min(1.0, _THUMBNAIL / max(image.shape))
-    small = adaptive_avg_pool2d(image[None, None], [max(1, round(n * factor)) for n in image.shape])[0, 0]
+    height, width = (max(1, round(n * factor)) for n in image.shape)
+    small = adaptive_avg_pool2d(image[None, None], (height, width))[0, 0]
     low, high = DISPLAY_WINDOW
     return ((small - low) / (high - low) * 255).clamp(0, 255).round().to(torch.uint8).numpy()
 
@@ -255,7 +256,7 @@ def _table(table: PageTable) -> str:
 def _configuration(configuration: Mapping[str, Any]) -> str:
     """A small table for each section, and one for the keys that are in none."""
     rest = {key: value for key, value in configuration.items() if not isinstance(value, Mapping)}
-    sections = {"run": rest} if rest else {}
+    sections: dict[str, Mapping[str, Any]] = {"run": rest} if rest else {}
     sections |= {key: value for key, value in configuration.items() if isinstance(value, Mapping) and value}
     tables = []
     for name, keys in sections.items():
