@@ -169,7 +169,7 @@ function lay() {
       const highest = (shown) => Math.floor(((tall / shown - caption) / high) * (width / height));
       const fits = Math.min(widest, highest(rows)) >= LEAST;
       const panel = Math.min(widest, fits ? highest(rows) : Math.max(highest(1), LEAST));
-      const found = { beside, panel, fits, needed: rows * (caption + (high * panel * height) / width) };
+      const found = { beside, rows, panel, fits, needed: rows * (caption + (high * panel * height) / width) };
       if (better(found, best)) best = found;
     }
   }
@@ -181,7 +181,9 @@ function lay() {
 function better(found, best) { // what fits in the window, as large as can be; or else is least to scroll through
   if (best === null || found.fits !== best.fits) return best === null || found.fits;
   const small = found.panel < LEAST || best.panel < LEAST, bonus = best.beside && !found.beside ? BESIDE : 1;
-  return found.fits || small ? found.panel > bonus * best.panel : bonus * found.needed < best.needed;
+  if (!found.fits && !small) return bonus * found.needed < best.needed;
+  const fewerRows = found.beside === best.beside && found.rows < best.rows; // they use the width
+  return found.panel > (fewerRows ? 0.9 : bonus) * best.panel;
 }
 
 function rowsOf(units, columns) {
