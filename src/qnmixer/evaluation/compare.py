@@ -1,6 +1,5 @@
 """Every job of a sweep on the same slices, from the same noisy sinograms, and what each method costs."""
 
-import hashlib
 import json
 import time
 from collections.abc import Callable
@@ -32,11 +31,10 @@ from qnmixer.config.data import DataConfig, PhantomData
 from qnmixer.config.overrides import quoted
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import CheckpointError, ConfigError, DataError, first_line
-from qnmixer.evaluation.evaluate import ImageScore, evaluate, shown_iterates
+from qnmixer.evaluation.evaluate import ImageScore, evaluate, score, shown_iterates
 from qnmixer.evaluation.methods import ComparedJob, ComparedMethod, Comparison, Cost, methods_of
 from qnmixer.evaluation.slices import other_slices, pictured
-from qnmixer.files import write_text
-from qnmixer.optimization.metrics import psnr, ssim
+from qnmixer.files import digest, write_text
 from qnmixer.reconstructor import Batch, Reconstructor, choose_device, method_name, to_hu
 from qnmixer.reports.page import PageMethod, PageSlice
 from qnmixer.tracking.loggers import device_name
@@ -108,7 +106,7 @@ class _Measuring:
             n_before += before
             by_name = {name: [s for s in scores if s.method == name] for name in (FBP, method_name(config))}
             method.measured.setdefault(test, {})[job.seeds] = by_name[method_name(config)]
-            method.scans[test] = digest(tested_scan(config))
+            method.scans[test] = digest(tested_scan(config), sort_keys=True)
             if self._fbp is not None:
                 self._fbp.measured.setdefault(test, {(0, 0): by_name[FBP]})
                 self._fbp.scans.setdefault(test, method.scans[test])
@@ -118,6 +116,7 @@ class _Measuring:
         again = f" ({n_before} of them before)" if n_before else ""
         return f"{test}: {len(jobs)} jobs on {n_images} slices{again}, {duration(time.monotonic() - start)}"
 
+    @torch.no_grad()
     def look(self, tests: list[str]) -> dict[str, list[PageSlice]]:
         """Slices by all methods, several of the first test and one of each other, and what each method costs."""
         slices: dict[tuple[str, int], PageSlice] = {}
@@ -138,7 +137,10 @@ class _Measuring:
                         method.cost = _cost(method, module, y)
                     of = slices.setdefault((test, index), PageSlice(name, truth, []))
                     if of.name == name and of.truth is not None and of.truth.shape == truth.shape:
-                        of.methods.append(_reconstructed(method, module, batch, y))
+                        images = shown_iterates(module.network, y) if method.jobs else [module.projector.fbp(y)]
+                        (its,) = score(batch, method.name, images[-1], self.config.evaluation.window)
+                        hu = [to_hu(batch, image)[0, 0].cpu() for image in images]
+                        of.methods.append(PageMethod(method.name, hu, its.caption))
         return {test: [it for (of, _), it in slices.items() if of == test] for test in tests}
 
     def _config(self, job: ComparedJob, test: str) -> Config:
@@ -168,7 +170,7 @@ class _Measuring:
         checkpoint = find_checkpoint(job.folder, self.config.checkpoint)
         weights = digest_of_weights(read_checkpoint(checkpoint)[1])
         what = [self._code, weights, to_plain(config), split, window, self.device.type]
-        path = self.kept / f"{digest(what)}.json"
+        path = self.kept / f"{digest(what, sort_keys=True)}.json"
         if path.is_file():
             return [ImageScore(**score) for score in json.loads(path.read_text())], True
         data = SliceDataModule(config.data)
@@ -180,13 +182,6 @@ class _Measuring:
         module = Reconstructor(config)
         load_weights(module, find_checkpoint(job.folder, self.config.checkpoint))
         return module.to(self.device).eval()
-
-
-@torch.no_grad()
-def _reconstructed(method: ComparedMethod, module: Reconstructor, batch: Batch, y: Tensor) -> PageMethod:
-    images = shown_iterates(module.network, y) if method.jobs else [module.projector.fbp(y)]
-    quality = f"{psnr(images[-1], batch['image']).item():.2f} dB / {100 * ssim(images[-1], batch['image']).item():.2f}"
-    return PageMethod(method.name, [to_hu(batch, image)[0, 0].cpu() for image in images], quality)
 
 
 def _cost(method: ComparedMethod, module: Reconstructor, y: Tensor) -> Cost:
@@ -230,8 +225,3 @@ def tested_scan(config: Config) -> object:
     data = {key: value for key, value in plain["data"].items() if key not in _NOT_OF_TEST}
     geometry = {key: value for key, value in plain["geometry"].items() if key != "fbp_filter"}
     return [geometry, plain["noise"], data]
-
-
-def digest(what: object) -> str:
-    """A name for what can be written as JSON."""
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 
 from qnmixer.checkpoints.reading import load_run
@@ -20,6 +19,7 @@ from qnmixer.config import Config, EvaluateConfig, EvaluationConfig, check_noise
 from qnmixer.config.data import AsTrained, DataConfig, FolderData
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.evaluation.slices import as_trained, other_slices, pictured
+from qnmixer.evaluation.statistics import with_deviation
 from qnmixer.files import write_text
 from qnmixer.models import TotalVariation, UnrolledNetwork
 from qnmixer.optimization.metrics import psnr, ssim, to_window
@@ -28,7 +28,7 @@ from qnmixer.processes.ranks import rank
 from qnmixer.reconstructor import Batch, Reconstructor, build_noise, choose_device, to_hu
 from qnmixer.reports.page import PageMethod, PageSlice, PageTable, write_page
 from qnmixer.reports.pictures import Panel, Row, draw_comparison
-from qnmixer.reports.tables import csv_table, markdown_table
+from qnmixer.reports.tables import csv_table, markdown_table, terminal_table
 from qnmixer.tracking.loggers import device_name
 from qnmixer.tracking.results import git_commit, results, versions
 
@@ -47,6 +47,11 @@ class ImageScore:
     window_psnr: float
     window_ssim: float
     constant: bool = False
+
+    @property
+    def caption(self) -> str:
+        """For pictures: "34.13 dB / 91.90"."""
+        return f"{self.psnr:.2f} dB / {self.ssim:.2f}"
 
 
 @dataclass
@@ -146,7 +151,7 @@ def evaluate(
             images = {name: [method(y)] for name, method in methods.items()}
             if drawn & {*numbers}:
                 images[module.network.title] = shown_iterates(module.network, y)
-        scores = {name: _score(batch, name, of[-1], config.window) for name, of in images.items()}
+        scores = {name: score(batch, name, of[-1], config.window) for name, of in images.items()}
         for b, (n, weight) in enumerate(zip(numbers, weights, strict=True)):
             if weight:
                 of_slice = {name: of[b] for name, of in scores.items()}
@@ -170,7 +175,7 @@ def _slice(batch: Batch, b: int, images: dict[str, list[Tensor]], scores: dict[s
     def hu(image: Tensor) -> Tensor:
         return to_hu(batch, image)[b, 0].cpu()
 
-    methods = [PageMethod(name, [hu(x) for x in of], _caption(scores[name])) for name, of in images.items()]
+    methods = [PageMethod(name, [hu(x) for x in of], scores[name].caption) for name, of in images.items()]
     return PageSlice(batch["name"][b], hu(batch["image"]), methods)
 
 
@@ -199,14 +204,12 @@ def write_evaluation(
 
     for line in warnings:
         console.print(f"warning: {line}", style="bold red", highlight=False, soft_wrap=True)
-    table = Table(*headings, title=title, caption=gain)
-    for cells in body:
-        table.add_row(*cells)
-    console.print(table)
+    console.print(terminal_table(headings, body, title=title, caption=gain))
     return picture
 
 
-def _score(batch: Batch, method: str, image: Tensor, window: list[float]) -> list[ImageScore]:
+def score(batch: Batch, method: str, image: Tensor, window: list[float]) -> list[ImageScore]:
+    """What a method's images [B, 1, S, S] of a batch are worth."""
     truth = batch["image"]
     windowed, windowed_truth = (to_window(to_hu(batch, x), (window[0], window[1])) for x in (image, truth))
     columns = [
@@ -217,22 +220,17 @@ def _score(batch: Batch, method: str, image: Tensor, window: list[float]) -> lis
     ]
     values = torch.stack(columns, dim=1).tolist()
     constant = (image.flatten(1).amax(1) == image.flatten(1).amin(1)).tolist()
-    scores = [ImageScore(name, method, *row) for name, row in zip(batch["name"], values, strict=True)]
-    return [replace(score, constant=is_constant) for score, is_constant in zip(scores, constant, strict=True)]
-
-
-def _caption(score: ImageScore) -> str:
-    return f"{score.psnr:.2f} dB / {score.ssim:.2f}"
+    return [ImageScore(name, method, *row, of) for name, row, of in zip(batch["name"], values, constant, strict=True)]
 
 
 def table_of(evaluation: Evaluation) -> tuple[list[str], list[list[str]]]:
     """Headings and rows, a row for each method."""
-    body = [[m, *(_mean_and_deviation(evaluation.values(m, metric)) for metric in METRICS)] for m in evaluation.methods]
+    columns = {m: [evaluation.values(m, metric) for metric in METRICS] for m in evaluation.methods}
+    body = [
+        [m, *(with_deviation(mean(values), stdev(values) if len(values) > 1 else 0) for values in of_metrics)]
+        for m, of_metrics in columns.items()
+    ]
     return ["method", *METRICS.values()], body
-
-
-def _mean_and_deviation(values: list[float]) -> str:
-    return f"{mean(values):.2f} ± {stdev(values) if len(values) > 1 else 0:.2f}"
 
 
 def _gain(evaluation: Evaluation) -> str:

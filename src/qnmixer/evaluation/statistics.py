@@ -33,6 +33,11 @@ class Difference:
     half_width: float | None  # of the 95 % interval
 
 
+def with_deviation(value: float, deviation: float | None, sign: str = "") -> str:
+    """For tables: "34.13 ± 0.52"; the value alone where nothing tells how sure it is."""
+    return f"{value:{sign}.2f}" + ("" if deviation is None else f" ± {deviation:.2f}")
+
+
 def spread(scores: Scores) -> Spread:
     """Mean and deviations of one method."""
     seeds, images = _seed_means(scores), _image_means(scores)
