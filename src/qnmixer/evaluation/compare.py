@@ -31,10 +31,11 @@ from qnmixer.config.data import DataConfig, PhantomData
 from qnmixer.config.overrides import quoted
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import CheckpointError, ConfigError, DataError, first_line
-from qnmixer.evaluation.evaluate import ImageScore, evaluate, score, shown_iterates
+from qnmixer.evaluation.evaluate import ImageScore, evaluate, shown_iterates
 from qnmixer.evaluation.methods import ComparedJob, ComparedMethod, Comparison, Cost, methods_of
 from qnmixer.evaluation.slices import other_slices, pictured
 from qnmixer.files import digest, write_text
+from qnmixer.optimization.metrics import psnr, ssim
 from qnmixer.reconstructor import Batch, Reconstructor, choose_device, method_name, to_hu
 from qnmixer.reports.page import PageMethod, PageSlice
 from qnmixer.tracking.loggers import device_name
@@ -116,7 +117,6 @@ class _Measuring:
         again = f" ({n_before} of them before)" if n_before else ""
         return f"{test}: {len(jobs)} jobs on {n_images} slices{again}, {duration(time.monotonic() - start)}"
 
-    @torch.no_grad()
     def look(self, tests: list[str]) -> dict[str, list[PageSlice]]:
         """Slices by all methods, several of the first test and one of each other, and what each method costs."""
         slices: dict[tuple[str, int], PageSlice] = {}
@@ -137,10 +137,7 @@ class _Measuring:
                         method.cost = _cost(method, module, y)
                     of = slices.setdefault((test, index), PageSlice(name, truth, []))
                     if of.name == name and of.truth is not None and of.truth.shape == truth.shape:
-                        images = shown_iterates(module.network, y) if method.jobs else [module.projector.fbp(y)]
-                        (its,) = score(batch, method.name, images[-1], self.config.evaluation.window)
-                        hu = [to_hu(batch, image)[0, 0].cpu() for image in images]
-                        of.methods.append(PageMethod(method.name, hu, its.caption))
+                        of.methods.append(_reconstructed(method, module, batch, y))
         return {test: [it for (of, _), it in slices.items() if of == test] for test in tests}
 
     def _config(self, job: ComparedJob, test: str) -> Config:
@@ -182,6 +179,13 @@ class _Measuring:
         module = Reconstructor(config)
         load_weights(module, find_checkpoint(job.folder, self.config.checkpoint))
         return module.to(self.device).eval()
+
+
+@torch.no_grad()
+def _reconstructed(method: ComparedMethod, module: Reconstructor, batch: Batch, y: Tensor) -> PageMethod:
+    images = shown_iterates(module.network, y) if method.jobs else [module.projector.fbp(y)]
+    quality = f"{psnr(images[-1], batch['image']).item():.2f} dB / {100 * ssim(images[-1], batch['image']).item():.2f}"
+    return PageMethod(method.name, [to_hu(batch, image)[0, 0].cpu() for image in images], quality)
 
 
 def _cost(method: ComparedMethod, module: Reconstructor, y: Tensor) -> Cost:

@@ -48,11 +48,6 @@ class ImageScore:
     window_ssim: float
     constant: bool = False
 
-    @property
-    def caption(self) -> str:
-        """For pictures: "34.13 dB / 91.90"."""
-        return f"{self.psnr:.2f} dB / {self.ssim:.2f}"
-
 
 @dataclass
 class Evaluation:
@@ -151,7 +146,7 @@ def evaluate(
             images = {name: [method(y)] for name, method in methods.items()}
             if drawn & {*numbers}:
                 images[module.network.title] = shown_iterates(module.network, y)
-        scores = {name: score(batch, name, of[-1], config.window) for name, of in images.items()}
+        scores = {name: _score(batch, name, of[-1], config.window) for name, of in images.items()}
         for b, (n, weight) in enumerate(zip(numbers, weights, strict=True)):
             if weight:
                 of_slice = {name: of[b] for name, of in scores.items()}
@@ -175,7 +170,7 @@ def _slice(batch: Batch, b: int, images: dict[str, list[Tensor]], scores: dict[s
     def hu(image: Tensor) -> Tensor:
         return to_hu(batch, image)[b, 0].cpu()
 
-    methods = [PageMethod(name, [hu(x) for x in of], scores[name].caption) for name, of in images.items()]
+    methods = [PageMethod(name, [hu(x) for x in of], _caption(scores[name])) for name, of in images.items()]
     return PageSlice(batch["name"][b], hu(batch["image"]), methods)
 
 
@@ -208,8 +203,7 @@ def write_evaluation(
     return picture
 
 
-def score(batch: Batch, method: str, image: Tensor, window: list[float]) -> list[ImageScore]:
-    """What a method's images [B, 1, S, S] of a batch are worth."""
+def _score(batch: Batch, method: str, image: Tensor, window: list[float]) -> list[ImageScore]:
     truth = batch["image"]
     windowed, windowed_truth = (to_window(to_hu(batch, x), (window[0], window[1])) for x in (image, truth))
     columns = [
@@ -221,6 +215,10 @@ def score(batch: Batch, method: str, image: Tensor, window: list[float]) -> list
     values = torch.stack(columns, dim=1).tolist()
     constant = (image.flatten(1).amax(1) == image.flatten(1).amin(1)).tolist()
     return [ImageScore(name, method, *row, of) for name, row, of in zip(batch["name"], values, constant, strict=True)]
+
+
+def _caption(score: ImageScore) -> str:
+    return f"{score.psnr:.2f} dB / {score.ssim:.2f}"
 
 
 def table_of(evaluation: Evaluation) -> tuple[list[str], list[list[str]]]:
