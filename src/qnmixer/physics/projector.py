@@ -29,7 +29,7 @@ class FanBeamProjector(nn.Module):
         fbp_filter: window on the ramp: ramp, shepp-logan, cosine, hamming or hann.
 
     Raises:
-        GeometryError: if the filter is unknown, or an input's shape does not fit the geometry.
+        GeometryError: if an input's shape does not fit the geometry.
     """
 
     def __init__(self, geometry: FanBeamGeometry, fbp_filter: str = "ramp") -> None:
@@ -129,7 +129,7 @@ class FanBeamProjector(nn.Module):
         if x.ndim != 4 or tuple(x.shape[1:]) != expected:
             raise GeometryError(
                 f"{kind} of shape {list(x.shape)} does not fit the geometry, which needs [batch, "
-                f"{', '.join(map(str, expected))}]: check data.image_size, geometry.n_views and geometry.n_detectors"
+                f"{', '.join(map(str, expected))}]: check image_size, n_views and n_detectors"
             )
 
     def _fbp(self, y: Tensor) -> Tensor:
