@@ -79,6 +79,11 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def last_change(*paths: Path) -> float:
+    """When one of some files was last written, as the system counts seconds; one of them must be there."""
+    return max(path.stat().st_mtime for path in paths if path.exists())
+
+
 def check_there(key: str, path: str, what: str) -> None:
     """Raise DataError where there is nothing at the path that a key gives; `what` is to be there."""
     if not Path(path).expanduser().exists():

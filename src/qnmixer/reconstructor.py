@@ -206,10 +206,3 @@ def build_noise(config: Config) -> Noise:
 def attenuation_per_value(config: Config, water_attenuation: float) -> float:
     """Linear attenuation (1/mm) of x = 1: x = (HU + 1000)/(hu_max + 1000) and μ = μ_water (HU + 1000)/1000."""
     return water_attenuation * (config.data.hu_max + 1000.0) / 1000.0
-
-
-def choose_device(accelerator: str) -> torch.device:
-    """The device of evaluate and reconstruct; raises ConfigError for a GPU that is not there."""
-    if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"accelerator={accelerator}, but torch sees no CUDA device here: use accelerator=cpu")
-    return torch.device("cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu")

@@ -36,7 +36,8 @@ from qnmixer.evaluation.methods import ComparedJob, ComparedMethod, Comparison, 
 from qnmixer.evaluation.slices import other_slices, pictured
 from qnmixer.files import digest, write_text
 from qnmixer.optimization.metrics import psnr, ssim
-from qnmixer.reconstructor import Batch, Reconstructor, choose_device, method_name, to_hu
+from qnmixer.parallel.devices import choose_device
+from qnmixer.reconstructor import Batch, Reconstructor, method_name, to_hu
 from qnmixer.reports.page import PageMethod, PageSlice
 from qnmixer.tracking.loggers import device_name
 from qnmixer.tracking.metrics_file import read_metrics

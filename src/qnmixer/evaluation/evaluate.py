@@ -23,9 +23,10 @@ from qnmixer.evaluation.statistics import with_deviation
 from qnmixer.files import write_text
 from qnmixer.models import TotalVariation, UnrolledNetwork
 from qnmixer.optimization.metrics import psnr, ssim, to_window
+from qnmixer.parallel.devices import choose_device
 from qnmixer.plugins import module_of
 from qnmixer.processes.ranks import rank
-from qnmixer.reconstructor import Batch, Reconstructor, build_noise, choose_device, to_hu
+from qnmixer.reconstructor import Batch, Reconstructor, build_noise, to_hu
 from qnmixer.reports.page import PageMethod, PageSlice, PageTable, write_page
 from qnmixer.reports.pictures import Panel, Row, draw_comparison
 from qnmixer.reports.tables import csv_table, markdown_table, terminal_table

@@ -101,15 +101,15 @@ class FanBeamProjector(nn.Module):
         return 1 / self._norms["filtered"]
 
     @torch.no_grad()
-    def _power_iteration(self, apply: Callable[[Tensor], Tensor], limit: int = 200, tolerance: float = 1e-5) -> float:
-        """Largest eigenvalue of a map of images, to about the given relative change per step."""
+    def _power_iteration(self, apply: Callable[[Tensor], Tensor]) -> float:
+        """Largest eigenvalue of a map of images, to a relative change of about 1e-5 per step."""
         size = self.geometry.image_size
         x = torch.randn(1, 1, size, size, generator=torch.Generator().manual_seed(0)).to(self._rays.values.device)
         radius = 0.0
-        for _ in range(limit):
+        for _ in range(200):
             x = apply(x / x.norm())
             previous, radius = radius, float(x.norm())
-            if abs(radius - previous) <= tolerance * radius:
+            if abs(radius - previous) <= 1e-5 * radius:
                 break
         return radius
 
