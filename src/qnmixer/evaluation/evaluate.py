@@ -215,7 +215,10 @@ def _score(batch: Batch, method: str, image: Tensor, window: list[float]) -> lis
     ]
     values = torch.stack(columns, dim=1).tolist()
     constant = (image.flatten(1).amax(1) == image.flatten(1).amin(1)).tolist()
-    return [ImageScore(name, method, *row, of) for name, row, of in zip(batch["name"], values, constant, strict=True)]
+    return [
+        ImageScore(name, method, *row, constant=of)
+        for name, row, of in zip(batch["name"], values, constant, strict=True)
+    ]
 
 
 def _caption(score: ImageScore) -> str:
