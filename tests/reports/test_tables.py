@@ -9,6 +9,7 @@ def test_csv_quotes_what_needs_it() -> None:
 
 def test_markdown_escapes_bars() -> None:
     assert markdown_table(["a", "b"], [["1", "x|y"]]) == "| a | b |\n|---|---|\n| 1 | x\\|y |"
+    assert markdown_table(["", ""], [["1", ""]]) == "| | |\n|---|---|\n| 1 | |"
 
 
 def test_a_terminal_has_words_left_and_figures_right_as_they_are() -> None:

@@ -20,15 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from qnmixer.data.resample import to_square
-from qnmixer.data.slices import (
-    FloatArray,
-    SkipFile,
-    Slice,
-    SliceInfo,
-    clean_hu,
-    require_content,
-    summarise_skipped,
-)
+from qnmixer.data.slices import FloatArray, SkipFile, Slice, SliceInfo, clean_hu, require_content, summarise_skipped
 from qnmixer.errors import DataError
 from qnmixer.files import TEMPORARY_SUFFIX, atomic_file, default_cache_dir, digest, write_text
 

@@ -28,6 +28,6 @@ def terminal_table(headings: Sequence[str], rows: Iterable[Sequence[str]], words
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table, without a newline at its end."""
-    lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (headings, *rows)]
-    first, *others = (f"| {line} |" for line in lines)
+    escaped = ([cell.replace("|", "\\|") for cell in row] for row in (headings, *rows))
+    first, *others = ("|".join(["", *(f" {cell} " if cell else " " for cell in row), ""]) for row in escaped)
     return "\n".join([first, f"|{'---|' * len(headings)}", *others])
