@@ -212,13 +212,10 @@ def _score(batch: Batch, method: str, image: Tensor, window: list[float]) -> lis
         100 * ssim(image, truth),
         psnr(windowed, windowed_truth),
         100 * ssim(windowed, windowed_truth),
+        image.flatten(1).amax(1) == image.flatten(1).amin(1),
     ]
-    values = torch.stack(columns, dim=1).tolist()
-    constant = (image.flatten(1).amax(1) == image.flatten(1).amin(1)).tolist()
-    return [
-        ImageScore(name, method, *row, constant=of)
-        for name, row, of in zip(batch["name"], values, constant, strict=True)
-    ]
+    rows = zip(batch["name"], *(column.tolist() for column in columns), strict=True)
+    return [ImageScore(name, method, *row) for name, *row in rows]
 
 
 def _caption(score: ImageScore) -> str:
