@@ -236,7 +236,7 @@ def evaluate_best(
         return
     run.record["test"] = evaluation.means()
     title = title_of(config, config.data, "test")
-    picture = write_evaluation(run.folder / "evaluation", evaluation, title, config, device, run.console)
+    picture = write_evaluation(run.folder / "evaluation", evaluation, title, config, device, run.console, run.folder)
     run.record |= {"picture": str(picture), "evaluated": what_was_evaluated(trained, config.data)}
     sampler = data.train_dataloader().sampler
     assert isinstance(sampler, EpochSampler)
