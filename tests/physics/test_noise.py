@@ -9,7 +9,7 @@ from qnmixer.errors import ConfigError
 from qnmixer.physics import FieldNoise, MixedNoise, Noise, NoNoise, PhysicalNoise
 
 PHYSICAL = PhysicalNoise(photons=1e4, electronic_sigma=5.0)
-ALL: Sequence[Noise] = (FieldNoise(), PHYSICAL, MixedNoise(FieldNoise(), PHYSICAL, 0.5))
+ALL: Sequence[Noise] = (FieldNoise(), PHYSICAL, MixedNoise(photons=1e4, electronic_sigma=5.0, physical_share=0.5))
 
 
 def sinogram(batch: int = 1, value: float = 100.0) -> torch.Tensor:
@@ -74,12 +74,12 @@ def test_statistics_of_the_physical_noise() -> None:
 
 def test_mixed_noise_gives_each_sample_one_of_the_two() -> None:
     """As its key says; of 200 samples the share of the physical one is as asked for."""
-    noise = MixedNoise(FieldNoise(1e6, 0.0), PhysicalNoise(photons=1e3), 0.3)
+    noise = MixedNoise(photons=1e3, physical_share=0.3, field_sigma=0.0)
     y = torch.full((200, 1, 4, 16), 100.0)
     strong = (noise(y, [(k,) for k in range(200)]) - y).flatten(1).std(1) > 1
     assert 0.2 < float(strong.float().mean()) < 0.4
     with pytest.raises(ConfigError, match=r"noise.physical_share=1.5"):
-        MixedNoise(FieldNoise(), PhysicalNoise(), 1.5)
+        MixedNoise(physical_share=1.5)
 
 
 def test_fewer_photons_give_more_noise() -> None:
@@ -105,7 +105,7 @@ def test_an_all_air_sample_gets_the_gaussian_only() -> None:
         (lambda: FieldNoise(photons=0), r"noise\.photons=0"),
         (lambda: FieldNoise(sigma=-1), r"noise\.sigma=-1"),
         (lambda: PhysicalNoise(photons=float("nan")), r"noise\.photons=nan"),
-        (lambda: PhysicalNoise(attenuation_per_value=0), r"noise\.attenuation_per_value=0"),
+        (lambda: PhysicalNoise(water_attenuation=0), r"noise\.water_attenuation=0"),
         (lambda: PhysicalNoise(electronic_sigma=-2), r"noise\.electronic_sigma=-2"),
     ],
 )

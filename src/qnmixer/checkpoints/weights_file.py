@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from qnmixer.config import Config, LoggerConfig, to_plain
-from qnmixer.config.data import CustomData, DataConfig, FolderData
 
 CHECKPOINT_KEY = "qnmixer"
 
@@ -53,14 +52,6 @@ def without_places(config: Config) -> Config:
     Folders, names of patients, the runs that it began from and the account of its logger are left out; not the
     arguments of classes of the user's own other than its slices: some it cannot be built without.
     """
-    data = _data_without_places(config.data)
+    data = config.data.without_places()
     logger = LoggerConfig(name="csv")
     return replace(config, data=data, logger=logger, callbacks={}, tags=[], finetune=None, resume=None)
-
-
-def _data_without_places(data: DataConfig) -> DataConfig:
-    if isinstance(data, FolderData):
-        return replace(
-            data, root=None, include="*", cache_dir=None, train_patients=[], val_patients=[], test_patients=[]
-        )
-    return replace(data, arguments={}) if isinstance(data, CustomData) else data

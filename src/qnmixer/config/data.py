@@ -1,20 +1,24 @@
-"""The `data=…` part of the configuration: one dataclass a source, all with the same common fields. No torch here."""
+"""What `data` may say: the keys of each source of slices, their bounds, and the rules between them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from qnmixer.config.custom import Custom
 from qnmixer.config.option import number, one_of
-from qnmixer.errors import DataError
+from qnmixer.config.target import Target, schema
+from qnmixer.errors import ConfigError, DataError
 from qnmixer.files import check_there
 
+if TYPE_CHECKING:
+    from qnmixer.config.run import Config
 
+
+@schema()
 @dataclass(kw_only=True)
-class DataConfig:
-    """What every source has.
+class DataConfig(Target):
+    """What every source has. A class of slices is built with `(part, **arguments)`, see `qnmixer.data.sources`.
 
     Attributes:
-        name: which source this is.
         image_size: rows and columns that slices are resampled to, S.
         batch_size: slices per device and step.
         num_workers: processes that load slices; 0 loads in the main process.
@@ -32,21 +36,31 @@ class DataConfig:
         seed: of phantoms, splits, order and augmentation.
     """
 
-    name: str = ""
-    image_size: int = number(at_least=8, default=256)
-    batch_size: int = number(at_least=1, default=1)
-    num_workers: int = number(at_least=0, default=2)
-    prefetch_factor: int = number(at_least=1, default=2)
-    pin_memory: bool | None = None
-    scaling: str = one_of("attenuation", "minmax", default="attenuation")
-    hu_max: float = number(above=-1000, default=2000.0)
-    augment: bool = False
-    simulation_factor: int = number(at_least=1, default=1)
-    disc: bool = False
-    train_slices: int | None = number(at_least=1, default=None)
-    seed: int = number(at_least=0, default=1)
+    group: ClassVar[str] = "data"
+
+    image_size: int = number(at_least=8)
+    batch_size: int = number(at_least=1)
+    num_workers: int = number(at_least=0)
+    prefetch_factor: int = number(at_least=1)
+    pin_memory: bool | None
+    scaling: str = one_of("attenuation", "minmax")
+    hu_max: float = number(above=-1000)
+    augment: bool
+    simulation_factor: int = number(at_least=1)
+    disc: bool
+    train_slices: int | None = number(at_least=1)
+    seed: int = number(at_least=0)
+
+    def keywords(self) -> dict[str, Any]:
+        """The arguments that only the source knows."""
+        return self.arguments
+
+    def without_places(self) -> Self:
+        """The same, without what is the machine's, the people's or the patients'."""
+        return replace(self, arguments={})
 
 
+@schema("qnmixer.data.phantoms.PhantomSource")
 @dataclass(kw_only=True)
 class PhantomData(DataConfig):
     """Random phantoms: no files needed.
@@ -58,17 +72,21 @@ class PhantomData(DataConfig):
         anatomy_share: part of the phantoms that resemble a body; the rest are ellipses.
     """
 
-    name: str = "phantoms"
-    simulation_factor: int = number(at_least=1, at_most=2, default=1)  # they are painted at twice the image size
-    n_train: int = number(at_least=1, default=1000)
-    n_val: int = number(at_least=1, default=32)
-    n_test: int = number(at_least=1, default=64)
-    anatomy_share: float = number(at_least=0, at_most=1, default=0.85)
+    simulation_factor: int = number(at_least=1, at_most=2)  # they are painted at twice the image size
+    n_train: int = number(at_least=1)
+    n_val: int = number(at_least=1)
+    n_test: int = number(at_least=1)
+    anatomy_share: float = number(at_least=0, at_most=1)
+
+    def keywords(self) -> dict[str, Any]:
+        """What phantoms are drawn by."""
+        return {key: getattr(self, key) for key in ("n_train", "n_val", "n_test", "anatomy_share", "seed")}
 
 
+@schema()
 @dataclass(kw_only=True)
 class FolderData(DataConfig):
-    """What every source of files has.
+    """What every source of files has. Its reader is built with `(**arguments)`.
 
     Attributes:
         root: folder that is searched to any depth.
@@ -85,51 +103,39 @@ class FolderData(DataConfig):
         cache_dir: where decoded slices are kept; null takes $XDG_CACHE_HOME/qnmixer or ~/.cache/qnmixer.
     """
 
-    root: str | None = None
-    include: str = "*"
-    patient_from: str = one_of("tag", "folder", default="tag")
-    split: str = one_of("random", "aapm", "explicit", "slices", "all", default="random")
-    val_fraction: float = number(above=0, at_most=1, default=0.1)
-    test_fraction: float = number(above=0, at_most=1, default=0.1)
-    train_patients: list[str] = field(default_factory=list)
-    val_patients: list[str] = field(default_factory=list)
-    test_patients: list[str] = field(default_factory=list)
-    cache_dir: str | None = None
+    root: str | None
+    include: str
+    patient_from: str = one_of("tag", "folder")
+    split: str = one_of("random", "aapm", "explicit", "slices", "all")
+    val_fraction: float = number(above=0, below=1)
+    test_fraction: float = number(above=0, below=1)
+    train_patients: list[str]
+    val_patients: list[str]
+    test_patients: list[str]
+    cache_dir: str | None
 
+    def without_places(self) -> Self:
+        """Without folders and patients too."""
+        return replace(
+            super().without_places(),
+            root=None, include="*", cache_dir=None, train_patients=[], val_patients=[], test_patients=[],
+        )  # fmt: skip
 
-@dataclass(kw_only=True)
-class DicomData(FolderData):
-    """Folders of CT in DICOM, told by content: any nesting, any file name, single or multi-frame."""
-
-    name: str = "dicom"
-
-
-@dataclass(kw_only=True)
-class DeepLesionData(FolderData):
-    """DeepLesion's 16-bit PNG: HU = pixel − 32768, folders named patient_study_series."""
-
-    name: str = "deeplesion"
-
-
-@dataclass(kw_only=True)
-class NumpyData(FolderData):
-    """`.npy` files in HU: single slices [H, W] or stacks [N, H, W]; a patient is a subfolder, or else a file."""
-
-    name: str = "numpy"
-
-
-@dataclass(kw_only=True)
-class CustomData(DataConfig, Custom):
-    """Slices of a user's own class, built with `(part, **arguments)` as `qnmixer.data.custom.CustomSource` does it."""
-
-    name: str = "custom"
+    def check(self, run: "Config") -> None:
+        """The parts of a split."""
+        if self.split != "explicit" and (self.train_patients or self.val_patients or self.test_patients):
+            raise ConfigError(f"lists of patients are used only with data.split=explicit, not data.split={self.split}")
+        if self.val_fraction + self.test_fraction >= 1:
+            raise ConfigError(
+                "data.val_fraction and data.test_fraction leave nothing to train on; their sum must be below 1"
+            )
 
 
 @dataclass(kw_only=True)
 class AsTrained:
     """For an evaluation: the run's own slices, but for what is not None here."""
 
-    name: str
+    _target_: str | None
     simulation_factor: int | None = number(at_least=1)
     disc: bool | None
 

@@ -3,52 +3,20 @@
 import os
 import signal
 import threading
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning import LightningDataModule
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
-from qnmixer.config.data import CustomData, DataConfig, DeepLesionData, DicomData, FolderData, NumpyData, PhantomData
+from qnmixer.config.data import DataConfig, FolderData
 from qnmixer.config.option import check_bounds
-from qnmixer.data.cache import Reader, SliceCache, open_cache
-from qnmixer.data.custom import CustomSource
-from qnmixer.data.dataset import Sample, SliceDataset, SliceView
-from qnmixer.data.deeplesion import DeepLesionReader
-from qnmixer.data.dicom import DicomReader
-from qnmixer.data.numpy_files import NumpyReader
-from qnmixer.data.phantoms import PhantomSource
+from qnmixer.data.dataset import Sample, SliceDataset
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.data.scaling import build_scaling
-from qnmixer.data.slices import SliceSource, summarise_skipped
-from qnmixer.data.splits import PARTS, patients_of, split_slices
-from qnmixer.errors import ConfigError, DataError
+from qnmixer.data.sources import Part, parts_of
+from qnmixer.errors import DataError
 from qnmixer.processes.signals import SIGNALS
-
-
-@dataclass(frozen=True)
-class Part:
-    """Slices of train, val or test, how many patients they show (0: not told), and the slices on a finer grid."""
-
-    source: SliceSource
-    n_patients: int
-    fine: SliceSource | None = None
-
-    def first(self, n: int) -> "Part":
-        """Its first slices only; whose they are is not counted."""
-        return self._some(list(range(min(n, len(self.source)))))
-
-    def spread(self, n: int) -> "Part":
-        """So many of its slices, evenly spread; whose they are is not counted."""
-        length = len(self.source)
-        n = min(n, length)
-        return self._some([k * length // n for k in range(n)])
-
-    def _some(self, indices: list[int]) -> "Part":
-        return Part(SliceView(self.source, indices), 0, self.fine and SliceView(self.fine, indices))
 
 
 class SliceDataModule(LightningDataModule):
@@ -82,52 +50,17 @@ class SliceDataModule(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Decode files into the cache; Lightning calls it on one process of a machine."""
-        if isinstance(self.config, FolderData) and not self.parts:
-            for size in {self.config.image_size, self._fine_size}:
-                _open_folder(self.config, size)
+        self.setup()
 
     def setup(self, stage: str | None = None) -> None:
         """Find, split and describe the slices; does nothing the second time."""
-        if not self.parts:
-            if isinstance(self.config, PhantomData):
-                self.parts = _phantom_parts(self.config)
-            elif isinstance(self.config, CustomData):
-                self.parts = _custom_parts(self.config)
-            else:
-                self.parts = self._folder_parts()
-            if self.config.train_slices is not None:
-                self.parts["train"] = self.parts["train"].spread(self.config.train_slices)
-            if self.first is not None:
-                self.parts = {name: part.first(self.first) for name, part in self.parts.items()}
-
-    def _folder_parts(self) -> dict[str, Part]:
-        assert isinstance(self.config, FolderData)
-        cache = _open_folder(self.config, self.config.image_size)
-        if cache.skipped:
-            rank_zero_warn(summarise_skipped(str(self.config.root), cache.skipped))
-        if cache.hu_range[0] > -500:
-            rank_zero_warn(f"{self.config.root}: no pixel is below −500 HU; is this really in HU (air −1000, water 0)?")
-        if self.config.split == "slices":
-            rank_zero_warn("data.split=slices puts neighbouring slices into train and test: scores will be too good")
-        patients = patients_of(
-            cache.infos,
-            patient_from=self.config.patient_from,
-            root_name=Path(str(self.config.root)).resolve().name,
-        )
-        split = split_slices(cache.infos, patients, self.config)
-        fine = None if self.config.simulation_factor == 1 else _open_folder(self.config, self._fine_size)
-        return {
-            part: Part(
-                SliceView(cache, split[part]),
-                len({patients[i] for i in split[part]}),
-                fine and SliceView(fine, split[part]),
-            )
-            for part in PARTS
-        }
-
-    @property
-    def _fine_size(self) -> int:
-        return self.config.image_size * self.config.simulation_factor
+        if self.parts:
+            return
+        self.parts = parts_of(self.config)
+        if self.config.train_slices is not None:
+            self.parts["train"] = self.parts["train"].spread(self.config.train_slices)
+        if self.first is not None:
+            self.parts = {name: part.first(self.first) for name, part in self.parts.items()}
 
     def dataset(self, part: str) -> SliceDataset:
         """Slices of train, val or test; DataError when there are none."""
@@ -235,55 +168,3 @@ def _end_when_parent_says(parent: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
     os._exit(0)
-
-
-def _phantom_parts(config: PhantomData) -> dict[str, Part]:
-    """Endless phantoms to train on, fixed ones to validate and test."""
-    lengths = {"train": config.n_train, "val": config.n_val, "test": config.n_test}
-
-    def source(part: str, fine: bool) -> PhantomSource:
-        return PhantomSource(
-            part,
-            lengths[part],
-            config.image_size,
-            seed=config.seed,
-            anatomy_share=config.anatomy_share,
-            fine=fine,
-        )
-
-    finer = config.simulation_factor > 1
-    return {part: Part(source(part, fine=False), 0, source(part, fine=True) if finer else None) for part in lengths}
-
-
-def _custom_parts(config: CustomData) -> dict[str, Part]:
-    size, factor = config.image_size, config.simulation_factor
-
-    def fine(part: str) -> CustomSource | None:
-        return CustomSource(config, part, factor * size) if factor > 1 else None
-
-    return {part: Part(CustomSource(config, part, size), 0, fine(part)) for part in PARTS}
-
-
-def _open_folder(config: FolderData, image_size: int) -> SliceCache:
-    """The decoded slices of a folder source, [image_size, image_size]."""
-    if not config.root:
-        raise ConfigError(f"data={config.name} needs data.root=FOLDER, the folder that holds the slices")
-    cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else None
-    return open_cache(
-        _reader(config),
-        Path(config.root).expanduser(),
-        image_size,
-        include=config.include,
-        cache_dir=cache_dir,
-    )
-
-
-def _reader(config: FolderData) -> Reader:
-    """What decodes the files of a folder source."""
-    if isinstance(config, DicomData):
-        return DicomReader()
-    if isinstance(config, DeepLesionData):
-        return DeepLesionReader()
-    if isinstance(config, NumpyData):
-        return NumpyReader()
-    raise ConfigError(f"data={config.name} is unknown; choose phantoms, dicom, deeplesion or numpy")

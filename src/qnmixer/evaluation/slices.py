@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from qnmixer.config import Config
-from qnmixer.config.data import AsTrained, CustomData, DataConfig, FolderData, PhantomData
+from qnmixer.config.data import AsTrained, DataConfig, FolderData, PhantomData
 from qnmixer.config.option import check_bounds
 from qnmixer.config.overrides import values_of
 from qnmixer.errors import CheckpointError
@@ -20,11 +20,10 @@ def as_trained(run: str, changed: AsTrained, data: DataConfig, trust: Collection
     for slices of a class that lies in no module of `trust`.
     """
     if located(run).suffix == SUFFIX and not isinstance(data, PhantomData):
-        where = f"_target_={data._target_}" if isinstance(data, CustomData) else "root=FOLDER"
-        raise CheckpointError(f"{run} does not say where its slices are: give data={data.name} data.{where}")
-    if isinstance(data, CustomData):
-        check_trusted(run, {"data._target_": data._target_}, trust)
-    changes = {key: value for key, value in vars(changed).items() if key != "name" and value is not None}
+        where = [*data.choice(), *(["data.root=FOLDER"] if isinstance(data, FolderData) else [])]
+        raise CheckpointError(f"{run} does not say where its slices are: give {' '.join(where)}")
+    check_trusted(run, data.targets(), trust)
+    changes = {key: value for key, value in vars(changed).items() if key != "_target_" and value is not None}
     data = replace(data, **changes)
     check_bounds("data.", data)
     return data

@@ -11,13 +11,13 @@ from rich.table import Table
 
 from qnmixer.config import (
     DEVICES,
-    GROUPS,
     Config,
     LearnedConfig,
     PipelineConfig,
     PlanConfig,
     device_memory,
     effective_batch,
+    options,
     override,
     validate,
 )
@@ -185,7 +185,7 @@ def _print_tables(console: Console, config: PlanConfig, planner: Planner) -> Non
     each = " of a device" if strategy.name != "single" else ""
     peaks = _table("peak of a training step, MiB", "memory", "precision", *(f"batch {b}{each}" for b in batches))
     columns: list[list[str]] = []
-    variants = [(memory, precision) for memory in GROUPS["memory"] for precision in PRECISIONS]
+    variants = [(memory, precision) for memory in options("memory") for precision in PRECISIONS]
     for memory, precisions in track(
         variants, "planning", console=console, transient=True, disable=not console.is_terminal
     ):
@@ -207,13 +207,11 @@ def _print_tables(console: Console, config: PlanConfig, planner: Planner) -> Non
 
     optimizers = _table("optimizers, MiB", "optimizer", "state", "peak of a training step")
     base = planner.estimate(config.run)
-    for name in GROUPS["optimizer"]:
-        if name == "custom":  # one of the user's own is known only where it is chosen
-            if config.run.optimizer.name != name:
-                continue
-            run = config.run
-        else:
-            run = override(config.run, f"optimizer={name}")
+    chosen = config.run.optimizer.name
+    for name in dict.fromkeys(
+        [*options("optimizer"), chosen]
+    ):  # one of the user's own is known only where it is chosen
+        run = config.run if name == chosen else override(config.run, f"optimizer={name}")
         state = planner.optimizer_state(run)
         optimizers.add_row(name, f"{state / MIB:,.1f}", f"{(base.peak - base.optimizer + state) / MIB:,.1f}")
     console.print(optimizers)

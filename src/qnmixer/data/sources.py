@@ -1,0 +1,137 @@
+"""The slices of each part (train, val, test), from the class that `data._target_` names: a class of slices or a reader.
+
+A class of slices is built with `(part, **arguments)`. It has `__len__`, `load(index)` → [H, W] in HU, and perhaps
+`name(index)`. Its slices are brought to the size of the network. A class that takes `image_size` draws them at that
+size; it takes `fine` too, and is then to draw the same on a finer grid.
+
+A reader decodes the files of a folder, see `qnmixer.data.cache.Reader`.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from qnmixer.config.data import DataConfig, FolderData
+from qnmixer.data.cache import Reader, SliceCache, open_cache
+from qnmixer.data.dataset import SliceView
+from qnmixer.data.resample import to_square
+from qnmixer.data.slices import FloatArray, SkipFile, SliceSource, clean_hu, summarise_skipped
+from qnmixer.data.splits import PARTS, patients_of, split_slices
+from qnmixer.errors import ConfigError, DataError
+from qnmixer.plugins import Kind, build, load, taken
+
+SLICES = Kind(
+    "a class with __len__ and load",
+    lambda it: isinstance(it, type) and hasattr(it, "__len__") and hasattr(it, "load"),
+)
+READER = Kind(
+    "a class with kind, wanted and read, which data=custom does without",
+    lambda it: isinstance(it, type) and all(hasattr(it, name) for name in ("kind", "wanted", "read")),
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Slices of train, val or test, how many patients they show (0: not told), and the slices on a finer grid."""
+
+    source: SliceSource
+    n_patients: int
+    fine: SliceSource | None = None
+
+    def first(self, n: int) -> "Part":
+        """Its first slices only; whose they are is not counted."""
+        return self._some(list(range(min(n, len(self.source)))))
+
+    def spread(self, n: int) -> "Part":
+        """So many of its slices, evenly spread; whose they are is not counted."""
+        length = len(self.source)
+        n = min(n, length)
+        return self._some([k * length // n for k in range(n)])
+
+    def _some(self, indices: list[int]) -> "Part":
+        return Part(SliceView(self.source, indices), 0, self.fine and SliceView(self.fine, indices))
+
+
+def parts_of(config: DataConfig) -> dict[str, Part]:
+    """train, val and test. Raises PluginError for a class that does not fit, DataError for what cannot be read."""
+    return _of_folder(config) if isinstance(config, FolderData) else _of_class(config)
+
+
+def _of_class(config: DataConfig) -> dict[str, Part]:
+    draws = bool(taken(load(config, SLICES), {"image_size": None}))
+
+    def source(part: str, fine: bool) -> SliceSource:
+        its: Any = build(config, SLICES, part, offered={"image_size": config.image_size, "fine": fine})
+        size = config.image_size * (config.simulation_factor if fine else 1)
+        return its if draws else Resampled(its, f"data._target_={config._target_}", part, size)
+
+    finer = config.simulation_factor > 1
+    return {part: Part(source(part, fine=False), 0, source(part, fine=True) if finer else None) for part in PARTS}
+
+
+class Resampled:
+    """Slices of one part, [size, size] in HU, from any-sized ones.
+
+    Args:
+        slices: has `__len__`, `load(index)` → [H, W] in HU, and perhaps `name(index)`.
+        key: what named them, for messages.
+        part: train, val or test.
+        size: rows and columns.
+    """
+
+    endless = False
+
+    def __init__(self, slices: SliceSource, key: str, part: str, size: int) -> None:
+        self.slices, self.key, self.part, self.size = slices, key, part, size
+
+    def __len__(self) -> int:
+        return len(self.slices)
+
+    def load(self, index: int) -> FloatArray:
+        """Slice [size, size] in HU. Raises DataError for what is no slice in HU."""
+        hu = self.slices.load(index)
+        try:
+            if getattr(hu, "ndim", None) != 2:
+                raise SkipFile("it is no array [H, W]")
+            return to_square(clean_hu(hu), self.size)
+        except SkipFile as reason:
+            raise DataError(f"{self.key}: {self.name(index)} cannot be used: {reason}") from None
+
+    def name(self, index: int) -> str:
+        """As its class calls it, or its number."""
+        named = getattr(self.slices, "name", None)
+        return named(index) if named else f"{self.part} {index}"
+
+
+def _of_folder(config: FolderData) -> dict[str, Part]:
+    reader: Reader = build(config, READER)
+    cache = _open(config, reader, config.image_size)
+    if cache.skipped:
+        rank_zero_warn(summarise_skipped(str(config.root), cache.skipped))
+    if cache.hu_range[0] > -500:
+        rank_zero_warn(f"{config.root}: no pixel is below −500 HU; is this really in HU (air −1000, water 0)?")
+    if config.split == "slices":
+        rank_zero_warn("data.split=slices puts neighbouring slices into train and test: scores will be too good")
+    root_name = Path(str(config.root)).resolve().name
+    patients = patients_of(cache.infos, patient_from=config.patient_from, root_name=root_name)
+    split, factor = split_slices(cache.infos, patients, config), config.simulation_factor
+    fine = None if factor == 1 else _open(config, reader, config.image_size * factor)
+    return {
+        part: Part(
+            SliceView(cache, split[part]),
+            len({patients[i] for i in split[part]}),
+            fine and SliceView(fine, split[part]),
+        )
+        for part in PARTS
+    }
+
+
+def _open(config: FolderData, reader: Reader, image_size: int) -> SliceCache:
+    """The decoded slices of a folder, [image_size, image_size]."""
+    if not config.root:
+        raise ConfigError(f"data={config.name} needs data.root=FOLDER, the folder that holds the slices")
+    cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else None
+    root = Path(config.root).expanduser()
+    return open_cache(reader, root, image_size, include=config.include, cache_dir=cache_dir)
