@@ -50,7 +50,7 @@ def command(folder: Path, name: str, *words: str) -> subprocess.CompletedProcess
 def test_all_of_it_is_used(here: Path) -> None:
     checkpoint = torch.load(here / "run" / "checkpoints" / "last.ckpt", weights_only=True)
     config = checkpoint[CHECKPOINT_KEY]["config"]
-    assert config["loss"] == {"name": "custom", "_target_": "own.huber", "delta": 0.1}
+    assert config["loss"] == {"_target_": "own.huber", "delta": 0.1}
     assert config["model"]["width"] == 12
     assert to_plain(parse_file(config)) == config
     assert all(name.startswith("network.") for name in checkpoint["state_dict"])
@@ -80,7 +80,7 @@ def test_it_is_resumed_and_exported_where_its_code_is_trusted(here: Path) -> Non
     exported = command(here, "export", "run=run", "output=a.safetensors", "trust=own")
     assert exported.returncode == 0, exported.stderr
     card = (here / "a.md").read_text()
-    assert "| loss | custom: _target_ own.huber, delta 0.1 |" in card
+    assert "| loss | own.huber: delta 0.1 |" in card
     assert "qnmixer.reconstruct run=a.safetensors trust=own" in card
 
 
@@ -110,7 +110,7 @@ def test_it_is_planned(here: Path) -> None:
         (["+loss.delat=3"], "loss.delat: own.huber does not take it, only delta"),
         (["schedule._target_=own.Lion"], "schedule._target_=own.Lion is not a function (step, n_steps)"),
         (["model.target=own.MyNetwork"], "unknown key model.target: did you mean model._target_?"),
-        (["loss.beta=1"], "unknown key loss.beta: did you mean loss.name? An argument of your own takes a plus: +"),
+        (["loss.beta=1"], "unknown key loss.beta: did you mean loss._target_? An argument of your own takes a plus: +"),
         (["+loss.delta=1"], "loss.delta is there already: leave out the + before it"),
     ],
 )

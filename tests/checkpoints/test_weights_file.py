@@ -11,7 +11,7 @@ from safetensors import safe_open
 from qnmixer import weights
 from qnmixer.checkpoints.reading import find_checkpoint, load_run, load_weights, read_checkpoint, resumable
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY, digest_of_weights, encode
-from qnmixer.config import Config, CustomNoiseConfig, parse, to_plain
+from qnmixer.config import Config, parse, to_plain
 from qnmixer.config.compose import compose
 from qnmixer.config.data import FolderData
 from qnmixer.errors import CheckpointError, DataError, PluginError
@@ -57,7 +57,7 @@ def test_it_holds_float32_by_the_names_of_the_state_dict(module: ReconstructionM
     assert set(tensors) == set(module.state_dict())
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     with safe_open(path, framework="pt") as file:
-        assert json.loads(file.metadata()[CHECKPOINT_KEY])["config"]["model"]["name"] == "qn_mixer"
+        assert json.loads(file.metadata()[CHECKPOINT_KEY])["config"]["model"]["_target_"] == "qnmixer.models.QNMixer"
 
 
 def test_the_same_weights_give_the_same_bytes(module: ReconstructionModule) -> None:
@@ -103,7 +103,7 @@ def test_text_of_a_file_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("OF_THIS_MACHINE", "secret")
     plain = to_plain(parse(compose("train", ["noise=custom", "noise._target_=collections.Counter", "+noise.a=1"])))
     plain["noise"] |= {"_target_": "of_nobody.Noise", "a": "${oc.env:OF_THIS_MACHINE}", "b": r"\${"}
-    plain["data"]["name"] = "numpy"
+    plain["data"]["_target_"] = "qnmixer.data.numpy_files.NumpyReader"
     for key in ("n_train", "n_val", "n_test", "anatomy_share"):
         del plain["data"][key]
     plain["data"]["root"] = "${oc.env:OF_THIS_MACHINE}"
@@ -111,7 +111,6 @@ def test_text_of_a_file_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     config, _ = read_checkpoint(tmp_path / "a.ckpt")
     assert isinstance(config.data, FolderData)
     assert config.data.root == "${oc.env:OF_THIS_MACHINE}"
-    assert isinstance(config.noise, CustomNoiseConfig)
     assert config.noise.arguments == {"a": "${oc.env:OF_THIS_MACHINE}", "b": r"\${"}
     assert to_plain(config)["noise"] == plain["noise"]
     with pytest.raises(PluginError, match=r"names noise\._target_=of_nobody\.Noise.*add trust=of_nobody"):

@@ -32,8 +32,8 @@ from qnmixer.config import (
     PipelineConfig,
     RecomputeConfig,
     devices_per_replica,
-    override,
     parse,
+    section,
     with_iterations,
 )
 from qnmixer.processes.ranks import die_with_parent, leave, rank
@@ -328,9 +328,7 @@ def small_network(config: Config) -> Config:
         geometry=replace(
             geometry, n_views=8, n_detectors=bins, detector_pitch=geometry.detector_pitch * geometry.n_detectors / bins
         ),
-        data=override(
-            config, " ".join(["data=phantoms", *(f"data.{key}={value}" for key, value in of_data.items())])
-        ).data,
+        data=section("data", "phantoms", **of_data),
         trainer=replace(config.trainer, accumulate_grad_batches=1),
     )
 

@@ -230,11 +230,24 @@ def override(config: Config, overrides: str) -> Config:
     for item in overrides.split():
         key, _, value = item.partition("=")
         if (CONF / key).is_dir():
-            option = OmegaConf.create({"seed": config.seed, key: values_of_option(key, value)})
-            values[key] = OmegaConf.to_container(option[key], resolve=True)
+            values[key] = _resolved(key, value, config.seed, {})
         else:
             values = OmegaConf.to_container(OmegaConf.merge(values, OmegaConf.from_dotlist([item])))  # type: ignore[assignment]  # a dict
     return parse(values)
+
+
+def section(group: str, option: str, *, seed: int = 42, **keys: Any) -> Any:
+    """A section of the config as `GROUP=OPTION` has it, with other values of some keys; for programs.
+
+    Raises ConfigError for a value that is out of its bounds.
+    """
+    values = _resolved(group, option, seed, keys)
+    return parse_section(group, schema_of(group, values), values, {group: values})
+
+
+def _resolved(group: str, option: str, seed: int, keys: Mapping[str, Any]) -> Any:
+    whole = OmegaConf.create({"seed": seed, group: values_of_option(group, option) | dict(keys)})
+    return plain_values(whole)[group]
 
 
 def to_plain(config: Config) -> dict[str, Any]:

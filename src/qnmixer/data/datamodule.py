@@ -10,7 +10,6 @@ from lightning import LightningDataModule
 from torch.utils.data import DataLoader
 
 from qnmixer.config.data import DataConfig, FolderData
-from qnmixer.config.option import check_bounds
 from qnmixer.data.dataset import Sample, SliceDataset
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.data.scaling import build_scaling
@@ -42,7 +41,6 @@ class SliceDataModule(LightningDataModule):
         batches: int | float | None = None,
     ) -> None:
         super().__init__()
-        check_bounds("data.", config)
         self.config, self.first, self.overfit, self.batches = config, first, overfit, batches
         self.scaling = build_scaling(config.scaling, config.hu_max)
         self.parts: dict[str, Part] = {}

@@ -43,7 +43,8 @@ def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> Dat
         if isinstance(trained.data, FolderData) and _folder(data) == _folder(trained.data):
             # or slices that it was trained on would be measured
             return replace(trained.data, simulation_factor=data.simulation_factor, disc=data.disc)
-        return replace(data, split="all")
+        data = replace(data, split="all")
+    data.check(trained)
     return data
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.config.data import CustomData
+from qnmixer.config import section
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import DataError, PluginError
 
@@ -42,12 +42,13 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def module(target: str, **options: Any) -> SliceDataModule:
-    return SliceDataModule(CustomData(_target_=f"slices_of_mine.{target}", image_size=16, num_workers=0, **options))
+    keys = {"_target_": f"slices_of_mine.{target}", "image_size": 16, "num_workers": 0} | options
+    return SliceDataModule(section("data", "custom", **keys))
 
 
 def test_slices_of_any_shape_come_square_and_scaled() -> None:
-    data = module("Mine", arguments={"value": 500.0}, batch_size=2)
-    assert data.describe() == "data=custom, 16 × 16: train 4 slices, val 2 slices, test 1 slices"
+    data = module("Mine", value=500.0, batch_size=2)
+    assert data.describe() == "data=slices_of_mine.Mine, 16 × 16: train 4 slices, val 2 slices, test 1 slices"
     (batch,) = data.val_dataloader()
     assert batch["image"].shape == (2, 1, 16, 16)
     torch.testing.assert_close(batch["image"][:, 0, 8, 8], torch.tensor([0.5, 1600 / 3000]))
@@ -72,4 +73,4 @@ def test_what_is_no_slice_is_named(target: str, message: str) -> None:
 
 def test_arguments_that_it_does_not_take() -> None:
     with pytest.raises(PluginError, match=r"data\.values: slices_of_mine\.Mine does not take it, only value"):
-        module("Mine", arguments={"values": 1}).setup()
+        module("Mine", values=1).setup()
