@@ -33,6 +33,7 @@ class ProcessLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run these jobs, and wait for all of them."""
+        from qnmixer.config.overrides import searched
         from qnmixer.errors import ConfigError
         from qnmixer.sweeps.jobs import Job, run_jobs  # only here: Hydra loads this file for every command
         from qnmixer.sweeps.sweep import place_jobs
@@ -48,7 +49,12 @@ class ProcessLauncher(Launcher):
         names = [(list(its), config.hydra.sweep.subdir) for its, config in zip(job_overrides, configs, strict=True)]
         folders = place_jobs(Path(self.config.hydra.sweep.dir), names)
         jobs = [
-            Job(folder, overrides, OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))
+            Job(
+                folder,
+                overrides,
+                OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]),
+                searched(self.config.hydra),
+            )
             for folder, (overrides, _), config in zip(folders, names, configs, strict=True)
         ]
         objectives = run_jobs(jobs, check, self.jobs_at_once)

@@ -16,6 +16,7 @@ from qnmixer import cli
 from qnmixer.config import Config, parse
 from qnmixer.config.data import check_data
 from qnmixer.config.logger import check_logger
+from qnmixer.config.overrides import searched
 from qnmixer.errors import ConfigError, UserError
 from qnmixer.processes.ranks import by_srun, is_rank, loading, rank, world_size
 from qnmixer.sweeps.jobs import Job, run_jobs
@@ -33,7 +34,7 @@ def train(cfg: DictConfig) -> float | None:
     hydra_config = HydraConfig.get()
     folder, overrides = Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task)
     if hydra_config.mode == RunMode.MULTIRUN:  # brought here by another launcher than ours, which needs no task
-        return run_jobs([Job(folder, overrides, cfg)], check, at_once=1)[0]
+        return run_jobs([Job(folder, overrides, cfg, searched(hydra_config))], check, at_once=1)[0]
     with loading():
         from qnmixer.parallel.devices import on_this_machine
         from qnmixer.tracking.results import amend

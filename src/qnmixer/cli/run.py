@@ -15,7 +15,7 @@ from qnmixer.cli.help import usage
 from qnmixer.config import unknown_key
 from qnmixer.config.compose import CONF, OF_A_RUN, compose, compose_sweep
 from qnmixer.config.habits import habit
-from qnmixer.config.overrides import with_length
+from qnmixer.config.overrides import with_length, with_own_configs
 from qnmixer.errors import ConfigError, Stopped
 from qnmixer.processes.ranks import is_rank, rank, world_size
 
@@ -64,6 +64,7 @@ def _run(
     sweep: Callable[[list[str], DictConfig], AbstractContextManager[str]],
     complete: Callable[[list[str]], list[str]],
 ) -> None:
+    sys.argv[1:] = with_own_configs(sys.argv[1:])
     if config_name in OF_A_RUN and (way := habit(sys.argv[1:])):
         raise ConfigError(way)
     arguments = with_length(sys.argv[1:]) if config_name in OF_A_RUN else sys.argv[1:]

@@ -117,7 +117,7 @@ def check_arguments(cls: type[Target], target: str, arguments: Mapping[str, Any]
     if mine == target:
         return None
     keys = keys_of_options(cls.group)
-    others = {key for option, its in keys.items() if option != mine for key in its} - {*keys[mine]}
+    others = {key for option, its in keys.items() if option != mine for key in its} - {*keys[mine]} | {"name"}
     return next((key for key in arguments if key in others), None)
 
 

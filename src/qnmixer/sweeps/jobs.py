@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,11 +29,12 @@ OUTPUT = "output.log"
 
 @dataclass
 class Job:
-    """One job: where its run folder is to be, its overrides, and what Hydra made of them."""
+    """One job: where its run folder is to be, its overrides, what Hydra made of them, and where it looked."""
 
     folder: Path
     overrides: list[str]
     config: DictConfig
+    search: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -170,7 +171,7 @@ def _start(job: Job, gpus: list[str], n_threads: int | None) -> _Running:
         shown = path.open("rb")
         shown.seek(0, os.SEEK_END)
         process = subprocess.Popen(
-            [sys.executable, "-m", "qnmixer.train", *job.overrides, f"hydra.run.dir={quoted(job.folder)}"],
+            [sys.executable, "-m", "qnmixer.train", *job.overrides, *job.search, f"hydra.run.dir={quoted(job.folder)}"],
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,

@@ -10,12 +10,21 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 
 from qnmixer.config.compose import CONF, compose
-from qnmixer.config.overrides import LENGTH, key_of, quoted, values_of
+from qnmixer.config.overrides import LENGTH, SEARCH, key_of, quoted, values_of
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.plugins import check_trusted, module_of, trust_words
 from qnmixer.processes.ranks import rank
 from qnmixer.tracking.results import read_results
-from qnmixer.tracking.run_folder import RUNS, has_checkpoint, held, last_touched, overrides_of, run_of, runs_in
+from qnmixer.tracking.run_folder import (
+    RUNS,
+    configs_of,
+    has_checkpoint,
+    held,
+    last_touched,
+    overrides_of,
+    run_of,
+    runs_in,
+)
 from qnmixer.weights import PRETRAINED
 
 _REGULARIZER = "model.regularizer"
@@ -51,6 +60,9 @@ def continued(overrides: list[str]) -> list[str]:
         if asked == PRETRAINED:
             raise CheckpointError(f"resume={PRETRAINED}: no run, but weights: begin one with finetune={PRETRAINED}")
         raise CheckpointError(f"no run folder at {path}: give the folder that training printed, resume=runs/…")
+    if SEARCH not in given and (folders := configs_of(run)):
+        again = " ".join(f"--config-dir {folder}" for folder in folders)
+        raise ConfigError(f"{run} was begun with configs of your own: add {again}")
     rest, folder = _without(overrides, "resume"), _folder_of(overrides)
     is_last = path.suffix != ".ckpt" or path.name == "last.ckpt"
     if goes_on(folder, str(path)) if folder else is_last:
@@ -96,7 +108,8 @@ def how_to_go_on(folder: Path) -> str:
     short = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here
     steps = read_results(folder).get("steps")
     at = f" after step {steps}" if steps else ""
-    words = shlex.join([f"resume={quoted(short)}", *trust_words(_targets(overrides_of(folder)).values())])
+    own = [word for configs in configs_of(folder) for word in ("--config-dir", configs)]
+    words = shlex.join([f"resume={quoted(short)}", *own, *trust_words(_targets(overrides_of(folder)).values())])
     return f"interrupted{at}, to go on: python -m qnmixer.train {words}"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from qnmixer.config.overrides import SEARCH, values_of
 from qnmixer.errors import ConfigError
 from qnmixer.files import BEFORE_SUFFIX, TEMPORARY_SUFFIX
 from qnmixer.tracking.results import read_results
@@ -81,6 +82,17 @@ def has_checkpoint(run: Path) -> bool:
     """Whether there is anything to go on from."""
     names = [f"{name}.ckpt{suffix}" for name in ("last", "best") for suffix in ("", BEFORE_SUFFIX)]
     return any((run / "checkpoints" / name).exists() for name in names)
+
+
+def configs_of(run: Path) -> list[str]:
+    """The folders of the user's own configs that a run was started with."""
+    path = run / ".hydra" / "hydra.yaml"
+    if not path.is_file():
+        return []
+    given = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    overrides = given["hydra"]["overrides"]["hydra"] if isinstance(given, dict) else []
+    values = values_of([str(override) for override in overrides]).get(SEARCH, "").strip("[]")
+    return [folder.strip("'").removeprefix("file://") for folder in values.split(",") if folder]
 
 
 def overrides_of(run: Path) -> list[str]:
