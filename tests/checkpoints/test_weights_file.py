@@ -15,6 +15,7 @@ from qnmixer.config import Config, parse, to_plain
 from qnmixer.config.compose import compose
 from qnmixer.config.data import FolderData
 from qnmixer.errors import CheckpointError, DataError, PluginError
+from qnmixer.plugins import module_of
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.weights import PRETRAINED, SHIPPED, check_weights
 
@@ -115,6 +116,18 @@ def test_text_of_a_file_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert to_plain(config)["noise"] == plain["noise"]
     with pytest.raises(PluginError, match=r"names noise\._target_=of_nobody\.Noise.*add trust=of_nobody"):
         load_run(tmp_path / "a.ckpt")
+
+
+@pytest.mark.parametrize("target", ["torch.load", "os.system", "qnmixer.reconstructor.choose_device"])
+def test_what_a_file_names_is_looked_at_before_it_is_called(tmp_path: Path, target: str) -> None:
+    plain = to_plain(parse(compose("train", ["model=custom", "model._target_=collections.Counter"])))
+    plain["model"]["_target_"] = plain["optimizer"]["_target_"] = plain["loss"]["_target_"] = target
+    torch.save({CHECKPOINT_KEY: {"config": plain}, "state_dict": {}}, tmp_path / "a.ckpt")
+    if not target.startswith("qnmixer."):
+        with pytest.raises(PluginError, match=f"which is not part of qnmixer: .* add trust={module_of(target)}"):
+            load_run(tmp_path / "a.ckpt")
+    with pytest.raises(PluginError, match=r"is not a subclass of qnmixer\.models\.UnrolledNetwork"):
+        load_run(tmp_path / "a.ckpt", trust=[module_of(target)])
 
 
 @pytest.mark.parametrize("keep", [0, 1, 7, 100, 0.5, 0.99])

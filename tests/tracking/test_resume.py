@@ -50,6 +50,14 @@ def test_a_run_goes_on_where_it_is_with_its_own_overrides(make: Make) -> None:
         ]  # fmt: skip
 
 
+@pytest.mark.parametrize("word", ["hydra.searchpath=[file:///tmp/x]", "--config-dir=/tmp/x"])
+def test_a_run_names_no_folder_of_configs(make: Make, word: str) -> None:
+    """Files there name code, which a run that somebody else made is not to choose."""
+    make("a", "seed=1", word)
+    with pytest.raises(CheckpointError, match="among its overrides, which no run writes there: remove it"):
+        continued(["resume=runs/a"])
+
+
 def test_shipped_weights_are_no_run_to_go_on_with_but_a_folder_of_their_name_is(make: Make) -> None:
     with pytest.raises(CheckpointError, match=r"resume=pretrained: .* finetune=pretrained"):
         continued(["resume=pretrained"])

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from qnmixer.config.overrides import SEARCH, values_of
-from qnmixer.errors import ConfigError
+from qnmixer.config.overrides import SEARCH, key_of, values_of
+from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.files import BEFORE_SUFFIX, TEMPORARY_SUFFIX
 from qnmixer.tracking.results import read_results
 from qnmixer.tracking.sweep_file import SWEEP
@@ -96,9 +96,14 @@ def configs_of(run: Path) -> list[str]:
 
 
 def overrides_of(run: Path) -> list[str]:
-    """What a run was started with; nothing is known of one that somebody put together by hand."""
-    if (found := read_results(run).get("overrides")) is not None:
-        return [str(override) for override in found]
-    if (run / _OVERRIDES).is_file():
-        return [str(override) for override in OmegaConf.load(run / _OVERRIDES)]
-    return []
+    """What a run was started with; nothing is known of one that somebody put together by hand.
+
+    Raises CheckpointError for what only a command line may say: where configs are, which name code to run.
+    """
+    found = read_results(run).get("overrides")
+    if found is None:
+        found = OmegaConf.load(run / _OVERRIDES) if (run / _OVERRIDES).is_file() else []
+    overrides = [str(override) for override in found]
+    if odd := next((it for it in overrides if it.startswith("-") or key_of(it) == SEARCH), None):
+        raise CheckpointError(f"{run} has {odd} among its overrides, which no run writes there: remove it")
+    return overrides
