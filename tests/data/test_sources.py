@@ -22,6 +22,14 @@ class Mine:
     def load(self, index):
         return np.full((20, 30), self.value + 100 * index, np.float64)
 
+class Drawn(Mine):
+    def __init__(self, part, image_size, value=0.0):
+        super().__init__(part, value)
+        self.size = image_size
+
+    def load(self, index):
+        return np.full((self.size, self.size), float(self.size))
+
 class Flat(Mine):
     def load(self, index):
         return np.zeros(7)
@@ -60,6 +68,12 @@ def test_on_a_finer_grid_too() -> None:
     (batch,) = module("Mine", simulation_factor=2).test_dataloader()
     assert batch["fine"].shape == (1, 1, 32, 32)
     np.testing.assert_allclose(batch["fine"][0, 0, 16, 16], batch["image"][0, 0, 8, 8])
+
+
+def test_a_class_that_takes_the_size_draws_at_it() -> None:
+    (batch,) = module("Drawn", simulation_factor=2).test_dataloader()
+    torch.testing.assert_close(batch["image"], torch.full((1, 1, 16, 16), 1016 / 3000))
+    torch.testing.assert_close(batch["fine"], torch.full((1, 1, 32, 32), 1032 / 3000))
 
 
 @pytest.mark.parametrize(

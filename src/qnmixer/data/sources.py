@@ -2,7 +2,7 @@
 
 A class of slices is built with `(part, **arguments)`. It has `__len__`, `load(index)` → [H, W] in HU, and perhaps
 `name(index)`. Its slices are brought to the size of the network. A class that takes `image_size` draws them at that
-size; it takes `fine` too, and is then to draw the same on a finer grid.
+size. If it takes `fine` too, it is asked by that for the same slices on a finer grid.
 
 A reader decodes the files of a folder, see `qnmixer.data.cache.Reader`.
 """
@@ -60,12 +60,14 @@ def parts_of(config: DataConfig) -> dict[str, Part]:
 
 
 def _of_class(config: DataConfig) -> dict[str, Part]:
-    draws = bool(taken(load(config, SLICES), {"image_size": None}))
+    takes = taken(load(config, SLICES), {"image_size": None, "fine": None})
 
     def source(part: str, fine: bool) -> SliceSource:
-        its: Any = build(config, SLICES, part, offered={"image_size": config.image_size, "fine": fine})
         size = config.image_size * (config.simulation_factor if fine else 1)
-        return its if draws else Resampled(its, f"data._target_={config._target_}", part, size)
+        offered = {"image_size": config.image_size if "fine" in takes else size, "fine": fine}
+        its: Any = build(config, SLICES, part, offered=offered)
+        whole = "image_size" in takes and hasattr(its, "endless")  # a SliceSource already
+        return its if whole else Resampled(its, f"data._target_={config._target_}", part, size)
 
     finer = config.simulation_factor > 1
     return {part: Part(source(part, fine=False), 0, source(part, fine=True) if finer else None) for part in PARTS}
