@@ -102,11 +102,9 @@ def test_nothing_of_the_machine_or_the_patients_goes_along(overrides: list[str],
 def test_text_of_a_file_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of somebody else names no variable of this machine, and no module is looked for because of it."""
     monkeypatch.setenv("OF_THIS_MACHINE", "secret")
-    plain = to_plain(parse(compose("train", ["noise=custom", "noise._target_=collections.Counter", "+noise.a=1"])))
+    own = ["noise=custom", "noise._target_=collections.Counter", "+noise.a=1"]
+    plain = to_plain(parse(compose("train", ["data=numpy", "data.root=/ct", *own])))
     plain["noise"] |= {"_target_": "of_nobody.Noise", "a": "${oc.env:OF_THIS_MACHINE}", "b": r"\${"}
-    plain["data"]["_target_"] = "qnmixer.data.numpy_files.NumpyReader"
-    for key in ("n_train", "n_val", "n_test", "anatomy_share"):
-        del plain["data"][key]
     plain["data"]["root"] = "${oc.env:OF_THIS_MACHINE}"
     torch.save({CHECKPOINT_KEY: {"config": plain}, "state_dict": {}}, tmp_path / "a.ckpt")
     config, _ = read_checkpoint(tmp_path / "a.ckpt")

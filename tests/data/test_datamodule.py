@@ -19,7 +19,7 @@ from qnmixer.processes.signals import SIGNALS
 
 
 def phantoms(**options: Any) -> SliceDataModule:
-    chosen = {"image_size": 16, "num_workers": 0, "n_train": 6, "n_val": 3, "n_test": 2} | options
+    chosen = {"image_size": 16, "num_workers": 0, "n_train": 6, "n_val": 3, "n_test": 2, "seed": 1} | options
     return SliceDataModule(section("data", "phantoms", **chosen))
 
 

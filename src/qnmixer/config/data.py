@@ -84,6 +84,11 @@ class PhantomData(DataConfig):
 
 
 @schema()
+@schema(
+    "qnmixer.data.deeplesion.DeepLesionReader",
+    "qnmixer.data.dicom.DicomReader",
+    "qnmixer.data.numpy_files.NumpyReader",
+)
 @dataclass(kw_only=True)
 class FolderData(DataConfig):
     """What every source of files has. Its reader is built with `(**arguments)`.
