@@ -25,6 +25,7 @@ OPTIONS = [
 OF_ONES_OWN = ("data", "loss", "optimizer", "schedule", "noise", "logger")
 NEEDS = {
     ("strategy", "pipeline"): ["trainer.devices=2"],
+    ("data", "mixed"): ["data.sources.slices.root=/ct"],
     ("trainer", "torchrun"): ["strategy=ddp"],
     ("trainer", "slurm"): ["strategy=ddp"],
     ("model", "custom"): ["model._target_=collections.Counter"],  # whether it is a network is seen when it is built

@@ -7,7 +7,7 @@ import json
 import math
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from qnmixer.checkpoints.reading import built_from
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
 from qnmixer.config import Config, effective_batch, keys_of, to_plain
 from qnmixer.config.compose import compose
-from qnmixer.config.data import FolderData, PhantomData
+from qnmixer.config.data import DataConfig, FolderData, MixedData, PhantomData
 from qnmixer.config.overrides import values_of
 from qnmixer.config.target import TARGET
 from qnmixer.plugins import trust_words
@@ -169,11 +169,26 @@ def _begun_from(config: Config, record: dict[str, Any]) -> str:
 
 def _slices(config: Config) -> str:
     data = config.data
+    if not isinstance(data, MixedData):
+        epoch = f" of {data.n_train}" if isinstance(data, PhantomData) else ""
+        return _of_source(data, epoch)
+    sources = [replace(source, train_slices=None) for source in data.by_section().values()]
+    few = f"; of all together the same {data.train_slices} at most in every epoch" if data.train_slices else ""
+    return (
+        "; ".join(
+            f"{100 * share:.4g} % {_of_source(source)}"
+            for share, source in zip(data.shares.values(), sources, strict=True)
+        )
+        + few
+    )
+
+
+def _of_source(data: DataConfig, epoch: str = "") -> str:
     size = f"{data.image_size} × {data.image_size}"
     augmented = ", flipped and turned at random" if data.augment else ""
     if isinstance(data, PhantomData):
         few = data.train_slices and min(data.train_slices, data.n_train)
-        which = f"the same {few} in every epoch" if few else f"new ones every epoch of {data.n_train}"
+        which = f"the same {few} in every epoch" if few else f"new ones every epoch{epoch}"
         return (
             f"phantoms drawn by this program, {size}, {which}; "
             f"{100 * data.anatomy_share:.4g} % resemble a body, the others are ellipses{augmented}"
@@ -284,7 +299,7 @@ def _limits(config: Config, measured: list[Measured]) -> Iterator[str]:
         yield f"It has seen no patient: it was trained on drawn phantoms alone. {_on_real_slices(measured)}"
     else:
         yield (
-            f"It was trained on the slices of one source (data={config.data.name}). What other scanners, protocols and "
+            f"It was trained on the slices of {_sources(config.data)}. What other scanners, protocols and "
             "anatomy do to it, only tables of others can tell. It does not know its training slices: in an evaluation "
             "of a folder that has them, they count as test slices."
         )
@@ -299,6 +314,11 @@ def _limits(config: Config, measured: list[Measured]) -> Iterator[str]:
         "its own, which was not measured here."
     )
     yield f"It is one run with one seed ({config.seed}): how far another would differ is not known from here."
+
+
+def _sources(data: DataConfig) -> str:
+    names = [source.name for source in data.by_section().values()]
+    return f"one source (data={data.name})" if len(names) == 1 else f"{len(names)} sources ({', '.join(names)})"
 
 
 def _on_real_slices(measured: list[Measured]) -> str:

@@ -71,11 +71,14 @@ def _keys(cfg: DictConfig, choices: dict[str, str], conf: Path, config_name: str
     root = _comments([conf / "train.yaml", conf / f"{config_name}.yaml"])
     for key, value in ((str(key), value) for key, value in values.items()):
         if isinstance(value, dict) and key != "hydra":
-            comments = _comments(files_of(conf / key / f"{choices.get(key)}.yaml"))
+            comments = _comments(files_of(conf / key / f"{choices.get(key)}.yaml", below=True))
             for name, item in ((str(name), item) for name, item in value.items()):
                 if isinstance(item, dict) and key == "callbacks":
                     yield f"  {key}.{name}=…"
                     yield from (_line(f"{key}.{name}.{k}", v, comments.get(str(k), "")) for k, v in item.items())
+                elif isinstance(item, dict) and name == "sources":
+                    for source, its in ((f"{key}.{name}.{one}", its) for one, its in item.items()):
+                        yield from (_line(f"{source}.{k}", v, comments.get(str(k), "")) for k, v in its.items())
                 elif name != "name" and (name != "_target_" or item == "???"):  # the group's choice
                     yield _line(f"{key}.{name}", item, comments.get(name, ""))
         elif not isinstance(value, dict):

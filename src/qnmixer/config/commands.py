@@ -16,11 +16,10 @@ from qnmixer.config.run import (
     Config,
     check_targets,
     parse,
-    parse_section,
-    plain_values,
     schema_of,
     targets_of,
 )
+from qnmixer.config.section import parse_section, plain_values
 from qnmixer.config.target import TARGET, keys_of_options
 from qnmixer.errors import ConfigError
 from qnmixer.files import check_there
@@ -195,8 +194,10 @@ def needs_root(overrides: list[str]) -> bool:
 
 def parse_plan(cfg: DictConfig) -> PlanConfig:
     """Typed and checked config of `qnmixer.plan`; raises ConfigError."""
-    if isinstance(cfg.get("data"), DictConfig) and OmegaConf.is_missing(cfg.data, "root"):
-        cfg = OmegaConf.merge(cfg, {"data": {"root": "."}})  # type: ignore[assignment]  # a plan reads no data
+    if isinstance(data := cfg.get("data"), DictConfig):
+        for source in (data, *data.get("sources", {}).values()):
+            if isinstance(source, DictConfig) and OmegaConf.is_missing(source, "root"):
+                source.root = "."  # a plan reads no data
     values = plain_values(cfg)
     own = {f.name: values.pop(f.name) for f in fields(PlanRootConfig) if f.name in values}
     root: PlanRootConfig = parse_section("", PlanRootConfig, own, own)

@@ -1,11 +1,13 @@
 """What `data` may say: the keys of each source of slices, their bounds, and the rules between them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from qnmixer.config.option import number, one_of
-from qnmixer.config.target import Target, schema
+from qnmixer.config.custom import keys_of
+from qnmixer.config.option import number, one_of, suggest
+from qnmixer.config.section import parse_section
+from qnmixer.config.target import TARGET, Target, options, schema, schema_of_target, values_of_option
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.files import check_there
 
@@ -54,6 +56,10 @@ class DataConfig(Target):
     def keywords(self) -> dict[str, Any]:
         """The arguments that only the source knows."""
         return self.arguments
+
+    def by_section(self) -> dict[str, "DataConfig"]:
+        """The sources of the slices, by their section of the config: itself, or several that it mixes."""
+        return {"data": self}
 
     def without_places(self) -> Self:
         """The same, without what is the machine's, the people's or the patients'."""
@@ -136,6 +142,100 @@ class FolderData(DataConfig):
             )
 
 
+@schema("qnmixer.data.mixed.MixedSource")
+@dataclass(kw_only=True)
+class MixedData(DataConfig):
+    """Several sources, each with its share of the training samples and its own split.
+
+    Attributes:
+        evaluate_on: the source that validation and test slices are of; None: those of all together.
+        sources: by name: share, and a source's target and keys beside the common ones. Instead of a target one may give
+            the option's name (numpy, say), whose defaults it then has. An epoch has each training slice of the first
+            source with a share once.
+    """
+
+    evaluate_on: str | None
+    sources: dict[str, dict[str, Any]]
+
+    def __post_init__(self) -> None:
+        common = self._common()
+        for name, share in self.shares.items():
+            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+                raise ConfigError(f"data.sources.{name}.share={share} is no share: give a number from 0 to 1")
+        total = sum(self.shares.values())
+        if abs(total - 1) > 1e-6:
+            each = ", ".join(f"{name} {share:g}" for name, share in self.shares.items()) or "none"
+            raise ConfigError(f"the shares of data.sources ({each}) add up to {total:g}: have them add up to 1")
+        if self.evaluate_on is not None and self.evaluate_on not in self.sources:
+            raise ConfigError(
+                f"data.evaluate_on={self.evaluate_on}: {suggest(self.evaluate_on, self.sources)}, or null"
+            )
+        self.sources = {
+            name: {"share": share, **{key: it for key, it in keys_of(source).items() if key not in common}}
+            for (name, share), source in zip(self.shares.items(), self.by_section().values(), strict=True)
+        }
+
+    @property
+    def shares(self) -> dict[str, Any]:
+        """Part of the training samples that is of each source, by its name."""
+        return {name: source.get("share") for name, source in self.sources.items()}
+
+    def by_section(self) -> dict[str, DataConfig]:
+        """The sources by their section of the config, as if each were alone. Raises ConfigError."""
+        return {f"data.sources.{name}": self._source(f"data.sources.{name}", its) for name, its in self.sources.items()}
+
+    def _common(self) -> dict[str, Any]:
+        """The keys that all sources have in common."""
+        ours = {f.name for f in fields(DataConfig)} - {TARGET, "arguments"}
+        return {key: getattr(self, key) for key in ours}
+
+    def _source(self, key: str, given: dict[str, Any]) -> DataConfig:
+        common = self._common()
+        for one in given.keys() & common.keys():
+            raise ConfigError(f"{key}.{one} is the same for all sources: give it as data.{one}")
+        values = {one: value for one, value in given.items() if one not in ("share", "name")}
+        if TARGET not in given or "name" in given:
+            values = self._defaults(key, given.get("name")) | values
+        missing = next((one for one, value in values.items() if value == "???"), None)
+        if missing is not None:
+            raise ConfigError(f"{key}.{missing} has no value: give one with {key}.{missing}=…")
+        values = common | values
+        try:
+            source: DataConfig = parse_section(key, schema_of_target(DataConfig, values), values, {"data": vars(self)})
+        except ConfigError as error:
+            text = str(error)
+            if text.removeprefix(f"{key}.").partition("=")[0] in common:
+                raise ConfigError(f"data.{text.removeprefix(f'{key}.')} ({key})") from error
+            raise
+        return source
+
+    def _defaults(self, key: str, option: Any) -> dict[str, Any]:
+        """What the option of a source says, but for the common keys."""
+        known = [one for one in (*options("data"), "custom") if one != self.name]
+        if option not in known:
+            raise ConfigError(f"{key}.name={option} is not known: {suggest(str(option), known)}")
+        return {one: value for one, value in values_of_option("data", option).items() if one not in self._common()}
+
+    def targets(self) -> dict[str, str]:
+        """Those of all sources too."""
+        own = {f"{section}.{TARGET}": source._target_ for section, source in self.by_section().items()}
+        return super().targets() | own
+
+    def without_places(self) -> Self:
+        """Of no source either."""
+        common, sources = self._common(), self.by_section().values()
+        kept = [
+            {"share": share, **{key: it for key, it in keys_of(source.without_places()).items() if key not in common}}
+            for share, source in zip(self.shares.values(), sources, strict=True)
+        ]
+        return replace(super().without_places(), sources=dict(zip(self.sources, kept, strict=True)))
+
+    def check(self, run: "Config") -> None:
+        """The rules of each source."""
+        for source in self.by_section().values():
+            source.check(run)
+
+
 @dataclass(kw_only=True)
 class AsTrained:
     """For an evaluation: the run's own slices, but for what is not None here."""
@@ -146,8 +246,28 @@ class AsTrained:
 
 
 def check_data(config: DataConfig) -> None:
-    """Raise DataError for a folder that is not there, before anything is loaded to look into it."""
+    """Raise DataError for a folder that is not there, before anything is loaded to look into it.
+
+    Raises ConfigError for two sources of a mix that have a folder in common: one's training slices test the other.
+    """
     if isinstance(config, FolderData) and config.root is not None:
-        check_there("data.root", config.root, "the folder that holds the slices")
-        if Path(config.root).expanduser().is_file():
-            raise DataError(f"data.root={config.root} is a file; give the folder that holds it")
+        _check_root("data.root", config.root)
+    if isinstance(config, MixedData):
+        seen: dict[str, Path] = {}
+        for name, source in config.sources.items():
+            if (root := source.get("root")) is not None:
+                _check_root(f"data.sources.{name}.root", root)
+                folder = Path(root).expanduser().resolve()
+                for other, its in seen.items():
+                    if folder.is_relative_to(its) or its.is_relative_to(folder):
+                        raise ConfigError(
+                            f"data.sources.{name}.root={root} has slices of data.sources.{other} too, which each would "
+                            "split for itself: give each source a folder of its own"
+                        )
+                seen[name] = folder
+
+
+def _check_root(key: str, root: str) -> None:
+    check_there(key, root, "the folder that holds the slices")
+    if Path(root).expanduser().is_file():
+        raise DataError(f"{key}={root} is a file; give the folder that holds it")

@@ -24,6 +24,12 @@ def unknown_key(key: str, known: Collection[str]) -> ConfigError:
         return ConfigError(f"{key} is an argument of Lightning's Trainer: write +{key}=…")
     if section == "trainer" and name in REFUSED:
         return ConfigError(refusal(name))
+    of_data = {key for keys in keys_of_options("data").values() for key in keys}
+    if key.startswith("data.sources."):
+        source, _, own = key.rpartition(".")
+        if own not in of_data and (near := difflib.get_close_matches(own, of_data, n=1)):
+            return ConfigError(f"unknown key {key}: did you mean {source}.{near[0]}?")
+        return ConfigError(f"unknown key {key}: choose data=mixed, or add it to a source of your own as +{key}=…")
     elsewhere = {f"{group}.{its}" for group in groups() for keys in keys_of_options(group).values() for its in keys}
     everything = {*known, *elsewhere, *_OF_LIGHTNING} - {key}
     leaf = key.rpartition(".")[2]

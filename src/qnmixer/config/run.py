@@ -3,34 +3,32 @@
 The values live in `conf/`; here are their types, their bounds and the rules between them.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from qnmixer.config.callbacks import TARGET, parse_callbacks
 from qnmixer.config.compose import CONF
-from qnmixer.config.custom import Custom, keys_of, split_arguments
+from qnmixer.config.custom import Custom, keys_of
 from qnmixer.config.data import DataConfig
 from qnmixer.config.debug import DebugConfig
 from qnmixer.config.evaluation import EvaluationConfig
 from qnmixer.config.geometry import GeometryConfig
 from qnmixer.config.groups import GROUPS, SECTIONS
-from qnmixer.config.keys import flat_keys, unknown_key
 from qnmixer.config.logger import LoggerConfig
 from qnmixer.config.loss import LossConfig
 from qnmixer.config.memory import MemoryConfig
 from qnmixer.config.model import ModelConfig, UnrolledConfig
 from qnmixer.config.noise import NoiseConfig
 from qnmixer.config.optimizer import OptimizerConfig
-from qnmixer.config.option import check_bounds, number, one_of, suggest
+from qnmixer.config.option import number, one_of, suggest
 from qnmixer.config.schedule import ScheduleConfig
+from qnmixer.config.section import parse_section, plain_values
 from qnmixer.config.strategy import StrategyConfig
-from qnmixer.config.target import Target, check_arguments, options, schema_of_target, values_of_option
+from qnmixer.config.target import Target, options, schema_of_target, values_of_option
 from qnmixer.config.trainer import TrainerConfig, gathered
 from qnmixer.errors import ConfigError
 from qnmixer.plugins import check_plugin
@@ -103,18 +101,6 @@ def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
     return config
 
 
-def plain_values(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
-    """Values of a composed config, resolved; plain ones as they are. Raises ConfigError for one that is missing."""
-    if not isinstance(cfg, DictConfig):
-        return {str(key): value for key, value in cfg.items()}
-    try:
-        values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    except MissingMandatoryValue as error:
-        raise ConfigError(f"{error.full_key} has no value: give one with {error.full_key}=…") from error
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
-
-
 def schema_of(section: str, value: Any) -> type:
     """The dataclass of a section of the config; raises ConfigError for an option that does not exist."""
     if section in SECTIONS:
@@ -133,40 +119,6 @@ def _targets() -> dict[str, type[Target]]:
     """What the schemas of the groups derive from whose options name a target."""
     hints = get_type_hints(Config)
     return {key: it for key, it in hints.items() if isinstance(it, type) and issubclass(it, Target)}
-
-
-def parse_section(section: str, schema: type, value: Any, values: Mapping[str, Any]) -> Any:
-    """A section of the config as its dataclass, types and bounds checked; raises ConfigError.
-
-    Keys beside those of a schema become arguments of its target. Text with ${…} stays text.
-    """
-    prefix = f"{section}." if section else ""
-    arguments: dict[str, Any] = {}
-    if issubclass(schema, Custom) and isinstance(value, Mapping):
-        value, arguments = split_arguments(schema, value)
-    if issubclass(schema, Target) and (odd := check_arguments(schema, value[TARGET], arguments)):
-        raise unknown_key(f"{prefix}{odd}", list(flat_keys(values)))
-    try:
-        typed = OmegaConf.merge(OmegaConf.structured(schema), _as_text(value))
-        parsed = OmegaConf.to_object(typed)
-    except ConfigKeyError as error:
-        raise unknown_key(f"{prefix}{error.full_key}", list(flat_keys(values))) from error
-    except MissingMandatoryValue as error:
-        raise ConfigError(f"{prefix}{error.full_key} has no value: give one with {prefix}{error.full_key}=…") from error
-    except OmegaConfBaseException as error:
-        reason = str(error.msg or error).splitlines()[0]
-        raise ConfigError(f"{prefix}{error.full_key or ''}: {reason}") from error
-    check_bounds(prefix, parsed)
-    return replace(parsed, arguments=arguments) if isinstance(parsed, Custom) else parsed
-
-
-def _as_text(value: Any) -> Any:
-    """Values that OmegaConf will not resolve: where there was a ${…} to resolve, `plain_values` has done it."""
-    if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
-    if isinstance(value, Mapping):
-        return {key: _as_text(item) for key, item in value.items()}
-    return [_as_text(item) for item in value] if isinstance(value, list) else value
 
 
 def targets_of(config: Any) -> dict[str, str]:

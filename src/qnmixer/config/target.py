@@ -132,12 +132,13 @@ def options(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml") if not path.stem.startswith(_NO_OPTIONS))
 
 
-def files_of(path: Path) -> list[Path]:
-    """The file of an option, after those of its group that it includes."""
+def files_of(path: Path, *, below: bool = False) -> list[Path]:
+    """The file of an option, after those of its group that it includes; `below`: also for a part of it (FILE@KEY)."""
     values = OmegaConf.to_container(OmegaConf.load(path), resolve=False) if path.is_file() else {}
     names = values.get("defaults", []) if isinstance(values, dict) else []
-    included = [path.with_name(f"{name}.yaml") for name in names if isinstance(name, str)]
-    return [file for one in included if one.is_file() for file in files_of(one)] + [path] * path.is_file()
+    parts = [name.partition("@") for name in names if isinstance(name, str)]
+    included = [path.with_name(f"{name}.yaml") for name, at, _ in parts if below or not at]
+    return [file for one in included if one.is_file() for file in files_of(one, below=below)] + [path] * path.is_file()
 
 
 def values_of_option(group: str, option: str) -> dict[str, Any]:

@@ -9,17 +9,17 @@ import torch
 from lightning import LightningDataModule
 from torch.utils.data import DataLoader
 
-from qnmixer.config.data import DataConfig, FolderData
+from qnmixer.config.data import DataConfig
 from qnmixer.data.dataset import Sample, SliceDataset
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.data.scaling import build_scaling
-from qnmixer.data.sources import Part, parts_of
+from qnmixer.data.sources import Part, nothing_for, parts_of
 from qnmixer.errors import DataError
 from qnmixer.processes.signals import SIGNALS
 
 
 class SliceDataModule(LightningDataModule):
-    """Slices of one source, split into train, val and test; see `qnmixer.config.data` for what can be set.
+    """Slices of a source or a mix, split into train, val and test; see `qnmixer.config.data` for what can be set.
 
     Batches are dicts: image [B, 1, S, S] float32, hu_offset [B], hu_scale [B], sample [B] int64, weight [B], name
     (list of B), and fine [B, 1, f·S, f·S] with simulation_factor = f above 1.
@@ -65,10 +65,7 @@ class SliceDataModule(LightningDataModule):
         self.setup()
         source, fine = self.parts[part].source, self.parts[part].fine
         if not len(source):
-            raise DataError(
-                f"data={self.config.name} has no slices for {part}"
-                + (" with data.split=all; choose another split" if isinstance(self.config, FolderData) else "")
-            )
+            raise DataError(nothing_for(part, self.config))
         augment = self.config.augment and part == "train"
         return SliceDataset(
             source, self.scaling, augment=augment, seed=self.config.seed, fine=fine, disc=self.config.disc
@@ -132,10 +129,7 @@ class SliceDataModule(LightningDataModule):
     def describe(self) -> str:
         """One line: slices and patients of each part."""
         self.setup()
-        counts = []
-        for name, part in self.parts.items():
-            people = f" of {part.n_patients} patient{'s' * (part.n_patients > 1)}" if part.n_patients else ""
-            counts.append(f"{name} {len(part.source)} slices{people}")
+        counts = [f"{name} {part}" for name, part in self.parts.items()]
         return f"data={self.config.name}, {self.config.image_size} × {self.config.image_size}: {', '.join(counts)}"
 
 

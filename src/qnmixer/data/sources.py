@@ -7,19 +7,22 @@ size. If it takes `fine` too, it is asked by that for the same slices on a finer
 A reader decodes the files of a folder, see `qnmixer.data.cache.Reader`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from qnmixer.config.data import DataConfig, FolderData
+from qnmixer.config.data import DataConfig, FolderData, MixedData
 from qnmixer.data.cache import Reader, SliceCache, open_cache
 from qnmixer.data.dataset import SliceView
+from qnmixer.data.mixed import MixedSource, counts_of
 from qnmixer.data.resample import to_square
 from qnmixer.data.slices import FloatArray, SkipFile, SliceSource, clean_hu, summarise_skipped
 from qnmixer.data.splits import PARTS, patients_of, split_slices
-from qnmixer.errors import ConfigError, DataError
+from qnmixer.errors import ConfigError, DataError, UserError
 from qnmixer.plugins import Kind, build, load, taken
 
 SLICES = Kind(
@@ -34,11 +37,21 @@ READER = Kind(
 
 @dataclass(frozen=True)
 class Part:
-    """Slices of train, val or test, how many patients they show (0: not told), and the slices on a finer grid."""
+    """Slices of train, val or test, how many patients they show (0: not told), and the slices on a finer grid.
+
+    `told`: how many of them each source of a mix has in an epoch.
+    """
 
     source: SliceSource
     n_patients: int
     fine: SliceSource | None = None
+    told: str = ""
+
+    def __str__(self) -> str:
+        if self.told:
+            return f"{len(self.source)} slices an epoch ({self.told})"
+        people = f" of {self.n_patients} patient{'s' * (self.n_patients > 1)}" if self.n_patients else ""
+        return f"{len(self.source)} slices{people}"
 
     def first(self, n: int) -> "Part":
         """Its first slices only; whose they are is not counted."""
@@ -56,6 +69,8 @@ class Part:
 
 def parts_of(config: DataConfig) -> dict[str, Part]:
     """train, val and test. Raises PluginError for a class that does not fit, DataError for what cannot be read."""
+    if isinstance(config, MixedData):
+        return _of_mix(config)
     return _of_folder(config) if isinstance(config, FolderData) else _of_class(config)
 
 
@@ -137,3 +152,59 @@ def _open(config: FolderData, reader: Reader, image_size: int) -> SliceCache:
     cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else None
     root = Path(config.root).expanduser()
     return open_cache(reader, root, image_size, include=config.include, cache_dir=cache_dir)
+
+
+def _of_mix(config: MixedData) -> dict[str, Part]:
+    """Training slices by their shares; those of one source to validate and test, or of all."""
+    sources: dict[str, dict[str, Part]] = {}
+    for key, source in config.by_section().items():
+        with _of_section(key):
+            sources[key] = parts = parts_of(source)
+            if not len(parts["train"].source) and config.shares[key.rpartition(".")[2]]:
+                raise DataError(f"{nothing_for('train', source)}, or share=0")
+    train = [parts["train"] for parts in sources.values()]
+    counts = counts_of(list(config.shares.values()), [len(part.source) for part in train])
+    for (name, share), count in zip(config.shares.items(), counts, strict=True):
+        if share and not count:
+            raise DataError(f"data.sources.{name}.share={share} of an epoch of {sum(counts)} slices is none: raise it")
+    told = "; ".join(
+        f"{share:.4g} {name}: {count} {'new ones' if part.source.endless else f'of {part}'}"
+        for (name, share), count, part in zip(config.shares.items(), counts, train, strict=True)
+        if share
+    )
+
+    def measured(name: str) -> Part:
+        if config.evaluate_on is not None:
+            return sources[f"data.sources.{config.evaluate_on}"][name]
+        of_all = [parts[name] for parts in sources.values()]
+        return _mix(of_all, [len(part.source) for part in of_all], config.seed)
+
+    return {"train": replace(_mix(train, counts, config.seed), told=told)} | {n: measured(n) for n in PARTS[1:]}
+
+
+def _mix(parts: Sequence[Part], counts: Sequence[int], seed: int) -> Part:
+    fine = [part.fine for part in parts if part.fine is not None]
+    return Part(
+        MixedSource([part.source for part in parts], counts, seed=seed),
+        sum(part.n_patients for part in parts),
+        MixedSource(fine, counts, seed=seed) if fine else None,
+    )
+
+
+@contextmanager
+def _of_section(key: str) -> Iterator[None]:
+    """Say of an error which source of a mix it is about."""
+    try:
+        yield
+    except UserError as error:
+        raise (type(error)(f"{error} ({key})") if key != "data" else error) from error
+
+
+def nothing_for(part: str, config: DataConfig) -> str:
+    """What is said of a part without slices."""
+    hint = ""
+    if isinstance(config, FolderData):
+        hint = f" with data.split={config.split}; choose another split"
+    elif isinstance(config, MixedData):
+        hint = f" with data.evaluate_on={config.evaluate_on}; choose a source that has some"
+    return f"data={config.name} has no slices for {part}{hint}"

@@ -19,7 +19,7 @@ from qnmixer.checkpoints.weights_file import digest_of_weights
 from qnmixer.config import Config, EvaluateConfig, EvaluationConfig, keys_of, targets_of, to_plain
 from qnmixer.config.data import AsTrained, DataConfig, FolderData
 from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.evaluation.slices import as_trained, other_slices, pictured
+from qnmixer.evaluation.slices import as_trained, kind_of, other_slices, pictured
 from qnmixer.files import write_text
 from qnmixer.models import TotalVariation, UnrolledNetwork
 from qnmixer.optimization.metrics import psnr, ssim, to_window
@@ -112,7 +112,7 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
 def what_was_evaluated(module: Reconstructor, data: DataConfig) -> dict[str, Any]:
     """What results.json keeps to tell whose table it is: a digest of the weights, the kind of slices, the noise."""
     weights = digest_of_weights(module.state_dict())
-    return {"weights": weights, "data": data.name, "noise": keys_of(module.config.noise)}
+    return {"weights": weights, "data": kind_of(data), "noise": keys_of(module.config.noise)}
 
 
 def title_of(trained: Config, data: DataConfig, split: str) -> str:
@@ -120,7 +120,7 @@ def title_of(trained: Config, data: DataConfig, split: str) -> str:
     slices = "all slices" if isinstance(data, FolderData) and data.split == "all" else f"{split} split"
     finer = f", simulated on a {data.simulation_factor} times finer grid" if data.simulation_factor > 1 else ""
     disc = ", with a bright disc" if data.disc else ""
-    return f"{slices} of {data.name}{disc}, {trained.geometry.n_views} views{finer}, noise {trained.noise.name}"
+    return f"{slices} of {kind_of(data)}{disc}, {trained.geometry.n_views} views{finer}, noise {trained.noise.name}"
 
 
 def evaluate(

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from qnmixer.config import Config
-from qnmixer.config.data import AsTrained, DataConfig, FolderData, PhantomData
+from qnmixer.config.data import AsTrained, DataConfig, FolderData, MixedData, PhantomData
 from qnmixer.config.option import check_bounds
 from qnmixer.config.overrides import values_of
 from qnmixer.errors import CheckpointError
@@ -19,13 +19,15 @@ def as_trained(run: str, changed: AsTrained, data: DataConfig, trust: Collection
     Raises CheckpointError for weights files of slices from files, as these say nothing of the folder, and PluginError
     for slices of a class that lies in no module of `trust`.
     """
-    if located(run).suffix == SUFFIX and not isinstance(data, PhantomData):
-        where = [*data.choice(), *(["data.root=FOLDER"] if isinstance(data, FolderData) else [])]
-        raise CheckpointError(f"{run} does not say where its slices are: give {' '.join(where)}")
+    for source in data.by_section().values():
+        if located(run).suffix == SUFFIX and not isinstance(source, PhantomData):
+            where = [*source.choice(), *(["data.root=FOLDER"] if isinstance(source, FolderData) else [])]
+            raise CheckpointError(f"{run} does not say where its slices are: give {' '.join(where)}")
     check_trusted(run, data.targets(), trust)
     changes = {key: value for key, value in vars(changed).items() if key != "_target_" and value is not None}
     data = replace(data, **changes)
-    check_bounds("data.", data)
+    for source in data.by_section().values():
+        check_bounds("data.", source)
     return data
 
 
@@ -40,12 +42,20 @@ def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> Dat
             )
     data = replace(data, **fixed, seed=trained.data.seed)
     if isinstance(data, FolderData) and "data.split" not in given:
-        if isinstance(trained.data, FolderData) and _folder(data) == _folder(trained.data):
-            # or slices that it was trained on would be measured
-            return replace(trained.data, simulation_factor=data.simulation_factor, disc=data.disc)
+        for source in trained.data.by_section().values():
+            if isinstance(source, FolderData) and _folder(data) == _folder(source):
+                # or slices that it was trained on would be measured
+                return replace(source, simulation_factor=data.simulation_factor, disc=data.disc)
         data = replace(data, split="all")
     data.check(trained)
     return data
+
+
+def kind_of(data: DataConfig) -> str:
+    """The source of validation and test slices: dicom, say; mixed where they are of several."""
+    if isinstance(data, MixedData) and data.evaluate_on is not None:
+        return data.by_section()[f"data.sources.{data.evaluate_on}"].name
+    return data.name
 
 
 def _folder(data: FolderData) -> Path:
