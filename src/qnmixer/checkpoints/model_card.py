@@ -20,6 +20,7 @@ from qnmixer.config.overrides import values_of
 from qnmixer.config.target import TARGET
 from qnmixer.plugins import trust_words
 from qnmixer.reconstructor import method_name
+from qnmixer.reports.tables import markdown_table
 from qnmixer.tracking.results import duration, read_results
 from qnmixer.weights import PRETRAINED, SHIPPED
 
@@ -87,11 +88,11 @@ def model_card(of: Exported) -> str:
         "",
         "## Network",
         "",
-        *_table(_network(config)),
+        markdown_table(("", ""), _network(config)),
         "",
         "## Training",
         "",
-        *_table(_training(of, record)),
+        markdown_table(("", ""), _training(of, record)),
         "",
         *(["### Where the slices come from", "", of.sources, ""] if of.sources else []),
         "## Evaluations",
@@ -332,8 +333,3 @@ def _on_noise(config: Config, measured: list[Measured]) -> str:
     if found := [one.folder for one in measured if one.noise != keys_of(config.noise)]:
         return f"It was trained {trained}. What other noise does is in {' and '.join(found)} above."
     return f"It was trained {trained}, and no table above has other noise: what that does is not known."
-
-
-def _table(rows: Iterator[tuple[str, str]]) -> Iterator[str]:
-    yield from ("| | |", "|---|---|")
-    yield from (f"| {name} | {value} |" for name, value in rows)
