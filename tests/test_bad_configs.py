@@ -31,7 +31,7 @@ TRAIN = {
     "foo=1": "unknown key foo",
     "seed.x=1": "seed",
     # keys of another option
-    "data.root=/ct": "data.root goes with data=dicom or deeplesion or numpy only",
+    "data.root=/ct": "data.root goes with data=deeplesion or dicom or numpy only",
     "+loss.ssim_weight=0.3": "loss.ssim_weight goes with loss=ssim_mix only",
     "optimizer=sgd optimizer.betas=[0.9,0.99]": "optimizer.betas goes with optimizer=adamw only",
     "debug.steps=3": "debug.steps goes with debug=profile only",
@@ -40,7 +40,8 @@ TRAIN = {
     "experiment=demmo": "experiment=demmo does not exist: did you mean demo?",
     "debug=overfitt": "debug=overfitt does not exist: did you mean overfit?",
     "model=unet": "model=unet does not exist: choose ",
-    "data=as_trained": "data=as_trained is not known",
+    "data=as_trained": "data has no _target_ (as_trained is for evaluate alone)",
+    "model.name=learn": "model.name is no key: choose an option by its name, as in model=",
     "noise=fielt": "noise=fielt does not exist: did you mean field?",
     "data=_folder data.root=.": "data",
     "~model": "the config has no model",

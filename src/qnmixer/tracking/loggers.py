@@ -14,7 +14,15 @@ import torch
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from qnmixer.config import Config, LightningLoggerConfig, LoggerConfig, WandbConfig, effective_batch, to_plain
+from qnmixer.config import (
+    Config,
+    LightningLoggerConfig,
+    LoggerConfig,
+    WandbConfig,
+    effective_batch,
+    to_plain,
+    with_names,
+)
 from qnmixer.errors import ConfigError, PluginError, UserError, first_line
 from qnmixer.files import write_text
 from qnmixer.plugins import load_plugin, make_plugin, subclass_of
@@ -73,7 +81,7 @@ def _build(config: Config, options: LightningLoggerConfig, folder: Path) -> Logg
         raise
     except Exception as error:  # whatever its constructor finds wrong
         raise PluginError(f"logger._target_={target} refuses its arguments ({first_line(error)})") from error
-    logger.log_hyperparams(to_plain(config))
+    logger.log_hyperparams(with_names(to_plain(config)))
     return logger
 
 
@@ -156,7 +164,7 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
         "group": options.group or group,
         "name": options.run_name or name,
         "tags": config.tags or None,
-        "config": to_plain(config) | _surroundings(config),
+        "config": with_names(to_plain(config)) | _surroundings(config),
         "dir": folder,
         "settings": wandb.Settings(
             silent=True,
