@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from qnmixer import cli
 from qnmixer.config import Config, parse
 from qnmixer.config.data import check_data
-from qnmixer.config.logger import check_logger
+from qnmixer.config.logger import check_loggers
 from qnmixer.errors import ConfigError, UserError
 from qnmixer.processes.ranks import by_srun, is_rank, loading, rank, world_size
 from qnmixer.sweeps.jobs import Job, run_jobs
@@ -57,7 +57,7 @@ def check(cfg: DictConfig) -> Config:
     """The parsed config of a run. Raises ConfigError for a bad one, and for one at odds with how this was started."""
     config = parse(cfg)
     check_data(config.data)
-    check_logger(config.logger)
+    check_loggers(config.logger)
     if config.finetune is not None:
         check_weights("finetune", config.finetune)
     check_processes(config)

@@ -71,9 +71,10 @@ def _keys(cfg: DictConfig, choices: dict[str, str], conf: Path, config_name: str
         if isinstance(value, dict) and key != "hydra":
             comments = _comments(_with_included(conf / key / f"{choices.get(key)}.yaml"))
             for name, item in ((str(name), item) for name, item in value.items()):
-                if isinstance(item, dict) and key == "callbacks":
+                if isinstance(item, dict) and key in ("callbacks", "logger"):
                     yield f"  {key}.{name}=…"
-                    yield from (_line(f"{key}.{name}.{k}", v, comments.get(str(k), "")) for k, v in item.items())
+                    its = comments or _comments([path] if (path := conf / key / f"{name}.yaml").is_file() else [])
+                    yield from (_line(f"{key}.{name}.{k}", v, its.get(str(k), "")) for k, v in item.items())
                 elif name != "name":  # the group's choice
                     yield _line(f"{key}.{name}", item, comments.get(name, ""))
         elif not isinstance(value, dict):

@@ -4,7 +4,6 @@ from qnmixer.config.data import CustomData, DeepLesionData, DicomData, NumpyData
 from qnmixer.config.debug import DebugConfig, FewBatchesConfig, ProfileConfig
 from qnmixer.config.evaluation import EvaluationConfig
 from qnmixer.config.geometry import GeometryConfig
-from qnmixer.config.logger import LightningLoggerConfig, LoggerConfig, WandbConfig
 from qnmixer.config.loss import CustomLossConfig, LossConfig, SSIMMixConfig
 from qnmixer.config.memory import MemoryConfig, RecomputeConfig
 from qnmixer.config.model import (
@@ -70,13 +69,6 @@ GROUPS: dict[str, dict[str, type]] = {
     },
     "memory": {"keep": MemoryConfig, "recompute": RecomputeConfig, "offload": MemoryConfig},
     "strategy": {"single": StrategyConfig, "ddp": DDPConfig, "fsdp": FSDPConfig, "pipeline": PipelineConfig},
-    "logger": {
-        "wandb": WandbConfig,
-        "csv": LoggerConfig,
-        "tensorboard": LightningLoggerConfig,
-        "mlflow": LightningLoggerConfig,
-        "custom": LightningLoggerConfig,
-    },
     "debug": {
         "off": DebugConfig,
         "overfit": DebugConfig,

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 
 from qnmixer.checkpoints.reading import built_from, find_checkpoint, load_weights, resumable, steps_of
-from qnmixer.config import Config, FewBatchesConfig, ProfileConfig, TrainerConfig, WandbConfig, effective_batch
+from qnmixer.config import Config, FewBatchesConfig, ProfileConfig, TrainerConfig, effective_batch
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.errors import OutOfMemory, Stopped
@@ -145,8 +145,7 @@ def _fit(
             assert isinstance(sampler, EpochSampler)
             samples = float(sampler.samples_until(trainer.global_step))
             log_evaluation(trainer.loggers, evaluation, picture, trainer.global_step, samples)
-    if isinstance(config.logger, WandbConfig) and config.logger.log_checkpoint:
-        log_checkpoint(trainer.loggers, find_checkpoint(folder), {config.monitor: best})
+    log_checkpoint(trainer.loggers, find_checkpoint(folder), {config.monitor: best})
     return best
 
 
