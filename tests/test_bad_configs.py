@@ -134,7 +134,9 @@ TRAIN = {
     # grammar
     "data.image_size": "data.image_size is not KEY=VALUE",
     "--lr 3": "--lr is not an option",
-    "--optimizer.lr=3": "--optimizer.lr=3 is not an option: write optimizer.lr=3",
+    "--optimizer.lrr=3": "unknown key optimizer.lrr: did you mean optimizer.lr?",
+    "--optimizer.lr 3": "--optimizer.lr is not an option: write optimizer.lr=…",
+    "--lr=3": "lr is not known here: use optimizer.lr=…",
     "seed=[1,2": "seed=[1,2",
     "seed=1)": "seed=1)",
     "seed = 3": "seed is not KEY=VALUE",

@@ -71,7 +71,12 @@ def test_every_experiment_composes_and_parses(experiment: str) -> None:
 def test_the_command_line_wins_over_an_experiment(experiment: str) -> None:
     overrides = with_root([f"experiment={experiment}", "trainer.max_steps=3", "seed=5", "logger=csv", "noise=physical"])
     values = compose("train", overrides)
-    assert (values.trainer.max_steps, values.seed, list(values.logger), values.noise.name) == (3, 5, ["csv"], "physical")
+    assert (values.trainer.max_steps, values.seed, list(values.logger), values.noise.name) == (
+        3,
+        5,
+        ["csv"],
+        "physical",
+    )
 
 
 def test_every_schema_can_be_chosen() -> None:

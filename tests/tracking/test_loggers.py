@@ -223,7 +223,14 @@ def test_training_goes_on_without_the_network(tmp_path: Path, wandb_server: Any)
         "data.n_train=8 data.n_val=2 data.num_workers=0 trainer.max_steps=300 "
         "trainer.val_every_n_steps=20 trainer.log_every_n_steps=1 trainer.accelerator=cpu test_after_training=false"
     )
-    command = [sys.executable, "-m", "qnmixer.train", *tiny.split(), "logger.wandb.mode=online", f"hydra.run.dir={tmp_path}"]
+    command = [
+        sys.executable,
+        "-m",
+        "qnmixer.train",
+        *tiny.split(),
+        "logger.wandb.mode=online",
+        f"hydra.run.dir={tmp_path}",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 120
         while not list(tmp_path.glob("pictures/*.png")):

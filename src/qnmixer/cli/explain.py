@@ -55,7 +55,9 @@ def _explain_composition(error: Exception, config_name: str) -> str:
     if found := re.search(r"Could not load '(hydra/\w+)/(optuna|submitit|ray)", text):
         extra = {"optuna": "search", "submitit": "slurm", "ray": "ray"}[found[2]]
         return f'this {found[1]} is a plugin that is not installed here: pip install -e ".[{extra}]"'
-    if isinstance(error, MissingConfigException) and (found := re.search(r"Could not (?:find|load) '([^']+)/([^'/]+)'", text)):
+    if isinstance(error, MissingConfigException) and (
+        found := re.search(r"Could not (?:find|load) '([^']+)/([^'/]+)'", text)
+    ):
         group, name = found.groups()
         options = [path.stem for path in sorted((CONF / group).glob("*.yaml"))]
         if options:
