@@ -16,6 +16,7 @@ from qnmixer import cli
 from qnmixer.config import Config, parse
 from qnmixer.config.data import check_data
 from qnmixer.config.logger import check_loggers
+from qnmixer.config.search_path import search_path_in
 from qnmixer.errors import ConfigError, UserError
 from qnmixer.processes.ranks import by_srun, is_rank, loading, rank, world_size
 from qnmixer.sweeps.jobs import Job, run_jobs
@@ -31,7 +32,7 @@ def train(cfg: DictConfig) -> float | None:
     from hydra.types import RunMode
 
     hydra_config = HydraConfig.get()
-    folder, overrides = Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task)
+    folder, overrides = Path(hydra_config.runtime.output_dir), overrides_of_job(hydra_config)
     if hydra_config.mode == RunMode.MULTIRUN:  # brought here by another launcher than ours, which needs no task
         return run_jobs([Job(folder, overrides, cfg)], check, at_once=1)[0]
     with loading():
@@ -51,6 +52,11 @@ def train(cfg: DictConfig) -> float | None:
             raise
         run = fit_as_rank if is_rank() else fit if config.strategy.name == "single" else fit_in_processes
         return run(config, folder, overrides)
+
+
+def overrides_of_job(hydra_config: DictConfig) -> list[str]:
+    """What the command line said of a run, as its record keeps it: with the user's own folders of configs."""
+    return [*search_path_in([*hydra_config.overrides.hydra]), *hydra_config.overrides.task]
 
 
 def check(cfg: DictConfig) -> Config:

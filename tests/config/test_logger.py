@@ -11,7 +11,6 @@ from qnmixer.config.compose import CONF, compose
 from qnmixer.config.logger import check_loggers
 from qnmixer.errors import ConfigError
 
-
 MINE = ["logger._target_=collections.Counter", "+logger.key=3"]
 COUNTER = LoggerConfig(_target_="collections.Counter", arguments={"key": 3})
 

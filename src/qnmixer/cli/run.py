@@ -17,6 +17,7 @@ from qnmixer.config import unknown_key
 from qnmixer.config.compose import CONF, OF_A_RUN, compose, compose_sweep
 from qnmixer.config.habits import habit
 from qnmixer.config.overrides import with_length
+from qnmixer.config.search_path import with_search_path
 from qnmixer.errors import ConfigError, Stopped
 from qnmixer.processes.ranks import is_rank, rank, world_size
 
@@ -69,7 +70,7 @@ def _run(
     if config_name in OF_A_RUN and (way := habit(sys.argv[1:])):
         raise ConfigError(way)
     arguments = with_length(sys.argv[1:]) if config_name in OF_A_RUN else sys.argv[1:]
-    sys.argv[1:] = complete(arguments)
+    sys.argv[1:] = with_search_path(complete(with_search_path(arguments)))  # a run that is resumed has one too
     if is_rank():
         sys.argv[1:] = _overrides_of_rank(sys.argv[1:])
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in _SWEEP)  # where Hydra wants them
