@@ -102,6 +102,37 @@ def test_it_is_planned(here: Path) -> None:
 
 
 @pytest.mark.slow
+def test_configs_in_a_folder_of_ones_own(here: Path) -> None:
+    """Found by a run, by the same run resumed, by the jobs of a sweep and by an evaluation."""
+    for group, name, text in (
+        ("loss", "mine", "defaults: [custom]\n_target_: own.huber\ndelta: 0.1\n"),
+        ("data", "few", "defaults: [phantoms]\nn_train: 4\nn_val: 2\nn_test: 2\n"),
+    ):
+        (here / "my_conf" / group).mkdir(parents=True)
+        (here / "my_conf" / group / f"{name}.yaml").write_text(text)
+    small = [word for word in SMALL if word != "data.image_size=16"]
+    mine = [*small, "data=few", "data.image_size=16", "--config-dir", "my_conf"]
+    sweep = ["-m", "loss=mine,mse", "trainer.max_steps=2", "hydra.sweep.dir=own_configs"]
+    done = command(here, "train", *mine, *sweep)
+    assert done.returncode == 0, done.stderr
+    rows = list(csv.DictReader((here / "own_configs" / "sweep.csv").open()))
+    assert [(row["loss"], row["status"]) for row in rows] == [("mine", "done"), ("mse", "done")]
+
+    longer = ["resume=own_configs/0", "trainer.max_steps=3"]
+    assert "a config of own_configs/0 names loss._target_=own.huber" in command(here, "train", *longer).stderr
+    resumed = command(here, "train", *longer, "trust=own")
+    assert resumed.returncode == 0, resumed.stderr
+    record = json.loads((here / "own_configs" / "0" / "results.json").read_text())
+    assert (record["status"], record["steps"]) == ("done", 3)
+    assert f"hydra.searchpath=[file://{here}/my_conf]" in record["overrides"]
+
+    words = ["run=own_configs/1", "data=few", "--config-dir=my_conf", "hydra.run.dir=evaluated"]
+    evaluated = command(here, "evaluate", *words)
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert len((here / "evaluated" / "images.csv").read_text().splitlines()) == 1 + 2 * 2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
