@@ -93,12 +93,31 @@ def test_a_sweep_of_it(here: Path) -> None:
     rows = list(csv.DictReader((here / "sweep" / "sweep.csv").open()))
     assert [(row["schedule.peak"], row["status"]) for row in rows] == [("0.3", "done"), ("0.6", "done")]
 
+    assert "add trust=own" in command(here, "compare", "sweep=sweep").stderr
+    compared = command(here, "compare", "sweep=sweep", "trust=own", "tests=[as_trained]", "evaluation.tv_iterations=2")
+    assert compared.returncode == 0, compared.stderr
+    table = (here / "sweep" / "comparison" / "comparison.md").read_text()
+    assert "Mine" in table
+
 
 @pytest.mark.slow
 def test_it_is_planned(here: Path) -> None:
     planned = command(here, "plan", *SMALL, *OWN, "format=json", "device=24")
     assert planned.returncode == 0, planned.stderr
     assert json.loads(planned.stdout)["peak_mib"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.long), "pipeline"])
+def test_over_two_processes(here: Path, strategy: str) -> None:
+    callback = ["+callbacks.mine._target_=own.Counting", f"+callbacks.mine.path={strategy}.txt"]
+    over = [f"strategy={strategy}", "trainer.devices=2", "trainer.max_steps=2", f"hydra.run.dir={strategy}"]
+    done = command(here, "train", *SMALL, *OWN, *over, *callback)
+    assert done.returncode == 0, done.stderr
+    assert [(here / f"{strategy}.txt.{rank}").read_text() for rank in (0, 1)] == ["2", "2"]
+    checkpoint = torch.load(here / strategy / "checkpoints" / "last.ckpt", weights_only=True)
+    alone = torch.load(here / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert checkpoint["state_dict"].keys() == alone["state_dict"].keys()
 
 
 @pytest.mark.slow

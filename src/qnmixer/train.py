@@ -10,6 +10,7 @@ import os
 from contextlib import nullcontext
 from pathlib import Path
 
+from hydra.conf import HydraConf
 from omegaconf import DictConfig
 
 from qnmixer import cli
@@ -54,7 +55,7 @@ def train(cfg: DictConfig) -> float | None:
         return run(config, folder, overrides)
 
 
-def overrides_of_job(hydra_config: DictConfig) -> list[str]:
+def overrides_of_job(hydra_config: HydraConf) -> list[str]:
     """What the command line said of a run, as its record keeps it: with the user's own folders of configs."""
     return [*search_path_in([*hydra_config.overrides.hydra]), *hydra_config.overrides.task]
 

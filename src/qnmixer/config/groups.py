@@ -25,7 +25,7 @@ from qnmixer.config.noise import (
 )
 from qnmixer.config.optimizer import AdamWConfig, CustomOptimizerConfig, OptimizerConfig, SGDConfig
 from qnmixer.config.schedule import CustomScheduleConfig, ScheduleConfig, StepScheduleConfig
-from qnmixer.config.strategy import DDPConfig, FSDPConfig, PipelineConfig, StrategyConfig
+from qnmixer.config.strategy import DDPConfig, FSDPConfig, PipelineConfig, SingleConfig
 from qnmixer.config.trainer import TrainerConfig
 
 GROUPS: dict[str, dict[str, type]] = {
@@ -68,7 +68,7 @@ GROUPS: dict[str, dict[str, type]] = {
         "custom": CustomScheduleConfig,
     },
     "memory": {"keep": MemoryConfig, "recompute": RecomputeConfig, "offload": MemoryConfig},
-    "strategy": {"single": StrategyConfig, "ddp": DDPConfig, "fsdp": FSDPConfig, "pipeline": PipelineConfig},
+    "strategy": {"single": SingleConfig, "ddp": DDPConfig, "fsdp": FSDPConfig, "pipeline": PipelineConfig},
     "debug": {
         "off": DebugConfig,
         "overfit": DebugConfig,

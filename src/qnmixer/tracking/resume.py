@@ -125,7 +125,8 @@ def _check_trusted(run: Path, merged: list[str], given: list[str], trust: Collec
     check_trusted(str(run), named, trust)
     if search_path_in(given) or not search_path_in(merged):
         return
-    check_trusted(str(run), {SEARCH_PATH: f"{package}.configs" for package in packages_of(merged)}, trust)
+    for package in packages_of(merged):
+        check_trusted(str(run), {SEARCH_PATH: f"{package}.configs"}, trust)
     config = compose("train", with_search_path(merged), with_hydra=True)
     ours = compose("train", [], with_hydra=True)
     for key in _LETS_HYDRA_RUN_CODE:
