@@ -408,7 +408,7 @@ def test_training_on_a_bad_folder(tmp_path: Path, make: str, words: str) -> None
     ("override", "words"),
     [
         ("geometry.source_to_axis=100", "geometry.source_to_axis=100.0 mm puts the source inside the image"),
-        ("geometry.detector_pitch=1e5", "geometry cannot see the object"),
+        ("geometry.detector_pitch=1e5", "cannot see the object"),
         ("geometry.angle_span=360", "geometry.angle_span=360.0 is outside"),
         ("geometry.axis_to_detector=-700", "geometry.axis_to_detector=-700.0 puts the detector behind the source"),
         ("trainer.accelerator=cuda", "trainer.accelerator=cuda"),

@@ -192,8 +192,10 @@ def needs_root(overrides: list[str]) -> bool:
 
 def parse_plan(cfg: DictConfig) -> PlanConfig:
     """Typed and checked config of `qnmixer.plan`; raises ConfigError."""
-    if isinstance(cfg.get("data"), DictConfig) and OmegaConf.is_missing(cfg.data, "root"):
-        cfg = OmegaConf.merge(cfg, {"data": {"root": "."}})  # type: ignore[assignment]  # a plan reads no data
+    if isinstance(data := cfg.get("data"), DictConfig):
+        for source in (data, *data.get("sources", {}).values()):
+            if isinstance(source, DictConfig) and OmegaConf.is_missing(source, "root"):
+                source.root = "."  # a plan reads no data
     values = plain_values(cfg)
     own = {f.name: values.pop(f.name) for f in fields(PlanRootConfig) if f.name in values}
     root: PlanRootConfig = parse_section("", PlanRootConfig, own, own)

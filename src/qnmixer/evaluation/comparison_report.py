@@ -9,18 +9,16 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from qnmixer.config import CompareConfig, to_plain
-from qnmixer.evaluation.compare import FBP, digest
+from qnmixer.evaluation.compare import FBP
 from qnmixer.evaluation.evaluate import METRICS
 from qnmixer.evaluation.methods import ComparedJob, ComparedMethod, Comparison
-from qnmixer.evaluation.statistics import Difference, Spread, difference, spread
-from qnmixer.files import write_text
+from qnmixer.evaluation.statistics import Difference, Spread, difference, spread, with_deviation
+from qnmixer.files import digest, write_text
 from qnmixer.reports.page import PageSlice, PageTable, write_page
 from qnmixer.reports.pictures import Panel, Row, draw_methods
-from qnmixer.reports.tables import csv_table, markdown_table
+from qnmixer.reports.tables import csv_table, markdown_table, terminal_table
 from qnmixer.tracking.results import duration, git_commit, versions
 
 _DRAWN = 8  # methods that there is room for in a picture
@@ -172,9 +170,7 @@ def _spread(method: ComparedMethod, test: str, metric: str) -> Spread | None:
 
 
 def _with_seeds(found: Spread | None) -> str:
-    if found is None:
-        return _NOTHING
-    return f"{found.mean:.2f}" + (f" ± {found.over_seeds:.2f}" if found.over_seeds is not None else "")
+    return _NOTHING if found is None else with_deviation(found.mean, found.over_seeds)
 
 
 def _number(value: float | None) -> str:
@@ -184,8 +180,7 @@ def _number(value: float | None) -> str:
 def _against(comparison: Comparison, method: ComparedMethod, test: str) -> str:
     if (found := against_best(comparison, method, test)) is None:
         return _NOTHING
-    interval = "" if found[1].half_width is None else f" ± {found[1].half_width:.2f}"
-    return f"{found[1].mean:+.2f}{interval}"
+    return with_deviation(found[1].mean, found[1].half_width, "+")
 
 
 def _milliseconds(seconds: float | None) -> str:
@@ -207,7 +202,7 @@ def _config_digest(job: ComparedJob) -> str:
         return ""
     plain = to_plain(job.config)
     plain["seed"] = plain["data"]["seed"] = None
-    return digest(plain)[:8]
+    return digest(plain, 8, sort_keys=True)
 
 
 def _hardware(job: ComparedJob) -> str:
@@ -323,10 +318,9 @@ def _row(name: str, slice_: PageSlice) -> Row:
 
 
 def _print(table: PageTable, console: Console) -> None:
-    shown = Table(title=table.title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for k, heading in enumerate(table.headings):
-        shown.add_column(heading, justify="right" if k else "left", no_wrap=k > 0)
-    for row in table.rows:
-        shown.add_row(*(escape(cell.replace(" / ", "\n")) for cell in row))
+    rows = [[cell.replace(" / ", "\n") for cell in row] for row in table.rows]
+    shown = terminal_table(table.headings, rows, title=table.title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in shown.columns[1:]:
+        column.no_wrap = True
     console.print(shown)
     console.print(f"{table.note}\n", soft_wrap=not console.is_terminal, highlight=False)

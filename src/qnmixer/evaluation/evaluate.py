@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 
 from qnmixer.checkpoints.reading import load_run
@@ -19,16 +18,18 @@ from qnmixer.checkpoints.weights_file import digest_of_weights
 from qnmixer.config import Config, EvaluateConfig, EvaluationConfig, check_noise, keys_of, targets_of, to_plain
 from qnmixer.config.data import AsTrained, DataConfig, FolderData
 from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.evaluation.slices import as_trained, other_slices, pictured
+from qnmixer.evaluation.slices import as_trained, kind_of, other_slices, pictured
+from qnmixer.evaluation.statistics import with_deviation
 from qnmixer.files import write_text
 from qnmixer.models import TotalVariation, UnrolledNetwork
 from qnmixer.optimization.metrics import psnr, ssim, to_window
+from qnmixer.parallel.devices import choose_device
 from qnmixer.plugins import module_of
 from qnmixer.processes.ranks import rank
-from qnmixer.reconstructor import Batch, Reconstructor, build_noise, choose_device, to_hu
+from qnmixer.reconstructor import Batch, Reconstructor, build_noise, to_hu
 from qnmixer.reports.page import PageMethod, PageSlice, PageTable, write_page
 from qnmixer.reports.pictures import Panel, Row, draw_comparison
-from qnmixer.reports.tables import csv_table, markdown_table
+from qnmixer.reports.tables import csv_table, markdown_table, terminal_table
 from qnmixer.tracking.loggers import device_name
 from qnmixer.tracking.results import git_commit, results, versions
 
@@ -112,7 +113,7 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
 def what_was_evaluated(module: Reconstructor, data: DataConfig) -> dict[str, Any]:
     """What results.json keeps to tell whose table it is: a digest of the weights, the kind of slices, the noise."""
     weights = digest_of_weights(module.state_dict())
-    return {"weights": weights, "data": data.name, "noise": keys_of(module.config.noise)}
+    return {"weights": weights, "data": kind_of(data), "noise": keys_of(module.config.noise)}
 
 
 def title_of(trained: Config, data: DataConfig, split: str) -> str:
@@ -120,7 +121,7 @@ def title_of(trained: Config, data: DataConfig, split: str) -> str:
     slices = "all slices" if isinstance(data, FolderData) and data.split == "all" else f"{split} split"
     finer = f", simulated on a {data.simulation_factor} times finer grid" if data.simulation_factor > 1 else ""
     disc = ", with a bright disc" if data.disc else ""
-    return f"{slices} of {data.name}{disc}, {trained.geometry.n_views} views{finer}, noise {trained.noise.name}"
+    return f"{slices} of {kind_of(data)}{disc}, {trained.geometry.n_views} views{finer}, noise {trained.noise.name}"
 
 
 def evaluate(
@@ -199,10 +200,7 @@ def write_evaluation(
 
     for line in warnings:
         console.print(f"warning: {line}", style="bold red", highlight=False, soft_wrap=True)
-    table = Table(*headings, title=title, caption=gain)
-    for cells in body:
-        table.add_row(*cells)
-    console.print(table)
+    console.print(terminal_table(headings, body, title=title, caption=gain))
     return picture
 
 
@@ -214,11 +212,10 @@ def _score(batch: Batch, method: str, image: Tensor, window: list[float]) -> lis
         100 * ssim(image, truth),
         psnr(windowed, windowed_truth),
         100 * ssim(windowed, windowed_truth),
+        image.flatten(1).amax(1) == image.flatten(1).amin(1),
     ]
-    values = torch.stack(columns, dim=1).tolist()
-    constant = (image.flatten(1).amax(1) == image.flatten(1).amin(1)).tolist()
-    scores = [ImageScore(name, method, *row) for name, row in zip(batch["name"], values, strict=True)]
-    return [replace(score, constant=is_constant) for score, is_constant in zip(scores, constant, strict=True)]
+    rows = zip(batch["name"], *(column.tolist() for column in columns), strict=True)
+    return [ImageScore(name, method, *row) for name, *row in rows]
 
 
 def _caption(score: ImageScore) -> str:
@@ -227,12 +224,12 @@ def _caption(score: ImageScore) -> str:
 
 def table_of(evaluation: Evaluation) -> tuple[list[str], list[list[str]]]:
     """Headings and rows, a row for each method."""
-    body = [[m, *(_mean_and_deviation(evaluation.values(m, metric)) for metric in METRICS)] for m in evaluation.methods]
+    columns = {m: [evaluation.values(m, metric) for metric in METRICS] for m in evaluation.methods}
+    body = [
+        [m, *(with_deviation(mean(values), stdev(values) if len(values) > 1 else 0) for values in of_metrics)]
+        for m, of_metrics in columns.items()
+    ]
     return ["method", *METRICS.values()], body
-
-
-def _mean_and_deviation(values: list[float]) -> str:
-    return f"{mean(values):.2f} ± {stdev(values) if len(values) > 1 else 0:.2f}"
 
 
 def _gain(evaluation: Evaluation) -> str:

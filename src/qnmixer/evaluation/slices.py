@@ -4,8 +4,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from qnmixer.config import Config
-from qnmixer.config.data import AsTrained, CustomData, DataConfig, FolderData, PhantomData
+from qnmixer.config import Config, sources_of
+from qnmixer.config.data import AsTrained, CustomData, DataConfig, FolderData, MixedData, PhantomData
 from qnmixer.config.option import check_bounds
 from qnmixer.config.overrides import values_of
 from qnmixer.errors import CheckpointError
@@ -19,14 +19,16 @@ def as_trained(run: str, changed: AsTrained, data: DataConfig, trust: Collection
     Raises CheckpointError for weights files of slices from files, as these say nothing of the folder, and PluginError
     for slices of a class that lies in no module of `trust`.
     """
-    if located(run).suffix == SUFFIX and not isinstance(data, PhantomData):
-        where = f"_target_={data._target_}" if isinstance(data, CustomData) else "root=FOLDER"
-        raise CheckpointError(f"{run} does not say where its slices are: give data={data.name} data.{where}")
-    if isinstance(data, CustomData):
-        check_trusted(run, {"data._target_": data._target_}, trust)
+    for key, source in sources_of(data).items():
+        if located(run).suffix == SUFFIX and not isinstance(source, PhantomData):
+            where = f"_target_={source._target_}" if isinstance(source, CustomData) else "root=FOLDER"
+            raise CheckpointError(f"{run} does not say where its slices are: give data={source.name} data.{where}")
+        if isinstance(source, CustomData):
+            check_trusted(run, {f"{key}._target_": source._target_}, trust)
     changes = {key: value for key, value in vars(changed).items() if key != "name" and value is not None}
     data = replace(data, **changes)
-    check_bounds("data.", data)
+    for source in sources_of(data).values():
+        check_bounds("data.", source)
     return data
 
 
@@ -41,11 +43,19 @@ def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> Dat
             )
     data = replace(data, **fixed, seed=trained.data.seed)
     if isinstance(data, FolderData) and "data.split" not in given:
-        if isinstance(trained.data, FolderData) and _folder(data) == _folder(trained.data):
-            # or slices that it was trained on would be measured
-            return replace(trained.data, simulation_factor=data.simulation_factor, disc=data.disc)
+        for source in sources_of(trained.data).values():
+            if isinstance(source, FolderData) and _folder(data) == _folder(source):
+                # or slices that it was trained on would be measured
+                return replace(source, simulation_factor=data.simulation_factor, disc=data.disc)
         return replace(data, split="all")
     return data
+
+
+def kind_of(data: DataConfig) -> str:
+    """The source of validation and test slices: dicom, say; mixed where they are of several."""
+    if isinstance(data, MixedData) and data.evaluate_on is not None:
+        return sources_of(data)[f"data.sources.{data.evaluate_on}"].name
+    return data.name
 
 
 def _folder(data: FolderData) -> Path:

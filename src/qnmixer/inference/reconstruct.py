@@ -16,7 +16,8 @@ from qnmixer.errors import DataError
 from qnmixer.inference.batches import BatchedNetwork
 from qnmixer.inference.inputs import MeasuredScan, Scan, holds_sinograms, measured_scans, simulated_scans, warn
 from qnmixer.inference.writers import write_dicom, write_npy, write_png
-from qnmixer.reconstructor import Reconstructor, choose_device
+from qnmixer.parallel.devices import choose_device
+from qnmixer.reconstructor import Reconstructor
 
 # Slices at once where nobody says: on a CPU more of them leave the cache, a GPU wants to be filled.
 _ON_CPU, _ON_GPU = 4, 16
@@ -30,8 +31,6 @@ def reconstruct_input(config: ReconstructConfig) -> int:
     console = Console()
     module = load_run(config.run, config.checkpoint, config.trust).to(choose_device(config.accelerator)).eval()
     path = Path(config.input)
-    if not path.exists():
-        raise DataError(f"input={path} does not exist: give a file or a folder")
     sinograms = config.kind == "sinograms" or (config.kind == "auto" and holds_sinograms(path, module.config, config))
     n_files, scans = measured_scans(path, module, config) if sinograms else simulated_scans(path, module)
     batch_size = config.batch_size or (_ON_GPU if module.device.type == "cuda" else _ON_CPU)
