@@ -119,7 +119,7 @@ class ReconstructConfig:
     output: str
     kind: str = one_of("auto", "slices", "sinograms")
     formats: list[str]
-    window: list[float]  # HU
+    window: list[float] | None  # HU; None: as suits the input
     unit: str = one_of("attenuation", "value")
     water_attenuation: float = number(above=0)  # 1/mm
     detector_pitch: float | None = number(above=0)  # mm, of the scan; None: the run's
@@ -244,7 +244,8 @@ def parse_reconstruct(cfg: DictConfig) -> ReconstructConfig:
     for name in config.formats:
         if name not in ("dicom", "npy", "png"):
             raise ConfigError(f"formats: {name} is not known: {suggest(name, ('dicom', 'npy', 'png'))}")
-    check_window("window", config.window)
+    if config.window is not None:
+        check_window("window", config.window)
     return config
 
 

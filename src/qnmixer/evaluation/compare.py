@@ -31,7 +31,7 @@ from qnmixer.config.data import DataConfig, PhantomData
 from qnmixer.config.overrides import quoted
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import CheckpointError, ConfigError, DataError, first_line
-from qnmixer.evaluation.evaluate import ImageScore, evaluate, shown_iterates
+from qnmixer.evaluation.evaluate import ImageScore, caption_of, evaluate, shown_iterates
 from qnmixer.evaluation.methods import ComparedJob, ComparedMethod, Comparison, Cost, methods_of
 from qnmixer.evaluation.slices import other_slices, pictured
 from qnmixer.files import digest, write_text
@@ -185,7 +185,7 @@ class _Measuring:
 @torch.no_grad()
 def _reconstructed(method: ComparedMethod, module: Reconstructor, batch: Batch, y: Tensor) -> PageMethod:
     images = shown_iterates(module.network, y) if method.jobs else [module.projector.fbp(y)]
-    quality = f"{psnr(images[-1], batch['image']).item():.2f} dB / {100 * ssim(images[-1], batch['image']).item():.2f}"
+    quality = caption_of(psnr(images[-1], batch["image"]).item(), 100 * ssim(images[-1], batch["image"]).item())
     return PageMethod(method.name, [to_hu(batch, image)[0, 0].cpu() for image in images], quality)
 
 

@@ -16,7 +16,7 @@ from qnmixer.evaluation.evaluate import METRICS
 from qnmixer.evaluation.methods import ComparedJob, ComparedMethod, Comparison
 from qnmixer.evaluation.statistics import Difference, Spread, difference, spread, with_deviation
 from qnmixer.files import digest, write_text
-from qnmixer.reports.page import PageSlice, PageTable, write_page
+from qnmixer.reports.page import PageMethod, PageSlice, PageTable, write_page
 from qnmixer.reports.pictures import Panel, Row, draw_methods
 from qnmixer.reports.tables import csv_table, markdown_table, terminal_table
 from qnmixer.tracking.results import duration, git_commit, versions
@@ -39,8 +39,15 @@ def write_comparison(folder: Path, comparison: Comparison, config: CompareConfig
     write_text(folder / "comparison.json", json.dumps(_record(comparison, config), indent=2, default=str) + "\n")
     write_text(folder / "comparison.md", _markdown(title, tables, notes, provenance))
     pictures = _draw(folder, comparison)
-    slices = [replace(of, name=f"{test}: {of.name}") for test, its in comparison.slices.items() for of in its]
-    write_page(folder / "comparison.html", title, tables, slices, provenance | {"notes": "; ".join(notes) or "none"})
+    slices = [
+        replace(of, name=f"{test}: {of.name}", methods=_in_order(of))
+        for test, its in comparison.slices.items()
+        for of in its
+    ]
+    n_methods, tests = len(comparison.methods), ", ".join(comparison.tests)
+    made_by = provenance | {"notes": "; ".join(notes) or "none"}
+    subtitle = f"{n_methods} method{'s' * (n_methods != 1)} on {tests} ({config.split} split)"
+    write_page(folder / "comparison.html", title, tables, slices, made_by, subtitle=subtitle, order="by test")
 
     for table in tables[:-1]:  # where the rows come from is in the files
         _print(table, console)
@@ -309,12 +316,17 @@ def _draw(folder: Path, comparison: Comparison) -> list[str]:
 
 
 def _row(name: str, slice_: PageSlice) -> Row:
-    """A line of the picture: FBP, and as many of the methods as there is room for, the best ones, worst first."""
+    """A line of the picture: FBP, and as many of the methods as there is room for, the best ones."""
     assert slice_.truth is not None
+    shown = _in_order(slice_, _DRAWN)
+    return Row(name, slice_.truth, [Panel(f"{fill(m.name, 26)}\n{m.caption}", m.iterates[-1]) for m in shown])
+
+
+def _in_order(slice_: PageSlice, most: int | None = None) -> list[PageMethod]:
+    """Methods as picture and page show them: FBP, then worst to best; at most so many, the best ones."""
     fbp = [method for method in slice_.methods if method.name == FBP]
-    best = [method for method in slice_.methods if method.name != FBP][: _DRAWN - 1]
-    panels = [Panel(f"{fill(m.name, 26)}\n{m.caption}", m.iterates[-1]) for m in (*fbp, *reversed(best))]
-    return Row(name, slice_.truth, panels)
+    best = [method for method in slice_.methods if method.name != FBP][: most and most - len(fbp)]
+    return [*fbp, *reversed(best)]
 
 
 def _print(table: PageTable, console: Console) -> None:
