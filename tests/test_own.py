@@ -102,12 +102,62 @@ def test_a_sweep_of_it(here: Path) -> None:
     rows = list(csv.DictReader((here / "sweep" / "sweep.csv").open()))
     assert [(row["schedule.peak"], row["status"]) for row in rows] == [("0.3", "done"), ("0.6", "done")]
 
+    assert "add trust=own" in command(here, "compare", "sweep=sweep").stderr
+    compared = command(here, "compare", "sweep=sweep", "trust=own", "tests=[as_trained]", "evaluation.tv_iterations=2")
+    assert compared.returncode == 0, compared.stderr
+    table = (here / "sweep" / "comparison" / "comparison.md").read_text()
+    assert all(f"| peak={peak} | 1 |" in table for peak in (0.3, 0.6))
+
 
 @pytest.mark.slow
 def test_it_is_planned(here: Path) -> None:
     planned = command(here, "plan", *SMALL, *OWN, "format=json", "device=24")
     assert planned.returncode == 0, planned.stderr
     assert json.loads(planned.stdout)["peak_mib"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.long), "pipeline"])
+def test_over_two_processes(here: Path, strategy: str) -> None:
+    callback = ["+callbacks.mine._target_=own.Counting", f"+callbacks.mine.path={strategy}.txt"]
+    over = [f"strategy={strategy}", "trainer.devices=2", "trainer.max_steps=2", f"hydra.run.dir={strategy}"]
+    done = command(here, "train", *SMALL, *OWN, *over, *callback)
+    assert done.returncode == 0, done.stderr
+    assert [(here / f"{strategy}.txt.{rank}").read_text() for rank in (0, 1)] == ["2", "2"]
+    checkpoint = torch.load(here / strategy / "checkpoints" / "last.ckpt", weights_only=True)
+    alone = torch.load(here / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert checkpoint["state_dict"].keys() == alone["state_dict"].keys()
+
+
+@pytest.mark.slow
+def test_configs_in_a_folder_of_ones_own(here: Path) -> None:
+    """Found by a run, by the same run resumed, by the jobs of a sweep and by an evaluation."""
+    for group, name, text in (
+        ("loss", "mine", "defaults: [custom]\n_target_: own.huber\ndelta: 0.1\n"),
+        ("data", "few", "defaults: [phantoms]\nn_train: 4\nn_val: 2\nn_test: 2\n"),
+    ):
+        (here / "my_conf" / group).mkdir(parents=True)
+        (here / "my_conf" / group / f"{name}.yaml").write_text(text)
+    small = [word for word in SMALL if word != "data.image_size=16"]
+    mine = [*small, "data=few", "data.image_size=16", "--config-dir", "my_conf"]
+    sweep = ["-m", "loss=mine,mse", "trainer.max_steps=2", "hydra.sweep.dir=own_configs"]
+    done = command(here, "train", *mine, *sweep)
+    assert done.returncode == 0, done.stderr
+    rows = list(csv.DictReader((here / "own_configs" / "sweep.csv").open()))
+    assert [(row["loss"], row["status"]) for row in rows] == [("mine", "done"), ("mse", "done")]
+
+    longer = ["resume=own_configs/0", "trainer.max_steps=3"]
+    assert "a config of own_configs/0 names loss._target_=own.huber" in command(here, "train", *longer).stderr
+    resumed = command(here, "train", *longer, "trust=own")
+    assert resumed.returncode == 0, resumed.stderr
+    record = json.loads((here / "own_configs" / "0" / "results.json").read_text())
+    assert (record["status"], record["steps"]) == ("done", 3)
+    assert f"hydra.searchpath=[file://{here}/my_conf]" in record["overrides"]
+
+    words = ["run=own_configs/1", "data=few", "--config-dir=my_conf", "hydra.run.dir=evaluated"]
+    evaluated = command(here, "evaluate", *words)
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert len((here / "evaluated" / "images.csv").read_text().splitlines()) == 1 + 2 * 2
 
 
 @pytest.mark.slow
@@ -156,7 +206,7 @@ def test_config_files_of_ones_own_are_options_like_others(with_configs: Path) ->
     assert misspelt.returncode == 1
     assert misspelt.stderr.startswith("error: unknown key loss.delat: ")
     nowhere = command(with_configs, "train", "--config-dir", "my_cnf")
-    assert nowhere.stderr.startswith("error: --config-dir my_cnf is no folder")
+    assert nowhere.stderr.startswith("error: there is no folder of configs at my_cnf")
 
 
 @pytest.mark.slow
@@ -164,8 +214,8 @@ def test_a_run_of_ones_own_configs_is_resumed_with_them(with_configs: Path) -> N
     longer = ["resume=run", "trainer.max_steps=3"]
     forgotten = command(with_configs, "train", *longer)
     assert forgotten.returncode == 1
-    where = with_configs.resolve() / "my_conf"
-    assert forgotten.stderr == f"error: run was begun with configs of your own: add --config-dir {where}\n"
+    assert forgotten.stderr.startswith("error: a config of run names ")
+    assert "add trust=own" in forgotten.stderr
     resumed = command(with_configs, "train", *longer, "--config-dir", "my_conf")
     assert resumed.returncode == 0, resumed.stderr
     assert json.loads((with_configs / "run" / "results.json").read_text())["steps"] == 3

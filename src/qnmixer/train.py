@@ -8,6 +8,7 @@ python -m qnmixer.train strategy=ddp                                     # all G
 
 from pathlib import Path
 
+from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -15,7 +16,8 @@ from omegaconf import DictConfig
 from qnmixer import cli
 from qnmixer.config import Config, parse
 from qnmixer.config.data import check_data
-from qnmixer.config.logger import check_logger
+from qnmixer.config.logger import check_loggers
+from qnmixer.config.search_path import search_path_in
 from qnmixer.errors import UserError
 from qnmixer.processes.ranks import is_rank
 from qnmixer.processes.signals import loading
@@ -30,7 +32,7 @@ from qnmixer.weights import check_weights
 def train(cfg: DictConfig) -> float | None:
     """Train one run. Returns its best monitored value, or None if it is the job of a sweep and failed."""
     hydra_config = HydraConfig.get()
-    folder, overrides = Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task)
+    folder, overrides = Path(hydra_config.runtime.output_dir), overrides_of_job(hydra_config)
     if hydra_config.mode == RunMode.MULTIRUN:  # a job that another launcher than ours has started
         return run_jobs([Job(folder, overrides, cfg)], check, at_once=1)[0]
     with loading():  # torch and Lightning take seconds
@@ -50,11 +52,16 @@ def train(cfg: DictConfig) -> float | None:
         return start(config, run)
 
 
+def overrides_of_job(hydra_config: HydraConf) -> list[str]:
+    """What the command line said of a run, as its record keeps it: with the user's own folders of configs."""
+    return [*search_path_in([*hydra_config.overrides.hydra]), *hydra_config.overrides.task]
+
+
 def check(cfg: DictConfig) -> Config:
     """Parse and check the config of a run. Raises UserError; needs no torch, so that a typo costs a second."""
     config = parse(cfg)
     check_data(config.data)
-    check_logger(config.logger)
+    check_loggers(config.logger)
     if config.finetune is not None:
         check_weights("finetune", config.finetune)
     check_processes(config)

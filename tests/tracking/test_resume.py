@@ -10,8 +10,8 @@ import pytest
 
 from qnmixer.config.compose import compose
 from qnmixer.config.overrides import quoted, values_of
-from qnmixer.errors import CheckpointError, ConfigError
-from qnmixer.tracking.resume import latest, recorded_overrides, resume_overrides, resumes_in_place
+from qnmixer.errors import CheckpointError, ConfigError, PluginError
+from qnmixer.tracking.resume import latest, recorded_overrides, resume_hint, resume_overrides, resumes_in_place
 from qnmixer.tracking.run_folder import clean, run_lock
 
 Make = Callable[..., Path]
@@ -263,3 +263,54 @@ with run_lock(Path("runs/a")):
 def test_any_path_is_taken_by_hydra_as_it_is(tmp_path: Path) -> None:
     for name in ("a", "a b", "lr=0.1,seed=2", "it's", "ü{1}", "a\\b"):
         assert compose("train", [f"resume={quoted(tmp_path / name)}"]).resume == str(tmp_path / name)
+
+
+@pytest.fixture
+def own_configs(make: Make, tmp_path: Path) -> Path:
+    """A folder with a loss of the user's own; the run runs/a was started with it."""
+    folder = tmp_path / "my_conf"
+    (folder / "loss").mkdir(parents=True)
+    (folder / "loss" / "mine.yaml").write_text("defaults: [custom]\n_target_: evil.loss\n")
+    (folder / "experiment").mkdir()
+    (folder / "experiment" / "hooks.yaml").write_text(
+        "# @package _global_\nhydra: {callbacks: {x: {_target_: evil.Hook}}}\n"
+    )
+    make("a", f"hydra.searchpath=[file://{folder}]", "loss=mine")
+    return folder
+
+
+def test_configs_of_the_users_own_are_found_again(own_configs: Path) -> None:
+    where = f"hydra.searchpath=[file://{own_configs}]"
+    now = [where, "loss=mine", "resume=runs/a", "hydra.run.dir=runs/a"]
+    assert resume_overrides(["resume=runs/a", "trust=evil"]) == now
+    assert resume_overrides([where, "resume=runs/a"]) == now
+    assert resume_overrides([where, "loss=mine", "hydra.run.dir=runs/a"])[:2] == now[:2]
+
+
+@pytest.mark.parametrize("branch", [[], ["hydra.run.dir=runs/b"]])
+def test_what_they_name_is_not_run_on_a_runs_own_word(own_configs: Path, branch: list[str]) -> None:
+    with pytest.raises(PluginError, match=r"^a config of runs/a names loss._target_=evil.loss, .* add trust=evil$"):
+        resume_overrides(["resume=runs/a", *branch])
+    with pytest.raises(ConfigError, match=r"holds a run with hydra.searchpath=\S+, not without"):
+        resume_overrides(["loss=mine", "hydra.run.dir=runs/a"])
+
+
+def test_hydra_runs_nothing_on_a_runs_own_word(own_configs: Path, make: Make) -> None:
+    where = f"hydra.searchpath=[file://{own_configs}]"
+    make("b", where, "experiment=hooks")
+    with pytest.raises(
+        ConfigError, match=r"^runs/b was started with configs that set hydra.callbacks: .* --config-dir"
+    ):
+        resume_overrides(["resume=runs/b", "trust=evil"])
+    make("c", "+hydra.callbacks.x._target_=evil.Hook", "hydra/job_logging=evil", "hydra.searchpath=[pkg://evil]")
+    with pytest.raises(PluginError, match=r"^runs/c names hydra.searchpath=evil.configs, .* add trust=evil$"):
+        resume_overrides(["resume=runs/c"])
+    make("d", "+hydra.callbacks.x._target_=evil.Hook", "hydra/job_logging=evil", "seed=1")
+    assert resume_overrides(["resume=runs/d"]) == ["seed=1", "resume=runs/d", "hydra.run.dir=runs/d"]
+
+
+def test_the_line_for_who_stops_names_the_code(own_configs: Path) -> None:
+    composed = Path("runs/a/.hydra/config.yaml")
+    composed.parent.mkdir()
+    composed.write_text("loss: {_target_: evil.loss}\nlogger: {csv: {_target_: qnmixer.a.B}}\n")
+    assert resume_hint(Path("runs/a")).endswith("resume=runs/a trust=evil")

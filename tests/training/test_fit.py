@@ -1,8 +1,10 @@
 """What a run says and does around training."""
 
+import sqlite3
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,7 +97,44 @@ def test_a_logger_of_ones_own_and_tags(
     assert read_metrics(tmp_path / "run" / "metrics.csv")
     assert read_results(tmp_path / "run")["tags"] == ["a", "b"]
     (tmp_path / "my_logger.py").unlink()  # nobody looks for it when the checkpoint is read
-    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")[0].logger.name == "custom"
+    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")[0].logger == {}
+
+
+def test_several_loggers_get_the_same_numbers(
+    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline_runs: Callable[[Path], list[Any]]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_second_logger.py").write_text(LOGGER)
+    mine = ["logger._target_=my_second_logger.Mine", "+logger.word=said"]
+    theirs = ["+logger.theirs._target_=lightning.pytorch.loggers.CSVLogger", "+logger.theirs.name=theirs"]
+    fit(tiny_config("logger=[csv,wandb,custom]", *mine, *theirs), Run(tmp_path / "run"))
+    rows = read_metrics(tmp_path / "run" / "metrics.csv")
+    names = {name for row in rows for name, value in row.items() if value} - {"step"}
+    assert {"train/loss", "val/psnr", "test/QN-Mixer/psnr"} <= names
+    (run,) = offline_runs(tmp_path)
+    media = {"val/iterates", "test/picture", "test/table"}
+    logged = {name.partition(".")[0] for name in run.metrics}
+    assert logged - names == media | {"trainer/global_step"}
+    assert names <= logged
+    lines = (tmp_path / "run" / "mine.txt").read_text().splitlines()
+    assert {name for line in lines for name in line.split()[2:]} == names
+    (written,) = (tmp_path / "run" / "theirs").rglob("metrics.csv")
+    assert {name for row in read_metrics(written) for name, value in row.items() if value} - {"step"} == names
+
+
+def test_tensorboard_and_mlflow_get_every_number(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    pytest.importorskip("mlflow")
+    fit(tiny_config("logger=[tensorboard,mlflow]"), Run(tmp_path))
+    rows = read_metrics(tmp_path / "metrics.csv")
+    names = {name for row in rows for name, value in row.items() if value} - {"step"}
+    curves = events.EventAccumulator(str(tmp_path / "tensorboard"))
+    curves.Reload()
+    assert {*curves.Tags()["scalars"]} == names
+    assert [it.step for it in curves.Scalars("val/psnr")] == [int(row["step"]) for row in rows if row["val/psnr"]]
+    with sqlite3.connect(tmp_path / "mlflow.db") as database:
+        assert {name for (name,) in database.execute("select distinct key from metrics")} == names
+        assert database.execute("select status from runs").fetchall() == [("FINISHED",)]
 
 
 def test_a_bad_logger_is_one_line(tiny_config: TinyConfig, tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from qnmixer.plugins import check_trusted
 from qnmixer.reconstructor import Reconstructor
 from qnmixer.weights import SUFFIX, located
 
-_NEVER_READ: dict[str, Any] = {"callbacks": {}}
-"""Keys of the config of a file that are put aside: callbacks are the command line's to name."""
+_NEVER_READ: dict[str, Any] = {"callbacks": {}, "logger": {}}
+"""Keys of the config of a file that are put aside: callbacks and loggers are the command line's to name."""
 
 
 def find_checkpoint(run: str | Path, which: str = "best") -> Path:

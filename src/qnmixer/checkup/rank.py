@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_leaves
 from qnmixer.cli import explain
 from qnmixer.config import (
     Config,
-    LoggerConfig,
     MemoryConfig,
     PipelineConfig,
     RecomputeConfig,
@@ -335,7 +334,7 @@ def _short(config: Config, n_steps: int) -> Config:
         config.trainer, max_steps=n_steps, max_epochs=None, val_every_n_steps=None, limit_val_batches=0,
         log_every_n_steps=n_steps,
     )  # fmt: skip
-    return replace(config, trainer=trainer, logger=LoggerConfig(name="csv"), finetune=None, resume=None)
+    return replace(config, trainer=trainer, logger={}, finetune=None, resume=None)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ LENGTH = ("trainer.max_steps", "trainer.max_epochs")
 
 
 def quoted(path: Path | str) -> str:
-    """A path as Hydra takes it on its command line, whatever is in it."""
+    """A path or an address as Hydra takes it on its command line, whatever is in it."""
     text = str(path)
     if all(c.isalnum() or c in "/-_.:" for c in text):
         return text

@@ -4,13 +4,16 @@ No torch import: this is known before Hydra composes anything.
 """
 
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 
 from qnmixer.config.compose import CONF, compose
 from qnmixer.config.overrides import LENGTH, key_of, quoted, values_of
+from qnmixer.config.search_path import SEARCH_PATH, packages_of, search_path_in, with_search_path
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.plugins import check_trusted, module_of, trust_words
 from qnmixer.processes.ranks import rank
@@ -19,6 +22,7 @@ from qnmixer.tracking.run_folder import RUNS, has_checkpoint, last_touched, over
 from qnmixer.weights import PRETRAINED
 
 _REGULARIZER = "model.regularizer"
+_LETS_HYDRA_RUN_CODE = ("callbacks", "job_logging", "hydra_logging")
 
 
 def resume_overrides(overrides: list[str]) -> list[str]:
@@ -49,10 +53,10 @@ def resume_overrides(overrides: list[str]) -> list[str]:
     if resumes_in_place(folder, str(path)) if folder else is_last:
         _check_open(run, values_of(overrides))
         merged = _overrides_in_place(run, path, given)
-        check_trusted(str(run), _targets(merged, but=given), trust)
+        _check_trusted(run, merged, given, trust)
         return merged
     branch = _merged(_without(overrides_of(run), "finetune", "resume"), given)
-    check_trusted(str(run), _targets(branch, but=given), trust)
+    _check_trusted(run, branch, given, trust)
     return _unless_begun([*branch, f"resume={quoted(path)}"])
 
 
@@ -104,8 +108,16 @@ def resume_hint(folder: Path) -> str:
     short = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here
     steps = read_results(folder).get("steps")
     at = f" after step {steps}" if steps else ""
-    words = shlex.join([f"resume={quoted(short)}", *trust_words(_targets(overrides_of(folder)).values())])
+    words = shlex.join([f"resume={quoted(short)}", *trust_words(_named(folder))])
     return f"interrupted{at}, to go on: python -m qnmixer.train {words}"
+
+
+def _named(run: Path) -> list[str]:
+    """Classes and functions that a run names, in its overrides or in configs of the user's own."""
+    overrides, composed = overrides_of(run), run / ".hydra" / "config.yaml"
+    if search_path_in(overrides) and composed.is_file():
+        return [target for _, target in _targets_in(OmegaConf.to_container(OmegaConf.load(composed)))]
+    return [*_targets(overrides).values()]
 
 
 def _targets(overrides: list[str], but: Collection[str] = ()) -> dict[str, str]:
@@ -113,6 +125,36 @@ def _targets(overrides: list[str], but: Collection[str] = ()) -> dict[str, str]:
     named = values_of([it for it in overrides if it not in but and not it.startswith("~")])
     found = {key: value for key, value in named.items() if "_target_" in f"{key}={value}" or key == _REGULARIZER}
     return {key: value for key, value in found.items() if value != "null"}
+
+
+def _check_trusted(run: Path, merged: list[str], given: list[str], trust: Collection[str]) -> None:
+    """Raise PluginError for code that a run names, in its overrides or in the configs that its search path leads to."""
+    named = _targets(merged, but=given)
+    check_trusted(str(run), named, trust)
+    if search_path_in(given) or not search_path_in(merged):
+        return
+    for package in packages_of(merged):
+        check_trusted(str(run), {SEARCH_PATH: f"{package}.configs"}, trust)
+    config = compose("train", with_search_path(merged), with_hydra=True)
+    ours = compose("train", [], with_hydra=True)
+    for key in _LETS_HYDRA_RUN_CODE:
+        if config.hydra[key] != ours.hydra[key]:
+            raise ConfigError(
+                f"{run} was started with configs that set hydra.{key}: if you trust them, name their folder again, "
+                "with --config-dir"
+            )
+    values = OmegaConf.to_container(OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))
+    check_trusted(f"a config of {run}", dict(_targets_in(values)), trust)
+
+
+def _targets_in(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Classes and functions that a composed config names, by key, nothing resolved."""
+    for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+        name = f"{prefix}{key}"
+        if isinstance(value, dict | list):
+            yield from _targets_in(value, f"{name}.")
+        elif isinstance(value, str) and (key == "_target_" or name == _REGULARIZER):
+            yield name, value
 
 
 def _modules_trusted(overrides: list[str]) -> list[str]:
@@ -166,8 +208,9 @@ def _unless_begun(overrides: list[str]) -> list[str]:
 
 
 def _by_key(overrides: list[str]) -> dict[str, str]:
-    """The overrides that define a run, by key: without those of Hydra, and without resume=null."""
-    return {key_of(it): it for it in overrides if not _of_hydra(it) and it != "resume=null"}
+    """The overrides that define a run, by key: of Hydra only the search path, and without resume=null."""
+    of_run = [it for it in overrides if not _of_hydra(it) or key_of(it) == SEARCH_PATH]
+    return {key_of(it): it for it in of_run if it != "resume=null"}
 
 
 def _folder_of(overrides: list[str]) -> Path | None:

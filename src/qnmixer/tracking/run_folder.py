@@ -8,6 +8,8 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from qnmixer.config.overrides import key_of
+from qnmixer.config.search_path import SEARCH_PATH
 from qnmixer.errors import ConfigError
 from qnmixer.files import BEFORE_SUFFIX, TEMPORARY_SUFFIX, last_change
 from qnmixer.tracking.results import read_results
@@ -85,7 +87,12 @@ def has_checkpoint(run: Path) -> bool:
 def overrides_of(run: Path) -> list[str]:
     """The overrides of a run; empty for a folder that somebody put together by hand."""
     if (found := read_results(run).get("overrides")) is not None:
-        return [str(override) for override in found]
+        return _of_the_run([str(override) for override in found])
     if (run / _OVERRIDES).is_file():
-        return [str(override) for override in OmegaConf.load(run / _OVERRIDES)]
+        return _of_the_run([str(override) for override in OmegaConf.load(run / _OVERRIDES)])
     return []
+
+
+def _of_the_run(overrides: list[str]) -> list[str]:
+    """Overrides without those of Hydra itself, which could have it run code; no run leaves any but its search path."""
+    return [it for it in overrides if not key_of(it).startswith(("hydra.", "hydra/")) or key_of(it) == SEARCH_PATH]

@@ -166,3 +166,4 @@ def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, picture: P
         if isinstance(logger, WandbLogger):
             logger.log_table("test/table", headings, body, step=step)
             logger.log_image("test/picture", [str(picture)], step)
+        logger.save()  # some write now and then only, and Lightning is done with them

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from qnmixer.checkpoints.reading import find_checkpoint, load_weights, resumable, steps_of
-from qnmixer.config import Config, FewBatchesConfig, WandbConfig, effective_batch
+from qnmixer.config import Config, FewBatchesConfig, effective_batch
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.errors import OutOfMemory, Stopped
@@ -74,7 +74,7 @@ def fit(config: Config, run: Run) -> float:
         run.record["best"] = {config.monitor: best}
         if config.test_after_training:
             evaluate_best(config, run, trainer, module, data)
-        log_best_checkpoint(config, run, trainer, best)
+        log_checkpoint(loggers, find_checkpoint(run.folder), {config.monitor: best})  # where a logger asks for it
     print_end(config, run)
     return best
 
@@ -242,9 +242,3 @@ def evaluate_best(
     assert isinstance(sampler, EpochSampler)
     samples = float(sampler.samples_until(trainer.global_step))
     log_evaluation(trainer.loggers, evaluation, picture, trainer.global_step, samples)
-
-
-def log_best_checkpoint(config: Config, run: Run, trainer: L.Trainer, best: float) -> None:
-    """Send best.ckpt to W&B, if `logger.log_checkpoint` asks for it."""
-    if isinstance(config.logger, WandbConfig) and config.logger.log_checkpoint:
-        log_checkpoint(trainer.loggers, find_checkpoint(run.folder), {config.monitor: best})
