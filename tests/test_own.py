@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ import torch
 
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
 from qnmixer.config import parse_file, to_plain
+
+from .warm import Done, Warm
 
 OWN = [
     "loss=custom", "loss._target_=own.huber", "+loss.delta=0.1",
@@ -35,15 +38,24 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with one file and a run of two steps."""
     folder = tmp_path_factory.mktemp("own")
     shutil.copy(Path(__file__).with_name("own.py"), folder)
-    done = command(folder, "train", *SMALL, *OWN, "trainer.max_steps=2", "hydra.run.dir=run")
+    done = real(folder, "train", *SMALL, *OWN, "trainer.max_steps=2", "hydra.run.dir=run")
     assert done.returncode == 0, done.stderr
     return folder
 
 
-def command(folder: Path, name: str, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "HYDRA"))}
+def environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "HYDRA"))}
+
+
+def real(folder: Path, name: str, *words: str) -> subprocess.CompletedProcess[str]:
     words = (sys.executable, "-m", f"qnmixer.{name}", *words)
-    return subprocess.run(words, cwd=folder, capture_output=True, text=True, env=environment, timeout=300)
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, env=environment(), timeout=300)
+
+
+@pytest.fixture
+def command(warm: Warm, here: Path) -> Callable[..., Done]:
+    """command(name, *words): in that folder, by a Python that has loaded its libraries."""
+    return lambda name, *words: warm.run("-m", f"qnmixer.{name}", *words, cwd=here, env=environment())
 
 
 @pytest.mark.slow
@@ -65,19 +77,19 @@ def test_all_of_it_is_used(here: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_is_resumed_and_exported_where_its_code_is_trusted(here: Path) -> None:
+def test_it_is_resumed_and_exported_where_its_code_is_trusted(here: Path, command: Callable[..., Done]) -> None:
     longer = ["resume=run", "trainer.max_steps=3"]
-    refused = command(here, "train", *longer)
+    refused = command("train", *longer)
     assert refused.returncode == 1
     assert refused.stderr.endswith("which is not part of qnmixer: if you trust that code, add trust=own\n")
-    resumed = command(here, "train", *longer, "trust=own")
+    resumed = real(here, "train", *longer, "trust=own")
     assert resumed.returncode == 0, resumed.stderr
     record = json.loads((here / "run" / "results.json").read_text())
     assert (record["status"], record["steps"], record["resumed"][0]["step"]) == ("done", 3, 2)
     assert not any(word.startswith("trust") for word in record["overrides"])
 
-    assert "add trust=own" in command(here, "export", "run=run", "output=a.safetensors").stderr
-    exported = command(here, "export", "run=run", "output=a.safetensors", "trust=own")
+    assert "add trust=own" in command("export", "run=run", "output=a.safetensors").stderr
+    exported = command("export", "run=run", "output=a.safetensors", "trust=own")
     assert exported.returncode == 0, exported.stderr
     card = (here / "a.md").read_text()
     assert "| loss | custom: _target_ own.huber, delta 0.1 |" in card
@@ -88,15 +100,15 @@ def test_it_is_resumed_and_exported_where_its_code_is_trusted(here: Path) -> Non
 def test_a_sweep_of_it(here: Path) -> None:
     own = ["+schedule.peak=0.3,0.6" if word == "+schedule.peak=0.3" else word for word in OWN]
     sweep = ["-m", *SMALL, *own, "trainer.max_steps=2", "hydra.sweep.dir=sweep"]
-    done = command(here, "train", *sweep)
+    done = real(here, "train", *sweep)
     assert done.returncode == 0, done.stderr
     rows = list(csv.DictReader((here / "sweep" / "sweep.csv").open()))
     assert [(row["schedule.peak"], row["status"]) for row in rows] == [("0.3", "done"), ("0.6", "done")]
 
 
 @pytest.mark.slow
-def test_it_is_planned(here: Path) -> None:
-    planned = command(here, "plan", *SMALL, *OWN, "format=json", "device=24")
+def test_it_is_planned(command: Callable[..., Done]) -> None:
+    planned = command("plan", *SMALL, *OWN, "format=json", "device=24")
     assert planned.returncode == 0, planned.stderr
     assert json.loads(planned.stdout)["peak_mib"] > 0
 
@@ -114,8 +126,8 @@ def test_it_is_planned(here: Path) -> None:
         (["+loss.delta=1"], "loss.delta is there already: leave out the + before it"),
     ],
 )
-def test_errors_are_one_line(here: Path, words: list[str], message: str) -> None:
-    refused = command(here, "train", *SMALL, *OWN, *words)
+def test_errors_are_one_line(command: Callable[..., Done], words: list[str], message: str) -> None:
+    refused = command("train", *SMALL, *OWN, *words)
     assert refused.returncode == 1
     (line,) = refused.stderr.splitlines()
     assert line.startswith(f"error: {message}")

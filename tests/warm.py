@@ -71,6 +71,11 @@ class Warm:
         self.seconds = float(self.process.stdout.readline())
         """Of CPU that it took to load what commands are spared to load."""
 
+    @property
+    def under(self) -> tuple[str, ...]:
+        """For the fixture `start`."""
+        return (str(self.python),)
+
     def __enter__(self) -> "Warm":
         return self
 

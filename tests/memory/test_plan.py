@@ -21,6 +21,8 @@ from qnmixer.parallel.stages import Stage, actions, ranges, survey
 from qnmixer.reconstructor import build_projector
 from qnmixer.training.module import ReconstructionModule
 
+from ..warm import Warm
+
 SMALL = [
     "data.image_size=32",
     "data.batch_size=3",
@@ -338,13 +340,9 @@ def test_schedules_that_a_batch_does_not_allow_are_left_out() -> None:
     assert names == ["sequential", "gpipe", "1f1b"]
 
 
-def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "qnmixer.plan", *arguments], capture_output=True, text=True)
-
-
 @pytest.mark.slow
-def test_the_command_prints_one_object() -> None:
-    done = plan(*SMALL, "model.n_iterations=2", "format=json")
+def test_the_command_prints_one_object(warm: Warm, tmp_path: Path) -> None:
+    done = warm.run("-m", "qnmixer.plan", *SMALL, "model.n_iterations=2", "format=json", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     told = json.loads(done.stdout)
     assert {"parameters", "gradients", "optimizer", "activations"} <= set(told["parts"])
@@ -356,9 +354,9 @@ def test_the_command_prints_one_object() -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_the_command_prints_tables_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    done = plan(*SMALL, "model.n_iterations=4", "strategy=pipeline", "device=1.2")
+def test_the_command_prints_tables_and_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "qnmixer.plan", *SMALL, "model.n_iterations=4", "strategy=pipeline", "device=1.2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     of_a_pipeline = ["on 4 devices, assumed", "in flight", "sequential", "idle"]
     for word in ["recompute", "16-mixed, bf16-mixed", "batch 8", "adamw", "1.2", *of_a_pipeline]:
@@ -376,8 +374,8 @@ def test_the_command_prints_tables_and_leaves_nothing(tmp_path: Path, monkeypatc
     ],
 )
 @pytest.mark.slow
-def test_bad_input_is_one_line(overrides: list[str], message: str) -> None:
-    done = plan(*overrides)
+def test_bad_input_is_one_line(cold: Warm, tmp_path: Path, overrides: list[str], message: str) -> None:
+    done = cold.run("-m", "qnmixer.plan", *overrides, cwd=tmp_path)
     assert done.returncode == 1
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()

@@ -4,8 +4,6 @@ All in two groups of processes, since starting one takes longer than its trainin
 """
 
 import json
-import subprocess
-import sys
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +15,8 @@ from qnmixer.checkpoints.reading import load_run
 from qnmixer.config import parse, to_plain
 from qnmixer.config.compose import compose
 from qnmixer.processes.launch import launch
+
+from ..warm import Warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parity")]
 
@@ -83,7 +83,7 @@ class Task(NamedTuple):
     model: str = MODEL
 
 
-def run(folder: Path, n_processes: int, tasks: list[Task]) -> dict[str, list[dict[str, Any]]]:
+def run(folder: Path, n_processes: int, tasks: list[Task], warm: Warm) -> dict[str, list[dict[str, Any]]]:
     """What each rank recorded of each task."""
     job = []
     for task in tasks:
@@ -102,7 +102,8 @@ def run(folder: Path, n_processes: int, tasks: list[Task]) -> dict[str, list[dic
     path = folder / f"job_{n_processes}.json"
     path.write_text(json.dumps(job))
     if n_processes == 1:
-        subprocess.run([sys.executable, str(RANK), str(path)], check=True)
+        done = warm.run(str(RANK), str(path), cwd=folder, timeout=900)
+        assert done.returncode == 0, done.stderr
     else:
         launch([str(RANK), str(path)], n_processes)
     return {
@@ -178,12 +179,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def recorded(folder: Path, request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
+def recorded(folder: Path, warm: Warm, request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
     """What every rank recorded, by task; of those that are long, where they are asked for."""
     one, four, last, _ = tasks()
     if "not long" in request.config.option.markexpr:
         four, last = ([task for task in its if task.name not in LONG] for its in (four, last))
-    return run(folder, 1, one) | run(folder, 4, four) | run(folder, 1, last)
+    return run(folder, 1, one, warm) | run(folder, 4, four, warm) | run(folder, 1, last, warm)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in LONG)) for n in tasks()[3]])
