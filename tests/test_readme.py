@@ -79,9 +79,10 @@ def run(command: str, place: Path, warm: Warm) -> None:
     paths = {"/path/to/dicom": "aapm", "/path/to/aapm": "aapm", "runs/DIR": "run", "runs/compare_small": "sweep"}
     for path, its in paths.items():
         command = command.replace(path, str(place / its))
+    command = command.replace("model.n_iterations=10", "model.n_iterations=3")
     words = shlex.split(command)
     if words[0] == "make":
-        tiny = [*TINY, *TINY_PHANTOMS, f"hydra.run.dir={place}/made"]
+        tiny = [*TINY, *TINY_PHANTOMS, "model.n_iterations=2", f"hydra.run.dir={place}/made"]
         if words[1] == "compare":
             sizes = [word for word in TINY if not word.startswith("model.")]
             tiny = ["experiment/small=fbp,learn", "seed=1", *sizes, *TINY_PHANTOMS]
