@@ -17,6 +17,8 @@ from qnmixer.config import parse_file, to_plain
 
 from .warm import Done, Warm
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("own")]
+
 OWN = [
     "loss=custom", "loss._target_=own.huber", "+loss.delta=0.1",
     "optimizer=custom", "optimizer._target_=own.Lion", "+optimizer.beta=0.95",
@@ -58,7 +60,6 @@ def command(warm: Warm, here: Path) -> Callable[..., Done]:
     return lambda name, *words: warm.run("-m", f"qnmixer.{name}", *words, cwd=here, env=environment())
 
 
-@pytest.mark.slow
 def test_all_of_it_is_used(here: Path) -> None:
     checkpoint = torch.load(here / "run" / "checkpoints" / "last.ckpt", weights_only=True)
     config = checkpoint[CHECKPOINT_KEY]["config"]
@@ -76,7 +77,6 @@ def test_all_of_it_is_used(here: Path) -> None:
     assert rates == pytest.approx([0.0, 1e-3 * 0.5 / 0.7])
 
 
-@pytest.mark.slow
 def test_it_is_resumed_and_exported_where_its_code_is_trusted(here: Path, command: Callable[..., Done]) -> None:
     longer = ["resume=run", "trainer.max_steps=3"]
     refused = command("train", *longer)
@@ -96,7 +96,6 @@ def test_it_is_resumed_and_exported_where_its_code_is_trusted(here: Path, comman
     assert "qnmixer.reconstruct run=a.safetensors trust=own" in card
 
 
-@pytest.mark.slow
 def test_a_sweep_of_it(here: Path) -> None:
     own = ["+schedule.peak=0.3,0.6" if word == "+schedule.peak=0.3" else word for word in OWN]
     sweep = ["-m", *SMALL, *own, "trainer.max_steps=2", "hydra.sweep.dir=sweep"]
@@ -106,14 +105,12 @@ def test_a_sweep_of_it(here: Path) -> None:
     assert [(row["schedule.peak"], row["status"]) for row in rows] == [("0.3", "done"), ("0.6", "done")]
 
 
-@pytest.mark.slow
 def test_it_is_planned(command: Callable[..., Done]) -> None:
     planned = command("plan", *SMALL, *OWN, "format=json", "device=24")
     assert planned.returncode == 0, planned.stderr
     assert json.loads(planned.stdout)["peak_mib"] > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
