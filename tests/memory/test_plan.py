@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,7 @@ def test_what_is_relied_on_of_torchs_private_tracker() -> None:
 
 def test_the_footprint_of_a_known_network(planner: Planner) -> None:
     """Parts against their own definitions."""
-    config = config_of()
+    config = config_of("model.n_iterations=2")
     footprint = track_step(config, planner.projector)
     with without_data():
         from qnmixer.reconstructor import build_network
@@ -99,15 +100,15 @@ def test_short_steps_give_long_ones_within_a_percent(planner: Planner, overrides
 
 
 def test_growth_is_what_an_iteration_more_adds(planner: Planner) -> None:
-    config = config_of()
-    longer = track_step(override(config, "model.n_iterations=9"), planner.projector)
+    config = config_of("model.n_iterations=3")
+    longer = track_step(override(config, "model.n_iterations=4"), planner.projector)
     prediction = planner.predict(config)
     assert prediction.per_iteration == longer.peak - prediction.footprint.peak
 
 
 def test_offloading_moves_what_it_saves(planner: Planner) -> None:
     """What leaves the device is found on the host."""
-    config = config_of("data.image_size=128 data.batch_size=2")
+    config = config_of("data.image_size=128 data.batch_size=2 model.n_iterations=3")
     planner = Planner(config)
     keep, offload = (track_step(override(config, f"memory={m}"), planner.projector) for m in ("keep", "offload"))
     assert keep.host == 0
@@ -163,10 +164,11 @@ def test_levers_say_what_they_save(planner: Planner) -> None:
 
 
 def test_a_run_fits_where_its_peak_is_usable(planner: Planner) -> None:
-    prediction = planner.predict(config_of())
-    plan = as_object(config_of(), prediction, ["1.066", "1.063"])
-    assert usable("1.063") < prediction.footprint.peak / MIB < usable("1.066")
-    assert plan["fits"] == {"1.066": True, "1.063": False}
+    config = config_of("model.n_iterations=3")
+    prediction = planner.predict(config)
+    plan = as_object(config, prediction, ["1.059", "1.056"])
+    assert usable("1.056") < prediction.footprint.peak / MIB < usable("1.059")
+    assert plan["fits"] == {"1.059": True, "1.056": False}
 
 
 def test_levers_that_a_run_does_not_allow_are_left_out(planner: Planner) -> None:
@@ -215,6 +217,7 @@ os._exit(0)
 
 
 def test_what_each_strategy_adds_to_one_device(planner: Planner) -> None:
+    @cache
     def of(overrides: str) -> Footprint:
         return track_step(config_of(f"model.n_iterations=2 {overrides}"), planner.projector)
 
