@@ -34,8 +34,8 @@ COMPETITORS = {
     "learned_primal_dual": "model=learned_primal_dual model.n_iterations=4 model.channels=4",
     "regformer": "model=regformer model.n_iterations=4 model.channels=6 model.window_size=4",
 }
-# 44 slices: with 16 a step, the third step of every epoch is a smaller one, of 12 slices, in 3 windows of 4. Two epochs,
-# and a step of the next.
+# 44 slices: with 16 a step, the third step of every epoch is a smaller one, of 12 slices, in 3 windows of 4.
+# Seven steps are two epochs, and the first step of another.
 WINDOWS = {1: "data.n_train=11 data.batch_size=4", 4: "data.n_train=44 data.batch_size=4"}
 DEVICES = "trainer.devices=4 data.batch_size=1"
 STRATEGIES = {
