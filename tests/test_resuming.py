@@ -59,9 +59,10 @@ runpy.run_module("qnmixer.train", run_name="__main__", alter_sys=True)
 class Runs:
     """Starts `python -m qnmixer.train` in a folder; what is not to be killed, by a Python that has loaded it."""
 
-    def __init__(self, folder: Path, warm: Warm) -> None:
+    def __init__(self, folder: Path, warm: Warm, *, drawing: bool) -> None:
         self.folder, self.warm = folder, warm
-        (folder / "sitecustomize.py").write_text(AT_START)
+        self.warm_start = DRAWING * drawing + TRAIN
+        (folder / "sitecustomize.py").write_text(AT_START * drawing)
         drop = ("HYDRA", "SLURM", "TORCHELASTIC", "WANDB")
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
         self.environment |= {
@@ -76,7 +77,7 @@ class Runs:
         )  # fmt: skip
 
     def run(self, *overrides: str) -> None:
-        done = self.warm.run("-c", DRAWING + TRAIN, *overrides, cwd=self.folder, env=self.environment, timeout=500)
+        done = self.warm.run("-c", self.warm_start, *overrides, cwd=self.folder, env=self.environment, timeout=500)
         assert done.returncode == 0, done.stderr
 
 
@@ -159,10 +160,10 @@ def kill_and_go_on(
 def test_a_run_that_is_killed_twice_comes_to_the_same(warm: Warm, tmp_path: Path) -> None:
     """Once between checkpoints, once while one is written."""
     overrides = ["trainer.max_steps=60", "trainer.save_every_n_steps=3"]
-    kill_and_go_on(Runs(tmp_path, warm), [("training", 0.4), ("writing", 0.2)], *overrides)
+    kill_and_go_on(Runs(tmp_path, warm, drawing=True), [("training", 0.4), ("writing", 0.2)], *overrides)
 
 
-def test_a_mix_is_the_same_after_a_kill_and_by_two_processes(tmp_path: Path) -> None:
+def test_a_mix_is_the_same_after_a_kill_and_by_two_processes(warm: Warm, tmp_path: Path) -> None:
     """Epochs of four steps, the last of one slice; the last losses are of a later epoch than the first."""
     for k in range(5):
         hu = np.random.default_rng(k).uniform(-1000, 1500, (2, 32, 32)).astype(np.float32)
@@ -173,7 +174,7 @@ def test_a_mix_is_the_same_after_a_kill_and_by_two_processes(tmp_path: Path) -> 
         "data.sources.slices.share=0.9", "data.sources.phantoms.share=0.1", "data.augment=true",
         "data.simulation_factor=2",
     ]  # fmt: skip
-    overrides, runs = ["trainer.max_steps=40", "trainer.save_every_n_steps=3"], Runs(tmp_path, drawing=False)
+    runs, overrides = Runs(tmp_path, warm, drawing=False), ["trainer.max_steps=40", "trainer.save_every_n_steps=3"]
     kill_and_go_on(runs, [("training", 0.1)], *overrides, slices=slices)
     two = ["strategy=ddp", "trainer.devices=2", "data.batch_size=1", f"hydra.run.dir={tmp_path / 'two'}"]
     runs.run(*RUN, *slices, *overrides, *two)
@@ -192,7 +193,7 @@ def test_a_run_that_is_killed_twenty_times_comes_to_the_same(warm: Warm, tmp_pat
     moments += [("writing", rng.uniform(0, 1)) for _ in range(8)]
     rng.shuffle(moments)
     overrides = ["trainer.max_steps=500", "trainer.save_every_n_steps=1", "data.num_workers=1"]
-    kill_and_go_on(Runs(tmp_path, warm), moments, *overrides)
+    kill_and_go_on(Runs(tmp_path, warm, drawing=True), moments, *overrides)
 
 
 @pytest.mark.long
@@ -201,4 +202,4 @@ def test_two_processes_that_are_killed_come_to_the_same(warm: Warm, tmp_path: Pa
     rng = random.Random(1)
     moments = [("training", rng.uniform(0, 2)) for _ in range(3)] + [("writing", rng.uniform(0, 1)) for _ in range(2)]
     overrides = ["trainer.max_steps=200", "trainer.save_every_n_steps=2", "strategy=ddp", "trainer.devices=2"]
-    kill_and_go_on(Runs(tmp_path, warm), moments, *overrides, "data.batch_size=1")
+    kill_and_go_on(Runs(tmp_path, warm, drawing=True), moments, *overrides, "data.batch_size=1")
