@@ -434,7 +434,7 @@ def test_evaluate_refuses(overrides: list[str], words: str) -> None:
 def test_reconstruct() -> None:
     config = parse_reconstruct(compose("reconstruct", ["run=x", "input=a", "output=b", "formats=[png]"]))
     assert asdict(config) == {
-        "run": "x", "input": "a", "output": "b", "kind": "auto", "formats": ["png"], "window": [-160.0, 240.0],
+        "run": "x", "input": "a", "output": "b", "kind": "auto", "formats": ["png"], "window": None,
         "unit": "attenuation", "water_attenuation": 0.0192, "detector_pitch": None, "angle_span": None,
         "checkpoint": "best", "accelerator": "auto", "batch_size": None, "precision": "32", "trust": [],
     }  # fmt: skip
