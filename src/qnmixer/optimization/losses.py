@@ -7,7 +7,6 @@ from torch.nn import functional as F
 
 from qnmixer.config import CustomLossConfig, LossConfig, SSIMMixConfig
 from qnmixer.errors import PluginError
-from qnmixer.optimization.metrics import ssim
 from qnmixer.plugins import Kind, check_call, load_plugin
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -19,6 +18,8 @@ def build_loss(config: LossConfig) -> Loss:
     if isinstance(config, CustomLossConfig):
         return CustomLoss(config)
     if isinstance(config, SSIMMixConfig):
+        from qnmixer.optimization.metrics import ssim  # torchmetrics takes seconds to import, and a plan needs none
+
         weight = config.ssim_weight
         return lambda image, truth: (1 - weight) * l1(image, truth) + weight * (1 - ssim(image, truth))
     return {"mse": mse, "l1": l1}[config.name]

@@ -23,7 +23,6 @@ from qnmixer.errors import OutOfMemory, Stopped
 from qnmixer.evaluation.evaluate import evaluate, title_of, what_was_evaluated, write_evaluation
 from qnmixer.files import write_text
 from qnmixer.memory.advice import advice
-from qnmixer.memory.footprint import MIB
 from qnmixer.memory.limits import is_out_of_memory, memory_of
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import Planner
@@ -98,9 +97,7 @@ def _fit(
     data.setup("fit")
     keeping = Keeping(folder / "checkpoints", config.monitor, config.trainer.save_every_n_steps, here)
     learns = any(p.requires_grad for p in module.parameters())  # FBP and total variation have nothing to learn
-    planner = Planner(config, module.projector)  # before training takes the projector to its device
-    planned = planner.devices(config)[0].footprint.peak / MIB if learns and rank() == 0 else None
-    memory = MemoryMonitor(console, planned)
+    memory = MemoryMonitor(console)
     health = HealthMonitor(console, partial(note, folder, record, "warnings"), _warm_up(config))
     callbacks: list[Callback] = [keeping, ValidationLine(console), memory, health]
     if isinstance(config.debug, ProfileConfig):
@@ -118,8 +115,7 @@ def _fit(
         if not is_out_of_memory(error):
             raise
         traceback.clear_frames(error.__traceback__)  # they hold what filled the memory
-        module.projector.cpu()
-        raise OutOfMemory(advice(planner, config, available)) from error
+        raise OutOfMemory(advice(Planner(config, module.projector.cpu()), config, available)) from error
     finally:
         record["memory"] = memory.record(record.get("memory"))
         record |= {"steps": trainer.global_step, "seconds": keeping.seconds}
