@@ -12,7 +12,7 @@ from qnmixer.config.data import AsTrained, CustomData, DeepLesionData, DicomData
 
 FILES = sorted(CONF.rglob("*.yaml"))
 ONLY_FOR_EVALUATE = {"as_trained"}
-ONLY_INCLUDED = {("data", "_folder")}
+ONLY_INCLUDED = {("data", "_folder"), ("data", "_common")}
 TRAINING_GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "experiment")
 OPTIONS = [
     (group, path.stem)
@@ -23,6 +23,7 @@ OPTIONS = [
 OF_ONES_OWN = ("data", "loss", "optimizer", "schedule", "noise", "logger")
 NEEDS = {
     ("strategy", "pipeline"): ["trainer.devices=2"],
+    ("data", "mixed"): ["data.sources.slices.root=/ct"],
     ("trainer", "torchrun"): ["strategy=ddp"],
     ("trainer", "slurm"): ["strategy=ddp"],
     ("model", "custom"): ["model._target_=collections.Counter"],  # whether it is a network is seen when it is built

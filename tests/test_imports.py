@@ -1,5 +1,6 @@
 """What is loaded when, and what stands in one place only; which room may import which, `lint-imports` knows."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import qnmixer
+from qnmixer.config.compose import CONF
 
 SRC = Path(qnmixer.__file__).parent
 
@@ -31,3 +33,18 @@ def test_one_file_reaches_into_lightning() -> None:
     private = re.compile(r"from lightning[\w.]* import .*\b_\w|\b(fit|val|epoch)_loop\b|_batches_that_stepped")
     found = {str(path.relative_to(SRC)) for path in SRC.rglob("*.py") if private.search(path.read_text())}
     assert found == {"training/lightning_private.py"}
+
+
+@pytest.mark.parametrize("room", ["physics", "models"])
+def test_no_text_names_a_key_of_the_command_line(room: str) -> None:
+    """A message names its argument; who builds it from a config adds the group."""
+    groups = "|".join(sorted(path.name for path in CONF.iterdir() if path.is_dir()))
+    key = re.compile(rf"\b({groups})\.[a-z_]")
+    texts = [
+        f"{path.relative_to(SRC)}:{node.lineno}: {node.value}"
+        for path in (SRC / room).glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    assert len(texts) > 50
+    assert [text for text in texts if key.search(text.partition(": ")[2])] == []

@@ -6,10 +6,11 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +21,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("resuming")]
 Start = Callable[..., Command]
 
 # Epochs of eight batches, the last of one slice; a validation every ten steps, so most of them in mid-epoch.
-RUN = [*TINY, *PHANTOMS, "data.n_train=15", "noise=field", "trainer.val_every_n_steps=10"]
+RUN = [*TINY, "noise=field", "trainer.val_every_n_steps=10"]
+SLICES = (*PHANTOMS, "data.n_train=15")
 
 # Draws from all random generators of a process, in a layer of the network and beside it.
 DRAWING = """
@@ -126,14 +128,16 @@ def assert_equal(one: Any, other: Any) -> None:
         assert one == other
 
 
-def kill_and_go_on(runs: Runs, moments: list[tuple[str, float]], *overrides: str) -> None:
+def kill_and_go_on(
+    runs: Runs, moments: list[tuple[str, float]], *overrides: str, slices: Sequence[str] = SLICES
+) -> None:
     """A run that is killed at each of these moments, and gone on with each time, against one that is not.
 
     By the same command, and in the end by resume=latest.
     """
     whole, killed = runs.folder / "whole", runs.folder / "runs" / "killed"
-    runs.run(*RUN, *overrides, f"hydra.run.dir={whole}")
-    command = [*RUN, *overrides, "hydra.run.dir=runs/killed"]
+    runs.run(*RUN, *slices, *overrides, f"hydra.run.dir={whole}")
+    command = [*RUN, *slices, *overrides, "hydra.run.dir=runs/killed"]
     for moment, seconds in moments:
         process = runs.start(*command)
         kill(process, killed, moment, seconds)
@@ -148,6 +152,27 @@ def test_a_run_that_is_killed_twice_comes_to_the_same(tmp_path: Path) -> None:
     """Once between checkpoints, once while one is written."""
     overrides = ["trainer.max_steps=60", "trainer.save_every_n_steps=3"]
     kill_and_go_on(Runs(tmp_path, drawing=True), [("training", 0.4), ("writing", 0.2)], *overrides)
+
+
+def test_a_mix_is_the_same_after_a_kill_and_by_two_processes(tmp_path: Path) -> None:
+    """Epochs of four steps, the last of one slice; the last losses are of a later epoch than the first."""
+    for k in range(5):
+        hu = np.random.default_rng(k).uniform(-1000, 1500, (2, 32, 32)).astype(np.float32)
+        (tmp_path / "ct").mkdir(exist_ok=True)
+        np.save(tmp_path / "ct" / f"{k}.npy", hu)
+    slices = [
+        "data=mixed", "data.sources.slices.name=numpy", f"data.sources.slices.root={tmp_path / 'ct'}",
+        "data.sources.slices.share=0.9", "data.sources.phantoms.share=0.1", "data.augment=true",
+        "data.simulation_factor=2",
+    ]  # fmt: skip
+    overrides, runs = ["trainer.max_steps=40", "trainer.save_every_n_steps=3"], Runs(tmp_path, drawing=False)
+    kill_and_go_on(runs, [("training", 0.1)], *overrides, slices=slices)
+    two = ["strategy=ddp", "trainer.devices=2", "data.batch_size=1", f"hydra.run.dir={tmp_path / 'two'}"]
+    runs.run(*RUN, *slices, *overrides, *two)
+    alone, shared = ([float(row["train/loss"]) for row in rows(tmp_path / run) if row["train/loss"]]
+                     for run in ("whole", "two"))  # fmt: skip
+    assert len(alone) == 40
+    assert shared == pytest.approx(alone, rel=1e-4)
 
 
 @pytest.mark.long

@@ -1,12 +1,14 @@
 """Files that are there whole or not at all."""
 
+import hashlib
+import json
 import os
 import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from qnmixer.errors import DataError
 
@@ -37,6 +39,11 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def digest(what: Any, length: int = 16, sort_keys: bool = False) -> str:
+    """The first digits of the SHA-256 of what JSON can hold. Caches on disk are named by it, so its form stays."""
+    return hashlib.sha256(json.dumps(what, sort_keys=sort_keys).encode()).hexdigest()[:length]
 
 
 def write_text(path: Path, text: str) -> None:
@@ -70,6 +77,11 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def last_change(*paths: Path) -> float:
+    """When one of some files was last written, as the system counts seconds; one of them must be there."""
+    return max(path.stat().st_mtime for path in paths if path.exists())
 
 
 def check_there(key: str, path: str, what: str) -> None:

@@ -20,7 +20,7 @@ from qnmixer.config import (
     PhysicalNoiseConfig,
     QNMixerConfig,
 )
-from qnmixer.errors import ConfigError, PluginError
+from qnmixer.errors import ConfigError, GeometryError, PluginError
 from qnmixer.models import (
     FBP,
     LEARN,
@@ -126,17 +126,20 @@ def build_geometry(config: Config) -> FanBeamGeometry:
     """The scan; raises GeometryError where it is impossible."""
     g = config.geometry
     half_step = 0.5 * g.angle_span / g.n_views
-    return FanBeamGeometry(
-        image_size=config.data.image_size,
-        pixel_size=g.field_of_view / config.data.image_size,
-        n_views=g.n_views,
-        n_detectors=g.n_detectors,
-        detector_pitch=g.detector_pitch,
-        source_to_axis=g.source_to_axis,
-        axis_to_detector=g.axis_to_detector,
-        first_angle=half_step if g.first_angle is None else g.first_angle,
-        angle_span=g.angle_span,
-    )
+    try:
+        return FanBeamGeometry(
+            image_size=config.data.image_size,
+            pixel_size=g.field_of_view / config.data.image_size,
+            n_views=g.n_views,
+            n_detectors=g.n_detectors,
+            detector_pitch=g.detector_pitch,
+            source_to_axis=g.source_to_axis,
+            axis_to_detector=g.axis_to_detector,
+            first_angle=half_step if g.first_angle is None else g.first_angle,
+            angle_span=g.angle_span,
+        )
+    except GeometryError as error:  # it names its argument; the key on the command line has the group too
+        raise GeometryError(f"geometry.{error}") from error
 
 
 def build_projector(config: Config) -> FanBeamProjector:
@@ -203,10 +206,3 @@ def build_noise(config: Config) -> Noise:
 def attenuation_per_value(config: Config, water_attenuation: float) -> float:
     """Linear attenuation (1/mm) of x = 1: x = (HU + 1000)/(hu_max + 1000) and μ = μ_water (HU + 1000)/1000."""
     return water_attenuation * (config.data.hu_max + 1000.0) / 1000.0
-
-
-def choose_device(accelerator: str) -> torch.device:
-    """The device of evaluate and reconstruct; raises ConfigError for a GPU that is not there."""
-    if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"accelerator={accelerator}, but torch sees no CUDA device here: use accelerator=cpu")
-    return torch.device("cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu")

@@ -32,7 +32,7 @@ from qnmixer.checkup.machine import (
     runs_on,
     shared_memory_needed,
 )
-from qnmixer.checkup.rank import GROWTH_STEPS, Report, leak_in, small_network
+from qnmixer.checkup.rank import GROWTH_STEPS, Report, short_leak_watch, small_network
 from qnmixer.config import parse, to_plain
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.models.incept_mixer import InceptMixer
@@ -214,8 +214,9 @@ def test_samples_that_are_not_shared_out_once() -> None:
 )
 def test_a_leak_is_a_steady_growth(growth: Callable[[int], float], leaks: bool) -> None:
     """MiB after each step."""
-    found = leak_in([int(2**20 * (300 + growth(step))) for step in range(GROWTH_STEPS)])
-    assert (found is not None) == leaks
+    watch = short_leak_watch()
+    found = [watch.update(int(2**20 * (300 + growth(step)))) for step in range(GROWTH_STEPS)]
+    assert any(found) == leaks
 
 
 def test_steps_that_a_scaler_may_skip() -> None:

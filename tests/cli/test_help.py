@@ -46,7 +46,7 @@ def test_options_say_what_they_trade_and_which_is_chosen() -> None:
     (chosen,) = [line for line in lines if line.startswith("  memory=recompute *")]
     assert "build it again in backward" in chosen
     assert [line for line in lines if line.startswith("  memory=keep  ")]
-    assert not [line for line in lines if "as_trained" in line or "_folder" in line]
+    assert not [line for line in lines if "as_trained" in line or "data=_" in line]
     assert [line for line in help_of("evaluate", "run=x") if line.startswith("  data=as_trained *")]
 
 

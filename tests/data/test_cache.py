@@ -15,6 +15,7 @@ from qnmixer.data.cache import SliceCache, open_cache
 from qnmixer.data.dicom import DicomReader
 from qnmixer.data.numpy_files import NumpyReader
 from qnmixer.errors import DataError
+from qnmixer.files import digest
 
 
 def dicom(root: Path, cache: Path, size: int = 20) -> SliceCache:
@@ -201,3 +202,10 @@ def test_cache_inside_the_root_is_not_taken_for_data(folder: Path) -> None:
     again = dicom(folder, folder / "cache")
     assert len(again) == 3
     assert not again.skipped
+
+
+def test_names_on_disk_stay_as_they_are() -> None:
+    """Of another form, every user would decode, build and measure again."""
+    what = ["dicom", {"b": 1, "a": 2.5}]
+    assert digest(what) == "40be42d8f05ad2c0"
+    assert digest(what, 8, sort_keys=True) == "adfe7168"

@@ -13,12 +13,13 @@ from rich.console import Console
 from qnmixer.config import Config, EvaluationConfig
 from qnmixer.config.data import PhantomData
 from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.evaluation.evaluate import Evaluation, ImageScore, evaluate, warnings_of, write_evaluation
+from qnmixer.evaluation.evaluate import Evaluation, ImageScore, evaluate, name_of_run, warnings_of, write_evaluation
 from qnmixer.evaluation.slices import pictured
 from qnmixer.optimization.metrics import psnr, ssim, to_window
 from qnmixer.reconstructor import to_hu
 from qnmixer.reports.page import PageMethod, PageSlice
 from qnmixer.reports.pictures import Panel, Row, draw_comparison
+from qnmixer.tracking.sweep_file import write_sweep
 from qnmixer.training.module import ReconstructionModule
 
 WINDOW = [-160.0, 240.0]
@@ -67,12 +68,20 @@ def test_pictures_are_of_slices_spread_over_the_split(module: ReconstructionModu
     evaluation, data = measured(module, batch_size=2)
     names = [data.dataset("test").source.name(i) for i in range(5)]
     assert [row.name for row in evaluation.rows] == [names[i] for i in sorted(pictured(5, 2))]
-    T = module.network.n_iterations
-    assert [[len(m.iterates) for m in of.methods] for of in evaluation.slices] == [[1, T + 1]] * 2
     for row in evaluation.rows:
         assert [panel.title.splitlines()[0] for panel in row.panels] == ["FBP", "QN-Mixer"]
         assert row.truth.min() >= -1000
         assert row.truth.max() > 0
+
+
+def test_all_slices_are_there_to_look_through_the_worst_first(module: ReconstructionModule) -> None:
+    evaluation, _ = measured(module, batch_size=2)
+    ours = [score for score in evaluation.scores if score.method == "QN-Mixer"]
+    assert [of.name for of in evaluation.slices] == [s.slice for s in sorted(ours, key=lambda score: score.psnr)]
+    assert [of.psnr for of in evaluation.slices] == sorted(score.psnr for score in ours)
+    T = module.network.n_iterations
+    assert [[len(m.iterates) for m in of.methods] for of in evaluation.slices] == [[1, T + 1]] * 5
+    assert all(of.full_shape is None for of in evaluation.slices)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +110,7 @@ def scores() -> Evaluation:
     by_slice = [ImageScore(f"a,{i}.dcm", method, *rows[i]) for i in range(2) for method, rows in values.items()]
     picture = torch.zeros(16, 16)
     slices = [PageSlice(f"a,{i}.dcm", picture, [PageMethod(method, [picture]) for method in values]) for i in range(2)]
-    return Evaluation(by_slice, slices)
+    return Evaluation(by_slice, slices, [0, 1])
 
 
 def test_total_variation_stands_in_the_table_where_it_is_asked_for(module: ReconstructionModule) -> None:
@@ -128,7 +137,9 @@ def test_means(scores: Evaluation) -> None:
 
 def test_tables_hold_the_scores(scores: Evaluation, tiny_config: Callable[..., Config], tmp_path: Path) -> None:
     with Console(quiet=True) as console:
-        picture = write_evaluation(tmp_path, scores, "two slices", tiny_config(), torch.device("cpu"), console)
+        picture = write_evaluation(
+            tmp_path, scores, "two slices", tiny_config(), torch.device("cpu"), console, Path("/home/anna/runs/mine")
+        )  # fmt: skip
     assert picture == tmp_path / "picture.png"
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "images.csv", "page.html", "picture.png", "table.csv", "table.md",
@@ -156,11 +167,37 @@ def test_tables_hold_the_scores(scores: Evaluation, tiny_config: Callable[..., C
     assert "QN-Mixer over FBP: +9.75 dB, mean over 2 images" in markdown
     table = [line for line in markdown.splitlines() if line.startswith("|")]
     assert {line.count("|") for line in table} == {6}
+    page = (tmp_path / "page.html").read_text()
+    assert "<title>QN-Mixer, run mine: two slices, 16 × 16 pixels</title>" in page
+    assert "QN-Mixer over FBP: +9.75 dB, mean over 2 images (data range 1). The window is −160 to 240 HU." in page
+    assert "anna" not in page
+
+
+def test_a_page_warns_as_the_table_does(scores: Evaluation, tiny_config: Callable[..., Config], tmp_path: Path) -> None:
+    worse = [replace(score, psnr=0.0) if score.method == "QN-Mixer" else score for score in scores.scores]
+    found = replace(scores, scores=worse)
+    write_evaluation(tmp_path, found, "two", tiny_config(), torch.device("cpu"), Console(quiet=True), tmp_path)
+    assert "Warning: QN-Mixer is BELOW FBP by 21.00 dB" in (tmp_path / "page.html").read_text()
+
+
+def test_the_name_of_a_run_has_no_folders(tmp_path: Path) -> None:
+    """But for those without which it says nothing: the day of a run, the sweep of a job."""
+    dated, job = tmp_path / "2026-01-31" / "12-00-00", tmp_path / "my_sweep" / "3"
+    for folder in (dated / "checkpoints", job):
+        folder.mkdir(parents=True)
+    (dated / "checkpoints" / "best.ckpt").touch()
+    (tmp_path / "shipped.safetensors").touch()
+    write_sweep(job.parent, {"overrides": [], "varying": [], "git_commit": None, "jobs": None})
+    names = {
+        dated: "2026-01-31/12-00-00", dated / "checkpoints" / "best.ckpt": "2026-01-31/12-00-00", job: "my_sweep/3",
+        tmp_path / "shipped.safetensors": "shipped", tmp_path / "demo": "demo",
+    }  # fmt: skip
+    assert {path: name_of_run(path) for path in names} == names
 
 
 def test_one_slice_has_no_deviation(scores: Evaluation, tiny_config: Callable[..., Config], tmp_path: Path) -> None:
-    one = Evaluation(scores.scores[:2], scores.slices[:1])
-    write_evaluation(tmp_path, one, "one", tiny_config(), torch.device("cpu"), Console(quiet=True))
+    one = Evaluation(scores.scores[:2], scores.slices[:1], [0])
+    write_evaluation(tmp_path, one, "one", tiny_config(), torch.device("cpu"), Console(quiet=True), tmp_path)
     assert "20.00 ± 0.00" in (tmp_path / "table.csv").read_text()
 
 

@@ -16,7 +16,7 @@ from qnmixer.data.resample import to_square
 from qnmixer.data.slices import FloatArray
 from qnmixer.errors import DataError
 from qnmixer.inference.slices import InputSlices
-from qnmixer.inference.writers import write_dicom, write_npy, write_png
+from qnmixer.inference.writers import window_of, write_dicom, write_npy, write_png
 
 WORDS: dict[str, Any] = {"description": "Derived by QN-Mixer from 32 simulated sparse views"}
 
@@ -118,11 +118,28 @@ def test_nan_is_not_written(tmp_path: Path) -> None:
 
 def test_pictures(tmp_path: Path) -> None:
     hu = np.array([[-200.0, 40.0], [240.0, 3000.0]], np.float32)
-    write_png(tmp_path / "a.png", hu, centre=40, width=400)
-    assert np.asarray(Image.open(tmp_path / "a.png")).tolist() == [[0, 128], [255, 255]]
+    write_png(tmp_path / "a.png", hu)
+    with Image.open(tmp_path / "a.png") as picture:
+        assert np.asarray(picture).tolist() == [[0, 128], [255, 255]]
+        assert picture.info["Description"] == "-160 HU is black, 240 HU is white"
+    write_png(tmp_path / "a.png", hu, window=(-200, 3000))
+    with Image.open(tmp_path / "a.png") as picture:
+        assert np.asarray(picture).tolist() == [[0, 19], [35, 255]]
     write_npy(tmp_path / "b.npy", hu)
     (piece,) = InputSlices(tmp_path / "b.npy")
     np.testing.assert_array_equal(piece.hu, hu)
+
+
+def test_a_window_of_what_is_there() -> None:
+    """A percent of outliers, or pixels that are no number, do not stretch it."""
+    hu = np.linspace(-1000, 1000, 10000, dtype=np.float32).reshape(100, 100)
+    assert window_of(hu) == (-980, 980)
+    hu[0, :50], hu[0, 50:60] = 1e6, np.nan
+    low, high = window_of(hu)
+    assert -1000 < low < -950
+    assert 950 < high < 1000
+    assert window_of(np.full((4, 4), -1000, np.float32)) == (-1000, -999)
+    assert window_of(np.full((4, 4), np.nan, np.float32)) == (0, 1)
 
 
 def test_full_disk_leaves_the_old_file(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from typing import Any
 import pytest
 import torch
 
-from qnmixer.errors import ConfigError
 from qnmixer.models.codec import OrthonormalCodec, StridedCodec
 
 
@@ -50,10 +49,3 @@ def test_strided_codec_starts_as_a_contraction_with_its_transpose() -> None:
     for _ in range(30):
         g = codec.decode(codec.encode(g / g.norm()))
     assert 0.05 < g.norm() <= 1.0 + 1e-6
-
-
-def test_impossible_latents_are_refused() -> None:
-    with pytest.raises(ConfigError, match="choose 1 to 4"):
-        OrthonormalCodec(factor=2, channels=5)
-    with pytest.raises(ConfigError, match="latent_factor=3"):
-        StridedCodec(factor=3, channels=1)

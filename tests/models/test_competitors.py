@@ -236,15 +236,7 @@ def test_attention_is_that_of_torch_with_a_bias_of_relative_position() -> None:
     torch.testing.assert_close(layer(x).view(16, 6), expected)
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda p: FBPConvNet(p, depth=5), "cannot be halved 5 times"),
-        (lambda p: LEARN(p, data_term="fpb"), "choose fbp or adjoint"),
-        (lambda p: RegFormer(p, window_size=5), "windows of 5"),
-        (lambda p: RegFormer(p, channels=64), "multiple of model.n_heads=3"),
-    ],
-)
-def test_options_that_cannot_be_are_refused(projector: FanBeamProjector, build: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        build(projector)
+def test_an_unknown_data_term_is_refused(projector: FanBeamProjector) -> None:
+    """It would be taken for the adjoint in silence."""
+    with pytest.raises(ConfigError, match="choose fbp or adjoint"):
+        LEARN(projector, data_term="fpb")  # type: ignore[arg-type]  # that is the point

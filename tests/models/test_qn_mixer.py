@@ -261,8 +261,6 @@ def test_state_dict_holds_weights_only(projector: FanBeamProjector) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"latent_factor": 3}, "latent cells of 3"),
-        ({"patch_size": 5}, "patches of 5"),
         ({"hessian": "bgfs"}, "choose bfgs or identity or momentum"),
         ({"codec": "vq"}, "choose orthonormal or strided"),
     ],

@@ -26,8 +26,8 @@ def test_resolution_changes_pixels_only() -> None:
 
 def test_every_view_of_the_paper_sees_the_whole_image() -> None:
     assert PAPER.image_radius == pytest.approx(200 * math.sqrt(2))
-    assert PAPER.view_radius == pytest.approx(600 * math.sin(math.atan(480 / 890)))
-    assert PAPER.view_radius > PAPER.image_radius
+    half_width = PAPER.n_detectors * PAPER.detector_pitch / 2
+    assert PAPER.source_to_axis * math.sin(math.atan(half_width / PAPER.source_to_detector)) > PAPER.image_radius
 
 
 def test_geometry_is_frozen() -> None:

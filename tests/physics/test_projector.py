@@ -366,11 +366,6 @@ def test_wrong_shapes_get_one_line() -> None:
         assert "\n" not in message
 
 
-def test_unknown_filter_is_refused_with_the_choices() -> None:
-    with pytest.raises(GeometryError, match=r"'sharp'.*ramp, shepp-logan"):
-        FanBeamProjector(TINY, "sharp")
-
-
 def test_operator_norm_is_the_largest_singular_value() -> None:
     operator = FanBeamProjector(TINY)
     dense = operator(torch.eye(36).view(36, 1, 6, 6)).view(36, -1)

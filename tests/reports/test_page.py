@@ -18,7 +18,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from torch import Tensor
 
 from qnmixer.errors import DataError
-from qnmixer.reports.page import PageMethod, PageSlice, PageTable, write_page
+from qnmixer.reports.page import PageMethod, PageSlice, PageTable, without_folders, write_page
 
 pytestmark = pytest.mark.xdist_group("browser")  # one browser serves all
 
@@ -170,18 +170,29 @@ def page(tmp_path: Path) -> Path:
         PageSlice("measured", None, [PageMethod("FBP", [NO_TRUTH])]),
     ]
     path = tmp_path / "page.html"
-    write_page(path, "A & B", [table], slices, {"commit": "abc", "config": "model=<none>\nseed=1"})
+    write_page(
+        path, "A & B", [table, PageTable("cost", ["method"], [["FBP"]])], slices,
+        {"commit": "abc", "note": "model=<none>\nseed=1"},
+        subtitle="64 views <b>", order="by <name>",
+        configuration={"seed": 1, "data": {"name": "dicom", "extra": {"a": None}}, "noise": {}},
+    )  # fmt: skip
     return path
 
 
 def test_text_stands_as_it_was_given(viewer: Viewer, page: Path) -> None:
     viewer.open(page)
     viewer.becomes(lambda: viewer.texts("figure .name"), ["truth", "FBP", "QN-Mixer", "short", TAG])
-    assert viewer.browser.title == viewer.texts("h1")[0] == "A & B"
+    assert viewer.texts("h1, .subtitle") == ["A & B", "64 views <b>"]
+    assert viewer.browser.title == "A & B: 64 views <b>"
+    assert viewer.texts("#browser h2") == ["Slices, by <name>"]
     assert viewer.texts(".table h2, .table th, .table td, .table .note") == [
-        "test split", "method", "PSNR, dB", "FBP", "20.00 ± 1.00", TAG, "not run", "2 images & more"
+        "test split", "method", "PSNR, dB", "FBP", "20.00 ± 1.00", TAG, "not run", "2 images & more",
+        "cost", "method", "FBP",
     ]  # fmt: skip
-    assert viewer.texts("footer dt, footer dd") == ["commit", "abc", "config", "model=<none>\nseed=1"]
+    assert viewer.texts("footer dt, footer dd") == ["commit", "abc", "note", "model=<none>\nseed=1"]
+    assert viewer.texts(".configuration caption, .configuration th, .configuration td") == [
+        "run", "seed", "1", "data", "name", "dicom", "extra.a", "null",
+    ]  # fmt: skip
     assert viewer.texts("#slice option") == ["1 · first", "2 · </script><b>second</b>", "3 · measured"]
     assert viewer.browser.execute_script("return window.injected") is None
 
@@ -357,16 +368,167 @@ def test_light_and_dark(viewer: Viewer, page: Path) -> None:
     assert viewer["theme"].text == "Light"
 
 
-@pytest.mark.parametrize("width", [500, 1400])
-def test_nothing_is_wider_than_the_window(viewer: Viewer, page: Path, width: int) -> None:
-    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    viewer.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+@pytest.fixture
+def screen(viewer: Viewer) -> Iterator[Callable[[int, int], None]]:
+    """Sets the size of the window; below 700 pixels it is a phone's."""
+
+    def resize(width: int, height: int) -> None:
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 700}
+        viewer.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+    yield resize
+    viewer.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def boxes(viewer: Viewer, selector: str) -> list[dict[str, float]]:
+    """Of what is shown: left, top, right and bottom in the window."""
+    found = """return [...document.querySelectorAll(arguments[0])].map((element) => element.getBoundingClientRect())
+      .filter((box) => box.width).map(({left, top, right, bottom}) => ({left, top, right, bottom}));"""
+    return viewer.browser.execute_script(found, selector)
+
+
+@pytest.mark.parametrize("width", [390, 500, 1400])
+def test_nothing_is_wider_than_the_window(
+    viewer: Viewer, page: Path, screen: Callable[[int, int], None], width: int
+) -> None:
+    screen(width, 900)
     viewer.open(page)
     viewer.shows("truth", greys(TRUTH, -150, 1700))
     assert viewer.browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
-    tops = {figure.location["y"] for figure in viewer.browser.find_elements(By.TAG_NAME, "figure")}
-    assert len(tops) == {500: 3, 1400: 1}[width]  # of five methods, two a row or all
-    viewer.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@pytest.mark.parametrize("n_methods", [1, 2, 3, 7])
+def test_images_and_errors_are_above_the_fold_and_use_the_width(
+    viewer: Viewer, tmp_path: Path, screen: Callable[[int, int], None], n_methods: int
+) -> None:
+    """Of a comparison's many methods those of the first row, below the table; as large as the window allows."""
+    names = [f"method {k}" for k in range(n_methods)]
+    slices = [PageSlice(f"slice {k}", TRUTH, [PageMethod(name, [FBP]) for name in names], 30.0) for k in range(9)]
+    table = PageTable("test", ["method", "PSNR, dB"], [[name, "20.00 ± 1.00"] for name in names], "a note")
+    write_page(tmp_path / "page.html", "t", [table], slices, {}, subtitle="s")
+    screen(1400, 900)
+    viewer.open(tmp_path / "page.html")
+    viewer.shows("method 0", error_colours(FBP, TRUTH), ".error")
+    images, errors = boxes(viewer, ".frame.image"), boxes(viewer, ".frame.error")
+    assert len(images) == len(errors) + 1 == n_methods + 1
+    assert max(box["bottom"] for box in (errors[:3] if n_methods > 3 else errors)) <= 900
+    assert all(error["top"] == image["top"] for image, error in zip(images[1:], errors, strict=True))
+    widest, tallest = (max(box[b] - box[a] for box in images) for a, b in (("left", "right"), ("top", "bottom")))
+    assert widest == tallest
+    used = max(box["right"] for box in errors) / 1400
+    assert used > 0.85 or tallest > 280  # as high as there is room
+
+
+def test_on_a_phone_the_slider_stays_with_the_image(
+    viewer: Viewer, page: Path, screen: Callable[[int, int], None]
+) -> None:
+    screen(390, 844)
+    viewer.open(page)
+    viewer.shows("QN-Mixer", greys(ITERATES[2], -150, 1700))
+    frame = viewer.frame("QN-Mixer", ".error")
+    (slider,) = boxes(viewer, "#iterate")
+    image, error = boxes(viewer, ".frame.image")[2], boxes(viewer, ".frame.error")[1]
+    assert 0 <= slider["top"] < slider["bottom"] < image["top"] == error["top"]
+    assert image["right"] < error["left"]
+    assert image["bottom"] < 844
+    assert frame.is_displayed()
+    viewer["iterate"].send_keys(Keys.ARROW_LEFT)
+    viewer.shows("QN-Mixer", greys(ITERATES[1], -150, 1700))
+    assert boxes(viewer, "#iterate") == [slider]
+
+
+@pytest.fixture
+def sorted_page(tmp_path: Path) -> Path:
+    """Three slices with their PSNR, the second shown at first; x_1 of its network is worse than FBP, x_2 is better."""
+    iterates = [TRUTH + 10, TRUTH + 30, TRUTH + 5, TRUTH]
+    slices = [
+        PageSlice("worst", OTHER, [PageMethod("FBP", [FBP]), PageMethod("QN-Mixer", [FBP])], 12.34, (64, 64)),
+        PageSlice("middle", TRUTH, [PageMethod("FBP", [TRUTH + 10]), PageMethod("QN-Mixer", iterates)], 20.0),
+        PageSlice("best", FBP, [PageMethod("FBP", [FBP]), PageMethod("QN-Mixer", [FBP])], 99.96),
+    ]
+    write_page(tmp_path / "page.html", "t", [], slices, {}, order="worst first", opened=1)
+    return tmp_path / "page.html"
+
+
+def test_a_thumbnail_opens_its_slice(viewer: Viewer, sorted_page: Path) -> None:
+    """By mouse, and by keys, for which all of them are one stop."""
+    viewer.open(sorted_page)
+    viewer.shows("truth", greys(TRUTH, -150, 1700))
+    viewer.becomes(lambda: viewer.texts("#thumbnails button"), ["12.3 dB", "20.0 dB", "100.0 dB"])
+    assert viewer.texts("#slice option")[0] == "1 · 12.3 dB · worst"
+    buttons = viewer.browser.find_elements(By.CSS_SELECTOR, "#thumbnails button")
+
+    def chosen() -> list[str | None]:
+        return [button.get_attribute("aria-current") for button in buttons]
+
+    assert chosen() == ["false", "true", "false"]
+    assert [button.get_attribute("tabindex") for button in buttons] == ["-1", "0", "-1"]
+    assert [button.accessible_name for button in buttons] == ["worst, 12.3 dB", "middle, 20.0 dB", "best, 100.0 dB"]
+    buttons[0].click()
+    viewer.shows("truth", greys(OTHER, -150, 1700))
+    assert chosen() == ["true", "false", "false"]
+    viewer.press(Keys.ARROW_RIGHT)
+    viewer.shows("truth", greys(TRUTH, -150, 1700))
+    viewer.press(Keys.END)
+    viewer.shows("truth", greys(FBP, -150, 1700))
+    assert chosen() == ["false", "false", "true"]
+    assert viewer.browser.switch_to.active_element == buttons[2]
+    small = "return [...document.querySelector('#thumbnails canvas').getContext('2d').getImageData(0, 0, 16, 16).data]"
+    shown = np.array(viewer.browser.execute_script(small), float).reshape(H, H, 4)
+    assert np.abs(shown - greys(FBP, -150, 1700)).max() <= 1
+
+
+def test_an_iterate_that_is_worse_than_fbp_is_explained(viewer: Viewer, sorted_page: Path) -> None:
+    viewer.open(sorted_page, "#slice=2&iterate=1")
+    viewer.becomes(
+        lambda: viewer["hint"].text,
+        "x₁ of QN-Mixer is worse than FBP (RMSE 30.0 and 10.0 HU): training scores x₃ alone, and the iterates before "
+        "it are steps on the way.",
+    )
+    for t in (0, 2, 3):
+        viewer.open(sorted_page, f"#slice=2&iterate={t}")
+        viewer.shows("QN-Mixer", greys(TRUTH + [10, 30, 5, 0][t], -150, 1700))
+        assert not viewer["hint"].is_displayed()
+
+
+def test_a_slice_that_was_made_smaller_says_so(viewer: Viewer, sorted_page: Path) -> None:
+    """And gives no RMSE, which would be of the smaller one."""
+    viewer.open(sorted_page, "#slice=1")
+    viewer.shows("truth", greys(OTHER, -150, 1700))
+    assert "64 × 64 pixels and is kept here at 16 × 16" in viewer["hint"].text
+    assert viewer.texts("figure .shown") == ["", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("root: /home/anna/scans/mayo", "root: …/mayo"),
+        ("data.root=/data/ct/a.dcm, x", "data.root=…/a.dcm, x"),
+        ("['data.root=/mnt/ct/mayo']", "['data.root=…/mayo']"),
+        ("/home/anna", "…/"),
+        ("~anna/ct/mayo", "…/mayo"),
+        ("C:\\Users\\anna\\ct\\mayo", "…/mayo"),
+        ("file:///home/anna/mayo", "file://…/mayo"),
+        ("34.13 dB / 91.9", "34.13 dB / 91.9"),
+        ("and/or/not a/b/c.dcm 1/2", "and/or/not a/b/c.dcm 1/2"),
+        ("</script><b>", "</script><b>"),
+    ],
+)
+def test_paths_lose_their_folders(text: str, shown: str) -> None:
+    assert without_folders(text) == shown
+
+
+def test_no_path_reaches_the_page(viewer: Viewer, tmp_path: Path) -> None:
+    path = "/home/anna/ct/mayo"
+    table = PageTable(path, [path], [[path]], path)
+    slices = [PageSlice(path, TRUTH, [PageMethod(path, [FBP])])] * 2
+    write_page(
+        tmp_path / "page.html", path, [table, table], slices, {path: path}, subtitle=path, order=path,
+        configuration={"data": {"root": path, "sets": [path]}, path: {path: path}},
+    )  # fmt: skip
+    assert "anna" not in (tmp_path / "page.html").read_text()
+    viewer.open(tmp_path / "page.html")
+    viewer.becomes(lambda: viewer.texts("figure .name"), ["truth", "…/mayo"])
 
 
 def test_a_browser_that_cannot_unpack_says_so_and_shows_the_tables(viewer: Viewer, page: Path) -> None:
@@ -376,6 +538,7 @@ def test_a_browser_that_cannot_unpack_says_so_and_shows_the_tables(viewer: Viewe
     viewer.browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", identifier)
     assert "DecompressionStream" in viewer["message"].text
     assert not viewer["viewer"].is_displayed()
+    assert not viewer["browser"].is_displayed()
     assert viewer.texts(".table td") == ["20.00 ± 1.00", "not run"]
 
 

@@ -1,4 +1,6 @@
-from qnmixer.reports.tables import csv_table, markdown_table
+from rich.console import Console
+
+from qnmixer.reports.tables import csv_table, markdown_table, terminal_table
 
 
 def test_csv_quotes_what_needs_it() -> None:
@@ -7,3 +9,11 @@ def test_csv_quotes_what_needs_it() -> None:
 
 def test_markdown_escapes_bars() -> None:
     assert markdown_table(["a", "b"], [["1", "x|y"]]) == "| a | b |\n|---|---|\n| 1 | x\\|y |"
+    assert markdown_table(["", ""], [["1", ""]]) == "| | |\n|---|---|\n| 1 | |"
+
+
+def test_a_terminal_has_words_left_and_figures_right_as_they_are() -> None:
+    console = Console(width=40)
+    with console.capture() as capture:
+        console.print(terminal_table(["name", "value"], [["[red]", "9"], ["b", "1234"]], box=None))
+    assert [line.rstrip() for line in capture.get().splitlines()[1:]] == [" [red]      9", " b       1234"]

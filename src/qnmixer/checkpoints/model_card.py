@@ -7,18 +7,19 @@ import json
 import math
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from qnmixer.checkpoints.reading import built_from
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
-from qnmixer.config import Config, Custom, effective_batch, keys_of, to_plain
+from qnmixer.config import Config, Custom, effective_batch, keys_of, sources_of, to_plain
 from qnmixer.config.compose import compose
-from qnmixer.config.data import CustomData, FolderData, PhantomData
+from qnmixer.config.data import CustomData, DataConfig, FolderData, MixedData, PhantomData
 from qnmixer.config.overrides import values_of
 from qnmixer.plugins import trust_words
 from qnmixer.reconstructor import method_name
+from qnmixer.reports.tables import markdown_table
 from qnmixer.tracking.results import duration, read_results
 from qnmixer.weights import PRETRAINED, SHIPPED
 
@@ -86,11 +87,11 @@ def model_card(of: Exported) -> str:
         "",
         "## Network",
         "",
-        *_table(_network(config)),
+        markdown_table(("", ""), _network(config)),
         "",
         "## Training",
         "",
-        *_table(_training(of, record)),
+        markdown_table(("", ""), _training(of, record)),
         "",
         *(["### Where the slices come from", "", of.sources, ""] if of.sources else []),
         "## Evaluations",
@@ -168,11 +169,26 @@ def _begun_from(config: Config, record: dict[str, Any]) -> str:
 
 def _slices(config: Config) -> str:
     data = config.data
+    if not isinstance(data, MixedData):
+        epoch = f" of {data.n_train}" if isinstance(data, PhantomData) else ""
+        return _of_source(data, epoch)
+    sources = [replace(source, train_slices=None) for source in sources_of(data).values()]
+    few = f"; of all together the same {data.train_slices} at most in every epoch" if data.train_slices else ""
+    return (
+        "; ".join(
+            f"{100 * share:.4g} % {_of_source(source)}"
+            for share, source in zip(data.shares.values(), sources, strict=True)
+        )
+        + few
+    )
+
+
+def _of_source(data: DataConfig, epoch: str = "") -> str:
     size = f"{data.image_size} × {data.image_size}"
     augmented = ", flipped and turned at random" if data.augment else ""
     if isinstance(data, PhantomData):
         few = data.train_slices and min(data.train_slices, data.n_train)
-        which = f"the same {few} in every epoch" if few else f"new ones every epoch of {data.n_train}"
+        which = f"the same {few} in every epoch" if few else f"new ones every epoch{epoch}"
         return (
             f"phantoms drawn by this program, {size}, {which}; "
             f"{100 * data.anatomy_share:.4g} % resemble a body, the others are ellipses{augmented}"
@@ -283,7 +299,7 @@ def _limits(config: Config, measured: list[Measured]) -> Iterator[str]:
         yield f"It has seen no patient: it was trained on drawn phantoms alone. {_on_real_slices(measured)}"
     else:
         yield (
-            f"It was trained on the slices of one source (data={config.data.name}). What other scanners, protocols and "
+            f"It was trained on the slices of {_sources(config.data)}. What other scanners, protocols and "
             "anatomy do to it, only tables of others can tell. It does not know its training slices: in an evaluation "
             "of a folder that has them, they count as test slices."
         )
@@ -300,6 +316,11 @@ def _limits(config: Config, measured: list[Measured]) -> Iterator[str]:
     yield f"It is one run with one seed ({config.seed}): how far another would differ is not known from here."
 
 
+def _sources(data: DataConfig) -> str:
+    names = [source.name for source in sources_of(data).values()]
+    return f"one source (data={data.name})" if len(names) == 1 else f"{len(names)} sources ({', '.join(names)})"
+
+
 def _on_real_slices(measured: list[Measured]) -> str:
     if found := [one.folder for one in measured if one.data != "phantoms"]:
         return f"What that does on real slices is in {' and '.join(found)} above."
@@ -311,8 +332,3 @@ def _on_noise(config: Config, measured: list[Measured]) -> str:
     if found := [one.folder for one in measured if one.noise != keys_of(config.noise)]:
         return f"It was trained {trained}. What other noise does is in {' and '.join(found)} above."
     return f"It was trained {trained}, and no table above has other noise: what that does is not known."
-
-
-def _table(rows: Iterator[tuple[str, str]]) -> Iterator[str]:
-    yield from ("| | |", "|---|---|")
-    yield from (f"| {name} | {value} |" for name, value in rows)

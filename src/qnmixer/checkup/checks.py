@@ -38,7 +38,7 @@ from qnmixer.config import Config, PipelineConfig, devices_per_replica, to_plain
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import RankFailed, UserError
 from qnmixer.memory.footprint import MIB
-from qnmixer.parallel.devices import on_this_machine
+from qnmixer.parallel.devices import has_bf16, on_this_machine
 
 PATIENCE = {"communication": 60.0, "training": 180.0}
 """Seconds without any rank getting further, after which those that are furthest behind have hung."""
@@ -64,7 +64,7 @@ def checkup(config: Config, folder: Path) -> Iterator[Check]:
         check_precision(
             config.trainer.precision,
             cards[0].name if cards else None,
-            on_cuda and torch.cuda.is_bf16_supported(including_emulation=False),
+            on_cuda and has_bf16(),
         ),
     ]
     yield from first

@@ -10,12 +10,11 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,9 @@ from qnmixer.config import (
     with_iterations,
 )
 from qnmixer.config.data import PhantomData
+from qnmixer.files import write_text
+from qnmixer.memory.footprint import MIB
+from qnmixer.memory.leaks import LeakWatch
 from qnmixer.processes.ranks import die_with_parent, leave, rank
 
 WINDOWS = 2
@@ -47,7 +49,6 @@ WINDOWS = 2
 GROWTH_STEPS = 66
 """Of a small one."""
 
-_WARM_UP, _WINDOW = 16, 10  # steps
 _MOST_SKIPPED = 10  # by a GradScaler; it starts at 2^16
 _MESSAGE = 2**22  # numbers, 16 MiB
 
@@ -94,9 +95,7 @@ class Progress:
     def __call__(self, doing: str) -> None:
         """Begin something else."""
         self.count += 1
-        part = self.path.with_suffix(".part")
-        part.write_text(json.dumps([self.count, doing, os.getpid()]))
-        part.replace(self.path)
+        write_text(self.path, json.dumps([self.count, doing, os.getpid()]))
 
 
 def communicate(accelerator: str, folder: Path, patience: float) -> None:
@@ -228,39 +227,34 @@ class StepProbe:
             self.report.not_finite = name
 
 
+def short_leak_watch() -> LeakWatch:
+    """The detector of a leak for `GROWTH_STEPS` steps.
+
+    Measured on the CPU, over 40 steps: losses kept with their graphs, of which backward has freed the tensors, 4.8 MiB
+    or more; healthy runs 0.6 at most.
+    """
+    return LeakWatch(warm_up=16, window=10, n_windows=3, floor=2 * MIB, evenness=0.2)
+
+
 class GrowthProbe:
     """Notes what is held at the end of each step."""
 
     def __init__(self, report: Report, progress: Progress) -> None:
         self.report, self.progress = report, progress
-        self._held: list[int] = []
+        self._watch, self._held = short_leak_watch(), list[int]()
 
     def after_batch(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Take in a step."""
         from qnmixer.memory.usage import read_usage
 
         self.progress("steps of a small network")
-        if len(self._held) % _WINDOW == 0:
-            gc.collect()  # garbage in cycles grows like a leak until Python collects it
+        if len(self._held) % self._watch.window == 0:
+            gc.collect()  # over so few steps garbage in cycles would hide a leak
         self._held.append(read_usage(module.device).allocated)
+        if leak := self._watch.update(self._held[-1]):
+            self.report.leak = astuple(leak)
         if len(self._held) == GROWTH_STEPS:
-            self.report.held = (self._held[_WARM_UP], self._held[-1])
-            self.report.leak = leak_in(self._held)
-
-
-def leak_in(held: Sequence[int]) -> tuple[int, int, int] | None:
-    """Steps, and bytes before and after them, of a steady growth of what is held after each step; None: no leak.
-
-    `LeakWatch` is for long runs. Here of each window of 10 steps the least must have risen, each time by a fifth of
-    the mean rise or more, and by 2 MiB in all. Measured on the CPU, over 40 steps: losses kept with their graphs, of
-    which backward has freed the tensors, 4.8 MiB or more; healthy runs 0.6 at most.
-    """
-    minima = [min(held[first : first + _WINDOW]) for first in range(_WARM_UP, len(held) - _WINDOW + 1, _WINDOW)]
-    rises = [after - before for before, after in pairwise(minima)]
-    growth = sum(rises)
-    if growth < 2 * 2**20 or min(rises) < growth / len(rises) / 5:
-        return None
-    return _WINDOW * len(rises), minima[0], minima[-1]
+            self.report.held = (self._held[self._watch.warm_up], self._held[-1])
 
 
 def reference_gradients(config: Config, window: list[Number], scale: float) -> dict[str, Tensor]:

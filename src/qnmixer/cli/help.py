@@ -74,6 +74,9 @@ def _keys(cfg: DictConfig, choices: dict[str, str], conf: Path, config_name: str
                 if isinstance(item, dict) and key == "callbacks":
                     yield f"  {key}.{name}=…"
                     yield from (_line(f"{key}.{name}.{k}", v, comments.get(str(k), "")) for k, v in item.items())
+                elif isinstance(item, dict) and name == "sources":
+                    for source, its in ((f"{key}.{name}.{one}", its) for one, its in item.items()):
+                        yield from (_line(f"{source}.{k}", v, comments.get(str(k), "")) for k, v in its.items())
                 elif name != "name":  # the group's choice
                     yield _line(f"{key}.{name}", item, comments.get(name, ""))
         elif not isinstance(value, dict):
@@ -84,7 +87,9 @@ def _with_included(path: Path) -> list[Path]:
     """The file of an option, after those of its group that it is made of."""
     values = OmegaConf.load(path) if path.is_file() else DictConfig({})
     assert isinstance(values, DictConfig)
-    files = [path.with_name(f"{name}.yaml") for name in values.get("defaults", []) if isinstance(name, str)]
+    files = [
+        path.with_name(f"{name.partition('@')[0]}.yaml") for name in values.get("defaults", []) if isinstance(name, str)
+    ]
     return [file for file in [*files, path] if file.is_file()]
 
 

@@ -119,7 +119,7 @@ class ReconstructConfig:
     output: str
     kind: str = one_of("auto", "slices", "sinograms")
     formats: list[str]
-    window: list[float]  # HU
+    window: list[float] | None  # HU; None: as suits the input
     unit: str = one_of("attenuation", "value")
     water_attenuation: float = number(above=0)  # 1/mm
     detector_pitch: float | None = number(above=0)  # mm, of the scan; None: the run's
@@ -192,8 +192,10 @@ def needs_root(overrides: list[str]) -> bool:
 
 def parse_plan(cfg: DictConfig) -> PlanConfig:
     """Typed and checked config of `qnmixer.plan`; raises ConfigError."""
-    if isinstance(cfg.get("data"), DictConfig) and OmegaConf.is_missing(cfg.data, "root"):
-        cfg = OmegaConf.merge(cfg, {"data": {"root": "."}})  # type: ignore[assignment]  # a plan reads no data
+    if isinstance(data := cfg.get("data"), DictConfig):
+        for source in (data, *data.get("sources", {}).values()):
+            if isinstance(source, DictConfig) and OmegaConf.is_missing(source, "root"):
+                source.root = "."  # a plan reads no data
     values = plain_values(cfg)
     own = {f.name: values.pop(f.name) for f in fields(PlanRootConfig) if f.name in values}
     root: PlanRootConfig = parse_section("", PlanRootConfig, own, own)
@@ -242,7 +244,8 @@ def parse_reconstruct(cfg: DictConfig) -> ReconstructConfig:
     for name in config.formats:
         if name not in ("dicom", "npy", "png"):
             raise ConfigError(f"formats: {name} is not known: {suggest(name, ('dicom', 'npy', 'png'))}")
-    check_window("window", config.window)
+    if config.window is not None:
+        check_window("window", config.window)
     return config
 
 

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from qnmixer.config.custom import Custom
 from qnmixer.config.option import number, one_of
-from qnmixer.errors import DataError
+from qnmixer.errors import ConfigError, DataError
 from qnmixer.files import check_there
 
 
@@ -126,6 +127,26 @@ class CustomData(DataConfig, Custom):
 
 
 @dataclass(kw_only=True)
+class MixedData(DataConfig):
+    """Several sources, each with its share of the training samples and its own split.
+
+    Attributes:
+        evaluate_on: the source that validation and test slices are of; None: those of all together.
+        sources: by name: share, the source's name in the group (numpy, say), and what that has beside the common keys.
+            An epoch has each training slice of the first source with a share once.
+    """
+
+    name: str = "mixed"
+    evaluate_on: str | None = None
+    sources: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Part of the training samples that is of each source, by its name."""
+        return {name: source["share"] for name, source in self.sources.items()}
+
+
+@dataclass(kw_only=True)
 class AsTrained:
     """For an evaluation: the run's own slices, but for what is not None here."""
 
@@ -135,8 +156,28 @@ class AsTrained:
 
 
 def check_data(config: DataConfig) -> None:
-    """Raise DataError for a folder that is not there, before anything is loaded to look into it."""
+    """Raise DataError for a folder that is not there, before anything is loaded to look into it.
+
+    Raises ConfigError for two sources of a mix that have a folder in common: one's training slices test the other.
+    """
     if isinstance(config, FolderData) and config.root is not None:
-        check_there("data.root", config.root, "the folder that holds the slices")
-        if Path(config.root).expanduser().is_file():
-            raise DataError(f"data.root={config.root} is a file; give the folder that holds it")
+        _check_root("data.root", config.root)
+    if isinstance(config, MixedData):
+        seen: dict[str, Path] = {}
+        for name, source in config.sources.items():
+            if (root := source.get("root")) is not None:
+                _check_root(f"data.sources.{name}.root", root)
+                folder = Path(root).expanduser().resolve()
+                for other, its in seen.items():
+                    if folder.is_relative_to(its) or its.is_relative_to(folder):
+                        raise ConfigError(
+                            f"data.sources.{name}.root={root} has slices of data.sources.{other} too, which each would "
+                            "split for itself: give each source a folder of its own"
+                        )
+                seen[name] = folder
+
+
+def _check_root(key: str, root: str) -> None:
+    check_there(key, root, "the folder that holds the slices")
+    if Path(root).expanduser().is_file():
+        raise DataError(f"{key}={root} is a file; give the folder that holds it")

@@ -1,6 +1,6 @@
 """The dataclass of each option of each group."""
 
-from qnmixer.config.data import CustomData, DeepLesionData, DicomData, NumpyData, PhantomData
+from qnmixer.config.data import CustomData, DeepLesionData, DicomData, MixedData, NumpyData, PhantomData
 from qnmixer.config.debug import DebugConfig, FewBatchesConfig, ProfileConfig
 from qnmixer.config.evaluation import EvaluationConfig
 from qnmixer.config.geometry import GeometryConfig
@@ -54,6 +54,7 @@ GROUPS: dict[str, dict[str, type]] = {
         "deeplesion": DeepLesionData,
         "numpy": NumpyData,
         "custom": CustomData,
+        "mixed": MixedData,
     },
     "loss": {"mse": LossConfig, "l1": LossConfig, "ssim_mix": SSIMMixConfig, "custom": CustomLossConfig},
     "optimizer": {

@@ -23,6 +23,11 @@ def unknown_key(key: str, known: Collection[str]) -> ConfigError:
         return ConfigError(f"{key} is an argument of Lightning's Trainer: write +{key}=…")
     if section == "trainer" and name in REFUSED:
         return ConfigError(refusal(name))
+    if key.startswith("data.sources."):
+        source, _, own = key.rpartition(".")
+        if own not in _keys_of("data") and (near := difflib.get_close_matches(own, _keys_of("data"), n=1)):
+            return ConfigError(f"unknown key {key}: did you mean {source}.{near[0]}?")
+        return ConfigError(f"unknown key {key}: choose data=mixed, or add it to a source of your own as +{key}=…")
     everything = {*known, *(f"{group}.{key}" for group in GROUPS for key in _keys_of(group)), *_OF_LIGHTNING} - {key}
     leaf = key.rpartition(".")[2]
     same = sorted(k for k in everything if "." in k and k.rpartition(".")[2] == leaf)

@@ -14,7 +14,7 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 from qnmixer.config.callbacks import TARGET, parse_callbacks
 from qnmixer.config.compose import CONF
 from qnmixer.config.custom import Custom, keys_of, split_arguments
-from qnmixer.config.data import DataConfig
+from qnmixer.config.data import DataConfig, MixedData
 from qnmixer.config.debug import DebugConfig, ProfileConfig
 from qnmixer.config.evaluation import EvaluationConfig, check_window
 from qnmixer.config.geometry import GeometryConfig
@@ -143,7 +143,49 @@ def parse_section(section: str, schema: type, value: Any, values: Mapping[str, A
         reason = str(error.msg or error).splitlines()[0]
         raise ConfigError(f"{prefix}{error.full_key or ''}: {reason}") from error
     check_bounds(prefix, parsed)
+    if isinstance(parsed, MixedData):
+        _check_mix(parsed)
     return replace(parsed, arguments=arguments) if isinstance(parsed, Custom) else parsed
+
+
+def sources_of(data: DataConfig) -> dict[str, DataConfig]:
+    """The sources of the slices, by their section of the config: data, or data.sources.NAME for each of a mix.
+
+    The latter are as if each were alone, with the keys that all have in common. Raises ConfigError.
+    """
+    if not isinstance(data, MixedData):
+        return {"data": data}
+    common = {f.name: getattr(data, f.name) for f in fields(DataConfig) if f.name != "name"}
+    kinds = [kind for kind, schema in GROUPS["data"].items() if schema is not MixedData]
+    sources: dict[str, DataConfig] = {}
+    for name, values in data.sources.items():
+        key = f"data.sources.{name}"
+        if (kind := values.get("name")) not in kinds:
+            raise ConfigError(f"{key}.name={kind} is not known: {suggest(str(kind), kinds)}")
+        for one in values.keys() & common.keys():
+            raise ConfigError(f"{key}.{one} is the same for all sources: give it as data.{one}")
+        own = {one: value for one, value in values.items() if one != "share"}
+        source = parse_section(key, GROUPS["data"][kind], own, {"data": vars(data)})
+        sources[key] = replace(source, **common)
+        try:
+            check_bounds("data.", sources[key])
+        except ConfigError as error:
+            raise ConfigError(f"{error} ({key}, name={kind})") from error
+    return sources
+
+
+def _check_mix(data: MixedData) -> None:
+    for name, values in data.sources.items():
+        share = values.get("share")
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ConfigError(f"data.sources.{name}.share={share} is no share: give a number from 0 to 1")
+    total = sum(data.shares.values())
+    if abs(total - 1) > 1e-6:
+        each = ", ".join(f"{name} {share:g}" for name, share in data.shares.items()) or "none"
+        raise ConfigError(f"the shares of data.sources ({each}) add up to {total:g}: have them add up to 1")
+    if data.evaluate_on is not None and data.evaluate_on not in data.sources:
+        raise ConfigError(f"data.evaluate_on={data.evaluate_on}: {suggest(data.evaluate_on, data.sources)}, or null")
+    sources_of(data)
 
 
 def _as_text(value: Any) -> Any:
@@ -162,6 +204,8 @@ def targets_of(config: Any) -> dict[str, str]:
     model = sections.get("model")
     if isinstance(model, QNMixerConfig) and model.regularizer is not None:
         targets["model.regularizer"] = model.regularizer
+    if isinstance(data := sections.get("data"), MixedData):
+        targets |= {f"data.sources.{name}.{TARGET}": it[TARGET] for name, it in data.sources.items() if TARGET in it}
     callbacks = sections.get("callbacks") or {}
     return targets | {f"callbacks.{name}.{TARGET}": given[TARGET] for name, given in callbacks.items()}
 

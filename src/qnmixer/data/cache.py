@@ -4,7 +4,6 @@ The index is written last, by an atomic rename: a cache without one, or whose so
 the index says, is built anew. One process builds (a lock file), the others wait and then read.
 """
 
-import hashlib
 import io
 import json
 import os
@@ -21,17 +20,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from qnmixer.data.resample import to_square
-from qnmixer.data.slices import (
-    FloatArray,
-    SkipFile,
-    Slice,
-    SliceInfo,
-    clean_hu,
-    require_content,
-    summarise_skipped,
-)
+from qnmixer.data.slices import FloatArray, SkipFile, Slice, SliceInfo, clean_hu, require_content, summarise_skipped
 from qnmixer.errors import DataError
-from qnmixer.files import TEMPORARY_SUFFIX, atomic_file, default_cache_dir
+from qnmixer.files import TEMPORARY_SUFFIX, atomic_file, default_cache_dir, digest, write_text
 
 _FORMAT = 1
 _ROW = np.dtype("<f4")
@@ -140,19 +131,14 @@ def open_cache(
     cache_dir = cache_dir or default_cache_dir()
     files = list_files(root, include, leave_out=cache_dir)
     what = [reader.kind, str(root.resolve()), include, image_size]
-    folder = cache_dir / f"{root.resolve().name}-{reader.kind}-{image_size}-{_digest(what)}"
-    fingerprint = _digest([_FORMAT, what, [asdict(file) for file in files]])
+    folder = cache_dir / f"{root.resolve().name}-{reader.kind}-{image_size}-{digest(what)}"
+    fingerprint = digest([_FORMAT, what, [asdict(file) for file in files]])
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
         index = _read_index(folder, fingerprint)
         if index is None:
             index = _build(reader, root, files, image_size, folder, fingerprint)
     return SliceCache(folder, index)
-
-
-def _digest(thing: object) -> str:
-    """Short hash of anything JSON can hold."""
-    return hashlib.sha256(json.dumps(thing).encode()).hexdigest()[:16]
 
 
 def _read_index(folder: Path, fingerprint: str) -> dict[str, Any] | None:
@@ -179,8 +165,7 @@ def _build(
     with atomic_file(folder / name) as stream:
         index = _decode_all(reader, root, files, size, stream)
     index |= {"fingerprint": fingerprint, "file": name, "image_size": size}
-    with atomic_file(folder / "index.json") as stream:
-        stream.write(json.dumps(index).encode())
+    write_text(folder / "index.json", json.dumps(index))
     for old in folder.glob("*.npy"):
         if old.name != index["file"]:
             with suppress(OSError):

@@ -56,10 +56,7 @@ def frame_count(dataset: Dataset) -> int:
 
 def functional_group(dataset: Dataset, frame: int, sequence: str) -> Dataset | None:
     """Item of a functional group of an enhanced image: the frame's own, else the shared one, else None."""
-    per_frame, shared = (
-        dataset.get("PerFrameFunctionalGroupsSequence"),
-        dataset.get("SharedFunctionalGroupsSequence"),
-    )
+    per_frame, shared = (dataset.get("PerFrameFunctionalGroupsSequence"), dataset.get("SharedFunctionalGroupsSequence"))
     for groups in ([per_frame[frame]] if per_frame and frame < len(per_frame) else [], shared or []):
         for group in groups:
             items = group.get(sequence)

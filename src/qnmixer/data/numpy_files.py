@@ -45,6 +45,5 @@ class NumpyReader:
         series = path.rpartition("/")[0] if len(stack) == 1 else path
         for frame in range(len(stack)):
             yield Slice(
-                SliceInfo(path, frame, len(stack), "", series, float(frame)),
-                np.array(stack[frame], np.float32),
+                SliceInfo(path, frame, len(stack), "", series, float(frame)), np.array(stack[frame], np.float32)
             )

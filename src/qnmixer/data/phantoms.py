@@ -138,15 +138,7 @@ class Canvas:
 
 
 def _bone(
-    c: Canvas,
-    x: float,
-    y: float,
-    a: float,
-    b: float,
-    *,
-    angle: float = 0.0,
-    shell: float = 0.01,
-    wobble: float = 0.0,
+    c: Canvas, x: float, y: float, a: float, b: float, *, angle: float = 0.0, shell: float = 0.01, wobble: float = 0.0
 ) -> None:
     """A bone: a cortical shell about a softer inside."""
     c.ellipse(x, y, a, b, c.uniform(500, 1300), angle=angle, wobble=wobble)
@@ -226,9 +218,7 @@ def _lung_texture(c: Canvas, lungs: BoolArray) -> None:
 
 def _lungs(c: Canvas, a: float, b: float, y: float, *, size: float = 1.0) -> BoolArray:
     """Two lungs inside the cavity a, b; returns their mask."""
-    cavity = np.zeros((c.n, c.n), bool)
-    box, mask = c.ellipse(0, y, a, b, c.uniform(-100, -60), square=0.25)
-    cavity[box] = mask
+    cavity = c.region(c.ellipse(0, y, a, b, c.uniform(-100, -60), square=0.25))
     c.ellipse(0, y + 0.2 * b, 0.45 * a, 0.8 * b, c.uniform(-90, 50), wobble=0.1)
     lungs = np.zeros((c.n, c.n), bool)
     value = c.uniform(-880, -760)
@@ -256,12 +246,7 @@ def _vessel(c: Canvas, x: float, y: float, radius: float, value: float, *, calci
     if c.chance(calcified):
         t = c.uniform(0, 2 * np.pi)
         c.ellipse(
-            x + radius * np.cos(t),
-            y + radius * np.sin(t),
-            0.012,
-            0.006,
-            c.uniform(400, 1100),
-            angle=t + np.pi / 2,
+            x + radius * np.cos(t), y + radius * np.sin(t), 0.012, 0.006, c.uniform(400, 1100), angle=t + np.pi / 2
         )
 
 
@@ -282,12 +267,7 @@ def _chest(c: Canvas) -> None:
     else:
         _vessel(c, c.uniform(-0.1, 0.0), y - bi * 0.35, c.uniform(0.06, 0.09), blood)
         c.ellipse(
-            c.uniform(0.0, 0.1),
-            y - bi * 0.2,
-            c.uniform(0.1, 0.18),
-            0.05,
-            blood * 0.95,
-            angle=c.uniform(-0.6, 0.6),
+            c.uniform(0.0, 0.1), y - bi * 0.2, c.uniform(0.1, 0.18), 0.05, blood * 0.95, angle=c.uniform(-0.6, 0.6)
         )
         _vessel(c, -0.13, y - bi * 0.3, 0.035, blood * c.uniform(0.8, 1.3))
         if c.chance(0.7):
@@ -312,15 +292,7 @@ def _lung_findings(c: Canvas, lungs: BoolArray, a: float, b: float, y: float) ->
     """Nodules, consolidations and fluid, now and then."""
     for _ in range(int(c.rng.poisson(0.8))):
         radius = c.uniform(0.008, 0.04)
-        c.ellipse(
-            c.uniform(-a, a),
-            y + c.uniform(-b, b),
-            radius,
-            radius,
-            c.uniform(-100, 60),
-            wobble=0.2,
-            within=lungs,
-        )
+        c.ellipse(c.uniform(-a, a), y + c.uniform(-b, b), radius, radius, c.uniform(-100, 60), wobble=0.2, within=lungs)
     if c.chance(0.25):
         side = float(c.rng.choice([-1, 1]))
         value, size = c.uniform(-500, 40), c.uniform(0.1, 0.3)
@@ -339,9 +311,8 @@ def _bowel(c: Canvas, x: float, y: float, radius: float) -> None:
         return
     kind = c.rng.random()
     inner = -950.0 if kind < 0.25 else c.uniform(100, 350) if kind < 0.4 else c.uniform(0, 45)
-    painted = c.ellipse(x, y, radius - wall, b - wall, inner, angle=angle, wobble=0.15)
+    box, mask = c.ellipse(x, y, radius - wall, b - wall, inner, angle=angle, wobble=0.15)
     if kind > 0.75:  # gas above, as it rises to the front; or stool, full of bubbles
-        box, mask = painted
         stool = c.chance(0.4)
         above = c.wobbles[box] > 0.2 if stool else c.y[box] < y + c.uniform(-0.5, 0.5) * b
         c.hu[box][mask & above] = c.uniform(-700, -200) if stool else -950
@@ -352,15 +323,7 @@ def _kidney(c: Canvas, side: int, y: float) -> None:
     x, size, lean = side * c.uniform(0.28, 0.38), c.uniform(0.085, 0.125), side * c.uniform(0.1, 0.8)
     cortex = c.uniform(120, 260) if c.chance(0.6) else c.uniform(25, 45)
     c.ellipse(x, y, size * 0.85, size * 1.15, cortex, angle=lean, wobble=0.08)
-    c.ellipse(
-        x - side * 0.3 * size,
-        y,
-        size * 0.45,
-        size * 0.6,
-        cortex * c.uniform(0.6, 0.9),
-        angle=lean,
-        wobble=0.3,
-    )
+    c.ellipse(x - side * 0.3 * size, y, size * 0.45, size * 0.6, cortex * c.uniform(0.6, 0.9), angle=lean, wobble=0.3)
     c.ellipse(x - side * 0.5 * size, y, size * 0.4, size * 0.35, c.uniform(-110, -60), angle=lean, wobble=0.2)
     if c.chance(0.3):
         c.ellipse(x - side * 0.3 * size, y, size * 0.12, size * 0.2, c.uniform(0, 400), angle=lean)
@@ -399,12 +362,7 @@ def _abdomen(c: Canvas) -> None:
     if upper and c.chance(0.4):
         _lungs(c, ai, bi, y + 0.05, size=c.uniform(0.85, 1.05))
         c.ellipse(
-            0,
-            y - 0.08,
-            ai * c.uniform(0.85, 0.97),
-            bi * c.uniform(0.7, 0.9),
-            c.uniform(-100, -85),
-            within=inside,
+            0, y - 0.08, ai * c.uniform(0.85, 0.97), bi * c.uniform(0.7, 0.9), c.uniform(-100, -85), within=inside
         )
     spine = y + bi * c.uniform(0.52, 0.66)
     blood = c.uniform(120, 330) if c.chance(0.6) else c.uniform(35, 55)
@@ -427,15 +385,7 @@ def _abdomen(c: Canvas) -> None:
             c.ellipse(side * 0.17, spine + 0.03, 0.06, c.uniform(0.05, 0.11), c.uniform(45, 65), wobble=0.1)
             if c.chance(0.9):
                 _kidney(c, side, spine - c.uniform(-0.05, 0.12))
-    c.ellipse(
-        0.1,
-        spine - 0.25,
-        c.uniform(0.1, 0.22),
-        0.04,
-        c.uniform(40, 110),
-        angle=c.uniform(-0.6, 0.3),
-        wobble=0.3,
-    )
+    c.ellipse(0.1, spine - 0.25, c.uniform(0.1, 0.22), 0.04, c.uniform(40, 110), angle=c.uniform(-0.6, 0.3), wobble=0.3)
     _spine(c, spine, c.uniform(0.09, 0.12))
     _vessel(c, 0.04, spine - 0.15, c.uniform(0.035, 0.055), blood, calcified=0.4)
     _vessel(c, -0.08, spine - 0.14, c.uniform(0.035, 0.055), blood * c.uniform(0.6, 1.0))
@@ -453,29 +403,13 @@ def _pelvis(c: Canvas) -> None:
         for x, yy, w, h in ((0.55, 0.4, 0.25, 0.2), (0.62, -0.1, 0.16, 0.22), (0.25, -0.75, 0.1, 0.06)):
             value = c.uniform(45, 65)
             c.ellipse(
-                side * ai * x,
-                y + bi * yy,
-                w,
-                h,
-                value,
-                angle=side * c.uniform(-0.6, 0.2),
-                wobble=0.2,
-                within=inside,
+                side * ai * x, y + bi * yy, w, h, value, angle=side * c.uniform(-0.6, 0.2), wobble=0.2, within=inside
             )
     c.ellipse(0, y - bi * 0.2, ai * 0.45, bi * 0.6, c.uniform(-105, -90), wobble=0.1)
     if c.chance(0.5):
         for side in (-1, 1):
             lean = -side * c.uniform(0.7, 1.1)
-            _bone(
-                c,
-                side * ai * 0.58,
-                y + bi * 0.05,
-                c.uniform(0.2, 0.3),
-                0.035,
-                angle=lean,
-                shell=0.014,
-                wobble=0.1,
-            )
+            _bone(c, side * ai * 0.58, y + bi * 0.05, c.uniform(0.2, 0.3), 0.035, angle=lean, shell=0.014, wobble=0.1)
         _bone(c, 0, y + bi * 0.55, c.uniform(0.16, 0.24), c.uniform(0.08, 0.12), shell=0.01, wobble=0.15)
     else:
         for side in (-1, 1):
@@ -509,47 +443,25 @@ def _shoulders(c: Canvas) -> None:
     for side in (-1, 1):
         x = side * ai * c.uniform(0.72, 0.85)
         _bone(c, x, y - 0.02, c.uniform(0.08, 0.11), c.uniform(0.08, 0.11), shell=0.012)
-        _bone(
-            c,
-            x - side * 0.18,
-            y + 0.1,
-            c.uniform(0.12, 0.2),
-            0.025,
-            angle=side * c.uniform(-0.9, -0.2),
-            wobble=0.1,
-        )
+        _bone(c, x - side * 0.18, y + 0.1, c.uniform(0.12, 0.2), 0.025, angle=side * c.uniform(-0.9, -0.2), wobble=0.1)
         if c.chance(0.6):
             _bone(c, side * c.uniform(0.25, 0.5), y - bi * 0.6, c.uniform(0.08, 0.2), 0.025, angle=side * 0.4)
         for _ in range(3):
-            _vessel(
-                c,
-                side * c.uniform(0.06, 0.2),
-                y - c.uniform(0, 0.15),
-                c.uniform(0.012, 0.03),
-                c.uniform(40, 350),
-            )
+            _vessel(c, side * c.uniform(0.06, 0.2), y - c.uniform(0, 0.15), c.uniform(0.012, 0.03), c.uniform(40, 350))
     _spine(c, y + 0.12, c.uniform(0.06, 0.08))
     c.ellipse(c.uniform(-0.03, 0.03), y - 0.1, c.uniform(0.035, 0.06), c.uniform(0.035, 0.06), -990)
 
 
 def _brain(c: Canvas, a: float, b: float, y: float) -> None:
     """Grey and white matter, furrows, ventricles, midline, and now and then a bleeding or a calcification."""
-    painted = c.ellipse(0, y, a, b, c.uniform(32, 42))
-    box, mask = painted
+    box, mask = c.ellipse(0, y, a, b, c.uniform(32, 42))
     folds = np.abs(smooth_field(c.rng, 22, c.n)[box])
     rim = mask & (c.y[box] ** 2 / b**2 + c.x[box] ** 2 / a**2 > c.uniform(0.5, 0.75))
     c.hu[box][rim & (folds < 0.12)] = c.uniform(5, 15)
     c.ellipse(0, y, a * 0.75, b * 0.78, c.uniform(22, 30), wobble=0.35)
     if c.chance(0.7):
         for side in (-1, 1):
-            c.ellipse(
-                side * 0.07,
-                y,
-                c.uniform(0.02, 0.06),
-                c.uniform(0.08, 0.2),
-                c.uniform(3, 14),
-                angle=side * 0.25,
-            )
+            c.ellipse(side * 0.07, y, c.uniform(0.02, 0.06), c.uniform(0.08, 0.2), c.uniform(3, 14), angle=side * 0.25)
     if c.chance(0.5):
         c.ellipse(0, y - b * 0.7, 0.004, b * 0.28, c.uniform(45, 65))
     for _ in range(int(c.rng.poisson(0.6))):
@@ -570,13 +482,7 @@ def _face(c: Canvas, a: float, b: float) -> None:
         c.ellipse(side * a * 0.45, -b * 0.62, 0.12, 0.1, c.uniform(-95, -60))
         c.ellipse(side * a * 0.45, -b * 0.66, 0.09, 0.09, c.uniform(5, 25))
         c.ellipse(
-            side * a * 0.3,
-            -b * 0.25,
-            0.17,
-            0.016,
-            c.uniform(400, 900),
-            angle=side * c.uniform(0.7, 1.2),
-            wobble=0.2,
+            side * a * 0.3, -b * 0.25, 0.17, 0.016, c.uniform(400, 900), angle=side * c.uniform(0.7, 1.2), wobble=0.2
         )
     for _ in range(int(c.rng.integers(2, 6))):
         x, y = c.uniform(-0.2, 0.2), -b * c.uniform(0.35, 0.95)
@@ -599,15 +505,7 @@ def _head(c: Canvas) -> None:
     outer, inner = (a - scalp, b - scalp), (a - scalp - skull, b - scalp - skull)
     c.ellipse(0, 0, *outer, c.uniform(1000, 1600), square=0.1)
     if c.chance(0.6):
-        c.ellipse(
-            0,
-            0,
-            outer[0] - skull * 0.35,
-            outer[1] - skull * 0.35,
-            c.uniform(400, 800),
-            square=0.1,
-            wobble=0.02,
-        )
+        c.ellipse(0, 0, outer[0] - skull * 0.35, outer[1] - skull * 0.35, c.uniform(400, 800), square=0.1, wobble=0.02)
         c.ellipse(0, 0, inner[0] + skull * 0.3, inner[1] + skull * 0.3, c.uniform(1000, 1600), square=0.1)
     c.ellipse(0, 0, *inner, c.uniform(0, 15), square=0.1, wobble=0.03)
     _brain(c, inner[0] - 0.008, inner[1] - 0.008, 0)

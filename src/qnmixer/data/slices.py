@@ -90,8 +90,8 @@ def require_content(hu: FloatArray) -> None:
         raise SkipFile("all pixels have the same value")
 
 
-def summarise_skipped(root: str, skipped: Sequence[tuple[str, str]], *, first: int = 3) -> str:
+def summarise_skipped(root: str, skipped: Sequence[tuple[str, str]]) -> str:
     """One line: how many files were skipped, why, and the names of the first few."""
     reasons = "; ".join(f"{count} {reason}" for reason, count in Counter(r for _, r in skipped).most_common())
-    names = ", ".join(name for name, _ in skipped[:first]) + (", …" if len(skipped) > first else "")
+    names = ", ".join(name for name, _ in skipped[:3]) + ", …" * (len(skipped) > 3)
     return f"{root}: skipped {len(skipped)} of its files or frames ({reasons}): {names}"

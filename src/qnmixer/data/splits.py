@@ -169,6 +169,6 @@ def _blocks(infos: Sequence[SliceInfo], patients: Sequence[str], config: FolderD
     return split
 
 
-def _few(names: Sequence[str], first: int = 8) -> str:
+def _few(names: Sequence[str]) -> str:
     """The first names, for a message."""
-    return ", ".join(names[:first]) + (", …" if len(names) > first else "")
+    return ", ".join(names[:8]) + ", …" * (len(names) > 8)

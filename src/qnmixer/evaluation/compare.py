@@ -1,6 +1,5 @@
 """Every job of a sweep on the same slices, from the same noisy sinograms, and what each method costs."""
 
-import hashlib
 import json
 import time
 from collections.abc import Callable
@@ -32,12 +31,13 @@ from qnmixer.config.data import DataConfig, PhantomData
 from qnmixer.config.overrides import quoted
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import CheckpointError, ConfigError, DataError, first_line
-from qnmixer.evaluation.evaluate import ImageScore, evaluate, shown_iterates
+from qnmixer.evaluation.evaluate import ImageScore, caption_of, evaluate, shown_iterates
 from qnmixer.evaluation.methods import ComparedJob, ComparedMethod, Comparison, Cost, methods_of
 from qnmixer.evaluation.slices import other_slices, pictured
-from qnmixer.files import write_text
+from qnmixer.files import digest, write_text
 from qnmixer.optimization.metrics import psnr, ssim
-from qnmixer.reconstructor import Batch, Reconstructor, choose_device, method_name, to_hu
+from qnmixer.parallel.devices import choose_device
+from qnmixer.reconstructor import Batch, Reconstructor, method_name, to_hu
 from qnmixer.reports.page import PageMethod, PageSlice
 from qnmixer.tracking.loggers import device_name
 from qnmixer.tracking.metrics_file import read_metrics
@@ -108,7 +108,7 @@ class _Measuring:
             n_before += before
             by_name = {name: [s for s in scores if s.method == name] for name in (FBP, method_name(config))}
             method.measured.setdefault(test, {})[job.seeds] = by_name[method_name(config)]
-            method.scans[test] = digest(tested_scan(config))
+            method.scans[test] = digest(tested_scan(config), sort_keys=True)
             if self._fbp is not None:
                 self._fbp.measured.setdefault(test, {(0, 0): by_name[FBP]})
                 self._fbp.scans.setdefault(test, method.scans[test])
@@ -168,7 +168,7 @@ class _Measuring:
         checkpoint = find_checkpoint(job.folder, self.config.checkpoint)
         weights = digest_of_weights(read_checkpoint(checkpoint)[1])
         what = [self._code, weights, to_plain(config), split, window, self.device.type]
-        path = self.kept / f"{digest(what)}.json"
+        path = self.kept / f"{digest(what, sort_keys=True)}.json"
         if path.is_file():
             return [ImageScore(**score) for score in json.loads(path.read_text())], True
         data = SliceDataModule(config.data)
@@ -185,7 +185,7 @@ class _Measuring:
 @torch.no_grad()
 def _reconstructed(method: ComparedMethod, module: Reconstructor, batch: Batch, y: Tensor) -> PageMethod:
     images = shown_iterates(module.network, y) if method.jobs else [module.projector.fbp(y)]
-    quality = f"{psnr(images[-1], batch['image']).item():.2f} dB / {100 * ssim(images[-1], batch['image']).item():.2f}"
+    quality = caption_of(psnr(images[-1], batch["image"]).item(), 100 * ssim(images[-1], batch["image"]).item())
     return PageMethod(method.name, [to_hu(batch, image)[0, 0].cpu() for image in images], quality)
 
 
@@ -230,8 +230,3 @@ def tested_scan(config: Config) -> object:
     data = {key: value for key, value in plain["data"].items() if key not in _NOT_OF_TEST}
     geometry = {key: value for key, value in plain["geometry"].items() if key != "fbp_filter"}
     return [geometry, plain["noise"], data]
-
-
-def digest(what: object) -> str:
-    """A name for what can be written as JSON."""
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]

@@ -9,18 +9,16 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from qnmixer.config import CompareConfig, to_plain
-from qnmixer.evaluation.compare import FBP, digest
+from qnmixer.evaluation.compare import FBP
 from qnmixer.evaluation.evaluate import METRICS
 from qnmixer.evaluation.methods import ComparedJob, ComparedMethod, Comparison
-from qnmixer.evaluation.statistics import Difference, Spread, difference, spread
-from qnmixer.files import write_text
-from qnmixer.reports.page import PageSlice, PageTable, write_page
+from qnmixer.evaluation.statistics import Difference, Spread, difference, spread, with_deviation
+from qnmixer.files import digest, write_text
+from qnmixer.reports.page import PageMethod, PageSlice, PageTable, write_page
 from qnmixer.reports.pictures import Panel, Row, draw_methods
-from qnmixer.reports.tables import csv_table, markdown_table
+from qnmixer.reports.tables import csv_table, markdown_table, terminal_table
 from qnmixer.tracking.results import duration, git_commit, versions
 
 _DRAWN = 8  # methods that there is room for in a picture
@@ -41,8 +39,15 @@ def write_comparison(folder: Path, comparison: Comparison, config: CompareConfig
     write_text(folder / "comparison.json", json.dumps(_record(comparison, config), indent=2, default=str) + "\n")
     write_text(folder / "comparison.md", _markdown(title, tables, notes, provenance))
     pictures = _draw(folder, comparison)
-    slices = [replace(of, name=f"{test}: {of.name}") for test, its in comparison.slices.items() for of in its]
-    write_page(folder / "comparison.html", title, tables, slices, provenance | {"notes": "; ".join(notes) or "none"})
+    slices = [
+        replace(of, name=f"{test}: {of.name}", methods=_in_order(of))
+        for test, its in comparison.slices.items()
+        for of in its
+    ]
+    n_methods, tests = len(comparison.methods), ", ".join(comparison.tests)
+    made_by = provenance | {"notes": "; ".join(notes) or "none"}
+    subtitle = f"{n_methods} method{'s' * (n_methods != 1)} on {tests} ({config.split} split)"
+    write_page(folder / "comparison.html", title, tables, slices, made_by, subtitle=subtitle, order="by test")
 
     for table in tables[:-1]:  # where the rows come from is in the files
         _print(table, console)
@@ -172,9 +177,7 @@ def _spread(method: ComparedMethod, test: str, metric: str) -> Spread | None:
 
 
 def _with_seeds(found: Spread | None) -> str:
-    if found is None:
-        return _NOTHING
-    return f"{found.mean:.2f}" + (f" ± {found.over_seeds:.2f}" if found.over_seeds is not None else "")
+    return _NOTHING if found is None else with_deviation(found.mean, found.over_seeds)
 
 
 def _number(value: float | None) -> str:
@@ -184,8 +187,7 @@ def _number(value: float | None) -> str:
 def _against(comparison: Comparison, method: ComparedMethod, test: str) -> str:
     if (found := against_best(comparison, method, test)) is None:
         return _NOTHING
-    interval = "" if found[1].half_width is None else f" ± {found[1].half_width:.2f}"
-    return f"{found[1].mean:+.2f}{interval}"
+    return with_deviation(found[1].mean, found[1].half_width, "+")
 
 
 def _milliseconds(seconds: float | None) -> str:
@@ -207,7 +209,7 @@ def _config_digest(job: ComparedJob) -> str:
         return ""
     plain = to_plain(job.config)
     plain["seed"] = plain["data"]["seed"] = None
-    return digest(plain)[:8]
+    return digest(plain, 8, sort_keys=True)
 
 
 def _hardware(job: ComparedJob) -> str:
@@ -314,19 +316,23 @@ def _draw(folder: Path, comparison: Comparison) -> list[str]:
 
 
 def _row(name: str, slice_: PageSlice) -> Row:
-    """A line of the picture: FBP, and as many of the methods as there is room for, the best ones, worst first."""
+    """A line of the picture: FBP, and as many of the methods as there is room for, the best ones."""
     assert slice_.truth is not None
+    shown = _in_order(slice_, _DRAWN)
+    return Row(name, slice_.truth, [Panel(f"{fill(m.name, 26)}\n{m.caption}", m.iterates[-1]) for m in shown])
+
+
+def _in_order(slice_: PageSlice, most: int | None = None) -> list[PageMethod]:
+    """Methods as picture and page show them: FBP, then worst to best; at most so many, the best ones."""
     fbp = [method for method in slice_.methods if method.name == FBP]
-    best = [method for method in slice_.methods if method.name != FBP][: _DRAWN - 1]
-    panels = [Panel(f"{fill(m.name, 26)}\n{m.caption}", m.iterates[-1]) for m in (*fbp, *reversed(best))]
-    return Row(name, slice_.truth, panels)
+    best = [method for method in slice_.methods if method.name != FBP][: most and most - len(fbp)]
+    return [*fbp, *reversed(best)]
 
 
 def _print(table: PageTable, console: Console) -> None:
-    shown = Table(title=table.title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for k, heading in enumerate(table.headings):
-        shown.add_column(heading, justify="right" if k else "left", no_wrap=k > 0)
-    for row in table.rows:
-        shown.add_row(*(escape(cell.replace(" / ", "\n")) for cell in row))
+    rows = [[cell.replace(" / ", "\n") for cell in row] for row in table.rows]
+    shown = terminal_table(table.headings, rows, title=table.title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in shown.columns[1:]:
+        column.no_wrap = True
     console.print(shown)
     console.print(f"{table.note}\n", soft_wrap=not console.is_terminal, highlight=False)

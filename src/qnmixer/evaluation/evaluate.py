@@ -1,8 +1,8 @@
 """FBP, and total variation if asked for, against the network on a split: figures per image, a table, a picture."""
 
-import json
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 
 from qnmixer.checkpoints.reading import load_run
@@ -19,21 +18,30 @@ from qnmixer.checkpoints.weights_file import digest_of_weights
 from qnmixer.config import Config, EvaluateConfig, EvaluationConfig, check_noise, keys_of, targets_of, to_plain
 from qnmixer.config.data import AsTrained, DataConfig, FolderData
 from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.evaluation.slices import as_trained, other_slices, pictured
+from qnmixer.evaluation.slices import Gallery, as_trained, kind_of, other_slices
+from qnmixer.evaluation.statistics import with_deviation
 from qnmixer.files import write_text
 from qnmixer.models import TotalVariation, UnrolledNetwork
 from qnmixer.optimization.metrics import psnr, ssim, to_window
+from qnmixer.parallel.devices import choose_device
 from qnmixer.plugins import module_of
 from qnmixer.processes.ranks import rank
-from qnmixer.reconstructor import Batch, Reconstructor, build_noise, choose_device, to_hu
+from qnmixer.reconstructor import Batch, Reconstructor, build_noise, to_hu
 from qnmixer.reports.page import PageMethod, PageSlice, PageTable, write_page
 from qnmixer.reports.pictures import Panel, Row, draw_comparison
-from qnmixer.reports.tables import csv_table, markdown_table
+from qnmixer.reports.tables import csv_table, markdown_table, terminal_table
 from qnmixer.tracking.loggers import device_name
 from qnmixer.tracking.results import git_commit, results, versions
+from qnmixer.tracking.sweep_file import sweep_of
+from qnmixer.weights import located
 
 _MOST_ITERATIONS = 50  # whose images a page has room for
-METRICS = {"psnr": "PSNR, dB", "ssim": "SSIM × 100", "window_psnr": "PSNR in window", "window_ssim": "SSIM in window"}
+METRICS = {
+    "psnr": "PSNR, dB",
+    "ssim": "SSIM × 100",
+    "window_psnr": "window PSNR, dB",
+    "window_ssim": "window SSIM × 100",
+}
 
 
 @dataclass
@@ -51,17 +59,18 @@ class ImageScore:
 
 @dataclass
 class Evaluation:
-    """All scores of a split, and some of its slices to look at."""
+    """All scores of a split, its slices to look through, the worst first, and which of these the picture has."""
 
     scores: list[ImageScore]
     slices: list[PageSlice]
+    pictured: list[int] = field(default_factory=list)
 
     @property
     def rows(self) -> list[Row]:
         """The slices as a picture has them: what each method ends with."""
         return [
             Row(of.name, of.truth, [Panel(f"{m.name}\n{m.caption}", m.iterates[-1]) for m in of.methods])
-            for of in self.slices
+            for of in (self.slices[n] for n in self.pictured)
             if of.truth is not None
         ]
 
@@ -102,8 +111,9 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
         evaluation = evaluate(module, SliceDataModule(data), config.split, config.evaluation, device)
         record |= {config.split: evaluation.means(), "evaluated": what_was_evaluated(module, data)}
         title = title_of(trained, data, config.split)
+        measured = replace(trained, data=data, evaluation=config.evaluation)
         record["picture"] = str(
-            write_evaluation(folder, evaluation, title, replace(trained, data=data), device, console)
+            write_evaluation(folder, evaluation, title, measured, device, console, located(config.run))
         )
     console.print(f"picture: {record['picture']}\nto look through: {folder / 'page.html'}", soft_wrap=True)
     return evaluation
@@ -112,7 +122,7 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
 def what_was_evaluated(module: Reconstructor, data: DataConfig) -> dict[str, Any]:
     """What results.json keeps to tell whose table it is: a digest of the weights, the kind of slices, the noise."""
     weights = digest_of_weights(module.state_dict())
-    return {"weights": weights, "data": data.name, "noise": keys_of(module.config.noise)}
+    return {"weights": weights, "data": kind_of(data), "noise": keys_of(module.config.noise)}
 
 
 def title_of(trained: Config, data: DataConfig, split: str) -> str:
@@ -120,7 +130,7 @@ def title_of(trained: Config, data: DataConfig, split: str) -> str:
     slices = "all slices" if isinstance(data, FolderData) and data.split == "all" else f"{split} split"
     finer = f", simulated on a {data.simulation_factor} times finer grid" if data.simulation_factor > 1 else ""
     disc = ", with a bright disc" if data.disc else ""
-    return f"{slices} of {data.name}{disc}, {trained.geometry.n_views} views{finer}, noise {trained.noise.name}"
+    return f"{slices} of {kind_of(data)}{disc}, {trained.geometry.n_views} views{finer}, noise {trained.noise.name}"
 
 
 def evaluate(
@@ -135,33 +145,43 @@ def evaluate(
     if config.tv_weight is not None:
         methods[TotalVariation.title] = TotalVariation(module.projector, config.tv_iterations, config.tv_weight)
     methods[module.network.title] = module.network
-    drawn = pictured(len(data.dataset(split)), config.n_pictures)
-    found: dict[int, tuple[list[ImageScore], PageSlice | None]] = {}
+    n_images, size = len(data.dataset(split)), module.config.data.image_size
+    n_iterates = _n_shown(module.network)
+    gallery = Gallery(n_images, config.n_pictures, size, len(methods), n_iterates)
+    found: dict[int, list[ImageScore]] = {}
     quiet = rank() != 0 or not Console().is_terminal
     for host_batch in track(data.loader(split), description="evaluating", transient=True, disable=quiet):
         numbers, weights = host_batch["sample"].tolist(), host_batch["weight"].tolist()
         batch: Batch = data.transfer_batch_to_device(host_batch, device, 0)
         with torch.no_grad():
             y = module.measure(batch, "test")
-            images = {name: [method(y)] for name, method in methods.items()}
-            if drawn & {*numbers}:
-                images[module.network.title] = shown_iterates(module.network, y)
+            images = {name: [method(y)] for name, method in methods.items() if method is not module.network}
+            images[module.network.title] = shown_iterates(module.network, y)
         scores = {name: _score(batch, name, of[-1], config.window) for name, of in images.items()}
         for b, (n, weight) in enumerate(zip(numbers, weights, strict=True)):
             if weight:
                 of_slice = {name: of[b] for name, of in scores.items()}
-                found[n] = [*of_slice.values()], _slice(batch, b, images, of_slice) if n in drawn else None
+                found[n] = [*of_slice.values()]
+                gallery.add(n, _slice(batch, b, images, of_slice))
     if dist.is_initialized():
-        shares: list[dict[int, tuple[list[ImageScore], PageSlice | None]]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(shares, found)
-        found = {n: of for share in shares for n, of in share.items()}
-    in_order = [found[n] for n in sorted(found)]
-    return Evaluation([score for scores, _ in in_order for score in scores], [of for _, of in in_order if of])
+        shares: list[tuple[dict[int, list[ImageScore]], dict[int, PageSlice]]]
+        shares = [({}, {})] * dist.get_world_size()
+        dist.all_gather_object(shares, (found, gallery.found))
+        for its_scores, its_slices in shares:
+            found |= its_scores
+            gallery.merge(its_slices)
+    numbers, slices = zip(*gallery.found.items(), strict=True)
+    drawn = [numbers.index(n) for n in sorted(gallery.pictured)]
+    return Evaluation([score for n in sorted(found) for score in found[n]], [*slices], drawn)
 
 
 def shown_iterates(network: UnrolledNetwork[Any], y: Tensor) -> list[Tensor]:
     """x₀ … x_T for a page to show; of a solver of hundreds of iterations x_T alone."""
-    return network.iterates(y) if network.n_iterations <= _MOST_ITERATIONS else [network(y)]
+    return network.iterates(y) if _n_shown(network) > 1 else [network(y)]
+
+
+def _n_shown(network: UnrolledNetwork[Any]) -> int:
+    return network.n_iterations + 1 if network.n_iterations <= _MOST_ITERATIONS else 1
 
 
 def _slice(batch: Batch, b: int, images: dict[str, list[Tensor]], scores: dict[str, ImageScore]) -> PageSlice:
@@ -171,15 +191,16 @@ def _slice(batch: Batch, b: int, images: dict[str, list[Tensor]], scores: dict[s
         return to_hu(batch, image)[b, 0].cpu()
 
     methods = [PageMethod(name, [hu(x) for x in of], _caption(scores[name])) for name, of in images.items()]
-    return PageSlice(batch["name"][b], hu(batch["image"]), methods)
+    *_, last = scores.values()
+    return PageSlice(batch["name"][b], hu(batch["image"]), methods, psnr=last.psnr)
 
 
 def write_evaluation(
-    folder: Path, evaluation: Evaluation, title: str, config: Config, device: torch.device, console: Console
+    folder: Path, evaluation: Evaluation, title: str, config: Config, device: torch.device, console: Console, run: Path
 ) -> Path:
     """Write table.csv, table.md, images.csv, page.html and picture.png, print the table; returns the picture.
 
-    `config` and `device`: what was measured, and where, for the page.
+    `config`, `device` and `run`: what was measured, where, and whose weights, for the page.
     """
     headings, body = table_of(evaluation)
     gain, warnings = _gain(evaluation), warnings_of(evaluation)
@@ -189,21 +210,54 @@ def write_evaluation(
     write_text(folder / "images.csv", csv_table([list(vars(evaluation.scores[0])), *lines]))
     picture = folder / "picture.png"
     draw_comparison(picture, evaluation.rows)
+    _write_page(folder / "page.html", evaluation, title, config, device, run)
+
+    for line in warnings:
+        console.print(f"warning: {line}", style="bold red", highlight=False, soft_wrap=True)
+    console.print(terminal_table(headings, body, title=title, caption=gain))
+    return picture
+
+
+def _write_page(
+    path: Path, evaluation: Evaluation, title: str, config: Config, device: torch.device, run: Path
+) -> None:
+    method, n_images = evaluation.methods[-1], len(evaluation.values(evaluation.methods[-1], "psnr"))
+    size, (low, high) = config.data.image_size, config.evaluation.window
+    lines = [f"Warning: {line}." for line in warnings_of(evaluation)]
+    lines += [f"{_gain(evaluation)}. The window is {low:g} to {high:g} HU.".replace(" -", " −")]
+    n_kept = len(evaluation.slices)
+    order = f"worst first by PSNR of {method}"
+    if n_kept < n_images:
+        order += f": {n_kept} of {n_images}, the worst and those of the picture; images.csv has all"
     made_by = {
         "commit": git_commit() or "none",
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
         "hardware": device_name(device.type),
-        "configuration": json.dumps(to_plain(config)),
     }
-    write_page(folder / "page.html", title, [PageTable(title, headings, body, gain)], evaluation.slices, made_by)
+    left_out = {"logger", "callbacks"}  # they change no pixel, and may name a user
+    write_page(
+        path,
+        f"{method}, run {name_of_run(run)}",
+        [PageTable(f"Mean ± standard deviation over {n_images} slices", *table_of(evaluation), " ".join(lines))],
+        evaluation.slices,
+        made_by,
+        subtitle=f"{title}, {size} × {size} pixels",
+        configuration={key: value for key, value in to_plain(config).items() if key not in left_out},
+        order=order,
+        opened=sorted(evaluation.pictured)[len(evaluation.pictured) // 2] if evaluation.pictured else 0,
+    )
 
-    for line in warnings:
-        console.print(f"warning: {line}", style="bold red", highlight=False, soft_wrap=True)
-    table = Table(*headings, title=title, caption=gain)
-    for cells in body:
-        table.add_row(*cells)
-    console.print(table)
-    return picture
+
+def name_of_run(run: Path) -> str:
+    """A run folder, or a file of weights, without the folders that it lies in: date and time, or sweep and job."""
+    run = run.absolute()
+    if run.suffix == ".ckpt" and run.parent.name == "checkpoints":
+        run = run.parent.parent
+    elif run.is_file():
+        return run.stem
+    if (found := sweep_of(run)) is not None:
+        return f"{found[0].name}/{run.name}"
+    return f"{run.parent.name}/{run.name}" if re.fullmatch(r"\d{4}-\d\d-\d\d", run.parent.name) else run.name
 
 
 def _score(batch: Batch, method: str, image: Tensor, window: list[float]) -> list[ImageScore]:
@@ -214,25 +268,29 @@ def _score(batch: Batch, method: str, image: Tensor, window: list[float]) -> lis
         100 * ssim(image, truth),
         psnr(windowed, windowed_truth),
         100 * ssim(windowed, windowed_truth),
+        image.flatten(1).amax(1) == image.flatten(1).amin(1),
     ]
-    values = torch.stack(columns, dim=1).tolist()
-    constant = (image.flatten(1).amax(1) == image.flatten(1).amin(1)).tolist()
-    scores = [ImageScore(name, method, *row) for name, row in zip(batch["name"], values, strict=True)]
-    return [replace(score, constant=is_constant) for score, is_constant in zip(scores, constant, strict=True)]
+    rows = zip(batch["name"], *(column.tolist() for column in columns), strict=True)
+    return [ImageScore(name, method, *row) for name, *row in rows]
 
 
 def _caption(score: ImageScore) -> str:
-    return f"{score.psnr:.2f} dB / {score.ssim:.2f}"
+    return caption_of(score.psnr, score.ssim)
+
+
+def caption_of(decibels: float, percent: float) -> str:
+    """PSNR, and SSIM × 100, as they stand over an image."""
+    return f"{decibels:.2f} dB, SSIM {percent:.2f} %"
 
 
 def table_of(evaluation: Evaluation) -> tuple[list[str], list[list[str]]]:
     """Headings and rows, a row for each method."""
-    body = [[m, *(_mean_and_deviation(evaluation.values(m, metric)) for metric in METRICS)] for m in evaluation.methods]
+    columns = {m: [evaluation.values(m, metric) for metric in METRICS] for m in evaluation.methods}
+    body = [
+        [m, *(with_deviation(mean(values), stdev(values) if len(values) > 1 else 0) for values in of_metrics)]
+        for m, of_metrics in columns.items()
+    ]
     return ["method", *METRICS.values()], body
-
-
-def _mean_and_deviation(values: list[float]) -> str:
-    return f"{mean(values):.2f} ± {stdev(values) if len(values) > 1 else 0:.2f}"
 
 
 def _gain(evaluation: Evaluation) -> str:

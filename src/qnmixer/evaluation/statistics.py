@@ -33,6 +33,11 @@ class Difference:
     half_width: float | None  # of the 95 % interval
 
 
+def with_deviation(value: float, deviation: float | None, sign: str = "") -> str:
+    """For tables: "34.13 ± 0.52"; the value alone where nothing tells how sure it is."""
+    return f"{value:{sign}.2f}" + ("" if deviation is None else f" ± {deviation:.2f}")
+
+
 def spread(scores: Scores) -> Spread:
     """Mean and deviations of one method."""
     seeds, images = _seed_means(scores), _image_means(scores)
@@ -72,15 +77,15 @@ def difference(one: Scores, other: Scores) -> Difference:
     return Difference(mean(differences), student_quantile(freedom) * math.sqrt(total))
 
 
-def student_quantile(freedom: float, share: float = 0.95) -> float:
-    """Where |t| of Student's distribution stays with this probability; degrees of freedom need not be whole.
+def student_quantile(freedom: float) -> float:
+    """Where |t| of Student's distribution stays with a probability of 95 %; degrees of freedom need not be whole.
 
     With t = √ν tan θ its density becomes cos^(ν−1) θ, which is summed here: right to 4 digits (ν ≥ 1).
     """
     edges = np.linspace(0.0, np.pi / 2, 20_001)
     middles = (edges[1:] + edges[:-1]) / 2
     below = np.cumsum(np.cos(middles) ** (freedom - 1))
-    theta = np.interp(share, np.concatenate([[0.0], below / below[-1]]), edges)
+    theta = np.interp(0.95, np.concatenate([[0.0], below / below[-1]]), edges)
     return float(math.sqrt(freedom) * np.tan(theta))
 
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from qnmixer.data.slices import FloatArray
-from qnmixer.errors import ConfigError, OutOfMemory, first_line
+from qnmixer.errors import OutOfMemory, first_line
 from qnmixer.inference.inputs import MeasuredScan, Scan, sinograms_of, warn
 from qnmixer.memory.limits import is_out_of_memory
+from qnmixer.parallel.devices import check_precision
 from qnmixer.reconstructor import AUTOCAST, Reconstructor
 
 MAX_HU = 1.0
@@ -33,14 +34,7 @@ class BatchedNetwork:
     def __init__(self, module: Reconstructor, batch_size: int, precision: str) -> None:
         self.module, self.batch_size, self.precision = module, batch_size, precision
         self._dtype = AUTOCAST[precision]
-        if (
-            self._dtype == torch.bfloat16
-            and module.device.type == "cuda"
-            and not torch.cuda.is_bf16_supported(including_emulation=False)
-        ):
-            raise ConfigError(
-                f"precision={precision}, but {torch.cuda.get_device_name()} has no bf16: use precision=16-mixed"
-            )
+        check_precision(module.device, precision)
         self._first_half = 0 if self._dtype else module.network.n_iterations
         self._n_batches = 0
 

@@ -86,7 +86,7 @@ def simulated_scans(path: Path, module: Reconstructor) -> tuple[int, Iterator[Sc
                 number=number, image=x, fine=fine,
             )  # fmt: skip
         if warning := slices.warning():
-            Console(stderr=True).print(f"warning: {warning}", soft_wrap=True)
+            warn(warning)
 
     return len(slices.files), scans()
 
@@ -113,7 +113,7 @@ def measured_scans(path: Path, module: Reconstructor, config: ReconstructConfig)
             except DataError as error:
                 if path.is_file():
                     raise
-                Console(stderr=True).print(f"warning: skipped: {error}", soft_wrap=True)
+                warn(f"skipped: {error}")
 
     return len(files), scans()
 

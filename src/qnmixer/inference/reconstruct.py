@@ -5,21 +5,28 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
+import torch
 from pydicom.uid import generate_uid
 from rich.console import Console
 from rich.progress import Progress
 
 from qnmixer.checkpoints.reading import load_run
-from qnmixer.config import ReconstructConfig
+from qnmixer.config import Config, ReconstructConfig
 from qnmixer.data.slices import FloatArray
 from qnmixer.errors import DataError
 from qnmixer.inference.batches import BatchedNetwork
 from qnmixer.inference.inputs import MeasuredScan, Scan, holds_sinograms, measured_scans, simulated_scans, warn
-from qnmixer.inference.writers import write_dicom, write_npy, write_png
-from qnmixer.reconstructor import Reconstructor, choose_device
+from qnmixer.inference.writers import window_of, write_dicom, write_npy, write_png
+from qnmixer.parallel.devices import choose_device
+from qnmixer.reconstructor import Reconstructor
 
 # Slices at once where nobody says: on a CPU more of them leave the cache, a GPU wants to be filled.
 _ON_CPU, _ON_GPU = 4, 16
+_ABDOMEN = (-160.0, 240.0)
+"""HU, of the PNG of slices."""
+_FBP = "_fbp"
+"""What the names of the FBP of measured scans end with."""
 
 
 def reconstruct_input(config: ReconstructConfig) -> int:
@@ -30,8 +37,6 @@ def reconstruct_input(config: ReconstructConfig) -> int:
     console = Console()
     module = load_run(config.run, config.checkpoint, config.trust).to(choose_device(config.accelerator)).eval()
     path = Path(config.input)
-    if not path.exists():
-        raise DataError(f"input={path} does not exist: give a file or a folder")
     sinograms = config.kind == "sinograms" or (config.kind == "auto" and holds_sinograms(path, module.config, config))
     n_files, scans = measured_scans(path, module, config) if sinograms else simulated_scans(path, module)
     batch_size = config.batch_size or (_ON_GPU if module.device.type == "cuda" else _ON_CPU)
@@ -49,6 +54,14 @@ def reconstruct_input(config: ReconstructConfig) -> int:
             "network is dead, or these sinograms are empty; evaluate the run before you use it"
         )
     console.print(f"{writer.count} reconstruction(s) as {', '.join(config.formats)} in {config.output}", soft_wrap=True)
+    if sinograms:
+        console.print(f"FBP of the same scans beside them: NAME{_FBP}", soft_wrap=True)
+    if sinograms and "png" in config.formats and config.window is None:
+        console.print(
+            "PNG: each from the 1st (black) to the 99th percentile (white) of its reconstruction; "
+            f"for a window in HU give window=[{_ABDOMEN[0]:g},{_ABDOMEN[1]:g}]",
+            soft_wrap=True, highlight=False, markup=False,
+        )  # fmt: skip
     return writer.count
 
 
@@ -73,12 +86,16 @@ class _Writer:
 
     def __init__(self, module: Reconstructor, config: ReconstructConfig) -> None:
         self.module, self.config, self.count = module, config, 0
+        self._window = None if config.window is None else (config.window[0], config.window[1])
         self.n_constant = 0
         self._call_uid = generate_uid()
         self._written: set[Path] = set()
 
     def write(self, scans: Sequence[Scan], images: Sequence[FloatArray]) -> None:
-        """Every format of every image, HU [S, S]; they are numbered from 1 where the source has no number."""
+        """Every format of every image, HU [S, S]; they are numbered from 1 where the source has no number.
+
+        Of a measured scan the FBP too, in the same window: there is no truth to hold the image against.
+        """
         for scan, hu in zip(scans, images, strict=True):
             self.count += 1
             self.n_constant += bool(hu.max() == hu.min())
@@ -86,21 +103,29 @@ class _Writer:
             if target in self._written:  # as of a.dcm and a.npy
                 target = target.with_name(f"{target.name}_{self.count}")
             self._written.add(target)
-            if "dicom" in self.config.formats:
-                self._write_dicom(target, scan, hu)
-            if "npy" in self.config.formats:
-                write_npy(target.with_name(f"{target.name}.npy"), hu)
-            if "png" in self.config.formats:
-                low, high = self.config.window
-                write_png(target.with_name(f"{target.name}.png"), hu, centre=(low + high) / 2, width=high - low)
+            measured = isinstance(scan, MeasuredScan)
+            window = self._window or (window_of(hu) if measured else _ABDOMEN)
+            self._write(target, scan, hu, self.module.network.title, window)
+            if isinstance(scan, MeasuredScan):
+                beside = target.with_name(f"{target.name}{_FBP}")
+                self._written.add(beside)
+                self._write(beside, scan, fbp_of(self.module, scan), "FBP", window)
 
-    def _write_dicom(self, target: Path, scan: Scan, hu: FloatArray) -> None:
+    def _write(self, target: Path, scan: Scan, hu: FloatArray, method: str, window: tuple[float, float]) -> None:
+        if "dicom" in self.config.formats:
+            self._write_dicom(target, scan, hu, method)
+        if "npy" in self.config.formats:
+            write_npy(target.with_name(f"{target.name}.npy"), hu)
+        if "png" in self.config.formats:
+            write_png(target.with_name(f"{target.name}.png"), hu, window=window)
+
+    def _write_dicom(self, target: Path, scan: Scan, hu: FloatArray, method: str) -> None:
         trained = self.module.config
         write_dicom(
             target.with_name(f"{target.name}.dcm"),
             hu,
-            series_uid=_series_uid(self._call_uid, scan),
-            description=_description(self.module, "measured" if isinstance(scan, MeasuredScan) else "simulated"),
+            series_uid=_series_uid(self._call_uid, scan, method),
+            description=_description(method, trained, "measured" if isinstance(scan, MeasuredScan) else "simulated"),
             template=scan.template,
             frame=scan.frame,
             pixel_spacing=trained.geometry.field_of_view / trained.data.image_size,
@@ -108,11 +133,18 @@ class _Writer:
         )
 
 
-def _series_uid(call_uid: str, scan: Scan) -> str:
-    """One new series for each series of the input; where it names none, for each folder."""
+@torch.no_grad()
+def fbp_of(module: Reconstructor, scan: MeasuredScan) -> FloatArray:
+    """Filtered back-projection of a scan, HU [S, S]."""
+    image = module.projector.fbp(torch.from_numpy(scan.sinogram)[None, None].to(module.device))[0, 0].cpu().numpy()
+    return (scan.offset + scan.scale * image).astype(np.float32)
+
+
+def _series_uid(call_uid: str, scan: Scan, method: str) -> str:
+    """One new series for each series of the input and each method; where it names none, for each folder."""
     source = scan.template
     keys = [str((source and source.get(tag)) or "") for tag in ("PatientID", "StudyInstanceUID", "SeriesInstanceUID")]
-    return generate_uid(entropy_srcs=[call_uid, *keys, "" if keys[-1] else str(Path(scan.name).parent)])
+    return generate_uid(entropy_srcs=[call_uid, method, *keys, "" if keys[-1] else str(Path(scan.name).parent)])
 
 
 def _file_name(name: str) -> Path:
@@ -123,10 +155,9 @@ def _file_name(name: str) -> Path:
     return path.with_name(f"{path.name}_{frame[1:]}") if frame else path
 
 
-def _description(module: Reconstructor, views: str) -> str:
+def _description(method: str, config: Config, views: str) -> str:
     """What stands before the semicolon becomes the name of the DICOM series."""
-    config = module.config
     return (
-        f"{module.network.title}, {config.geometry.n_views} {views} views, not for diagnosis; "
+        f"{method}, {config.geometry.n_views} {views} views, not for diagnosis; "
         f"{config.data.image_size} pixels, trained with noise {config.noise.name}"
     )

@@ -44,8 +44,6 @@ class InputSlices:
     """
 
     def __init__(self, path: Path) -> None:
-        if not path.exists():
-            raise DataError(f"input={path} does not exist; give a DICOM, .npy or 16-bit PNG file or a folder of them")
         self.path, self.single = path, path.is_file()
         self.files = [path.name] if self.single else [file.path for file in list_files(path, key="input")]
         self.root = path.parent if self.single else path

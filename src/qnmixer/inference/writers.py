@@ -4,10 +4,10 @@ import copy
 import datetime
 import io
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from pydicom.dataset import Dataset, FileMetaDataset
 from pydicom.filewriter import dcmwrite
 from pydicom.sequence import Sequence
@@ -57,16 +57,21 @@ def write_npy(path: Path, hu: FloatArray) -> None:
     _save(path, encoded)
 
 
-def write_png(path: Path, hu: FloatArray, *, centre: float = 40.0, width: float = 400.0) -> None:
-    """HU [H, W] as an 8-bit PNG to look at: the window [centre − width/2, centre + width/2] from black to white."""
-    grey = np.clip((hu - (centre - width / 2)) / width, 0, 1) * 255
-    _save_png(path, np.rint(grey).astype(np.uint8))
-
-
-def _save_png(path: Path, pixels: np.ndarray[Any, Any]) -> None:
-    encoded = io.BytesIO()
-    Image.fromarray(pixels).save(encoded, format="PNG")
+def write_png(path: Path, hu: FloatArray, *, window: tuple[float, float] = (-160.0, 240.0)) -> None:
+    """HU [H, W] as an 8-bit PNG to look at, from black to white in the window; its Description says which one."""
+    low, high = window
+    pixels = np.rint(np.clip((hu - low) / (high - low), 0, 1) * 255).astype(np.uint8)
+    said, encoded = PngInfo(), io.BytesIO()
+    said.add_text("Description", f"{low:g} HU is black, {high:g} HU is white")
+    Image.fromarray(pixels).save(encoded, format="PNG", pnginfo=said)
     _save(path, encoded)
+
+
+def window_of(hu: FloatArray) -> tuple[float, float]:
+    """The window in which a reconstruction shows all that it holds: from its 1st to its 99th percentile, in HU."""
+    finite = hu[np.isfinite(hu)]
+    low, high = np.percentile(finite, (1, 99)).round().tolist() if finite.size else (0.0, 0.0)
+    return low, max(high, low + 1)
 
 
 def _save(path: Path, encoded: io.BytesIO) -> None:

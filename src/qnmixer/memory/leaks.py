@@ -29,8 +29,8 @@ class LeakWatch:
 
     Of each window of steps the least counts. A leak adds as much to every window; a jump (the first validation, a
     picture) to one, with noise after it that also rises now and then. So the last `n_windows` must all have risen, none
-    by less than half their mean, to `floor` above where they began and above everything before. Garbage in cycles grows
-    like that too until Python collects it: it is collected then, and a leak is what rises once more.
+    by less than `evenness` of their mean, to `floor` above where they began and above everything before. Garbage in
+    cycles grows like that too until Python collects it: it is collected then, and a leak is what rises once more.
 
     Args:
         warm_up: steps to leave out, in which buffers, caches and the optimizer's state come to be.
@@ -38,6 +38,7 @@ class LeakWatch:
         n_windows: how many must rise, one after another.
         floor: bytes; over 4 windows of 20 it is 0.1 MiB a step. Healthy runs on the CPU, garbage apart, rose evenly
             over 4 windows by 0.5 MiB at most (measured), unevenly by 19.
+        evenness: least rise of a window, as a share of the mean rise.
         collect: frees garbage that is in cycles.
     """
 
@@ -48,10 +49,11 @@ class LeakWatch:
         window: int = 20,
         n_windows: int = 4,
         floor: int = 8 * MIB,
+        evenness: float = 0.5,
         collect: Callable[[], Any] = gc.collect,
     ) -> None:
         self.warm_up, self.window, self.floor = warm_up, window, floor
-        self._collect = collect
+        self._evenness, self._collect = evenness, collect
         self._minima: deque[int] = deque(maxlen=n_windows + 1)
         self._held: list[int] = []
         self._highest = 0  # of the windows before those
@@ -86,4 +88,4 @@ class LeakWatch:
             return False
         rises = [after - before for before, after in pairwise(self._minima)]
         growth = self._minima[-1] - max(self._minima[0], self._highest)
-        return growth >= self.floor and min(rises) >= sum(rises) / len(rises) / 2
+        return growth >= self.floor and min(rises) >= self._evenness * sum(rises) / len(rises)

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from qnmixer.config import (
     DEVICES,
@@ -25,7 +24,7 @@ from qnmixer.errors import ConfigError
 from qnmixer.memory.footprint import MIB, Prediction
 from qnmixer.memory.pipeline import cut_of, idle, n_microbatches
 from qnmixer.memory.plan import Planner, counted
-from qnmixer.reports.tables import markdown_table
+from qnmixer.reports.tables import markdown_table, terminal_table
 
 PRECISIONS = (("32",), ("16-mixed", "bf16-mixed"))
 """Those of one row need the same memory. (A V100 has no bf16.)"""
@@ -137,25 +136,25 @@ def _print_pipeline(
     console: Console, config: Config, options: PipelineConfig, prediction: Prediction, planner: Planner
 ) -> None:
     """What each device does and holds, and what other schedules would make of it."""
-    devices = _table("devices", "device", "iterations", "micro-batches in flight", "peak, MiB")
-    for number, device in enumerate(prediction.devices):
-        iterations = ", ".join(_span(stage) for stage in device.stages)
-        devices.add_row(str(number), iterations, str(device.in_flight), f"{device.footprint.peak / MIB:,.0f}")
-    console.print(devices)
+    rows = [
+        [str(n), ", ".join(map(_span, it.stages)), str(it.in_flight), f"{it.footprint.peak / MIB:,.0f}"]
+        for n, it in enumerate(prediction.devices)
+    ]
+    headings = ["device", "iterations", "micro-batches in flight", "peak, MiB"]
+    console.print(terminal_table(headings, rows, words=2, title="devices"))
 
-    table = _table(
-        "schedules", "schedule", "micro-batches", "most in flight", "peak of the fullest device, MiB", "idle"
-    )
+    rows = []
     for variant in schedules(config, options):
         plans = planner.devices(variant)
-        table.add_row(
+        rows.append([
             variant.strategy.schedule,  # type: ignore[attr-defined]  # a pipeline's
             str(n_microbatches(variant)),
             str(max(plan.in_flight for plan in plans)),
             f"{max(plan.footprint.peak for plan in plans) / MIB:,.0f}",
             f"{idle(variant):.0%}",
-        )
-    console.print(table)
+        ])  # fmt: skip
+    headings = ["schedule", "micro-batches", "most in flight", "peak of the fullest device, MiB", "idle"]
+    console.print(terminal_table(headings, rows, title="schedules"))
 
 
 def schedules(config: Config, options: PipelineConfig) -> Iterator[Config]:
@@ -183,7 +182,7 @@ def _print_tables(console: Console, config: PlanConfig, planner: Planner) -> Non
     least = strategy.microbatch_size if isinstance(strategy, PipelineConfig) else 1
     batches = [b * least for b in BATCHES]
     each = " of a device" if strategy.name != "single" else ""
-    peaks = _table("peak of a training step, MiB", "memory", "precision", *(f"batch {b}{each}" for b in batches))
+    peaks: list[list[str]] = []
     columns: list[list[str]] = []
     variants = [(memory, precisions) for memory in GROUPS["memory"] for precisions in PRECISIONS]
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -196,19 +195,19 @@ def _print_tables(console: Console, config: PlanConfig, planner: Planner) -> Non
             for batch in batches:
                 of[batch] = planner.estimate(replace(run, data=replace(run.data, batch_size=batch))).peak / MIB
                 progress.advance(planning)
-            peaks.add_row(memory, ", ".join(precisions), *(f"{of[b]:,.0f}" for b in batches))
+            peaks.append([memory, ", ".join(precisions), *(f"{of[b]:,.0f}" for b in batches)])
             columns.append([f"{memory}\n{precisions[0]}", *(_largest_batch(of, usable(d)) for d in _devices(config))])
-    console.print(peaks)
-
-    largest = _table(f"largest batch{each} that fits", "device", *(column[0] for column in columns))
-    for row, device in enumerate(_devices(config), start=1):
-        largest.add_row(device, *(column[row] for column in columns))
-    console.print(largest)
+    headings = ["memory", "precision", *(f"batch {b}{each}" for b in batches)]
+    title = "peak of a training step, MiB"
+    console.print(terminal_table(headings, peaks, words=2, title=title))
+    headings, *largest = map(list, zip(["device", *_devices(config)], *columns, strict=True))
+    title = f"largest batch{each} that fits"
+    console.print(terminal_table(headings, largest, title=title))
     console.print(
         "Counted as lost: 1 GiB and 5 % to CUDA and its libraries (assumed). A V100 has no bf16.\n", style="dim"
     )
 
-    optimizers = _table("optimizers, MiB", "optimizer", "state", "peak of a training step")
+    rows = []
     base = planner.estimate(config.run)
     for name in GROUPS["optimizer"]:
         if name == "custom":  # one of the user's own is known only where it is chosen
@@ -218,16 +217,9 @@ def _print_tables(console: Console, config: PlanConfig, planner: Planner) -> Non
         else:
             run = override(config.run, f"optimizer={name}")
         state = planner.optimizer_state(run)
-        optimizers.add_row(name, f"{state / MIB:,.1f}", f"{(base.peak - base.optimizer + state) / MIB:,.1f}")
-    console.print(optimizers)
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        words = column in ("memory", "precision", "device", "optimizer", "iterations", "schedule")
-        table.add_column(column, justify="left" if words else "right")
-    return table
+        rows.append([name, f"{state / MIB:,.1f}", f"{(base.peak - base.optimizer + state) / MIB:,.1f}"])
+    headings = ["optimizer", "state", "peak of a training step"]
+    console.print(terminal_table(headings, rows, title="optimizers, MiB"))
 
 
 def _largest_batch(peaks: dict[int, float], limit: float) -> str:

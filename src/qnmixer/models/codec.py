@@ -6,25 +6,20 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from qnmixer.errors import ConfigError
+_WIDTH = 16  # feature channels between the convolutions of the strided codec
 
 
 class OrthonormalCodec(nn.Module):
     """PixelUnshuffle and a convolution; D starts as the transpose of E, so D(E(·)) starts as a projection.
 
-    With `channels` = factor² nothing is lost: D(E(g)) = g at the start, and the first steps of training already
-    move the image along its true gradient. A kernel of 3 sees the neighbouring cells too, with weights that start at
-    zero. Inferred, not drawn in the paper; it trained best of what was tried.
+    With `channels` = factor², the most there can be, nothing is lost: D(E(g)) = g at the start, and the first steps of
+    training already move the image along its true gradient. A kernel of 3 sees the neighbouring cells too, with weights
+    that start at zero. Inferred, not drawn in the paper; it trained best of what was tried.
     `encode`: [B, 1, H, W] → [B, channels, H/factor, W/factor]; `decode` back.
     """
 
     def __init__(self, factor: int, channels: int, kernel_size: int = 1) -> None:
         super().__init__()
-        if not 1 <= channels <= factor**2:
-            raise ConfigError(
-                f"model.latent_channels={channels} does not fit an orthonormal codec of factor {factor}: "
-                f"choose 1 to {factor**2}"
-            )
         self.unshuffle = nn.PixelUnshuffle(factor)
         self.shuffle = nn.PixelShuffle(factor)
         basis = nn.init.orthogonal_(torch.empty(channels, factor**2))
@@ -51,15 +46,13 @@ class StridedCodec(nn.Module):
     A latent smaller than the image, as the paper asks for; weak evidence in its figures speaks against more than
     two transposed convolutions in a row (factor 4). It trains to lower quality than `OrthonormalCodec` (ours).
     Linear, with D starting as Eᵀ and ‖E‖ ≤ 1 (ours): the first steps then descend, where random ones diverge.
-    Shapes as there; `width` is the number of feature channels between the convolutions.
+    Shapes as there; the factor is a power of two.
     """
 
-    def __init__(self, factor: int, channels: int, width: int = 16) -> None:
+    def __init__(self, factor: int, channels: int) -> None:
         super().__init__()
         depth = int(math.log2(factor))
-        if factor < 2 or 2**depth != factor:
-            raise ConfigError(f"model.latent_factor={factor} does not fit a strided codec: choose 2, 4, 8 or 16")
-        sizes = [1, *[width] * (depth - 1), channels]
+        sizes = [1, *[_WIDTH] * (depth - 1), channels]
         down = [nn.Conv2d(a, b, 4, stride=2, padding=1, bias=False) for a, b in pairwise(sizes)]
         up = [nn.ConvTranspose2d(b, a, 4, stride=2, padding=1, bias=False) for a, b in pairwise(sizes)]
         with torch.no_grad():

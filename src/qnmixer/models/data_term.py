@@ -3,17 +3,10 @@
 import torch
 from torch import Tensor
 
-from qnmixer.errors import ConfigError
 from qnmixer.physics import FanBeamProjector
 
 DATA_TERMS = ("fbp", "adjoint")
 """What A† may be: filtered back-projection by the exact transpose (`filtered_adjoint`), or Aᵀ/‖A‖²."""
-
-
-def check_data_term(kind: str) -> None:
-    """Raise ConfigError for what is none of `DATA_TERMS`."""
-    if kind not in DATA_TERMS:
-        raise ConfigError(f"model.data_term={kind} is not known: choose {' or '.join(DATA_TERMS)}")
 
 
 def data_gradient(projector: FanBeamProjector, kind: str, x: Tensor, y: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from qnmixer.physics import FanBeamProjector
 
 
 class FBP(UnrolledNetwork[Tensor]):
-    """x₀ = FBP(y) and nothing more: T = 0, no weights. The projector holds the filter (geometry.fbp_filter)."""
+    """x₀ = FBP(y) and nothing more: T = 0, no weights. The projector holds the filter."""
 
     title = "FBP"
 

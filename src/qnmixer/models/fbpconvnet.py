@@ -6,7 +6,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from qnmixer.errors import ConfigError
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamProjector
 
@@ -17,19 +16,13 @@ class FBPConvNet(UnrolledNetwork[Tensor]):
     Args:
         projector: FBP of the scan.
         channels: C, features at full resolution, doubled at each level down (paper: 64).
-        depth: levels down (paper: 4).
-
-    Raises:
-        ConfigError: the image cannot be halved so often.
+        depth: levels down, at each of which the image is halved (paper: 4).
     """
 
     title = "FBPConvNet"
 
     def __init__(self, projector: FanBeamProjector, channels: int = 64, depth: int = 4) -> None:
         super().__init__(n_iterations=1)
-        image_size = projector.geometry.image_size
-        if image_size % 2**depth:
-            raise ConfigError(f"an image of {image_size} pixels cannot be halved {depth} times")
         self.projector = projector
         self.unet = UNet(channels, depth)
 

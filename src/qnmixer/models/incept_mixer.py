@@ -199,7 +199,7 @@ class InceptMixer(nn.Module):
         features: give so many features for `DetailConvolutions` in place of G; 0: G.
 
     Raises:
-        ConfigError: the image does not divide into patches, or the channels into four branches.
+        ConfigError: the channels do not divide into four branches.
     """
 
     def __init__(
@@ -213,10 +213,8 @@ class InceptMixer(nn.Module):
         features: int = 0,
     ) -> None:
         super().__init__()
-        if image_size % patch_size:
-            raise ConfigError(f"an image of {image_size} pixels cannot be cut into patches of {patch_size}")
-        if channels < 4 or channels % 4:
-            raise ConfigError(f"model.channels={channels} is not a multiple of 4 (the inception has four branches)")
+        if channels < 4 or channels % 4:  # or there would be fewer features than asked for
+            raise ConfigError(f"channels={channels} is not a multiple of 4: the inception has four branches")
         self.embedding = (
             InceptionPatches(channels, patch_size) if inception else nn.Conv2d(1, channels, patch_size, patch_size)
         )

@@ -5,9 +5,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from qnmixer.models.data_term import check_data_term, data_gradient
-from qnmixer.models.nonnegative import nonnegative
-from qnmixer.models.unrolled import UnrolledNetwork
+from qnmixer.models.data_term import DATA_TERMS, data_gradient
+from qnmixer.models.nonnegative import rectified
+from qnmixer.models.unrolled import UnrolledNetwork, check_choice
 from qnmixer.physics import FanBeamProjector
 
 
@@ -40,7 +40,7 @@ class LEARN(UnrolledNetwork[Tensor]):
         data_term: Literal["adjoint", "fbp"] = "adjoint",
     ) -> None:
         super().__init__(n_iterations)
-        check_data_term(data_term)
+        check_choice("data_term", data_term, DATA_TERMS)
         self.projector = projector
         self.data_term = data_term
         self.regularizers = nn.ModuleList(_regularizer(channels) for _ in range(n_iterations))
@@ -53,8 +53,7 @@ class LEARN(UnrolledNetwork[Tensor]):
     def step(self, t: int, y: Tensor, state: Tensor) -> Tensor:
         """A step against the data gradient and against G_t, both taken at x_t."""
         descent = self.step_sizes[t] * data_gradient(self.projector, self.data_term, state, y)
-        clamp = nonnegative if t == self.n_iterations - 1 else torch.relu
-        return clamp(state - descent - self.regularizers[t](state))
+        return rectified(state - descent - self.regularizers[t](state), last=t == self.n_iterations - 1)
 
     def blocks(self) -> list[nn.Module]:
         """The CNNs."""

@@ -31,3 +31,8 @@ def nonnegative(x: Tensor) -> Tensor:
     straight-through estimator of Bengio, Léonard and Courville 2013).
     """
     return _Nonnegative.apply(x)
+
+
+def rectified(x: Tensor, last: bool) -> Tensor:
+    """max(0, x) that closes an iteration; of the last one `nonnegative`, as only its image gets the loss's gradient."""
+    return nonnegative(x) if last else torch.relu(x)

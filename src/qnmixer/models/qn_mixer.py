@@ -1,14 +1,13 @@
 """QN-Mixer (Ayad, Larue, Nguyen, CVPR 2024): an unrolled quasi-Newton method in a learned latent space."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from qnmixer.errors import ConfigError
 from qnmixer.models.codec import OrthonormalCodec, StridedCodec
-from qnmixer.models.data_term import check_data_term, data_descent, safe_step_size
+from qnmixer.models.data_term import DATA_TERMS, data_descent, safe_step_size
 from qnmixer.models.incept_mixer import DetailConvolutions, InceptionPatches, InceptMixer
 from qnmixer.models.latent_bfgs import (
     CurvaturePair,
@@ -19,7 +18,7 @@ from qnmixer.models.latent_bfgs import (
     summed_changes,
 )
 from qnmixer.models.nonnegative import nonnegative
-from qnmixer.models.unrolled import UnrolledNetwork
+from qnmixer.models.unrolled import UnrolledNetwork, check_choice
 from qnmixer.physics import FanBeamProjector
 
 
@@ -70,7 +69,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         make_regularizer: gives a module x → G(x) of another kind, in place of the Incept-Mixer; without details.
 
     Raises:
-        ConfigError: the image does not divide into patches or latent cells, or an option is none of the above.
+        ConfigError: a word is none of the above, or the channels do not divide into four branches.
     """
 
     title = "QN-Mixer"
@@ -100,13 +99,11 @@ class QNMixer(UnrolledNetwork[QNState]):
         make_regularizer: Callable[[], nn.Module] | None = None,
     ) -> None:
         super().__init__(n_iterations)
-        check_data_term(data_term)
-        _check_choice("codec", codec, ("orthonormal", "strided"))
-        _check_choice("hessian", hessian, ("bfgs", "identity", "momentum"))
-        _check_choice("hessian_gradient", hessian_gradient, ("full", "detach"))
+        check_choice("data_term", data_term, DATA_TERMS)
+        check_choice("codec", codec, ("orthonormal", "strided"))
+        check_choice("hessian", hessian, ("bfgs", "identity", "momentum"))
+        check_choice("hessian_gradient", hessian_gradient, ("full", "detach"))
         image_size = projector.geometry.image_size
-        if image_size % latent_factor:
-            raise ConfigError(f"an image of {image_size} pixels cannot be cut into latent cells of {latent_factor}")
         self.projector = projector
         self.data_term = data_term
         self.nonnegative = nonnegative
@@ -210,8 +207,3 @@ class QNMixer(UnrolledNetwork[QNState]):
         """Shape of the codes of images like x."""
         size = x.shape[-1] // self.latent_factor
         return len(x), self.latent_channels, size, size
-
-
-def _check_choice(key: str, value: str, choices: Collection[str]) -> None:
-    if value not in choices:
-        raise ConfigError(f"model.{key}={value} is not known: choose {' or '.join(choices)}")

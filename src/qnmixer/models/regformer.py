@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qnmixer.errors import ConfigError
 from qnmixer.models.data_term import data_gradient
-from qnmixer.models.nonnegative import nonnegative
+from qnmixer.models.nonnegative import rectified
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamProjector
 
@@ -34,12 +33,9 @@ class RegFormer(UnrolledNetwork[RegFormerState]):
     Args:
         projector: A and FBP of the scan.
         n_iterations: T.
-        channels: C, features of both kinds of block (authors' code: 96).
+        channels: C, features of both kinds of block, even and a multiple of n_heads (authors' code: 96).
         n_heads: of the attention (authors' code: 3).
-        window_size: side of the windows in pixels (authors' code: 8).
-
-    Raises:
-        ConfigError: windows do not divide the image, or channels not into two halves and the heads.
+        window_size: side of the windows in pixels, which divide the image (authors' code: 8).
     """
 
     title = "RegFormer"
@@ -54,10 +50,6 @@ class RegFormer(UnrolledNetwork[RegFormerState]):
     ) -> None:
         super().__init__(n_iterations)
         image_size = projector.geometry.image_size
-        if image_size % window_size:
-            raise ConfigError(f"an image of {image_size} pixels cannot be cut into windows of {window_size}")
-        if channels % 2 or channels % n_heads:
-            raise ConfigError(f"model.channels={channels} must be even and a multiple of model.n_heads={n_heads}")
         self.projector = projector
         self.regularizers = nn.ModuleList()
         for t in range(n_iterations):
@@ -76,8 +68,7 @@ class RegFormer(UnrolledNetwork[RegFormerState]):
         """A step against the data gradient and along R_t, both taken at x_t."""
         regularization, features = self.regularizers[t](state.x, state.features)
         descent = self.step_sizes[t] * data_gradient(self.projector, "fbp", state.x, y)
-        clamp = nonnegative if t == self.n_iterations - 1 else torch.relu
-        return RegFormerState(clamp(state.x - descent + regularization), features)
+        return RegFormerState(rectified(state.x - descent + regularization, last=t == self.n_iterations - 1), features)
 
     def image(self, state: RegFormerState) -> Tensor:
         """x_t."""

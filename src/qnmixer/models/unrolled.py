@@ -1,10 +1,12 @@
 """What every unrolled network is: a start, a step, and T."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 from typing import Generic, TypeVar
 
 from torch import Tensor, nn
+
+from qnmixer.errors import ConfigError
 
 S = TypeVar("S")
 """What one iteration hands to the next: tensors [B, …], and tuples of them."""
@@ -81,6 +83,12 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         for t in iterations:
             state = self.step(t, y, state)
         return state
+
+
+def check_choice(argument: str, value: str, choices: Collection[str]) -> None:
+    """Raise ConfigError for a word that would be taken for one of the others in silence."""
+    if value not in choices:
+        raise ConfigError(f"{argument}={value} is not known: choose {' or '.join(choices)}")
 
 
 def run_all(network: UnrolledNetwork[S], iterations: range, y: Tensor, state: S) -> S:

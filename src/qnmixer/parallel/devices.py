@@ -12,13 +12,10 @@ from qnmixer.parallel.compilation import check_compiler
 def on_this_machine(config: Config) -> Config:
     """The config with its accelerator and devices counted. Raises ConfigError for what this machine does not have."""
     trainer = config.trainer
-    if trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
-        raise ConfigError(
-            f"trainer.accelerator={trainer.accelerator}, but torch sees no CUDA device here: use cpu, or auto"
-        )
+    device = choose_device(trainer.accelerator, "trainer.accelerator")
+    on_cuda = device.type == "cuda"
     if config.compile:
         check_compiler()
-    on_cuda = trainer.accelerator != "cpu" and torch.cuda.is_available()
     devices = trainer.devices
     if devices is None:
         if config.strategy.name != "single" and not on_cuda:
@@ -31,11 +28,25 @@ def on_this_machine(config: Config) -> Config:
             f"trainer.devices={devices}, but torch sees {torch.cuda.device_count()} here: lower it, or try "
             "trainer.accelerator=cpu"
         )
-    if on_cuda and trainer.precision == "bf16-mixed" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise ConfigError(
-            f"trainer.precision=bf16-mixed, but {torch.cuda.get_device_name()} has no bf16: use "
-            "trainer.precision=16-mixed"
-        )
+    check_precision(device, trainer.precision, "trainer.precision")
     counted = replace(config, trainer=replace(trainer, devices=devices, accelerator="cuda" if on_cuda else "cpu"))
     validate(counted)
     return counted
+
+
+def choose_device(accelerator: str, key: str = "accelerator") -> torch.device:
+    """The device that an accelerator means here. Raises ConfigError, naming the key, for a GPU that is not there."""
+    if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"{key}={accelerator}, but torch sees no CUDA device here: use {key}=cpu")
+    return torch.device("cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def check_precision(device: torch.device, precision: str, key: str = "precision") -> None:
+    """Raise ConfigError, which names the key, for a precision that a device does not have."""
+    if precision == "bf16-mixed" and device.type == "cuda" and not has_bf16():
+        raise ConfigError(f"{key}={precision}, but {torch.cuda.get_device_name()} has no bf16: use {key}=16-mixed")
+
+
+def has_bf16() -> bool:
+    """Whether the GPU has the arithmetic of bf16; torch would emulate it otherwise."""
+    return torch.cuda.is_bf16_supported(including_emulation=False)

@@ -26,10 +26,7 @@ def build_strategy(config: Config) -> Strategy | str:
     options = config.strategy
     if isinstance(options, DDPConfig):
         return DDPStrategy(
-            static_graph=options.static_graph,
-            gradient_as_bucket_view=True,
-            timeout=_TIMEOUT,
-            **_NO_BUFFERS,
+            static_graph=options.static_graph, gradient_as_bucket_view=True, timeout=_TIMEOUT, **_NO_BUFFERS
         )
     if isinstance(options, FSDPConfig):
         return ShardedStrategy((config.trainer.devices or 1) * config.trainer.num_nodes, options, _TIMEOUT)

@@ -58,17 +58,17 @@ class FanBeamGeometry:
             self._require(name, positive=False)
         if self.source_to_detector <= 0:
             raise GeometryError(
-                f"geometry.axis_to_detector={self.axis_to_detector} puts the detector behind the source "
-                f"(geometry.source_to_axis={self.source_to_axis}): give a value above {-self.source_to_axis}"
+                f"axis_to_detector={self.axis_to_detector} puts the detector behind the source "
+                f"(source_to_axis={self.source_to_axis}): give a value above {-self.source_to_axis}"
             )
         if not 0 < abs(self.angle_span) <= FULL_TURN + _ANGLE_TOLERANCE:
             raise GeometryError(
-                f"geometry.angle_span={self.angle_span} is outside (0, 2π]: give radians, at most a full turn "
+                f"angle_span={self.angle_span} is outside (0, 2π]: give radians, at most a full turn "
                 f"({FULL_TURN:.4f}); degrees must be converted"
             )
         if self.source_to_axis <= self.image_radius:
             raise GeometryError(
-                f"geometry.source_to_axis={self.source_to_axis} mm puts the source inside the image, whose corners are "
+                f"source_to_axis={self.source_to_axis} mm puts the source inside the image, whose corners are "
                 f"{self.image_radius:.6g} mm from the axis: increase it or lower the field of view"
             )
         self._require_sight()
@@ -99,12 +99,6 @@ class FanBeamGeometry:
     def image_radius(self) -> float:
         """Distance of the image's corners from the axis in mm."""
         return self.image_size * self.pixel_size / math.sqrt(2)
-
-    @property
-    def view_radius(self) -> float:
-        """Radius in mm of the disc around the axis that every view sees whole (the scan's field of view)."""
-        half_width = self.n_detectors * self.detector_pitch / 2
-        return self.source_to_axis * math.sin(math.atan2(half_width, self.source_to_detector))
 
     @property
     def angle_step(self) -> float:
@@ -138,14 +132,14 @@ class FanBeamGeometry:
         """Refuse a value that is not a whole number of at least one."""
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-            raise GeometryError(f"geometry.{name}={value!r} must be a whole number of at least 1")
+            raise GeometryError(f"{name}={value!r} must be a whole number of at least 1")
 
     def _require(self, name: str, positive: bool) -> None:
         """Refuse a value that is not a finite number, or not a positive one where that is asked."""
         value = getattr(self, name)
         number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and math.isfinite(value)
         if not number or (positive and value <= 0):
-            raise GeometryError(f"geometry.{name}={value!r} must be a {'positive, ' if positive else ''}finite number")
+            raise GeometryError(f"{name}={value!r} must be a {'positive, ' if positive else ''}finite number")
 
     def _require_sight(self) -> None:
         """Refuse a fan that is narrower than a pixel or whose rays all pass the image by."""
@@ -154,7 +148,7 @@ class FanBeamGeometry:
         nearest_ray = self.source_to_axis * np.abs(slopes / np.hypot(1, slopes)).min()
         if fan_width < self.pixel_size or nearest_ray > self.image_size * self.pixel_size / 2:
             raise GeometryError(
-                f"geometry cannot see the object: {self.n_detectors} bins of {self.detector_pitch} mm span "
-                f"{fan_width:.3g} mm at the axis, nearest ray {nearest_ray:.3g} mm from it, for an image of "
-                f"{self.image_size * self.pixel_size:.6g} mm: check geometry.detector_pitch and geometry.n_detectors"
+                f"detector_pitch={self.detector_pitch} mm and n_detectors={self.n_detectors} cannot see the object: "
+                f"they span {fan_width:.3g} mm at the axis, nearest ray {nearest_ray:.3g} mm from it, for an image of "
+                f"{self.image_size * self.pixel_size:.6g} mm: change one of them"
             )

@@ -5,7 +5,6 @@ written beside and renamed, and one process builds while others wait. A disk tha
 the caching only. Nothing here is needed to understand the mathematics.
 """
 
-import hashlib
 import json
 import os
 import struct
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
-from qnmixer.files import TEMPORARY_SUFFIX, atomic_file, default_cache_dir
+from qnmixer.files import TEMPORARY_SUFFIX, atomic_file, default_cache_dir, digest, write_text
 from qnmixer.physics.geometry import FanBeamGeometry
 from qnmixer.physics.sparse import Csr
 
@@ -46,7 +45,7 @@ def load_or_build(kind: str, geometry: FanBeamGeometry, build: Callable[[], tupl
     key = _key(kind, geometry)
     found = built = None
     try:
-        path = _folder() / f"{_digest(key)}.matrix"
+        path = _folder() / f"{digest(key, 32)}.matrix"
         found = _read(path, key)
         if found is not None:
             return found
@@ -68,14 +67,13 @@ def load_or_compute(kind: str, geometry: FanBeamGeometry, compute: Callable[[], 
         return compute()
     key = _key(kind, geometry)
     with suppress(OSError, RuntimeError, ValueError, KeyError, TypeError):
-        path = _folder() / f"{_digest(key)}.json"
+        path = _folder() / f"{digest(key, 32)}.json"
         record = json.loads(path.read_text())
         if record["key"] == key:
             return float(record["value"])
     value = compute()
     try:
-        with atomic_file(_folder() / f"{_digest(key)}.json") as stream:
-            stream.write(json.dumps({"key": key, "value": value}).encode())
+        write_text(_folder() / f"{digest(key, 32)}.json", json.dumps({"key": key, "value": value}))
     except (OSError, RuntimeError) as error:
         _warn(error)
     return value
@@ -99,10 +97,6 @@ def _key(kind: str, geometry: FanBeamGeometry) -> dict[str, Any]:
     """What a file is for; 400 and 400.0 are the same."""
     numbers = {name: float(value) for name, value in asdict(geometry).items()}
     return {"format": FORMAT, "kind": kind, "distinct_views": geometry.n_distinct_views} | numbers
-
-
-def _digest(key: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
 
 def _build_shown(kind: str, geometry: FanBeamGeometry, build: Callable[[], tuple[Csr, Csr]]) -> tuple[Csr, Csr]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qnmixer.errors import ConfigError, PluginError
+from qnmixer.errors import PluginError
 
 Key = Sequence[int]
 """What names a draw, for instance (seed, epoch, index); whole numbers from 0."""
@@ -83,17 +83,10 @@ class FieldNoise(KeyedNoise):
     Args:
         photons: I₀, counts of an unattenuated ray.
         sigma: standard deviation of the Gaussian part, in the unit of y.
-
-    Raises:
-        ConfigError: if a value is out of range.
     """
 
     photons: float = 1e6
     sigma: float = 0.05
-
-    def __post_init__(self) -> None:
-        _require("photons", self.photons, positive=True)
-        _require("sigma", self.sigma, positive=False)
 
     def sample(self, p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """One sinogram with noise."""
@@ -115,19 +108,11 @@ class PhysicalNoise(KeyedNoise):
         photons: I₀, counts of an unattenuated ray.
         attenuation_per_value: μ in mm⁻¹ per unit of the image's value.
         electronic_sigma: σₑ, standard deviation of the electronic noise in counts.
-
-    Raises:
-        ConfigError: if a value is out of range.
     """
 
     photons: float = 1e5
     attenuation_per_value: float = 0.0192
     electronic_sigma: float = 0.0
-
-    def __post_init__(self) -> None:
-        _require("photons", self.photons, positive=True)
-        _require("attenuation_per_value", self.attenuation_per_value, positive=True)
-        _require("electronic_sigma", self.electronic_sigma, positive=False)
 
     def sample(self, p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """One sinogram with noise."""
@@ -143,26 +128,13 @@ class MixedNoise(KeyedNoise):
     Args:
         field, physical: the two.
         physical_share: how likely a sample is to get the physical one; its key decides.
-
-    Raises:
-        ConfigError: if the share is out of range.
     """
 
     field: FieldNoise
     physical: PhysicalNoise
     physical_share: float
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.physical_share <= 1:
-            raise ConfigError(f"noise.physical_share={self.physical_share} must lie between 0 and 1")
-
     def sample(self, p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """One sinogram with noise."""
         chosen = self.physical if rng.random() < self.physical_share else self.field
         return chosen.sample(p, rng)
-
-
-def _require(name: str, value: float, positive: bool) -> None:
-    """Refuse a noise level that is negative, not finite, or zero where that has no meaning."""
-    if not np.isfinite(value) or value < 0 or (positive and value == 0):
-        raise ConfigError(f"noise.{name}={value} must be a finite number {'above' if positive else 'of at least'} 0")

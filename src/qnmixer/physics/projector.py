@@ -29,7 +29,7 @@ class FanBeamProjector(nn.Module):
         fbp_filter: window on the ramp: ramp, shepp-logan, cosine, hamming or hann.
 
     Raises:
-        GeometryError: if the filter is unknown, or an input's shape does not fit the geometry.
+        GeometryError: if an input's shape does not fit the geometry.
     """
 
     def __init__(self, geometry: FanBeamGeometry, fbp_filter: str = "ramp") -> None:
@@ -101,15 +101,15 @@ class FanBeamProjector(nn.Module):
         return 1 / self._norms["filtered"]
 
     @torch.no_grad()
-    def _power_iteration(self, apply: Callable[[Tensor], Tensor], limit: int = 200, tolerance: float = 1e-5) -> float:
-        """Largest eigenvalue of a map of images, to about the given relative change per step."""
+    def _power_iteration(self, apply: Callable[[Tensor], Tensor]) -> float:
+        """Largest eigenvalue of a map of images, to a relative change of about 1e-5 per step."""
         size = self.geometry.image_size
         x = torch.randn(1, 1, size, size, generator=torch.Generator().manual_seed(0)).to(self._rays.values.device)
         radius = 0.0
-        for _ in range(limit):
+        for _ in range(200):
             x = apply(x / x.norm())
             previous, radius = radius, float(x.norm())
-            if abs(radius - previous) <= tolerance * radius:
+            if abs(radius - previous) <= 1e-5 * radius:
                 break
         return radius
 
@@ -129,7 +129,7 @@ class FanBeamProjector(nn.Module):
         if x.ndim != 4 or tuple(x.shape[1:]) != expected:
             raise GeometryError(
                 f"{kind} of shape {list(x.shape)} does not fit the geometry, which needs [batch, "
-                f"{', '.join(map(str, expected))}]: check data.image_size, geometry.n_views and geometry.n_detectors"
+                f"{', '.join(map(str, expected))}]: check image_size, n_views and n_detectors"
             )
 
     def _fbp(self, y: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ const KEPT_SLICES = 4; // unpacked ones: 14 MB each at 256 x 256, 7 methods, 15 
 
 // What is shown. The address holds it too; iterate is the last where it is Infinity, region and pinned may be null.
 const initial = {
-  slice: 0, iterate: Infinity, preset: 0, level: presets[0][1][0], width: presets[0][1][1],
+  slice: settings.opened, iterate: Infinity, preset: 0, level: presets[0][1][0], width: presets[0][1][1],
   errorLimit: settings.errorLimit, show: "both",
   region: null, // [column, row, width] of its pixels; all regions have the shape of the slice
   pinned: null, // [column, row] that is read until it is let go
@@ -40,13 +40,17 @@ function heightOf(w) { return Math.max(1, Math.round((w * slice().height) / slic
 
 // ---- unpacking ----
 
-async function unpack(n) {
-  if (unpacked.has(n)) return unpacked.get(n);
-  const text = atob(byId(`pixels-${n}`).textContent);
+async function inflate(id) {
+  const text = atob(byId(id).textContent);
   const bytes = new Uint8Array(text.length);
   for (let k = 0; k < bytes.length; k++) bytes[k] = text.charCodeAt(k);
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-  const images = new Int16Array(await new Response(stream).arrayBuffer());
+  return new Response(stream).arrayBuffer();
+}
+
+async function unpack(n) {
+  if (unpacked.has(n)) return unpacked.get(n);
+  const images = new Int16Array(await inflate(`pixels-${n}`));
   const size = slices[n].width * slices[n].height;
   for (let k = size; k < images.length; k++) images[k] += images[k - size]; // they are stored as differences
   if (unpacked.size >= KEPT_SLICES) unpacked.delete(unpacked.keys().next().value);
@@ -82,6 +86,48 @@ function image(number) {
   return pixels.subarray(number * size, (number + 1) * size);
 }
 
+// ---- thumbnails ----
+
+async function showThumbnails() {
+  const greys = new Uint8Array(await inflate("thumbnail-pixels"));
+  let at = 0;
+  byId("thumbnails").replaceChildren(...slices.map(({ name, psnr, thumbnail: [h, w] }, n) => {
+    const button = document.createElement("button"), canvas = document.createElement("canvas");
+    const picture = new ImageData(w, h), out = new Uint32Array(picture.data.buffer);
+    for (let k = 0; k < w * h; k++) out[k] = 0xff000000 + greys[at++] * 0x010101;
+    Object.assign(canvas, { width: w, height: h });
+    canvas.getContext("2d", { willReadFrequently: true }).putImageData(picture, 0, 0);
+    button.type = "button";
+    button.title = psnr === null ? name : `${name}, ${psnr} dB`;
+    button.setAttribute("aria-label", button.title);
+    button.append(canvas, psnr === null ? n + 1 : `${psnr} dB`);
+    button.addEventListener("click", () => chooseSlice(n));
+    return button;
+  }));
+  markThumbnail();
+}
+
+function markThumbnail() {
+  const buttons = byId("thumbnails").children, atFirst = !byId("thumbnails").querySelector("[aria-current]");
+  for (const [n, button] of [...buttons].entries()) {
+    button.tabIndex = n === state.slice ? 0 : -1; // one stop for the tab key; arrows go on from there
+    button.setAttribute("aria-current", n === state.slice);
+  }
+  const box = byId("thumbnails"), chosen = buttons[state.slice];
+  if (atFirst || !chosen) return; // at first it shows where the order begins
+  box.scrollLeft = clamp(box.scrollLeft, chosen.offsetLeft + chosen.offsetWidth - box.clientWidth, chosen.offsetLeft);
+  box.scrollTop = clamp(box.scrollTop, chosen.offsetTop + chosen.offsetHeight - box.clientHeight, chosen.offsetTop);
+}
+
+byId("thumbnails").addEventListener("keydown", (event) => {
+  const to = { ArrowLeft: state.slice - 1, ArrowRight: state.slice + 1, Home: 0, End: slices.length - 1 }[event.key];
+  if (to === undefined || event.ctrlKey || event.altKey || event.metaKey || event.shiftKey) return;
+  chooseSlice(to);
+  byId("thumbnails").children[state.slice].focus({ preventScroll: true });
+  event.preventDefault();
+  event.stopPropagation(); // elsewhere they choose iterates
+});
+
 // ---- panels ----
 
 function buildPanels() {
@@ -105,18 +151,54 @@ function subscript(number) { return [...String(number)].map((digit) => "₀₁�
 function iterateOf(method) { return Math.min(state.iterate, method.iterates.length - 1); }
 function numberOf(method) { return method.iterates[iterateOf(method)]; }
 
+const GAP = 12; // between panels, and 4 between an image and its error map
+const LEAST = 140; // pixels that a panel is wide where there are too many for the window
+const BESIDE = 1.2; // error maps go below their images only where these become so many times as large
+const ROOM = 300; // pixels of height: with less below the controls, the reader scrolls down to the images
+
+// Error maps beside their images or below them, and in so many columns that the images are as large as the window allows.
 function lay() {
-  const both = state.show === "both" && slice().truth !== null ? 2 : 1;
-  const { width, height } = slice();
-  const room = byId("panels").clientWidth, gap = 12, n = panels.length;
-  const least = clamp(width / devicePixelRatio, 150, 256);
-  const most = Math.max(least, (((innerHeight - 220) / both) * width) / height); // image and error fit in the window
-  let columns = clamp(Math.floor((room + gap) / (least + gap)), room > 320 ? 2 : 1, n);
-  columns = Math.ceil(n / Math.ceil(n / columns)); // rows as long as each other
-  const panel = Math.floor(Math.min((room - gap * (columns - 1)) / columns, most));
-  byId("panels").style.setProperty("--columns", columns);
-  byId("panels").style.setProperty("--panel", `${panel}px`);
-  return panel;
+  const both = state.show === "both" && slice().truth !== null, { width, height } = slice();
+  const box = byId("panels"), room = box.clientWidth, tall = heightLeft();
+  let best = null;
+  for (const beside of both ? [true, false] : [false]) {
+    const units = panels.map((panel) => (beside && !panel.method.truth ? 2 : 1));
+    const high = both && !beside ? 2 : 1, caption = (beside ? 48 : 106) + GAP;
+    for (let columns = Math.max(...units); columns <= units.reduce((a, b) => a + b); columns++) {
+      const rows = rowsOf(units, columns), widest = Math.floor((room - GAP * (columns - 1)) / columns);
+      const highest = (shown) => Math.floor(((tall / shown - caption) / high) * (width / height));
+      const fits = Math.min(widest, highest(rows)) >= LEAST;
+      const panel = Math.min(widest, fits ? highest(rows) : Math.max(highest(1), LEAST));
+      const found = { beside, rows, panel, fits, needed: rows * (caption + (high * panel * height) / width) };
+      if (better(found, best)) best = found;
+    }
+  }
+  box.classList.toggle("beside", best.beside);
+  box.style.setProperty("--panel", `${best.panel}px`);
+  return best.panel;
+}
+
+function better(found, best) { // what fits in the window, as large as can be; or else is least to scroll through
+  if (best === null || found.fits !== best.fits) return best === null || found.fits;
+  const small = found.panel < LEAST || best.panel < LEAST, bonus = best.beside && !found.beside ? BESIDE : 1;
+  if (!found.fits && !small) return bonus * found.needed < best.needed;
+  const fewerRows = found.beside === best.beside && found.rows < best.rows; // they use the width
+  return found.panel > (fewerRows ? 0.9 : bonus) * best.panel;
+}
+
+function rowsOf(units, columns) {
+  let rows = 1, used = 0;
+  for (const unit of units) {
+    if (used + unit > columns) [rows, used] = [rows + 1, 0];
+    used += unit;
+  }
+  return rows;
+}
+
+function heightLeft() { // below what stands above the images; where that is too little, below the bar
+  const above = byId("panels").getBoundingClientRect().top + scrollY;
+  const bar = (document.querySelector(".bars").offsetHeight || document.querySelector(".bar").offsetHeight) + 8;
+  return innerHeight - (innerHeight - above < ROOM ? bar : above);
 }
 
 // ---- drawing ----
@@ -153,14 +235,35 @@ function drawNow() {
     panel.caption.textContent = panel.caption.title =
       (t < last && method.caption ? `x${subscript(last)}: ` : "") + method.caption;
     const behind = t === last && last > 0 && last < Math.min(state.iterate, lastIterate());
-    const rmse = errors ? `RMSE ${rootMeanSquare(hu, reference)} HU` : "";
+    const rmse = errors && !slice().fullShape ? `RMSE ${rootMeanSquare(hu, reference)} HU` : "";
     panel.shown.textContent = [behind ? `${name}, its last` : name, rmse].filter(Boolean).join(" · ");
     label(panel.imageFrame, `${method.name} ${name} of slice ${slice().name}, HU`);
     label(panel.map, "Where the region is");
     label(panel.errorFrame, `Error of ${method.name} ${name} of slice ${slice().name}, HU`);
   }
+  showHint();
   showPlace();
   writeAddress();
+}
+
+// What a reader of these images would ask.
+function showHint() {
+  const { truth, methods, fullShape, height, width } = slice(), hints = [];
+  if (fullShape) {
+    hints.push(`This slice has ${fullShape.join(" × ")} pixels and is kept here at ${height} × ${width}, so its errors ` +
+      "look smaller than they are.");
+  }
+  const fbp = methods.find((method) => method.name === "FBP");
+  for (const method of truth === null || !fbp ? [] : methods) {
+    const t = iterateOf(method), last = method.iterates.length - 1;
+    const [its, other] = [method, fbp].map((of) => rootMeanSquare(image(numberOf(of)), image(truth)));
+    if (t > 0 && t < last && Number(its) > Number(other)) {
+      hints.push(`x${subscript(t)} of ${method.name} is worse than FBP (RMSE ${its} and ${other} HU): training scores ` +
+        `x${subscript(last)} alone, and the iterates before it are steps on the way.`);
+    }
+  }
+  byId("hint").textContent = hints.join(" ");
+  byId("hint").hidden = hints.length === 0;
 }
 
 const MAGENTA = 0xffff00ff; // bytes red, green, blue, opaque from the lowest
@@ -246,6 +349,7 @@ function signed(number) { return (number > 0 ? "+" : "") + minus(number); }
 function showControls() {
   const last = lastIterate(), t = Math.min(state.iterate, last), { w } = region();
   byId("slice").value = state.slice;
+  if (byId("thumbnails").children[state.slice]?.getAttribute("aria-current") === "false") markThumbnail();
   byId("iterate-label").hidden = last === 0;
   byId("iterate").max = last;
   byId("iterate").value = t;
@@ -456,7 +560,7 @@ function readAddress() {
     return given.get(key) && values.length === n && values.every(Number.isFinite) ? values : null;
   };
   const found = { ...initial };
-  found.slice = clamp(Math.round(numbers("slice", 1)?.[0] ?? 1), 1, slices.length) - 1;
+  found.slice = clamp(Math.round(numbers("slice", 1)?.[0] ?? initial.slice + 1), 1, slices.length) - 1;
   found.iterate = Math.max(0, Math.round(numbers("iterate", 1)?.[0] ?? Infinity));
   const window_ = numbers("window", 2);
   if (given.get("window") === "full") found.preset = presets.length - 1;
@@ -503,13 +607,17 @@ function start() {
       "Chrome 80, Firefox 113, Safari 16.4 or any newer one can.");
   }
   byId("viewer").hidden = false;
-  fill(byId("slice"), slices.map(({ name }, n) => [`${n + 1} · ${name}`, n]));
+  byId("browser").hidden = slices.length === 1;
+  fill(byId("slice"), slices.map(({ name, psnr }, n) => [
+    [n + 1, ...(psnr === null ? [] : [`${psnr} dB`]), name].join(" · "), n,
+  ]));
   fill(byId("preset"), [...presets.map(([name], n) => [name, n]), ["own", -1]]);
   const scale = new ImageData(256, 1);
   settings.errorColours.forEach((colour, k) => scale.data.set([...colour, 255], 4 * k));
   byId("error-scale").getContext("2d").putImageData(scale, 0, 0);
   state = readAddress();
   openSlice();
+  showThumbnails();
   addEventListener("resize", draw);
   addEventListener("hashchange", () => choose(readAddress()));
 }

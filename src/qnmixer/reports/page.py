@@ -6,7 +6,7 @@ import html
 import json
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -14,8 +14,10 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
 
 from qnmixer.errors import DataError
 from qnmixer.files import write_text
@@ -23,6 +25,13 @@ from qnmixer.reports.pictures import DISPLAY_WINDOW, ERROR_LIMIT
 
 NOT_A_NUMBER = -32768  # what int16 has for a pixel that is not finite
 _NUMERIC = re.compile(r"[+−-]?\d")
+_THUMBNAIL = 64  # pixels
+# Folders from a root or a home on, where a word begins; what they end with is kept, unless it is a user's home.
+_NAME = r"[^\s/\\'\",;:<>]+"
+_FOLDERS = re.compile(
+    rf"(?<![\w.…<])(?:[A-Za-z]:)?(?:[/\\](?:home|Users)[/\\]{_NAME}[/\\]?|~[\w.-]*[/\\]|[/\\]{_NAME}[/\\]|[A-Za-z]:\\)"
+    rf"(?:{_NAME}[/\\])*"
+)
 
 
 @dataclass
@@ -32,7 +41,7 @@ class PageMethod:
     Args:
         name: as it stands over the images.
         iterates: x_0 … x_T, or the one image there is; each [H, W] in HU.
-        caption: of the last image, as "34.13 dB / 91.9".
+        caption: of the last image, as "34.13 dB".
     """
 
     name: str
@@ -42,11 +51,21 @@ class PageMethod:
 
 @dataclass
 class PageSlice:
-    """One slice by all methods; truth [H, W] in HU, None where nobody knows it, as of a measured scan."""
+    """One slice by all methods.
+
+    Args:
+        name: of the slice.
+        truth: [H, W] in HU; None where nobody knows it, as of a measured scan.
+        methods: in the order in which they are shown; the last one is on the thumbnail.
+        psnr: in dB, what the thumbnail says; None: its name.
+        full_shape: H and W before the images were made smaller; None: they were not.
+    """
 
     name: str
     truth: Tensor | None
     methods: list[PageMethod]
+    psnr: float | None = None
+    full_shape: tuple[int, int] | None = None
 
 
 @dataclass
@@ -60,26 +79,42 @@ class PageTable:
 
 
 def write_page(
-    path: Path, title: str, tables: list[PageTable], slices: list[PageSlice], provenance: dict[str, str]
+    path: Path,
+    title: str,
+    tables: list[PageTable],
+    slices: list[PageSlice],
+    provenance: Mapping[str, str],
+    *,
+    subtitle: str = "",
+    configuration: Mapping[str, Any] | None = None,
+    order: str = "",
+    opened: int = 0,
 ) -> None:
     """Write tables, slices and where they come from as one HTML file, whole or not at all.
 
-    Pixels are rounded to whole HU; those that are not finite are shown in magenta. All text is escaped.
+    Pixels are rounded to whole HU; those that are not finite are shown in magenta. All text is escaped, and loses the
+    folders that a path in it begins with.
 
     Args:
         path: the file.
         title: of the page.
-        tables: stand first.
+        tables: the first stands above the slices, the others below.
         slices: to choose from; without any the page has no viewer.
-        provenance: stands at the foot, a line each, as {"commit": …, "config": …}.
+        provenance: stands at the foot, a line each, as {"commit": …, "hardware": …}.
+        subtitle: stands below the title.
+        configuration: by section and key; a table at the foot.
+        order: what the slices are sorted by, for the heading of their thumbnails.
+        opened: which slice is shown at first.
 
     Raises:
         DataError: where images of one slice differ in shape, or a method has none, or a slice no method.
     """
     packed = [_pack(slice_) for slice_ in slices]
     inferno = matplotlib.colormaps["inferno"](range(256), bytes=True)[:, :3]
+    first, *others = [_table(table) for table in tables] or [""]
     settings = {
         "slices": [description for description, _ in packed],
+        "opened": opened,
         "window": DISPLAY_WINDOW,
         "errorLimit": ERROR_LIMIT,
         "errorColours": inferno.tolist(),
@@ -87,18 +122,24 @@ def write_page(
     }
     style, script = _part("page.css"), _part("page.js")
     parts = {
-        "title": html.escape(title),
+        "title": _text(title),
+        "subtitle": _text(subtitle),
+        "window_title": _text(f"{title}: {subtitle}" if subtitle else title),
+        "order": _text(f", {order}" if order else ""),
         "style_hash": _csp_hash(style),
         "script_hash": _csp_hash(script),
         "style": style,
-        "tables": "\n".join(_table(table) for table in tables),
+        "first_table": first,
+        "other_tables": "\n".join(others),
         "provenance": "\n".join(
-            f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd></div>" for name, text in provenance.items()
+            f"<div><dt>{_text(name)}</dt><dd>{_text(text)}</dd></div>" for name, text in provenance.items()
         ),
+        "configuration": _configuration(configuration) if configuration else "",
         "settings": json.dumps(settings).replace("<", "\\u003c"),  # or a name could end the script element
         "pixels": "\n".join(
             f'<script type="text/plain" id="pixels-{n}">{pixels}</script>' for n, (_, pixels) in enumerate(packed)
         ),
+        "thumbnails": _base64(b"".join(_thumbnail(slice_).tobytes() for slice_ in slices)),
         "script": script,
     }
     page = re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], _part("page.html"))
@@ -107,6 +148,20 @@ def write_page(
 
 def _part(name: str) -> str:
     return files("qnmixer.reports").joinpath(name).read_text(encoding="utf-8")
+
+
+def _text(text: str) -> str:
+    """Escaped, and without the folders before the last name of a path."""
+    return html.escape(without_folders(text))
+
+
+def without_folders(text: str) -> str:
+    """A text in which paths from a root or a home on begin with …, so that it tells neither machine nor user."""
+    return _FOLDERS.sub("…/", text)
+
+
+def _base64(content: bytes) -> str:
+    return base64.b64encode(zlib.compress(content)).decode()
 
 
 def _csp_hash(text: str) -> str:
@@ -127,15 +182,31 @@ def _pack(slice_: PageSlice) -> tuple[dict[str, Any], str]:
         return [stored.setdefault(_int16(image), len(stored)) for image in images]
 
     description = {
-        "name": slice_.name,
+        "name": without_folders(slice_.name),
         "height": height,
         "width": width,
+        "psnr": None if slice_.psnr is None else f"{slice_.psnr:.1f}",
+        "fullShape": slice_.full_shape,
+        "thumbnail": _thumbnail(slice_).shape,
         "truth": None if slice_.truth is None else numbers([slice_.truth])[0],
-        "methods": [{"name": m.name, "caption": m.caption, "iterates": numbers(m.iterates)} for m in slice_.methods],
+        "methods": [
+            {"name": without_folders(m.name), "caption": m.caption, "iterates": numbers(m.iterates)}
+            for m in slice_.methods
+        ],
     }
     pixels = np.frombuffer(b"".join(stored), "<i2").reshape(-1, height, width)
     differences = np.diff(pixels, axis=0, prepend=np.zeros_like(pixels[:1]))  # wraps around, and back when summed
-    return description, base64.b64encode(zlib.compress(differences.tobytes())).decode()
+    return description, _base64(differences.tobytes())
+
+
+def _thumbnail(slice_: PageSlice) -> npt.NDArray[np.uint8]:
+    """[h, w], what the last method ends with in the display window; at most 64 pixels on the longer side."""
+    image = slice_.methods[-1].iterates[-1].detach().to("cpu", torch.float32).nan_to_num(0.0)
+    factor = min(1.0, _THUMBNAIL / max(image.shape))
+    height, width = (max(1, round(n * factor)) for n in image.shape)
+    small = adaptive_avg_pool2d(image[None, None], (height, width))[0, 0]
+    low, high = DISPLAY_WINDOW
+    return ((small - low) / (high - low) * 255).clamp(0, 255).round().to(torch.uint8).numpy()
 
 
 def _shape(slice_: PageSlice) -> tuple[int, int]:
@@ -167,7 +238,7 @@ def _table(table: PageTable) -> str:
 
     def cell(k: int, text: str, tag: str, more: str = "") -> str:
         right = ' class="number"' if numeric and numeric[k] else ""
-        return f"<{tag}{more}{right}>{html.escape(text)}</{tag}>"
+        return f"<{tag}{more}{right}>{_text(text)}</{tag}>"
 
     head = "".join(cell(k, text, "th", ' scope="col"') for k, text in enumerate(table.headings))
     rows = [
@@ -175,8 +246,33 @@ def _table(table: PageTable) -> str:
         for row in table.rows
     ]
     body = "\n".join(f"<tr>{row}</tr>" for row in rows)
-    note = f'<p class="note">{html.escape(table.note)}</p>' if table.note else ""
+    note = f'<p class="note">{_text(table.note)}</p>' if table.note else ""
     return (
-        f'<section class="table"><h2>{html.escape(table.title)}</h2><div class="wide" tabindex="0">\n'
+        f'<section class="table"><h2>{_text(table.title)}</h2><div class="wide" tabindex="0">\n'
         f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>{note}</section>"
     )
+
+
+def _configuration(configuration: Mapping[str, Any]) -> str:
+    """A small table for each section, and one for the keys that are in none."""
+    rest = {key: value for key, value in configuration.items() if not isinstance(value, Mapping)}
+    sections: dict[str, Mapping[str, Any]] = {"run": rest} if rest else {}
+    sections |= {key: value for key, value in configuration.items() if isinstance(value, Mapping) and value}
+    tables = []
+    for name, keys in sections.items():
+        rows = "".join(
+            f'<tr><th scope="row">{_text(key)}</th><td>{_text(value)}</td></tr>' for key, value in _flat(keys)
+        )
+        tables.append(f"<table><caption>{_text(name)}</caption><tbody>{rows}</tbody></table>")
+    return '<h2>Configuration</h2>\n<div class="configuration">' + "\n".join(tables) + "</div>"
+
+
+def _flat(keys: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Keys and values as text; keys of keys with dots between them."""
+    rows = []
+    for key, value in keys.items():
+        if isinstance(value, Mapping) and value:
+            rows += _flat(value, f"{prefix}{key}.")
+        else:
+            rows.append((f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value, default=str)))
+    return rows

@@ -1,9 +1,12 @@
-"""Tables as text: CSV for programs, Markdown for people."""
+"""Tables: CSV for programs, Markdown and the terminal for people."""
 
 import csv
 import io
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
 
 
 def csv_table(rows: Iterable[Sequence[Any]]) -> str:
@@ -13,8 +16,18 @@ def csv_table(rows: Iterable[Sequence[Any]]) -> str:
     return stream.getvalue()
 
 
+def terminal_table(headings: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1, **look: Any) -> Table:
+    """A table for a rich console; its first `words` columns to the left, figures to the right; `look`: rich's."""
+    table = Table(title_justify="left", **look)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number < words else "right")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table
+
+
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table, without a newline at its end."""
-    lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (headings, *rows)]
-    first, *others = (f"| {line} |" for line in lines)
+    escaped = ([cell.replace("|", "\\|") for cell in row] for row in (headings, *rows))
+    first, *others = ("|".join(["", *(f" {cell} " if cell else " " for cell in row), ""]) for row in escaped)
     return "\n".join([first, f"|{'---|' * len(headings)}", *others])

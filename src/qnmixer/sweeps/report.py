@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from qnmixer.errors import first_line
 from qnmixer.files import atomic_file, write_text
-from qnmixer.reports.tables import csv_table, markdown_table
+from qnmixer.reports.tables import csv_table, markdown_table, terminal_table
 from qnmixer.tracking.results import duration, read_results
 from qnmixer.tracking.sweep_file import as_number, readable
 
@@ -73,11 +72,8 @@ def write_report(folder: Path, rows: list[JobRow]) -> None:
     write_text(folder / "sweep.csv", csv_table([headings, *lines]))
     drawn = _draw(folder / "sweep.png", [row for row in rows if row.best is not None], monitor)
 
-    table = Table(*columns)
-    for cell in cells:
-        table.add_row(*cell)
     console = Console()
-    console.print(table)
+    console.print(terminal_table(columns, cells, words=len(columns) - 3))
     files = ["sweep.csv", "sweep.md", *["sweep.png"] * drawn]
     console.print("\n".join([*errors, f"sweep folder: {folder} ({', '.join(files)})"]), soft_wrap=True, highlight=False)
 

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.config.overrides import quoted
 from qnmixer.errors import ConfigError, SweepFailed
+from qnmixer.files import last_change
 from qnmixer.sweeps.report import rows_of, write_report
 from qnmixer.tracking.results import git_commit, read_results
 from qnmixer.tracking.run_folder import RUNS, held
@@ -126,13 +127,9 @@ def find_sweep(text: str) -> Path:
                 f"sweep=latest: there is no sweep under {RUNS.absolute()}: give its folder, sweep=DIR, or make one: "
                 "python -m qnmixer.train -m experiment=compare_small"
             )
-        return max(found, key=_last_touched)
+        return max(found, key=lambda sweep: last_change(sweep / SWEEP, *sweep.glob("*/results.json")))
     folder = Path(text).expanduser()
     if not (folder / SWEEP).is_file():
         what = "is no sweep (it has no sweep.json)" if folder.exists() else "does not exist"
         raise ConfigError(f"sweep={text} {what}: give the folder that qnmixer.train -m printed")
     return folder
-
-
-def _last_touched(sweep: Path) -> float:
-    return max(path.stat().st_mtime for path in (sweep / SWEEP, *sweep.glob("*/results.json")))

@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from qnmixer.errors import ConfigError
-from qnmixer.files import BEFORE_SUFFIX, TEMPORARY_SUFFIX
+from qnmixer.files import BEFORE_SUFFIX, TEMPORARY_SUFFIX, last_change
 from qnmixer.tracking.results import read_results
 from qnmixer.tracking.sweep_file import SWEEP
 
@@ -73,8 +73,7 @@ def runs_in(folder: Path) -> Iterator[Path]:
 
 def last_touched(run: Path) -> float:
     """When something last happened in a run folder, as the system counts seconds."""
-    paths = (run / "results.json", run / _OVERRIDES, run / "checkpoints" / "last.ckpt")
-    return max(path.stat().st_mtime for path in paths if path.exists())
+    return last_change(run / "results.json", run / _OVERRIDES, run / "checkpoints" / "last.ckpt")
 
 
 def has_checkpoint(run: Path) -> bool:

@@ -135,7 +135,7 @@ def _fit(
         if trainer.is_global_zero:
             record["test"] = evaluation.means()
             title = title_of(config, config.data, "test")
-            picture = write_evaluation(folder / "evaluation", evaluation, title, config, device, console)
+            picture = write_evaluation(folder / "evaluation", evaluation, title, config, device, console, folder)
             record |= {"picture": str(picture), "evaluated": what_was_evaluated(trained, config.data)}
             sampler = data.train_dataloader().sampler
             assert isinstance(sampler, EpochSampler)

@@ -1,0 +1,63 @@
+"""Slices of several sources, each with its share."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from qnmixer.data.slices import FloatArray, SliceSource
+
+
+class MixedSource:
+    """So many slices an epoch of each of several sources, evenly interleaved.
+
+    Slice n lies in epoch n // length, and everything follows from n alone: no process or worker can change it. Of an
+    endless source each epoch brings new slices. One with more or fewer slices than its part of an epoch is gone through
+    over and over, each time in another order.
+
+    Args:
+        sources: slices [S, S] in HU.
+        counts: slices of each in an epoch; 0 of one that is empty.
+        seed: of these orders.
+    """
+
+    endless = True
+
+    def __init__(self, sources: Sequence[SliceSource], counts: Sequence[int], *, seed: int) -> None:
+        self.sources, self.counts, self.seed = sources, counts, seed
+        places = np.concatenate([(np.arange(count) + 0.5) / count for count in counts if count])
+        order = np.argsort(places, kind="stable")
+        self._source = np.repeat(np.arange(len(counts)), counts)[order]  # of each slice of an epoch
+        self._number = np.concatenate([np.arange(count) for count in counts])[order]  # within its source's part
+        self._order: dict[int, tuple[int, np.ndarray]] = {}
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def load(self, index: int) -> FloatArray:
+        """Slice [S, S] in HU."""
+        source, of_source = self._find(index)
+        return source.load(of_source)
+
+    def name(self, index: int) -> str:
+        """As its source calls it."""
+        source, of_source = self._find(index)
+        return source.name(of_source)
+
+    def _find(self, index: int) -> tuple[SliceSource, int]:
+        """The source of a slice, and its index there."""
+        epoch, slot = divmod(index, len(self))
+        k = int(self._source[slot])
+        source, number = self.sources[k], epoch * self.counts[k] + int(self._number[slot])
+        if source.endless:
+            return source, number
+        if self.counts[k] == len(source):
+            return source, number % len(source)  # every epoch has all of them, and its order is the sampler's
+        turn, place = divmod(number, len(source))
+        return source, int(np.random.default_rng([self.seed, k, turn, 0x313D]).permutation(len(source))[place])
+
+
+def counts_of(shares: Sequence[float], lengths: Sequence[int]) -> list[int]:
+    """Slices of each source in an epoch that has those of the first one with a share once; the shares add up to 1."""
+    length = next(round(n / share) for share, n in zip(shares, lengths, strict=True) if share)
+    ends = [round(length * end) for end in np.cumsum(shares)]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
