@@ -43,9 +43,11 @@ from qnmixer.parallel.stages import ranges
 from qnmixer.physics import FanBeamProjector
 from qnmixer.reconstructor import AUTOCAST, Reconstructor, build_projector
 
-# From here on memory was seen to be affine in T. With memory=keep every iteration after the first adds its graph; in the
-# other modes the peak moves within the step until there are a few more.
-_FEWEST_ITERATIONS = {"keep": 2, "recompute": 4, "offload": 4}
+# From here on memory was seen to be affine in T. Until then the peak moves within the step, but not with memory=keep in
+# full precision: there each iteration after the first adds its graph and nothing else.
+_FEWEST_ITERATIONS = 4
+_FEWEST_KEPT = 2
+
 
 ASSUMED_DEVICES = 4
 """How many there are taken to be where the config leaves it to the machine."""
@@ -174,8 +176,8 @@ def _width(config: Config) -> int:
 
 def _first(config: Config) -> int:
     """The fewest iterations from which memory is affine in T, in whole widths below the T of a config."""
-    width = _width(config)
-    fewest = max(_FEWEST_ITERATIONS[config.memory.name], 2 * width)
+    width, plain = _width(config), config.memory.name == "keep" and config.trainer.precision == "32"
+    fewest = max(_FEWEST_KEPT if plain else _FEWEST_ITERATIONS, 2 * width)
     return fewest + (config.model.T - fewest) % width
 
 
