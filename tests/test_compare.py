@@ -108,6 +108,23 @@ def test_the_table_holds_what_evaluate_finds_on_the_same_sinograms(sweep: Path) 
     assert len({*fbp}) == 2
 
 
+def test_the_memory_of_a_job_is_the_same_number_everywhere(sweep: Path) -> None:
+    """The line of the run, results.json, the table of the sweep, and the comparison."""
+    assert run(f"sweep={sweep}", "tests=[as_trained]")[0] == 0
+    by_job = {line["job"]: line for line in lines(sweep / "sweep.csv") if line["status"] == "done"}
+    compared = by_name(sweep / "comparison")
+    for name in METHODS:
+        of_jobs = []
+        for job in compared[name]["jobs"]:
+            folder = Path(job["folder"])
+            mib = json.loads((folder / "results.json").read_text())["memory"]["measured_step"]
+            assert f"memory: {mib:,.0f} MiB in tensors" in (folder / "output.log").read_text()
+            assert float(by_job[folder.name]["peak_mib"]) == mib
+            assert f"| {mib:,.0f} |" in (sweep / "sweep.md").read_text()
+            of_jobs.append(mib)
+        assert compared[name]["cost"]["step_mib"] == max(of_jobs)
+
+
 def test_every_row_says_where_it_comes_from_and_what_was_not_run(sweep: Path) -> None:
     shutil.rmtree(sweep / "0")  # QN-Mixer, seed 1
     for path in sweep.iterdir():  # all of LEARN

@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.pipeline import cut_of, n_microbatches
 from qnmixer.memory.plan import Planner, track_step
 from qnmixer.memory.report import _largest_batch, as_object, levers_table, schedules, usable
-from qnmixer.memory.tracker import PeakTracker, autocast, make_state, without_data
+from qnmixer.memory.tracker import PeakTracker, autocast, make_state, n_bytes, optimizer_bytes, without_data
 from qnmixer.optimization.optimizers import build_optimizer
 from qnmixer.parallel.stages import Stage, actions, ranges, survey
 from qnmixer.reconstructor import build_projector
@@ -35,6 +36,17 @@ SMALL = [
 ]
 
 VARIANTS = [
+    "",
+    "memory=recompute trainer.precision=16-mixed",
+    "memory=offload trainer.precision=bf16-mixed data.image_size=64 data.batch_size=4",
+    "model=learn strategy=ddp trainer.devices=2",
+]
+
+RARER = [
+    "model=learned_primal_dual memory=recompute",
+    "model=regformer model.channels=18 model.n_heads=3",
+    "model=qn_mixer_paper strategy=fsdp trainer.devices=4 trainer.accumulate_grad_batches=2",
+    "memory=offload data.image_size=64 data.batch_size=8",
     "memory=keep trainer.precision=bf16-mixed loss=ssim_mix",
     "memory=recompute trainer.precision=16-mixed trainer.accumulate_grad_batches=4 optimizer=adafactor",
     "memory=recompute memory.segment=2 model.n_iterations=9 model.hessian_gradient=detach",
@@ -52,9 +64,8 @@ def planner() -> Planner:
     return Planner(config_of())
 
 
-def test_what_is_relied_on_of_torchs_private_tracker() -> None:
-    """Kinds by name, bytes, the peak and not the end, and nothing left behind."""
-    resize = torch.UntypedStorage.resize_
+def test_the_tracker_counts_what_tensors_take() -> None:
+    """By kind, each storage once, the peak and not the end."""
     with without_data():
         layer = nn.Linear(256, 1024, bias=False)  # 1 MiB
         layer.register_buffer("table", torch.zeros(2 * MIB // 4))
@@ -63,17 +74,61 @@ def test_what_is_relied_on_of_torchs_private_tracker() -> None:
             p.grad = torch.zeros_like(p)
         optimizer.step()
         tracker = PeakTracker()
-        tracker.track_external(layer, optimizer)
+        tracker.track(layer, optimizer)
         with tracker:
             x = torch.ones(4 * MIB // 4)
-            del x
+            view = x[1:].view(-1)
+            del x, view
             torch.ones(3 * MIB // 4)
-        (peak,) = tracker.get_tracker_snapshot("peak").values()
-        (end,) = tracker.get_tracker_snapshot().values()
-    mib = {str(kind).rpartition(".")[2]: n / MIB for kind, n in peak.items()}
-    assert mib == {"PARAM": 1, "BUFFER": 2, "GRAD": 1, "ACT": 4, "TEMP": 0, "OPT": 1, "OTH": 0, "Total": 9}
-    assert end["Total"] == 5 * MIB
-    assert torch.UntypedStorage.resize_ is resize
+            end = dict(tracker.now)
+    mib = {kind: n / MIB for kind, n in tracker.peak.items()}
+    assert mib == {"parameters": 1, "gradients": 1, "optimizer": 1, "operator": 2, "activations": 4}
+    assert tracker.peak_bytes == 9 * MIB
+    assert sum(end.values()) == 5 * MIB
+
+
+def test_gradients_are_told_from_activations_and_counted_once() -> None:
+    layer = nn.Linear(256, 1024, bias=False)
+    tracker = PeakTracker()
+    tracker.track(layer)
+    with tracker:
+        layer(torch.ones(1, 256)).sum().backward()
+        assert tracker.now["gradients"] == MIB
+        layer.zero_grad()
+        assert tracker.now["gradients"] == 0
+    assert not layer.weight._post_accumulate_grad_hooks  # no hook stays
+
+
+def test_real_tensors_count_as_torchs_allocator_counts_them() -> None:
+    """And as fake ones do. The profiler's record of allocations is torch's own."""
+    config = config_of("model.n_iterations=4")
+    module = ReconstructionModule(config)
+    optimizer = build_optimizer(config.optimizer, module.network)
+    make_state(optimizer)
+    image, weight = torch.rand(3, 1, 32, 32), torch.ones(3)
+
+    def step() -> None:
+        with torch.no_grad():
+            y = module.projector(image)
+        loss = module.batch_loss(module.network(y), image, weight)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.network.parameters(), 1.0)
+        optimizer.step()
+
+    step()
+    with PeakTracker() as tracker:
+        tracker.track(module, optimizer, image, weight)
+        step()
+    optimizer.zero_grad()  # what is freed below was taken below
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    assert profile.profiler is not None
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    allocated = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    held = n_bytes([*module.parameters(), *module.buffers()]) + optimizer_bytes(optimizer, 1)
+    assert tracker.peak_bytes == pytest.approx(held + allocated, rel=0.01)
+    assert track_step(config, module.projector).peak == pytest.approx(tracker.peak_bytes, rel=0.01)
 
 
 def test_the_footprint_of_a_known_network(planner: Planner) -> None:
@@ -90,20 +145,19 @@ def test_the_footprint_of_a_known_network(planner: Planner) -> None:
     assert footprint.peak == sum(footprint.parts().values())
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("overrides", VARIANTS)
-def test_short_steps_give_long_ones_within_a_percent(planner: Planner, overrides: str) -> None:
+@pytest.mark.parametrize("overrides", [*VARIANTS, *(pytest.param(rarer, marks=pytest.mark.long) for rarer in RARER)])
+def test_short_steps_give_long_ones_within_half_a_percent(planner: Planner, overrides: str) -> None:
     config = config_of(overrides)
     if config.data.image_size != 32:
         planner = Planner(config)
-    assert planner.estimate(config).peak == pytest.approx(track_step(config, planner.projector).peak, rel=0.01)
+    assert planner.estimate(config).peak == pytest.approx(track_step(config, planner.projector).peak, rel=0.005)
 
 
 def test_growth_is_what_an_iteration_more_adds(planner: Planner) -> None:
     config = config_of("model.n_iterations=3")
     longer = track_step(override(config, "model.n_iterations=4"), planner.projector)
     prediction = planner.predict(config)
-    assert prediction.per_iteration == longer.peak - prediction.footprint.peak
+    assert prediction.per_iteration == pytest.approx(longer.peak - prediction.footprint.peak, rel=0.01)
 
 
 def test_offloading_moves_what_it_saves(planner: Planner) -> None:
@@ -114,6 +168,13 @@ def test_offloading_moves_what_it_saves(planner: Planner) -> None:
     assert keep.host == 0
     assert offload.peak < 0.5 * keep.peak
     assert offload.host > keep.peak - offload.peak
+
+
+def test_offloading_leaves_no_more_on_the_device_in_half_precision(planner: Planner) -> None:
+    config = config_of("model.n_iterations=2 memory=offload data.batch_size=32")
+    half = track_step(override(config, "trainer.precision=16-mixed"), planner.projector)
+    assert half.activations < track_step(config, planner.projector).activations
+    assert half.host > 0
 
 
 def test_planning_leaves_random_numbers_and_the_operator_as_they_were() -> None:
@@ -266,7 +327,7 @@ def real_peak(config: Config, device: int) -> int:
     for buffer in buffers:
         nn.init.normal_(buffer.data)
     tracker, made, sent = PeakTracker(), {}, []
-    tracker.track_external(module, optimizer, image, weight, y, copy, *buffers)
+    tracker.track(module, optimizer, image, weight, y, copy, *buffers)
     with tracker, torch.autocast("cpu", enabled=False):
         for kind, index, k in actions(options.schedule, device, n_devices, n, options.stages_per_device):
             if kind == "F":
@@ -283,8 +344,7 @@ def real_peak(config: Config, device: int) -> int:
                 for tensor in received[index, k]:
                     sent.append(tensor.grad)
                     tensor.grad = None
-    (peak,) = tracker.get_tracker_snapshot("peak").values()
-    return peak["Total"]
+    return tracker.peak_bytes
 
 
 @pytest.mark.parametrize(

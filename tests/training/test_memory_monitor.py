@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.memory.leaks import LeakWatch
+from qnmixer.memory.plan import Planner
 from qnmixer.reconstructor import Batch
 from qnmixer.training.callbacks import IteratePictures
 from qnmixer.training.memory_monitor import MemoryMonitor
@@ -167,8 +168,8 @@ def train(module: ReconstructionModule, folder: Path, *callbacks: Callback, **op
     return [row for row in rows if row["memory/peak_mib"]]
 
 
-def monitor(predicted_mib: float | None = None) -> MemoryMonitor:
-    return MemoryMonitor(Console(file=io.StringIO(), width=80), predicted_mib)
+def monitor() -> MemoryMonitor:
+    return MemoryMonitor(Console(file=io.StringIO(), width=80))
 
 
 def lines(watching: MemoryMonitor) -> list[str]:
@@ -224,18 +225,45 @@ def test_with_accumulation_it_is_optimizer_steps_that_count(tiny_module: TinyMod
     assert len(lines(watching)) == 1
 
 
-@pytest.mark.parametrize("predicted", [398.4, None])
-def test_after_the_second_step_a_line_says_what_it_needed(
-    tiny_module: TinyModule, tmp_path: Path, predicted: float | None
-) -> None:
-    watching = monitor(predicted)
-    train(tiny_module(), tmp_path, watching, max_steps=4)
-    assert watching.measured_mib is not None
-    assert watching.predicted_mib == predicted
-    plan = "" if predicted is None else ", 398 predicted (plan)"
-    (line,) = lines(watching)
-    assert line.startswith(f"memory: {watching.measured_mib:.0f} MiB at the peak of a step (on a CPU")
-    assert line.endswith(f"keeps){plan}")
+def test_after_the_second_step_a_line_says_what_the_plan_says_too(tiny_module: TinyModule, tmp_path: Path) -> None:
+    watching, module = monitor(), tiny_module("model.n_iterations=4")
+    train(module, tmp_path, watching, max_steps=4, gradient_clip_val=1.0)
+    assert lines(watching) == [f"memory: {watching.measured_mib:.0f} MiB in tensors at the peak of a step"]
+    assert watching.record() == {"measured_step": watching.measured_mib}
+    planned = Planner(module.config).estimate(module.config).peak / MIB
+    assert watching.measured_mib == pytest.approx(planned, rel=0.02)
+
+
+def test_with_compiled_code_there_is_no_figure(tiny_module: TinyModule, tmp_path: Path) -> None:
+    """The tracker would not see what that code takes. (Nothing is compiled here.)"""
+    watching = monitor()
+    train(tiny_module("compile=true"), tmp_path, watching, max_steps=3)
+    assert (watching.measured_mib, lines(watching)) == (None, [])
+
+
+def test_a_run_that_fails_while_it_is_measured_counts_no_further(tiny_module: TinyModule, tmp_path: Path) -> None:
+    watching = monitor()
+
+    def fails(trainer: L.Trainer) -> bool:
+        if trainer.global_step == 1:
+            raise RuntimeError("refused")
+        return False
+
+    with pytest.raises(RuntimeError, match="refused"):
+        train(tiny_module(), tmp_path, watching, Takes("on_before_optimizer_step", fails), max_steps=3)
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+def test_weights_are_the_same_with_and_without_it(tiny_module: TinyModule, tmp_path: Path) -> None:
+    watched, alone = tiny_module(), tiny_module()
+    train(watched, tmp_path / "watched", monitor(), max_steps=3)
+    trainer = L.Trainer(
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        num_sanity_val_steps=0, limit_val_batches=0, accelerator="cpu", max_steps=3,
+    )  # fmt: skip
+    trainer.fit(alone, datamodule=SliceDataModule(alone.config.data))
+    for name, weight in watched.state_dict().items():
+        assert torch.equal(weight, alone.state_dict()[name]), name
 
 
 def measured(module: ReconstructionModule, folder: Path, *callbacks: Callback) -> float:
@@ -246,26 +274,22 @@ def measured(module: ReconstructionModule, folder: Path, *callbacks: Callback) -
     return watching.measured_mib
 
 
-@resets_peak
 def test_it_is_the_second_step_and_the_buffers_that_are_measured(tiny_module: TinyModule, tmp_path: Path) -> None:
-    measured(tiny_module(), tmp_path)  # code that is loaded with the first run of a process is resident from then on
     plain = measured(tiny_module(), tmp_path)
     heavier = tiny_module()
     heavier.register_buffer("operator", fresh(16 * MIB))
-    assert measured(heavier, tmp_path) - plain == pytest.approx(64, abs=8)
-    assert measured(tiny_module(), tmp_path, takes_in_step(1)) == pytest.approx(plain, abs=8)
-    assert measured(tiny_module(), tmp_path, takes_in_step(2)) - plain == pytest.approx(64, abs=8)
+    assert measured(heavier, tmp_path) - plain == pytest.approx(64, abs=0.1)
+    assert measured(tiny_module(), tmp_path, takes_in_step(1)) == pytest.approx(plain, abs=0.1)
+    assert measured(tiny_module(), tmp_path, takes_in_step(2)) - plain == pytest.approx(64, abs=2)
 
 
 @resets_peak
 def test_the_peak_in_the_metrics_is_of_that_step_alone(tiny_module: TinyModule, tmp_path: Path) -> None:
-    watching = monitor()
     fresh(32 * MIB)  # before training: in no peak
-    rows = train(tiny_module(), tmp_path, watching, takes_in_step(3), max_steps=4)
+    rows = train(tiny_module(), tmp_path, monitor(), takes_in_step(3), max_steps=4)
     peaks = [float(row["memory/peak_mib"]) for row in rows]
     assert peaks[2] - peaks[1] == pytest.approx(64, abs=8)
     assert peaks[2] - peaks[3] == pytest.approx(64, abs=8)
-    assert watching.peak_mib == pytest.approx(peaks[2])
 
 
 @resets_peak
@@ -276,21 +300,9 @@ def test_with_accumulation_a_peak_is_of_all_batches_of_the_step(tiny_module: Tin
     assert one - two == pytest.approx(64, abs=8)
 
 
-@resets_peak
-@pytest.mark.parametrize("max_steps", [4, 6], ids=["at last", "between steps"])
-def test_validation_is_in_the_peak_of_the_run_but_of_no_step(
-    tiny_module: TinyModule, tmp_path: Path, max_steps: int
-) -> None:
-    """An epoch has 4 steps, and a validation at its end."""
-    watching, validation = monitor(), Takes("on_validation_start")
-    rows = train(tiny_module(), tmp_path, watching, validation, max_steps=max_steps, limit_val_batches=1)
-    highest = max(float(row["memory/peak_mib"]) for row in rows)
-    assert watching.peak_mib - highest == pytest.approx(64, abs=8)
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_cuda_the_allocator_counts(tiny_module: TinyModule, tmp_path: Path) -> None:
-    watching = monitor(lambda: 398.4)
+    watching = monitor()
     rows = train(tiny_module(), tmp_path, watching, max_steps=4, accelerator="cuda", devices=1)
     assert watching.measured_mib == pytest.approx(float(rows[1]["memory/peak_mib"]))
     for row in rows:

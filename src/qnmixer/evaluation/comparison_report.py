@@ -129,8 +129,8 @@ def _costs(comparison: Comparison) -> PageTable:
         "Cost",
         ["method", "parameters", "training", "step, ms", "step, MiB", "slice, ms", "largest gradient"],
         rows,
-        f"Training: a whole job, mean over seeds. Step: an optimizer step, median, and its peak memory, the highest of "
-        f"the seeds; on a CPU coarse, and slower where jobs run side by side. Slice: inference, batch 1, median, here "
+        f"Training: a whole job, mean over seeds. Step: an optimizer step, median, and the most bytes in its tensors, "
+        f"the highest of the seeds; slower where jobs run side by side. Slice: inference, batch 1, median, here "
         f"({comparison.device}). Largest norm of a gradient before clipping, of all jobs.",
     )
 

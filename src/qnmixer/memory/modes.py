@@ -18,7 +18,7 @@ from qnmixer.errors import ConfigError
 from qnmixer.models.unrolled import S, UnrolledNetwork
 
 # Copying smaller tensors to the host and back costs more than it frees.
-_SMALLEST_OFFLOADED = 2**18  # bytes
+_SMALLEST_OFFLOADED = 2**18  # bytes in full precision
 
 
 def apply_memory_mode(network: UnrolledNetwork[Any], config: MemoryConfig) -> None:
@@ -84,9 +84,13 @@ def offloading_loop(
 
 
 def stays(tensor: Tensor) -> bool:
-    """Whether offloading leaves a saved tensor on its device: weights and small things."""
+    """Whether offloading leaves a saved tensor on its device: weights and small things.
+
+    A tensor in half precision counts as one in full precision. Half precision then moves the same tensors, and never
+    leaves more on the device.
+    """
     is_weight = tensor.is_leaf and tensor.requires_grad
-    return is_weight or tensor.nbytes < _SMALLEST_OFFLOADED
+    return is_weight or tensor.numel() * max(4, tensor.itemsize) < _SMALLEST_OFFLOADED
 
 
 def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:

@@ -103,7 +103,7 @@ def _track_stage(
     given = [] if last else [buffer(iterations.stop)]
     network.zero_grad()
     tracker = PeakTracker()
-    tracker.track_external(module, y, image, weight, positions, *received, *given)
+    tracker.track(module, y, image, weight, positions, *received, *given)
     with tracker, torch.autocast("cpu", enabled=False):  # the outer one of a pipeline: casts outlive a micro-batch
         if module.config.trainer.precision != "32":
             forward()

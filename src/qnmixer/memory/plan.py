@@ -1,9 +1,9 @@
 """What a training step will hold in the memory of each device, told without the devices and without the memory.
 
-The step itself is run on fake tensors, which have shapes but no data, under the tracker that ships with torch. Only the
-operator is real. Past the first few iterations memory is affine in T, so that two short steps give a long one (the
-tests hold the two against each other). Of a pipeline each stage is run so, with one micro-batch, and the order in which
-a device works through its stages gives how much of that it holds at once.
+The step itself is run on fake tensors, which have shapes but no data. Only the operator is real. Past the first few
+iterations memory is affine in T, so two short steps give a long one (tests compare them with whole steps). Of a
+pipeline each stage is run so, with one micro-batch, and the order in which a device works through its stages gives how
+much of that it holds at once.
 """
 
 import math
@@ -33,7 +33,6 @@ from qnmixer.memory.tracker import (
     apply_hosted_mode,
     autocast,
     batch_loss,
-    by_kind,
     make_state,
     n_bytes,
     optimizer_bytes,
@@ -45,8 +44,11 @@ from qnmixer.parallel.stages import ranges
 from qnmixer.physics import FanBeamProjector
 from qnmixer.reconstructor import AUTOCAST, Reconstructor, build_projector
 
-# From here on memory was seen to be affine in T.
+# From here on memory was seen to be affine in T. Until then the peak moves within the step, but not with memory=keep in
+# full precision: there each iteration after the first adds its graph and nothing else.
 _FEWEST_ITERATIONS = 4
+_FEWEST_KEPT = 2
+
 
 ASSUMED_DEVICES = 4
 """How many there are taken to be where the config leaves it to the machine."""
@@ -66,32 +68,30 @@ class Planner:
         self._known_stages: dict[str, StageCost] = {}
 
     def predict(self, config: Config) -> Prediction:
-        """The footprint of a run on its fullest device, from a step of all its iterations and one of some more."""
+        """The footprint of a run on its fullest device, and what each further iteration adds."""
         config = with_assumed_devices(config)
-        T, width, batch = config.model.T, _width(config), config.data.batch_size
         if config.strategy.planned_as == "pipeline":
             return self._predict_pipeline(config)
-        footprint = self._step(config, T, batch)
+        footprint, T = self.estimate(config), config.model.T
         device = DevicePlan((range(T),), 1, footprint)
         if not isinstance(config.model, UnrolledConfig):
             return Prediction(footprint, None, (device,))
-        growth = self._step(config, T + width, batch).peak - footprint.peak
+        width, first = _width(config), min(T, _first(config))
+        growth = self._step(config, first + width).peak - self._step(config, first).peak
         return Prediction(footprint, growth / width, (device,))
 
     def estimate(self, config: Config) -> Footprint:
-        """The footprint of a run on its fullest device, from two steps of few iterations: sooner, and nearly the same.
+        """The footprint of a run on its fullest device, from two steps of few iterations.
 
         Of a pipeline all iterations are run, as a stage is short and the state that it gets grows.
         """
         config = with_assumed_devices(config)
         if config.strategy.planned_as == "pipeline":
             return max((plan.footprint for plan in self.devices(config)), key=lambda footprint: footprint.peak)
-        T, width, batch = config.model.T, _width(config), config.data.batch_size
-        first = max(_FEWEST_ITERATIONS, 2 * width)
-        first += (T - first) % width
+        T, width, first = config.model.T, _width(config), _first(config)
         if first + width >= T:
-            return self._step(config, T, batch)
-        small, larger = (self._step(config, t, batch) for t in (first, first + width))
+            return self._step(config, T)
+        small, larger = (self._step(config, t) for t in (first, first + width))
         return small.moved((T - first) / width, larger)
 
     def devices(self, config: Config) -> tuple[DevicePlan, ...]:
@@ -149,9 +149,8 @@ class Planner:
             self._known_stages |= {keys[iterations]: cost for iterations, cost in costs.items()}
         return {iterations: self._known_stages[key] for iterations, key in keys.items()}
 
-    def _step(self, config: Config, n_iterations: int, batch: int) -> Footprint:
+    def _step(self, config: Config, n_iterations: int) -> Footprint:
         config = with_iterations(config, n_iterations)
-        config = replace(config, data=replace(config.data, batch_size=batch))
         key = repr((config.model, config.data.batch_size, config.memory, config.optimizer, config.loss))
         dtype = AUTOCAST[config.trainer.precision]
         key += f"{dtype and dtype.itemsize} {config.trainer.accumulate_grad_batches > 1}"
@@ -188,6 +187,13 @@ def _width(config: Config) -> int:
     return math.lcm(segment, config.model.period) if isinstance(config.model, UnrolledConfig) else segment
 
 
+def _first(config: Config) -> int:
+    """The fewest iterations from which memory is affine in T, in whole widths below the T of a config."""
+    width, plain = _width(config), config.memory.name == "keep" and config.trainer.precision == "32"
+    fewest = max(_FEWEST_KEPT if plain else _FEWEST_ITERATIONS, 2 * width)
+    return fewest + (config.model.T - fewest) % width
+
+
 def _n_shards(config: Config) -> int:
     """Over how many devices fsdp spreads each tensor; 1 for every other strategy."""
     sharded = config.strategy.planned_as == "shards"
@@ -210,7 +216,7 @@ def track_step(config: Config, projector: FanBeamProjector) -> Footprint:
         make_state(optimizer)
         buckets = Buckets(network) if isinstance(config.strategy, DDPConfig) else None
         tracker = PeakTracker()
-        tracker.track_external(module, optimizer)
+        tracker.track(module, optimizer)
         size = config.data.image_size
         with tracker:
             for k in range(n_batches):
@@ -228,18 +234,10 @@ def track_step(config: Config, projector: FanBeamProjector) -> Footprint:
                 del loss, y, image, weight
             torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             optimizer.step()
-        (peak,) = tracker.get_tracker_snapshot("peak").values()
-        of = by_kind(peak)
-        loose = max(0, of["GRAD"] - buckets.bytes) if buckets is not None else 0
-        footprint = Footprint(
-            parameters=of["PARAM"],
-            gradients=of["GRAD"] - loose,
-            optimizer=of["OPT"],
-            activations=of["ACT"] + of["TEMP"] + of["OTH"],
-            operator=of["BUFFER"],
-            strategy=loose,
-            host=hosted.bytes,
-        )
+        footprint = Footprint(**tracker.peak, host=hosted.bytes)
+        if buckets is not None:
+            loose = max(0.0, footprint.gradients - buckets.bytes)
+            footprint = replace(footprint, gradients=footprint.gradients - loose, strategy=loose)
         sharded = config.strategy.planned_as == "shards"
         return _sharded(footprint, config, network, optimizer) if sharded else footprint
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 
 from qnmixer.config import (
     DEVICES,
@@ -184,16 +184,19 @@ def _print_tables(console: Console, config: PlanConfig, planner: Planner) -> Non
     each = " of a device" if strategy.name != "single" else ""
     peaks: list[list[str]] = []
     columns: list[list[str]] = []
-    variants = [(memory, precision) for memory in options("memory") for precision in PRECISIONS]
-    for memory, precisions in track(
-        variants, "planning", console=console, transient=True, disable=not console.is_terminal
-    ):
-        # A segment that was asked for stays.
-        group = "" if memory == config.run.memory.name else f"memory={memory} "
-        run = override(config.run, f"{group}trainer.precision={precisions[0]}")
-        of = {b: planner.estimate(replace(run, data=replace(run.data, batch_size=b))).peak / MIB for b in batches}
-        peaks.append([memory, ", ".join(precisions), *(f"{of[b]:,.0f}" for b in batches)])
-        columns.append([f"{memory}\n{precisions[0]}", *(_largest_batch(of, usable(d)) for d in _devices(config))])
+    variants = [(memory, precisions) for memory in options("memory") for precisions in PRECISIONS]
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        planning = progress.add_task("planning", total=len(variants) * len(batches))
+        for memory, precisions in variants:
+            # A segment that was asked for stays.
+            group = "" if memory == config.run.memory.name else f"memory={memory} "
+            run = override(config.run, f"{group}trainer.precision={precisions[0]}")
+            of = {}
+            for batch in batches:
+                of[batch] = planner.estimate(replace(run, data=replace(run.data, batch_size=batch))).peak / MIB
+                progress.advance(planning)
+            peaks.append([memory, ", ".join(precisions), *(f"{of[b]:,.0f}" for b in batches)])
+            columns.append([f"{memory}\n{precisions[0]}", *(_largest_batch(of, usable(d)) for d in _devices(config))])
     headings = ["memory", "precision", *(f"batch {b}{each}" for b in batches)]
     title = "peak of a training step, MiB"
     console.print(terminal_table(headings, peaks, words=2, title=title))

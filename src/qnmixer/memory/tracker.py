@@ -1,5 +1,6 @@
-"""Torch's memory tracker for steps on fake tensors, and what stands in there for ddp's buckets and for the host."""
+"""Counts the bytes of tensors, fake or real, and stands in for ddp's buckets and for the host on fake ones."""
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -8,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
-from torch.distributed._tools.mod_tracker import ModTracker
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_leaves
 
 from qnmixer.config import Config, batch_of_replica
 from qnmixer.memory.modes import apply_memory_mode, offloading_loop, stays
@@ -48,11 +48,6 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer, n_shards: int) -> float:
     return n_bytes((value for value in states if isinstance(value, Tensor)), n_shards)
 
 
-def by_kind(snapshot: dict[Any, int]) -> dict[str, int]:
-    """A snapshot of the tracker by the names of its kinds."""
-    return {str(kind).rpartition(".")[2]: n for kind, n in snapshot.items()}
-
-
 @contextmanager
 def without_data() -> Iterator[None]:
     """Tensors made inside have a shape and no data; random numbers are as they were afterwards."""
@@ -60,53 +55,112 @@ def without_data() -> Iterator[None]:
         yield
 
 
-class PeakTracker(MemTracker):
-    """Torch's tracker without its figures by module, whose hooks keep graphs alive, and with peaks that start again.
+class PeakTracker(TorchDispatchMode):
+    """Counts the bytes of all tensors while it is active, and the most there were at once.
 
-    `most` bytes of activations and temporary memory since then; the same with gradients of weights counted.
+    A storage counts once, however many tensors share it, until it is freed. What was there before counts if `track` was
+    told of it. The same code counts fake tensors (the plan) and real ones (a training step on a CPU). It sees no buffer
+    that C++ code takes for itself: workspaces of convolutions, messages of ddp, all that torch.compile has compiled.
+
+    Torch has such a tracker too, `torch.distributed._tools.mem_tracker`. Its import alone takes a second, it takes
+    twice as long for each operator, and its hooks on modules keep graphs alive.
+
+    Attributes:
+        peak: bytes by kind (parameters, gradients, optimizer, operator, activations) when their sum was highest.
+        most: most bytes of activations since the start or `restart`.
+        most_with_gradients: the same, with the gradients of weights.
     """
-
-    most = most_with_gradients = 0
 
     def __init__(self) -> None:
         super().__init__()
-        self._mod_tracker = _NoModules()
+        self.now = dict.fromkeys(("parameters", "gradients", "optimizer", "operator", "activations"), 0)
+        self.peak = dict(self.now)
+        self.most = self.most_with_gradients = 0
+        self._kinds: dict[int, str] = {}  # of each storage that is alive
+        self._alive: dict[int, weakref.ref[Any]] = {}
+        self._hooks: list[Any] = []
 
-    def track_external(self, *external: Any) -> None:
-        """Count these from the start; of modules the gradients too, those to come included."""
-        super().track_external(*external)
-        for module in external:
-            if isinstance(module, nn.Module):
-                self._track_module_params_and_buffers(module, install_grad_hooks=True)
+    def track(self, *things: nn.Module | torch.optim.Optimizer | Tensor) -> None:
+        """Count what is there already: weights, gradients and buffers of modules, states of optimizers, tensors.
+
+        Gradients that modules get later are told from activations.
+        """
+        for thing in things:
+            if isinstance(thing, nn.Module):
+                for parameter in thing.parameters():
+                    self._count(parameter, "parameters")
+                    self._take_gradient(parameter)
+                    if parameter.requires_grad:
+                        self._hooks.append(parameter.register_post_accumulate_grad_hook(self._take_gradient))
+                for buffer in thing.buffers():
+                    self._count(buffer, "operator")
+            elif isinstance(thing, torch.optim.Optimizer):
+                for value in tree_leaves(list(thing.state.values())):
+                    if isinstance(value, Tensor):
+                        self._count(value, "optimizer")
+            else:
+                self._count(thing, "activations")
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes that there were at once."""
+        return sum(self.peak.values())
 
     @property
     def active(self) -> int:
-        """Bytes of activations and temporary memory now."""
-        return sum(of[_MemRefType.ACT] + of[_MemRefType.TEMP] for of in self._curr_mem_snap.values())
+        """Bytes of activations now."""
+        return self.now["activations"]
 
     def restart(self) -> None:
-        """Let the peaks start from what there is now."""
+        """Let `most` and `most_with_gradients` start from what there is now."""
         self.most = self.most_with_gradients = 0
         self._note()
 
-    def _note(self) -> None:
-        active = self.active
-        gradients = sum(of[_MemRefType.GRAD] for of in self._curr_mem_snap.values())
-        self.most = max(self.most, active)
-        self.most_with_gradients = max(self.most_with_gradients, active + gradients)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # more than half of all calls; fake tensors ask for it
+            return args[0].fake_device
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # such a tensor takes itself apart, and its parts come here
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor):
+                self._count(value, "activations")
+        return result
 
-    def _update_peak_stats(self, peak_state: Any) -> None:
-        super()._update_peak_stats(peak_state)
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        for hook in self._hooks:
+            hook.remove()
+        self._alive.clear()
+
+    def _count(self, tensor: Tensor, kind: str) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._alive:
+            return
+        self._kinds[key] = kind
+        self._alive[key] = weakref.ref(storage, partial(self._forget, key, size))
+        self.now[kind] += size
         self._note()
 
+    def _forget(self, key: int, size: int, _: Any) -> None:
+        del self._alive[key]
+        self.now[self._kinds.pop(key)] -= size
 
-class _NoModules(ModTracker):
-    """Sees no module; still knows forward from backward."""
+    def _take_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is None:
+            return
+        self._count(parameter.grad, "gradients")
+        storage = parameter.grad.untyped_storage()
+        before, self._kinds[storage._cdata] = self._kinds[storage._cdata], "gradients"
+        self.now[before] -= storage.nbytes()
+        self.now["gradients"] += storage.nbytes()
 
-    def __enter__(self) -> "_NoModules":
-        return self
-
-    def __exit__(self, *args: object) -> None: ...
+    def _note(self) -> None:
+        if sum(self.now.values()) > self.peak_bytes:
+            self.peak = dict(self.now)
+        self.most = max(self.most, self.active)
+        self.most_with_gradients = max(self.most_with_gradients, self.active + self.now["gradients"])
 
 
 class _AnyNumber(TorchDispatchMode):

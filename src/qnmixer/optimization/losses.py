@@ -7,7 +7,6 @@ from torch.nn import functional as F
 
 from qnmixer.config import LossConfig
 from qnmixer.errors import PluginError
-from qnmixer.optimization.metrics import ssim
 from qnmixer.plugins import Kind, check_call, load
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -62,4 +61,6 @@ def l1(image: Tensor, truth: Tensor) -> Tensor:
 
 def ssim_mix(image: Tensor, truth: Tensor, ssim_weight: float) -> Tensor:
     """(1 − weight) · L1 + weight · (1 − SSIM)."""
+    from qnmixer.optimization.metrics import ssim  # torchmetrics takes seconds to import, and a plan needs none
+
     return (1 - ssim_weight) * l1(image, truth) + ssim_weight * (1 - ssim(image, truth))

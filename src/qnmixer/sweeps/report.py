@@ -47,7 +47,7 @@ def _row(folder: Path, name: str, overrides: list[str], varying: list[str]) -> J
         monitor=monitor,
         best=best,
         seconds=results.get("seconds"),
-        peak_mib=results.get("memory", {}).get("peak"),
+        peak_mib=results.get("memory", {}).get("measured_step"),
         error=first_line(results.get("error", "")),
     )
 

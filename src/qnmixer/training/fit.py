@@ -17,7 +17,6 @@ from qnmixer.errors import OutOfMemory, Stopped
 from qnmixer.evaluation.evaluate import evaluate, title_of, what_was_evaluated, write_evaluation
 from qnmixer.files import write_text
 from qnmixer.memory.advice import advice
-from qnmixer.memory.footprint import MIB
 from qnmixer.memory.limits import is_out_of_memory, memory_of
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import Planner
@@ -60,15 +59,14 @@ def fit(config: Config, run: Run) -> float:
         module = build_module(config)  # scan, noise, network, loss
         checkpoint = resume_checkpoint(config, run)  # None for a new run
         data = build_data(config)
-        planner = Planner(config, module.projector)  # before training moves the projector to its device
         checkpointing = Checkpointing(run, config.monitor, config.trainer.save_every_n_steps)
-        memory = MemoryMonitor(run.console, planned_mib(config, planner, module))
+        memory = MemoryMonitor(run.console)
         callbacks = [checkpointing, memory, *console_callbacks(config, run), *build_callbacks(config.callbacks)]
         save_code_diff(run)  # W&B sends it
         loggers = build_loggers(config, run.folder, run.overrides, run.resumed_at)
         trainer = build_trainer(config, run.folder, callbacks, loggers)
         print_start(config, module, data, trainer, run.console)
-        with recording_training(run, trainer, checkpointing, memory), out_of_memory_advice(config, planner, trainer):
+        with recording_training(run, trainer, checkpointing, memory), out_of_memory_advice(config, module, trainer):
             train(config, trainer, module, data, checkpoint)
         best = validate_last_steps(trainer, module, data, checkpointing)
         run.record["best"] = {config.monitor: best}
@@ -146,11 +144,6 @@ def build_data(config: Config) -> SliceDataModule:
     return data
 
 
-def planned_mib(config: Config, planner: Planner, module: ReconstructionModule) -> float | None:
-    """Memory of a training step by the plan, in MiB; None without training, and on ranks that print nothing."""
-    return planner.devices(config)[0].footprint.peak / MIB if learns(module) and rank() == 0 else None
-
-
 def learns(module: ReconstructionModule) -> bool:
     """Whether there is anything to train: FBP and total variation have no parameters."""
     return any(p.requires_grad for p in module.parameters())
@@ -179,7 +172,7 @@ def recording_training(
 
 
 @contextmanager
-def out_of_memory_advice(config: Config, planner: Planner, trainer: L.Trainer) -> Iterator[None]:
+def out_of_memory_advice(config: Config, module: ReconstructionModule, trainer: L.Trainer) -> Iterator[None]:
     """Turn an error for lack of memory into OutOfMemory, whose line names changes that would fit."""
     available = memory_of(trainer.strategy.root_device)
     try:
@@ -188,8 +181,7 @@ def out_of_memory_advice(config: Config, planner: Planner, trainer: L.Trainer) -
         if not is_out_of_memory(error):
             raise
         traceback.clear_frames(error.__traceback__)  # they hold what filled the memory
-        planner.projector.cpu()
-        raise OutOfMemory(advice(planner, config, available)) from error
+        raise OutOfMemory(advice(Planner(config, module.projector.cpu()), config, available)) from error
 
 
 @contextmanager
