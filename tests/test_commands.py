@@ -32,7 +32,7 @@ from qnmixer.inference.writers import write_dicom
 from qnmixer.physics import FanBeamProjector
 from qnmixer.reconstruct import reconstruct
 from qnmixer.reconstructor import attenuation_per_value
-from qnmixer.tracking.resume import continued
+from qnmixer.tracking.resume import resume_overrides
 from qnmixer.train import train
 from qnmixer.training.module import ReconstructionModule
 
@@ -83,7 +83,7 @@ def run(name: str, *arguments: str) -> Outcome:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.delenv(cli.TRACEBACK, raising=False)
         try:
-            cli.run(*COMMANDS[name], name, complete=continued if name == "train" else list)
+            cli.run(*COMMANDS[name], name, complete=resume_overrides if name == "train" else list)
         except SystemExit as stop:
             code = int(stop.code or 0)
     return Outcome(code, stdout.getvalue(), stderr.getvalue())

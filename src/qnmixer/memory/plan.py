@@ -67,7 +67,7 @@ class Planner:
 
     def predict(self, config: Config) -> Prediction:
         """The footprint of a run on its fullest device, from a step of all its iterations and one of some more."""
-        config = counted(config)
+        config = with_assumed_devices(config)
         T, width, batch = config.model.T, _width(config), config.data.batch_size
         if config.strategy.planned_as == "pipeline":
             return self._predict_pipeline(config)
@@ -83,7 +83,7 @@ class Planner:
 
         Of a pipeline all iterations are run, as a stage is short and the state that it gets grows.
         """
-        config = counted(config)
+        config = with_assumed_devices(config)
         if config.strategy.planned_as == "pipeline":
             return max((plan.footprint for plan in self.devices(config)), key=lambda footprint: footprint.peak)
         T, width, batch = config.model.T, _width(config), config.data.batch_size
@@ -96,7 +96,7 @@ class Planner:
 
     def devices(self, config: Config) -> tuple[DevicePlan, ...]:
         """What each device that works on one batch does and holds, first stage first; one, unless it is a pipeline."""
-        config = counted(config)
+        config = with_assumed_devices(config)
         if config.strategy.planned_as != "pipeline":
             return (DevicePlan((range(config.model.T),), 1, self.estimate(config)),)
         cut = cut_of(config)
@@ -106,7 +106,7 @@ class Planner:
 
     def optimizer_state(self, config: Config) -> float:
         """Bytes that the optimizer keeps between steps, on one device."""
-        config = counted(config)
+        config = with_assumed_devices(config)
         n_shards = _n_shards(config)
         with without_data():
             module = Reconstructor(config, self.projector)
@@ -164,7 +164,7 @@ class Planner:
 _COUNTED_AS = ("replica", "shards", "pipeline")
 
 
-def counted(config: Config) -> Config:
+def with_assumed_devices(config: Config) -> Config:
     """The config with `ASSUMED_DEVICES` where a strategy leaves their number to the machine.
 
     Raises ConfigError for what cannot be run on these, and for a strategy that does not say how to count it.
