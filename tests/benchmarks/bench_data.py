@@ -29,9 +29,9 @@ from lightning.pytorch.profilers import SimpleProfiler
 from rich.console import Console
 from rich.table import Table
 
-from qnmixer.config import parse
+from qnmixer.config import parse, section
 from qnmixer.config.compose import compose
-from qnmixer.config.data import DataConfig, DicomData, PhantomData
+from qnmixer.config.data import DataConfig
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.files import write_text
 from qnmixer.memory.modes import apply_memory_mode
@@ -88,9 +88,9 @@ def loader_rows(root: str | None, n_slices: int) -> list[Row]:
     for size in SIZES:
         for n_workers in WORKERS:
             common: dict[str, Any] = {"image_size": size, "num_workers": n_workers}
-            sources: list[tuple[DataConfig, str]] = [(PhantomData(**common), "train")]
+            sources: list[tuple[DataConfig, str]] = [(section("data", "phantoms", **common), "train")]
             if root is not None:
-                sources.append((DicomData(root=root, split="all", **common), "test"))
+                sources.append((section("data", "dicom", root=root, split="all", **common), "test"))
             for config, part in sources:
                 speed = time_loader(config, part, n_slices)
                 rows.append(

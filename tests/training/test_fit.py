@@ -107,7 +107,7 @@ def test_several_loggers_get_the_same_numbers(
     (tmp_path / "my_second_logger.py").write_text(LOGGER)
     mine = ["logger._target_=my_second_logger.Mine", "+logger.word=said"]
     theirs = ["+logger.theirs._target_=lightning.pytorch.loggers.CSVLogger", "+logger.theirs.name=theirs"]
-    fit(tiny_config("logger=[csv,wandb,custom]", *mine, *theirs), Run(tmp_path / "run", []))
+    fit(tiny_config("logger=[csv,wandb,custom]", *mine, *theirs), Run(tmp_path / "run"))
     rows = read_metrics(tmp_path / "run" / "metrics.csv")
     names = {name for row in rows for name, value in row.items() if value} - {"step"}
     assert {"train/loss", "val/psnr", "test/QN-Mixer/psnr"} <= names
@@ -125,7 +125,7 @@ def test_several_loggers_get_the_same_numbers(
 def test_tensorboard_and_mlflow_get_every_number(tiny_config: TinyConfig, tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     pytest.importorskip("mlflow")
-    fit(tiny_config("logger=[tensorboard,mlflow]"), Run(tmp_path, []))
+    fit(tiny_config("logger=[tensorboard,mlflow]"), Run(tmp_path))
     rows = read_metrics(tmp_path / "metrics.csv")
     names = {name for row in rows for name, value in row.items() if value} - {"step"}
     curves = events.EventAccumulator(str(tmp_path / "tensorboard"))

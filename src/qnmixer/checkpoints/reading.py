@@ -17,8 +17,6 @@ from qnmixer.plugins import check_trusted
 from qnmixer.reconstructor import Reconstructor
 from qnmixer.weights import SUFFIX, located
 
-_KEYS_SINCE = {"compile": False}
-"""Keys of the config that the first files lack, and what they stood for."""
 _NEVER_READ: dict[str, Any] = {"callbacks": {}, "logger": {}}
 """Keys of the config of a file that are put aside: callbacks and loggers are the command line's to name."""
 
@@ -61,7 +59,7 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
         ours_from = "qnmixer.export" if path.suffix == SUFFIX else "qnmixer.train"
         raise CheckpointError(f"{path} is of another program: use one that {ours_from} wrote")
     try:
-        return parse_file(_KEYS_SINCE | ours["config"] | _NEVER_READ), checkpoint["state_dict"]
+        return parse_file(ours["config"] | _NEVER_READ), checkpoint["state_dict"]
     except ConfigError as error:
         raise CheckpointError(f"{path} was written by another version of qnmixer ({error}): use that one") from error
 
@@ -94,9 +92,10 @@ def load_weights(module: Reconstructor, run: str | Path) -> None:
         )
     if config.model != module.config.model:
         now = keys_of(module.config.model)
-        differing = {key: value for key, value in keys_of(config.model).items() if now.get(key) != value}
-        given = [f"{'model' if key == 'name' else f'model.{key}'}={value}" for key, value in differing.items()]
-        raise CheckpointError(f"{path} holds another network: set {' '.join(given)}")
+        other = config.model.choice() if config.model._target_ != module.config.model._target_ else []
+        keys = {key: value for key, value in keys_of(config.model).items() if key != "_target_"}
+        other += [f"model.{key}={value}" for key, value in keys.items() if now.get(key) != value]
+        raise CheckpointError(f"{path} holds another network: set {' '.join(other)}")
     _load_state(module, state, path)
 
 
@@ -145,8 +144,10 @@ def _differences(before: Config, config: Config) -> list[str]:
         for key in old[section] | new[section]:
             value, now = old[section].get(key), new[section].get(key)
             if value != now and not (section == "data" and key in loading):
-                name = section if key == "name" else f"{section}.{key}"
-                found.append(f"{name}={value}, not {now}")
+                if key == "_target_":
+                    found.append(f"{section}={getattr(before, section).name}, not {getattr(config, section).name}")
+                else:
+                    found.append(f"{section}.{key}={value}, not {now}")
     return found
 
 

@@ -26,17 +26,14 @@ from torch.utils._pytree import tree_leaves
 from qnmixer.cli import explain
 from qnmixer.config import (
     Config,
-    LearnedConfig,
     MemoryConfig,
     PipelineConfig,
-    QNMixerConfig,
     RecomputeConfig,
-    RegFormerConfig,
     devices_per_replica,
     parse,
+    section,
     with_iterations,
 )
-from qnmixer.config.data import PhantomData
 from qnmixer.files import write_text
 from qnmixer.memory.footprint import MIB
 from qnmixer.memory.leaks import LeakWatch
@@ -317,26 +314,16 @@ def small_network(config: Config) -> Config:
     if isinstance(strategy, PipelineConfig):
         T, batch = devices_per_replica(config) * strategy.stages_per_device, strategy.microbatch_size
         strategy = replace(strategy, cut=None)
-    model = config.model
-    if isinstance(model, LearnedConfig):
-        model = replace(model, channels=math.lcm(2, model.n_heads) if isinstance(model, RegFormerConfig) else 8)
-    if isinstance(model, QNMixerConfig):
-        model = replace(model, n_mixer_layers=1)
     bins = 64
+    of_data = {key: getattr(config.data, key) for key in ("scaling", "hu_max", "seed")}
+    of_data |= {"image_size": unit * math.ceil(48 / unit), "batch_size": batch, "num_workers": 0}
     return replace(
-        with_iterations(replace(config, model=model), T),
+        with_iterations(replace(config, model=config.model.smallest()), T),
         strategy=strategy,
         geometry=replace(
             geometry, n_views=8, n_detectors=bins, detector_pitch=geometry.detector_pitch * geometry.n_detectors / bins
         ),
-        data=PhantomData(
-            image_size=unit * math.ceil(48 / unit),
-            batch_size=batch,
-            num_workers=0,
-            scaling=config.data.scaling,
-            hu_max=config.data.hu_max,
-            seed=config.data.seed,
-        ),
+        data=section("data", "phantoms", **of_data),
         trainer=replace(config.trainer, accumulate_grad_batches=1),
     )
 

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from qnmixer.config import Config, LoggerConfig, WandbConfig, effective_batch, to_plain
+from qnmixer.config import Config, LoggerConfig, WandbConfig, effective_batch, to_plain, with_names
 from qnmixer.config.logger import METRICS_FILE, section_of
 from qnmixer.errors import ConfigError, PluginError, UserError, first_line
 from qnmixer.files import write_text
@@ -85,7 +85,7 @@ def _build(section: str, config: Config, options: LoggerConfig, folder: Path) ->
         raise
     except Exception as error:  # whatever its constructor finds wrong
         raise PluginError(f"{key}={target} refuses its arguments ({first_line(error)})") from error
-    logger.log_hyperparams(to_plain(config))
+    logger.log_hyperparams(with_names(to_plain(config)))
     return logger
 
 
@@ -167,7 +167,7 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
         "group": options.group or group,
         "name": options.run_name or name,
         "tags": config.tags or None,
-        "config": to_plain(config) | _surroundings(config),
+        "config": with_names(to_plain(config)) | _surroundings(config),
         "dir": folder,
         "settings": wandb.Settings(
             silent=True,

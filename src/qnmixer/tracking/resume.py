@@ -208,7 +208,7 @@ def _unless_begun(overrides: list[str]) -> list[str]:
 
 
 def _by_key(overrides: list[str]) -> dict[str, str]:
-    """The overrides that define a run, by key: of Hydra's the search path alone, and without resume=null."""
+    """The overrides that define a run, by key: of Hydra only the search path, and without resume=null."""
     of_run = [it for it in overrides if not _of_hydra(it) or key_of(it) == SEARCH_PATH]
     return {key_of(it): it for it in of_run if it != "resume=null"}
 

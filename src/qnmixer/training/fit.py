@@ -74,7 +74,7 @@ def fit(config: Config, run: Run) -> float:
         run.record["best"] = {config.monitor: best}
         if config.test_after_training:
             evaluate_best(config, run, trainer, module, data)
-        log_checkpoint(trainer.loggers, find_checkpoint(run.folder), {config.monitor: best})
+        log_checkpoint(loggers, find_checkpoint(run.folder), {config.monitor: best})  # where a logger asks for it
     print_end(config, run)
     return best
 
