@@ -3,8 +3,10 @@
 No torch import: this is known before Hydra composes anything.
 """
 
+import re
 import shlex
 from collections.abc import Collection, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -148,13 +150,19 @@ def _check_trusted(run: Path, merged: list[str], given: list[str], trust: Collec
 
 
 def _targets_in(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Classes and functions that a composed config names, by key, nothing resolved."""
+    """Classes and functions that a composed config names beside those of conf/, by key, nothing resolved."""
     for key, value in values.items() if isinstance(values, dict) else enumerate(values):
         name = f"{prefix}{key}"
         if isinstance(value, dict | list):
             yield from _targets_in(value, f"{name}.")
-        elif isinstance(value, str) and (key == "_target_" or name == _REGULARIZER):
+        elif isinstance(value, str) and (key == "_target_" or name == _REGULARIZER) and value not in _named_by_conf():
             yield name, value
+
+
+@cache
+def _named_by_conf() -> set[str]:
+    """Targets that the configs of this repository name themselves, such as torch's optimizers."""
+    return {it for path in CONF.rglob("*.yaml") for it in re.findall(r"_target_: (\S+)", path.read_text())}
 
 
 def _modules_trusted(overrides: list[str]) -> list[str]:
