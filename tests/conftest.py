@@ -27,7 +27,12 @@ import torch
 
 from qnmixer.config import Config, parse
 from qnmixer.config.compose import compose
+from qnmixer.memory import plan
+from qnmixer.memory.footprint import Footprint
+from qnmixer.physics import FanBeamProjector
 from qnmixer.training.module import ReconstructionModule
+
+from .warm import Warm
 
 # A shell ignores Ctrl-C for what it starts in the background, and nohup SIGHUP; so would all that a test stops.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -78,10 +83,46 @@ def tiny_module() -> Callable[..., ReconstructionModule]:
     return build
 
 
+@pytest.fixture(scope="session")
+def cold(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
+    """Runs commands that have no need of torch."""
+    with Warm(tmp_path_factory.mktemp("cold")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
+    """Runs commands that need torch and Lightning."""
+    rooms = ["training.fit", "training.worker", "inference.reconstruct", "checkpoints.export", "memory.report"]
+    with Warm(tmp_path_factory.mktemp("warm"), *(f"qnmixer.{room}" for room in [*rooms, "checkup.checks"])) as server:
+        yield server
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     """Tests share the cores with each other."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def _plans() -> dict[str, Footprint]:
+    return {}
+
+
+@pytest.fixture
+def plans_are_kept(_plans: dict[str, Footprint], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory that a training step takes, which each run asks for at its start, is worked out once a config."""
+    track_step = plan.track_step
+
+    def kept(config: Config, projector: FanBeamProjector) -> Footprint:
+        trainer, data = config.trainer, config.data
+        key = repr((config.model, config.loss, config.optimizer, config.memory, config.strategy, projector.geometry))
+        key += f"{trainer.precision} {trainer.accumulate_grad_batches} {data.image_size} {data.batch_size}"
+        if key not in _plans:
+            _plans[key] = track_step(config, projector)
+        return _plans[key]
+
+    monkeypatch.setattr(plan, "track_step", kept)
 
 
 @pytest.fixture(scope="session")

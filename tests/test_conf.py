@@ -74,7 +74,7 @@ def test_every_experiment_composes_and_parses(experiment: str) -> None:
 def test_the_command_line_wins_over_an_experiment(experiment: str) -> None:
     overrides = with_root([f"experiment={experiment}", "trainer.max_steps=3", "seed=5", "logger=csv", "noise=physical"])
     values = compose("train", overrides)
-    assert (values.trainer.max_steps, values.seed, values.logger.name) == (3, 5, "csv")
+    assert (values.trainer.max_steps, values.seed, list(values.logger)) == (3, 5, ["csv"])
     assert values.noise._target_ == "qnmixer.physics.PhysicalNoise"
 
 

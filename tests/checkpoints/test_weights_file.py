@@ -47,7 +47,7 @@ def refusal(path: Path) -> str:
 
 def test_a_network_comes_back_as_it_was(module: ReconstructionModule, tmp_path: Path) -> None:
     again = load_run(write(module, tmp_path / "a.safetensors"))
-    assert again.config == replace(module.config, callbacks={})
+    assert again.config == replace(module.config, callbacks={}, logger={})
     y = module.projector(torch.rand(2, 1, 16, 16))
     assert torch.equal(again(y), module(y))
 
@@ -83,7 +83,7 @@ def test_weights_that_have_two_names_are_kept_under_both(module: ReconstructionM
 FOLDER = [
     "data=dicom", "data.root=/home/secret/ct", "data.cache_dir=/home/secret/cache", "data.include='*/secret/*'",
     "data.split=explicit", "data.train_patients=[secret1]", "data.val_patients=[secret2]",
-    "data.test_patients=[secret3]", "finetune=/home/secret/run", "logger=wandb", "logger.entity=secret",
+    "data.test_patients=[secret3]", "finetune=/home/secret/run", "logger=wandb", "logger.wandb.entity=secret",
 ]  # fmt: skip
 CUSTOM = ["data=custom", "data._target_=collections.Counter", "+data.root=/home/secret", "resume=/secret"]
 
@@ -182,7 +182,7 @@ def test_pretrained_is_what_the_package_ships(
         check_weights("run", PRETRAINED)
     write(module, weights.SHIPPED)
     check_weights("run", PRETRAINED)
-    assert load_run(PRETRAINED).config == replace(module.config, callbacks={})
+    assert load_run(PRETRAINED).config == replace(module.config, callbacks={}, logger={})
     with pytest.raises(CheckpointError, match="no run folder at pretrained"):
         load_run(Path(f"./{PRETRAINED}"))
     Path(PRETRAINED).mkdir()

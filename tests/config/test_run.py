@@ -77,8 +77,9 @@ def test_defaults_are_typed() -> None:
     assert type(config.data) is PhantomData
     assert type(config.optimizer) is AdamWConfig
     assert type(config.loss) is LossConfig
-    assert type(config.logger) is WandbConfig
-    assert config.logger.mode == "offline"
+    (logger,) = config.logger.values()
+    assert type(logger) is WandbConfig
+    assert logger.mode == "offline"
     assert config.optimizer.betas == [0.9, 0.999]
     assert (config.model.n_iterations, config.model.channels, config.model.patch_size) == (14, 96, 4)
     assert (config.geometry.n_views, config.geometry.first_angle) == (32, None)
@@ -283,7 +284,7 @@ def test_not_finite(key: str, value: str) -> None:
         ("trainer.precision=16", "16-mixed"),
         ("trainer.precision=64", "choose 32, 16-mixed, bf16-mixed"),
         ("trainer.accelerator=cpuu", "did you mean cpu?"),
-        ("logger.mode=ofline", "did you mean offline?"),
+        ("logger.wandb.mode=ofline", "did you mean offline?"),
     ],
 )
 def test_choices_say_the_nearest(override: str, near: str) -> None:
@@ -433,7 +434,7 @@ def test_evaluate_refuses(overrides: list[str], words: str) -> None:
 def test_reconstruct() -> None:
     config = parse_reconstruct(compose("reconstruct", ["run=x", "input=a", "output=b", "formats=[png]"]))
     assert asdict(config) == {
-        "run": "x", "input": "a", "output": "b", "kind": "auto", "formats": ["png"], "window": [-160.0, 240.0],
+        "run": "x", "input": "a", "output": "b", "kind": "auto", "formats": ["png"], "window": None,
         "unit": "attenuation", "water_attenuation": 0.0192, "detector_pitch": None, "angle_span": None,
         "checkpoint": "best", "accelerator": "auto", "batch_size": None, "precision": "32", "trust": [],
     }  # fmt: skip

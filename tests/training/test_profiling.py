@@ -12,8 +12,9 @@ from qnmixer.checkpoints.reading import load_run
 from qnmixer.config import Config, section
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
-from qnmixer.parallel.devices import on_this_machine
+from qnmixer.parallel.devices import resolve_devices
 from qnmixer.reconstructor import Batch
+from qnmixer.tracking.run import Run
 from qnmixer.training.fit import fit
 from qnmixer.training.module import ReconstructionModule
 
@@ -59,7 +60,7 @@ def test_the_first_slices_are_those_of_the_whole_parts() -> None:
 
 
 def trained(config: Config, folder: Path) -> dict[str, Any]:
-    fit(on_this_machine(config), folder, [])
+    fit(resolve_devices(config), Run(folder))
     return json.loads((folder / "results.json").read_text())
 
 

@@ -11,14 +11,14 @@ import torch
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY, decode
 from qnmixer.config import Config, effective_batch, keys_of, parse_file, targets_of, to_plain
 from qnmixer.errors import CheckpointError, ConfigError, first_line
-from qnmixer.files import whole
+from qnmixer.files import newest_complete
 from qnmixer.parallel.shards import merge_shards
 from qnmixer.plugins import check_trusted
 from qnmixer.reconstructor import Reconstructor
 from qnmixer.weights import SUFFIX, located
 
-_NEVER_READ: dict[str, Any] = {"callbacks": {}}
-"""Keys of the config of a file that are put aside: callbacks are the command line's to name."""
+_NEVER_READ: dict[str, Any] = {"callbacks": {}, "logger": {}}
+"""Keys of the config of a file that are put aside: callbacks and loggers are the command line's to name."""
 
 
 def find_checkpoint(run: str | Path, which: str = "best") -> Path:
@@ -28,14 +28,14 @@ def find_checkpoint(run: str | Path, which: str = "best") -> Path:
     there is nothing.
     """
     run = located(run)
-    if run.suffix == ".ckpt" and (path := whole(run)).exists():
+    if run.suffix == ".ckpt" and (path := newest_complete(run)).exists():
         return path
     if run.is_file():
         return run
     if not run.is_dir():
         raise CheckpointError(f"no run folder at {run}: give the folder that training printed, run=runs/…")
     for name in dict.fromkeys((which, "best", "last")):
-        path = whole(run / "checkpoints" / f"{name}.ckpt")
+        path = newest_complete(run / "checkpoints" / f"{name}.ckpt")
         if path.exists():
             return path
     raise CheckpointError(f"{run} holds no checkpoints/best.ckpt or last.ckpt: is it a run folder of qnmixer.train?")

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from qnmixer.config import Config, LoggerConfig, to_plain
+from qnmixer.config import Config, to_plain
 
 CHECKPOINT_KEY = "qnmixer"
 
@@ -53,5 +53,4 @@ def without_places(config: Config) -> Config:
     arguments of classes of the user's own other than its slices: some it cannot be built without.
     """
     data = config.data.without_places()
-    logger = LoggerConfig(name="csv")
-    return replace(config, data=data, logger=logger, callbacks={}, tags=[], finetune=None, resume=None)
+    return replace(config, data=data, logger={}, callbacks={}, tags=[], finetune=None, resume=None)

@@ -73,9 +73,10 @@ def _keys(cfg: DictConfig, choices: dict[str, str], conf: Path, config_name: str
         if isinstance(value, dict) and key != "hydra":
             comments = _comments(files_of(conf / key / f"{choices.get(key)}.yaml", below=True))
             for name, item in ((str(name), item) for name, item in value.items()):
-                if isinstance(item, dict) and key == "callbacks":
+                if isinstance(item, dict) and key in ("callbacks", "logger"):
                     yield f"  {key}.{name}=…"
-                    yield from (_line(f"{key}.{name}.{k}", v, comments.get(str(k), "")) for k, v in item.items())
+                    its = comments or _comments([path] if (path := conf / key / f"{name}.yaml").is_file() else [])
+                    yield from (_line(f"{key}.{name}.{k}", v, its.get(str(k), "")) for k, v in item.items())
                 elif isinstance(item, dict) and name == "sources":
                     for source, its in ((f"{key}.{name}.{one}", its) for one, its in item.items()):
                         yield from (_line(f"{source}.{k}", v, comments.get(str(k), "")) for k, v in its.items())

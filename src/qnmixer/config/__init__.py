@@ -24,7 +24,7 @@ from qnmixer.config.debug import FewBatchesConfig, ProfileConfig
 from qnmixer.config.evaluation import EvaluationConfig
 from qnmixer.config.groups import GROUPS
 from qnmixer.config.keys import flat_keys, unknown_key
-from qnmixer.config.logger import LightningLoggerConfig, LoggerConfig, WandbConfig
+from qnmixer.config.logger import LoggerConfig, WandbConfig
 from qnmixer.config.loss import LossConfig, SSIMMixConfig
 from qnmixer.config.memory import MemoryConfig, RecomputeConfig
 from qnmixer.config.model import LearnedConfig, ModelConfig, UnrolledConfig
@@ -64,7 +64,6 @@ __all__ = [
     "FewBatchesConfig",
     "FieldNoiseConfig",
     "LearnedConfig",
-    "LightningLoggerConfig",
     "LoggerConfig",
     "LossConfig",
     "MemoryConfig",

@@ -3,22 +3,14 @@
 from qnmixer.config.debug import DebugConfig, FewBatchesConfig, ProfileConfig
 from qnmixer.config.evaluation import EvaluationConfig
 from qnmixer.config.geometry import GeometryConfig
-from qnmixer.config.logger import LightningLoggerConfig, LoggerConfig, WandbConfig
 from qnmixer.config.memory import MemoryConfig, RecomputeConfig
-from qnmixer.config.strategy import DDPConfig, FSDPConfig, PipelineConfig, StrategyConfig
+from qnmixer.config.strategy import DDPConfig, FSDPConfig, PipelineConfig, SingleConfig
 from qnmixer.config.trainer import TrainerConfig
 
 GROUPS: dict[str, dict[str, type]] = {
     "geometry": {"fan_beam": GeometryConfig},
     "memory": {"keep": MemoryConfig, "recompute": RecomputeConfig, "offload": MemoryConfig},
-    "strategy": {"single": StrategyConfig, "ddp": DDPConfig, "fsdp": FSDPConfig, "pipeline": PipelineConfig},
-    "logger": {
-        "wandb": WandbConfig,
-        "csv": LoggerConfig,
-        "tensorboard": LightningLoggerConfig,
-        "mlflow": LightningLoggerConfig,
-        "custom": LightningLoggerConfig,
-    },
+    "strategy": {"single": SingleConfig, "ddp": DDPConfig, "fsdp": FSDPConfig, "pipeline": PipelineConfig},
     "debug": {
         "off": DebugConfig,
         "overfit": DebugConfig,

@@ -34,7 +34,7 @@ def unknown_key(key: str, known: Collection[str]) -> ConfigError:
     everything = {*known, *elsewhere, *_OF_LIGHTNING} - {key}
     leaf = key.rpartition(".")[2]
     same = sorted(k for k in everything if "." in k and k.rpartition(".")[2] == leaf)
-    if same:
+    if same := [k for k in same if k.startswith(f"{section}.")] or same:
         return ConfigError(f"unknown key {key}: did you mean {' or '.join(same)}?")
     siblings = {k.partition(".")[2]: k for k in everything if name and k.startswith(f"{section}.")}
     if near := difflib.get_close_matches(name, siblings, n=1):

@@ -18,7 +18,7 @@ from qnmixer.config.debug import DebugConfig
 from qnmixer.config.evaluation import EvaluationConfig
 from qnmixer.config.geometry import GeometryConfig
 from qnmixer.config.groups import GROUPS, SECTIONS
-from qnmixer.config.logger import LoggerConfig
+from qnmixer.config.logger import LoggerConfig, WandbConfig, named_loggers, schema_of_logger, section_of
 from qnmixer.config.loss import LossConfig
 from qnmixer.config.memory import MemoryConfig
 from qnmixer.config.model import ModelConfig, UnrolledConfig
@@ -65,9 +65,9 @@ class Config(RunConfig):
     memory: MemoryConfig
     strategy: StrategyConfig
     trainer: TrainerConfig
-    logger: LoggerConfig
     evaluation: EvaluationConfig
     debug: DebugConfig
+    logger: dict[str, WandbConfig | LoggerConfig] = field(default_factory=dict)  # by name
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name: _target_ and arguments
 
 
@@ -90,13 +90,17 @@ def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
     if "trainer" in values:
         values["trainer"] = gathered(values["trainer"])
     callbacks = parse_callbacks(values.pop("callbacks", {}))
+    loggers = {
+        name: parse_section(section_of(name), schema_of_logger(given), given, values)
+        for name, given in named_loggers(values.pop("logger", None)).items()
+    }
     root = {f.name for f in fields(RunConfig)}
-    sections = {f.name for f in fields(Config)} - root - {"callbacks"}
+    sections = {f.name for f in fields(Config)} - root - {"callbacks", "logger"}
     for key in sections - values.keys():
         raise ConfigError(f"the config has no {key}: pick one with {key}=…")
     parsed = {key: parse_section(key, schema_of(key, values[key]), values[key], values) for key in sorted(sections)}
     rest = parse_section("", RunConfig, {k: v for k, v in values.items() if k not in sections}, values)
-    config = Config(**{key: getattr(rest, key) for key in root}, **parsed, callbacks=callbacks)
+    config = Config(**{key: getattr(rest, key) for key in root}, **parsed, logger=loggers, callbacks=callbacks)
     validate(config)
     return config
 
@@ -130,6 +134,7 @@ def targets_of(config: Any) -> dict[str, str]:
             targets |= section.targets()
         elif isinstance(section, Custom):
             targets[f"{key}.{TARGET}"] = section._target_
+    targets |= {f"{section_of(name)}.{TARGET}": it._target_ for name, it in (sections.get("logger") or {}).items()}
     callbacks = sections.get("callbacks") or {}
     return targets | {f"callbacks.{name}.{TARGET}": given[TARGET] for name, given in callbacks.items()}
 
@@ -204,5 +209,5 @@ def _resolved(group: str, option: str, seed: int, keys: Mapping[str, Any]) -> An
 
 def to_plain(config: Config) -> dict[str, Any]:
     """Numbers, strings, lists and dicts only: what a checkpoint may hold; `parse` reads it back."""
-    values = vars(config)
+    values = vars(config) | {"logger": {name: keys_of(logger) for name, logger in config.logger.items()}}
     return {key: keys_of(value) if is_dataclass(value) else value for key, value in values.items()}

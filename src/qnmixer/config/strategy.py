@@ -1,7 +1,7 @@
 """What `strategy` may say: how a run is spread over devices."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from qnmixer.config.model import LearnedConfig, UnrolledConfig
 from qnmixer.config.option import number, one_of
@@ -14,7 +14,14 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class StrategyConfig:
-    """How a run is spread over devices."""
+    """How a run is spread over devices.
+
+    Attributes:
+        planned_as: how the plan counts what a device needs: as a `replica` of the whole network, as one of its
+            `shards`, or as a part of a `pipeline`. None: the plan refuses it.
+    """
+
+    planned_as: ClassVar[str | None] = None
 
     name: str
 
@@ -37,8 +44,17 @@ class StrategyConfig:
 
 
 @dataclass(kw_only=True)
+class SingleConfig(StrategyConfig):
+    """One device."""
+
+    planned_as: ClassVar[str | None] = "replica"
+
+
+@dataclass(kw_only=True)
 class DDPConfig(StrategyConfig):
     """The whole network on every device, the batch shared out."""
+
+    planned_as: ClassVar[str | None] = "replica"
 
     static_graph: bool
 
@@ -56,6 +72,8 @@ class DDPConfig(StrategyConfig):
 class FSDPConfig(StrategyConfig):
     """As ddp, with weights, gradients and optimizer state in shards."""
 
+    planned_as: ClassVar[str | None] = "shards"
+
     reshard_after_forward: bool
     sharded_checkpoint: bool
 
@@ -63,6 +81,8 @@ class FSDPConfig(StrategyConfig):
 @dataclass(kw_only=True)
 class PipelineConfig(StrategyConfig):
     """The T iterations in stages, one after the other on the devices."""
+
+    planned_as: ClassVar[str | None] = "pipeline"
 
     schedule: str = one_of("1f1b", "gpipe", "interleaved", "sequential")
     microbatch_size: int = number(at_least=1)

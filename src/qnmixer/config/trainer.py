@@ -39,7 +39,7 @@ REFUSED = {
     "limit_predict_batches": "nothing here predicts with the Trainer: use python -m qnmixer.reconstruct",
     "limit_test_batches": "the test is on all images: use test_after_training=false to leave it out",
     "logger": "loggers are a group of their own: use logger=…",
-    "model_registry": "it belongs to Lightning's cloud: use logger.log_checkpoint=true, for W&B",
+    "model_registry": "it belongs to Lightning's cloud: use logger.wandb.log_checkpoint=true, for W&B",
     "num_sanity_val_steps": "it would count as a validation: use debug=few_batches to try one",
     "overfit_batches": "use debug=overfit",
     "plugins": "precision and checkpoints have theirs: use trainer.precision=…",

@@ -23,7 +23,7 @@ from qnmixer.config import (
 from qnmixer.errors import ConfigError
 from qnmixer.memory.footprint import MIB, Prediction
 from qnmixer.memory.pipeline import cut_of, idle, n_microbatches
-from qnmixer.memory.plan import Planner, counted
+from qnmixer.memory.plan import Planner, with_assumed_devices
 from qnmixer.reports.tables import markdown_table, terminal_table
 
 PRECISIONS = (("32",), ("16-mixed", "bf16-mixed"))
@@ -49,8 +49,8 @@ def usable(device: str) -> float:
 
 def print_plan(config: PlanConfig) -> None:
     """Print one run's plan in the format asked for; raises ConfigError, GeometryError."""
-    assumed = ", assumed" if counted(config.run) != config.run else ""
-    config = replace(config, run=counted(config.run))
+    assumed = ", assumed" if with_assumed_devices(config.run) != config.run else ""
+    config = replace(config, run=with_assumed_devices(config.run))
     planner = Planner(config.run)
     if config.format == "levers":
         print(levers_table(config.run, planner))
