@@ -312,5 +312,7 @@ def test_hydra_runs_nothing_on_a_runs_own_word(own_configs: Path, make: Make) ->
 def test_the_line_for_who_stops_names_the_code(own_configs: Path) -> None:
     composed = Path("runs/a/.hydra/config.yaml")
     composed.parent.mkdir()
-    composed.write_text("loss: {_target_: evil.loss}\nlogger: {csv: {_target_: qnmixer.a.B}}\n")
+    composed.write_text(
+        "loss: {_target_: evil.loss}\noptimizer: {_target_: torch.optim.SGD}\nlogger: {csv: {_target_: qnmixer.a.B}}\n"
+    )
     assert resume_hint(Path("runs/a")).endswith("resume=runs/a trust=evil")

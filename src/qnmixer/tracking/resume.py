@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from qnmixer.config.compose import CONF, compose
 from qnmixer.config.overrides import LENGTH, key_of, quoted, values_of
 from qnmixer.config.search_path import SEARCH_PATH, packages_of, search_path_in, with_search_path
+from qnmixer.config.target import TARGET, option_of
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.plugins import check_trusted, module_of, trust_words
 from qnmixer.processes.ranks import rank
@@ -148,12 +149,14 @@ def _check_trusted(run: Path, merged: list[str], given: list[str], trust: Collec
 
 
 def _targets_in(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Classes and functions that a composed config names, by key, nothing resolved."""
+    """Classes and functions that a composed config names, by key, but for those that conf/ names; nothing resolved."""
     for key, value in values.items() if isinstance(values, dict) else enumerate(values):
         name = f"{prefix}{key}"
         if isinstance(value, dict | list):
             yield from _targets_in(value, f"{name}.")
-        elif isinstance(value, str) and (key == "_target_" or name == _REGULARIZER):
+        elif name == _REGULARIZER and isinstance(value, str):
+            yield name, value
+        elif key == TARGET and isinstance(value, str) and option_of(name.partition(".")[0], value) == value:
             yield name, value
 
 
