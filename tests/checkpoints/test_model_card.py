@@ -1,7 +1,6 @@
 import json
 import shlex
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 
 from qnmixer.checkpoints import model_card as module
 from qnmixer.checkpoints.model_card import Exported, model_card
-from qnmixer.config import Config, parse
+from qnmixer.config import Config, keys_of, parse
 from qnmixer.config.compose import compose
 
 TinyConfig = Callable[..., Config]
@@ -31,7 +30,7 @@ def keep(folder: Path, **record: Any) -> None:
 
 
 def evaluated(config: Config, weights: str = "ours", data: str = "phantoms") -> dict[str, Any]:
-    return {"evaluated": {"weights": weights, "data": data, "noise": asdict(config.noise)}}
+    return {"evaluated": {"weights": weights, "data": data, "noise": keys_of(config.noise)}}
 
 
 def table(folder: Path) -> None:
@@ -167,8 +166,12 @@ def test_how_to_use_gives_the_overrides_that_differ_from_the_defaults(tmp_path: 
     assert {*given} <= {*overrides}
 
 
-def test_arguments_of_a_network_of_ones_own_are_told_to_be_there(tmp_path: Path) -> None:
-    choice = ["model=custom", "model._target_=qnmixer.models.LEARN"]
+def test_arguments_of_a_network_of_ones_own_are_told_to_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "network_of_mine.py").write_text("from qnmixer.models import LEARN as Mine\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    choice = ["model=custom", "model._target_=network_of_mine.Mine"]
     text = card(parse(compose("train", [*choice, "+model.data_term=fbp"])), tmp_path)
     assert finetuning(text) == choice
     assert "+GROUP.KEY=VALUE" in text
