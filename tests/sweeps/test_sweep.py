@@ -26,7 +26,7 @@ def write_jobs(folder: Path) -> None:
     for number, (values, record) in enumerate(JOBS):
         (folder / str(number)).mkdir(parents=True)
         overrides = ["data.batch_size=2", *(f"{key}={value}" for key, value in values.items())]
-        record = {"memory": {"peak": 1234.5}, **record, "overrides": overrides}
+        record = {"memory": {"measured_step": 1234.5}, **record, "overrides": overrides}
         (folder / str(number) / "results.json").write_text(json.dumps(record))
 
 

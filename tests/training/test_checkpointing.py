@@ -139,7 +139,6 @@ def test_a_run_that_was_stopped_after_training_comes_to_its_end(
     fit(tiny_config(*overrides, f"resume={tmp_path}"), tmp_path, [])
     record = json.loads(path.read_text())
     assert (record["status"], record["steps"]) == ("done", 6)
-    assert record["memory"]["peak"] >= before["memory"]["peak"] > 0
     assert record["memory"]["measured_step"] == before["memory"]["measured_step"] is not None
     assert record["test"]["QN-Mixer"]["psnr"] > 0
     last = rows(tmp_path)[-1]
