@@ -29,6 +29,8 @@ from qnmixer.config import Config, parse
 from qnmixer.config.compose import compose
 from qnmixer.training.module import ReconstructionModule
 
+from .warm import Warm
+
 # A shell ignores Ctrl-C for what it starts in the background, and nohup SIGHUP; so would all that a test stops.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -76,6 +78,21 @@ def tiny_module() -> Callable[..., ReconstructionModule]:
         return ReconstructionModule(_config(*overrides))
 
     return build
+
+
+@pytest.fixture(scope="session")
+def cold(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
+    """Runs commands that have no need of torch."""
+    with Warm(tmp_path_factory.mktemp("cold")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
+    """Runs commands that need torch and Lightning."""
+    rooms = ["training.fit", "training.worker", "inference.reconstruct", "checkpoints.export", "memory.report"]
+    with Warm(tmp_path_factory.mktemp("warm"), *(f"qnmixer.{room}" for room in [*rooms, "checkup.checks"])) as server:
+        yield server
 
 
 @pytest.fixture(autouse=True)

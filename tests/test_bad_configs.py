@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from .warm import Done, Warm
+
 pytestmark = pytest.mark.slow
 
 SECONDS = 2.0
@@ -31,7 +33,7 @@ TRAIN = {
     "foo=1": "unknown key foo",
     "seed.x=1": "seed",
     # keys of another option
-    "data.root=/ct": "data.root goes with data=dicom or deeplesion or numpy only",
+    "data.root=/ct": "data.root goes with data=deeplesion or dicom or numpy only",
     "+loss.ssim_weight=0.3": "loss.ssim_weight goes with loss=ssim_mix only",
     "optimizer=sgd optimizer.betas=[0.9,0.99]": "optimizer.betas goes with optimizer=adamw only",
     "debug.steps=3": "debug.steps goes with debug=profile only",
@@ -40,7 +42,8 @@ TRAIN = {
     "experiment=demmo": "experiment=demmo does not exist: did you mean demo?",
     "debug=overfitt": "debug=overfitt does not exist: did you mean overfit?",
     "model=unet": "model=unet does not exist: choose ",
-    "data=as_trained": "data=as_trained is not known",
+    "data=as_trained": "data has no _target_ (as_trained is for evaluate alone)",
+    "model.name=learn": "model.name is no key: choose an option by its name, as in model=",
     "noise=fielt": "noise=fielt does not exist: did you mean field?",
     "data=_folder data.root=.": "data",
     "~model": "the config has no model",
@@ -59,12 +62,16 @@ TRAIN = {
     "trainer.strategy=ddp": "trainer.strategy cannot be set: strategies are a group of their own: use strategy=ddp",
     "+trainer.strategy=ddp": "trainer.strategy cannot be set: strategies are a group of their own: use strategy=ddp",
     "trainer.gpus=2": "trainer.gpus is not known here: use trainer.devices=…",
-    "logger=many_loggers": "logger=many_loggers is not known here: metrics.csv is always written",
+    "logger=many_loggers": "logger=many_loggers is not known here: use logger=[wandb,tensorboard]",
     "optimizer.learning_rate=1": "optimizer.learning_rate is not known here: use optimizer.lr=…",
     "model.compile=true": "model.compile is not known here: use compile=true",
     "experiment=nonsense": "experiment=nonsense does not exist: choose ablation_parts, ablation_qn, compare_128,",
     "logger=custom": "logger._target_ has no value: give one with logger._target_=…",
     "logger=custom logger._target_=nowhere.Mine": "logger._target_=nowhere.Mine: there is no module nowhere",
+    "logger=[wandb,tensorbord]": "logger=tensorbord does not exist: did you mean tensorboard?",
+    "logger.mode=online": "unknown key logger.mode: did you mean logger.wandb.mode?",
+    "logger=csv logger.wandb.mode=online": "logger.wandb.mode goes with logger=wandb only",
+    "+logger.mine.key=1": "logger.mine names no class: give +logger.mine._target_=my_file.MyLogger",
     "tags=paper": "tags",
     # callbacks
     "callbacks=early_stoping": "callbacks=early_stoping does not exist: did you mean early_stopping?",
@@ -130,12 +137,14 @@ TRAIN = {
     # grammar
     "data.image_size": "data.image_size is not KEY=VALUE",
     "--lr 3": "--lr is not an option",
-    "--optimizer.lr=3": "--optimizer.lr=3 is not an option: write optimizer.lr=3",
+    "--optimizer.lrr=3": "unknown key optimizer.lrr: did you mean optimizer.lr?",
+    "--optimizer.lr 3": "--optimizer.lr is not an option: write optimizer.lr=…",
+    "--lr=3": "lr is not known here: use optimizer.lr=…",
     "seed=[1,2": "seed=[1,2",
     "seed=1)": "seed=1)",
     "seed = 3": "seed is not KEY=VALUE",
     "=3": "=3",
-    "logger.project='a": "logger.project='a",
+    "logger.wandb.project='a": "logger.wandb.project='a",
     "seed=1,2": "seed=1,2",
     "-m seed=[1,2": "seed=[1,2",
     "-m sede=1,2": "unknown key sede: did you mean seed?",
@@ -178,20 +187,40 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_one_line_in_a_moment(case: str, without_torch: Path, tmp_path: Path) -> None:
-    (tmp_path / "a_file").touch()
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HYDRA", "SLURM"))}
-    name, *arguments = shlex.split(case) if "='" not in case else case.split()
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    result = subprocess.run(
-        [sys.executable, "-m", f"qnmixer.{name}", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60,
-        env=environment | {"PYTHONPATH": str(without_torch)},
-    )  # fmt: skip
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert (result.returncode, result.stdout) == (1, "")
-    (line,) = result.stderr.splitlines()
+def check(case: str, done: Done, folder: Path) -> None:
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")
     assert CASES[case] in line
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < SECONDS
-    assert os.listdir(tmp_path) == ["a_file"]
+    assert done.seconds < SECONDS
+    assert os.listdir(folder) == ["a_file"]
+
+
+def command_of(case: str, folder: Path, without_torch: Path) -> tuple[list[str], dict[str, str]]:
+    """Arguments of Python, and the environment."""
+    (folder / "a_file").touch()
+    name, *arguments = shlex.split(case) if "='" not in case else case.split()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HYDRA", "SLURM"))}
+    path = f"{without_torch}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    return ["-m", f"qnmixer.{name}", *arguments], environment | {"PYTHONPATH": path}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_line_in_a_moment(case: str, cold: Warm, without_torch: Path, tmp_path: Path) -> None:
+    arguments, environment = command_of(case, tmp_path, without_torch)
+    done = cold.run(*arguments, cwd=tmp_path, env=environment, timeout=60)
+    done.seconds += cold.seconds
+    check(case, done, tmp_path)
+
+
+@pytest.mark.parametrize("case", {case.split()[0]: case for case in CASES}.values())
+def test_a_command_of_its_own_says_the_same(case: str, without_torch: Path, tmp_path: Path) -> None:
+    """One of each, from the start of Python on."""
+    arguments, environment = command_of(case, tmp_path, without_torch)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = subprocess.run(
+        [sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    check(case, Done(result.returncode, result.stdout, result.stderr, seconds), tmp_path)

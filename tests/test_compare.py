@@ -1,11 +1,10 @@
-"""A sweep of two models and two seeds, trained by the real command, and what `qnmixer.compare` says of it."""
+"""A sweep of two models and two seeds, trained by the command, and what `qnmixer.compare` says of it."""
 
 import csv
 import io
 import json
 import os
 import shutil
-import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -27,6 +26,8 @@ from qnmixer.errors import ConfigError
 from qnmixer.evaluation import compare as comparison_measuring
 from qnmixer.evaluation.evaluate import evaluate
 
+from .warm import Warm
+
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("compare")]
 
 SWEEP = [
@@ -41,12 +42,11 @@ FAILED = ["model=qn_mixer lr=abc", "model=learn lr=abc"]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
     """The sweep, once: four jobs that are done, and four with a learning rate that is none."""
     folder = tmp_path_factory.mktemp("compare")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "HYDRA"))}
-    command = [sys.executable, "-m", "qnmixer.train", "-m", *SWEEP]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    done = warm.run("-m", "qnmixer.train", "-m", *SWEEP, cwd=folder, env=environment)
     assert "4 of 8 jobs did not end well" in done.stderr, done.stdout + done.stderr
     return folder / "sweep"
 

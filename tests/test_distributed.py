@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from .conftest import Command
+from .warm import Warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
 
@@ -34,11 +35,11 @@ def steps_kept(command: Command) -> int:
 
 
 def test_a_rank_that_is_killed_ends_the_run(start: Start) -> None:
-    command = in_training(start, "strategy=ddp", "trainer.devices=3")
-    assert len(command.family()) == 1 + 3 * (1 + 2)  # a worker for training and one for validation
-    os.kill(command.ranks(2)[0], signal.SIGKILL)
+    command = in_training(start, "strategy=ddp", "trainer.devices=2")
+    assert len(command.family()) == 1 + 2 * (1 + 2)  # a worker for training and one for validation
+    os.kill(command.ranks(1)[0], signal.SIGKILL)
     code, stderr, seconds = command.end()
-    assert (code, stderr) == (1, "error: rank 2 was killed by SIGKILL; the other ranks were stopped\n")
+    assert (code, stderr) == (1, "error: rank 1 was killed by SIGKILL; the other ranks were stopped\n")
     assert seconds < 20
     assert command.record()["status"] == "failed"
     assert command.record()["error"] == f"RankFailed: {stderr.removeprefix('error: ').rstrip()}"
@@ -65,9 +66,9 @@ sys.meta_path.insert(0, WhenTrainingIsLoaded)
     return {"PYTHONPATH": str(folder)}
 
 
-def test_a_nan_on_one_rank_ends_the_run(start: Start, tmp_path: Path) -> None:
+def test_a_nan_on_one_rank_ends_the_run(start: Start, warm: Warm, tmp_path: Path) -> None:
     environment = change_loss(tmp_path, "return loss * float('nan') if rank == 1 else loss")
-    command = start(*ENDLESS, "strategy=ddp", "trainer.devices=2", env=environment)
+    command = start(*ENDLESS, "strategy=ddp", "trainer.devices=2", env=environment, under=warm.under)
     code, stderr, _ = command.end()
     (line,) = stderr.splitlines()
     assert code == 1
@@ -79,9 +80,9 @@ def test_a_nan_on_one_rank_ends_the_run(start: Start, tmp_path: Path) -> None:
     assert len(command.losses()) == 2  # where the line sends the user
 
 
-def test_a_bug_shows_one_traceback(start: Start, tmp_path: Path) -> None:
+def test_a_bug_shows_one_traceback(start: Start, warm: Warm, tmp_path: Path) -> None:
     environment = change_loss(tmp_path, "raise ZeroDivisionError('a bug')")
-    command = start("strategy=ddp", "trainer.devices=2", env=environment)
+    command = start("strategy=ddp", "trainer.devices=2", env=environment, under=warm.under)
     code, stderr, _ = command.end()
     assert code == 1
     assert stderr.count("Traceback (most recent call last)") == 1
@@ -118,9 +119,10 @@ def test_nothing_stays_when_the_launcher_is_killed(start: Start) -> None:
     assert steps_kept(command) >= 2
 
 
-def test_what_is_not_there_is_said_before_there_are_ranks(start: Start, tmp_path: Path) -> None:
+def test_what_is_not_there_is_said_before_there_are_ranks(start: Start, warm: Warm, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    command = start("strategy=ddp", "trainer.devices=4", "data=numpy", f"data.root={tmp_path / 'empty'}")
+    data = ["data=numpy", f"data.root={tmp_path / 'empty'}"]
+    command = start("strategy=ddp", "trainer.devices=4", *data, under=warm.under)
     code, stderr, _ = command.end()
     (line,) = stderr.splitlines()
     assert code == 1
@@ -208,10 +210,10 @@ AT_ODDS = {
 
 
 @pytest.mark.parametrize("case", AT_ODDS)
-def test_processes_at_odds_with_the_config_are_refused(start: Start, tmp_path: Path, case: str) -> None:
+def test_processes_at_odds_with_the_config_are_refused(start: Start, cold: Warm, tmp_path: Path, case: str) -> None:
     overrides, environment, message = AT_ODDS[case]
     environment = {name: value for name, value in (srun(1, "1") | environment).items() if value}
-    command = start(*(o.format(tmp_path / "run") for o in overrides), env=environment, folder=None)
+    command = start(*(o.format(tmp_path / "run") for o in overrides), env=environment, folder=None, under=cold.under)
     code, stderr, _ = command.end()
     (line,) = stderr.splitlines()
     assert code == 1
@@ -219,8 +221,8 @@ def test_processes_at_odds_with_the_config_are_refused(start: Start, tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
-def test_several_nodes_are_not_waited_for_in_vain(start: Start, tmp_path: Path) -> None:
-    code, stderr, _ = start("strategy=ddp", "trainer=torchrun").end()
+def test_several_nodes_are_not_waited_for_in_vain(start: Start, cold: Warm, tmp_path: Path) -> None:
+    code, stderr, _ = start("strategy=ddp", "trainer=torchrun", under=cold.under).end()
     assert code == 1
     assert stderr.startswith("error: trainer.num_nodes=2, but nothing has been started on other nodes: conf/trainer/")
     assert not list(tmp_path.iterdir())

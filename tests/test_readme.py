@@ -23,6 +23,8 @@ from qnmixer.memory.plan import Planner
 from qnmixer.memory.report import LEVERS, levers_table
 from qnmixer.tracking.resume import latest
 
+from .warm import Warm
+
 ROOT = Path(__file__).resolve().parents[1]
 TINY = [
     "data.image_size=32",
@@ -55,7 +57,7 @@ def marked(command: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
     """A folder with what the README's paths stand for: DICOM of three patients, a scan, a trained run."""
     place = tmp_path_factory.mktemp("readme")
     for number, patient in enumerate(("L067", "L310", "L333")):
@@ -65,27 +67,28 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         dataset = pydicom.dcmread(path)
         dataset.PatientID = patient
         dataset.save_as(path)
-    run(f"python -m qnmixer.train experiment=demo hydra.run.dir={place}/run", place)
+    run(f"python -m qnmixer.train experiment=demo hydra.run.dir={place}/run", place, warm)
     np.save(place / "scan.npy", np.full((16, 48), 2.0, np.float32))
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (place / "my_network.py").write_text(block)
     return place
 
 
-def run(command: str, place: Path) -> None:
+def run(command: str, place: Path, warm: Warm) -> None:
     """Run a command in `place`, its paths replaced and its sizes made tiny."""
     paths = {"/path/to/dicom": "aapm", "/path/to/aapm": "aapm", "runs/DIR": "run", "runs/compare_small": "sweep"}
     for path, its in paths.items():
         command = command.replace(path, str(place / its))
+    command = command.replace("model.n_iterations=10", "model.n_iterations=3")
     words = shlex.split(command)
     if words[0] == "make":
-        tiny = [*TINY, *TINY_PHANTOMS, f"hydra.run.dir={place}/made"]
+        tiny = [*TINY, *TINY_PHANTOMS, "model.n_iterations=2", f"hydra.run.dir={place}/made"]
         if words[1] == "compare":
             sizes = [word for word in TINY if not word.startswith("model.")]
             tiny = ["experiment/small=fbp,learn", "seed=1", *sizes, *TINY_PHANTOMS]
             words += [f"SWEEP={place}/sweep", "COMPARE=tests=[as_trained,disc]"]
-        # The environment that runs this test stands in for .venv, which make would install otherwise.
-        stand_in = ["-C", str(ROOT), "-o", ".venv/.installed", f"BIN={Path(sys.executable).parent}"]
+        # A Python of the environment that runs this test stands in for .venv, which make would install otherwise.
+        stand_in = ["-C", str(ROOT), "-o", ".venv/.installed", f"BIN={warm.python.parent}"]
         dry = ["--dry-run"] if words[1] == "test" else []  # or it would run itself
         words = ["make", *dry, *stand_in, f"ARGS={' '.join(tiny)}", *words[1:]]
     elif words[2] in ("qnmixer.plan", "qnmixer.doctor"):
@@ -148,5 +151,5 @@ def test_the_table_of_levers_is_what_the_plan_says() -> None:
 @pytest.mark.slow
 @pytest.mark.xdist_group("readme")
 @pytest.mark.parametrize("command", [marked(command) for command in readme_commands()])
-def test_command(command: str, place: Path) -> None:
-    run(command, place)
+def test_command(command: str, place: Path, warm: Warm) -> None:
+    run(command, place, warm)

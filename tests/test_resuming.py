@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from .conftest import PHANTOMS, TINY, Command
+from .warm import Warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("resuming")]
 
@@ -26,37 +27,47 @@ SLICES = (*PHANTOMS, "data.n_train=15")
 
 # Draws from all random generators of a process, in a layer of the network and beside it.
 DRAWING = """
+import random, numpy, torch
+from qnmixer import reconstructor
+
+def build_network(config, projector):
+    network = original(config, projector)
+    def noisy(layer, inputs, output):
+        if layer.training:
+            output = torch.nn.functional.dropout(output, 0.2)
+            output = output * (1 + 0.01 * random.random() + 0.01 * numpy.random.rand())
+        return output
+    network.regularizers[0].register_forward_hook(noisy)
+    return network
+
+original, reconstructor.build_network = reconstructor.build_network, build_network
+"""
+AT_START = f"""
 import sys
 class WhenTrainingIsLoaded:
     def find_spec(name, path=None, target=None):
         if name == "qnmixer.training.fit":
-            import random, numpy, torch
-            from qnmixer import reconstructor
-            def build_network(config, projector):
-                network = original(config, projector)
-                def noisy(layer, inputs, output):
-                    if layer.training:
-                        output = torch.nn.functional.dropout(output, 0.2)
-                        output = output * (1 + 0.01 * random.random() + 0.01 * numpy.random.rand())
-                    return output
-                network.regularizers[0].register_forward_hook(noisy)
-                return network
-            original, reconstructor.build_network = reconstructor.build_network, build_network
+            exec({DRAWING!r}, {{}})
 sys.meta_path.insert(0, WhenTrainingIsLoaded)
+"""
+TRAIN = """
+import runpy
+runpy.run_module("qnmixer.train", run_name="__main__", alter_sys=True)
 """
 
 
 class Runs:
-    """Starts `python -m qnmixer.train` in a folder."""
+    """Starts `python -m qnmixer.train` in a folder; what is not to be killed, by a Python that has loaded it."""
 
-    def __init__(self, folder: Path, *, drawing: bool) -> None:
-        self.folder = folder
-        (folder / "sitecustomize.py").write_text(DRAWING if drawing else "")
+    def __init__(self, folder: Path, warm: Warm, *, drawing: bool) -> None:
+        self.folder, self.warm = folder, warm
+        self.warm_start = DRAWING * drawing + TRAIN
+        (folder / "sitecustomize.py").write_text(AT_START * drawing)
         drop = ("HYDRA", "SLURM", "TORCHELASTIC", "WANDB")
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
         self.environment |= {
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(folder),
+            "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         }
 
     def start(self, *overrides: str) -> subprocess.Popen[str]:
@@ -65,11 +76,9 @@ class Runs:
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
 
-    def run(self, *overrides: str) -> str:
-        process = self.start(*overrides)
-        stdout, stderr = process.communicate(timeout=500)
-        assert process.returncode == 0, stderr
-        return stdout
+    def run(self, *overrides: str) -> None:
+        done = self.warm.run("-c", self.warm_start, *overrides, cwd=self.folder, env=self.environment, timeout=500)
+        assert done.returncode == 0, done.stderr
 
 
 def kill(process: subprocess.Popen[str], run: Path, moment: str, seconds: float) -> None:
@@ -148,13 +157,13 @@ def kill_and_go_on(
     assert not list(killed.rglob("*.tmp"))
 
 
-def test_a_run_that_is_killed_twice_comes_to_the_same(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_twice_comes_to_the_same(warm: Warm, tmp_path: Path) -> None:
     """Once between checkpoints, once while one is written."""
     overrides = ["trainer.max_steps=60", "trainer.save_every_n_steps=3"]
-    kill_and_go_on(Runs(tmp_path, drawing=True), [("training", 0.4), ("writing", 0.2)], *overrides)
+    kill_and_go_on(Runs(tmp_path, warm, drawing=True), [("training", 0.4), ("writing", 0.2)], *overrides)
 
 
-def test_a_mix_is_the_same_after_a_kill_and_by_two_processes(tmp_path: Path) -> None:
+def test_a_mix_is_the_same_after_a_kill_and_by_two_processes(warm: Warm, tmp_path: Path) -> None:
     """Epochs of four steps, the last of one slice; the last losses are of a later epoch than the first."""
     for k in range(5):
         hu = np.random.default_rng(k).uniform(-1000, 1500, (2, 32, 32)).astype(np.float32)
@@ -165,7 +174,7 @@ def test_a_mix_is_the_same_after_a_kill_and_by_two_processes(tmp_path: Path) -> 
         "data.sources.slices.share=0.9", "data.sources.phantoms.share=0.1", "data.augment=true",
         "data.simulation_factor=2",
     ]  # fmt: skip
-    overrides, runs = ["trainer.max_steps=40", "trainer.save_every_n_steps=3"], Runs(tmp_path, drawing=False)
+    runs, overrides = Runs(tmp_path, warm, drawing=False), ["trainer.max_steps=40", "trainer.save_every_n_steps=3"]
     kill_and_go_on(runs, [("training", 0.1)], *overrides, slices=slices)
     two = ["strategy=ddp", "trainer.devices=2", "data.batch_size=1", f"hydra.run.dir={tmp_path / 'two'}"]
     runs.run(*RUN, *slices, *overrides, *two)
@@ -176,7 +185,7 @@ def test_a_mix_is_the_same_after_a_kill_and_by_two_processes(tmp_path: Path) -> 
 
 
 @pytest.mark.long
-def test_a_run_that_is_killed_twenty_times_comes_to_the_same(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_twenty_times_comes_to_the_same(warm: Warm, tmp_path: Path) -> None:
     """At random moments: of the start, of training and validation, of the writing of checkpoints."""
     rng = random.Random(0)
     moments = [("start", rng.uniform(0, 8)) for _ in range(4)]
@@ -184,13 +193,13 @@ def test_a_run_that_is_killed_twenty_times_comes_to_the_same(tmp_path: Path) -> 
     moments += [("writing", rng.uniform(0, 1)) for _ in range(8)]
     rng.shuffle(moments)
     overrides = ["trainer.max_steps=500", "trainer.save_every_n_steps=1", "data.num_workers=1"]
-    kill_and_go_on(Runs(tmp_path, drawing=True), moments, *overrides)
+    kill_and_go_on(Runs(tmp_path, warm, drawing=True), moments, *overrides)
 
 
 @pytest.mark.long
-def test_two_processes_that_are_killed_come_to_the_same(tmp_path: Path) -> None:
+def test_two_processes_that_are_killed_come_to_the_same(warm: Warm, tmp_path: Path) -> None:
     """Their launcher is killed, which ends them."""
     rng = random.Random(1)
     moments = [("training", rng.uniform(0, 2)) for _ in range(3)] + [("writing", rng.uniform(0, 1)) for _ in range(2)]
     overrides = ["trainer.max_steps=200", "trainer.save_every_n_steps=2", "strategy=ddp", "trainer.devices=2"]
-    kill_and_go_on(Runs(tmp_path, drawing=True), moments, *overrides, "data.batch_size=1")
+    kill_and_go_on(Runs(tmp_path, warm, drawing=True), moments, *overrides, "data.batch_size=1")

@@ -13,6 +13,8 @@ from omegaconf import OmegaConf
 
 from qnmixer.config.compose import compose
 
+from .warm import Warm
+
 pytestmark = [pytest.mark.slow]
 
 Start = Callable[..., Any]
@@ -31,11 +33,11 @@ def table(sweep: Path) -> list[dict[str, str]]:
 
 
 def test_jobs_of_several_processes_follow_each_other(
-    start: Start, tmp_path: Path, offline_runs: Callable[[Path], list[Any]]
+    start: Start, warm: Warm, tmp_path: Path, offline_runs: Callable[[Path], list[Any]]
 ) -> None:
     """Of two processes, of one and of two again: what Hydra and Lightning by themselves deadlock on."""
     sweep = ["-m", *DDP, "trainer.devices=2,1,2", "optimizer.lr=1e-3"]
-    code, stdout, stderr = start(*sweep, folder=None).outcome()
+    code, stdout, stderr = start(*sweep, folder=None, under=warm.under).outcome()
     assert (code, stderr) == (0, "")
     (folder,) = (tmp_path / "runs" / "sweeps").iterdir()
     assert folder.name.startswith("devices-")
@@ -54,9 +56,9 @@ def test_jobs_of_several_processes_follow_each_other(
         steps = [row["trainer/global_step"] for row in run.history if "train/loss" in row]
         assert steps == [1, 2, 3, 4]  # of one job, once
 
-    code, stdout, stderr = start(*sweep, folder=None).outcome()
+    code, stdout, stderr = start(*sweep, folder=None, under=warm.under).outcome()
     assert (code, stderr, stdout.count("done before")) == (0, "", 3)
-    assert len(offline_runs(folder)) == 3
+    assert len([*folder.rglob("offline-run-*/*.wandb")]) == 3
 
 
 @pytest.mark.long
@@ -81,10 +83,10 @@ def test_a_search_over_jobs_of_two_processes(start: Start, tmp_path: Path) -> No
 
 
 def test_a_bad_and_a_crashing_job_leave_the_others_alone(
-    start: Start, tmp_path: Path, offline_runs: Callable[[Path], list[Any]]
+    start: Start, warm: Warm, tmp_path: Path, offline_runs: Callable[[Path], list[Any]]
 ) -> None:
     sweep = ["-m", "logger=wandb", "optimizer.lr=abc,1e30,1e-3", "hydra.launcher.jobs_at_once=2"]
-    code, stdout, stderr = start(*sweep, "hydra.sweep.dir=sweep", folder=None).outcome()
+    code, stdout, stderr = start(*sweep, "hydra.sweep.dir=sweep", folder=None, under=warm.under).outcome()
     assert code == 1
     assert stderr.startswith("error: 2 of 3 jobs did not end well: 0, 1 (see sweep/sweep.md)")
     assert len(stderr.splitlines()) == 1
@@ -104,15 +106,18 @@ def test_a_bad_and_a_crashing_job_leave_the_others_alone(
 @pytest.mark.parametrize(
     ("number", "saving"),
     [
-        (signal.SIGINT, ["trainer.val_every_n_steps=1000", "trainer.save_every_n_steps=null"]),
-        pytest.param(signal.SIGKILL, ["trainer.val_every_n_steps=50"], marks=pytest.mark.long),
+        (
+            signal.SIGINT,
+            ["trainer.max_steps=100", "trainer.val_every_n_steps=1000", "trainer.save_every_n_steps=null"],
+        ),
+        pytest.param(signal.SIGKILL, ["trainer.max_steps=300", "trainer.val_every_n_steps=50"], marks=pytest.mark.long),
     ],
 )
 def test_a_sweep_that_is_stopped_leaves_nothing_and_goes_on(
-    start: Start, tmp_path: Path, number: signal.Signals, saving: list[str]
+    start: Start, warm: Warm, tmp_path: Path, number: signal.Signals, saving: list[str]
 ) -> None:
     """It goes on with the job that was running where that was, and with those that had not begun."""
-    sweep = ["-m", "seed=1,2", "trainer.max_steps=300", *saving, "hydra.sweep.dir=sweep"]
+    sweep = ["-m", "seed=1,2", *saving, "hydra.sweep.dir=sweep"]
     command = start(*sweep, folder=None)
     job = tmp_path / "sweep" / "0"
     command.wait_for(job / ("metrics.csv" if number == signal.SIGINT else "checkpoints/last.ckpt"))
@@ -126,7 +131,7 @@ def test_a_sweep_that_is_stopped_leaves_nothing_and_goes_on(
     else:
         assert (code, stopped["status"]) == (-number, "running")
 
-    code, stdout, stderr = start(*sweep, folder=None).outcome()
+    code, stdout, stderr = start(*sweep, folder=None, under=warm.under).outcome()
     assert (code, stderr) == (0, "")
     first, second = jobs(tmp_path / "sweep")
     assert [first["status"], second["status"]] == ["done", "done"]

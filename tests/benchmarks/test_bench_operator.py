@@ -1,18 +1,17 @@
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from ..warm import Warm
+
 
 @pytest.mark.slow
-def test_bench_measures_and_writes_what_it_shows(tmp_path: Path) -> None:
+def test_bench_measures_and_writes_what_it_shows(warm: Warm, tmp_path: Path) -> None:
     script = Path(__file__).with_name("bench_operator.py")
     path = tmp_path / "new folder" / "operator.json"
-    done = subprocess.run(
-        [sys.executable, script, "--views", "8", "--json", path], capture_output=True, text=True, check=True
-    )
+    done = warm.run(str(script), "--views", "8", "--json", str(path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     record = json.loads(path.read_text())
     rows = record["rows"]
     assert [(row["operator"], row["batch"]) for row in rows] == [

@@ -1,5 +1,4 @@
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -8,6 +7,8 @@ import torch
 
 from qnmixer.models import QNMixer
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
+
+from ..warm import Warm
 
 sys.path.insert(0, str(Path(__file__).parent))
 from plain_qn_mixer import PlainOperator, PlainQNMixer  # beside this file, where the benches run
@@ -44,10 +45,11 @@ def test_the_plain_network_computes_the_same(n_views: int) -> None:
 
 
 @pytest.mark.slow
-def test_bench_measures_and_writes_what_it_shows(tmp_path: Path) -> None:
+def test_bench_measures_and_writes_what_it_shows(warm: Warm, tmp_path: Path) -> None:
     script, path = Path(__file__).with_name("bench_step.py"), tmp_path / "new folder" / "step.json"
     short = ["--sizes", "16", "--iterations", "2", "--rounds", "1", "--variants", "keep", "recompute"]
-    done = subprocess.run([sys.executable, script, *short, "--json", path], capture_output=True, text=True, check=True)
+    done = warm.run(str(script), *short, "--json", str(path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     (found,) = json.loads(path.read_text())["sizes"]
     assert list(found["steps"]) == ["plain", "keep", "recompute", "keep, our additions"]
     assert found["steps"]["plain"]["times_as_fast"] == 1.0

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +36,7 @@ from qnmixer.data.sampler import EpochSampler
 from qnmixer.models.incept_mixer import InceptMixer
 
 from ..conftest import TINY_RUN, TinyConfig
+from ..warm import Warm
 
 NAMES = [
     "versions", "precision", "devices", "backend", "shared memory", "disk", "communication", "training", "gradients",
@@ -250,16 +249,14 @@ def test_what_is_tried_is_a_valid_run(tiny_config: TinyConfig, overrides: str) -
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("processes")
-def test_faults_of_single_ranks_are_found_and_named(tmp_path: Path) -> None:
+def test_faults_of_single_ranks_are_found_and_named(warm: Warm, tmp_path: Path) -> None:
     """A gradient that one rank does not reduce, a sample that one has twice, losses that one keeps with graphs."""
     plants = (
         "PLANTS = {'qnmixer.training.module': lambda m: (unreduced(m), leaking(m)), 'qnmixer.data.sampler': duplicated}"
     )
     environment = plant(tmp_path, UNREDUCED + LEAKING + DUPLICATED + plants)
-    command = [sys.executable, "-m", "qnmixer.doctor", *TINY_RUN, "strategy=ddp", "trainer.devices=2", "format=json"]
-    result = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **environment}, cwd=tmp_path, timeout=240
-    )
+    command = ["-m", "qnmixer.doctor", *TINY_RUN, "strategy=ddp", "trainer.devices=2", "format=json"]
+    result = warm.run(*command, env={**os.environ, **environment}, cwd=tmp_path)
     assert result.returncode == 1, result.stderr
     outcome: dict[str, Any] = json.loads(result.stdout)
     assert not outcome["ok"]

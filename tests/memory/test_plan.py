@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from qnmixer.optimization.optimizers import build_optimizer
 from qnmixer.parallel.stages import Stage, actions, ranges, survey
 from qnmixer.reconstructor import build_projector
 from qnmixer.training.module import ReconstructionModule
+
+from ..warm import Warm
 
 SMALL = [
     "data.image_size=32",
@@ -130,7 +133,7 @@ def test_real_tensors_count_as_torchs_allocator_counts_them() -> None:
 
 def test_the_footprint_of_a_known_network(planner: Planner) -> None:
     """Parts against their own definitions."""
-    config = config_of()
+    config = config_of("model.n_iterations=2")
     footprint = track_step(config, planner.projector)
     with without_data():
         from qnmixer.reconstructor import build_network
@@ -151,15 +154,15 @@ def test_short_steps_give_long_ones_within_half_a_percent(planner: Planner, over
 
 
 def test_growth_is_what_an_iteration_more_adds(planner: Planner) -> None:
-    config = config_of()
-    longer = track_step(override(config, "model.n_iterations=9"), planner.projector)
+    config = config_of("model.n_iterations=3")
+    longer = track_step(override(config, "model.n_iterations=4"), planner.projector)
     prediction = planner.predict(config)
     assert prediction.per_iteration == pytest.approx(longer.peak - prediction.footprint.peak, rel=0.01)
 
 
 def test_offloading_moves_what_it_saves(planner: Planner) -> None:
     """What leaves the device is found on the host."""
-    config = config_of("data.image_size=128 data.batch_size=2")
+    config = config_of("data.image_size=128 data.batch_size=2 model.n_iterations=3")
     planner = Planner(config)
     keep, offload = (track_step(override(config, f"memory={m}"), planner.projector) for m in ("keep", "offload"))
     assert keep.host == 0
@@ -222,10 +225,11 @@ def test_levers_say_what_they_save(planner: Planner) -> None:
 
 
 def test_a_run_fits_where_its_peak_is_usable(planner: Planner) -> None:
-    prediction = planner.predict(config_of())
-    plan = as_object(config_of(), prediction, ["1.066", "1.063"])
-    assert usable("1.063") < prediction.footprint.peak / MIB < usable("1.066")
-    assert plan["fits"] == {"1.066": True, "1.063": False}
+    config = config_of("model.n_iterations=3")
+    prediction = planner.predict(config)
+    plan = as_object(config, prediction, ["1.059", "1.056"])
+    assert usable("1.056") < prediction.footprint.peak / MIB < usable("1.059")
+    assert plan["fits"] == {"1.059": True, "1.056": False}
 
 
 def test_levers_that_a_run_does_not_allow_are_left_out(planner: Planner) -> None:
@@ -274,6 +278,7 @@ os._exit(0)
 
 
 def test_what_each_strategy_adds_to_one_device(planner: Planner) -> None:
+    @cache
     def of(overrides: str) -> Footprint:
         return track_step(config_of(f"model.n_iterations=2 {overrides}"), planner.projector)
 
@@ -398,13 +403,9 @@ def test_schedules_that_a_batch_does_not_allow_are_left_out() -> None:
     assert names == ["sequential", "gpipe", "1f1b"]
 
 
-def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "qnmixer.plan", *arguments], capture_output=True, text=True)
-
-
 @pytest.mark.slow
-def test_the_command_prints_one_object() -> None:
-    done = plan(*SMALL, "model.n_iterations=2", "format=json")
+def test_the_command_prints_one_object(warm: Warm, tmp_path: Path) -> None:
+    done = warm.run("-m", "qnmixer.plan", *SMALL, "model.n_iterations=2", "format=json", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     told = json.loads(done.stdout)
     assert {"parameters", "gradients", "optimizer", "activations"} <= set(told["parts"])
@@ -416,9 +417,9 @@ def test_the_command_prints_one_object() -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_the_command_prints_tables_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    done = plan(*SMALL, "model.n_iterations=4", "strategy=pipeline", "device=1.2")
+def test_the_command_prints_tables_and_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "qnmixer.plan", *SMALL, "model.n_iterations=4", "strategy=pipeline", "device=1.2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     of_a_pipeline = ["on 4 devices, assumed", "in flight", "sequential", "idle"]
     for word in ["recompute", "16-mixed, bf16-mixed", "batch 8", "adamw", "1.2", *of_a_pipeline]:
@@ -436,8 +437,8 @@ def test_the_command_prints_tables_and_leaves_nothing(tmp_path: Path, monkeypatc
     ],
 )
 @pytest.mark.slow
-def test_bad_input_is_one_line(overrides: list[str], message: str) -> None:
-    done = plan(*overrides)
+def test_bad_input_is_one_line(cold: Warm, tmp_path: Path, overrides: list[str], message: str) -> None:
+    done = cold.run("-m", "qnmixer.plan", *overrides, cwd=tmp_path)
     assert done.returncode == 1
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()

@@ -4,8 +4,6 @@ All in two groups of processes, since starting one takes longer than its trainin
 """
 
 import json
-import subprocess
-import sys
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,12 +16,14 @@ from qnmixer.config import parse, to_plain
 from qnmixer.config.compose import compose
 from qnmixer.processes.launch import launch
 
+from ..warm import Warm
+
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parity")]
 
 RANK = Path(__file__).with_name("parity_rank.py")
 TINY = (
     "data.image_size=16 geometry.n_views=8 geometry.n_detectors=24 geometry.detector_pitch=40 data.n_val=6 "
-    "data.n_test=5 evaluation.n_pictures=2 data.num_workers=0 trainer.accelerator=cpu logger=csv trainer.max_steps=10 "
+    "data.n_test=5 evaluation.n_pictures=2 data.num_workers=0 trainer.accelerator=cpu logger=csv trainer.max_steps=7 "
     "trainer.val_every_n_steps=100 trainer.log_every_n_steps=1 trainer.gradient_clip_val=0.01 noise=field "
     "optimizer.lr=1e-3"
 )
@@ -35,6 +35,7 @@ COMPETITORS = {
     "regformer": "model=regformer model.n_iterations=4 model.channels=6 model.window_size=4",
 }
 # 44 slices: with 16 a step, the third step of every epoch is a smaller one, of 12 slices, in 3 windows of 4.
+# Seven steps are two epochs, and the first step of another.
 WINDOWS = {1: "data.n_train=11 data.batch_size=4", 4: "data.n_train=44 data.batch_size=4"}
 DEVICES = "trainer.devices=4 data.batch_size=1"
 STRATEGIES = {
@@ -83,7 +84,7 @@ class Task(NamedTuple):
     model: str = MODEL
 
 
-def run(folder: Path, n_processes: int, tasks: list[Task]) -> dict[str, list[dict[str, Any]]]:
+def run(folder: Path, n_processes: int, tasks: list[Task], warm: Warm) -> dict[str, list[dict[str, Any]]]:
     """What each rank recorded of each task."""
     job = []
     for task in tasks:
@@ -102,7 +103,8 @@ def run(folder: Path, n_processes: int, tasks: list[Task]) -> dict[str, list[dic
     path = folder / f"job_{n_processes}.json"
     path.write_text(json.dumps(job))
     if n_processes == 1:
-        subprocess.run([sys.executable, str(RANK), str(path)], check=True)
+        done = warm.run(str(RANK), str(path), cwd=folder, timeout=900)
+        assert done.returncode == 0, done.stderr
     else:
         launch([str(RANK), str(path)], n_processes)
     return {
@@ -178,12 +180,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def recorded(folder: Path, request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
+def recorded(folder: Path, warm: Warm, request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
     """What every rank recorded, by task; of those that are long, where they are asked for."""
     one, four, last, _ = tasks()
     if "not long" in request.config.option.markexpr:
         four, last = ([task for task in its if task.name not in LONG] for its in (four, last))
-    return run(folder, 1, one) | run(folder, 4, four) | run(folder, 1, last)
+    return run(folder, 1, one, warm) | run(folder, 4, four, warm) | run(folder, 1, last, warm)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in LONG)) for n in tasks()[3]])

@@ -1,4 +1,4 @@
-"""Memory while a network trains: in the metrics at each step, of one whole step, and a warning when it leaks."""
+"""Memory during training: in the metrics at each step, of one whole step, and a warning about a leak."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -54,7 +54,7 @@ class MemoryMonitor(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
-        """Begin the peak of an optimizer step; with accumulation that is not every batch."""
+        """Reset the peak at the start of an optimizer step, which may take several batches."""
         if self._between_steps:
             self._between_steps = False
             reset_peak(pl_module.device)
@@ -66,7 +66,7 @@ class MemoryMonitor(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
-        """Log, and look for a leak, where the batch ended an optimizer step."""
+        """Log, and look for a leak, if the batch ended an optimizer step."""
         if trainer.global_step == self._global_step:
             return
         self._tracking.close()
@@ -95,10 +95,10 @@ class MemoryMonitor(Callback):
         self._tracking.close()
 
     def record(self, before: dict[str, float | None] | None = None) -> dict[str, float | None]:
-        """What results.json keeps, MiB: `measured_step`, the memory of a step.
+        """The entry for results.json: `measured_step`, the memory of a step in MiB.
 
         Args:
-            before: what results.json has of a run that was resumed, maybe for no step more.
+            before: the same from before the run was resumed; a resumed run may train no further step.
         """
         return {"measured_step": self.measured_mib or (before or {}).get("measured_step")}
 
@@ -118,4 +118,4 @@ class MemoryMonitor(Callback):
 def _shows_tensors(module: L.LightningModule) -> bool:
     """Whether the tracker sees a run's tensors: fsdp frees storages behind its back, compiled code makes its own."""
     config = getattr(module, "config", None)
-    return isinstance(config, Config) and config.strategy.name != "fsdp" and not config.compile
+    return isinstance(config, Config) and config.strategy.planned_as != "shards" and not config.compile

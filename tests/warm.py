@@ -1,0 +1,212 @@
+"""A Python that has loaded its libraries and forks for each command: to load them takes longer than most commands.
+
+`Warm` starts it and runs commands by it, each in a process of its own, in the folder and with the environment, the
+output and the exit code that `python ARGUMENTS` has. What such a command starts by `sys.executable` is forked too, but
+for the ranks of a run. Other than of a real command, its parent is not who asked for it, it gets no signals, /proc
+knows nothing of its environment, and there is no sitecustomize: what these decide is tested by real commands.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+COMMANDS = ["train", "evaluate", "reconstruct", "compare", "export", "plan", "doctor"]
+"""Each is run as a file of its own, so only what it imports is loaded beforehand, and what these import late."""
+
+# In place of Python, for who starts one by its path. A rank looks after its parent, so that is a real one.
+PYTHON = """#!{python} -IS
+import json, os, signal, socket, sys
+if "TORCHELASTIC_RUN_ID" in os.environ:
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+socket.send_fds(server, [b" "], [0, 1, 2])
+server.sendall(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode() + b"\\n")
+code = json.loads(server.makefile().readline())[0]
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+sys.exit(code)
+"""
+
+
+@dataclass
+class Done:
+    """How a command ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+    """Of CPU, with those of what it has waited for."""
+
+
+class Warm:
+    """A server for commands, which ends with its `with`, or when this process does.
+
+    Args:
+        folder: for its socket, and `python`, by which commands start others.
+        preload: modules to import.
+    """
+
+    def __init__(self, folder: Path, *preload: str) -> None:
+        self.address, self.python = str(folder / "socket"), folder / "python"
+        self.python.write_text(PYTHON.format(python=sys.executable, address=self.address))
+        self.python.chmod(0o755)
+        command = [sys.executable, __file__, str(os.getpid()), self.address, str(self.python), *preload]
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        assert self.process.stdout is not None
+        self.seconds = float(self.process.stdout.readline())
+        """Of CPU that it took to load what commands are spared to load."""
+
+    @property
+    def under(self) -> tuple[str, ...]:
+        """For the fixture `start`."""
+        return (str(self.python),)
+
+    def __enter__(self) -> "Warm":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        self.process.communicate()
+
+    def run(self, *arguments: str, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 300) -> Done:
+        """`python *arguments` in this folder; env=None: in the environment of this process."""
+        with (
+            tempfile.TemporaryFile() as stdout,
+            tempfile.TemporaryFile() as stderr,
+            open(os.devnull, "rb") as stdin,
+            socket.socket(socket.AF_UNIX) as server,
+        ):
+            server.settimeout(timeout)
+            server.connect(self.address)
+            socket.send_fds(server, [b" "], [stdin.fileno(), stdout.fileno(), stderr.fileno()])
+            environment = dict(os.environ if env is None else env)
+            server.sendall(json.dumps([arguments, str(cwd), environment]).encode() + b"\n")
+            with server.makefile() as answer:
+                code, seconds = json.loads(answer.readline())
+            return Done(code, _text(stdout), _text(stderr), seconds)
+
+
+def _text(file: BinaryIO) -> str:
+    file.seek(0)
+    return file.read().decode()
+
+
+def serve(address: str) -> list[str]:
+    """Fork for each request, without end; returns the arguments of Python in each process that is to run them."""
+    signal.signal(signal.SIGCHLD, _reap)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        print(_seconds(resource.RUSAGE_SELF), flush=True)
+        while True:
+            client, _ = listener.accept()
+            if os.fork() == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                listener.close()
+                return _attend(client)
+            client.close()
+
+
+def _attend(client: socket.socket) -> list[str]:
+    """Watch one command, and tell how it ended; in the process of the command: become it, and return its arguments."""
+    text, descriptors, _, _ = socket.recv_fds(client, 2**16, 3)
+    while not text.endswith(b"\n"):
+        text += client.recv(2**16)
+    arguments, folder, environment = json.loads(text)
+    watcher = os.getpid()
+    if (command := os.fork()) == 0:
+        client.close()
+        _die_with(watcher)
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        return arguments
+    for descriptor in descriptors:
+        os.close(descriptor)
+    ended = os.pidfd_open(command)
+    if ended not in select.select([ended, client], [], [])[0]:  # who asked for it has gone
+        os.kill(command, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(command, 0)[1])
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        client.sendall(json.dumps([code, _seconds(resource.RUSAGE_CHILDREN)]).encode() + b"\n")
+    os._exit(0)
+
+
+def _reap(*_: object) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _seconds(who: int) -> float:
+    usage = resource.getrusage(who)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _die_with(parent: int) -> None:
+    from qnmixer.processes.ranks import die_with_parent
+
+    die_with_parent(parent)
+
+
+def _preload(modules: list[str]) -> None:
+    """Import them, and what the commands import; the commands themselves are imported anew by who runs or asks them."""
+    import gc
+    import importlib
+
+    import qnmixer
+
+    for name in modules:
+        importlib.import_module(name)
+    for name in COMMANDS:
+        importlib.import_module(f"qnmixer.{name}")
+        del sys.modules[f"qnmixer.{name}"]
+        delattr(qnmixer, name)
+    gc.freeze()
+
+
+def _become(arguments: list[str]) -> None:
+    """What Python does with these arguments, of which the first is -m, -c or a file."""
+    path = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    sys.path[:0] = [os.path.abspath(part) for part in path if part not in sys.path]
+    match arguments:
+        case ["-m", module, *rest]:
+            sys.path.insert(0, os.getcwd())
+            sys.argv = [module, *rest]
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        case ["-c", code, *rest]:
+            sys.path.insert(0, "")
+            sys.argv = ["-c", *rest]
+            exec(code, {"__name__": "__main__"})
+        case [file, *rest]:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(file)))
+            sys.argv = [file, *rest]
+            runpy.run_path(file, run_name="__main__")
+
+
+if __name__ == "__main__":
+    owner, address, python, *modules = sys.argv[1:]
+    del sys.path[0]  # this folder, for this file
+    _die_with(int(owner))
+    _preload(modules)
+    todo = serve(address)
+    sys.executable = python
+    _become(todo)
