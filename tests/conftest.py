@@ -27,9 +27,6 @@ import torch
 
 from qnmixer.config import Config, parse
 from qnmixer.config.compose import compose
-from qnmixer.memory import plan
-from qnmixer.memory.footprint import Footprint
-from qnmixer.physics import FanBeamProjector
 from qnmixer.training.module import ReconstructionModule
 
 from .warm import Warm
@@ -102,27 +99,6 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
 def one_thread() -> None:
     """Tests share the cores with each other."""
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session")
-def _plans() -> dict[str, Footprint]:
-    return {}
-
-
-@pytest.fixture
-def plans_are_kept(_plans: dict[str, Footprint], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory that a training step takes, which each run asks for at its start, is worked out once a config."""
-    track_step = plan.track_step
-
-    def kept(config: Config, projector: FanBeamProjector) -> Footprint:
-        trainer, data = config.trainer, config.data
-        key = repr((config.model, config.loss, config.optimizer, config.memory, config.strategy, projector.geometry))
-        key += f"{trainer.precision} {trainer.accumulate_grad_batches} {data.image_size} {data.batch_size}"
-        if key not in _plans:
-            _plans[key] = track_step(config, projector)
-        return _plans[key]
-
-    monkeypatch.setattr(plan, "track_step", kept)
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,7 @@ from qnmixer.training.module import ReconstructionModule
 
 from .warm import Done, Warm
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("commands"), pytest.mark.usefixtures("plans_are_kept")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("commands")]
 
 COMMANDS: dict[str, Any] = {
     "train": (train, parse),

@@ -150,7 +150,6 @@ def test_the_table_of_levers_is_what_the_plan_says() -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("readme")
-@pytest.mark.usefixtures("plans_are_kept")
 @pytest.mark.parametrize("command", [marked(command) for command in readme_commands()])
 def test_command(command: str, place: Path, warm: Warm) -> None:
     run(command, place, warm)

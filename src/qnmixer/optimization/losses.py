@@ -61,6 +61,6 @@ def l1(image: Tensor, truth: Tensor) -> Tensor:
 
 def ssim_mix(image: Tensor, truth: Tensor, ssim_weight: float) -> Tensor:
     """(1 − weight) · L1 + weight · (1 − SSIM)."""
-    from qnmixer.optimization.metrics import ssim  # torchmetrics takes seconds to import, and a plan needs none
+    from qnmixer.optimization.metrics import ssim  # takes a second to import, and most plans need no SSIM
 
     return (1 - ssim_weight) * l1(image, truth) + ssim_weight * (1 - ssim(image, truth))

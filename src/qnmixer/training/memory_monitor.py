@@ -95,10 +95,10 @@ class MemoryMonitor(Callback):
         self._tracking.close()
 
     def record(self, before: dict[str, float | None] | None = None) -> dict[str, float | None]:
-        """The entry for results.json, in MiB: `measured_step`, the memory of a step.
+        """The entry for results.json: `measured_step`, the memory of a step in MiB.
 
         Args:
-            before: what results.json has of a run that was resumed, maybe for no step more.
+            before: the same from before the run was resumed; a resumed run may train no further step.
         """
         return {"measured_step": self.measured_mib or (before or {}).get("measured_step")}
 
@@ -118,4 +118,4 @@ class MemoryMonitor(Callback):
 def _shows_tensors(module: L.LightningModule) -> bool:
     """Whether the tracker sees a run's tensors: fsdp frees storages behind its back, compiled code makes its own."""
     config = getattr(module, "config", None)
-    return isinstance(config, Config) and config.strategy.name != "fsdp" and not config.compile
+    return isinstance(config, Config) and config.strategy.planned_as != "shards" and not config.compile
