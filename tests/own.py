@@ -1,7 +1,10 @@
 """Options of one's own, one of each group, as a user writes them into a file: see tests/test_own.py."""
 
+from pathlib import Path
+
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from qnmixer.models import UnrolledNetwork
@@ -82,3 +85,11 @@ class MySlices:
 
     def load(self, index):
         return np.full((20, 30), 10.0 * index + self.year - 2016)
+
+
+class Counting(Callback):
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_end(self, trainer, pl_module):
+        Path(f"{self.path}.{trainer.global_rank}").write_text(str(trainer.global_step))

@@ -30,9 +30,9 @@ from qnmixer.data.phantoms import phantom
 from qnmixer.evaluate import evaluate
 from qnmixer.inference.writers import write_dicom
 from qnmixer.physics import FanBeamProjector
+from qnmixer.physics.noise import attenuation_per_value
 from qnmixer.reconstruct import reconstruct
-from qnmixer.reconstructor import attenuation_per_value
-from qnmixer.tracking.resume import continued
+from qnmixer.tracking.resume import resume_overrides
 from qnmixer.train import train
 from qnmixer.training.module import ReconstructionModule
 
@@ -85,7 +85,7 @@ def run(name: str, *arguments: str) -> Outcome:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.delenv(cli.TRACEBACK, raising=False)
         try:
-            cli.run(*COMMANDS[name], name, complete=continued if name == "train" else list)
+            cli.run(*COMMANDS[name], name, complete=resume_overrides if name == "train" else list)
         except SystemExit as stop:
             code = int(stop.code or 0)
     return Outcome(code, stdout.getvalue(), stderr.getvalue())
@@ -601,7 +601,9 @@ def measured(noise_free: Path) -> Measured:
     x = torch.from_numpy((np.clip(hu, -1000, 2000) + 1000) / 3000)[:, None].float()
     y = module.projector(x)
     return Measured(
-        y[:, 0].numpy(), [hu_of(module, y[k : k + 1]) for k in range(2)], attenuation_per_value(module.config, 0.0192)
+        y[:, 0].numpy(),
+        [hu_of(module, y[k : k + 1]) for k in range(2)],
+        attenuation_per_value(0.0192, module.config.data.hu_max),
     )
 
 

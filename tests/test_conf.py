@@ -1,18 +1,20 @@
-from dataclasses import MISSING, fields
+import ast
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from qnmixer.config import GROUPS, parse, parse_evaluate, parse_reconstruct
+from qnmixer.config import GROUPS, options, parse, parse_evaluate, parse_reconstruct
 from qnmixer.config.compose import CONF, compose
-from qnmixer.config.data import AsTrained, CustomData, DeepLesionData, DicomData, NumpyData, PhantomData
+from qnmixer.config.data import AsTrained
+from qnmixer.config.target import _SCHEMAS, values_of_option
 
 FILES = sorted(CONF.rglob("*.yaml"))
 ONLY_FOR_EVALUATE = {"as_trained"}
-ONLY_INCLUDED = {("data", "_folder"), ("data", "_common")}
+ONLY_INCLUDED = {("data", "_common"), ("data", "_folder")}
+TARGETS = ("model", "data", "loss", "noise", "optimizer", "schedule")
+LISTS = (ast.Dict, ast.List, ast.Set, ast.Tuple)
 TRAINING_GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "experiment")
 OPTIONS = [
     (group, path.stem)
@@ -72,30 +74,33 @@ def test_every_experiment_composes_and_parses(experiment: str) -> None:
 def test_the_command_line_wins_over_an_experiment(experiment: str) -> None:
     overrides = with_root([f"experiment={experiment}", "trainer.max_steps=3", "seed=5", "logger=csv", "noise=physical"])
     values = compose("train", overrides)
-    assert (values.trainer.max_steps, values.seed, values.logger.name, values.noise.name) == (3, 5, "csv", "physical")
+    assert (values.trainer.max_steps, values.seed, list(values.logger)) == (3, 5, ["csv"])
+    assert values.noise._target_ == "qnmixer.physics.PhysicalNoise"
+
+
+@pytest.mark.parametrize(("group", "option"), [pair for pair in OPTIONS if pair[0] in TARGETS], ids=str)
+def test_options_open_with_their_target(group: str, option: str) -> None:
+    lines = [line for line in (CONF / group / f"{option}.yaml").read_text().splitlines() if not line.startswith("#")]
+    assert lines[0].startswith("_target_: ")
+    assert not any(line.startswith("name:") for line in lines)
 
 
 def test_every_schema_can_be_chosen() -> None:
-    files = {(group, option): OmegaConf.load(CONF / group / f"{option}.yaml") for group, option in OPTIONS}
-    chosen = {(group, values.get("name") or values.get(group, {}).get("name")) for (group, _), values in files.items()}
-    schemas = {(group, name) for group, names in GROUPS.items() for name in names}
-    assert {pair for pair in chosen if pair[0] in GROUPS and pair[1]} == schemas
+    named = {str(values_of_option(group, option)["_target_"]) for group, option in OPTIONS if group in TARGETS}
+    assert _SCHEMAS.keys() <= named
+    chosen = {(group, values_of_option(group, option).get("name")) for group, option in OPTIONS}
+    assert {(group, name) for group, names in GROUPS.items() for name in names} <= chosen
 
 
-@pytest.mark.parametrize(
-    "schema", [PhantomData, DicomData, DeepLesionData, NumpyData, CustomData], ids=lambda s: s.__name__
-)
-def test_data_files_repeat_the_defaults_of_the_dataclasses(schema: Any) -> None:
-    name = schema.name
-    values = OmegaConf.to_container(compose("train", with_root([f"data={name}"])).data, throw_on_missing=False)
-    assert isinstance(values, dict)
-    assert set(values) == {field.name for field in fields(schema)} - {"arguments"}
-    for field in fields(schema):
-        if field.name in ("root", "seed", "_target_", "arguments"):
-            continue
-        default = field.default_factory() if field.default is MISSING else field.default  # type: ignore[misc]  # has one
-        assert values[field.name] == default, f"{name}.{field.name}"
-        assert type(values[field.name]) is type(default), f"{name}.{field.name}"
+def test_config_and_cli_list_no_options_of_a_group() -> None:
+    for room in ("config", "cli"):
+        for path in (CONF.parent / "src" / "qnmixer" / room).glob("*.py"):
+            lists = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, LISTS)]
+            for node in lists:
+                keys = node.keys if isinstance(node, ast.Dict) else node.elts
+                words = {key.value for key in keys if isinstance(key, ast.Constant)}
+                for group in TARGETS:
+                    assert len(words & {*options(group)}) < 2, f"{path}:{node.lineno} lists options of {group}"
 
 
 @pytest.mark.parametrize(("data", "noise"), list(product(["as_trained", "phantoms", "dicom"], ["as_trained", "field"])))

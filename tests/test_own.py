@@ -27,6 +27,15 @@ OWN = [
     "model=custom", "model._target_=own.MyNetwork", "+model.width=12",
     "data=custom", "data._target_=own.MySlices", "+data.year=2016",
 ]  # fmt: skip
+FILES = {
+    "loss/huber": "_target_: own.huber\ndelta: 0.1",
+    "optimizer/lion": "_target_: own.Lion\nlr: 1.0e-3\nweight_decay: 0.0\nstep_size_lr_factor: 10.0\nbeta: 0.95",
+    "schedule/triangle": "_target_: own.triangle\nwarmup: 0.0\npeak: 0.3",
+    "noise/speckle": "_target_: own.Speckle\nstrength: 0.1",
+    "model/mine": "_target_: own.MyNetwork\nn_iterations: 2\nchannels: 4\nwidth: 12",
+    "data/mine": "_target_: own.MySlices\ndefaults: [_common]\nyear: 2016",
+}
+CHOSEN = [name.replace("/", "=") for name in FILES]
 SMALL = [
     "data.image_size=16", "geometry.n_views=8", "geometry.n_detectors=24", "geometry.detector_pitch=40",
     "model.n_iterations=2", "model.channels=4", "data.num_workers=0", "data.batch_size=2",
@@ -60,10 +69,16 @@ def command(warm: Warm, here: Path) -> Callable[..., Done]:
     return lambda name, *words: warm.run("-m", f"qnmixer.{name}", *words, cwd=here, env=environment())
 
 
+@pytest.fixture
+def command_there(warm: Warm, with_configs: Path) -> Callable[..., Done]:
+    """command_there(name, *words): as `command`, in the folder that has config files too."""
+    return lambda name, *words: warm.run("-m", f"qnmixer.{name}", *words, cwd=with_configs, env=environment())
+
+
 def test_all_of_it_is_used(here: Path) -> None:
     checkpoint = torch.load(here / "run" / "checkpoints" / "last.ckpt", weights_only=True)
     config = checkpoint[CHECKPOINT_KEY]["config"]
-    assert config["loss"] == {"name": "custom", "_target_": "own.huber", "delta": 0.1}
+    assert config["loss"] == {"_target_": "own.huber", "delta": 0.1}
     assert config["model"]["width"] == 12
     assert to_plain(parse_file(config)) == config
     assert all(name.startswith("network.") for name in checkpoint["state_dict"])
@@ -92,11 +107,11 @@ def test_it_is_resumed_and_exported_where_its_code_is_trusted(here: Path, comman
     exported = command("export", "run=run", "output=a.safetensors", "trust=own")
     assert exported.returncode == 0, exported.stderr
     card = (here / "a.md").read_text()
-    assert "| loss | custom: _target_ own.huber, delta 0.1 |" in card
+    assert "| loss | own.huber: delta 0.1 |" in card
     assert "qnmixer.reconstruct run=a.safetensors trust=own" in card
 
 
-def test_a_sweep_of_it(here: Path) -> None:
+def test_a_sweep_of_it(here: Path, command: Callable[..., Done]) -> None:
     own = ["+schedule.peak=0.3,0.6" if word == "+schedule.peak=0.3" else word for word in OWN]
     sweep = ["-m", *SMALL, *own, "trainer.max_steps=2", "hydra.sweep.dir=sweep"]
     done = real(here, "train", *sweep)
@@ -104,11 +119,29 @@ def test_a_sweep_of_it(here: Path) -> None:
     rows = list(csv.DictReader((here / "sweep" / "sweep.csv").open()))
     assert [(row["schedule.peak"], row["status"]) for row in rows] == [("0.3", "done"), ("0.6", "done")]
 
+    assert "add trust=own" in command("compare", "sweep=sweep").stderr
+    compared = command("compare", "sweep=sweep", "trust=own", "tests=[as_trained]", "evaluation.tv_iterations=2")
+    assert compared.returncode == 0, compared.stderr
+    table = (here / "sweep" / "comparison" / "comparison.md").read_text()
+    assert all(f"| peak={peak} | 1 |" in table for peak in (0.3, 0.6))
+
 
 def test_it_is_planned(command: Callable[..., Done]) -> None:
     planned = command("plan", *SMALL, *OWN, "format=json", "device=24")
     assert planned.returncode == 0, planned.stderr
     assert json.loads(planned.stdout)["peak_mib"] > 0
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.long), "pipeline"])
+def test_over_two_processes(here: Path, command: Callable[..., Done], strategy: str) -> None:
+    callback = ["+callbacks.mine._target_=own.Counting", f"+callbacks.mine.path={strategy}.txt"]
+    over = [f"strategy={strategy}", "trainer.devices=2", "trainer.max_steps=2", f"hydra.run.dir={strategy}"]
+    done = command("train", *SMALL, *OWN, *over, *callback)
+    assert done.returncode == 0, done.stderr
+    assert [(here / f"{strategy}.txt.{rank}").read_text() for rank in (0, 1)] == ["2", "2"]
+    checkpoint = torch.load(here / strategy / "checkpoints" / "last.ckpt", weights_only=True)
+    alone = torch.load(here / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert checkpoint["state_dict"].keys() == alone["state_dict"].keys()
 
 
 @pytest.mark.parametrize(
@@ -119,7 +152,7 @@ def test_it_is_planned(command: Callable[..., Done]) -> None:
         (["+loss.delat=3"], "loss.delat: own.huber does not take it, only delta"),
         (["schedule._target_=own.Lion"], "schedule._target_=own.Lion is not a function (step, n_steps)"),
         (["model.target=own.MyNetwork"], "unknown key model.target: did you mean model._target_?"),
-        (["loss.beta=1"], "unknown key loss.beta: did you mean loss.name? An argument of your own takes a plus: +"),
+        (["loss.beta=1"], "unknown key loss.beta: did you mean loss._target_? An argument of your own takes a plus: +"),
         (["+loss.delta=1"], "loss.delta is there already: leave out the + before it"),
     ],
 )
@@ -128,3 +161,56 @@ def test_errors_are_one_line(command: Callable[..., Done], words: list[str], mes
     assert refused.returncode == 1
     (line,) = refused.stderr.splitlines()
     assert line.startswith(f"error: {message}")
+
+
+@pytest.fixture(scope="module")
+def with_configs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one file of code, one config file for each group, and a run of two steps of them."""
+    folder = tmp_path_factory.mktemp("configs")
+    shutil.copy(Path(__file__).with_name("own.py"), folder)
+    for name, text in FILES.items():
+        path = folder / "my_conf" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    words = ["--config-dir", "my_conf", *CHOSEN, *SMALL, "trainer.max_steps=2", "hydra.run.dir=run"]
+    done = real(folder, "train", *words)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_config_files_of_ones_own_are_options_like_others(
+    with_configs: Path, command_there: Callable[..., Done]
+) -> None:
+    checkpoint = torch.load(with_configs / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    config = checkpoint[CHECKPOINT_KEY]["config"]
+    assert config["loss"] == {"_target_": "own.huber", "delta": 0.1}
+    assert (config["data"]["year"], config["data"]["hu_max"]) == (2016, 2000.0)
+    assert {group["beta"] for group in checkpoint["optimizer_states"][0]["param_groups"]} == {0.95}
+    misspelt = command_there("train", "--config-dir=my_conf", *CHOSEN, "loss.delat=3")
+    assert misspelt.returncode == 1
+    assert misspelt.stderr.startswith("error: unknown key loss.delat: ")
+    nowhere = command_there("train", "--config-dir", "my_cnf")
+    assert nowhere.stderr.startswith("error: there is no folder of configs at my_cnf")
+
+
+def test_a_run_of_ones_own_configs_is_resumed_with_them(with_configs: Path, command_there: Callable[..., Done]) -> None:
+    longer = ["resume=run", "trainer.max_steps=3"]
+    forgotten = command_there("train", *longer)
+    assert forgotten.returncode == 1
+    assert forgotten.stderr.startswith("error: a config of run names ")
+    assert "add trust=own" in forgotten.stderr
+    resumed = command_there("train", *longer, "trust=own")
+    assert resumed.returncode == 0, resumed.stderr
+    assert json.loads((with_configs / "run" / "results.json").read_text())["steps"] == 3
+    assert "add trust=own" in command_there("evaluate", "run=run").stderr
+    words = ["run=run", "trust=own", "data=mine", "--config-dir=my_conf", "hydra.run.dir=evaluated"]
+    evaluated = command_there("evaluate", *words)
+    assert evaluated.returncode == 0, evaluated.stderr
+
+
+def test_a_sweep_with_ones_own_configs(with_configs: Path, command_there: Callable[..., Done]) -> None:
+    words = ["-m", "--config-dir", "my_conf", *SMALL, "loss=huber,mse", "trainer.max_steps=1", "hydra.sweep.dir=sweep"]
+    done = command_there("train", *words)
+    assert done.returncode == 0, done.stderr
+    rows = list(csv.DictReader((with_configs / "sweep" / "sweep.csv").open()))
+    assert [(row["loss"], row["status"]) for row in rows] == [("huber", "done"), ("mse", "done")]

@@ -33,6 +33,7 @@ class ProcessLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run these jobs, and wait for all of them."""
+        from qnmixer.config.search_path import search_path_in
         from qnmixer.errors import ConfigError
         from qnmixer.sweeps.jobs import Job, run_jobs  # only here: Hydra loads this file for every command
         from qnmixer.sweeps.sweep import place_jobs
@@ -40,12 +41,15 @@ class ProcessLauncher(Launcher):
 
         if self.jobs_at_once is not None and (not isinstance(self.jobs_at_once, int) or self.jobs_at_once < 1):
             raise ConfigError(f"hydra.launcher.jobs_at_once={self.jobs_at_once} is no number of jobs: give 1 or more")
+        where = search_path_in([*self.config.hydra.overrides.hydra])
         configs = []
         for number, overrides in enumerate(job_overrides, initial_job_idx):
             config = self.context.config_loader.load_sweep_config(self.config, list(overrides))
             config.hydra.job.num = number
             configs.append(config)
-        names = [(list(its), config.hydra.sweep.subdir) for its, config in zip(job_overrides, configs, strict=True)]
+        names = [
+            ([*where, *its], config.hydra.sweep.subdir) for its, config in zip(job_overrides, configs, strict=True)
+        ]
         folders = place_jobs(Path(self.config.hydra.sweep.dir), names)
         jobs = [
             Job(folder, overrides, OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))

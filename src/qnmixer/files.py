@@ -55,7 +55,7 @@ def write_text(path: Path, text: str) -> None:
 def replace(new: Path, path: Path) -> None:
     """Put a file or folder in the place of another, of either kind.
 
-    Where there is a folder this takes two steps, and between them only the one before is there, as `whole` knows it.
+    A folder is replaced in two steps. Between them only `path.before` exists, which `newest_complete` returns.
     """
     before = path.with_name(path.name + BEFORE_SUFFIX)
     if path.is_dir() or (new.is_dir() and path.exists()):
@@ -65,8 +65,8 @@ def replace(new: Path, path: Path) -> None:
     remove(before)
 
 
-def whole(path: Path) -> Path:
-    """Where that which `replace` puts at path is, also when a process was killed in the middle of it."""
+def newest_complete(path: Path) -> Path:
+    """The newest complete version: `path`, or `path.before` if a process was killed inside `replace`."""
     before = path.with_name(path.name + BEFORE_SUFFIX)
     return before if before.exists() and not path.exists() else path
 

@@ -1,4 +1,4 @@
-"""Classes and functions of a user's own, named in a config as `module.name`: of an installed package or a file here.
+"""Classes and functions that a config names as `module.name`: of this package, of an installed one or of a file here.
 
 A checkpoint names them too, and brings no code along: what is run is this machine's, and only what is the kind that is
 asked for.
@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from qnmixer.errors import PluginError, first_line
 
@@ -22,6 +22,17 @@ class Kind:
 
     what: str
     fits: Callable[[Any], bool]
+
+
+class Section(Protocol):
+    """A section of the config that names a target, see `qnmixer.config.target.Target`."""
+
+    group: ClassVar[str]
+    _target_: str
+
+    def keywords(self) -> dict[str, Any]:
+        """What the target is called with by name."""
+        ...
 
 
 def subclass_of(base: type, name: str, but: str = "") -> Kind:
@@ -100,8 +111,25 @@ def load_plugin(key: str, target: str, kind: Kind) -> Any:
     return found
 
 
+def build(section: Section, kind: Kind, *args: Any, offered: Mapping[str, Any] | None = None, **ours: Any) -> Any:
+    """What a section of the config names, built from its keys: as `make_plugin`, which says what is raised."""
+    key, keywords = f"{section.group}._target_", section.keywords()
+    return make_plugin(key, section._target_, kind, *args, arguments=keywords, offered=offered, **ours)
+
+
+def load(section: Section, kind: Kind) -> Any:
+    """The class or function that a section of the config names, as `load_plugin` has it."""
+    return load_plugin(f"{section.group}._target_", section._target_, kind)
+
+
 def make_plugin(
-    key: str, target: str, kind: Kind, *args: Any, arguments: Mapping[str, Any] | None = None, **ours: Any
+    key: str,
+    target: str,
+    kind: Kind,
+    *args: Any,
+    arguments: Mapping[str, Any] | None = None,
+    offered: Mapping[str, Any] | None = None,
+    **ours: Any,
 ) -> Any:
     """An object of the class that `key=target` names.
 
@@ -109,12 +137,23 @@ def make_plugin(
         key, target, kind: as in `load_plugin`.
         args, ours: what this program gives to every class of the kind.
         arguments: the user's own, from the same section of the config.
+        offered: what this program gives to those classes that take it, by its name.
 
     Raises PluginError where the class does not take them.
     """
     cls = load_plugin(key, target, kind)
+    ours |= taken(cls, {name: value for name, value in (offered or {}).items() if name not in (arguments or {})})
     check_call(key, target, cls, args, ours, arguments or {})
     return cls(*args, **ours, **(arguments or {}))
+
+
+def taken(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what is offered, what a function or class has a parameter for."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some that are written in C have none
+        return {}
+    return {name: value for name, value in offered.items() if name in parameters}
 
 
 def check_call(

@@ -1,4 +1,4 @@
-"""A network with its scan and its noise, from a checked config: the one place that knows which class a name stands for.
+"""A network with its scan and its noise, from a checked config.
 
 Plain torch: training, evaluation, inference and the plan are built on it.
 """
@@ -10,53 +10,23 @@ from typing import Any, NotRequired, TypedDict
 import torch
 from torch import Tensor, nn
 
-from qnmixer.config import (
-    Config,
-    CustomConfig,
-    CustomNoiseConfig,
-    FieldNoiseConfig,
-    MixedNoiseConfig,
-    NoNoiseConfig,
-    PhysicalNoiseConfig,
-    QNMixerConfig,
-)
-from qnmixer.errors import ConfigError, GeometryError, PluginError
-from qnmixer.models import (
-    FBP,
-    LEARN,
-    FBPConvNet,
-    LearnedPrimalDual,
-    QNMixer,
-    RegFormer,
-    TotalVariation,
-    UnrolledNetwork,
-)
-from qnmixer.physics import FanBeamGeometry, FanBeamProjector
-from qnmixer.physics.noise import FieldNoise, KeyedNoise, MixedNoise, Noise, NoNoise, PhysicalNoise
+from qnmixer.config import Config, LearnedConfig
+from qnmixer.errors import GeometryError, PluginError
+from qnmixer.models import UnrolledNetwork
+from qnmixer.physics import FanBeamGeometry, FanBeamProjector, KeyedNoise, Noise
 from qnmixer.physics.rays import system_matrix
 from qnmixer.physics.scan import ScanMatrix
 from qnmixer.physics.sparse import apply_linear
-from qnmixer.plugins import load_plugin, make_plugin, subclass_of
-
-NETWORKS: dict[str, Any] = {
-    "qn_mixer": QNMixer,
-    "fbp": FBP,
-    "tv": TotalVariation,
-    "fbpconvnet": FBPConvNet,
-    "learn": LEARN,
-    "learned_primal_dual": LearnedPrimalDual,
-    "regformer": RegFormer,
-}
-"""By `model.name`; each takes the projector, and the other keys of its config."""
+from qnmixer.plugins import build, load, make_plugin, subclass_of
 
 AUTOCAST = {"32": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 # Training, validation and test draw their noise from streams of their own.
 STREAMS = {"train": 0, "val": 1, "test": 2}
 
-_NETWORK = subclass_of(UnrolledNetwork, "qnmixer.models.UnrolledNetwork")
-_MODULE = subclass_of(nn.Module, "torch.nn.Module")
-_NOISE = subclass_of(KeyedNoise, "qnmixer.physics.KeyedNoise", but=" with a method sample(p, rng)")
+NETWORK = subclass_of(UnrolledNetwork, "qnmixer.models.UnrolledNetwork")
+MODULE = subclass_of(nn.Module, "torch.nn.Module")
+NOISE = subclass_of(KeyedNoise, "qnmixer.physics.KeyedNoise", but=" with a method sample(p, rng)")
 
 
 class Batch(TypedDict):
@@ -148,61 +118,28 @@ def build_projector(config: Config) -> FanBeamProjector:
 
 
 def build_network(config: Config, projector: FanBeamProjector) -> UnrolledNetwork[Any]:
-    """The network that `model` names. Raises ConfigError for one of the user's own that does not fit."""
+    """The network that `model` names. Raises PluginError for one that does not fit.
+
+    A part that is a target itself, such as a regulariser, is handed over as what builds it.
+    """
     model = config.model
-    if isinstance(model, CustomConfig):
-        return _custom_network(projector, model)
-    arguments = {key: value for key, value in vars(model).items() if key != "name"}
-    if isinstance(model, QNMixerConfig) and (target := arguments.pop("regularizer")):
-        arguments["make_regularizer"] = partial(
-            make_plugin, "model.regularizer", target, _MODULE, projector.geometry.image_size, model.channels
-        )
-    return NETWORKS[model.name](projector, **arguments)
-
-
-def _custom_network(projector: FanBeamProjector, model: CustomConfig) -> UnrolledNetwork[Any]:
-    network: UnrolledNetwork[Any] = make_plugin(
-        "model._target_",
-        model._target_,
-        _NETWORK,
-        projector,
-        n_iterations=model.n_iterations,
-        channels=model.channels,
-        arguments=model.arguments,
-    )
-    if not any(p.requires_grad for p in network.parameters()):
+    parts: dict[str, Any] = {
+        key.partition(".")[2]: partial(make_plugin, key, target, MODULE)
+        for key, target in model.targets().items()
+        if not key.endswith("._target_")
+    }
+    network: UnrolledNetwork[Any] = build(model, NETWORK, projector, **parts)
+    if isinstance(model, LearnedConfig) and not any(p.requires_grad for p in network.parameters()):
         raise PluginError(f"model._target_={model._target_} has no weights to train: give it some")
     return network
 
 
 def method_name(config: Config) -> str:
     """What tables and pictures call the network that `model` names."""
-    if isinstance(config.model, CustomConfig):
-        return load_plugin("model._target_", config.model._target_, _NETWORK).title
-    return NETWORKS[config.model.name].title
+    return load(config.model, NETWORK).title
 
 
 def build_noise(config: Config) -> Noise:
-    """The measurement noise that `noise` names. Raises ConfigError for one of the user's own that does not fit."""
-    noise = config.noise
-    if isinstance(noise, FieldNoiseConfig):
-        return FieldNoise(noise.photons, noise.sigma)
-    if isinstance(noise, PhysicalNoiseConfig):
-        physical = PhysicalNoise(
-            photons=noise.photons,
-            attenuation_per_value=attenuation_per_value(config, noise.water_attenuation),
-            electronic_sigma=noise.electronic_sigma,
-        )
-        if isinstance(noise, MixedNoiseConfig):
-            return MixedNoise(FieldNoise(noise.field_photons, noise.field_sigma), physical, noise.physical_share)
-        return physical
-    if isinstance(noise, CustomNoiseConfig):
-        return make_plugin("noise._target_", noise._target_, _NOISE, arguments=noise.arguments)
-    if isinstance(noise, NoNoiseConfig):
-        return NoNoise()
-    raise ConfigError(f"noise={noise.name} has a schema, but nothing here builds it")
-
-
-def attenuation_per_value(config: Config, water_attenuation: float) -> float:
-    """Linear attenuation (1/mm) of x = 1: x = (HU + 1000)/(hu_max + 1000) and μ = μ_water (HU + 1000)/1000."""
-    return water_attenuation * (config.data.hu_max + 1000.0) / 1000.0
+    """The measurement noise that `noise` names. Raises PluginError for one that does not fit."""
+    noise: Noise = build(config.noise, NOISE, offered={"hu_max": config.data.hu_max})
+    return noise

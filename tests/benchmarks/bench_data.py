@@ -29,13 +29,15 @@ from lightning.pytorch.profilers import SimpleProfiler
 from rich.console import Console
 from rich.table import Table
 
-from qnmixer.config import parse
+from qnmixer.config import parse, section
 from qnmixer.config.compose import compose
-from qnmixer.config.data import DataConfig, DicomData, PhantomData
+from qnmixer.config.data import DataConfig
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.files import write_text
 from qnmixer.memory.modes import apply_memory_mode
-from qnmixer.parallel.devices import on_this_machine
+from qnmixer.parallel.devices import resolve_devices
+from qnmixer.tracking.loggers import build_loggers
+from qnmixer.training.callbacks import build_callbacks
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.trainer import build_trainer
 
@@ -86,9 +88,9 @@ def loader_rows(root: str | None, n_slices: int) -> list[Row]:
     for size in SIZES:
         for n_workers in WORKERS:
             common: dict[str, Any] = {"image_size": size, "num_workers": n_workers}
-            sources: list[tuple[DataConfig, str]] = [(PhantomData(**common), "train")]
+            sources: list[tuple[DataConfig, str]] = [(section("data", "phantoms", **common), "train")]
             if root is not None:
-                sources.append((DicomData(root=root, split="all", **common), "test"))
+                sources.append((section("data", "dicom", root=root, split="all", **common), "test"))
             for config, part in sources:
                 speed = time_loader(config, part, n_slices)
                 rows.append(
@@ -100,13 +102,15 @@ def loader_rows(root: str | None, n_slices: int) -> list[Row]:
 def time_training(name: str, overrides: list[str], n_steps: int) -> Row:
     """Median seconds of a training step, and the share of all steps that waits for data, after `WARM_UP` steps."""
     bare = ["logger=csv", "trainer.val_every_n_steps=1000000", f"trainer.max_steps={n_steps + WARM_UP}"]
-    config = on_this_machine(parse(compose("train", [*TRAINING[name], *overrides, *bare])))
+    config = resolve_devices(parse(compose("train", [*TRAINING[name], *overrides, *bare])))
     L.seed_everything(config.seed, verbose=False)
     module = ReconstructionModule(config)
     apply_memory_mode(module.network, config.memory)
     ends, waiting = Ends(), Waits()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build_trainer(config, Path(folder), [ends], Console(quiet=True))
+        trainer = build_trainer(
+            config, Path(folder), [ends, *build_callbacks(config.callbacks)], build_loggers(config, Path(folder), [])
+        )
         trainer.profiler = waiting
         trainer.fit(module, datamodule=SliceDataModule(config.data))
     waits = waiting.recorded_durations["[_TrainingEpochLoop].train_dataloader_next"][WARM_UP : n_steps + WARM_UP]

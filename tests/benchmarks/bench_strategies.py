@@ -24,9 +24,11 @@ from qnmixer.config.compose import compose
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.files import write_text
 from qnmixer.memory.modes import apply_memory_mode
-from qnmixer.parallel.devices import on_this_machine
+from qnmixer.parallel.devices import resolve_devices
 from qnmixer.processes.launch import launch
 from qnmixer.processes.ranks import rank
+from qnmixer.tracking.loggers import build_loggers
+from qnmixer.training.callbacks import build_callbacks
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.trainer import build_trainer
 
@@ -68,7 +70,7 @@ class Clock(Callback):
 def config_of(overrides: str) -> Config:
     """A checked config that trains and does nothing else."""
     bare = "data.num_workers=0 trainer.val_every_n_steps=1000000 logger=csv"
-    return on_this_machine(parse(compose("train", f"{bare} {overrides}".split())))
+    return resolve_devices(parse(compose("train", f"{bare} {overrides}".split())))
 
 
 def time_here(variants: list[str], folder: Path) -> list[float]:
@@ -79,7 +81,12 @@ def time_here(variants: list[str], folder: Path) -> list[float]:
         L.seed_everything(1, verbose=False)
         module = ReconstructionModule(config)
         apply_memory_mode(module.network, config.memory)
-        trainer = build_trainer(config, folder / str(k), [clock], Console(quiet=True))
+        trainer = build_trainer(
+            config,
+            folder / str(k),
+            [clock, *build_callbacks(config.callbacks)],
+            build_loggers(config, folder / str(k), []),
+        )
         trainer.fit(module, datamodule=SliceDataModule(config.data))
         medians.append(median(clock.seconds[2:]))
     return medians

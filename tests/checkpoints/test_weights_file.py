@@ -11,10 +11,11 @@ from safetensors import safe_open
 from qnmixer import weights
 from qnmixer.checkpoints.reading import find_checkpoint, load_run, load_weights, read_checkpoint, resumable
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY, digest_of_weights, encode
-from qnmixer.config import Config, CustomNoiseConfig, parse, to_plain
+from qnmixer.config import Config, parse, to_plain
 from qnmixer.config.compose import compose
 from qnmixer.config.data import FolderData
 from qnmixer.errors import CheckpointError, DataError, PluginError
+from qnmixer.plugins import module_of
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.weights import PRETRAINED, SHIPPED, check_weights
 
@@ -46,7 +47,7 @@ def refusal(path: Path) -> str:
 
 def test_a_network_comes_back_as_it_was(module: ReconstructionModule, tmp_path: Path) -> None:
     again = load_run(write(module, tmp_path / "a.safetensors"))
-    assert again.config == replace(module.config, callbacks={})
+    assert again.config == replace(module.config, callbacks={}, logger={})
     y = module.projector(torch.rand(2, 1, 16, 16))
     assert torch.equal(again(y), module(y))
 
@@ -57,7 +58,7 @@ def test_it_holds_float32_by_the_names_of_the_state_dict(module: ReconstructionM
     assert set(tensors) == set(module.state_dict())
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     with safe_open(path, framework="pt") as file:
-        assert json.loads(file.metadata()[CHECKPOINT_KEY])["config"]["model"]["name"] == "qn_mixer"
+        assert json.loads(file.metadata()[CHECKPOINT_KEY])["config"]["model"]["_target_"] == "qnmixer.models.QNMixer"
 
 
 def test_the_same_weights_give_the_same_bytes(module: ReconstructionModule) -> None:
@@ -82,7 +83,7 @@ def test_weights_that_have_two_names_are_kept_under_both(module: ReconstructionM
 FOLDER = [
     "data=dicom", "data.root=/home/secret/ct", "data.cache_dir=/home/secret/cache", "data.include='*/secret/*'",
     "data.split=explicit", "data.train_patients=[secret1]", "data.val_patients=[secret2]",
-    "data.test_patients=[secret3]", "finetune=/home/secret/run", "logger=wandb", "logger.entity=secret",
+    "data.test_patients=[secret3]", "finetune=/home/secret/run", "logger=wandb", "logger.wandb.entity=secret",
 ]  # fmt: skip
 CUSTOM = ["data=custom", "data._target_=collections.Counter", "+data.root=/home/secret", "resume=/secret"]
 
@@ -101,21 +102,30 @@ def test_nothing_of_the_machine_or_the_patients_goes_along(overrides: list[str],
 def test_text_of_a_file_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of somebody else names no variable of this machine, and no module is looked for because of it."""
     monkeypatch.setenv("OF_THIS_MACHINE", "secret")
-    plain = to_plain(parse(compose("train", ["noise=custom", "noise._target_=collections.Counter", "+noise.a=1"])))
+    own = ["noise=custom", "noise._target_=collections.Counter", "+noise.a=1"]
+    plain = to_plain(parse(compose("train", ["data=numpy", "data.root=/ct", *own])))
     plain["noise"] |= {"_target_": "of_nobody.Noise", "a": "${oc.env:OF_THIS_MACHINE}", "b": r"\${"}
-    plain["data"]["name"] = "numpy"
-    for key in ("n_train", "n_val", "n_test", "anatomy_share"):
-        del plain["data"][key]
     plain["data"]["root"] = "${oc.env:OF_THIS_MACHINE}"
     torch.save({CHECKPOINT_KEY: {"config": plain}, "state_dict": {}}, tmp_path / "a.ckpt")
     config, _ = read_checkpoint(tmp_path / "a.ckpt")
     assert isinstance(config.data, FolderData)
     assert config.data.root == "${oc.env:OF_THIS_MACHINE}"
-    assert isinstance(config.noise, CustomNoiseConfig)
     assert config.noise.arguments == {"a": "${oc.env:OF_THIS_MACHINE}", "b": r"\${"}
     assert to_plain(config)["noise"] == plain["noise"]
     with pytest.raises(PluginError, match=r"names noise\._target_=of_nobody\.Noise.*add trust=of_nobody"):
         load_run(tmp_path / "a.ckpt")
+
+
+@pytest.mark.parametrize("target", ["torch.load", "os.system", "qnmixer.reconstructor.to_hu"])
+def test_what_a_file_names_is_looked_at_before_it_is_called(tmp_path: Path, target: str) -> None:
+    plain = to_plain(parse(compose("train", ["model=custom", "model._target_=collections.Counter"])))
+    plain["model"]["_target_"] = plain["optimizer"]["_target_"] = plain["loss"]["_target_"] = target
+    torch.save({CHECKPOINT_KEY: {"config": plain}, "state_dict": {}}, tmp_path / "a.ckpt")
+    if not target.startswith("qnmixer."):
+        with pytest.raises(PluginError, match=f"which is not part of qnmixer: .* add trust={module_of(target)}"):
+            load_run(tmp_path / "a.ckpt")
+    with pytest.raises(PluginError, match=r"is not a subclass of qnmixer\.models\.UnrolledNetwork"):
+        load_run(tmp_path / "a.ckpt", trust=[module_of(target)])
 
 
 @pytest.mark.parametrize("keep", [0, 1, 7, 100, 0.5, 0.99])
@@ -172,7 +182,7 @@ def test_pretrained_is_what_the_package_ships(
         check_weights("run", PRETRAINED)
     write(module, weights.SHIPPED)
     check_weights("run", PRETRAINED)
-    assert load_run(PRETRAINED).config == replace(module.config, callbacks={})
+    assert load_run(PRETRAINED).config == replace(module.config, callbacks={}, logger={})
     with pytest.raises(CheckpointError, match="no run folder at pretrained"):
         load_run(Path(f"./{PRETRAINED}"))
     Path(PRETRAINED).mkdir()

@@ -25,7 +25,7 @@ from qnmixer.config import (
     to_plain,
 )
 from qnmixer.config.compose import compose
-from qnmixer.config.data import AsTrained, DeepLesionData, DicomData, NumpyData, PhantomData
+from qnmixer.config.data import AsTrained, FolderData, PhantomData
 from qnmixer.errors import ConfigError
 
 
@@ -77,8 +77,9 @@ def test_defaults_are_typed() -> None:
     assert type(config.data) is PhantomData
     assert type(config.optimizer) is AdamWConfig
     assert type(config.loss) is LossConfig
-    assert type(config.logger) is WandbConfig
-    assert config.logger.mode == "offline"
+    (logger,) = config.logger.values()
+    assert type(logger) is WandbConfig
+    assert logger.mode == "offline"
     assert config.optimizer.betas == [0.9, 0.999]
     assert (config.model.n_iterations, config.model.channels, config.model.patch_size) == (14, 96, 4)
     assert (config.geometry.n_views, config.geometry.first_angle) == (32, None)
@@ -95,9 +96,9 @@ def test_defaults_are_typed() -> None:
         ("noise=field", "noise", FieldNoiseConfig),
         ("noise=physical", "noise", PhysicalNoiseConfig),
         ("noise=mixed", "noise", MixedNoiseConfig),
-        ("data=dicom", "data", DicomData),
-        ("data=deeplesion", "data", DeepLesionData),
-        ("data=numpy", "data", NumpyData),
+        ("data=dicom", "data", FolderData),
+        ("data=deeplesion", "data", FolderData),
+        ("data=numpy", "data", FolderData),
     ],
 )
 def test_each_variant_has_its_own_type(override: str, section: str, schema: type) -> None:
@@ -114,7 +115,10 @@ def test_overrides_are_converted_to_the_type_of_the_field() -> None:
 
 
 def test_plain_form_holds_plain_things_only_and_is_read_back() -> None:
-    config = train("data=dicom", "data.root=/ct", "data.val_patients=[P1,P2]", "loss=ssim_mix", "noise=physical")
+    config = train(
+        "data=dicom", "data.root=/ct", "data.split=explicit", "data.val_patients=[P1,P2]", "loss=ssim_mix",
+        "noise=physical",
+    )  # fmt: skip
     plain = to_plain(config)
 
     def check(value: Any) -> None:
@@ -229,7 +233,7 @@ def test_lower_bounds_of_networks(model: str, key: str, allowed: int, outside: i
         ("schedule.warmup", "1.1"),
         ("schedule.at", "1.1"),
         ("optimizer.momentum", "1.0"),
-        ("data.val_fraction", "1.1"),
+        ("data.val_fraction", "1.0"),
         ("seed", "4294967296"),
     ],
 )
@@ -280,8 +284,7 @@ def test_not_finite(key: str, value: str) -> None:
         ("trainer.precision=16", "16-mixed"),
         ("trainer.precision=64", "choose 32, 16-mixed, bf16-mixed"),
         ("trainer.accelerator=cpuu", "did you mean cpu?"),
-        ("logger.mode=ofline", "did you mean offline?"),
-        ("data.name=dicm", "did you mean dicom?"),
+        ("logger.wandb.mode=ofline", "did you mean offline?"),
     ],
 )
 def test_choices_say_the_nearest(override: str, near: str) -> None:
@@ -318,6 +321,9 @@ def test_wrong_types_name_the_key(override: str) -> None:
         (["model.latent_factor=3", "model.latent_channels=9"], ["not divisible by model.latent_factor=3"]),
         (["data.image_size=8", "model.patch_size=16"], ["choose data.image_size=16"]),
         (["model.channels=10"], ["model.channels=10", "multiple of 4"]),
+        (["model.codec=strided", "model.latent_factor=1"], ["model.latent_factor=1", "choose 2, 4, 8 or 16"]),
+        (["data=dicom", "data.val_fraction=0.6", "data.test_fraction=0.6"], ["their sum must be below 1"]),
+        (["data=dicom", "data.val_patients=[a]"], ["only with data.split=explicit, not data.split=random"]),
         (["model.latent_channels=17"], ["model.latent_channels=17", "16", "model.latent_factor"]),
         (
             ["model=fbpconvnet", "data.image_size=24"],
@@ -367,15 +373,22 @@ def test_what_the_rules_allow(overrides: list[str]) -> None:
         ("+monitr=val/psnr", "unknown key monitr: did you mean monitor?"),
         ("+data.foo=1", "unknown key data.foo: "),
         ("++foo.bar=1", "unknown key foo: "),
-        ("+data.root=/ct", "data.root goes with data=dicom or deeplesion or numpy only"),
-        ("+noise.photons=1", "noise.photons goes with noise=field or physical or mixed only"),
+        ("+data.root=/ct", "data.root goes with data=deeplesion or dicom or numpy only"),
+        ("+noise.photons=1", "noise.photons goes with noise=field or mixed or physical only"),
         ("+loss.ssim_weight=0.3", "loss.ssim_weight goes with loss=ssim_mix only"),
         ("+optimizer.momentum=0.9", "optimizer.momentum goes with optimizer=sgd only"),
         ("+schedule.at=0.5", "schedule.at goes with schedule=step only"),
         ("~model", "the config has no model: pick one with model=…"),
         ("~model.codec", "model.codec has no value: give one with model.codec=…"),
         ("data=dicom", "data.root has no value: give one with data.root=…"),
-        ("data=as_trained", "data=as_trained is not known"),
+        (
+            "data=as_trained",
+            "data has no _target_ (as_trained is for evaluate alone): choose an option, as in data=",
+        ),
+        ("+data.name=dicom", "data.name is no key: choose an option by its name, as in data=deeplesion"),
+        ("+optimizer.name=sgd", "optimizer.name is no key: choose an option by its name, as in optimizer=adafactor"),
+        ("+loss._partial_=true", "loss._partial_ is not known: beside _target_ there are the arguments of the target"),
+        ("loss._target_=torch.optim.SGD", "loss._target_=torch.optim.SGD is no loss: choose another"),
     ],
 )
 def test_keys_that_are_not_there(override: str, message: str) -> None:
@@ -391,10 +404,10 @@ def test_a_checkpoint_of_a_later_version_is_told_by_its_key() -> None:
 
 def test_evaluate_as_trained_and_otherwise() -> None:
     as_trained = parse_evaluate(compose("evaluate", ["run=runs/x"]))
-    assert as_trained.data == AsTrained(name="as_trained", simulation_factor=None, disc=None)
+    assert as_trained.data == AsTrained(_target_=None, simulation_factor=None, disc=None)
     assert (as_trained.noise, as_trained.split) == (None, "test")
     other = parse_evaluate(compose("evaluate", ["run=runs/x", "data=dicom", "data.root=/ct", "noise=field"]))
-    assert isinstance(other.data, DicomData)
+    assert isinstance(other.data, FolderData)
     assert other.data.root == "/ct"
     assert isinstance(other.noise, FieldNoiseConfig)
 
@@ -421,7 +434,7 @@ def test_evaluate_refuses(overrides: list[str], words: str) -> None:
 def test_reconstruct() -> None:
     config = parse_reconstruct(compose("reconstruct", ["run=x", "input=a", "output=b", "formats=[png]"]))
     assert asdict(config) == {
-        "run": "x", "input": "a", "output": "b", "kind": "auto", "formats": ["png"], "window": [-160.0, 240.0],
+        "run": "x", "input": "a", "output": "b", "kind": "auto", "formats": ["png"], "window": None,
         "unit": "attenuation", "water_attenuation": 0.0192, "detector_pitch": None, "angle_span": None,
         "checkpoint": "best", "accelerator": "auto", "batch_size": None, "precision": "32", "trust": [],
     }  # fmt: skip

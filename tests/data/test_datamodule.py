@@ -11,7 +11,7 @@ import torch
 from lightning import LightningModule, Trainer
 from PIL import Image
 
-from qnmixer.config.data import DataConfig, DeepLesionData, DicomData, NumpyData, PhantomData
+from qnmixer.config import section
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler, Pick
 from qnmixer.errors import ConfigError, DataError
@@ -19,8 +19,8 @@ from qnmixer.processes.signals import SIGNALS
 
 
 def phantoms(**options: Any) -> SliceDataModule:
-    chosen = {"image_size": 16, "num_workers": 0, "n_train": 6, "n_val": 3, "n_test": 2} | options
-    return SliceDataModule(PhantomData(**chosen))
+    chosen = {"image_size": 16, "num_workers": 0, "n_train": 6, "n_val": 3, "n_test": 2, "seed": 1} | options
+    return SliceDataModule(section("data", "phantoms", **chosen))
 
 
 def test_workers_change_nothing() -> None:
@@ -202,8 +202,14 @@ def test_dicom_folder_end_to_end(make_ct: Any, body_hu: Any, tmp_path: Path) -> 
                 SeriesInstanceUID=f"1.2.{p}", ImagePositionPatient=[0, 0, i],
             )  # fmt: skip
     (tmp_path / "aapm" / "readme.txt").write_text("hello")
-    config = DicomData(
-        root=str(tmp_path / "aapm"), split="aapm", image_size=24, num_workers=2, cache_dir=str(tmp_path / "cache")
+    config = section(
+        "data",
+        "dicom",
+        root=str(tmp_path / "aapm"),
+        split="aapm",
+        image_size=24,
+        num_workers=2,
+        cache_dir=str(tmp_path / "cache"),
     )
     module = SliceDataModule(config)
     with pytest.warns(UserWarning, match="skipped 1 of its files.*readme"):
@@ -221,7 +227,9 @@ def test_deeplesion_folder(body_hu: Any, tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         Image.fromarray((body_hu() + 32768).astype(np.uint16)).save(folder / "103.png")
     Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "Images_png" / "000001_01_02" / "104.png")
-    config = DeepLesionData(root=str(tmp_path), image_size=40, num_workers=0, cache_dir=str(tmp_path / "cache"))
+    config = section(
+        "data", "deeplesion", root=str(tmp_path), image_size=40, num_workers=0, cache_dir=str(tmp_path / "cache")
+    )
     module = SliceDataModule(config)
     with pytest.warns(UserWarning, match="1 not a 16-bit grey PNG"):
         assert "test 1 slices of 1 patient" in module.describe()
@@ -232,8 +240,15 @@ def test_deeplesion_folder(body_hu: Any, tmp_path: Path) -> None:
 
 def test_all_slices_for_test_and_nothing_to_train_on(body_hu: Any, tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.stack([body_hu()] * 3))
-    config = NumpyData(
-        root=str(tmp_path), split="all", image_size=16, num_workers=0, scaling="minmax", cache_dir=str(tmp_path / "c")
+    config = section(
+        "data",
+        "numpy",
+        root=str(tmp_path),
+        split="all",
+        image_size=16,
+        num_workers=0,
+        scaling="minmax",
+        cache_dir=str(tmp_path / "c"),
     )
     module = SliceDataModule(config)
     batch = next(iter(module.test_dataloader()))
@@ -246,30 +261,38 @@ def test_all_slices_for_test_and_nothing_to_train_on(body_hu: Any, tmp_path: Pat
 
 def test_values_without_air_are_doubted(body_hu: Any, tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.clip(body_hu(), 0, None))
-    config = NumpyData(root=str(tmp_path), split="all", image_size=16, num_workers=0, cache_dir=str(tmp_path / "c"))
+    config = section(
+        "data", "numpy", root=str(tmp_path), split="all", image_size=16, num_workers=0, cache_dir=str(tmp_path / "c")
+    )
     with pytest.warns(UserWarning, match="really in HU"):
         SliceDataModule(config).setup()
 
 
 @pytest.mark.parametrize(
-    ("config", "word"),
+    ("option", "keys", "word"),
     [
-        (PhantomData(batch_size=0), r"data\.batch_size"),
-        (PhantomData(image_size=1), r"data\.image_size"),
-        (PhantomData(n_val=0), r"data\.n_val"),
-        (PhantomData(anatomy_share=2), r"data\.anatomy_share"),
-        (PhantomData(scaling="max"), r"data\.scaling"),
-        (PhantomData(hu_max=-1000), r"data\.hu_max"),
-        (DicomData(), r"data\.root"),
+        ("phantoms", {"batch_size": 0}, r"data\.batch_size"),
+        ("phantoms", {"image_size": 1}, r"data\.image_size"),
+        ("phantoms", {"n_val": 0}, r"data\.n_val"),
+        ("phantoms", {"anatomy_share": 2}, r"data\.anatomy_share"),
+        ("phantoms", {"scaling": "max"}, r"data\.scaling"),
+        ("phantoms", {"hu_max": -1000}, r"data\.hu_max"),
+        ("phantoms", {"simulation_factor": 3}, r"data\.simulation_factor"),
+        ("dicom", {}, r"data\.root"),
+        ("dicom", {"root": None}, r"data\.root"),
+        ("dicom", {"root": "r", "val_fraction": 1}, r"data\.val_fraction"),
+        ("dicom", {"root": "r", "split": "randon"}, r"data\.split"),
     ],
 )
-def test_settings_that_make_no_sense(config: DataConfig, word: str) -> None:
+def test_settings_that_make_no_sense(option: str, keys: dict[str, Any], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
-        SliceDataModule(config).setup()
+        SliceDataModule(section("data", option, **keys)).setup()
 
 
 def test_real_folder(real_ct: Path, tmp_path: Path) -> None:
-    config = DicomData(root=str(real_ct / "dicom"), image_size=64, num_workers=0, cache_dir=str(tmp_path))
+    config = section(
+        "data", "dicom", root=str(real_ct / "dicom"), image_size=64, num_workers=0, cache_dir=str(tmp_path)
+    )
     module = SliceDataModule(config)
     assert "train 20 slices of 1 patient, val 1 slices of 1 patient, test 1" in module.describe()
     for batch in module.train_dataloader():
@@ -320,7 +343,7 @@ def test_fine_slices_of_a_folder(tmp_path: Path, scaling: str) -> None:
         np.save(tmp_path / f"{k}.npy", rng.uniform(-1000, 1500, (64, 64)).astype(np.float32))
 
     def batch(**options: Any) -> Any:
-        config = NumpyData(
+        config = section("data", "numpy",
             root=str(tmp_path), image_size=16, num_workers=0, batch_size=3, split="all", scaling=scaling,
             cache_dir=str(tmp_path / "cache"), **options,
         )  # fmt: skip

@@ -13,9 +13,9 @@ from qnmixer.checkpoints.model_card import _slices
 from qnmixer.checkpoints.reading import read_checkpoint
 from qnmixer.checkpoints.weights_file import encode
 from qnmixer.cli import explain
-from qnmixer.config import parse, parse_plan, to_plain
+from qnmixer.config import parse, parse_plan, section, to_plain
 from qnmixer.config.compose import compose
-from qnmixer.config.data import AsTrained, MixedData, NumpyData, check_data
+from qnmixer.config.data import AsTrained, FolderData, MixedData, check_data
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.mixed import counts_of
 from qnmixer.errors import ConfigError, DataError, PluginError
@@ -127,7 +127,7 @@ def test_each_source_keeps_its_split(folders: list[str]) -> None:
     assert not patients["train"] & patients["val"]
     assert not (patients["train"] | patients["val"]) & patients["test"]
     root = next(value for value in folders if "slices.root" in value).partition("=")[2]
-    alone = SliceDataModule(NumpyData(root=root, image_size=16, num_workers=0, seed=data.config.seed))
+    alone = SliceDataModule(section("data", "numpy", root=root, image_size=16, num_workers=0, seed=data.config.seed))
     for part, seen in patients.items():
         assert {name.partition(".npy")[0] for batch in alone.loader(part) for name in batch["name"]} == {
             name for name in seen if name[0] == "a"
@@ -184,7 +184,7 @@ BAD = {
     "data.sources.slices.share=most": r"data.sources.slices.share=most is no share",
     "~data.sources.slices.share": r"data.sources.slices.share=None is no share",
     "data.sources.slices.name=dicm": r"data.sources.slices.name=dicm is not known: did you mean dicom\?",
-    "data.sources.slices.name=mixed": r"data.sources.slices.name=mixed is not known: choose phantoms, dicom",
+    "data.sources.slices.name=mixed": r"data.sources.slices.name=mixed is not known: choose deeplesion, dicom",
     "data.sources.slices.splitt=all": r"data.sources.slices.splitt",
     "data.sources.slices.split=alll": r"data.sources.slices.split=alll is not known: did you mean all\?",
     "data.sources.slices=3": r"data.sources.slices",
@@ -244,7 +244,7 @@ def test_an_own_source_is_found_and_trusted_by_its_key(folders: list[str], tmp_p
     with pytest.raises(PluginError, match=r"data.sources.mine._target_=nowhere.Slices: there is no module"):
         mixed(folders, own)
     data = mixed(folders, own.replace("nowhere.Slices", "collections.Counter")).config
-    changed = AsTrained(name="as_trained", simulation_factor=None, disc=None)
+    changed = AsTrained(_target_=None, simulation_factor=None, disc=None)
     with pytest.raises(PluginError, match=r"names data.sources.mine._target_=collections.Counter.*trust=collections"):
         as_trained(str(tmp_path), changed, data)
     assert as_trained(str(tmp_path), changed, data, ["collections"]) == data
@@ -253,8 +253,8 @@ def test_an_own_source_is_found_and_trusted_by_its_key(folders: list[str], tmp_p
 def test_an_evaluation_of_its_folder_keeps_its_split(folders: list[str], tmp_path: Path) -> None:
     trained = parse(compose("train", [*folders, "+data.sources.more.split=all", "data.image_size=32"]))
     for folder, split in (("a", "random"), ("b", "all"), ("c", "all")):
-        data = other_slices(NumpyData(root=str(tmp_path / folder), simulation_factor=2), trained, [])
-        assert isinstance(data, NumpyData)
+        data = other_slices(section("data", "numpy", root=str(tmp_path / folder), simulation_factor=2), trained, [])
+        assert isinstance(data, FolderData)
         assert (data.split, data.simulation_factor, data.image_size) == (split, 2, 32)
 
 

@@ -35,7 +35,7 @@ def test_resampling_is_that_of_the_field() -> None:
 
 
 def test_augmentation_is_by_number_and_keeps_the_pixels() -> None:
-    source = PhantomSource("train", 4, 16, seed=1, anatomy_share=1.0)
+    source = PhantomSource("train", 16, n_train=4, n_val=1, n_test=1, anatomy_share=1.0, seed=1)
     plain = SliceDataset(source, MinMaxScaling())
     turned = SliceDataset(source, MinMaxScaling(), augment=True, seed=1)
     changed = 0

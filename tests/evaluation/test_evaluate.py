@@ -10,8 +10,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from qnmixer.config import Config, EvaluationConfig
-from qnmixer.config.data import PhantomData
+from qnmixer.config import Config, EvaluationConfig, section
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.evaluation.evaluate import Evaluation, ImageScore, evaluate, name_of_run, warnings_of, write_evaluation
 from qnmixer.evaluation.slices import pictured
@@ -31,7 +30,7 @@ def module(tiny_module: Callable[..., ReconstructionModule]) -> ReconstructionMo
 
 
 def measured(module: ReconstructionModule, **options: int) -> tuple[Evaluation, SliceDataModule]:
-    config = PhantomData(image_size=16, num_workers=0, n_test=5, **options)
+    config = section("data", "phantoms", image_size=16, num_workers=0, n_test=5, **options)
     data = SliceDataModule(config)
     settings = EvaluationConfig(window=WINDOW, n_pictures=2)
     return evaluate(module, data, "test", settings, torch.device("cpu")), data
@@ -43,7 +42,9 @@ def test_every_slice_is_scored_once_by_each_method_on_the_same_sinogram(module: 
     assert evaluation.methods == ["FBP", "QN-Mixer"]
     for method in evaluation.methods:
         assert [score.slice for score in evaluation.scores if score.method == method] == names
-    for index, batch in enumerate(SliceDataModule(PhantomData(image_size=16, num_workers=0, n_test=5)).loader("test")):
+    for index, batch in enumerate(
+        SliceDataModule(section("data", "phantoms", image_size=16, num_workers=0, n_test=5)).loader("test")
+    ):
         truth = batch["image"]
         with torch.no_grad():
             y = module.measure(batch, "test")
@@ -114,7 +115,7 @@ def scores() -> Evaluation:
 
 
 def test_total_variation_stands_in_the_table_where_it_is_asked_for(module: ReconstructionModule) -> None:
-    data = SliceDataModule(PhantomData(image_size=16, num_workers=0, n_test=2))
+    data = SliceDataModule(section("data", "phantoms", image_size=16, num_workers=0, n_test=2))
     settings = EvaluationConfig(window=WINDOW, n_pictures=1, tv_weight=1e-3, tv_iterations=30)
     evaluation = evaluate(module, data, "test", settings, torch.device("cpu"))
     assert evaluation.methods == ["FBP", "TV", "QN-Mixer"]

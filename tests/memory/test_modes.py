@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from qnmixer.config import MemoryConfig, RecomputeConfig, parse
 from qnmixer.config.compose import compose
+from qnmixer.errors import ConfigError
 from qnmixer.memory import modes as memory
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import track_step
@@ -142,3 +143,8 @@ def test_recomputing_takes_the_iterations_out_of_the_peak() -> None:
     # Fourteen more add at most 16 MiB.
     four, seven = (peak_of_a_step(projector, "memory=recompute", f"model.n_iterations={T}") for T in (4, 7))
     assert (seven - four) / 3 < 16 / 14
+
+
+def test_a_name_without_a_mode_is_refused(projector: FanBeamProjector) -> None:
+    with pytest.raises(ConfigError, match=r"^memory=ofload is not known: did you mean offload\?$"):
+        apply_memory_mode(QNMixer(projector, n_iterations=2, channels=8), MemoryConfig(name="ofload"))

@@ -208,7 +208,9 @@ def test_a_nonnegative_image_leaves_the_iterations_alone(projector: FanBeamProje
 
 
 def test_a_regularizer_of_another_kind(projector: FanBeamProjector) -> None:
-    network = small(projector, awake=False, make_regularizer=lambda: nn.Conv2d(1, 1, 3, padding=1, bias=False))
+    network = small(
+        projector, awake=False, regularizer=lambda size, channels: nn.Conv2d(1, 1, 3, padding=1, bias=False)
+    )
     (own,) = network.regularizers
     x, y = torch.rand(1, 1, 16, 16), projector(torch.rand(1, 1, 16, 16))
     own.weight.data.zero_()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qnmixer.config import Config
-from qnmixer.errors import ConfigError, PluginError
+from qnmixer.errors import PluginError
 from qnmixer.optimization.losses import build_loss
 from qnmixer.optimization.optimizers import build_optimizer
 from qnmixer.optimization.schedules import learning_rate_factor
@@ -141,19 +141,3 @@ def test_noises_that_do_not_fit(tiny_config: TinyConfig) -> None:
     noise = build_noise(tiny_config(*chosen("noise", "options_of_mine.Short")))
     with pytest.raises(PluginError, match=r"Short\.sample gives \[8, 24\] for a sinogram \[1, 8, 24\]"):
         noise(torch.zeros(1, 1, 8, 24), [(1,)])
-
-
-@pytest.mark.parametrize("group", ["optimizer", "schedule", "noise"])
-def test_a_name_that_nothing_builds_is_an_error(group: str, tiny_module: Callable[..., ReconstructionModule]) -> None:
-    module = tiny_module("optimizer=adafactor", "schedule=constant")
-    config = module.config
-    section = getattr(config, group)
-    section = types.SimpleNamespace(**vars(section) | {"name": "new"})
-    setattr(config, group, section)
-    build: dict[str, Callable[[], object]] = {
-        "optimizer": lambda: build_optimizer(section, module.network),
-        "schedule": lambda: learning_rate_factor(section, 10),
-        "noise": lambda: build_noise(config),
-    }
-    with pytest.raises(ConfigError, match=f"{group}=new has a schema, but nothing here builds it"):
-        build[group]()

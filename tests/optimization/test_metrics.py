@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 from torchmetrics.functional.image import structural_similarity_index_measure
 
-from qnmixer.config import SSIMMixConfig
+from qnmixer.config import section
 from qnmixer.optimization.losses import Loss, build_loss
 from qnmixer.optimization.metrics import psnr, ssim, to_window
 
@@ -92,7 +92,7 @@ def test_what_lies_outside_the_window_does_not_count() -> None:
 
 
 def ssim_mix(weight: float) -> Loss:
-    return build_loss(SSIMMixConfig(name="ssim_mix", ssim_weight=weight))
+    return build_loss(section("loss", "ssim_mix", ssim_weight=weight))
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])

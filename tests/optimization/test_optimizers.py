@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from qnmixer.config import Config, ScheduleConfig, StepScheduleConfig
+from qnmixer.config import Config, ScheduleConfig, section
 from qnmixer.optimization.losses import build_loss, l1
 from qnmixer.optimization.metrics import ssim
 from qnmixer.optimization.optimizers import build_optimizer
@@ -67,34 +67,34 @@ def curve(config: ScheduleConfig, n_steps: int) -> list[float]:
 
 
 def test_cosine_warms_up_then_ends_at_zero() -> None:
-    values = curve(ScheduleConfig(name="cosine", warmup=0.1), 100)
+    values = curve(section("schedule", "cosine", warmup=0.1), 100)
     assert values[:10] == pytest.approx([(k + 1) / 11 for k in range(10)])
     assert values[10] == 1.0
     assert values[55] == pytest.approx(0.5)
     assert values[100] == pytest.approx(0, abs=1e-12)
     assert all(a >= b for a, b in pairwise(values[10:]))
-    assert learning_rate_factor(ScheduleConfig(name="cosine", warmup=0.1), 100)(130) == pytest.approx(0, abs=1e-12)
+    assert learning_rate_factor(section("schedule", "cosine", warmup=0.1), 100)(130) == pytest.approx(0, abs=1e-12)
 
 
 def test_step_drops_once_at_80_percent() -> None:
-    values = curve(StepScheduleConfig(name="step", warmup=0.0, at=0.8, factor=0.1), 50)
+    values = curve(section("schedule", "step", at=0.8, factor=0.1), 50)
     assert values == [1.0] * 40 + [0.1] * 11
 
 
 def test_constant_even_without_an_end() -> None:
-    config = ScheduleConfig(name="constant", warmup=0.0)
+    config = section("schedule", "constant", warmup=0.0)
     assert set(curve(config, 20)) == {1.0}
     assert learning_rate_factor(config, math.inf)(10**6) == 1.0
 
 
 def test_constant_may_warm_up() -> None:
-    values = curve(ScheduleConfig(name="constant", warmup=0.5), 8)
+    values = curve(section("schedule", "constant", warmup=0.5), 8)
     assert values == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1, 1])
 
 
 @pytest.mark.parametrize("name", ["cosine", "constant"])
 def test_a_run_of_one_step_learns(name: str) -> None:
-    assert curve(ScheduleConfig(name=name, warmup=0.03), 1)[0] == 1.0
+    assert curve(section("schedule", name, warmup=0.03), 1)[0] == 1.0
 
 
 @pytest.mark.parametrize("name", ["mse", "l1", "ssim_mix"])

@@ -9,7 +9,6 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
-from rich.console import Console
 from torch import Tensor
 
 from qnmixer.checkpoints.reading import load_weights
@@ -18,8 +17,10 @@ from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.evaluation.evaluate import evaluate
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.parallel.compilation import compile_blocks
-from qnmixer.parallel.shards import whole
+from qnmixer.parallel.shards import gather
 from qnmixer.processes.ranks import rank
+from qnmixer.tracking.loggers import build_loggers
+from qnmixer.training.callbacks import build_callbacks
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.trainer import build_trainer
 
@@ -46,12 +47,12 @@ class Record(Callback):
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         if not self.gradients:
-            self.gradients = {n: whole(p.grad).clone() for n, p in pl_module.named_parameters() if p.grad is not None}
+            self.gradients = {n: gather(p.grad).clone() for n, p in pl_module.named_parameters() if p.grad is not None}
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if trainer.global_step == self._step:
             if not self.local:  # in the middle of the first window
-                self.local = [None if p.grad is None else float(whole(p.grad).norm()) for p in pl_module.parameters()]
+                self.local = [None if p.grad is None else float(gather(p.grad).norm()) for p in pl_module.parameters()]
             return
         self._step = trainer.global_step
         self.losses.append(float(trainer.callback_metrics["train/loss"]))
@@ -59,7 +60,7 @@ class Record(Callback):
             self.scales.append(_precision(trainer).scaler.get_scale())  # type: ignore[union-attr]  # set above
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.weights = {n: whole(p.detach()).clone() for n, p in pl_module.named_parameters()}
+        self.weights = {n: gather(p.detach()).clone() for n, p in pl_module.named_parameters()}
 
 
 def _precision(trainer: L.Trainer) -> MixedPrecision:
@@ -79,7 +80,9 @@ def train(
     if config.compile:
         compile_blocks(module.network)
     record = Record(scale)
-    trainer = build_trainer(config, folder, [record], Console(quiet=True))
+    trainer = build_trainer(
+        config, folder, [record, *build_callbacks(config.callbacks)], build_loggers(config, folder, [])
+    )
     data = SliceDataModule(config.data)
     trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
     for _ in range(2):  # over the one before, which may be a folder of shards

@@ -8,7 +8,7 @@ import torch
 from qnmixer.physics import FieldNoise, MixedNoise, Noise, NoNoise, PhysicalNoise
 
 PHYSICAL = PhysicalNoise(photons=1e4, electronic_sigma=5.0)
-ALL: Sequence[Noise] = (FieldNoise(), PHYSICAL, MixedNoise(FieldNoise(), PHYSICAL, 0.5))
+ALL: Sequence[Noise] = (FieldNoise(), PHYSICAL, MixedNoise(photons=1e4, electronic_sigma=5.0, physical_share=0.5))
 
 
 def sinogram(batch: int = 1, value: float = 100.0) -> torch.Tensor:
@@ -73,7 +73,7 @@ def test_statistics_of_the_physical_noise() -> None:
 
 def test_mixed_noise_gives_each_sample_one_of_the_two() -> None:
     """As its key says; of 200 samples the share of the physical one is as asked for."""
-    noise = MixedNoise(FieldNoise(1e6, 0.0), PhysicalNoise(photons=1e3), 0.3)
+    noise = MixedNoise(photons=1e3, physical_share=0.3, field_sigma=0.0)
     y = torch.full((200, 1, 4, 16), 100.0)
     strong = (noise(y, [(k,) for k in range(200)]) - y).flatten(1).std(1) > 1
     assert 0.2 < float(strong.float().mean()) < 0.4

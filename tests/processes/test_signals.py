@@ -1,19 +1,20 @@
+import contextlib
 import signal
 
 import pytest
 
 from qnmixer.errors import Stopped
 from qnmixer.processes import signals
-from qnmixer.processes.signals import SIGNALS, be_patient, heeding, told
+from qnmixer.processes.signals import SIGNALS, defer_stop, handle_signals, stop_requested, stop_signals
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_is_heeded_when_training_asks_and_its_echo_is_none(number: signal.Signals) -> None:
-    with heeding():
-        be_patient(True)
+def test_a_signal_waits_until_training_asks_and_its_echo_is_none(number: signal.Signals) -> None:
+    with stop_signals():
+        defer_stop(True)
         signal.raise_signal(number)
         signal.raise_signal(number)
-        assert told() == number
+        assert stop_requested() == number
 
 
 @pytest.mark.parametrize(
@@ -21,23 +22,23 @@ def test_a_signal_is_heeded_when_training_asks_and_its_echo_is_none(number: sign
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 143), (signal.SIGUSR2, 143)],
 )
 def test_the_exit_code_tells_which(number: signal.Signals, code: int) -> None:
-    with pytest.raises(Stopped) as stop, heeding():
+    with pytest.raises(Stopped) as stop, stop_signals():
         signal.raise_signal(number)
     assert stop.value.code == code
 
 
 def test_what_comes_later_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "_SECONDS_OF_ECHO", 0)
-    with heeding():
-        be_patient(True)
+    with stop_signals():
+        defer_stop(True)
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(Stopped):
             signal.raise_signal(signal.SIGINT)
 
 
 def test_nor_does_another_signal() -> None:
-    with heeding():
-        be_patient(True)
+    with stop_signals():
+        defer_stop(True)
         signal.raise_signal(signal.SIGUSR1)
         with pytest.raises(Stopped) as stop:
             signal.raise_signal(signal.SIGTERM)
@@ -45,7 +46,7 @@ def test_nor_does_another_signal() -> None:
 
 
 def test_an_echo_does_not_disturb_the_leaving() -> None:
-    with heeding():
+    with stop_signals():
         with pytest.raises(Stopped):
             signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
@@ -55,8 +56,32 @@ def test_an_ignored_signal_stays_ignored() -> None:
     """As nohup has SIGHUP."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with heeding():
+        with stop_signals():
             signal.raise_signal(signal.SIGHUP)
-            assert told() is None
+            assert stop_requested() is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_handlers_are_restored_also_those_of_the_block() -> None:
+    def handler(*_: object) -> None: ...
+
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with contextlib.suppress(ValueError), handle_signals(SIGNALS, handler) as handled:
+        assert {signal.getsignal(number) for number in handled} == {handler}
+        raise ValueError
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+    with handle_signals(SIGNALS, None):
+        assert [signal.getsignal(number) for number in SIGNALS] == before
+        signal.signal(signal.SIGUSR1, handler)
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_ignored_signals_are_not_handled() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with handle_signals([signal.SIGHUP, signal.SIGUSR1], lambda *_: None) as handled:
+            assert handled == [signal.SIGUSR1]
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from rich.console import Console
 
 from qnmixer.config import Config
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.reports.pictures import Panel, Row, draw_iterates
+from qnmixer.tracking.loggers import build_loggers
 from qnmixer.training import callbacks
+from qnmixer.training.callbacks import build_callbacks
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.trainer import build_trainer
 
@@ -72,7 +73,7 @@ def test_the_first_slices_are_drawn_in_order_at_every_validation(
         "data.n_val=5", f"data.batch_size={batch_size}", f"evaluation.n_pictures={n_pictures}", "trainer.max_steps=4"
     )
     data = SliceDataModule(config.data)
-    trainer = build_trainer(config, tmp_path, [], Console(quiet=True))
+    trainer = build_trainer(config, tmp_path, build_callbacks(config.callbacks), build_loggers(config, tmp_path, []))
     trainer.fit(ReconstructionModule(config), datamodule=data)
     names = [data.dataset("val").source.name(n) for n in range(min(5, n_pictures))]
     iterates = [config.model.n_iterations + 1] * len(names)
@@ -84,7 +85,7 @@ def test_titles_say_what_validation_measures(tiny_config: Callable[..., Config],
     """The mean PSNR of the last iterates is val/psnr, where all slices are drawn."""
     config = tiny_config("data.n_val=3", "evaluation.n_pictures=3", "trainer.max_steps=2")
     L.seed_everything(0, verbose=False)
-    trainer = build_trainer(config, tmp_path, [], Console(quiet=True))
+    trainer = build_trainer(config, tmp_path, build_callbacks(config.callbacks), build_loggers(config, tmp_path, []))
     rows: list[Row] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(callbacks, "draw_iterates", lambda path, found: rows.extend(found))

@@ -51,7 +51,7 @@ def run_in(folder: Path, *steps: int, config: Config = OFFLINE, exit_code: int =
     assert wandb.run is None
 
 
-@pytest.mark.parametrize("overrides", [["logger=csv"], ["logger.mode=disabled"]], ids=" ".join)
+@pytest.mark.parametrize("overrides", [["logger=csv"], ["logger.wandb.mode=disabled"]], ids=" ".join)
 def test_without_wandb_there_is_metrics_csv(tmp_path: Path, overrides: list[str]) -> None:
     (logger,) = build_loggers(config_of(*overrides), tmp_path, [])
     assert isinstance(logger, MetricsFile)
@@ -97,7 +97,7 @@ def test_names_that_are_given_come_first_and_a_run_by_itself_has_its_time(
     tmp_path: Path, offline_runs: OfflineRuns
 ) -> None:
     run_in(tmp_path / "date" / "time", 1)
-    run_in(tmp_path / "date" / "time2", 1, config=config_of("logger.run_name=mine", "logger.group=ours"))
+    run_in(tmp_path / "date" / "time2", 1, config=config_of("logger.wandb.run_name=mine", "logger.wandb.group=ours"))
     first, second = offline_runs(tmp_path)
     assert (first.name, first.group) == ("date/time", None)
     assert (second.name, second.group) == ("mine", "ours")
@@ -133,9 +133,10 @@ def test_a_new_run_in_an_old_folder_is_another(tmp_path: Path, offline_runs: Off
 def test_changes_of_the_code_and_the_checkpoint_go_with_the_run(tmp_path: Path, offline_runs: OfflineRuns) -> None:
     (tmp_path / "code.diff").write_text("+ a line\n")
     (tmp_path / "best.ckpt").write_bytes(b"weights")
-    loggers = build_loggers(OFFLINE, tmp_path, [])
+    config = config_of("logger.wandb.log_checkpoint=true")
+    loggers = build_loggers(config, tmp_path, [])
     log_checkpoint(loggers, tmp_path / "best.ckpt", {"val/psnr": 30.0})
-    close_loggers(OFFLINE.logger, DONE)
+    close_loggers(config.logger, DONE)
     (run,) = offline_runs(tmp_path)
     assert (run.folder / "files" / "code.diff").read_text() == "+ a line\n"
     (artifact,) = [record["artifact"] for record in run.records if record["type"] == "artifact"]
@@ -151,7 +152,7 @@ def test_wandb_says_nothing_and_leaves_the_environment(tmp_path: Path, capfd: py
 
 
 def online() -> Config:
-    return config_of("logger.mode=online")
+    return config_of("logger.wandb.mode=online")
 
 
 def test_online_shows_the_address_and_sends_everything(
@@ -207,7 +208,7 @@ def test_no_key_is_an_error_that_tells_the_mend(
     tmp_path: Path, wandb_server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY")
-    with pytest.raises(ConfigError, match=r"`wandb login` once, or take logger.mode=offline"):
+    with pytest.raises(ConfigError, match=r"`wandb login` once, or set its mode to offline"):
         build_loggers(online(), tmp_path, [])
     assert wandb.run is None
 
@@ -222,7 +223,14 @@ def test_training_goes_on_without_the_network(tmp_path: Path, wandb_server: Any)
         "data.n_train=8 data.n_val=2 data.num_workers=0 trainer.max_steps=300 "
         "trainer.val_every_n_steps=20 trainer.log_every_n_steps=1 trainer.accelerator=cpu test_after_training=false"
     )
-    command = [sys.executable, "-m", "qnmixer.train", *tiny.split(), "logger.mode=online", f"hydra.run.dir={tmp_path}"]
+    command = [
+        sys.executable,
+        "-m",
+        "qnmixer.train",
+        *tiny.split(),
+        "logger.wandb.mode=online",
+        f"hydra.run.dir={tmp_path}",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 120
         while not list(tmp_path.glob("pictures/*.png")):

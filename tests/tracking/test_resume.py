@@ -10,9 +10,9 @@ import pytest
 
 from qnmixer.config.compose import compose
 from qnmixer.config.overrides import quoted, values_of
-from qnmixer.errors import CheckpointError, ConfigError
-from qnmixer.tracking.resume import continued, goes_on, latest, recorded
-from qnmixer.tracking.run_folder import clean, held
+from qnmixer.errors import CheckpointError, ConfigError, PluginError
+from qnmixer.tracking.resume import latest, recorded_overrides, resume_hint, resume_overrides, resumes_in_place
+from qnmixer.tracking.run_folder import clean, run_lock
 
 Make = Callable[..., Path]
 
@@ -39,22 +39,22 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 
 def test_without_resume_nothing_changes() -> None:
     for overrides in (["seed=1"], ["resume=null"], ["-m", "resume=latest"], ["resume=runs/a", "--help"]):
-        assert continued(overrides) == overrides
+        assert resume_overrides(overrides) == overrides
 
 
 def test_a_run_goes_on_where_it_is_with_its_own_overrides(make: Make) -> None:
     make("a", "seed=1", "trainer.max_steps=9")
     for path in ("runs/a", "runs/a/checkpoints/last.ckpt"):
-        assert continued([f"resume={path}", "trainer.max_steps=20", "memory=recompute"]) == [
+        assert resume_overrides([f"resume={path}", "trainer.max_steps=20", "memory=recompute"]) == [
             "seed=1", "trainer.max_steps=20", "memory=recompute", f"resume={path}", "hydra.run.dir=runs/a",
         ]  # fmt: skip
 
 
 def test_shipped_weights_are_no_run_to_go_on_with_but_a_folder_of_their_name_is(make: Make) -> None:
     with pytest.raises(CheckpointError, match=r"resume=pretrained: .* finetune=pretrained"):
-        continued(["resume=pretrained"])
+        resume_overrides(["resume=pretrained"])
     make("a", "seed=1").rename("pretrained")
-    assert continued(["resume=./pretrained"]) == ["seed=1", "resume=pretrained", "hydra.run.dir=pretrained"]
+    assert resume_overrides(["resume=./pretrained"]) == ["seed=1", "resume=pretrained", "hydra.run.dir=pretrained"]
 
 
 @pytest.mark.parametrize(
@@ -67,46 +67,46 @@ def test_values_are_those_that_hydra_reads(override: str, value: str) -> None:
 
 def test_the_last_of_two_values_counts(make: Make) -> None:
     make("a", "seed=1", "seed=2")
-    got = continued(["resume=runs/a", "seed=3", "seed=4"])
+    got = resume_overrides(["resume=runs/a", "seed=3", "seed=4"])
     assert [override for override in got if override.startswith("seed")][-1] == "seed=4"
-    assert recorded(Path("runs/a"), continued(["resume=runs/a"])[:-1]) == ["seed=1", "seed=2"]
+    assert recorded_overrides(Path("runs/a"), resume_overrides(["resume=runs/a"])[:-1]) == ["seed=1", "seed=2"]
 
 
 def test_another_choice_of_a_group_takes_the_keys_of_the_one_before_along(make: Make) -> None:
     make("a", "strategy=pipeline", "strategy.schedule=gpipe", "+trainer.devices=2")
-    got = continued(["resume=runs/a", "strategy=ddp", "trainer.devices=4"])
+    got = resume_overrides(["resume=runs/a", "strategy=ddp", "trainer.devices=4"])
     assert got[:2] == ["strategy=ddp", "trainer.devices=4"]
 
 
 @pytest.mark.parametrize("how", [["resume=runs/a", "hydra.run.dir=runs/b"], ["resume=runs/a/checkpoints/best.ckpt"]])
 def test_elsewhere_it_is_a_new_run_that_begins_there(make: Make, how: list[str]) -> None:
     make("a", "seed=1", "finetune=runs/base", "resume=runs/before", status="done", steps=9)
-    assert continued(how) == ["seed=1", *how[1:], how[0]]
+    assert resume_overrides(how) == ["seed=1", *how[1:], how[0]]
 
 
 def test_what_it_was_finetuned_from_is_not_read_again_but_still_told(make: Make) -> None:
     folder = make("a", "finetune=runs/base", "seed=1")
-    now = continued(["resume=runs/a"])
+    now = resume_overrides(["resume=runs/a"])
     assert now == ["finetune=null", "seed=1", "resume=runs/a", "hydra.run.dir=runs/a"]
-    assert recorded(folder, now[:-1]) == ["finetune=runs/base", "seed=1"]
+    assert recorded_overrides(folder, now[:-1]) == ["finetune=runs/base", "seed=1"]
 
 
 def test_a_run_without_a_checkpoint_begins_again(make: Make) -> None:
     make("a", "finetune=runs/base", "seed=1", checkpoint=False)
-    assert continued(["resume=runs/a"]) == ["finetune=runs/base", "seed=1", "hydra.run.dir=runs/a"]
+    assert resume_overrides(["resume=runs/a"]) == ["finetune=runs/base", "seed=1", "hydra.run.dir=runs/a"]
 
 
 def test_one_that_was_killed_before_it_had_results_is_known_by_its_config(make: Make, tmp_path: Path) -> None:
     (tmp_path / "runs" / "a" / ".hydra").mkdir(parents=True)
     (tmp_path / "runs" / "a" / ".hydra" / "overrides.yaml").write_text("- seed=1\n")
-    assert continued(["resume=latest"]) == ["seed=1", "hydra.run.dir=runs/a"]
+    assert resume_overrides(["resume=latest"]) == ["seed=1", "hydra.run.dir=runs/a"]
 
 
 def test_the_same_command_goes_on_with_what_its_folder_holds(make: Make, tmp_path: Path) -> None:
     """As resume= does; also by another name of the folder, and with the same overrides in another order."""
     make("a", "finetune=runs/base", "seed=1", status="running")
     for folder in ("runs/a", "'runs/a'", "runs/../runs/a", str(tmp_path / "runs" / "a")):
-        got = continued(["seed=1", f"hydra.run.dir={folder}", "finetune=runs/base"])
+        got = resume_overrides(["seed=1", f"hydra.run.dir={folder}", "finetune=runs/base"])
         assert got[:2] == ["finetune=null", "seed=1"]
         run = folder.strip("'")
         assert {*got[2:]} == {f"resume={quoted(Path(run))}", f"hydra.run.dir={folder}"}
@@ -115,7 +115,7 @@ def test_the_same_command_goes_on_with_what_its_folder_holds(make: Make, tmp_pat
 @pytest.mark.parametrize("folder", ["runs/${seed}", "${hydra:runtime.cwd}/runs/7"])
 def test_an_interpolated_folder_is_known_too(make: Make, folder: str) -> None:
     make("7", "seed=7")
-    assert continued(["seed=7", f"hydra.run.dir={folder}"])[-1].endswith("runs/7")
+    assert resume_overrides(["seed=7", f"hydra.run.dir={folder}"])[-1].endswith("runs/7")
 
 
 def test_another_run_is_not_begun_where_one_is(make: Make) -> None:
@@ -131,7 +131,7 @@ def test_another_run_is_not_begun_where_one_is(make: Make) -> None:
         (["resume=runs/a", "hydra.run.dir=runs/done"], "runs/done holds a run without model=qn_mixer: "),
     ):
         with pytest.raises(ConfigError) as error:
-            continued(overrides)
+            resume_overrides(overrides)
         assert message in str(error.value)
         assert str(error.value).endswith("or give another hydra.run.dir=FOLDER")
 
@@ -140,18 +140,18 @@ def test_another_run_is_not_begun_where_one_is(make: Make) -> None:
 def test_where_nothing_was_kept_any_run_may_begin(make: Make, status: str) -> None:
     make("a", "seed=1", status=status, checkpoint=False)
     for seed in ("seed=1", "seed=2"):
-        assert continued([seed, "hydra.run.dir=runs/a"]) == [seed, "hydra.run.dir=runs/a"]
+        assert resume_overrides([seed, "hydra.run.dir=runs/a"]) == [seed, "hydra.run.dir=runs/a"]
 
 
 def test_a_branch_goes_on_as_such_and_is_told_as_such(make: Make) -> None:
     """The command of a run that begins at another one's checkpoint, given twice."""
     make("a", "seed=1")
     command = ["resume=runs/a", "hydra.run.dir=runs/b"]
-    begun = continued(command)
+    begun = resume_overrides(command)
     make("b", *begun[:1], *begun[2:])
-    now = continued(command)
+    now = resume_overrides(command)
     assert now == ["seed=1", "hydra.run.dir=runs/b", "resume=runs/b"]
-    assert recorded(Path("runs/b"), [now[0], now[2]]) == ["seed=1", "resume=runs/a"]
+    assert recorded_overrides(Path("runs/b"), [now[0], now[2]]) == ["seed=1", "resume=runs/a"]
 
 
 def test_ranks_decide_alike_when_the_first_has_gone_ahead(make: Make, tmp_path: Path) -> None:
@@ -159,29 +159,29 @@ def test_ranks_decide_alike_when_the_first_has_gone_ahead(make: Make, tmp_path: 
     for name, checkpoint in (("new", False), ("old", True)):
         command = ["seed=1", f"hydra.run.dir=runs/{name}"]
         folder = make(name, "seed=1", checkpoint=True) if checkpoint else Path("runs") / name
-        first = continued(command)
+        first = resume_overrides(command)
         (folder / ".hydra").mkdir(parents=True)
         of_task = [override for override in first if not override.startswith("hydra.")]
         (folder / ".hydra" / "overrides.yaml").write_text("".join(f"- {override}\n" for override in of_task))
-        assert continued(command) == first
-        results = {"status": "running", "overrides": recorded(folder, of_task)}
+        assert resume_overrides(command) == first
+        results = {"status": "running", "overrides": recorded_overrides(folder, of_task)}
         (folder / "results.json").write_text(json.dumps(results))
-        assert continued(command) == first
+        assert resume_overrides(command) == first
 
 
 def test_where_a_run_goes_on(make: Make) -> None:
     folder = make("a")
     for path in ("runs/a", "runs/a/checkpoints/last.ckpt", str(folder.absolute())):
-        assert goes_on(folder, path)
-        assert not goes_on(Path("runs/b"), path)
-    assert not goes_on(folder, None)
+        assert resumes_in_place(folder, path)
+        assert not resumes_in_place(Path("runs/b"), path)
+    assert not resumes_in_place(folder, None)
 
 
 def test_what_a_killed_process_was_writing_is_removed(make: Make) -> None:
     folder = make("a")
     left = folder / "checkpoints" / ".last.ckpt.0123.tmp"
     left.touch()
-    with held(folder):
+    with run_lock(folder):
         assert left.exists()  # it may be another machine's
     clean(folder)
     assert sorted(path.name for path in folder.rglob("*ckpt*")) == ["best.ckpt", "last.ckpt"]
@@ -202,31 +202,31 @@ def test_what_is_done_is_not_gone_on_with_unless_for_longer(make: Make) -> None:
     make("a", age=10)
     make("b", status="done", steps=9)
     with pytest.raises(CheckpointError) as error:
-        continued(["resume=latest"])
+        resume_overrides(["resume=latest"])
     assert str(error.value) == (
         "runs/b is done (9 steps): give a larger trainer.max_steps to go on, or resume=runs/a, which is not done"
     )
     with pytest.raises(CheckpointError, match="runs/b is done"):
-        continued(["resume=runs/b", "trainer.max_steps=9"])
-    assert "trainer.max_steps=10" in continued(["resume=runs/b", "trainer.max_steps=10"])
+        resume_overrides(["resume=runs/b", "trainer.max_steps=9"])
+    assert "trainer.max_steps=10" in resume_overrides(["resume=runs/b", "trainer.max_steps=10"])
 
 
 def test_a_new_length_takes_the_place_of_the_old_one(make: Make) -> None:
     make("a", "seed=1", "trainer.max_epochs=9", "trainer.max_steps=-1")
-    assert continued(["resume=runs/a", "trainer.max_steps=20"])[:2] == ["seed=1", "trainer.max_steps=20"]
-    assert "trainer.max_epochs=9" not in continued(["resume=runs/a", "trainer.max_steps=20"])
+    assert resume_overrides(["resume=runs/a", "trainer.max_steps=20"])[:2] == ["seed=1", "trainer.max_steps=20"]
+    assert "trainer.max_epochs=9" not in resume_overrides(["resume=runs/a", "trainer.max_steps=20"])
 
 
 @pytest.mark.parametrize(("path", "words"), [("latest", "there is no run under"), ("runs/a", "no run folder at")])
 def test_what_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, words: str) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=words):
-        continued([f"resume={path}"])
+        resume_overrides([f"resume={path}"])
 
 
 def test_an_empty_resume_is_told() -> None:
     with pytest.raises(ConfigError, match="resume= names no run: give resume=latest"):
-        continued(["resume="])
+        resume_overrides(["resume="])
 
 
 def test_only_one_process_trains_in_a_folder_and_a_killed_one_lets_go(make: Make, tmp_path: Path) -> None:
@@ -235,8 +235,8 @@ def test_only_one_process_trains_in_a_folder_and_a_killed_one_lets_go(make: Make
     code = """
 import os, sys, time
 from pathlib import Path
-from qnmixer.tracking.run_folder import held
-with held(Path("runs/a")):
+from qnmixer.tracking.run_folder import run_lock
+with run_lock(Path("runs/a")):
     if os.fork():
         print("held", flush=True)
     sys.stdin.read()
@@ -247,14 +247,14 @@ with held(Path("runs/a")):
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdout.readline()
-    with pytest.raises(ConfigError, match=f"process {process.pid} on .* trains in runs/a"), held(folder):
+    with pytest.raises(ConfigError, match=f"process {process.pid} on .* trains in runs/a"), run_lock(folder):
         pass
     for command in (["resume=runs/a"], ["hydra.run.dir=runs/a"]):
         with pytest.raises(ConfigError, match="trains in runs/a"):
-            continued(command)
+            resume_overrides(command)
     process.kill()
     process.wait()
-    with held(folder):
+    with run_lock(folder):
         (folder / ".lock").read_text()
     process.stdin.close()  # ends the child
     process.stdout.close()
@@ -263,3 +263,54 @@ with held(Path("runs/a")):
 def test_any_path_is_taken_by_hydra_as_it_is(tmp_path: Path) -> None:
     for name in ("a", "a b", "lr=0.1,seed=2", "it's", "ü{1}", "a\\b"):
         assert compose("train", [f"resume={quoted(tmp_path / name)}"]).resume == str(tmp_path / name)
+
+
+@pytest.fixture
+def own_configs(make: Make, tmp_path: Path) -> Path:
+    """A folder with a loss of the user's own; the run runs/a was started with it."""
+    folder = tmp_path / "my_conf"
+    (folder / "loss").mkdir(parents=True)
+    (folder / "loss" / "mine.yaml").write_text("defaults: [custom]\n_target_: evil.loss\n")
+    (folder / "experiment").mkdir()
+    (folder / "experiment" / "hooks.yaml").write_text(
+        "# @package _global_\nhydra: {callbacks: {x: {_target_: evil.Hook}}}\n"
+    )
+    make("a", f"hydra.searchpath=[file://{folder}]", "loss=mine")
+    return folder
+
+
+def test_configs_of_the_users_own_are_found_again(own_configs: Path) -> None:
+    where = f"hydra.searchpath=[file://{own_configs}]"
+    now = [where, "loss=mine", "resume=runs/a", "hydra.run.dir=runs/a"]
+    assert resume_overrides(["resume=runs/a", "trust=evil"]) == now
+    assert resume_overrides([where, "resume=runs/a"]) == now
+    assert resume_overrides([where, "loss=mine", "hydra.run.dir=runs/a"])[:2] == now[:2]
+
+
+@pytest.mark.parametrize("branch", [[], ["hydra.run.dir=runs/b"]])
+def test_what_they_name_is_not_run_on_a_runs_own_word(own_configs: Path, branch: list[str]) -> None:
+    with pytest.raises(PluginError, match=r"^a config of runs/a names loss._target_=evil.loss, .* add trust=evil$"):
+        resume_overrides(["resume=runs/a", *branch])
+    with pytest.raises(ConfigError, match=r"holds a run with hydra.searchpath=\S+, not without"):
+        resume_overrides(["loss=mine", "hydra.run.dir=runs/a"])
+
+
+def test_hydra_runs_nothing_on_a_runs_own_word(own_configs: Path, make: Make) -> None:
+    where = f"hydra.searchpath=[file://{own_configs}]"
+    make("b", where, "experiment=hooks")
+    with pytest.raises(
+        ConfigError, match=r"^runs/b was started with configs that set hydra.callbacks: .* --config-dir"
+    ):
+        resume_overrides(["resume=runs/b", "trust=evil"])
+    make("c", "+hydra.callbacks.x._target_=evil.Hook", "hydra/job_logging=evil", "hydra.searchpath=[pkg://evil]")
+    with pytest.raises(PluginError, match=r"^runs/c names hydra.searchpath=evil.configs, .* add trust=evil$"):
+        resume_overrides(["resume=runs/c"])
+    make("d", "+hydra.callbacks.x._target_=evil.Hook", "hydra/job_logging=evil", "seed=1")
+    assert resume_overrides(["resume=runs/d"]) == ["seed=1", "resume=runs/d", "hydra.run.dir=runs/d"]
+
+
+def test_the_line_for_who_stops_names_the_code(own_configs: Path) -> None:
+    composed = Path("runs/a/.hydra/config.yaml")
+    composed.parent.mkdir()
+    composed.write_text("loss: {_target_: evil.loss}\nlogger: {csv: {_target_: qnmixer.a.B}}\n")
+    assert resume_hint(Path("runs/a")).endswith("resume=runs/a trust=evil")

@@ -14,6 +14,7 @@ from qnmixer.config import Config
 from qnmixer.errors import PluginError
 from qnmixer.tracking.metrics_file import read_metrics
 from qnmixer.tracking.results import read_results
+from qnmixer.tracking.run import Run
 from qnmixer.training.callbacks import build_callbacks
 from qnmixer.training.fit import fit
 
@@ -50,7 +51,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_callback_in_a_file_of_this_folder(here: Path, tiny_config: TinyConfig) -> None:
     mine = ["+callbacks.mine._target_=my_callbacks.Every", "+callbacks.mine.every=2"]
-    fit(tiny_config(*mine, "~callbacks.pictures", "test_after_training=false"), here / "run", [])
+    fit(tiny_config(*mine, "~callbacks.pictures", "test_after_training=false"), Run(here / "run"))
     assert (here / "steps.txt").read_text() == "2 4 "
     assert not (here / "run" / "pictures").exists()
 
@@ -58,7 +59,7 @@ def test_a_callback_in_a_file_of_this_folder(here: Path, tiny_config: TinyConfig
 def test_no_callback_is_read_from_a_checkpoint(here: Path, tiny_config: TinyConfig) -> None:
     """Not even that its module is there is asked."""
     mine = ["+callbacks.mine._target_=my_callbacks.Every", "+callbacks.mine.every=2"]
-    fit(tiny_config(*mine, "test_after_training=false", "trainer.max_steps=2"), here / "run", [])
+    fit(tiny_config(*mine, "test_after_training=false", "trainer.max_steps=2"), Run(here / "run"))
     (here / "my_callbacks.py").unlink()
     path = here / "run" / "checkpoints" / "last.ckpt"
     assert read_checkpoint(path)[0].callbacks == {}
@@ -93,14 +94,14 @@ def test_a_bad_callback_is_one_line(here: Path, given: dict[str, Any], message: 
 def test_early_stopping_ends_a_run_in_order(tiny_config: TinyConfig, tmp_path: Path) -> None:
     stopping = ["callbacks=early_stopping", "callbacks.early_stopping.patience=1"]
     long = ["callbacks.early_stopping.min_delta=100", "trainer.max_steps=100", "test_after_training=false"]
-    best = fit(tiny_config(*stopping, *long), tmp_path, [])
+    best = fit(tiny_config(*stopping, *long), Run(tmp_path))
     results = read_results(tmp_path)
     assert (results["status"], results["steps"], results["best"]) == ("done", 4, {"val/psnr": best})
     assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 4
 
 
 def test_ready_callbacks_log_beside_ours(tiny_config: TinyConfig, tmp_path: Path) -> None:
-    fit(tiny_config("callbacks=[lr_monitor,device_stats]", "test_after_training=false"), tmp_path, [])
+    fit(tiny_config("callbacks=[lr_monitor,device_stats]", "test_after_training=false"), Run(tmp_path))
     rows = read_metrics(tmp_path / "metrics.csv")
     assert any(row.get("lr-AdamW/pg1") for row in rows)
     assert json.loads((tmp_path / "results.json").read_text())["status"] == "done"

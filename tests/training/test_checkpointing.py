@@ -12,6 +12,7 @@ import torch
 
 from qnmixer.config import Config
 from qnmixer.errors import Stopped
+from qnmixer.tracking.run import Run
 from qnmixer.training.fit import fit
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.random_states import random_state, set_random_state
@@ -88,15 +89,15 @@ def test_a_run_that_is_stopped_goes_on_as_if_nothing_had_been(
 ) -> None:
     before = [signal.getsignal(it) for it in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
     signal_at(monkeypatch, "none", 0)
-    fit(tiny_config(*RUN, *more), tmp_path / "whole", [])
+    fit(tiny_config(*RUN, *more), Run(tmp_path / "whole"))
     signal_at(monkeypatch, stream, step, number)
     folder = tmp_path / "stopped"
     with pytest.raises(Stopped, match=f"interrupted after step {kept_at}, to go on: .*resume=") as stop:
-        fit(tiny_config(*RUN, *more), folder, [])
+        fit(tiny_config(*RUN, *more), Run(folder))
     assert stop.value.code == (130 if number == signal.SIGINT else 143)
     assert kept(folder)["global_step"] == kept_at
     assert json.loads((folder / "results.json").read_text())["status"] == "interrupted"
-    fit(tiny_config(*RUN, *more, f"resume={folder}"), folder, [])
+    fit(tiny_config(*RUN, *more, f"resume={folder}"), Run(folder, resume=str(folder)))
     ours, theirs = kept(folder), kept(tmp_path / "whole")
     assert ours["global_step"] == 7
     for name, value in theirs["state_dict"].items():
@@ -112,13 +113,13 @@ def test_a_run_that_is_stopped_goes_on_as_if_nothing_had_been(
 
 def test_the_best_so_far_stays_the_best(tiny_config: TinyConfig, tmp_path: Path) -> None:
     """In the same folder; another one has its own."""
-    fit(tiny_config(*RUN, "optimizer.lr=0.001"), tmp_path, [])
+    fit(tiny_config(*RUN, "optimizer.lr=0.001"), Run(tmp_path))
     checkpoint = kept(tmp_path)
     checkpoint["qnmixer_run"]["best"] = 1000.0
     torch.save(checkpoint, tmp_path / "checkpoints" / "last.ckpt")
     longer = tiny_config(*RUN, "optimizer.lr=0.001", "trainer.max_steps=9", f"resume={tmp_path}")
-    assert fit(longer, tmp_path / "branch", []) < 1000
-    assert fit(longer, tmp_path, []) == 1000
+    assert fit(longer, Run(tmp_path / "branch", resume=str(tmp_path))) < 1000
+    assert fit(longer, Run(tmp_path, resume=str(tmp_path))) == 1000
 
 
 def test_a_run_that_was_stopped_after_training_comes_to_its_end(
@@ -133,10 +134,10 @@ def test_a_run_that_was_stopped_after_training_comes_to_its_end(
     with monkeypatch.context() as patch:
         patch.setattr("qnmixer.training.fit.evaluate", stop)
         with pytest.raises(Stopped):
-            fit(tiny_config(*overrides), tmp_path, [])
+            fit(tiny_config(*overrides), Run(tmp_path))
     path = tmp_path / "results.json"
     before = json.loads(path.read_text())
-    fit(tiny_config(*overrides, f"resume={tmp_path}"), tmp_path, [])
+    fit(tiny_config(*overrides, f"resume={tmp_path}"), Run(tmp_path, resume=str(tmp_path)))
     record = json.loads(path.read_text())
     assert (record["status"], record["steps"]) == ("done", 6)
     assert record["memory"]["peak"] >= before["memory"]["peak"] > 0

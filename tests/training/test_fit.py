@@ -1,8 +1,10 @@
 """What a run says and does around training."""
 
+import sqlite3
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,7 @@ from qnmixer.config import Config
 from qnmixer.errors import PluginError
 from qnmixer.tracking.metrics_file import read_metrics
 from qnmixer.tracking.results import read_results
+from qnmixer.tracking.run import Run
 from qnmixer.training.fit import fit
 
 TinyConfig = Callable[..., Config]
@@ -41,14 +44,14 @@ def test_the_start_says_which_limit_ends_a_run(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    fit(tiny_config(*overrides, "test_after_training=false"), tmp_path, [])
+    fit(tiny_config(*overrides, "test_after_training=false"), Run(tmp_path))
     assert line in capsys.readouterr().out
     assert read_results(tmp_path)["steps"] == steps
 
 
 def test_an_epoch_of_fewer_batches(tiny_config: TinyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ["+trainer.limit_train_batches=3", "trainer.max_epochs=2", "trainer.max_steps=-1"]
-    fit(tiny_config(*overrides, "trainer.val_every_n_steps=null", "test_after_training=false"), tmp_path, [])
+    fit(tiny_config(*overrides, "trainer.val_every_n_steps=null", "test_after_training=false"), Run(tmp_path))
     assert "2 epochs (6 steps)" in capsys.readouterr().out
     rows = read_metrics(tmp_path / "metrics.csv")
     assert [int(row["step"]) for row in rows if row["val/psnr"]] == [3, 6]
@@ -58,7 +61,7 @@ def test_an_epoch_of_fewer_batches(tiny_config: TinyConfig, tmp_path: Path, caps
 def test_arguments_of_the_trainer_reach_it(tiny_config: TinyConfig, tmp_path: Path) -> None:
     overrides = ["+trainer.profiler=simple", "+trainer.max_time=00:00:00:01", "trainer.max_steps=-1"]
     overrides += ["trainer.max_epochs=100000", "+trainer.gradient_clip_algorithm=value", "test_after_training=false"]
-    fit(tiny_config(*overrides), tmp_path, [])
+    fit(tiny_config(*overrides), Run(tmp_path))
     results = read_results(tmp_path)
     assert results["status"] == "done"
     assert 0 < results["steps"] < 400000
@@ -87,19 +90,56 @@ def test_a_logger_of_ones_own_and_tags(
     monkeypatch.setattr("sys.path", [path for path in sys.path if path])
     (tmp_path / "my_logger.py").write_text(LOGGER)
     overrides = ["logger=custom", "logger._target_=my_logger.Mine", "+logger.word=said", "tags=[a,b]"]
-    fit(tiny_config(*overrides, "test_after_training=false"), tmp_path / "run", [])
+    fit(tiny_config(*overrides, "test_after_training=false"), Run(tmp_path / "run"))
     text = (tmp_path / "run" / "mine.txt").read_text()
     assert text.startswith("said ")
     assert "val/psnr" in text
     assert read_metrics(tmp_path / "run" / "metrics.csv")
     assert read_results(tmp_path / "run")["tags"] == ["a", "b"]
     (tmp_path / "my_logger.py").unlink()  # nobody looks for it when the checkpoint is read
-    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")[0].logger.name == "custom"
+    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")[0].logger == {}
+
+
+def test_several_loggers_get_the_same_numbers(
+    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline_runs: Callable[[Path], list[Any]]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_second_logger.py").write_text(LOGGER)
+    mine = ["logger._target_=my_second_logger.Mine", "+logger.word=said"]
+    theirs = ["+logger.theirs._target_=lightning.pytorch.loggers.CSVLogger", "+logger.theirs.name=theirs"]
+    fit(tiny_config("logger=[csv,wandb,custom]", *mine, *theirs), Run(tmp_path / "run"))
+    rows = read_metrics(tmp_path / "run" / "metrics.csv")
+    names = {name for row in rows for name, value in row.items() if value} - {"step"}
+    assert {"train/loss", "val/psnr", "test/QN-Mixer/psnr"} <= names
+    (run,) = offline_runs(tmp_path)
+    media = {"val/iterates", "test/picture", "test/table"}
+    logged = {name.partition(".")[0] for name in run.metrics}
+    assert logged - names == media | {"trainer/global_step"}
+    assert names <= logged
+    lines = (tmp_path / "run" / "mine.txt").read_text().splitlines()
+    assert {name for line in lines for name in line.split()[2:]} == names
+    (written,) = (tmp_path / "run" / "theirs").rglob("metrics.csv")
+    assert {name for row in read_metrics(written) for name, value in row.items() if value} - {"step"} == names
+
+
+def test_tensorboard_and_mlflow_get_every_number(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    pytest.importorskip("mlflow")
+    fit(tiny_config("logger=[tensorboard,mlflow]"), Run(tmp_path))
+    rows = read_metrics(tmp_path / "metrics.csv")
+    names = {name for row in rows for name, value in row.items() if value} - {"step"}
+    curves = events.EventAccumulator(str(tmp_path / "tensorboard"))
+    curves.Reload()
+    assert {*curves.Tags()["scalars"]} == names
+    assert [it.step for it in curves.Scalars("val/psnr")] == [int(row["step"]) for row in rows if row["val/psnr"]]
+    with sqlite3.connect(tmp_path / "mlflow.db") as database:
+        assert {name for (name,) in database.execute("select distinct key from metrics")} == names
+        assert database.execute("select status from runs").fetchall() == [("FINISHED",)]
 
 
 def test_a_bad_logger_is_one_line(tiny_config: TinyConfig, tmp_path: Path) -> None:
     with pytest.raises(PluginError, match=r"collections\.Counter is not a subclass of lightning"):
-        fit(tiny_config("logger=custom", "logger._target_=collections.Counter"), tmp_path, [])
+        fit(tiny_config("logger=custom", "logger._target_=collections.Counter"), Run(tmp_path))
     strange = ["logger=custom", "logger._target_=lightning.pytorch.loggers.CSVLogger", "+logger.colour=red"]
     with pytest.raises(PluginError, match=r"^logger\.colour: .* does not take it"):
-        fit(tiny_config(*strange), tmp_path, [])
+        fit(tiny_config(*strange), Run(tmp_path))

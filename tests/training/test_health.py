@@ -13,6 +13,7 @@ from qnmixer.config import Config
 from qnmixer.errors import UnstableNetwork
 from qnmixer.models import UnrolledNetwork
 from qnmixer.tracking.metrics_file import read_metrics
+from qnmixer.tracking.run import Run
 from qnmixer.training import fit as fit_module
 from qnmixer.training.fit import fit
 from qnmixer.training.module import ReconstructionModule
@@ -54,7 +55,7 @@ def run(config: Config, folder: Path, monkeypatch: pytest.MonkeyPatch, fault: st
         return module
 
     monkeypatch.setattr(fit_module, "ReconstructionModule", planted)
-    fit(config, folder, [])
+    fit(config, Run(folder))
     return json.loads((folder / "results.json").read_text())
 
 
@@ -102,10 +103,10 @@ def test_a_start_that_is_far_off_is_refused_before_the_first_step(
 def test_a_batch_that_only_fills_a_step_is_left_out(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
     """One slice an epoch, and four batches a step: three have no slice of their own."""
     few = ["data.n_train=1", "data.batch_size=1", "trainer.accumulate_grad_batches=4", "trainer.max_steps=3"]
-    fit(tiny_config(*few, "test_after_training=false"), tmp_path, [])
+    fit(tiny_config(*few, "test_after_training=false"), Run(tmp_path))
     assert json.loads((tmp_path / "results.json").read_text())["status"] == "done"
 
 
 def test_a_healthy_run_is_told_nothing(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
-    fit(tiny_config(*LONG), tmp_path, [])
+    fit(tiny_config(*LONG), Run(tmp_path))
     assert "warnings" not in json.loads((tmp_path / "results.json").read_text())

@@ -8,12 +8,13 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from rich.console import Console
 
 from qnmixer.checkpoints.reading import read_checkpoint, resumable
 from qnmixer.config import Config
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import CheckpointError
+from qnmixer.tracking.loggers import build_loggers
+from qnmixer.training.callbacks import build_callbacks
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.trainer import build_trainer
 
@@ -61,7 +62,9 @@ def train(
 ) -> tuple[Watch, dict[str, torch.Tensor]]:
     L.seed_everything(0, verbose=False)
     module, watch = ReconstructionModule(config), Watch(folder, save_at, validations)
-    trainer = build_trainer(config, folder, [watch], Console(quiet=True))
+    trainer = build_trainer(
+        config, folder, [watch, *build_callbacks(config.callbacks)], build_loggers(config, folder, [])
+    )
     trainer.fit(module, datamodule=SliceDataModule(config.data), ckpt_path=resume, weights_only=True)
     return watch, {name: p.detach().clone() for name, p in module.named_parameters()}
 

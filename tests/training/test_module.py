@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 
 from qnmixer.config import Config
 from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.physics.noise import FieldNoise, NoNoise, PhysicalNoise
-from qnmixer.reconstructor import Batch, attenuation_per_value, build_geometry, build_noise
+from qnmixer.physics.noise import FieldNoise, NoNoise, PhysicalNoise, attenuation_per_value
+from qnmixer.reconstructor import Batch, build_geometry, build_noise
 from qnmixer.training.module import ReconstructionModule
 
 Build = Callable[..., ReconstructionModule]
@@ -78,13 +78,13 @@ def test_noise_is_built_as_configured(tiny_config: Callable[..., Config]) -> Non
     assert build_noise(tiny_config()) == NoNoise()
     assert build_noise(tiny_config("noise=field", "noise.photons=1e5")) == FieldNoise(1e5, 0.05)
     config = tiny_config("noise=physical", "noise.water_attenuation=0.02", "data.hu_max=1500")
-    assert build_noise(config) == PhysicalNoise(photons=1e5, attenuation_per_value=0.05, electronic_sigma=10.0)
+    assert build_noise(config) == PhysicalNoise(photons=1e5, water_attenuation=0.02, electronic_sigma=10.0, hu_max=1500)
 
 
 def test_water_has_its_attenuation(tiny_config: Callable[..., Config]) -> None:
     config = tiny_config("data.hu_max=3000")
     water = 1000 / (config.data.hu_max + 1000)  # x of 0 HU
-    assert water * attenuation_per_value(config, 0.0192) == pytest.approx(0.0192)
+    assert water * attenuation_per_value(0.0192, config.data.hu_max) == pytest.approx(0.0192)
 
 
 def test_image_size_alone_sets_the_resolution(tiny_config: Callable[..., Config]) -> None:

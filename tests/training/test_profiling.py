@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from qnmixer.checkpoints.reading import load_run
-from qnmixer.config import Config
-from qnmixer.config.data import PhantomData
+from qnmixer.config import Config, section
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
-from qnmixer.parallel.devices import on_this_machine
+from qnmixer.parallel.devices import resolve_devices
 from qnmixer.reconstructor import Batch
+from qnmixer.tracking.run import Run
 from qnmixer.training.fit import fit
 from qnmixer.training.module import ReconstructionModule
 
@@ -51,7 +51,7 @@ def test_overfitting_validates_on_what_it_trains_on(tiny_module: Build) -> None:
 
 
 def test_the_first_slices_are_those_of_the_whole_parts() -> None:
-    config = PhantomData(image_size=16, num_workers=0, n_train=6, n_val=3, n_test=5)
+    config = section("data", "phantoms", image_size=16, num_workers=0, n_train=6, n_val=3, n_test=5)
     whole, few = SliceDataModule(config), SliceDataModule(config, first=4)
     assert "train 4 slices, val 3 slices, test 4 slices" in few.describe()
     for part in ("train", "val", "test"):
@@ -60,7 +60,7 @@ def test_the_first_slices_are_those_of_the_whole_parts() -> None:
 
 
 def trained(config: Config, folder: Path) -> dict[str, Any]:
-    fit(on_this_machine(config), folder, [])
+    fit(resolve_devices(config), Run(folder))
     return json.loads((folder / "results.json").read_text())
 
 

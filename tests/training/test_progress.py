@@ -8,12 +8,13 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback
-from rich.console import Console
 
 from qnmixer.config import Config
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
+from qnmixer.tracking.loggers import build_loggers
 from qnmixer.tracking.metrics_file import read_metrics
+from qnmixer.training.callbacks import build_callbacks
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.trainer import build_trainer
 
@@ -38,7 +39,9 @@ class Validated(Callback):
 def train(config: Config, folder: Path, seconds: float = 0.0) -> Validated:
     watch = Validated(folder, seconds)
     L.seed_everything(0, verbose=False)
-    trainer = build_trainer(config, folder, [watch], Console(quiet=True))
+    trainer = build_trainer(
+        config, folder, [watch, *build_callbacks(config.callbacks)], build_loggers(config, folder, [])
+    )
     trainer.fit(ReconstructionModule(config), datamodule=SliceDataModule(config.data))
     return watch
 

@@ -10,6 +10,7 @@ import torch
 
 from qnmixer.config import Config
 from qnmixer.errors import ConfigError, Stopped
+from qnmixer.tracking.run import Run
 from qnmixer.training.fit import fit
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.weight_averaging import MeanWeights
@@ -27,9 +28,9 @@ def test_checkpoints_hold_the_mean_and_what_is_trained(tiny_config: TinyConfig, 
     trained = []
     for n in (1, 2, 3):
         length = ["trainer.max_steps=3", "trainer.save_every_n_steps=null", "schedule=constant"]
-        fit(tiny_config(*RUN, *length, f"trainer.max_steps={n}"), tmp_path / str(n), [])
+        fit(tiny_config(*RUN, *length, f"trainer.max_steps={n}"), Run(tmp_path / str(n)))
         trained.append(kept(tmp_path / str(n))["trained_weights"])
-    fit(tiny_config("trainer.max_steps=3", "schedule=constant", "test_after_training=false"), tmp_path / "plain", [])
+    fit(tiny_config("trainer.max_steps=3", "schedule=constant", "test_after_training=false"), Run(tmp_path / "plain"))
     mean = kept(tmp_path / "3")["state_dict"]
     for name, value in kept(tmp_path / "plain")["state_dict"].items():
         assert torch.equal(trained[2][name], value)  # training is the same
@@ -44,7 +45,7 @@ def test_checkpoints_hold_the_mean_and_what_is_trained(tiny_config: TinyConfig, 
 def test_a_stopped_run_goes_on_with_both(
     tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: str, step: int
 ) -> None:
-    fit(tiny_config(*RUN), tmp_path / "whole", [])
+    fit(tiny_config(*RUN), Run(tmp_path / "whole"))
     sent: list[int] = []
 
     def measure(self: ReconstructionModule, batch: Any, of: Any) -> torch.Tensor:
@@ -56,8 +57,8 @@ def test_a_stopped_run_goes_on_with_both(
     monkeypatch.setattr(ReconstructionModule, "measure", measure)
     folder = tmp_path / "stopped"
     with pytest.raises(Stopped):
-        fit(tiny_config(*RUN), folder, [])
-    fit(tiny_config(*RUN, f"resume={folder}"), folder, [])
+        fit(tiny_config(*RUN), Run(folder))
+    fit(tiny_config(*RUN, f"resume={folder}"), Run(folder, resume=str(folder)))
     for name in ("last", "best"):
         ours, theirs = kept(folder, name), kept(tmp_path / "whole", name)
         for part in ("state_dict", "trained_weights"):

@@ -13,10 +13,11 @@ from typing import Any
 
 from qnmixer.checkpoints.reading import built_from
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
-from qnmixer.config import Config, Custom, effective_batch, keys_of, sources_of, to_plain
+from qnmixer.config import Config, effective_batch, keys_of, to_plain
 from qnmixer.config.compose import compose
-from qnmixer.config.data import CustomData, DataConfig, FolderData, MixedData, PhantomData
+from qnmixer.config.data import DataConfig, FolderData, MixedData, PhantomData
 from qnmixer.config.overrides import values_of
+from qnmixer.config.target import TARGET
 from qnmixer.plugins import trust_words
 from qnmixer.reconstructor import method_name
 from qnmixer.reports.tables import markdown_table
@@ -172,7 +173,7 @@ def _slices(config: Config) -> str:
     if not isinstance(data, MixedData):
         epoch = f" of {data.n_train}" if isinstance(data, PhantomData) else ""
         return _of_source(data, epoch)
-    sources = [replace(source, train_slices=None) for source in sources_of(data).values()]
+    sources = [replace(source, train_slices=None) for source in data.by_section().values()]
     few = f"; of all together the same {data.train_slices} at most in every epoch" if data.train_slices else ""
     return (
         "; ".join(
@@ -194,9 +195,8 @@ def _of_source(data: DataConfig, epoch: str = "") -> str:
             f"{100 * data.anatomy_share:.4g} % resemble a body, the others are ellipses{augmented}"
         )
     split = f", split {data.split}" if isinstance(data, FolderData) else ""
-    source = f" of {data._target_}" if isinstance(data, CustomData) else ""
     number = f"at most {data.train_slices}" if data.train_slices else _UNKNOWN
-    return f"slices from files, data={data.name}{source}, {size}{split}{augmented}; how many: {number}"
+    return f"slices from files, data={data.name}, {size}{split}{augmented}; how many: {number}"
 
 
 def _sinograms(config: Config) -> str:
@@ -216,7 +216,7 @@ def _hardware(config: Config, record: dict[str, Any]) -> str:
 
 def _settings(section: Any) -> str:
     """A group's choice, and its keys."""
-    keys = ", ".join(f"{key} {_number(value)}" for key, value in keys_of(section).items() if key != "name")
+    keys = ", ".join(f"{key} {_number(value)}" for key, value in keys_of(section).items() if key != TARGET)
     return f"{section.name}{f': {keys}' if keys else ''}"
 
 
@@ -268,8 +268,10 @@ def _of_run(config: Config) -> Iterator[str]:
     Without the arguments of classes of the user's own.
     """
     usual, ours = compose("train", []), to_plain(config)
-    names = {group: ours[group]["name"] for group in ("model", "noise")}
-    chosen = [f"{group}={name}" for group, name in names.items() if name != usual[group].name]
+    sections = [
+        section for section in (config.model, config.noise) if section._target_ != usual[section.group]._target_
+    ]
+    chosen = [word for section in sections for word in section.choice()]
     yield from chosen
     usual = compose("train", chosen)
     keys = {"model": ours["model"], "geometry": ours["geometry"], "noise": ours["noise"]}
@@ -277,7 +279,7 @@ def _of_run(config: Config) -> Iterator[str]:
         known = {*usual[section]}  # the others are arguments
         for key in those:
             value = ours[section][key]
-            if key in known and key != "name" and usual[section].get(key) != value:
+            if key in known and key != TARGET and usual[section].get(key) != value:
                 yield f"{section}.{key}={value if isinstance(value, str) else json.dumps(value)}"
 
 
@@ -285,8 +287,7 @@ def own_arguments(config: Config, *groups: str) -> dict[str, Any]:
     """Arguments of classes and functions of the user's own, by their keys; of these groups, or of all but data."""
     names = groups or ("model", "noise", "loss", "optimizer", "schedule")
     sections = {name: getattr(config, name) for name in names}
-    custom = {name: section for name, section in sections.items() if isinstance(section, Custom)}
-    return {f"{name}.{key}": value for name, section in custom.items() for key, value in section.arguments.items()}
+    return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.arguments.items()}
 
 
 def _limits(config: Config, measured: list[Measured]) -> Iterator[str]:
@@ -317,7 +318,7 @@ def _limits(config: Config, measured: list[Measured]) -> Iterator[str]:
 
 
 def _sources(data: DataConfig) -> str:
-    names = [source.name for source in sources_of(data).values()]
+    names = [source.name for source in data.by_section().values()]
     return f"one source (data={data.name})" if len(names) == 1 else f"{len(names)} sources ({', '.join(names)})"
 
 

@@ -11,16 +11,14 @@ import torch
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY, decode
 from qnmixer.config import Config, effective_batch, keys_of, parse_file, targets_of, to_plain
 from qnmixer.errors import CheckpointError, ConfigError, first_line
-from qnmixer.files import whole
+from qnmixer.files import newest_complete
 from qnmixer.parallel.shards import merge_shards
 from qnmixer.plugins import check_trusted
 from qnmixer.reconstructor import Reconstructor
 from qnmixer.weights import SUFFIX, located
 
-_KEYS_SINCE = {"compile": False}
-"""Keys of the config that the first files lack, and what they stood for."""
-_NEVER_READ: dict[str, Any] = {"callbacks": {}}
-"""Keys of the config of a file that are put aside: callbacks are the command line's to name."""
+_NEVER_READ: dict[str, Any] = {"callbacks": {}, "logger": {}}
+"""Keys of the config of a file that are put aside: callbacks and loggers are the command line's to name."""
 
 
 def find_checkpoint(run: str | Path, which: str = "best") -> Path:
@@ -30,14 +28,14 @@ def find_checkpoint(run: str | Path, which: str = "best") -> Path:
     there is nothing.
     """
     run = located(run)
-    if run.suffix == ".ckpt" and (path := whole(run)).exists():
+    if run.suffix == ".ckpt" and (path := newest_complete(run)).exists():
         return path
     if run.is_file():
         return run
     if not run.is_dir():
         raise CheckpointError(f"no run folder at {run}: give the folder that training printed, run=runs/…")
     for name in dict.fromkeys((which, "best", "last")):
-        path = whole(run / "checkpoints" / f"{name}.ckpt")
+        path = newest_complete(run / "checkpoints" / f"{name}.ckpt")
         if path.exists():
             return path
     raise CheckpointError(f"{run} holds no checkpoints/best.ckpt or last.ckpt: is it a run folder of qnmixer.train?")
@@ -61,7 +59,7 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
         ours_from = "qnmixer.export" if path.suffix == SUFFIX else "qnmixer.train"
         raise CheckpointError(f"{path} is of another program: use one that {ours_from} wrote")
     try:
-        return parse_file(_KEYS_SINCE | ours["config"] | _NEVER_READ), checkpoint["state_dict"]
+        return parse_file(ours["config"] | _NEVER_READ), checkpoint["state_dict"]
     except ConfigError as error:
         raise CheckpointError(f"{path} was written by another version of qnmixer ({error}): use that one") from error
 
@@ -94,9 +92,10 @@ def load_weights(module: Reconstructor, run: str | Path) -> None:
         )
     if config.model != module.config.model:
         now = keys_of(module.config.model)
-        differing = {key: value for key, value in keys_of(config.model).items() if now.get(key) != value}
-        given = [f"{'model' if key == 'name' else f'model.{key}'}={value}" for key, value in differing.items()]
-        raise CheckpointError(f"{path} holds another network: set {' '.join(given)}")
+        other = config.model.choice() if config.model._target_ != module.config.model._target_ else []
+        keys = {key: value for key, value in keys_of(config.model).items() if key != "_target_"}
+        other += [f"model.{key}={value}" for key, value in keys.items() if now.get(key) != value]
+        raise CheckpointError(f"{path} holds another network: set {' '.join(other)}")
     _load_state(module, state, path)
 
 
@@ -145,8 +144,10 @@ def _differences(before: Config, config: Config) -> list[str]:
         for key in old[section] | new[section]:
             value, now = old[section].get(key), new[section].get(key)
             if value != now and not (section == "data" and key in loading):
-                name = section if key == "name" else f"{section}.{key}"
-                found.append(f"{name}={value}, not {now}")
+                if key == "_target_":
+                    found.append(f"{section}={getattr(before, section).name}, not {getattr(config, section).name}")
+                else:
+                    found.append(f"{section}.{key}={value}, not {now}")
     return found
 
 

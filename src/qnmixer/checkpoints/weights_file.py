@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from qnmixer.config import Config, LoggerConfig, keys_of, sources_of, to_plain
-from qnmixer.config.data import CustomData, DataConfig, FolderData, MixedData
+from qnmixer.config import Config, to_plain
 
 CHECKPOINT_KEY = "qnmixer"
 
@@ -53,22 +52,5 @@ def without_places(config: Config) -> Config:
     Folders, names of patients, the runs that it began from and the account of its logger are left out; not the
     arguments of classes of the user's own other than its slices: some it cannot be built without.
     """
-    data = _data_without_places(config.data)
-    logger = LoggerConfig(name="csv")
-    return replace(config, data=data, logger=logger, callbacks={}, tags=[], finetune=None, resume=None)
-
-
-def _data_without_places(data: DataConfig) -> DataConfig:
-    if isinstance(data, MixedData):
-        common = {f.name for f in fields(DataConfig)} - {"name"}
-        kept = {key: keys_of(_data_without_places(source)) for key, source in sources_of(data).items()}
-        own = [{key: value for key, value in keys.items() if key not in common} for keys in kept.values()]
-        shares = data.shares.items()
-        return replace(
-            data, sources={name: {"share": share} | keys for (name, share), keys in zip(shares, own, strict=True)}
-        )
-    if isinstance(data, FolderData):
-        return replace(
-            data, root=None, include="*", cache_dir=None, train_patients=[], val_patients=[], test_patients=[]
-        )
-    return replace(data, arguments={}) if isinstance(data, CustomData) else data
+    data = config.data.without_places()
+    return replace(config, data=data, logger={}, callbacks={}, tags=[], finetune=None, resume=None)

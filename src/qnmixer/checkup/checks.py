@@ -38,7 +38,7 @@ from qnmixer.config import Config, PipelineConfig, devices_per_replica, to_plain
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import RankFailed, UserError
 from qnmixer.memory.footprint import MIB
-from qnmixer.parallel.devices import has_bf16, on_this_machine
+from qnmixer.parallel.devices import has_bf16, resolve_devices
 
 PATIENCE = {"communication": 60.0, "training": 180.0}
 """Seconds without any rank getting further, after which those that are furthest behind have hung."""
@@ -70,7 +70,7 @@ def checkup(config: Config, folder: Path) -> Iterator[Check]:
     yield from first
     asked = config if first[1].status != "FAIL" else _with_trainer(config, precision="32")  # says so only once
     try:
-        config = on_this_machine(_with_trainer(asked, num_nodes=1))
+        config = resolve_devices(_with_trainer(asked, num_nodes=1))
     except UserError as error:
         first.append(Check("devices", "FAIL", *_split(str(error))))
         yield first[-1]
@@ -119,7 +119,7 @@ def check_communication(config: Config, patience: float = PATIENCE["communicatio
 
 
 def check_training(config: Config, patience: float = PATIENCE["training"]) -> Iterator[Check]:
-    """Some real steps over all devices, and what follows from them; `config` has been counted (`on_this_machine`)."""
+    """Some real steps over all devices, and what follows from them; `config` has been counted (`resolve_devices`)."""
     run, changes = shortened(config)
     n, start = run.trainer.devices or 1, time.monotonic()
     with tempfile.TemporaryDirectory(prefix="qnmixer-doctor-") as temporary:

@@ -26,18 +26,14 @@ from torch.utils._pytree import tree_leaves
 from qnmixer.cli import explain
 from qnmixer.config import (
     Config,
-    LearnedConfig,
-    LoggerConfig,
     MemoryConfig,
     PipelineConfig,
-    QNMixerConfig,
     RecomputeConfig,
-    RegFormerConfig,
     devices_per_replica,
     parse,
+    section,
     with_iterations,
 )
-from qnmixer.config.data import PhantomData
 from qnmixer.files import write_text
 from qnmixer.memory.footprint import MIB
 from qnmixer.memory.leaks import LeakWatch
@@ -139,12 +135,13 @@ def train_a_little(config: Config, folder: Path) -> None:
     """A few steps of a config by its real path, then many of a small network, and the report of both.
 
     Beside it gradients_RANK.pt, by parameter: of the first step that was not skipped, before clipping. `config` must
-    have been counted (`on_this_machine`). Raises what training raises; the report is written all the same.
+    have been counted (`resolve_devices`). Raises what training raises; the report is written all the same.
     """
     from lightning.pytorch.callbacks import LambdaCallback
-    from rich.console import Console
 
     from qnmixer.data.datamodule import SliceDataModule
+    from qnmixer.tracking.loggers import build_loggers
+    from qnmixer.training.callbacks import build_callbacks
     from qnmixer.training.trainer import build_trainer
 
     progress, report = Progress(folder), Report()
@@ -164,7 +161,8 @@ def train_a_little(config: Config, folder: Path) -> None:
         ):
             with full_precision():
                 module = untrained(run)
-                trainer = build_trainer(run, folder, [callback], Console(quiet=True))
+                callbacks = [callback, *build_callbacks(run.callbacks)]
+                trainer = build_trainer(run, folder, callbacks, build_loggers(run, folder, []))
                 trainer.fit(module, datamodule=SliceDataModule(run.data))
         progress("leaving")
     except Exception as error:
@@ -196,10 +194,10 @@ class StepProbe:
 
     def before_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         """Keep the gradients, if they are the first that are finite."""
-        from qnmixer.parallel.shards import whole
+        from qnmixer.parallel.shards import gather
 
         named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
-        gradients = {name: whole(gradient) for name, gradient in named}  # of fsdp a collective: on every rank
+        gradients = {name: gather(gradient) for name, gradient in named}  # of fsdp a collective: on every rank
         bad = [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
         if bad:
             self.report.n_skipped += 1
@@ -316,26 +314,16 @@ def small_network(config: Config) -> Config:
     if isinstance(strategy, PipelineConfig):
         T, batch = devices_per_replica(config) * strategy.stages_per_device, strategy.microbatch_size
         strategy = replace(strategy, cut=None)
-    model = config.model
-    if isinstance(model, LearnedConfig):
-        model = replace(model, channels=math.lcm(2, model.n_heads) if isinstance(model, RegFormerConfig) else 8)
-    if isinstance(model, QNMixerConfig):
-        model = replace(model, n_mixer_layers=1)
     bins = 64
+    of_data = {key: getattr(config.data, key) for key in ("scaling", "hu_max", "seed")}
+    of_data |= {"image_size": unit * math.ceil(48 / unit), "batch_size": batch, "num_workers": 0}
     return replace(
-        with_iterations(replace(config, model=model), T),
+        with_iterations(replace(config, model=config.model.smallest()), T),
         strategy=strategy,
         geometry=replace(
             geometry, n_views=8, n_detectors=bins, detector_pitch=geometry.detector_pitch * geometry.n_detectors / bins
         ),
-        data=PhantomData(
-            image_size=unit * math.ceil(48 / unit),
-            batch_size=batch,
-            num_workers=0,
-            scaling=config.data.scaling,
-            hu_max=config.data.hu_max,
-            seed=config.data.seed,
-        ),
+        data=section("data", "phantoms", **of_data),
         trainer=replace(config.trainer, accumulate_grad_batches=1),
     )
 
@@ -346,7 +334,7 @@ def _short(config: Config, n_steps: int) -> Config:
         config.trainer, max_steps=n_steps, max_epochs=None, val_every_n_steps=None, limit_val_batches=0,
         log_every_n_steps=n_steps,
     )  # fmt: skip
-    return replace(config, trainer=trainer, logger=LoggerConfig(name="csv"), finetune=None, resume=None)
+    return replace(config, trainer=trainer, logger={}, finetune=None, resume=None)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def explain(error: BaseException, config_name: str) -> str | None:
     if isinstance(error, FloatingPointError):
         return f"{error}: lower optimizer.lr, or look at train/grad_norm in metrics.csv"
     if type(error).__module__.startswith("wandb."):
-        return f"W&B: {error}: run `wandb login` once, or leave logger.mode=offline"
+        return f"W&B: {error}: run `wandb login` once, or leave logger.wandb.mode=offline"
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("qnmixer"):
         return f"{first_line(error)}: install it, or leave out what needs it"
     if isinstance(error, HydraException | OmegaConfBaseException):
@@ -55,7 +55,9 @@ def _explain_composition(error: Exception, config_name: str) -> str:
     if found := re.search(r"Could not load '(hydra/\w+)/(optuna|submitit|ray)", text):
         extra = {"optuna": "search", "submitit": "slurm", "ray": "ray"}[found[2]]
         return f'this {found[1]} is a plugin that is not installed here: pip install -e ".[{extra}]"'
-    if isinstance(error, MissingConfigException) and (found := re.search(r"Could not find '([^']+)/([^'/]+)'", text)):
+    if isinstance(error, MissingConfigException) and (
+        found := re.search(r"Could not (?:find|load) '([^']+)/([^'/]+)'", text)
+    ):
         group, name = found.groups()
         options = [path.stem for path in sorted((CONF / group).glob("*.yaml"))]
         if options:
@@ -69,9 +71,12 @@ def _explain_composition(error: Exception, config_name: str) -> str:
         groups = [path.name for path in CONF.iterdir() if path.is_dir()]
         if config_name not in OF_A_RUN and key.split(".")[0] in groups:
             return f"{key} is fixed by the run, which {config_name} takes it from: leave it out"
+        ready = dict(_keys_of_ready())
+        if key in ready:
+            return f"{key} goes with {ready[key]} only: choose that, or leave {key} out"
         own = f"{key.split('.')[0]}=custom" in sys.argv  # what else the target takes
         hint = f" An argument of your own takes a plus: +{key}=…" if own else ""
-        return f"{unknown_key(key, [*groups, *known_keys(config_name), *_keys_of_callbacks()])}{hint}"
+        return f"{unknown_key(key, [*groups, *known_keys(config_name), *ready])}{hint}"
     return text
 
 
@@ -82,9 +87,13 @@ def known_keys(config_name: str) -> list[str]:
     return list(flat_keys({str(key): value for key, value in values.items()}))
 
 
-def _keys_of_callbacks() -> Iterator[str]:
-    """Dotted names of the keys of all ready callbacks."""
-    for path in sorted((CONF / "callbacks").glob("*.yaml")):
-        values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-        assert isinstance(values, dict)
-        yield from flat_keys({str(key): value for key, value in values.items() if key != "defaults"}, "callbacks.")
+def _keys_of_ready() -> Iterator[tuple[str, str]]:
+    """Dotted names of the keys of all ready callbacks and loggers, and the option that has them."""
+    for group in ("callbacks", "logger"):
+        for path in sorted((CONF / group).glob("*.yaml")):
+            package = re.match(r"# @package (\S+)", path.read_text())
+            values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+            assert isinstance(values, dict)
+            keys = {str(key): value for key, value in values.items() if key != "defaults"}
+            option = f"{group}={path.stem}"
+            yield from ((key, option) for key in flat_keys(keys, f"{package[1] if package else group}."))

@@ -11,6 +11,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from qnmixer.config.target import files_of
+
 _WIDTH = 118
 _HIDDEN = ("_", "as_trained")  # included by others; for evaluate alone, which begins with it
 _COMMENT = re.compile(r"^ *(\w+):.*?\s# (.*)$", re.MULTILINE)
@@ -69,28 +71,19 @@ def _keys(cfg: DictConfig, choices: dict[str, str], conf: Path, config_name: str
     root = _comments([conf / "train.yaml", conf / f"{config_name}.yaml"])
     for key, value in ((str(key), value) for key, value in values.items()):
         if isinstance(value, dict) and key != "hydra":
-            comments = _comments(_with_included(conf / key / f"{choices.get(key)}.yaml"))
+            comments = _comments(files_of(conf / key / f"{choices.get(key)}.yaml", below=True))
             for name, item in ((str(name), item) for name, item in value.items()):
-                if isinstance(item, dict) and key == "callbacks":
+                if isinstance(item, dict) and key in ("callbacks", "logger"):
                     yield f"  {key}.{name}=…"
-                    yield from (_line(f"{key}.{name}.{k}", v, comments.get(str(k), "")) for k, v in item.items())
+                    its = comments or _comments([path] if (path := conf / key / f"{name}.yaml").is_file() else [])
+                    yield from (_line(f"{key}.{name}.{k}", v, its.get(str(k), "")) for k, v in item.items())
                 elif isinstance(item, dict) and name == "sources":
                     for source, its in ((f"{key}.{name}.{one}", its) for one, its in item.items()):
                         yield from (_line(f"{source}.{k}", v, comments.get(str(k), "")) for k, v in its.items())
-                elif name != "name":  # the group's choice
+                elif name != "name" and (name != "_target_" or item == "???"):  # the group's choice
                     yield _line(f"{key}.{name}", item, comments.get(name, ""))
         elif not isinstance(value, dict):
             yield _line(key, value, root.get(key, ""))
-
-
-def _with_included(path: Path) -> list[Path]:
-    """The file of an option, after those of its group that it is made of."""
-    values = OmegaConf.load(path) if path.is_file() else DictConfig({})
-    assert isinstance(values, DictConfig)
-    files = [
-        path.with_name(f"{name.partition('@')[0]}.yaml") for name in values.get("defaults", []) if isinstance(name, str)
-    ]
-    return [file for file in [*files, path] if file.is_file()]
 
 
 def _comments(paths: list[Path]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,6 +17,7 @@ from qnmixer.config import unknown_key
 from qnmixer.config.compose import CONF, OF_A_RUN, compose, compose_sweep
 from qnmixer.config.habits import habit
 from qnmixer.config.overrides import with_length
+from qnmixer.config.search_path import with_search_path
 from qnmixer.errors import ConfigError, Stopped
 from qnmixer.processes.ranks import is_rank, rank, world_size
 
@@ -64,10 +66,11 @@ def _run(
     sweep: Callable[[list[str], DictConfig], AbstractContextManager[str]],
     complete: Callable[[list[str]], list[str]],
 ) -> None:
+    sys.argv[1:] = accepted(sys.argv[1:])
     if config_name in OF_A_RUN and (way := habit(sys.argv[1:])):
         raise ConfigError(way)
     arguments = with_length(sys.argv[1:]) if config_name in OF_A_RUN else sys.argv[1:]
-    sys.argv[1:] = complete(arguments)
+    sys.argv[1:] = with_search_path(complete(with_search_path(arguments)))  # a run that is resumed has one too
     if is_rank():
         sys.argv[1:] = _overrides_of_rank(sys.argv[1:])
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in _SWEEP)  # where Hydra wants them
@@ -91,6 +94,19 @@ def _run(
         command()
     if failures:
         raise failures[0]
+
+
+def accepted(arguments: list[str]) -> list[str]:
+    """Arguments as Hydra takes them, from what `wandb agent` gives: --KEY=VALUE, and None for null."""
+    flags = get_args_parser()._option_string_actions
+    by_agent = "WANDB_SWEEP_ID" in os.environ
+    found = []
+    for argument in arguments:
+        key, equal, value = argument.partition("=")
+        if equal and key not in flags and re.fullmatch(r"--[a-z][\w./@]*", key):
+            key = key.removeprefix("--")
+        found.append(f"{key}=null" if by_agent and value == "None" else f"{key}{equal}{value}")
+    return found
 
 
 def _check_flags(arguments: list[str], config_name: str) -> None:

@@ -24,19 +24,12 @@ from qnmixer.config.debug import FewBatchesConfig, ProfileConfig
 from qnmixer.config.evaluation import EvaluationConfig
 from qnmixer.config.groups import GROUPS
 from qnmixer.config.keys import flat_keys, unknown_key
-from qnmixer.config.logger import LightningLoggerConfig, LoggerConfig, WandbConfig
-from qnmixer.config.loss import CustomLossConfig, LossConfig, SSIMMixConfig
+from qnmixer.config.logger import LoggerConfig, WandbConfig
+from qnmixer.config.loss import LossConfig, SSIMMixConfig
 from qnmixer.config.memory import MemoryConfig, RecomputeConfig
-from qnmixer.config.model import CustomConfig, LearnedConfig, QNMixerConfig, RegFormerConfig, UnrolledConfig
-from qnmixer.config.noise import (
-    CustomNoiseConfig,
-    FieldNoiseConfig,
-    MixedNoiseConfig,
-    NoNoiseConfig,
-    PhysicalNoiseConfig,
-    check_noise,
-)
-from qnmixer.config.optimizer import AdamWConfig, CustomOptimizerConfig, OptimizerConfig, SGDConfig
+from qnmixer.config.model import LearnedConfig, ModelConfig, UnrolledConfig
+from qnmixer.config.noise import FieldNoiseConfig, MixedNoiseConfig, NoiseConfig, PhysicalNoiseConfig
+from qnmixer.config.optimizer import AdamWConfig, OptimizerConfig, SGDConfig
 from qnmixer.config.run import (
     Config,
     batch_of_replica,
@@ -45,14 +38,15 @@ from qnmixer.config.run import (
     override,
     parse,
     parse_file,
-    sources_of,
+    section,
     targets_of,
     to_plain,
     validate,
     with_iterations,
 )
-from qnmixer.config.schedule import CustomScheduleConfig, ScheduleConfig, StepScheduleConfig
+from qnmixer.config.schedule import ScheduleConfig, StepScheduleConfig
 from qnmixer.config.strategy import DDPConfig, FSDPConfig, PipelineConfig
+from qnmixer.config.target import choice_of, keys_of_options, options, with_names
 from qnmixer.config.trainer import TrainerConfig
 
 __all__ = [
@@ -62,11 +56,6 @@ __all__ = [
     "CompareConfig",
     "Config",
     "Custom",
-    "CustomConfig",
-    "CustomLossConfig",
-    "CustomNoiseConfig",
-    "CustomOptimizerConfig",
-    "CustomScheduleConfig",
     "DDPConfig",
     "EvaluateConfig",
     "EvaluationConfig",
@@ -75,21 +64,19 @@ __all__ = [
     "FewBatchesConfig",
     "FieldNoiseConfig",
     "LearnedConfig",
-    "LightningLoggerConfig",
     "LoggerConfig",
     "LossConfig",
     "MemoryConfig",
     "MixedNoiseConfig",
-    "NoNoiseConfig",
+    "ModelConfig",
+    "NoiseConfig",
     "OptimizerConfig",
     "PhysicalNoiseConfig",
     "PipelineConfig",
     "PlanConfig",
     "ProfileConfig",
-    "QNMixerConfig",
     "RecomputeConfig",
     "ReconstructConfig",
-    "RegFormerConfig",
     "SGDConfig",
     "SSIMMixConfig",
     "ScheduleConfig",
@@ -98,13 +85,15 @@ __all__ = [
     "UnrolledConfig",
     "WandbConfig",
     "batch_of_replica",
-    "check_noise",
+    "choice_of",
     "device_memory",
     "devices_per_replica",
     "effective_batch",
     "flat_keys",
     "keys_of",
+    "keys_of_options",
     "needs_root",
+    "options",
     "override",
     "parse",
     "parse_compare",
@@ -114,10 +103,11 @@ __all__ = [
     "parse_file",
     "parse_plan",
     "parse_reconstruct",
-    "sources_of",
+    "section",
     "targets_of",
     "to_plain",
     "unknown_key",
     "validate",
     "with_iterations",
+    "with_names",
 ]

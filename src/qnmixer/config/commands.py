@@ -6,9 +6,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from qnmixer.config.data import AsTrained, DataConfig, FolderData
+from qnmixer.config.data import AsTrained, DataConfig
 from qnmixer.config.evaluation import EvaluationConfig, check_window
-from qnmixer.config.groups import GROUPS
 from qnmixer.config.model import LearnedConfig
 from qnmixer.config.noise import NoiseConfig
 from qnmixer.config.option import number, one_of, suggest
@@ -17,11 +16,11 @@ from qnmixer.config.run import (
     Config,
     check_targets,
     parse,
-    parse_section,
-    plain_values,
     schema_of,
     targets_of,
 )
+from qnmixer.config.section import parse_section, plain_values
+from qnmixer.config.target import TARGET, keys_of_options
 from qnmixer.errors import ConfigError
 from qnmixer.files import check_there
 from qnmixer.weights import SUFFIX
@@ -151,26 +150,29 @@ def parse_evaluate(cfg: DictConfig) -> EvaluateConfig:
     """Typed and checked config of `qnmixer.evaluate`; raises ConfigError."""
     values = _with_list(plain_values(cfg))
     data, noise = values["data"], values["noise"]
-    of_data = AsTrained if data["name"] == "as_trained" else schema_of("data", data)
+    of_data = AsTrained if _is_as_trained(data) else schema_of("data", data)
     sections: dict[str, Any] = {
         "data": parse_section("data", of_data, data, values),
-        "noise": None
-        if noise["name"] == "as_trained"
-        else parse_section("noise", schema_of("noise", noise), noise, values),
+        "noise": None if _is_as_trained(noise) else parse_section("noise", schema_of("noise", noise), noise, values),
     }
     sections["evaluation"] = parse_section("evaluation", EvaluationConfig, values["evaluation"], values)
     rest = parse_section("", EvaluateRootConfig, {k: v for k, v in values.items() if k not in sections}, values)
-    check_window("evaluation.window", sections["evaluation"].window)
+    sections["evaluation"].check()
     config = EvaluateConfig(**vars(rest), **sections)
     check_targets(targets_of(config))
     return config
+
+
+def _is_as_trained(section: Any) -> bool:
+    """Whether a section leaves its target to the run."""
+    return isinstance(section, dict) and section.get(TARGET, "") is None
 
 
 def parse_compare(cfg: DictConfig) -> CompareConfig:
     """Typed and checked config of `qnmixer.compare`; raises ConfigError."""
     values = _with_list(plain_values(cfg))
     evaluation: EvaluationConfig = parse_section("evaluation", EvaluationConfig, values.pop("evaluation"), values)
-    check_window("evaluation.window", evaluation.window)
+    evaluation.check()
     root: CompareRootConfig = parse_section("", CompareRootConfig, values, values)
     wanted = root.sets if root.tests is None else root.tests
     for name in wanted:
@@ -187,7 +189,7 @@ def parse_compare(cfg: DictConfig) -> CompareConfig:
 def needs_root(overrides: list[str]) -> bool:
     """Whether the overrides of a test choose slices from a folder that they do not name."""
     chosen = dict(override.split("=", 1) for override in overrides if "=" in override)
-    return issubclass(GROUPS["data"].get(chosen.get("data", ""), object), FolderData) and "data.root" not in chosen
+    return "root" in keys_of_options("data").get(chosen.get("data", ""), ()) and "data.root" not in chosen
 
 
 def parse_plan(cfg: DictConfig) -> PlanConfig:

@@ -1,4 +1,4 @@
-"""Options of a user's own (`loss=custom`): a target, and the arguments that only the target knows."""
+"""Sections that say what they build: `_target_`, and the arguments of the target as keys beside it."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -7,11 +7,11 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class Custom:
-    """What the `custom` option of every group has.
+    """A class or function, and its arguments.
 
     Attributes:
-        _target_: module.name of the user's class or function.
-        arguments: what the section has beside its known keys. The target gets them by name.
+        _target_: module.name of the class or function.
+        arguments: what the section has beside the keys of its schema. The target gets them by name.
     """
 
     _target_: str
@@ -19,7 +19,7 @@ class Custom:
 
 
 def split_arguments(schema: type[Custom], value: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The known keys of a custom section, and its arguments."""
+    """The keys of a section that its schema knows, and its arguments."""
     known = {f.name for f in fields(schema)} - {"arguments"}
     return (
         {key: item for key, item in value.items() if key in known},

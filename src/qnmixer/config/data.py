@@ -1,21 +1,26 @@
-"""The `data=…` part of the configuration: one dataclass a source, all with the same common fields. No torch here."""
+"""What `data` may say: the keys of each source of slices, their bounds, and the rules between them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from qnmixer.config.custom import Custom
-from qnmixer.config.option import number, one_of
+from qnmixer.config.custom import keys_of
+from qnmixer.config.option import number, one_of, suggest
+from qnmixer.config.section import parse_section
+from qnmixer.config.target import TARGET, Target, options, schema, schema_of_target, values_of_option
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.files import check_there
 
+if TYPE_CHECKING:
+    from qnmixer.config.run import Config
 
+
+@schema()
 @dataclass(kw_only=True)
-class DataConfig:
-    """What every source has.
+class DataConfig(Target):
+    """What every source has. A class of slices is built with `(part, **arguments)`, see `qnmixer.data.sources`.
 
     Attributes:
-        name: which source this is.
         image_size: rows and columns that slices are resampled to, S.
         batch_size: slices per device and step.
         num_workers: processes that load slices; 0 loads in the main process.
@@ -33,21 +38,35 @@ class DataConfig:
         seed: of phantoms, splits, order and augmentation.
     """
 
-    name: str = ""
-    image_size: int = number(at_least=8, default=256)
-    batch_size: int = number(at_least=1, default=1)
-    num_workers: int = number(at_least=0, default=2)
-    prefetch_factor: int = number(at_least=1, default=2)
-    pin_memory: bool | None = None
-    scaling: str = one_of("attenuation", "minmax", default="attenuation")
-    hu_max: float = number(above=-1000, default=2000.0)
-    augment: bool = False
-    simulation_factor: int = number(at_least=1, default=1)
-    disc: bool = False
-    train_slices: int | None = number(at_least=1, default=None)
-    seed: int = number(at_least=0, default=1)
+    group: ClassVar[str] = "data"
+
+    image_size: int = number(at_least=8)
+    batch_size: int = number(at_least=1)
+    num_workers: int = number(at_least=0)
+    prefetch_factor: int = number(at_least=1)
+    pin_memory: bool | None
+    scaling: str = one_of("attenuation", "minmax")
+    hu_max: float = number(above=-1000)
+    augment: bool
+    simulation_factor: int = number(at_least=1)
+    disc: bool
+    train_slices: int | None = number(at_least=1)
+    seed: int = number(at_least=0)
+
+    def keywords(self) -> dict[str, Any]:
+        """The arguments that only the source knows."""
+        return self.arguments
+
+    def by_section(self) -> dict[str, "DataConfig"]:
+        """The sources of the slices, by their section of the config: itself, or several that it mixes."""
+        return {"data": self}
+
+    def without_places(self) -> Self:
+        """The same, without what is the machine's, the people's or the patients'."""
+        return replace(self, arguments={})
 
 
+@schema("qnmixer.data.phantoms.PhantomSource")
 @dataclass(kw_only=True)
 class PhantomData(DataConfig):
     """Random phantoms: no files needed.
@@ -59,17 +78,26 @@ class PhantomData(DataConfig):
         anatomy_share: part of the phantoms that resemble a body; the rest are ellipses.
     """
 
-    name: str = "phantoms"
-    simulation_factor: int = number(at_least=1, at_most=2, default=1)  # they are painted at twice the image size
-    n_train: int = number(at_least=1, default=1000)
-    n_val: int = number(at_least=1, default=32)
-    n_test: int = number(at_least=1, default=64)
-    anatomy_share: float = number(at_least=0, at_most=1, default=0.85)
+    simulation_factor: int = number(at_least=1, at_most=2)  # they are painted at twice the image size
+    n_train: int = number(at_least=1)
+    n_val: int = number(at_least=1)
+    n_test: int = number(at_least=1)
+    anatomy_share: float = number(at_least=0, at_most=1)
+
+    def keywords(self) -> dict[str, Any]:
+        """What phantoms are drawn by."""
+        return {key: getattr(self, key) for key in ("n_train", "n_val", "n_test", "anatomy_share", "seed")}
 
 
+@schema()
+@schema(
+    "qnmixer.data.deeplesion.DeepLesionReader",
+    "qnmixer.data.dicom.DicomReader",
+    "qnmixer.data.numpy_files.NumpyReader",
+)
 @dataclass(kw_only=True)
 class FolderData(DataConfig):
-    """What every source of files has.
+    """What every source of files has. Its reader is built with `(**arguments)`.
 
     Attributes:
         root: folder that is searched to any depth.
@@ -86,71 +114,133 @@ class FolderData(DataConfig):
         cache_dir: where decoded slices are kept; null takes $XDG_CACHE_HOME/qnmixer or ~/.cache/qnmixer.
     """
 
-    root: str | None = None
-    include: str = "*"
-    patient_from: str = one_of("tag", "folder", default="tag")
-    split: str = one_of("random", "aapm", "explicit", "slices", "all", default="random")
-    val_fraction: float = number(above=0, at_most=1, default=0.1)
-    test_fraction: float = number(above=0, at_most=1, default=0.1)
-    train_patients: list[str] = field(default_factory=list)
-    val_patients: list[str] = field(default_factory=list)
-    test_patients: list[str] = field(default_factory=list)
-    cache_dir: str | None = None
+    root: str | None
+    include: str
+    patient_from: str = one_of("tag", "folder")
+    split: str = one_of("random", "aapm", "explicit", "slices", "all")
+    val_fraction: float = number(above=0, below=1)
+    test_fraction: float = number(above=0, below=1)
+    train_patients: list[str]
+    val_patients: list[str]
+    test_patients: list[str]
+    cache_dir: str | None
+
+    def without_places(self) -> Self:
+        """Without folders and patients too."""
+        return replace(
+            super().without_places(),
+            root=None, include="*", cache_dir=None, train_patients=[], val_patients=[], test_patients=[],
+        )  # fmt: skip
+
+    def check(self, run: "Config") -> None:
+        """The parts of a split."""
+        if self.split != "explicit" and (self.train_patients or self.val_patients or self.test_patients):
+            raise ConfigError(f"lists of patients are used only with data.split=explicit, not data.split={self.split}")
+        if self.val_fraction + self.test_fraction >= 1:
+            raise ConfigError(
+                "data.val_fraction and data.test_fraction leave nothing to train on; their sum must be below 1"
+            )
 
 
-@dataclass(kw_only=True)
-class DicomData(FolderData):
-    """Folders of CT in DICOM, told by content: any nesting, any file name, single or multi-frame."""
-
-    name: str = "dicom"
-
-
-@dataclass(kw_only=True)
-class DeepLesionData(FolderData):
-    """DeepLesion's 16-bit PNG: HU = pixel − 32768, folders named patient_study_series."""
-
-    name: str = "deeplesion"
-
-
-@dataclass(kw_only=True)
-class NumpyData(FolderData):
-    """`.npy` files in HU: single slices [H, W] or stacks [N, H, W]; a patient is a subfolder, or else a file."""
-
-    name: str = "numpy"
-
-
-@dataclass(kw_only=True)
-class CustomData(DataConfig, Custom):
-    """Slices of a user's own class, built with `(part, **arguments)` as `qnmixer.data.custom.CustomSource` does it."""
-
-    name: str = "custom"
-
-
+@schema("qnmixer.data.mixed.MixedSource")
 @dataclass(kw_only=True)
 class MixedData(DataConfig):
     """Several sources, each with its share of the training samples and its own split.
 
     Attributes:
         evaluate_on: the source that validation and test slices are of; None: those of all together.
-        sources: by name: share, the source's name in the group (numpy, say), and what that has beside the common keys.
-            An epoch has each training slice of the first source with a share once.
+        sources: by name: share, and a source's target and keys beside the common ones. Instead of a target one may give
+            the option's name (numpy, say), whose defaults it then has. An epoch has each training slice of the first
+            source with a share once.
     """
 
-    name: str = "mixed"
-    evaluate_on: str | None = None
-    sources: dict[str, dict[str, Any]] = field(default_factory=dict)
+    evaluate_on: str | None
+    sources: dict[str, dict[str, Any]]
+
+    def __post_init__(self) -> None:
+        common = self._common()
+        for name, share in self.shares.items():
+            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+                raise ConfigError(f"data.sources.{name}.share={share} is no share: give a number from 0 to 1")
+        total = sum(self.shares.values())
+        if abs(total - 1) > 1e-6:
+            each = ", ".join(f"{name} {share:g}" for name, share in self.shares.items()) or "none"
+            raise ConfigError(f"the shares of data.sources ({each}) add up to {total:g}: have them add up to 1")
+        if self.evaluate_on is not None and self.evaluate_on not in self.sources:
+            raise ConfigError(
+                f"data.evaluate_on={self.evaluate_on}: {suggest(self.evaluate_on, self.sources)}, or null"
+            )
+        self.sources = {
+            name: {"share": share, **{key: it for key, it in keys_of(source).items() if key not in common}}
+            for (name, share), source in zip(self.shares.items(), self.by_section().values(), strict=True)
+        }
 
     @property
-    def shares(self) -> dict[str, float]:
+    def shares(self) -> dict[str, Any]:
         """Part of the training samples that is of each source, by its name."""
-        return {name: source["share"] for name, source in self.sources.items()}
+        return {name: source.get("share") for name, source in self.sources.items()}
+
+    def by_section(self) -> dict[str, DataConfig]:
+        """The sources by their section of the config, as if each were alone. Raises ConfigError."""
+        return {f"data.sources.{name}": self._source(f"data.sources.{name}", its) for name, its in self.sources.items()}
+
+    def _common(self) -> dict[str, Any]:
+        """The keys that all sources have in common."""
+        ours = {f.name for f in fields(DataConfig)} - {TARGET, "arguments"}
+        return {key: getattr(self, key) for key in ours}
+
+    def _source(self, key: str, given: dict[str, Any]) -> DataConfig:
+        common = self._common()
+        for one in given.keys() & common.keys():
+            raise ConfigError(f"{key}.{one} is the same for all sources: give it as data.{one}")
+        values = {one: value for one, value in given.items() if one not in ("share", "name")}
+        if TARGET not in given or "name" in given:
+            values = self._defaults(key, given.get("name")) | values
+        missing = next((one for one, value in values.items() if value == "???"), None)
+        if missing is not None:
+            raise ConfigError(f"{key}.{missing} has no value: give one with {key}.{missing}=…")
+        values = common | values
+        try:
+            source: DataConfig = parse_section(key, schema_of_target(DataConfig, values), values, {"data": vars(self)})
+        except ConfigError as error:
+            text = str(error)
+            if text.removeprefix(f"{key}.").partition("=")[0] in common:
+                raise ConfigError(f"data.{text.removeprefix(f'{key}.')} ({key})") from error
+            raise
+        return source
+
+    def _defaults(self, key: str, option: Any) -> dict[str, Any]:
+        """What the option of a source says, but for the common keys."""
+        known = [one for one in (*options("data"), "custom") if one != self.name]
+        if option not in known:
+            raise ConfigError(f"{key}.name={option} is not known: {suggest(str(option), known)}")
+        return {one: value for one, value in values_of_option("data", option).items() if one not in self._common()}
+
+    def targets(self) -> dict[str, str]:
+        """Those of all sources too."""
+        own = {f"{section}.{TARGET}": source._target_ for section, source in self.by_section().items()}
+        return super().targets() | own
+
+    def without_places(self) -> Self:
+        """Of no source either."""
+        common, sources = self._common(), self.by_section().values()
+        kept = [
+            {"share": share, **{key: it for key, it in keys_of(source.without_places()).items() if key not in common}}
+            for share, source in zip(self.shares.values(), sources, strict=True)
+        ]
+        return replace(super().without_places(), sources=dict(zip(self.sources, kept, strict=True)))
+
+    def check(self, run: "Config") -> None:
+        """The rules of each source."""
+        for source in self.by_section().values():
+            source.check(run)
 
 
 @dataclass(kw_only=True)
 class AsTrained:
     """For an evaluation: the run's own slices, but for what is not None here."""
 
-    name: str
+    _target_: str | None
     simulation_factor: int | None = number(at_least=1)
     disc: bool | None
 

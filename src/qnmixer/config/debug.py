@@ -1,8 +1,13 @@
 """What `debug` may say: a look at a run that is not as it should be."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from qnmixer.config.option import number
+from qnmixer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from qnmixer.config.run import Config
 
 
 @dataclass(kw_only=True)
@@ -25,3 +30,11 @@ class ProfileConfig(DebugConfig):
 
     warm_up: int = number(at_least=1)
     steps: int = number(at_least=1)
+
+    def check(self, run: "Config") -> None:
+        """The run is long enough."""
+        if -1 < run.trainer.max_steps < self.warm_up + self.steps:
+            raise ConfigError(
+                f"debug.warm_up={self.warm_up} and debug.steps={self.steps} are more steps than trainer.max_steps="
+                f"{run.trainer.max_steps}: nothing would be profiled; raise trainer.max_steps or lower the two"
+            )

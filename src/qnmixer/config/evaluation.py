@@ -1,9 +1,13 @@
 """What `evaluation` may say: what is measured on a split, and what is drawn."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from qnmixer.config.option import number
 from qnmixer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from qnmixer.config.run import Config
 
 
 @dataclass(kw_only=True)
@@ -14,6 +18,10 @@ class EvaluationConfig:
     n_pictures: int = number(at_least=1)
     tv_weight: float | None = number(above=0, default=None)  # None: without total variation
     tv_iterations: int = number(at_least=1, default=500)
+
+    def check(self, run: "Config | None" = None) -> None:
+        """A window is two numbers."""
+        check_window("evaluation.window", self.window)
 
 
 def check_window(key: str, window: list[float]) -> None:

@@ -1,26 +1,38 @@
-"""What `logger` may say: where metrics go beside metrics.csv."""
+"""What `logger` may say: loggers by name, each a class and its arguments; metrics.csv is written beside them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
+from qnmixer.config.compose import CONF
 from qnmixer.config.custom import Custom
 from qnmixer.config.option import one_of
 from qnmixer.errors import ConfigError
 
-_PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX"), "mlflow": ("mlflow", "mlflow_skinny")}
+TARGET = "_target_"
+CUSTOM = "custom"
+"""The name of the logger that the group itself describes, without a name."""
+METRICS_FILE = "qnmixer.tracking.metrics_file.MetricsFile"
+"""What every run has, named by logger=csv."""
+
+_WANDB = "qnmixer.tracking.loggers.WandbRun"
+_PACKAGES = {
+    "TensorBoardLogger": ("tensorboard", ("tensorboard", "tensorboardX")),
+    "MLFlowLogger": ("mlflow", ("mlflow", "mlflow_skinny")),
+}
 
 
 @dataclass(kw_only=True)
-class LoggerConfig:
-    """Where metrics go beside metrics.csv."""
-
-    name: str
+class LoggerConfig(Custom):
+    """Any logger that Lightning takes: a class and its arguments."""
 
 
 @dataclass(kw_only=True)
-class WandbConfig(LoggerConfig):
+class WandbConfig:
     """Weights & Biases."""
 
+    _target_: str
     mode: str = one_of("offline", "online", "disabled")
     project: str
     entity: str | None
@@ -29,13 +41,41 @@ class WandbConfig(LoggerConfig):
     log_checkpoint: bool
 
 
-@dataclass(kw_only=True)
-class LightningLoggerConfig(LoggerConfig, Custom):
-    """Any logger that Lightning takes, a class and its arguments."""
+def named_loggers(section: Any) -> dict[str, Mapping[str, Any]]:
+    """The sections of the loggers by name.
+
+    A `_target_` of the group itself, as `logger=custom` has it, is one logger more. Settings of a ready logger that
+    was not chosen are left out: conf/local may have them.
+
+    Raises ConfigError for what is no logger.
+    """
+    if section is None:
+        return {}
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"logger={section} is not a group of loggers: choose logger=csv")
+    named = {str(name): it for name, it in section.items() if isinstance(it, Mapping) and TARGET in it}
+    rest = {str(name): it for name, it in section.items() if str(name) not in named and it is not None}
+    if TARGET in rest:
+        return named | {CUSTOM: {name: section[name] for name in section if str(name) not in named}}
+    for name, it in rest.items():
+        if not isinstance(it, Mapping) or not (CONF / "logger" / f"{name}.yaml").is_file():
+            raise ConfigError(f"logger.{name} names no class: give +logger.{name}.{TARGET}=my_file.MyLogger")
+    return named
 
 
-def check_logger(logger: LoggerConfig) -> None:
+def section_of(name: str) -> str:
+    """Where a command line sets a logger of this name."""
+    return "logger" if name == CUSTOM else f"logger.{name}"
+
+
+def schema_of_logger(section: Mapping[str, Any]) -> type[WandbConfig] | type[LoggerConfig]:
+    """The dataclass of a logger's section."""
+    return WandbConfig if section[TARGET] == _WANDB else LoggerConfig
+
+
+def check_loggers(loggers: Mapping[str, WandbConfig | LoggerConfig]) -> None:
     """Raise ConfigError where the package of a logger is not installed."""
-    packages = _PACKAGES.get(logger.name, ())
-    if packages and not any(find_spec(package) for package in packages):
-        raise ConfigError(f"logger={logger.name} needs a package that is not installed: pip install {logger.name}")
+    for name, logger in loggers.items():
+        package, modules = _PACKAGES.get(logger._target_.rpartition(".")[2], ("", ()))
+        if package and not any(find_spec(module) for module in modules):
+            raise ConfigError(f"logger={name} needs a package that is not installed: pip install {package}")

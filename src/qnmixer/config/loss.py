@@ -1,25 +1,23 @@
 """What `loss` may say: what training minimises."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from qnmixer.config.custom import Custom
-from qnmixer.config.option import number, one_of
+from qnmixer.config.option import number
+from qnmixer.config.target import Target, schema
 
 
+@schema()
 @dataclass(kw_only=True)
-class LossConfig:
-    """What training minimises between x_T and the slice."""
+class LossConfig(Target):
+    """A function `(image, truth, **arguments)` → [B], or a torch module built with `(**arguments)`."""
 
-    name: str = one_of("mse", "l1", "ssim_mix", "custom")
+    group: ClassVar[str] = "loss"
 
 
+@schema("qnmixer.optimization.losses.ssim_mix")
 @dataclass(kw_only=True)
 class SSIMMixConfig(LossConfig):
     """(1 − weight) · L1 + weight · (1 − SSIM)."""
 
     ssim_weight: float = number(at_least=0, at_most=1)
-
-
-@dataclass(kw_only=True)
-class CustomLossConfig(LossConfig, Custom):
-    """A user's own function `(image, truth, **arguments)` → [B], or torch module built with `(**arguments)`."""

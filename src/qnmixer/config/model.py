@@ -1,19 +1,22 @@
 """What `model` may say: the arguments of a network, and the rules between them."""
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self
 
-from qnmixer.config.custom import Custom
-from qnmixer.config.option import number, one_of
+from qnmixer.config.option import number, one_of, target
+from qnmixer.config.target import Target, schema
 from qnmixer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from qnmixer.config.run import Config
 
 
 @dataclass(kw_only=True)
-class ModelConfig:
-    """Arguments of a network of `qnmixer.models`."""
+class ModelConfig(Target):
+    """A `qnmixer.models.UnrolledNetwork`, built with `(projector, **its keys)`."""
 
-    name: str
+    group: ClassVar[str] = "model"
 
     @property
     def T(self) -> int:
@@ -24,12 +27,30 @@ class ModelConfig:
         """What the image's size must be a multiple of, by the key that says so."""
         return {}
 
+    def smallest(self) -> Self:
+        """The same kind of network, so small that its steps take seconds; for doctor."""
+        return self
 
+    def check(self, run: "Config") -> None:
+        """The image's size is a multiple of what the network cuts it into."""
+        size = run.data.image_size
+        for key, part in self.divisors().items():
+            if size % part:
+                given = f"model.{key}={getattr(self, key)}"
+                needed = given if part == getattr(self, key) else f"{part}, as {given} needs"
+                raise ConfigError(
+                    f"data.image_size={size} is not divisible by {needed}: "
+                    f"choose data.image_size={size - size % part or part} or another model.{key}"
+                )
+
+
+@schema("qnmixer.models.FBP")
 @dataclass(kw_only=True)
 class FBPConfig(ModelConfig):
     """`qnmixer.models.FBP`; its filter is geometry.fbp_filter."""
 
 
+@schema("qnmixer.models.TotalVariation")
 @dataclass(kw_only=True)
 class TVConfig(ModelConfig):
     """`qnmixer.models.TotalVariation`."""
@@ -43,13 +64,24 @@ class TVConfig(ModelConfig):
         return self.n_iterations
 
 
+@schema()
 @dataclass(kw_only=True)
 class LearnedConfig(ModelConfig):
-    """A network with weights."""
+    """A network with weights, of one iteration."""
 
     channels: int = number(at_least=1)
 
+    @property
+    def T(self) -> int:
+        """One, always."""
+        return 1
 
+    def smallest(self) -> Self:
+        """Eight channels."""
+        return replace(self, channels=8)
+
+
+@schema("qnmixer.models.FBPConvNet")
 @dataclass(kw_only=True)
 class FBPConvNetConfig(LearnedConfig):
     """`qnmixer.models.FBPConvNet`."""
@@ -57,16 +89,12 @@ class FBPConvNetConfig(LearnedConfig):
     channels: int = number(at_least=4)
     depth: int = number(at_least=1)
 
-    @property
-    def T(self) -> int:
-        """One, always."""
-        return 1
-
     def divisors(self) -> dict[str, int]:
         """It is halved at each level down."""
         return {"depth": 2**self.depth}
 
 
+@schema()
 @dataclass(kw_only=True)
 class UnrolledConfig(LearnedConfig):
     """A network whose T can be chosen; memory grows evenly by `period` iterations at a time."""
@@ -81,11 +109,7 @@ class UnrolledConfig(LearnedConfig):
         return self.n_iterations
 
 
-@dataclass(kw_only=True)
-class CustomConfig(UnrolledConfig, Custom):
-    """A user's own `qnmixer.models.UnrolledNetwork`, built with `(projector, n_iterations, channels, **arguments)`."""
-
-
+@schema("qnmixer.models.LEARN")
 @dataclass(kw_only=True)
 class LEARNConfig(UnrolledConfig):
     """`qnmixer.models.LEARN`."""
@@ -93,6 +117,7 @@ class LEARNConfig(UnrolledConfig):
     data_term: str = one_of("adjoint", "fbp")
 
 
+@schema("qnmixer.models.LearnedPrimalDual")
 @dataclass(kw_only=True)
 class LearnedPrimalDualConfig(UnrolledConfig):
     """`qnmixer.models.LearnedPrimalDual`."""
@@ -101,6 +126,7 @@ class LearnedPrimalDualConfig(UnrolledConfig):
     n_dual: int = number(at_least=1)
 
 
+@schema("qnmixer.models.RegFormer")
 @dataclass(kw_only=True)
 class RegFormerConfig(UnrolledConfig):
     """`qnmixer.models.RegFormer`."""
@@ -110,11 +136,30 @@ class RegFormerConfig(UnrolledConfig):
     n_heads: int = number(at_least=1)
     window_size: int = number(at_least=2)
 
+    @property
+    def _unit(self) -> int:
+        return math.lcm(2, self.n_heads)
+
     def divisors(self) -> dict[str, int]:
         """It is cut into windows."""
         return {"window_size": self.window_size}
 
+    def smallest(self) -> Self:
+        """The fewest channels that its heads can share."""
+        return replace(self, channels=self._unit)
 
+    def check(self, run: "Config") -> None:
+        """Half of the channels are handed on, and the heads share them."""
+        super().check(run)
+        if self.channels % self._unit:
+            raise ConfigError(
+                f"model.channels={self.channels} is not a multiple of {self._unit}: half of them are handed on, and "
+                f"model.n_heads={self.n_heads} share them; choose "
+                f"model.channels={-(-self.channels // self._unit) * self._unit}"
+            )
+
+
+@schema("qnmixer.models.QNMixer")
 @dataclass(kw_only=True)
 class QNMixerConfig(UnrolledConfig):
     """`qnmixer.models.QNMixer`."""
@@ -125,7 +170,7 @@ class QNMixerConfig(UnrolledConfig):
     mlp_ratio: float = number(above=0)
     inception: bool
     detail_channels: int = number(at_least=0)
-    regularizer: str | None  # module.Class of a user's own
+    regularizer: str | None = target()
     codec: str = one_of("orthonormal", "strided")
     codec_kernel: int = number(at_least=1, at_most=3)
     latent_factor: int = number(at_least=1)
@@ -143,36 +188,24 @@ class QNMixerConfig(UnrolledConfig):
         """It is cut into patches and into latent cells."""
         return {"patch_size": self.patch_size, "latent_factor": self.latent_factor}
 
+    def smallest(self) -> Self:
+        """One layer too."""
+        return replace(super().smallest(), n_mixer_layers=1)
 
-def check_model(model: ModelConfig, size: int) -> None:
-    """The rules between the keys of a network and the image's size. Raises ConfigError."""
-    for key, part in model.divisors().items():
-        if size % part:
-            given = f"model.{key}={getattr(model, key)}"
-            needed = given if part == getattr(model, key) else f"{part}, as {given} needs"
+    def check(self, run: "Config") -> None:
+        """The rules of its inception, its codec and its regulariser."""
+        super().check(run)
+        factor = self.latent_factor
+        if self.channels % 4:
+            raise ConfigError(f"model.channels={self.channels} is not a multiple of 4: the inception has four branches")
+        if self.codec == "orthonormal" and self.latent_channels > factor**2:
             raise ConfigError(
-                f"data.image_size={size} is not divisible by {needed}: "
-                f"choose data.image_size={size - size % part or part} or another model.{key}"
+                f"model.latent_channels={self.latent_channels} is more than latent_factor² = {factor**2}: "
+                "an orthonormal codec cannot have more; lower it or raise model.latent_factor"
             )
-    if isinstance(model, QNMixerConfig):
-        _check_qn_mixer(model)
-    if isinstance(model, RegFormerConfig) and (model.channels % 2 or model.channels % model.n_heads):
-        unit = math.lcm(2, model.n_heads)
-        raise ConfigError(
-            f"model.channels={model.channels} is not a multiple of {unit}: half of them are handed on, and "
-            f"model.n_heads={model.n_heads} share them; choose model.channels={-(-model.channels // unit) * unit}"
-        )
-
-
-def _check_qn_mixer(model: QNMixerConfig) -> None:
-    if model.channels % 4:
-        raise ConfigError(f"model.channels={model.channels} is not a multiple of 4: the inception has four branches")
-    if model.codec == "orthonormal" and model.latent_channels > model.latent_factor**2:
-        raise ConfigError(
-            f"model.latent_channels={model.latent_channels} is more than latent_factor² = {model.latent_factor**2}: "
-            "an orthonormal codec cannot have more; lower it or raise model.latent_factor"
-        )
-    if model.codec_kernel % 2 == 0:
-        raise ConfigError(f"model.codec_kernel={model.codec_kernel} has no middle: choose 1 or 3")
-    if model.regularizer is not None and model.detail_channels:
-        raise ConfigError("model.regularizer takes the place of the details too: set model.detail_channels=0")
+        if self.codec == "strided" and (factor < 2 or factor & (factor - 1)):
+            raise ConfigError(f"model.latent_factor={factor} does not fit model.codec=strided: choose 2, 4, 8 or 16")
+        if self.codec_kernel % 2 == 0:
+            raise ConfigError(f"model.codec_kernel={self.codec_kernel} has no middle: choose 1 or 3")
+        if self.regularizer is not None and self.detail_channels:
+            raise ConfigError("model.regularizer takes the place of the details too: set model.detail_channels=0")

@@ -1,38 +1,52 @@
 """What `noise` may say: the noise of a measurement."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-from qnmixer.config.custom import Custom
 from qnmixer.config.option import number
+from qnmixer.config.target import Target, schema
 from qnmixer.errors import ConfigError
 
+if TYPE_CHECKING:
+    from qnmixer.config.run import Config
 
+
+@schema()
 @dataclass(kw_only=True)
-class NoNoiseConfig:
-    """Noise-free sinograms."""
+class NoiseConfig(Target):
+    """A `qnmixer.physics.KeyedNoise`, built with `(**arguments)`."""
 
-    name: str
+    group: ClassVar[str] = "noise"
 
 
+@schema("qnmixer.physics.FieldNoise")
 @dataclass(kw_only=True)
-class FieldNoiseConfig:
+class FieldNoiseConfig(NoiseConfig):
     """The mild, scale-free noise of the field's papers."""
 
-    name: str
     photons: float = number(above=0, at_most=1e15)
     sigma: float = number(at_least=0)
 
 
+@schema("qnmixer.physics.PhysicalNoise")
 @dataclass(kw_only=True)
-class PhysicalNoiseConfig:
+class PhysicalNoiseConfig(NoiseConfig):
     """Counts behind a body of real attenuation."""
 
-    name: str
     photons: float = number(above=0, at_most=1e15)
     water_attenuation: float = number(above=0)  # 1/mm
     electronic_sigma: float = number(at_least=0)  # counts
 
+    def check(self, run: "Config") -> None:
+        """It has a meaning only for slices of one scale."""
+        if run.data.scaling == "minmax":
+            raise ConfigError(
+                f"noise={self.name} needs an attenuation scale that slices share: use data.scaling=attenuation, or "
+                "noise=field"
+            )
 
+
+@schema("qnmixer.physics.MixedNoise")
 @dataclass(kw_only=True)
 class MixedNoiseConfig(PhysicalNoiseConfig):
     """The field's noise for some samples, counts for the rest."""
@@ -40,22 +54,3 @@ class MixedNoiseConfig(PhysicalNoiseConfig):
     physical_share: float = number(at_least=0, at_most=1)
     field_photons: float = number(above=0, at_most=1e15)
     field_sigma: float = number(at_least=0)
-
-
-@dataclass(kw_only=True)
-class CustomNoiseConfig(Custom):
-    """A user's own `qnmixer.physics.KeyedNoise`, built with `(**arguments)`."""
-
-    name: str
-
-
-NoiseConfig = NoNoiseConfig | FieldNoiseConfig | PhysicalNoiseConfig | CustomNoiseConfig
-
-
-def check_noise(noise: NoiseConfig, scaling: str) -> None:
-    """Raise ConfigError unless this noise has a meaning for slices scaled so."""
-    if scaling == "minmax" and isinstance(noise, PhysicalNoiseConfig):
-        raise ConfigError(
-            f"noise={noise.name} needs an attenuation scale that slices share: use data.scaling=attenuation, or "
-            "noise=field"
-        )

@@ -1,28 +1,58 @@
 """What `optimizer` may say."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from qnmixer.config.custom import Custom
 from qnmixer.config.option import number
+from qnmixer.config.strategy import FSDPConfig
+from qnmixer.config.target import Target, schema
+from qnmixer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from qnmixer.config.run import Config
 
 
+@schema()
 @dataclass(kw_only=True)
-class OptimizerConfig:
-    """What all optimizers take; the scalars λ_t learn at lr · step_size_lr_factor."""
+class OptimizerConfig(Target):
+    """A torch.optim.Optimizer, built with `(parameter groups, lr=…, **arguments)`.
 
-    name: str
+    Attributes:
+        lr: learning rate of the weights.
+        weight_decay: of the weights; each parameter group has its own.
+        step_size_lr_factor: the scalars λ_t learn at lr times this.
+    """
+
+    group: ClassVar[str] = "optimizer"
+
     lr: float = number(above=0)
     weight_decay: float = number(at_least=0)
     step_size_lr_factor: float = number(above=0)
 
+    def keywords(self) -> dict[str, Any]:
+        """All but what the parameter groups have."""
+        ours = {f.name for f in fields(OptimizerConfig)}
+        return {key: value for key, value in super().keywords().items() if key not in ours}
 
+
+@schema("torch.optim.AdamW")
 @dataclass(kw_only=True)
 class AdamWConfig(OptimizerConfig):
     """torch.optim.AdamW."""
 
     betas: list[float]
 
+    def keywords(self) -> dict[str, Any]:
+        """With betas as torch writes them down in checkpoints."""
+        return super().keywords() | {"betas": tuple(self.betas)}
 
+    def check(self, run: "Config") -> None:
+        """Two betas."""
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"optimizer.betas={self.betas} is not two numbers from 0 to below 1: give [0.9,0.999]")
+
+
+@schema("torch.optim.SGD")
 @dataclass(kw_only=True)
 class SGDConfig(OptimizerConfig):
     """torch.optim.SGD."""
@@ -30,6 +60,15 @@ class SGDConfig(OptimizerConfig):
     momentum: float = number(at_least=0, below=1)
 
 
+@schema("torch.optim.Adafactor")
 @dataclass(kw_only=True)
-class CustomOptimizerConfig(OptimizerConfig, Custom):
-    """A user's own torch.optim.Optimizer, built with `(parameter groups, lr=…, **arguments)`."""
+class AdafactorConfig(OptimizerConfig):
+    """torch.optim.Adafactor."""
+
+    def check(self, run: "Config") -> None:
+        """Whole weights."""
+        if isinstance(run.strategy, FSDPConfig):
+            raise ConfigError(
+                "optimizer=adafactor does not work on weights in shards (in torch): choose optimizer=adamw or "
+                "strategy=ddp"
+            )

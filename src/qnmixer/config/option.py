@@ -25,6 +25,11 @@ def number(
     return field(default=default, metadata={"at_least": at_least, "above": above, "at_most": at_most, "below": below})
 
 
+def target() -> Any:
+    """A text field that names a class or function, module.name, or is null."""
+    return field(metadata={"target": True})
+
+
 def check_bounds(prefix: str, section: Any) -> None:
     """Raise ConfigError for the first field of a config dataclass that is out of its bounds."""
     for f in fields(section):

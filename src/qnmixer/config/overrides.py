@@ -6,8 +6,8 @@ LENGTH = ("trainer.max_steps", "trainer.max_epochs")
 """What says how long a run is."""
 
 
-def quoted(path: Path) -> str:
-    """A path as Hydra takes it on its command line, whatever is in it."""
+def quoted(path: Path | str) -> str:
+    """A path or an address as Hydra takes it on its command line, whatever is in it."""
     text = str(path)
     if all(c.isalnum() or c in "/-_.:" for c in text):
         return text

@@ -1,27 +1,34 @@
 """What `schedule` may say: how the learning rate goes over a run."""
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from qnmixer.config.custom import Custom
 from qnmixer.config.option import number
+from qnmixer.config.target import Target, schema
 
 
+@schema()
 @dataclass(kw_only=True)
-class ScheduleConfig:
-    """How the learning rate goes over the run; fractions are of all optimizer steps."""
+class ScheduleConfig(Target):
+    """A function `(step, n_steps, **arguments)` → factor on the learning rate, after a warm-up.
 
-    name: str
+    Attributes:
+        warmup: share of all optimizer steps, in which the rate rises to lr.
+    """
+
+    group: ClassVar[str] = "schedule"
+
     warmup: float = number(at_least=0, at_most=1)
 
+    def keywords(self) -> dict[str, Any]:
+        """All but the warm-up, which every schedule has."""
+        return {key: value for key, value in super().keywords().items() if key != "warmup"}
 
+
+@schema("qnmixer.optimization.schedules.step")
 @dataclass(kw_only=True)
 class StepScheduleConfig(ScheduleConfig):
     """× factor once, at `at` of the run."""
 
     at: float = number(above=0, at_most=1)
     factor: float = number(above=0)
-
-
-@dataclass(kw_only=True)
-class CustomScheduleConfig(ScheduleConfig, Custom):
-    """A user's own function `(step, n_steps, **arguments)` → factor on the learning rate."""

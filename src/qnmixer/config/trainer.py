@@ -3,10 +3,13 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qnmixer.config.option import number, one_of, suggest
 from qnmixer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from qnmixer.config.run import Config
 
 PASSED_ON: dict[str, type | tuple[str, ...]] = {
     "benchmark": bool,
@@ -36,7 +39,7 @@ REFUSED = {
     "limit_predict_batches": "nothing here predicts with the Trainer: use python -m qnmixer.reconstruct",
     "limit_test_batches": "the test is on all images: use test_after_training=false to leave it out",
     "logger": "loggers are a group of their own: use logger=…",
-    "model_registry": "it belongs to Lightning's cloud: use logger.log_checkpoint=true, for W&B",
+    "model_registry": "it belongs to Lightning's cloud: use logger.wandb.log_checkpoint=true, for W&B",
     "num_sanity_val_steps": "it would count as a validation: use debug=few_batches to try one",
     "overfit_batches": "use debug=overfit",
     "plugins": "precision and checkpoints have theirs: use trainer.precision=…",
@@ -67,6 +70,24 @@ class TrainerConfig:
     deterministic: bool
     extra: dict[str, Any] = field(default_factory=dict)  # from PASSED_ON
 
+    def check(self, run: "Config") -> None:
+        """The arguments of Lightning's Trainer that are passed on are such as it takes."""
+        for name, value in self.extra.items():
+            if name not in PASSED_ON:
+                raise ConfigError(f"trainer.extra.{name} is not known: {suggest(name, PASSED_ON)}")
+            if value is not None:
+                _check_extra(name, value, PASSED_ON[name])
+        limit = self.extra.get("limit_train_batches")
+        if limit is not None and limit <= 0:
+            raise ConfigError(f"trainer.limit_train_batches={limit} is too small: give 1 or more batches, or a share")
+        if isinstance(limit, float) and limit > 1:
+            raise ConfigError(f"trainer.limit_train_batches={limit} is too large for a share: give at most 1.0")
+        if isinstance(limit, int) and limit % self.accumulate_grad_batches:
+            raise ConfigError(
+                f"trainer.limit_train_batches={limit} is no multiple of trainer.accumulate_grad_batches="
+                f"{self.accumulate_grad_batches}: the last step of an epoch would be smaller"
+            )
+
 
 def gathered(trainer: Any) -> Any:
     """The section with what goes to Lightning as it is under `extra`; raises ConfigError for what is refused."""
@@ -83,25 +104,6 @@ def gathered(trainer: Any) -> Any:
 def refusal(name: str) -> str:
     """Why an argument of the Trainer cannot be given."""
     return f"trainer.{name} cannot be set: {REFUSED[name]}"
-
-
-def check_extra(trainer: TrainerConfig) -> None:
-    """Raise ConfigError for arguments of Lightning's Trainer that it would not take."""
-    for name, value in trainer.extra.items():
-        if name not in PASSED_ON:
-            raise ConfigError(f"trainer.extra.{name} is not known: {suggest(name, PASSED_ON)}")
-        if value is not None:
-            _check_extra(name, value, PASSED_ON[name])
-    limit = trainer.extra.get("limit_train_batches")
-    if limit is not None and limit <= 0:
-        raise ConfigError(f"trainer.limit_train_batches={limit} is too small: give 1 or more batches, or a share")
-    if isinstance(limit, float) and limit > 1:
-        raise ConfigError(f"trainer.limit_train_batches={limit} is too large for a share: give at most 1.0")
-    if isinstance(limit, int) and limit % trainer.accumulate_grad_batches:
-        raise ConfigError(
-            f"trainer.limit_train_batches={limit} is no multiple of trainer.accumulate_grad_batches="
-            f"{trainer.accumulate_grad_batches}: the last step of an epoch would be smaller"
-        )
 
 
 def _check_extra(name: str, value: Any, takes: type | tuple[str, ...]) -> None:

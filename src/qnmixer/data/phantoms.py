@@ -676,9 +676,19 @@ class PhantomSource:
     endless = True
 
     def __init__(
-        self, part: str, length: int, image_size: int, *, seed: int, anatomy_share: float, fine: bool = False
+        self,
+        part: str,
+        image_size: int,
+        *,
+        n_train: int,
+        n_val: int,
+        n_test: int,
+        anatomy_share: float,
+        seed: int,
+        fine: bool = False,
     ) -> None:
-        self.part, self.length, self.image_size = part, length, image_size
+        self.part, self.image_size = part, image_size
+        self.length = {"train": n_train, "val": n_val, "test": n_test}[part]
         self.seed, self.anatomy_share, self.fine = seed, anatomy_share, fine
 
     def __len__(self) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 
 from qnmixer.config.data import FolderData
 from qnmixer.data.slices import SliceInfo
-from qnmixer.errors import ConfigError, DataError
+from qnmixer.errors import DataError
 
 PARTS = ("train", "val", "test")
 AAPM_PATIENTS = ("L067", "L096", "L109", "L143", "L192", "L286", "L291", "L310", "L333", "L506")
@@ -26,8 +26,6 @@ def patients_of(infos: Sequence[SliceInfo], *, patient_from: str, root_name: str
     That folder is one named like L067 (AAPM-Mayo) if there is one, else the first below what all files have in common.
     Without such a folder a `.npy` file is a patient of its own, and other files share the folder that they lie in.
     """
-    if patient_from not in ("tag", "folder"):
-        raise ConfigError(f"data.patient_from={patient_from} is unknown; choose tag or folder")
     folders = [PurePosixPath(info.path).parent.parts for info in infos]
     common = 0
     while all(len(parts) > common and parts[common] == folders[0][common] for parts in folders):
@@ -58,17 +56,6 @@ def split_slices(infos: Sequence[SliceInfo], patients: Sequence[str], config: Fo
         "slices": lambda: _blocks(infos, patients, config),
         "all": lambda: {"train": [], "val": [], "test": list(range(len(infos)))},
     }
-    if config.split not in rules:
-        raise ConfigError(f"data.split={config.split} is unknown; choose one of {', '.join(rules)}")
-    if config.split != "explicit" and (config.train_patients or config.val_patients or config.test_patients):
-        raise ConfigError(f"lists of patients are used only with data.split=explicit, not data.split={config.split}")
-    for key in ("val_fraction", "test_fraction"):
-        if not 0 < getattr(config, key) < 1:
-            raise ConfigError(f"data.{key}={getattr(config, key)} must lie between 0 and 1")
-    if config.val_fraction + config.test_fraction >= 1:
-        raise ConfigError(
-            "data.val_fraction and data.test_fraction leave nothing to train on; their sum must be below 1"
-        )
     return rules[config.split]()
 
 

@@ -19,7 +19,6 @@ from qnmixer.checkpoints.weights_file import digest_of_weights
 from qnmixer.config import (
     CompareConfig,
     Config,
-    check_noise,
     effective_batch,
     needs_root,
     override,
@@ -153,7 +152,7 @@ class _Measuring:
                 assert isinstance(chosen.data, DataConfig)
                 data = other_slices(chosen.data, trained, overrides)
                 config = replace(trained, data=data, noise=chosen.noise or trained.noise)
-                check_noise(config.noise, config.data.scaling)
+                config.noise.check(config)
             else:
                 config = override(trained, " ".join(overrides))
         except ConfigError as error:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qnmixer.checkpoints.reading import load_run
 from qnmixer.checkpoints.weights_file import digest_of_weights
-from qnmixer.config import Config, EvaluateConfig, EvaluationConfig, check_noise, keys_of, targets_of, to_plain
+from qnmixer.config import Config, EvaluateConfig, EvaluationConfig, keys_of, targets_of, to_plain
 from qnmixer.config.data import AsTrained, DataConfig, FolderData
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.evaluation.slices import Gallery, as_trained, kind_of, other_slices
@@ -103,8 +103,8 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
         else other_slices(config.data, trained, overrides)
     )
     if config.noise is not None:
-        check_noise(config.noise, trained.data.scaling)
         trained.noise = config.noise
+        trained.noise.check(trained)
         module.noise = build_noise(trained)
     with results(folder, overrides) as record:
         device = choose_device(config.accelerator)

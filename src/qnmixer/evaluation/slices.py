@@ -8,8 +8,8 @@ from pathlib import Path
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from qnmixer.config import Config, sources_of
-from qnmixer.config.data import AsTrained, CustomData, DataConfig, FolderData, MixedData, PhantomData
+from qnmixer.config import Config
+from qnmixer.config.data import AsTrained, DataConfig, FolderData, MixedData, PhantomData
 from qnmixer.config.option import check_bounds
 from qnmixer.config.overrides import values_of
 from qnmixer.errors import CheckpointError
@@ -31,15 +31,14 @@ def as_trained(run: str, changed: AsTrained, data: DataConfig, trust: Collection
     Raises CheckpointError for weights files of slices from files, as these say nothing of the folder, and PluginError
     for slices of a class that lies in no module of `trust`.
     """
-    for key, source in sources_of(data).items():
+    for source in data.by_section().values():
         if located(run).suffix == SUFFIX and not isinstance(source, PhantomData):
-            where = f"_target_={source._target_}" if isinstance(source, CustomData) else "root=FOLDER"
-            raise CheckpointError(f"{run} does not say where its slices are: give data={source.name} data.{where}")
-        if isinstance(source, CustomData):
-            check_trusted(run, {f"{key}._target_": source._target_}, trust)
-    changes = {key: value for key, value in vars(changed).items() if key != "name" and value is not None}
+            where = [*source.choice(), *(["data.root=FOLDER"] if isinstance(source, FolderData) else [])]
+            raise CheckpointError(f"{run} does not say where its slices are: give {' '.join(where)}")
+    check_trusted(run, data.targets(), trust)
+    changes = {key: value for key, value in vars(changed).items() if key != "_target_" and value is not None}
     data = replace(data, **changes)
-    for source in sources_of(data).values():
+    for source in data.by_section().values():
         check_bounds("data.", source)
     return data
 
@@ -55,18 +54,19 @@ def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> Dat
             )
     data = replace(data, **fixed, seed=trained.data.seed)
     if isinstance(data, FolderData) and "data.split" not in given:
-        for source in sources_of(trained.data).values():
+        for source in trained.data.by_section().values():
             if isinstance(source, FolderData) and _folder(data) == _folder(source):
                 # or slices that it was trained on would be measured
                 return replace(source, simulation_factor=data.simulation_factor, disc=data.disc)
-        return replace(data, split="all")
+        data = replace(data, split="all")
+    data.check(trained)
     return data
 
 
 def kind_of(data: DataConfig) -> str:
     """The source of validation and test slices: dicom, say; mixed where they are of several."""
     if isinstance(data, MixedData) and data.evaluate_on is not None:
-        return sources_of(data)[f"data.sources.{data.evaluate_on}"].name
+        return data.by_section()[f"data.sources.{data.evaluate_on}"].name
     return data.name
 
 

@@ -22,7 +22,8 @@ from qnmixer.errors import ConfigError, DataError
 from qnmixer.inference.measured import ScanLayout, fit_scan, read_mat
 from qnmixer.inference.slices import InputSlices
 from qnmixer.physics import FanBeamGeometry
-from qnmixer.reconstructor import STREAMS, Reconstructor, attenuation_per_value
+from qnmixer.physics.noise import attenuation_per_value
+from qnmixer.reconstructor import STREAMS, Reconstructor
 
 # Line integrals of the body's attenuation: more than this and nothing is left to count, less and the scan is off.
 MAX_ATTENUATION, MIN_ATTENUATION = 14.0, -0.5
@@ -99,7 +100,9 @@ def measured_scans(path: Path, module: Reconstructor, config: ReconstructConfig)
             f"run={config.run} was trained with data.scaling={trained.data.scaling}, which leaves a measured sinogram "
             "without a scale: use a run with data.scaling=attenuation"
         )
-    per_value = attenuation_per_value(trained, config.water_attenuation) if config.unit == "attenuation" else 1.0
+    per_value = (
+        attenuation_per_value(config.water_attenuation, trained.data.hu_max) if config.unit == "attenuation" else 1.0
+    )
     files = _scan_files(path)
     if not files:
         raise DataError(

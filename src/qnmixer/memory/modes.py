@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qnmixer.config import MemoryConfig, RecomputeConfig
+from qnmixer.config.option import suggest
+from qnmixer.errors import ConfigError
 from qnmixer.models.unrolled import S, UnrolledNetwork
 
 # Copying smaller tensors to the host and back costs more than it frees.
@@ -20,13 +22,31 @@ _SMALLEST_OFFLOADED = 2**18  # bytes
 
 
 def apply_memory_mode(network: UnrolledNetwork[Any], config: MemoryConfig) -> None:
-    """Put the memory mode that `memory` names on a network, in place, before it is trained."""
-    if isinstance(config, RecomputeConfig):
-        network.loop = partial(_recomputing_loop, segment=config.segment)
-        for part in network.recomputed_parts():
-            part.forward = MethodType(_recomputed_forward, part)
-    elif config.name == "offload":
-        network.loop = partial(offloading_loop, pack=_to_host, unpack=_from_host)
+    """Put the memory mode that `memory` names on a network, in place, before it is trained.
+
+    Raises ConfigError for a name without a mode.
+    """
+    if config.name not in _MODES:
+        raise ConfigError(f"memory={config.name} is not known: {suggest(config.name, _MODES)}")
+    _MODES[config.name](network, config)
+
+
+def _keep(network: UnrolledNetwork[Any], config: MemoryConfig) -> None:
+    """Nothing: autograd keeps the graph by itself."""
+
+
+def _recompute(network: UnrolledNetwork[Any], config: MemoryConfig) -> None:
+    assert isinstance(config, RecomputeConfig)
+    network.loop = partial(_recomputing_loop, segment=config.segment)
+    for part in network.recomputed_parts():
+        part.forward = MethodType(_recomputed_forward, part)
+
+
+def _offload(network: UnrolledNetwork[Any], config: MemoryConfig) -> None:
+    network.loop = partial(offloading_loop, pack=_to_host, unpack=_from_host)
+
+
+_MODES = {"keep": _keep, "recompute": _recompute, "offload": _offload}
 
 
 def _recomputed_forward(part: nn.Module, *inputs: Tensor) -> Tensor:

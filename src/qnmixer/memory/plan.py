@@ -23,6 +23,7 @@ from qnmixer.config import (
     validate,
     with_iterations,
 )
+from qnmixer.errors import ConfigError
 from qnmixer.memory.footprint import DevicePlan, Footprint, Prediction
 from qnmixer.memory.pipeline import StageCost, cut_of, plan_device, track_stages
 from qnmixer.memory.tracker import (
@@ -66,9 +67,9 @@ class Planner:
 
     def predict(self, config: Config) -> Prediction:
         """The footprint of a run on its fullest device, from a step of all its iterations and one of some more."""
-        config = counted(config)
+        config = with_assumed_devices(config)
         T, width, batch = config.model.T, _width(config), config.data.batch_size
-        if isinstance(config.strategy, PipelineConfig):
+        if config.strategy.planned_as == "pipeline":
             return self._predict_pipeline(config)
         footprint = self._step(config, T, batch)
         device = DevicePlan((range(T),), 1, footprint)
@@ -82,8 +83,8 @@ class Planner:
 
         Of a pipeline all iterations are run, as a stage is short and the state that it gets grows.
         """
-        config = counted(config)
-        if isinstance(config.strategy, PipelineConfig):
+        config = with_assumed_devices(config)
+        if config.strategy.planned_as == "pipeline":
             return max((plan.footprint for plan in self.devices(config)), key=lambda footprint: footprint.peak)
         T, width, batch = config.model.T, _width(config), config.data.batch_size
         first = max(_FEWEST_ITERATIONS, 2 * width)
@@ -95,8 +96,8 @@ class Planner:
 
     def devices(self, config: Config) -> tuple[DevicePlan, ...]:
         """What each device that works on one batch does and holds, first stage first; one, unless it is a pipeline."""
-        config = counted(config)
-        if not isinstance(config.strategy, PipelineConfig):
+        config = with_assumed_devices(config)
+        if config.strategy.planned_as != "pipeline":
             return (DevicePlan((range(config.model.T),), 1, self.estimate(config)),)
         cut = cut_of(config)
         stages = self._stages(config, ranges(cut))
@@ -105,7 +106,7 @@ class Planner:
 
     def optimizer_state(self, config: Config) -> float:
         """Bytes that the optimizer keeps between steps, on one device."""
-        config = counted(config)
+        config = with_assumed_devices(config)
         n_shards = _n_shards(config)
         with without_data():
             module = Reconstructor(config, self.projector)
@@ -160,8 +161,20 @@ class Planner:
         return self._known[key]
 
 
-def counted(config: Config) -> Config:
-    """The config with `ASSUMED_DEVICES` where a strategy leaves their number to the machine; raises ConfigError."""
+_COUNTED_AS = ("replica", "shards", "pipeline")
+
+
+def with_assumed_devices(config: Config) -> Config:
+    """The config with `ASSUMED_DEVICES` where a strategy leaves their number to the machine.
+
+    Raises ConfigError for what cannot be run on these, and for a strategy that does not say how to count it.
+    """
+    name, planned_as = config.strategy.name, config.strategy.planned_as
+    if planned_as not in _COUNTED_AS:
+        raise ConfigError(
+            f"strategy={name} cannot be planned: its schema in qnmixer/config/strategy.py says planned_as="
+            f"{planned_as}, not {', '.join(_COUNTED_AS)}"
+        )
     if config.strategy.name == "single" or config.trainer.devices is not None:
         return config
     config = replace(config, trainer=replace(config.trainer, devices=ASSUMED_DEVICES))
@@ -177,7 +190,7 @@ def _width(config: Config) -> int:
 
 def _n_shards(config: Config) -> int:
     """Over how many devices fsdp spreads each tensor; 1 for every other strategy."""
-    sharded = isinstance(config.strategy, FSDPConfig)
+    sharded = config.strategy.planned_as == "shards"
     return (config.trainer.devices or 1) * config.trainer.num_nodes if sharded else 1
 
 
@@ -227,7 +240,8 @@ def track_step(config: Config, projector: FanBeamProjector) -> Footprint:
             strategy=loose,
             host=hosted.bytes,
         )
-        return _sharded(footprint, config, network, optimizer) if isinstance(config.strategy, FSDPConfig) else footprint
+        sharded = config.strategy.planned_as == "shards"
+        return _sharded(footprint, config, network, optimizer) if sharded else footprint
 
 
 def _sharded(

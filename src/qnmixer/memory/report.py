@@ -10,20 +10,20 @@ from rich.progress import track
 
 from qnmixer.config import (
     DEVICES,
-    GROUPS,
     Config,
     LearnedConfig,
     PipelineConfig,
     PlanConfig,
     device_memory,
     effective_batch,
+    options,
     override,
     validate,
 )
 from qnmixer.errors import ConfigError
 from qnmixer.memory.footprint import MIB, Prediction
 from qnmixer.memory.pipeline import cut_of, idle, n_microbatches
-from qnmixer.memory.plan import Planner, counted
+from qnmixer.memory.plan import Planner, with_assumed_devices
 from qnmixer.reports.tables import markdown_table, terminal_table
 
 PRECISIONS = (("32",), ("16-mixed", "bf16-mixed"))
@@ -49,8 +49,8 @@ def usable(device: str) -> float:
 
 def print_plan(config: PlanConfig) -> None:
     """Print one run's plan in the format asked for; raises ConfigError, GeometryError."""
-    assumed = ", assumed" if counted(config.run) != config.run else ""
-    config = replace(config, run=counted(config.run))
+    assumed = ", assumed" if with_assumed_devices(config.run) != config.run else ""
+    config = replace(config, run=with_assumed_devices(config.run))
     planner = Planner(config.run)
     if config.format == "levers":
         print(levers_table(config.run, planner))
@@ -184,7 +184,7 @@ def _print_tables(console: Console, config: PlanConfig, planner: Planner) -> Non
     each = " of a device" if strategy.name != "single" else ""
     peaks: list[list[str]] = []
     columns: list[list[str]] = []
-    variants = [(memory, precision) for memory in GROUPS["memory"] for precision in PRECISIONS]
+    variants = [(memory, precision) for memory in options("memory") for precision in PRECISIONS]
     for memory, precisions in track(
         variants, "planning", console=console, transient=True, disable=not console.is_terminal
     ):
@@ -206,13 +206,11 @@ def _print_tables(console: Console, config: PlanConfig, planner: Planner) -> Non
 
     rows = []
     base = planner.estimate(config.run)
-    for name in GROUPS["optimizer"]:
-        if name == "custom":  # one of the user's own is known only where it is chosen
-            if config.run.optimizer.name != name:
-                continue
-            run = config.run
-        else:
-            run = override(config.run, f"optimizer={name}")
+    chosen = config.run.optimizer.name
+    for name in dict.fromkeys(
+        [*options("optimizer"), chosen]
+    ):  # one of the user's own is known only where it is chosen
+        run = config.run if name == chosen else override(config.run, f"optimizer={name}")
         state = planner.optimizer_state(run)
         rows.append([name, f"{state / MIB:,.1f}", f"{(base.peak - base.optimizer + state) / MIB:,.1f}"])
     headings = ["optimizer", "state", "peak of a training step"]

@@ -66,7 +66,8 @@ class QNMixer(UnrolledNetwork[QNState]):
             with a learned β_t per iteration, from 0: the control that any gain of BFGS is to be held against, ours).
         hessian_gradient: "full" differentiates through H; "detach" treats its pairs as constants.
         learned_trust: τ_t, with hessian="bfgs".
-        make_regularizer: gives a module x → G(x) of another kind, in place of the Incept-Mixer; without details.
+        regularizer: makes a module x → G(x) of another kind of (image_size, channels), in place of the Incept-Mixer;
+            without details.
 
     Raises:
         ConfigError: a word is none of the above, or the channels do not divide into four branches.
@@ -96,7 +97,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         hessian: Literal["bfgs", "identity", "momentum"] = "bfgs",
         hessian_gradient: Literal["full", "detach"] = "full",
         learned_trust: bool = False,
-        make_regularizer: Callable[[], nn.Module] | None = None,
+        regularizer: Callable[[int, int], nn.Module] | None = None,
     ) -> None:
         super().__init__(n_iterations)
         check_choice("data_term", data_term, DATA_TERMS)
@@ -117,13 +118,12 @@ class QNMixer(UnrolledNetwork[QNState]):
             else StridedCodec(latent_factor, latent_channels)
         )
 
-        def incept_mixer() -> nn.Module:
-            return InceptMixer(
-                image_size, channels, patch_size, n_mixer_layers, mlp_ratio, inception, features=detail_channels
-            )
+        def incept_mixer(size: int, width: int) -> nn.Module:
+            return InceptMixer(size, width, patch_size, n_mixer_layers, mlp_ratio, inception, features=detail_channels)
 
-        make = make_regularizer or incept_mixer
-        self.regularizers = nn.ModuleList(make() for _ in range(1 if shared_regularizer else n_iterations))
+        make = regularizer or incept_mixer
+        n_regularizers = 1 if shared_regularizer else n_iterations
+        self.regularizers = nn.ModuleList(make(image_size, channels) for _ in range(n_regularizers))
         self.details = nn.ModuleList(
             DetailConvolutions(detail_channels) for _ in range(n_iterations if detail_channels else 0)
         )

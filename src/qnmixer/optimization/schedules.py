@@ -1,53 +1,30 @@
-"""Learning-rate schedules by name."""
+"""Learning-rate schedules: functions (step, n_steps, **arguments) → factor on the rate, after a warm-up."""
 
 import math
 from collections.abc import Callable
 
-from qnmixer.config import CustomScheduleConfig, ScheduleConfig, StepScheduleConfig
-from qnmixer.errors import ConfigError, PluginError
-from qnmixer.plugins import Kind, check_call, load_plugin
+from qnmixer.config import ScheduleConfig
+from qnmixer.errors import PluginError
+from qnmixer.plugins import Kind, check_call, load, taken
 
-_FUNCTION = Kind("a function (step, n_steps)", lambda it: callable(it) and not isinstance(it, type))
+SCHEDULE = Kind("a function (step, n_steps)", lambda it: callable(it) and not isinstance(it, type))
 
 
 def learning_rate_factor(config: ScheduleConfig, n_steps: float) -> Callable[[int], float]:
     """Factor on the learning rate at optimizer step k of a run of n_steps (may be infinite for a constant one).
 
-    Raises PluginError for a schedule of the user's own that does not fit.
+    Raises PluginError for a schedule that does not fit.
     """
     n_warmup = round(config.warmup * n_steps) if config.warmup and math.isfinite(n_steps) else 0
-    after_warmup = _after_warmup(config, n_steps, n_warmup)
+    key, target, function = "schedule._target_", config._target_, load(config, SCHEDULE)
+    keywords = config.keywords()
+    ours = taken(function, {"n_warmup": n_warmup})
+    check_call(key, target, function, (0, n_steps), ours, keywords)
 
     def factor(step: int) -> float:  # no object: LambdaLR would write its attributes into checkpoints
-        return (step + 1) / (n_warmup + 1) if step < n_warmup else after_warmup(step)
-
-    return factor
-
-
-def _after_warmup(config: ScheduleConfig, n_steps: float, n_warmup: int) -> Callable[[int], float]:
-    if isinstance(config, CustomScheduleConfig):
-        return _custom(config, n_steps)
-    if isinstance(config, StepScheduleConfig):
-        return lambda step: config.factor if step >= config.at * n_steps else 1.0
-    if config.name == "cosine":
-
-        def cosine(step: int) -> float:
-            progress = min(1.0, (step - n_warmup) / max(1, n_steps - n_warmup))
-            return 0.5 * (1 + math.cos(math.pi * progress))
-
-        return cosine
-    if config.name == "constant":
-        return lambda step: 1.0
-    raise ConfigError(f"schedule={config.name} has a schema, but nothing here builds it")
-
-
-def _custom(config: CustomScheduleConfig, n_steps: float) -> Callable[[int], float]:
-    key, target = "schedule._target_", config._target_
-    function = load_plugin(key, target, _FUNCTION)
-    check_call(key, target, function, (0, n_steps), {}, config.arguments)
-
-    def factor(step: int) -> float:
-        value = function(step, n_steps, **config.arguments)
+        if step < n_warmup:
+            return (step + 1) / (n_warmup + 1)
+        value = function(step, n_steps, **ours, **keywords)
         try:
             number = float(value)
         except (TypeError, ValueError):
@@ -57,3 +34,19 @@ def _custom(config: CustomScheduleConfig, n_steps: float) -> Callable[[int], flo
         return number
 
     return factor
+
+
+def constant(step: int, n_steps: float) -> float:
+    """One rate throughout."""
+    return 1.0
+
+
+def cosine(step: int, n_steps: float, n_warmup: int) -> float:
+    """From 1 after the n_warmup steps of the warm-up to 0 at the end."""
+    progress = min(1.0, (step - n_warmup) / max(1, n_steps - n_warmup))
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def step(step: int, n_steps: float, at: float, factor: float) -> float:
+    """1, and from `at` of the run on `factor`."""
+    return factor if step >= at * n_steps else 1.0

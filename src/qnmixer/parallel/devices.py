@@ -1,4 +1,4 @@
-"""The devices that a config names, counted on this machine, and the checks that need to see the hardware."""
+"""The accelerator and the number of devices of a run, as this machine has them."""
 
 from dataclasses import replace
 
@@ -9,8 +9,8 @@ from qnmixer.errors import ConfigError
 from qnmixer.parallel.compilation import check_compiler
 
 
-def on_this_machine(config: Config) -> Config:
-    """The config with its accelerator and devices counted. Raises ConfigError for what this machine does not have."""
+def resolve_devices(config: Config) -> Config:
+    """Fill in the accelerator and the number of devices. Raises ConfigError for what this machine does not have."""
     trainer = config.trainer
     device = choose_device(trainer.accelerator, "trainer.accelerator")
     on_cuda = device.type == "cuda"
@@ -29,9 +29,9 @@ def on_this_machine(config: Config) -> Config:
             "trainer.accelerator=cpu"
         )
     check_precision(device, trainer.precision, "trainer.precision")
-    counted = replace(config, trainer=replace(trainer, devices=devices, accelerator="cuda" if on_cuda else "cpu"))
-    validate(counted)
-    return counted
+    resolved = replace(config, trainer=replace(trainer, devices=devices, accelerator="cuda" if on_cuda else "cpu"))
+    validate(resolved)
+    return resolved
 
 
 def choose_device(accelerator: str, key: str = "accelerator") -> torch.device:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from qnmixer.config import FSDPConfig
 from qnmixer.files import PART_SUFFIX, remove, replace
 from qnmixer.models.unrolled import UnrolledNetwork
-from qnmixer.parallel.shards import SHARD, whole
+from qnmixer.parallel.shards import SHARD, gather
 
 
 class ShardedStrategy(ModelParallelStrategy):
@@ -114,7 +114,7 @@ def shard(network: UnrolledNetwork[Any], mesh: Any, options: FSDPConfig) -> None
 
 
 def _gathered(value: Any) -> Any:
-    return whole(value).cpu() if isinstance(value, DTensor) else value
+    return gather(value).cpu() if isinstance(value, DTensor) else value
 
 
 def _local(value: Any) -> Any:

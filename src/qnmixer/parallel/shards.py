@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 SHARD = "fsdp_shard_of_shape"
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor as one device would hold it; one that is spread over the devices is gathered, on all of them at once."""
+def gather(tensor: Tensor) -> Tensor:
+    """The complete tensor. A tensor in shards is gathered, which all devices must do together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,5 +1,6 @@
 """The Lightning strategy that a config names."""
 
+from collections.abc import Callable
 from datetime import timedelta
 from inspect import signature
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch.nn.parallel import DistributedDataParallel
 
-from qnmixer.config import Config, DDPConfig, FSDPConfig, PipelineConfig
+from qnmixer.config import Config, DDPConfig, FSDPConfig
+from qnmixer.config.option import suggest
+from qnmixer.errors import ConfigError
 from qnmixer.parallel.fsdp import ShardedStrategy
 from qnmixer.parallel.pipeline import PipelineStrategy
 
@@ -22,14 +25,35 @@ _NO_BUFFERS: dict[str, Any] = {
 
 
 def build_strategy(config: Config) -> Strategy | str:
-    """What `strategy` names, for Lightning's Trainer; `config` says how many devices there are."""
-    options = config.strategy
-    if isinstance(options, DDPConfig):
-        return DDPStrategy(
-            static_graph=options.static_graph, gradient_as_bucket_view=True, timeout=_TIMEOUT, **_NO_BUFFERS
-        )
-    if isinstance(options, FSDPConfig):
-        return ShardedStrategy((config.trainer.devices or 1) * config.trainer.num_nodes, options, _TIMEOUT)
-    if isinstance(options, PipelineConfig):
-        return PipelineStrategy(config, _TIMEOUT)
-    return "auto"
+    """What `strategy` names, for Lightning's Trainer; `config` says how many devices there are.
+
+    Raises ConfigError for a name without a strategy.
+    """
+    name = config.strategy.name
+    if name not in _STRATEGIES:
+        raise ConfigError(f"strategy={name} is not known: {suggest(name, _STRATEGIES)}")
+    return _STRATEGIES[name](config)
+
+
+def _ddp(config: Config) -> Strategy:
+    assert isinstance(config.strategy, DDPConfig)
+    return DDPStrategy(
+        static_graph=config.strategy.static_graph, gradient_as_bucket_view=True, timeout=_TIMEOUT, **_NO_BUFFERS
+    )
+
+
+def _fsdp(config: Config) -> Strategy:
+    assert isinstance(config.strategy, FSDPConfig)
+    return ShardedStrategy((config.trainer.devices or 1) * config.trainer.num_nodes, config.strategy, _TIMEOUT)
+
+
+def _pipeline(config: Config) -> Strategy:
+    return PipelineStrategy(config, _TIMEOUT)
+
+
+_STRATEGIES: dict[str, Callable[[Config], Strategy | str]] = {
+    "single": lambda config: "auto",
+    "ddp": _ddp,
+    "fsdp": _fsdp,
+    "pipeline": _pipeline,
+}

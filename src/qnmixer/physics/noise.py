@@ -31,15 +31,6 @@ class Noise(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class NoNoise:
-    """Leaves the line integrals as they are."""
-
-    def __call__(self, y: Tensor, keys: Sequence[Key]) -> Tensor:
-        """Return y itself."""
-        return y
-
-
 class KeyedNoise(ABC):
     """Noise that is drawn for each sample by itself, from the generator of its key.
 
@@ -74,6 +65,19 @@ class KeyedNoise(ABC):
 
 
 @dataclass(frozen=True)
+class NoNoise(KeyedNoise):
+    """Leaves the line integrals as they are."""
+
+    def sample(self, p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """The sinogram itself."""
+        return p
+
+    def __call__(self, y: Tensor, keys: Sequence[Key]) -> Tensor:
+        """Return y itself."""
+        return y
+
+
+@dataclass(frozen=True)
 class FieldNoise(KeyedNoise):
     """The field's noise: p' = −log(Poisson(I₀ e^{−p/p_max})/I₀)·p_max, then + N(0, σ²).
 
@@ -101,40 +105,49 @@ class FieldNoise(KeyedNoise):
 class PhysicalNoise(KeyedNoise):
     """Counting noise of a real dose: N = Poisson(I₀ e^{−μp}) + N(0, σₑ²), p' = −log(N/I₀)/μ.
 
-    μ turns value × mm into attenuation: where x = 1 is water, it is water's 0.0192 mm⁻¹ (at about 70 keV); an image
-    scaled otherwise has its own. Counts are floored at one, so a starved bin saturates at log(I₀)/μ.
+    μ turns value × mm into attenuation, see `attenuation_per_value`. Counts are floored at one, so a starved bin
+    saturates at log(I₀)/μ.
 
     Args:
         photons: I₀, counts of an unattenuated ray.
-        attenuation_per_value: μ in mm⁻¹ per unit of the image's value.
+        water_attenuation: of water in mm⁻¹, here at about 70 keV.
         electronic_sigma: σₑ, standard deviation of the electronic noise in counts.
+        hu_max: HU of x = 1; 0 where x = 1 is water.
     """
 
     photons: float = 1e5
-    attenuation_per_value: float = 0.0192
+    water_attenuation: float = 0.0192
     electronic_sigma: float = 0.0
+    hu_max: float = 0.0
 
     def sample(self, p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """One sinogram with noise."""
-        counts = rng.poisson(self.photons * np.exp(-self.attenuation_per_value * p)).astype(np.float64)
+        mu = attenuation_per_value(self.water_attenuation, self.hu_max)
+        counts = rng.poisson(self.photons * np.exp(-mu * p)).astype(np.float64)
         counts += self.electronic_sigma * rng.standard_normal(p.shape)
-        return -np.log(np.maximum(counts, _FEWEST_COUNTS) / self.photons) / self.attenuation_per_value
+        return -np.log(np.maximum(counts, _FEWEST_COUNTS) / self.photons) / mu
 
 
 @dataclass(frozen=True)
-class MixedNoise(KeyedNoise):
-    """Of some samples the field's noise, of the rest a physical one, so that one network serves both.
+class MixedNoise(PhysicalNoise):
+    """Of some samples the field's noise, of the rest the physical one, so that one network serves both.
 
     Args:
-        field, physical: the two.
         physical_share: how likely a sample is to get the physical one; its key decides.
+        field_photons, field_sigma: of the field's.
     """
 
-    field: FieldNoise
-    physical: PhysicalNoise
-    physical_share: float
+    physical_share: float = 0.3
+    field_photons: float = 1e6
+    field_sigma: float = 0.05
 
     def sample(self, p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """One sinogram with noise."""
-        chosen = self.physical if rng.random() < self.physical_share else self.field
-        return chosen.sample(p, rng)
+        if rng.random() < self.physical_share:
+            return super().sample(p, rng)
+        return FieldNoise(self.field_photons, self.field_sigma).sample(p, rng)
+
+
+def attenuation_per_value(water_attenuation: float, hu_max: float) -> float:
+    """Linear attenuation (1/mm) of x = 1: x = (HU + 1000)/(hu_max + 1000) and μ = μ_water (HU + 1000)/1000."""
+    return water_attenuation * (hu_max + 1000.0) / 1000.0

@@ -1,6 +1,6 @@
-"""One fresh tree of processes a run, one process a device, by torch's elastic agent (what torchrun is made of).
+"""Launch one process for each device, by torch's elastic agent, as torchrun does.
 
-The process that the user started runs nothing itself: it watches, stops all ranks when one fails, and says which.
+The process that the user started does not train. It watches the ranks, stops all if one fails, and names that rank.
 """
 
 import logging
@@ -11,7 +11,6 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -20,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from qnmixer.errors import RankFailed, Stopped
-from qnmixer.processes.signals import SIGNALS, Echo
+from qnmixer.processes.signals import SIGNALS, Echo, handle_signals
 
 _THREADS = "OMP_NUM_THREADS"
 
@@ -31,7 +30,7 @@ _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)  # another signal comes when time i
 
 
 class RankTraceback(Exception):
-    """Where in a rank it failed: the cause of RankFailed, for who asks for tracebacks."""
+    """The traceback of the rank that failed, as the cause of RankFailed."""
 
 
 def launch(
@@ -46,73 +45,70 @@ def launch(
         n_processes: how many ranks.
         ask_to_stop: called on the first signal of `signals.SIGNALS`; True: the ranks will end by themselves.
 
-    Raises RankFailed when one fails (the others are stopped; a note holds the traceback of a bug), Stopped on such a
-    signal; without `ask_to_stop` SIGUSR1 and SIGUSR2 are none.
+    Raises RankFailed if a rank fails; the others are stopped, and a note has the traceback of a bug. Raises Stopped
+    after a stop signal. Without `ask_to_stop` SIGUSR1 and SIGUSR2 do not stop.
     """
-    for name in list(logging.root.manager.loggerDict):  # each has a level of its own
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # RankFailed says it shorter
+    _quieten_agent()
+    stop = _AskToStop(ask_to_stop)
     with (
         tempfile.TemporaryDirectory(prefix="qnmixer-ranks-") as log_dir,
-        _signals(ask_to_stop) as signals,
+        handle_signals(SIGNALS, stop if ask_to_stop else None) as handled,
         _threads(max(1, (os.cpu_count() or 1) // n_processes)),
     ):
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=n_processes,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=0,
-            run_id=uuid.uuid4().hex,
-            logs_specs=DefaultLogsSpecs(log_dir=log_dir),
-        )
-        config.signals_to_handle = ",".join(signals.of_agent)  # torch before 2.9 has no such field, and heeds all
+        config = _launch_config(n_processes, log_dir)
+        # The agent ends the ranks by these. torch before 2.9 has no such field and handles all.
+        of_agent = [] if ask_to_stop else [it.name for it in handled if it not in _WARNINGS]
+        config.signals_to_handle = ",".join(of_agent)
         try:
             elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
             if all(failure.error_file_data.get("stopped") for failure in error.failures.values()):
-                raise Stopped(signals.told, together=True) from None
+                raise Stopped(stop.first, together=True) from None
             failed = _rank_failed(error.failures)
             raise failed from failed.__cause__
-        except SignalException as stop:
-            raise Stopped(signals.told or stop.sigval) from None
+        except SignalException as signalled:
+            raise Stopped(stop.first or signalled.sigval) from None
 
 
-@dataclass
-class _Signals:
-    of_agent: list[str]  # those by which it ends the ranks
-    told: int | None = None  # that by which they have been asked to stop
+def _quieten_agent() -> None:
+    """Switch off the loggers of torch's agent: RankFailed says it shorter."""
+    for name in list(logging.root.manager.loggerDict):  # each has a level of its own
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-@contextmanager
-def _signals(ask_to_stop: Callable[[], bool] | None) -> Iterator[_Signals]:
-    """What stops a run: not a signal that is ignored, as nohup has it. All handlers go at the end."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    heeded = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
-    signals = _Signals([] if ask_to_stop else [it.name for it in heeded if it not in _WARNINGS])
-    echo = Echo()
+def _launch_config(n_processes: int, log_dir: str) -> LaunchConfig:
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=n_processes,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        run_id=uuid.uuid4().hex,
+        logs_specs=DefaultLogsSpecs(log_dir=log_dir),
+    )
 
-    def ask(number: int, _: FrameType | None) -> None:
-        again, signals.told = signals.told is not None, signals.told or number
-        if echo.of(number) or (again and number in _WARNINGS):
+
+class _AskToStop:
+    """Handler of stop signals: ask the ranks to stop, or raise if they cannot or after a second signal."""
+
+    def __init__(self, ask: Callable[[], bool] | None) -> None:
+        self.ask, self.echo = ask, Echo()
+        self.first: int | None = None  # the signal by which the ranks were asked
+
+    def __call__(self, number: int, _: FrameType | None) -> None:
+        again, self.first = self.first is not None, self.first or number
+        if self.echo.of(number) or (again and number in _WARNINGS):
             return
-        if again or ask_to_stop is None or not ask_to_stop():
+        if again or self.ask is None or not self.ask():
             raise SignalException("told to stop", signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-
-    for number in heeded if ask_to_stop else []:
-        signal.signal(number, ask)
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
 def _threads(n: int) -> Iterator[None]:
-    """OMP_NUM_THREADS for the ranks, where the user has set none; the next job of a sweep may have another."""
+    """Set OMP_NUM_THREADS for the ranks while the block runs, unless the user has set it."""
     if _THREADS in os.environ:
         yield
         return
@@ -124,7 +120,7 @@ def _threads(n: int) -> Iterator[None]:
 
 
 def _rank_failed(failures: dict[int, ProcessFailure]) -> RankFailed:
-    """The error of the rank whose end the ends of all others come from."""
+    """The error of the rank that failed first, which made the others fail."""
     rank, failure = min(failures.items(), key=lambda item: _order(item[1]))
     record = failure.error_file_data
     if "traceback" in record:

@@ -1,4 +1,4 @@
-"""Which of several processes this one is, and how such a process ends. No torch import: known before torch is."""
+"""The rank of this process among several, and how a rank ends. No torch import."""
 
 import ctypes
 import json
@@ -9,8 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, TypedDict
@@ -26,31 +25,31 @@ class Record(TypedDict):
     time: float  # the same
     traceback: str
     bug: bool  # the traceback is for the user too
-    secondary: bool  # it ended because another one did, or because it was told to
+    secondary: bool  # it ended because another rank did, or because of a signal
     stopped: bool  # as all others did, with a checkpoint
 
 
-# A rank that is to end has so long to close its logs. One that waits in a collective cannot: it is ended then.
+# Time for a rank to close its loggers after another one failed. A rank that hangs in a collective is killed then.
 _SECONDS_TO_LEAVE = 10
-# One that is to stop has so long for the step at hand and a checkpoint: torchrun and SLURM kill it after 30.
+# Time for a rank to finish its step and write a checkpoint: torchrun and SLURM kill it after 30 s.
 _SECONDS_TO_STOP = 25
-# Ranks that lost contact are closing their logs already when SIGTERM reaches them, and are not to be disturbed.
+# Time for a rank that lost contact and already closes its loggers when SIGTERM arrives.
 _SECONDS_TO_LEAVE_BY_ITSELF = 2
 
-_told = threading.Event()
-_at_once = threading.Event()
+_stop_requested = threading.Event()
+_another_failed = threading.Event()
 
-# What a rank says when another one has gone: the other one's word is the one to hear.
+# Errors of a rank whose partner has gone: the error of the partner is the one to show.
 _LOST_CONTACT = ("connection closed by peer", "connection reset by peer", "broken pipe", "gloo", "nccl")
 
 
 def is_rank() -> bool:
-    """Whether somebody (our launcher, torchrun, srun) has started this process as one of several."""
+    """Whether a launcher (ours, torchrun, srun) has started this process as one of several."""
     return _by_agent() or by_srun()
 
 
 def by_srun() -> bool:
-    """Whether srun has, and not our launcher or torchrun within what srun or sbatch started."""
+    """Whether srun has started this rank itself; not our launcher or torchrun inside a SLURM job."""
     return not _by_agent() and _slurm_tasks() > 1
 
 
@@ -76,12 +75,14 @@ def _slurm_tasks() -> int:
 
 
 def end_with_the_others(parent: int | None = None) -> None:
-    """Have this rank end when it is told to or its parent dies, in seconds, whatever it waits for, with all it forks.
+    """End this rank and its child processes within seconds of SIGTERM or of the parent's death.
 
-    For the ranks of our launcher SIGTERM says that another one has failed, unless SIGUSR1 comes along, by which it asks
-    them to stop; for those of others it can say both. It is for `qnmixer.processes.signals` to do what it says; one
-    that has not ended after that is ended. In the main thread. `parent` as in `die_with_parent`; that of a rank of our
-    launcher.
+    This works even inside a collective that hangs. From our launcher SIGTERM means that another rank has failed, or,
+    together with SIGUSR1, that the run shall stop. From other launchers it can mean both. First
+    `qnmixer.processes.signals` reacts. A rank that is still there after its time is killed. Call it in the main thread.
+
+    Args:
+        parent: as in `die_with_parent`, for a rank of our launcher.
     """
     die_with_parent(parent)
     forking = 0
@@ -99,15 +100,15 @@ def end_with_the_others(parent: int | None = None) -> None:
     os.register_at_fork(before=before_fork, after_in_child=in_fork)
 
     # Python's handlers run between bytecodes, so never in a collective that hangs; the pipe is written to at once.
-    listen, told = os.pipe()
-    os.set_blocking(told, False)
-    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    listen, notify = os.pipe()
+    os.set_blocking(notify, False)
+    signal.set_wakeup_fd(notify, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, lambda *_: None)
-    threading.Thread(target=_end_when_told, args=(listen, parent is not None), daemon=True).start()
+    threading.Thread(target=_end_when_signalled, args=(listen, parent is not None), daemon=True).start()
 
 
 def _after_a_moment(show: Callable[..., object]) -> Callable[..., None]:
-    """How a data worker shows an exception: one that lost its rank in mid-sentence is ended before it can."""
+    """Delay the traceback of a data worker that lost its rank: it is killed before it prints."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, ConnectionError | EOFError):
@@ -117,41 +118,23 @@ def _after_a_moment(show: Callable[..., object]) -> Callable[..., None]:
     return hook
 
 
-@contextmanager
-def loading() -> Iterator[None]:
-    """Where libraries are loaded: Ctrl-C ends the process at once, as torch aborts when one is raised inside it."""
-    before = signal.getsignal(signal.SIGINT)
-
-    def end(*_: object) -> None:
-        if not is_rank():
-            print("interrupted", file=sys.stderr, flush=True)
-        os._exit(130)
-
-    if before is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+def another_rank_failed() -> bool:
+    """Whether another rank has failed: then there is nothing to wait for."""
+    return _another_failed.is_set()
 
 
-def at_once() -> bool:
-    """Whether there is nothing more to wait for: another rank has failed."""
-    return _at_once.is_set()
-
-
-def _end_when_told(listen: int, launched: bool) -> None:
+def _end_when_signalled(listen: int, launched: bool) -> None:
     heard: set[int] = set()
-    while not (told := heard & {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}):
+    while not (ending := heard & {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}):
         heard.update(os.read(listen, 1))
-    _told.set()
-    code = 128 + told.pop()
+    _stop_requested.set()
+    code = 128 + ending.pop()
     end = time.monotonic() + _SECONDS_TO_LEAVE_BY_ITSELF
     while launched and signal.SIGUSR1 not in heard and (left := end - time.monotonic()) > 0:
         if select.select([listen], [], [], left)[0]:
             heard.update(os.read(listen, 1))
     if launched and signal.SIGUSR1 not in heard:
-        _at_once.set()
+        _another_failed.set()
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(_SECONDS_TO_LEAVE)
     else:
@@ -160,7 +143,7 @@ def _end_when_told(listen: int, launched: bool) -> None:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the system end this process when its parent dies, however that dies (Linux only).
+    """Have the system kill this process when its parent dies, for whatever reason (Linux only).
 
     Args:
         parent: the process that started this one, which may be dead by now; None: whoever is the parent.
@@ -173,12 +156,12 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn:
-    """End this rank in an except clause, with a record of the error for the process that launched it.
+    """End this rank in an except clause, and leave a record of the error for the launcher.
 
-    Not by sys.exit: what runs there waits for other ranks.
+    sys.exit would run code that waits for other ranks.
 
     Args:
-        error: what was raised; a KeyboardInterrupt when the rank was told to stop.
+        error: what was raised; a KeyboardInterrupt if a signal stopped the rank.
         line: the same for the user; None for a bug, of which the user is shown the traceback.
         say: print it too, since nobody else will; not when this rank only ends because of another one.
     """
@@ -205,12 +188,12 @@ def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn
     sys.stdout.flush()
     sys.stderr.flush()
     if record["secondary"] and not record["stopped"]:
-        _told.wait(_SECONDS_TO_LEAVE_BY_ITSELF)  # so that whoever waits for the first one to end sees the other
+        _stop_requested.wait(_SECONDS_TO_LEAVE_BY_ITSELF)  # whoever waits for the first one to end sees the other
     os._exit(error.code if isinstance(error, Stopped) else 130 if stopped else 1)
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Whether a rank ends with this because another one did, or because it was told to."""
+    """Whether a rank ends with this error because another rank ended, or because of a signal."""
     if isinstance(error, KeyboardInterrupt):
         return True
     of_torch = any(kind.__name__ == "DistError" for kind in type(error).__mro__)

@@ -1,15 +1,16 @@
-"""Signals that stop a run: what they set off, and what is raised then. No torch import."""
+"""Signals that stop a run, and the handlers for them. No torch import."""
 
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from qnmixer.errors import Stopped
-from qnmixer.processes.ranks import at_once, is_rank
+from qnmixer.processes.ranks import another_rank_failed, is_rank
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Ctrl-C; what ends jobs; a terminal or ssh that has gone; and what SLURM sends beforehand when asked to
@@ -17,12 +18,32 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
 
 _SECONDS_OF_ECHO = 2
 
-_told: int | None = None
-_patient = False
+_requested: int | None = None
+_deferred = False
+
+
+@contextmanager
+def handle_signals(
+    numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object] | None
+) -> Iterator[list[signal.Signals]]:
+    """Handle signals by `handler` while the block runs, then restore the handlers from before.
+
+    A signal that is ignored stays ignored: nohup ignores SIGHUP. Yields the other signals. Without a `handler` the
+    block may install its own.
+    """
+    before = {number: signal.getsignal(number) for number in numbers}
+    handled = [number for number, old in before.items() if old is not signal.SIG_IGN]
+    for number in handled if handler else []:
+        signal.signal(number, handler)
+    try:
+        yield handled
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 class Echo:
-    """Tells a signal that comes twice, from the process group and from a parent, from one that is sent again."""
+    """Recognises a signal that arrives twice: from the process group, and from a parent process."""
 
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None
@@ -37,46 +58,56 @@ class Echo:
 
 
 @contextmanager
-def heeding() -> Iterator[None]:
-    """Where a signal to stop raises Stopped: at once, or, while training, when it asks `told`; in the main thread.
+def stop_signals() -> Iterator[None]:
+    """Turn stop signals into Stopped while the block runs.
 
-    A second one, later or another, does not wait for training, other than in a rank, whose launcher sends one too.
+    After `defer_stop(True)` a signal is only recorded, and the training loop asks `stop_requested()` between steps. A
+    second signal raises at once. It does not in a rank, as the launcher sends a second one too. Does nothing outside
+    the main thread.
     """
-    global _told
+    global _requested
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     owner, echo = os.getpid(), Echo()
 
-    def heed(number: int, _: FrameType | None) -> None:
-        global _told
+    def stop(number: int, _: FrameType | None) -> None:
+        global _requested
         if os.getpid() != owner:  # a data worker that has only just been forked
             return
-        if echo.of(number) and not at_once():
+        if echo.of(number) and not another_rank_failed():
             return
-        again, _told = _told is not None, _told or number
-        if not _patient or at_once() or (again and not is_rank()):
-            raise Stopped(_told)
+        again, _requested = _requested is not None, _requested or number
+        if not _deferred or another_rank_failed() or (again and not is_rank()):
+            raise Stopped(_requested)
 
-    _told = None
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # as nohup has it
-            signal.signal(number, heed)
-    try:
+    _requested = None
+    with handle_signals(SIGNALS, stop):
+        try:
+            yield
+        finally:
+            defer_stop(False)
+
+
+def stop_requested() -> int | None:
+    """The stop signal that this process has received; None if there was none."""
+    return _requested
+
+
+def defer_stop(on: bool) -> None:
+    """Only record stop signals from now on, because `stop_requested` is asked soon; or raise again."""
+    global _deferred
+    _deferred = on
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """End the process at once on Ctrl-C while libraries load: torch aborts if an exception is raised inside it."""
+
+    def end(*_: object) -> None:
+        if not is_rank():
+            print("interrupted", file=sys.stderr, flush=True)
+        os._exit(130)
+
+    with handle_signals([signal.SIGINT], end):
         yield
-    finally:
-        be_patient(False)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def told() -> int | None:
-    """The signal by which this process has been told to stop."""
-    return _told
-
-
-def be_patient(on: bool) -> None:
-    """Have a signal wait until `told` is asked, because that will be soon; or not."""
-    global _patient
-    _patient = on

@@ -17,7 +17,7 @@ from qnmixer.config import Config
 from qnmixer.config.overrides import quoted
 from qnmixer.errors import ConfigError, UserError, first_line
 from qnmixer.processes.ranks import die_with_parent
-from qnmixer.processes.signals import SIGNALS
+from qnmixer.processes.signals import SIGNALS, handle_signals
 from qnmixer.tracking.results import amend, duration, git_commit, read_results
 from qnmixer.tracking.sweep_file import name_of_job, sweep_of
 
@@ -191,40 +191,40 @@ def _conclude(job: Job, code: int) -> None:
 
 @contextmanager
 def _stopping(running: list[_Running]) -> Iterator[None]:
-    """Where every signal that would stop this process stops all that run first, each with a checkpoint."""
-    told = 0
+    """Stop the running jobs on every signal that would stop this process; each job writes a checkpoint first."""
+    received = 0
 
     def leave(number: int, _: object) -> None:
-        nonlocal told
-        told = number
+        nonlocal received
+        received = number
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
-    # What is ignored stays so, as nohup has it, and submitit has handlers of its own, which queue the job again.
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    before = {n: handler for n, handler in before.items() if handler in (signal.SIG_DFL, signal.default_int_handler)}
-    for number in before:
-        signal.signal(number, leave)
-    try:
-        yield
-    except BaseException:
-        for number in before:  # the jobs are given their time, but for a second Ctrl-C
-            if number != signal.SIGINT:
-                signal.signal(number, signal.SIG_IGN)
-        for it in running:
-            it.process.send_signal(told or signal.SIGTERM)
-        deadline = time.monotonic() + _SECONDS_TO_LEAVE
-        for it in running:
-            with suppress(subprocess.TimeoutExpired):
-                it.process.wait(max(0, deadline - time.monotonic()))
-            it.process.kill()  # and with it all that came of it
-            it.process.wait()
-            if read_results(it.job.folder).get("status") in (None, "running"):
-                amend(it.job.folder, it.job.overrides, status="interrupted", error=None)
-            _say(f"{it.job.name}: {outcome(read_results(it.job.folder))}")
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    # submitit has handlers of its own, which queue the job again.
+    by_default = [it for it in SIGNALS if signal.getsignal(it) in (signal.SIG_DFL, signal.default_int_handler)]
+    with handle_signals(by_default, leave) as handled:
+        try:
+            yield
+        except BaseException:
+            for number in handled:  # the jobs are given their time, but for a second Ctrl-C
+                if number != signal.SIGINT:
+                    signal.signal(number, signal.SIG_IGN)
+            _stop(running, received or signal.SIGTERM)
+            raise
+
+
+def _stop(running: list[_Running], number: int) -> None:
+    """Send a signal to jobs, and kill those that are still there after their time."""
+    for it in running:
+        it.process.send_signal(number)
+    deadline = time.monotonic() + _SECONDS_TO_LEAVE
+    for it in running:
+        with suppress(subprocess.TimeoutExpired):
+            it.process.wait(max(0, deadline - time.monotonic()))
+        it.process.kill()  # and with it all that came of it
+        it.process.wait()
+        if read_results(it.job.folder).get("status") in (None, "running"):
+            amend(it.job.folder, it.job.overrides, status="interrupted", error=None)
+        _say(f"{it.job.name}: {outcome(read_results(it.job.folder))}")
 
 
 def _say(line: str) -> None:

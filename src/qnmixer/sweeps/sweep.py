@@ -18,7 +18,7 @@ from qnmixer.errors import ConfigError, SweepFailed
 from qnmixer.files import last_change
 from qnmixer.sweeps.report import rows_of, write_report
 from qnmixer.tracking.results import git_commit, read_results
-from qnmixer.tracking.run_folder import RUNS, held
+from qnmixer.tracking.run_folder import RUNS, run_lock
 from qnmixer.tracking.sweep_file import SWEEP, Sweep, read_sweep, write_sweep
 
 FOLDER = "hydra.sweep.dir"
@@ -40,7 +40,7 @@ def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
     given = any(override.startswith(f"{FOLDER}=") for override in overrides)
     folder = Path(config.hydra.sweep.dir) if given else Path("runs") / "sweeps" / _name(overrides, varying)
     described: Sweep = {"overrides": overrides, "varying": varying, "git_commit": git_commit(), "jobs": None}
-    with held(folder):
+    with run_lock(folder):
         write_sweep(folder, described)
         error: Exception | None = None
         try:

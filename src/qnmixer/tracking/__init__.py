@@ -1,1 +1,1 @@
-"""What a run leaves behind: its folder, results.json, loggers."""
+"""A run and what it leaves: its folder, results.json, loggers."""

@@ -1,9 +1,11 @@
-"""What a run is followed by: metrics.csv always, and Weights & Biases beside it."""
+"""What a run is followed by: metrics.csv always, and the loggers of the config beside it."""
 
 import inspect
+import os
 import platform
 import re
 import shutil
+import sys
 import uuid
 import warnings
 from collections.abc import Mapping
@@ -14,7 +16,8 @@ import torch
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from qnmixer.config import Config, LightningLoggerConfig, LoggerConfig, WandbConfig, effective_batch, to_plain
+from qnmixer.config import Config, LoggerConfig, WandbConfig, effective_batch, to_plain, with_names
+from qnmixer.config.logger import METRICS_FILE, section_of
 from qnmixer.errors import ConfigError, PluginError, UserError, first_line
 from qnmixer.files import write_text
 from qnmixer.plugins import load_plugin, make_plugin, subclass_of
@@ -39,7 +42,9 @@ _SECONDS_TO_FINISH = (
 
 
 def build_loggers(config: Config, folder: Path, overrides: list[str], resumed_at: int | None = None) -> list[Logger]:
-    """Loggers of a run; those of rank 0 begin its W&B run, or go on with it, where there is to be one.
+    """Loggers of a run: metrics.csv first. Those of the config are built by rank 0 alone.
+
+    W&B begins a run of its own there, or goes on with it.
 
     Args:
         config: the run's, counted.
@@ -50,30 +55,37 @@ def build_loggers(config: Config, folder: Path, overrides: list[str], resumed_at
     Raises ConfigError where W&B lets nobody in. Where it cannot be reached, there is a warning, and the run is offline.
     """
     file = MetricsFile(folder, resumed_at)
-    if isinstance(config.logger, LightningLoggerConfig) and rank() == 0:
-        return [file, _build(config, config.logger, folder)]
-    if not isinstance(config.logger, WandbConfig) or config.logger.mode == "disabled" or rank() != 0:
-        return [file]
-    goes_on = resumed_at is not None and (folder / RUN_ID).is_file()
-    known_until = max(file.last_step() or 0, _known_until(folder)) if goes_on else 0
-    write_text(folder / KNOWN_UNTIL, str(known_until))
-    return [file, WandbRun(_start(config, config.logger, folder, overrides, goes_on), known_until)]
+    loggers: list[Logger] = [file]
+    for name, options in config.logger.items() if rank() == 0 else ():
+        if isinstance(options, LoggerConfig):
+            if options._target_ != METRICS_FILE:
+                loggers.append(_build(section_of(name), config, options, folder))
+        elif options.mode != "disabled":
+            goes_on = resumed_at is not None and (folder / RUN_ID).is_file()
+            known_until = max(file.last_step() or 0, _known_until(folder)) if goes_on else 0
+            write_text(folder / KNOWN_UNTIL, str(known_until))
+            run = _start(config, options, folder, overrides, goes_on)
+            loggers.append(WandbRun(run, known_until, options.log_checkpoint))
+    return loggers
 
 
-def _build(config: Config, options: LightningLoggerConfig, folder: Path) -> Logger:
+def _build(section: str, config: Config, options: LoggerConfig, folder: Path) -> Logger:
     """A logger of Lightning's, or the user's own. It is told the config, and the run folder where it takes one."""
-    target = options._target_
+    key, target = f"{section}._target_", options._target_
     arguments = {name: value for name, value in options.arguments.items() if value is not None}
-    cls = load_plugin("logger._target_", target, _LOGGER)
-    if "save_dir" in inspect.signature(cls).parameters:
+    cls = load_plugin(key, target, _LOGGER)
+    parameters = inspect.signature(cls).parameters
+    if "save_dir" in parameters:
         arguments = {"save_dir": str(folder)} | arguments
+    if "tracking_uri" in parameters:  # MLflow's own default is a folder of files, which new versions refuse
+        arguments = {"tracking_uri": f"sqlite:///{folder.absolute()}/mlflow.db"} | arguments
     try:
-        logger = make_plugin("logger._target_", target, _LOGGER, arguments=arguments)
+        logger = make_plugin(key, target, _LOGGER, arguments=arguments)
     except UserError:
         raise
     except Exception as error:  # whatever its constructor finds wrong
-        raise PluginError(f"logger._target_={target} refuses its arguments ({first_line(error)})") from error
-    logger.log_hyperparams(to_plain(config))
+        raise PluginError(f"{key}={target} refuses its arguments ({first_line(error)})") from error
+    logger.log_hyperparams(with_names(to_plain(config)))
     return logger
 
 
@@ -82,13 +94,11 @@ def _known_until(folder: Path) -> int:
     return int(path.read_text()) if path.is_file() else 0
 
 
-def close_loggers(config: LoggerConfig, exit_code: int) -> None:
-    """End the W&B run as what it is: DONE, FAILED or INTERRUPTED."""
-    if not isinstance(config, WandbConfig):
-        return
-    import wandb
-
-    if (run := wandb.run) is None:
+def close_loggers(loggers: Mapping[str, WandbConfig | LoggerConfig], exit_code: int) -> None:
+    """End the W&B run as what it is, DONE, FAILED or INTERRUPTED, if one of these loggers began one."""
+    wandb = sys.modules.get("wandb")
+    of_wandb = any("wandb" in options._target_.lower() for options in loggers.values())
+    if wandb is None or not of_wandb or (run := wandb.run) is None:
         return
     folder = Path(run.dir).parent
     try:
@@ -101,11 +111,11 @@ def close_loggers(config: LoggerConfig, exit_code: int) -> None:
 
 
 def log_checkpoint(loggers: list[Logger], checkpoint: Path, metadata: Mapping[str, float]) -> None:
-    """Make a checkpoint an artifact of the W&B run; an offline one keeps a copy for `wandb sync`."""
-    import wandb
-
+    """Make a checkpoint an artifact of the W&B run that asks for it; an offline one keeps a copy for `wandb sync`."""
     for logger in loggers:
-        if isinstance(logger, WandbRun):
+        if isinstance(logger, WandbRun) and logger.log_best:
+            import wandb
+
             artifact = wandb.Artifact(f"model-{logger.experiment.id}", "model", metadata=dict(metadata))
             add = artifact.add_dir if checkpoint.is_dir() else artifact.add_file
             add(str(checkpoint), name=checkpoint.name)
@@ -121,11 +131,12 @@ class WandbRun(WandbLogger):
     Args:
         run: of `wandb.init`.
         known_until: steps before this one have been logged.
+        log_best: whether the best checkpoint becomes an artifact.
     """
 
-    def __init__(self, run: Any, known_until: int) -> None:
+    def __init__(self, run: Any, known_until: int, log_best: bool) -> None:
         super().__init__(experiment=run)
-        self.known_until = known_until
+        self.known_until, self.log_best = known_until, log_best
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -141,7 +152,7 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
 
     id_file = folder / RUN_ID
     if not goes_on:
-        write_text(id_file, uuid.uuid4().hex[:8])
+        write_text(id_file, _new_id())
     run_id = id_file.read_text()
     earlier = set(id_file.parent.glob(f"run-*-{run_id}"))
     group, name = _place(folder, overrides)
@@ -156,7 +167,7 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
         "group": options.group or group,
         "name": options.run_name or name,
         "tags": config.tags or None,
-        "config": to_plain(config) | _surroundings(config),
+        "config": with_names(to_plain(config)) | _surroundings(config),
         "dir": folder,
         "settings": wandb.Settings(
             silent=True,
@@ -171,8 +182,8 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
             print(f"W&B: {run.url}", flush=True)
     except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
         raise ConfigError(
-            f"logger.mode={options.mode}: W&B has no valid API key for you ({first_line(error)}): run `wandb login` "
-            "once, or take logger.mode=offline"
+            f"W&B has no valid API key for you ({first_line(error)}): run `wandb login` "
+            "once, or set its mode to offline (logger.wandb.mode=offline)"
         ) from error
     except wandb.errors.CommError as error:
         wandb.teardown()  # which would keep the id as in use
@@ -190,6 +201,12 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
     if (folder / CODE_DIFF).is_file():
         run.save(str(folder / CODE_DIFF), base_path=str(folder), policy="now")
     return run
+
+
+def _new_id() -> str:
+    """The id of a new W&B run; `wandb agent` has chosen that of a run that it starts."""
+    of_agent = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
+    return of_agent or uuid.uuid4().hex[:8]
 
 
 def _place(folder: Path, overrides: list[str]) -> tuple[str | None, str]:

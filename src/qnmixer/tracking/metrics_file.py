@@ -1,4 +1,4 @@
-"""metrics.csv: a row each time metrics are logged, on the disk at once."""
+"""metrics.csv: one row each time metrics are logged, written at once."""
 
 import csv
 import io
@@ -15,31 +15,31 @@ FIRST = ("step", "samples")
 
 
 class MetricsFile(Logger):
-    """metrics.csv of a run folder. Whatever ends the process, at most the row being written is lost.
+    """Logger for metrics.csv of a run folder. If the process is killed, at most the last row is lost.
 
-    Lightning's own deletes what it finds, and is without the file while it adds a column.
+    Lightning's CSVLogger deletes an earlier file, and has no file while it adds a column.
 
-    `step` is what `global_step` in a checkpoint is: how many optimizer steps were done when a row was logged.
+    `step` is the number of optimizer steps done when a row was logged, as `global_step` in a checkpoint.
 
     Args:
         folder: the run folder.
-        resumed_at: optimizer steps of the checkpoint that the run goes on from; rows of later ones are dropped. None: a
-            run from its beginning, which replaces the file of another.
+        resumed_at: optimizer steps of the checkpoint that the run resumes from; later rows are dropped. None: a new
+            run, which replaces the file.
     """
 
     def __init__(self, folder: Path, resumed_at: int | None = None) -> None:
         super().__init__()
         self.path, self.resumed_at = folder / "metrics.csv", resumed_at
-        self._columns: list[str] | None = None  # as the file has them; None: it is as another process left it
+        self._columns: list[str] | None = None  # of the file; None before the first row
 
     @property
     def name(self) -> str:
-        """Nothing: there is one in a run folder."""
+        """Empty: a run folder has one metrics.csv."""
         return ""
 
     @property
     def version(self) -> str:
-        """Nothing, likewise."""
+        """Empty, too."""
         return ""
 
     @property
@@ -54,7 +54,7 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Nothing: .hydra/ has them."""
+        """Do nothing: .hydra/ has them."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -63,7 +63,7 @@ class MetricsFile(Logger):
         row = {"step": step, **metrics}
         if self._columns is None:
             self._columns = []
-            self._rewrite(self._kept(), row)
+            self._rewrite(self._rows_before(), row)
         elif not row.keys() <= set(self._columns):
             self._rewrite(read_metrics(self.path), row)
         else:
@@ -74,8 +74,8 @@ class MetricsFile(Logger):
         """The last step that has a row."""
         return max((int(row["step"]) for row in read_metrics(self.path)), default=None)
 
-    def _kept(self) -> list[dict[str, str]]:
-        """Rows that a run goes on from."""
+    def _rows_before(self) -> list[dict[str, str]]:
+        """The rows up to the step that the run resumes from."""
         if self.resumed_at is None:
             return []
         return [row for row in read_metrics(self.path) if int(row["step"]) <= self.resumed_at]
@@ -88,7 +88,7 @@ class MetricsFile(Logger):
 
 
 def read_metrics(path: Path) -> list[dict[str, str]]:
-    """Rows of a metrics.csv, all columns in each, without a line that was never finished; none where it is missing."""
+    """Rows of a metrics.csv, each with all columns, without an incomplete last line; [] if there is no file."""
     text = path.read_text() if path.is_file() else ""
     return list(csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1])))
 

@@ -1,4 +1,4 @@
-"""results.json: how one run ended, and everything needed to tell what it was."""
+"""results.json: the status of a run, its results, and what they depend on (overrides, commit, versions)."""
 
 import hashlib
 import json
@@ -19,24 +19,23 @@ PACKAGES = ("torch", "lightning", "hydra-core", "torchmetrics", "wandb", "qnmixe
 
 
 @contextmanager
-def results(folder: Path, overrides: list[str], goes_on: bool = False) -> Iterator[dict[str, Any]]:
-    """Keep results.json of a run: `status` is running inside, then done, failed or interrupted.
+def results(folder: Path, overrides: list[str], resumes: bool = False) -> Iterator[dict[str, Any]]:
+    """Write results.json: `status` is running while the block runs, then done, failed or interrupted.
 
-    What is put into the yielded dict (metrics, paths) is written at the end, also when the run fails; `seconds` in it
-    are those before. One that goes on in its folder keeps what it knew.
+    The yielded dict takes metrics and paths. It is written at the end, also if the block fails. `seconds` in it are
+    those of earlier parts of the run. With `resumes` the dict starts from the results.json that is there.
     """
-    before = read_results(folder) if goes_on else {}
+    before = read_results(folder) if resumes else {}
     record: dict[str, Any] = before | {
         "status": "running",
         "overrides": overrides,
         "git_commit": git_commit(),
         "versions": versions(),
-        "started": before.get("started", _now()),
+        "started": before.get("started", now()),
     }
     record.pop("error", None)
-    path = folder / "results.json"
     start = time.monotonic()
-    _write(path, record)
+    write_results(folder, record)
     try:
         yield record
     except KeyboardInterrupt:
@@ -52,41 +51,35 @@ def results(folder: Path, overrides: list[str], goes_on: bool = False) -> Iterat
         record["seconds"] = round(record.get("seconds", 0.0) + time.monotonic() - start, 1)
         if record["status"] != "done" and (before := read_results(folder)).get("status") == "failed":
             record |= {key: before[key] for key in ("status", "error")}  # another rank was first, and knows why
-        _write(path, record)
-
-
-def note(folder: Path, record: dict[str, Any], key: str, entry: dict[str, Any]) -> None:
-    """Add an entry to a list of the record (`resumed`, `warnings`), and write it at once: the run may be killed."""
-    record[key] = [*record.get(key, []), entry | {"at": _now()}]
-    _write(folder / "results.json", record)
+        write_results(folder, record)
 
 
 def read_results(folder: Path) -> dict[str, Any]:
-    """What results.json of a run says so far; empty where there is none."""
+    """Read results.json of a run folder; {} if there is none."""
     path = folder / "results.json"
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def amend(folder: Path, overrides: list[str], *, status: str, error: str | None) -> None:
-    """Say in results.json how a run ended whose own process could not, or did not know."""
+    """Set the end of a run in its results.json, for a process that could not."""
     record = (read_results(folder) or {"overrides": overrides}) | {"status": status, "error": error}
-    _write(folder / "results.json", {key: value for key, value in record.items() if value is not None})
+    write_results(folder, {key: value for key, value in record.items() if value is not None})
 
 
 def duration(seconds: float) -> str:
-    """For reading: "4 min 05 s"."""
+    """A duration as text: "4 min 05 s"."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of what a run's numbers depend on."""
+    """Versions of Python and of the packages that the numbers of a run depend on."""
     return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
 
 
 def git_commit() -> str | None:
-    """Commit of this code, with "+changes" and a digest of them where there are any; None outside a checkout."""
+    """Commit of this code, with "+changes" and a digest if it was changed since; None outside a checkout."""
     try:
         head = _git(_package(), "rev-parse", "HEAD").strip()
     except (OSError, subprocess.CalledProcessError):
@@ -96,7 +89,7 @@ def git_commit() -> str | None:
 
 
 def git_diff() -> str:
-    """What code and configs are beside their commit, new files too, for `git apply`; empty without changes or git."""
+    """Changes of code and configs since the commit, new files too, for `git apply`; empty without changes or git."""
     here = _package()
     try:
         root = _git(here, "rev-parse", "--show-toplevel").strip()
@@ -110,7 +103,8 @@ def git_diff() -> str:
         return ""
 
 
-def _now() -> str:
+def now() -> str:
+    """The time, as results.json has it."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
@@ -124,5 +118,6 @@ def _git(folder: Path | str, *arguments: str, **environment: str) -> str:
     return done.stdout.decode(errors="replace")
 
 
-def _write(path: Path, record: dict[str, Any]) -> None:
-    write_text(path, json.dumps(record, indent=2, default=str) + "\n")
+def write_results(folder: Path, record: dict[str, Any]) -> None:
+    """Write results.json of a run folder."""
+    write_text(folder / "results.json", json.dumps(record, indent=2, default=str) + "\n")

@@ -1,103 +1,123 @@
-"""Run folders: which one `resume` goes on in, with which overrides, and that no two processes train in one.
+"""Resume: which run a command continues, with which overrides, and whether in the run's own folder.
 
 No torch import: this is known before Hydra composes anything.
 """
 
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 
 from qnmixer.config.compose import CONF, compose
 from qnmixer.config.overrides import LENGTH, key_of, quoted, values_of
+from qnmixer.config.search_path import SEARCH_PATH, packages_of, search_path_in, with_search_path
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.plugins import check_trusted, module_of, trust_words
 from qnmixer.processes.ranks import rank
 from qnmixer.tracking.results import read_results
-from qnmixer.tracking.run_folder import RUNS, has_checkpoint, held, last_touched, overrides_of, run_of, runs_in
+from qnmixer.tracking.run_folder import RUNS, has_checkpoint, last_touched, overrides_of, run_lock, run_of, runs_in
 from qnmixer.weights import PRETRAINED
 
 _REGULARIZER = "model.regularizer"
+_LETS_HYDRA_RUN_CODE = ("callbacks", "job_logging", "hydra_logging")
 
 
-def continued(overrides: list[str]) -> list[str]:
-    """The overrides of a training command, with what `resume` stands for in place of it.
+def resume_overrides(overrides: list[str]) -> list[str]:
+    """Replace `resume` of a training command by the overrides of the run that it names.
 
-    `resume=latest` and `resume=DIR` become the overrides of that run, under those given now, and its folder. With
-    another `hydra.run.dir=`, and for a checkpoint that is not the last one, it is a new run that begins there. A run
-    that its own folder holds already goes on there: a command may be given twice, as SLURM does with what it requeues.
+    `resume=latest` and `resume=DIR` resume a run in its folder, with its overrides under those of the command. With
+    another `hydra.run.dir=`, and from a checkpoint other than last.ckpt, a new run starts from that checkpoint. A
+    command whose folder holds its own unfinished run resumes that run, as SLURM gives a command twice to requeue it.
 
     A run may name code of the user's own. It is resumed if this command names the module too, or has `trust=MODULE`,
     which is no key of the config and goes no further.
 
-    Raises CheckpointError where there is no such run, or it is done; ConfigError where another process trains in it,
-    and where the folder of a new run holds another one; PluginError for code that this command does not allow.
+    Raises CheckpointError if there is no such run, or it is done; ConfigError if another process trains in it, or if
+    the folder of a new run holds another run; PluginError for code that this command does not allow.
     """
     if any(override.startswith("-") for override in overrides):
         return overrides
     trust, overrides = _modules_trusted(overrides), _without(overrides, "trust")
-    given = values_of(overrides)
-    asked = given.get("resume", "null")
-    if not asked:
-        raise ConfigError("resume= names no run: give resume=latest, or the folder that training printed")
+    asked = values_of(overrides).get("resume", "null")
     if asked == "null":
         return _unless_begun(overrides)
-    path = latest() if asked == "latest" else Path(asked).expanduser()
+    path = _asked_path(asked)
     run = run_of(path)
-    if run is None:
-        if path.is_file():  # a checkpoint that lies by itself
-            return _unless_begun(overrides)
-        if asked == PRETRAINED:
-            raise CheckpointError(f"resume={PRETRAINED}: no run, but weights: begin one with finetune={PRETRAINED}")
-        raise CheckpointError(f"no run folder at {path}: give the folder that training printed, resume=runs/…")
-    rest, folder = _without(overrides, "resume"), _folder_of(overrides)
+    if run is None:  # a checkpoint that lies by itself
+        return _unless_begun(overrides)
+    given, folder = _without(overrides, "resume"), _folder_of(overrides)
     is_last = path.suffix != ".ckpt" or path.name == "last.ckpt"
-    if goes_on(folder, str(path)) if folder else is_last:
-        _check_open(run, given)
-        merged = _going_on(run, path, rest)
-        check_trusted(str(run), _targets(merged, but=rest), trust)
+    if resumes_in_place(folder, str(path)) if folder else is_last:
+        _check_open(run, values_of(overrides))
+        merged = _overrides_in_place(run, path, given)
+        _check_trusted(run, merged, given, trust)
         return merged
-    branch = _merged(_without(overrides_of(run), "finetune", "resume"), rest)
-    check_trusted(str(run), _targets(branch, but=rest), trust)
+    branch = _merged(_without(overrides_of(run), "finetune", "resume"), given)
+    _check_trusted(run, branch, given, trust)
     return _unless_begun([*branch, f"resume={quoted(path)}"])
 
 
-def goes_on(folder: Path, resume: str | None) -> bool:
-    """Whether a run in this folder, with this `resume`, goes on where it began: its logs and its best stay."""
+def _asked_path(asked: str) -> Path:
+    """The run folder or checkpoint that `resume=` names. Raises ConfigError or CheckpointError if there is none."""
+    if not asked:
+        raise ConfigError("resume= names no run: give resume=latest, or the folder that training printed")
+    path = latest() if asked == "latest" else Path(asked).expanduser()
+    if run_of(path) is None and not path.is_file():
+        if asked == PRETRAINED:
+            raise CheckpointError(f"resume={PRETRAINED}: no run, but weights: begin one with finetune={PRETRAINED}")
+        raise CheckpointError(f"no run folder at {path}: give the folder that training printed, resume=runs/…")
+    return path
+
+
+def resumes_in_place(folder: Path, resume: str | None) -> bool:
+    """Whether `resume` names the run of this folder: then the run continues its logs and its best value."""
     run = None if resume is None else run_of(Path(resume).expanduser())
     return run is not None and run.resolve() == folder.resolve()
 
 
 def latest() -> Path:
-    """The run folder under runs/ in which something happened last. Raises CheckpointError unless it can go on."""
+    """The run folder under runs/ that changed last. Raises CheckpointError if there is none."""
     found = sorted(runs_in(RUNS), key=last_touched, reverse=True)
     if not found:
         raise CheckpointError(f"resume=latest: there is no run under {RUNS.absolute()}: give its folder, resume=DIR")
     return found[0]
 
 
-def recorded(folder: Path, overrides: list[str]) -> list[str]:
-    """Overrides as a run's record keeps them: those that make it what it is, wherever it has been gone on with."""
-    if not goes_on(folder, values_of(overrides).get("resume")):
+def recorded_overrides(folder: Path, overrides: list[str]) -> list[str]:
+    """The overrides for results.json: those that define the run, without `resume` if it resumes in its folder.
+
+    `finetune` of the first start stays, and so does `resume` of a run that started from another run's checkpoint.
+    """
+    if not resumes_in_place(folder, values_of(overrides).get("resume")):
         return overrides
-    begun_with = _by_key(overrides_of(folder))
+    first = _by_key(overrides_of(folder))
     kept = [
-        begun_with.get("finetune", override) if override == "finetune=null" else override
+        first.get("finetune", override) if override == "finetune=null" else override
         for override in _without(overrides, "resume")
     ]
-    began_elsewhere = not goes_on(folder, values_of([*begun_with.values()]).get("resume", str(folder)))
-    return [*kept, begun_with["resume"]] if began_elsewhere else kept
+    began_elsewhere = not resumes_in_place(folder, values_of([*first.values()]).get("resume", str(folder)))
+    return [*kept, first["resume"]] if began_elsewhere else kept
 
 
-def how_to_go_on(folder: Path) -> str:
-    """The line for who has stopped a run."""
+def resume_hint(folder: Path) -> str:
+    """The line that tells the user how to resume a stopped run."""
     here = folder.resolve()
     short = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here
     steps = read_results(folder).get("steps")
     at = f" after step {steps}" if steps else ""
-    words = shlex.join([f"resume={quoted(short)}", *trust_words(_targets(overrides_of(folder)).values())])
+    words = shlex.join([f"resume={quoted(short)}", *trust_words(_named(folder))])
     return f"interrupted{at}, to go on: python -m qnmixer.train {words}"
+
+
+def _named(run: Path) -> list[str]:
+    """Classes and functions that a run names, in its overrides or in configs of the user's own."""
+    overrides, composed = overrides_of(run), run / ".hydra" / "config.yaml"
+    if search_path_in(overrides) and composed.is_file():
+        return [target for _, target in _targets_in(OmegaConf.to_container(OmegaConf.load(composed)))]
+    return [*_targets(overrides).values()]
 
 
 def _targets(overrides: list[str], but: Collection[str] = ()) -> dict[str, str]:
@@ -107,28 +127,58 @@ def _targets(overrides: list[str], but: Collection[str] = ()) -> dict[str, str]:
     return {key: value for key, value in found.items() if value != "null"}
 
 
+def _check_trusted(run: Path, merged: list[str], given: list[str], trust: Collection[str]) -> None:
+    """Raise PluginError for code that a run names, in its overrides or in the configs that its search path leads to."""
+    named = _targets(merged, but=given)
+    check_trusted(str(run), named, trust)
+    if search_path_in(given) or not search_path_in(merged):
+        return
+    for package in packages_of(merged):
+        check_trusted(str(run), {SEARCH_PATH: f"{package}.configs"}, trust)
+    config = compose("train", with_search_path(merged), with_hydra=True)
+    ours = compose("train", [], with_hydra=True)
+    for key in _LETS_HYDRA_RUN_CODE:
+        if config.hydra[key] != ours.hydra[key]:
+            raise ConfigError(
+                f"{run} was started with configs that set hydra.{key}: if you trust them, name their folder again, "
+                "with --config-dir"
+            )
+    values = OmegaConf.to_container(OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))
+    check_trusted(f"a config of {run}", dict(_targets_in(values)), trust)
+
+
+def _targets_in(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Classes and functions that a composed config names, by key, nothing resolved."""
+    for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+        name = f"{prefix}{key}"
+        if isinstance(value, dict | list):
+            yield from _targets_in(value, f"{name}.")
+        elif isinstance(value, str) and (key == "_target_" or name == _REGULARIZER):
+            yield name, value
+
+
 def _modules_trusted(overrides: list[str]) -> list[str]:
     """Modules that a command line allows, by `trust` or as it names a class of them itself."""
     trust = values_of(overrides).get("trust", "").strip("[]").split(",")
     return [*filter(None, map(str.strip, trust)), *map(module_of, _targets(overrides).values())]
 
 
-def _going_on(run: Path, path: Path, given: list[str]) -> list[str]:
-    """The overrides by which a run goes on in its folder from a path in it, under those given now."""
+def _overrides_in_place(run: Path, path: Path, given: list[str]) -> list[str]:
+    """The overrides that resume a run in its folder from `path`, with those given now on top."""
     before, where = overrides_of(run), [] if _folder_of(given) else [f"hydra.run.dir={quoted(run)}"]
-    if not has_checkpoint(run):  # killed before its first: it begins again as it began
+    if not has_checkpoint(run):  # killed before its first checkpoint: it starts again
         return [*_merged(before, given), *where]
     begun = ["finetune=null" if key_of(override) == "finetune" else override for override in _without(before, "resume")]
     return [*_merged(begun, given), f"resume={quoted(path)}", *where]
 
 
 def _unless_begun(overrides: list[str]) -> list[str]:
-    """The overrides of a run that is to begin, or by which it goes on where its folder holds it already.
+    """The overrides of a new run; those that resume it in place if its folder holds the same run, unfinished.
 
-    Each of several ranks finds that out for itself, maybe when rank 0 has gone ahead: that one writes down the same
-    overrides and `running`, and no checkpoint before all are there.
+    Each rank finds this out for itself, maybe after rank 0 has started. Rank 0 then has written the same overrides and
+    `running`, and no checkpoint before all ranks are there.
 
-    Raises ConfigError where its folder holds another run, or it is done.
+    Raises ConfigError if the folder holds another run, or if the run is done.
     """
     run = _folder_of(overrides)
     if run is None:
@@ -154,16 +204,17 @@ def _unless_begun(overrides: list[str]) -> list[str]:
             "hydra.run.dir=FOLDER"
         )
     _check_free(run)
-    return _going_on(run, run, [override for override in overrides if _of_hydra(override)])
+    return _overrides_in_place(run, run, [override for override in overrides if _of_hydra(override)])
 
 
 def _by_key(overrides: list[str]) -> dict[str, str]:
-    """What makes a run what it is, by key: not what is Hydra's, nor that it goes on with nothing."""
-    return {key_of(it): it for it in overrides if not _of_hydra(it) and it != "resume=null"}
+    """The overrides that define a run, by key: of Hydra only the search path, and without resume=null."""
+    of_run = [it for it in overrides if not _of_hydra(it) or key_of(it) == SEARCH_PATH]
+    return {key_of(it): it for it in of_run if it != "resume=null"}
 
 
 def _folder_of(overrides: list[str]) -> Path | None:
-    """The folder that a run is to have; None where nobody says."""
+    """The run folder that `hydra.run.dir=` names; None without it."""
     text = values_of(overrides).get("hydra.run.dir")
     if text is not None and "${" in text:
         config = compose("train", overrides, with_hydra=True)
@@ -173,7 +224,7 @@ def _folder_of(overrides: list[str]) -> Path | None:
 
 
 def _check_open(run: Path, given: dict[str, str]) -> None:
-    """Raise unless a run can go on in its folder."""
+    """Raise unless the run can be resumed in its folder."""
     _check_free(run)
     record = read_results(run)
     if record.get("status") != "done" or _is_longer(record, given):
@@ -187,9 +238,9 @@ def _check_open(run: Path, given: dict[str, str]) -> None:
 
 
 def _check_free(run: Path) -> None:
-    """Raise ConfigError while another process trains in a folder."""
+    """Raise ConfigError if another process trains in the folder."""
     if rank() == 0:  # the other ranks may come when it trains there itself
-        with held(run):
+        with run_lock(run):
             pass
 
 
@@ -201,9 +252,9 @@ def _is_longer(record: dict[str, object], given: dict[str, str]) -> bool:
 
 
 def _merged(before: list[str], given: list[str]) -> list[str]:
-    """Overrides of a run under those given now, each in its place.
+    """The overrides of a run with those given now in their place.
 
-    A new choice of a group takes its keys along, a new length the old one.
+    A new choice for a group removes the old keys of that group. A new length removes the old length.
     """
     now = {key_of(override): override for override in given}
     gone = tuple(f"{key}." for key in now if (CONF / key).is_dir())

@@ -1,4 +1,4 @@
-"""Run folders: what tells one, what it was started with, and that no two processes train in one. No torch import."""
+"""Run folders: how to find them, their overrides, and the run lock. No torch import."""
 
 import fcntl
 import os
@@ -8,6 +8,8 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from qnmixer.config.overrides import key_of
+from qnmixer.config.search_path import SEARCH_PATH
 from qnmixer.errors import ConfigError
 from qnmixer.files import BEFORE_SUFFIX, TEMPORARY_SUFFIX, last_change
 from qnmixer.tracking.results import read_results
@@ -19,10 +21,10 @@ _OVERRIDES = Path(".hydra") / "overrides.yaml"
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Where this process is the one that trains in a run folder; the system lets it go when the process is killed.
+def run_lock(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run folder while the block runs. The system releases it if the process dies.
 
-    Raises ConfigError while another one holds it.
+    Raises ConfigError if another process holds it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / _LOCK
@@ -46,19 +48,19 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def clean(folder: Path) -> None:
-    """Remove what a process that was killed in the middle of writing has left in a run folder that is held."""
+    """Remove half-written files of a killed process from a run folder whose lock is held."""
     for left in folder.rglob(f".*{TEMPORARY_SUFFIX}"):
         left.unlink(missing_ok=True)
 
 
 def run_of(path: Path) -> Path | None:
-    """The run folder that is meant by itself or by one of its checkpoints; None where there is none."""
+    """The run folder that a path names, itself or by one of its checkpoints; None if there is none."""
     folder = path.parent.parent if path.suffix == ".ckpt" and path.parent.name == "checkpoints" else path
     return folder if is_run(folder) or (folder / "checkpoints").is_dir() else None
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is that of a run."""
+    """Whether a folder is a run folder."""
     return (folder / "results.json").is_file() or (folder / _OVERRIDES).is_file()
 
 
@@ -72,20 +74,25 @@ def runs_in(folder: Path) -> Iterator[Path]:
 
 
 def last_touched(run: Path) -> float:
-    """When something last happened in a run folder, as the system counts seconds."""
+    """Time of the last change in a run folder, in seconds since 1970."""
     return last_change(run / "results.json", run / _OVERRIDES, run / "checkpoints" / "last.ckpt")
 
 
 def has_checkpoint(run: Path) -> bool:
-    """Whether there is anything to go on from."""
+    """Whether there is a checkpoint to resume from."""
     names = [f"{name}.ckpt{suffix}" for name in ("last", "best") for suffix in ("", BEFORE_SUFFIX)]
     return any((run / "checkpoints" / name).exists() for name in names)
 
 
 def overrides_of(run: Path) -> list[str]:
-    """What a run was started with; nothing is known of one that somebody put together by hand."""
+    """The overrides of a run; empty for a folder that somebody put together by hand."""
     if (found := read_results(run).get("overrides")) is not None:
-        return [str(override) for override in found]
+        return _of_the_run([str(override) for override in found])
     if (run / _OVERRIDES).is_file():
-        return [str(override) for override in OmegaConf.load(run / _OVERRIDES)]
+        return _of_the_run([str(override) for override in OmegaConf.load(run / _OVERRIDES)])
     return []
+
+
+def _of_the_run(overrides: list[str]) -> list[str]:
+    """Overrides without those of Hydra itself, which could have it run code; no run leaves any but its search path."""
+    return [it for it in overrides if not key_of(it).startswith(("hydra.", "hydra/")) or key_of(it) == SEARCH_PATH]

@@ -1,4 +1,4 @@
-"""What the folder of a sweep says of it, and of each of its jobs: sweep.json."""
+"""sweep.json: the overrides of a sweep and of each of its jobs."""
 
 import json
 import math
@@ -8,11 +8,11 @@ from typing import TypedDict
 from qnmixer.files import write_text
 
 SWEEP = "sweep.json"
-"""What tells the folder of a sweep from that of a run."""
+"""The file that marks the folder of a sweep."""
 
 
 class Sweep(TypedDict):
-    """What a sweep's folder says of it in sweep.json, from before its first job on."""
+    """The content of sweep.json, which exists before the first job starts."""
 
     overrides: list[str]  # as they were given
     varying: list[str]  # keys of which not all jobs have the same value
@@ -21,7 +21,7 @@ class Sweep(TypedDict):
 
 
 def sweep_of(folder: Path) -> tuple[Path, Sweep] | None:
-    """The sweep that a run folder is in, and its folder; None where the run is one by itself."""
+    """The folder and the content of the sweep that a run folder belongs to; None if there is no sweep."""
     for parent in folder.absolute().parents:
         if (parent / SWEEP).is_file():
             return parent, read_sweep(parent)
@@ -35,23 +35,23 @@ def name_of_job(sweep: Sweep, overrides: list[str]) -> str:
 
 
 def read_sweep(folder: Path) -> Sweep:
-    """What sweep.json says."""
+    """Read sweep.json of a folder."""
     return json.loads((folder / SWEEP).read_text())
 
 
 def write_sweep(folder: Path, sweep: Sweep) -> None:
-    """Put it down there."""
+    """Write sweep.json of a folder."""
     write_text(folder / SWEEP, json.dumps(sweep, indent=2) + "\n")
 
 
 def readable(value: str) -> str:
-    """A value without the digits that nobody reads, which a search draws numbers with."""
+    """A value with four digits, as a search draws numbers with many."""
     number = as_number(value)
     return value if number is None or len(value) <= 8 else f"{number:.4g}"
 
 
 def as_number(text: str) -> float | None:
-    """A finite number as an override has it; None for anything else."""
+    """The finite number that an override has; None for any other text."""
     try:
         value = float(text)
     except ValueError:

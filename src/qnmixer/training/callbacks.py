@@ -1,4 +1,4 @@
-"""What is shown while a network trains: lines in the terminal, pictures in the run folder and in W&B."""
+"""The callbacks of a run: those that print, those that the config names, pictures of the iterates."""
 
 import math
 import time
@@ -9,11 +9,12 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, RichProgressBar
 from lightning.pytorch.loggers import Logger, WandbLogger
 from rich.console import Console
 from torch import Tensor
 
+from qnmixer.config import Config, ProfileConfig
 from qnmixer.config.callbacks import TARGET
 from qnmixer.errors import PluginError, UserError, first_line
 from qnmixer.evaluation.evaluate import Evaluation, table_of
@@ -22,17 +23,35 @@ from qnmixer.plugins import make_plugin, subclass_of
 from qnmixer.reconstructor import Batch, to_hu
 from qnmixer.reports.pictures import Panel, Row, draw_iterates
 from qnmixer.tracking.results import duration
+from qnmixer.tracking.run import Run
+from qnmixer.training.health import HealthMonitor
 from qnmixer.training.module import ReconstructionModule
+from qnmixer.training.profiling import Profile
+from qnmixer.training.progress import ProgressMetrics
 
 _MOST_SHOWN = 15  # iterates in a picture
-
-
 _CALLBACK = subclass_of(Callback, "lightning.pytorch.callbacks.Callback")
 
 
 def build_callbacks(callbacks: Mapping[str, Mapping[str, Any]]) -> list[Callback]:
-    """Callbacks that the command line names. Raises PluginError for one that is none, or refuses its arguments."""
-    return [_build_callback(f"callbacks.{name}", given) for name, given in callbacks.items()]
+    """`step` and `samples` in the metrics, then the callbacks of the config's group `callbacks`.
+
+    Raises PluginError for a name that is no callback, or refuses its arguments.
+    """
+    named = [_build_callback(f"callbacks.{name}", given) for name, given in callbacks.items()]
+    return [ProgressMetrics(), *named]
+
+
+def console_callbacks(config: Config, run: Run) -> list[Callback]:
+    """The callbacks that print: validations, warnings about a network that does not learn, profile, progress bar."""
+    warm_up = max(20, round(config.schedule.warmup * max(0, config.trainer.max_steps)))
+    callbacks: list[Callback] = [ValidationLine(run.console), HealthMonitor(run, warm_up)]
+    if isinstance(config.debug, ProfileConfig):
+        callbacks.append(Profile(run.folder / "profile", config.debug, run.console))
+    wants_bar = config.trainer.extra.get("enable_progress_bar", True)
+    if wants_bar and run.console.is_terminal and not run.console.quiet:
+        callbacks.append(RichProgressBar(leave=False))
+    return callbacks
 
 
 def _build_callback(key: str, given: Mapping[str, Any]) -> Callback:
@@ -46,7 +65,7 @@ def _build_callback(key: str, given: Mapping[str, Any]) -> Callback:
 
 
 class ValidationLine(Callback):
-    """One line a validation: what the network reaches, how fast, how long to go; kept in logs as in terminals."""
+    """Prints one line at each validation: step, PSNR, SSIM, milliseconds a step, time left."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -92,7 +111,7 @@ class IteratePictures(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Run the batches with those slices again, keeping every iterate; all processes do, as fsdp needs all."""
+        """Run the batches with those slices again and store the iterates; on all processes, as fsdp needs all."""
         assert isinstance(pl_module, ReconstructionModule)
         sampler = trainer.val_dataloaders.sampler  # type: ignore[union-attr]  # it has been made
         if batch_idx * sampler.num_replicas * sampler.batch_size >= self.n_slices:
@@ -137,7 +156,7 @@ def _iterate_rows(batch: Batch, iterates: dict[int, Tensor]) -> list[Row]:
 
 
 def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, picture: Path, step: int, samples: float) -> None:
-    """Put the means where the training metrics are, in W&B the table and the picture too."""
+    """Log the means of the evaluation; to W&B the table and the picture too."""
     means = {"samples": samples} | {
         f"test/{method}/{metric}": v for method, of in evaluation.means().items() for metric, v in of.items()
     }
@@ -147,3 +166,4 @@ def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, picture: P
         if isinstance(logger, WandbLogger):
             logger.log_table("test/table", headings, body, step=step)
             logger.log_image("test/picture", [str(picture)], step)
+        logger.save()  # some write now and then only, and Lightning is done with them

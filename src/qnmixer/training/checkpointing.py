@@ -1,7 +1,7 @@
-"""What a run keeps to go on from: best.ckpt, last.ckpt, and in them all that Lightning does not keep by itself.
+"""Checkpointing: best.ckpt and last.ckpt, with the state that Lightning leaves out, and the stop between two steps.
 
-A checkpoint is made between two optimizer steps, once the logs have all that the last one had to say: where the next
-batch begins, at the end of a validation, at the end of training. So has a run that was told to stop.
+A checkpoint is written between two optimizer steps, after all rows of the last step are logged: before the next batch,
+at the end of a validation, at the end of training. A stop signal takes effect at the same points.
 """
 
 import io
@@ -22,41 +22,41 @@ from qnmixer.errors import Stopped
 from qnmixer.files import PART_SUFFIX, atomic_file, remove, replace
 from qnmixer.parallel.pipeline import PipelineStrategy
 from qnmixer.processes.ranks import rank
-from qnmixer.processes.signals import be_patient, told
+from qnmixer.processes.signals import defer_stop, stop_requested
+from qnmixer.tracking.run import Run
 from qnmixer.training.lightning_private import number_rows, validate_as_in_training
 from qnmixer.training.random_states import of_all_ranks, random_state, set_random_state
 
 KEY = "qnmixer_run"
 
 
-class Keeping(Checkpoint):
-    """Keeps checkpoints, and ends training when somebody has told it to.
+class Checkpointing(Checkpoint):
+    """Writes best.ckpt and last.ckpt, and stops training after a stop signal.
 
     Args:
-        folder: for the checkpoints.
-        monitor: which value is best; a loss is best when lowest.
-        every_n_steps: last.ckpt so often, beside those at validations.
-        goes_on: a run goes on in the folder that it began in: the best so far is there.
+        run: the checkpoints go into its folder; if it resumes there, it continues with its best value.
+        monitor: the value that decides what is best; the lowest val/loss, the highest of any other.
+        every_n_steps: optimizer steps between two last.ckpt, beside those at validations; None: validations only.
     """
 
-    def __init__(self, folder: Path, monitor: str, every_n_steps: int | None, goes_on: bool) -> None:
-        self.folder, self.monitor, self.every_n_steps, self.goes_on = folder, monitor, every_n_steps, goes_on
+    def __init__(self, run: Run, monitor: str, every_n_steps: int | None) -> None:
+        self.run, self.monitor, self.every_n_steps = run, monitor, every_n_steps
         self.best: float | None = None
         self.validated = 0  # optimizer steps at the last validation
-        self.seconds = 0.0  # that the run had taken when it was gone on with
+        self.seconds = 0.0  # of the run before it was resumed
         self._start = time.monotonic()
         self._saved = 0
         self._ranks = Agreement()
         self._restored: dict[str, Any] = {}
-        self._random: dict[str, Any] | None = None  # as it was when the validation at hand began
+        self._random: dict[str, Any] | None = None  # before the current validation
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Connect the ranks."""
         self._ranks.connect()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Go on exactly as it was, with the validation that was cut short first."""
-        be_patient(True)
+        """Restore the random states; repeat a validation that a stop interrupted."""
+        defer_stop(True)
         self._restore_random(trainer)
         if self._restored.get("validating"):
             validate_as_in_training(trainer)
@@ -65,45 +65,45 @@ class Keeping(Checkpoint):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Between two steps: keep what is due, and stop where it was asked for."""
+        """Between two steps: write last.ckpt if it is due, and stop if a rank was asked to."""
         if batch_idx % trainer.accumulate_grad_batches:
             return
         step = trainer.global_step
         number_rows(trainer, step)
         if self.every_n_steps and step % self.every_n_steps == 0 and step > self._saved:
             self.save(trainer, "last")
-        if self._ranks.stop(told() is not None):
+        if self._ranks.stop(stop_requested() is not None):
             self._stop(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Remember what a validation that is cut short has to begin with again."""
-        self._restore_random(trainer)  # of a run that was over but for its last validation
+        """Store the random states, which a validation that is interrupted starts from again."""
+        self._restore_random(trainer)  # of a run that only lacks its last validation
         self._random = random_state(trainer.strategy.root_device)
 
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Stop where it was asked for."""
-        if trainer.state.fn == TrainerFn.FITTING and self._ranks.stop(told() is not None):
+        """Stop if a rank was asked to."""
+        if trainer.state.fn == TrainerFn.FITTING and self._ranks.stop(stop_requested() is not None):
             self._stop(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Keep the best and the last."""
+        """Write best.ckpt, if it is the best, and last.ckpt."""
         self._random = None
         self.validated = trainer.global_step
         if trainer.state.fn == TrainerFn.FITTING:
-            self.keep(trainer)
+            self.save_validated(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Keep the last steps; what follows (a validation, the evaluation) a signal ends at once."""
+        """Write last.ckpt. From now on a signal stops at once: a validation and the evaluation can be repeated."""
         if self._saved != trainer.global_step:
             self.save(trainer, "last")
-        if self._ranks.stop_now(told() is not None):
+        if self._ranks.stop_now(stop_requested() is not None):
             self._stop(trainer)
-        be_patient(False)
+        defer_stop(False)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Put in what Lightning does not."""
+        """Add the state that Lightning leaves out."""
         checkpoint[KEY] = {
             "monitor": self.monitor,
             "best": self.best,
@@ -115,20 +115,20 @@ class Keeping(Checkpoint):
         }
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Take it from there."""
-        kept = checkpoint[KEY]
-        self._restored = dict(kept)
-        self.validated, self._saved = kept["validated"], checkpoint["global_step"]
+        """Read that state."""
+        state = checkpoint[KEY]
+        self._restored = dict(state)
+        self.validated, self._saved = state["validated"], checkpoint["global_step"]
         if isinstance(trainer.strategy, PipelineStrategy):
-            trainer.strategy.cut = kept["cut"]
-        if self.goes_on:
-            self.seconds = kept["seconds"]
-            self.best = kept["best"] if kept["monitor"] == self.monitor else None
+            trainer.strategy.cut = state["cut"]
+        if self.run.resumes_in_place:
+            self.seconds = state["seconds"]
+            self.best = state["best"] if state["monitor"] == self.monitor else None
 
-    def keep(self, trainer: L.Trainer) -> None:
-        """Keep weights that have just been validated: as the best where they are, then as the last.
+    def save_validated(self, trainer: L.Trainer) -> None:
+        """Write best.ckpt, if the last validation was the best, and last.ckpt.
 
-        In this order: last.ckpt is not to know of a best.ckpt that is not there.
+        best.ckpt is first: after a crash, last.ckpt must not name a best value whose file does not exist.
         """
         score = float(trainer.callback_metrics[self.monitor])
         sign = -1 if self.monitor == "val/loss" else 1
@@ -140,8 +140,8 @@ class Keeping(Checkpoint):
         self.save(trainer, "last")
 
     def save(self, trainer: L.Trainer, name: str) -> None:
-        """Write a checkpoint."""
-        trainer.save_checkpoint(self.folder / f"{name}.ckpt")
+        """Write NAME.ckpt."""
+        trainer.save_checkpoint(self.run.folder / "checkpoints" / f"{name}.ckpt")
         if name == "last":
             self._saved = trainer.global_step
 
@@ -153,14 +153,14 @@ class Keeping(Checkpoint):
     def _stop(self, trainer: L.Trainer) -> None:
         if self._saved != trainer.global_step or self._random is not None:
             self.save(trainer, "last")
-        be_patient(False)
-        raise Stopped(told(), together=True)
+        defer_stop(False)
+        raise Stopped(stop_requested(), together=True)
 
 
 class Agreement:
-    """Whether any rank has been told to stop, known to all of them at the same point; nothing waits for it.
+    """Agree among the ranks, without waiting, to stop at the same point if any rank has received a signal.
 
-    What is asked at one point is answered at the next, so long has the message of a few bytes between CPUs.
+    A question at one point is answered at the next, so the message has a step's time to arrive.
     """
 
     def __init__(self) -> None:
@@ -169,12 +169,12 @@ class Agreement:
         self._work: dist.Work | None = None
 
     def connect(self) -> None:
-        """Make a group of all ranks, if there are others."""
+        """Make a process group of all ranks, if there are several."""
         if dist.is_initialized() and self._group is None:
             self._group = dist.new_group(backend="gloo")
 
     def stop(self, mine: bool) -> bool:
-        """Whether anybody had been told at the last such point."""
+        """Whether any rank had a signal at the point before; `mine`: whether this rank has one now."""
         if self._group is None:
             return mine
         if self._answer():
@@ -183,7 +183,7 @@ class Agreement:
         return False
 
     def stop_now(self, mine: bool) -> bool:
-        """Whether anybody has been told by now; all wait for the answer."""
+        """Whether any rank has a signal now; all ranks wait for the answer."""
         if self._group is None:
             return mine
         before = self._answer()
@@ -203,7 +203,7 @@ class Agreement:
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Checkpoints that are there whole or not at all: a full disk keeps the one before."""
+    """Writes a checkpoint completely or not at all: on a full disk the previous one stays."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write to a temporary file beside path, then rename."""

@@ -1,22 +1,16 @@
-"""One training run from start to results: data, network, Trainer, evaluation of the best checkpoint."""
+"""One training run, step by step: seed, module, data, callbacks, loggers, trainer, fit, test."""
 
-import logging
 import traceback
-import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
-from rich.console import Console
 
-from qnmixer.checkpoints.reading import built_from, find_checkpoint, load_weights, resumable, steps_of
-from qnmixer.config import Config, FewBatchesConfig, ProfileConfig, TrainerConfig, WandbConfig, effective_batch
+from qnmixer.checkpoints.reading import find_checkpoint, load_weights, resumable, steps_of
+from qnmixer.config import Config, FewBatchesConfig, effective_batch
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.errors import OutOfMemory, Stopped
@@ -28,227 +22,223 @@ from qnmixer.memory.limits import is_out_of_memory, memory_of
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import Planner
 from qnmixer.parallel.compilation import compile_blocks
-from qnmixer.plugins import trust_words
-from qnmixer.processes.ranks import at_once, rank
-from qnmixer.processes.signals import heeding
+from qnmixer.processes.ranks import another_rank_failed, rank
+from qnmixer.processes.signals import stop_signals
 from qnmixer.reconstructor import Reconstructor
-from qnmixer.tracking.loggers import CODE_DIFF, DONE, FAILED, INTERRUPTED, close_loggers, device_name, log_checkpoint
-from qnmixer.tracking.results import git_diff, note, read_results, results
-from qnmixer.tracking.resume import goes_on, how_to_go_on
-from qnmixer.tracking.resume import recorded as overrides_of
-from qnmixer.training.callbacks import ValidationLine, log_evaluation
-from qnmixer.training.checkpointing import Keeping
-from qnmixer.training.health import HealthMonitor
+from qnmixer.tracking.loggers import (
+    CODE_DIFF,
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    build_loggers,
+    close_loggers,
+    device_name,
+    log_checkpoint,
+)
+from qnmixer.tracking.results import git_diff, read_results
+from qnmixer.tracking.resume import resume_hint
+from qnmixer.tracking.run import Run
+from qnmixer.training.callbacks import build_callbacks, console_callbacks, log_evaluation
+from qnmixer.training.checkpointing import Checkpointing
 from qnmixer.training.lightning_private import number_rows
 from qnmixer.training.memory_monitor import MemoryMonitor
 from qnmixer.training.module import ReconstructionModule
-from qnmixer.training.profiling import Profile, describe, naming_nan_gradients
+from qnmixer.training.profiling import naming_nan_gradients
+from qnmixer.training.terminal import print_end, print_start, quieten
 from qnmixer.training.trainer import build_trainer
 
 
-def fit(config: Config, folder: Path, overrides: list[str]) -> float:
-    """Train, evaluate the best checkpoint, leave everything in `folder`; returns the best monitored value.
+def fit(config: Config, run: Run) -> float:
+    """Train a network, evaluate its best checkpoint, and return the best monitored value.
 
-    One rank of a run, or all of it: rank 0 prints and writes. Raises UserError for what the user can mend;
-    results.json then says failed.
+    Every rank calls it. All files go into the run folder; rank 0 prints and writes. Raises UserError for what the user
+    can fix, and Stopped after a stop signal.
     """
-    console = Console(quiet=rank() != 0)
+    with session(config, run):
+        quieten()
+        L.seed_everything(config.seed, workers=True, verbose=False)
+        module = build_module(config)  # scan, noise, network, loss
+        checkpoint = resume_checkpoint(config, run)  # None for a new run
+        data = build_data(config)
+        planner = Planner(config, module.projector)  # before training moves the projector to its device
+        checkpointing = Checkpointing(run, config.monitor, config.trainer.save_every_n_steps)
+        memory = MemoryMonitor(run.console, planned_mib(config, planner, module))
+        callbacks = [checkpointing, memory, *console_callbacks(config, run), *build_callbacks(config.callbacks)]
+        save_code_diff(run)  # W&B sends it
+        loggers = build_loggers(config, run.folder, run.overrides, run.resumed_at)
+        trainer = build_trainer(config, run.folder, callbacks, loggers)
+        print_start(config, module, data, trainer, run.console)
+        with recording_training(run, trainer, checkpointing, memory), out_of_memory_advice(config, planner, trainer):
+            train(config, trainer, module, data, checkpoint)
+        best = validate_last_steps(trainer, module, data, checkpointing)
+        run.record["best"] = {config.monitor: best}
+        if config.test_after_training:
+            evaluate_best(config, run, trainer, module, data)
+        log_checkpoint(loggers, find_checkpoint(run.folder), {config.monitor: best})  # where a logger asks for it
+    print_end(config, run)
+    return best
+
+
+@contextmanager
+def session(config: Config, run: Run) -> Iterator[None]:
+    """Handle stop signals, keep results.json, and close the loggers at the end of the block, however it ends."""
     exit_code = FAILED
-    record_kept: AbstractContextManager[dict[str, Any]]
-    here = goes_on(folder, config.resume)
-    recorded = overrides_of(folder, overrides)
-    record_kept = results(folder, recorded, here) if rank() == 0 else nullcontext({})
-    with _stopping(folder), heeding(), record_kept as record:
+    with stopping_together(run), stop_signals(), run.recording():
+        run.record |= {"device": device_name(config.trainer.accelerator), "threads": torch.get_num_threads()}
+        if config.tags:
+            run.record["tags"] = config.tags
         try:
-            best = _fit(config, folder, recorded, here, console, record)
+            yield
             exit_code = DONE
         except (KeyboardInterrupt, SystemExit):
-            another_failed = at_once() or read_results(folder).get("status") == "failed"
-            exit_code = FAILED if another_failed else INTERRUPTED
+            failed = another_rank_failed() or read_results(run.folder).get("status") == "failed"
+            exit_code = FAILED if failed else INTERRUPTED
             raise
         finally:
             close_loggers(config.logger, exit_code)
-    console.print(f"run folder: {folder}", soft_wrap=True)
-    if picture := record.get("picture"):
-        words = [f"run={folder}", *trust_words(built_from(config).values()), "data=dicom data.root=/path/to/dicom"]
-        next_step = f"python -m qnmixer.evaluate {' '.join(words)}"
-        console.print(f"on your own slices: {next_step}\npicture: {picture}", soft_wrap=True, highlight=False)
-    return best
-
-
-def _fit(
-    config: Config, folder: Path, overrides: list[str], here: bool, console: Console, record: dict[str, Any]
-) -> float:
-    _quieten()
-    record |= {"device": device_name(config.trainer.accelerator), "threads": torch.get_num_threads()}
-    if config.tags:
-        record["tags"] = config.tags
-    L.seed_everything(config.seed, workers=True, verbose=False)
-    module = ReconstructionModule(config)
-    if config.finetune is not None:
-        load_weights(module, config.finetune)
-    resumed = None if config.resume is None else resumable(config, Path(config.resume))
-    resumed_at = steps_of(resumed) if resumed is not None and here else None
-    if resumed_at is not None and rank() == 0:
-        note(folder, record, "resumed", {"step": resumed_at})
-    apply_memory_mode(module.network, config.memory)
-    if config.compile:
-        compile_blocks(module.network)
-    data = _build_data(config)
-    data.setup("fit")
-    keeping = Keeping(folder / "checkpoints", config.monitor, config.trainer.save_every_n_steps, here)
-    learns = any(p.requires_grad for p in module.parameters())  # FBP and total variation have nothing to learn
-    planner = Planner(config, module.projector)  # before training takes the projector to its device
-    planned = planner.devices(config)[0].footprint.peak / MIB if learns and rank() == 0 else None
-    memory = MemoryMonitor(console, planned)
-    health = HealthMonitor(console, partial(note, folder, record, "warnings"), _warm_up(config))
-    callbacks: list[Callback] = [keeping, ValidationLine(console), memory, health]
-    if isinstance(config.debug, ProfileConfig):
-        callbacks.append(Profile(folder / "profile", config.debug, console))
-    if rank() == 0:
-        _keep_diff(folder)
-    trainer = build_trainer(config, folder, callbacks, console, overrides, resumed_at)
-    _print_start(config, data, module, trainer, console)
-    available = memory_of(trainer.strategy.root_device)
-    try:
-        with naming_nan_gradients() if config.debug.name == "anomaly" else nullcontext(), _interrupted_as_raised():
-            if learns:
-                trainer.fit(module, datamodule=data, ckpt_path=resumed, weights_only=True)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        traceback.clear_frames(error.__traceback__)  # they hold what filled the memory
-        module.projector.cpu()
-        raise OutOfMemory(advice(planner, config, available)) from error
-    finally:
-        record["memory"] = memory.record(record.get("memory"))
-        record |= {"steps": trainer.global_step, "seconds": keeping.seconds}
-    if keeping.validated != trainer.global_step or keeping.best is None:  # score the last steps too
-        number_rows(trainer, trainer.global_step)
-        with _interrupted_as_raised():
-            trainer.validate(module, datamodule=data, verbose=False)
-        keeping.keep(trainer)
-    assert keeping.best is not None
-    best = keeping.best
-    record["best"] = {config.monitor: best}
-    if config.test_after_training:
-        trained = Reconstructor(config, module.projector)
-        load_weights(trained, folder)
-        device = trainer.strategy.root_device
-        evaluation = evaluate(trained, data, "test", config.evaluation, device)
-        if trainer.is_global_zero:
-            record["test"] = evaluation.means()
-            title = title_of(config, config.data, "test")
-            picture = write_evaluation(folder / "evaluation", evaluation, title, config, device, console, folder)
-            record |= {"picture": str(picture), "evaluated": what_was_evaluated(trained, config.data)}
-            sampler = data.train_dataloader().sampler
-            assert isinstance(sampler, EpochSampler)
-            samples = float(sampler.samples_until(trainer.global_step))
-            log_evaluation(trainer.loggers, evaluation, picture, trainer.global_step, samples)
-    if isinstance(config.logger, WandbConfig) and config.logger.log_checkpoint:
-        log_checkpoint(trainer.loggers, find_checkpoint(folder), {config.monitor: best})
-    return best
 
 
 @contextmanager
-def _interrupted_as_raised() -> Iterator[None]:
-    """Around Lightning, which makes a SystemExit of every KeyboardInterrupt."""
-    try:
-        yield
-    except SystemExit as end:
-        raise end.__context__ or end from None
+def stopping_together(run: Run) -> Iterator[None]:
+    """Add to Stopped how to resume the run, and have all ranks end at the same time.
 
-
-@contextmanager
-def _stopping(folder: Path) -> Iterator[None]:
-    """Around a run: where somebody stops it, say how to go on, and have the ranks end together.
-
-    Who launched them ends the others when one ends, and rank 0 has its logs to close.
+    A launcher kills the other ranks as soon as one ends, and rank 0 still has loggers to close.
     """
     try:
         yield
     except Stopped as stop:
         if stop.together and dist.is_initialized():
             dist.barrier()
-        raise Stopped(stop.number, how_to_go_on(folder), stop.together) from None
+        raise Stopped(stop.number, resume_hint(run.folder), stop.together) from None
 
 
-def _keep_diff(folder: Path) -> None:
-    if diff := git_diff():
-        write_text(folder / CODE_DIFF, diff)
-    else:
-        (folder / CODE_DIFF).unlink(missing_ok=True)
+def build_module(config: Config) -> ReconstructionModule:
+    """The LightningModule, with the weights of `finetune` and in its memory mode."""
+    module = ReconstructionModule(config)
+    if config.finetune is not None:
+        load_weights(module, config.finetune)
+    apply_memory_mode(module.network, config.memory)
+    if config.compile:
+        compile_blocks(module.network)
+    return module
 
 
-def _build_data(config: Config) -> SliceDataModule:
+def resume_checkpoint(config: Config, run: Run) -> Path | None:
+    """The checkpoint to resume from; None for a new run. Raises CheckpointError if it does not fit the config."""
+    if run.resume is None:
+        return None
+    checkpoint = resumable(config, Path(run.resume))
+    if run.resumes_in_place:
+        run.record_resume(steps_of(checkpoint))
+    return checkpoint
+
+
+def build_data(config: Config) -> SliceDataModule:
+    """The LightningDataModule, with its training and validation slices ready."""
     batch, debug = effective_batch(config), config.debug
-    return SliceDataModule(
+    data = SliceDataModule(
         config.data,
         first=debug.batches * batch if isinstance(debug, FewBatchesConfig) else None,
         overfit=batch if debug.name == "overfit" else None,
         batches=config.trainer.extra.get("limit_train_batches"),
     )
+    data.setup("fit")
+    return data
 
 
-def _warm_up(config: Config) -> int:
-    """Optimizer steps in which a network may be worse than FBP."""
-    return max(20, round(config.schedule.warmup * max(0, config.trainer.max_steps)))
+def planned_mib(config: Config, planner: Planner, module: ReconstructionModule) -> float | None:
+    """Memory of a training step by the plan, in MiB; None without training, and on ranks that print nothing."""
+    return planner.devices(config)[0].footprint.peak / MIB if learns(module) and rank() == 0 else None
 
 
-def _print_start(
-    config: Config, data: SliceDataModule, module: ReconstructionModule, trainer: L.Trainer, console: Console
+def learns(module: ReconstructionModule) -> bool:
+    """Whether there is anything to train: FBP and total variation have no parameters."""
+    return any(p.requires_grad for p in module.parameters())
+
+
+def save_code_diff(run: Run) -> None:
+    """Write code.diff, the changes of the code since its commit; remove that of an earlier start."""
+    if rank() != 0:
+        return
+    if diff := git_diff():
+        write_text(run.folder / CODE_DIFF, diff)
+    else:
+        (run.folder / CODE_DIFF).unlink(missing_ok=True)
+
+
+@contextmanager
+def recording_training(
+    run: Run, trainer: L.Trainer, checkpointing: Checkpointing, memory: MemoryMonitor
+) -> Iterator[None]:
+    """Record memory, steps and seconds at the end of training, also if it fails."""
+    try:
+        yield
+    finally:
+        run.record["memory"] = memory.record(run.record.get("memory"))
+        run.record |= {"steps": trainer.global_step, "seconds": checkpointing.seconds}
+
+
+@contextmanager
+def out_of_memory_advice(config: Config, planner: Planner, trainer: L.Trainer) -> Iterator[None]:
+    """Turn an error for lack of memory into OutOfMemory, whose line names changes that would fit."""
+    available = memory_of(trainer.strategy.root_device)
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        traceback.clear_frames(error.__traceback__)  # they hold what filled the memory
+        planner.projector.cpu()
+        raise OutOfMemory(advice(planner, config, available)) from error
+
+
+@contextmanager
+def interrupts_as_raised() -> Iterator[None]:
+    """Raise the KeyboardInterrupt again that Lightning turned into a SystemExit."""
+    try:
+        yield
+    except SystemExit as end:
+        raise end.__context__ or end from None
+
+
+def train(
+    config: Config, trainer: L.Trainer, module: ReconstructionModule, data: SliceDataModule, checkpoint: Path | None
 ) -> None:
-    n_parameters, n_slices = sum(p.numel() for p in module.parameters()), len(data.dataset("train"))
-    t, batch = config.trainer, effective_batch(config)
-    nodes = f" × {t.num_nodes} nodes" if t.num_nodes > 1 else ""
-    devices = f" × {t.devices} devices{nodes}" if config.strategy.name != "single" else ""
-    last = f", the last of {n_slices % batch}" if n_slices % batch else ""
-    console.print(
-        f"{module.network.title}, T = {module.network.n_iterations}, {n_parameters:,} parameters, "
-        f"on {trainer.strategy.root_device}{devices}, strategy {config.strategy.name}\n"
-        f"{config.geometry.n_views} views × {config.geometry.n_detectors} detector bins, noise {config.noise.name}\n"
-        f"{data.describe()}\n"
-        f"batch {config.data.batch_size}{devices} × accumulation {t.accumulate_grad_batches} = {batch} slices "
-        f"an optimizer step; {_steps_an_epoch(config, n_slices):,} steps an epoch{last}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    if n_parameters:
-        console.print(_length(t, _steps_an_epoch(config, n_slices)), highlight=False, soft_wrap=True)
-    if line := describe(config):
-        console.print(line, highlight=False, soft_wrap=True)
+    """Train from a checkpoint, or from the start; nothing for a network without parameters."""
+    if not learns(module):
+        return
+    with naming_nan_gradients() if config.debug.name == "anomaly" else nullcontext(), interrupts_as_raised():
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
 
 
-def _steps_an_epoch(config: Config, n_slices: int) -> int:
-    limit = config.trainer.extra.get("limit_train_batches")
-    steps = limit // config.trainer.accumulate_grad_batches if isinstance(limit, int) else limit
-    return EpochSampler(n_slices, shuffle=False, batch_size=effective_batch(config), batches=steps).steps
+def validate_last_steps(
+    trainer: L.Trainer, module: ReconstructionModule, data: SliceDataModule, checkpointing: Checkpointing
+) -> float:
+    """Validate the last steps, if training ended between two validations. Returns the best monitored value."""
+    if checkpointing.validated != trainer.global_step or checkpointing.best is None:
+        number_rows(trainer, trainer.global_step)
+        with interrupts_as_raised():
+            trainer.validate(module, datamodule=data, verbose=False)
+        checkpointing.save_validated(trainer)
+    assert checkpointing.best is not None
+    return checkpointing.best
 
 
-def _length(t: TrainerConfig, steps_an_epoch: int) -> str:
-    """Which limit ends a run."""
-    if t.max_epochs is None:
-        return f"training ends after {t.max_steps:,} steps ({t.max_steps / steps_an_epoch:.3g} epochs)"
-    by_epochs = t.max_epochs * steps_an_epoch
-    if -1 < t.max_steps < by_epochs:
-        return (
-            f"training ends after {t.max_steps:,} steps, before trainer.max_epochs={t.max_epochs} ({by_epochs:,} steps)"
-        )
-    before = f", before trainer.max_steps={t.max_steps}" if t.max_steps > by_epochs else ""
-    return f"training ends after {t.max_epochs:,} epoch{'s' * (t.max_epochs > 1)} ({by_epochs:,} steps){before}"
-
-
-def _quieten() -> None:
-    """Leave the terminal to what a user can act on."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    for message in (
-        "The .*dataloader.* does not have many workers",
-        "The number of training batches .* is smaller than the logging interval",
-        "Checkpoint directory .* exists and is not empty",
-        "The dirpath has changed from",
-        "(?s)You're resuming from a checkpoint that ended before the epoch ended",  # the sampler knows where it was
-        "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
-        "It is recommended to use `self.log\\('(step|samples)', ..., sync_dist=True",  # every rank has the same
-    ):
-        warnings.filterwarnings("ignore", message=message)
+def evaluate_best(
+    config: Config, run: Run, trainer: L.Trainer, module: ReconstructionModule, data: SliceDataModule
+) -> None:
+    """Evaluate best.ckpt on the test slices; table, page and picture go into evaluation/ and to the loggers."""
+    trained = Reconstructor(config, module.projector)
+    load_weights(trained, run.folder)
+    device = trainer.strategy.root_device
+    evaluation = evaluate(trained, data, "test", config.evaluation, device)
+    if not trainer.is_global_zero:
+        return
+    run.record["test"] = evaluation.means()
+    title = title_of(config, config.data, "test")
+    picture = write_evaluation(run.folder / "evaluation", evaluation, title, config, device, run.console, run.folder)
+    run.record |= {"picture": str(picture), "evaluated": what_was_evaluated(trained, config.data)}
+    sampler = data.train_dataloader().sampler
+    assert isinstance(sampler, EpochSampler)
+    samples = float(sampler.samples_until(trainer.global_step))
+    log_evaluation(trainer.loggers, evaluation, picture, trainer.global_step, samples)

@@ -1,26 +1,24 @@
-"""Whether a network still learns, told while it trains: a dead one runs to its end without an error."""
+"""Warnings during training about a network that does not learn, which raises no error by itself."""
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
-from rich.console import Console
 
 from qnmixer.errors import UnstableNetwork
 from qnmixer.reconstructor import Batch
 from qnmixer.tracking.loggers import WandbRun
+from qnmixer.tracking.run import Run
 from qnmixer.training.module import ReconstructionModule
 
 EVERY = 10
 """Optimizer steps between two checks."""
 _CONFIRMED = 3
-"""Checks in a row that must find the same before it is told; under fp16 single steps overflow in healthy runs."""
+"""Checks in a row that must find the same before a warning; under fp16 single steps overflow in healthy runs."""
 _FAR = 10.0
 """Times the error of an empty image, or of FBP where that is larger, from which on a start is refused."""
 _CONSTANT = 1e-6
@@ -49,31 +47,30 @@ class Errors:
 class HealthMonitor(Callback):
     """Looks at the gradient and at a batch's images every `EVERY` steps, and at each validation.
 
-    A network whose start is far worse than FBP is refused before its first step. What goes wrong later is told once, in
-    the terminal, to `note`, and to the loggers as health/NAME = 1 (to W&B as an alert too).
+    A network whose start is far worse than FBP is refused before its first step. Each later warning is given once: in
+    the terminal, in results.json, and to the loggers as health/NAME = 1 (to W&B as an alert too).
 
     Args:
-        console: where warnings go.
-        note: takes each warning, {step, name, warning}, for results.json.
+        run: for its console and its record, which gets each warning as {step, name, warning}.
         warm_up: optimizer steps in which the network may be worse than FBP.
     """
 
-    def __init__(self, console: Console, note: Callable[[dict[str, Any]], None], warm_up: int) -> None:
-        self.console, self.note, self.warm_up = console, note, warm_up
+    def __init__(self, run: Run, warm_up: int) -> None:
+        self.run, self.warm_up = run, warm_up
         self._begins = False
         self._batch: Batch | None = None
         self._in_a_row: Counter[str] = Counter()
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._validated: tuple[int, float] | None = None  # step and PSNR
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Only a run from its beginning has a start to refuse."""
+        """Only a new run has a start to refuse."""
         self._begins = trainer.global_step == 0
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
-        """Have the module keep its images where a check is due."""
+        """Have the module store its images if a check is due."""
         assert isinstance(pl_module, ReconstructionModule)
         pl_module.keeps_output = trainer.global_step % EVERY == 0
         self._batch = batch
@@ -102,25 +99,25 @@ class HealthMonitor(Callback):
         for name, wrong in found.items():
             self._in_a_row[name] = self._in_a_row[name] + 1 if wrong else 0
             if self._in_a_row[name] == _CONFIRMED:
-                self._tell(trainer, name)
+                self._warn(trainer, name)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hold the PSNR against that of the validation before."""
+        """Compare the PSNR with that of the validation before."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
         step, psnr = trainer.global_step, float(trainer.callback_metrics["val/psnr"])
         if self._validated and step > self._validated[0] and abs(psnr - self._validated[1]) < _SAME_DB:
-            self._tell(trainer, "validation_stands_still")
+            self._warn(trainer, "validation_stands_still")
         self._validated = step, psnr
 
-    def _tell(self, trainer: L.Trainer, name: str) -> None:
-        if name in self._told or not trainer.is_global_zero:
+    def _warn(self, trainer: L.Trainer, name: str) -> None:
+        if name in self._warned or not trainer.is_global_zero:
             return
-        self._told.add(name)
+        self._warned.add(name)
         step = trainer.global_step
         line = f"{MESSAGES[name]} (seen at step {step}). {_REMEDY}"
-        self.console.print(f"warning: {line}", style="bold red", highlight=False, soft_wrap=True)
-        self.note({"step": step, "name": name, "warning": line})
+        self.run.console.print(f"warning: {line}", style="bold red", highlight=False, soft_wrap=True)
+        self.run.note("warnings", {"step": step, "name": name, "warning": line})
         for logger in trainer.loggers:
             logger.log_metrics({f"health/{name}": 1.0}, step)
             if isinstance(logger, WandbRun):
@@ -129,9 +126,9 @@ class HealthMonitor(Callback):
 
 @torch.no_grad()
 def _errors(module: ReconstructionModule, batch: Batch) -> Errors | None:
-    """Of the images that the module has kept; in a pipeline the device of the last stage has them.
+    """Errors of the images that the module has stored; in a pipeline the device of the last stage has them.
 
-    None where the last batch of a step holds nothing but samples that fill it (weight 0).
+    None if the last batch of a step has only samples of weight 0, which fill it.
     """
     sums = torch.zeros(5, dtype=torch.float32, device=module.device)
     if module.output is not None:

@@ -1,4 +1,4 @@
-"""All that reaches into Lightning behind what it documents: a new version of it is tried here first."""
+"""Every use of Lightning's private names and loops. If a new version of Lightning breaks something, look here first."""
 
 from typing import Any
 
@@ -9,23 +9,23 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from qnmixer.data.datamodule import SliceDataModule
 
 
-def leave_signals_to_us() -> None:
-    """Switch off what Lightning does about signals.
+def disable_signal_handling() -> None:
+    """Switch off Lightning's handling of signals.
 
-    Its handler of SIGTERM is a broadcast, which waits for ranks that have gone, and one before every batch, which waits
-    for the device; that of SIGUSR1 has SLURM start the job again, with a checkpoint that only Lightning knows of.
+    Its handler of SIGTERM broadcasts, which waits for ranks that have ended. A broadcast before every batch waits for
+    the device. Its handler of SIGUSR1 has SLURM start the job again, from a checkpoint of Lightning's own.
     """
     _SignalConnector.register_signal_handlers = lambda self: None  # type: ignore[method-assign]  # off
     _TrainingEpochLoop._broadcast_sigterm_tensor = lambda self: None  # type: ignore[method-assign]  # off
 
 
 def number_rows(trainer: L.Trainer, step: int) -> None:
-    """Have the next rows in the logs bear this number of optimizer steps, which is off after a restart."""
+    """Set the step of the next rows in the logs, which Lightning counts wrongly after a resume."""
     trainer.fit_loop.epoch_loop._batches_that_stepped = step
 
 
 def validate_as_in_training(trainer: L.Trainer) -> None:
-    """The validation that belongs to the step before, as Lightning would have run it."""
+    """Run the validation that a stop interrupted, as Lightning would have run it after its step."""
     number_rows(trainer, trainer.global_step - 1)
     loop = trainer.fit_loop.epoch_loop.val_loop
     loop.restarting = False
@@ -35,11 +35,11 @@ def validate_as_in_training(trainer: L.Trainer) -> None:
     loop.batch_progress.reset()
 
 
-def restart(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
-    """Have the data begin, and Lightning count, where a checkpoint was made; before its loops are restored from it.
+def restore_position(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
+    """Set the position of the data and of Lightning's loops to that of a checkpoint, before the loops are restored.
 
-    Lightning counts batches of one process, of which an optimizer step has more or fewer under another strategy, and it
-    says nothing to the data. So the place is found anew from the number of optimizer steps, and everything is told.
+    Lightning counts the batches of one process. Under another strategy an optimizer step has more or fewer of them. So
+    the position is computed from the number of optimizer steps.
     """
     data = trainer.datamodule  # type: ignore[attr-defined]  # Lightning sets it when it has one
     assert isinstance(data, SliceDataModule)

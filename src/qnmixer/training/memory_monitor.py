@@ -1,4 +1,4 @@
-"""Memory while a network trains: in the metrics at each step, against the plan once, and a warning when it leaks."""
+"""Memory during training: in the metrics at each step, once beside the plan, and a warning about a leak."""
 
 from itertools import chain
 from typing import Any
@@ -38,7 +38,7 @@ class MemoryMonitor(Callback):
         self._allocated_before = 0  # bytes
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take what is there before the first step."""
+        """Read the memory in use before the first step."""
         self._watch = LeakWatch()
         self._n_steps, self._global_step = 0, trainer.global_step
         self._between_steps = True
@@ -48,7 +48,7 @@ class MemoryMonitor(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
-        """Begin the peak of an optimizer step; with accumulation that is not every batch."""
+        """Reset the peak at the start of an optimizer step, which may take several batches."""
         if self._between_steps:
             self._between_steps = False
             self._read(pl_module)  # a validation may have been higher
@@ -57,7 +57,7 @@ class MemoryMonitor(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
-        """Log, and look for a leak, where the batch ended an optimizer step."""
+        """Log, and look for a leak, if the batch ended an optimizer step."""
         if trainer.global_step == self._global_step:
             return
         self._global_step = trainer.global_step
@@ -76,16 +76,16 @@ class MemoryMonitor(Callback):
             self._warn(leak)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Count the last validation in, and the other devices: the fullest is the one that matters."""
+        """Include the last validation, and take the highest peak of all devices."""
         self._read(pl_module)
         peak = torch.tensor(self.peak_mib, device=pl_module.device)
         self.peak_mib = float(trainer.strategy.reduce(peak, reduce_op="max"))
 
     def record(self, before: dict[str, float | None] | None = None) -> dict[str, float | None]:
-        """What results.json keeps, MiB; the step's figures are of this process, as a rule rank 0.
+        """The entry for results.json, in MiB. The figures of a step are those of this process.
 
         Args:
-            before: what it has of a run that has been gone on with, maybe for no step more.
+            before: the same from before the run was resumed; a resumed run may train no further step.
         """
         before = before or {}
         return {

@@ -16,10 +16,10 @@ from qnmixer.optimization.metrics import psnr, ssim
 from qnmixer.optimization.optimizers import build_optimizer
 from qnmixer.optimization.schedules import learning_rate_factor
 from qnmixer.parallel.fsdp import shard
-from qnmixer.parallel.shards import whole
+from qnmixer.parallel.shards import gather
 from qnmixer.physics import FanBeamProjector
 from qnmixer.reconstructor import Batch, Reconstructor
-from qnmixer.training.lightning_private import restart
+from qnmixer.training.lightning_private import restore_position
 
 
 class ReconstructionModule(Reconstructor, L.LightningModule):
@@ -36,7 +36,7 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
         self.output: Tensor | None = None  # those of its last batch, [B, 1, S, S]
 
     def configure_model(self) -> None:
-        """Where Lightning wants fsdp to be put on."""
+        """Shard the network for fsdp: the hook that Lightning has for it."""
         if isinstance(self.config.strategy, FSDPConfig):
             assert self.device_mesh is not None
             shard(self.network, self.device_mesh["data_parallel"], self.config.strategy)
@@ -84,14 +84,14 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the gradient's norm before clipping, its largest of the run (the first to tell trouble), lr, mean λ_t."""
-        norm = whole(torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
+        norm = gather(torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
         self.gradient_norm = norm
         self._largest_norm = torch.maximum(norm, torch.as_tensor(self._largest_norm, device=norm.device))
         self.log("train/grad_norm", norm)
         self.log("train/grad_norm_max", self._largest_norm)
         self.log("train/lr", torch.tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64))
         for t, step_size in enumerate(self.network.step_sizes):
-            self.log(f"train/lambda_{t}", whole(step_size.detach()).mean())
+            self.log(f"train/lambda_{t}", gather(step_size.detach()).mean())
 
     def configure_optimizers(self) -> Any:
         """Optimizer and, per optimizer step, its schedule."""
@@ -114,6 +114,6 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
         checkpoint[CHECKPOINT_KEY] = {"format": 1, "config": to_plain(self.config), "largest_norm": largest_norm}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Go on at the same place in the data, whatever the strategy."""
+        """Resume at the same place in the data, whatever the strategy."""
         self._largest_norm = checkpoint[CHECKPOINT_KEY]["largest_norm"]
-        restart(self.trainer, checkpoint)
+        restore_position(self.trainer, checkpoint)

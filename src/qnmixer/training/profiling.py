@@ -1,4 +1,4 @@
-"""What `debug=…` adds to a run that another place has no room for: the profile, and words for what was found."""
+"""What `debug=…` adds to a run: the profile, the operator of a NaN gradient, and a line at the start."""
 
 import os
 import re
@@ -22,7 +22,7 @@ _N_OPERATORS = 12
 
 
 def describe(config: Config) -> str | None:
-    """One line on what is not as in other runs; None for debug=off."""
+    """One line on how a debug mode changes the run; None for debug=off."""
     debug, batch = config.debug, effective_batch(config)
     if isinstance(debug, FewBatchesConfig):
         return f"debug=few_batches: {debug.batches * batch} slices of each part at most; the numbers mean nothing"
@@ -67,7 +67,7 @@ class Profile(Callback):
             self._profile.step()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """End it; what has been recorded so far is written."""
+        """End the profile and write what it has recorded."""
         self._profile.stop()
 
     def _write(self, recorded: profile) -> None:
@@ -98,7 +98,7 @@ class Profile(Callback):
 
 @contextmanager
 def naming_nan_gradients() -> Iterator[None]:
-    """Where torch's anomaly detection ends in one line: a FloatingPointError that names the operator and its caller."""
+    """Turn an error of torch's anomaly detection into a FloatingPointError that names the operator and its caller."""
     tracebacks: list[str] = []
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message="Error detected in")

@@ -1,4 +1,4 @@
-"""What every row of metrics is held against (optimizer steps, samples), and how fast they go by."""
+"""Optimizer steps, samples and speed, in every row of the metrics."""
 
 import time
 from typing import Any
@@ -26,7 +26,7 @@ class ProgressMetrics(Callback):
         self._clock: float | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin where the run does, or goes on."""
+        """Start from the steps of the checkpoint, or from zero."""
         sampler = trainer.train_dataloader.sampler  # type: ignore[union-attr]  # it has been made
         assert isinstance(sampler, EpochSampler)
         self._sampler, self._step = sampler, trainer.global_step
@@ -43,7 +43,7 @@ class ProgressMetrics(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
-        """Log, where the batch ended an optimizer step."""
+        """Log, if the batch ended an optimizer step."""
         if trainer.global_step == self._step or self._sampler is None or self._clock is None:
             return
         self._step = trainer.global_step
@@ -59,7 +59,7 @@ class ProgressMetrics(Callback):
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Stop the clock."""
-        if self._sampler is None:  # it goes on with a run that only lacks its last validation
+        if self._sampler is None:  # a resumed run that only lacks its last validation
             sampler = trainer.datamodule.train_dataloader().sampler  # type: ignore[attr-defined]  # Lightning's, untyped
             assert isinstance(sampler, EpochSampler)
             self._sampler, self._step = sampler, trainer.global_step
@@ -68,7 +68,7 @@ class ProgressMetrics(Callback):
             self._clock = None
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Say when it was."""
+        """Log the place of the validation."""
         if self._sampler is not None:
             self._log_place(pl_module, on_epoch=True)
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Of Python, NumPy, torch, and of the device where that is a GPU."""
+    """The states of Python, NumPy, torch, and of the device if it is a GPU."""
     version, words, gauss = random.getstate()
     name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 - the global one is what libraries draw from
     return {
@@ -21,7 +21,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Go on where `random_state` was taken."""
+    """Restore what `random_state` returned."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     name, keys, *rest = state["numpy"]

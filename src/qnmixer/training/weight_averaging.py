@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, which is what a run validates, keeps and evaluates."""
+"""An exponential moving average of the weights: a run validates, saves and evaluates the average."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ class MeanWeights(Callback):
 
     @torch.no_grad()
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin with the weights as they are, or with the two kinds that a checkpoint had."""
+        """Start from the weights, or from the two sets of weights of a checkpoint."""
         parameters = dict(pl_module.named_parameters())
         self._mean = {name: p.detach().clone() for name, p in parameters.items()}  # a checkpoint's are the mean
         for name, value in self._trained.items():
@@ -72,7 +72,7 @@ class MeanWeights(Callback):
         self._swapped = not self._swapped
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """The mean is what a checkpoint's readers take for the weights."""
+        """Save the mean as the weights, for all that read a checkpoint, and the trained weights beside it."""
         if not self._mean:
             return
         now = {name: p.detach() for name, p in pl_module.named_parameters()}
@@ -81,7 +81,7 @@ class MeanWeights(Callback):
         checkpoint["state_dict"] = checkpoint["state_dict"] | mean
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep the weights that training goes on with until they can be put in."""
+        """Read the weights that training resumes with; `on_fit_start` puts them in."""
         self._trained = checkpoint.get(_KEY, {})
 
     @torch.no_grad()

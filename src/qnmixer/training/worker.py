@@ -1,4 +1,4 @@
-"""One run in several processes: the job that the user's process writes down, and what each rank makes of it.
+"""One run in several processes: the launcher starts a rank for each device, and each rank calls `fit`.
 
 What loads torch is imported where it is needed: a rank can be stopped before.
 """
@@ -14,73 +14,108 @@ from pathlib import Path
 
 from qnmixer.cli import explain
 from qnmixer.config import Config, parse, to_plain
-from qnmixer.errors import RankFailed, Stopped
+from qnmixer.errors import ConfigError, RankFailed, Stopped
 from qnmixer.files import write_text
-from qnmixer.processes.ranks import end_with_the_others, is_secondary, leave, loading, rank
-from qnmixer.processes.signals import heeding
-from qnmixer.tracking.results import amend, read_results
-from qnmixer.tracking.resume import how_to_go_on
+from qnmixer.processes.ranks import by_srun, end_with_the_others, is_rank, is_secondary, leave, rank, world_size
+from qnmixer.processes.signals import loading, stop_signals
+from qnmixer.tracking.results import read_results
+from qnmixer.tracking.resume import resume_hint
+from qnmixer.tracking.run import Run
 
 
-def fit_in_processes(config: Config, folder: Path, overrides: list[str]) -> float:
-    """`fit`, as one rank a device; returns the best monitored value.
+def check_processes(config: Config) -> None:
+    """Raise ConfigError if the config asks for another number of processes than were started."""
+    trainer, n = config.trainer, world_size()
+    if not is_rank():
+        if trainer.num_nodes > 1:
+            raise ConfigError(
+                f"trainer.num_nodes={trainer.num_nodes}, but nothing has been started on other nodes: "
+                "conf/trainer/torchrun.yaml and slurm.yaml say how, or leave it at 1"
+            )
+    elif config.strategy.name == "single" and n > 1:
+        raise ConfigError(f"strategy=single, but {n} processes were started: choose strategy=ddp, fsdp or pipeline")
+    elif trainer.devices is not None and trainer.devices * trainer.num_nodes != n:
+        raise ConfigError(
+            f"trainer.devices={trainer.devices} × trainer.num_nodes={trainer.num_nodes} is not the number of processes "
+            f"that were started, {n}: change them, or the command that started this one"
+        )
 
-    Raises UserError before there is any rank, where data or checkpoints are not there, and RankFailed, naming the rank,
-    afterwards. results.json then says failed, whatever the ranks had time to write; or interrupted, after Ctrl-C and
-    SIGTERM: nothing was wrong with a run that somebody ended.
+
+def check_srun() -> None:
+    """Raise ConfigError for a SLURM job of several processes that Lightning would not recognise."""
+    if not by_srun():
+        return
+    if "SLURM_NTASKS_PER_NODE" not in os.environ:
+        raise ConfigError("SLURM was told --ntasks only: give --ntasks-per-node=GPUS_OF_A_NODE instead")
+    if (name := os.environ.get("SLURM_JOB_NAME")) in ("bash", "interactive"):
+        raise ConfigError(
+            f"Lightning takes a job named {name} for a single process: put SLURM_JOB_NAME=train before srun"
+        )
+
+
+def fit_in_processes(config: Config, run: Run) -> float:
+    """Run `fit` in one process for each device. Returns the best monitored value.
+
+    Raises UserError before any rank starts if data or checkpoints are missing, and RankFailed, with the rank's number,
+    afterwards. results.json then says failed, or interrupted after Ctrl-C and SIGTERM, whatever the ranks wrote.
     """
     from qnmixer.processes.launch import launch
 
     n_devices = config.trainer.devices
     assert n_devices is not None
-    job = {
-        "config": to_plain(config), "folder": str(folder.absolute()), "overrides": overrides, "launcher": os.getpid()
-    }  # fmt: skip
     try:
-        _try_inputs(config)
+        _check_inputs(config, run)
         with tempfile.TemporaryDirectory(prefix="qnmixer-job-") as temporary:
-            path = Path(temporary) / "job.json"
-            path.write_text(json.dumps(job))
+            job = _write_job(Path(temporary), config, run)
             launch(
-                ["-m", "qnmixer.training.worker", str(path)],
+                ["-m", "qnmixer.training.worker", str(job)],
                 n_devices,
-                ask_to_stop=lambda: _ask_to_stop(path.parent, n_devices),
+                ask_to_stop=lambda: _ask_to_stop(job.parent, n_devices),
             )
     except KeyboardInterrupt as stop:
-        amend(folder, overrides, status="interrupted", error=None)
-        raise Stopped(getattr(stop, "number", signal.SIGINT), how_to_go_on(folder)) from None
+        run.record_end("interrupted")
+        raise Stopped(getattr(stop, "number", signal.SIGINT), resume_hint(run.folder)) from None
     except BaseException as error:
-        amend(folder, overrides, status="failed", error=f"{type(error).__name__}: {error}")
+        run.record_end("failed", error)
         raise
-    best = read_results(folder).get("best")
+    best = read_results(run.folder).get("best")
     if not isinstance(best, dict):
-        raise RankFailed(f"all ranks ended well, but rank 0 left no result in {folder}")
+        raise RankFailed(f"all ranks ended well, but rank 0 left no result in {run.folder}")
     return float(best[config.monitor])
 
 
-def fit_as_rank(config: Config, folder: Path, overrides: list[str]) -> float:
-    """`fit`, by a rank that somebody else started; does not return where that fails, but ends the process."""
+def fit_as_rank(config: Config, run: Run) -> float:
+    """Run `fit` as a rank that torchrun or srun started. If it fails, end the process instead of returning."""
     end_with_the_others()
     try:
-        return _fit(config, folder, overrides, None)
+        return _fit(config, run, None)
     except BaseException as error:
         if not is_secondary(error):
-            amend(folder, overrides, status="failed", error=f"RankFailed: rank {rank()}: {error}")
+            run.record_end("failed", RankFailed(f"rank {rank()}: {error}"))
         leave(error, explain(error, "train"), say=True)
 
 
 def main(path: Path) -> None:
-    """Be one rank of the job that is written down there."""
+    """Run `fit` as a rank of our launcher, with the job in a file."""
     job = json.loads(path.read_text())
     end_with_the_others(job["launcher"])
     try:
-        _fit(parse(job["config"]), Path(job["folder"]), job["overrides"], path.parent)
+        config = parse(job["config"])
+        _fit(config, Run(Path(job["folder"]), job["overrides"], config.resume), path.parent)
     except BaseException as error:
         leave(error, explain(error, "train"))
 
 
+def _write_job(folder: Path, config: Config, run: Run) -> Path:
+    """Write what the ranks need to know into a file."""
+    path = folder / "job.json"
+    job = {"config": to_plain(config), "folder": str(run.folder.absolute()), "overrides": run.overrides}
+    path.write_text(json.dumps(job | {"launcher": os.getpid()}))
+    return path
+
+
 def _ask_to_stop(job: Path, n_ranks: int) -> bool:
-    """Ask all ranks to stop where they are; False while some are not there yet, and nothing is lost without them."""
+    """Ask all ranks to stop between two steps; False if some have not started, as then nothing is lost."""
     pids = [int(path.read_text()) for path in job.glob("*.pid")]
     if len(pids) < n_ranks:
         return False
@@ -90,29 +125,17 @@ def _ask_to_stop(job: Path, n_ranks: int) -> bool:
     return True
 
 
-def _fit(config: Config, folder: Path, overrides: list[str], job: Path | None) -> float:
+def _fit(config: Config, run: Run, job: Path | None) -> float:
     with loading():
         from qnmixer.training.fit import fit
-    _quieten()
-    with heeding():
+    with stop_signals():
         if job:
             write_text(job / f"{rank()}.pid", str(os.getpid()))
-        return fit(config, folder, overrides)
+        return fit(config, run)
 
 
-def _quieten() -> None:
-    """Leave the terminal to this program."""
-    # One that is raised in a finaliser is dropped; that a rank was told to stop is not.
-    sys.unraisablehook = lambda it: None if issubclass(it.exc_type, KeyboardInterrupt) else sys.__unraisablehook__(it)
-    # A dimension of size 1, as in the weights of convolutions from one channel, has no stride to speak of: the gradient
-    # lies in memory as its bucket does, and only torch's comparison of the numbers says otherwise.
-    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
-    if rank():
-        warnings.simplefilter("ignore")  # rank 0 has the same to say
-
-
-def _try_inputs(config: Config) -> None:
-    """Raise UserError here, once, for callbacks, data and checkpoints that every rank would stumble over."""
+def _check_inputs(config: Config, run: Run) -> None:
+    """Raise UserError once, here, for callbacks, data and checkpoints that would fail in every rank."""
     from qnmixer.checkpoints.reading import find_checkpoint, read_checkpoint, resumable
     from qnmixer.data.datamodule import SliceDataModule
     from qnmixer.training.callbacks import build_callbacks
@@ -120,8 +143,8 @@ def _try_inputs(config: Config) -> None:
     build_callbacks(config.callbacks)
     if config.finetune is not None:
         read_checkpoint(find_checkpoint(config.finetune))
-    if config.resume is not None:
-        resumable(config, Path(config.resume))
+    if run.resume is not None:
+        resumable(config, Path(run.resume))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # rank 0 will say it
         SliceDataModule(config.data).setup("fit")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.config.data import CustomData
+from qnmixer.config import section
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import DataError, PluginError
 
@@ -21,6 +21,14 @@ class Mine:
 
     def load(self, index):
         return np.full((20, 30), self.value + 100 * index, np.float64)
+
+class Drawn(Mine):
+    def __init__(self, part, image_size, value=0.0):
+        super().__init__(part, value)
+        self.size = image_size
+
+    def load(self, index):
+        return np.full((self.size, self.size), float(self.size))
 
 class Flat(Mine):
     def load(self, index):
@@ -42,12 +50,13 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def module(target: str, **options: Any) -> SliceDataModule:
-    return SliceDataModule(CustomData(_target_=f"slices_of_mine.{target}", image_size=16, num_workers=0, **options))
+    keys = {"_target_": f"slices_of_mine.{target}", "image_size": 16, "num_workers": 0} | options
+    return SliceDataModule(section("data", "custom", **keys))
 
 
 def test_slices_of_any_shape_come_square_and_scaled() -> None:
-    data = module("Mine", arguments={"value": 500.0}, batch_size=2)
-    assert data.describe() == "data=custom, 16 × 16: train 4 slices, val 2 slices, test 1 slices"
+    data = module("Mine", value=500.0, batch_size=2)
+    assert data.describe() == "data=slices_of_mine.Mine, 16 × 16: train 4 slices, val 2 slices, test 1 slices"
     (batch,) = data.val_dataloader()
     assert batch["image"].shape == (2, 1, 16, 16)
     torch.testing.assert_close(batch["image"][:, 0, 8, 8], torch.tensor([0.5, 1600 / 3000]))
@@ -61,6 +70,12 @@ def test_on_a_finer_grid_too() -> None:
     np.testing.assert_allclose(batch["fine"][0, 0, 16, 16], batch["image"][0, 0, 8, 8])
 
 
+def test_a_class_that_takes_the_size_draws_at_it() -> None:
+    (batch,) = module("Drawn", simulation_factor=2).test_dataloader()
+    torch.testing.assert_close(batch["image"], torch.full((1, 1, 16, 16), 1016 / 3000))
+    torch.testing.assert_close(batch["fine"], torch.full((1, 1, 32, 32), 1032 / 3000))
+
+
 @pytest.mark.parametrize(
     ("target", "message"),
     [("Flat", r"slices_of_mine\.Flat: test 0 cannot be used: it is no array"), ("Named", "mine 0 cannot be used: NaN")],
@@ -72,4 +87,4 @@ def test_what_is_no_slice_is_named(target: str, message: str) -> None:
 
 def test_arguments_that_it_does_not_take() -> None:
     with pytest.raises(PluginError, match=r"data\.values: slices_of_mine\.Mine does not take it, only value"):
-        module("Mine", arguments={"values": 1}).setup()
+        module("Mine", values=1).setup()

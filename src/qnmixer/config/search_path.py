@@ -1,0 +1,66 @@
+"""Folders with configs of the user's own, from `--config-dir FOLDER` and `hydra.searchpath=[…]`, as one override."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from qnmixer.config.overrides import key_of, quoted
+from qnmixer.errors import ConfigError
+
+SEARCH_PATH = "hydra.searchpath"
+_FLAGS = ("--config-dir", "-cd")
+_FILE, _PACKAGE = "file://", "pkg://"
+
+
+def with_search_path(arguments: list[str]) -> list[str]:
+    """Arguments in which one override, `hydra.searchpath=[…]` with absolute folders, names all folders of configs.
+
+    So a run's record has it, as any other override. Raises ConfigError for a folder that is not there.
+    """
+    rest, folders, given = [], [], ""
+    words = iter(arguments)
+    for word in words:
+        flag, equal, value = word.partition("=")
+        if flag in _FLAGS:
+            folders.append(value if equal else next(words, ""))
+        elif key_of(word) == SEARCH_PATH:
+            given = word
+        else:
+            rest.append(word)
+    places = [*map(_located, [*folders, *places_of(given)])]
+    return [f"{SEARCH_PATH}=[{','.join(map(quoted, places))}]", *rest] if places else rest
+
+
+def search_path_in(overrides: list[str]) -> list[str]:
+    """The override that names the folders of configs; none where there is none."""
+    return [override for override in overrides if key_of(override) == SEARCH_PATH]
+
+
+def places_of(override: str) -> list[str]:
+    """What such an override names; nothing if it is empty. Raises ConfigError if its value is no list of text."""
+    if not override:
+        return []
+    (parsed,) = OverridesParser.create().parse_overrides([override])
+    value = parsed.value()
+    if not isinstance(value, list):
+        raise ConfigError(f"{override} is no list of folders: write {SEARCH_PATH}=[file:///abs/my_conf]")
+    return [str(getattr(place, "text", place)) for place in value]
+
+
+def packages_of(overrides: list[str]) -> Iterator[str]:
+    """Modules that Hydra would import to look for configs in them (pkg://…)."""
+    for override in search_path_in(overrides):
+        for place in places_of(override):
+            if place.startswith(_PACKAGE):
+                yield place.removeprefix(_PACKAGE).replace("/", ".")
+
+
+def _located(place: str) -> str:
+    if place.startswith(_PACKAGE):
+        return place
+    folder = Path(place.removeprefix(_FILE)).expanduser()
+    if not place or not folder.is_dir():
+        raise ConfigError(f"there is no folder of configs at {place or folder}: give it as --config-dir FOLDER")
+    return _FILE + os.path.abspath(folder)

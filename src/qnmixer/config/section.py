@@ -1,0 +1,61 @@
+"""One section of the config, from plain values to its dataclass."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+from qnmixer.config.custom import Custom, split_arguments
+from qnmixer.config.keys import flat_keys, unknown_key
+from qnmixer.config.option import check_bounds
+from qnmixer.config.target import TARGET, Target, check_arguments
+from qnmixer.errors import ConfigError
+
+
+def plain_values(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a composed config, resolved; plain ones as they are. Raises ConfigError for one that is missing."""
+    if not isinstance(cfg, DictConfig):
+        return {str(key): value for key, value in cfg.items()}
+    try:
+        values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key} has no value: give one with {error.full_key}=…") from error
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def parse_section(section: str, schema: type, value: Any, values: Mapping[str, Any]) -> Any:
+    """A section of the config as its dataclass, types and bounds checked; raises ConfigError.
+
+    Keys beside those of a schema become arguments of its target. Text with ${…} stays text.
+    """
+    prefix = f"{section}." if section else ""
+    arguments: dict[str, Any] = {}
+    if issubclass(schema, Custom) and isinstance(value, Mapping):
+        value, arguments = split_arguments(schema, value)
+    if issubclass(schema, Target) and (odd := check_arguments(schema, value[TARGET], arguments)):
+        raise unknown_key(f"{prefix}{odd}", list(flat_keys(values)))
+    try:
+        typed = OmegaConf.merge(OmegaConf.structured(schema), _as_text(value))
+        parsed = OmegaConf.to_object(typed)
+    except ConfigKeyError as error:
+        raise unknown_key(f"{prefix}{error.full_key}", list(flat_keys(values))) from error
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{prefix}{error.full_key} has no value: give one with {prefix}{error.full_key}=…") from error
+    except OmegaConfBaseException as error:
+        reason = str(error.msg or error).splitlines()[0]
+        raise ConfigError(f"{prefix}{error.full_key or ''}: {reason}") from error
+    check_bounds(prefix, parsed)
+    return replace(parsed, arguments=arguments) if isinstance(parsed, Custom) else parsed
+
+
+def _as_text(value: Any) -> Any:
+    """Values that OmegaConf will not resolve: where there was a ${…} to resolve, `plain_values` has done it."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
+    if isinstance(value, Mapping):
+        return {key: _as_text(item) for key, item in value.items()}
+    return [_as_text(item) for item in value] if isinstance(value, list) else value

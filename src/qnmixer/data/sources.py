@@ -1,0 +1,210 @@
+"""The slices of each part (train, val, test), from the class that `data._target_` names: a class of slices or a reader.
+
+A class of slices is built with `(part, **arguments)`. It has `__len__`, `load(index)` → [H, W] in HU, and perhaps
+`name(index)`. Its slices are brought to the size of the network. A class that takes `image_size` draws them at that
+size. If it takes `fine` too, it is asked by that for the same slices on a finer grid.
+
+A reader decodes the files of a folder, see `qnmixer.data.cache.Reader`.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from qnmixer.config.data import DataConfig, FolderData, MixedData
+from qnmixer.data.cache import Reader, SliceCache, open_cache
+from qnmixer.data.dataset import SliceView
+from qnmixer.data.mixed import MixedSource, counts_of
+from qnmixer.data.resample import to_square
+from qnmixer.data.slices import FloatArray, SkipFile, SliceSource, clean_hu, summarise_skipped
+from qnmixer.data.splits import PARTS, patients_of, split_slices
+from qnmixer.errors import ConfigError, DataError, UserError
+from qnmixer.plugins import Kind, build, load, taken
+
+SLICES = Kind(
+    "a class with __len__ and load",
+    lambda it: isinstance(it, type) and hasattr(it, "__len__") and hasattr(it, "load"),
+)
+READER = Kind(
+    "a class with kind, wanted and read, which data=custom does without",
+    lambda it: isinstance(it, type) and all(hasattr(it, name) for name in ("kind", "wanted", "read")),
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Slices of train, val or test, how many patients they show (0: not told), and the slices on a finer grid.
+
+    `told`: how many of them each source of a mix has in an epoch.
+    """
+
+    source: SliceSource
+    n_patients: int
+    fine: SliceSource | None = None
+    told: str = ""
+
+    def __str__(self) -> str:
+        if self.told:
+            return f"{len(self.source)} slices an epoch ({self.told})"
+        people = f" of {self.n_patients} patient{'s' * (self.n_patients > 1)}" if self.n_patients else ""
+        return f"{len(self.source)} slices{people}"
+
+    def first(self, n: int) -> "Part":
+        """Its first slices only; whose they are is not counted."""
+        return self._some(list(range(min(n, len(self.source)))))
+
+    def spread(self, n: int) -> "Part":
+        """So many of its slices, evenly spread; whose they are is not counted."""
+        length = len(self.source)
+        n = min(n, length)
+        return self._some([k * length // n for k in range(n)])
+
+    def _some(self, indices: list[int]) -> "Part":
+        return Part(SliceView(self.source, indices), 0, self.fine and SliceView(self.fine, indices))
+
+
+def parts_of(config: DataConfig) -> dict[str, Part]:
+    """train, val and test. Raises PluginError for a class that does not fit, DataError for what cannot be read."""
+    if isinstance(config, MixedData):
+        return _of_mix(config)
+    return _of_folder(config) if isinstance(config, FolderData) else _of_class(config)
+
+
+def _of_class(config: DataConfig) -> dict[str, Part]:
+    takes = taken(load(config, SLICES), {"image_size": None, "fine": None})
+
+    def source(part: str, fine: bool) -> SliceSource:
+        size = config.image_size * (config.simulation_factor if fine else 1)
+        offered = {"image_size": config.image_size if "fine" in takes else size, "fine": fine}
+        its: Any = build(config, SLICES, part, offered=offered)
+        whole = "image_size" in takes and hasattr(its, "endless")  # a SliceSource already
+        return its if whole else Resampled(its, f"data._target_={config._target_}", part, size)
+
+    finer = config.simulation_factor > 1
+    return {part: Part(source(part, fine=False), 0, source(part, fine=True) if finer else None) for part in PARTS}
+
+
+class Resampled:
+    """Slices of one part, [size, size] in HU, from any-sized ones.
+
+    Args:
+        slices: has `__len__`, `load(index)` → [H, W] in HU, and perhaps `name(index)`.
+        key: what named them, for messages.
+        part: train, val or test.
+        size: rows and columns.
+    """
+
+    endless = False
+
+    def __init__(self, slices: SliceSource, key: str, part: str, size: int) -> None:
+        self.slices, self.key, self.part, self.size = slices, key, part, size
+
+    def __len__(self) -> int:
+        return len(self.slices)
+
+    def load(self, index: int) -> FloatArray:
+        """Slice [size, size] in HU. Raises DataError for what is no slice in HU."""
+        hu = self.slices.load(index)
+        try:
+            if getattr(hu, "ndim", None) != 2:
+                raise SkipFile("it is no array [H, W]")
+            return to_square(clean_hu(hu), self.size)
+        except SkipFile as reason:
+            raise DataError(f"{self.key}: {self.name(index)} cannot be used: {reason}") from None
+
+    def name(self, index: int) -> str:
+        """As its class calls it, or its number."""
+        named = getattr(self.slices, "name", None)
+        return named(index) if named else f"{self.part} {index}"
+
+
+def _of_folder(config: FolderData) -> dict[str, Part]:
+    reader: Reader = build(config, READER)
+    cache = _open(config, reader, config.image_size)
+    if cache.skipped:
+        rank_zero_warn(summarise_skipped(str(config.root), cache.skipped))
+    if cache.hu_range[0] > -500:
+        rank_zero_warn(f"{config.root}: no pixel is below −500 HU; is this really in HU (air −1000, water 0)?")
+    if config.split == "slices":
+        rank_zero_warn("data.split=slices puts neighbouring slices into train and test: scores will be too good")
+    root_name = Path(str(config.root)).resolve().name
+    patients = patients_of(cache.infos, patient_from=config.patient_from, root_name=root_name)
+    split, factor = split_slices(cache.infos, patients, config), config.simulation_factor
+    fine = None if factor == 1 else _open(config, reader, config.image_size * factor)
+    return {
+        part: Part(
+            SliceView(cache, split[part]),
+            len({patients[i] for i in split[part]}),
+            fine and SliceView(fine, split[part]),
+        )
+        for part in PARTS
+    }
+
+
+def _open(config: FolderData, reader: Reader, image_size: int) -> SliceCache:
+    """The decoded slices of a folder, [image_size, image_size]."""
+    if not config.root:
+        raise ConfigError(f"data={config.name} needs data.root=FOLDER, the folder that holds the slices")
+    cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else None
+    root = Path(config.root).expanduser()
+    return open_cache(reader, root, image_size, include=config.include, cache_dir=cache_dir)
+
+
+def _of_mix(config: MixedData) -> dict[str, Part]:
+    """Training slices by their shares; those of one source to validate and test, or of all."""
+    sources: dict[str, dict[str, Part]] = {}
+    for key, source in config.by_section().items():
+        with _of_section(key):
+            sources[key] = parts = parts_of(source)
+            if not len(parts["train"].source) and config.shares[key.rpartition(".")[2]]:
+                raise DataError(f"{nothing_for('train', source)}, or share=0")
+    train = [parts["train"] for parts in sources.values()]
+    counts = counts_of(list(config.shares.values()), [len(part.source) for part in train])
+    for (name, share), count in zip(config.shares.items(), counts, strict=True):
+        if share and not count:
+            raise DataError(f"data.sources.{name}.share={share} of an epoch of {sum(counts)} slices is none: raise it")
+    told = "; ".join(
+        f"{share:.4g} {name}: {count} {'new ones' if part.source.endless else f'of {part}'}"
+        for (name, share), count, part in zip(config.shares.items(), counts, train, strict=True)
+        if share
+    )
+
+    def measured(name: str) -> Part:
+        if config.evaluate_on is not None:
+            return sources[f"data.sources.{config.evaluate_on}"][name]
+        of_all = [parts[name] for parts in sources.values()]
+        return _mix(of_all, [len(part.source) for part in of_all], config.seed)
+
+    return {"train": replace(_mix(train, counts, config.seed), told=told)} | {n: measured(n) for n in PARTS[1:]}
+
+
+def _mix(parts: Sequence[Part], counts: Sequence[int], seed: int) -> Part:
+    fine = [part.fine for part in parts if part.fine is not None]
+    return Part(
+        MixedSource([part.source for part in parts], counts, seed=seed),
+        sum(part.n_patients for part in parts),
+        MixedSource(fine, counts, seed=seed) if fine else None,
+    )
+
+
+@contextmanager
+def _of_section(key: str) -> Iterator[None]:
+    """Say of an error which source of a mix it is about."""
+    try:
+        yield
+    except UserError as error:
+        raise (type(error)(f"{error} ({key})") if key != "data" else error) from error
+
+
+def nothing_for(part: str, config: DataConfig) -> str:
+    """What is said of a part without slices."""
+    hint = ""
+    if isinstance(config, FolderData):
+        hint = f" with data.split={config.split}; choose another split"
+    elif isinstance(config, MixedData):
+        hint = f" with data.evaluate_on={config.evaluate_on}; choose a source that has some"
+    return f"data={config.name} has no slices for {part}{hint}"

@@ -1,0 +1,81 @@
+"""A training run: its folder, run lock, overrides, record, and what it resumes. No torch import."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from qnmixer.processes.ranks import rank
+from qnmixer.tracking.results import amend, now, results, write_results
+from qnmixer.tracking.resume import recorded_overrides, resumes_in_place
+from qnmixer.tracking.run_folder import clean, run_lock
+
+
+class Run:
+    """One training run. Every process of it has one; only rank 0 takes the lock, prints and writes the record.
+
+    Args:
+        folder: the run folder, for everything that the run leaves.
+        overrides: of the command line, or of a job in a sweep.
+        resume: `resume` of the config: a run folder, a checkpoint, or None.
+
+    Attributes:
+        console: for lines to the user.
+        record: results.json, for metrics and paths; written at the end of `recording`.
+        resumed_at: optimizer steps of the checkpoint, if the run resumes in its folder.
+    """
+
+    def __init__(self, folder: Path, overrides: Sequence[str] = (), resume: str | None = None) -> None:
+        self.folder, self.resume = folder, resume
+        self._given = list(overrides)
+        self.console = Console(quiet=rank() != 0)
+        self.record: dict[str, Any] = {}
+        self.resumed_at: int | None = None
+
+    @cached_property
+    def overrides(self) -> list[str]:
+        """The overrides that results.json names."""
+        return recorded_overrides(self.folder, self._given)
+
+    @cached_property
+    def resumes_in_place(self) -> bool:
+        """Whether the run continues its own logs and best value; a run that starts from another one does not."""
+        return resumes_in_place(self.folder, self.resume)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the run lock while the block runs. Raises ConfigError if another process trains in the folder."""
+        if rank() != 0:
+            yield
+            return
+        with run_lock(self.folder):
+            clean(self.folder)
+            yield
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Keep results.json while the block runs: running, then done, failed or interrupted."""
+        if rank() != 0:
+            yield
+            return
+        with results(self.folder, self.overrides, self.resumes_in_place) as self.record:
+            yield
+
+    def note(self, key: str, entry: dict[str, Any]) -> None:
+        """Add an entry with its time to a list of the record, and write it at once: the run may be killed."""
+        self.record[key] = [*self.record.get(key, []), entry | {"at": now()}]
+        if rank() == 0:
+            write_results(self.folder, self.record)
+
+    def record_resume(self, step: int) -> None:
+        """Record that the run resumes in its folder from a checkpoint of so many optimizer steps."""
+        self.resumed_at = step
+        self.note("resumed", {"step": step})
+
+    def record_end(self, status: str, error: BaseException | None = None) -> None:
+        """Set the end of the run in results.json, if `recording` could not."""
+        line = None if error is None else f"{type(error).__name__}: {error}"
+        amend(self.folder, self.overrides, status=status, error=line)

@@ -1,0 +1,98 @@
+"""What a run prints before and after training, and which warnings it hides."""
+
+import logging
+import sys
+import warnings
+
+import lightning as L
+from rich.console import Console
+
+from qnmixer.checkpoints.reading import built_from
+from qnmixer.config import Config, TrainerConfig, effective_batch
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.data.sampler import EpochSampler
+from qnmixer.plugins import trust_words
+from qnmixer.processes.ranks import is_rank, rank
+from qnmixer.tracking.run import Run
+from qnmixer.training.module import ReconstructionModule
+from qnmixer.training.profiling import describe
+
+_NOT_FOR_USERS = (
+    "The .*dataloader.* does not have many workers",
+    "The number of training batches .* is smaller than the logging interval",
+    "Checkpoint directory .* exists and is not empty",
+    "The dirpath has changed from",
+    "(?s)You're resuming from a checkpoint that ended before the epoch ended",  # the sampler knows where it was
+    "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
+    "It is recommended to use `self.log\\('(step|samples)', ..., sync_dist=True",  # every rank has the same
+    # A dimension of size 1, as in the weights of convolutions from one channel, has no stride to speak of: the gradient
+    # lies in memory as its bucket does, and only torch's comparison of the numbers says otherwise.
+    "Grad strides do not match bucket view strides",
+)
+
+
+def quieten() -> None:
+    """Hide what libraries print and a user cannot act on."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for message in _NOT_FOR_USERS:
+        warnings.filterwarnings("ignore", message=message)
+    if rank() != 0:
+        warnings.simplefilter("ignore")  # rank 0 has the same to say
+    if is_rank():  # Python drops an exception in a finaliser; that a signal stopped the rank is not worth a traceback
+        sys.unraisablehook = lambda it: (
+            None if issubclass(it.exc_type, KeyboardInterrupt) else sys.__unraisablehook__(it)
+        )
+
+
+def print_start(
+    config: Config, module: ReconstructionModule, data: SliceDataModule, trainer: L.Trainer, console: Console
+) -> None:
+    """Print network, scan, data, batch, and what ends the training."""
+    n_parameters, n_slices = sum(p.numel() for p in module.parameters()), len(data.dataset("train"))
+    t, batch, steps = config.trainer, effective_batch(config), steps_per_epoch(config, len(data.dataset("train")))
+    nodes = f" × {t.num_nodes} nodes" if t.num_nodes > 1 else ""
+    devices = f" × {t.devices} devices{nodes}" if config.strategy.name != "single" else ""
+    last = f", the last of {n_slices % batch}" if n_slices % batch else ""
+    lines = [
+        f"{module.network.title}, T = {module.network.n_iterations}, {n_parameters:,} parameters, "
+        f"on {trainer.strategy.root_device}{devices}, strategy {config.strategy.name}",
+        f"{config.geometry.n_views} views × {config.geometry.n_detectors} detector bins, noise {config.noise.name}",
+        data.describe(),
+        f"batch {config.data.batch_size}{devices} × accumulation {t.accumulate_grad_batches} = {batch} slices "
+        f"an optimizer step; {steps:,} steps an epoch{last}",
+    ]
+    if n_parameters:
+        lines.append(_length(t, steps))
+    if line := describe(config):
+        lines.append(line)
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+
+
+def print_end(config: Config, run: Run) -> None:
+    """Print where the results are, and how to try the network on other slices."""
+    run.console.print(f"run folder: {run.folder}", soft_wrap=True)
+    if picture := run.record.get("picture"):
+        words = [f"run={run.folder}", *trust_words(built_from(config).values()), "data=dicom data.root=/path/to/dicom"]
+        next_step = f"python -m qnmixer.evaluate {' '.join(words)}"
+        run.console.print(f"on your own slices: {next_step}\npicture: {picture}", soft_wrap=True, highlight=False)
+
+
+def steps_per_epoch(config: Config, n_slices: int) -> int:
+    """Optimizer steps of an epoch."""
+    limit = config.trainer.extra.get("limit_train_batches")
+    steps = limit // config.trainer.accumulate_grad_batches if isinstance(limit, int) else limit
+    return EpochSampler(n_slices, shuffle=False, batch_size=effective_batch(config), batches=steps).steps
+
+
+def _length(t: TrainerConfig, steps_an_epoch: int) -> str:
+    """The limit that ends a run."""
+    if t.max_epochs is None:
+        return f"training ends after {t.max_steps:,} steps ({t.max_steps / steps_an_epoch:.3g} epochs)"
+    by_epochs = t.max_epochs * steps_an_epoch
+    if -1 < t.max_steps < by_epochs:
+        return (
+            f"training ends after {t.max_steps:,} steps, before trainer.max_epochs={t.max_epochs} ({by_epochs:,} steps)"
+        )
+    before = f", before trainer.max_steps={t.max_steps}" if t.max_steps > by_epochs else ""
+    return f"training ends after {t.max_epochs:,} epoch{'s' * (t.max_epochs > 1)} ({by_epochs:,} steps){before}"
