@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parity")]
 RANK = Path(__file__).with_name("parity_rank.py")
 TINY = (
     "data.image_size=16 geometry.n_views=8 geometry.n_detectors=24 geometry.detector_pitch=40 data.n_val=6 "
-    "data.n_test=5 evaluation.n_pictures=2 data.num_workers=0 trainer.accelerator=cpu logger=csv trainer.max_steps=7 "
+    "data.n_test=5 evaluation.n_pictures=2 data.num_workers=0 trainer.accelerator=cpu logger=csv trainer.max_steps=4 "
     "trainer.val_every_n_steps=100 trainer.log_every_n_steps=1 trainer.gradient_clip_val=0.01 noise=field "
     "optimizer.lr=1e-3"
 )
@@ -35,7 +35,7 @@ COMPETITORS = {
     "regformer": "model=regformer model.n_iterations=4 model.channels=6 model.window_size=4",
 }
 # 44 slices: with 16 a step, the third step of every epoch is a smaller one, of 12 slices, in 3 windows of 4.
-# Seven steps are two epochs, and the first step of another.
+# The fourth is the first of another epoch.
 WINDOWS = {1: "data.n_train=11 data.batch_size=4", 4: "data.n_train=44 data.batch_size=4"}
 DEVICES = "trainer.devices=4 data.batch_size=1"
 STRATEGIES = {
