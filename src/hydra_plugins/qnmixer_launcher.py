@@ -33,6 +33,7 @@ class ProcessLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run these jobs, and wait for all of them."""
+        from qnmixer.config.compose import fitted
         from qnmixer.config.search_path import search_path_in
         from qnmixer.errors import ConfigError
         from qnmixer.sweeps.jobs import Job, run_jobs  # only here: Hydra loads this file for every command
@@ -44,7 +45,7 @@ class ProcessLauncher(Launcher):
         where = search_path_in([*self.config.hydra.overrides.hydra])
         configs = []
         for number, overrides in enumerate(job_overrides, initial_job_idx):
-            config = self.context.config_loader.load_sweep_config(self.config, list(overrides))
+            config = self.context.config_loader.load_sweep_config(self.config, fitted("train", list(overrides)))
             config.hydra.job.num = number
             configs.append(config)
         names = [

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from qnmixer.cli.explain import explain, known_keys
 from qnmixer.cli.help import usage
 from qnmixer.config import unknown_key
-from qnmixer.config.compose import CONF, OF_A_RUN, compose, compose_sweep
+from qnmixer.config.compose import CONF, OF_A_RUN, compose, compose_sweep, fitted
 from qnmixer.config.habits import habit
 from qnmixer.config.overrides import with_length
 from qnmixer.config.search_path import with_search_path
@@ -77,6 +77,10 @@ def _run(
     _check_flags(sys.argv[1:], config_name)
     overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
     flags = {argument for argument in sys.argv[1:] if argument.startswith("-")}
+    if config_name in OF_A_RUN and not flags & _SWEEP:  # the launcher of a sweep does it for each job
+        given = [override for override in overrides if "=" in override]
+        more = fitted(config_name, given)[len(given) :]
+        overrides, sys.argv = [*overrides, *more], [*sys.argv, *more]
     if flags & {"--help", "-h"}:
         print(usage(compose(config_name, overrides, with_hydra=True), CONF, config_name))
         return

@@ -9,7 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, ValueType
 from omegaconf import DictConfig
 
-from qnmixer.config.overrides import with_length
+from qnmixer.config.overrides import key_of, values_of, with_length
 from qnmixer.errors import ConfigError
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
@@ -22,7 +22,36 @@ def compose(config_name: str, overrides: list[str], with_hydra: bool = False) ->
     if not CONF.is_dir():
         raise ConfigError(f"no configs at {CONF}: install with `pip install -e .` from a clone of the repository")
     if config_name in OF_A_RUN:
-        overrides = with_length(overrides)
+        overrides = fitted(config_name, with_length(overrides))
+    return _compose(config_name, overrides, with_hydra)
+
+
+def fitted(config_name: str, overrides: list[str]) -> list[str]:
+    """Overrides, and more of them that make an experiment fit the options that the command chooses.
+
+    `experiment=demo model=tv` is TV in demo's setting. A key that the experiment sets and the chosen option lacks is
+    deleted (`~GROUP.KEY`). A model that lacks one keeps all its own sizes: T of TV is another than that of QN-Mixer.
+    Keys that the command names stay.
+    """
+    given = values_of(overrides)
+    chosen = [it for it in overrides if (CONF / key_of(it)).is_dir() and "/" not in key_of(it)]
+    sections = [key for key in map(key_of, chosen) if key != "experiment"]
+    if not sections or not any(key.partition("/")[0] == "experiment" for key in given):
+        return overrides
+    search = [it for it in overrides if key_of(it) == "hydra.searchpath"]
+    with_experiment = _compose(config_name, overrides)
+    alone = _compose(config_name, [*search, *(it for it in chosen if key_of(it) != "experiment")])
+    more = []
+    for section in sections:
+        found, own = with_experiment[section], alone[section]
+        free = [key for key in found if not any(f"{it}.".startswith(f"{section}.{key}.") for it in given)]
+        surplus = [f"~{section}.{key}" for key in free if key not in own]
+        sizes = [key for key in free if key in own and found[key] != own[key]] if section == "model" and surplus else []
+        more += [*surplus, *(f"{section}.{key}={own[key]}" for key in sizes)]
+    return [*overrides, *more]
+
+
+def _compose(config_name: str, overrides: list[str], with_hydra: bool = False) -> DictConfig:
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         try:

@@ -1,0 +1,47 @@
+"""An experiment beside other options than its own."""
+
+import pytest
+
+from qnmixer.config import parse_file
+from qnmixer.config.compose import compose, compose_sweep, fitted
+from qnmixer.errors import ConfigError
+
+ROOT = "data.root=/ct"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dropped"),
+    [
+        (["experiment=demo", "model=fbp"], {"~model.n_iterations", "~model.channels"}),
+        (["experiment=demo", "model=fbpconvnet"], {"~model.n_iterations"}),
+        (["experiment=demo", "model=learn"], set()),
+        (["experiment=demo", "data=numpy", ROOT], set()),
+        (["experiment=pretrained", "data=dicom", ROOT], set()),
+        (["experiment=measured", "data=numpy", ROOT], {"~data.n_val", "~data.n_test", "~data.anatomy_share"}),
+        (["experiment=compare_small", "data=dicom", ROOT], {"~data.n_val", "~data.n_test"}),
+        (["experiment=paper_aapm", "data=phantoms"], {"~data.split", "~data.include"}),
+    ],
+)
+def test_keys_that_the_chosen_option_lacks_are_dropped(overrides: list[str], dropped: set[str]) -> None:
+    more = fitted("train", overrides)[len(overrides) :]
+    assert {it for it in more if it.startswith("~")} == dropped
+    parse_file(compose("train", overrides))
+    assert fitted("train", [*overrides, *more]) == [*overrides, *more]
+
+
+def test_a_model_that_lacks_a_key_keeps_its_own_sizes() -> None:
+    own = compose("train", ["model=tv"])
+    fit = compose("train", ["experiment=demo", "model=tv"])
+    assert (fit.model, fit.data.image_size) == (own.model, 64)
+    assert compose("train", ["experiment=demo", "model=tv", "model.n_iterations=7"]).model.n_iterations == 7
+    assert compose("train", ["experiment=demo", "model=learn"]).model.n_iterations == 6
+
+
+def test_keys_that_are_typed_still_fail() -> None:
+    with pytest.raises(ConfigError, match=r"^model.channels goes with model=\S+ or .* only"):
+        parse_file(compose("train", ["experiment=demo", "model=tv", "model.channels=3"]))
+
+
+def test_each_job_of_a_sweep_is_fitted() -> None:
+    first = compose_sweep("train", ["experiment=demo", "model=fbp,qn_mixer"])
+    assert "channels" not in first.model
