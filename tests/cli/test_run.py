@@ -147,6 +147,11 @@ def test_showing_the_config_runs_nothing(start: Start, capsys: pytest.CaptureFix
     assert (outcome.code, outcome.ran) == (0, False)
 
 
+def test_the_version_is_this_programs(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not start("train", "--version").ran
+    assert capsys.readouterr().out.startswith("qnmixer ")
+
+
 def process(*arguments: str, full_error: bool = False) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop(cli.TRACEBACK, None)

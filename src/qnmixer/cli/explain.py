@@ -39,6 +39,8 @@ def explain(error: BaseException, config_name: str) -> str | None:
         return f"W&B: {error}: run `wandb login` once, or leave logger.wandb.mode=offline"
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("qnmixer"):
         return f"{first_line(error)}: install it, or leave out what needs it"
+    if isinstance(error, RuntimeError) and "srun" in str(error):  # submitit's, for a launcher of SLURM
+        return "hydra/launcher=slurm needs SLURM, and there is no srun here: start it on a cluster, or leave it out"
     if isinstance(error, HydraException | OmegaConfBaseException):
         return _explain_composition(error, config_name)
     return None
@@ -46,20 +48,25 @@ def explain(error: BaseException, config_name: str) -> str | None:
 
 def _explain_composition(error: Exception, config_name: str) -> str:
     if isinstance(error, OverrideParseException):
-        if "missing EQUAL" in error.message:
-            return f"{error.override} is not KEY=VALUE: write {error.override}=… without blanks around the ="
-        return (
-            f"{error.override} cannot be read: put quotes around a value with brackets, commas or quotes: 'key=\"a,b\"'"
-        )
+        word = str(error.override)
+        if "missing EQUAL" in error.message or "/" in word.partition("=")[0]:
+            return f"{word} is not KEY=VALUE: {_meant(word, config_name)}"
+        return f"{word} cannot be read: put quotes around a value with brackets, commas or quotes: 'key=\"a,b\"'"
     text = " ".join(str(error).split())
     if found := re.search(r"Could not load '(hydra/\w+)/(optuna|submitit|ray)", text):
         extra = {"optuna": "search", "submitit": "slurm", "ray": "ray"}[found[2]]
         return f'this {found[1]} is a plugin that is not installed here: pip install -e ".[{extra}]"'
+    if isinstance(error, MissingConfigException) and (found := re.search(r"'(\w+)/((?:/|~|\.)[^']*)'", text)):
+        group, path = found.groups()
+        way = (
+            f"for a folder of slices write data=dicom data.root={path}" if group == "data" else "choose one by its name"
+        )
+        return f"{group}={path} is no option: {way}"
     if isinstance(error, MissingConfigException) and (
         found := re.search(r"Could not (?:find|load) '([^']+)/([^'/]+)'", text)
     ):
         group, name = found.groups()
-        options = [path.stem for path in sorted((CONF / group).glob("*.yaml"))]
+        options = [path.stem for path in sorted((CONF / group).glob("[!_]*.yaml"))]
         if options:
             return f"{group}={name} does not exist: {suggest_option(name, options)}"
     if isinstance(error, ConfigCompositionException) and (
@@ -70,7 +77,8 @@ def _explain_composition(error: Exception, config_name: str) -> str:
         key = found.group(1).lstrip("+~").split("=")[0].split("@")[0]
         groups = [path.name for path in CONF.iterdir() if path.is_dir()]
         if config_name not in OF_A_RUN and key.split(".")[0] in groups:
-            return f"{key} is fixed by the run, which {config_name} takes it from: leave it out"
+            way = ", or choose other slices with data=dicom" if key.startswith("data.") else ""
+            return f"{key} is fixed by the run, which {config_name} takes it from: leave it out{way}"
         ready = dict(_keys_of_ready())
         if key in ready:
             return f"{key} goes with {ready[key]} only: choose that, or leave {key} out"
@@ -78,6 +86,16 @@ def _explain_composition(error: Exception, config_name: str) -> str:
         hint = f" An argument of your own takes a plus: +{key}=…" if own else ""
         return f"{unknown_key(key, [*groups, *known_keys(config_name), *ready])}{hint}"
     return text
+
+
+def _meant(word: str, config_name: str) -> str:
+    """What to write in place of a word without a key: an option, a folder, or a key with its value."""
+    if groups := sorted(path.parent.name for path in CONF.glob(f"*/{word}.yaml") if word.isidentifier()):
+        return f"write {groups[0]}={word}"
+    if "/" in word or word in (".", ".."):
+        key = {"reconstruct": "input=", "evaluate": "run=", "export": "run=", "compare": "sweep="}.get(config_name)
+        return f"write {key or 'data=dicom data.root='}{word}"
+    return f"write {word}=… without blanks around the =, and quotes around a value with blanks: 'key=\"a b\"'"
 
 
 def known_keys(config_name: str) -> list[str]:

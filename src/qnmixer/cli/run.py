@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.metadata import version
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -66,6 +67,9 @@ def _run(
     sweep: Callable[[list[str], DictConfig], AbstractContextManager[str]],
     complete: Callable[[list[str]], list[str]],
 ) -> None:
+    if "--version" in sys.argv[1:]:
+        print(f"qnmixer {version('qnmixer')}")
+        return
     sys.argv[1:] = accepted(sys.argv[1:])
     if config_name in OF_A_RUN and (way := habit(sys.argv[1:])):
         raise ConfigError(way)

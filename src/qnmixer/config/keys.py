@@ -18,7 +18,7 @@ def unknown_key(key: str, known: Collection[str]) -> ConfigError:
     section, _, name = key.partition(".")
     if name == "name" and section in groups() and section not in GROUPS:
         return ConfigError(f"{key} is no key: choose an option by its name, as in {section}={options(section)[0]}")
-    if owners := [option for option, keys in keys_of_options(section).items() if name in keys]:
+    if section in groups() and (owners := [it for it, keys in keys_of_options(section).items() if name in keys]):
         return ConfigError(f"{key} goes with {section}={' or '.join(owners)} only: choose that, or leave {key} out")
     if section == "trainer" and name in PASSED_ON:
         return ConfigError(f"{key} is an argument of Lightning's Trainer: write +{key}=…")
