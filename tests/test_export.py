@@ -1,6 +1,7 @@
 """`qnmixer.export` through the very code that its module runs, on a network that nobody had to train."""
 
 import io
+import shutil
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -115,13 +116,16 @@ def test_weights_from_files_are_measured_where_the_files_are_said_to_be(tmp_path
     assert code == 0, stderr
 
 
-def test_arguments_of_a_network_of_ones_own_are_pointed_out(tmp_path: Path) -> None:
+def test_arguments_of_a_network_of_ones_own_are_pointed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(Path(__file__).with_name("own.py"), tmp_path / "exported_own.py")
+    monkeypatch.syspath_prepend(tmp_path)
     sizes = [word for word in TINY if not word.startswith("model.n_mixer")]
-    own = ["model=custom", "model._target_=qnmixer.models.LEARN", "+model.data_term=fbp"]
+    own = ["model=custom", "model._target_=exported_own.MyNetwork", "+model.width=12"]
     folder = save(tmp_path / "run", *sizes, *own)
-    code, stdout, _ = run(export, check, "export", f"run={folder}", f"output={tmp_path}/my.safetensors")
-    assert code == 0
-    assert "in both as they are: model.data_term=fbp" in stdout
+    words = [f"run={folder}", f"output={tmp_path}/my.safetensors", "trust=exported_own"]
+    code, stdout, stderr = run(export, check, "export", *words)
+    assert code == 0, stderr
+    assert "in both as they are: model.width=12" in stdout
 
 
 @pytest.mark.parametrize("what", ["pretrained", "my.safetensors"])

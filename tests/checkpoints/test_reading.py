@@ -42,7 +42,7 @@ def test_a_run_comes_back_as_it_was(tiny_module: Build, tmp_path: Path) -> None:
             parameter.add_(0.01)
     save(module, tmp_path)
     again = load_run(tmp_path)
-    assert again.config == dataclasses.replace(module.config, callbacks={})
+    assert again.config == dataclasses.replace(module.config, callbacks={}, logger={})
     y = module.projector(torch.rand(2, 1, 16, 16))
     assert torch.equal(again(y), module(y))
 
