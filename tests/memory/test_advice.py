@@ -1,7 +1,7 @@
 import re
 import resource
 import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +12,8 @@ from qnmixer.memory.advice import advice, changes
 from qnmixer.memory.footprint import MIB
 from qnmixer.memory.limits import is_out_of_memory, memory_of
 from qnmixer.memory.plan import Planner
+
+from ..warm import Warm
 
 TINY = [
     "data.image_size=32",
@@ -87,19 +89,18 @@ def test_memory_of_the_host_is_at_most_the_machines() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build maps more address space than the limit")
-def test_a_run_that_does_not_fit_ends_with_one_line(tmp_path: object) -> None:
+def test_a_run_that_does_not_fit_ends_with_one_line(warm: Warm, tmp_path: Path) -> None:
     """A real allocation that the system refuses."""
     limit = 3 * 2**30
-    command = [sys.executable, "-m", "qnmixer.train", *TINY, "data.image_size=128", "data.batch_size=64", "logger=csv"]
+    limited = f"""
+import resource, runpy
+resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit}))
+runpy.run_module("qnmixer.train", run_name="__main__", alter_sys=True)
+"""
+    command = ["-c", limited, *TINY, "data.image_size=128", "data.batch_size=64", "logger=csv"]
     command += ["model.channels=64", "data.num_workers=0", "trainer.max_steps=2", "trainer.accelerator=cpu"]
     command += ["data.n_train=64", "data.n_val=1", "data.n_test=1", f"hydra.run.dir={tmp_path}"]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
-    )
+    done = warm.run(*command, cwd=tmp_path)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: out of memory: a step of this run needs")

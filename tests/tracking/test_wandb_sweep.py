@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,8 @@ from wandb.sdk.launch.sweeps.utils import DEFAULT_SWEEP_COMMAND, create_sweep_co
 from qnmixer.config.compose import CONF
 from qnmixer.tracking.results import read_results
 
+from ..warm import Warm
+
 TINY = [
     "data.image_size=16", "geometry.n_views=8", "geometry.n_detectors=24", "geometry.detector_pitch=40",
     "model.n_iterations=2", "model.channels=4", "model.n_mixer_layers=1", "model.detail_channels=0",
@@ -22,10 +23,10 @@ TINY = [
 SWEEP = yaml.safe_load((CONF / "wandb_sweep.yaml").read_text())
 
 
-def command_line(command: list[str], program: str, values: dict[str, Any]) -> list[str]:
+def command_line(command: list[str], python: Path, program: str, values: dict[str, Any]) -> list[str]:
     """What the agent runs for one choice of the parameters (wandb_agent.py: Agent._command_run)."""
     words = create_sweep_command_args({"args": {key: {"value": value} for key, value in values.items()}})
-    words |= {"env": ["/usr/bin/env"], "interpreter": [sys.executable], "program": [program]}
+    words |= {"env": ["/usr/bin/env"], "interpreter": [str(python)], "program": [program]}
     built = []
     for word in create_sweep_command([*command]):
         built += words[word[2:-1]] if word.startswith("${") and word.endswith("}") else [word]
@@ -33,7 +34,7 @@ def command_line(command: list[str], program: str, values: dict[str, Any]) -> li
 
 
 @pytest.mark.slow
-def test_an_agent_runs_two_jobs_of_the_ready_sweep(tmp_path: Path, wandb_server: Any) -> None:
+def test_an_agent_runs_two_jobs_of_the_ready_sweep(warm: Warm, tmp_path: Path, wandb_server: Any) -> None:
     at = SWEEP["command"].index("${args_no_hyphens}")
     ours = [*SWEEP["command"][:at], *TINY, *SWEEP["command"][at:]]
     wandbs_own = [*DEFAULT_SWEEP_COMMAND, *TINY, "logger.wandb.mode=online", "hydra.run.dir=second"]
@@ -46,8 +47,8 @@ def test_an_agent_runs_two_jobs_of_the_ready_sweep(tmp_path: Path, wandb_server:
         program = SWEEP["program"] if command is ours else str(CONF.parent / "src" / "qnmixer" / "train.py")
         of_agent = {"WANDB_SWEEP_ID": "s1", "WANDB_RUN_ID": run_id, "WANDB_DIR": str(tmp_path)}
         done = subprocess.run(
-            command_line(command, program, values), cwd=tmp_path, env=os.environ | of_agent, capture_output=True,
-            text=True, timeout=300,
+            command_line(command, warm.python, program, values), cwd=tmp_path, env=os.environ | of_agent,
+            capture_output=True, text=True, timeout=300,
         )  # fmt: skip
         assert (done.returncode, done.stderr) == (0, "")
         given = [f"{key}={'null' if value is None else value}" for key, value in values.items()]
