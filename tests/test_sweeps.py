@@ -168,3 +168,18 @@ def test_the_local_mode_of_ray(start: Start, tmp_path: Path) -> None:
     code, _, stderr = start(*sweep, folder=None).outcome()
     assert code == 1, stderr
     assert [line["status"] for line in table(tmp_path / "sweep")] == ["done", "failed"]
+
+
+def test_jobs_that_an_experiment_is_fitted_to_are_done_once(warm: Warm, tmp_path: Path) -> None:
+    """`experiment=demo model=fbp` deletes keys of demo's, in the job's record too."""
+    words = [
+        "-m", "experiment=demo", "model=fbp,tv", "data.image_size=16", "data.n_val=1",
+        "data.n_train=2", "data.num_workers=0", "geometry.n_views=8", "geometry.n_detectors=24",
+        "geometry.detector_pitch=40", "logger=csv", "test_after_training=false", "trainer.accelerator=cpu",
+        "hydra.sweep.dir=sweep",
+    ]  # fmt: skip
+    for _ in range(2):
+        done = warm.run("-m", "qnmixer.train", *words, cwd=tmp_path, env=dict(os.environ))
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done before") == 2
+    assert sorted(path.name for path in (tmp_path / "sweep").glob("[0-9]*")) == ["0", "1"]

@@ -43,14 +43,13 @@ class ProcessLauncher(Launcher):
         if self.jobs_at_once is not None and (not isinstance(self.jobs_at_once, int) or self.jobs_at_once < 1):
             raise ConfigError(f"hydra.launcher.jobs_at_once={self.jobs_at_once} is no number of jobs: give 1 or more")
         where = search_path_in([*self.config.hydra.overrides.hydra])
+        jobs_fitted = [fitted("train", [*where, *overrides])[len(where) :] for overrides in job_overrides]
         configs = []
-        for number, overrides in enumerate(job_overrides, initial_job_idx):
-            config = self.context.config_loader.load_sweep_config(self.config, fitted("train", list(overrides)))
+        for number, overrides in enumerate(jobs_fitted, initial_job_idx):
+            config = self.context.config_loader.load_sweep_config(self.config, overrides)
             config.hydra.job.num = number
             configs.append(config)
-        names = [
-            ([*where, *its], config.hydra.sweep.subdir) for its, config in zip(job_overrides, configs, strict=True)
-        ]
+        names = [([*where, *its], config.hydra.sweep.subdir) for its, config in zip(jobs_fitted, configs, strict=True)]
         folders = place_jobs(Path(self.config.hydra.sweep.dir), names)
         jobs = [
             Job(folder, overrides, OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from qnmixer.cli.explain import explain, known_keys
 from qnmixer.cli.help import usage
 from qnmixer.config import unknown_key
-from qnmixer.config.compose import CONF, OF_A_RUN, compose, compose_sweep, fitted
+from qnmixer.config.compose import CONF, OF_A_RUN, compose_as_given, compose_sweep, fitted
 from qnmixer.config.habits import habit
 from qnmixer.config.overrides import with_length
 from qnmixer.config.search_path import with_search_path
@@ -24,6 +24,7 @@ from qnmixer.processes.ranks import is_rank, rank, world_size
 
 TRACEBACK = "HYDRA_FULL_ERROR"
 _SWEEP = {"-m", "--multirun"}
+_SWEEP_MODE = "hydra.mode=MULTIRUN"
 
 
 def run(
@@ -46,7 +47,7 @@ def run(
     asked_for_traceback = os.environ.get(TRACEBACK) == "1"
     try:
         with _handing_on_exceptions():
-            _run(task, check, config_name, sweep or (lambda *_: nullcontext("hydra.mode=MULTIRUN")), complete)
+            _run(task, check, config_name, sweep or (lambda *_: nullcontext(_SWEEP_MODE)), complete)
     except KeyboardInterrupt as stop:
         _fail(str(stop) or "interrupted", stop.code if isinstance(stop, Stopped) else 130)
     except Exception as error:
@@ -73,24 +74,24 @@ def _run(
     sys.argv[1:] = accepted(sys.argv[1:])
     if config_name in OF_A_RUN and (way := habit(sys.argv[1:])):
         raise ConfigError(way)
-    arguments = with_length(sys.argv[1:]) if config_name in OF_A_RUN else sys.argv[1:]
-    sys.argv[1:] = with_search_path(complete(with_search_path(arguments)))  # a run that is resumed has one too
+    arguments = with_search_path(sys.argv[1:])
+    is_sweep = not _SWEEP.isdisjoint(arguments) or _SWEEP_MODE in arguments
+    if config_name in OF_A_RUN:
+        arguments = with_length(arguments)
+        arguments = arguments if is_sweep else fitted(config_name, arguments)  # a launcher does it for each job
+    sys.argv[1:] = with_search_path(complete(arguments))  # a run that is resumed has one too
     if is_rank():
         sys.argv[1:] = _overrides_of_rank(sys.argv[1:])
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in _SWEEP)  # where Hydra wants them
     _check_flags(sys.argv[1:], config_name)
     overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
     flags = {argument for argument in sys.argv[1:] if argument.startswith("-")}
-    if config_name in OF_A_RUN and not flags & _SWEEP:  # the launcher of a sweep does it for each job
-        given = [override for override in overrides if "=" in override]
-        more = fitted(config_name, given)[len(given) :]
-        overrides, sys.argv = [*overrides, *more], [*sys.argv, *more]
     if flags & {"--help", "-h"}:
-        print(usage(compose(config_name, overrides, with_hydra=True), CONF, config_name))
+        print(usage(compose_as_given(config_name, overrides, with_hydra=True), CONF, config_name))
         return
     failures: list[Exception] = []
     command = hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(_keeping(task, failures))
-    if flags & _SWEEP or "hydra.mode=MULTIRUN" in overrides:
+    if is_sweep:
         if further := sorted(flags - _SWEEP):
             raise ConfigError(f"a sweep takes no further flag: leave out {' '.join(further)}")
         with sweep(overrides, compose_sweep(config_name, overrides)) as one_more:
@@ -98,7 +99,7 @@ def _run(
             command()
     else:
         if not flags:
-            check(compose(config_name, overrides))
+            check(compose_as_given(config_name, overrides))
         command()
     if failures:
         raise failures[0]

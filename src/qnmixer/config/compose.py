@@ -19,11 +19,9 @@ OF_A_RUN = ("train", "plan", "doctor")
 
 def compose(config_name: str, overrides: list[str], with_hydra: bool = False) -> DictConfig:
     """The config of a command, without running anything; `with_hydra`: and Hydra's own."""
-    if not CONF.is_dir():
-        raise ConfigError(f"no configs at {CONF}: install with `pip install -e .` from a clone of the repository")
     if config_name in OF_A_RUN:
         overrides = fitted(config_name, with_length(overrides))
-    return _compose(config_name, overrides, with_hydra)
+    return compose_as_given(config_name, overrides, with_hydra)
 
 
 def fitted(config_name: str, overrides: list[str]) -> list[str]:
@@ -31,16 +29,20 @@ def fitted(config_name: str, overrides: list[str]) -> list[str]:
 
     `experiment=demo model=tv` is TV in demo's setting. A key that the experiment sets and the chosen option lacks is
     deleted (`~GROUP.KEY`). A model that lacks one keeps all its own sizes: T of TV is another than that of QN-Mixer.
-    Keys that the command names stay.
+    Keys that the command names stay. What is there already is not added twice.
+
+    Args:
+        overrides: of a command line; words that are none, such as flags, stay as they are.
     """
+    words, overrides = overrides, [it for it in overrides if not it.startswith("-") and ("=" in it or it[:1] == "~")]
     given = values_of(overrides)
     chosen = [it for it in overrides if (CONF / key_of(it)).is_dir() and "/" not in key_of(it)]
     sections = [key for key in map(key_of, chosen) if key != "experiment"]
     if not sections or not any(key.partition("/")[0] == "experiment" for key in given):
-        return overrides
+        return words
     search = [it for it in overrides if key_of(it) == "hydra.searchpath"]
-    with_experiment = _compose(config_name, overrides)
-    alone = _compose(config_name, [*search, *(it for it in chosen if key_of(it) != "experiment")])
+    with_experiment = compose_as_given(config_name, overrides)
+    alone = compose_as_given(config_name, [*search, *(it for it in chosen if key_of(it) != "experiment")])
     more = []
     for section in sections:
         found, own = with_experiment[section], alone[section]
@@ -48,10 +50,13 @@ def fitted(config_name: str, overrides: list[str]) -> list[str]:
         surplus = [f"~{section}.{key}" for key in free if key not in own]
         sizes = [key for key in free if key in own and found[key] != own[key]] if section == "model" and surplus else []
         more += [*surplus, *(f"{section}.{key}={own[key]}" for key in sizes)]
-    return [*overrides, *more]
+    return [*words, *more]
 
 
-def _compose(config_name: str, overrides: list[str], with_hydra: bool = False) -> DictConfig:
+def compose_as_given(config_name: str, overrides: list[str], with_hydra: bool = False) -> DictConfig:
+    """As `compose`, from overrides that nothing is added to."""
+    if not CONF.is_dir():
+        raise ConfigError(f"no configs at {CONF}: install with `pip install -e .` from a clone of the repository")
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         try:
