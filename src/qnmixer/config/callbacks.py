@@ -6,9 +6,8 @@ Only the command line's are built. Those that a checkpoint names are left out wh
 from collections.abc import Mapping
 from typing import Any
 
+from qnmixer.config.target import TARGET
 from qnmixer.errors import ConfigError
-
-TARGET = "_target_"
 
 
 def parse_callbacks(callbacks: Any) -> dict[str, dict[str, Any]]:

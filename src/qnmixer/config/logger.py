@@ -8,9 +8,9 @@ from typing import Any
 from qnmixer.config.compose import CONF
 from qnmixer.config.custom import Custom
 from qnmixer.config.option import one_of
+from qnmixer.config.target import TARGET
 from qnmixer.errors import ConfigError
 
-TARGET = "_target_"
 CUSTOM = "custom"
 """The name of the logger that the group itself describes, without a name."""
 METRICS_FILE = "qnmixer.tracking.metrics_file.MetricsFile"

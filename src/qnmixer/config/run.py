@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
-from qnmixer.config.callbacks import TARGET, parse_callbacks
+from qnmixer.config.callbacks import parse_callbacks
 from qnmixer.config.compose import CONF
 from qnmixer.config.custom import Custom, keys_of
 from qnmixer.config.data import DataConfig
@@ -28,7 +28,7 @@ from qnmixer.config.option import number, one_of, suggest
 from qnmixer.config.schedule import ScheduleConfig
 from qnmixer.config.section import parse_section, plain_values
 from qnmixer.config.strategy import StrategyConfig
-from qnmixer.config.target import Target, options, schema_of_target, values_of_option
+from qnmixer.config.target import TARGET, Target, options, schema_of_target, values_of_option
 from qnmixer.config.trainer import TrainerConfig, gathered
 from qnmixer.errors import ConfigError
 from qnmixer.plugins import check_plugin

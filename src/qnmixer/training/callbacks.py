@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor
 
 from qnmixer.config import Config, ProfileConfig
-from qnmixer.config.callbacks import TARGET
+from qnmixer.config.target import TARGET
 from qnmixer.errors import PluginError, UserError, first_line
 from qnmixer.evaluation.evaluate import Evaluation, table_of
 from qnmixer.optimization.metrics import psnr
