@@ -1,4 +1,4 @@
-"""The build of torch that has kernels for this machine's GPUs. `make install` runs this file; training and doctor ask it.
+"""Which build of torch has kernels for this machine's GPUs: `make install` runs this file, training and doctor ask it.
 
 It runs before anything is installed: standard library only, nothing of qnmixer.
 """
@@ -169,7 +169,7 @@ def fix(gpus: Sequence[GPU]) -> str:
         build = choose(gpus)
     except NoBuildError as error:
         return str(error)
-    return f"make install TORCH={build} (in an environment of your own: pip install {' '.join(_pinned(build))})"
+    return f"make install TORCH={build}, or pip install {' '.join(_pinned(build))}"
 
 
 def _pinned(build: str) -> list[str]:
@@ -244,8 +244,10 @@ def install(build: str, lock: Path) -> None:
 
 def _pip(action: str, *arguments: str) -> None:
     """Run uv where it is there, pip otherwise."""
+    # --default-index, as UV_DEFAULT_INDEX of the environment would win over --index-url.
+    for_uv = ["--default-index" if argument == "--index-url" else argument for argument in arguments]
     try:
-        subprocess.run(["uv", "pip", action, "--quiet", "--python", sys.executable, *arguments], check=True)
+        subprocess.run(["uv", "pip", action, "--quiet", "--python", sys.executable, *for_uv], check=True)
     except FileNotFoundError:
         yes = ["--yes"] if action == "uninstall" else []
         command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", action, *yes, *arguments]
