@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -235,6 +236,14 @@ def test_a_package_that_is_not_the_locked_one_is_refused(machine: Callable[..., 
     )
     assert "error: " in here.run("make install", fails=True)
     assert "filelock" not in here.packages()
+
+
+def test_the_steps_of_the_dockerfile_install(machine: Callable[..., Machine]) -> None:
+    here = machine()
+    (step,) = re.findall(r"^RUN (.*)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    (default,) = re.findall(r"^ARG TORCH=(.*)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    here.run(f"TORCH={default}; {step}")
+    assert here.packages() == CU130
 
 
 @pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv")
