@@ -134,6 +134,8 @@ def machine(template: Path, tmp_path: Path) -> Callable[..., Machine]:
         made = Machine(template, tmp_path, path)
         if gpus:
             fake_nvidia_smi(made.bin, *gpus)
+        elif shutil.which("nvidia-smi", path=path):  # that of the machine that runs this test
+            fake_nvidia_smi(made.bin, "No devices were found", code=6)
         return made
 
     return make
@@ -169,17 +171,13 @@ def test_each_machine_gets_its_build(
     assert "Nothing to be done" in here.run("make install")
 
 
-@pytest.mark.parametrize(("gpu", "build", "other"), [(V100, "cu126", RTX_5090), (A100, "cu130", V100)])
-def test_the_build_is_kept_when_something_changes(
-    gpu: str, build: str, other: str, machine: Callable[..., Machine]
-) -> None:
-    here = machine(gpu)
+def test_the_build_is_kept_when_something_changes(machine: Callable[..., Machine]) -> None:
+    here = machine(A100)
     here.run("make install")
-    before = here.packages()
-    fake_nvidia_smi(here.bin, other)
+    fake_nvidia_smi(here.bin, V100)  # as on another node, with the same files
     here.change_pyproject()
-    assert f"torch {TORCH}, build {build}: kept" in here.run("make install")
-    assert here.packages() == before
+    assert f"torch {TORCH}, build cu130: kept" in here.run("make install")
+    assert here.packages() == CU130
 
 
 @pytest.mark.parametrize(
@@ -209,23 +207,23 @@ def test_the_fix_installs_a_build_that_the_next_install_keeps(machine: Callable[
     make, _, pip = fix([GPU((7, 0), "535.104.05")]).partition(", or ")
     pip = pip.replace("https://download.pytorch.org/whl", index).replace("pip", ".venv/bin/python -m pip", 1)
     here.run("make install TORCH=cpu")
-    for command in (make, pip):
-        assert here.packages()["torch"] == f"{TORCH}+cpu"
-        here.run(command)
-        assert here.packages() == CU126
-        here.change_pyproject()
-        assert "build cu126: kept" in here.run("make install")
-        assert here.packages() == CU126
-        if command == make:
-            here.run(f".venv/bin/python -m pip install -q torch=={TORCH}+cpu --index-url {index}/cpu")
+    assert here.packages() == CPU
+    here.run(make)
+    assert here.packages() == CU126
+    here.run(f".venv/bin/python -m pip install -q torch=={TORCH}+cpu --index-url {index}/cpu")
+    assert here.packages()["torch"] == CPU["torch"]
+    here.run(pip)
+    assert here.packages() == CU126
+    here.change_pyproject()
+    assert "build cu126: kept" in here.run("make install")
+    assert here.packages() == CU126
 
 
 def test_another_build_leaves_nothing_of_the_first(machine: Callable[..., Machine]) -> None:
     here = machine(A100)
-    for build, installed in {"cu130": CU130, "cu126": CU126, "auto": CU130, "cpu": CPU}.items():
+    for build, installed in {"cu130": CU130, "cu126": CU126, "auto": CU130}.items():
         here.run(f"make install TORCH={build}")
-        packages = here.packages()
-        assert packages == installed
+        assert here.packages() == installed
 
 
 def test_a_package_that_is_not_the_locked_one_is_refused(machine: Callable[..., Machine]) -> None:

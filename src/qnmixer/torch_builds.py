@@ -30,7 +30,8 @@ class Build:
 
 
 _CU130, _CU126 = ("cu130", "580"), ("cu126", "525.60.13")
-# The newest CUDA first: where several builds fit, the first one is taken.
+# The newest CUDA first: where several builds fit, the first one is taken. Architectures: pytorch/pytorch PR 182849;
+# drivers: NVIDIA's release notes. Training asks the installed torch itself (get_arch_list).
 BUILDS = {
     "x86_64": (
         Build(*_CU130, ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")),
@@ -262,6 +263,8 @@ def main() -> None:
         install(build, Path("requirements.lock"))
     except NoBuildError as error:
         sys.exit(f"error: {error}. To choose by hand: make install TORCH={'|'.join(CHOICES)}")
+    except KeyboardInterrupt:
+        sys.exit(130)
     except subprocess.CalledProcessError as error:
         sys.exit(f"error: {Path(error.cmd[0]).name} could not install torch {TORCH}, build {build}: see above")
 
