@@ -33,7 +33,7 @@ from qnmixer.physics import FanBeamProjector
 from qnmixer.physics.noise import attenuation_per_value
 from qnmixer.reconstruct import reconstruct
 from qnmixer.tracking.resume import resume_overrides
-from qnmixer.train import train
+from qnmixer.train import run as train
 from qnmixer.training.module import ReconstructionModule
 
 from .warm import Done, Warm

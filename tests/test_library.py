@@ -1,5 +1,6 @@
 """`import qnmixer` in somebody's own program."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,9 +10,12 @@ import torch
 import qnmixer
 from qnmixer.checkpoints.weights_file import encode
 from qnmixer.config import Config
-from qnmixer.errors import CheckpointError, PluginError
+from qnmixer.errors import CheckpointError, ConfigError, PluginError
 from qnmixer.models import QNMixer
 from qnmixer.reconstructor import Reconstructor
+from qnmixer.train import train
+
+from .conftest import PHANTOMS, TINY
 
 
 def test_the_shipped_network_comes_with_its_scan() -> None:
@@ -51,3 +55,35 @@ def test_a_class_of_somebody_is_imported_only_if_trusted(
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"^no run folder at .*nothing"):
         qnmixer.load_pretrained(tmp_path / "nothing")
+
+
+def test_train_tells_what_it_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trained = train(*TINY, *PHANTOMS, "hydra.run.dir=runs/mine")
+    record = json.loads((trained.folder / "results.json").read_text())
+    assert (trained.folder, trained.monitor) == (tmp_path / "runs" / "mine", "val/psnr")
+    assert trained.checkpoint == trained.folder / "checkpoints" / "best.ckpt"
+    assert record["best"] == {trained.monitor: trained.best}
+    assert record["overrides"] == [*TINY, *PHANTOMS]
+    assert (trained.folder / ".hydra" / "overrides.yaml").is_file()
+    assert qnmixer.load_pretrained(trained.folder).n_iterations == 2
+    with pytest.raises(CheckpointError, match="is done"):
+        train("resume=runs/mine")
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--multirun", "python -m qnmixer.train -m$"),
+        ("optimizer.lr=-1", "is too small"),
+        ("optimizer.learning_rate=1", "optimizer.lr"),
+        ("optimizer.lrr=1", "did you mean optimizer.lr"),
+    ],
+)
+def test_train_refuses_as_the_command_does(
+    word: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        train(word)
+    assert not [*tmp_path.iterdir()]
