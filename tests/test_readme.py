@@ -159,7 +159,7 @@ def test_command(command: str, place: Path, warm: Warm) -> None:
 
 def test_ten_lines_of_the_library() -> None:
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(block.splitlines()) == 10
+    assert len([line for line in block.splitlines() if line]) == 10
     found: dict[str, Any] = {}
     exec(block, found)
     image, sinogram, reconstruction = (found[name] for name in ("image", "sinogram", "reconstruction"))
