@@ -2,14 +2,18 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from qnmixer.config.compose import CONF
+
 from ..warm import Warm
 
+MANUAL = CONF.parent / "docs" / "wandb.md"
 SETTING = [
     "experiment=demo", "data.image_size=32", "geometry.n_detectors=48", "geometry.detector_pitch=20",
     "data.num_workers=0", "data.n_train=8", "data.n_val=2", "data.n_test=2", "trainer.max_steps=4",
@@ -59,6 +63,14 @@ def test_two_networks_have_the_same_columns(runs: dict[str, Any]) -> None:
 def test_what_is_not_trained_has_the_columns_of_its_test_too(runs: dict[str, Any]) -> None:
     of_training = ("train/", "memory/")
     assert columns(runs["TV"]) == {it for it in columns(runs["QN-Mixer"]) if not it.startswith(of_training)}
+
+
+@pytest.mark.slow
+def test_the_names_of_the_manual_are_logged(runs: dict[str, Any]) -> None:
+    names = set(re.findall(r"[`\":]((?:train|val|test)/\w+(?:/\w+)?)[`\"]", MANUAL.read_text()))
+    assert len(names) > 10
+    logged = {name.partition(".")[0] for name in runs["QN-Mixer"].metrics}
+    assert names - logged == {"test/tv/psnr"}  # nobody asked for it
 
 
 @pytest.mark.slow
