@@ -25,7 +25,7 @@ from qnmixer.sweeps.jobs import Job, run_jobs
 from qnmixer.sweeps.sweep import sweep
 from qnmixer.tracking.resume import resume_overrides
 from qnmixer.tracking.run import Run
-from qnmixer.training.worker import check_processes, check_srun
+from qnmixer.training.worker import check_processes, check_srun, fit_as_rank, fit_in_processes
 from qnmixer.weights import check_weights
 
 
@@ -35,10 +35,8 @@ def train(cfg: DictConfig) -> float | None:
     folder, overrides = Path(hydra_config.runtime.output_dir), overrides_of_job(hydra_config)
     if hydra_config.mode == RunMode.MULTIRUN:  # a job that another launcher than ours has started
         return run_jobs([Job(folder, overrides, cfg)], check, at_once=1)[0]
-    with loading():  # torch and Lightning take seconds
+    with loading():  # torch takes seconds
         from qnmixer.parallel.devices import resolve_devices
-        from qnmixer.training.fit import fit
-        from qnmixer.training.worker import fit_as_rank, fit_in_processes
 
     run = Run(folder, overrides, cfg.resume)
     with run.lock():
@@ -48,8 +46,13 @@ def train(cfg: DictConfig) -> float | None:
         except UserError as error:
             run.record_end("failed", error)
             raise
-        start = fit_as_rank if is_rank() else fit if config.strategy.name == "single" else fit_in_processes
-        return start(config, run)
+        if is_rank():
+            return fit_as_rank(config, run)
+        if config.strategy.name != "single":
+            return fit_in_processes(config, run)
+        with loading():  # Lightning takes seconds more; the process that only watches others does without
+            from qnmixer.training.fit import fit
+        return fit(config, run)
 
 
 def overrides_of_job(hydra_config: HydraConf) -> list[str]:
