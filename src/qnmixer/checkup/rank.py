@@ -194,7 +194,7 @@ class StepProbe:
 
     def before_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         """Keep the gradients, if they are the first that are finite."""
-        from qnmixer.parallel.shards import gather
+        from qnmixer.parallel.fsdp import gather
 
         named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
         gradients = {name: gather(gradient) for name, gradient in named}  # of fsdp a collective: on every rank

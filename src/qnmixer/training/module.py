@@ -15,8 +15,7 @@ from qnmixer.optimization.losses import build_loss, weighted
 from qnmixer.optimization.metrics import psnr, ssim
 from qnmixer.optimization.optimizers import build_optimizer
 from qnmixer.optimization.schedules import learning_rate_factor
-from qnmixer.parallel.fsdp import shard
-from qnmixer.parallel.shards import gather
+from qnmixer.parallel.fsdp import gather, shard
 from qnmixer.physics import FanBeamProjector
 from qnmixer.reconstructor import Batch, Reconstructor
 from qnmixer.training.lightning_private import restore_position
