@@ -267,7 +267,7 @@ def reference_gradients(config: Config, window: list[Number], scale: float) -> d
 
     from qnmixer.data.datamodule import SliceDataModule
     from qnmixer.data.sampler import Pick
-    from qnmixer.parallel.precision import build_precision
+    from qnmixer.parallel.strategies import build_precision
 
     device = torch.device(config.trainer.accelerator)
     # Same gradients to the last bit, and room on one device for what a pipeline has split over several.

@@ -19,10 +19,8 @@ from qnmixer.config.commands import (
     parse_plan,
     parse_reconstruct,
 )
-from qnmixer.config.custom import Custom, keys_of
 from qnmixer.config.debug import FewBatchesConfig, ProfileConfig
 from qnmixer.config.evaluation import EvaluationConfig
-from qnmixer.config.groups import GROUPS
 from qnmixer.config.keys import flat_keys, unknown_key
 from qnmixer.config.logger import LoggerConfig, WandbConfig
 from qnmixer.config.loss import LossConfig, SSIMMixConfig
@@ -46,12 +44,11 @@ from qnmixer.config.run import (
 )
 from qnmixer.config.schedule import ScheduleConfig, StepScheduleConfig
 from qnmixer.config.strategy import DDPConfig, FSDPConfig, PipelineConfig
-from qnmixer.config.target import choice_of, keys_of_options, options, with_names
+from qnmixer.config.target import Custom, choice_of, keys_of, keys_of_options, options, with_names
 from qnmixer.config.trainer import TrainerConfig
 
 __all__ = [
     "DEVICES",
-    "GROUPS",
     "AdamWConfig",
     "CompareConfig",
     "Config",

@@ -12,12 +12,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.config.callbacks import parse_callbacks
 from qnmixer.config.compose import CONF
-from qnmixer.config.custom import Custom, keys_of
 from qnmixer.config.data import DataConfig
 from qnmixer.config.debug import DebugConfig
 from qnmixer.config.evaluation import EvaluationConfig
 from qnmixer.config.geometry import GeometryConfig
-from qnmixer.config.groups import GROUPS, SECTIONS
 from qnmixer.config.logger import LoggerConfig, WandbConfig, named_loggers, schema_of_logger, section_of
 from qnmixer.config.loss import LossConfig
 from qnmixer.config.memory import MemoryConfig
@@ -28,7 +26,16 @@ from qnmixer.config.option import number, one_of, suggest
 from qnmixer.config.schedule import ScheduleConfig
 from qnmixer.config.section import parse_section, plain_values
 from qnmixer.config.strategy import StrategyConfig
-from qnmixer.config.target import TARGET, Target, options, schema_of_target, values_of_option
+from qnmixer.config.target import (
+    TARGET,
+    Custom,
+    Target,
+    keys_of,
+    names_of,
+    options,
+    schema_of_target,
+    values_of_option,
+)
 from qnmixer.config.trainer import TrainerConfig, gathered
 from qnmixer.errors import ConfigError
 from qnmixer.plugins import check_plugin
@@ -106,23 +113,28 @@ def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
 
 
 def schema_of(section: str, value: Any) -> type:
-    """The dataclass of a section of the config; raises ConfigError for an option that does not exist."""
-    if section in SECTIONS:
-        return SECTIONS[section]
-    if section in _targets() and isinstance(value, Mapping):
-        return schema_of_target(_targets()[section], value)
+    """The dataclass of a section of the config: that of its target or its name, or what those of the group derive from.
+
+    Raises ConfigError for an option that does not exist.
+    """
+    base, names = _hints()[section], names_of(section)
+    if isinstance(value, Mapping) and issubclass(base, Target):
+        return schema_of_target(base, value)
+    if isinstance(value, Mapping) and not names:
+        return base
     name = str(value.get("name")) if isinstance(value, Mapping) else str(value)
-    schemas = GROUPS.get(section, {})
-    if name not in schemas:
-        raise ConfigError(f"{section}={name} is not known: {suggest(name, schemas or options(section))}")
-    return schemas[name]
+    if name not in names:
+        raise ConfigError(f"{section}={name} is not known: {suggest(name, names or options(section))}")
+    for schema in base.__subclasses__():
+        if getattr(schema, "name", None) == name:
+            return schema
+    return base
 
 
 @cache
-def _targets() -> dict[str, type[Target]]:
-    """What the schemas of the groups derive from whose options name a target."""
-    hints = get_type_hints(Config)
-    return {key: it for key, it in hints.items() if isinstance(it, type) and issubclass(it, Target)}
+def _hints() -> dict[str, type]:
+    """The types of the sections."""
+    return get_type_hints(Config)
 
 
 def targets_of(config: Any) -> dict[str, str]:

@@ -6,7 +6,7 @@ the target. Nothing lists the options of a group but its folder in conf/.
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from omegaconf import OmegaConf
 
 from qnmixer.config.compose import CONF
-from qnmixer.config.custom import Custom, keys_of
 from qnmixer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,6 +22,34 @@ if TYPE_CHECKING:
 TARGET = "_target_"
 _NO_OPTIONS = ("_", "as_trained", "custom")  # parts of others, for evaluate alone, of the user's own
 _OURS = "qnmixer."
+
+
+@dataclass(kw_only=True)
+class Custom:
+    """A class or function, and its arguments.
+
+    Attributes:
+        _target_: module.name of the class or function.
+        arguments: what the section has beside the keys of its schema. The target gets them by name.
+    """
+
+    _target_: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+def split_arguments(schema: type[Custom], value: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keys of a section that its schema knows, and its arguments."""
+    known = {f.name for f in fields(schema)} - {"arguments"}
+    return (
+        {key: item for key, item in value.items() if key in known},
+        {str(key): item for key, item in value.items() if key not in known},
+    )
+
+
+def keys_of(section: Any) -> dict[str, Any]:
+    """The keys of a section as a command line has them: arguments of a target stand beside the others."""
+    keys = asdict(section)
+    return keys | keys.pop("arguments") if isinstance(section, Custom) else keys
 
 
 @dataclass(kw_only=True)
@@ -130,6 +157,13 @@ def groups() -> list[str]:
 def options(group: str) -> list[str]:
     """The options of a group that conf/ has ready, by name."""
     return sorted(path.stem for path in (CONF / group).glob("*.yaml") if not path.stem.startswith(_NO_OPTIONS))
+
+
+@cache
+def names_of(group: str) -> list[str]:
+    """The names of the options of a group that have a name and no target."""
+    texts = [(CONF / group / f"{option}.yaml").read_text() for option in options(group)]
+    return list(dict.fromkeys(re.findall(r'^(?:debug: {)?name: "?(\w+)', "\n".join(texts), re.MULTILINE)))
 
 
 def files_of(path: Path, *, below: bool = False) -> list[Path]:

@@ -1,10 +1,11 @@
-"""The Lightning strategy that a config names."""
+"""The Lightning strategy and the precision plugin that a config names."""
 
 from collections.abc import Callable
 from datetime import timedelta
 from inspect import signature
 from typing import Any
 
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,6 +34,12 @@ def build_strategy(config: Config) -> Strategy | str:
     if name not in _STRATEGIES:
         raise ConfigError(f"strategy={name} is not known: {suggest(name, _STRATEGIES)}")
     return _STRATEGIES[name](config)
+
+
+def build_precision(config: Config, accelerator: str) -> Precision:
+    """Autocast, and for fp16 a GradScaler; on a CPU too, where Lightning would silently take bf16 for 16-mixed."""
+    precision = config.trainer.precision
+    return Precision() if precision == "32" else MixedPrecision(precision, accelerator)  # type: ignore[arg-type]  # a choice
 
 
 def _ddp(config: Config) -> Strategy:
