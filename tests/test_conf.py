@@ -6,10 +6,11 @@ from typing import get_type_hints
 import pytest
 from omegaconf import OmegaConf
 
-from qnmixer.config import Config, options, parse, parse_evaluate, parse_reconstruct
+from qnmixer.config import Config, parse
+from qnmixer.config.commands import parse_evaluate, parse_reconstruct
 from qnmixer.config.compose import CONF, compose
 from qnmixer.config.data import AsTrained
-from qnmixer.config.target import _SCHEMAS, values_of_option
+from qnmixer.config.target import _SCHEMAS, options, values_of_option
 
 FILES = sorted(CONF.rglob("*.yaml"))
 ONLY_FOR_EVALUATE = {"as_trained"}

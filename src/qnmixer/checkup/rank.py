@@ -24,16 +24,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from qnmixer.cli import explain
-from qnmixer.config import (
-    Config,
-    MemoryConfig,
-    PipelineConfig,
-    RecomputeConfig,
-    devices_per_replica,
-    parse,
-    section,
-    with_iterations,
-)
+from qnmixer.config import Config, parse
+from qnmixer.config.memory import MemoryConfig, RecomputeConfig
+from qnmixer.config.run import devices_per_replica, section, with_iterations
+from qnmixer.config.strategy import PipelineConfig
 from qnmixer.files import write_text
 from qnmixer.memory.footprint import MIB
 from qnmixer.memory.leaks import LeakWatch

@@ -125,7 +125,8 @@ def schema_of(section: str, value: Any) -> type:
     name = str(value.get("name")) if isinstance(value, Mapping) else str(value)
     if name not in names:
         raise ConfigError(f"{section}={name} is not known: {suggest(name, names or options(section))}")
-    for schema in base.__subclasses__():
+    schemas: list[type] = base.__subclasses__()
+    for schema in schemas:
         if getattr(schema, "name", None) == name:
             return schema
     return base
@@ -195,14 +196,16 @@ def with_iterations(config: Config, T: int) -> Config:
 
 def override(config: Config, overrides: str) -> Config:
     """The config with overrides as on a command line: keys, and groups ("memory=recompute") of options that exist."""
-    values = to_plain(config)
+    values = OmegaConf.create(to_plain(config))
     for item in overrides.split():
         key, _, value = item.partition("=")
         if (CONF / key).is_dir():
             values[key] = _resolved(key, value, config.seed, {})
         else:
-            values = OmegaConf.to_container(OmegaConf.merge(values, OmegaConf.from_dotlist([item])))  # type: ignore[assignment]  # a dict
-    return parse(values)
+            values.merge_with_dotlist([item])
+    plain = OmegaConf.to_container(values)  # text with ${…} stays text
+    assert isinstance(plain, dict)
+    return parse({str(key): section for key, section in plain.items()})
 
 
 def section(group: str, option: str, *, seed: int = 42, **keys: Any) -> Any:

@@ -15,8 +15,12 @@ from torch import Tensor
 
 from qnmixer.checkpoints.reading import load_run
 from qnmixer.checkpoints.weights_file import digest_of_weights
-from qnmixer.config import Config, EvaluateConfig, EvaluationConfig, keys_of, targets_of, to_plain
+from qnmixer.config import Config, to_plain
+from qnmixer.config.commands import EvaluateConfig
 from qnmixer.config.data import AsTrained, DataConfig, FolderData
+from qnmixer.config.evaluation import EvaluationConfig
+from qnmixer.config.run import targets_of
+from qnmixer.config.target import keys_of
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.evaluation.slices import Gallery, as_trained, kind_of, other_slices
 from qnmixer.evaluation.statistics import with_deviation

@@ -8,18 +8,12 @@ from dataclasses import replace
 from rich.console import Console
 from rich.progress import Progress
 
-from qnmixer.config import (
-    DEVICES,
-    Config,
-    LearnedConfig,
-    PipelineConfig,
-    PlanConfig,
-    device_memory,
-    effective_batch,
-    options,
-    override,
-    validate,
-)
+from qnmixer.config import Config, effective_batch, override
+from qnmixer.config.commands import DEVICES, PlanConfig, device_memory
+from qnmixer.config.model import LearnedConfig
+from qnmixer.config.run import validate
+from qnmixer.config.strategy import PipelineConfig
+from qnmixer.config.target import options
 from qnmixer.errors import ConfigError
 from qnmixer.memory.footprint import MIB, Prediction
 from qnmixer.memory.pipeline import cut_of, idle, n_microbatches

@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.optim import Optimizer
 
-from qnmixer.config import Config, PipelineConfig, batch_of_replica, devices_per_replica
+from qnmixer.config import Config
+from qnmixer.config.run import batch_of_replica, devices_per_replica
+from qnmixer.config.strategy import PipelineConfig
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.parallel.stages import Context, Stage, cut_by_cost, cut_evenly, ranges, survey
 

@@ -9,8 +9,9 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch.nn.parallel import DistributedDataParallel
 
-from qnmixer.config import Config, DDPConfig, FSDPConfig
+from qnmixer.config import Config
 from qnmixer.config.option import suggest
+from qnmixer.config.strategy import DDPConfig, FSDPConfig
 from qnmixer.errors import ConfigError
 from qnmixer.parallel.fsdp import ShardedStrategy
 from qnmixer.parallel.pipeline import PipelineStrategy

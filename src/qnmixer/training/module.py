@@ -10,7 +10,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
-from qnmixer.config import Config, FSDPConfig, batch_of_replica, to_plain
+from qnmixer.config import Config, to_plain
+from qnmixer.config.run import batch_of_replica
+from qnmixer.config.strategy import FSDPConfig
 from qnmixer.optimization.losses import build_loss, weighted
 from qnmixer.optimization.metrics import psnr, ssim
 from qnmixer.optimization.optimizers import build_optimizer
