@@ -60,7 +60,8 @@ def checkup(config: Config, folder: Path) -> Iterator[Check]:
     What cannot be looked at after something else has failed is skipped. Raises KeyboardInterrupt on Ctrl-C.
     """
     on_cuda = config.trainer.accelerator != "cpu" and torch.cuda.is_available()
-    cards = [Card(torch.cuda.get_device_name(k), torch.cuda.get_device_capability(k)) for k in _numbers(on_cuda)]
+    numbers = range(torch.cuda.device_count() if on_cuda else 0)
+    cards = [Card(torch.cuda.get_device_name(k), torch.cuda.get_device_capability(k)) for k in numbers]
     first = [
         check_versions(cards, torch.cuda.get_arch_list(), torch.version.cuda, config.trainer.accelerator),
         check_precision(
@@ -314,10 +315,6 @@ def _silence() -> Iterator[None]:
 
 def _with_trainer(config: Config, **changes: Any) -> Config:
     return replace(config, trainer=replace(config.trainer, **changes))
-
-
-def _numbers(on_cuda: bool) -> range:
-    return range(torch.cuda.device_count() if on_cuda else 0)
 
 
 def _split(line: str, mend: str = "") -> tuple[str, str]:

@@ -82,7 +82,9 @@ class Target(Custom):
 
     def choice(self) -> list[str]:
         """The overrides that choose this target."""
-        return choice_of(self.group, self._target_)
+        if self.name != self._target_:
+            return [f"{self.group}={self.name}"]
+        return [f"{self.group}=custom", f"{self.group}.{TARGET}={self._target_}"]
 
 
 _T = TypeVar("_T", bound=Target)
@@ -203,12 +205,6 @@ def _by_target(group: str) -> dict[str, str]:
 def option_of(group: str, target: str) -> str:
     """The option that stands for a target; the target itself where conf/ has none."""
     return _by_target(group).get(target, target)
-
-
-def choice_of(group: str, target: str) -> list[str]:
-    """The overrides that choose a target."""
-    option = option_of(group, target)
-    return [f"{group}={option}"] if option != target else [f"{group}=custom", f"{group}.{TARGET}={target}"]
 
 
 def with_names(plain: Mapping[str, Any]) -> dict[str, Any]:

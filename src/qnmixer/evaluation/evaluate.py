@@ -194,7 +194,8 @@ def _slice(batch: Batch, b: int, images: dict[str, list[Tensor]], scores: dict[s
     def hu(image: Tensor) -> Tensor:
         return to_hu(batch, image)[b, 0].cpu()
 
-    methods = [PageMethod(name, [hu(x) for x in of], _caption(scores[name])) for name, of in images.items()]
+    captions = {name: caption_of(score.psnr, score.ssim) for name, score in scores.items()}
+    methods = [PageMethod(name, [hu(x) for x in of], captions[name]) for name, of in images.items()]
     *_, last = scores.values()
     return PageSlice(batch["name"][b], hu(batch["image"]), methods, psnr=last.psnr)
 
@@ -276,10 +277,6 @@ def _score(batch: Batch, method: str, image: Tensor, window: list[float]) -> lis
     ]
     rows = zip(batch["name"], *(column.tolist() for column in columns), strict=True)
     return [ImageScore(name, method, *row) for name, *row in rows]
-
-
-def _caption(score: ImageScore) -> str:
-    return caption_of(score.psnr, score.ssim)
 
 
 def caption_of(decibels: float, percent: float) -> str:

@@ -55,13 +55,9 @@ def _fsdp(config: Config) -> Strategy:
     return ShardedStrategy((config.trainer.devices or 1) * config.trainer.num_nodes, config.strategy, _TIMEOUT)
 
 
-def _pipeline(config: Config) -> Strategy:
-    return PipelineStrategy(config, _TIMEOUT)
-
-
 _STRATEGIES: dict[str, Callable[[Config], Strategy | str]] = {
     "single": lambda config: "auto",
     "ddp": _ddp,
     "fsdp": _fsdp,
-    "pipeline": _pipeline,
+    "pipeline": lambda config: PipelineStrategy(config, _TIMEOUT),
 }
