@@ -142,8 +142,7 @@ def check_arguments(cls: type[Target], target: str, arguments: Mapping[str, Any]
         raise ConfigError(f"{cls.group}.{odd} is not known: beside {TARGET} there are the arguments of the target")
     if target in _SCHEMAS and target.startswith(_OURS):
         return next(iter(arguments), None)
-    mine = option_of(cls.group, target)
-    if mine == target:
+    if not arguments or (mine := option_of(cls.group, target)) == target:
         return None
     keys = keys_of_options(cls.group)
     others = {key for option, its in keys.items() if option != mine for key in its} - {*keys[mine]} | {"name"}
