@@ -216,7 +216,9 @@ class OfflineRun:
     started: str = ""
     name: str = ""
     group: str | None = None
+    tags: list[str] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)  # a column each in W&B's table of runs
     exit_code: int | None = None  # None: it was never ended
     history: list[dict[str, Any]] = field(default_factory=list)  # a dict for each step
     records: list[dict[str, Any]] = field(default_factory=list)  # everything, as it was written
@@ -247,10 +249,13 @@ def _read_offline_run(path: Path) -> OfflineRun:
         if record["type"] == "run":
             run.id, run.started = content["run_id"], content["start_time"]
             run.name, run.group = content.get("display_name", ""), content.get("run_group")
+            run.tags = content.get("tags", [])
         elif record["type"] == "exit":
             run.exit_code = content.get("exit_code", 0)
         elif record["type"] == "history":
             run.history.append(content["item"])
         if record["type"] in ("run", "config"):
             run.config |= content.get("config", content).get("update", {})
+        if record["type"] == "summary":
+            run.summary |= content.get("update", {})
     return run

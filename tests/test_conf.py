@@ -1,4 +1,5 @@
 import ast
+import inspect
 from itertools import product
 from pathlib import Path
 from typing import get_type_hints
@@ -6,6 +7,7 @@ from typing import get_type_hints
 import pytest
 from omegaconf import OmegaConf
 
+from qnmixer import models
 from qnmixer.config import Config, parse
 from qnmixer.config.commands import parse_evaluate, parse_reconstruct
 from qnmixer.config.compose import CONF, compose
@@ -85,6 +87,14 @@ def test_options_open_with_their_target(group: str, option: str) -> None:
     lines = [line for line in (CONF / group / f"{option}.yaml").read_text().splitlines() if not line.startswith("#")]
     assert lines[0].startswith("_target_: ")
     assert not any(line.startswith("name:") for line in lines)
+
+
+@pytest.mark.parametrize("option", [it for it in options("model") if it not in ("custom", "qn_mixer_paper")])
+def test_a_network_that_a_program_builds_is_the_one_of_the_command(option: str) -> None:
+    values = values_of_option("model", option)
+    network = getattr(models, str(values.pop("_target_")).rpartition(".")[2])
+    _, *parameters = inspect.signature(network).parameters.values()
+    assert {it.name: it.default for it in parameters} == values
 
 
 def test_every_schema_can_be_chosen() -> None:

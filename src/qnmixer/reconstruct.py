@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 from qnmixer import cli
 from qnmixer.config.commands import ReconstructConfig, parse_reconstruct
-from qnmixer.files import check_there
+from qnmixer.files import check_no_nifti, check_there
 from qnmixer.weights import check_weights
 
 
@@ -24,6 +24,7 @@ def check(cfg: DictConfig) -> ReconstructConfig:
     config = parse_reconstruct(cfg)
     check_weights("run", config.run)
     check_there("input", config.input, "a file or folder of DICOM, .npy or 16-bit PNG")
+    check_no_nifti("input", config.input)
     return config
 
 

@@ -254,6 +254,12 @@ def test_what_would_break_only_in_the_middle_of_a_run(override: str, words: str)
     assert words in refusal(override)
 
 
+def test_tags_that_wandb_takes() -> None:
+    assert train(f"tags=[{'a' * 64},b]").tags == ["a" * 64, "b"]
+    assert refusal(f"tags=[{'a' * 65}]") == f"tags: '{'a' * 20}' has 65 characters: give each tag 1 to 64"
+    assert refusal("tags=['']") == "tags: '' has 0 characters: give each tag 1 to 64"
+
+
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize("key", ["optimizer.lr", "geometry.axis_to_detector", "data.hu_max", "geometry.angle_span"])
 def test_not_finite(key: str, value: str) -> None:

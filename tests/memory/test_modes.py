@@ -18,6 +18,8 @@ from qnmixer.memory.plan import track_step
 from qnmixer.models import QNMixer
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
+from ..models.conftest import FIGURE
+
 MIB = 2**20
 KEEP = MemoryConfig(name="keep")
 MODES: dict[str, MemoryConfig] = {
@@ -53,7 +55,7 @@ class Dropping(nn.Module):
 
 def network_of(projector: FanBeamProjector, dropout: bool, **options: Any) -> QNMixer:
     torch.manual_seed(0)
-    network = QNMixer(projector, n_iterations=4, channels=16, **options)
+    network = QNMixer(projector, n_iterations=4, channels=16, **FIGURE, **options)
     for k, regularizer in enumerate(network.regularizers):
         nn.init.normal_(regularizer.expansion.project, std=0.02)
         if dropout:

@@ -14,6 +14,8 @@ CUSTOM = "custom"
 """The name of the logger that the group itself describes, without a name."""
 METRICS_FILE = "qnmixer.tracking.metrics_file.MetricsFile"
 """What every run has, named by logger=csv."""
+LONGEST_TAG = 64
+"""Characters that W&B takes."""
 
 _WANDB = "qnmixer.tracking.loggers.WandbRun"
 _PACKAGES = {

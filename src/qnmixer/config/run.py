@@ -16,7 +16,7 @@ from qnmixer.config.data import DataConfig
 from qnmixer.config.debug import DebugConfig
 from qnmixer.config.evaluation import EvaluationConfig
 from qnmixer.config.geometry import GeometryConfig
-from qnmixer.config.logger import LoggerConfig, WandbConfig, named_loggers, schema_of_logger, section_of
+from qnmixer.config.logger import LONGEST_TAG, LoggerConfig, WandbConfig, named_loggers, schema_of_logger, section_of
 from qnmixer.config.loss import LossConfig
 from qnmixer.config.memory import MemoryConfig
 from qnmixer.config.model import ModelConfig, UnrolledConfig
@@ -165,6 +165,9 @@ def validate(config: Config) -> None:
         if hasattr(section, "check"):
             section.check(config)
     trainer = config.trainer
+    for tag in config.tags:
+        if not 1 <= len(tag) <= LONGEST_TAG:
+            raise ConfigError(f"tags: {tag[:20]!r} has {len(tag)} characters: give each tag 1 to {LONGEST_TAG}")
     if config.finetune is not None and config.resume is not None:
         raise ConfigError("finetune takes the weights of a run, resume goes on with it: give one of them")
     if trainer.max_steps == -1 and trainer.max_epochs is None:

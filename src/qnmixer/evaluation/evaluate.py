@@ -39,6 +39,7 @@ from qnmixer.tracking.results import git_commit, results, versions
 from qnmixer.tracking.sweep_file import sweep_of
 from qnmixer.weights import located
 
+PICTURE, PAGE = "picture.png", "page.html"
 _MOST_ITERATIONS = 50  # whose images a page has room for
 METRICS = {
     "psnr": "PSNR, dB",
@@ -63,11 +64,15 @@ class ImageScore:
 
 @dataclass
 class Evaluation:
-    """All scores of a split, its slices to look through, the worst first, and which of these the picture has."""
+    """All scores of a split, its slices to look through, the worst first, and which of these the picture has.
+
+    `baselines`: the methods that every network is held against, whatever `model` is.
+    """
 
     scores: list[ImageScore]
     slices: list[PageSlice]
     pictured: list[int] = field(default_factory=list)
+    baselines: list[str] = field(default_factory=list)
 
     @property
     def rows(self) -> list[Row]:
@@ -90,6 +95,12 @@ class Evaluation:
     def means(self) -> dict[str, dict[str, float]]:
         """method → metric → mean over images."""
         return {m: {metric: mean(self.values(m, metric)) for metric in METRICS} for m in self.methods}
+
+    def metrics(self) -> dict[str, float]:
+        """The means under names that are the same for every network: psnr, fbp/psnr, tv/psnr."""
+        means = self.means()
+        named = {"": self.methods[-1]} | {f"{name.lower()}/": name for name in self.baselines}
+        return {f"{prefix}{metric}": means[name][metric] for prefix, name in named.items() for metric in METRICS}
 
 
 def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> Evaluation:
@@ -119,7 +130,7 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
         record["picture"] = str(
             write_evaluation(folder, evaluation, title, measured, device, console, located(config.run))
         )
-    console.print(f"picture: {record['picture']}\nto look through: {folder / 'page.html'}", soft_wrap=True)
+    console.print(f"picture: {record['picture']}\nto look through: {folder / PAGE}", soft_wrap=True)
     return evaluation
 
 
@@ -148,6 +159,7 @@ def evaluate(
     methods: dict[str, Callable[[Tensor], Tensor]] = {"FBP": module.projector.fbp}
     if config.tv_weight is not None:
         methods[TotalVariation.title] = TotalVariation(module.projector, config.tv_iterations, config.tv_weight)
+    baselines = [*methods]
     methods[module.network.title] = module.network
     n_images, size = len(data.dataset(split)), module.config.data.image_size
     n_iterates = _n_shown(module.network)
@@ -176,7 +188,7 @@ def evaluate(
             gallery.merge(its_slices)
     numbers, slices = zip(*gallery.found.items(), strict=True)
     drawn = [numbers.index(n) for n in sorted(gallery.pictured)]
-    return Evaluation([score for n in sorted(found) for score in found[n]], [*slices], drawn)
+    return Evaluation([score for n in sorted(found) for score in found[n]], [*slices], drawn, baselines)
 
 
 def shown_iterates(network: UnrolledNetwork[Any], y: Tensor) -> list[Tensor]:
@@ -213,9 +225,9 @@ def write_evaluation(
     write_text(folder / "table.md", _markdown(title, headings, body, gain, warnings))
     lines = [list(vars(score).values()) for score in evaluation.scores]
     write_text(folder / "images.csv", csv_table([list(vars(evaluation.scores[0])), *lines]))
-    picture = folder / "picture.png"
+    picture = folder / PICTURE
     draw_comparison(picture, evaluation.rows)
-    _write_page(folder / "page.html", evaluation, title, config, device, run)
+    _write_page(folder / PAGE, evaluation, title, config, device, run)
 
     for line in warnings:
         console.print(f"warning: {line}", style="bold red", highlight=False, soft_wrap=True)
@@ -292,6 +304,16 @@ def table_of(evaluation: Evaluation) -> tuple[list[str], list[list[str]]]:
         for m, of_metrics in columns.items()
     ]
     return ["method", *METRICS.values()], body
+
+
+def numbers_of(evaluation: Evaluation) -> tuple[list[str], list[list[str | float]]]:
+    """The same table for programs: means and standard deviations are numbers, in columns of their own."""
+    headings = ["method", *(f"{metric}{of}" for metric in METRICS for of in ("", "_std"))]
+    body: list[list[str | float]] = []
+    for method in evaluation.methods:
+        values = [evaluation.values(method, metric) for metric in METRICS]
+        body.append([method, *(it for of in values for it in (mean(of), stdev(of) if len(of) > 1 else 0.0))])
+    return headings, body
 
 
 def _gain(evaluation: Evaluation) -> str:

@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 from torch import Tensor, nn
 
 from qnmixer.errors import ConfigError
+from qnmixer.physics import FanBeamProjector
 
 S = TypeVar("S")
 """What one iteration hands to the next: tensors [B, …], and tuples of them."""
@@ -21,6 +22,9 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
 
     title: str = "network"
     """What tables and pictures call it."""
+
+    projector: FanBeamProjector
+    """A, Aᵀ and FBP of the scan, which a subclass sets: it is what it is built with."""
 
     def __init__(self, n_iterations: int) -> None:
         super().__init__()

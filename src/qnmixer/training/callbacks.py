@@ -18,7 +18,7 @@ from qnmixer.config import Config
 from qnmixer.config.debug import ProfileConfig
 from qnmixer.config.target import TARGET
 from qnmixer.errors import PluginError, UserError, first_line
-from qnmixer.evaluation.evaluate import Evaluation, table_of
+from qnmixer.evaluation.evaluate import PAGE, PICTURE, Evaluation, numbers_of
 from qnmixer.optimization.metrics import psnr
 from qnmixer.plugins import make_plugin, subclass_of
 from qnmixer.reconstructor import Batch, to_hu
@@ -84,7 +84,7 @@ class ValidationLine(Callback):
         time_taken = f" · {1000 * seconds / done:.0f} ms a step, all included" if done else ""
         left = f" · {duration(seconds / done * (total - step))} left" if done and math.isfinite(total) else ""
         self.console.print(
-            f"step {step}/{total} · val PSNR {values['val/psnr']:.2f} dB · SSIM {100 * values['val/ssim']:.2f}"
+            f"step {step}/{total} · val PSNR {values['val/psnr']:.2f} dB · SSIM {values['val/ssim']:.2f}"
             f"{time_taken}{left}",
             highlight=False,
             soft_wrap=True,
@@ -156,15 +156,14 @@ def _iterate_rows(batch: Batch, iterates: dict[int, Tensor]) -> list[Row]:
     return rows
 
 
-def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, picture: Path, step: int, samples: float) -> None:
-    """Log the means of the evaluation; to W&B the table and the picture too."""
-    means = {"samples": samples} | {
-        f"test/{method}/{metric}": v for method, of in evaluation.means().items() for metric, v in of.items()
-    }
-    headings, body = table_of(evaluation)
+def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, folder: Path, step: int, samples: float) -> None:
+    """Log the means of the evaluation; to W&B the table, the picture and the page too, which lie in `folder`."""
+    means = {"samples": samples} | {f"test/{name}": value for name, value in evaluation.metrics().items()}
     for logger in loggers:
         logger.log_metrics(means, step)
         if isinstance(logger, WandbLogger):
-            logger.log_table("test/table", headings, body, step=step)
-            logger.log_image("test/picture", [str(picture)], step)
+            logger.log_table("test/table", *numbers_of(evaluation), step=step)
+            logger.log_image("test/picture", [str(folder / PICTURE)], step)
+            for name in (PICTURE, PAGE):
+                logger.experiment.save(str(folder / name), base_path=str(folder.parent), policy="now")
         logger.save()  # some write now and then only, and Lightning is done with them

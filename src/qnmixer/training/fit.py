@@ -234,4 +234,4 @@ def evaluate_best(
     sampler = data.train_dataloader().sampler
     assert isinstance(sampler, EpochSampler)
     samples = float(sampler.samples_until(trainer.global_step))
-    log_evaluation(trainer.loggers, evaluation, picture, trainer.global_step, samples)
+    log_evaluation(trainer.loggers, evaluation, picture.parent, trainer.global_step, samples)

@@ -74,9 +74,9 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
             self.log("train/loss", self._step_loss, batch_size=1, sync_dist=True)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Loss, PSNR and SSIM of x_T, mean over the images of all processes."""
+        """Loss, PSNR and SSIM × 100 of x_T, mean over the images of all processes."""
         image, truth = self.network(self.measure(batch, "val")), batch["image"]
-        values = {"loss": self.loss(image, truth), "psnr": psnr(image, truth), "ssim": ssim(image, truth)}
+        values = {"loss": self.loss(image, truth), "psnr": psnr(image, truth), "ssim": 100 * ssim(image, truth)}
         for name, value in values.items():
             mean = self.means[name]
             assert isinstance(mean, MeanMetric)
