@@ -25,7 +25,8 @@ from PIL import Image
 from qnmixer import cli
 from qnmixer.checkpoints.reading import load_run
 from qnmixer.checkpoints.weights_file import digest_of_weights
-from qnmixer.config import parse, parse_evaluate, parse_reconstruct
+from qnmixer.config import parse
+from qnmixer.config.commands import parse_evaluate, parse_reconstruct
 from qnmixer.data.phantoms import phantom
 from qnmixer.evaluate import evaluate
 from qnmixer.inference.writers import write_dicom

@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from qnmixer import cli
-from qnmixer.config import EvaluateConfig, parse_evaluate
+from qnmixer.config.commands import EvaluateConfig, parse_evaluate
 from qnmixer.config.data import DataConfig, check_data
 from qnmixer.weights import check_weights
 

@@ -7,7 +7,7 @@ python -m qnmixer.reconstruct run=runs/DIR input=scan.npy output=out kind=sinogr
 from omegaconf import DictConfig
 
 from qnmixer import cli
-from qnmixer.config import ReconstructConfig, parse_reconstruct
+from qnmixer.config.commands import ReconstructConfig, parse_reconstruct
 from qnmixer.files import check_no_nifti, check_there
 from qnmixer.weights import check_weights
 

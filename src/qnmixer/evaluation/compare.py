@@ -16,15 +16,8 @@ from torch.utils.data import default_collate
 
 from qnmixer.checkpoints.reading import find_checkpoint, load_weights, read_checkpoint
 from qnmixer.checkpoints.weights_file import digest_of_weights
-from qnmixer.config import (
-    CompareConfig,
-    Config,
-    effective_batch,
-    needs_root,
-    override,
-    parse_evaluate,
-    to_plain,
-)
+from qnmixer.config import Config, effective_batch, override, to_plain
+from qnmixer.config.commands import CompareConfig, needs_root, parse_evaluate
 from qnmixer.config.compose import compose
 from qnmixer.config.data import DataConfig, PhantomData
 from qnmixer.config.overrides import quoted

@@ -15,8 +15,12 @@ from torch import Tensor
 
 from qnmixer.checkpoints.reading import load_run
 from qnmixer.checkpoints.weights_file import digest_of_weights
-from qnmixer.config import Config, EvaluateConfig, EvaluationConfig, keys_of, targets_of, to_plain
+from qnmixer.config import Config, to_plain
+from qnmixer.config.commands import EvaluateConfig
 from qnmixer.config.data import AsTrained, DataConfig, FolderData
+from qnmixer.config.evaluation import EvaluationConfig
+from qnmixer.config.run import targets_of
+from qnmixer.config.target import keys_of
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.evaluation.slices import Gallery, as_trained, kind_of, other_slices
 from qnmixer.evaluation.statistics import with_deviation
@@ -202,7 +206,8 @@ def _slice(batch: Batch, b: int, images: dict[str, list[Tensor]], scores: dict[s
     def hu(image: Tensor) -> Tensor:
         return to_hu(batch, image)[b, 0].cpu()
 
-    methods = [PageMethod(name, [hu(x) for x in of], _caption(scores[name])) for name, of in images.items()]
+    captions = {name: caption_of(score.psnr, score.ssim) for name, score in scores.items()}
+    methods = [PageMethod(name, [hu(x) for x in of], captions[name]) for name, of in images.items()]
     *_, last = scores.values()
     return PageSlice(batch["name"][b], hu(batch["image"]), methods, psnr=last.psnr)
 
@@ -284,10 +289,6 @@ def _score(batch: Batch, method: str, image: Tensor, window: list[float]) -> lis
     ]
     rows = zip(batch["name"], *(column.tolist() for column in columns), strict=True)
     return [ImageScore(name, method, *row) for name, *row in rows]
-
-
-def _caption(score: ImageScore) -> str:
-    return caption_of(score.psnr, score.ssim)
 
 
 def caption_of(decibels: float, percent: float) -> str:

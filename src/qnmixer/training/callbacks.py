@@ -14,7 +14,8 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from rich.console import Console
 from torch import Tensor
 
-from qnmixer.config import Config, ProfileConfig
+from qnmixer.config import Config
+from qnmixer.config.debug import ProfileConfig
 from qnmixer.config.target import TARGET
 from qnmixer.errors import PluginError, UserError, first_line
 from qnmixer.evaluation.evaluate import PAGE, PICTURE, Evaluation, numbers_of

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from qnmixer.checkpoints.reading import find_checkpoint, load_weights, resumable, steps_of
-from qnmixer.config import Config, FewBatchesConfig, effective_batch
+from qnmixer.config import Config, effective_batch
+from qnmixer.config.debug import FewBatchesConfig
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.errors import OutOfMemory, Stopped
