@@ -35,13 +35,14 @@ def train(cfg: DictConfig) -> float | None:
     folder, overrides = Path(hydra_config.runtime.output_dir), overrides_of_job(hydra_config)
     if hydra_config.mode == RunMode.MULTIRUN:  # a job that another launcher than ours has started
         return run_jobs([Job(folder, overrides, cfg)], check, at_once=1)[0]
-    with loading():  # torch and Lightning take seconds
-        from qnmixer.parallel.devices import resolve_devices
-        from qnmixer.training.fit import fit
-        from qnmixer.training.worker import fit_as_rank, fit_in_processes
-
     run = Run(folder, overrides, cfg.resume)
     with run.lock():
+        print_begin(run, hydra_config)
+        with loading():  # torch and Lightning take seconds
+            from qnmixer.parallel.devices import resolve_devices
+            from qnmixer.training.fit import fit
+            from qnmixer.training.worker import fit_as_rank, fit_in_processes
+
         try:
             config = resolve_devices(check(cfg))
             check_processes(config)
@@ -50,6 +51,16 @@ def train(cfg: DictConfig) -> float | None:
             raise
         start = fit_as_rank if is_rank() else fit if config.strategy.name == "single" else fit_in_processes
         return start(config, run)
+
+
+def print_begin(run: Run, hydra_config: HydraConf) -> None:
+    """Print the first line of a run, before PyTorch is loaded: its folder and what it trains."""
+    what = "resuming the run" if run.resumes_in_place else "starting a run"
+    choices = hydra_config.runtime.choices
+    chosen = ", ".join(f"{group}={choices[group]}" for group in ("experiment", "model", "data") if choices.get(group))
+    run.console.print(
+        f"{what} in {run.folder}: {chosen} (loading PyTorch …)", highlight=False, soft_wrap=True, markup=False
+    )
 
 
 def overrides_of_job(hydra_config: HydraConf) -> list[str]:
