@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from qnmixer.checkpoints.reading import load_run
 from qnmixer.checkpoints.weights_file import digest_of_weights
@@ -149,7 +150,8 @@ def evaluate(
     n_iterates = _n_shown(module.network)
     gallery = Gallery(n_images, config.n_pictures, size, len(methods), n_iterates)
     found: dict[int, list[ImageScore]] = {}
-    for host_batch in progress(data.loader(split), "evaluating", Console(quiet=rank() != 0)):
+    batches: DataLoader[Any] = data.loader(split)
+    for host_batch in progress(batches, "evaluating", "batch", Console(quiet=rank() != 0)):
         numbers, weights = host_batch["sample"].tolist(), host_batch["weight"].tolist()
         batch: Batch = data.transfer_batch_to_device(host_batch, device, 0)
         with torch.no_grad():

@@ -2,8 +2,8 @@
 
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any, TextIO, cast
+from collections.abc import Collection, Iterator
+from typing import Any, TextIO, TypeVar, cast
 
 from rich.console import Console
 from rich.progress_bar import ProgressBar
@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 from torch.utils.data import DataLoader
 
+T = TypeVar("T")
 SHORTEST, LONGEST = 10.0, 60.0
 """Seconds between two lines: at first, and in a long run."""
 _REDRAW = 0.1  # seconds between two drawings of a bar
@@ -115,17 +116,17 @@ class _Above:
         return getattr(self._stream, name)
 
 
-def progress(loader: DataLoader[Any], doing: str, console: Console) -> Iterator[Any]:
-    """The batches of a loader, with a bar on a terminal and lines in a log; a quiet console shows neither."""
+def progress(items: Collection[T] | DataLoader[T], doing: str, unit: str, console: Console) -> Iterator[T]:
+    """Each of some items, with a bar on a terminal and lines in a log; a quiet console shows neither."""
     bar = Bar(console) if takes_a_bar(console) else None
-    pace, total = Pace(), len(loader)
+    pace, total = Pace(), len(items)
     try:
-        for n, batch in enumerate(loader):
+        for n, item in enumerate(items):
             if bar is not None and bar.is_due():
-                bar.draw(doing, f"batch {n + 1} of {total}", n, total)
-            yield batch
+                bar.draw(doing, f"{unit} {n + 1} of {total}", n, total)
+            yield item
             if bar is None and pace.due():
-                console.print(f"{doing}: {n + 1} of {total} batches done", highlight=False, soft_wrap=True)
+                console.print(f"{doing}: {unit} {n + 1} of {total} done", highlight=False, soft_wrap=True)
     finally:
         if bar is not None:
             bar.end()
