@@ -55,6 +55,7 @@ class Bar:
     def __init__(self, console: Console) -> None:
         self.console = console
         self._terminal = cast(TextIO, console.file)
+        self._line = ""
         self._is_drawn = self._mid_line = False
         self._last = 0.0
         self._streams = sys.stdout, sys.stderr
@@ -68,8 +69,6 @@ class Bar:
     def draw(self, before: str, after: str, done: float, total: float | None) -> None:
         """Draw it: words, how much is done, words. Without a total there is none but the words."""
         self._last = time.monotonic()
-        if self._mid_line:  # something was printed without a newline
-            return
         line = Table.grid(expand=True, padding=(0, 1, 0, 0))
         line.add_column(no_wrap=True)
         line.add_column(ratio=1)
@@ -78,25 +77,37 @@ class Bar:
         line.add_row(Text(before), middle, Text(after))
         with self.console.capture() as drawn:
             self.console.print(line, width=self.console.width - 1, no_wrap=True)
-        self._is_drawn = True
-        self._write(f"\r\x1b[2K{drawn.get().splitlines()[0]}")
+        self._line = drawn.get().splitlines()[0]
+        self._redraw()
 
-    def clear(self, then: str = "\n") -> None:
-        """Make room for a text, which ends `then`."""
-        if self._is_drawn:
-            self._is_drawn = False
-            self._write("\r\x1b[2K")
-        self._mid_line = not then.endswith("\n")
+    def print(self, text: str, stream: TextIO) -> int:
+        """Write a text above it."""
+        self._clear()
+        n_written = stream.write(text)
+        stream.flush()
+        self._mid_line = not text.endswith("\n")
+        self._redraw()
+        return n_written
 
     def end(self) -> None:
         """Take it away."""
-        self.clear()
+        self._clear()
+        self._line = ""
         if (sys.stdout, sys.stderr) == self._above:
             sys.stdout, sys.stderr = self._streams
 
+    def _clear(self) -> None:
+        if self._is_drawn:
+            self._is_drawn = False
+            self._write("\r\x1b[2K")
+
+    def _redraw(self) -> None:
+        if self._line and not self._mid_line:  # or it would stand in a line that is to go on
+            self._is_drawn = True
+            self._write(f"\r\x1b[2K{self._line}")
+
     def _write(self, text: str) -> None:
         """Past `write` of the stream, which W&B listens to."""
-        self._terminal.flush()
         self._terminal.buffer.write(text.encode(self._terminal.encoding, "replace"))
         self._terminal.flush()
 
@@ -108,9 +119,7 @@ class _Above:
         self._stream, self._bar = stream, bar
 
     def write(self, text: str) -> int:
-        if text:
-            self._bar.clear(text)
-        return self._stream.write(text)
+        return self._bar.print(text, self._stream) if text else 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
