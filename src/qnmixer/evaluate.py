@@ -16,6 +16,7 @@ from qnmixer.weights import check_weights
 
 def evaluate(cfg: DictConfig) -> None:
     """Print the table of one evaluation and leave it, with picture and figures per image, in a folder."""
+    print(f"evaluating {cfg.run} (loading PyTorch …)", flush=True)
     from hydra.core.hydra_config import HydraConfig
 
     from qnmixer.evaluation.evaluate import evaluate_run

@@ -14,6 +14,7 @@ from qnmixer.weights import check_weights
 
 def reconstruct(cfg: DictConfig) -> None:
     """Write the reconstruction of every slice or sinogram of `input` into `output`."""
+    print(f"reconstructing {cfg.input} by {cfg.run} (loading PyTorch …)", flush=True)
     from qnmixer.inference.reconstruct import reconstruct_input
 
     reconstruct_input(parse_reconstruct(cfg))

@@ -10,7 +10,6 @@ from statistics import mean, median
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 from torch.utils.data import default_collate
 
@@ -31,6 +30,7 @@ from qnmixer.optimization.metrics import psnr, ssim
 from qnmixer.parallel.devices import choose_device
 from qnmixer.reconstructor import Batch, Reconstructor, method_name, to_hu
 from qnmixer.reports.page import PageMethod, PageSlice
+from qnmixer.reports.progress import progress
 from qnmixer.tracking.loggers import device_name
 from qnmixer.tracking.metrics_file import read_metrics
 from qnmixer.tracking.results import duration, git_commit, versions
@@ -93,8 +93,7 @@ class _Measuring:
         """
         start, n_before = time.monotonic(), 0
         jobs = [(method, job) for method in self.methods for job in method.done]
-        quiet = not console.is_terminal
-        for method, job in track(jobs, description=test, console=console, transient=True, disable=quiet):
+        for method, job in progress(jobs, test, "job", console):
             config = self._config(job, test)
             scores, before = self._scores(job, config)
             n_before += before

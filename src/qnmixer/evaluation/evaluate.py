@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import track
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from qnmixer.checkpoints.reading import load_run
 from qnmixer.checkpoints.weights_file import digest_of_weights
@@ -33,6 +33,7 @@ from qnmixer.processes.ranks import rank
 from qnmixer.reconstructor import Batch, Reconstructor, build_noise, to_hu
 from qnmixer.reports.page import PageMethod, PageSlice, PageTable, write_page
 from qnmixer.reports.pictures import Panel, Row, draw_comparison
+from qnmixer.reports.progress import progress
 from qnmixer.reports.tables import csv_table, markdown_table, terminal_table
 from qnmixer.tracking.loggers import device_name
 from qnmixer.tracking.results import git_commit, results, versions
@@ -165,8 +166,8 @@ def evaluate(
     n_iterates = _n_shown(module.network)
     gallery = Gallery(n_images, config.n_pictures, size, len(methods), n_iterates)
     found: dict[int, list[ImageScore]] = {}
-    quiet = rank() != 0 or not Console().is_terminal
-    for host_batch in track(data.loader(split), description="evaluating", transient=True, disable=quiet):
+    batches: DataLoader[Any] = data.loader(split)
+    for host_batch in progress(batches, "evaluating", "batch", Console(quiet=rank() != 0)):
         numbers, weights = host_batch["sample"].tolist(), host_batch["weight"].tolist()
         batch: Batch = data.transfer_batch_to_device(host_batch, device, 0)
         with torch.no_grad():

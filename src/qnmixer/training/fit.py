@@ -224,6 +224,7 @@ def evaluate_best(
     trained = Reconstructor(config, module.projector)
     load_weights(trained, run.folder)
     device = trainer.strategy.root_device
+    run.console.print(f"evaluating best.ckpt on {len(data.dataset('test'))} slices of the test split", highlight=False)
     evaluation = evaluate(trained, data, "test", config.evaluation, device)
     if not trainer.is_global_zero:
         return
