@@ -25,7 +25,8 @@ from PIL import Image
 from qnmixer import cli
 from qnmixer.checkpoints.reading import load_run
 from qnmixer.checkpoints.weights_file import digest_of_weights
-from qnmixer.config import parse, parse_evaluate, parse_reconstruct
+from qnmixer.config import parse
+from qnmixer.config.commands import parse_evaluate, parse_reconstruct
 from qnmixer.data.phantoms import phantom
 from qnmixer.evaluate import evaluate
 from qnmixer.inference.writers import write_dicom
@@ -261,7 +262,7 @@ def test_wandb_offline_needs_no_key_no_home_and_no_network(
     (run,) = offline_runs(folder)
     assert run.exit_code == 0
     assert [(row["_step"], row["samples"]) for row in run.history] == [(k, 2 * k) for k in range(1, STEPS + 1)]
-    of_every_row = {"train/loss", "train/grad_norm", "train/lr", "train/lambda_0", "memory/peak_mib"}
+    of_every_row = {"train/loss", "train/grad_norm", "train/lr", "train/lambda_0", "memory/allocated_mib"}
     assert all(of_every_row <= row.keys() for row in run.history)
     assert {"val/psnr", "test/psnr", "train/samples_per_second"} <= run.metrics
     files = run.folder / "files" / "media"

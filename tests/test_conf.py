@@ -2,15 +2,17 @@ import ast
 import inspect
 from itertools import product
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from omegaconf import OmegaConf
 
 from qnmixer import models
-from qnmixer.config import GROUPS, options, parse, parse_evaluate, parse_reconstruct
+from qnmixer.config import Config, parse
+from qnmixer.config.commands import parse_evaluate, parse_reconstruct
 from qnmixer.config.compose import CONF, compose
 from qnmixer.config.data import AsTrained
-from qnmixer.config.target import _SCHEMAS, values_of_option
+from qnmixer.config.target import _SCHEMAS, options, values_of_option
 
 FILES = sorted(CONF.rglob("*.yaml"))
 ONLY_FOR_EVALUATE = {"as_trained"}
@@ -99,7 +101,11 @@ def test_every_schema_can_be_chosen() -> None:
     named = {str(values_of_option(group, option)["_target_"]) for group, option in OPTIONS if group in TARGETS}
     assert _SCHEMAS.keys() <= named
     chosen = {(group, values_of_option(group, option).get("name")) for group, option in OPTIONS}
-    assert {(group, name) for group, names in GROUPS.items() for name in names} <= chosen
+    for group, base in get_type_hints(Config).items():
+        named = [
+            it.name for it in getattr(base, "__subclasses__", list)() if isinstance(getattr(it, "name", None), str)
+        ]
+        assert {(group, name) for name in named} <= chosen
 
 
 def test_config_and_cli_list_no_options_of_a_group() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from qnmixer import cli
-from qnmixer.config import CompareConfig, parse_compare
+from qnmixer.config.commands import CompareConfig, parse_compare
 from qnmixer.files import check_no_nifti, check_there
 from qnmixer.sweeps.sweep import find_sweep
 

@@ -32,7 +32,7 @@ from qnmixer.sweeps.jobs import Job, run_jobs
 from qnmixer.sweeps.sweep import sweep
 from qnmixer.tracking.resume import resume_overrides
 from qnmixer.tracking.run import Run
-from qnmixer.training.worker import check_processes, check_srun
+from qnmixer.training.worker import check_processes, check_srun, fit_as_rank, fit_in_processes
 from qnmixer.weights import check_weights
 
 
@@ -84,23 +84,38 @@ def run(cfg: DictConfig) -> Trained | float | None:
     folder, overrides = Path(hydra_config.runtime.output_dir), overrides_of_job(hydra_config)
     if hydra_config.mode == RunMode.MULTIRUN:  # a job that another launcher than ours has started
         return run_jobs([Job(folder, overrides, cfg)], check, at_once=1)[0]
-    with loading():  # torch and Lightning take seconds
-        from qnmixer.checkpoints.reading import find_checkpoint
-        from qnmixer.parallel.devices import resolve_devices
-        from qnmixer.training.fit import fit
-        from qnmixer.training.worker import fit_as_rank, fit_in_processes
-
     record = Run(folder, overrides, cfg.resume)
     with record.lock():
+        print_begin(record, hydra_config)
+        with loading():  # torch takes seconds
+            from qnmixer.checkpoints.reading import find_checkpoint
+            from qnmixer.parallel.devices import resolve_devices
+
         try:
             config = resolve_devices(check(cfg))
             check_processes(config)
         except UserError as error:
             record.record_end("failed", error)
             raise
-        start = fit_as_rank if is_rank() else fit if config.strategy.name == "single" else fit_in_processes
-        best = start(config, record)
+        if is_rank():
+            best = fit_as_rank(config, record)
+        elif config.strategy.name != "single":
+            best = fit_in_processes(config, record)
+        else:
+            with loading():  # Lightning takes seconds more; the process that only watches others does without
+                from qnmixer.training.fit import fit
+            best = fit(config, record)
     return Trained(folder, find_checkpoint(folder), config.monitor, best)
+
+
+def print_begin(run: Run, hydra_config: HydraConf) -> None:
+    """Print the first line of a run, before PyTorch is loaded: its folder and what it trains."""
+    what = "resuming the run" if run.resumes_in_place else "starting a run"
+    choices = hydra_config.runtime.choices
+    chosen = ", ".join(f"{group}={choices[group]}" for group in ("experiment", "model", "data") if choices.get(group))
+    run.console.print(
+        f"{what} in {run.folder}: {chosen} (loading PyTorch …)", highlight=False, soft_wrap=True, markup=False
+    )
 
 
 def overrides_of_job(hydra_config: HydraConf) -> list[str]:

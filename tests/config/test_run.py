@@ -5,27 +5,16 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from qnmixer.config import (
-    AdamWConfig,
-    Config,
-    FieldNoiseConfig,
-    LossConfig,
-    MixedNoiseConfig,
-    PhysicalNoiseConfig,
-    SGDConfig,
-    SSIMMixConfig,
-    StepScheduleConfig,
-    WandbConfig,
-    batch_of_replica,
-    devices_per_replica,
-    effective_batch,
-    parse,
-    parse_evaluate,
-    parse_reconstruct,
-    to_plain,
-)
+from qnmixer.config import Config, effective_batch, parse, to_plain
+from qnmixer.config.commands import parse_evaluate, parse_reconstruct
 from qnmixer.config.compose import compose
 from qnmixer.config.data import AsTrained, FolderData, PhantomData
+from qnmixer.config.logger import WandbConfig
+from qnmixer.config.loss import LossConfig, SSIMMixConfig
+from qnmixer.config.noise import FieldNoiseConfig, MixedNoiseConfig, PhysicalNoiseConfig
+from qnmixer.config.optimizer import AdamWConfig, SGDConfig
+from qnmixer.config.run import batch_of_replica, devices_per_replica
+from qnmixer.config.schedule import StepScheduleConfig
 from qnmixer.errors import ConfigError
 
 

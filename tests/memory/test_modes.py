@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qnmixer.config import MemoryConfig, RecomputeConfig, parse
+from qnmixer.config import parse
 from qnmixer.config.compose import compose
+from qnmixer.config.memory import MemoryConfig, RecomputeConfig
 from qnmixer.errors import ConfigError
 from qnmixer.memory import modes as memory
 from qnmixer.memory.modes import apply_memory_mode

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from qnmixer.config import MemoryConfig, RecomputeConfig
+from qnmixer.config.memory import MemoryConfig, RecomputeConfig
 from qnmixer.errors import ConfigError
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.models import FBP, QNMixer

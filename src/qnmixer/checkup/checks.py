@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qnmixer.checkup.check import Check
 from qnmixer.checkup.machine import (
+    Check,
     check_backend,
     check_disk,
     check_precision,
@@ -33,7 +33,9 @@ from qnmixer.checkup.machine import (
 from qnmixer.checkup.rank import GROWTH_STEPS, Number, Report, read_report, reference_gradients, train_a_little
 from qnmixer.checkup.ranks import named_ranks, run_ranks
 from qnmixer.cli import explain
-from qnmixer.config import Config, PipelineConfig, devices_per_replica, to_plain, validate, with_iterations
+from qnmixer.config import Config, to_plain
+from qnmixer.config.run import devices_per_replica, validate, with_iterations
+from qnmixer.config.strategy import PipelineConfig
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import RankFailed, UserError
 from qnmixer.memory.footprint import MIB

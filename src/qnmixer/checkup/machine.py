@@ -1,21 +1,37 @@
-"""What is checked of the machine by looking at it, before anything runs."""
+"""One line of the checklist, and what is checked of the machine by looking at it, before anything runs."""
 
-import importlib.metadata
 import platform
 import re
 import shutil
 from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from qnmixer.checkup.check import Check
-from qnmixer.config import Config, batch_of_replica
+from qnmixer.config import Config
+from qnmixer.config.run import batch_of_replica
 from qnmixer.memory.footprint import MIB
 from qnmixer.memory.plan import Planner
 from qnmixer.reconstructor import Reconstructor, build_projector
 
 _CHECKPOINTS = 3  # best, last, and the one being written
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the checklist; `mend` says what to do about a FAIL, and is empty otherwise."""
+
+    name: str
+    status: Literal["PASS", "FAIL", "SKIP"]
+    found: str
+    mend: str = ""
+
+    def line(self) -> str:
+        """As the table has it."""
+        return f"{self.status}  {self.name:<15}{self.found}{self.mend and '. Mend: '}{self.mend}"
 
 
 def check_versions(problem: tuple[str, str] | None, gpu: str | None) -> Check:
@@ -25,7 +41,7 @@ def check_versions(problem: tuple[str, str] | None, gpu: str | None) -> Check:
         problem: `gpu_problem()`: what stops it, and the fix.
         gpu: name of the first GPU that torch sees; None: the run is on the CPU.
     """
-    found = f"python {platform.python_version()}, torch {torch.__version__}, lightning {_version('lightning')}"
+    found = f"python {platform.python_version()}, torch {torch.__version__}, lightning {version('lightning')}"
     if problem is not None:
         return Check("versions", "FAIL", f"{found}: {problem[0]}", f"{problem[1]}; or trainer.accelerator=cpu")
     if gpu is not None:
@@ -95,10 +111,6 @@ def _driver() -> str | None:
         text = Path("/proc/driver/nvidia/version").read_text()
         return found[0] if (found := re.findall(r"\b\d{3}\.[\d.]+\b", text)) else "of unknown version"
     return None
-
-
-def _version(package: str) -> str:
-    return importlib.metadata.version(package)
 
 
 def free_bytes(path: Path) -> int | None:

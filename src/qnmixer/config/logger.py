@@ -6,9 +6,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from qnmixer.config.compose import CONF
-from qnmixer.config.custom import Custom
 from qnmixer.config.option import one_of
-from qnmixer.config.target import TARGET
+from qnmixer.config.target import TARGET, Custom
 from qnmixer.errors import ConfigError
 
 CUSTOM = "custom"

@@ -10,13 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import track
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from qnmixer.checkpoints.reading import load_run
 from qnmixer.checkpoints.weights_file import digest_of_weights
-from qnmixer.config import Config, EvaluateConfig, EvaluationConfig, keys_of, targets_of, to_plain
+from qnmixer.config import Config, to_plain
+from qnmixer.config.commands import EvaluateConfig
 from qnmixer.config.data import AsTrained, DataConfig, FolderData
+from qnmixer.config.evaluation import EvaluationConfig
+from qnmixer.config.run import targets_of
+from qnmixer.config.target import keys_of
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.evaluation.slices import Gallery, as_trained, kind_of, other_slices
 from qnmixer.evaluation.statistics import with_deviation
@@ -29,6 +33,7 @@ from qnmixer.processes.ranks import rank
 from qnmixer.reconstructor import Batch, Reconstructor, build_noise, to_hu
 from qnmixer.reports.page import PageMethod, PageSlice, PageTable, write_page
 from qnmixer.reports.pictures import Panel, Row, draw_comparison
+from qnmixer.reports.progress import progress
 from qnmixer.reports.tables import csv_table, markdown_table, terminal_table
 from qnmixer.tracking.loggers import device_name
 from qnmixer.tracking.results import git_commit, results, versions
@@ -161,8 +166,8 @@ def evaluate(
     n_iterates = _n_shown(module.network)
     gallery = Gallery(n_images, config.n_pictures, size, len(methods), n_iterates)
     found: dict[int, list[ImageScore]] = {}
-    quiet = rank() != 0 or not Console().is_terminal
-    for host_batch in track(data.loader(split), description="evaluating", transient=True, disable=quiet):
+    batches: DataLoader[Any] = data.loader(split)
+    for host_batch in progress(batches, "evaluating", "batch", Console(quiet=rank() != 0)):
         numbers, weights = host_batch["sample"].tolist(), host_batch["weight"].tolist()
         batch: Batch = data.transfer_batch_to_device(host_batch, device, 0)
         with torch.no_grad():
@@ -202,7 +207,8 @@ def _slice(batch: Batch, b: int, images: dict[str, list[Tensor]], scores: dict[s
     def hu(image: Tensor) -> Tensor:
         return to_hu(batch, image)[b, 0].cpu()
 
-    methods = [PageMethod(name, [hu(x) for x in of], _caption(scores[name])) for name, of in images.items()]
+    captions = {name: caption_of(score.psnr, score.ssim) for name, score in scores.items()}
+    methods = [PageMethod(name, [hu(x) for x in of], captions[name]) for name, of in images.items()]
     *_, last = scores.values()
     return PageSlice(batch["name"][b], hu(batch["image"]), methods, psnr=last.psnr)
 
@@ -284,10 +290,6 @@ def _score(batch: Batch, method: str, image: Tensor, window: list[float]) -> lis
     ]
     rows = zip(batch["name"], *(column.tolist() for column in columns), strict=True)
     return [ImageScore(name, method, *row) for name, *row in rows]
-
-
-def _caption(score: ImageScore) -> str:
-    return caption_of(score.psnr, score.ssim)
 
 
 def caption_of(decibels: float, percent: float) -> str:

@@ -31,7 +31,7 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         self.n_iterations = n_iterations
         self.step_sizes = nn.ParameterList()
         """λ_t of networks that have them: they learn at a rate of their own, and are logged."""
-        self.loop: Callable[[UnrolledNetwork[S], range, Tensor, S], S] = run_all
+        self.loop: Callable[[UnrolledNetwork[S], range, Tensor, S], S] = UnrolledNetwork.run
 
     @abstractmethod
     def start(self, y: Tensor) -> S:
@@ -93,8 +93,3 @@ def check_choice(argument: str, value: str, choices: Collection[str]) -> None:
     """Raise ConfigError for a word that would be taken for one of the others in silence."""
     if value not in choices:
         raise ConfigError(f"{argument}={value} is not known: choose {' or '.join(choices)}")
-
-
-def run_all(network: UnrolledNetwork[S], iterations: range, y: Tensor, state: S) -> S:
-    """Some iterations, plainly: what `loop` is unless something else is put there."""
-    return network.run(iterations, y, state)

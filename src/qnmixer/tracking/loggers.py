@@ -16,9 +16,10 @@ import torch
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from qnmixer.config import Config, LoggerConfig, WandbConfig, effective_batch, to_plain, with_names
-from qnmixer.config.logger import LONGEST_TAG, METRICS_FILE, section_of
+from qnmixer.config import Config, effective_batch, to_plain
+from qnmixer.config.logger import LONGEST_TAG, METRICS_FILE, LoggerConfig, WandbConfig, section_of
 from qnmixer.config.overrides import values_of
+from qnmixer.config.target import with_names
 from qnmixer.errors import ConfigError, PluginError, UserError, first_line
 from qnmixer.files import write_text
 from qnmixer.plugins import load_plugin, make_plugin, subclass_of
