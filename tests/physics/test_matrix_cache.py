@@ -176,13 +176,14 @@ def test_the_least_recently_used_goes_first(folder: Path, monkeypatch: pytest.Mo
     names.append({path.name for path in folder.glob("*.matrix")} - names[0])
     for path in folder.glob("*.matrix"):
         os.utime(path, (1, 2 if path.name in names[0] else 1))
-    (folder / ".killed.matrix.0.tmp").touch()
+    killed = folder / f".killed.matrix.{'0a' * 16}.tmp"
+    killed.touch()
     monkeypatch.setattr(matrix_cache, "LIMIT", int(2.05 * size))
     FanBeamProjector(third)
     left = {path.name for path in folder.iterdir()}
     assert names[0] < left
     assert not names[1] & left
-    assert ".killed.matrix.0.tmp" not in left
+    assert killed.name not in left
     for path in folder.glob("*.matrix"):
         os.utime(path, (1, 1))
     monkeypatch.setattr(matrix_cache, "LIMIT", int(1.05 * size))

@@ -22,7 +22,7 @@ from rich.progress import Progress
 from qnmixer.data.resample import to_square
 from qnmixer.data.slices import FloatArray, SkipFile, Slice, SliceInfo, clean_hu, require_content, summarise_skipped
 from qnmixer.errors import DataError
-from qnmixer.files import TEMPORARY_SUFFIX, atomic_file, default_cache_dir, digest, write_text
+from qnmixer.files import atomic_file, default_cache_dir, digest, is_temporary, write_text
 
 _FORMAT = 1
 _ROW = np.dtype("<f4")
@@ -159,7 +159,7 @@ def _build(
     reader: Reader, root: Path, files: Sequence[SourceFile], size: int, folder: Path, fingerprint: str
 ) -> dict[str, Any]:
     """Decode everything into a new cache file, then commit it by writing the index; returns the index."""
-    for stale in folder.glob(f".*{TEMPORARY_SUFFIX}"):
+    for stale in filter(is_temporary, folder.iterdir()):
         stale.unlink()
     name = f"{fingerprint}.npy"
     with atomic_file(folder / name) as stream:

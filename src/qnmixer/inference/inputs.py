@@ -112,7 +112,8 @@ def measured_scans(path: Path, module: Reconstructor, config: ReconstructConfig)
     def scans() -> Iterator[Scan]:
         for file in files:
             try:
-                yield from _scans_of(file, per_value, module, config)
+                name = file.relative_to(path) if path.is_dir() else Path(file.name)
+                yield from _scans_of(file, name.with_suffix("").as_posix(), per_value, module, config)
             except DataError as error:
                 if path.is_file():
                     raise
@@ -121,7 +122,9 @@ def measured_scans(path: Path, module: Reconstructor, config: ReconstructConfig)
     return len(files), scans()
 
 
-def _scans_of(file: Path, per_value: float, module: Reconstructor, config: ReconstructConfig) -> Iterator[Scan]:
+def _scans_of(
+    file: Path, name: str, per_value: float, module: Reconstructor, config: ReconstructConfig
+) -> Iterator[Scan]:
     """The sinograms of one file; DataError before the first where any of them is of no use.
 
     So they are read twice: all are looked at, then each is handed on. There is never more than one in memory.
@@ -134,7 +137,7 @@ def _scans_of(file: Path, per_value: float, module: Reconstructor, config: Recon
     for k in range(scans.count):
         sinogram, missing = scans.fitted(k)
         yield MeasuredScan(
-            name=f"{file.stem}#{k}" if scans.count > 1 else file.stem,
+            name=f"{name}#{k}" if scans.count > 1 else name,
             offset=-1000.0, scale=module.config.data.hu_max + 1000.0,
             sinogram=sinogram / np.float32(per_value), missing=missing,
         )  # fmt: skip

@@ -76,6 +76,8 @@ def window_of(hu: FloatArray) -> tuple[float, float]:
 
 def _save(path: Path, encoded: io.BytesIO) -> None:
     """Write at once what was encoded in memory: a full disk then shows as the plain OSError, errno and all."""
+    if path.exists():  # as of another process that writes to the same folder
+        raise DataError(f"{path} is there already, and nothing is written over it: give another output=")
     with atomic_file(path) as stream:
         stream.write(encoded.getbuffer())
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
-from qnmixer.files import TEMPORARY_SUFFIX, atomic_file, default_cache_dir, digest, write_text
+from qnmixer.files import atomic_file, default_cache_dir, digest, is_temporary, write_text
 from qnmixer.physics.geometry import FanBeamGeometry
 from qnmixer.physics.sparse import Csr
 
@@ -170,7 +170,7 @@ def _make_room(folder: Path, size: int) -> bool:
 
     For the lock's holder.
     """
-    for stale in folder.glob(f".*.matrix.*{TEMPORARY_SUFFIX}"):
+    for stale in filter(is_temporary, folder.glob(".*.matrix.*")):
         stale.unlink(missing_ok=True)
     files = sorted(((path.stat(), path) for path in folder.glob("*.matrix")), key=lambda entry: entry[0].st_mtime_ns)
     total = size + sum(stat.st_size for stat, _ in files)
