@@ -6,13 +6,11 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY, decode
 from qnmixer.config import Config, effective_batch, keys_of, parse_file, targets_of, to_plain
 from qnmixer.errors import CheckpointError, ConfigError, first_line
 from qnmixer.files import newest_complete
-from qnmixer.parallel.shards import merge_shards
+from qnmixer.parallel.shards import load_checked, merge_shards
 from qnmixer.plugins import check_trusted
 from qnmixer.reconstructor import Reconstructor
 from qnmixer.weights import SUFFIX, located
@@ -152,6 +150,9 @@ def _differences(before: Config, config: Config) -> list[str]:
 
 
 def _load_state(module: Reconstructor, state: dict[str, Any], path: Path) -> None:
+    kinds = {name: tensor.dtype for name, tensor in module.state_dict().items()}
+    if other := [it.dtype for name, it in state.items() if it.dtype != kinds.get(name, it.dtype)]:
+        raise CheckpointError(f"{path} holds {str(other[0]).removeprefix('torch.')} weights: use one of float32")
     try:
         module.load_state_dict(state)
     except RuntimeError as error:
@@ -164,4 +165,4 @@ def load(path: Path) -> dict[str, Any]:
     """A file, or the folder with shards that strategy=fsdp leaves when asked to."""
     if path.suffix == SUFFIX:
         return decode(path)
-    return merge_shards(path) if path.is_dir() else torch.load(path, map_location="cpu", weights_only=True)
+    return merge_shards(path) if path.is_dir() else load_checked(path)
