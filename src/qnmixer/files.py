@@ -64,6 +64,11 @@ def digest(what: Any, length: int = 16, sort_keys: bool = False) -> str:
     return hashlib.sha256(json.dumps(what, sort_keys=sort_keys).encode()).hexdigest()[:length]
 
 
+def digest_of_bytes(data: bytes | memoryview) -> int:
+    """A number below 2^56, and so one that an int64 tensor holds, that tells changed bytes and finds equal ones."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest())
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file, whole or not at all."""
     with atomic_file(path) as stream:
