@@ -1040,3 +1040,65 @@ def test_an_evaluation_takes_a_folder_of_its_own(trained: Path, tmp_path: Path) 
         another.stdout.readline()
         assert f"writes to {new}" in run(*command, f"hydra.run.dir={new}").error
         another.terminate()
+
+
+# Who was trained on
+
+
+@pytest.fixture
+def ten(tmp_path: Path) -> tuple[Path, list[str], str]:
+    """A folder of ten patients, the overrides that name it, and the patient whom a run of it tests."""
+    root = tmp_path / "slices"
+    root.mkdir()
+    for number in range(10):
+        np.save(root / f"P{number:02d}.npy", slice_hu(number))
+    data = ["data=numpy", f"data.root={root}", f"data.cache_dir={tmp_path}/cache"]
+    assert training(tmp_path / "run", *data).code == 0
+    (name,) = tested(tmp_path / "run" / "evaluation")
+    return root, data, name
+
+
+def tested(folder: Path) -> list[str]:
+    with (folder / "images.csv").open(newline="") as stream:
+        return sorted({line["slice"] for line in csv.DictReader(stream)})
+
+
+@pytest.mark.filterwarnings("ignore:.*were not there when the run began")
+def test_no_patient_is_tested_who_was_trained_on(ten: tuple[Path, list[str], str], tmp_path: Path) -> None:
+    root, _, name = ten
+    others = sorted(path.name for path in root.iterdir() if path.name != name)
+    for change in ("remove", "add", "rename"):
+        if change == "remove":
+            (root / others[0]).unlink()
+        elif change == "add":
+            for more in range(10, 20):
+                np.save(root / f"P{more}.npy", slice_hu(more))
+        else:
+            (root / name).rename(root / "renamed.npy")
+            name = "renamed.npy"
+        outcome = run("evaluate", f"run={tmp_path}/run", "accelerator=cpu", f"hydra.run.dir={tmp_path}/{change}")
+        assert outcome.code == 0, outcome.stderr
+        assert tested(tmp_path / change) == [name]
+        assert "were trained on" not in outcome.text
+    resumed = run("train", f"resume={tmp_path}/run", f"trainer.max_steps={STEPS + 2}")
+    assert resumed.code == 0, resumed.stderr
+    assert tested(tmp_path / "run" / "evaluation") == [name]
+
+
+def test_slices_that_were_trained_on_are_told(ten: tuple[Path, list[str], str], tmp_path: Path) -> None:
+    """By their pixels: also in a copy of the folder, and in the one that it lies in."""
+    root, data, _ = ten
+    shutil.copytree(root, tmp_path / "copy" / "below")
+    cache = f"data.cache_dir={tmp_path}/cache"
+    for number, words in enumerate(
+        [
+            [*data, "data.split=all"],
+            ["data=numpy", f"data.root={tmp_path}/copy", cache],
+            ["data=numpy", f"data.root={tmp_path}", "data.include=slices/*", cache],
+        ]
+    ):
+        folder = tmp_path / f"evaluated_{number}"
+        outcome = run("evaluate", f"run={tmp_path}/run", *words, "data.num_workers=0", f"hydra.run.dir={folder}")
+        assert outcome.code == 0, outcome.stderr
+        assert "8 of the slices were trained on" in outcome.text
+        assert "8 of the slices were trained on" in (folder / "table.md").read_text()

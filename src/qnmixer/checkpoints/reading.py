@@ -6,8 +6,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY, decode
+from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY, RUN_KEY, decode
 from qnmixer.config import Config, effective_batch, keys_of, parse_file, targets_of, to_plain
+from qnmixer.data.splits import SplitRecord
 from qnmixer.errors import CheckpointError, ConfigError, first_line
 from qnmixer.files import newest_complete
 from qnmixer.parallel.shards import load_checked, merge_shards
@@ -131,6 +132,12 @@ def built_from(config: Config, with_slices: bool = False) -> dict[str, str]:
 def steps_of(path: Path) -> int:
     """Optimizer steps that a checkpoint was made after."""
     return int(load(path)["global_step"])
+
+
+def split_of(path: Path) -> SplitRecord | None:
+    """Who trained, validated and tested in the run of a checkpoint; None of a weights file, which does not say."""
+    found: SplitRecord | None = load(path).get(RUN_KEY, {}).get("split")
+    return found
 
 
 def _differences(before: Config, config: Config) -> list[str]:

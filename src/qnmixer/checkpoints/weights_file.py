@@ -15,6 +15,8 @@ from qnmixer.config import Config, to_plain
 from qnmixer.files import digest
 
 CHECKPOINT_KEY = "qnmixer"
+RUN_KEY = "qnmixer_run"
+"""Of what a run goes on with; no weights file has it."""
 
 
 def encode(config: Config, state: dict[str, Tensor]) -> bytes:

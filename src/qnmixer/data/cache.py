@@ -125,7 +125,8 @@ def list_files(
             path = Path(folder, name)
             if not name.startswith(".") and path.is_file():
                 stat = path.stat()
-                found.append(SourceFile(path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
+                below = path.relative_to(root).as_posix()
+                found.append(SourceFile(below, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
     if not found:
         raise DataError(f"{key}={root} is empty: no file in it at any depth; give the folder that holds the slices")
     chosen = [file for file in found if fnmatch(file.path, include)]

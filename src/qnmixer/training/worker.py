@@ -136,18 +136,18 @@ def _fit(config: Config, run: Run, job: Path | None) -> float:
 
 def _check_inputs(config: Config, run: Run) -> None:
     """Raise UserError once, here, for callbacks, data and checkpoints that would fail in every rank."""
-    from qnmixer.checkpoints.reading import find_checkpoint, read_checkpoint, resumable
+    from qnmixer.checkpoints.reading import find_checkpoint, read_checkpoint, resumable, split_of
     from qnmixer.data.datamodule import SliceDataModule
+    from qnmixer.data.splits import RunSplit
     from qnmixer.training.callbacks import build_callbacks
 
     build_callbacks(config.callbacks)
     if config.finetune is not None:
         read_checkpoint(find_checkpoint(config.finetune))
-    if run.resume is not None:
-        resumable(config, Path(run.resume))
+    before = None if run.resume is None else split_of(resumable(config, Path(run.resume)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # rank 0 will say it
-        SliceDataModule(config.data).setup("fit")
+        SliceDataModule(config.data, split=RunSplit(before)).setup("fit")
 
 
 if __name__ == "__main__":
