@@ -649,6 +649,7 @@ BAD_SCANS: dict[str, tuple[str, str]] = {
     "value as attenuation": ("attenuation", "unit=value"),
     "attenuation as value": ("value", "unit=attenuation"),
     "per cm": ("attenuation", "no −log of transmission"),
+    "negated": ("value", "no −log of transmission"),
     "nan": ("attenuation", "NaN or infinite"),
     "dead bin": ("attenuation", "NaN or infinite"),
     "empty scan": ("attenuation", "unit=attenuation"),
@@ -666,7 +667,7 @@ def test_sinograms_of_the_wrong_shape_or_unit(noise_free: Path, measured: Measur
     broken[2, 3] = np.nan if fault == "nan" else np.inf
     scans = {
         "counts": 1e5 * np.exp(-p), "transmission": np.exp(-p), "value as attenuation": measured.y[0],
-        "attenuation as value": p, "per cm": p * 10, "nan": broken, "dead bin": broken,
+        "attenuation as value": p, "per cm": p * 10, "negated": -measured.y[0], "nan": broken, "dead bin": broken,
         "empty scan": np.zeros_like(p), "turned": p.T, "too few views": p[:5], "words": np.array(["a", "b"]),
     }  # fmt: skip
     path = tmp_path / "scan.npy"

@@ -12,10 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch.utils.data import DataLoader
 
+from qnmixer.cli.explain import explain
 from qnmixer.data.cache import SliceCache, open_cache
+from qnmixer.data.dataset import SliceDataset
 from qnmixer.data.dicom import DicomReader
 from qnmixer.data.numpy_files import NumpyReader
+from qnmixer.data.scaling import build_scaling
 from qnmixer.errors import DataError
 from qnmixer.files import digest
 
@@ -259,3 +263,18 @@ def test_no_damaged_byte_is_taken_for_a_slice(body_hu: Any, tmp_path: Path) -> N
         path.write_bytes(content)
     index.write_text(json.dumps(json.loads(good[index]) | {"rows": [0, 0, 0]}))
     assert opened() == right
+
+
+def test_what_a_worker_finds_damaged_is_one_line(body_hu: Any, tmp_path: Path) -> None:
+    root = numpy_folder(tmp_path / "root", body_hu)
+    cache = open_cache(NumpyReader(), root, 20, cache_dir=tmp_path / "cache")
+    path = only_npy(tmp_path / "cache")
+    path.write_bytes(path.read_bytes()[:-4] + b"\0\0\0\0")
+    dataset = SliceDataset(cache, build_scaling("attenuation", 2000.0))
+    with pytest.raises(DataError, match="has changed on the disk") as raised:
+        list(DataLoader(dataset, num_workers=1))
+    assert "\n" in str(raised.value)
+    line = explain(raised.value, "train")
+    assert line is not None
+    assert line.startswith(str(path))
+    assert "\n" not in line

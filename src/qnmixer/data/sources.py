@@ -20,7 +20,7 @@ from qnmixer.data.cache import Reader, SliceCache, open_cache
 from qnmixer.data.dataset import SliceView
 from qnmixer.data.mixed import MixedSource, counts_of
 from qnmixer.data.resample import to_square
-from qnmixer.data.slices import FloatArray, SkipFile, SliceSource, clean_hu, summarise_skipped
+from qnmixer.data.slices import NO_AIR, FloatArray, SkipFile, SliceSource, clean_hu, doubt, summarise_skipped
 from qnmixer.data.splits import PARTS, RunSplit, few, patients_of
 from qnmixer.errors import ConfigError, DataError, UserError
 from qnmixer.plugins import Kind, build, load, taken
@@ -130,8 +130,8 @@ def _of_folder(config: FolderData, run: RunSplit, section: str) -> dict[str, Par
     cache = _open(config, reader, config.image_size)
     if cache.skipped:
         rank_zero_warn(summarise_skipped(str(config.root), cache.skipped))
-    if cache.hu_range[0] > -500:
-        rank_zero_warn(f"{config.root}: no pixel is below −500 HU; is this really in HU (air −1000, water 0)?")
+    if cache.hu_range[0] > NO_AIR:
+        rank_zero_warn(doubt(str(config.root)))
     if config.split == "slices":
         rank_zero_warn("data.split=slices puts neighbouring slices into train and test: scores will be too good")
     root_name = Path(str(config.root)).resolve().name

@@ -86,8 +86,8 @@ def simulated_scans(path: Path, module: Reconstructor) -> tuple[int, Iterator[Sc
                 name=piece.name, offset=offset, scale=scale, template=piece.template, frame=piece.frame,
                 number=number, image=x, fine=fine,
             )  # fmt: skip
-        if warning := slices.warning():
-            warn(warning)
+        for line in slices.warnings():
+            warn(line)
 
     return len(slices.files), scans()
 
@@ -249,10 +249,13 @@ def _check_unit(
 ) -> None:
     """Refuse counts, transmissions, and value × mm taken for attenuation or the other way round."""
     low, high = float(sinogram.min()), float(sinogram.max())
-    if config.unit == "attenuation" and not MIN_ATTENUATION <= low <= high <= MAX_ATTENUATION:
+    of_value = attenuation_per_value(config.water_attenuation, module.config.data.hu_max)
+    factor = 1.0 if config.unit == "attenuation" else of_value
+    if not MIN_ATTENUATION <= factor * low <= factor * high <= MAX_ATTENUATION:
+        other = "value if it is the network's value × mm" if factor == 1.0 else "attenuation if it is that"
         raise DataError(
-            f"{file} runs from {low:g} to {high:g}, which is no −log of transmission: take −log(counts / unattenuated "
-            "counts) first, or set unit=value if it is the network's value × mm"
+            f"{file} runs from {low:g} to {high:g} in unit={config.unit}, which is no −log of transmission: take "
+            f"−log(counts / unattenuated counts) first, or set unit={other}"
         )
     y = torch.from_numpy(sinogram / np.float32(per_value))[None, None].to(module.device)
     densest = float(torch.quantile(module.projector.fbp(y), 0.99))
