@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY, RUN_KEY, decode
-from qnmixer.config import Config, effective_batch, keys_of, parse_file, targets_of, to_plain
+from qnmixer.config import Config, effective_batch, to_plain
+from qnmixer.config.run import parse_file, targets_of
+from qnmixer.config.target import keys_of
 from qnmixer.data.splits import SplitRecord
 from qnmixer.errors import CheckpointError, ConfigError, first_line
 from qnmixer.files import newest_complete

@@ -7,13 +7,12 @@ size. If it takes `fine` too, it is asked by that for the same slices on a finer
 A reader decodes the files of a folder, see `qnmixer.data.cache.Reader`.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from lightning.pytorch.utilities import rank_zero_warn
 
 from qnmixer.config.data import DataConfig, FolderData, MixedData
 from qnmixer.data.cache import Reader, SliceCache, open_cache
@@ -24,6 +23,7 @@ from qnmixer.data.slices import NO_AIR, FloatArray, SkipFile, SliceSource, clean
 from qnmixer.data.splits import PARTS, RunSplit, few, patients_of
 from qnmixer.errors import ConfigError, DataError, UserError
 from qnmixer.plugins import Kind, build, load, taken
+from qnmixer.processes.ranks import rank
 
 SLICES = Kind(
     "a class with __len__ and load",
@@ -129,16 +129,16 @@ def _of_folder(config: FolderData, run: RunSplit, section: str) -> dict[str, Par
     reader: Reader = build(config, READER)
     cache = _open(config, reader, config.image_size)
     if cache.skipped:
-        rank_zero_warn(summarise_skipped(str(config.root), cache.skipped))
+        _warn(summarise_skipped(str(config.root), cache.skipped))
     if cache.hu_range[0] > NO_AIR:
-        rank_zero_warn(doubt(str(config.root)))
+        _warn(doubt(str(config.root)))
     if config.split == "slices":
-        rank_zero_warn("data.split=slices puts neighbouring slices into train and test: scores will be too good")
+        _warn("data.split=slices puts neighbouring slices into train and test: scores will be too good")
     root_name = Path(str(config.root)).resolve().name
     patients = patients_of(cache.infos, patient_from=config.patient_from, root_name=root_name)
     split, new = run.settle(section, cache.infos, patients, cache.digests, config)
     if new:
-        rank_zero_warn(
+        _warn(
             f"{config.root}: {len(new)} of its patients were not there when the run began, and are in none of its "
             f"parts: {few(new)}"
         )
@@ -152,6 +152,12 @@ def _of_folder(config: FolderData, run: RunSplit, section: str) -> dict[str, Par
         )
         for part in PARTS
     }
+
+
+def _warn(line: str) -> None:
+    """Warn once, not in every process of a run."""
+    if rank() == 0:
+        warnings.warn(line, stacklevel=3)
 
 
 def _open(config: FolderData, reader: Reader, image_size: int) -> SliceCache:

@@ -2,7 +2,7 @@
 
 One file a matrix, below `$XDG_CACHE_HOME/qnmixer/matrices` (or `~/.cache`): a header, then the arrays. A file is
 written beside and renamed, and one process builds while others wait. Checksums of header and arrays are checked when a
-file is opened, which takes 0.05 s for 100 MB; a file that fails is built again. A disk that is full or cannot be written
+file is opened, 0.05 s for 100 MB; a file that fails is built again. A disk that is full or cannot be written
 to costs the caching only. Nothing here is needed to understand the mathematics.
 """
 

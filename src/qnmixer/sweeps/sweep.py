@@ -44,6 +44,7 @@ def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
         if not (folder / SWEEP).is_file():
             check_unused(FOLDER, folder)
         write_sweep(folder, described)
+        print(f"sweep in {folder}", flush=True)
         error: Exception | None = None
         try:
             yield f"{FOLDER}={quoted(folder.absolute())}"  # a job may begin elsewhere
