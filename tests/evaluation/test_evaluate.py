@@ -14,13 +14,13 @@ from qnmixer.config import Config
 from qnmixer.config.evaluation import EvaluationConfig
 from qnmixer.config.run import section
 from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.evaluation.evaluate import Evaluation, ImageScore, evaluate, name_of_run, warnings_of, write_evaluation
+from qnmixer.evaluation.evaluate import Evaluation, ImageScore, evaluate, warnings_of, write_evaluation
 from qnmixer.evaluation.slices import pictured
 from qnmixer.optimization.metrics import psnr, ssim, to_window
 from qnmixer.reconstructor import to_hu
 from qnmixer.reports.page import PageMethod, PageSlice
 from qnmixer.reports.pictures import Panel, Row, draw_comparison
-from qnmixer.tracking.sweep_file import write_sweep
+from qnmixer.tracking.sweep_file import name_of_run, write_sweep
 from qnmixer.training.module import ReconstructionModule
 
 WINDOW = [-160.0, 240.0]
@@ -110,7 +110,7 @@ def test_spread_gives_as_many_as_asked_for_within_the_split(n_images: int, n_pic
 def scores() -> Evaluation:
     values = {"FBP": [(20.0, 50.0, 10.0, 40.0), (22.0, 60.0, 12.0, 44.0)],
               "QN-Mixer": [(30.5, 90.0, 21.0, 80.0), (31.0, 92.0, 22.0, 82.0)]}  # fmt: skip
-    by_slice = [ImageScore(f"a,{i}.dcm", method, *rows[i]) for i in range(2) for method, rows in values.items()]
+    by_slice = [ImageScore(i, f"a,{i}.dcm", method, *rows[i]) for i in range(2) for method, rows in values.items()]
     picture = torch.zeros(16, 16)
     slices = [PageSlice(f"a,{i}.dcm", picture, [PageMethod(method, [picture]) for method in values]) for i in range(2)]
     return Evaluation(by_slice, slices, [0, 1])
@@ -151,7 +151,7 @@ def test_tables_hold_the_scores(scores: Evaluation, tiny_config: Callable[..., C
         images = list(csv.DictReader(stream))
     assert len(images) == 4
     for line, score in zip(images, scores.scores, strict=True):
-        assert line["slice"] == score.slice
+        assert (line["number"], line["slice"]) == (str(score.number), score.slice)
         assert line["method"] == score.method
         assert [float(line[key]) for key in ("psnr", "ssim", "window_psnr", "window_ssim")] == [
             score.psnr, score.ssim, score.window_psnr, score.window_ssim,

@@ -73,7 +73,7 @@ def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
 
 def scores(values: dict[int, list[float]]) -> dict[tuple[int, int], list[ImageScore]]:
     return {
-        (seed, 7): [ImageScore(f"slice{k}", "QN-Mixer", v, 2 * v, v, v) for k, v in enumerate(its)]
+        (seed, 7): [ImageScore(k, f"slice{k}", "QN-Mixer", v, 2 * v, v, v) for k, v in enumerate(its)]
         for seed, its in values.items()
     }
 

@@ -146,7 +146,7 @@ def test_a_new_run_in_an_old_folder_is_another(tmp_path: Path, offline_runs: Off
 def test_changes_of_the_code_and_the_checkpoint_go_with_the_run(tmp_path: Path, offline_runs: OfflineRuns) -> None:
     (tmp_path / "code.diff").write_text("+ a line\n")
     (tmp_path / "best.ckpt").write_bytes(b"weights")
-    config = config_of("logger.wandb.log_checkpoint=true")
+    config = config_of("logger.wandb.log_checkpoint=true", "logger.wandb.log_code=true")
     loggers = build_loggers(config, tmp_path, [])
     log_checkpoint(loggers, tmp_path / "best.ckpt", {"val/psnr": 30.0})
     close_loggers(config.logger, DONE)

@@ -40,6 +40,7 @@ class WandbConfig:
     run_name: str | None  # None: the overrides that are this job's alone, or the time
     group: str | None  # None: the sweep
     log_checkpoint: bool
+    log_code: bool
 
 
 def named_loggers(section: Any) -> dict[str, Mapping[str, Any]]:

@@ -229,3 +229,13 @@ def to_plain(config: Config) -> dict[str, Any]:
     """Numbers, strings, lists and dicts only: what a checkpoint may hold; `parse` reads it back."""
     values = vars(config) | {"logger": {name: keys_of(logger) for name, logger in config.logger.items()}}
     return {key: keys_of(value) if is_dataclass(value) else value for key, value in values.items()}
+
+
+def without_places(config: Config) -> Config:
+    """The same network, scan and training, but for what is the machine's, the people's or the patients'.
+
+    This is what may be shared. Folders, names of patients, the runs that it began from and the account of its logger
+    are left out. Arguments of the user's own classes stay, but for those of slices: a network may need them.
+    """
+    data = config.data.without_places()
+    return replace(config, data=data, logger={}, callbacks={}, tags=[], finetune=None, resume=None)

@@ -131,7 +131,9 @@ class _Measuring:
                     of = slices.setdefault((test, index), PageSlice(name, truth, []))
                     if of.name == name and of.truth is not None and of.truth.shape == truth.shape:
                         of.methods.append(_reconstructed(method, module, batch, y))
-        return {test: [it for (of, _), it in slices.items() if of == test] for test in tests}
+        return {
+            test: [replace(it, name=f"slice {n}") for (of, n), it in slices.items() if of == test] for test in tests
+        }
 
     def _config(self, job: ComparedJob, test: str) -> tuple[Config, bool]:
         """What a job was trained with, but for what a test is about; its phantoms and noise by the test's seed.

@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from qnmixer.checkpoints.reading import built_from, find_checkpoint, read_checkpoint
 from qnmixer.config import Config
 from qnmixer.config.compose import compose
+from qnmixer.config.overrides import looks_elsewhere, of_hydra
 from qnmixer.config.run import parse_file
 from qnmixer.errors import UserError, first_line
 from qnmixer.evaluation.evaluate import ImageScore
@@ -139,7 +140,9 @@ def _job(folder: Path, overrides: list[str], checkpoint: str, trust: Collection[
             problem = f"failed: {first_line(error)}"
     if config is None:
         with suppress(UserError, HydraException, OmegaConfBaseException):  # then it stays nameless
-            config = _trusted(parse_file(compose("train", overrides)), folder, trust)
+            ours = [it for it in overrides if not of_hydra(it)]
+            if not any(map(looks_elsewhere, ours)):
+                config = _trusted(parse_file(compose("train", ours)), folder, trust)
     return ComparedJob(folder, overrides, results, config, problem)
 
 

@@ -2,18 +2,25 @@
 
 import csv
 import io
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
+_FORMULA = re.compile(r"[=@\t\r]|[+-](?![\d.]+([eE][+-]?\d+)?( ± [\d.]+)?$)")  # a number is none
+
 
 def csv_table(rows: Iterable[Sequence[Any]]) -> str:
-    """Rows, the headings first, as CSV."""
+    """Rows, the headings first, as CSV; text that a spreadsheet would compute begins with an apostrophe."""
     stream = io.StringIO()
-    csv.writer(stream, lineterminator="\n").writerows(rows)
+    csv.writer(stream, lineterminator="\n").writerows(map(_harmless, row) for row in rows)
     return stream.getvalue()
+
+
+def _harmless(cell: Any) -> Any:
+    return f"'{cell}" if isinstance(cell, str) and _FORMULA.match(cell) else cell
 
 
 def terminal_table(headings: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1, **look: Any) -> Table:

@@ -117,7 +117,7 @@ class IteratePictures(Callback):
 def _iterate_rows(batch: Batch, iterates: dict[int, Tensor]) -> list[Row]:
     """Each slice of a batch at the x_t of some t."""
     truths = to_hu(batch, batch["image"]).cpu()
-    rows = [Row(name, truths[b, 0], []) for b, name in enumerate(batch["name"])]
+    rows = [Row(f"slice {n}", truths[b, 0], []) for b, n in enumerate(batch["sample"].tolist())]
     for t, image in iterates.items():
         hu = to_hu(batch, image).cpu()
         for b, (row, value) in enumerate(zip(rows, psnr(image, batch["image"]).tolist(), strict=True)):
