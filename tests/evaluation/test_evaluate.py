@@ -68,9 +68,8 @@ def test_batch_size_changes_no_score(module: ReconstructionModule) -> None:
 
 
 def test_pictures_are_of_slices_spread_over_the_split(module: ReconstructionModule) -> None:
-    evaluation, data = measured(module, batch_size=2)
-    names = [data.dataset("test").source.name(i) for i in range(5)]
-    assert [row.name for row in evaluation.rows] == [names[i] for i in sorted(pictured(5, 2))]
+    evaluation, _ = measured(module, batch_size=2)
+    assert [row.name for row in evaluation.rows] == [f"slice {i}" for i in sorted(pictured(5, 2))]
     for row in evaluation.rows:
         assert [panel.title.splitlines()[0] for panel in row.panels] == ["FBP", "QN-Mixer"]
         assert row.truth.min() >= -1000
@@ -78,9 +77,11 @@ def test_pictures_are_of_slices_spread_over_the_split(module: ReconstructionModu
 
 
 def test_all_slices_are_there_to_look_through_the_worst_first(module: ReconstructionModule) -> None:
-    evaluation, _ = measured(module, batch_size=2)
+    evaluation, data = measured(module, batch_size=2)
     ours = [score for score in evaluation.scores if score.method == "QN-Mixer"]
-    assert [of.name for of in evaluation.slices] == [s.slice for s in sorted(ours, key=lambda score: score.psnr)]
+    worst_first = sorted(ours, key=lambda score: score.psnr)
+    assert [of.name for of in evaluation.slices] == [f"slice {score.number}" for score in worst_first]
+    assert [score.slice for score in ours] == [data.dataset("test").source.name(score.number) for score in ours]
     assert [of.psnr for of in evaluation.slices] == sorted(score.psnr for score in ours)
     T = module.network.n_iterations
     assert [[len(m.iterates) for m in of.methods] for of in evaluation.slices] == [[1, T + 1]] * 5

@@ -206,3 +206,24 @@ def test_methods_are_jobs_that_differ_in_more_than_their_seed(
     assert [method.name for method in found] == names
     assert sum(len(method.jobs) for method in found) == len(jobs)
     assert {job.problem for method in found for job in method.jobs} == {"not yet run"}
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "hydra.searchpath=[pkg://antigravity_of_a_stranger]", "data.root=${oc.env:OF_THIS_MACHINE}",
+        "experiment=[../../../evil]", "model._target_=antigravity_of_a_stranger.Net",
+    ],
+)  # fmt: skip
+def test_what_a_sweep_says_is_neither_imported_nor_looked_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str
+) -> None:
+    monkeypatch.setenv("OF_THIS_MACHINE", "secret")
+    (tmp_path / "antigravity_of_a_stranger").mkdir()
+    (tmp_path / "antigravity_of_a_stranger" / "__init__.py").write_text("open('imported', 'w')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    jobs = {"0": ["data=numpy", "data.root=/ct", override]}
+    (method,) = methods_of(sweep(tmp_path, jobs, [override.partition("=")[0]]))
+    assert not (tmp_path / "imported").exists()
+    assert "secret" not in str(method.jobs)

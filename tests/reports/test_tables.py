@@ -7,6 +7,13 @@ def test_csv_quotes_what_needs_it() -> None:
     assert csv_table([["a", "b"], [1, "x,y"], [None, 'say "it"']]) == 'a,b\n1,"x,y"\n,"say ""it"""\n'
 
 
+def test_csv_has_no_cell_that_a_spreadsheet_computes() -> None:
+    cells = ["=1+1.npy", "+A1", "-A1", "@SUM(A1)", "\t=1", "-1+cmd"]
+    kept = ["-1.5", "+2", "-1e-3", "-3.20 ± 0.10", "a=b", -1.5]
+    assert csv_table([cells]) == ",".join(f"'{cell}" for cell in cells) + "\n"
+    assert csv_table([kept]) == ",".join(map(str, kept)) + "\n"
+
+
 def test_markdown_escapes_bars() -> None:
     assert markdown_table(["a", "b"], [["1", "x|y"]]) == "| a | b |\n|---|---|\n| 1 | x\\|y |"
     assert markdown_table(["", ""], [["1", ""]]) == "| | |\n|---|---|\n| 1 | |"

@@ -145,8 +145,14 @@ def test_changes_can_be_applied_to_the_commit(checkout: Path, tmp_path_factory: 
     (checkout / "conf").mkdir()
     (checkout / "conf" / "a.yaml").write_text("a: 1\n")
     (checkout / "notes.txt").write_text("nothing\n")
+    private = ["conf/.env", "conf/.hidden.yaml", "conf/local/a.yaml", "conf/notes.txt", "src/qnmixer/local_settings.py"]
+    private += ["src/qnmixer/my_secrets.py", "src/qnmixer/API-Key.yaml"]
+    for path in private:
+        (checkout / path).parent.mkdir(exist_ok=True)
+        (checkout / path).write_text("a secret\n")
     status = git(checkout, "status", "--porcelain")
     diff = git_diff()
+    assert "secret" not in diff
     assert git(checkout, "status", "--porcelain") == status
     clone = tmp_path_factory.mktemp("clone")
     git(clone, "clone", "-q", str(checkout), ".")

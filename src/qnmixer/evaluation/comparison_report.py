@@ -273,13 +273,14 @@ def _lines(comparison: Comparison) -> list[list[Any]]:
             status = "measured" if first is not None else method.jobs[0].problem if method.jobs else "not measured"
             found = against_best(comparison, method, test)
             lines.append([
-                test, method.name, without_folders(status), first and first.n_seeds, len(method.jobs), first and first.n_images,
+                test, method.name, without_folders(status),
+                first and first.n_seeds, len(method.jobs), first and first.n_images,
                 *(value for s in spreads for value in ((s.mean, s.over_seeds, s.over_images) if s else [None] * 3)),
                 *((found[0].name, found[1].mean, found[1].half_width) if found else [None] * 3),
                 *(getattr(method.cost, name, None) for name in costs),
                 _joined(job.results.get("git_commit") for job in method.jobs),
                 _joined(map(_config_digest, method.jobs)), _joined(map(_hardware, method.jobs)),
-                " ".join(str(job.folder.relative_to(comparison.sweep)) for job in method.jobs),
+                " ".join(job.folder.name for job in method.jobs),
             ])  # fmt: skip
     return lines
 

@@ -246,7 +246,7 @@ def _tags(config: Config, overrides: list[str]) -> list[str]:
 def _described(config: Config) -> dict[str, Any]:
     """The config for a logger, without what is nobody else's, and what a run depends on beside it."""
     trainer = config.trainer
-    return _plain(with_names(to_plain(without_places(config)))) | {
+    return _anonymous(with_names(to_plain(without_places(config)))) | {
         "method": method_name(config),
         "git_commit": git_commit(),
         "versions": versions(),
@@ -256,11 +256,13 @@ def _described(config: Config) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
-    """The same with texts that name no folder: arguments of classes of the user's own may."""
+def _anonymous(value: Any) -> Any:
+    """Values whose texts name no folder, as arguments of the user's own classes may."""
     if isinstance(value, dict):
-        return {key: _plain(it) for key, it in value.items()}
-    return [_plain(it) for it in value] if isinstance(value, list) else without_folders(value) if isinstance(value, str) else value
+        return {key: _anonymous(it) for key, it in value.items()}
+    if isinstance(value, list):
+        return [_anonymous(it) for it in value]
+    return without_folders(value) if isinstance(value, str) else value
 
 
 def device_name(accelerator: str) -> str:

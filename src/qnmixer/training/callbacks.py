@@ -131,8 +131,19 @@ def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, folder: Pa
     for logger in loggers:
         logger.log_metrics(means, step)
         if isinstance(logger, WandbLogger):
-            logger.log_table("test/table", *numbers_of(evaluation), step=step)
+            _log_table(logger, evaluation, step)
             logger.log_image("test/picture", [str(folder / PICTURE)], step)
             for name in (PICTURE, PAGE):
                 logger.experiment.save(str(folder / name), base_path=str(folder.parent), policy="now")
         logger.save()  # some write now and then only, and Lightning is done with them
+
+
+def _log_table(logger: WandbLogger, evaluation: Evaluation, step: int) -> None:
+    """Log the table as a file of the run alone: W&B's own way makes an artifact of it too, which names the home."""
+    import wandb
+
+    headings, rows = numbers_of(evaluation)
+    table = wandb.Table(columns=[*headings], data=rows)
+    table.bind_to_run(logger.experiment, "test/table", step)
+    logged: dict[str, Any] = {"test/table": table}
+    logger.log_metrics(logged, step)
