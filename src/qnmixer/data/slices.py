@@ -1,7 +1,9 @@
 """What readers hand on: decoded slices with what is needed to sort and split them, and files that were skipped."""
 
+import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,10 +16,34 @@ NO_AIR = -500.0
 _BELOW_AIR = -1024.0
 _DENSEST = 32767.0
 """HU: what 16 bits of a scanner hold of metal at most."""
+_SIDES = 8, 8192
+"""Pixels, least and most: a network's image has 8 at least, and a slice of more would need gigabytes."""
 
 
 class SkipFile(Exception):
     """This file, or this frame of it, cannot be used; the message is the reason, in few words."""
+
+
+@contextmanager
+def reading(problem: str) -> Iterator[None]:
+    """Turn whatever the block raises into SkipFile with this problem: damaged files make libraries raise anything.
+
+    Memory that runs out stays what it is. Libraries' warnings are not shown.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except (SkipFile, MemoryError):
+        raise
+    except Exception as error:
+        raise SkipFile(f"{problem} ({type(error).__name__})") from error
+
+
+def require_size(rows: int, columns: int) -> None:
+    """SkipFile for a slice that is too small to show anything, or too large; before its pixels are read."""
+    if not _SIDES[0] <= min(rows, columns) <= max(rows, columns) <= _SIDES[1]:
+        raise SkipFile(f"{rows} × {columns} pixels, not {_SIDES[0]} to {_SIDES[1]} a side")
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,17 @@
 import copy
 import datetime
 import io
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
+from pydicom.dataelem import DataElement
 from pydicom.dataset import Dataset, FileMetaDataset
-from pydicom.filewriter import dcmwrite
+from pydicom.filebase import DicomBytesIO
+from pydicom.datadict import dictionary_VR, tag_for_keyword
+from pydicom.filewriter import dcmwrite, write_data_element
 from pydicom.sequence import Sequence
 from pydicom.uid import ExplicitVRLittleEndian, generate_uid
 from pydicom.valuerep import format_number_as_ds
@@ -159,12 +163,14 @@ def _from_template(template: Dataset, frame: int, shape: tuple[int, ...], series
     dataset = Dataset()
     for keyword in _KEPT:
         if keyword in template:
-            dataset.add(copy.deepcopy(template[keyword]))
+            with suppress(Exception):  # one that cannot be read is left out
+                dataset.add(_writable(copy.deepcopy(template[keyword])))
     for sequence, keywords in _TO_TOP_LEVEL:
         for keyword in keywords:
-            value = frame_tag(template, frame, sequence, keyword)
-            if value is not None:
-                setattr(dataset, keyword, copy.deepcopy(value))
+            with suppress(Exception):
+                value = frame_tag(template, frame, sequence, keyword)
+                if value is not None:
+                    dataset.add(_writable(DataElement(tag_for_keyword(keyword), dictionary_VR(keyword), value)))
     if frame_count(template) > 1:
         dataset.InstanceNumber = frame + 1
     _set_source(dataset, template, frame)
@@ -172,6 +178,14 @@ def _from_template(template: Dataset, frame: int, shape: tuple[int, ...], series
     if not dataset.get("StudyInstanceUID"):
         dataset.StudyInstanceUID = generate_uid(entropy_srcs=[series_uid, "study"])
     return dataset
+
+
+def _writable(element: DataElement) -> DataElement:
+    """The same element; raises whatever pydicom raises of one that it could not write."""
+    stream = DicomBytesIO()
+    stream.is_little_endian, stream.is_implicit_VR = True, False
+    write_data_element(stream, element)
+    return element
 
 
 def _set_source(dataset: Dataset, template: Dataset, frame: int) -> None:
@@ -190,24 +204,36 @@ def _set_source(dataset: Dataset, template: Dataset, frame: int) -> None:
 
 def _set_grid(dataset: Dataset, source: tuple[int, int], shape: tuple[int, ...]) -> None:
     """Spacing and first pixel's centre of the resampled grid, which covers the source padded to a square."""
-    spacing = dataset.get("PixelSpacing")
+    spacing = _numbers(dataset, "PixelSpacing", 2)
+    position = _numbers(dataset, "ImagePositionPatient", 3)
+    orientation = _numbers(dataset, "ImageOrientationPatient", 6)
     if not spacing:
         return
-    row_spacing, column_spacing = (float(value) for value in spacing)
+    row_spacing, column_spacing = spacing
     side, top, left = square_padding(source)
     factors = side / shape[0], side / shape[1]
     dataset.PixelSpacing = [
         format_number_as_ds(row_spacing * factors[0]),
         format_number_as_ds(column_spacing * factors[1]),
     ]
-    position, orientation = dataset.get("ImagePositionPatient"), dataset.get("ImageOrientationPatient")
     if not position or not orientation:
         return
-    along_row, along_column = np.asarray(orientation[:3], float), np.asarray(orientation[3:], float)
+    along_row, along_column = np.asarray(orientation[:3]), np.asarray(orientation[3:])
     down = (factors[0] - 1) / 2 - top
     right = (factors[1] - 1) / 2 - left
-    first = np.asarray(position, float) + along_row * right * column_spacing + along_column * down * row_spacing
+    first = np.asarray(position) + along_row * right * column_spacing + along_column * down * row_spacing
     dataset.ImagePositionPatient = [format_number_as_ds(float(value)) for value in first]
+
+
+def _numbers(dataset: Dataset, keyword: str, count: int) -> list[float]:
+    """The numbers of a tag; of one that has not so many finite ones none, and then it is left out."""
+    with suppress(TypeError, ValueError):
+        values = [float(value) for value in dataset.get(keyword) or ()]
+        if len(values) == count and np.isfinite(values).all():
+            return values
+    if keyword in dataset:
+        del dataset[keyword]
+    return []
 
 
 def _mark_as_derived(dataset: Dataset, series_uid: str, description: str) -> None:
@@ -216,7 +242,8 @@ def _mark_as_derived(dataset: Dataset, series_uid: str, description: str) -> Non
     dataset.SOPClassUID = CT_IMAGE
     dataset.SOPInstanceUID = generate_uid()
     dataset.SeriesInstanceUID = series_uid
-    dataset.SeriesNumber = int(dataset.get("SeriesNumber") or 0) % 1_000_000 + 1000
+    number = dataset.get("SeriesNumber")
+    dataset.SeriesNumber = (number if isinstance(number, int) else 0) % 1_000_000 + 1000
     dataset.Modality = "CT"
     dataset.ImageType = ["DERIVED", "SECONDARY", "AXIAL"]
     dataset.DerivationDescription = description[:1024]
