@@ -70,9 +70,20 @@ def digest_of_bytes(data: bytes | memoryview) -> int:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file, whole or not at all."""
+    """Write a text file, whole or not at all. Of names that are not UTF-8, the bytes in question become "?"."""
     with atomic_file(path) as stream:
-        stream.write(text.encode())
+        stream.write(text.encode(errors="replace"))
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """A JSON file of keys and values that `write_text` wrote. Raises DataError where it is damaged."""
+    try:
+        record = json.loads(path.read_text())
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
+        raise DataError(f"{path} is damaged or of another program: give another folder, or write it again")
+    return record
 
 
 def replace(new: Path, path: Path) -> None:

@@ -23,7 +23,7 @@ def explain(error: BaseException, config_name: str) -> str | None:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" writing {error.filename}" if error.filename else ""
         return f"the disk is full{where}: free some space, or choose another folder (hydra.run.dir=…, output=…)"
-    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS):
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"no permission for {error.filename}: choose a place that you may use (hydra.run.dir=…, output=…)"
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return f"{str(error.filename)[:60]}… is too long a name: choose a shorter hydra.run.dir or hydra.sweep.subdir"
@@ -34,6 +34,8 @@ def explain(error: BaseException, config_name: str) -> str | None:
         )
     if isinstance(error, FileExistsError | NotADirectoryError):
         return f"{error.filename} is a file where a folder must be: choose another (hydra.run.dir=…, output=…)"
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename} cannot be used ({error.strerror}): choose another place"
     if isinstance(error, FloatingPointError):
         return f"{error}: lower optimizer.lr, or look at train/grad_norm in metrics.csv"
     if type(error).__module__.startswith("wandb."):

@@ -23,15 +23,15 @@ _MEMORY = 2 * 2**30
 """Bytes of the child's address space."""
 
 
-def decode_apart(path: str, frame: int) -> np.ndarray[Any, Any]:
+def decode_apart(path: str, frame: int, seconds: int = SECONDS) -> np.ndarray[Any, Any]:
     """Stored values [H, W] of one frame of a DICOM file. SkipFile if the decoder fails, dies or takes too long."""
     child = _Child.of_this_process()
     try:
-        child.pipe.send((os.path.abspath(path), frame))
+        child.pipe.send((os.path.abspath(path), frame, seconds))
         answer = child.pipe.recv_bytes()
     except (EOFError, OSError):
         child.end()
-        raise SkipFile(f"its decoder died, or took longer than {SECONDS} s") from None
+        raise SkipFile(f"its decoder died, or took longer than {seconds} s") from None
     if answer[:1] == b"!":
         raise SkipFile(f"pixels cannot be decoded, perhaps truncated ({answer[1:].decode()})")
     return np.load(io.BytesIO(answer), allow_pickle=False)
@@ -81,8 +81,8 @@ def _serve(pipe: Connection) -> None:
     opened, dataset = None, None
     with suppress(EOFError, KeyboardInterrupt):
         while True:
-            path, frame = pipe.recv()
-            signal.alarm(SECONDS)  # ends this process, also inside a decoder
+            path, frame, seconds = pipe.recv()
+            signal.alarm(seconds)  # ends this process, also inside a decoder
             try:
                 stat = os.stat(path)
                 if opened != (file := (path, stat.st_size, stat.st_mtime_ns)):

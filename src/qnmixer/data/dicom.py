@@ -2,6 +2,7 @@
 
 import io
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -127,12 +128,14 @@ def frame_hu(dataset: Dataset, frame: int, raw: np.ndarray[Any, Any]) -> FloatAr
 def decode_frame(dataset: FileDataset, frame: int) -> FloatArray:
     """One frame of an opened file as HU [H, W]; SkipFile if it cannot be had.
 
-    What is compressed is decoded in a process of its own, from the file: decoders in C may end their process.
+    What is compressed is decoded in a process of its own, from the file: decoders in C may end their process. On
+    Windows it is decoded in this one.
     """
     with reading("unreadable"):
         rescale_of(dataset, frame)
     with reading("pixels cannot be decoded, perhaps truncated"):
-        raw = decode_apart(dataset.filename, frame) if _is_compressed(dataset) else pixel_array(dataset, index=frame)
+        apart = _is_compressed(dataset) and os.name == "posix"
+        raw = decode_apart(dataset.filename, frame) if apart else pixel_array(dataset, index=frame)
         return frame_hu(dataset, frame, raw)
 
 

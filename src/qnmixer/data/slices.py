@@ -16,8 +16,8 @@ NO_AIR = -500.0
 _BELOW_AIR = -1024.0
 _DENSEST = 32767.0
 """HU: what 16 bits of a scanner hold of metal at most."""
-_SIDES = 8, 8192
-"""Pixels, least and most: a network's image has 8 at least, and a slice of more would need gigabytes."""
+_LEAST, _MOST = 8, 8192
+"""Pixels of a side: a network's image has 8 at least, and of more than 8192 a slice would need gigabytes."""
 
 
 class SkipFile(Exception):
@@ -40,10 +40,10 @@ def reading(problem: str) -> Iterator[None]:
         raise SkipFile(f"{problem} ({type(error).__name__})") from error
 
 
-def require_size(rows: int, columns: int) -> None:
-    """SkipFile for a slice that is too small to show anything, or too large; before its pixels are read."""
-    if not _SIDES[0] <= min(rows, columns) <= max(rows, columns) <= _SIDES[1]:
-        raise SkipFile(f"{rows} × {columns} pixels, not {_SIDES[0]} to {_SIDES[1]} a side")
+def require_size(rows: int, columns: int, least: int = _LEAST) -> None:
+    """SkipFile for a slice, or a sinogram, that is too small to show anything or too large; before it is read."""
+    if not least <= min(rows, columns) <= max(rows, columns) <= _MOST:
+        raise SkipFile(f"{rows} × {columns} values, not {least} to {_MOST} a side")
 
 
 @dataclass(frozen=True)
