@@ -58,7 +58,7 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
     except Exception as error:  # bytes of another format can make the unpickler raise anything
         raise CheckpointError(f"{path} cannot be read ({first_line(error)}): it is damaged or no checkpoint") from error
     ours = checkpoint.get(CHECKPOINT_KEY) if isinstance(checkpoint, dict) else None
-    state = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
+    state: Any = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
     weights = isinstance(state, dict) and all(isinstance(it, torch.Tensor) for it in state.values())
     if not (weights and isinstance(ours, dict) and isinstance(ours.get("config"), dict)):
         ours_from = "qnmixer.export" if path.suffix == SUFFIX else "qnmixer.train"

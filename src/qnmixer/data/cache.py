@@ -115,7 +115,7 @@ class SliceCache:
 
 
 def _lock(stream: IO[bytes], *, shared: bool) -> None:
-    """Lock an open file until it is closed. Raises OSError where another process has a lock that does not go with it."""
+    """Lock an open file until it is closed. Raises OSError where another process has it locked."""
     import fcntl  # not on Windows, where reconstruct needs this file
 
     fcntl.flock(stream, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)

@@ -24,6 +24,8 @@ def read_hu_png(path: Path) -> FloatArray:
             if not image.mode.startswith("I"):
                 raise SkipFile("not a 16-bit grey PNG")
             require_size(image.height, image.width)
+            image.verify()  # checksums of the pixels, which decoding does not look at
+        with Image.open(path) as image:
             raw = np.asarray(image)
     return raw.astype(np.float32) - np.float32(_ZERO_HU)
 

@@ -135,7 +135,7 @@ def decode_frame(dataset: FileDataset, frame: int) -> FloatArray:
         rescale_of(dataset, frame)
     with reading("pixels cannot be decoded, perhaps truncated"):
         apart = _is_compressed(dataset) and os.name == "posix"
-        raw = decode_apart(dataset.filename, frame) if apart else pixel_array(dataset, index=frame)
+        raw = decode_apart(str(dataset.filename), frame) if apart else pixel_array(dataset, index=frame)
         return frame_hu(dataset, frame, raw)
 
 

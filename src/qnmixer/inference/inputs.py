@@ -107,7 +107,7 @@ def measured_scans(path: Path, module: Reconstructor, config: ReconstructConfig)
     files = _scan_files(path)
     if not files:
         raise DataError(
-            f"input={path} is or has no .npy file and no .mat: give sinograms as .npy, [views, bins] or [N, views, bins]"
+            f"input={path} holds no .npy file and no .mat: give sinograms as .npy, [views, bins] or [N, views, bins]"
         )
 
     def scans() -> Iterator[Scan]:
@@ -233,7 +233,7 @@ def _scan_count(file: Path, geometry: FanBeamGeometry, config: ReconstructConfig
     """
     try:
         shape = open_stack(file).shape
-        require_size(*shape[1:], least=1)
+        require_size(shape[1], shape[2], least=1)
     except SkipFile as reason:
         raise DataError(f"{file} cannot be used: {reason}; give sinograms as .npy") from reason
     views, bins = geometry.n_views, geometry.n_detectors

@@ -3,16 +3,15 @@
 import copy
 import datetime
 import io
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
-from pydicom.dataelem import DataElement
 from pydicom.dataset import Dataset, FileMetaDataset
 from pydicom.filebase import DicomBytesIO
-from pydicom.datadict import dictionary_VR, tag_for_keyword
 from pydicom.filewriter import dcmwrite, write_data_element
 from pydicom.sequence import Sequence
 from pydicom.uid import ExplicitVRLittleEndian, generate_uid
@@ -127,17 +126,19 @@ def write_dicom(
     """
     if not np.isfinite(hu).all():
         raise DataError(f"{path}: the reconstruction holds NaN or infinite values and was not written")
-    dataset = (
-        _anonymous(series_uid, pixel_spacing)
-        if template is None
-        else _from_template(template, frame, hu.shape, series_uid)
-    )
-    if instance_number is not None:
-        dataset.InstanceNumber = instance_number
-    _mark_as_derived(dataset, series_uid, description)
-    _set_pixels(dataset, hu)
     encoded = io.BytesIO()
-    dcmwrite(encoded, dataset, enforce_file_format=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of odd values in the source
+        dataset = (
+            _anonymous(series_uid, pixel_spacing)
+            if template is None
+            else _from_template(template, frame, hu.shape, series_uid)
+        )
+        if instance_number is not None:
+            dataset.InstanceNumber = instance_number
+        _mark_as_derived(dataset, series_uid, description)
+        _set_pixels(dataset, hu)
+        dcmwrite(encoded, dataset, enforce_file_format=True)
     _save(path, encoded)
 
 
@@ -163,14 +164,15 @@ def _from_template(template: Dataset, frame: int, shape: tuple[int, ...], series
     dataset = Dataset()
     for keyword in _KEPT:
         if keyword in template:
-            with suppress(Exception):  # one that cannot be read is left out
-                dataset.add(_writable(copy.deepcopy(template[keyword])))
+            with suppress(Exception):  # one that cannot be read
+                dataset.add(copy.deepcopy(template[keyword]))
     for sequence, keywords in _TO_TOP_LEVEL:
         for keyword in keywords:
             with suppress(Exception):
                 value = frame_tag(template, frame, sequence, keyword)
                 if value is not None:
-                    dataset.add(_writable(DataElement(tag_for_keyword(keyword), dictionary_VR(keyword), value)))
+                    setattr(dataset, keyword, copy.deepcopy(value))
+    _leave_out_unwritable(dataset)
     if frame_count(template) > 1:
         dataset.InstanceNumber = frame + 1
     _set_source(dataset, template, frame)
@@ -180,12 +182,15 @@ def _from_template(template: Dataset, frame: int, shape: tuple[int, ...], series
     return dataset
 
 
-def _writable(element: DataElement) -> DataElement:
-    """The same element; raises whatever pydicom raises of one that it could not write."""
-    stream = DicomBytesIO()
-    stream.is_little_endian, stream.is_implicit_VR = True, False
-    write_data_element(stream, element)
-    return element
+def _leave_out_unwritable(dataset: Dataset) -> None:
+    """Remove what a damaged source says in a way that pydicom reads but does not write."""
+    for element in [*dataset]:
+        stream = DicomBytesIO()
+        stream.is_little_endian, stream.is_implicit_VR = True, False
+        try:
+            write_data_element(stream, element)
+        except Exception:
+            del dataset[element.tag]
 
 
 def _set_source(dataset: Dataset, template: Dataset, frame: int) -> None:
