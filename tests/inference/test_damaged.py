@@ -6,6 +6,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def read(folder: Path) -> list[InputSlice]:
     """The slices of a folder, written as `reconstruct` does, and read as a cache is built; no exception but ours."""
     slices = InputSlices(folder)
     found: list[InputSlice] = []
-    try:
+    with suppress(DataError):
         for piece in slices:
             found.append(piece)
             target = folder.with_name("written") / f"{len(found)}.dcm"
@@ -111,15 +112,12 @@ def read(folder: Path) -> list[InputSlice]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 assert str(dcmread(target))
-    except DataError as error:
-        assert "\n" not in str(error)
-        assert slices.skipped
+    assert all("\n" not in reason for _, reason in slices.skipped)
+    assert found or slices.skipped
     for file in slices.files:
-        try:
+        with suppress(SkipFile):
             for _ in DicomReader().read(folder, file):
                 pass
-        except SkipFile as reason:
-            assert str(reason)
     return found
 
 
@@ -183,7 +181,9 @@ def png_of(width: int, height: int) -> bytes:
         return len(content).to_bytes(4, "big") + kind + content + zlib.crc32(kind + content).to_bytes(4, "big")
 
     header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([16, 0, 0, 0, 0])
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(99))) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(99))) + chunk(b"IEND", b"")
+    )
 
 
 def test_no_damaged_npy_or_png_ends_a_run(body_hu: Any, tmp_path: Path) -> None:
