@@ -120,8 +120,12 @@ def last_change(*paths: Path) -> float:
 
 def check_there(key: str, path: str, what: str) -> None:
     """Raise DataError where there is nothing at the path that a key gives; `what` is to be there."""
-    if not Path(path).expanduser().exists():
-        raise DataError(f"{key}={path} does not exist: give {what}")
+    try:
+        there = path != "" and Path(path).expanduser().exists()
+    except OSError:  # too long a name
+        there = False
+    if not there:
+        raise DataError(f"{key}={path if len(path) < 200 else f'{path[:60]}…'} does not exist: give {what}")
 
 
 def check_no_nifti(key: str, path: str) -> None:

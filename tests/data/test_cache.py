@@ -1,5 +1,4 @@
 import errno
-import gc
 import json
 import os
 import pickle
@@ -293,7 +292,6 @@ def test_what_a_run_reads_stays_when_another_builds(body_hu: Any, tmp_path: Path
     np.testing.assert_array_equal(worker.load(0), first.load(0))
     assert len([*(tmp_path / "cache").glob("*/*.npy")]) == 2  # of those that nobody reads only the last is left
     del first, worker
-    gc.collect()
     np.save(root / "P9.npy", body_hu(seed=9))
     open_cache(NumpyReader(), root, 20, cache_dir=tmp_path / "cache")
     only_npy(tmp_path / "cache")

@@ -167,11 +167,13 @@ def test_an_odd_tag_skips_its_file_or_is_left_out(make_ct: Any, tmp_path: Path, 
 
 def test_a_cache_is_built_of_the_files_beside_an_odd_one(make_ct: Any, tmp_path: Path) -> None:
     make_ct(tmp_path / "root" / "good.dcm")
-    for number, keyword in enumerate(("RescaleSlope", "NumberOfFrames", "ImagePositionPatient", "PatientID")):
-        with_tag(tmp_path / "root" / "good.dcm", tmp_path / "root" / str(number), keyword, TAGS[keyword][2][0])
+    odd = [(keyword, TAGS[keyword][2][0]) for keyword in ("RescaleSlope", "NumberOfFrames", "PatientID")]
+    odd += [("ImagePositionPatient", value) for value in (b"a\\b\\c", b"nan\\0\\0")]
+    for number, (keyword, value) in enumerate(odd):
+        with_tag(tmp_path / "root" / "good.dcm", tmp_path / "root" / str(number), keyword, value)
     cache = open_cache(DicomReader(), tmp_path / "root", 16, cache_dir=tmp_path / "cache")
     assert [cache.name(number) for number in range(len(cache))] == ["good.dcm"]
-    assert [name for name, _ in cache.skipped] == ["0", "1", "2", "3"]
+    assert [name for name, _ in cache.skipped] == ["0", "1", "2", "3", "4"]
 
 
 def png_of(width: int, height: int) -> bytes:

@@ -140,12 +140,18 @@ def decode_frame(dataset: FileDataset, frame: int) -> FloatArray:
 
 
 def slice_position(dataset: Dataset, frame: int) -> float:
-    """Where a frame lies along the patient in mm; by InstanceNumber or frame where the file does not say."""
+    """Where a frame lies along the patient in mm; by InstanceNumber or frame where the file does not say.
+
+    SkipFile where it says what is no number.
+    """
     position = frame_tag(dataset, frame, "PlanePositionSequence", "ImagePositionPatient")
     orientation = frame_tag(dataset, frame, "PlaneOrientationSequence", "ImageOrientationPatient")
     if position and orientation and len(position) == 3 and len(orientation) == 6:
         axes = np.asarray(orientation, float)
-        return float(np.dot(np.cross(axes[:3], axes[3:]), np.asarray(position, float)))
+        along = float(np.dot(np.cross(axes[:3], axes[3:]), np.asarray(position, float)))
+        if not math.isfinite(along):
+            raise SkipFile("no position that is a number")
+        return along
     return float(dataset.get("InstanceNumber") or 0) + frame / 1e6
 
 
