@@ -20,7 +20,7 @@ from qnmixer.data.slices import SkipFile
 SECONDS = 20
 """For one frame."""
 _MEMORY = 2 * 2**30
-"""Bytes of the child's address space."""
+"""Bytes of the child's address space, beside those of the file."""
 
 
 def decode_apart(path: str, frame: int, seconds: int = SECONDS) -> np.ndarray[Any, Any]:
@@ -86,6 +86,7 @@ def _serve(pipe: Connection) -> None:
             try:
                 stat = os.stat(path)
                 if opened != (file := (path, stat.st_size, stat.st_mtime_ns)):
+                    _limit_memory(_MEMORY + stat.st_size)
                     dataset, opened = dcmread(path), file
                 assert dataset is not None
                 stream = io.BytesIO()
@@ -97,13 +98,13 @@ def _serve(pipe: Connection) -> None:
             pipe.send_bytes(answer)
 
 
-def _limit_memory() -> None:
-    with suppress(ImportError, OSError, ValueError):  # where a system has no such limit, or not this one
-        import resource
+def _limit_memory(size: int) -> None:
+    """Have allocations above so many bytes fail, where the system can."""
+    import resource  # not on Windows, which never gets here
 
-        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_AS, (size, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 if __name__ == "__main__":
-    _limit_memory()
     _serve(Connection(int(sys.argv[1])))
