@@ -53,13 +53,15 @@ def test_a_resumed_run_says_that_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        *(f"experiment=demo model={model}" for model in
-          ("tv", "fbp", "fbpconvnet", "regformer", "learn", "learned_primal_dual")),
-        *(f"experiment={experiment} data={data} data.root=." for experiment in ("pretrained", "measured", "compare_small")
-          for data in ("dicom", "numpy")),
+        *(
+            f"experiment=demo model={it}"
+            for it in ["tv", "fbp", "fbpconvnet", "regformer", "learn", "learned_primal_dual"]
+        ),
+        *(f"experiment={it} data=dicom data.root=." for it in ("pretrained", "measured", "compare_small")),
+        *(f"experiment={it} data=numpy data.root=." for it in ("pretrained", "measured", "compare_small")),
         "experiment=paper_aapm data=phantoms",
     ],
-)  # fmt: skip
+)
 def test_experiments_start_beside_other_options(tmp_path: Path, cold: Warm, overrides: str) -> None:
     """What an experiment sets and the chosen option cannot have stops no command; the checks are before this line."""
     (tmp_path / "torch.py").write_text(TORCH)
@@ -86,8 +88,8 @@ def test_of_several_processes_the_first_says_it(tmp_path: Path, rank: str, n_lin
         ("qnmixer.evaluate run=pretrained", "evaluating pretrained (loading PyTorch …)"),
         ("qnmixer.compare sweep=a_sweep", "comparing the jobs of a_sweep (loading PyTorch …)"),
         (
-            "qnmixer.reconstruct run=pretrained input=. output=out",
-            "reconstructing . by pretrained (loading PyTorch …)",
+            "qnmixer.reconstruct run=pretrained input=a_sweep output=out",
+            "reconstructing a_sweep by pretrained (loading PyTorch …)",
         ),
     ],
 )

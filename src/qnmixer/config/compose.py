@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -13,10 +12,10 @@ from hydra.core.override_parser.types import IntervalSweep, Override, ValueType
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from qnmixer.config.overrides import key_of, values_of, with_length
+from qnmixer.config.run import Config, parse_file
+from qnmixer.config.search_path import CONF
 from qnmixer.errors import ConfigError
 
-CONF = (Path(__file__).parents[1] / "conf").resolve()
-"""In a checkout a link to conf/ of the repository; a wheel holds the files themselves."""
 OF_A_RUN = ("train", "plan", "doctor")
 """Commands with the whole config of a run; the others take it from a run folder."""
 
@@ -86,8 +85,6 @@ def _own_instead(config: DictConfig, kept: list[tuple[str, str, Any]]) -> list[s
 
 def _is_valid(config: DictConfig) -> bool:
     """Whether the parts that a training run has break no rule."""
-    from qnmixer.config.run import Config, parse_file  # it needs this module
-
     try:
         parse_file(OmegaConf.masked_copy(config, [field.name for field in fields(Config)]))
     except ConfigError:
