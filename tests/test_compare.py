@@ -21,7 +21,8 @@ from qnmixer.checkpoints.reading import load_run
 from qnmixer.compare import check, compare
 from qnmixer.config import parse
 from qnmixer.config.commands import parse_compare
-from qnmixer.config.compose import CONF, compose
+from qnmixer.config.compose import compose
+from qnmixer.config.search_path import CONF
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import ConfigError
 from qnmixer.evaluation import compare as comparison_measuring

@@ -9,9 +9,10 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from qnmixer.config.compose import CONF, OF_A_RUN, compose
+from qnmixer.config.compose import OF_A_RUN, compose
 from qnmixer.config.keys import flat_keys, unknown_key
 from qnmixer.config.option import suggest
+from qnmixer.config.search_path import CONF
 from qnmixer.config.target import options, values_of_option
 from qnmixer.errors import UserError, first_line
 
