@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from qnmixer.config.compose import CONF
+from qnmixer.config.search_path import CONF
 
 from ..warm import Warm
 

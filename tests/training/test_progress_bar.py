@@ -137,6 +137,8 @@ def test_a_resumed_run_goes_on_counting(lines: Callable[..., list[str]], tmp_pat
     first, *found = lines("trainer.max_steps=5", "trainer.val_every_n_steps=10", resume=tmp_path / "0")
     assert first == "resumed at step 3 of 5"
     assert [line.split(" · ")[0] for line in found if "loss" in line] == ["step 4/5", "step 5/5"]
+    psnr = [row["val/psnr"] for row in read_metrics(tmp_path / "0" / "metrics.csv") if row["val/psnr"]]
+    assert f" · last val PSNR {float(psnr[0]):.2f} dB" in found[0]  # of the validation before, until the next
 
 
 NOISY = """

@@ -14,11 +14,11 @@ from omegaconf import DictConfig
 
 from qnmixer.cli.explain import explain, known_keys
 from qnmixer.cli.help import usage
-from qnmixer.config.compose import CONF, OF_A_RUN, compose_as_given, compose_sweep, fitted
+from qnmixer.config.compose import OF_A_RUN, compose_as_given, compose_sweep, fitted
 from qnmixer.config.habits import habit
 from qnmixer.config.keys import unknown_key
 from qnmixer.config.overrides import with_length
-from qnmixer.config.search_path import with_search_path
+from qnmixer.config.search_path import CONF, with_search_path
 from qnmixer.errors import ConfigError, Stopped
 from qnmixer.processes.ranks import is_rank, rank, world_size
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from qnmixer.config.compose import CONF
 from qnmixer.config.option import one_of
+from qnmixer.config.search_path import CONF
 from qnmixer.config.target import TARGET, Custom
 from qnmixer.errors import ConfigError
 

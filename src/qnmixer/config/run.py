@@ -11,7 +11,6 @@ from typing import Any, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.config.callbacks import parse_callbacks
-from qnmixer.config.compose import CONF
 from qnmixer.config.data import DataConfig
 from qnmixer.config.debug import DebugConfig
 from qnmixer.config.evaluation import EvaluationConfig
@@ -24,6 +23,7 @@ from qnmixer.config.noise import NoiseConfig
 from qnmixer.config.optimizer import OptimizerConfig
 from qnmixer.config.option import number, one_of, suggest
 from qnmixer.config.schedule import ScheduleConfig
+from qnmixer.config.search_path import CONF
 from qnmixer.config.section import parse_section, plain_values
 from qnmixer.config.strategy import StrategyConfig
 from qnmixer.config.target import (

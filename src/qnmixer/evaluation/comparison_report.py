@@ -48,7 +48,9 @@ def write_comparison(folder: Path, comparison: Comparison, config: CompareConfig
     n_methods, tests = len(comparison.methods), ", ".join(comparison.tests)
     made_by = provenance | {"notes": "; ".join(notes) or "none"}
     subtitle = f"{n_methods} method{'s' * (n_methods != 1)} on {tests} ({config.split} split)"
-    write_page(folder / "comparison.html", title, tables, slices, made_by, subtitle=subtitle, order="by test")
+    n_images = sum(_n_images(comparison, test) for test in comparison.tests)
+    order = f"by test: {len(slices)} of {n_images}, those of the pictures; images.csv has the scores of all"
+    write_page(folder / "comparison.html", title, tables, slices, made_by, subtitle=subtitle, order=order)
 
     for table in tables[:-1]:  # where the rows come from is in the files
         _print(table, console)
@@ -82,7 +84,7 @@ def against_best(comparison: Comparison, method: ComparedMethod, test: str) -> t
 
 def _quality(comparison: Comparison) -> PageTable:
     test, rows = comparison.tests[0], []
-    n_images = max(len(scores) for m in comparison.methods for scores in m.scores(test, "psnr").values())
+    n_images = _n_images(comparison, test)
     for method in comparison.methods:
         row = [method.name, _seeds(method)]
         for metric in ("psnr", "ssim"):
@@ -99,6 +101,10 @@ def _quality(comparison: Comparison) -> PageTable:
         "means over seeds). Last: PSNR over that of the best other method, paired by image, with a 95 % interval for "
         "other images and other seeds. Data range 1.",
     )
+
+
+def _n_images(comparison: Comparison, test: str) -> int:
+    return max(len(scores) for m in comparison.methods for scores in m.scores(test, "psnr").values())
 
 
 def _all_tests(comparison: Comparison) -> PageTable:

@@ -290,7 +290,7 @@ def _score(batch: Batch, method: str, image: Tensor, window: list[float]) -> lis
 
 def caption_of(decibels: float, percent: float) -> str:
     """PSNR, and SSIM × 100, as they stand over an image."""
-    return f"{decibels:.2f} dB, SSIM {percent:.2f} %"
+    return f"{decibels:.2f} dB, SSIM {percent:.2f}"
 
 
 def table_of(evaluation: Evaluation) -> tuple[list[str], list[list[str]]]:

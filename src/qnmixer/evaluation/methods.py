@@ -1,6 +1,5 @@
 """What a comparison is about: the jobs of a sweep, as methods that differ in more than their seed."""
 
-import json
 import math
 from collections.abc import Collection
 from contextlib import suppress
@@ -25,7 +24,7 @@ from qnmixer.reports.page import PageSlice
 from qnmixer.sweeps.jobs import outcome
 from qnmixer.sweeps.report import rows_of
 from qnmixer.tracking.results import read_results
-from qnmixer.tracking.sweep_file import SWEEP
+from qnmixer.tracking.sweep_file import read_sweep
 
 _SEEDS = ("seed", "data.seed")
 
@@ -105,7 +104,7 @@ def methods_of(sweep: Path, checkpoint: str = "best", trust: Collection[str] = (
 
     A job with code of the user's own counts as failed, unless `trust` has its modules.
     """
-    described = json.loads((sweep / SWEEP).read_text())
+    described = read_sweep(sweep)
     varying = [key.lstrip("+") for key in described["varying"]]
     groups: dict[tuple[str, ...], list[ComparedJob]] = {}
     for row in rows_of(sweep, described["jobs"], varying):

@@ -2,25 +2,28 @@
 
 import csv
 import io
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
-_FORMULA = re.compile(r"[=@\t\r]|[+-](?![\d.]+([eE][+-]?\d+)?( ± [\d.]+)?$)")  # a number is none
-
 
 def csv_table(rows: Iterable[Sequence[Any]]) -> str:
-    """Rows, the headings first, as CSV; text that a spreadsheet would compute begins with an apostrophe."""
+    """Rows, the headings first, as CSV. Text that a spreadsheet would take for a formula gets a ' before it."""
     stream = io.StringIO()
-    csv.writer(stream, lineterminator="\n").writerows(map(_harmless, row) for row in rows)
+    csv.writer(stream, lineterminator="\n").writerows([_unlike_a_formula(cell) for cell in row] for row in rows)
     return stream.getvalue()
 
 
-def _harmless(cell: Any) -> Any:
-    return f"'{cell}" if isinstance(cell, str) and _FORMULA.match(cell) else cell
+def _unlike_a_formula(cell: Any) -> Any:
+    if not (isinstance(cell, str) and cell.startswith(("=", "+", "-", "@"))):
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}"
+    return cell
 
 
 def terminal_table(headings: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1, **look: Any) -> Table:

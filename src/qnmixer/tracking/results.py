@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from qnmixer.files import write_text
+from qnmixer.files import read_record, write_text
 
 _CODE = (".py", ".yaml", ".yml")
 _PRIVATE = re.compile(
@@ -60,9 +60,9 @@ def results(folder: Path, overrides: list[str], resumes: bool = False) -> Iterat
 
 
 def read_results(folder: Path) -> dict[str, Any]:
-    """Read results.json of a run folder; {} if there is none."""
+    """Read results.json of a run folder; {} if there is none. Raises DataError where it is damaged."""
     path = folder / "results.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
+    return read_record(path) if path.is_file() else {}
 
 
 def amend(folder: Path, overrides: list[str], *, status: str, error: str | None) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from qnmixer.config.compose import CONF, compose
+from qnmixer.config.compose import compose
 from qnmixer.config.overrides import LENGTH, key_of, looks_elsewhere, looks_up, of_hydra, quoted, values_of
-from qnmixer.config.search_path import SEARCH_PATH, packages_of, search_path_in, with_search_path
+from qnmixer.config.search_path import CONF, SEARCH_PATH, packages_of, search_path_in, with_search_path
 from qnmixer.config.target import TARGET
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.files import check_unused

@@ -4,9 +4,10 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import TypedDict
+from typing import TypedDict, cast
 
-from qnmixer.files import write_text
+from qnmixer.errors import DataError
+from qnmixer.files import read_record, write_text
 
 SWEEP = "sweep.json"
 """The file that marks the folder of a sweep."""
@@ -48,8 +49,11 @@ def name_of_job(sweep: Sweep, overrides: list[str]) -> str:
 
 
 def read_sweep(folder: Path) -> Sweep:
-    """Read sweep.json of a folder."""
-    return json.loads((folder / SWEEP).read_text())
+    """Read sweep.json of a folder. Raises DataError where it is damaged."""
+    record = read_record(folder / SWEEP)
+    if missing := sorted(Sweep.__required_keys__ - record.keys()):
+        raise DataError(f"{folder / SWEEP} is damaged: it has no {missing[0]}; start the sweep again in a new folder")
+    return cast(Sweep, record)
 
 
 def write_sweep(folder: Path, sweep: Sweep) -> None:

@@ -44,7 +44,8 @@ def console_callbacks(config: Config, run: Run) -> list[Callback]:
     """The callbacks that print: progress, warnings about a network that does not learn, profile."""
     warm_up = max(20, round(config.schedule.warmup * max(0, config.trainer.max_steps)))
     shows = config.trainer.extra.get("enable_progress_bar") is not False
-    callbacks: list[Callback] = [TrainingProgress(run.console, shows), HealthMonitor(run, warm_up)]
+    progress = TrainingProgress(run.console, run.folder / "metrics.csv", shows)
+    callbacks: list[Callback] = [progress, HealthMonitor(run, warm_up)]
     if isinstance(config.debug, ProfileConfig):
         callbacks.append(Profile(run.folder / "profile", config.debug, run.console))
     return callbacks

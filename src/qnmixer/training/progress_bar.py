@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -13,6 +14,7 @@ from qnmixer.data.sampler import EpochSampler
 from qnmixer.reconstructor import Batch
 from qnmixer.reports.progress import Bar, Pace, takes_a_bar
 from qnmixer.tracking.loggers import WandbRun
+from qnmixer.tracking.metrics_file import read_metrics
 from qnmixer.tracking.results import duration
 from qnmixer.training.progress import Stopwatch
 
@@ -30,11 +32,12 @@ class TrainingProgress(Callback):
 
     Args:
         console: where it goes; that of the whole run, so that other lines go above the bar. A quiet one shows nothing.
+        metrics: the run's metrics.csv, which has the val/psnr that a resumed run begins with.
         enabled: False: the lines at validations alone, as also beside a progress bar among the config's callbacks.
     """
 
-    def __init__(self, console: Console, enabled: bool = True) -> None:
-        self.console, self.enabled = console, enabled
+    def __init__(self, console: Console, metrics: Path, enabled: bool = True) -> None:
+        self.console, self.metrics, self.enabled = console, metrics, enabled
         self._sampler: EpochSampler | None = None
         self._total = math.inf
         self._first = self._step = 0
@@ -53,6 +56,8 @@ class TrainingProgress(Callback):
         self._sampler, self._total = sampler, trainer.estimated_stepping_batches
         self._first = self._step = trainer.global_step
         if self._first:
+            rows = [row for row in read_metrics(self.metrics) if int(row["step"]) <= self._first]
+            self._psnr = next((float(row["val/psnr"]) for row in reversed(rows) if row.get("val/psnr")), None)
             of = f" of {self._total:.0f}" if math.isfinite(self._total) else ""
             self._print(f"resumed at step {self._first}{of}")
         self._pace = Pace()
