@@ -182,7 +182,9 @@ def test_the_picture_enlarges_where_the_methods_are_wrong_inside_the_body(tmp_pa
 
 
 def sweep(folder: Path, jobs: dict[str, list[str]], varying: list[str]) -> Path:
-    (folder / "sweep.json").write_text(json.dumps({"overrides": [], "varying": varying, "jobs": jobs}))
+    (folder / "sweep.json").write_text(
+        json.dumps({"overrides": [], "varying": varying, "git_commit": None, "jobs": jobs})
+    )
     return folder
 
 

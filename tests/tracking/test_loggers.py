@@ -71,7 +71,8 @@ def test_jobs_of_a_sweep_are_runs_of_one_group(tmp_path: Path, offline_runs: Off
     """One process, one job after the other; what one logs is in no other."""
     sweep = tmp_path / "12-00-00-sweep"
     sweep.mkdir()
-    said = {"overrides": ["optimizer.lr=1,2,3", "seed=1"], "varying": ["optimizer.lr"], "git_commit": None}
+    varied = ["optimizer.lr=1,2,3", "seed=1"]
+    said = {"overrides": varied, "varying": ["optimizer.lr"], "git_commit": None, "jobs": None}
     (sweep / SWEEP).write_text(json.dumps(said))
     codes = (DONE, FAILED, INTERRUPTED)
     for k, code in enumerate(codes):
