@@ -187,7 +187,7 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
             finish_timeout_raises=True,
             x_disable_meta=True,  # command line, paths, user, remote of git
             host="",
-            console="off",  # its lines name folders
+            console="off",  # its lines name folders; progress is written to W&B by `TrainingProgress`
         ),
     }
     try:

@@ -59,7 +59,7 @@ class TrainingProgress(Callback):
             rows = [row for row in read_metrics(self.metrics) if int(row["step"]) <= self._first]
             self._psnr = next((float(row["val/psnr"]) for row in reversed(rows) if row.get("val/psnr")), None)
             of = f" of {self._total:.0f}" if math.isfinite(self._total) else ""
-            self._print(f"resumed at step {self._first}{of}")
+            self._print(trainer, f"resumed at step {self._first}{of}")
         self._pace = Pace()
         self._draw(trainer)
         self._training.start()
@@ -108,7 +108,9 @@ class TrainingProgress(Callback):
         self._psnr = float(trainer.callback_metrics["val/psnr"])
         ssim = float(trainer.callback_metrics["val/ssim"])
         place = [self._place(trainer)] if self._step else []  # a network that does not learn has no steps
-        self._print(" · ".join([*place, f"val PSNR {self._psnr:.2f} dB", f"SSIM {ssim:.2f}", *self._speed(trainer)]))
+        self._print(
+            trainer, " · ".join([*place, f"val PSNR {self._psnr:.2f} dB", f"SSIM {ssim:.2f}", *self._speed(trainer)])
+        )
         if trainer.state.fn == TrainerFn.FITTING:
             self._draw(trainer)
         else:  # the last one, after training
@@ -132,10 +134,9 @@ class TrainingProgress(Callback):
             psnr = [] if self._psnr is None else [f"last val PSNR {self._psnr:.2f} dB"]
             line = " · ".join([self._place(trainer), *self._now(trainer, phase), *psnr, *self._speed(trainer)])
             if self._bar is None:
-                self._print(line)
-            for logger in trainer.loggers if self._bar is not None else ():
-                if isinstance(logger, WandbRun):
-                    logger.experiment.write_logs(line)  # it sees what is printed, but no bar
+                self._print(trainer, line)
+            else:
+                _to_wandb(trainer, line)
 
     def _draw(self, trainer: L.Trainer, phase: str | None = None) -> None:
         """Draw the bar now, where there can be one."""
@@ -158,9 +159,10 @@ class TrainingProgress(Callback):
     def _shows(self, trainer: L.Trainer) -> bool:
         return self.enabled and trainer.progress_bar_callback is None
 
-    def _print(self, line: str) -> None:
+    def _print(self, trainer: L.Trainer, line: str) -> None:
         self.console.print(line, highlight=False, soft_wrap=True, markup=False)
         self._pace.printed()
+        _to_wandb(trainer, line)
 
     def _place(self, trainer: L.Trainer) -> str:
         return f"step {self._step}" if self._is_open(trainer) else f"step {self._step}/{self._total:.0f}"
@@ -202,6 +204,13 @@ class TrainingProgress(Callback):
         """Whether the number of steps is not known: there is no limit, or the time is over before."""
         by_steps, by_time = self._left(trainer)
         return math.isinf(self._total) or by_time < by_steps
+
+
+def _to_wandb(trainer: L.Trainer, line: str) -> None:
+    """Add a line to W&B's output. It does not listen to the terminal, where other lines name folders."""
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbRun):
+            logger.experiment.write_logs(line)
 
 
 def _validating(trainer: L.Trainer, n_done: int) -> str:
