@@ -158,7 +158,7 @@ class Noisy(Callback):
 def test_a_terminal_has_one_bar_over_the_run_its_interruption_and_its_resume(
     tmp_path: Path, offline_runs: Callable[[Path], list[Any]]
 ) -> None:
-    """The real command, stopped by Ctrl-C; W&B, which listens, gets the lines of a log."""
+    """The real command, stopped by Ctrl-C; W&B gets the lines of a log, and no other."""
     (tmp_path / "noisy.py").write_text(NOISY)
     train = [sys.executable, "-m", "qnmixer.train"]
     environment = {"OMP_NUM_THREADS": "1"}
@@ -195,7 +195,8 @@ def test_a_terminal_has_one_bar_over_the_run_its_interruption_and_its_resume(
     assert steps == sorted(steps)
 
     for part in offline_runs(tmp_path):
-        output = (part.folder / "files" / "output.log").read_text()
+        output = "".join(it["output_logger"]["line"] for it in part.records if it["type"] == "output_logger")
+        assert not [it for it in part.records if it["type"] == "output_raw"]
         assert "\x1b" not in output
         assert "\r" not in output
         assert "━" not in output
