@@ -25,7 +25,8 @@ from PIL import Image
 from qnmixer import cli
 from qnmixer.checkpoints.reading import load_run
 from qnmixer.checkpoints.weights_file import digest_of_weights
-from qnmixer.config import parse, parse_evaluate, parse_reconstruct
+from qnmixer.config import parse
+from qnmixer.config.commands import parse_evaluate, parse_reconstruct
 from qnmixer.data.phantoms import phantom
 from qnmixer.evaluate import evaluate
 from qnmixer.inference.writers import write_dicom
@@ -33,7 +34,7 @@ from qnmixer.physics import FanBeamProjector
 from qnmixer.physics.noise import attenuation_per_value
 from qnmixer.reconstruct import reconstruct
 from qnmixer.tracking.resume import resume_overrides
-from qnmixer.train import train
+from qnmixer.train import run as train
 from qnmixer.training.module import ReconstructionModule
 
 from .warm import Done, Warm
@@ -202,7 +203,7 @@ def test_a_run_folder_holds_all_of_a_run(trained: Path) -> None:
 
 
 def test_the_final_table_is_among_the_metrics(trained: Path) -> None:
-    (value,) = metrics(trained)["test/QN-Mixer/psnr"]
+    (value,) = metrics(trained)["test/psnr"]
     assert value == pytest.approx(record(trained)["test"]["QN-Mixer"]["psnr"])
 
 
@@ -261,15 +262,19 @@ def test_wandb_offline_needs_no_key_no_home_and_no_network(
     (run,) = offline_runs(folder)
     assert run.exit_code == 0
     assert [(row["_step"], row["samples"]) for row in run.history] == [(k, 2 * k) for k in range(1, STEPS + 1)]
-    of_every_row = {"train/loss", "train/grad_norm", "train/lr", "train/lambda_0", "memory/peak_mib"}
+    of_every_row = {"train/loss", "train/grad_norm", "train/lr", "train/lambda_0", "memory/allocated_mib"}
     assert all(of_every_row <= row.keys() for row in run.history)
-    assert {"val/psnr", "test/QN-Mixer/psnr", "train/samples_per_second"} <= run.metrics
+    assert {"val/psnr", "test/psnr", "train/samples_per_second"} <= run.metrics
     files = run.folder / "files" / "media"
     assert len(list(files.glob("images/val/*.png"))) == 2
     (picture,) = files.glob("images/test/*.png")
     assert picture.read_bytes() == (folder / "evaluation" / "picture.png").read_bytes()
     (table,) = files.glob("table/test/*.json")
-    assert [line[0] for line in json.loads(table.read_text())["data"]] == ["FBP", "QN-Mixer"]
+    (fbp, *of_fbp), (ours, *numbers) = json.loads(table.read_text())["data"]
+    assert [fbp, ours] == ["FBP", "QN-Mixer"]
+    assert all(isinstance(cell, float) for cell in [*of_fbp, *numbers])
+    for name in ("picture.png", "page.html"):
+        assert (run.folder / "files" / "evaluation" / name).samefile(folder / "evaluation" / name)
 
 
 def test_a_crash_is_recorded_as_one(diverged: tuple[Path, Outcome], offline_runs: OfflineRuns) -> None:

@@ -56,11 +56,12 @@ def _sources(path: Path) -> list[str]:
 
 
 def check_reconstruction(found: Namespace) -> None:
-    """More views are better, training beats FBP and the untrained network, and recomputing costs no gradient."""
+    """More views are better, training beats FBP and the untrained network, recomputing costs no gradient."""
     assert found["fbp_psnr"][32] < found["fbp_psnr"][64] < found["fbp_psnr"][128]
     before, after = found["before"], found["after"]
     assert after[0] == before[0] < before[-1] < after[-1]
     assert after[-1] > after[0] + 4
+    assert found["shipped_psnr"]["QN-Mixer"] > found["shipped_psnr"]["FBP"] + 8
     assert found["equal"]
     assert found["steps"]["keep"][3][0].abs().max() > 0
     peak, planned = found["peak"], found["planned"]

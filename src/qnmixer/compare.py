@@ -10,8 +10,8 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from qnmixer import cli
-from qnmixer.config import CompareConfig, parse_compare
-from qnmixer.files import check_there
+from qnmixer.config.commands import CompareConfig, parse_compare
+from qnmixer.files import check_no_nifti, check_there
 from qnmixer.sweeps.sweep import find_sweep
 
 
@@ -37,6 +37,7 @@ def check(cfg: DictConfig) -> CompareConfig:
     find_sweep(config.sweep)
     if config.root is not None:
         check_there("root", config.root, "the folder that holds the slices")
+        check_no_nifti("root", config.root)
     return config
 
 

@@ -9,13 +9,14 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from qnmixer import cli
-from qnmixer.config import EvaluateConfig, parse_evaluate
+from qnmixer.config.commands import EvaluateConfig, parse_evaluate
 from qnmixer.config.data import DataConfig, check_data
 from qnmixer.weights import check_weights
 
 
 def evaluate(cfg: DictConfig) -> None:
     """Print the table of one evaluation and leave it, with picture and figures per image, in a folder."""
+    print(f"evaluating {cfg.run} (loading PyTorch …)", flush=True)
     from hydra.core.hydra_config import HydraConfig
 
     from qnmixer.evaluation.evaluate import evaluate_run

@@ -88,3 +88,20 @@ def check_there(key: str, path: str, what: str) -> None:
     """Raise DataError where there is nothing at the path that a key gives; `what` is to be there."""
     if not Path(path).expanduser().exists():
         raise DataError(f"{key}={path} does not exist: give {what}")
+
+
+def check_no_nifti(key: str, path: str) -> None:
+    """Raise DataError for a NIfTI file, and for a folder that holds nothing else, before anything is loaded."""
+    place = Path(path).expanduser()
+    # A generator: of a folder of anything else, one file is looked at.
+    inside = (Path(folder) / name for folder, _, names in os.walk(place) for name in sorted(names))
+    first = None
+    for file in [place] if place.is_file() else inside:
+        if not file.name.lower().endswith((".nii", ".nii.gz")):
+            return
+        first = first or file
+    if first is not None:
+        raise DataError(
+            f"{key}={path} is NIfTI, which is not read here: give the DICOM that it was made from, or convert it to "
+            f".npy in HU: numpy.save('ct.npy', nibabel.load('{first.name}').get_fdata(dtype='float32').T)"
+        )

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from qnmixer.checkup.check import Check
 from qnmixer.checkup.checks import (
     check_communication,
     check_finite,
@@ -21,6 +20,7 @@ from qnmixer.checkup.checks import (
 )
 from qnmixer.checkup.machine import (
     Card,
+    Check,
     check_backend,
     check_disk,
     check_precision,

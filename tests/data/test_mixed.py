@@ -13,9 +13,11 @@ from qnmixer.checkpoints.model_card import _slices
 from qnmixer.checkpoints.reading import read_checkpoint
 from qnmixer.checkpoints.weights_file import encode
 from qnmixer.cli import explain
-from qnmixer.config import parse, parse_plan, section, to_plain
+from qnmixer.config import parse, to_plain
+from qnmixer.config.commands import parse_plan
 from qnmixer.config.compose import compose
 from qnmixer.config.data import AsTrained, FolderData, MixedData, check_data
+from qnmixer.config.run import section
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.mixed import counts_of
 from qnmixer.errors import ConfigError, DataError, PluginError

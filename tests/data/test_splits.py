@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from qnmixer.config import section
+from qnmixer.config.run import section
 from qnmixer.data.slices import SliceInfo
 from qnmixer.data.splits import AAPM_PATIENTS, Split, patients_of, split_slices
 from qnmixer.errors import DataError

@@ -91,7 +91,7 @@ with sweep({overrides}, compose_sweep("train", {overrides})):
 """
     first = subprocess.Popen([sys.executable, "-c", begin], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert first.stdout is not None
-    assert first.stdout.readline() == "begun\n"
+    assert [first.stdout.readline(), first.stdout.readline()] == [f"sweep in {tmp_path}\n", "begun\n"]
     second = subprocess.run([sys.executable, "-c", begin], capture_output=True, text=True, timeout=60)
     first.communicate("\n")
     (line,) = (line for line in second.stderr.splitlines() if f"process {first.pid} " in line)

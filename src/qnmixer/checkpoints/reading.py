@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY, decode
-from qnmixer.config import Config, effective_batch, keys_of, parse_file, targets_of, to_plain
+from qnmixer.config import Config, effective_batch, to_plain
+from qnmixer.config.run import parse_file, targets_of
+from qnmixer.config.target import keys_of
 from qnmixer.errors import CheckpointError, ConfigError, first_line
 from qnmixer.files import newest_complete
 from qnmixer.parallel.shards import merge_shards

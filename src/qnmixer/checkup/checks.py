@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qnmixer.checkup.check import Check
 from qnmixer.checkup.machine import (
     Card,
+    Check,
     check_backend,
     check_disk,
     check_precision,
@@ -34,7 +34,9 @@ from qnmixer.checkup.machine import (
 from qnmixer.checkup.rank import GROWTH_STEPS, Number, Report, read_report, reference_gradients, train_a_little
 from qnmixer.checkup.ranks import named_ranks, run_ranks
 from qnmixer.cli import explain
-from qnmixer.config import Config, PipelineConfig, devices_per_replica, to_plain, validate, with_iterations
+from qnmixer.config import Config, to_plain
+from qnmixer.config.run import devices_per_replica, validate, with_iterations
+from qnmixer.config.strategy import PipelineConfig
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import RankFailed, UserError
 from qnmixer.memory.footprint import MIB
@@ -58,7 +60,8 @@ def checkup(config: Config, folder: Path) -> Iterator[Check]:
     What cannot be looked at after something else has failed is skipped. Raises KeyboardInterrupt on Ctrl-C.
     """
     on_cuda = config.trainer.accelerator != "cpu" and torch.cuda.is_available()
-    cards = [Card(torch.cuda.get_device_name(k), torch.cuda.get_device_capability(k)) for k in _numbers(on_cuda)]
+    numbers = range(torch.cuda.device_count() if on_cuda else 0)
+    cards = [Card(torch.cuda.get_device_name(k), torch.cuda.get_device_capability(k)) for k in numbers]
     first = [
         check_versions(cards, torch.cuda.get_arch_list(), torch.version.cuda, config.trainer.accelerator),
         check_precision(
@@ -312,10 +315,6 @@ def _silence() -> Iterator[None]:
 
 def _with_trainer(config: Config, **changes: Any) -> Config:
     return replace(config, trainer=replace(config.trainer, **changes))
-
-
-def _numbers(on_cuda: bool) -> range:
-    return range(torch.cuda.device_count() if on_cuda else 0)
 
 
 def _split(line: str, mend: str = "") -> tuple[str, str]:

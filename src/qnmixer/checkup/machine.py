@@ -1,23 +1,38 @@
-"""What is checked of the machine by looking at it, before anything runs."""
+"""One line of the checklist, and what is checked of the machine by looking at it, before anything runs."""
 
-import importlib.metadata
 import platform
 import re
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from qnmixer.checkup.check import Check
-from qnmixer.config import Config, batch_of_replica
+from qnmixer.config import Config
+from qnmixer.config.run import batch_of_replica
 from qnmixer.memory.footprint import MIB
 from qnmixer.memory.plan import Planner
 from qnmixer.reconstructor import Reconstructor, build_projector
 
 _CHECKPOINTS = 3  # best, last, and the one being written
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the checklist; `mend` says what to do about a FAIL, and is empty otherwise."""
+
+    name: str
+    status: Literal["PASS", "FAIL", "SKIP"]
+    found: str
+    mend: str = ""
+
+    def line(self) -> str:
+        """As the table has it."""
+        return f"{self.status}  {self.name:<15}{self.found}{self.mend and '. Mend: '}{self.mend}"
 
 
 @dataclass(frozen=True)
@@ -37,7 +52,7 @@ def check_versions(cards: Sequence[Card], built: Sequence[str], cuda: str | None
         cuda: the version torch was built for; None: for the CPU.
         accelerator: what was asked for.
     """
-    found = f"python {platform.python_version()}, torch {torch.__version__}, lightning {_version('lightning')}"
+    found = f"python {platform.python_version()}, torch {torch.__version__}, lightning {version('lightning')}"
     driver = _driver()
     for card in cards:
         if not runs_on(card.capability, built):
@@ -153,10 +168,6 @@ def _driver() -> str | None:
         text = Path("/proc/driver/nvidia/version").read_text()
         return found[0] if (found := re.findall(r"\b\d{3}\.[\d.]+\b", text)) else "of unknown version"
     return None
-
-
-def _version(package: str) -> str:
-    return importlib.metadata.version(package)
 
 
 def free_bytes(path: Path) -> int | None:

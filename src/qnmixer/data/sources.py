@@ -7,13 +7,12 @@ size. If it takes `fine` too, it is asked by that for the same slices on a finer
 A reader decodes the files of a folder, see `qnmixer.data.cache.Reader`.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from lightning.pytorch.utilities import rank_zero_warn
 
 from qnmixer.config.data import DataConfig, FolderData, MixedData
 from qnmixer.data.cache import Reader, SliceCache, open_cache
@@ -24,6 +23,7 @@ from qnmixer.data.slices import FloatArray, SkipFile, SliceSource, clean_hu, sum
 from qnmixer.data.splits import PARTS, patients_of, split_slices
 from qnmixer.errors import ConfigError, DataError, UserError
 from qnmixer.plugins import Kind, build, load, taken
+from qnmixer.processes.ranks import rank
 
 SLICES = Kind(
     "a class with __len__ and load",
@@ -126,11 +126,11 @@ def _of_folder(config: FolderData) -> dict[str, Part]:
     reader: Reader = build(config, READER)
     cache = _open(config, reader, config.image_size)
     if cache.skipped:
-        rank_zero_warn(summarise_skipped(str(config.root), cache.skipped))
+        _warn(summarise_skipped(str(config.root), cache.skipped))
     if cache.hu_range[0] > -500:
-        rank_zero_warn(f"{config.root}: no pixel is below −500 HU; is this really in HU (air −1000, water 0)?")
+        _warn(f"{config.root}: no pixel is below −500 HU; is this really in HU (air −1000, water 0)?")
     if config.split == "slices":
-        rank_zero_warn("data.split=slices puts neighbouring slices into train and test: scores will be too good")
+        _warn("data.split=slices puts neighbouring slices into train and test: scores will be too good")
     root_name = Path(str(config.root)).resolve().name
     patients = patients_of(cache.infos, patient_from=config.patient_from, root_name=root_name)
     split, factor = split_slices(cache.infos, patients, config), config.simulation_factor
@@ -143,6 +143,12 @@ def _of_folder(config: FolderData) -> dict[str, Part]:
         )
         for part in PARTS
     }
+
+
+def _warn(line: str) -> None:
+    """Warn once, not in every process of a run."""
+    if rank() == 0:
+        warnings.warn(line, stacklevel=3)
 
 
 def _open(config: FolderData, reader: Reader, image_size: int) -> SliceCache:

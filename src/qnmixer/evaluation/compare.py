@@ -10,21 +10,13 @@ from statistics import mean, median
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 from torch.utils.data import default_collate
 
 from qnmixer.checkpoints.reading import find_checkpoint, load_weights, read_checkpoint
 from qnmixer.checkpoints.weights_file import digest_of_weights
-from qnmixer.config import (
-    CompareConfig,
-    Config,
-    effective_batch,
-    needs_root,
-    override,
-    parse_evaluate,
-    to_plain,
-)
+from qnmixer.config import Config, effective_batch, override, to_plain
+from qnmixer.config.commands import CompareConfig, needs_root, parse_evaluate
 from qnmixer.config.compose import compose
 from qnmixer.config.data import DataConfig, PhantomData
 from qnmixer.config.overrides import quoted
@@ -38,6 +30,7 @@ from qnmixer.optimization.metrics import psnr, ssim
 from qnmixer.parallel.devices import choose_device
 from qnmixer.reconstructor import Batch, Reconstructor, method_name, to_hu
 from qnmixer.reports.page import PageMethod, PageSlice
+from qnmixer.reports.progress import progress
 from qnmixer.tracking.loggers import device_name
 from qnmixer.tracking.metrics_file import read_metrics
 from qnmixer.tracking.results import duration, git_commit, versions
@@ -100,8 +93,7 @@ class _Measuring:
         """
         start, n_before = time.monotonic(), 0
         jobs = [(method, job) for method in self.methods for job in method.done]
-        quiet = not console.is_terminal
-        for method, job in track(jobs, description=test, console=console, transient=True, disable=quiet):
+        for method, job in progress(jobs, test, "job", console):
             config = self._config(job, test)
             scores, before = self._scores(job, config)
             n_before += before

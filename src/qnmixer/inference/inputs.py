@@ -13,7 +13,8 @@ from pydicom.dataset import FileDataset
 from rich.console import Console
 from torch import Tensor
 
-from qnmixer.config import Config, ReconstructConfig
+from qnmixer.config import Config
+from qnmixer.config.commands import ReconstructConfig
 from qnmixer.data.numpy_files import open_stack, read_frame
 from qnmixer.data.resample import to_square
 from qnmixer.data.scaling import build_scaling, scaled_like

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from qnmixer.checkpoints.reading import load_run
-from qnmixer.config import Config, ReconstructConfig
+from qnmixer.config import Config
+from qnmixer.config.commands import ReconstructConfig
 from qnmixer.data.slices import FloatArray
 from qnmixer.errors import DataError
 from qnmixer.inference.batches import BatchedNetwork

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from qnmixer.config import Config, validate
+from qnmixer.config import Config
+from qnmixer.config.run import validate
 from qnmixer.errors import ConfigError
 from qnmixer.parallel.compilation import check_compiler
 

@@ -1,18 +1,11 @@
-"""Tensors and checkpoints in shards, put together again; plain torch."""
+"""Checkpoints in shards, put together again; plain torch, without its distributed tensors, which load slowly."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 SHARD = "fsdp_shard_of_shape"
-
-
-def gather(tensor: Tensor) -> Tensor:
-    """The complete tensor. A tensor in shards is gathered, which all devices must do together."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def merge_shards(folder: Path) -> dict[str, Any]:

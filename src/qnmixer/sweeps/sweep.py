@@ -42,6 +42,7 @@ def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
     described: Sweep = {"overrides": overrides, "varying": varying, "git_commit": git_commit(), "jobs": None}
     with run_lock(folder):
         write_sweep(folder, described)
+        print(f"sweep in {folder}", flush=True)
         error: Exception | None = None
         try:
             yield f"{FOLDER}={quoted(folder.absolute())}"  # a job may begin elsewhere

@@ -42,7 +42,7 @@ def resume_overrides(overrides: list[str]) -> list[str]:
     """
     if any(override.startswith("-") for override in overrides):
         return overrides
-    trust, overrides = _modules_trusted(overrides), _without(overrides, "trust")
+    typed, overrides = overrides, _without(overrides, "trust")
     asked = values_of(overrides).get("resume", "null")
     if asked == "null":
         return _unless_begun(overrides)
@@ -50,7 +50,7 @@ def resume_overrides(overrides: list[str]) -> list[str]:
     run = run_of(path)
     if run is None:  # a checkpoint that lies by itself
         return _unless_begun(overrides)
-    given, folder = _without(overrides, "resume"), _folder_of(overrides)
+    trust, given, folder = _modules_trusted(typed), _without(overrides, "resume"), _folder_of(overrides)
     is_last = path.suffix != ".ckpt" or path.name == "last.ckpt"
     if resumes_in_place(folder, str(path)) if folder else is_last:
         _check_open(run, values_of(overrides))

@@ -41,6 +41,7 @@ class Checkpointing(Checkpoint):
 
     def __init__(self, run: Run, monitor: str, every_n_steps: int | None) -> None:
         self.run, self.monitor, self.every_n_steps = run, monitor, every_n_steps
+        self._sign = -1 if monitor == "val/loss" else 1
         self.best: float | None = None
         self.validated = 0  # optimizer steps at the last validation
         self.seconds = 0.0  # of the run before it was resumed
@@ -87,6 +88,13 @@ class Checkpointing(Checkpoint):
         if trainer.state.fn == TrainerFn.FITTING and self._ranks.stop(stop_requested() is not None):
             self._stop(trainer)
 
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log the best monitored value so far, in the row of the validation: what best.ckpt has, in every logger."""
+        score = self._score(trainer)
+        best = score if self._is_best(score) else self.best
+        assert best is not None
+        pl_module.log(f"{self.monitor}_best", best, on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True)
+
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write best.ckpt, if it is the best, and last.ckpt."""
         self._random = None
@@ -130,11 +138,8 @@ class Checkpointing(Checkpoint):
 
         best.ckpt is first: after a crash, last.ckpt must not name a best value whose file does not exist.
         """
-        score = float(trainer.callback_metrics[self.monitor])
-        sign = -1 if self.monitor == "val/loss" else 1
-        if math.isnan(score):
-            score = -sign * math.inf
-        if trainer.strategy.reduce_boolean_decision(self.best is None or sign * score > sign * self.best):
+        score = self._score(trainer)
+        if trainer.strategy.reduce_boolean_decision(self._is_best(score)):
             self.best = score
             self.save(trainer, "best")
         self.save(trainer, "last")
@@ -144,6 +149,14 @@ class Checkpointing(Checkpoint):
         trainer.save_checkpoint(self.run.folder / "checkpoints" / f"{name}.ckpt")
         if name == "last":
             self._saved = trainer.global_step
+
+    def _score(self, trainer: L.Trainer) -> float:
+        """The monitored value of the last validation; the worst there is for NaN."""
+        score = float(trainer.callback_metrics[self.monitor])
+        return -self._sign * math.inf if math.isnan(score) else score
+
+    def _is_best(self, score: float) -> bool:
+        return self.best is None or self._sign * score > self._sign * self.best
 
     def _restore_random(self, trainer: L.Trainer) -> None:
         states = self._restored.pop("random", [])

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from qnmixer.checkpoints.reading import find_checkpoint, load_weights, resumable, steps_of
-from qnmixer.config import Config, FewBatchesConfig, effective_batch
+from qnmixer.config import Config, effective_batch
+from qnmixer.config.debug import FewBatchesConfig
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.errors import OutOfMemory, Stopped
@@ -223,6 +224,7 @@ def evaluate_best(
     trained = Reconstructor(config, module.projector)
     load_weights(trained, run.folder)
     device = trainer.strategy.root_device
+    run.console.print(f"evaluating best.ckpt on {len(data.dataset('test'))} slices of the test split", highlight=False)
     evaluation = evaluate(trained, data, "test", config.evaluation, device)
     if not trainer.is_global_zero:
         return
@@ -233,4 +235,4 @@ def evaluate_best(
     sampler = data.train_dataloader().sampler
     assert isinstance(sampler, EpochSampler)
     samples = float(sampler.samples_until(trainer.global_step))
-    log_evaluation(trainer.loggers, evaluation, picture, trainer.global_step, samples)
+    log_evaluation(trainer.loggers, evaluation, picture.parent, trainer.global_step, samples)
