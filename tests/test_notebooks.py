@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,20 @@ def test_committed_outputs_are_of_a_clean_run(path: Path) -> None:
     assert text
     assert not re.search(r"(?<![\w.])/\w+/|Warning", text)  # the path of a machine, a warning
     assert path.stat().st_size < MOST_BYTES
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_first_cell_installs_where_nothing_is_installed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = _sources(path)[0]
+    commands: list[list[str]] = []
+    monkeypatch.setattr("subprocess.run", lambda command, check: commands.append(command))
+    exec(first, {})
+    assert commands == []  # qnmixer is there
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(AssertionError, match=r"^qnmixer is not installed: set REPOSITORY above"):
+        exec(first, {})
+    exec(first.replace("OWNER/NAME", "someone/NAME"), {})
+    assert commands == [[sys.executable, "-m", "pip", "install", "--quiet", "git+https://github.com/someone/NAME"]]
 
 
 def _sources(path: Path) -> list[str]:
