@@ -18,8 +18,8 @@ from qnmixer.errors import UserError, first_line
 
 def explain(error: BaseException, config_name: str) -> str | None:
     """The one line for an error that a user can mend; None for one that is a bug of ours."""
-    if isinstance(error, UserError):
-        return str(error)
+    if isinstance(error, UserError):  # from a data worker torch hands it on with a traceback before it
+        return re.sub(r"(?s)Caught \w+ in DataLoader worker .*\n\S*Error: ", "", str(error)).rstrip()
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" writing {error.filename}" if error.filename else ""
         return f"the disk is full{where}: free some space, or choose another folder (hydra.run.dir=…, output=…)"

@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from qnmixer.checkpoints.reading import load_run
+from qnmixer.checkpoints.reading import find_checkpoint, load_run, split_of
 from qnmixer.checkpoints.weights_file import digest_of_weights
 from qnmixer.config import Config, to_plain
 from qnmixer.config.commands import EvaluateConfig
@@ -22,6 +22,7 @@ from qnmixer.config.evaluation import EvaluationConfig
 from qnmixer.config.run import targets_of
 from qnmixer.config.target import keys_of
 from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.data.splits import RunSplit
 from qnmixer.evaluation.slices import Gallery, as_trained, kind_of, other_slices
 from qnmixer.evaluation.statistics import with_deviation
 from qnmixer.files import write_text
@@ -67,13 +68,15 @@ class ImageScore:
 class Evaluation:
     """All scores of a split, its slices to look through, the worst first, and which of these the picture has.
 
-    `baselines`: the methods that every network is held against, whatever `model` is.
+    `baselines`: the methods that every network is held against, whatever `model` is. `n_trained`: how many of the
+    slices the network was trained on.
     """
 
     scores: list[ImageScore]
     slices: list[PageSlice]
     pictured: list[int] = field(default_factory=list)
     baselines: list[str] = field(default_factory=list)
+    n_trained: int = 0
 
     @property
     def rows(self) -> list[Row]:
@@ -113,18 +116,21 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
     trust = [*config.trust, *map(module_of, targets_of(config).values())]
     module = load_run(config.run, config.checkpoint, trust)
     trained = module.config
-    data = (
-        as_trained(config.run, config.data, trained.data, trust)
+    before = split_of(find_checkpoint(config.run, config.checkpoint))
+    data, own = (
+        (as_trained(config.run, config.data, trained.data, trust), True)
         if isinstance(config.data, AsTrained)
         else other_slices(config.data, trained, overrides)
     )
+    slices = SliceDataModule(data, split=RunSplit(before if own else None))
     if config.noise is not None:
         trained.noise = config.noise
         trained.noise.check(trained)
         module.noise = build_noise(trained)
     with results(folder, overrides) as record:
         device = choose_device(config.accelerator)
-        evaluation = evaluate(module, SliceDataModule(data), config.split, config.evaluation, device)
+        evaluation = evaluate(module, slices, config.split, config.evaluation, device)
+        evaluation.n_trained = slices.split.trained(config.split, before) if before else 0
         record |= {config.split: evaluation.means(), "evaluated": what_was_evaluated(module, data)}
         title = title_of(trained, data, config.split)
         measured = replace(trained, data=data, evaluation=config.evaluation)
@@ -327,7 +333,8 @@ def _gain(evaluation: Evaluation) -> str:
 def warnings_of(evaluation: Evaluation) -> list[str]:
     """What a reader of the table should know first: a network below another method, and images of one value."""
     *others, last = evaluation.methods
-    lines = [
+    lines = [f"{n} of the slices were trained on: the figures are too good"] if (n := evaluation.n_trained) else []
+    lines += [
         f"{last} is BELOW {other} by {-gain:.2f} dB: it has not learned enough, or something else"
         for other in others
         if (gain := _mean_gain(evaluation, other)) < 0

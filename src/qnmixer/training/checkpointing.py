@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from qnmixer.checkpoints.reading import load
+from qnmixer.checkpoints.weights_file import RUN_KEY
 from qnmixer.errors import Stopped
 from qnmixer.files import PART_SUFFIX, atomic_file, remove, replace
 from qnmixer.parallel.pipeline import PipelineStrategy
@@ -26,8 +27,6 @@ from qnmixer.processes.signals import defer_stop, stop_requested
 from qnmixer.tracking.run import Run
 from qnmixer.training.lightning_private import number_rows, validate_as_in_training
 from qnmixer.training.random_states import of_all_ranks, random_state, set_random_state
-
-KEY = "qnmixer_run"
 
 
 class Checkpointing(Checkpoint):
@@ -112,7 +111,9 @@ class Checkpointing(Checkpoint):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the state that Lightning leaves out."""
-        checkpoint[KEY] = {
+        data = trainer.datamodule  # type: ignore[attr-defined]  # Lightning sets it when it has one
+        checkpoint[RUN_KEY] = {
+            "split": data.split.record,
             "monitor": self.monitor,
             "best": self.best,
             "validated": self.validated,
@@ -124,7 +125,7 @@ class Checkpointing(Checkpoint):
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Read that state."""
-        state = checkpoint[KEY]
+        state = checkpoint[RUN_KEY]
         self._restored = dict(state)
         self.validated, self._saved = state["validated"], checkpoint["global_step"]
         if isinstance(trainer.strategy, PipelineStrategy):

@@ -141,8 +141,9 @@ def _check_inputs(config: Config, run: Run) -> None:
 
     Lightning is loaded for callbacks of the user's own only. Its import takes seconds, and this process does not train.
     """
-    from qnmixer.checkpoints.reading import find_checkpoint, read_checkpoint, resumable
+    from qnmixer.checkpoints.reading import find_checkpoint, read_checkpoint, resumable, split_of
     from qnmixer.data.sources import parts_of
+    from qnmixer.data.splits import RunSplit
 
     if own := {name: it for name, it in config.callbacks.items() if not is_trusted(it[TARGET], ())}:
         from qnmixer.training.callbacks import build_callbacks
@@ -150,11 +151,10 @@ def _check_inputs(config: Config, run: Run) -> None:
         build_callbacks(own)
     if config.finetune is not None:
         read_checkpoint(find_checkpoint(config.finetune))
-    if run.resume is not None:
-        resumable(config, Path(run.resume))
+    before = None if run.resume is None else split_of(resumable(config, Path(run.resume)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # rank 0 will say it
-        parts_of(config.data)
+        parts_of(config.data, RunSplit(before))
 
 
 if __name__ == "__main__":
