@@ -45,7 +45,7 @@ def test_interleaved_is_torchs(devices: int, n: int, per_device: int) -> None:
             lambda step, r=device: step // in_round % per_device * devices + r,
             lambda step, r=device, w=warm_up: (per_device - 1 - (step - w) // in_round % per_device) * devices + r,
         )  # fmt: skip
-        order = [Action(a.computation_type.value, a.stage_index, a.microbatch_index) for a in expected if a]
+        order = [Action(str(a.computation_type), a.stage_index, a.microbatch_index) for a in expected if a]
         assert actions("interleaved", device, devices, n, per_device) == order
 
 
