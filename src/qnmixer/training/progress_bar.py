@@ -9,6 +9,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
+from torch import Tensor
 
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.reconstructor import Batch
@@ -41,7 +42,7 @@ class TrainingProgress(Callback):
         self._sampler: EpochSampler | None = None
         self._total = math.inf
         self._first = self._step = 0
-        self._losses: deque[float] = deque(maxlen=_RECENT_LOSSES)
+        self._losses: deque[Tensor] = deque(maxlen=_RECENT_LOSSES)  # read when they are shown: that waits for a GPU
         self._marks: deque[tuple[float, int, int]] = deque(maxlen=_RECENT_STEPS)  # training seconds, steps, samples
         self._psnr: float | None = None
         self._training, self._pausing = Stopwatch(), Stopwatch()
@@ -78,7 +79,7 @@ class TrainingProgress(Callback):
         if trainer.global_step == self._step or self._sampler is None:
             return
         self._step = trainer.global_step
-        self._losses.append(float(trainer.callback_metrics["train/loss"]))
+        self._losses.append(trainer.callback_metrics["train/loss"])
         self._marks.append((self._training.seconds, self._step, self._sampler.samples_until(self._step)))
         self._show(trainer)
 
@@ -171,7 +172,7 @@ class TrainingProgress(Callback):
         """The phase, or the loss and what else is logged for the bar."""
         if phase is not None:
             return [phase]
-        loss = [f"loss {sum(self._losses) / len(self._losses):#.3g}"] if self._losses else []
+        loss = [f"loss {sum(map(float, self._losses)) / len(self._losses):#.3g}"] if self._losses else []
         return [*loss, *(f"{name} {float(value):#.3g}" for name, value in trainer.progress_bar_metrics.items())]
 
     def _speed(self, trainer: L.Trainer, *, short: bool = False) -> list[str]:
