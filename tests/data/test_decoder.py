@@ -49,18 +49,19 @@ def test_one_process_decodes_file_after_file(good: Path, body_hu: Any) -> None:
         decode_apart(str(good.with_name("nowhere")), 0)
 
 
-def abort_decoder() -> None:
-    """End the process that decodes for this one, as decoders in C do that find their memory damaged."""
+def decoder() -> int:
+    """The process that decodes for this one."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    (decoder,) = [pid for pid in children if b"qnmixer.data.decoder" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    os.kill(int(decoder), signal.SIGABRT)
+    (pid,) = [pid for pid in children if b"qnmixer.data.decoder" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return int(pid)
 
 
 def test_a_decoder_that_dies_skips_its_file(good: Path, body_hu: Any) -> None:
     os.mkfifo(good.with_name("pipe"))  # so that it is at work when it dies
     np.testing.assert_array_equal(decode_apart(str(good), 0), stored(body_hu))
     start = time.monotonic()
-    timer = threading.Timer(0.2, abort_decoder)
+    # As decoders in C do that find their memory damaged.
+    timer = threading.Timer(0.2, lambda: os.kill(decoder(), signal.SIGABRT))
     timer.start()
     with pytest.raises(SkipFile, match="died, or took longer than 20 s"):
         decode_apart(str(good.with_name("pipe")), 0)
@@ -76,6 +77,12 @@ def test_a_decoder_that_hangs_is_ended(good: Path, body_hu: Any) -> None:
         decode_apart(str(good.with_name("pipe")), 0, seconds=1)
     assert time.monotonic() - start < 20
     np.testing.assert_array_equal(decode_apart(str(good), 0), stored(body_hu))
+
+
+def test_a_decoder_can_have_2_gb(good: Path) -> None:
+    decode_apart(str(good), 0)
+    (line,) = [it for it in Path(f"/proc/{decoder()}/limits").read_text().splitlines() if "address space" in it]
+    assert int(line.split()[3]) <= 2 * 2**30 + good.stat().st_size
 
 
 def test_grey_that_says_colour_is_not_decoded_at_all(coloured: Path) -> None:

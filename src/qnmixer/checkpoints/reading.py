@@ -12,7 +12,7 @@ from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY, RUN_KEY, decode
 from qnmixer.config import Config, effective_batch, to_plain
 from qnmixer.config.run import parse_file, targets_of
 from qnmixer.config.target import keys_of
-from qnmixer.data.splits import SplitRecord
+from qnmixer.data.splits import SplitRecord, is_split_record
 from qnmixer.errors import CheckpointError, ConfigError, first_line
 from qnmixer.files import newest_complete
 from qnmixer.parallel.shards import load_checked, merge_shards
@@ -143,8 +143,14 @@ def steps_of(path: Path) -> int:
 
 
 def split_of(path: Path) -> SplitRecord | None:
-    """Who trained, validated and tested in the run of a checkpoint; None of a weights file, which does not say."""
-    found: SplitRecord | None = load(path).get(RUN_KEY, {}).get("split")
+    """Who trained, validated and tested in the run of a checkpoint; None of a weights file, which does not say.
+
+    Raises CheckpointError where the record is none.
+    """
+    ours = load(path).get(RUN_KEY)
+    found = ours.get("split") if isinstance(ours, dict) else ours
+    if found is not None and not is_split_record(found):
+        raise CheckpointError(f"{path} has no record of who was trained on that can be read: it is damaged")
     return found
 
 
