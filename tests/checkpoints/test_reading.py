@@ -391,6 +391,28 @@ def test_a_config_that_somebody_made_is_refused_before_anything_is_built(
     refusal(path)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "model.n_iterations=1000 model.channels=1024 model.shared_regularizer=false",
+        "model.n_iterations=1000 model.channels=1024 model.n_mixer_layers=1000",
+        "data.image_size=256 model.patch_size=256 model.channels=1024",  # 60 TB at once
+        "model=learn model.n_iterations=1000 model.channels=1024",
+        "model=learned_primal_dual model.n_iterations=1000 model.channels=1024",
+    ],
+)
+def test_a_network_that_is_larger_than_its_file_is_not_built(
+    other_config: Callable[..., Config], tmp_path: Path, overrides: str
+) -> None:
+    """The config of a small file may ask for terabytes. The file says that it has them: they are views of a number."""
+    plain = to_plain(other_config(*overrides.split()))
+    state = {"network.weight": torch.zeros(1).expand(10**12)}
+    torch.save({CHECKPOINT_KEY: {"format": 1, "config": plain}, "state_dict": state}, tmp_path / "a.ckpt")
+    with within_limits(), pytest.raises(CheckpointError, match=r"do not fit its own config|cannot be built") as error:
+        load_run(tmp_path / "a.ckpt")
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("config", [None, [1, 2], "text"])
 @pytest.mark.parametrize("state", [None, [1, 2], {"a": 3}])
 def test_a_checkpoint_without_a_config_or_without_weights_is_refused(
