@@ -7,7 +7,8 @@ import torch
 
 from qnmixer.checkpoints.reading import load_run, read_checkpoint
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
-from qnmixer.config import Config
+from qnmixer.config import Config, parse
+from qnmixer.config.compose import compose
 from qnmixer.errors import ConfigError, PluginError
 from qnmixer.models import TotalVariation
 from qnmixer.reconstructor import build_network, build_noise, build_projector, method_name
@@ -90,12 +91,14 @@ def test_a_regularizer_of_ones_own(tiny_config: Callable[..., Config]) -> None:
         tiny_config(*OWN_REGULARIZER[:1])
 
 
-def test_total_variation_knows_the_noise_that_slices_get_now(other_config: Callable[..., Config]) -> None:
+def test_total_variation_knows_the_noise_that_slices_get_now() -> None:
     """Also that of an evaluation, which may be another than the config began with."""
-    config = other_config("model=tv", "noise=physical")
+    config, quiet = (
+        parse(compose("train", ["experiment=demo", "model=tv", f"noise={it}"])) for it in ("physical", "none")
+    )
     network = build_network(config, build_projector(config))
     assert isinstance(network, TotalVariation)
     y = torch.full((1, 1, 2, 3), 50.0)
     assert torch.equal(network.variance(y), build_noise(config).variance(y))
-    config.noise = other_config("noise=none").noise
+    config.noise = quiet.noise
     assert not network.variance(y).any()
