@@ -1,4 +1,4 @@
-"""README and docs: each command runs as it stands, but for its paths and, to be quick, its sizes; links and checks exist."""
+"""README and docs: each command runs as it stands but for its paths and, to be quick, its sizes; links exist."""
 
 import importlib
 import json
@@ -69,7 +69,7 @@ def marked(command: str) -> Any:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
-    """A folder with what the paths stand for: DICOM of three patients, a scan, a trained run, code and configs of a user."""
+    """A folder with what the paths stand for: DICOM of three patients, a scan, a trained run, a user's own code."""
     place = tmp_path_factory.mktemp("readme")
     for number, patient in enumerate(("L067", "L310", "L333")):
         hu = phantom(64, seed=0, part="test", index=number)
