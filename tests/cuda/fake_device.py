@@ -57,6 +57,7 @@ def pretend_cuda() -> None:
     torch.cuda.is_available = _yes  # autocast and GradScaler ask
     FakeTensorMode.avoid_device_init = property(_yes)  # and FakeTensorMode, for another purpose
     FakeTensor.__deepcopy__ = lambda tensor, _: tensor.detach().clone()  # metrics copy what they start from
+    torch.cuda.is_bf16_supported = _yes
     torch.cuda.Event = _Event
 
 

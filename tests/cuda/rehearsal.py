@@ -89,10 +89,10 @@ class Watch(TorchDispatchMode):
         self.foreign: Counter[str] = Counter()
 
     def hold(self, tensor: Tensor) -> None:
-        """Count the bytes of a tensor for as long as its storage lives, rounded as the caching allocator does."""
+        """Count the bytes of a tensor for as long as its storage lives; CUDA's allocator rounds them up to 512."""
         storage = tensor.untyped_storage()
         if tensor.device.type == "cuda" and (key := storage._cdata) not in self._alive:
-            size = -(-storage.nbytes() // 512) * 512
+            size = storage.nbytes()
             self._alive[key] = weakref.finalize(storage, self._free, key, size)
             self.bytes += size
             self.peak = max(self.peak, self.bytes)

@@ -30,6 +30,7 @@ from qnmixer.memory.tracker import (
     make_state,
     n_bytes,
     optimizer_bytes,
+    step_all_at_once,
     without_data,
 )
 from qnmixer.models.unrolled import UnrolledNetwork
@@ -208,6 +209,8 @@ def track_step(config: Config, projector: FanBeamProjector) -> Footprint:
         apply_hosted_mode(network, config, hosted)
         optimizer = build_optimizer(config.optimizer, network)
         make_state(optimizer)
+        if config.trainer.accelerator != "cpu":  # a plan is for GPUs, unless the run is known to have none
+            step_all_at_once(optimizer)
         buckets = Buckets(network) if isinstance(config.strategy, DDPConfig) else None
         tracker = PeakTracker()
         tracker.track(module, optimizer)
