@@ -32,7 +32,7 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -45,6 +45,7 @@ from qnmixer.memory.plan import Planner, track_step
 from qnmixer.models import UnrolledNetwork
 from qnmixer.parallel.strategies import build_precision
 from qnmixer.physics import FanBeamProjector
+from qnmixer.reconstructor import sample_measurement
 from qnmixer.training.callbacks import build_callbacks
 from qnmixer.training.module import ReconstructionModule
 
@@ -107,9 +108,12 @@ class Watch(TorchDispatchMode):
             return func(*args, **kwargs)
         taken = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         name = str(func.overloadpacket).replace("aten.", "")
-        if name == "_local_scalar_dense" and taken[0].device.type == "cuda":
-            self._wait(f".item() in {_caller()}")
-            return True if taken[0].dtype == torch.bool else 0.0  # is finite; no infinity was found
+        if name == "_local_scalar_dense":
+            is_bool, on_device = taken[0].dtype == torch.bool, taken[0].device.type == "cuda"
+            if on_device:
+                self._wait(f".item() in {_caller()}")
+            if on_device or (is_bool and isinstance(taken[0], FakeTensor)):
+                return True if is_bool else 0.0  # is finite; no infinity was found
         result = func(*args, **kwargs)
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         for t in made:
@@ -188,13 +192,12 @@ def rehearse(overrides: list[str], by_file: bool = False) -> Rehearsal:
     planner = _PLANNERS.setdefault(key, _PLANNERS.get(key) or Planner(config))  # with norms, which need real numbers
     planned = track_step(config, planner.projector).peak
     mode, watch = FakeTensorMode(allow_non_fake_inputs=True), Watch(by_file)
-    numbers = torch.arange(config.data.batch_size)  # not fake: the host reads them
+    data = _data(config)  # real tensors: the host reads numbers of samples
     projector = copy.deepcopy(planner.projector)
     with mode:
         module = _module(config, mode, projector)
         for tensor in [*module.parameters(), *module.buffers()]:
             watch.hold(tensor)
-        data = _data(config, numbers)
     t = config.trainer
     callbacks = [*build_callbacks(config.callbacks), _Phases(watch)]
     with mode, watch:
@@ -231,12 +234,16 @@ def _module(config: Config, mode: FakeTensorMode, projector: FanBeamProjector) -
     return module
 
 
-def _data(config: Config, numbers: Tensor) -> SliceDataModule:
+def _data(config: Config) -> SliceDataModule:
     """Two batches like those of the loader, in host memory."""
     b, size, fine = config.data.batch_size, config.data.image_size, config.data.simulation_factor
     batch = {"image": torch.rand(b, 1, size, size), "hu_offset": torch.zeros(b), "hu_scale": torch.ones(b)}
     batch |= {"fine": torch.rand(b, 1, fine * size, fine * size)} if fine > 1 else {}
-    batch |= {"weight": torch.ones(b), "sample": numbers, "name": ["fake"] * b}
+    if (measure := sample_measurement(config)) is not None:
+        samples = [{"sample": k} | {name: value[k] for name, value in batch.items()} for k in range(b)]
+        batch["sinogram"] = torch.stack([measure("train", sample) for sample in samples])
+        batch.pop("fine", None)
+    batch |= {"weight": torch.ones(b), "sample": torch.arange(b), "name": ["fake"] * b}
 
     class Loader:
         """Not a list, which Lightning would take for one of loaders."""
