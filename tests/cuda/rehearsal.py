@@ -119,7 +119,13 @@ class Watch(TorchDispatchMode):
         for t in made:
             self.hold(t)
         devices = {t.device.type for t in taken + made}
-        if self.phase == "after" or func.is_view or func.namespace == "prim" or name in _SILENT or "cuda" not in devices:
+        if (
+            self.phase == "after"
+            or func.is_view
+            or func.namespace == "prim"
+            or name in _SILENT
+            or "cuda" not in devices
+        ):
             return result
         if name.removeprefix("new_").startswith("empty"):
             return result
@@ -150,9 +156,9 @@ def _caller() -> str:
         file = frame.f_code.co_filename
         if "/qnmixer/" in file:
             return file.rpartition("/qnmixer/")[2]
-        if other is None and (found := re.search(r"(tests|torch/(optim|amp|nn)|lightning|torchmetrics)/.*", file)):
-            if not file.endswith("rehearsal.py"):
-                other = f"{found[0]}:{frame.f_code.co_name}"
+        found = re.search(r"(tests|torch/(optim|amp|nn)|lightning|torchmetrics)/.*", file)
+        if other is None and found and not file.endswith("rehearsal.py"):
+            other = f"{found[0]}:{frame.f_code.co_name}"
         frame = frame.f_back
     node = torch._C._current_autograd_node()
     for line in reversed(node.metadata.get("traceback_", ()) if node else ()):

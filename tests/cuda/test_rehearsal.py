@@ -1,6 +1,6 @@
 """Training steps on fake CUDA tensors (`rehearsal.py`): what can be shown about a GPU without one.
 
-    python -m tests.cuda.rehearsal --by-file experiment=demo    # where the operators of a step come from
+python -m tests.cuda.rehearsal --by-file experiment=demo    # where the operators of a step come from
 """
 
 import json
