@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from qnmixer.config import Config
 from qnmixer.config.run import batch_of_replica
@@ -36,6 +38,15 @@ def autocast(config: Config) -> torch.autocast:
     """The autocast of a run's precision, on the CPU. Lightning's, too, casts a weight again each time it is used."""
     dtype = AUTOCAST[config.trainer.precision]
     return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False)
+
+
+class NormsInFull(TorchFunctionMode):
+    """Norms take and give float32 while it is active, as under autocast on a GPU; on a CPU they stay in half."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.layer_norm, F.group_norm):
+            args, kwargs = tree_map_only(Tensor, Tensor.float, (args, kwargs))
+        return func(*args, **(kwargs or {}))
 
 
 def n_bytes(tensors: Iterable[Tensor], n_shards: int = 1) -> int:

@@ -41,7 +41,8 @@ def resolve_devices(config: Config) -> Config:
 def choose_device(accelerator: str, key: str = "accelerator") -> torch.device:
     """The device that an accelerator means here; auto means the CPU only on a machine without an NVIDIA GPU.
 
-    From here on float32 is float32 on it; training may allow TF32 afterwards. Raises ConfigError, naming the key, for a GPU that is not there or that this torch cannot use.
+    From here on float32 is float32 on it; training may allow TF32 afterwards. Raises ConfigError, naming the key, for a
+    GPU that is not there or that this torch cannot use.
     """
     allow_tf32(False)
     if accelerator == "cpu":
