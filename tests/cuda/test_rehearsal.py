@@ -18,31 +18,39 @@ import torch
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fake_cuda")]
 
 BUDGET = {
-    "demo": 5240,
-    "qn_mixer": 1150,
-    "qn_mixer_paper": 1100,
-    "learn": 180,
-    "learned_primal_dual": 200,
-    "regformer": 320,
-    "fbpconvnet": 245,
+    "demo": 4400,
+    "qn_mixer": 1110,
+    "qn_mixer_paper": 770,
+    "learn": 175,
+    "learned_primal_dual": 195,
+    "regformer": 315,
+    "fbpconvnet": 240,
 }
 """Most operators of a training step, memory=keep in 32, with T = 2; of the demo as it is. Lower them with the code."""
 
-TIMES = {"recompute": 1.45, "offload": 1.2, "16-mixed": 1.4, "bf16-mixed": 1.4}
-"""Most operators of another memory mode or precision, as multiples of those."""
+TIMES = {"keep": 1.0, "recompute": 1.25, "offload": 1.65, "32": 1.0, "16-mixed": 1.65, "bf16-mixed": 1.6}
+"""Most operators with a memory mode and a precision, as multiples of those."""
+
+WITHIN = dict.fromkeys(BUDGET, 0.01) | {"regformer": 0.025}
+"""Of the plan's bytes. RegFormer's backward has one map more than the plan, which is run with operators of the CPU."""
 
 DEMO = ("experiment=demo",)
 MODELS = [model for model in BUDGET if model != "demo"]
+MEMORY, PRECISION = ("keep", "recompute", "offload"), ("32", "16-mixed", "bf16-mixed")
 Job = tuple[tuple[str, ...], str | None]  # overrides, and what is planted into each iteration
 
 
 def overrides_of(model: str, memory: str = "keep", precision: str = "32") -> tuple[str, ...]:
-    T = "2" if model != "regformer" else "4"  # whose attention takes one more tensor on CUDA than in the plan
-    iterations = [] if model == "fbpconvnet" else [f"model.n_iterations={T}"]
+    iterations = [] if model == "fbpconvnet" else ["model.n_iterations=2"]
     return (*DEMO, f"model={model}", *iterations, f"memory={memory}", f"trainer.precision={precision}")
 
 
-EVERY = list(product(MODELS, ("keep", "recompute", "offload"), ("32", "16-mixed", "bf16-mixed")))
+EVERY = [
+    *product(["qn_mixer"], MEMORY, PRECISION),
+    ("qn_mixer_paper", "keep", "32"),
+    *product(MODELS[2:], MEMORY, PRECISION[:1]),
+    *product(MODELS[2:], MEMORY[:1], PRECISION[1:]),
+]
 NOISY = (
     (*overrides_of("learn"), "noise=field"),
     (*overrides_of("learn"), "noise=physical", "data.simulation_factor=2"),
@@ -93,9 +101,8 @@ def test_a_step_stays_on_the_device(
     assert found["foreign"] == {}
     assert ours(found["waits"]) == {}
     assert ours(found["float64"]) == {}
-    assert found["peak"] == pytest.approx(found["planned"], rel=0.01)
-    T = 2 if model == "regformer" else 1
-    assert n_operators(found) <= T * BUDGET[model] * TIMES.get(memory, 1) * TIMES.get(precision, 1)
+    assert found["peak"] == pytest.approx(found["planned"], rel=WITHIN[model])
+    assert n_operators(found) <= BUDGET[model] * TIMES[memory] * TIMES[precision]
 
 
 def test_the_demo_has_no_more_operators_than_it_may(rehearsed: dict[Job, dict[str, Any]]) -> None:
