@@ -134,6 +134,7 @@ def train_a_little(config: Config, folder: Path) -> None:
     from lightning.pytorch.callbacks import LambdaCallback
 
     from qnmixer.data.datamodule import SliceDataModule
+    from qnmixer.reconstructor import build_geometry
     from qnmixer.tracking.loggers import build_loggers
     from qnmixer.training.callbacks import build_callbacks
     from qnmixer.training.trainer import build_trainer
@@ -157,7 +158,7 @@ def train_a_little(config: Config, folder: Path) -> None:
                 module = untrained(run)
                 callbacks = [callback, *build_callbacks(run.callbacks)]
                 trainer = build_trainer(run, folder, callbacks, build_loggers(run, folder, []))
-                trainer.fit(module, datamodule=SliceDataModule(run.data))
+                trainer.fit(module, datamodule=SliceDataModule(run.data, geometry=build_geometry(run)))
         progress("leaving")
     except Exception as error:
         report.error, report.diverged = _line(error), isinstance(error, FloatingPointError)
@@ -262,12 +263,13 @@ def reference_gradients(config: Config, window: list[Number], scale: float) -> d
     from qnmixer.data.datamodule import SliceDataModule
     from qnmixer.data.sampler import Pick
     from qnmixer.parallel.strategies import build_precision
+    from qnmixer.reconstructor import build_geometry
 
     device = torch.device(config.trainer.accelerator)
     # Same gradients to the last bit, and room on one device for what a pipeline has split over several.
     memory: MemoryConfig = RecomputeConfig(name="recompute", segment=1) if device.type == "cuda" else config.memory
     module = untrained(replace(config, memory=memory)).to(device)
-    dataset = SliceDataModule(config.data).dataset("train")
+    dataset = SliceDataModule(config.data, geometry=build_geometry(config)).dataset("train")
     autocast = build_precision(config, config.trainer.accelerator).forward_context
     n_batches = (config.trainer.devices or 1) // devices_per_replica(config) * config.trainer.accumulate_grad_batches
     with full_precision():

@@ -56,6 +56,11 @@ class DataConfig(Target):
         """The arguments that only the source knows."""
         return self.arguments
 
+    @property
+    def at_true_size(self) -> bool:
+        """Whether slices have the size that their files give, of any source of the slices."""
+        return any(isinstance(it, FolderData) and it.pixel_size == "header" for it in self.by_section().values())
+
     def by_section(self) -> dict[str, "DataConfig"]:
         """The sources of the slices, by their section of the config: itself, or several that it mixes."""
         return {"data": self}
@@ -101,6 +106,8 @@ class FolderData(DataConfig):
     Attributes:
         root: folder that is searched to any depth.
         include: only files whose path below root matches this pattern, such as "*/full_3mm/*".
+        pixel_size: "field_of_view" (every slice is as wide as the scan's field) or "header" (each has the size that
+            its file gives, and what lies outside the field is cut).
         patient_from: "tag" (the folder where the tag is empty) or "folder", which tells patients of one file
             format apart.
         split: "random" (by patient), "aapm" (by the challenge's names), "explicit" (the three lists below),
@@ -123,6 +130,7 @@ class FolderData(DataConfig):
     val_patients: list[str]
     test_patients: list[str]
     cache_dir: str | None
+    pixel_size: str = one_of("field_of_view", "header", default="field_of_view")
 
     def without_places(self) -> Self:
         """Without folders and patients too."""

@@ -16,6 +16,7 @@ from qnmixer.data.scaling import build_scaling
 from qnmixer.data.sources import Part, nothing_for, parts_of
 from qnmixer.data.splits import RunSplit
 from qnmixer.errors import DataError
+from qnmixer.physics import FanBeamGeometry
 from qnmixer.processes.signals import SIGNALS
 
 
@@ -32,6 +33,7 @@ class SliceDataModule(LightningDataModule):
         overfit: train on so many slices over and over, and validate on the same.
         batches: of each process in an epoch of training, or the share of them; None: all.
         split: who is in which part; None: drawn.
+        geometry: the scan, which slices at their true size need.
     """
 
     def __init__(
@@ -42,11 +44,13 @@ class SliceDataModule(LightningDataModule):
         overfit: int | None = None,
         batches: int | float | None = None,
         split: RunSplit | None = None,
+        geometry: FanBeamGeometry | None = None,
     ) -> None:
         super().__init__()
         self.config, self.first, self.overfit, self.batches = config, first, overfit, batches
         self.scaling = build_scaling(config.scaling, config.hu_max)
         self.split = split or RunSplit()
+        self.geometry = geometry
         self.parts: dict[str, Part] = {}
         self._start = (0, 0)
 
@@ -58,7 +62,7 @@ class SliceDataModule(LightningDataModule):
         """Find, split and describe the slices; does nothing the second time."""
         if self.parts:
             return
-        self.parts = parts_of(self.config, self.split)
+        self.parts = parts_of(self.config, self.split, self.geometry)
         if self.config.train_slices is not None:
             self.parts["train"] = self.parts["train"].spread(self.config.train_slices)
         if self.first is not None:

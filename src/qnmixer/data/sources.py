@@ -22,6 +22,7 @@ from qnmixer.data.resample import to_square
 from qnmixer.data.slices import NO_AIR, FloatArray, SkipFile, SliceSource, clean_hu, doubt, summarise_skipped
 from qnmixer.data.splits import PARTS, RunSplit, few, patients_of
 from qnmixer.errors import ConfigError, DataError, UserError
+from qnmixer.physics import FanBeamGeometry
 from qnmixer.plugins import Kind, build, load, taken
 from qnmixer.processes.ranks import rank
 
@@ -67,14 +68,20 @@ class Part:
         return Part(SliceView(self.source, indices), 0, self.fine and SliceView(self.fine, indices))
 
 
-def parts_of(config: DataConfig, split: RunSplit, section: str = "data") -> dict[str, Part]:
+def parts_of(
+    config: DataConfig, split: RunSplit, geometry: FanBeamGeometry | None = None, section: str = "data"
+) -> dict[str, Part]:
     """train, val and test. Raises PluginError for a class that does not fit, DataError for what cannot be read.
 
-    `split` decides who is in which of them, and learns it; `section`: where the config stands.
+    Args:
+        config: of the slices.
+        split: who is in which part; it learns what is drawn.
+        geometry: the scan; None where nothing asks for it.
+        section: where the config stands.
     """
     if isinstance(config, MixedData):
-        return _of_mix(config, split)
-    return _of_folder(config, split, section) if isinstance(config, FolderData) else _of_class(config)
+        return _of_mix(config, split, geometry)
+    return _of_folder(config, split, geometry, section) if isinstance(config, FolderData) else _of_class(config)
 
 
 def _of_class(config: DataConfig) -> dict[str, Part]:
@@ -125,13 +132,20 @@ class Resampled:
         return named(index) if named else f"{self.part} {index}"
 
 
-def _of_folder(config: FolderData, run: RunSplit, section: str) -> dict[str, Part]:
+def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | None, section: str) -> dict[str, Part]:
     reader: Reader = build(config, READER)
-    cache = _open(config, reader, config.image_size)
+    field_of_view = None
+    if config.pixel_size == "header":
+        if geometry is None:
+            raise ConfigError(f"{section}.pixel_size=header needs the scan: give the DataModule its geometry")
+        field_of_view = geometry.field_of_view
+    cache = _open(config, reader, config.image_size, field_of_view)
     if cache.skipped:
         _warn(summarise_skipped(str(config.root), cache.skipped))
     if cache.hu_range[0] > NO_AIR:
         _warn(doubt(str(config.root)))
+    if field_of_view is not None and (line := cache.cut.line(str(config.root), field_of_view)):
+        _warn(line)
     if config.split == "slices":
         _warn("data.split=slices puts neighbouring slices into train and test: scores will be too good")
     root_name = Path(str(config.root)).resolve().name
@@ -143,7 +157,7 @@ def _of_folder(config: FolderData, run: RunSplit, section: str) -> dict[str, Par
             f"parts: {few(new)}"
         )
     factor = config.simulation_factor
-    fine = None if factor == 1 else _open(config, reader, config.image_size * factor)
+    fine = None if factor == 1 else _open(config, reader, config.image_size * factor, field_of_view)
     return {
         part: Part(
             SliceView(cache, split[part]),
@@ -160,21 +174,23 @@ def _warn(line: str) -> None:
         warnings.warn(line, stacklevel=3)
 
 
-def _open(config: FolderData, reader: Reader, image_size: int) -> SliceCache:
+def _open(config: FolderData, reader: Reader, image_size: int, field_of_view: float | None) -> SliceCache:
     """The decoded slices of a folder, [image_size, image_size]."""
     if not config.root:
         raise ConfigError(f"data={config.name} needs data.root=FOLDER, the folder that holds the slices")
     cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else None
     root = Path(config.root).expanduser()
-    return open_cache(reader, root, image_size, include=config.include, cache_dir=cache_dir)
+    return open_cache(
+        reader, root, image_size, include=config.include, cache_dir=cache_dir, field_of_view=field_of_view
+    )
 
 
-def _of_mix(config: MixedData, split: RunSplit) -> dict[str, Part]:
+def _of_mix(config: MixedData, split: RunSplit, geometry: FanBeamGeometry | None) -> dict[str, Part]:
     """Training slices by their shares; those of one source to validate and test, or of all."""
     sources: dict[str, dict[str, Part]] = {}
     for key, source in config.by_section().items():
         with _of_section(key):
-            sources[key] = parts = parts_of(source, split, key)
+            sources[key] = parts = parts_of(source, split, geometry, key)
             if not len(parts["train"].source) and config.shares[key.rpartition(".")[2]]:
                 raise DataError(f"{nothing_for('train', source)}, or share=0")
     train = [parts["train"] for parts in sources.values()]

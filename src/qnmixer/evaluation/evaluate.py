@@ -125,7 +125,8 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
         if isinstance(config.data, AsTrained)
         else other_slices(config.data, trained, overrides)
     )
-    slices = SliceDataModule(data, split=RunSplit(before if own else None))
+    split = RunSplit(before if own else None)
+    slices = SliceDataModule(data, split=split, geometry=module.projector.geometry)
     if config.noise is not None:
         trained.noise = config.noise
         trained.noise.check(trained)

@@ -56,11 +56,14 @@ def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> tup
                 f"the run was trained with data.{key}={value}: leave data.{key} out, or train another"
             )
     data = replace(data, **fixed, seed=trained.data.seed)
+    if isinstance(data, FolderData) and "data.pixel_size" not in given and trained.data.at_true_size:
+        data = replace(data, pixel_size="header")
     if isinstance(data, FolderData) and "data.split" not in given:
         for source in trained.data.by_section().values():
             if isinstance(source, FolderData) and _folder(data) == _folder(source):
                 # or slices that it was trained on would be measured
-                return replace(source, simulation_factor=data.simulation_factor, disc=data.disc), True
+                its = {key: getattr(data, key) for key in ("simulation_factor", "disc", "pixel_size")}
+                return replace(source, **its), True
         data = replace(data, split="all")
     data.check(trained)
     return data, False

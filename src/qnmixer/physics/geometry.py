@@ -96,6 +96,11 @@ class FanBeamGeometry:
         return self.source_to_axis + self.axis_to_detector
 
     @property
+    def field_of_view(self) -> float:
+        """Width of the image in mm."""
+        return self.image_size * self.pixel_size
+
+    @property
     def image_radius(self) -> float:
         """Distance of the image's corners from the axis in mm."""
         return self.image_size * self.pixel_size / math.sqrt(2)

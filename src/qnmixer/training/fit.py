@@ -25,7 +25,7 @@ from qnmixer.memory.plan import Planner
 from qnmixer.parallel.compilation import compile_blocks
 from qnmixer.processes.ranks import another_rank_failed, rank
 from qnmixer.processes.signals import stop_signals
-from qnmixer.reconstructor import Reconstructor
+from qnmixer.reconstructor import Reconstructor, build_geometry
 from qnmixer.tracking.loggers import (
     CODE_DIFF,
     DONE,
@@ -142,6 +142,7 @@ def build_data(config: Config, checkpoint: Path | None) -> SliceDataModule:
         overfit=batch if debug.name == "overfit" else None,
         batches=config.trainer.extra.get("limit_train_batches"),
         split=split_to_train(config, checkpoint),
+        geometry=build_geometry(config),
     )
     data.setup("fit")
     return data
