@@ -17,7 +17,7 @@ from qnmixer.config.target import _SCHEMAS, options, values_of_option
 
 FILES = sorted(CONF.rglob("*.yaml"))
 ONLY_FOR_EVALUATE = {"as_trained"}
-ONLY_INCLUDED = {("data", "_common"), ("data", "_folder")}
+ONLY_INCLUDED = {("data", "_common"), ("data", "_folder"), ("geometry", "_clinical")}
 TARGETS = ("model", "data", "loss", "noise", "optimizer", "schedule")
 LISTS = (ast.Dict, ast.List, ast.Set, ast.Tuple)
 TRAINING_GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "experiment")

@@ -108,6 +108,8 @@ def build_geometry(config: Config) -> FanBeamGeometry:
             axis_to_detector=g.axis_to_detector,
             first_angle=half_step if g.first_angle is None else g.first_angle,
             angle_span=g.angle_span,
+            beam=g.beam,
+            detector_offset=g.detector_offset,
         )
     except GeometryError as error:  # it names its argument; the key on the command line has the group too
         raise GeometryError(f"geometry.{error}") from error
