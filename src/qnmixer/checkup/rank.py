@@ -317,7 +317,11 @@ def small_network(config: Config) -> Config:
         with_iterations(replace(config, model=config.model.smallest()), T),
         strategy=strategy,
         geometry=replace(
-            geometry, n_views=8, n_detectors=bins, detector_pitch=geometry.detector_pitch * geometry.n_detectors / bins
+            geometry,
+            n_views=8,
+            n_detectors=bins,
+            detector_pitch=geometry.detector_pitch * geometry.n_detectors / bins,
+            detector_offset=geometry.detector_offset * bins / geometry.n_detectors,
         ),
         data=section("data", "phantoms", **of_data),
         trainer=replace(config.trainer, accumulate_grad_batches=1),

@@ -239,6 +239,8 @@ def _layout(n_views: int, geometry: FanBeamGeometry, config: ReconstructConfig) 
         config.detector_pitch or geometry.detector_pitch,
         geometry.source_to_axis,
         geometry.source_to_detector,
+        geometry.beam,
+        geometry.detector_offset * geometry.detector_pitch,
     )
 
 

@@ -155,16 +155,20 @@ class FanBeamGeometry:
         return self.n_views // (4 if self.is_full_turn else 2)
 
     @property
-    def mirrored_bins(self) -> np.ndarray | None:
-        """Where bins lie that see a view of a symmetric half turn from the other side: the number of the bin at −u.
+    def mirrored_bins(self) -> np.ndarray:
+        """The bin at −u of each bin u in which a symmetric half turn sees the same lines; −1 for none: int64 [D]."""
+        bins = np.arange(self.n_detectors)
+        twice = 2 * self.detector_offset
+        if self.is_full_turn or not self.has_quarter_turn_symmetry or twice != round(twice):
+            return np.full_like(bins, -1)
+        mirrored = self.n_detectors - 1 - round(twice) - bins
+        return np.where((mirrored >= 0) & (mirrored < self.n_detectors), mirrored, -1)
 
-        It may be that of no bin of the detector. None where bins tell nothing of each other: in other scans, and where
-        −u falls between bins.
-        """
-        twice = round(2 * self.detector_offset)
-        if self.is_full_turn or not self.has_quarter_turn_symmetry or 2 * self.detector_offset != twice:
-            return None
-        return self.n_detectors - 1 - twice - np.arange(self.n_detectors)
+    @property
+    def distinct_bins(self) -> np.ndarray:
+        """The bins that tell all others by quarter turns of the image: of two that mirror each other, the first."""
+        bins, mirrored = np.arange(self.n_detectors), self.mirrored_bins
+        return bins[(mirrored < 0) | (mirrored >= bins)]
 
     def angles(self) -> np.ndarray:
         """Angle β of each view in radians, float64 [V]."""

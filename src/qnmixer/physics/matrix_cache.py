@@ -88,7 +88,7 @@ def is_worth_caching(geometry: FanBeamGeometry) -> bool:
 
 def _work(geometry: FanBeamGeometry) -> int:
     """Rays times pixels of a side, to which time and memory of the build are proportional."""
-    return geometry.n_distinct_views * geometry.n_detectors * geometry.image_size
+    return geometry.n_distinct_views * len(geometry.distinct_bins) * geometry.image_size
 
 
 def _folder() -> Path:

@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -158,15 +159,33 @@ class FanBeamProjector(nn.Module):
 
 def _require_memory(geometry: FanBeamGeometry) -> None:
     """Raise GeometryError for a scan whose matrices this machine has no memory for; building them would take hours."""
+    there = _memory()
     size = geometry.image_size
-    needed = _BYTES * geometry.n_distinct_views * size * (geometry.n_detectors + size)
-    with suppress(AttributeError, ValueError):  # Windows does not say
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if needed > there:
-            raise GeometryError(
-                f"n_views={geometry.n_views} and n_detectors={geometry.n_detectors} need {needed / 2**30:.0f} GiB of "
-                f"matrices at image_size={size}, and this machine has {there / 2**30:.0f} GiB: lower one of them"
-            )
+    needed = _bytes_of_matrices(geometry, size)
+    if there is None or needed <= there:
+        return
+    views = 4 * int(there / _bytes_of_matrices(replace(geometry, n_views=4), size))
+    while size > 1 and _bytes_of_matrices(geometry, size) > there:
+        size //= 2
+    fits = [f"n_views up to {views}"] * (0 < views < geometry.n_views) + [f"image_size={size}"]
+    raise GeometryError(
+        f"n_views={geometry.n_views} and n_detectors={geometry.n_detectors} need {needed / 2**30:.0f} GiB of "
+        f"matrices at image_size={geometry.image_size}, and this machine has {there / 2**30:.0f} GiB: what fits is "
+        f"{', or '.join(fits)}"
+    )
+
+
+def _bytes_of_matrices(geometry: FanBeamGeometry, image_size: int) -> int:
+    """Of A, of back-projection, and of their transposes."""
+    rays = geometry.n_distinct_views * len(geometry.distinct_bins)
+    return int(_BYTES * rays * image_size * (1 + image_size / geometry.n_detectors))
+
+
+def _memory() -> int | None:
+    """Bytes of this machine; None if the system does not say, as Windows."""
+    with suppress(AttributeError, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
 
 
 class _RampFilter(FullPrecisionModule):

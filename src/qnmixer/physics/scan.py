@@ -40,12 +40,7 @@ class Numbering:
         self._turn = -1 if geometry.angle_span > 0 else 1
         self._size, self._n_detectors = geometry.image_size, geometry.n_detectors
         self._n_views, self._half_turn = geometry.n_distinct_views, geometry.is_parallel_half_turn
-        bins = np.arange(geometry.n_detectors)
-        # Where each bin is seen from the other side: −1 for no bin.
-        mirrored = np.full_like(bins, -1) if geometry.mirrored_bins is None else geometry.mirrored_bins
-        self._mirrored = np.where((mirrored >= 0) & (mirrored < len(bins)), mirrored, -1)
-        # Of two bins that mirror each other the first is taken.
-        self._bins = bins[(self._mirrored < 0) | (self._mirrored >= bins)]
+        self._bins, self._mirrored = geometry.distinct_bins, geometry.mirrored_bins
         self._fans = -(-len(self._bins) // _FAN)
         self.n_rays = self._fans * self._n_views * _FAN
         height, width = self._corner_shape()
