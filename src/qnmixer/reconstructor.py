@@ -35,6 +35,7 @@ class Batch(TypedDict):
 
     image: Tensor  # [B, 1, S, S]
     fine: NotRequired[Tensor]  # [B, 1, f·S, f·S], to simulate from; with data.simulation_factor = f above 1
+    sinogram: NotRequired[Tensor]  # [B, 1, V, D], value × mm; where it is measured
     hu_offset: Tensor  # [B]
     hu_scale: Tensor  # [B]
     sample: Tensor  # [B], int64: epoch · length + index; on the host in training and evaluation
@@ -66,8 +67,12 @@ class Reconstructor(nn.Module):
     def measure(self, batch: Batch, stream: str) -> Tensor:
         """The noisy sinogram y [B, 1, V, D] of a batch; the same for a sample whatever the batch, rank or device.
 
+        One that was measured has its noise already. Others are simulated.
+
         It is that of the fine images where there are any, so that no sinogram comes from the network's own matrix.
         """
+        if (measured := batch.get("sinogram")) is not None:
+            return measured
         if self.config.debug.name == "overfit" and stream == "val":
             stream = "train"  # the same slices are to be the same measurements
         keys = [(self.config.seed, STREAMS[stream], sample) for sample in batch["sample"].tolist()]

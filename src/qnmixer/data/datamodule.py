@@ -24,7 +24,8 @@ class SliceDataModule(LightningDataModule):
     """Slices of a source or a mix, split into train, val and test; see `qnmixer.config.data` for what can be set.
 
     Batches are dicts: image [B, 1, S, S] float32, hu_offset [B], hu_scale [B], sample [B] int64, weight [B], name
-    (list of B), and fine [B, 1, f·S, f·S] with simulation_factor = f above 1.
+    (list of B), fine [B, 1, f·S, f·S] with simulation_factor = f above 1, and sinogram [B, 1, V, D] where it was
+    measured.
     Training order and new phantoms follow the epoch; validation and test are the same every time and leave nothing out.
 
     Args:
@@ -33,7 +34,7 @@ class SliceDataModule(LightningDataModule):
         overfit: train on so many slices over and over, and validate on the same.
         batches: of each process in an epoch of training, or the share of them; None: all.
         split: who is in which part; None: drawn.
-        geometry: the scan, which slices at their true size need.
+        geometry: the scan, which slices at their true size and measured sinograms need.
     """
 
     def __init__(
@@ -71,12 +72,18 @@ class SliceDataModule(LightningDataModule):
     def dataset(self, part: str) -> SliceDataset:
         """Slices of train, val or test; DataError when there are none."""
         self.setup()
-        source, fine = self.parts[part].source, self.parts[part].fine
-        if not len(source):
+        slices = self.parts[part]
+        if not len(slices.source):
             raise DataError(nothing_for(part, self.config))
         augment = self.config.augment and part == "train"
         return SliceDataset(
-            source, self.scaling, augment=augment, seed=self.config.seed, fine=fine, disc=self.config.disc
+            slices.source,
+            slices.scaling or self.scaling,
+            augment=augment,
+            seed=self.config.seed,
+            fine=slices.fine,
+            disc=self.config.disc,
+            measured=slices.measured,
         )
 
     def train_dataloader(self) -> DataLoader[Sample]:

@@ -20,11 +20,13 @@ class Sample(TypedDict):
     """One slice: image [1, S, S] float32 in [0, 1]; HU = hu_offset + hu_scale · image; n; where it came from.
 
     `fine`: the same [1, f·S, f·S] with the same offset and scale, to simulate from; only where there is one.
+    `sinogram`: the measured one [1, V, D], value × mm; only where there is one.
     `weight`: what it counts for in the loss or the metric; 0 for one that only fills a batch.
     """
 
     image: Tensor
     fine: NotRequired[Tensor]
+    sinogram: NotRequired[Tensor]
     hu_offset: Tensor
     hu_scale: Tensor
     sample: int
@@ -62,6 +64,7 @@ class SliceDataset(Dataset[Sample]):
         seed: of the augmentation.
         fine: the same slices on a finer grid [f·S, f·S], as `fine` of the samples.
         disc: paste a disc of the slice's largest value at its lower left.
+        measured: the sinograms [V, D] of the same slices, value × mm, as `sinogram` of the samples.
     """
 
     def __init__(
@@ -73,9 +76,10 @@ class SliceDataset(Dataset[Sample]):
         seed: int = 0,
         fine: SliceSource | None = None,
         disc: bool = False,
+        measured: SliceSource | None = None,
     ) -> None:
         self.source, self.scaling, self.augment, self.seed = source, scaling, augment, seed
-        self.fine, self.disc = fine, disc
+        self.fine, self.disc, self.measured = fine, disc, measured
 
     def __len__(self) -> int:
         return len(self.source)
@@ -101,6 +105,8 @@ class SliceDataset(Dataset[Sample]):
             if self.disc:
                 hu = paste_disc(hu, brightest)
             sample["fine"] = _to_tensor(scaled_like(hu, offset, scale))
+        if self.measured is not None:
+            sample["sinogram"] = _to_tensor(self.measured.load(index))
         return sample
 
     def _prepare(self, hu: FloatArray, n: int) -> FloatArray:

@@ -188,7 +188,9 @@ class _Measuring:
 @torch.no_grad()
 def _reconstructed(method: ComparedMethod, module: Reconstructor, batch: Batch, y: Tensor) -> PageMethod:
     images = shown_iterates(module.network, y) if method.jobs else [module.projector.fbp(y)]
-    quality = caption_of(psnr(images[-1], batch["image"]).item(), 100 * ssim(images[-1], batch["image"]).item())
+    x, truth, own_range = images[-1], batch["image"], module.config.data.own_range
+    decibels, similarity = (of(x, truth, own_range=own_range).item() for of in (psnr, ssim))
+    quality = caption_of(decibels, 100 * similarity)
     return PageMethod(method.name, [to_hu(batch, image)[0, 0].cpu() for image in images], quality)
 
 
