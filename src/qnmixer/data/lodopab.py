@@ -59,8 +59,8 @@ class LodopabSource:
         self.warnings: list[str] = []
         if 0 < len(self) != _IMAGES[part]:
             self.warnings.append(
-                f"data.root={root} has {len(self)} of the {_IMAGES[part]} images of LoDoPaB-CT for {part}: its "
-                "scores are of all"
+                f"data.root={root} has {len(self)} of the {_IMAGES[part]} images of LoDoPaB-CT for {part}: the "
+                "published scores are of all of them"
             )
 
     def __len__(self) -> int:
