@@ -91,7 +91,7 @@ def test_noise_of_the_set_has_its_largest_value(written: Path) -> None:
     """Where no photon is counted the set has log(4096/0.1)/81.35858 m."""
     from qnmixer.reconstructor import build_noise
 
-    noise = build_noise(config(written, "noise=lodopab"))
+    noise = build_noise(config(written, "noise=physical_lodopab"))
     y = noise(torch.full((1, 1, 2, 2), 1e4), [(0, 0, 0)])
     assert y.flatten().tolist() == pytest.approx([1000 * 0.13054] * 4, rel=1e-4)
 
