@@ -1,5 +1,6 @@
 """Slices as the network gets them: scaled, square, with the way back to HU."""
 
+from collections.abc import Callable
 from typing import NotRequired, TypedDict
 
 import numpy as np
@@ -20,7 +21,7 @@ class Sample(TypedDict):
     """One slice: image [1, S, S] float32 in [0, 1]; HU = hu_offset + hu_scale · image; n; where it came from.
 
     `fine`: the same [1, f·S, f·S] with the same offset and scale, to simulate from; only where there is one.
-    `sinogram`: the measured one [1, V, D], value × mm; only where there is one.
+    `sinogram`: [1, V, D], value × mm, in place of `fine`: measured, or with noise where the dataset simulates it.
     `weight`: what it counts for in the loss or the metric; 0 for one that only fills a batch.
     """
 
@@ -64,7 +65,8 @@ class SliceDataset(Dataset[Sample]):
         seed: of the augmentation.
         fine: the same slices on a finer grid [f·S, f·S], as `fine` of the samples.
         disc: paste a disc of the slice's largest value at its lower left.
-        measured: the sinograms [V, D] of the same slices, value × mm, as `sinogram` of the samples.
+        measure: makes the sinogram of a sample, in place of `fine`.
+        measured: the sinograms [V, D] of the same slices, value × mm, which nothing then has to make.
     """
 
     def __init__(
@@ -76,10 +78,11 @@ class SliceDataset(Dataset[Sample]):
         seed: int = 0,
         fine: SliceSource | None = None,
         disc: bool = False,
+        measure: Callable[[Sample], Tensor] | None = None,
         measured: SliceSource | None = None,
     ) -> None:
         self.source, self.scaling, self.augment, self.seed = source, scaling, augment, seed
-        self.fine, self.disc, self.measured = fine, disc, measured
+        self.fine, self.disc, self.measure, self.measured = fine, disc, measure, measured
 
     def __len__(self) -> int:
         return len(self.source)
@@ -107,6 +110,9 @@ class SliceDataset(Dataset[Sample]):
             sample["fine"] = _to_tensor(scaled_like(hu, offset, scale))
         if self.measured is not None:
             sample["sinogram"] = _to_tensor(self.measured.load(index))
+        elif self.measure is not None:
+            sample["sinogram"] = self.measure(sample)
+            sample.pop("fine", None)
         return sample
 
     def _prepare(self, hu: FloatArray, n: int) -> FloatArray:
