@@ -1,8 +1,8 @@
-"""Fan-beam physics: geometry, projector (A, Aᵀ, FBP) and noise; needs torch, numpy and filelock only."""
+"""Fan and parallel beams: geometry, projector (A, Aᵀ, FBP) and noise; needs torch, numpy and filelock only."""
 
 from qnmixer.physics.fbp import FBP_WINDOWS
 from qnmixer.physics.geometry import FanBeamGeometry
-from qnmixer.physics.noise import FieldNoise, KeyedNoise, MixedNoise, Noise, NoNoise, PhysicalNoise
+from qnmixer.physics.noise import FieldNoise, KeyedNoise, MixedNoise, NoNoise, PhysicalNoise
 from qnmixer.physics.projector import FanBeamProjector
 
 __all__ = [
@@ -13,6 +13,5 @@ __all__ = [
     "KeyedNoise",
     "MixedNoise",
     "NoNoise",
-    "Noise",
     "PhysicalNoise",
 ]
