@@ -85,7 +85,8 @@ def model_card(of: Exported) -> str:
         f"# {method_name(config)}, {size}, {config.geometry.n_views} views",
         "",
         f"`{of.file.name}`: {of.n_parameters:,} parameters in float32, {of.megabytes}. It makes a CT slice of a "
-        "sparse-view sinogram. Not a medical device: nothing that it makes is for diagnosis.",
+        f"sparse-view {'parallel' if config.geometry.beam == 'parallel' else 'fan'}-beam sinogram. Not a medical "
+        "device: nothing that it makes is for diagnosis.",
         "",
         "## Network",
         "",
