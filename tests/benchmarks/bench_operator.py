@@ -5,7 +5,9 @@
 256 × 256, 512 detectors. Medians of calls in rounds that alternate between the operators, so that a slow minute slows
 them alike; all numbers come from the one run. ASTRA (GPL-3, `pip install .[bench]`) is measured on existing data,
 through `astra.algorithm.run`, without setup, one image at a time, as it takes them; its CPU has no fan-beam FBP. The
-floor of a row is the time in which its bytes, matrix, images and sinograms once each, could be copied.
+floor of a row is the time in which its bytes, matrix, images and sinograms once each, could be copied. "Bytes" is how
+many times more they are than images and sinograms alone, which a kernel that computes the weights itself would move: the
+best there is on a GPU, where arithmetic is free beside memory (A and Aᵀ by rays, as ASTRA's are; FBP by pixels).
 """
 
 import os
@@ -103,11 +105,15 @@ def median_times(calls: Calls) -> dict[str, float]:
 
 def bytes_moved(projector: FanBeamProjector, operator: str, batch: int) -> int:
     """Of the matrix the values and their indices, and images and sinograms, each once."""
-    geometry = projector.geometry
     matrix: ScanMatrix = projector._backprojection if operator == "FBP" else projector._rays
     values, indices = (matrix.values, matrix.pixels) if operator == "A" else (matrix.values_t, matrix.rays)
-    numbers = batch * (geometry.image_size**2 + geometry.n_views * geometry.n_detectors)
-    return values.nbytes + indices.nbytes + numbers * values.itemsize
+    return values.nbytes + indices.nbytes + without_matrix(projector, batch)
+
+
+def without_matrix(projector: FanBeamProjector, batch: int) -> int:
+    """Bytes of images and sinograms alone, each once, in float32."""
+    geometry = projector.geometry
+    return 4 * batch * (geometry.image_size**2 + geometry.n_views * geometry.n_detectors)
 
 
 def measure(n_views: int, bandwidth: float) -> list[dict[str, Any]]:
@@ -133,6 +139,7 @@ def measure(n_views: int, bandwidth: float) -> list[dict[str, Any]]:
                 "holds": astra / per_image >= TIMES_FASTER[batch] if astra else None,
                 "floor_ms_per_image": floor * 1e3,
                 "times_floor": per_image / floor,
+                "times_bytes": floor * bandwidth * batch / without_matrix(projector, batch),
             }
         )
     return rows
@@ -141,7 +148,7 @@ def measure(n_views: int, bandwidth: float) -> list[dict[str, Any]]:
 def show(rows: Iterable[dict[str, Any]], bandwidth: float) -> None:
     """Print the table."""
     table = Table(title=f"256 × 256, 512 detectors, one core; ms per image; a copy moves {bandwidth / 1e9:.1f} GB/s")
-    for heading in ("views", "", "batch", "ms", "ASTRA", "faster", "goal", "holds", "floor", "over it"):
+    for heading in ("views", "", "batch", "ms", "ASTRA", "faster", "goal", "holds", "floor", "over it", "bytes"):
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(*(f"{v:.2f}" if isinstance(v, float) else _text(v) for v in row.values()))

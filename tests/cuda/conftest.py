@@ -1,7 +1,5 @@
 """The device as a parameter: on a machine without a GPU the same bodies run on the CPU, and cuda is skipped."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -17,9 +15,9 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture
-def findings(device: torch.device) -> Iterator[Findings]:
+def findings(device: torch.device) -> Findings:
     """Where a test puts what it measures; of a GPU it is kept."""
-    yield _FINDINGS if device.type == "cuda" else Findings()
+    return _FINDINGS if device.type == "cuda" else Findings()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
