@@ -5,9 +5,9 @@
 256 × 256, 512 detectors. Medians of calls in rounds that alternate between the operators, so that a slow minute slows
 them alike; all numbers come from the one run. ASTRA (GPL-3, `pip install .[bench]`) is measured on existing data,
 through `astra.algorithm.run`, without setup, one image at a time, as it takes them; its CPU has no fan-beam FBP. The
-floor of a row is the time in which its bytes, matrix, images and sinograms once each, could be copied. "Bytes" is how
-many times more they are than images and sinograms alone, which a kernel that computes the weights itself would move: the
-best there is on a GPU, where arithmetic is free beside memory (A and Aᵀ by rays, as ASTRA's are; FBP by pixels).
+floor of a row is the time in which its bytes, matrix, images and sinograms once each, could be copied. "Bytes":
+how many times those of images and sinograms alone they are, which a kernel that computes the weights itself would move.
+On a GPU, where arithmetic is free beside memory, it is the best there is (A by rays; Aᵀ and FBP by pixels).
 """
 
 import os
