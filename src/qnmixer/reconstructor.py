@@ -15,7 +15,7 @@ from qnmixer.config import Config
 from qnmixer.config.model import LearnedConfig
 from qnmixer.errors import GeometryError, PluginError
 from qnmixer.models import UnrolledNetwork
-from qnmixer.physics import FanBeamGeometry, FanBeamProjector, KeyedNoise, Noise, NoNoise
+from qnmixer.physics import FanBeamGeometry, FanBeamProjector, KeyedNoise, NoNoise
 from qnmixer.physics.rays import system_matrix
 from qnmixer.physics.scan import ScanMatrix
 from qnmixer.physics.sparse import apply_linear
@@ -150,7 +150,8 @@ def build_projector(config: Config) -> FanBeamProjector:
 def build_network(config: Config, projector: FanBeamProjector) -> UnrolledNetwork[Any]:
     """The network that `model` names. Raises PluginError for one that does not fit.
 
-    A part that is a target itself, such as a regulariser, is handed over as what builds it.
+    A part that is a target itself, such as a regulariser, is handed over as what builds it. A network with an argument
+    `variance` is given what tells the noise of each ray of a sinogram.
     """
     model = config.model
     parts: dict[str, Any] = {
@@ -158,10 +159,17 @@ def build_network(config: Config, projector: FanBeamProjector) -> UnrolledNetwor
         for key, target in model.targets().items()
         if not key.endswith("._target_")
     }
-    network: UnrolledNetwork[Any] = build(model, NETWORK, projector, **parts)
+    network: UnrolledNetwork[Any] = build(
+        model, NETWORK, projector, offered={"variance": partial(_variance, config)}, **parts
+    )
     if isinstance(model, LearnedConfig) and not any(p.requires_grad for p in network.parameters()):
         raise PluginError(f"model._target_={model._target_} has no weights to train: give it some")
     return network
+
+
+def _variance(config: Config, y: Tensor) -> Tensor:
+    """Of the noise that the config names now: an evaluation may name another than training did."""
+    return build_noise(config).variance(y)
 
 
 def method_name(config: Config) -> str:
@@ -169,7 +177,7 @@ def method_name(config: Config) -> str:
     return load(config.model, NETWORK).title
 
 
-def build_noise(config: Config) -> Noise:
+def build_noise(config: Config) -> KeyedNoise:
     """The measurement noise that `noise` names. Raises PluginError for one that does not fit."""
-    noise: Noise = build(config.noise, NOISE, offered={"hu_max": config.data.hu_max})
+    noise: KeyedNoise = build(config.noise, NOISE, offered={"hu_max": config.data.hu_max})
     return noise
