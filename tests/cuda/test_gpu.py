@@ -29,7 +29,7 @@ from qnmixer.config.compose import compose
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.memory import modes
 from qnmixer.memory.modes import apply_memory_mode
-from qnmixer.memory.plan import Planner, track_step
+from qnmixer.memory.plan import Planner
 from qnmixer.parallel.devices import allow_tf32, has_bf16
 from qnmixer.parallel.strategies import build_precision
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
@@ -213,7 +213,7 @@ def test_the_measured_peak_is_that_of_the_plan(
     if device.type == "cpu" and "offload" in overrides:
         pytest.skip("on a CPU the host is the device")
     config = override(parse(compose("train", [*size_for(device), "trainer.max_steps=3"])), overrides)
-    planned = track_step(config, Planner(config).projector).peak / 2**20
+    planned = Planner(config).estimate(config).peak / 2**20
     monitor = MemoryMonitor(Console(quiet=True))
     trained(config, device, tmp_path, monitor)
     assert monitor.measured_mib is not None

@@ -53,7 +53,7 @@ def _reproducible_product(starts: Tensor, indices: Tensor, values: Tensor, x: Te
     It takes a temporary of one number for each value of M and column of X.
     """
     return torch.segment_reduce(
-        values[:, None] * x[indices], "sum", offsets=starts.to(indices.dtype), axis=0, initial=0
+        values[:, None] * x[indices], "sum", offsets=starts.to(indices.dtype), axis=0, initial=0, unsafe=True
     )
 
 
