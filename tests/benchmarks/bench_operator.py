@@ -6,7 +6,9 @@
 that a slow minute slows them alike; all numbers come from the one run. ASTRA (GPL-3, `pip install .[bench]`) is
 measured on existing data, through `astra.algorithm.run`, without setup, one image at a time, as it takes them; its CPU
 has no fan-beam FBP, and no curved detector. The floor of a row is the time in which its bytes, matrix, images and
-sinograms once each, could be copied.
+sinograms once each, could be copied. "Bytes": how many times those of images and
+sinograms alone they are, which a kernel that computes the weights itself would move. On a GPU, where arithmetic is free
+beside memory, it is the best there is (A by rays; Aᵀ and FBP by pixels).
 """
 
 import os
@@ -113,11 +115,15 @@ def median_times(calls: Calls) -> dict[str, float]:
 
 def bytes_moved(projector: FanBeamProjector, operator: str, batch: int) -> int:
     """Of the matrix the values and their indices, and images and sinograms, each once."""
-    geometry = projector.geometry
     matrix: ScanMatrix = projector._backprojection if operator == "FBP" else projector._rays
     values, indices = (matrix.values, matrix.pixels) if operator == "A" else (matrix.values_t, matrix.rays)
-    numbers = batch * (geometry.image_size**2 + geometry.n_views * geometry.n_detectors)
-    return values.nbytes + indices.nbytes + numbers * values.itemsize
+    return values.nbytes + indices.nbytes + without_matrix(projector, batch)
+
+
+def without_matrix(projector: FanBeamProjector, batch: int) -> int:
+    """Bytes of images and sinograms alone, each once, in float32."""
+    geometry = projector.geometry
+    return 4 * batch * (geometry.image_size**2 + geometry.n_views * geometry.n_detectors)
 
 
 def values_of(projector: FanBeamProjector, operator: str) -> int:
@@ -155,6 +161,7 @@ def measure(n_views: int, beams: Sequence[str], bandwidth: float) -> list[dict[s
                 "floor_ms_per_image": floor * 1e3,
                 "times_floor": per_image / floor,
                 "times_flat_per_value": per_image * batch / flat / per_value if flat and per_value else None,
+                "times_bytes": floor * bandwidth * batch / without_matrix(projectors[beam], batch),
             }
         )
     return rows
@@ -176,6 +183,7 @@ def show(rows: Iterable[dict[str, Any]], bandwidth: float) -> None:
         "floor",
         "over it",
         "of flat",
+        "bytes",
     ):
         table.add_column(heading, justify="right")
     for row in rows:

@@ -24,6 +24,7 @@ def test_bench_measures_and_writes_what_it_shows(warm: Warm, tmp_path: Path) -> 
     assert all(row["times_flat_per_value"] > 0 for row in rows)
     assert record["copy_bytes_per_second"] > 1e8
     assert all(row["times_floor"] > 0 for row in rows)
+    assert rows[0]["times_bytes"] > rows[3]["times_bytes"] > 1
     assert f"{rows[0]['ms_per_image']:.2f}" in done.stdout
     with_astra = [row["times_faster"] is not None for row in rows if row["operator"] != "FBP"]
     assert all(with_astra) or ("ASTRA is absent" in done.stdout and not any(with_astra))
