@@ -40,7 +40,7 @@ class FanBeamProjector(nn.Module):
         self._rays = system_matrix(geometry)
         self._backprojection = backprojection_matrix(geometry)
         self._filter = _RampFilter(torch.from_numpy(ray_weights(geometry)), response)
-        self._matched_filter = _RampFilter(torch.tensor(matched_gain(geometry)), response)
+        self._matched_filter = _RampFilter(None, matched_gain(geometry) * response)
         self._norms: dict[str, float] = {}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,13 +78,15 @@ class FanBeamProjector(nn.Module):
         """
         return self._apply_linear(y, "sinogram", self._filtered_adjoint, self._filtered_adjoint_transpose)
 
-    def filtered_residual(self, x: Tensor, y: Tensor) -> Tensor:
-        """A†(A x − y), [B, 1, H, W]: `filtered_adjoint(self(x) - y)` at less cost."""
+    def filtered_residual(self, x: Tensor, y: Tensor | None) -> Tensor:
+        """A†(A x − y), [B, 1, H, W]: `filtered_adjoint(self(x) - y)` at less cost; y=None: 0."""
         self._check_shape(x, "image")
-        self._check_shape(y, "sinogram")
         dtype = self._rays.values.dtype
+        if y is not None:
+            self._check_shape(y, "sinogram")
+            y = y.to(dtype)
         maps = self._rays, self._filtered_adjoint, self._filtered_adjoint_transpose
-        result = symmetric_residual(x.to(dtype), y.to(dtype), *maps)
+        result = symmetric_residual(x.to(dtype), y, *maps)
         return result if x.dtype == dtype else result.float()
 
     def safe_step_size(self) -> float:
@@ -146,23 +148,24 @@ class FanBeamProjector(nn.Module):
 
 
 class _RampFilter(FullPrecisionModule):
-    """Ray weights, then the ramp along the detector by zero-padded FFT."""
+    """Ray weights, if any, then the ramp along the detector by zero-padded FFT."""
 
-    weights: Tensor
+    weights: Tensor | None
     response: Tensor
 
-    def __init__(self, weights: Tensor, response: Tensor) -> None:
+    def __init__(self, weights: Tensor | None, response: Tensor) -> None:
         super().__init__()
-        self.register_buffer("weights", weights.float(), persistent=False)
+        self.register_buffer("weights", None if weights is None else weights.float(), persistent=False)
         self.register_buffer("response", response.float(), persistent=False)
 
     def forward(self, y: Tensor) -> Tensor:
         """Weight and filter the rows of y [..., V, D]."""
-        return self._ramp(y * self.weights)
+        return self._ramp(y if self.weights is None else y * self.weights)
 
     def transpose(self, y: Tensor) -> Tensor:
         """Transpose of `forward`; the ramp itself is symmetric."""
-        return self._ramp(y) * self.weights
+        filtered = self._ramp(y)
+        return filtered if self.weights is None else filtered * self.weights
 
     def _ramp(self, rows: Tensor) -> Tensor:
         n = 2 * (len(self.response) - 1)
