@@ -40,7 +40,7 @@ class FanBeamProjector(nn.Module):
         self._rays = system_matrix(geometry)
         self._backprojection = backprojection_matrix(geometry)
         self._filter = _RampFilter(torch.from_numpy(ray_weights(geometry)), response)
-        self._matched_filter = _RampFilter(None, matched_gain(geometry) * response)
+        self._matched_filter = _RampFilter(torch.tensor(matched_gain(geometry)), response)
         self._norms: dict[str, float] = {}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -148,24 +148,23 @@ class FanBeamProjector(nn.Module):
 
 
 class _RampFilter(FullPrecisionModule):
-    """Ray weights, if any, then the ramp along the detector by zero-padded FFT."""
+    """Ray weights, then the ramp along the detector by zero-padded FFT."""
 
-    weights: Tensor | None
+    weights: Tensor
     response: Tensor
 
-    def __init__(self, weights: Tensor | None, response: Tensor) -> None:
+    def __init__(self, weights: Tensor, response: Tensor) -> None:
         super().__init__()
-        self.register_buffer("weights", None if weights is None else weights.float(), persistent=False)
+        self.register_buffer("weights", weights.float(), persistent=False)
         self.register_buffer("response", response.float(), persistent=False)
 
     def forward(self, y: Tensor) -> Tensor:
         """Weight and filter the rows of y [..., V, D]."""
-        return self._ramp(y if self.weights is None else y * self.weights)
+        return self._ramp(y * self.weights)
 
     def transpose(self, y: Tensor) -> Tensor:
         """Transpose of `forward`; the ramp itself is symmetric."""
-        filtered = self._ramp(y)
-        return filtered if self.weights is None else filtered * self.weights
+        return self._ramp(y) * self.weights
 
     def _ramp(self, rows: Tensor) -> Tensor:
         n = 2 * (len(self.response) - 1)
