@@ -8,20 +8,29 @@ into_readme = $(BIN)/python -c "import re, pathlib as p; r = p.Path('README.md')
 	r.write_text(re.sub(r'(<!-- $(1) -->\n).*?(<!-- end of $(1))', lambda m: m[1] + t + m[2], r.read_text(), flags=re.S))"
 
 .DEFAULT_GOAL := help
-.PHONY: help install train compare test lint bench readme real results levers clean
+.PHONY: help install lock train compare test lint bench readme real results levers clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /	/' | expand -t 10
 
-install: .venv/.installed ## make .venv and install everything into it
+# The build of torch: cu130, cu126 or cpu; auto: by the GPUs; empty: that of .venv, by the GPUs where it has none.
+TORCH ?=
+install: .venv/.installed ## make .venv and install everything into it; TORCH=cu130|cu126|cpu names the build of torch
 
-.venv/.installed: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "error: Python 3.11 or newer is needed, $(PYTHON) is older: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
+ifneq ($(TORCH),)
+.PHONY: .venv/.installed
+endif
+.venv/.installed: pyproject.toml requirements.lock
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || \
+		{ echo "error: Python 3.11 to 3.14 is needed, $(PYTHON) is another: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
+	@[ -x $(BIN)/python ] || if command -v uv >/dev/null; then uv venv --quiet --seed --python $(PYTHON) .venv; else $(PYTHON) -m venv .venv; fi
 	@echo "Installing into .venv: minutes, and 2 GB (with CUDA 6 GB)"
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@$(BIN)/python -I src/qnmixer/torch_builds.py "$(TORCH)"
 	@touch $@
+
+lock: ## write requirements.lock again from pyproject.toml, with uv; LOCK=--upgrade takes newer versions
+	uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes --quiet \
+		--custom-compile-command "make lock" --output-file requirements.lock $(LOCK)
 
 train: install ## train the demo (minutes, no data needed), then evaluate it
 	$(BIN)/python -m qnmixer.train experiment=demo $(ARGS)

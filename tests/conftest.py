@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ if "XDG_CACHE_HOME" not in os.environ:
 import lightning as L
 import pytest
 import torch
+from omegaconf import DictConfig
 
 from qnmixer.config import Config, parse
 from qnmixer.config.compose import compose
@@ -48,8 +50,14 @@ TINY_RUN = [*TINY[:-1], "data.n_train=8", "data.n_val=3", "data.n_test=4"]
 TinyConfig = Callable[..., Config]
 
 
+@cache
+def _composed(*overrides: str) -> DictConfig:
+    """Hydra takes a tenth of a second, and many tests ask for the same."""
+    return compose("train", [*overrides])
+
+
 def _config(*overrides: str) -> Config:
-    return parse(compose("train", [*TINY_RUN, *overrides]))
+    return parse(_composed(*TINY_RUN, *overrides))
 
 
 @pytest.fixture
@@ -64,7 +72,7 @@ def other_config() -> TinyConfig:
 
     def config(*overrides: str) -> Config:
         words = [word for word in TINY_RUN if not word.startswith("model.n_mixer")]
-        return parse(compose("train", [*words, *overrides]))
+        return parse(_composed(*words, *overrides))
 
     return config
 
@@ -208,7 +216,9 @@ class OfflineRun:
     started: str = ""
     name: str = ""
     group: str | None = None
+    tags: list[str] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)  # a column each in W&B's table of runs
     exit_code: int | None = None  # None: it was never ended
     history: list[dict[str, Any]] = field(default_factory=list)  # a dict for each step
     records: list[dict[str, Any]] = field(default_factory=list)  # everything, as it was written
@@ -239,10 +249,13 @@ def _read_offline_run(path: Path) -> OfflineRun:
         if record["type"] == "run":
             run.id, run.started = content["run_id"], content["start_time"]
             run.name, run.group = content.get("display_name", ""), content.get("run_group")
+            run.tags = content.get("tags", [])
         elif record["type"] == "exit":
             run.exit_code = content.get("exit_code", 0)
         elif record["type"] == "history":
             run.history.append(content["item"])
         if record["type"] in ("run", "config"):
             run.config |= content.get("config", content).get("update", {})
+        if record["type"] == "summary":
+            run.summary |= content.get("update", {})
     return run

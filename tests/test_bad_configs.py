@@ -1,6 +1,7 @@
 """Command lines that cannot be meant: each gets one line that names the key, in a moment, and leaves nothing behind."""
 
 import os
+import re
 import resource
 import shlex
 import subprocess
@@ -231,3 +232,29 @@ def test_a_command_of_its_own_says_the_same(case: str, without_torch: Path, tmp_
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     check(case, Done(result.returncode, result.stdout, result.stderr, seconds), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "reconstruct run=pretrained output=out input=ct/a.nii.gz",
+        "reconstruct run=pretrained output=out input=ct/deep/B.NII",
+        "reconstruct run=pretrained output=out input=ct",
+        "train data=dicom data.root=ct",
+        "train data=mixed data.sources.slices.root=ct",
+        "evaluate run=pretrained data=numpy data.root=ct",
+    ],
+)
+def test_nifti_is_refused(case: str, cold: Warm, without_torch: Path, tmp_path: Path) -> None:
+    """As one file, and where a folder holds nothing else."""
+    for name in ("a.nii.gz", "deep/B.NII"):
+        path = tmp_path / "ct" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"any")
+    arguments, environment = command_of(case, tmp_path, without_torch)
+    done = cold.run(*arguments, cwd=tmp_path, env=environment, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert re.search(r"^error: .*(input|root)=ct.* is NIfTI, which is not read here: .* convert it to \.npy", line)
+    assert done.seconds + cold.seconds < SECONDS
+    assert {*os.listdir(tmp_path)} == {"a_file", "ct"}

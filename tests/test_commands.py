@@ -25,21 +25,23 @@ from PIL import Image
 from qnmixer import cli
 from qnmixer.checkpoints.reading import load_run
 from qnmixer.checkpoints.weights_file import digest_of_weights
-from qnmixer.config import parse, parse_evaluate, parse_reconstruct
+from qnmixer.config import parse
+from qnmixer.config.commands import parse_evaluate, parse_reconstruct
 from qnmixer.data.phantoms import phantom
-from qnmixer.evaluate import evaluate
+from qnmixer.evaluate import evaluate, into_new_folder
 from qnmixer.inference.writers import write_dicom
 from qnmixer.physics import FanBeamProjector
 from qnmixer.physics.noise import attenuation_per_value
 from qnmixer.reconstruct import reconstruct
 from qnmixer.tracking.resume import resume_overrides
-from qnmixer.train import train
+from qnmixer.train import run as train
 from qnmixer.training.module import ReconstructionModule
 
 from .warm import Done, Warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("commands")]
 
+COMPLETE = {"train": resume_overrides, "evaluate": into_new_folder}
 COMMANDS: dict[str, Any] = {
     "train": (train, parse),
     "evaluate": (evaluate, parse_evaluate),
@@ -85,7 +87,7 @@ def run(name: str, *arguments: str) -> Outcome:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.delenv(cli.TRACEBACK, raising=False)
         try:
-            cli.run(*COMMANDS[name], name, complete=resume_overrides if name == "train" else list)
+            cli.run(*COMMANDS[name], name, complete=COMPLETE.get(name, list))
         except SystemExit as stop:
             code = int(stop.code or 0)
     return Outcome(code, stdout.getvalue(), stderr.getvalue())
@@ -202,7 +204,7 @@ def test_a_run_folder_holds_all_of_a_run(trained: Path) -> None:
 
 
 def test_the_final_table_is_among_the_metrics(trained: Path) -> None:
-    (value,) = metrics(trained)["test/QN-Mixer/psnr"]
+    (value,) = metrics(trained)["test/psnr"]
     assert value == pytest.approx(record(trained)["test"]["QN-Mixer"]["psnr"])
 
 
@@ -261,15 +263,19 @@ def test_wandb_offline_needs_no_key_no_home_and_no_network(
     (run,) = offline_runs(folder)
     assert run.exit_code == 0
     assert [(row["_step"], row["samples"]) for row in run.history] == [(k, 2 * k) for k in range(1, STEPS + 1)]
-    of_every_row = {"train/loss", "train/grad_norm", "train/lr", "train/lambda_0", "memory/peak_mib"}
+    of_every_row = {"train/loss", "train/grad_norm", "train/lr", "train/lambda_0", "memory/allocated_mib"}
     assert all(of_every_row <= row.keys() for row in run.history)
-    assert {"val/psnr", "test/QN-Mixer/psnr", "train/samples_per_second"} <= run.metrics
+    assert {"val/psnr", "test/psnr", "train/samples_per_second"} <= run.metrics
     files = run.folder / "files" / "media"
     assert len(list(files.glob("images/val/*.png"))) == 2
     (picture,) = files.glob("images/test/*.png")
     assert picture.read_bytes() == (folder / "evaluation" / "picture.png").read_bytes()
     (table,) = files.glob("table/test/*.json")
-    assert [line[0] for line in json.loads(table.read_text())["data"]] == ["FBP", "QN-Mixer"]
+    (fbp, *of_fbp), (ours, *numbers) = json.loads(table.read_text())["data"]
+    assert [fbp, ours] == ["FBP", "QN-Mixer"]
+    assert all(isinstance(cell, float) for cell in [*of_fbp, *numbers])
+    for name in ("picture.png", "page.html"):
+        assert (run.folder / "files" / "evaluation" / name).samefile(folder / "evaluation" / name)
 
 
 def test_a_crash_is_recorded_as_one(diverged: tuple[Path, Outcome], offline_runs: OfflineRuns) -> None:
@@ -648,6 +654,7 @@ BAD_SCANS: dict[str, tuple[str, str]] = {
     "value as attenuation": ("attenuation", "unit=value"),
     "attenuation as value": ("value", "unit=attenuation"),
     "per cm": ("attenuation", "no −log of transmission"),
+    "negated": ("value", "no −log of transmission"),
     "nan": ("attenuation", "NaN or infinite"),
     "dead bin": ("attenuation", "NaN or infinite"),
     "empty scan": ("attenuation", "unit=attenuation"),
@@ -665,7 +672,7 @@ def test_sinograms_of_the_wrong_shape_or_unit(noise_free: Path, measured: Measur
     broken[2, 3] = np.nan if fault == "nan" else np.inf
     scans = {
         "counts": 1e5 * np.exp(-p), "transmission": np.exp(-p), "value as attenuation": measured.y[0],
-        "attenuation as value": p, "per cm": p * 10, "nan": broken, "dead bin": broken,
+        "attenuation as value": p, "per cm": p * 10, "negated": -measured.y[0], "nan": broken, "dead bin": broken,
         "empty scan": np.zeros_like(p), "turned": p.T, "too few views": p[:5], "words": np.array(["a", "b"]),
     }  # fmt: skip
     path = tmp_path / "scan.npy"
@@ -923,7 +930,7 @@ def test_missing_views_are_filled_in(noise_free: Path, measured: Measured, tmp_p
     np.testing.assert_allclose(np.load(tmp_path / "out" / "scan.npy"), hu, atol=1)
     y[1] = y[2] = y[5] = np.nan
     np.save(tmp_path / "scan.npy", y)
-    assert "5 measured views" in reconstruction(noise_free, tmp_path / "scan.npy", tmp_path / "out", *options).error
+    assert "5 measured views" in reconstruction(noise_free, tmp_path / "scan.npy", tmp_path / "few", *options).error
 
 
 def test_a_scan_by_another_detector_and_with_other_views(noise_free: Path, tmp_path: Path) -> None:
@@ -939,7 +946,7 @@ def test_a_scan_by_another_detector_and_with_other_views(noise_free: Path, tmp_p
     hu = np.load(tmp_path / "out" / "scan.npy")
     expected = hu_of(module, module.projector(x))
     assert np.corrcoef(hu.ravel(), expected.ravel())[0, 1] > 0.97
-    assert "angle_span=" in reconstruction(noise_free, tmp_path / "scan.npy", tmp_path / "out", *options[:1]).error
+    assert "angle_span=" in reconstruction(noise_free, tmp_path / "scan.npy", tmp_path / "no", *options[:1]).error
 
 
 def test_matlab_scans(noise_free: Path, measured: Measured, tmp_path: Path) -> None:
@@ -948,13 +955,15 @@ def test_matlab_scans(noise_free: Path, measured: Measured, tmp_path: Path) -> N
         "angles": np.degrees(g.angles()) + 45, "pixelSizePost": g.detector_pitch,
         "distanceSourceOrigin": g.source_to_axis, "distanceSourceDetector": g.source_to_detector,
     }  # fmt: skip
+    folder = tmp_path / "in"
+    folder.mkdir()
     for k, p in enumerate(measured.y * measured.per_value):
-        io.savemat(tmp_path / f"{k}.mat", {"CtDataFull": {"sinogram": p, "parameters": parameters}})
+        io.savemat(folder / f"{k}.mat", {"CtDataFull": {"sinogram": p, "parameters": parameters}})
     parameters["distanceSourceOrigin"] = 2 * g.source_to_axis
-    io.savemat(tmp_path / "2.mat", {"CtDataFull": {"sinogram": p, "parameters": parameters}})
-    outcome = reconstruction(noise_free, tmp_path / "0.mat", tmp_path / "one", "formats=[npy]")
+    io.savemat(folder / "2.mat", {"CtDataFull": {"sinogram": p, "parameters": parameters}})
+    outcome = reconstruction(noise_free, folder / "0.mat", tmp_path / "one", "formats=[npy]")
     assert outcome.code == 0, outcome.stderr
-    outcome = reconstruction(noise_free, tmp_path, tmp_path / "out", "formats=[npy]", "kind=sinograms")
+    outcome = reconstruction(noise_free, folder, tmp_path / "out", "formats=[npy]", "kind=sinograms")
     assert "2 reconstruction(s)" in outcome.stdout
     assert "0.mat: its first view is at 45° from the run's" in outcome.stderr
     assert "skipped" in outcome.stderr
@@ -971,3 +980,131 @@ def test_slices_are_simulated_as_in_the_training(tmp_path: Path) -> None:
     x = torch.from_numpy((np.clip(hu, -1000, 2000) + 1000) / 3000)[None, None].float()
     y = module.project(x[:, :, ::2, ::2], fine=x)
     np.testing.assert_allclose(np.load(tmp_path / "out" / "a.npy"), hu_of(module, y), atol=0.05)
+
+
+# What is there already
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, by its path."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("source", "output", "words"),
+    [
+        (".", ".", "lies in input"),
+        (".", "link", "lies in input"),
+        (".", "out", "lies in input"),  # a second call would take the results for slices
+        ("s.npy", ".", "holds s.npy already"),
+        ("s.npy", "../other", "holds scan.png already"),
+    ],
+)
+def test_reconstructions_never_take_the_place_of_files(
+    noise_free: Path, tmp_path: Path, source: str, output: str, words: str
+) -> None:
+    folder, other = tmp_path / "in", tmp_path / "other"
+    for path in (folder, other):
+        path.mkdir()
+    np.save(folder / "s.npy", slice_hu(0))
+    (tmp_path / "link").symlink_to(folder)
+    (other / "scan.png").write_text("mine")
+    before = contents(tmp_path)
+    place = tmp_path / "link" if output == "link" else folder / output
+    assert words in reconstruction(noise_free, folder / source, place).error
+    assert contents(tmp_path) == before
+
+
+def test_scans_of_one_name_are_all_kept(noise_free: Path, measured: Measured, tmp_path: Path) -> None:
+    for name in ("a/scan", "a/scan_3", "b/scan"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        np.save(tmp_path / "in" / f"{name}.npy", measured.y[0])
+    options = ["kind=sinograms", "unit=value", "formats=[npy]"]
+    assert "3 reconstruction(s)" in reconstruction(noise_free, tmp_path / "in", tmp_path / "out", *options).stdout
+    names = [f"{name}{end}.npy" for name in ("a/scan", "a/scan_3", "b/scan") for end in ("", "_fbp")]
+    assert sorted(contents(tmp_path / "out")) == sorted(names)
+
+
+def test_an_evaluation_takes_a_folder_of_its_own(trained: Path, tmp_path: Path) -> None:
+    """Neither that of a run nor that of another evaluation, nor one that another process writes to."""
+    command = ["evaluate", f"run={trained}", "accelerator=cpu"]
+    before = contents(trained)
+    assert "holds checkpoints already" in run(*command, f"hydra.run.dir={trained}").error
+    assert contents(trained) == before
+    assert run(*command, f"hydra.run.dir={tmp_path}/old").code == 0
+    before = contents(tmp_path)
+    assert "give a new folder" in run(*command, "noise=none", f"hydra.run.dir={tmp_path}/old").error
+    assert contents(tmp_path) == before
+
+    new = tmp_path / "new"
+    hold = "import sys; from pathlib import Path; from qnmixer.tracking.run_folder import run_lock\n"
+    hold += "with run_lock(Path(sys.argv[1])): print(flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, str(new)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as another:
+        assert another.stdout is not None
+        another.stdout.readline()
+        assert f"writes to {new}" in run(*command, f"hydra.run.dir={new}").error
+        another.terminate()
+
+
+# Who was trained on
+
+
+@pytest.fixture
+def ten(tmp_path: Path) -> tuple[Path, list[str], str]:
+    """A folder of ten patients, the overrides that name it, and the patient whom a run of it tests."""
+    root = tmp_path / "slices"
+    root.mkdir()
+    for number in range(10):
+        np.save(root / f"P{number:02d}.npy", slice_hu(number))
+    data = ["data=numpy", f"data.root={root}", f"data.cache_dir={tmp_path}/cache"]
+    assert training(tmp_path / "run", *data).code == 0
+    (name,) = tested(tmp_path / "run" / "evaluation")
+    return root, data, name
+
+
+def tested(folder: Path) -> list[str]:
+    with (folder / "images.csv").open(newline="") as stream:
+        return sorted({line["slice"] for line in csv.DictReader(stream)})
+
+
+@pytest.mark.filterwarnings("ignore:.*were not there when the run began")
+def test_no_patient_is_tested_who_was_trained_on(ten: tuple[Path, list[str], str], tmp_path: Path) -> None:
+    root, _, name = ten
+    others = sorted(path.name for path in root.iterdir() if path.name != name)
+    for change in ("remove", "add", "rename"):
+        if change == "remove":
+            (root / others[0]).unlink()
+        elif change == "add":
+            for more in range(10, 20):
+                np.save(root / f"P{more}.npy", slice_hu(more))
+        else:
+            (root / name).rename(root / "renamed.npy")
+            name = "renamed.npy"
+        outcome = run("evaluate", f"run={tmp_path}/run", "accelerator=cpu", f"hydra.run.dir={tmp_path}/{change}")
+        assert outcome.code == 0, outcome.stderr
+        assert tested(tmp_path / change) == [name]
+        assert "were trained on" not in outcome.text
+    resumed = run("train", f"resume={tmp_path}/run", f"trainer.max_steps={STEPS + 2}")
+    assert resumed.code == 0, resumed.stderr
+    assert tested(tmp_path / "run" / "evaluation") == [name]
+
+
+def test_slices_that_were_trained_on_are_told(ten: tuple[Path, list[str], str], tmp_path: Path) -> None:
+    """By their pixels: also in a copy of the folder, and in the one that it lies in."""
+    root, data, _ = ten
+    shutil.copytree(root, tmp_path / "copy" / "below")
+    cache = f"data.cache_dir={tmp_path}/cache"
+    for number, words in enumerate(
+        [
+            [*data, "data.split=all"],
+            ["data=numpy", f"data.root={tmp_path}/copy", cache],
+            ["data=numpy", f"data.root={tmp_path}", "data.include=slices/*", cache],
+        ]
+    ):
+        folder = tmp_path / f"evaluated_{number}"
+        outcome = run("evaluate", f"run={tmp_path}/run", *words, "data.num_workers=0", f"hydra.run.dir={folder}")
+        assert outcome.code == 0, outcome.stderr
+        assert "8 of the slices were trained on" in outcome.text
+        assert "8 of the slices were trained on" in (folder / "table.md").read_text()

@@ -19,7 +19,8 @@ from PIL import Image
 from qnmixer import cli
 from qnmixer.checkpoints.reading import load_run
 from qnmixer.compare import check, compare
-from qnmixer.config import parse, parse_compare
+from qnmixer.config import parse
+from qnmixer.config.commands import parse_compare
 from qnmixer.config.compose import CONF, compose
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import ConfigError

@@ -1,14 +1,18 @@
 import ast
+import inspect
 from itertools import product
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from omegaconf import OmegaConf
 
-from qnmixer.config import GROUPS, options, parse, parse_evaluate, parse_reconstruct
+from qnmixer import models
+from qnmixer.config import Config, parse
+from qnmixer.config.commands import parse_evaluate, parse_reconstruct
 from qnmixer.config.compose import CONF, compose
 from qnmixer.config.data import AsTrained
-from qnmixer.config.target import _SCHEMAS, values_of_option
+from qnmixer.config.target import _SCHEMAS, options, values_of_option
 
 FILES = sorted(CONF.rglob("*.yaml"))
 ONLY_FOR_EVALUATE = {"as_trained"}
@@ -85,11 +89,23 @@ def test_options_open_with_their_target(group: str, option: str) -> None:
     assert not any(line.startswith("name:") for line in lines)
 
 
+@pytest.mark.parametrize("option", [it for it in options("model") if it not in ("custom", "qn_mixer_paper")])
+def test_a_network_that_a_program_builds_is_the_one_of_the_command(option: str) -> None:
+    values = values_of_option("model", option)
+    network = getattr(models, str(values.pop("_target_")).rpartition(".")[2])
+    _, *parameters = inspect.signature(network).parameters.values()
+    assert {it.name: it.default for it in parameters} == values
+
+
 def test_every_schema_can_be_chosen() -> None:
     named = {str(values_of_option(group, option)["_target_"]) for group, option in OPTIONS if group in TARGETS}
     assert _SCHEMAS.keys() <= named
     chosen = {(group, values_of_option(group, option).get("name")) for group, option in OPTIONS}
-    assert {(group, name) for group, names in GROUPS.items() for name in names} <= chosen
+    for group, base in get_type_hints(Config).items():
+        named = [
+            it.name for it in getattr(base, "__subclasses__", list)() if isinstance(getattr(it, "name", None), str)
+        ]
+        assert {(group, name) for name in named} <= chosen
 
 
 def test_config_and_cli_list_no_options_of_a_group() -> None:

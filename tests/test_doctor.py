@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from qnmixer import cli
-from qnmixer.config import parse_doctor
+from qnmixer.config.commands import parse_doctor
 from qnmixer.config.compose import CONF
 from qnmixer.doctor import doctor
 

@@ -17,6 +17,7 @@ SRC = Path(qnmixer.__file__).parent
 @pytest.mark.parametrize(
     ("module", "unwanted"),
     [
+        ("qnmixer", {"torch", "numpy", "omegaconf", "rich"}),
         ("qnmixer.config", {"torch", "lightning"}),
         ("qnmixer.inference.reconstruct", {"lightning", "torchmetrics", "matplotlib", "torch._dynamo"}),
         ("qnmixer.checkpoints.export", {"lightning", "torchmetrics", "matplotlib"}),

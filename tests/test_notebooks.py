@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,17 +51,32 @@ def test_committed_outputs_are_of_a_clean_run(path: Path) -> None:
     assert path.stat().st_size < MOST_BYTES
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_first_cell_installs_where_nothing_is_installed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = _sources(path)[0]
+    commands: list[list[str]] = []
+    monkeypatch.setattr("subprocess.run", lambda command, check: commands.append(command))
+    exec(first, {})
+    assert commands == []  # qnmixer is there
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(AssertionError, match=r"^qnmixer is not installed: set REPOSITORY above"):
+        exec(first, {})
+    exec(first.replace("OWNER/NAME", "someone/NAME"), {})
+    assert commands == [[sys.executable, "-m", "pip", "install", "--quiet", "git+https://github.com/someone/NAME"]]
+
+
 def _sources(path: Path) -> list[str]:
     cells = json.loads(path.read_text())["cells"]
     return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
 
 
 def check_reconstruction(found: Namespace) -> None:
-    """More views are better, training beats FBP and the untrained network, and recomputing costs no gradient."""
+    """More views are better, training beats FBP and the untrained network, recomputing costs no gradient."""
     assert found["fbp_psnr"][32] < found["fbp_psnr"][64] < found["fbp_psnr"][128]
     before, after = found["before"], found["after"]
     assert after[0] == before[0] < before[-1] < after[-1]
     assert after[-1] > after[0] + 4
+    assert found["shipped_psnr"]["QN-Mixer"] > found["shipped_psnr"]["FBP"] + 8
     assert found["equal"]
     assert found["steps"]["keep"][3][0].abs().max() > 0
     peak, planned = found["peak"], found["planned"]

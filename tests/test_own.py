@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
-from qnmixer.config import parse_file, to_plain
+from qnmixer.config import to_plain
+from qnmixer.config.run import parse_file
 
 from .warm import Done, Warm
 

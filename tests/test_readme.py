@@ -21,6 +21,7 @@ from qnmixer.data.phantoms import phantom
 from qnmixer.inference.writers import write_dicom
 from qnmixer.memory.plan import Planner
 from qnmixer.memory.report import LEVERS, levers_table
+from qnmixer.new import new
 from qnmixer.tracking.resume import latest
 
 from .warm import Warm
@@ -69,8 +70,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
         dataset.save_as(path)
     run(f"python -m qnmixer.train experiment=demo hydra.run.dir={place}/run", place, warm)
     np.save(place / "scan.npy", np.full((16, 48), 2.0, np.float32))
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (place / "my_network.py").write_text(block)
+    new(place / "my_project")
     return place
 
 
@@ -80,6 +80,8 @@ def run(command: str, place: Path, warm: Warm) -> None:
     for path, its in paths.items():
         command = command.replace(path, str(place / its))
     command = command.replace("model.n_iterations=10", "model.n_iterations=3")
+    command = command.replace("qnmixer.new my_project", "qnmixer.new another")  # the fixture has made the other
+    into, _, command = command.rpartition(" && ")
     words = shlex.split(command)
     if words[0] == "make":
         tiny = [*TINY, *TINY_PHANTOMS, "model.n_iterations=2", f"hydra.run.dir={place}/made"]
@@ -112,7 +114,7 @@ def run(command: str, place: Path, warm: Warm) -> None:
         return
     # In this process, by the call that the module makes: to load torch for each command would take longer than all.
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
+        patch.chdir(place / into.removeprefix("cd "))
         patch.setattr(sys, "argv", words[2:])
         patch.setenv(cli.TRACEBACK, "1")
         importlib.import_module(words[2]).main()
@@ -153,3 +155,16 @@ def test_the_table_of_levers_is_what_the_plan_says() -> None:
 @pytest.mark.parametrize("command", [marked(command) for command in readme_commands()])
 def test_command(command: str, place: Path, warm: Warm) -> None:
     run(command, place, warm)
+
+
+def test_ten_lines_of_the_library() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len([line for line in block.splitlines() if line]) == 10
+    found: dict[str, Any] = {}
+    exec(block, found)
+    image, sinogram, reconstruction = (found[name] for name in ("image", "sinogram", "reconstruction"))
+    assert (image.shape, sinogram.shape, reconstruction.shape) == ((1, 1, 256, 256), (1, 1, 64, 512), (1, 1, 256, 256))
+    error, error_of_fbp = (
+        float((x - image).square().mean()) for x in (reconstruction, found["network"].projector.fbp(sinogram))
+    )
+    assert error < 0.05 * error_of_fbp

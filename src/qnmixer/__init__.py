@@ -1,1 +1,35 @@
-"""QN-Mixer for sparse-view CT reconstruction (kept empty of imports: `--help` must not load torch)."""
+"""QN-Mixer for sparse-view CT reconstruction (nothing heavy is imported here: `--help` must not load torch)."""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qnmixer.models import UnrolledNetwork
+
+__all__ = ["load_pretrained"]
+
+
+def load_pretrained(run: str | Path = "pretrained", trust: Collection[str] = ()) -> "UnrolledNetwork[Any]":
+    """A trained network as a plain `torch.nn.Module`, on the CPU and in eval mode.
+
+    `network.projector` is A of the scan that the network was trained for, and `network.projector.geometry` that scan.
+
+        sinogram = network.projector(image)  # [B, 1, V, D] from [B, 1, H, W]: line integrals, value × mm
+        image = network(sinogram)            # [B, 1, H, W] from [B, 1, V, D]
+        fbp = network.projector.fbp(sinogram)
+
+    An image holds attenuation from 0 (air, −1000 HU) to 1 (2000 HU, or `data.hu_max` of its training):
+    HU = 3000 · image − 1000. The shipped network takes V, D = 64, 512 and gives H, W = 256, 256, 400 mm wide.
+
+    Args:
+        run: the shipped weights by default; or a run folder of `qnmixer.train`, a checkpoint, a .safetensors file.
+        trust: modules, beside qnmixer's, whose classes the file may name.
+
+    Raises:
+        CheckpointError: there are no weights, or the file cannot be read.
+        PluginError: the file names a class of a module that is not in `trust`.
+    """
+    from qnmixer.checkpoints.reading import load_run
+
+    return load_run(run, trust=trust).network.eval()

@@ -10,8 +10,8 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from qnmixer import cli
-from qnmixer.config import CompareConfig, parse_compare
-from qnmixer.files import check_there
+from qnmixer.config.commands import CompareConfig, parse_compare
+from qnmixer.files import check_no_nifti, check_there, check_unused
 from qnmixer.sweeps.sweep import find_sweep
 
 
@@ -35,8 +35,13 @@ def check(cfg: DictConfig) -> CompareConfig:
     """The parsed config; raises UserError also for a sweep or slices that are not there."""
     config = parse_compare(cfg)
     find_sweep(config.sweep)
+    if config.output is not None:
+        output = Path(config.output).expanduser()
+        if not any((output / name).exists() for name in ("comparison.json", "evaluations")):  # those of a comparison
+            check_unused("output", output)
     if config.root is not None:
         check_there("root", config.root, "the folder that holds the slices")
+        check_no_nifti("root", config.root)
     return config
 
 

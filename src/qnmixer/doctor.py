@@ -14,7 +14,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from qnmixer import cli
-from qnmixer.config import parse_doctor
+from qnmixer.config.commands import parse_doctor
 
 
 def doctor(cfg: DictConfig) -> None:

@@ -9,19 +9,26 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from qnmixer import cli
-from qnmixer.config import EvaluateConfig, parse_evaluate
+from qnmixer.config.commands import EvaluateConfig, parse_evaluate
 from qnmixer.config.data import DataConfig, check_data
+from qnmixer.files import check_unused
+from qnmixer.tracking.resume import folder_of
+from qnmixer.tracking.run_folder import run_lock
 from qnmixer.weights import check_weights
 
 
 def evaluate(cfg: DictConfig) -> None:
     """Print the table of one evaluation and leave it, with picture and figures per image, in a folder."""
+    print(f"evaluating {cfg.run} (loading PyTorch …)", flush=True)
     from hydra.core.hydra_config import HydraConfig
 
     from qnmixer.evaluation.evaluate import evaluate_run
 
     hydra_config = HydraConfig.get()
-    evaluate_run(parse_evaluate(cfg), Path(hydra_config.runtime.output_dir), list(hydra_config.overrides.task))
+    folder = Path(hydra_config.runtime.output_dir)
+    with run_lock(folder):
+        check_unused("hydra.run.dir", folder)  # two that start in the same second have the same one
+        evaluate_run(parse_evaluate(cfg), folder, list(hydra_config.overrides.task))
 
 
 def check(cfg: DictConfig) -> EvaluateConfig:
@@ -33,9 +40,18 @@ def check(cfg: DictConfig) -> EvaluateConfig:
     return config
 
 
+def into_new_folder(overrides: list[str]) -> list[str]:
+    """The overrides as they are. Raises ConfigError where `hydra.run.dir=` names a folder that holds files."""
+    if not any(override.startswith("-") for override in overrides):
+        folder = folder_of(overrides, "evaluate")
+        if folder is not None:
+            check_unused("hydra.run.dir", folder)
+    return overrides
+
+
 def main() -> None:
     """The command, also as `qnmixer-evaluate`, whose keys a shell can complete."""
-    cli.run(evaluate, check, "evaluate")
+    cli.run(evaluate, check, "evaluate", complete=into_new_folder)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from qnmixer import cli
-from qnmixer.config import ExportConfig, parse_export
+from qnmixer.config.commands import ExportConfig, parse_export
 from qnmixer.errors import ConfigError
 from qnmixer.files import check_there
 from qnmixer.weights import PRETRAINED, SUFFIX

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -10,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from qnmixer.errors import DataError
+from qnmixer.errors import ConfigError, DataError
 
-TEMPORARY_SUFFIX = ".tmp"
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
 BEFORE_SUFFIX = ".before"
 PART_SUFFIX = ".part"
 
@@ -30,7 +31,7 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
         OSError: as on a full disk; path is then as it was before.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name[:64]}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
+    temporary = path.with_name(f".{path.name[:64]}.{uuid.uuid4().hex}.tmp")
     try:
         with temporary.open("xb") as stream:
             yield stream
@@ -41,9 +42,31 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
         temporary.unlink(missing_ok=True)
 
 
+def is_temporary(path: Path) -> bool:
+    """Whether a name is one that `atomic_file` makes, which a killed process may have left."""
+    return _TEMPORARY.fullmatch(path.name) is not None
+
+
+def check_unused(key: str, folder: Path) -> None:
+    """Raise ConfigError where the folder that a key gives holds files: results are never written over others.
+
+    What Hydra and the run lock put there before a run does not count.
+    """
+    if folder.is_dir():
+        left = (path.name for path in folder.iterdir() if not is_temporary(path))
+        found = sorted(name for name in left if name not in (".hydra", ".lock"))
+        if found:
+            raise ConfigError(f"{key}={folder} holds {found[0]} already: give a new folder, or empty that one")
+
+
 def digest(what: Any, length: int = 16, sort_keys: bool = False) -> str:
     """The first digits of the SHA-256 of what JSON can hold. Caches on disk are named by it, so its form stays."""
     return hashlib.sha256(json.dumps(what, sort_keys=sort_keys).encode()).hexdigest()[:length]
+
+
+def digest_of_bytes(data: bytes | memoryview) -> int:
+    """A number below 2^56, and so one that an int64 tensor holds, that tells changed bytes and finds equal ones."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest())
 
 
 def write_text(path: Path, text: str) -> None:
@@ -88,3 +111,20 @@ def check_there(key: str, path: str, what: str) -> None:
     """Raise DataError where there is nothing at the path that a key gives; `what` is to be there."""
     if not Path(path).expanduser().exists():
         raise DataError(f"{key}={path} does not exist: give {what}")
+
+
+def check_no_nifti(key: str, path: str) -> None:
+    """Raise DataError for a NIfTI file, and for a folder that holds nothing else, before anything is loaded."""
+    place = Path(path).expanduser()
+    # A generator: of a folder of anything else, one file is looked at.
+    inside = (Path(folder) / name for folder, _, names in os.walk(place) for name in sorted(names))
+    first = None
+    for file in [place] if place.is_file() else inside:
+        if not file.name.lower().endswith((".nii", ".nii.gz")):
+            return
+        first = first or file
+    if first is not None:
+        raise DataError(
+            f"{key}={path} is NIfTI, which is not read here: give the DICOM that it was made from, or convert it to "
+            f".npy in HU: numpy.save('ct.npy', nibabel.load('{first.name}').get_fdata(dtype='float32').T)"
+        )

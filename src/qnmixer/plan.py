@@ -8,7 +8,7 @@ python -m qnmixer.plan memory=recompute format=json           # one object, for 
 from omegaconf import DictConfig
 
 from qnmixer import cli
-from qnmixer.config import parse_plan
+from qnmixer.config.commands import parse_plan
 
 
 def plan(cfg: DictConfig) -> None:

@@ -4,26 +4,35 @@ python -m qnmixer.reconstruct run=runs/DIR input=/path/to/dicom output=out      
 python -m qnmixer.reconstruct run=runs/DIR input=scan.npy output=out kind=sinograms
 """
 
+from pathlib import Path
+
 from omegaconf import DictConfig
 
 from qnmixer import cli
-from qnmixer.config import ReconstructConfig, parse_reconstruct
-from qnmixer.files import check_there
+from qnmixer.config.commands import ReconstructConfig, parse_reconstruct
+from qnmixer.errors import ConfigError
+from qnmixer.files import check_no_nifti, check_there, check_unused
 from qnmixer.weights import check_weights
 
 
 def reconstruct(cfg: DictConfig) -> None:
     """Write the reconstruction of every slice or sinogram of `input` into `output`."""
+    print(f"reconstructing {cfg.input} by {cfg.run} (loading PyTorch …)", flush=True)
     from qnmixer.inference.reconstruct import reconstruct_input
 
-    reconstruct_input(parse_reconstruct(cfg))
+    reconstruct_input(check(cfg))  # a sweep does not check its jobs
 
 
 def check(cfg: DictConfig) -> ReconstructConfig:
-    """The parsed config; raises UserError also for a run or an input that is not there."""
+    """The parsed config; raises UserError also for a run or an input that is not there, and an output in use."""
     config = parse_reconstruct(cfg)
     check_weights("run", config.run)
     check_there("input", config.input, "a file or folder of DICOM, .npy or 16-bit PNG")
+    check_no_nifti("input", config.input)
+    input_, output = (Path(path).expanduser().resolve() for path in (config.input, config.output))
+    if input_.is_dir() and output.is_relative_to(input_):  # the next call would take its results for slices
+        raise ConfigError(f"output={config.output} lies in input={config.input}: give a folder outside of it")
+    check_unused("output", Path(config.output))
     return config
 
 

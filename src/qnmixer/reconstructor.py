@@ -10,7 +10,8 @@ from typing import Any, NotRequired, TypedDict
 import torch
 from torch import Tensor, nn
 
-from qnmixer.config import Config, LearnedConfig
+from qnmixer.config import Config
+from qnmixer.config.model import LearnedConfig
 from qnmixer.errors import GeometryError, PluginError
 from qnmixer.models import UnrolledNetwork
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector, KeyedNoise, Noise

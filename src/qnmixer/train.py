@@ -4,52 +4,118 @@ python -m qnmixer.train experiment=demo                                  # minut
 python -m qnmixer.train data=dicom data.root=/path/to/dicom              # your own CT
 python -m qnmixer.train experiment=paper_aapm data.root=/path/to/aapm    # the paper's setting
 python -m qnmixer.train strategy=ddp                                     # all GPUs; also fsdp, pipeline
+
+From a program: `from qnmixer.train import train`, and `train("experiment=demo")`.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
+import hydra
 from hydra.conf import HydraConf
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from qnmixer import cli
 from qnmixer.config import Config, parse
+from qnmixer.config.compose import CONF, compose_as_given
 from qnmixer.config.data import check_data
 from qnmixer.config.logger import check_loggers
 from qnmixer.config.search_path import search_path_in
-from qnmixer.errors import UserError
+from qnmixer.errors import ConfigError, UserError
 from qnmixer.processes.ranks import is_rank
 from qnmixer.processes.signals import loading
 from qnmixer.sweeps.jobs import Job, run_jobs
 from qnmixer.sweeps.sweep import sweep
 from qnmixer.tracking.resume import resume_overrides
 from qnmixer.tracking.run import Run
-from qnmixer.training.worker import check_processes, check_srun
+from qnmixer.training.worker import check_processes, check_srun, fit_as_rank, fit_in_processes
 from qnmixer.weights import check_weights
 
 
-def train(cfg: DictConfig) -> float | None:
-    """Train one run. Returns its best monitored value, or None if it is the job of a sweep and failed."""
+@dataclass(frozen=True)
+class Trained:
+    """What a training run leaves."""
+
+    folder: Path
+    """The run folder: `qnmixer.load_pretrained(folder)` loads the network of its best checkpoint."""
+    checkpoint: Path
+    """The best checkpoint; the last one if none was validated."""
+    monitor: str
+    """What decides which is best, such as val/psnr."""
+    best: float
+    """Its best value."""
+
+
+def train(*overrides: str) -> Trained:
+    """Train one run from a program, in this process or, as its strategy asks, in others.
+
+        trained = train("experiment=demo", "trainer.max_steps=100")
+        network = qnmixer.load_pretrained(trained.folder)
+
+    Args:
+        overrides: those of the command line, and `--config-dir=FOLDER`; a sweep (-m) is for the command alone.
+
+    Raises:
+        UserError: as the command does, whose message says what to change.
+        Stopped: a KeyboardInterrupt, after Ctrl-C or a stop signal; `train("resume=FOLDER")` goes on.
+    """
+    if flags := [word for word in overrides if word.startswith("-") and "-dir" not in word]:
+        raise ConfigError(f"{flags[0]}: train() takes overrides, KEY=VALUE; for a sweep, python -m qnmixer.train -m")
+    try:
+        words = cli.completed([*overrides], "train", resume_overrides)
+        check(compose_as_given("train", words))
+    except HydraException as error:  # a key that is not there
+        raise ConfigError(cli.explain(error, "train")) from error
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
+        hydra_of_conf = GlobalHydra.instance().hydra
+        assert hydra_of_conf is not None
+        done = hydra_of_conf.run("train", run, words, with_log_configuration=False)
+    trained: Trained = done.return_value  # raises what the run did
+    return trained
+
+
+def run(cfg: DictConfig) -> Trained | float | None:
+    """Train one run, as Hydra's task; the job of a sweep gives its best monitored value, or None if it failed."""
     hydra_config = HydraConfig.get()
     folder, overrides = Path(hydra_config.runtime.output_dir), overrides_of_job(hydra_config)
     if hydra_config.mode == RunMode.MULTIRUN:  # a job that another launcher than ours has started
         return run_jobs([Job(folder, overrides, cfg)], check, at_once=1)[0]
-    with loading():  # torch and Lightning take seconds
-        from qnmixer.parallel.devices import resolve_devices
-        from qnmixer.training.fit import fit
-        from qnmixer.training.worker import fit_as_rank, fit_in_processes
+    record = Run(folder, overrides, cfg.resume)
+    with record.lock():
+        print_begin(record, hydra_config)
+        with loading():  # torch takes seconds
+            from qnmixer.checkpoints.reading import find_checkpoint
+            from qnmixer.parallel.devices import resolve_devices
 
-    run = Run(folder, overrides, cfg.resume)
-    with run.lock():
         try:
             config = resolve_devices(check(cfg))
             check_processes(config)
         except UserError as error:
-            run.record_end("failed", error)
+            record.record_end("failed", error)
             raise
-        start = fit_as_rank if is_rank() else fit if config.strategy.name == "single" else fit_in_processes
-        return start(config, run)
+        if is_rank():
+            best = fit_as_rank(config, record)
+        elif config.strategy.name != "single":
+            best = fit_in_processes(config, record)
+        else:
+            with loading():  # Lightning takes seconds more; the process that only watches others does without
+                from qnmixer.training.fit import fit
+            best = fit(config, record)
+    return Trained(folder, find_checkpoint(folder), config.monitor, best)
+
+
+def print_begin(run: Run, hydra_config: HydraConf) -> None:
+    """Print the first line of a run, before PyTorch is loaded: its folder and what it trains."""
+    what = "resuming the run" if run.resumes_in_place else "starting a run"
+    choices = hydra_config.runtime.choices
+    chosen = ", ".join(f"{group}={choices[group]}" for group in ("experiment", "model", "data") if choices.get(group))
+    run.console.print(
+        f"{what} in {run.folder}: {chosen} (loading PyTorch …)", highlight=False, soft_wrap=True, markup=False
+    )
 
 
 def overrides_of_job(hydra_config: HydraConf) -> list[str]:
@@ -71,7 +137,7 @@ def check(cfg: DictConfig) -> Config:
 
 def main() -> None:
     """The command, also as `qnmixer-train`, whose keys a shell can complete."""
-    cli.run(train, check, "train", sweep, resume_overrides)
+    cli.run(run, check, "train", sweep, resume_overrides)
 
 
 if __name__ == "__main__":

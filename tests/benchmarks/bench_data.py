@@ -29,9 +29,10 @@ from lightning.pytorch.profilers import SimpleProfiler
 from rich.console import Console
 from rich.table import Table
 
-from qnmixer.config import parse, section
+from qnmixer.config import parse
 from qnmixer.config.compose import compose
 from qnmixer.config.data import DataConfig
+from qnmixer.config.run import section
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.files import write_text
 from qnmixer.memory.modes import apply_memory_mode

@@ -22,8 +22,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from qnmixer.config import Config, batch_of_replica, override, parse
+from qnmixer.config import Config, override, parse
 from qnmixer.config.compose import compose
+from qnmixer.config.run import batch_of_replica
 from qnmixer.files import write_text
 from qnmixer.memory.footprint import MIB
 from qnmixer.memory.modes import apply_memory_mode

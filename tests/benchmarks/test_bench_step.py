@@ -8,6 +8,7 @@ import torch
 from qnmixer.models import QNMixer
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
+from ..models.conftest import FIGURE
 from ..warm import Warm
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -27,7 +28,7 @@ def test_the_plain_network_computes_the_same(n_views: int) -> None:
     torch.testing.assert_close(operator.fbp(y), projector.fbp(y), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(operator.filtered_adjoint(y), projector.filtered_adjoint(y), rtol=1e-4, atol=1e-4)
 
-    network = QNMixer(projector, n_iterations=5, channels=8)
+    network = QNMixer(projector, n_iterations=5, channels=8, **FIGURE)
     (G,) = network.regularizers
     torch.nn.init.normal_(G.expansion.project, std=0.02)
     plain = PlainQNMixer(network, operator)

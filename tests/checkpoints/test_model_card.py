@@ -8,8 +8,9 @@ import pytest
 
 from qnmixer.checkpoints import model_card as module
 from qnmixer.checkpoints.model_card import Exported, model_card
-from qnmixer.config import Config, keys_of, parse
+from qnmixer.config import Config, parse
 from qnmixer.config.compose import compose
+from qnmixer.config.target import keys_of
 
 TinyConfig = Callable[..., Config]
 RECORD = {

@@ -1,12 +1,13 @@
 import dataclasses
 import pickle
+import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from qnmixer.checkpoints.reading import find_checkpoint, load_run, load_weights, read_checkpoint
+from qnmixer.checkpoints.reading import find_checkpoint, load, load_run, load_weights, read_checkpoint
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
 from qnmixer.config import Config, to_plain
 from qnmixer.errors import CheckpointError
@@ -205,3 +206,50 @@ def test_a_file_takes_the_place_of_a_folder_of_shards(tmp_path: Path) -> None:
     AtomicCheckpointIO().save_checkpoint({"state_dict": {}}, path)
     assert path.is_file()
     assert [other.name for other in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def flipped(content: bytes, number: int) -> bytes:
+    """The same with one bit turned over."""
+    rng, changed = random.Random(number), bytearray(content)
+    changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def same(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    return one == other
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_flipped_bit_is_told_or_changes_nothing(tiny_module: Build, tmp_path: Path, shards: bool) -> None:
+    """Also in what only resume reads, such as the state of the optimizer."""
+    file = path = save(tiny_module(), tmp_path)
+    whole = torch.load(file, weights_only=True) | {"optimizer_states": {"momentum": torch.rand(5000)}}
+    if shards:
+        path.unlink()
+        path.mkdir()
+        file = path / "rank_0000.pt"
+    torch.save(whole, file)
+    content, told = file.read_bytes(), list[str]()
+    for number in range(60):
+        file.write_bytes(flipped(content, number))
+        try:
+            read_checkpoint(path)
+        except CheckpointError as error:
+            told.append(str(error))
+        else:
+            assert same(load(path), whole)
+    assert len(told) > 20
+    assert not any("\n" in line for line in told)
+
+
+def test_weights_of_another_type_are_refused(tiny_module: Build, tmp_path: Path) -> None:
+    path = save(tiny_module(), tmp_path)
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["state_dict"] = {name: it.to(torch.complex64) for name, it in checkpoint["state_dict"].items()}
+    torch.save(checkpoint, path)
+    with pytest.raises(CheckpointError, match=r"best\.ckpt holds complex64 weights"):
+        load_run(tmp_path)

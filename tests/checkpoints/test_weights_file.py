@@ -19,6 +19,8 @@ from qnmixer.plugins import module_of
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.weights import PRETRAINED, SHIPPED, check_weights
 
+from .test_reading import flipped
+
 Build = Callable[..., ReconstructionModule]
 
 
@@ -201,3 +203,20 @@ def test_what_is_shipped_is_for_256_pixels_and_64_views_and_has_its_card() -> No
     text = SHIPPED.with_suffix(".md").read_text()
     assert f"`{SHIPPED.name}`: {sum(tensor.numel() for tensor in state.values()):,} parameters" in text
     assert "## Where it fails" in text
+
+
+def test_a_flipped_bit_is_told_or_changes_nothing(module: ReconstructionModule, tmp_path: Path) -> None:
+    path = write(module, tmp_path / "a.safetensors")
+    content, told = path.read_bytes(), list[str]()
+    config, state = read_checkpoint(path)
+    for number in range(60):
+        path.write_bytes(flipped(content, number))
+        try:
+            its, tensors = read_checkpoint(path)
+        except CheckpointError as error:
+            told.append(str(error))
+        else:
+            assert its == config
+            assert all(torch.equal(tensors[name], tensor) for name, tensor in state.items())
+    assert len(told) > 50
+    assert not any("\n" in line for line in told)

@@ -10,24 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from qnmixer.checkup.check import Check
 from qnmixer.checkup.checks import (
     check_communication,
     check_finite,
     check_training,
+    checkup,
     compare_gradients,
     sharing_problems,
     shortened,
 )
 from qnmixer.checkup.machine import (
-    Card,
+    Check,
     check_backend,
     check_disk,
     check_precision,
     check_shared_memory,
     check_versions,
     checkpoint_bytes,
-    runs_on,
     shared_memory_needed,
 )
 from qnmixer.checkup.rank import GROWTH_STEPS, Report, short_leak_watch, small_network
@@ -36,13 +35,13 @@ from qnmixer.data.sampler import EpochSampler
 from qnmixer.models.incept_mixer import InceptMixer
 
 from ..conftest import TINY_RUN, TinyConfig
+from ..nvidia import fake_nvidia_smi
 from ..warm import Warm
 
 NAMES = [
     "versions", "precision", "devices", "backend", "shared memory", "disk", "communication", "training", "gradients",
     "sharding", "memory growth", "finite values",
 ]  # fmt: skip
-CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 
 # Runs when a Python process starts, and changes a module of it as soon as that is imported.
 PLANTER = """
@@ -110,36 +109,28 @@ def by_name(checks: list[Check]) -> dict[str, Check]:
     return {check.name: check for check in checks}
 
 
-@pytest.mark.parametrize(
-    ("capability", "built", "runs"),
-    [
-        ((7, 0), CU130, False),
-        ((7, 0), ["sm_70", "sm_80"], True),
-        ((8, 9), ["sm_86"], True),
-        ((8, 0), ["sm_86"], False),
-        ((9, 0), ["sm_86"], False),
-        ((9, 0), ["sm_50", "compute_70"], True),
-        ((7, 0), ["compute_75"], False),
-        ((12, 1), CU130, True),
-        ((9, 0), ["sm_90a"], True),
-        ((10, 0), ["compute_90a"], False),
-        ((10, 3), ["sm_100f"], True),
-        ((12, 0), ["compute_100f"], False),
-    ],
-)
-def test_which_builds_run_on_which_cards(capability: tuple[int, int], built: list[str], runs: bool) -> None:
-    assert runs_on(capability, built) == runs
-
-
-def test_an_architecture_missing_from_the_build_is_named() -> None:
-    check = check_versions([Card("Tesla V100-SXM2-32GB", (7, 0))], CU130, "13.0", "cuda")
+def test_a_gpu_that_torch_cannot_use_fails_with_the_fix() -> None:
+    problem = "torch 2.13.0+cpu is built for the CPU", "make install TORCH=cu126"
+    check = check_versions(problem, None)
     assert check.status == "FAIL"
-    assert "Tesla V100-SXM2-32GB is sm_70" in check.found
-    assert "--index-url https://download.pytorch.org/whl/cu126" in check.mend
-    newer = check_versions([Card("RTX 5090", (12, 0))], ["sm_80", "sm_90"], "12.1", "cuda")
-    assert "sm_120" in newer.found
-    assert newer.mend.endswith("newer CUDA")
-    assert check_versions([Card("H200", (9, 0))], CU130, "13.0", "auto").status == "PASS"
+    assert check.found.endswith(problem[0])
+    assert check.mend == "make install TORCH=cu126; or trainer.accelerator=cpu"
+    assert check_versions(None, "H200").found.endswith("built for H200")
+    assert check_versions(None, None).status == "SKIP"
+
+
+def test_a_gpu_without_kernels_is_told_once(
+    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_nvidia_smi(tmp_path, "7.0, 535.104.05")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    checks = by_name(list(checkup(tiny_config("trainer.accelerator=auto"), tmp_path)))
+    assert {name: check.status for name, check in checks.items()} == {
+        "versions": "FAIL", "precision": "PASS", "devices": "SKIP", "training": "SKIP"
+    }  # fmt: skip
+    assert "make install TORCH=cu126, or pip install torch==" in checks["versions"].mend
 
 
 def test_bf16_on_a_card_without_it() -> None:

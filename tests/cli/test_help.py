@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from qnmixer.cli.help import usage
-from qnmixer.config import flat_keys
 from qnmixer.config.compose import CONF, compose
+from qnmixer.config.keys import flat_keys
 
 COMMANDS = {
     "train": [],

@@ -10,7 +10,8 @@ import pytest
 from omegaconf import DictConfig
 
 from qnmixer import cli
-from qnmixer.config import parse, parse_evaluate, parse_reconstruct
+from qnmixer.config import parse
+from qnmixer.config.commands import parse_evaluate, parse_reconstruct
 from qnmixer.errors import ConfigError, DataError
 
 CHECKS = {"train": parse, "evaluate": parse_evaluate, "reconstruct": parse_reconstruct}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from qnmixer.config import parse_file
 from qnmixer.config.compose import compose, compose_sweep, fitted
+from qnmixer.config.run import parse_file
 from qnmixer.errors import ConfigError
 
 ROOT = "data.root=/ct"

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer.config import LoggerConfig, parse, to_plain
 from qnmixer.config import compose as composing
+from qnmixer.config import parse, to_plain
 from qnmixer.config.compose import CONF, compose
-from qnmixer.config.logger import check_loggers
+from qnmixer.config.logger import LoggerConfig, check_loggers
 from qnmixer.errors import ConfigError
 
 MINE = ["logger._target_=collections.Counter", "+logger.key=3"]

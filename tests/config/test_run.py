@@ -5,27 +5,16 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from qnmixer.config import (
-    AdamWConfig,
-    Config,
-    FieldNoiseConfig,
-    LossConfig,
-    MixedNoiseConfig,
-    PhysicalNoiseConfig,
-    SGDConfig,
-    SSIMMixConfig,
-    StepScheduleConfig,
-    WandbConfig,
-    batch_of_replica,
-    devices_per_replica,
-    effective_batch,
-    parse,
-    parse_evaluate,
-    parse_reconstruct,
-    to_plain,
-)
+from qnmixer.config import Config, effective_batch, parse, to_plain
+from qnmixer.config.commands import parse_evaluate, parse_reconstruct
 from qnmixer.config.compose import compose
 from qnmixer.config.data import AsTrained, FolderData, PhantomData
+from qnmixer.config.logger import WandbConfig
+from qnmixer.config.loss import LossConfig, SSIMMixConfig
+from qnmixer.config.noise import FieldNoiseConfig, MixedNoiseConfig, PhysicalNoiseConfig
+from qnmixer.config.optimizer import AdamWConfig, SGDConfig
+from qnmixer.config.run import batch_of_replica, devices_per_replica
+from qnmixer.config.schedule import StepScheduleConfig
 from qnmixer.errors import ConfigError
 
 
@@ -263,6 +252,12 @@ def test_upper_bounds(key: str, outside: str) -> None:
 )
 def test_what_would_break_only_in_the_middle_of_a_run(override: str, words: str) -> None:
     assert words in refusal(override)
+
+
+def test_tags_that_wandb_takes() -> None:
+    assert train(f"tags=[{'a' * 64},b]").tags == ["a" * 64, "b"]
+    assert refusal(f"tags=[{'a' * 65}]") == f"tags: '{'a' * 20}' has 65 characters: give each tag 1 to 64"
+    assert refusal("tags=['']") == "tags: '' has 0 characters: give each tag 1 to 64"
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])

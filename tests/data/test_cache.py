@@ -1,6 +1,8 @@
 import errno
 import json
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
@@ -10,10 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch.utils.data import DataLoader
 
+from qnmixer.cli.explain import explain
 from qnmixer.data.cache import SliceCache, open_cache
+from qnmixer.data.dataset import SliceDataset
 from qnmixer.data.dicom import DicomReader
 from qnmixer.data.numpy_files import NumpyReader
+from qnmixer.data.scaling import build_scaling
 from qnmixer.errors import DataError
 from qnmixer.files import digest
 
@@ -181,7 +187,7 @@ def test_killed_writer_leaves_nothing_that_is_taken_for_whole(folder: Path, tmp_
     cache = dicom(folder, tmp_path / "cache")
     assert len(cache) == 3
     assert not list((tmp_path / "cache").glob("*/.*.tmp"))
-    assert json.loads((only_npy(tmp_path / "cache").parent / "index.json").read_text())["file"]
+    assert cache.load(2).shape == (20, 20)
 
 
 def test_full_disk_leaves_no_file(folder: Path, tmp_path: Path) -> None:
@@ -209,3 +215,66 @@ def test_names_on_disk_stay_as_they_are() -> None:
     what = ["dicom", {"b": 1, "a": 2.5}]
     assert digest(what) == "40be42d8f05ad2c0"
     assert digest(what, 8, sort_keys=True) == "adfe7168"
+
+
+def numpy_folder(root: Path, body_hu: Any, count: int = 3) -> Path:
+    root.mkdir()
+    for number in range(count):
+        np.save(root / f"P{number}.npy", body_hu(seed=number))
+    return root
+
+
+def test_a_source_of_the_same_size_and_time_is_decoded_again(body_hu: Any, tmp_path: Path) -> None:
+    root = numpy_folder(tmp_path / "root", body_hu)
+    open_cache(NumpyReader(), root, 20, cache_dir=tmp_path / "cache")
+    before = (root / "P0.npy").stat()
+    np.save(root / "P0.npy", body_hu(seed=60))
+    os.utime(root / "P0.npy", ns=(before.st_atime_ns, before.st_mtime_ns))
+    now = open_cache(NumpyReader(), root, 20, cache_dir=tmp_path / "cache")
+    assert now.load(0)[10, 5] == pytest.approx(body_hu(seed=60)[20, 10], abs=1)
+
+
+def test_no_damaged_byte_is_taken_for_a_slice(body_hu: Any, tmp_path: Path) -> None:
+    """Of the index: it is built again. Of the pixels: it is told, and built again at the next start."""
+    root, rng = numpy_folder(tmp_path / "root", body_hu), random.Random(0)
+
+    def opened() -> list[object]:
+        cache = open_cache(NumpyReader(), root, 20, cache_dir=tmp_path / "cache")
+        return [[cache.load(number).tobytes() for number in range(len(cache))], cache.infos, cache.skipped]
+
+    right, told = opened(), list[str]()
+    pixels, index = only_npy(tmp_path / "cache"), next((tmp_path / "cache").glob("*/index.json"))
+    good = {path: path.read_bytes() for path in (pixels, index)}
+    for number in range(50):
+        for path, content in good.items():
+            path.write_bytes(content)
+        path, first = (pixels, 128) if number % 2 else (index, 0)
+        damaged = bytearray(good[path])
+        damaged[rng.randrange(first, len(damaged))] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            assert opened() == right
+        except DataError as error:
+            told.append(str(error))
+            assert opened() == right
+    assert len(told) == 25
+    assert all(re.search(r"has changed on the disk at P\d.npy: start again", line) for line in told)
+    for path, content in good.items():
+        path.write_bytes(content)
+    index.write_text(json.dumps(json.loads(good[index]) | {"rows": [0, 0, 0]}))
+    assert opened() == right
+
+
+def test_what_a_worker_finds_damaged_is_one_line(body_hu: Any, tmp_path: Path) -> None:
+    root = numpy_folder(tmp_path / "root", body_hu)
+    cache = open_cache(NumpyReader(), root, 20, cache_dir=tmp_path / "cache")
+    path = only_npy(tmp_path / "cache")
+    path.write_bytes(path.read_bytes()[:-4] + b"\0\0\0\0")
+    dataset = SliceDataset(cache, build_scaling("attenuation", 2000.0))
+    with pytest.raises(DataError, match="has changed on the disk") as raised:
+        list(DataLoader(dataset, num_workers=1))
+    assert "\n" in str(raised.value)
+    line = explain(raised.value, "train")
+    assert line is not None
+    assert line.startswith(str(path))
+    assert "\n" not in line

@@ -11,7 +11,7 @@ import torch
 from lightning import LightningModule, Trainer
 from PIL import Image
 
-from qnmixer.config import section
+from qnmixer.config.run import section
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler, Pick
 from qnmixer.errors import ConfigError, DataError

@@ -13,9 +13,11 @@ from qnmixer.checkpoints.model_card import _slices
 from qnmixer.checkpoints.reading import read_checkpoint
 from qnmixer.checkpoints.weights_file import encode
 from qnmixer.cli import explain
-from qnmixer.config import parse, parse_plan, section, to_plain
+from qnmixer.config import parse, to_plain
+from qnmixer.config.commands import parse_plan
 from qnmixer.config.compose import compose
 from qnmixer.config.data import AsTrained, FolderData, MixedData, check_data
+from qnmixer.config.run import section
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.mixed import counts_of
 from qnmixer.errors import ConfigError, DataError, PluginError
@@ -253,7 +255,9 @@ def test_an_own_source_is_found_and_trusted_by_its_key(folders: list[str], tmp_p
 def test_an_evaluation_of_its_folder_keeps_its_split(folders: list[str], tmp_path: Path) -> None:
     trained = parse(compose("train", [*folders, "+data.sources.more.split=all", "data.image_size=32"]))
     for folder, split in (("a", "random"), ("b", "all"), ("c", "all")):
-        data = other_slices(section("data", "numpy", root=str(tmp_path / folder), simulation_factor=2), trained, [])
+        slices = section("data", "numpy", root=str(tmp_path / folder), simulation_factor=2)
+        data, own = other_slices(slices, trained, [])
+        assert own == (folder != "c")
         assert isinstance(data, FolderData)
         assert (data.split, data.simulation_factor, data.image_size) == (split, 2, 32)
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.config import section
+from qnmixer.config.run import section
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import DataError, PluginError
 

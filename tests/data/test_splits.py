@@ -3,9 +3,9 @@ from typing import Any
 
 import pytest
 
-from qnmixer.config import section
+from qnmixer.config.run import section
 from qnmixer.data.slices import SliceInfo
-from qnmixer.data.splits import AAPM_PATIENTS, Split, patients_of, split_slices
+from qnmixer.data.splits import AAPM_PATIENTS, PARTS, RunSplit, Split, SplitRecord, patients_of, split_slices
 from qnmixer.errors import DataError
 
 
@@ -101,3 +101,80 @@ def test_blocks_are_contiguous_and_disjoint() -> None:
 
 def test_all_is_test() -> None:
     assert split(["a", "a"], split="all") == {"train": [], "val": [], "test": [0, 1]}
+
+
+TEN = {f"P{number}": [10 * number, 10 * number + 1] for number in range(10)}
+
+
+def settled(run: RunSplit, slices: dict[str, list[int]], **options: Any) -> tuple[dict[str, list[str]], list[str]]:
+    """Patients of each part, and the new ones; `slices`: digests of the slices of each patient."""
+    patients = [name for name, digests in slices.items() for _ in digests]
+    infos = [SliceInfo(f"{p}/{i}", 0, 1, p, p, float(i)) for i, p in enumerate(patients)]
+    digests = [digest for its in slices.values() for digest in its]
+    config = section("data", "dicom", root="somewhere", **options)
+    split, new = run.settle("data", infos, patients, digests, config)
+    return {part: sorted({patients[i] for i in split[part]}) for part in PARTS}, new
+
+
+def begun(slices: dict[str, list[int]] = TEN, **options: Any) -> tuple[dict[str, list[str]], SplitRecord]:
+    run = RunSplit()
+    parts, new = settled(run, slices, **options)
+    assert new == []
+    return parts, run.record
+
+
+def test_a_run_keeps_its_split_whoever_comes_or_goes() -> None:
+    parts, record = begun()
+    for gone in TEN:
+        fewer, new = settled(RunSplit(record), {name: its for name, its in TEN.items() if name != gone})
+        assert fewer == {part: [name for name in names if name != gone] for part, names in parts.items()}
+        assert new == []
+    more = TEN | {f"N{number}": [1000 + number] for number in range(10)}
+    run = RunSplit(record)
+    assert settled(run, more) == (parts, sorted({*more} - {*TEN}))
+    assert run.record is record
+
+
+def test_a_patient_is_known_by_name_and_by_slices() -> None:
+    parts, record = begun()
+    test, train = parts["test"][0], parts["train"][0]
+    renamed = {("other" if name == test else name): its for name, its in TEN.items()}
+    assert settled(RunSplit(record), renamed)[0]["test"] == ["other"]
+    anew = TEN | {train: [500, 501], test: [*TEN[test], 502]}  # reconstructed again, and one more
+    assert settled(RunSplit(record), anew) == (parts, [])
+    swapped = {name: its for name, its in TEN.items() if name != train} | {test: TEN[train]}
+    assert test in settled(RunSplit(record), swapped)[0]["train"]
+    assert settled(RunSplit(record), swapped)[0]["test"] == []
+
+
+def test_slices_that_are_alike_change_no_part() -> None:
+    """As empty ones are; also where the drawing rule has nothing to say any more."""
+    alike = {name: [*its, 7] for name, its in TEN.items()}
+    parts, record = begun(alike)
+    assert settled(RunSplit(record), alike) == (parts, [])
+    two = {name: alike[name] for name in (parts["train"][0], parts["test"][0])}
+    assert settled(RunSplit(record), two)[0] == {"train": parts["train"][:1], "val": [], "test": parts["test"]}
+
+
+def test_blocks_of_slices_are_kept_by_their_digests() -> None:
+    def blocks(digests: list[int]) -> tuple[list[SliceInfo], list[str], list[int], Any]:
+        infos = [SliceInfo(f"A/{i}", 0, 1, "A", "A", float(i)) for i in range(len(digests))]
+        return infos, ["A"] * len(digests), digests, section("data", "dicom", root="somewhere", split="slices")
+
+    run = RunSplit()
+    split, _ = run.settle("data", *blocks([*range(20)]))
+    shorter, new = RunSplit(run.record).settle("data", *blocks([*range(5, 20), 99]))
+    for part in ("val", "test"):
+        assert [i + 5 for i in shorter[part]] == split[part]
+    assert new == ["A"]
+
+
+def test_copies_of_trained_slices_are_counted() -> None:
+    parts, record = begun()
+    other = RunSplit()
+    copies = {f"copy of {name}": its for name, its in TEN.items()} | {"new": [1000]}
+    settled(other, copies, split="all")
+    assert other.trained("test", record) == 2 * len(parts["train"])
+    tuned = RunSplit(base=record["train"]["slices"])
+    settled(tuned, {"a": [2000], "b": [2001], "c": [2002]})
+    assert other.trained("test", tuned.record) == 2 * len(parts["train"])

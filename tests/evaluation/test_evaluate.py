@@ -10,7 +10,9 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from qnmixer.config import Config, EvaluationConfig, section
+from qnmixer.config import Config
+from qnmixer.config.evaluation import EvaluationConfig
+from qnmixer.config.run import section
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.evaluation.evaluate import Evaluation, ImageScore, evaluate, name_of_run, warnings_of, write_evaluation
 from qnmixer.evaluation.slices import pictured

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from qnmixer.config import parse_compare
+from qnmixer.config.commands import parse_compare
 from qnmixer.config.compose import compose
 from qnmixer.evaluation.comparison_report import against_best, tables_of, write_comparison
 from qnmixer.evaluation.evaluate import ImageScore

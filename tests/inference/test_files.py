@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from pydicom import dcmread
+from pydicom.dataset import Dataset
 from pydicom.uid import generate_uid
 
 from qnmixer.data.resample import to_square
@@ -47,6 +48,22 @@ def test_dicom_keeps_the_patient_and_says_that_it_is_derived(make_ct: Any, tmp_p
     assert "ConvolutionKernel" not in out
     assert out.SmallestImagePixelValue == out.pixel_array.min()
     assert np.abs(hu_of(tmp_path / "out.dcm") - noise(20)).max() <= 0.5
+
+
+def test_what_belonged_to_the_pixels_of_the_source_is_left_out(make_ct: Any, tmp_path: Path) -> None:
+    make_ct(tmp_path / "in.dcm", PresentationLUTShape="INVERSE", ICCProfile=b"\0" * 16, PatientIdentityRemoved="YES")
+    source = dcmread(tmp_path / "in.dcm")
+    for keyword in ("VOILUTSequence", "OriginalAttributesSequence"):
+        setattr(source, keyword, [Dataset()])
+    source.OriginalAttributesSequence[0].PatientID = "EARLIER"
+    source.add_new(0xFFFCFFFC, "OB", b"\0" * 8)
+    write_dicom(tmp_path / "out.dcm", noise(20), template=source, series_uid="1.2", **WORDS)
+    out = dcmread(tmp_path / "out.dcm")
+    assert not {element.keyword for element in out} & {
+        "PresentationLUTShape", "ICCProfile", "VOILUTSequence", "OriginalAttributesSequence", "DataSetTrailingPadding",
+    }  # fmt: skip
+    assert out.PatientIdentityRemoved == "YES"
+    assert b"EARLIER" not in (tmp_path / "out.dcm").read_bytes()
 
 
 def test_grid_covers_the_source_padded_to_a_square(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
@@ -122,6 +139,7 @@ def test_pictures(tmp_path: Path) -> None:
     with Image.open(tmp_path / "a.png") as picture:
         assert np.asarray(picture).tolist() == [[0, 128], [255, 255]]
         assert picture.info["Description"] == "-160 HU is black, 240 HU is white"
+    (tmp_path / "a.png").unlink()
     write_png(tmp_path / "a.png", hu, window=(-200, 3000))
     with Image.open(tmp_path / "a.png") as picture:
         assert np.asarray(picture).tolist() == [[0, 19], [35, 255]]
@@ -157,7 +175,7 @@ def test_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
         "    try: write(path, hu)\n"
         "    except OSError as error: print(error.errno)\n"
     )
-    result = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-c", code, str(tmp_path / "new")], capture_output=True, text=True)
     assert result.stdout.split() == [str(errno.EFBIG)] * 3, result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out").read_bytes() == before
@@ -173,7 +191,7 @@ def test_inputs_of_a_folder(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
     assert pieces[0].template is not None
     assert pieces[2].template is None
     assert pieces[2].hu.shape == (30, 50)
-    assert "c.txt" in (inputs.warning() or "")
+    assert "c.txt" in " ".join(inputs.warnings())
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "text", "nan", "useless"])
@@ -191,3 +209,28 @@ def test_inputs_of_no_use(tmp_path: Path, kind: str) -> None:
     with pytest.raises(DataError, match="input") as error:
         list(InputSlices(path))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "tags",
+    [
+        {"RescaleType": "ED"}, {"RescaleSlope": 0}, {"RescaleSlope": 1e-320},
+        {"RescaleSlope": 1e30}, {"RescaleIntercept": 40000},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_values_that_are_no_hu_are_skipped(make_ct: Any, tmp_path: Path, tags: dict[str, Any]) -> None:
+    make_ct(tmp_path / "a.dcm", **tags)
+    inputs = InputSlices(tmp_path / "a.dcm")
+    with pytest.raises(DataError, match=r"not HU|no HU"):
+        list(inputs)
+
+
+def test_unsigned_values_are_skipped_and_no_air_is_doubted(tmp_path: Path) -> None:
+    np.save(tmp_path / "unsigned.npy", np.arange(0, 65536, 64, dtype=np.uint16).reshape(32, 32))
+    np.save(tmp_path / "unit.npy", np.linspace(0, 1, 1024, dtype=np.float32).reshape(32, 32))
+    inputs = InputSlices(tmp_path)
+    assert [piece.name for piece in inputs] == ["unit.npy"]
+    skipped, doubted = inputs.warnings()
+    assert "which are no HU): unsigned.npy" in skipped
+    assert "is this really in HU" in doubted

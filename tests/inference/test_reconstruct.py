@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
-from qnmixer.config import ReconstructConfig, parse_reconstruct, to_plain
+from qnmixer.config import to_plain
+from qnmixer.config.commands import ReconstructConfig, parse_reconstruct
 from qnmixer.config.compose import compose
 from qnmixer.data.phantoms import phantom
 from qnmixer.errors import DataError

@@ -8,14 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qnmixer.config import MemoryConfig, RecomputeConfig, parse
+from qnmixer.config import parse
 from qnmixer.config.compose import compose
+from qnmixer.config.memory import MemoryConfig, RecomputeConfig
 from qnmixer.errors import ConfigError
 from qnmixer.memory import modes as memory
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import track_step
 from qnmixer.models import QNMixer
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
+
+from ..models.conftest import FIGURE
 
 MIB = 2**20
 KEEP = MemoryConfig(name="keep")
@@ -52,7 +55,7 @@ class Dropping(nn.Module):
 
 def network_of(projector: FanBeamProjector, dropout: bool, **options: Any) -> QNMixer:
     torch.manual_seed(0)
-    network = QNMixer(projector, n_iterations=4, channels=16, **options)
+    network = QNMixer(projector, n_iterations=4, channels=16, **FIGURE, **options)
     for k, regularizer in enumerate(network.regularizers):
         nn.init.normal_(regularizer.expansion.project, std=0.02)
         if dropout:

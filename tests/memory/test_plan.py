@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from qnmixer.config import Config, PipelineConfig, batch_of_replica, device_memory, override, parse
+from qnmixer.config import Config, override, parse
+from qnmixer.config.commands import device_memory
 from qnmixer.config.compose import compose
+from qnmixer.config.run import batch_of_replica
+from qnmixer.config.strategy import PipelineConfig
 from qnmixer.errors import ConfigError
 from qnmixer.memory.footprint import MIB, Footprint
 from qnmixer.memory.modes import apply_memory_mode

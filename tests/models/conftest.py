@@ -4,6 +4,12 @@ import pytest
 
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
+FIGURE = {
+    "detail_channels": 0, "codec_kernel": 1, "shared_step_size": True, "data_steps": 1, "nonnegative": False,
+    "learned_trust": False,
+}  # fmt: skip
+"""QNMixer as the paper's figure draws it, where the defaults are another."""
+
 
 @pytest.fixture(scope="session")
 def projector() -> FanBeamProjector:

@@ -8,7 +8,7 @@ from qnmixer.models.codec import OrthonormalCodec, StridedCodec
 
 
 def test_full_orthonormal_codec_starts_as_the_identity() -> None:
-    codec = OrthonormalCodec(factor=4, channels=16)
+    codec = OrthonormalCodec(factor=4, channels=16, kernel_size=1)
     g = torch.randn(2, 1, 16, 16)
     torch.testing.assert_close(codec.decode(codec.encode(g)), g)
     torch.testing.assert_close(codec.encode(g).norm(), g.norm())
@@ -16,7 +16,7 @@ def test_full_orthonormal_codec_starts_as_the_identity() -> None:
 
 def test_a_wider_kernel_starts_as_if_it_were_not() -> None:
     torch.manual_seed(0)
-    codec = OrthonormalCodec(factor=4, channels=16)
+    codec = OrthonormalCodec(factor=4, channels=16, kernel_size=1)
     torch.manual_seed(0)
     wider = OrthonormalCodec(factor=4, channels=16, kernel_size=3)
     g = torch.randn(2, 1, 16, 16)
@@ -28,12 +28,14 @@ def test_a_wider_kernel_starts_as_if_it_were_not() -> None:
 
 
 def test_smaller_orthonormal_codec_starts_as_a_projection() -> None:
-    codec = OrthonormalCodec(factor=4, channels=5)
+    codec = OrthonormalCodec(factor=4, channels=5, kernel_size=1)
     once = codec.decode(codec.encode(torch.randn(1, 1, 16, 16)))
     torch.testing.assert_close(codec.decode(codec.encode(once)), once)
 
 
-@pytest.mark.parametrize("make", [OrthonormalCodec, partial(OrthonormalCodec, kernel_size=3), StridedCodec])
+@pytest.mark.parametrize(
+    "make", [partial(OrthonormalCodec, kernel_size=1), partial(OrthonormalCodec, kernel_size=3), StridedCodec]
+)
 @pytest.mark.parametrize("factor", [2, 4])
 def test_latent_has_the_shape_it_says(make: Any, factor: int) -> None:
     codec = make(factor, 3)

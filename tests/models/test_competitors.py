@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qnmixer.config import MemoryConfig, RecomputeConfig
+from qnmixer.config.memory import MemoryConfig, RecomputeConfig
 from qnmixer.errors import ConfigError
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.models import FBP, LEARN, FBPConvNet, LearnedPrimalDual, RegFormer, TotalVariation, UnrolledNetwork

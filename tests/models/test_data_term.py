@@ -15,6 +15,8 @@ from qnmixer.models import LEARN, FBPConvNet, LearnedPrimalDual, QNMixer, RegFor
 from qnmixer.models.data_term import DATA_TERMS, data_descent, data_gradient, safe_step_size
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
+from .conftest import FIGURE
+
 # Image size, views, and how many times as fine as pixels the bins are at the axis. A full turn unless a span is given.
 GRIDS = [
     (32, 16, 2.5, None), (32, 128, 0.5, None), (32, 18, 1.0, 4.0), (64, 16, 1.24, None), (64, 64, 3.0, None),
@@ -22,18 +24,15 @@ GRIDS = [
     *(pytest.param(grid, marks=pytest.mark.long) for grid in ((256, 64, 1.24, None), (512, 16, 0.62, None))),
 ]  # fmt: skip
 NETWORKS: dict[str, Callable[[FanBeamProjector], UnrolledNetwork[Any]]] = {
-    "QN-Mixer": lambda p: QNMixer(
-        p, 14, 4, n_mixer_layers=1, detail_channels=2, codec_kernel=3, data_steps=4, shared_step_size=False,
-        nonnegative=True, learned_trust=True,
-    ),
-    "QN-Mixer, plain BFGS": lambda p: QNMixer(p, 6, 4, n_mixer_layers=1),
-    "QN-Mixer, adjoint": lambda p: QNMixer(p, 6, 4, n_mixer_layers=1, data_term="adjoint"),
+    "QN-Mixer": lambda p: QNMixer(p, 14, 4, n_mixer_layers=1, detail_channels=2),
+    "QN-Mixer, plain BFGS": lambda p: QNMixer(p, 6, 4, n_mixer_layers=1, **FIGURE),
+    "QN-Mixer, adjoint": lambda p: QNMixer(p, 6, 4, n_mixer_layers=1, data_term="adjoint", **FIGURE),
     "LEARN": lambda p: LEARN(p, 6, 8),
     "LEARN, fbp": lambda p: LEARN(p, 6, 8, data_term="fbp"),
     "RegFormer": lambda p: RegFormer(p, 2, 6),
     "Learned PD": lambda p: LearnedPrimalDual(p, 3, 8),
     "FBPConvNet": lambda p: FBPConvNet(p, 8, 3),
-}  # fmt: skip
+}
 
 
 @cache

@@ -7,8 +7,12 @@ from qnmixer.errors import ConfigError
 from qnmixer.models.incept_mixer import InceptionPatches, InceptMixer, Maximum3x3, MixerLayer, PatchExpansion
 
 
+def regulariser_of(channels: int) -> InceptMixer:
+    return InceptMixer(16, channels, patch_size=4, n_layers=2, mlp_ratio=2.0, inception=True, features=0)
+
+
 def test_regulariser_starts_at_zero_and_then_learns() -> None:
-    regulariser = InceptMixer(image_size=16, channels=32)
+    regulariser = regulariser_of(channels=32)
     x = torch.rand(2, 1, 16, 16)
     assert torch.equal(regulariser(x), torch.zeros_like(x))
     optimizer = torch.optim.SGD(regulariser.parameters(), lr=0.1)
@@ -44,7 +48,7 @@ def test_mixer_layer_follows_the_figure() -> None:
 
 def test_channels_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="multiple of 4"):
-        InceptMixer(image_size=16, channels=10)
+        regulariser_of(channels=10)
 
 
 def test_maximum_along_rows_then_columns_equals_the_pool() -> None:

@@ -1,4 +1,5 @@
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ from qnmixer.errors import ConfigError
 from qnmixer.models import QNMixer
 from qnmixer.physics import FanBeamProjector
 
+from .conftest import FIGURE
+
 OPTIONS: dict[str, dict[str, Any]] = {
-    "default": {},
+    "figure": {},
+    "default": {name: inspect.signature(QNMixer).parameters[name].default for name in FIGURE},
     "a regulariser and step size an iteration": {"shared_regularizer": False, "shared_step_size": False},
     "strided latent": {"codec": "strided", "latent_channels": 1},
     "adjoint": {"data_term": "adjoint"},
@@ -26,9 +30,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def small(projector: FanBeamProjector, *, awake: bool = True, **options: Any) -> QNMixer:
-    """A small network; awake, its regularisers have left their zero start."""
+    """A small network of the figure; awake, its regularisers have left their zero start."""
     torch.manual_seed(0)
-    network = QNMixer(projector, **{"n_iterations": 4, "channels": 8, **options})
+    network = QNMixer(projector, **{"n_iterations": 4, "channels": 8, **FIGURE, **options})
     if awake:
         for name, parameter in network.named_parameters():
             if name.endswith(("expansion.project", "expansion.expand.weight", "last.weight")):
@@ -267,6 +271,7 @@ def test_state_dict_holds_weights_only(projector: FanBeamProjector) -> None:
     [
         ({"hessian": "bgfs"}, "choose bfgs or identity or momentum"),
         ({"codec": "vq"}, "choose orthonormal or strided"),
+        ({"regularizer": nn.Identity}, "set detail_channels=0, not 16"),
     ],
 )
 def test_options_that_cannot_be_are_refused(projector: FanBeamProjector, options: Any, message: str) -> None:

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 from torchmetrics.functional.image import structural_similarity_index_measure
 
-from qnmixer.config import section
+from qnmixer.config.run import section
 from qnmixer.optimization.losses import Loss, build_loss
 from qnmixer.optimization.metrics import psnr, ssim, to_window
 

@@ -17,7 +17,7 @@ from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.evaluation.evaluate import evaluate
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.parallel.compilation import compile_blocks
-from qnmixer.parallel.shards import gather
+from qnmixer.parallel.fsdp import gather
 from qnmixer.processes.ranks import rank
 from qnmixer.tracking.loggers import build_loggers
 from qnmixer.training.callbacks import build_callbacks

@@ -8,12 +8,14 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from qnmixer.config import MemoryConfig, RecomputeConfig
+from qnmixer.config.memory import MemoryConfig, RecomputeConfig
 from qnmixer.errors import ConfigError
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.models import FBP, QNMixer
 from qnmixer.parallel.compilation import check_compiler, compile_blocks
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
+
+from ..models.conftest import FIGURE
 
 MODES = {"keep": MemoryConfig(name="keep"), "recompute": RecomputeConfig(name="recompute", segment=1)}
 
@@ -32,7 +34,7 @@ def test_the_same_gradients_from_few_graphs(
     """A network with regularisers of their own per iteration, more of them than torch compiles versions of a code."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch.manual_seed(0)
-    network = QNMixer(projector, n_iterations=10, channels=4, n_mixer_layers=1, shared_regularizer=False)
+    network = QNMixer(projector, 10, channels=4, n_mixer_layers=1, shared_regularizer=False, **FIGURE)
     for p in network.parameters():
         nn.init.normal_(p, std=0.05)
     compiled = copy.deepcopy(network)

@@ -1,8 +1,24 @@
+from pathlib import Path
+
 import pytest
 import torch
 
 from qnmixer.errors import ConfigError
-from qnmixer.parallel.devices import check_precision, choose_device
+from qnmixer.parallel.devices import check_precision, choose_device, gpu_problem, resolve_devices
+
+from ..conftest import TinyConfig
+from ..nvidia import fake_nvidia_smi
+
+V100, RTX_5090 = "7.0, 535.104.05", "12.0, 580.65.06"
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for a stand-in for nvidia-smi, on a machine whose GPUs torch does not see."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path
 
 
 def test_every_precision_runs_on_a_cpu() -> None:
@@ -11,7 +27,7 @@ def test_every_precision_runs_on_a_cpu() -> None:
     check_precision(device, "bf16-mixed")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("key", ["accelerator", "trainer.accelerator"])
 def test_a_gpu_that_is_not_there_is_named_by_the_key_that_asks_for_it(key: str) -> None:
     with pytest.raises(ConfigError, match=f"^{key}=gpu, .*: use {key}=cpu$"):
@@ -24,3 +40,68 @@ def test_a_gpu_without_bf16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_precision(torch.device("cuda"), "16-mixed")
     with pytest.raises(ConfigError, match=r"^trainer\.precision=bf16-mixed, but V100 has no bf16"):
         check_precision(torch.device("cuda"), "bf16-mixed", "trainer.precision")
+
+
+@pytest.mark.parametrize("accelerator", ["auto", "gpu"])
+@pytest.mark.parametrize(
+    ("gpu", "cuda", "said", "fix"),
+    [
+        (V100, None, "is built for the CPU and cannot use the GPU here", "make install TORCH=cu126, "),
+        (RTX_5090, None, "is built for the CPU and cannot use the GPU here", "make install TORCH=cu130, "),
+        ("8.0, 535.104.05", "13.0", "cannot use the GPU here", "make install TORCH=cu126, "),  # too old for cu130
+        ("8.0, 470.256.02", "13.0", "cannot use the GPU here", "needs 525.60.13 or newer: update the driver"),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_never_silently_left_out(
+    gpu: str,
+    cuda: str | None,
+    said: str,
+    fix: str,
+    accelerator: str,
+    machine: Path,
+    tiny_config: TinyConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    fake_nvidia_smi(machine, gpu)
+    with pytest.raises(ConfigError) as error:
+        resolve_devices(tiny_config(f"trainer.accelerator={accelerator}"))
+    line = str(error.value)
+    assert line.startswith(f"trainer.accelerator={accelerator}, but torch ")
+    assert said in line
+    assert fix in line
+    assert line.endswith("; or use trainer.accelerator=cpu")
+    assert resolve_devices(tiny_config("trainer.accelerator=cpu")).trainer.accelerator == "cpu"
+
+
+def test_auto_is_the_cpu_where_no_gpu_is_or_all_are_hidden(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_device("auto").type == "cpu"
+    fake_nvidia_smi(machine, V100)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert choose_device("auto").type == "cpu"
+
+
+def test_a_driver_that_does_not_answer_is_no_reason_for_the_cpu(machine: Path) -> None:
+    fake_nvidia_smi(machine, "NVIDIA-SMI has failed because it couldn't communicate", code=9)
+    with pytest.raises(ConfigError, match=r"communicate.*: repair or update the driver; or use accelerator=cpu"):
+        choose_device("auto")
+
+
+def test_a_gpu_without_kernels_in_this_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    capabilities = [(8, 0), (7, 0)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: capabilities[number])
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "compute_120"])
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert choose_device("auto").type == "cuda"
+    assert gpu_problem() is None  # the second GPU is not used
+    problem = gpu_problem(2)
+    assert problem is not None
+    assert "has no kernels for a GPU of compute capability 7.0 (sm_75, sm_80, compute_120)" in problem[0]
+    assert problem[1].startswith("make install TORCH=cu126, ")
+    capabilities.reverse()
+    with pytest.raises(ConfigError, match="no kernels"):
+        choose_device("auto")
+    monkeypatch.setattr(torch.version, "cuda", None)  # ROCm, whose architectures have other names
+    assert choose_device("auto").type == "cuda"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from qnmixer.checkpoints.reading import load_run
-from qnmixer.config import parse, to_plain
+from qnmixer.config import override, parse, to_plain
 from qnmixer.config.compose import compose
 from qnmixer.processes.launch import launch
 
@@ -87,8 +87,9 @@ class Task(NamedTuple):
 def run(folder: Path, n_processes: int, tasks: list[Task], warm: Warm) -> dict[str, list[dict[str, Any]]]:
     """What each rank recorded of each task."""
     job = []
+    tiny = parse(compose("train", TINY.split()))  # once: Hydra takes longer than `override`
     for task in tasks:
-        config = parse(compose("train", f"{TINY} {task.model} {task.overrides}".split()))
+        config = override(tiny, f"{task.model} {task.overrides}")
         (folder / task.name).mkdir()
         resume = task.resume and str(folder / task.resume / "last.ckpt")
         job.append(

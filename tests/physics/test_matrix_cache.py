@@ -2,9 +2,9 @@
 
 import copy
 import hashlib
-import json
 import os
 import pickle
+import random
 import resource
 import subprocess
 import sys
@@ -119,7 +119,7 @@ def test_damaged_files_are_built_anew(damage: str, expected: list[Tensor], folde
                 "empty": b"",
                 "header": whole[:40] + b"\0" * 20 + whole[60:],
                 "length": whole[:15] + b"\xff" * 8 + whole[23:],
-                "other key": whole.replace(b'"format": 1', b'"format": 0', 1),
+                "other key": whole.replace(b'"format": 2', b'"format": 0', 1),
                 "longer": whole + b"\0",
             }[damage]
         )
@@ -176,13 +176,14 @@ def test_the_least_recently_used_goes_first(folder: Path, monkeypatch: pytest.Mo
     names.append({path.name for path in folder.glob("*.matrix")} - names[0])
     for path in folder.glob("*.matrix"):
         os.utime(path, (1, 2 if path.name in names[0] else 1))
-    (folder / ".killed.matrix.0.tmp").touch()
+    killed = folder / f".killed.matrix.{'0a' * 16}.tmp"
+    killed.touch()
     monkeypatch.setattr(matrix_cache, "LIMIT", int(2.05 * size))
     FanBeamProjector(third)
     left = {path.name for path in folder.iterdir()}
     assert names[0] < left
     assert not names[1] & left
-    assert ".killed.matrix.0.tmp" not in left
+    assert killed.name not in left
     for path in folder.glob("*.matrix"):
         os.utime(path, (1, 1))
     monkeypatch.setattr(matrix_cache, "LIMIT", int(1.05 * size))
@@ -223,7 +224,7 @@ def test_another_layout_needs_another_format() -> None:
         # Of the values what rounding leaves alone.
         content = buffer if not buffer.is_floating_point() else buffer.double().sum(0, keepdim=True).round(decimals=1)
         digest.update(content.numpy().tobytes())
-    assert (matrix_cache.FORMAT, digest.hexdigest()[:16]) == (1, "e920af00b62fd78b")
+    assert (matrix_cache.FORMAT, digest.hexdigest()[:16]) == (2, "e920af00b62fd78b")
 
 
 def test_use_counts_as_use(folder: Path) -> None:
@@ -287,12 +288,36 @@ def test_norms_are_kept_with_the_matrices(folder: Path) -> None:
     norm, step = first.operator_norm(), first.safe_step_size()
     second = FanBeamProjector(GEOMETRY)
     assert (second.operator_norm(), second.safe_step_size()) == (norm, step)
-    for path in folder.glob("*.json"):
-        record = json.loads(path.read_text())
-        path.write_text(json.dumps(record | {"value": record["value"] + 1}))
+    kept = {path: path.stat().st_ino for path in folder.glob("*.json")}
     third = FanBeamProjector(GEOMETRY)
-    assert (third.operator_norm(), third.safe_step_size()) == (norm + 1, 1 / (1 / step + 1))
+    assert (third.operator_norm(), third.safe_step_size()) == (norm, step)
+    assert {path: path.stat().st_ino for path in folder.glob("*.json")} == kept
     assert FanBeamProjector(GEOMETRY, "hann").safe_step_size() > step
     for path in folder.glob("*.json"):
         path.write_text(path.read_text()[:20])
     assert FanBeamProjector(GEOMETRY).operator_norm() == norm
+
+
+def test_no_flipped_bit_is_taken_for_a_matrix(expected: list[Tensor], folder: Path) -> None:
+    """Nor an array of zeros, whose length is right."""
+    FanBeamProjector(GEOMETRY)
+    good = {path: path.read_bytes() for path in folder.glob("*.matrix")}
+    rng = random.Random(0)
+    for number in range(40):
+        for path, content in good.items():
+            damaged = bytearray(content)
+            if number == 0:
+                damaged[len(content) // 2 :] = bytes(len(content) - len(content) // 2)
+            else:
+                damaged[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+            path.write_bytes(damaged)
+        assert same(results(FanBeamProjector(GEOMETRY)), expected)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1e30", "Infinity"])
+def test_no_other_number_is_taken_for_a_norm(folder: Path, value: str) -> None:
+    assert matrix_cache.load_or_compute("norm", GEOMETRY, lambda: 3.25) == 3.25
+    (path,) = folder.glob("*.json")
+    path.write_text(path.read_text().replace("3.25", value))
+    assert matrix_cache.load_or_compute("norm", GEOMETRY, lambda: 3.25) == 3.25
+    assert matrix_cache.load_or_compute("norm", GEOMETRY, lambda: 4.0) == 3.25  # kept again

@@ -91,7 +91,7 @@ with sweep({overrides}, compose_sweep("train", {overrides})):
 """
     first = subprocess.Popen([sys.executable, "-c", begin], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert first.stdout is not None
-    assert first.stdout.readline() == "begun\n"
+    assert [first.stdout.readline(), first.stdout.readline()] == [f"sweep in {tmp_path}\n", "begun\n"]
     second = subprocess.run([sys.executable, "-c", begin], capture_output=True, text=True, timeout=60)
     first.communicate("\n")
     (line,) = (line for line in second.stderr.splitlines() if f"process {first.pid} " in line)
@@ -169,6 +169,7 @@ def test_no_picture_where_no_number_varies(tmp_path: Path, capsys: pytest.Captur
 def test_who_failed_is_named_whatever_the_sweeper_raises(tmp_path: Path) -> None:
     write_jobs(tmp_path)
     overrides = ["strategy=ddp,single", f"hydra.sweep.dir={tmp_path}"]
+    (tmp_path / "sweep.json").write_text("{}")
     config = compose_sweep("train", overrides)
     with pytest.raises(SweepFailed, match="1 of 3 jobs did not end well: 2 "), sweep(overrides, config):
         raise ValueError("no trial is completed yet")
@@ -189,3 +190,9 @@ def test_who_failed_is_named_whatever_the_sweeper_raises(tmp_path: Path) -> None
 def test_a_misspelt_value_is_told_before_there_is_a_job(overrides: list[str], message: str) -> None:
     with pytest.raises(Exception, match=message):
         compose_sweep("train", overrides)
+
+
+def test_a_sweep_does_not_begin_in_a_folder_of_other_files(tmp_path: Path) -> None:
+    (tmp_path / "sweep.csv").write_text("mine")
+    with pytest.raises(ConfigError, match=r"holds sweep.csv already: give a new folder"):
+        described("seed=1,2", f"hydra.sweep.dir={tmp_path}")

@@ -99,8 +99,21 @@ def test_names_that_are_given_come_first_and_a_run_by_itself_has_its_time(
     run_in(tmp_path / "date" / "time", 1)
     run_in(tmp_path / "date" / "time2", 1, config=config_of("logger.wandb.run_name=mine", "logger.wandb.group=ours"))
     first, second = offline_runs(tmp_path)
-    assert (first.name, first.group) == ("date/time", None)
+    assert (first.name, first.group) == ("qn_mixer-phantoms-32views-seed42-date/time", None)
     assert (second.name, second.group) == ("mine", "ours")
+
+
+def test_tags_say_what_a_run_is(tmp_path: Path, offline_runs: OfflineRuns) -> None:
+    """The user's own first, none twice; a word of a class of the user's own may be too long for W&B."""
+    overrides = ["experiment=demo", "tags=[mine,demo]", f"model._target_={'m' * 70}.Net", "data=numpy", "data.root=/ct"]
+    config = config_of(*(it for it in overrides if "_target_" not in it))
+    config.model._target_ = overrides[2].partition("=")[2]
+    words = room._tags(config, overrides)
+    assert words == ["mine", "demo", "m" * 64, "numpy", "single"]
+    run_in(tmp_path / "a", 1, config=config_of("model=learn"), overrides=["model=learn", "experiment=null"])
+    (run,) = offline_runs(tmp_path)
+    assert run.tags == ["learn", "phantoms", "single"]
+    assert run.config["method"] == "LEARN"
 
 
 def test_going_on_is_the_same_run_and_says_nothing_twice(tmp_path: Path, offline_runs: OfflineRuns) -> None:
@@ -160,7 +173,7 @@ def test_online_shows_the_address_and_sends_everything(
 ) -> None:
     run_in(tmp_path / "d" / "a", 1, 2, 3, config=online(), exit_code=INTERRUPTED)
     ((run_id, run),) = wandb_server.runs.items()
-    assert run["name"] == "d/a"
+    assert run["name"].endswith("-seed42-d/a")
     assert [row["of/a"] for row in run["history"]] == [1, 2, 3]
     assert run["exit_code"] == INTERRUPTED
     assert capfd.readouterr() == (f"W&B: {wandb_server.url}/me/p/runs/{run_id}\n", "")

@@ -120,6 +120,16 @@ def test_no_commit_outside_a_checkout(tmp_path: Path, monkeypatch: pytest.Monkey
     assert git_commit() is None
 
 
+def test_the_commit_of_somebody_elses_repository_is_not_ours(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wheel in an environment inside their project, which git may even see."""
+    installed = checkout / ".venv" / "site-packages" / "qnmixer"
+    (installed / "tracking").mkdir(parents=True)
+    (installed / "__init__.py").write_text("")
+    monkeypatch.setattr(room, "__file__", str(installed / "tracking" / "results.py"))
+    assert git_commit() is None
+    assert git_diff() == ""
+
+
 def test_no_commit_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert git_commit() is None

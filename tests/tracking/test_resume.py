@@ -179,12 +179,22 @@ def test_where_a_run_goes_on(make: Make) -> None:
 
 def test_what_a_killed_process_was_writing_is_removed(make: Make) -> None:
     folder = make("a")
-    left = folder / "checkpoints" / ".last.ckpt.0123.tmp"
+    left, others = (folder / "checkpoints" / f".{name}.tmp" for name in (f"last.ckpt.{'0a' * 16}", "of_another"))
     left.touch()
+    others.touch()
     with run_lock(folder):
         assert left.exists()  # it may be another machine's
     clean(folder)
     assert sorted(path.name for path in folder.rglob("*ckpt*")) == ["best.ckpt", "last.ckpt"]
+    assert others.exists()
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "code.diff", "results.json"])
+def test_no_run_begins_in_a_folder_of_other_files(make: Make, tmp_path: Path, name: str) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / name).write_text('{"mine": 1}')
+    with pytest.raises(ConfigError, match=f"hydra.run.dir=mine holds {name} already: give a new folder"):
+        resume_overrides(["seed=1", "hydra.run.dir=mine"])
 
 
 def test_latest_is_the_one_in_which_something_happened_last(make: Make, tmp_path: Path) -> None:
@@ -247,10 +257,10 @@ with run_lock(Path("runs/a")):
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdout.readline()
-    with pytest.raises(ConfigError, match=f"process {process.pid} on .* trains in runs/a"), run_lock(folder):
+    with pytest.raises(ConfigError, match=f"process {process.pid} on .* writes to runs/a"), run_lock(folder):
         pass
     for command in (["resume=runs/a"], ["hydra.run.dir=runs/a"]):
-        with pytest.raises(ConfigError, match="trains in runs/a"):
+        with pytest.raises(ConfigError, match="writes to runs/a"):
             resume_overrides(command)
     process.kill()
     process.wait()

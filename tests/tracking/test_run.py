@@ -52,7 +52,7 @@ def test_an_end_that_nobody_recorded(tmp_path: Path) -> None:
 
 
 def test_the_lock_is_for_one_process_which_removes_half_written_files(tmp_path: Path) -> None:
-    left = tmp_path / "checkpoints" / ".last.ckpt.0123.tmp"
+    left = tmp_path / "checkpoints" / f".last.ckpt.{'0a' * 16}.tmp"
     left.parent.mkdir()
     left.touch()
     with Run(tmp_path).lock():

@@ -144,7 +144,7 @@ def test_a_run_that_was_stopped_after_training_comes_to_its_end(
     assert record["test"]["QN-Mixer"]["psnr"] > 0
     last = rows(tmp_path)[-1]
     assert (last["step"], float(last["samples"])) == ("6", 12)  # epochs of 8
-    assert float(last["test/QN-Mixer/psnr"]) == pytest.approx(record["test"]["QN-Mixer"]["psnr"])
+    assert float(last["test/psnr"]) == pytest.approx(record["test"]["QN-Mixer"]["psnr"])
 
 
 def test_random_states_are_plain_and_come_back(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from qnmixer.checkpoints.reading import load_run
-from qnmixer.config import Config, section
+from qnmixer.config import Config
+from qnmixer.config.run import section
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.parallel.devices import resolve_devices

@@ -1,5 +1,7 @@
 import csv
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,24 @@ def test_data_that_are_not_there_are_refused_before_there_are_ranks(tmp_path: Pa
     with pytest.raises(DataError, match="none"):
         fit_in_processes(config, Run(tmp_path / "run"))
     assert record(tmp_path / "run")["status"] == "failed"
+
+
+def test_the_process_that_watches_does_without_lightning() -> None:
+    """Its import takes longer than all else that this process does."""
+    code = """
+import sys
+from pathlib import Path
+from qnmixer.config import parse
+from qnmixer.config.compose import compose
+from qnmixer.processes import launch
+from qnmixer.tracking.run import Run
+from qnmixer.training import worker
+config = parse(compose("train", ["experiment=demo", "strategy=ddp", "trainer.devices=1"]))
+worker._check_inputs(config, Run(Path("nowhere")))
+print(*(name for name in ("lightning", "torchmetrics", "torch._dynamo") if name in sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == []
 
 
 @pytest.mark.slow

@@ -7,7 +7,8 @@ from rich.console import Console
 from qnmixer.checkpoints.model_card import Exported, model_card, own_arguments
 from qnmixer.checkpoints.reading import find_checkpoint, load_run, steps_of
 from qnmixer.checkpoints.weights_file import digest_of_weights, encode
-from qnmixer.config import ExportConfig, LearnedConfig
+from qnmixer.config.commands import ExportConfig
+from qnmixer.config.model import LearnedConfig
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.files import atomic_file, write_text
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from qnmixer.checkpoints.reading import built_from
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
-from qnmixer.config import Config, effective_batch, keys_of, to_plain
+from qnmixer.config import Config, effective_batch, to_plain
 from qnmixer.config.compose import compose
 from qnmixer.config.data import DataConfig, FolderData, MixedData, PhantomData
 from qnmixer.config.overrides import values_of
-from qnmixer.config.target import TARGET
+from qnmixer.config.target import TARGET, keys_of
 from qnmixer.plugins import trust_words
 from qnmixer.reconstructor import method_name
 from qnmixer.reports.tables import markdown_table

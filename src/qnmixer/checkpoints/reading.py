@@ -6,13 +6,14 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY, decode
-from qnmixer.config import Config, effective_batch, keys_of, parse_file, targets_of, to_plain
+from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY, RUN_KEY, decode
+from qnmixer.config import Config, effective_batch, to_plain
+from qnmixer.config.run import parse_file, targets_of
+from qnmixer.config.target import keys_of
+from qnmixer.data.splits import SplitRecord
 from qnmixer.errors import CheckpointError, ConfigError, first_line
 from qnmixer.files import newest_complete
-from qnmixer.parallel.shards import merge_shards
+from qnmixer.parallel.shards import load_checked, merge_shards
 from qnmixer.plugins import check_trusted
 from qnmixer.reconstructor import Reconstructor
 from qnmixer.weights import SUFFIX, located
@@ -135,6 +136,12 @@ def steps_of(path: Path) -> int:
     return int(load(path)["global_step"])
 
 
+def split_of(path: Path) -> SplitRecord | None:
+    """Who trained, validated and tested in the run of a checkpoint; None of a weights file, which does not say."""
+    found: SplitRecord | None = load(path).get(RUN_KEY, {}).get("split")
+    return found
+
+
 def _differences(before: Config, config: Config) -> list[str]:
     """What of the network, the slices, the scan, the loss and the optimizer is another, as overrides."""
     old, new = to_plain(before), to_plain(config)
@@ -152,6 +159,9 @@ def _differences(before: Config, config: Config) -> list[str]:
 
 
 def _load_state(module: Reconstructor, state: dict[str, Any], path: Path) -> None:
+    kinds = {name: tensor.dtype for name, tensor in module.state_dict().items()}
+    if other := [it.dtype for name, it in state.items() if it.dtype != kinds.get(name, it.dtype)]:
+        raise CheckpointError(f"{path} holds {str(other[0]).removeprefix('torch.')} weights: use one of float32")
     try:
         module.load_state_dict(state)
     except RuntimeError as error:
@@ -164,4 +174,4 @@ def load(path: Path) -> dict[str, Any]:
     """A file, or the folder with shards that strategy=fsdp leaves when asked to."""
     if path.suffix == SUFFIX:
         return decode(path)
-    return merge_shards(path) if path.is_dir() else torch.load(path, map_location="cpu", weights_only=True)
+    return merge_shards(path) if path.is_dir() else load_checked(path)

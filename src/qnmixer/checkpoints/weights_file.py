@@ -12,17 +12,25 @@ import torch
 from torch import Tensor
 
 from qnmixer.config import Config, to_plain
+from qnmixer.files import digest
 
 CHECKPOINT_KEY = "qnmixer"
+RUN_KEY = "qnmixer_run"
+"""Of what a run goes on with; no weights file has it."""
 
 
 def encode(config: Config, state: dict[str, Tensor]) -> bytes:
     """A weights file: float32 tensors by their names in the state dict, and what a checkpoint says of its config.
 
-    The same weights and config give the same bytes.
+    The same weights and config give the same bytes. A digest of both is beside them.
     """
-    ours = json.dumps({"format": 1, "config": to_plain(without_places(config))})
-    return _encode(state, {CHECKPOINT_KEY: ours})
+    ours = {"format": 1, "config": to_plain(without_places(config))}
+    ours["digest"] = _digest(ours, state)
+    return _encode(state, {CHECKPOINT_KEY: json.dumps(ours)})  # one key, as safetensors writes several in any order
+
+
+def _digest(ours: dict[str, Any], state: dict[str, Tensor]) -> str:
+    return digest([ours["config"], digest_of_weights(state)])
 
 
 def digest_of_weights(state: dict[str, Tensor]) -> str:
@@ -43,7 +51,10 @@ def decode(path: Path) -> dict[str, Any]:
     """
     with safetensors.safe_open(path, framework="pt") as file:
         ours = json.loads((file.metadata() or {}).get(CHECKPOINT_KEY, "null"))
-        return {CHECKPOINT_KEY: ours, "state_dict": {name: file.get_tensor(name) for name in file.keys()}}  # noqa: SIM118  # no dict
+        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
+    if isinstance(ours, dict) and "config" in ours and ours.get("digest") != _digest(ours, state):
+        raise ValueError("its digest is another")
+    return {CHECKPOINT_KEY: ours, "state_dict": state}
 
 
 def without_places(config: Config) -> Config:

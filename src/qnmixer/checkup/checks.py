@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qnmixer.checkup.check import Check
 from qnmixer.checkup.machine import (
-    Card,
+    Check,
     check_backend,
     check_disk,
     check_precision,
@@ -34,11 +33,13 @@ from qnmixer.checkup.machine import (
 from qnmixer.checkup.rank import GROWTH_STEPS, Number, Report, read_report, reference_gradients, train_a_little
 from qnmixer.checkup.ranks import named_ranks, run_ranks
 from qnmixer.cli import explain
-from qnmixer.config import Config, PipelineConfig, devices_per_replica, to_plain, validate, with_iterations
+from qnmixer.config import Config, to_plain
+from qnmixer.config.run import devices_per_replica, validate, with_iterations
+from qnmixer.config.strategy import PipelineConfig
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import RankFailed, UserError
 from qnmixer.memory.footprint import MIB
-from qnmixer.parallel.devices import has_bf16, resolve_devices
+from qnmixer.parallel.devices import gpu_problem, has_bf16, resolve_devices
 
 PATIENCE = {"communication": 60.0, "training": 180.0}
 """Seconds without any rank getting further, after which those that are furthest behind have hung."""
@@ -58,25 +59,23 @@ def checkup(config: Config, folder: Path) -> Iterator[Check]:
     What cannot be looked at after something else has failed is skipped. Raises KeyboardInterrupt on Ctrl-C.
     """
     on_cuda = config.trainer.accelerator != "cpu" and torch.cuda.is_available()
-    cards = [Card(torch.cuda.get_device_name(k), torch.cuda.get_device_capability(k)) for k in _numbers(on_cuda)]
+    gpu = torch.cuda.get_device_name(0) if on_cuda else None
+    problem = None if config.trainer.accelerator == "cpu" else gpu_problem(config.trainer.devices or 1)
     first = [
-        check_versions(cards, torch.cuda.get_arch_list(), torch.version.cuda, config.trainer.accelerator),
-        check_precision(
-            config.trainer.precision,
-            cards[0].name if cards else None,
-            on_cuda and has_bf16(),
-        ),
+        check_versions(problem, gpu),
+        check_precision(config.trainer.precision, gpu, on_cuda and has_bf16()),
     ]
     yield from first
     asked = config if first[1].status != "FAIL" else _with_trainer(config, precision="32")  # says so only once
     try:
         config = resolve_devices(_with_trainer(asked, num_nodes=1))
     except UserError as error:
-        first.append(Check("devices", "FAIL", *_split(str(error))))
+        failure = Check("devices", "FAIL", *_split(str(error)))
+        first.append(failure if problem is None else Check("devices", "SKIP", "not looked at, as versions failed"))
         yield first[-1]
     else:
         n = config.trainer.devices or 1
-        what = f"{n} × {cards[0].name}" if cards else f"{n} on {os.cpu_count()} CPU cores"
+        what = f"{n} × {gpu}" if gpu else f"{n} on {os.cpu_count()} CPU cores"
         nodes = "" if asked.trainer.num_nodes == 1 else f"; this node of {asked.trainer.num_nodes} only"
         yield Check("devices", "PASS", f"strategy={config.strategy.name}, {what}{nodes}")
         first.append(check_backend(config, dist.is_nccl_available(), dist.is_gloo_available()))
@@ -312,10 +311,6 @@ def _silence() -> Iterator[None]:
 
 def _with_trainer(config: Config, **changes: Any) -> Config:
     return replace(config, trainer=replace(config.trainer, **changes))
-
-
-def _numbers(on_cuda: bool) -> range:
-    return range(torch.cuda.device_count() if on_cuda else 0)
 
 
 def _split(line: str, mend: str = "") -> tuple[str, str]:

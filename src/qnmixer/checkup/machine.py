@@ -1,18 +1,18 @@
-"""What is checked of the machine by looking at it, before anything runs."""
+"""One line of the checklist, and what is checked of the machine by looking at it, before anything runs."""
 
-import importlib.metadata
 import platform
 import re
 import shutil
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from qnmixer.checkup.check import Check
-from qnmixer.config import Config, batch_of_replica
+from qnmixer.config import Config
+from qnmixer.config.run import batch_of_replica
 from qnmixer.memory.footprint import MIB
 from qnmixer.memory.plan import Planner
 from qnmixer.reconstructor import Reconstructor, build_projector
@@ -21,68 +21,32 @@ _CHECKPOINTS = 3  # best, last, and the one being written
 
 
 @dataclass(frozen=True)
-class Card:
-    """One GPU: name, and compute capability (7, 0)."""
+class Check:
+    """One line of the checklist; `mend` says what to do about a FAIL, and is empty otherwise."""
 
     name: str
-    capability: tuple[int, int]
+    status: Literal["PASS", "FAIL", "SKIP"]
+    found: str
+    mend: str = ""
+
+    def line(self) -> str:
+        """As the table has it."""
+        return f"{self.status}  {self.name:<15}{self.found}{self.mend and '. Mend: '}{self.mend}"
 
 
-def check_versions(cards: Sequence[Card], built: Sequence[str], cuda: str | None, accelerator: str) -> Check:
-    """Whether this torch has code for these cards.
+def check_versions(problem: tuple[str, str] | None, gpu: str | None) -> Check:
+    """Whether this torch can use the GPUs of this machine.
 
     Args:
-        cards: those that torch sees.
-        built: torch.cuda.get_arch_list(), as in sm_70 (machine code) and compute_90 (PTX, for newer cards too).
-        cuda: the version torch was built for; None: for the CPU.
-        accelerator: what was asked for.
+        problem: `gpu_problem()`: what stops it, and the fix.
+        gpu: name of the first GPU that torch sees; None: the run is on the CPU.
     """
-    found = f"python {platform.python_version()}, torch {torch.__version__}, lightning {_version('lightning')}"
-    driver = _driver()
-    for card in cards:
-        if not runs_on(card.capability, built):
-            arch = f"sm_{card.capability[0]}{card.capability[1]}"
-            older = card.capability < min(_capability(name) for name in built)
-            index = ("cu126" if cuda != "12.6" else "cu118") if older else "cu128"
-            return Check(
-                "versions",
-                "FAIL",
-                f"{found}: {card.name} is {arch}, which this torch is not built for ({', '.join(built)})",
-                f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{index}, a build "
-                f"for an {'older' if older else 'newer'} CUDA",
-            )
-    if cards:
-        return Check("versions", "PASS", f"{found}, CUDA {cuda}, driver {driver}: built for {cards[0].name}")
-    if accelerator != "cpu" and driver is not None:
-        why = "is built for the CPU" if cuda is None else f"cannot use it with CUDA {cuda}"
-        index = "cu126" if cuda is None else "cu118"
-        return Check(
-            "versions",
-            "FAIL",
-            f"{found}: there is an NVIDIA driver ({driver}), but torch {why}",
-            f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{index}, or a newer "
-            "driver; or trainer.accelerator=cpu",
-        )
+    found = f"python {platform.python_version()}, torch {torch.__version__}, lightning {version('lightning')}"
+    if problem is not None:
+        return Check("versions", "FAIL", f"{found}: {problem[0]}", f"{problem[1]}; or trainer.accelerator=cpu")
+    if gpu is not None:
+        return Check("versions", "PASS", f"{found}, CUDA {torch.version.cuda}, driver {_driver()}: built for {gpu}")
     return Check("versions", "SKIP", f"{found}; a CPU has no architecture to be missed")
-
-
-def runs_on(capability: tuple[int, int], built: Sequence[str]) -> bool:
-    """Whether some architecture of a build runs on a card of this compute capability.
-
-    Machine code runs on its own minor version and later ones of the same major, PTX on everything later; what ends
-    in a letter is for that one card (a) or family (f) alone.
-    """
-    for name in built:
-        made_for = _capability(name)
-        if name.endswith("a"):
-            runs = capability == made_for
-        elif name.startswith("compute_") and not name.endswith("f"):
-            runs = capability >= made_for
-        else:
-            runs = capability[0] == made_for[0] and capability[1] >= made_for[1]
-        if runs:
-            return True
-    return False
 
 
 def check_precision(precision: str, card: str | None, bf16: bool) -> Check:
@@ -141,22 +105,12 @@ def check_disk(free: int | None, checkpoint: int, folder: Path) -> Check:
     return Check("disk", "FAIL", found, "free some space, or another folder (hydra.run.dir=…)")
 
 
-def _capability(name: str) -> tuple[int, int]:
-    """(9, 0) of sm_90, compute_90 or sm_90a."""
-    digits = re.sub(r"\D", "", name)
-    return int(digits[:-1]), int(digits[-1])
-
-
 def _driver() -> str | None:
     """Version of the NVIDIA driver, if there is one."""
     with suppress(OSError):
         text = Path("/proc/driver/nvidia/version").read_text()
         return found[0] if (found := re.findall(r"\b\d{3}\.[\d.]+\b", text)) else "of unknown version"
     return None
-
-
-def _version(package: str) -> str:
-    return importlib.metadata.version(package)
 
 
 def free_bytes(path: Path) -> int | None:

@@ -24,16 +24,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from qnmixer.cli import explain
-from qnmixer.config import (
-    Config,
-    MemoryConfig,
-    PipelineConfig,
-    RecomputeConfig,
-    devices_per_replica,
-    parse,
-    section,
-    with_iterations,
-)
+from qnmixer.config import Config, parse
+from qnmixer.config.memory import MemoryConfig, RecomputeConfig
+from qnmixer.config.run import devices_per_replica, section, with_iterations
+from qnmixer.config.strategy import PipelineConfig
 from qnmixer.files import write_text
 from qnmixer.memory.footprint import MIB
 from qnmixer.memory.leaks import LeakWatch
@@ -194,7 +188,7 @@ class StepProbe:
 
     def before_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         """Keep the gradients, if they are the first that are finite."""
-        from qnmixer.parallel.shards import gather
+        from qnmixer.parallel.fsdp import gather
 
         named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
         gradients = {name: gather(gradient) for name, gradient in named}  # of fsdp a collective: on every rank
@@ -267,7 +261,7 @@ def reference_gradients(config: Config, window: list[Number], scale: float) -> d
 
     from qnmixer.data.datamodule import SliceDataModule
     from qnmixer.data.sampler import Pick
-    from qnmixer.parallel.precision import build_precision
+    from qnmixer.parallel.strategies import build_precision
 
     device = torch.device(config.trainer.accelerator)
     # Same gradients to the last bit, and room on one device for what a pipeline has split over several.

@@ -1,7 +1,7 @@
 """How every command starts and ends."""
 
 from qnmixer.cli.explain import explain
-from qnmixer.cli.run import TRACEBACK, run
+from qnmixer.cli.run import TRACEBACK, completed, run
 from qnmixer.config.compose import compose
 
-__all__ = ["TRACEBACK", "compose", "explain", "run"]
+__all__ = ["TRACEBACK", "completed", "compose", "explain", "run"]

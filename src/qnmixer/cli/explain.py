@@ -9,16 +9,17 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from qnmixer.config import flat_keys, unknown_key
 from qnmixer.config.compose import CONF, OF_A_RUN, compose
-from qnmixer.config.option import suggest_option
+from qnmixer.config.keys import flat_keys, unknown_key
+from qnmixer.config.option import suggest
+from qnmixer.config.target import options, values_of_option
 from qnmixer.errors import UserError, first_line
 
 
 def explain(error: BaseException, config_name: str) -> str | None:
     """The one line for an error that a user can mend; None for one that is a bug of ours."""
-    if isinstance(error, UserError):
-        return str(error)
+    if isinstance(error, UserError):  # from a data worker torch hands it on with a traceback before it
+        return re.sub(r"(?s)Caught \w+ in DataLoader worker .*\n\S*Error: ", "", str(error)).rstrip()
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" writing {error.filename}" if error.filename else ""
         return f"the disk is full{where}: free some space, or choose another folder (hydra.run.dir=…, output=…)"
@@ -66,9 +67,9 @@ def _explain_composition(error: Exception, config_name: str) -> str:
         found := re.search(r"Could not (?:find|load) '([^']+)/([^'/]+)'", text)
     ):
         group, name = found.groups()
-        options = [path.stem for path in sorted((CONF / group).glob("[!_]*.yaml"))]
-        if options:
-            return f"{group}={name} does not exist: {suggest_option(name, options)}"
+        found_options = [path.stem for path in sorted((CONF / group).glob("[!_]*.yaml"))]
+        if found_options:
+            return f"{group}={name} does not exist: {suggest(name, found_options, most=99)}"
     if isinstance(error, ConfigCompositionException) and (
         found := re.search(r"Could not (?:override|append[^']*|delete from config\.) '([^']+)'", text)
     ):
@@ -108,10 +109,6 @@ def known_keys(config_name: str) -> list[str]:
 def _keys_of_ready() -> Iterator[tuple[str, str]]:
     """Dotted names of the keys of all ready callbacks and loggers, and the option that has them."""
     for group in ("callbacks", "logger"):
-        for path in sorted((CONF / group).glob("*.yaml")):
-            package = re.match(r"# @package (\S+)", path.read_text())
-            values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-            assert isinstance(values, dict)
-            keys = {str(key): value for key, value in values.items() if key != "defaults"}
-            option = f"{group}={path.stem}"
-            yield from ((key, option) for key in flat_keys(keys, f"{package[1] if package else group}."))
+        for option in reversed(options(group)):  # default last, whose keys the others include
+            prefix = f"logger.{option}." if group == "logger" else "callbacks."
+            yield from ((key, f"{group}={option}") for key in flat_keys(values_of_option(group, option), prefix))

@@ -14,9 +14,9 @@ from omegaconf import DictConfig
 
 from qnmixer.cli.explain import explain, known_keys
 from qnmixer.cli.help import usage
-from qnmixer.config import unknown_key
 from qnmixer.config.compose import CONF, OF_A_RUN, compose_as_given, compose_sweep, fitted
 from qnmixer.config.habits import habit
+from qnmixer.config.keys import unknown_key
 from qnmixer.config.overrides import with_length
 from qnmixer.config.search_path import with_search_path
 from qnmixer.errors import ConfigError, Stopped
@@ -71,19 +71,9 @@ def _run(
     if "--version" in sys.argv[1:]:
         print(f"qnmixer {version('qnmixer')}")
         return
-    sys.argv[1:] = accepted(sys.argv[1:])
-    if config_name in OF_A_RUN and (way := habit(sys.argv[1:])):
-        raise ConfigError(way)
-    arguments = with_search_path(sys.argv[1:])
-    is_sweep = not _SWEEP.isdisjoint(arguments) or _SWEEP_MODE in arguments
-    if config_name in OF_A_RUN:
-        arguments = with_length(arguments)
-        arguments = arguments if is_sweep else fitted(config_name, arguments)  # a launcher does it for each job
-    sys.argv[1:] = with_search_path(complete(arguments))  # a run that is resumed has one too
-    if is_rank():
-        sys.argv[1:] = _overrides_of_rank(sys.argv[1:])
+    sys.argv[1:] = completed(sys.argv[1:], config_name, complete)
+    is_sweep = _is_sweep(sys.argv[1:])
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in _SWEEP)  # where Hydra wants them
-    _check_flags(sys.argv[1:], config_name)
     overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
     flags = {argument for argument in sys.argv[1:] if argument.startswith("-")}
     if flags & {"--help", "-h"}:
@@ -103,6 +93,27 @@ def _run(
         command()
     if failures:
         raise failures[0]
+
+
+def completed(arguments: list[str], config_name: str, complete: Callable[[list[str]], list[str]] = list) -> list[str]:
+    """Arguments as Hydra is to get them, from those that were given; `complete` and what is raised are as in `run`."""
+    arguments = accepted(arguments)
+    if config_name in OF_A_RUN and (way := habit(arguments)):
+        raise ConfigError(way)
+    arguments = with_search_path(arguments)
+    if config_name in OF_A_RUN:
+        arguments = with_length(arguments)
+        if not _is_sweep(arguments):  # a launcher does it for each job
+            arguments = fitted(config_name, arguments)
+    arguments = with_search_path(complete(arguments))  # a run that is resumed has one too
+    if is_rank():
+        arguments = _overrides_of_rank(arguments)
+    _check_flags(arguments, config_name)
+    return arguments
+
+
+def _is_sweep(arguments: list[str]) -> bool:
+    return not _SWEEP.isdisjoint(arguments) or _SWEEP_MODE in arguments
 
 
 def accepted(arguments: list[str]) -> list[str]:

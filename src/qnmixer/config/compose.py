@@ -12,7 +12,8 @@ from omegaconf import DictConfig
 from qnmixer.config.overrides import key_of, values_of, with_length
 from qnmixer.errors import ConfigError
 
-CONF = Path(__file__).resolve().parents[3] / "conf"
+CONF = (Path(__file__).parents[1] / "conf").resolve()
+"""In a checkout a link to conf/ of the repository; a wheel holds the files themselves."""
 OF_A_RUN = ("train", "plan", "doctor")
 """Commands with the whole config of a run; the others take it from a run folder."""
 
@@ -56,7 +57,7 @@ def fitted(config_name: str, overrides: list[str]) -> list[str]:
 def compose_as_given(config_name: str, overrides: list[str], with_hydra: bool = False) -> DictConfig:
     """As `compose`, from overrides that nothing is added to."""
     if not CONF.is_dir():
-        raise ConfigError(f"no configs at {CONF}: install with `pip install -e .` from a clone of the repository")
+        raise ConfigError(f"no configs at {CONF}: in a clone, `git config core.symlinks true` and check it out again")
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         try:

@@ -4,12 +4,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from qnmixer.config.custom import keys_of
 from qnmixer.config.option import number, one_of, suggest
 from qnmixer.config.section import parse_section
-from qnmixer.config.target import TARGET, Target, options, schema, schema_of_target, values_of_option
+from qnmixer.config.target import TARGET, Target, keys_of, options, schema, schema_of_target, values_of_option
 from qnmixer.errors import ConfigError, DataError
-from qnmixer.files import check_there
+from qnmixer.files import check_no_nifti, check_there
 
 if TYPE_CHECKING:
     from qnmixer.config.run import Config
@@ -265,6 +264,9 @@ def check_data(config: DataConfig) -> None:
                             "split for itself: give each source a folder of its own"
                         )
                 seen[name] = folder
+    for section, part in config.by_section().items():
+        if isinstance(part, FolderData) and part.root is not None:  # a reader of the user's own may take it
+            check_no_nifti(f"{section}.root", part.root)
 
 
 def _check_root(key: str, root: str) -> None:

@@ -21,6 +21,7 @@ class DebugConfig:
 class FewBatchesConfig(DebugConfig):
     """The first slices of each part only."""
 
+    name: str = "few_batches"
     batches: int = number(at_least=1)
 
 
@@ -28,6 +29,7 @@ class FewBatchesConfig(DebugConfig):
 class ProfileConfig(DebugConfig):
     """torch's profiler over some optimizer steps."""
 
+    name: str = "profile"
     warm_up: int = number(at_least=1)
     steps: int = number(at_least=1)
 

@@ -4,9 +4,8 @@ import difflib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from qnmixer.config.groups import GROUPS
 from qnmixer.config.option import suggest
-from qnmixer.config.target import groups, keys_of_options, options
+from qnmixer.config.target import groups, keys_of_options, names_of, options
 from qnmixer.config.trainer import PASSED_ON, REFUSED, refusal
 from qnmixer.errors import ConfigError
 
@@ -16,7 +15,7 @@ _OF_LIGHTNING = [f"trainer.{name}" for name in PASSED_ON]
 def unknown_key(key: str, known: Collection[str]) -> ConfigError:
     """The error for a key that does not exist, with where it belongs or the nearest that does."""
     section, _, name = key.partition(".")
-    if name == "name" and section in groups() and section not in GROUPS:
+    if name == "name" and section in groups() and not names_of(section):
         return ConfigError(f"{key} is no key: choose an option by its name, as in {section}={options(section)[0]}")
     if section in groups() and (owners := [it for it, keys in keys_of_options(section).items() if name in keys]):
         return ConfigError(f"{key} goes with {section}={' or '.join(owners)} only: choose that, or leave {key} out")

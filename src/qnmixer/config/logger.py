@@ -6,15 +6,16 @@ from importlib.util import find_spec
 from typing import Any
 
 from qnmixer.config.compose import CONF
-from qnmixer.config.custom import Custom
 from qnmixer.config.option import one_of
-from qnmixer.config.target import TARGET
+from qnmixer.config.target import TARGET, Custom
 from qnmixer.errors import ConfigError
 
 CUSTOM = "custom"
 """The name of the logger that the group itself describes, without a name."""
 METRICS_FILE = "qnmixer.tracking.metrics_file.MetricsFile"
 """What every run has, named by logger=csv."""
+LONGEST_TAG = 64
+"""Characters that W&B takes."""
 
 _WANDB = "qnmixer.tracking.loggers.WandbRun"
 _PACKAGES = {

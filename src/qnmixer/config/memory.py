@@ -7,7 +7,7 @@ from qnmixer.config.option import number
 
 @dataclass(kw_only=True)
 class MemoryConfig:
-    """Where the graph of the iterations stays until backward."""
+    """Where the graph of the iterations stays until backward; `name` is that of the mode."""
 
     name: str
 
@@ -16,4 +16,5 @@ class MemoryConfig:
 class RecomputeConfig(MemoryConfig):
     """Built again in backward."""
 
+    name: str = "recompute"
     segment: int = number(at_least=1)

@@ -51,15 +51,9 @@ def check_bounds(prefix: str, section: Any) -> None:
             raise ConfigError(f"{key} is too large: give less than {high}")
 
 
-def suggest(word: str, choices: Collection[str]) -> str:
-    """How to mend a word that is none of the choices."""
+def suggest(word: str, choices: Collection[str], most: int = 12) -> str:
+    """How to mend a word that is none of the choices: the nearest one, or all, if they are at most so many."""
     near = difflib.get_close_matches(word, [c for c in choices if c != word], n=1, cutoff=0.6)
     if near:
         return f"did you mean {near[0]}?"
-    return f"choose {', '.join(choices)}" if len(choices) <= 12 else "run with --cfg job to see all keys"
-
-
-def suggest_option(word: str, options: Collection[str]) -> str:
-    """The nearest option of a group, or all of them."""
-    near = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
-    return f"did you mean {near[0]}?" if near else f"choose {', '.join(options)}"
+    return f"choose {', '.join(choices)}" if len(choices) <= most else "run with --cfg job to see all keys"

@@ -12,13 +12,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.config.callbacks import parse_callbacks
 from qnmixer.config.compose import CONF
-from qnmixer.config.custom import Custom, keys_of
 from qnmixer.config.data import DataConfig
 from qnmixer.config.debug import DebugConfig
 from qnmixer.config.evaluation import EvaluationConfig
 from qnmixer.config.geometry import GeometryConfig
-from qnmixer.config.groups import GROUPS, SECTIONS
-from qnmixer.config.logger import LoggerConfig, WandbConfig, named_loggers, schema_of_logger, section_of
+from qnmixer.config.logger import LONGEST_TAG, LoggerConfig, WandbConfig, named_loggers, schema_of_logger, section_of
 from qnmixer.config.loss import LossConfig
 from qnmixer.config.memory import MemoryConfig
 from qnmixer.config.model import ModelConfig, UnrolledConfig
@@ -28,7 +26,16 @@ from qnmixer.config.option import number, one_of, suggest
 from qnmixer.config.schedule import ScheduleConfig
 from qnmixer.config.section import parse_section, plain_values
 from qnmixer.config.strategy import StrategyConfig
-from qnmixer.config.target import TARGET, Target, options, schema_of_target, values_of_option
+from qnmixer.config.target import (
+    TARGET,
+    Custom,
+    Target,
+    keys_of,
+    names_of,
+    options,
+    schema_of_target,
+    values_of_option,
+)
 from qnmixer.config.trainer import TrainerConfig, gathered
 from qnmixer.errors import ConfigError
 from qnmixer.plugins import check_plugin
@@ -106,23 +113,29 @@ def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
 
 
 def schema_of(section: str, value: Any) -> type:
-    """The dataclass of a section of the config; raises ConfigError for an option that does not exist."""
-    if section in SECTIONS:
-        return SECTIONS[section]
-    if section in _targets() and isinstance(value, Mapping):
-        return schema_of_target(_targets()[section], value)
+    """The dataclass of a section of the config: that of its target or its name, or what those of the group derive from.
+
+    Raises ConfigError for an option that does not exist.
+    """
+    base, names = _hints()[section], names_of(section)
+    if isinstance(value, Mapping) and issubclass(base, Target):
+        return schema_of_target(base, value)
+    if isinstance(value, Mapping) and not names:
+        return base
     name = str(value.get("name")) if isinstance(value, Mapping) else str(value)
-    schemas = GROUPS.get(section, {})
-    if name not in schemas:
-        raise ConfigError(f"{section}={name} is not known: {suggest(name, schemas or options(section))}")
-    return schemas[name]
+    if name not in names:
+        raise ConfigError(f"{section}={name} is not known: {suggest(name, names or options(section))}")
+    schemas: list[type] = base.__subclasses__()
+    for schema in schemas:
+        if getattr(schema, "name", None) == name:
+            return schema
+    return base
 
 
 @cache
-def _targets() -> dict[str, type[Target]]:
-    """What the schemas of the groups derive from whose options name a target."""
-    hints = get_type_hints(Config)
-    return {key: it for key, it in hints.items() if isinstance(it, type) and issubclass(it, Target)}
+def _hints() -> dict[str, type]:
+    """The types of the sections."""
+    return get_type_hints(Config)
 
 
 def targets_of(config: Any) -> dict[str, str]:
@@ -152,6 +165,9 @@ def validate(config: Config) -> None:
         if hasattr(section, "check"):
             section.check(config)
     trainer = config.trainer
+    for tag in config.tags:
+        if not 1 <= len(tag) <= LONGEST_TAG:
+            raise ConfigError(f"tags: {tag[:20]!r} has {len(tag)} characters: give each tag 1 to {LONGEST_TAG}")
     if config.finetune is not None and config.resume is not None:
         raise ConfigError("finetune takes the weights of a run, resume goes on with it: give one of them")
     if trainer.max_steps == -1 and trainer.max_epochs is None:
@@ -183,14 +199,16 @@ def with_iterations(config: Config, T: int) -> Config:
 
 def override(config: Config, overrides: str) -> Config:
     """The config with overrides as on a command line: keys, and groups ("memory=recompute") of options that exist."""
-    values = to_plain(config)
+    values = OmegaConf.create(to_plain(config))
     for item in overrides.split():
         key, _, value = item.partition("=")
         if (CONF / key).is_dir():
             values[key] = _resolved(key, value, config.seed, {})
         else:
-            values = OmegaConf.to_container(OmegaConf.merge(values, OmegaConf.from_dotlist([item])))  # type: ignore[assignment]  # a dict
-    return parse(values)
+            values.merge_with_dotlist([item])
+    plain = OmegaConf.to_container(values)  # text with ${…} stays text
+    assert isinstance(plain, dict)
+    return parse({str(key): section for key, section in plain.items()})
 
 
 def section(group: str, option: str, *, seed: int = 42, **keys: Any) -> Any:

@@ -8,10 +8,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from qnmixer.config.custom import Custom, split_arguments
 from qnmixer.config.keys import flat_keys, unknown_key
 from qnmixer.config.option import check_bounds
-from qnmixer.config.target import TARGET, Target, check_arguments
+from qnmixer.config.target import TARGET, Custom, Target, check_arguments, split_arguments
 from qnmixer.errors import ConfigError
 
 

@@ -49,6 +49,8 @@ class SingleConfig(StrategyConfig):
 
     planned_as: ClassVar[str | None] = "replica"
 
+    name: str = "single"
+
 
 @dataclass(kw_only=True)
 class DDPConfig(StrategyConfig):
@@ -56,6 +58,7 @@ class DDPConfig(StrategyConfig):
 
     planned_as: ClassVar[str | None] = "replica"
 
+    name: str = "ddp"
     static_graph: bool
 
     def check(self, run: "Config") -> None:
@@ -74,6 +77,7 @@ class FSDPConfig(StrategyConfig):
 
     planned_as: ClassVar[str | None] = "shards"
 
+    name: str = "fsdp"
     reshard_after_forward: bool
     sharded_checkpoint: bool
 
@@ -84,6 +88,7 @@ class PipelineConfig(StrategyConfig):
 
     planned_as: ClassVar[str | None] = "pipeline"
 
+    name: str = "pipeline"
     schedule: str = one_of("1f1b", "gpipe", "interleaved", "sequential")
     microbatch_size: int = number(at_least=1)
     devices_per_pipeline: int | None = number(at_least=2)  # None: all of a node

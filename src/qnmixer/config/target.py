@@ -6,7 +6,7 @@ the target. Nothing lists the options of a group but its folder in conf/.
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from omegaconf import OmegaConf
 
 from qnmixer.config.compose import CONF
-from qnmixer.config.custom import Custom, keys_of
 from qnmixer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,6 +22,34 @@ if TYPE_CHECKING:
 TARGET = "_target_"
 _NO_OPTIONS = ("_", "as_trained", "custom")  # parts of others, for evaluate alone, of the user's own
 _OURS = "qnmixer."
+
+
+@dataclass(kw_only=True)
+class Custom:
+    """A class or function, and its arguments.
+
+    Attributes:
+        _target_: module.name of the class or function.
+        arguments: what the section has beside the keys of its schema. The target gets them by name.
+    """
+
+    _target_: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+def split_arguments(schema: type[Custom], value: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keys of a section that its schema knows, and its arguments."""
+    known = {f.name for f in fields(schema)} - {"arguments"}
+    return (
+        {key: item for key, item in value.items() if key in known},
+        {str(key): item for key, item in value.items() if key not in known},
+    )
+
+
+def keys_of(section: Any) -> dict[str, Any]:
+    """The keys of a section as a command line has them: arguments of a target stand beside the others."""
+    keys = asdict(section)
+    return keys | keys.pop("arguments") if isinstance(section, Custom) else keys
 
 
 @dataclass(kw_only=True)
@@ -55,7 +82,9 @@ class Target(Custom):
 
     def choice(self) -> list[str]:
         """The overrides that choose this target."""
-        return choice_of(self.group, self._target_)
+        if self.name != self._target_:
+            return [f"{self.group}={self.name}"]
+        return [f"{self.group}=custom", f"{self.group}.{TARGET}={self._target_}"]
 
 
 _T = TypeVar("_T", bound=Target)
@@ -113,8 +142,7 @@ def check_arguments(cls: type[Target], target: str, arguments: Mapping[str, Any]
         raise ConfigError(f"{cls.group}.{odd} is not known: beside {TARGET} there are the arguments of the target")
     if target in _SCHEMAS and target.startswith(_OURS):
         return next(iter(arguments), None)
-    mine = option_of(cls.group, target)
-    if mine == target:
+    if not arguments or (mine := option_of(cls.group, target)) == target:
         return None
     keys = keys_of_options(cls.group)
     others = {key for option, its in keys.items() if option != mine for key in its} - {*keys[mine]} | {"name"}
@@ -130,6 +158,13 @@ def groups() -> list[str]:
 def options(group: str) -> list[str]:
     """The options of a group that conf/ has ready, by name."""
     return sorted(path.stem for path in (CONF / group).glob("*.yaml") if not path.stem.startswith(_NO_OPTIONS))
+
+
+@cache
+def names_of(group: str) -> list[str]:
+    """The names of the options of a group that have a name and no target."""
+    texts = [(CONF / group / f"{option}.yaml").read_text() for option in options(group)]
+    return list(dict.fromkeys(re.findall(r'^(?:debug: {)?name: "?(\w+)', "\n".join(texts), re.MULTILINE)))
 
 
 def files_of(path: Path, *, below: bool = False) -> list[Path]:
@@ -169,12 +204,6 @@ def _by_target(group: str) -> dict[str, str]:
 def option_of(group: str, target: str) -> str:
     """The option that stands for a target; the target itself where conf/ has none."""
     return _by_target(group).get(target, target)
-
-
-def choice_of(group: str, target: str) -> list[str]:
-    """The overrides that choose a target."""
-    option = option_of(group, target)
-    return [f"{group}={option}"] if option != target else [f"{group}=custom", f"{group}.{TARGET}={target}"]
 
 
 def with_names(plain: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 The index is written last, by an atomic rename: a cache without one, or whose sources, format or size differ from what
 the index says, is built anew. One process builds (a lock file), the others wait and then read.
+
+The index has a digest of itself, and one of each slice, which is checked whenever the slice is read: 0.3 ms for 256 ×
+256 pixels. To check all of them at the start would read the whole file.
 """
 
 import io
@@ -22,10 +25,11 @@ from rich.progress import Progress
 from qnmixer.data.resample import to_square
 from qnmixer.data.slices import FloatArray, SkipFile, Slice, SliceInfo, clean_hu, require_content, summarise_skipped
 from qnmixer.errors import DataError
-from qnmixer.files import TEMPORARY_SUFFIX, atomic_file, default_cache_dir, digest, write_text
+from qnmixer.files import atomic_file, default_cache_dir, digest, digest_of_bytes, is_temporary, write_text
 
-_FORMAT = 1
+_FORMAT = 2
 _ROW = np.dtype("<f4")
+_INDEX = "index.json"
 
 
 class Reader(Protocol):
@@ -41,11 +45,16 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file as it was when the cache was built."""
+    """A file as it was when the cache was built.
+
+    A program can set the time of the last change, mtime, as `cp -p` does; that of the last change of any kind, ctime,
+    none can.
+    """
 
     path: str
     size: int
     mtime_ns: int
+    ctime_ns: int
 
 
 class SliceCache:
@@ -53,6 +62,7 @@ class SliceCache:
 
     Attributes:
         infos: where each slice came from.
+        digests: of the pixels of each slice.
         skipped: (name, reason) of what could not be used.
         hu_range: smallest and largest value of all slices.
     """
@@ -60,11 +70,12 @@ class SliceCache:
     endless = False
 
     def __init__(self, folder: Path, index: dict[str, Any]) -> None:
-        self._file = folder / index["file"]
+        self._index_file, self._file = folder / _INDEX, _pixels(folder, index["fingerprint"])
         self._rows: list[int] = index["rows"]
         self._size: int = index["image_size"]
         self._images: FloatArray | None = None
         self.infos = [SliceInfo(**info) for info in index["slices"]]
+        self.digests: list[int] = index["digests"]
         self.skipped: list[tuple[str, str]] = [(name, reason) for name, reason in index["skipped"]]
         self.hu_range: tuple[float, float] = (index["hu_range"][0], index["hu_range"][1])
 
@@ -72,10 +83,16 @@ class SliceCache:
         return len(self.infos)
 
     def load(self, index: int) -> FloatArray:
-        """Slice [S, S] in HU, float32; a copy that the caller may change."""
+        """Slice [S, S] in HU, float32; a copy that the caller may change. Raises DataError where it is damaged."""
         if self._images is None:
             self._images = np.lib.format.open_memmap(self._file, mode="r")
-        return np.array(self._images[self._rows[index]])
+        hu = np.array(self._images[self._rows[index]])
+        if digest_of_bytes(hu.data) != self.digests[index]:
+            self._index_file.unlink(missing_ok=True)
+            raise DataError(
+                f"{self._file} has changed on the disk at {self.name(index)}: start again, and it is built anew"
+            )
+        return hu
 
     def name(self, index: int) -> str:
         """File (and frame) that the slice came from."""
@@ -108,7 +125,8 @@ def list_files(
             path = Path(folder, name)
             if not name.startswith(".") and path.is_file():
                 stat = path.stat()
-                found.append(SourceFile(path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns))
+                below = path.relative_to(root).as_posix()
+                found.append(SourceFile(below, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
     if not found:
         raise DataError(f"{key}={root} is empty: no file in it at any depth; give the folder that holds the slices")
     chosen = [file for file in found if fnmatch(file.path, include)]
@@ -144,30 +162,32 @@ def open_cache(
 def _read_index(folder: Path, fingerprint: str) -> dict[str, Any] | None:
     """The index of a cache that is whole and of these sources, or None."""
     try:
-        index: dict[str, Any] = json.loads((folder / "index.json").read_text())
-        if index["fingerprint"] != fingerprint:
+        index: dict[str, Any] = json.loads((folder / _INDEX).read_text())
+        if index.pop("digest") != digest(index) or index["fingerprint"] != fingerprint:
             return None
-        images = np.lib.format.open_memmap(folder / index["file"], mode="r")
-        count, size = len(index["slices"]), index["image_size"]
-    except (OSError, ValueError, KeyError, TypeError):
+        images = np.lib.format.open_memmap(_pixels(folder, fingerprint), mode="r")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    whole = images.shape == (count, size, size) and images.dtype == _ROW and len(index["rows"]) == count
-    return index if whole else None
+    size = index["image_size"]
+    return index if images.shape == (len(index["slices"]), size, size) and images.dtype == _ROW else None
+
+
+def _pixels(folder: Path, fingerprint: str) -> Path:
+    return folder / f"{fingerprint}.npy"
 
 
 def _build(
     reader: Reader, root: Path, files: Sequence[SourceFile], size: int, folder: Path, fingerprint: str
 ) -> dict[str, Any]:
     """Decode everything into a new cache file, then commit it by writing the index; returns the index."""
-    for stale in folder.glob(f".*{TEMPORARY_SUFFIX}"):
+    for stale in filter(is_temporary, folder.iterdir()):
         stale.unlink()
-    name = f"{fingerprint}.npy"
-    with atomic_file(folder / name) as stream:
+    with atomic_file(_pixels(folder, fingerprint)) as stream:
         index = _decode_all(reader, root, files, size, stream)
-    index |= {"fingerprint": fingerprint, "file": name, "image_size": size}
-    write_text(folder / "index.json", json.dumps(index))
+    index |= {"fingerprint": fingerprint, "image_size": size}
+    write_text(folder / _INDEX, json.dumps(index | {"digest": digest(index)}))
     for old in folder.glob("*.npy"):
-        if old.name != index["file"]:
+        if old != _pixels(folder, fingerprint):
             with suppress(OSError):
                 old.unlink()
     return index
@@ -187,6 +207,7 @@ def _decode_all(
     """Decode file after file into the stream; the index of what went in, sorted by patient, series and position."""
     stream.write(_header(0, size))
     infos: list[SliceInfo] = []
+    digests: list[int] = []
     skipped: list[tuple[str, str]] = []
     low, high = np.inf, -np.inf
     console = Console(stderr=True)
@@ -200,7 +221,9 @@ def _decode_all(
                     except SkipFile as reason:
                         skipped.append((piece.info.name, str(reason)))
                         continue
-                    stream.write(to_square(hu, size).astype(_ROW, copy=False).tobytes())
+                    pixels = to_square(hu, size).astype(_ROW, copy=False).tobytes()
+                    stream.write(pixels)
+                    digests.append(digest_of_bytes(pixels))
                     infos.append(piece.info)
                     low, high = min(low, float(hu.min())), max(high, float(hu.max()))
             except SkipFile as reason:
@@ -211,7 +234,8 @@ def _decode_all(
     stream.write(header)
     order = sorted(range(len(infos)), key=lambda row: infos[row].order)
     slices = [asdict(infos[row]) for row in order]
-    return {"slices": slices, "rows": order, "skipped": skipped, "hu_range": [low, high]}
+    in_order = [digests[row] for row in order]
+    return {"slices": slices, "digests": in_order, "rows": order, "skipped": skipped, "hu_range": [low, high]}
 
 
 def _require_slices(

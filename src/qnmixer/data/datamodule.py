@@ -14,6 +14,7 @@ from qnmixer.data.dataset import Sample, SliceDataset
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.data.scaling import build_scaling
 from qnmixer.data.sources import Part, nothing_for, parts_of
+from qnmixer.data.splits import RunSplit
 from qnmixer.errors import DataError
 from qnmixer.processes.signals import SIGNALS
 
@@ -30,6 +31,7 @@ class SliceDataModule(LightningDataModule):
         first: only so many slices of each part.
         overfit: train on so many slices over and over, and validate on the same.
         batches: of each process in an epoch of training, or the share of them; None: all.
+        split: who is in which part; None: drawn.
     """
 
     def __init__(
@@ -39,10 +41,12 @@ class SliceDataModule(LightningDataModule):
         first: int | None = None,
         overfit: int | None = None,
         batches: int | float | None = None,
+        split: RunSplit | None = None,
     ) -> None:
         super().__init__()
         self.config, self.first, self.overfit, self.batches = config, first, overfit, batches
         self.scaling = build_scaling(config.scaling, config.hu_max)
+        self.split = split or RunSplit()
         self.parts: dict[str, Part] = {}
         self._start = (0, 0)
 
@@ -54,7 +58,7 @@ class SliceDataModule(LightningDataModule):
         """Find, split and describe the slices; does nothing the second time."""
         if self.parts:
             return
-        self.parts = parts_of(self.config)
+        self.parts = parts_of(self.config, self.split)
         if self.config.train_slices is not None:
             self.parts["train"] = self.parts["train"].spread(self.config.train_slices)
         if self.first is not None:

@@ -1,5 +1,6 @@
 """CT in DICOM: which files count, what their pixels are in HU, who and where they show."""
 
+import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from pydicom.pixels.utils import pixel_array
 
 from qnmixer.data.slices import AIR, FloatArray, SkipFile, Slice, SliceInfo
 
+_SLOPES = 1e-3, 1e3
+"""Outside of these 16 bits hold no HU."""
 CT_CLASSES = {
     "1.2.840.10008.5.1.4.1.1.2": "CT Image",
     "1.2.840.10008.5.1.4.1.1.2.1": "Enhanced CT Image",
@@ -74,11 +77,17 @@ def frame_tag(dataset: Dataset, frame: int, sequence: str, keyword: str) -> Any:
 
 def rescale_of(dataset: Dataset, frame: int) -> tuple[float, float]:
     """(slope, intercept) that turn stored values of a frame into HU; SkipFile if the file does not say."""
+    kind = str(frame_tag(dataset, frame, "PixelValueTransformationSequence", "RescaleType") or "HU").strip()
+    if kind not in ("HU", "US"):  # unspecified: what GDCM writes, and some scanners in enhanced images, of HU too
+        raise SkipFile(f"RescaleType {kind}, not HU")
     slope = frame_tag(dataset, frame, "PixelValueTransformationSequence", "RescaleSlope")
     intercept = frame_tag(dataset, frame, "PixelValueTransformationSequence", "RescaleIntercept")
     if slope is None or intercept is None:
         raise SkipFile("no RescaleSlope/RescaleIntercept")
-    return float(slope), float(intercept)
+    slope, intercept = float(slope), float(intercept)
+    if not (_SLOPES[0] <= abs(slope) <= _SLOPES[1] and math.isfinite(intercept)):
+        raise SkipFile(f"RescaleSlope {slope} and RescaleIntercept {intercept} give no HU")
+    return slope, intercept
 
 
 def frame_hu(dataset: Dataset, frame: int, raw: np.ndarray[Any, Any]) -> FloatArray:

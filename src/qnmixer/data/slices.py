@@ -10,7 +10,10 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float32]
 AIR = -1000.0
+NO_AIR = -500.0
 _BELOW_AIR = -1024.0
+_DENSEST = 32767.0
+"""HU: what 16 bits of a scanner hold of metal at most."""
 
 
 class SkipFile(Exception):
@@ -76,18 +79,25 @@ class SliceSource(Protocol):
 
 
 def clean_hu(hu: FloatArray) -> FloatArray:
-    """Set padding (anything below −1024 HU) to air; SkipFile where pixels are NaN or infinite."""
+    """Set padding (anything below −1024 HU) to air; SkipFile where pixels are NaN, infinite or no HU."""
     if not np.isfinite(hu).all():
         raise SkipFile("NaN or infinite pixels")
+    if hu.max() > _DENSEST:
+        raise SkipFile(f"values above {_DENSEST:g}, which are no HU")
     return np.where(hu < _BELOW_AIR, np.float32(AIR), hu).astype(np.float32, copy=False)
 
 
 def require_content(hu: FloatArray) -> None:
     """SkipFile for a slice that shows nothing: all air, or constant."""
-    if hu.max() < -500:
+    if hu.max() < NO_AIR:
         raise SkipFile("nothing but air in the slice")
     if hu.max() == hu.min():
         raise SkipFile("all pixels have the same value")
+
+
+def doubt(root: str) -> str:
+    """What is said of slices that have no pixel below `NO_AIR`."""
+    return f"{root}: no pixel is below −500 HU; is this really in HU (air −1000, water 0)?"
 
 
 def summarise_skipped(root: str, skipped: Sequence[tuple[str, str]]) -> str:

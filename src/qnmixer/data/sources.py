@@ -7,23 +7,23 @@ size. If it takes `fine` too, it is asked by that for the same slices on a finer
 A reader decodes the files of a folder, see `qnmixer.data.cache.Reader`.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_warn
-
 from qnmixer.config.data import DataConfig, FolderData, MixedData
 from qnmixer.data.cache import Reader, SliceCache, open_cache
 from qnmixer.data.dataset import SliceView
 from qnmixer.data.mixed import MixedSource, counts_of
 from qnmixer.data.resample import to_square
-from qnmixer.data.slices import FloatArray, SkipFile, SliceSource, clean_hu, summarise_skipped
-from qnmixer.data.splits import PARTS, patients_of, split_slices
+from qnmixer.data.slices import NO_AIR, FloatArray, SkipFile, SliceSource, clean_hu, doubt, summarise_skipped
+from qnmixer.data.splits import PARTS, RunSplit, few, patients_of
 from qnmixer.errors import ConfigError, DataError, UserError
 from qnmixer.plugins import Kind, build, load, taken
+from qnmixer.processes.ranks import rank
 
 SLICES = Kind(
     "a class with __len__ and load",
@@ -67,11 +67,14 @@ class Part:
         return Part(SliceView(self.source, indices), 0, self.fine and SliceView(self.fine, indices))
 
 
-def parts_of(config: DataConfig) -> dict[str, Part]:
-    """train, val and test. Raises PluginError for a class that does not fit, DataError for what cannot be read."""
+def parts_of(config: DataConfig, split: RunSplit, section: str = "data") -> dict[str, Part]:
+    """train, val and test. Raises PluginError for a class that does not fit, DataError for what cannot be read.
+
+    `split` decides who is in which of them, and learns it; `section`: where the config stands.
+    """
     if isinstance(config, MixedData):
-        return _of_mix(config)
-    return _of_folder(config) if isinstance(config, FolderData) else _of_class(config)
+        return _of_mix(config, split)
+    return _of_folder(config, split, section) if isinstance(config, FolderData) else _of_class(config)
 
 
 def _of_class(config: DataConfig) -> dict[str, Part]:
@@ -122,18 +125,24 @@ class Resampled:
         return named(index) if named else f"{self.part} {index}"
 
 
-def _of_folder(config: FolderData) -> dict[str, Part]:
+def _of_folder(config: FolderData, run: RunSplit, section: str) -> dict[str, Part]:
     reader: Reader = build(config, READER)
     cache = _open(config, reader, config.image_size)
     if cache.skipped:
-        rank_zero_warn(summarise_skipped(str(config.root), cache.skipped))
-    if cache.hu_range[0] > -500:
-        rank_zero_warn(f"{config.root}: no pixel is below −500 HU; is this really in HU (air −1000, water 0)?")
+        _warn(summarise_skipped(str(config.root), cache.skipped))
+    if cache.hu_range[0] > NO_AIR:
+        _warn(doubt(str(config.root)))
     if config.split == "slices":
-        rank_zero_warn("data.split=slices puts neighbouring slices into train and test: scores will be too good")
+        _warn("data.split=slices puts neighbouring slices into train and test: scores will be too good")
     root_name = Path(str(config.root)).resolve().name
     patients = patients_of(cache.infos, patient_from=config.patient_from, root_name=root_name)
-    split, factor = split_slices(cache.infos, patients, config), config.simulation_factor
+    split, new = run.settle(section, cache.infos, patients, cache.digests, config)
+    if new:
+        _warn(
+            f"{config.root}: {len(new)} of its patients were not there when the run began, and are in none of its "
+            f"parts: {few(new)}"
+        )
+    factor = config.simulation_factor
     fine = None if factor == 1 else _open(config, reader, config.image_size * factor)
     return {
         part: Part(
@@ -145,6 +154,12 @@ def _of_folder(config: FolderData) -> dict[str, Part]:
     }
 
 
+def _warn(line: str) -> None:
+    """Warn once, not in every process of a run."""
+    if rank() == 0:
+        warnings.warn(line, stacklevel=3)
+
+
 def _open(config: FolderData, reader: Reader, image_size: int) -> SliceCache:
     """The decoded slices of a folder, [image_size, image_size]."""
     if not config.root:
@@ -154,12 +169,12 @@ def _open(config: FolderData, reader: Reader, image_size: int) -> SliceCache:
     return open_cache(reader, root, image_size, include=config.include, cache_dir=cache_dir)
 
 
-def _of_mix(config: MixedData) -> dict[str, Part]:
+def _of_mix(config: MixedData, split: RunSplit) -> dict[str, Part]:
     """Training slices by their shares; those of one source to validate and test, or of all."""
     sources: dict[str, dict[str, Part]] = {}
     for key, source in config.by_section().items():
         with _of_section(key):
-            sources[key] = parts = parts_of(source)
+            sources[key] = parts = parts_of(source, split, key)
             if not len(parts["train"].source) and config.shares[key.rpartition(".")[2]]:
                 raise DataError(f"{nothing_for('train', source)}, or share=0")
     train = [parts["train"] for parts in sources.values()]

@@ -1,4 +1,7 @@
-"""Which slices train, which validate and which test: by patient, so that no anatomy is seen twice."""
+"""Which slices train, which validate and which test: by patient, so that no anatomy is seen twice.
+
+A checkpoint has the record of its run's split, so that files that come, go or get other names change no patient's part.
+"""
 
 import difflib
 import re
@@ -7,10 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import PurePosixPath
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from qnmixer.config.data import FolderData
 from qnmixer.data.slices import SliceInfo
 from qnmixer.errors import DataError
+from qnmixer.files import digest_of_bytes
 
 PARTS = ("train", "val", "test")
 AAPM_PATIENTS = ("L067", "L096", "L109", "L143", "L192", "L286", "L291", "L310", "L333", "L506")
@@ -18,6 +24,107 @@ AAPM_VAL, AAPM_TEST = "L333", "L310"
 _AAPM_NAME = re.compile(r"(?<![A-Za-z0-9])L\d{3}(?![0-9])")
 
 Split = dict[str, list[int]]
+SplitRecord = dict[str, dict[str, Tensor]]
+"""Of each part `patients` and `slices`, digests of their names and pixels, int64; under `base` the `slices` that the
+weights of `finetune` were trained on."""
+
+
+class RunSplit:
+    """The split of a run: drawn at its start, and from then on as a checkpoint has it.
+
+    Args:
+        before: of the checkpoint that the run goes on with or that is evaluated; None for a new run.
+        base: slices that its first weights were trained on.
+    """
+
+    def __init__(self, before: SplitRecord | None = None, base: Tensor | None = None) -> None:
+        self._before, self._base = before, base
+        self._patients: dict[str, list[int]] = {part: [] for part in PARTS}
+        self._slices: dict[str, list[int]] = {part: [] for part in PARTS}
+
+    @property
+    def record(self) -> SplitRecord:
+        """What a checkpoint is to have."""
+        if self._before is not None:
+            return self._before
+        base = {} if self._base is None else {"base": {"slices": self._base}}
+        return base | {
+            part: {"patients": _int64(self._patients[part]), "slices": _int64(self._slices[part])} for part in PARTS
+        }
+
+    def settle(
+        self, section: str, infos: Sequence[SliceInfo], patients: Sequence[str], digests: Sequence[int], its: FolderData
+    ) -> tuple[Split, list[str]]:
+        """Indices of the slices of each part, and the patients of no part: those that the record does not know.
+
+        Args:
+            section: of the config, which tells sources of a mix apart: each may have a patient of the same name.
+            infos: of all slices.
+            patients: who each of them shows.
+            digests: of the pixels of each of them.
+            its: the source.
+        """
+        names = [digest_of_bytes(f"{section}\0{patient}".encode(errors="replace")) for patient in patients]
+        split = self._drawn(infos, patients, names, digests, its)
+        if split is None:
+            split = self._as_before(patients, names, digests, by_slice=its.split == "slices")
+        for part, indices in split.items():
+            self._patients[part] += dict.fromkeys(names[i] for i in indices)
+            self._slices[part] += [digests[i] for i in indices]
+        kept = {i for indices in split.values() for i in indices}
+        new = {patients[i] for i in range(len(patients)) if i not in kept} if self._before is not None else set()
+        return split, sorted(new)
+
+    def trained(self, part: str, record: SplitRecord) -> int:
+        """How many slices of a part are among those that a run was trained on, whatever their files are called."""
+        return int(torch.isin(_int64(self._slices[part]), seen_by(record)).sum())
+
+    def _drawn(
+        self,
+        infos: Sequence[SliceInfo],
+        patients: Sequence[str],
+        names: Sequence[int],
+        digests: Sequence[int],
+        its: FolderData,
+    ) -> Split | None:
+        """The split as its rule draws it, unless that contradicts the record."""
+        if self._before is None:
+            return split_slices(infos, patients, its)
+        try:
+            split = split_slices(infos, patients, its)
+        except DataError:  # too few are left, say
+            return None
+        for part, indices in split.items():
+            for key, of in (("patients", names), ("slices", digests)):
+                if not {of[i] for i in indices} <= {*self._before[part][key].tolist()}:
+                    return None
+        return split
+
+    def _as_before(
+        self, patients: Sequence[str], names: Sequence[int], digests: Sequence[int], by_slice: bool
+    ) -> Split:
+        """Each patient, or each slice, in the part that the record has it in, by its name or any of its slices.
+
+        Where these are several, it counts as trained: a file may have got the name of another.
+        """
+        assert self._before is not None
+        by_name = {name: part for part in PARTS for name in self._before[part]["patients"].tolist()}
+        by_digest: dict[int, set[str]] = {}
+        for part in PARTS:
+            for number in self._before[part]["slices"].tolist():
+                by_digest.setdefault(number, set()).add(part)
+        units = [str(i) for i in range(len(patients))] if by_slice else patients
+        found: dict[str, set[str]] = {unit: set() for unit in units}
+        for unit, name, number in zip(units, names, digests, strict=True):
+            own = None if by_slice else by_name.get(name)
+            parts = by_digest.get(number, set())
+            found[unit] |= {own} if own is not None and (own in parts or not parts) else parts
+        return _by_part(units, {unit: min(parts, key=PARTS.index) for unit, parts in found.items() if parts})
+
+
+def seen_by(record: SplitRecord) -> Tensor:
+    """The slices that weights were trained on, in this run or in that of `finetune`."""
+    return torch.cat([record[key]["slices"] for key in ("train", "base") if key in record])
 
 
 def patients_of(infos: Sequence[SliceInfo], *, patient_from: str, root_name: str) -> list[str]:
@@ -102,7 +209,7 @@ def _aapm(infos: Sequence[SliceInfo], patients: Sequence[str], config: FolderDat
     if missing:
         raise DataError(
             f"data.split=aapm finds nothing for {', '.join(missing)} below {config.root}: it needs {AAPM_VAL} (val), "
-            f"{AAPM_TEST} (test) and one of the other eight; found {_few(sorted(set(names)))}"
+            f"{AAPM_TEST} (test) and one of the other eight; found {few(sorted(set(names)))}"
         )
     return split
 
@@ -116,7 +223,7 @@ def _explicit(patients: Sequence[str], config: FolderData) -> Split:
         for name in names:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
-                hint = f"did you mean {near[0]}?" if near else f"there are {_few(known)}"
+                hint = f"did you mean {near[0]}?" if near else f"there are {few(known)}"
                 raise DataError(f"data.{part}_patients: {name} is no patient below {config.root}; {hint}")
             if name in part_of:
                 raise DataError(f"data.{part}_patients: {name} is also in data.{part_of[name]}_patients; name it once")
@@ -127,7 +234,7 @@ def _explicit(patients: Sequence[str], config: FolderData) -> Split:
     for part in PARTS:
         if not split[part]:
             raise DataError(
-                f"data.split=explicit leaves nobody for {part}: fill data.{part}_patients from {_few(known)}"
+                f"data.split=explicit leaves nobody for {part}: fill data.{part}_patients from {few(known)}"
             )
     return split
 
@@ -156,6 +263,10 @@ def _blocks(infos: Sequence[SliceInfo], patients: Sequence[str], config: FolderD
     return split
 
 
-def _few(names: Sequence[str]) -> str:
+def _int64(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def few(names: Sequence[str]) -> str:
     """The first names, for a message."""
     return ", ".join(names[:8]) + ", …" * (len(names) > 8)

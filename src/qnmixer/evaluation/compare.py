@@ -10,25 +10,18 @@ from statistics import mean, median
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from qnmixer.checkpoints.reading import find_checkpoint, load_weights, read_checkpoint
+from qnmixer.checkpoints.reading import find_checkpoint, load_weights, read_checkpoint, split_of
 from qnmixer.checkpoints.weights_file import digest_of_weights
-from qnmixer.config import (
-    CompareConfig,
-    Config,
-    effective_batch,
-    needs_root,
-    override,
-    parse_evaluate,
-    to_plain,
-)
+from qnmixer.config import Config, effective_batch, override, to_plain
+from qnmixer.config.commands import CompareConfig, needs_root, parse_evaluate
 from qnmixer.config.compose import compose
 from qnmixer.config.data import DataConfig, PhantomData
 from qnmixer.config.overrides import quoted
 from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.data.splits import RunSplit
 from qnmixer.errors import CheckpointError, ConfigError, DataError, first_line
 from qnmixer.evaluation.evaluate import ImageScore, caption_of, evaluate, shown_iterates
 from qnmixer.evaluation.methods import ComparedJob, ComparedMethod, Comparison, Cost, methods_of
@@ -38,6 +31,7 @@ from qnmixer.optimization.metrics import psnr, ssim
 from qnmixer.parallel.devices import choose_device
 from qnmixer.reconstructor import Batch, Reconstructor, method_name, to_hu
 from qnmixer.reports.page import PageMethod, PageSlice
+from qnmixer.reports.progress import progress
 from qnmixer.tracking.loggers import device_name
 from qnmixer.tracking.metrics_file import read_metrics
 from qnmixer.tracking.results import duration, git_commit, versions
@@ -100,10 +94,9 @@ class _Measuring:
         """
         start, n_before = time.monotonic(), 0
         jobs = [(method, job) for method in self.methods for job in method.done]
-        quiet = not console.is_terminal
-        for method, job in track(jobs, description=test, console=console, transient=True, disable=quiet):
-            config = self._config(job, test)
-            scores, before = self._scores(job, config)
+        for method, job in progress(jobs, test, "job", console):
+            config, own = self._config(job, test)
+            scores, before = self._scores(job, config, own)
             n_before += before
             by_name = {name: [s for s in scores if s.method == name] for name in (FBP, method_name(config))}
             method.measured.setdefault(test, {})[job.seeds] = by_name[method_name(config)]
@@ -126,8 +119,8 @@ class _Measuring:
                 continue
             job = min(method.done, key=lambda job: job.seeds, default=first)
             for test in tests:
-                config = self._config(job, test)
-                module, dataset = self._module(job, config), SliceDataModule(config.data).dataset(self.config.split)
+                config, own = self._config(job, test)
+                module, dataset = self._module(job, config), self._slices(job, config, own).dataset(self.config.split)
                 n_pictures = self.config.evaluation.n_pictures if test == tests[0] else 1
                 for index in sorted(pictured(len(dataset), n_pictures)):
                     batch: Batch = move_data_to_device(default_collate([dataset[index]]), self.device)
@@ -140,17 +133,20 @@ class _Measuring:
                         of.methods.append(_reconstructed(method, module, batch, y))
         return {test: [it for (of, _), it in slices.items() if of == test] for test in tests}
 
-    def _config(self, job: ComparedJob, test: str) -> Config:
-        """What a job was trained with, but for what a test is about; its phantoms and noise by the test's seed."""
+    def _config(self, job: ComparedJob, test: str) -> tuple[Config, bool]:
+        """What a job was trained with, but for what a test is about; its phantoms and noise by the test's seed.
+
+        And whether its slices are those of the run, which its split parts.
+        """
         assert job.config is not None
-        overrides, trained = self.config.sets[test], job.config
+        overrides, trained, own = self.config.sets[test], job.config, True
         try:
             if any(item.startswith("data=") for item in overrides):
                 if needs_root(overrides):
                     overrides = [*overrides, f"data.root={quoted(Path(str(self.config.root)))}"]
                 chosen = parse_evaluate(compose("evaluate", ["run=.", *overrides]))
                 assert isinstance(chosen.data, DataConfig)
-                data = other_slices(chosen.data, trained, overrides)
+                data, own = other_slices(chosen.data, trained, overrides)
                 config = replace(trained, data=data, noise=chosen.noise or trained.noise)
                 config.noise.check(config)
             else:
@@ -159,9 +155,9 @@ class _Measuring:
             raise ConfigError(f"{error} (sets.{test})") from error
         if isinstance(config.data, PhantomData):
             config.data = replace(config.data, seed=self.config.seed)
-        return replace(config, seed=self.config.seed)
+        return replace(config, seed=self.config.seed), own
 
-    def _scores(self, job: ComparedJob, config: Config) -> tuple[list[ImageScore], bool]:
+    def _scores(self, job: ComparedJob, config: Config, own: bool) -> tuple[list[ImageScore], bool]:
         """A job on one test, and whether that has been measured before."""
         split, window = self.config.split, self.config.evaluation.window
         checkpoint = find_checkpoint(job.folder, self.config.checkpoint)
@@ -170,10 +166,14 @@ class _Measuring:
         path = self.kept / f"{digest(what, sort_keys=True)}.json"
         if path.is_file():
             return [ImageScore(**score) for score in json.loads(path.read_text())], True
-        data = SliceDataModule(config.data)
+        data = self._slices(job, config, own)
         scores = evaluate(self._module(job, config), data, split, self.config.evaluation, self.device).scores
         write_text(path, json.dumps([asdict(score) for score in scores]) + "\n")
         return scores, False
+
+    def _slices(self, job: ComparedJob, config: Config, own: bool) -> SliceDataModule:
+        record = split_of(find_checkpoint(job.folder, self.config.checkpoint)) if own else None
+        return SliceDataModule(config.data, split=RunSplit(record))
 
     def _module(self, job: ComparedJob, config: Config) -> Reconstructor:
         module = Reconstructor(config)

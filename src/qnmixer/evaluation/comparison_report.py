@@ -10,7 +10,8 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 
-from qnmixer.config import CompareConfig, to_plain
+from qnmixer.config import to_plain
+from qnmixer.config.commands import CompareConfig
 from qnmixer.evaluation.compare import FBP
 from qnmixer.evaluation.evaluate import METRICS
 from qnmixer.evaluation.methods import ComparedJob, ComparedMethod, Comparison

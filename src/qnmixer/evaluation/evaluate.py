@@ -10,14 +10,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import track
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from qnmixer.checkpoints.reading import load_run
+from qnmixer.checkpoints.reading import find_checkpoint, load_run, split_of
 from qnmixer.checkpoints.weights_file import digest_of_weights
-from qnmixer.config import Config, EvaluateConfig, EvaluationConfig, keys_of, targets_of, to_plain
+from qnmixer.config import Config, to_plain
+from qnmixer.config.commands import EvaluateConfig
 from qnmixer.config.data import AsTrained, DataConfig, FolderData
+from qnmixer.config.evaluation import EvaluationConfig
+from qnmixer.config.run import targets_of
+from qnmixer.config.target import keys_of
 from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.data.splits import RunSplit
 from qnmixer.evaluation.slices import Gallery, as_trained, kind_of, other_slices
 from qnmixer.evaluation.statistics import with_deviation
 from qnmixer.files import write_text
@@ -29,12 +34,14 @@ from qnmixer.processes.ranks import rank
 from qnmixer.reconstructor import Batch, Reconstructor, build_noise, to_hu
 from qnmixer.reports.page import PageMethod, PageSlice, PageTable, write_page
 from qnmixer.reports.pictures import Panel, Row, draw_comparison
+from qnmixer.reports.progress import progress
 from qnmixer.reports.tables import csv_table, markdown_table, terminal_table
 from qnmixer.tracking.loggers import device_name
 from qnmixer.tracking.results import git_commit, results, versions
 from qnmixer.tracking.sweep_file import sweep_of
 from qnmixer.weights import located
 
+PICTURE, PAGE = "picture.png", "page.html"
 _MOST_ITERATIONS = 50  # whose images a page has room for
 METRICS = {
     "psnr": "PSNR, dB",
@@ -59,11 +66,17 @@ class ImageScore:
 
 @dataclass
 class Evaluation:
-    """All scores of a split, its slices to look through, the worst first, and which of these the picture has."""
+    """All scores of a split, its slices to look through, the worst first, and which of these the picture has.
+
+    `baselines`: the methods that every network is held against, whatever `model` is. `n_trained`: how many of the
+    slices the network was trained on.
+    """
 
     scores: list[ImageScore]
     slices: list[PageSlice]
     pictured: list[int] = field(default_factory=list)
+    baselines: list[str] = field(default_factory=list)
+    n_trained: int = 0
 
     @property
     def rows(self) -> list[Row]:
@@ -87,6 +100,12 @@ class Evaluation:
         """method → metric → mean over images."""
         return {m: {metric: mean(self.values(m, metric)) for metric in METRICS} for m in self.methods}
 
+    def metrics(self) -> dict[str, float]:
+        """The means under names that are the same for every network: psnr, fbp/psnr, tv/psnr."""
+        means = self.means()
+        named = {"": self.methods[-1]} | {f"{name.lower()}/": name for name in self.baselines}
+        return {f"{prefix}{metric}": means[name][metric] for prefix, name in named.items() for metric in METRICS}
+
 
 def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> Evaluation:
     """`qnmixer.evaluate`: a run against FBP on its own slices or others; leaves table, picture, results.json.
@@ -97,25 +116,28 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
     trust = [*config.trust, *map(module_of, targets_of(config).values())]
     module = load_run(config.run, config.checkpoint, trust)
     trained = module.config
-    data = (
-        as_trained(config.run, config.data, trained.data, trust)
+    before = split_of(find_checkpoint(config.run, config.checkpoint))
+    data, own = (
+        (as_trained(config.run, config.data, trained.data, trust), True)
         if isinstance(config.data, AsTrained)
         else other_slices(config.data, trained, overrides)
     )
+    slices = SliceDataModule(data, split=RunSplit(before if own else None))
     if config.noise is not None:
         trained.noise = config.noise
         trained.noise.check(trained)
         module.noise = build_noise(trained)
     with results(folder, overrides) as record:
         device = choose_device(config.accelerator)
-        evaluation = evaluate(module, SliceDataModule(data), config.split, config.evaluation, device)
+        evaluation = evaluate(module, slices, config.split, config.evaluation, device)
+        evaluation.n_trained = slices.split.trained(config.split, before) if before else 0
         record |= {config.split: evaluation.means(), "evaluated": what_was_evaluated(module, data)}
         title = title_of(trained, data, config.split)
         measured = replace(trained, data=data, evaluation=config.evaluation)
         record["picture"] = str(
             write_evaluation(folder, evaluation, title, measured, device, console, located(config.run))
         )
-    console.print(f"picture: {record['picture']}\nto look through: {folder / 'page.html'}", soft_wrap=True)
+    console.print(f"picture: {record['picture']}\nto look through: {folder / PAGE}", soft_wrap=True)
     return evaluation
 
 
@@ -144,13 +166,14 @@ def evaluate(
     methods: dict[str, Callable[[Tensor], Tensor]] = {"FBP": module.projector.fbp}
     if config.tv_weight is not None:
         methods[TotalVariation.title] = TotalVariation(module.projector, config.tv_iterations, config.tv_weight)
+    baselines = [*methods]
     methods[module.network.title] = module.network
     n_images, size = len(data.dataset(split)), module.config.data.image_size
     n_iterates = _n_shown(module.network)
     gallery = Gallery(n_images, config.n_pictures, size, len(methods), n_iterates)
     found: dict[int, list[ImageScore]] = {}
-    quiet = rank() != 0 or not Console().is_terminal
-    for host_batch in track(data.loader(split), description="evaluating", transient=True, disable=quiet):
+    batches: DataLoader[Any] = data.loader(split)
+    for host_batch in progress(batches, "evaluating", "batch", Console(quiet=rank() != 0)):
         numbers, weights = host_batch["sample"].tolist(), host_batch["weight"].tolist()
         batch: Batch = data.transfer_batch_to_device(host_batch, device, 0)
         with torch.no_grad():
@@ -172,7 +195,7 @@ def evaluate(
             gallery.merge(its_slices)
     numbers, slices = zip(*gallery.found.items(), strict=True)
     drawn = [numbers.index(n) for n in sorted(gallery.pictured)]
-    return Evaluation([score for n in sorted(found) for score in found[n]], [*slices], drawn)
+    return Evaluation([score for n in sorted(found) for score in found[n]], [*slices], drawn, baselines)
 
 
 def shown_iterates(network: UnrolledNetwork[Any], y: Tensor) -> list[Tensor]:
@@ -190,7 +213,8 @@ def _slice(batch: Batch, b: int, images: dict[str, list[Tensor]], scores: dict[s
     def hu(image: Tensor) -> Tensor:
         return to_hu(batch, image)[b, 0].cpu()
 
-    methods = [PageMethod(name, [hu(x) for x in of], _caption(scores[name])) for name, of in images.items()]
+    captions = {name: caption_of(score.psnr, score.ssim) for name, score in scores.items()}
+    methods = [PageMethod(name, [hu(x) for x in of], captions[name]) for name, of in images.items()]
     *_, last = scores.values()
     return PageSlice(batch["name"][b], hu(batch["image"]), methods, psnr=last.psnr)
 
@@ -208,9 +232,9 @@ def write_evaluation(
     write_text(folder / "table.md", _markdown(title, headings, body, gain, warnings))
     lines = [list(vars(score).values()) for score in evaluation.scores]
     write_text(folder / "images.csv", csv_table([list(vars(evaluation.scores[0])), *lines]))
-    picture = folder / "picture.png"
+    picture = folder / PICTURE
     draw_comparison(picture, evaluation.rows)
-    _write_page(folder / "page.html", evaluation, title, config, device, run)
+    _write_page(folder / PAGE, evaluation, title, config, device, run)
 
     for line in warnings:
         console.print(f"warning: {line}", style="bold red", highlight=False, soft_wrap=True)
@@ -274,10 +298,6 @@ def _score(batch: Batch, method: str, image: Tensor, window: list[float]) -> lis
     return [ImageScore(name, method, *row) for name, *row in rows]
 
 
-def _caption(score: ImageScore) -> str:
-    return caption_of(score.psnr, score.ssim)
-
-
 def caption_of(decibels: float, percent: float) -> str:
     """PSNR, and SSIM × 100, as they stand over an image."""
     return f"{decibels:.2f} dB, SSIM {percent:.2f} %"
@@ -293,6 +313,16 @@ def table_of(evaluation: Evaluation) -> tuple[list[str], list[list[str]]]:
     return ["method", *METRICS.values()], body
 
 
+def numbers_of(evaluation: Evaluation) -> tuple[list[str], list[list[str | float]]]:
+    """The same table for programs: means and standard deviations are numbers, in columns of their own."""
+    headings = ["method", *(f"{metric}{of}" for metric in METRICS for of in ("", "_std"))]
+    body: list[list[str | float]] = []
+    for method in evaluation.methods:
+        values = [evaluation.values(method, metric) for metric in METRICS]
+        body.append([method, *(it for of in values for it in (mean(of), stdev(of) if len(of) > 1 else 0.0))])
+    return headings, body
+
+
 def _gain(evaluation: Evaluation) -> str:
     *others, last = evaluation.methods
     n = len(evaluation.values(last, "psnr"))
@@ -303,7 +333,8 @@ def _gain(evaluation: Evaluation) -> str:
 def warnings_of(evaluation: Evaluation) -> list[str]:
     """What a reader of the table should know first: a network below another method, and images of one value."""
     *others, last = evaluation.methods
-    lines = [
+    lines = [f"{n} of the slices were trained on: the figures are too good"] if (n := evaluation.n_trained) else []
+    lines += [
         f"{last} is BELOW {other} by {-gain:.2f} dB: it has not learned enough, or something else"
         for other in others
         if (gain := _mean_gain(evaluation, other)) < 0

@@ -12,8 +12,9 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from qnmixer.checkpoints.reading import built_from, find_checkpoint, read_checkpoint
-from qnmixer.config import Config, parse_file
+from qnmixer.config import Config
 from qnmixer.config.compose import compose
+from qnmixer.config.run import parse_file
 from qnmixer.errors import UserError, first_line
 from qnmixer.evaluation.evaluate import ImageScore
 from qnmixer.evaluation.statistics import Scores, Seeds, spread

@@ -43,8 +43,11 @@ def as_trained(run: str, changed: AsTrained, data: DataConfig, trust: Collection
     return data
 
 
-def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> DataConfig:
-    """Slices that the run was not trained on, as its network needs them; all of them, unless told otherwise."""
+def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> tuple[DataConfig, bool]:
+    """Slices that the run was not trained on, as its network needs them; all of them, unless told otherwise.
+
+    And whether they are the run's own after all, of which its split tells those to test.
+    """
     given = values_of(overrides)
     fixed = {key: getattr(trained.data, key) for key in ("image_size", "scaling", "hu_max")}
     for key, value in fixed.items():
@@ -57,10 +60,10 @@ def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> Dat
         for source in trained.data.by_section().values():
             if isinstance(source, FolderData) and _folder(data) == _folder(source):
                 # or slices that it was trained on would be measured
-                return replace(source, simulation_factor=data.simulation_factor, disc=data.disc)
+                return replace(source, simulation_factor=data.simulation_factor, disc=data.disc), True
         data = replace(data, split="all")
     data.check(trained)
-    return data
+    return data, False
 
 
 def kind_of(data: DataConfig) -> str:

@@ -13,7 +13,8 @@ from pydicom.dataset import FileDataset
 from rich.console import Console
 from torch import Tensor
 
-from qnmixer.config import Config, ReconstructConfig
+from qnmixer.config import Config
+from qnmixer.config.commands import ReconstructConfig
 from qnmixer.data.numpy_files import open_stack, read_frame
 from qnmixer.data.resample import to_square
 from qnmixer.data.scaling import build_scaling, scaled_like
@@ -86,8 +87,8 @@ def simulated_scans(path: Path, module: Reconstructor) -> tuple[int, Iterator[Sc
                 name=piece.name, offset=offset, scale=scale, template=piece.template, frame=piece.frame,
                 number=number, image=x, fine=fine,
             )  # fmt: skip
-        if warning := slices.warning():
-            warn(warning)
+        for line in slices.warnings():
+            warn(line)
 
     return len(slices.files), scans()
 
@@ -112,7 +113,8 @@ def measured_scans(path: Path, module: Reconstructor, config: ReconstructConfig)
     def scans() -> Iterator[Scan]:
         for file in files:
             try:
-                yield from _scans_of(file, per_value, module, config)
+                name = file.relative_to(path) if path.is_dir() else Path(file.name)
+                yield from _scans_of(file, name.with_suffix("").as_posix(), per_value, module, config)
             except DataError as error:
                 if path.is_file():
                     raise
@@ -121,7 +123,9 @@ def measured_scans(path: Path, module: Reconstructor, config: ReconstructConfig)
     return len(files), scans()
 
 
-def _scans_of(file: Path, per_value: float, module: Reconstructor, config: ReconstructConfig) -> Iterator[Scan]:
+def _scans_of(
+    file: Path, name: str, per_value: float, module: Reconstructor, config: ReconstructConfig
+) -> Iterator[Scan]:
     """The sinograms of one file; DataError before the first where any of them is of no use.
 
     So they are read twice: all are looked at, then each is handed on. There is never more than one in memory.
@@ -134,7 +138,7 @@ def _scans_of(file: Path, per_value: float, module: Reconstructor, config: Recon
     for k in range(scans.count):
         sinogram, missing = scans.fitted(k)
         yield MeasuredScan(
-            name=f"{file.stem}#{k}" if scans.count > 1 else file.stem,
+            name=f"{name}#{k}" if scans.count > 1 else name,
             offset=-1000.0, scale=module.config.data.hu_max + 1000.0,
             sinogram=sinogram / np.float32(per_value), missing=missing,
         )  # fmt: skip
@@ -246,10 +250,13 @@ def _check_unit(
 ) -> None:
     """Refuse counts, transmissions, and value × mm taken for attenuation or the other way round."""
     low, high = float(sinogram.min()), float(sinogram.max())
-    if config.unit == "attenuation" and not MIN_ATTENUATION <= low <= high <= MAX_ATTENUATION:
+    of_value = attenuation_per_value(config.water_attenuation, module.config.data.hu_max)
+    factor = 1.0 if config.unit == "attenuation" else of_value
+    if not MIN_ATTENUATION <= factor * low <= factor * high <= MAX_ATTENUATION:
+        other = "value if it is the network's value × mm" if factor == 1.0 else "attenuation if it is that"
         raise DataError(
-            f"{file} runs from {low:g} to {high:g}, which is no −log of transmission: take −log(counts / unattenuated "
-            "counts) first, or set unit=value if it is the network's value × mm"
+            f"{file} runs from {low:g} to {high:g} in unit={config.unit}, which is no −log of transmission: take "
+            f"−log(counts / unattenuated counts) first, or set unit={other}"
         )
     y = torch.from_numpy(sinogram / np.float32(per_value))[None, None].to(module.device)
     densest = float(torch.quantile(module.projector.fbp(y), 0.99))

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, count, islice
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from qnmixer.checkpoints.reading import load_run
-from qnmixer.config import Config, ReconstructConfig
+from qnmixer.config import Config
+from qnmixer.config.commands import ReconstructConfig
 from qnmixer.data.slices import FloatArray
 from qnmixer.errors import DataError
 from qnmixer.inference.batches import BatchedNetwork
@@ -99,17 +100,22 @@ class _Writer:
         for scan, hu in zip(scans, images, strict=True):
             self.count += 1
             self.n_constant += bool(hu.max() == hu.min())
-            target = Path(self.config.output) / _file_name(scan.name)
-            if target in self._written:  # as of a.dcm and a.npy
-                target = target.with_name(f"{target.name}_{self.count}")
-            self._written.add(target)
+            target = self._new_target(scan)
             measured = isinstance(scan, MeasuredScan)
             window = self._window or (window_of(hu) if measured else _ABDOMEN)
             self._write(target, scan, hu, self.module.network.title, window)
             if isinstance(scan, MeasuredScan):
-                beside = target.with_name(f"{target.name}{_FBP}")
-                self._written.add(beside)
-                self._write(beside, scan, fbp_of(self.module, scan), "FBP", window)
+                self._write(_beside(target), scan, fbp_of(self.module, scan), "FBP", window)
+
+    def _new_target(self, scan: Scan) -> Path:
+        """A path that nothing has been written to; with a number where its name is taken, as of a.dcm and a.npy."""
+        name = Path(self.config.output) / _file_name(scan.name)
+        for target in chain([name], (name.with_name(f"{name.name}_{n}") for n in count(self.count))):
+            wanted = {target, _beside(target)} if isinstance(scan, MeasuredScan) else {target}
+            if self._written.isdisjoint(wanted):
+                break
+        self._written |= wanted
+        return target
 
     def _write(self, target: Path, scan: Scan, hu: FloatArray, method: str, window: tuple[float, float]) -> None:
         if "dicom" in self.config.formats:
@@ -131,6 +137,11 @@ class _Writer:
             pixel_spacing=trained.geometry.field_of_view / trained.data.image_size,
             instance_number=None if scan.template else self.count,
         )
+
+
+def _beside(target: Path) -> Path:
+    """Where the FBP of a measured scan goes."""
+    return target.with_name(f"{target.name}{_FBP}")
 
 
 @torch.no_grad()

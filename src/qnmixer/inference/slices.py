@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from pydicom.dataset import FileDataset
 
 from qnmixer.data.cache import list_files
 from qnmixer.data.deeplesion import read_hu_png
 from qnmixer.data.dicom import decode_frame, frame_count, open_ct
 from qnmixer.data.numpy_files import open_stack, read_frame
-from qnmixer.data.slices import FloatArray, SkipFile, clean_hu, summarise_skipped
+from qnmixer.data.slices import NO_AIR, FloatArray, SkipFile, clean_hu, doubt, summarise_skipped
 from qnmixer.errors import DataError
 
 _NPY_MAGIC, _PNG_MAGIC = b"\x93NUMPY", b"\x89PNG\r\n\x1a\n"
@@ -37,7 +38,7 @@ class InputSlices:
     """The slices of a path: a DICOM file (any number of frames), a `.npy`, a 16-bit PNG, or a folder of these.
 
     Iterating decodes one slice at a time. A file that is asked for by name must be good; in a folder, files of no use
-    are left out and listed in `skipped` (`warning` puts them into one line).
+    are left out and listed in `skipped` (`warnings` puts them into one line).
 
     Raises:
         DataError: the path is missing, or nothing in it can be used.
@@ -48,6 +49,7 @@ class InputSlices:
         self.files = [path.name] if self.single else [file.path for file in list_files(path, key="input")]
         self.root = path.parent if self.single else path
         self.skipped: list[tuple[str, str]] = []
+        self.lowest = np.inf  # HU, of all slices so far
 
     def __iter__(self) -> Iterator[InputSlice]:
         self.skipped = []
@@ -57,7 +59,8 @@ class InputSlices:
                 found = True
                 yield piece
         if not found:
-            raise DataError(f"input has no usable slice: {self.warning()}; give CT in DICOM, HU in .npy or 16-bit PNG")
+            why = summarise_skipped(str(self.path), self.skipped)
+            raise DataError(f"input has no usable slice: {why}; give CT in DICOM, HU in .npy or 16-bit PNG")
 
     def read(self, file: str) -> Iterator[InputSlice]:
         """Slices of one of `files`; what cannot be used goes to `skipped`."""
@@ -73,11 +76,15 @@ class InputSlices:
             except SkipFile as reason:
                 self._skip(name, reason)
                 continue
+            self.lowest = min(self.lowest, float(hu.min()))
             yield InputSlice(hu, name, template, frame)
 
-    def warning(self) -> str | None:
-        """One line about what was skipped, or None."""
-        return summarise_skipped(str(self.path), self.skipped) if self.skipped else None
+    def warnings(self) -> Iterator[str]:
+        """Lines about what was skipped, and about values that are hardly HU."""
+        if self.skipped:
+            yield summarise_skipped(str(self.path), self.skipped)
+        if np.inf > self.lowest > NO_AIR:
+            yield doubt(str(self.path))
 
     def _skip(self, name: str, reason: SkipFile) -> None:
         """Note a bad file of a folder; raise for a file asked for by name."""

@@ -23,21 +23,30 @@ from qnmixer.files import atomic_file
 CT_IMAGE = "1.2.840.10008.5.1.4.1.1.2"
 _INTERCEPT = -1024
 
-# What described the source's pixels, its frames or its encoding, and would be wrong in a derived single frame.
-_DROPPED = {
-    "PixelData", "FloatPixelData", "DoubleFloatPixelData", "ExtendedOffsetTable",
-    "ExtendedOffsetTableLengths", "NumberOfFrames", "FrameIncrementPointer",
-    "SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence", "DimensionOrganizationSequence",
-    "DimensionOrganizationType", "DimensionIndexSequence", "PixelPresentation", "VolumetricProperties",
-    "VolumeBasedCalculationTechnique", "ConcatenationUID", "InConcatenationNumber",
-    "InConcatenationTotalNumber", "ConcatenationFrameOffsetNumber", "SOPInstanceUIDOfConcatenationSource",
-    "PixelPaddingValue", "PixelPaddingRangeLimit", "PixelAspectRatio", "SmallestPixelValueInSeries",
-    "LargestPixelValueInSeries", "ModalityLUTSequence", "RealWorldValueMappingSequence",
-    "IconImageSequence", "RedPaletteColorLookupTableDescriptor", "GreenPaletteColorLookupTableDescriptor",
-    "BluePaletteColorLookupTableDescriptor", "RedPaletteColorLookupTableData",
-    "GreenPaletteColorLookupTableData", "BluePaletteColorLookupTableData", "PaletteColorLookupTableUID",
-    "PixelDataProviderURL", "ConvolutionKernel", "DigitalSignaturesSequence", "MACParametersSequence",
-    "SeriesDate", "SeriesTime", "PlanarConfiguration", "SourceImageSequence", "DerivationCodeSequence",
+# What holds of the patient, the study, the scanner and the place of the slice, whoever's pixels are shown. All else may
+# describe the source's pixels, name its patient otherwise (OriginalAttributesSequence), or be unknown here.
+_KEPT = {
+    "SpecificCharacterSet", "TimezoneOffsetFromUTC",
+    "PatientName", "PatientID", "IssuerOfPatientID", "OtherPatientIDs", "PatientBirthDate", "PatientBirthTime",
+    "PatientSex", "PatientAge", "PatientSize", "PatientWeight", "PatientComments", "EthnicGroup", "PregnancyStatus",
+    "PatientIdentityRemoved", "DeidentificationMethod", "DeidentificationMethodCodeSequence", "QualityControlSubject",
+    "StudyInstanceUID", "StudyID", "StudyDate", "StudyTime", "StudyDescription", "AccessionNumber",
+    "ReferringPhysicianName", "ClinicalTrialSponsorName", "ClinicalTrialProtocolID", "ClinicalTrialProtocolName",
+    "ClinicalTrialSiteID", "ClinicalTrialSiteName", "ClinicalTrialSubjectID", "ClinicalTrialSubjectReadingID",
+    "ClinicalTrialTimePointID", "SeriesNumber", "Laterality", "PatientPosition", "BodyPartExamined", "ProtocolName",
+    "PerformingPhysicianName", "OperatorsName", "AnatomicRegionSequence", "FrameOfReferenceUID",
+    "PositionReferenceIndicator", "Manufacturer", "InstitutionName", "InstitutionAddress",
+    "InstitutionalDepartmentName",
+    "StationName", "ManufacturerModelName", "DeviceSerialNumber", "SoftwareVersions",
+    "AcquisitionNumber", "AcquisitionDate", "AcquisitionTime", "AcquisitionDateTime", "InstanceNumber",
+    "ImagePositionPatient", "ImageOrientationPatient", "SliceLocation", "SliceThickness", "SpacingBetweenSlices",
+    "PixelSpacing", "PatientOrientation", "TableHeight", "GantryDetectorTilt", "ScanOptions", "KVP", "XRayTubeCurrent",
+    "ExposureTime", "Exposure", "FilterType", "FocalSpots", "RotationDirection", "DistanceSourceToDetector",
+    "DistanceSourceToPatient", "DataCollectionDiameter", "RevolutionTime", "SingleCollimationWidth",
+    "TotalCollimationWidth", "SpiralPitchFactor", "CTDIvol", "ContrastBolusAgent", "ContrastBolusRoute",
+    "ContrastBolusVolume", "ContrastBolusStartTime", "ContrastBolusStopTime",
+    "WindowCenter", "WindowWidth", "WindowCenterWidthExplanation",
+    "BurnedInAnnotation", "LossyImageCompression", "LossyImageCompressionRatio", "LossyImageCompressionMethod",
 }  # fmt: skip
 
 # Functional groups of enhanced images whose values a plain CT image keeps at its top level.
@@ -76,6 +85,8 @@ def window_of(hu: FloatArray) -> tuple[float, float]:
 
 def _save(path: Path, encoded: io.BytesIO) -> None:
     """Write at once what was encoded in memory: a full disk then shows as the plain OSError, errno and all."""
+    if path.exists():  # as of another process that writes to the same folder
+        raise DataError(f"{path} is there already, and nothing is written over it: give another output=")
     with atomic_file(path) as stream:
         stream.write(encoded.getbuffer())
 
@@ -144,13 +155,11 @@ def _anonymous(series_uid: str, pixel_spacing: float) -> Dataset:
 
 
 def _from_template(template: Dataset, frame: int, shape: tuple[int, ...], series_uid: str) -> Dataset:
-    """Tags of the source that still hold for one derived slice of this shape; private ones and overlays are
-    left out.
-    """
+    """Tags of the source that still hold for one derived slice of this shape."""
     dataset = Dataset()
-    for element in template:
-        if not (element.tag.is_private or element.keyword in _DROPPED or 0x6000 <= element.tag.group <= 0x60FF):
-            dataset.add(copy.deepcopy(element))
+    for keyword in _KEPT:
+        if keyword in template:
+            dataset.add(copy.deepcopy(template[keyword]))
     for sequence, keywords in _TO_TOP_LEVEL:
         for keyword in keywords:
             value = frame_tag(template, frame, sequence, keyword)

@@ -2,7 +2,8 @@
 
 import time
 
-from qnmixer.config import Config, LearnedConfig, override
+from qnmixer.config import Config, override
+from qnmixer.config.model import LearnedConfig
 from qnmixer.errors import ConfigError
 from qnmixer.memory.footprint import MIB
 from qnmixer.memory.plan import Planner

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from qnmixer.config import MemoryConfig, RecomputeConfig
+from qnmixer.config.memory import MemoryConfig, RecomputeConfig
 from qnmixer.config.option import suggest
 from qnmixer.errors import ConfigError
 from qnmixer.models.unrolled import S, UnrolledNetwork

@@ -7,7 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qnmixer.config import Config, PipelineConfig, batch_of_replica, devices_per_replica
+from qnmixer.config import Config
+from qnmixer.config.run import batch_of_replica, devices_per_replica
+from qnmixer.config.strategy import PipelineConfig
 from qnmixer.memory.footprint import DevicePlan, Footprint
 from qnmixer.memory.tracker import Hosted, PeakTracker, apply_hosted_mode, autocast, batch_loss, n_bytes, without_data
 from qnmixer.parallel.stages import Packing, Stage, actions, cut_evenly, idle_share, ranges, survey

@@ -12,17 +12,11 @@ from typing import Any
 
 import torch
 
-from qnmixer.config import (
-    Config,
-    DDPConfig,
-    FSDPConfig,
-    PipelineConfig,
-    RecomputeConfig,
-    UnrolledConfig,
-    devices_per_replica,
-    validate,
-    with_iterations,
-)
+from qnmixer.config import Config
+from qnmixer.config.memory import RecomputeConfig
+from qnmixer.config.model import UnrolledConfig
+from qnmixer.config.run import devices_per_replica, validate, with_iterations
+from qnmixer.config.strategy import DDPConfig, FSDPConfig, PipelineConfig
 from qnmixer.errors import ConfigError
 from qnmixer.memory.footprint import DevicePlan, Footprint, Prediction
 from qnmixer.memory.pipeline import StageCost, cut_of, plan_device, track_stages

@@ -8,18 +8,12 @@ from dataclasses import replace
 from rich.console import Console
 from rich.progress import Progress
 
-from qnmixer.config import (
-    DEVICES,
-    Config,
-    LearnedConfig,
-    PipelineConfig,
-    PlanConfig,
-    device_memory,
-    effective_batch,
-    options,
-    override,
-    validate,
-)
+from qnmixer.config import Config, effective_batch, override
+from qnmixer.config.commands import DEVICES, PlanConfig, device_memory
+from qnmixer.config.model import LearnedConfig
+from qnmixer.config.run import validate
+from qnmixer.config.strategy import PipelineConfig
+from qnmixer.config.target import options
 from qnmixer.errors import ConfigError
 from qnmixer.memory.footprint import MIB, Prediction
 from qnmixer.memory.pipeline import cut_of, idle, n_microbatches
@@ -64,6 +58,7 @@ def print_plan(config: PlanConfig) -> None:
     if isinstance(config.run.strategy, PipelineConfig):
         _print_pipeline(console, config.run, config.run.strategy, prediction, planner)
     _print_tables(console, config, planner)
+    _print_optimizers(console, config.run, planner)
 
 
 def as_object(config: Config, prediction: Prediction, devices: list[str]) -> dict[str, object]:
@@ -177,7 +172,7 @@ def _span(iterations: range) -> str:
 
 
 def _print_tables(console: Console, config: PlanConfig, planner: Planner) -> None:
-    """Peak by batch, largest batch by device, and the optimizers."""
+    """Peak by batch, and largest batch by device."""
     strategy = config.run.strategy
     least = strategy.microbatch_size if isinstance(strategy, PipelineConfig) else 1
     batches = [b * least for b in BATCHES]
@@ -207,13 +202,13 @@ def _print_tables(console: Console, config: PlanConfig, planner: Planner) -> Non
         "Counted as lost: 1 GiB and 5 % to CUDA and its libraries (assumed). A V100 has no bf16.\n", style="dim"
     )
 
+
+def _print_optimizers(console: Console, config: Config, planner: Planner) -> None:
+    """State and peak by optimizer; one of the user's own is known only where it is chosen."""
     rows = []
-    base = planner.estimate(config.run)
-    chosen = config.run.optimizer.name
-    for name in dict.fromkeys(
-        [*options("optimizer"), chosen]
-    ):  # one of the user's own is known only where it is chosen
-        run = config.run if name == chosen else override(config.run, f"optimizer={name}")
+    base, chosen = planner.estimate(config), config.optimizer.name
+    for name in dict.fromkeys([*options("optimizer"), chosen]):
+        run = config if name == chosen else override(config, f"optimizer={name}")
         state = planner.optimizer_state(run)
         rows.append([name, f"{state / MIB:,.1f}", f"{(base.peak - base.optimizer + state) / MIB:,.1f}"])
     headings = ["optimizer", "state", "peak of a training step"]

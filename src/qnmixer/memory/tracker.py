@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
-from qnmixer.config import Config, batch_of_replica
+from qnmixer.config import Config
+from qnmixer.config.run import batch_of_replica
 from qnmixer.memory.modes import apply_memory_mode, offloading_loop, stays
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.optimization.losses import build_loss, weighted

@@ -18,7 +18,7 @@ class OrthonormalCodec(nn.Module):
     `encode`: [B, 1, H, W] → [B, channels, H/factor, W/factor]; `decode` back.
     """
 
-    def __init__(self, factor: int, channels: int, kernel_size: int = 1) -> None:
+    def __init__(self, factor: int, channels: int, kernel_size: int) -> None:
         super().__init__()
         self.unshuffle = nn.PixelUnshuffle(factor)
         self.shuffle = nn.PixelShuffle(factor)

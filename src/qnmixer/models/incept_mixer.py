@@ -230,12 +230,12 @@ class InceptMixer(nn.Module):
     def __init__(
         self,
         image_size: int,
-        channels: int = 96,
-        patch_size: int = 4,
-        n_layers: int = 2,
-        mlp_ratio: float = 2.0,
-        inception: bool = True,
-        features: int = 0,
+        channels: int,
+        patch_size: int,
+        n_layers: int,
+        mlp_ratio: float,
+        inception: bool,
+        features: int,
     ) -> None:
         super().__init__()
         if channels < 4 or channels % 4:  # or there would be fewer features than asked for

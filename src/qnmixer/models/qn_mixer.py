@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from qnmixer.errors import ConfigError
 from qnmixer.models.codec import OrthonormalCodec, StridedCodec
 from qnmixer.models.data_term import DATA_TERMS, data_descent, safe_step_size
 from qnmixer.models.incept_mixer import DetailConvolutions, InceptionPatches, InceptMixer
@@ -34,10 +35,10 @@ class QNMixer(UnrolledNetwork[QNState]):
     (figure, exact) with the curvature pair formed at the start of iteration t instead of the end of t − 1, so
     that each iteration is one call of G, E and D and nothing is computed that goes unused.
 
-    Ours, and off where the paper is followed: G may end with convolutions at full resolution of each iteration's own;
-    λ_t A†(A x_t − y) be the way down that several such steps take, which cost little beside G; H_t be held to
-    (1 − τ_t) I + τ_t H_t with a learned τ_t from 0, so that training begins at first order and takes from the curvature
-    what helps; and what is negative be left out of the image, as attenuation is not.
+    Four things are ours, and the defaults are those of `model=qn_mixer`, not of the figure. G ends with convolutions at
+    full resolution, each iteration's own. λ_t A†(A x_t − y) is the way down that several such steps take, which cost
+    little beside G. H_t is held to (1 − τ_t) I + τ_t H_t with a learned τ_t from 0, so that training begins at first
+    order and takes from the curvature what helps. Negative values are left out of the image, as attenuation has none.
 
     Args:
         projector: A, Aᵀ and FBP of the scan; its geometry sets the image size.
@@ -48,22 +49,23 @@ class QNMixer(UnrolledNetwork[QNState]):
         inception: False cuts the patches from the image itself (ablation).
         detail_channels: of the convolutions at full resolution; 0: no such convolutions (figure).
         codec: "orthonormal" (ours, trains best) or "strided" (the paper's words).
-        codec_kernel: of the orthonormal codec; 3 sees neighbouring cells.
+        codec_kernel: of the orthonormal codec; 3 sees neighbouring cells, 1 does not (figure).
         latent_factor, latent_channels: the latent is latent_channels × (H/factor) × (W/factor).
         shared_regularizer: one Incept-Mixer for all iterations (one J, as drawn) or one each (the author's other code).
-        shared_step_size: one λ for all iterations, or one each.
+        shared_step_size: one λ for all iterations (figure), or one each.
         data_term: A† = "fbp" (author, field), here by the exact transpose, or "adjoint", Aᵀ/‖A‖².
         data_steps: steps along the data term in an iteration, each with a λ of its own (figure: 1).
-        nonnegative: the image is max(0, x_t) but for FBP, x₀; iterations go on from x_t.
+        nonnegative: the image is max(0, x_t) but for FBP, x₀; iterations go on from x_t. False: x_t (figure).
         hessian: "bfgs"; or, of first order, "identity" (H_t = I), and "momentum" (H_t = I, and s_t = −r_t + β_t s_{t−1}
             with a learned β_t per iteration, from 0: the control that any gain of BFGS is to be held against, ours).
         hessian_gradient: "full" differentiates through H; "detach" treats its pairs as constants.
-        learned_trust: τ_t, with hessian="bfgs".
+        learned_trust: τ_t, with hessian="bfgs"; False: H_t as it is (figure).
         regularizer: makes a module x → G(x) of another kind of (image_size, channels), in place of the Incept-Mixer;
-            without details.
+            with detail_channels=0.
 
     Raises:
-        ConfigError: a word is none of the above, or the channels do not divide into four branches.
+        ConfigError: a word is none of the above, the channels do not divide into four branches, or a regulariser is
+            given beside details.
     """
 
     title = "QN-Mixer"
@@ -77,19 +79,19 @@ class QNMixer(UnrolledNetwork[QNState]):
         n_mixer_layers: int = 2,
         mlp_ratio: float = 2.0,
         inception: bool = True,
-        detail_channels: int = 0,
+        detail_channels: int = 16,
         codec: Literal["orthonormal", "strided"] = "orthonormal",
-        codec_kernel: int = 1,
+        codec_kernel: int = 3,
         latent_factor: int = 4,
         latent_channels: int = 16,
         shared_regularizer: bool = True,
-        shared_step_size: bool = True,
+        shared_step_size: bool = False,
         data_term: Literal["fbp", "adjoint"] = "fbp",
-        data_steps: int = 1,
-        nonnegative: bool = False,
+        data_steps: int = 4,
+        nonnegative: bool = True,
         hessian: Literal["bfgs", "identity", "momentum"] = "bfgs",
         hessian_gradient: Literal["full", "detach"] = "full",
-        learned_trust: bool = False,
+        learned_trust: bool = True,
         regularizer: Callable[[int, int], nn.Module] | None = None,
     ) -> None:
         super().__init__(n_iterations)
@@ -97,6 +99,10 @@ class QNMixer(UnrolledNetwork[QNState]):
         check_choice("codec", codec, ("orthonormal", "strided"))
         check_choice("hessian", hessian, ("bfgs", "identity", "momentum"))
         check_choice("hessian_gradient", hessian_gradient, ("full", "detach"))
+        if regularizer is not None and detail_channels:  # its image would be taken for their features
+            raise ConfigError(
+                f"regularizer takes the place of the details too: set detail_channels=0, not {detail_channels}"
+            )
         image_size = projector.geometry.image_size
         self.projector = projector
         self.data_term = data_term

@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 from torch import Tensor, nn
 
 from qnmixer.errors import ConfigError
+from qnmixer.physics import FanBeamProjector
 
 S = TypeVar("S")
 """What one iteration hands to the next: tensors [B, …], and tuples of them."""
@@ -22,12 +23,15 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
     title: str = "network"
     """What tables and pictures call it."""
 
+    projector: FanBeamProjector
+    """A, Aᵀ and FBP of the scan, which a subclass sets: it is what it is built with."""
+
     def __init__(self, n_iterations: int) -> None:
         super().__init__()
         self.n_iterations = n_iterations
         self.step_sizes = nn.ParameterList()
         """λ_t of networks that have them: they learn at a rate of their own, and are logged."""
-        self.loop: Callable[[UnrolledNetwork[S], range, Tensor, S], S] = run_all
+        self.loop: Callable[[UnrolledNetwork[S], range, Tensor, S], S] = UnrolledNetwork.run
 
     @abstractmethod
     def start(self, y: Tensor) -> S:
@@ -89,8 +93,3 @@ def check_choice(argument: str, value: str, choices: Collection[str]) -> None:
     """Raise ConfigError for a word that would be taken for one of the others in silence."""
     if value not in choices:
         raise ConfigError(f"{argument}={value} is not known: choose {' or '.join(choices)}")
-
-
-def run_all(network: UnrolledNetwork[S], iterations: range, y: Tensor, state: S) -> S:
-    """Some iterations, plainly: what `loop` is unless something else is put there."""
-    return network.run(iterations, y, state)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qnmixer.config import LossConfig
+from qnmixer.config.loss import LossConfig
 from qnmixer.errors import PluginError
 from qnmixer.plugins import Kind, check_call, load
 

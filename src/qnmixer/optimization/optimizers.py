@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from qnmixer.config import OptimizerConfig
+from qnmixer.config.optimizer import OptimizerConfig
 from qnmixer.plugins import build, subclass_of
 
 OPTIMIZER = subclass_of(Optimizer, "torch.optim.Optimizer")

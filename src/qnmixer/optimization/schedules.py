@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from qnmixer.config import ScheduleConfig
+from qnmixer.config.schedule import ScheduleConfig
 from qnmixer.errors import PluginError
 from qnmixer.plugins import Kind, check_call, load, taken
 

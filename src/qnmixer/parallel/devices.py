@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import torch
 
-from qnmixer.config import Config, validate
+from qnmixer.config import Config
+from qnmixer.config.run import validate
 from qnmixer.errors import ConfigError
 from qnmixer.parallel.compilation import check_compiler
+from qnmixer.torch_builds import GPU, NoBuildError, fix, runs_on, visible_gpus
 
 
 def resolve_devices(config: Config) -> Config:
@@ -28,6 +30,8 @@ def resolve_devices(config: Config) -> Config:
             f"trainer.devices={devices}, but torch sees {torch.cuda.device_count()} here: lower it, or try "
             "trainer.accelerator=cpu"
         )
+    if on_cuda and (problem := gpu_problem(devices)) is not None:
+        raise _unusable(trainer.accelerator, "trainer.accelerator", problem)
     check_precision(device, trainer.precision, "trainer.precision")
     resolved = replace(config, trainer=replace(trainer, devices=devices, accelerator="cuda" if on_cuda else "cpu"))
     validate(resolved)
@@ -35,10 +39,48 @@ def resolve_devices(config: Config) -> Config:
 
 
 def choose_device(accelerator: str, key: str = "accelerator") -> torch.device:
-    """The device that an accelerator means here. Raises ConfigError, naming the key, for a GPU that is not there."""
-    if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+    """The device that an accelerator means here; auto means the CPU only on a machine without an NVIDIA GPU.
+
+    Raises ConfigError, naming the key, for a GPU that is not there or that this torch cannot use.
+    """
+    if accelerator == "cpu":
+        return torch.device("cpu")
+    if (problem := gpu_problem()) is not None:
+        raise _unusable(accelerator, key, problem)
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if accelerator != "auto":
         raise ConfigError(f"{key}={accelerator}, but torch sees no CUDA device here: use {key}=cpu")
-    return torch.device("cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu")
+    return torch.device("cpu")
+
+
+def _unusable(accelerator: str, key: str, problem: tuple[str, str]) -> ConfigError:
+    return ConfigError(f"{key}={accelerator}, but {problem[0]}: {problem[1]}; or use {key}=cpu")
+
+
+def gpu_problem(n_devices: int = 1) -> tuple[str, str] | None:
+    """What stops torch from using the first GPUs of this machine, and how to fix it; None: nothing, or no GPU."""
+    version = f"torch {torch.__version__}"
+    if torch.cuda.is_available():
+        if torch.version.cuda is None:  # ROCm, whose names of architectures are others
+            return None
+        n_devices = min(n_devices, torch.cuda.device_count())
+        gpus = [GPU(torch.cuda.get_device_capability(number), None) for number in range(n_devices)]
+        built = torch.cuda.get_arch_list()
+        foreign = [gpu for gpu in gpus if not runs_on(gpu.capability, built)]
+        if not foreign:
+            return None
+        what = f"{version} has no kernels for a GPU of {foreign[0]} ({', '.join(built)})"
+    else:
+        try:
+            gpus = visible_gpus()
+        except NoBuildError as error:
+            return f"{version} sees no CUDA device", str(error)
+        if not gpus:
+            return None
+        why = "is built for the CPU and cannot" if torch.version.cuda is None else "cannot"
+        what = f"{version} {why} use the GPU here ({gpus[0]}, driver {gpus[0].driver})"
+    return what, fix(gpus)
 
 
 def check_precision(device: torch.device, precision: str, key: str = "precision") -> None:

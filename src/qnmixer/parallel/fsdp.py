@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from qnmixer.config import FSDPConfig
+from qnmixer.config.strategy import FSDPConfig
 from qnmixer.files import PART_SUFFIX, remove, replace
 from qnmixer.models.unrolled import UnrolledNetwork
-from qnmixer.parallel.shards import SHARD, gather
+from qnmixer.parallel.shards import SHARD
 
 
 class ShardedStrategy(ModelParallelStrategy):
@@ -111,6 +111,11 @@ def shard(network: UnrolledNetwork[Any], mesh: Any, options: FSDPConfig) -> None
         fully_shard(block, mesh=mesh, reshard_after_forward=options.reshard_after_forward)
     fully_shard(network, mesh=mesh)
     register_fsdp_forward_method(network, "trajectory")
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """The complete tensor. A tensor in shards is gathered, which all devices must do together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _gathered(value: Any) -> Any:

@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.optim import Optimizer
 
-from qnmixer.config import Config, PipelineConfig, batch_of_replica, devices_per_replica
+from qnmixer.config import Config
+from qnmixer.config.run import batch_of_replica, devices_per_replica
+from qnmixer.config.strategy import PipelineConfig
 from qnmixer.models.unrolled import UnrolledNetwork
-from qnmixer.parallel.stages import Context, Stage, cut_by_cost, cut_evenly, ranges, survey
+from qnmixer.parallel.stages import Context, Packing, Stage, cut_by_cost, cut_evenly, ranges, survey
 
 
 class Trained(Protocol):
@@ -141,42 +143,19 @@ class Pipeline:
         self.module, self.context, self.group = module, context, group
         self.sequential = options.schedule == "sequential"
         self.microbatch_size = options.microbatch_size
-        network = module.network
         device, n_devices = dist.get_rank(group), dist.get_world_size(group)
         n_stages = n_devices * options.stages_per_device
+        of_one = y[: self.microbatch_size]
 
         cut = options.cut or (cut if cut and len(cut) == n_stages else None)
         timed = cut is None and not config.trainer.deterministic
         with torch.random.fork_rng([y.device] if y.is_cuda else []):  # dropout is to go on as if nothing had been
-            packings, costs = survey(network, y[: self.microbatch_size], context, timed)
+            packings, costs = survey(module.network, of_one, context, timed)
         cuts = [cut or (cut_by_cost(costs, n_stages) if timed else cut_evenly(len(costs), n_stages))]
         dist.broadcast_object_list(cuts, group_src=0, group=group)  # each device has measured costs of its own
         self.cut: list[int] = cuts[0]
 
-        def meta(iteration: int) -> Tensor:
-            packing = packings[iteration]
-            return torch.empty(
-                self.microbatch_size, packing.width, dtype=packing.dtype, device="meta", requires_grad=True
-            )
-
-        self.stages = []
-        for index in range(device, n_stages, n_devices):
-            iterations = ranges(self.cut)[index]
-            first, last = index == 0, index == n_stages - 1
-            stage = _Autocast(Stage(network, iterations, None if first else packings[iterations.start]), context)
-            self.stages.append(
-                PipelineStage(
-                    stage,
-                    index,
-                    n_stages,
-                    y.device,
-                    input_args=() if first else (meta(iterations.start),),
-                    output_args=(torch.empty_like(y[: self.microbatch_size], device="meta"),)
-                    if last
-                    else (meta(iterations.stop),),
-                    group=group,
-                )
-            )
+        self.stages = [self._stage(index, packings, of_one) for index in range(device, n_stages, n_devices)]
         n = 1 if self.sequential else len(y) // self.microbatch_size
         options_of_all: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
         self.schedule: Any
@@ -188,6 +167,27 @@ class Pipeline:
         self._batch: Any = None
         self._factor = torch.ones(())
         self._losses: list[Tensor] = []
+
+    def _stage(self, index: int, packings: list[Packing], y: Tensor) -> PipelineStage:
+        """A stage for torch's schedules, with the shapes of what it gets and gives; y: of a micro-batch."""
+        iterations, n_stages = ranges(self.cut)[index], len(self.cut)
+        first, last = index == 0, index == n_stages - 1
+
+        def meta(iteration: int) -> Tensor:
+            packing = packings[iteration]
+            return torch.empty(len(y), packing.width, dtype=packing.dtype, device="meta", requires_grad=True)
+
+        return PipelineStage(
+            _Autocast(
+                Stage(self.module.network, iterations, None if first else packings[iterations.start]), self.context
+            ),
+            index,
+            n_stages,
+            y.device,
+            input_args=() if first else (meta(iterations.start),),
+            output_args=(torch.empty_like(y, device="meta") if last else meta(iterations.stop),),
+            group=self.group,
+        )
 
     def step(self, y: Tensor, batch: Any, factor: Tensor) -> Tensor:
         """Add the gradients of factor · loss of a batch to those of this device's stages; returns the loss.

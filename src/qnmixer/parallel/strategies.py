@@ -1,15 +1,17 @@
-"""The Lightning strategy that a config names."""
+"""The Lightning strategy and the precision plugin that a config names."""
 
 from collections.abc import Callable
 from datetime import timedelta
 from inspect import signature
 from typing import Any
 
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch.nn.parallel import DistributedDataParallel
 
-from qnmixer.config import Config, DDPConfig, FSDPConfig
+from qnmixer.config import Config
 from qnmixer.config.option import suggest
+from qnmixer.config.strategy import DDPConfig, FSDPConfig
 from qnmixer.errors import ConfigError
 from qnmixer.parallel.fsdp import ShardedStrategy
 from qnmixer.parallel.pipeline import PipelineStrategy
@@ -35,6 +37,12 @@ def build_strategy(config: Config) -> Strategy | str:
     return _STRATEGIES[name](config)
 
 
+def build_precision(config: Config, accelerator: str) -> Precision:
+    """Autocast, and for fp16 a GradScaler; on a CPU too, where Lightning would silently take bf16 for 16-mixed."""
+    precision = config.trainer.precision
+    return Precision() if precision == "32" else MixedPrecision(precision, accelerator)  # type: ignore[arg-type]  # a choice
+
+
 def _ddp(config: Config) -> Strategy:
     assert isinstance(config.strategy, DDPConfig)
     return DDPStrategy(
@@ -47,13 +55,9 @@ def _fsdp(config: Config) -> Strategy:
     return ShardedStrategy((config.trainer.devices or 1) * config.trainer.num_nodes, config.strategy, _TIMEOUT)
 
 
-def _pipeline(config: Config) -> Strategy:
-    return PipelineStrategy(config, _TIMEOUT)
-
-
 _STRATEGIES: dict[str, Callable[[Config], Strategy | str]] = {
     "single": lambda config: "auto",
     "ddp": _ddp,
     "fsdp": _fsdp,
-    "pipeline": _pipeline,
+    "pipeline": lambda config: PipelineStrategy(config, _TIMEOUT),
 }

@@ -1,8 +1,9 @@
 """Large matrices on disk: built once, then mapped into memory by every later process, which share the pages.
 
 One file a matrix, below `$XDG_CACHE_HOME/qnmixer/matrices` (or `~/.cache`): a header, then the arrays. A file is
-written beside and renamed, and one process builds while others wait. A disk that is full or cannot be written to costs
-the caching only. Nothing here is needed to understand the mathematics.
+written beside and renamed, and one process builds while others wait. Checksums of header and arrays are checked when a
+file is opened, 0.05 s for 100 MB; a file that fails is built again. A disk that is full or cannot be written
+to costs the caching only. Nothing here is needed to understand the mathematics.
 """
 
 import json
@@ -10,6 +11,7 @@ import os
 import struct
 import time
 import warnings
+import zlib
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
@@ -19,11 +21,11 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
-from qnmixer.files import TEMPORARY_SUFFIX, atomic_file, default_cache_dir, digest, write_text
+from qnmixer.files import atomic_file, default_cache_dir, digest, is_temporary, write_text
 from qnmixer.physics.geometry import FanBeamGeometry
 from qnmixer.physics.sparse import Csr
 
-FORMAT = 1
+FORMAT = 2
 """To be raised when the layout of the matrices, their values or that of the files changes."""
 WORTH_CACHING = 2**20
 """Rays times pixels of a side, from which a matrix is kept: about a tenth of a second of building, 10 MB."""
@@ -69,11 +71,11 @@ def load_or_compute(kind: str, geometry: FanBeamGeometry, compute: Callable[[], 
     with suppress(OSError, RuntimeError, ValueError, KeyError, TypeError):
         path = _folder() / f"{digest(key, 32)}.json"
         record = json.loads(path.read_text())
-        if record["key"] == key:
+        if record["digest"] == digest([key, record["value"]]):
             return float(record["value"])
     value = compute()
     try:
-        write_text(_folder() / f"{digest(key, 32)}.json", json.dumps({"key": key, "value": value}))
+        write_text(_folder() / f"{digest(key, 32)}.json", json.dumps({"value": value, "digest": digest([key, value])}))
     except (OSError, RuntimeError) as error:
         _warn(error)
     return value
@@ -118,9 +120,12 @@ def _write(path: Path, key: dict[str, Any], arrays: list[np.ndarray]) -> None:
     described: list[dict[str, Any]] = []
     size = 0
     for array in arrays:
-        described.append({"type": array.dtype.str, "count": len(array), "offset": size})
+        described.append(
+            {"type": array.dtype.str, "count": len(array), "offset": size, "crc32": zlib.crc32(array.data)}
+        )
         size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-    header = json.dumps({"key": key, "arrays": described, "size": size}).encode()
+    content = {"key": key, "arrays": described, "size": size}
+    header = json.dumps(content | {"digest": digest(content)}).encode()
     start = _start(len(header))
     if not _make_room(path.parent, start + size):
         return
@@ -133,7 +138,7 @@ def _write(path: Path, key: dict[str, Any], arrays: list[np.ndarray]) -> None:
 
 
 def _read(path: Path, key: dict[str, Any]) -> tuple[Csr, Csr] | None:
-    """The matrices of a file, mapped; None if it is not there, not whole by header and length, or for something else.
+    """The matrices of a file, mapped; None if it is not there, not as it was written, or for something else.
 
     They are mapped copy-on-write: pages are shared until somebody writes to them, and the file never changes.
     """
@@ -145,15 +150,17 @@ def _read(path: Path, key: dict[str, Any]) -> tuple[Csr, Csr] | None:
             whole_size = os.fstat(stream.fileno()).st_size
             header = json.loads(stream.read(min(length, whole_size)))
         start = _start(length)
-        if header["key"] != key or whole_size != start + header["size"]:
+        if header.pop("digest") != digest(header) or header["key"] != key or whole_size != start + header["size"]:
             return None
         whole = np.memmap(path, mode="c")
         arrays = [
             whole[start + a["offset"] :][: a["count"] * np.dtype(a["type"]).itemsize].view(a["type"]).view(np.ndarray)
             for a in header["arrays"]
         ]
+        if [zlib.crc32(array.data) for array in arrays] != [a["crc32"] for a in header["arrays"]]:
+            return None
         found = Csr(*arrays[:3]), Csr(*arrays[3:])
-    except (OSError, ValueError, KeyError, TypeError, struct.error):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
         return None
     with suppress(OSError):
         os.utime(path)  # the time of the last use
@@ -170,7 +177,7 @@ def _make_room(folder: Path, size: int) -> bool:
 
     For the lock's holder.
     """
-    for stale in folder.glob(f".*.matrix.*{TEMPORARY_SUFFIX}"):
+    for stale in filter(is_temporary, folder.glob(".*.matrix.*")):
         stale.unlink(missing_ok=True)
     files = sorted(((path.stat(), path) for path in folder.glob("*.matrix")), key=lambda entry: entry[0].st_mtime_ns)
     total = size + sum(stat.st_size for stat, _ in files)

@@ -109,17 +109,7 @@ def write_page(
     Raises:
         DataError: where images of one slice differ in shape, or a method has none, or a slice no method.
     """
-    packed = [_pack(slice_) for slice_ in slices]
-    inferno = matplotlib.colormaps["inferno"](range(256), bytes=True)[:, :3]
     first, *others = [_table(table) for table in tables] or [""]
-    settings = {
-        "slices": [description for description, _ in packed],
-        "opened": opened,
-        "window": DISPLAY_WINDOW,
-        "errorLimit": ERROR_LIMIT,
-        "errorColours": inferno.tolist(),
-        "notANumber": NOT_A_NUMBER,
-    }
     style, script = _part("page.css"), _part("page.js")
     parts = {
         "title": _text(title),
@@ -135,15 +125,32 @@ def write_page(
             f"<div><dt>{_text(name)}</dt><dd>{_text(text)}</dd></div>" for name, text in provenance.items()
         ),
         "configuration": _configuration(configuration) if configuration else "",
+        "script": script,
+        **_viewer(slices, opened),
+    }
+    page = re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], _part("page.html"))
+    write_text(path, page.encode(errors="replace").decode())  # file names may hold what UTF-8 cannot
+
+
+def _viewer(slices: Sequence[PageSlice], opened: int) -> dict[str, str]:
+    """What the script of the page reads: its settings with a description of each slice, all pixels, the thumbnails."""
+    packed = [_pack(slice_) for slice_ in slices]
+    inferno = matplotlib.colormaps["inferno"](range(256), bytes=True)[:, :3]
+    settings = {
+        "slices": [description for description, _ in packed],
+        "opened": opened,
+        "window": DISPLAY_WINDOW,
+        "errorLimit": ERROR_LIMIT,
+        "errorColours": inferno.tolist(),
+        "notANumber": NOT_A_NUMBER,
+    }
+    return {
         "settings": json.dumps(settings).replace("<", "\\u003c"),  # or a name could end the script element
         "pixels": "\n".join(
             f'<script type="text/plain" id="pixels-{n}">{pixels}</script>' for n, (_, pixels) in enumerate(packed)
         ),
         "thumbnails": _base64(b"".join(_thumbnail(slice_).tobytes() for slice_ in slices)),
-        "script": script,
     }
-    page = re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], _part("page.html"))
-    write_text(path, page.encode(errors="replace").decode())  # file names may hold what UTF-8 cannot
 
 
 def _part(name: str) -> str:

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.config.overrides import quoted
 from qnmixer.errors import ConfigError, SweepFailed
-from qnmixer.files import last_change
+from qnmixer.files import check_unused, last_change
 from qnmixer.sweeps.report import rows_of, write_report
 from qnmixer.tracking.results import git_commit, read_results
 from qnmixer.tracking.run_folder import RUNS, run_lock
@@ -41,7 +41,10 @@ def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
     folder = Path(config.hydra.sweep.dir) if given else Path("runs") / "sweeps" / _name(overrides, varying)
     described: Sweep = {"overrides": overrides, "varying": varying, "git_commit": git_commit(), "jobs": None}
     with run_lock(folder):
+        if not (folder / SWEEP).is_file():
+            check_unused(FOLDER, folder)
         write_sweep(folder, described)
+        print(f"sweep in {folder}", flush=True)
         error: Exception | None = None
         try:
             yield f"{FOLDER}={quoted(folder.absolute())}"  # a job may begin elsewhere

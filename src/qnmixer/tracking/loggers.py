@@ -16,12 +16,15 @@ import torch
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from qnmixer.config import Config, LoggerConfig, WandbConfig, effective_batch, to_plain, with_names
-from qnmixer.config.logger import METRICS_FILE, section_of
+from qnmixer.config import Config, effective_batch, to_plain
+from qnmixer.config.logger import LONGEST_TAG, METRICS_FILE, LoggerConfig, WandbConfig, section_of
+from qnmixer.config.overrides import values_of
+from qnmixer.config.target import with_names
 from qnmixer.errors import ConfigError, PluginError, UserError, first_line
 from qnmixer.files import write_text
 from qnmixer.plugins import load_plugin, make_plugin, subclass_of
 from qnmixer.processes.ranks import rank
+from qnmixer.reconstructor import method_name
 from qnmixer.tracking.metrics_file import MetricsFile
 from qnmixer.tracking.results import git_commit, versions
 from qnmixer.tracking.sweep_file import name_of_job, sweep_of
@@ -35,6 +38,7 @@ DONE, FAILED, INTERRUPTED = 0, 1, 255
 
 _LOGGER = subclass_of(Logger, "lightning.pytorch.loggers.Logger")
 _STEP = "trainer/global_step"  # as Lightning's logger calls it
+_CURVES_ONLY = ("train/lambda_", "val/cosine_zs", "val/skipped_pairs")  # of one network; no column in the table of runs
 _SECONDS_TO_START = 30
 _SECONDS_TO_FINISH = (
     20  # less than a rank that is told to stop has (qnmixer.processes.ranks); the rest stays on this disk
@@ -85,7 +89,7 @@ def _build(section: str, config: Config, options: LoggerConfig, folder: Path) ->
         raise
     except Exception as error:  # whatever its constructor finds wrong
         raise PluginError(f"{key}={target} refuses its arguments ({first_line(error)})") from error
-    logger.log_hyperparams(with_names(to_plain(config)))
+    logger.log_hyperparams(_described(config))
     return logger
 
 
@@ -137,13 +141,19 @@ class WandbRun(WandbLogger):
     def __init__(self, run: Any, known_until: int, log_best: bool) -> None:
         super().__init__(experiment=run)
         self.known_until, self.log_best = known_until, log_best
+        self._curves: set[str] = set()
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Add to the row of a step."""
         assert step is not None
-        if step >= self.known_until:
-            self.experiment.log({**metrics, _STEP: step}, step=step)
+        if step < self.known_until:
+            return
+        for name in metrics.keys() - self._curves:
+            if name.startswith(_CURVES_ONLY):  # by its whole name: of two globs that match, wandb takes either
+                self.experiment.define_metric(name, step_metric=_STEP, step_sync=True, summary="none")
+                self._curves.add(name)
+        self.experiment.log({**metrics, _STEP: step}, step=step)
 
 
 def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[str], goes_on: bool) -> Any:
@@ -155,7 +165,7 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
         write_text(id_file, _new_id())
     run_id = id_file.read_text()
     earlier = set(id_file.parent.glob(f"run-*-{run_id}"))
-    group, name = _place(folder, overrides)
+    group, name = _place(config, folder, overrides)
     quiet = wandb.Settings(silent=True)  # then it asks for no key either, and so waits for nobody
     wandb.setup(settings=quiet)
     arguments: dict[str, Any] = {
@@ -166,8 +176,8 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
         "entity": options.entity,
         "group": options.group or group,
         "name": options.run_name or name,
-        "tags": config.tags or None,
-        "config": with_names(to_plain(config)) | _surroundings(config),
+        "tags": _tags(config, overrides),
+        "config": _described(config),
         "dir": folder,
         "settings": wandb.Settings(
             silent=True,
@@ -209,19 +219,31 @@ def _new_id() -> str:
     return of_agent or uuid.uuid4().hex[:8]
 
 
-def _place(folder: Path, overrides: list[str]) -> tuple[str | None, str]:
-    """Group and name of a run: the sweep and what is of this job alone, or when it began."""
+def _place(config: Config, folder: Path, overrides: list[str]) -> tuple[str | None, str]:
+    """Group and name of a run: the sweep and what is of this job alone, or method, setting and folder (its start)."""
     own = "/".join(folder.absolute().parts[-2:])
     if (found := sweep_of(folder)) is None:
-        return None, own
+        what = with_names(to_plain(config))
+        views = f"{config.geometry.n_views}views"
+        return None, "-".join([what["model"]["name"], what["data"]["name"], views, f"seed{config.seed}", own])
     sweep_folder, sweep = found
     return sweep_folder.name, name_of_job(sweep, overrides) or own
 
 
-def _surroundings(config: Config) -> dict[str, Any]:
-    """What a run depends on beside its config."""
+def _tags(config: Config, overrides: list[str]) -> list[str]:
+    """The user's tags, then the run's experiment, model, data and strategy."""
+    given, what = values_of(overrides), with_names(to_plain(config))
+    chosen = [value.strip("[]").split(",") for key, value in given.items() if key.partition("/")[0] == "experiment"]
+    experiments = [word.strip() for words in chosen for word in words if word != "null"]
+    words = [*experiments, what["model"]["name"], what["data"]["name"], config.strategy.name]
+    return [*dict.fromkeys([*config.tags, *(word[:LONGEST_TAG] for word in words)])]
+
+
+def _described(config: Config) -> dict[str, Any]:
+    """The config for a logger, and what a run depends on beside it."""
     trainer = config.trainer
-    return {
+    return with_names(to_plain(config)) | {
+        "method": method_name(config),
         "git_commit": git_commit(),
         "versions": versions(),
         "device": device_name(trainer.accelerator),

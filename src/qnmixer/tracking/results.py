@@ -81,7 +81,7 @@ def versions() -> dict[str, str]:
 def git_commit() -> str | None:
     """Commit of this code, with "+changes" and a digest if it was changed since; None outside a checkout."""
     try:
-        head = _git(_package(), "rev-parse", "HEAD").strip()
+        head = _git(_checkout(), "rev-parse", "HEAD").strip()
     except (OSError, subprocess.CalledProcessError):
         return None
     diff = git_diff()
@@ -90,10 +90,9 @@ def git_commit() -> str | None:
 
 def git_diff() -> str:
     """Changes of code and configs since the commit, new files too, for `git apply`; empty without changes or git."""
-    here = _package()
     try:
-        root = _git(here, "rev-parse", "--show-toplevel").strip()
-        parts = [str(path) for path in (here.parent, Path(root) / "conf") if path.exists()]
+        root = _checkout()
+        parts = [str(path) for path in (_package().parent, root / "conf") if path.exists()]
         with tempfile.TemporaryDirectory() as temporary:  # the user's own index stays as it is
             index = {"GIT_INDEX_FILE": str(Path(temporary) / "index")}
             _git(root, "read-tree", "HEAD", **index)
@@ -110,6 +109,15 @@ def now() -> str:
 
 def _package() -> Path:
     return Path(__file__).parents[1]
+
+
+def _checkout() -> Path:
+    """The repository that holds this code. Raises CalledProcessError or OSError without one.
+
+    A wheel may be installed inside somebody else's repository: then git does not track this file.
+    """
+    _git(_package(), "ls-files", "--error-unmatch", "tracking/results.py")
+    return Path(_git(_package(), "rev-parse", "--show-toplevel").strip())
 
 
 def _git(folder: Path | str, *arguments: str, **environment: str) -> str:

@@ -17,6 +17,7 @@ from qnmixer.config.compose import CONF, compose
 from qnmixer.config.overrides import LENGTH, key_of, quoted, values_of
 from qnmixer.config.search_path import SEARCH_PATH, packages_of, search_path_in, with_search_path
 from qnmixer.errors import CheckpointError, ConfigError
+from qnmixer.files import check_unused
 from qnmixer.plugins import check_trusted, module_of, trust_words
 from qnmixer.processes.ranks import rank
 from qnmixer.tracking.results import read_results
@@ -37,12 +38,12 @@ def resume_overrides(overrides: list[str]) -> list[str]:
     A run may name code of the user's own. It is resumed if this command names the module too, or has `trust=MODULE`,
     which is no key of the config and goes no further.
 
-    Raises CheckpointError if there is no such run, or it is done; ConfigError if another process trains in it, or if
+    Raises CheckpointError if there is no such run, or it is done; ConfigError if another process writes to it, or if
     the folder of a new run holds another run; PluginError for code that this command does not allow.
     """
     if any(override.startswith("-") for override in overrides):
         return overrides
-    trust, overrides = _modules_trusted(overrides), _without(overrides, "trust")
+    typed, overrides = overrides, _without(overrides, "trust")
     asked = values_of(overrides).get("resume", "null")
     if asked == "null":
         return _unless_begun(overrides)
@@ -50,7 +51,7 @@ def resume_overrides(overrides: list[str]) -> list[str]:
     run = run_of(path)
     if run is None:  # a checkpoint that lies by itself
         return _unless_begun(overrides)
-    given, folder = _without(overrides, "resume"), _folder_of(overrides)
+    trust, given, folder = _modules_trusted(typed), _without(overrides, "resume"), folder_of(overrides)
     is_last = path.suffix != ".ckpt" or path.name == "last.ckpt"
     if resumes_in_place(folder, str(path)) if folder else is_last:
         _check_open(run, values_of(overrides))
@@ -173,7 +174,7 @@ def _modules_trusted(overrides: list[str]) -> list[str]:
 
 def _overrides_in_place(run: Path, path: Path, given: list[str]) -> list[str]:
     """The overrides that resume a run in its folder from `path`, with those given now on top."""
-    before, where = overrides_of(run), [] if _folder_of(given) else [f"hydra.run.dir={quoted(run)}"]
+    before, where = overrides_of(run), [] if folder_of(given) else [f"hydra.run.dir={quoted(run)}"]
     if not has_checkpoint(run):  # killed before its first checkpoint: it starts again
         return [*_merged(before, given), *where]
     begun = ["finetune=null" if key_of(override) == "finetune" else override for override in _without(before, "resume")]
@@ -188,14 +189,16 @@ def _unless_begun(overrides: list[str]) -> list[str]:
 
     Raises ConfigError if the folder holds another run, or if the run is done.
     """
-    run = _folder_of(overrides)
+    run = folder_of(overrides)
     if run is None:
         return overrides
     record = read_results(run)
     is_done = record.get("status") == "done"
-    if not is_done and not has_checkpoint(run):  # nothing is lost
-        if record:
+    if not is_done and not has_checkpoint(run):
+        if "overrides" in record:  # a run of ours, of which nothing is lost
             _check_free(run)
+        elif rank() == 0:
+            check_unused("hydra.run.dir", run)
         return overrides
     before, now = _by_key(overrides_of(run)), _by_key(overrides)
     differing = next((key for key in before | now if before.get(key) != now.get(key)), None)
@@ -221,11 +224,11 @@ def _by_key(overrides: list[str]) -> dict[str, str]:
     return {key_of(it): it for it in of_run if it != "resume=null"}
 
 
-def _folder_of(overrides: list[str]) -> Path | None:
-    """The run folder that `hydra.run.dir=` names; None without it."""
+def folder_of(overrides: list[str], command: str = "train") -> Path | None:
+    """The folder that `hydra.run.dir=` of a command names; None without it."""
     text = values_of(overrides).get("hydra.run.dir")
     if text is not None and "${" in text:
-        config = compose("train", overrides, with_hydra=True)
+        config = compose(command, overrides, with_hydra=True)
         HydraConfig.instance().set_config(config)  # for ${hydra:…}
         text = str(config.hydra.run.dir)
     return None if text is None else Path(text)
@@ -246,7 +249,7 @@ def _check_open(run: Path, given: dict[str, str]) -> None:
 
 
 def _check_free(run: Path) -> None:
-    """Raise ConfigError if another process trains in the folder."""
+    """Raise ConfigError if another process writes to the folder."""
     if rank() == 0:  # the other ranks may come when it trains there itself
         with run_lock(run):
             pass

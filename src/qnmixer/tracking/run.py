@@ -47,7 +47,7 @@ class Run:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the run lock while the block runs. Raises ConfigError if another process trains in the folder."""
+        """Hold the run lock while the block runs. Raises ConfigError if another process writes to the folder."""
         if rank() != 0:
             yield
             return

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from qnmixer.config.overrides import key_of
 from qnmixer.config.search_path import SEARCH_PATH
 from qnmixer.errors import ConfigError
-from qnmixer.files import BEFORE_SUFFIX, TEMPORARY_SUFFIX, last_change
+from qnmixer.files import BEFORE_SUFFIX, is_temporary, last_change
 from qnmixer.tracking.results import read_results
 from qnmixer.tracking.sweep_file import SWEEP
 
@@ -36,7 +36,7 @@ def run_lock(folder: Path) -> Iterator[None]:
             stream.seek(0)
             who = stream.read().strip() or "another process"
             raise ConfigError(
-                f"{who} trains in {folder}: wait for its end, or stop it, or give another hydra.run.dir=FOLDER"
+                f"{who} writes to {folder}: wait for its end, or stop it, or give another hydra.run.dir=FOLDER"
             ) from None
         except OSError:  # a file system without locks
             yield
@@ -49,7 +49,7 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 def clean(folder: Path) -> None:
     """Remove half-written files of a killed process from a run folder whose lock is held."""
-    for left in folder.rglob(f".*{TEMPORARY_SUFFIX}"):
+    for left in filter(is_temporary, folder.rglob(".*")):
         left.unlink(missing_ok=True)
 
 

@@ -1,7 +1,5 @@
 """The callbacks of a run: those that print, those that the config names, pictures of the iterates."""
 
-import math
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,25 +7,25 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, RichProgressBar
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger, WandbLogger
-from rich.console import Console
 from torch import Tensor
 
-from qnmixer.config import Config, ProfileConfig
+from qnmixer.config import Config
+from qnmixer.config.debug import ProfileConfig
 from qnmixer.config.target import TARGET
 from qnmixer.errors import PluginError, UserError, first_line
-from qnmixer.evaluation.evaluate import Evaluation, table_of
+from qnmixer.evaluation.evaluate import PAGE, PICTURE, Evaluation, numbers_of
 from qnmixer.optimization.metrics import psnr
 from qnmixer.plugins import make_plugin, subclass_of
 from qnmixer.reconstructor import Batch, to_hu
 from qnmixer.reports.pictures import Panel, Row, draw_iterates
-from qnmixer.tracking.results import duration
 from qnmixer.tracking.run import Run
 from qnmixer.training.health import HealthMonitor
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.profiling import Profile
 from qnmixer.training.progress import ProgressMetrics
+from qnmixer.training.progress_bar import TrainingProgress
 
 _MOST_SHOWN = 15  # iterates in a picture
 _CALLBACK = subclass_of(Callback, "lightning.pytorch.callbacks.Callback")
@@ -43,14 +41,12 @@ def build_callbacks(callbacks: Mapping[str, Mapping[str, Any]]) -> list[Callback
 
 
 def console_callbacks(config: Config, run: Run) -> list[Callback]:
-    """The callbacks that print: validations, warnings about a network that does not learn, profile, progress bar."""
+    """The callbacks that print: progress, warnings about a network that does not learn, profile."""
     warm_up = max(20, round(config.schedule.warmup * max(0, config.trainer.max_steps)))
-    callbacks: list[Callback] = [ValidationLine(run.console), HealthMonitor(run, warm_up)]
+    shows = config.trainer.extra.get("enable_progress_bar") is not False
+    callbacks: list[Callback] = [TrainingProgress(run.console, shows), HealthMonitor(run, warm_up)]
     if isinstance(config.debug, ProfileConfig):
         callbacks.append(Profile(run.folder / "profile", config.debug, run.console))
-    wants_bar = config.trainer.extra.get("enable_progress_bar", True)
-    if wants_bar and run.console.is_terminal and not run.console.quiet:
-        callbacks.append(RichProgressBar(leave=False))
     return callbacks
 
 
@@ -62,32 +58,6 @@ def _build_callback(key: str, given: Mapping[str, Any]) -> Callback:
         raise
     except Exception as error:  # whatever its constructor finds wrong
         raise PluginError(f"{key}: {given[TARGET]} refuses its arguments ({first_line(error)})") from error
-
-
-class ValidationLine(Callback):
-    """Prints one line at each validation: step, PSNR, SSIM, milliseconds a step, time left."""
-
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        self._start, self._first_step = 0.0, 0
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start the clock."""
-        self._start, self._first_step = time.monotonic(), trainer.global_step
-
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Print the line."""
-        values, step = trainer.callback_metrics, trainer.global_step
-        total, done = trainer.estimated_stepping_batches, step - self._first_step
-        seconds = time.monotonic() - self._start
-        time_taken = f" · {1000 * seconds / done:.0f} ms a step, all included" if done else ""
-        left = f" · {duration(seconds / done * (total - step))} left" if done and math.isfinite(total) else ""
-        self.console.print(
-            f"step {step}/{total} · val PSNR {values['val/psnr']:.2f} dB · SSIM {100 * values['val/ssim']:.2f}"
-            f"{time_taken}{left}",
-            highlight=False,
-            soft_wrap=True,
-        )
 
 
 class IteratePictures(Callback):
@@ -155,15 +125,14 @@ def _iterate_rows(batch: Batch, iterates: dict[int, Tensor]) -> list[Row]:
     return rows
 
 
-def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, picture: Path, step: int, samples: float) -> None:
-    """Log the means of the evaluation; to W&B the table and the picture too."""
-    means = {"samples": samples} | {
-        f"test/{method}/{metric}": v for method, of in evaluation.means().items() for metric, v in of.items()
-    }
-    headings, body = table_of(evaluation)
+def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, folder: Path, step: int, samples: float) -> None:
+    """Log the means of the evaluation; to W&B the table, the picture and the page too, which lie in `folder`."""
+    means = {"samples": samples} | {f"test/{name}": value for name, value in evaluation.metrics().items()}
     for logger in loggers:
         logger.log_metrics(means, step)
         if isinstance(logger, WandbLogger):
-            logger.log_table("test/table", headings, body, step=step)
-            logger.log_image("test/picture", [str(picture)], step)
+            logger.log_table("test/table", *numbers_of(evaluation), step=step)
+            logger.log_image("test/picture", [str(folder / PICTURE)], step)
+            for name in (PICTURE, PAGE):
+                logger.experiment.save(str(folder / name), base_path=str(folder.parent), policy="now")
         logger.save()  # some write now and then only, and Lightning is done with them

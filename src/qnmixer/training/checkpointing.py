@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from qnmixer.checkpoints.reading import load
+from qnmixer.checkpoints.weights_file import RUN_KEY
 from qnmixer.errors import Stopped
 from qnmixer.files import PART_SUFFIX, atomic_file, remove, replace
 from qnmixer.parallel.pipeline import PipelineStrategy
@@ -26,8 +27,6 @@ from qnmixer.processes.signals import defer_stop, stop_requested
 from qnmixer.tracking.run import Run
 from qnmixer.training.lightning_private import number_rows, validate_as_in_training
 from qnmixer.training.random_states import of_all_ranks, random_state, set_random_state
-
-KEY = "qnmixer_run"
 
 
 class Checkpointing(Checkpoint):
@@ -41,6 +40,7 @@ class Checkpointing(Checkpoint):
 
     def __init__(self, run: Run, monitor: str, every_n_steps: int | None) -> None:
         self.run, self.monitor, self.every_n_steps = run, monitor, every_n_steps
+        self._sign = -1 if monitor == "val/loss" else 1
         self.best: float | None = None
         self.validated = 0  # optimizer steps at the last validation
         self.seconds = 0.0  # of the run before it was resumed
@@ -87,6 +87,13 @@ class Checkpointing(Checkpoint):
         if trainer.state.fn == TrainerFn.FITTING and self._ranks.stop(stop_requested() is not None):
             self._stop(trainer)
 
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log the best monitored value so far, in the row of the validation: what best.ckpt has, in every logger."""
+        score = self._score(trainer)
+        best = score if self._is_best(score) else self.best
+        assert best is not None
+        pl_module.log(f"{self.monitor}_best", best, on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True)
+
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write best.ckpt, if it is the best, and last.ckpt."""
         self._random = None
@@ -104,7 +111,9 @@ class Checkpointing(Checkpoint):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the state that Lightning leaves out."""
-        checkpoint[KEY] = {
+        data = trainer.datamodule  # type: ignore[attr-defined]  # Lightning sets it when it has one
+        checkpoint[RUN_KEY] = {
+            "split": data.split.record,
             "monitor": self.monitor,
             "best": self.best,
             "validated": self.validated,
@@ -116,7 +125,7 @@ class Checkpointing(Checkpoint):
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Read that state."""
-        state = checkpoint[KEY]
+        state = checkpoint[RUN_KEY]
         self._restored = dict(state)
         self.validated, self._saved = state["validated"], checkpoint["global_step"]
         if isinstance(trainer.strategy, PipelineStrategy):
@@ -130,11 +139,8 @@ class Checkpointing(Checkpoint):
 
         best.ckpt is first: after a crash, last.ckpt must not name a best value whose file does not exist.
         """
-        score = float(trainer.callback_metrics[self.monitor])
-        sign = -1 if self.monitor == "val/loss" else 1
-        if math.isnan(score):
-            score = -sign * math.inf
-        if trainer.strategy.reduce_boolean_decision(self.best is None or sign * score > sign * self.best):
+        score = self._score(trainer)
+        if trainer.strategy.reduce_boolean_decision(self._is_best(score)):
             self.best = score
             self.save(trainer, "best")
         self.save(trainer, "last")
@@ -144,6 +150,14 @@ class Checkpointing(Checkpoint):
         trainer.save_checkpoint(self.run.folder / "checkpoints" / f"{name}.ckpt")
         if name == "last":
             self._saved = trainer.global_step
+
+    def _score(self, trainer: L.Trainer) -> float:
+        """The monitored value of the last validation; the worst there is for NaN."""
+        score = float(trainer.callback_metrics[self.monitor])
+        return -self._sign * math.inf if math.isnan(score) else score
+
+    def _is_best(self, score: float) -> bool:
+        return self.best is None or self._sign * score > self._sign * self.best
 
     def _restore_random(self, trainer: L.Trainer) -> None:
         states = self._restored.pop("random", [])

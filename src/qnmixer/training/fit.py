@@ -9,10 +9,12 @@ import lightning as L
 import torch
 import torch.distributed as dist
 
-from qnmixer.checkpoints.reading import find_checkpoint, load_weights, resumable, steps_of
-from qnmixer.config import Config, FewBatchesConfig, effective_batch
+from qnmixer.checkpoints.reading import find_checkpoint, load_weights, resumable, split_of, steps_of
+from qnmixer.config import Config, effective_batch
+from qnmixer.config.debug import FewBatchesConfig
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
+from qnmixer.data.splits import RunSplit, seen_by
 from qnmixer.errors import OutOfMemory, Stopped
 from qnmixer.evaluation.evaluate import evaluate, title_of, what_was_evaluated, write_evaluation
 from qnmixer.files import write_text
@@ -58,7 +60,7 @@ def fit(config: Config, run: Run) -> float:
         L.seed_everything(config.seed, workers=True, verbose=False)
         module = build_module(config)  # scan, noise, network, loss
         checkpoint = resume_checkpoint(config, run)  # None for a new run
-        data = build_data(config)
+        data = build_data(config, checkpoint)
         checkpointing = Checkpointing(run, config.monitor, config.trainer.save_every_n_steps)
         memory = MemoryMonitor(run.console)
         callbacks = [checkpointing, memory, *console_callbacks(config, run), *build_callbacks(config.callbacks)]
@@ -131,17 +133,26 @@ def resume_checkpoint(config: Config, run: Run) -> Path | None:
     return checkpoint
 
 
-def build_data(config: Config) -> SliceDataModule:
-    """The LightningDataModule, with its training and validation slices ready."""
+def build_data(config: Config, checkpoint: Path | None) -> SliceDataModule:
+    """The LightningDataModule, with its training and validation slices ready; of a resumed run, the same as before."""
     batch, debug = effective_batch(config), config.debug
     data = SliceDataModule(
         config.data,
         first=debug.batches * batch if isinstance(debug, FewBatchesConfig) else None,
         overfit=batch if debug.name == "overfit" else None,
         batches=config.trainer.extra.get("limit_train_batches"),
+        split=split_to_train(config, checkpoint),
     )
     data.setup("fit")
     return data
+
+
+def split_to_train(config: Config, checkpoint: Path | None) -> RunSplit:
+    """The split of the checkpoint to resume from; of a new run, one to be drawn."""
+    if checkpoint is not None:
+        return RunSplit(split_of(checkpoint))
+    base = None if config.finetune is None else split_of(find_checkpoint(config.finetune))
+    return RunSplit(base=None if base is None else seen_by(base))
 
 
 def learns(module: ReconstructionModule) -> bool:
@@ -223,9 +234,11 @@ def evaluate_best(
     trained = Reconstructor(config, module.projector)
     load_weights(trained, run.folder)
     device = trainer.strategy.root_device
+    run.console.print(f"evaluating best.ckpt on {len(data.dataset('test'))} slices of the test split", highlight=False)
     evaluation = evaluate(trained, data, "test", config.evaluation, device)
     if not trainer.is_global_zero:
         return
+    evaluation.n_trained = data.split.trained("test", data.split.record)
     run.record["test"] = evaluation.means()
     title = title_of(config, config.data, "test")
     picture = write_evaluation(run.folder / "evaluation", evaluation, title, config, device, run.console, run.folder)
@@ -233,4 +246,4 @@ def evaluate_best(
     sampler = data.train_dataloader().sampler
     assert isinstance(sampler, EpochSampler)
     samples = float(sampler.samples_until(trainer.global_step))
-    log_evaluation(trainer.loggers, evaluation, picture, trainer.global_step, samples)
+    log_evaluation(trainer.loggers, evaluation, picture.parent, trainer.global_step, samples)

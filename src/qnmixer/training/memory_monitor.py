@@ -26,9 +26,9 @@ class MemoryMonitor(Callback):
     optimizer's state is there. On CUDA torch's allocator counts. On a CPU the tracker of the plan counts the real
     tensors; fsdp and compile=true hide theirs from it, so there is no figure.
 
-    In the metrics, in MiB, are counters of the process, to see a leak by: memory/allocated_mib, memory/reserved_mib and
-    memory/peak_mib (of that step alone), on CUDA memory/device_used_mib too. `Usage` says what they count. On a CPU
-    they hold Python and all libraries too.
+    That figure is memory/peak_mib in the metrics too: on CUDA of every step, on a CPU of the second step. Beside it are
+    counters of the process, to see a leak by: memory/allocated_mib and memory/reserved_mib, on CUDA
+    memory/device_used_mib. `Usage` says what they count. On a CPU they hold Python and all libraries too.
 
     Args:
         console: where the lines go.
@@ -73,19 +73,20 @@ class MemoryMonitor(Callback):
         self._global_step = trainer.global_step
         self._n_steps += 1
         self._between_steps = True
-        usage = read_usage(pl_module.device)
-        values = {"allocated": usage.allocated, "reserved": usage.reserved, "peak": usage.peak}
+        usage, on_cuda = read_usage(pl_module.device), pl_module.device.type == "cuda"
+        values = {"allocated": usage.allocated, "reserved": usage.reserved}
         if usage.device_used is not None:
             values["device_used"] = usage.device_used
+        own = usage.peak if on_cuda else self._tracker.peak_bytes if self._tracker else None
+        self._tracker = None
+        if own is not None:
+            values["peak"] = own
         for name, value in values.items():
             pl_module.log(f"memory/{name}_mib", value / MIB, batch_size=1, on_step=True, on_epoch=False)
-        if self._n_steps == 2:
-            own = self._tracker.peak_bytes if self._tracker else usage.peak if pl_module.device.type == "cuda" else None
-            if own is not None:
-                peak = torch.tensor(own / MIB, device=pl_module.device)
-                self.measured_mib = float(trainer.strategy.reduce(peak, reduce_op="max"))
-                self._print(f"memory: {self.measured_mib:,.0f} MiB in tensors at the peak of a step")
-            self._tracker = None
+        if own is not None and self._n_steps == 2:
+            peak = torch.tensor(own / MIB, device=pl_module.device)
+            self.measured_mib = float(trainer.strategy.reduce(peak, reduce_op="max"))
+            self._print(f"memory: {self.measured_mib:,.0f} MiB in tensors at the peak of a step")
         if leak := self._watch.update(usage.allocated):
             self.leak = leak
             self._warn(leak)

@@ -10,13 +10,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
-from qnmixer.config import Config, FSDPConfig, batch_of_replica, to_plain
+from qnmixer.config import Config, to_plain
+from qnmixer.config.run import batch_of_replica
+from qnmixer.config.strategy import FSDPConfig
 from qnmixer.optimization.losses import build_loss, weighted
 from qnmixer.optimization.metrics import psnr, ssim
 from qnmixer.optimization.optimizers import build_optimizer
 from qnmixer.optimization.schedules import learning_rate_factor
-from qnmixer.parallel.fsdp import shard
-from qnmixer.parallel.shards import gather
+from qnmixer.parallel.fsdp import gather, shard
 from qnmixer.physics import FanBeamProjector
 from qnmixer.reconstructor import Batch, Reconstructor
 from qnmixer.training.lightning_private import restore_position
@@ -73,9 +74,9 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
             self.log("train/loss", self._step_loss, batch_size=1, sync_dist=True)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Loss, PSNR and SSIM of x_T, mean over the images of all processes."""
+        """Loss, PSNR and SSIM × 100 of x_T, mean over the images of all processes."""
         image, truth = self.network(self.measure(batch, "val")), batch["image"]
-        values = {"loss": self.loss(image, truth), "psnr": psnr(image, truth), "ssim": ssim(image, truth)}
+        values = {"loss": self.loss(image, truth), "psnr": psnr(image, truth), "ssim": 100 * ssim(image, truth)}
         for name, value in values.items():
             mean = self.means[name]
             assert isinstance(mean, MeanMetric)

@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import profile, schedule
 
-from qnmixer.config import Config, FewBatchesConfig, ProfileConfig, effective_batch
+from qnmixer.config import Config, effective_batch
+from qnmixer.config.debug import FewBatchesConfig, ProfileConfig
 from qnmixer.processes.ranks import rank
 from qnmixer.reconstructor import Batch
 

@@ -11,6 +11,28 @@ from qnmixer.data.sampler import EpochSampler
 from qnmixer.reconstructor import Batch
 
 
+class Stopwatch:
+    """Seconds that went by while it ran."""
+
+    def __init__(self) -> None:
+        self._before = 0.0
+        self._since: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Up to now."""
+        return self._before + (0.0 if self._since is None else time.monotonic() - self._since)
+
+    def start(self) -> None:
+        """Go on, if it does not run."""
+        if self._since is None:
+            self._since = time.monotonic()
+
+    def stop(self) -> None:
+        """Stand still."""
+        self._before, self._since = self.seconds, None
+
+
 class ProgressMetrics(Callback):
     """Logs `step` and `samples` with each row, train/samples_per_second and, under 16-mixed, train/loss_scale.
 
@@ -22,35 +44,33 @@ class ProgressMetrics(Callback):
         self._sampler: EpochSampler | None = None
         self._step = 0
         self._logged = (0, 0.0)  # samples and training seconds at the last row
-        self._seconds = 0.0  # of training, without what is since the clock was started
-        self._clock: float | None = None
+        self._clock = Stopwatch()  # of training
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start from the steps of the checkpoint, or from zero."""
         sampler = trainer.train_dataloader.sampler  # type: ignore[union-attr]  # it has been made
         assert isinstance(sampler, EpochSampler)
         self._sampler, self._step = sampler, trainer.global_step
-        self._logged = sampler.samples_until(self._step), self._seconds
-        self._clock = time.monotonic()
+        self._logged = sampler.samples_until(self._step), self._clock.seconds
+        self._clock.start()
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
         """Start the clock after a validation."""
-        if self._clock is None:
-            self._clock = time.monotonic()
+        self._clock.start()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
         """Log, if the batch ended an optimizer step."""
-        if trainer.global_step == self._step or self._sampler is None or self._clock is None:
+        if trainer.global_step == self._step or self._sampler is None:
             return
         self._step = trainer.global_step
         samples = self._log_place(pl_module, on_epoch=False)
         if self._step % trainer.log_every_n_steps:  # type: ignore[attr-defined]  # Lightning's, untyped
             return
-        seconds = self._seconds + time.monotonic() - self._clock
+        seconds = self._clock.seconds
         speed = (samples - self._logged[0]) / (seconds - self._logged[1])
         self._logged = samples, seconds
         pl_module.log("train/samples_per_second", torch.tensor(speed))
@@ -63,9 +83,7 @@ class ProgressMetrics(Callback):
             sampler = trainer.datamodule.train_dataloader().sampler  # type: ignore[attr-defined]  # Lightning's, untyped
             assert isinstance(sampler, EpochSampler)
             self._sampler, self._step = sampler, trainer.global_step
-        if self._clock is not None:
-            self._seconds += time.monotonic() - self._clock
-            self._clock = None
+        self._clock.stop()
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the place of the validation."""

@@ -8,7 +8,8 @@ import lightning as L
 from rich.console import Console
 
 from qnmixer.checkpoints.reading import built_from
-from qnmixer.config import Config, TrainerConfig, effective_batch
+from qnmixer.config import Config, effective_batch
+from qnmixer.config.trainer import TrainerConfig
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.plugins import trust_words

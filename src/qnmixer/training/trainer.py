@@ -9,9 +9,9 @@ from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 
-from qnmixer.config import Config, TrainerConfig
-from qnmixer.parallel.precision import build_precision
-from qnmixer.parallel.strategies import build_strategy
+from qnmixer.config import Config
+from qnmixer.config.trainer import TrainerConfig
+from qnmixer.parallel.strategies import build_precision, build_strategy
 from qnmixer.training.checkpointing import AtomicCheckpointIO
 from qnmixer.training.lightning_private import disable_signal_handling
 

@@ -14,8 +14,10 @@ from pathlib import Path
 
 from qnmixer.cli import explain
 from qnmixer.config import Config, parse, to_plain
+from qnmixer.config.target import TARGET
 from qnmixer.errors import ConfigError, RankFailed, Stopped
 from qnmixer.files import write_text
+from qnmixer.plugins import is_trusted
 from qnmixer.processes.ranks import by_srun, end_with_the_others, is_rank, is_secondary, leave, rank, world_size
 from qnmixer.processes.signals import loading, stop_signals
 from qnmixer.tracking.results import read_results
@@ -135,19 +137,24 @@ def _fit(config: Config, run: Run, job: Path | None) -> float:
 
 
 def _check_inputs(config: Config, run: Run) -> None:
-    """Raise UserError once, here, for callbacks, data and checkpoints that would fail in every rank."""
-    from qnmixer.checkpoints.reading import find_checkpoint, read_checkpoint, resumable
-    from qnmixer.data.datamodule import SliceDataModule
-    from qnmixer.training.callbacks import build_callbacks
+    """Raise UserError once, here, for callbacks, data and checkpoints that would fail in every rank.
 
-    build_callbacks(config.callbacks)
+    Lightning is loaded for callbacks of the user's own only. Its import takes seconds, and this process does not train.
+    """
+    from qnmixer.checkpoints.reading import find_checkpoint, read_checkpoint, resumable, split_of
+    from qnmixer.data.sources import parts_of
+    from qnmixer.data.splits import RunSplit
+
+    if own := {name: it for name, it in config.callbacks.items() if not is_trusted(it[TARGET], ())}:
+        from qnmixer.training.callbacks import build_callbacks
+
+        build_callbacks(own)
     if config.finetune is not None:
         read_checkpoint(find_checkpoint(config.finetune))
-    if run.resume is not None:
-        resumable(config, Path(run.resume))
+    before = None if run.resume is None else split_of(resumable(config, Path(run.resume)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # rank 0 will say it
-        SliceDataModule(config.data).setup("fit")
+        parts_of(config.data, RunSplit(before))
 
 
 if __name__ == "__main__":

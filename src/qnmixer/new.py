@@ -1,0 +1,45 @@
+"""Start a project of your own: a network, its config and an experiment in a new folder, ready to train.
+
+python -m qnmixer.new my_project
+"""
+
+import shlex
+import sys
+from pathlib import Path
+
+from qnmixer import cli
+from qnmixer.errors import ConfigError
+
+TEMPLATE = Path(__file__).parent / "template"
+
+
+def new(folder: Path) -> None:
+    """Write the files of a project. Raises ConfigError, before the first is written, for a folder that has any."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is there already, and not empty: give a new folder")
+    for path in sorted(TEMPLATE.rglob("*")):
+        if path.is_file() and path.suffix != ".pyc":  # pip compiles the network
+            target = folder / path.relative_to(TEMPLATE)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("x") as stream:
+                stream.write(path.read_text())
+            print(target)
+
+
+def main() -> None:
+    """The command, also as `qnmixer-new`."""
+    words = sys.argv[1:]
+    if {*words} & {"-h", "--help"}:
+        print(__doc__.strip())
+        return
+    try:
+        if len(words) != 1 or words[0].startswith("-"):
+            raise ConfigError("give one folder, to be made: qnmixer-new my_project")
+        new(Path(words[0]))
+    except (ConfigError, OSError) as error:
+        sys.exit(f"error: {cli.explain(error, 'train') or error}")
+    print(f"try it: cd {shlex.quote(words[0])} && qnmixer-train --config-dir conf experiment=mine")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""What a run says while it trains: one bar over all its steps on a terminal, else whole lines."""
+
+import math
+from collections import deque
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
+from lightning.pytorch.trainer.states import TrainerFn
+from rich.console import Console
+
+from qnmixer.data.sampler import EpochSampler
+from qnmixer.reconstructor import Batch
+from qnmixer.reports.progress import Bar, Pace, takes_a_bar
+from qnmixer.tracking.loggers import WandbRun
+from qnmixer.tracking.results import duration
+from qnmixer.training.progress import Stopwatch
+
+_RECENT_LOSSES = 20  # whose mean is shown
+_RECENT_STEPS = 100  # over which speed is measured
+
+
+class TrainingProgress(Callback):
+    """Shows the step of all steps, the loss, the last val/psnr, samples a second and the time left.
+
+    On a terminal they stand in one bar for the whole run, in which validations are a phase; a line at each validation
+    stays above it. Elsewhere lines are printed at intervals and at each validation, also in W&B's output. Steps are
+    optimizer steps. The loss is the mean over the last 20 of them. The speed is that of the last 100, without
+    validations. The time left counts validations as they took so far. What is logged with `prog_bar=True` is shown too.
+
+    Args:
+        console: where it goes; that of the whole run, so that other lines go above the bar. A quiet one shows nothing.
+        enabled: False: the lines at validations alone, as also beside a progress bar among the config's callbacks.
+    """
+
+    def __init__(self, console: Console, enabled: bool = True) -> None:
+        self.console, self.enabled = console, enabled
+        self._sampler: EpochSampler | None = None
+        self._total = math.inf
+        self._first = self._step = 0
+        self._losses: deque[float] = deque(maxlen=_RECENT_LOSSES)
+        self._marks: deque[tuple[float, int, int]] = deque(maxlen=_RECENT_STEPS)  # training seconds, steps, samples
+        self._psnr: float | None = None
+        self._training, self._pausing = Stopwatch(), Stopwatch()
+        self._pause = 0.0  # seconds of validation for each step
+        self._pace = Pace()
+        self._bar: Bar | None = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Say where a resumed run starts; start the bar and the clock."""
+        sampler = trainer.train_dataloader.sampler  # type: ignore[union-attr]  # it has been made
+        assert isinstance(sampler, EpochSampler)
+        self._sampler, self._total = sampler, trainer.estimated_stepping_batches
+        self._first = self._step = trainer.global_step
+        if self._first:
+            of = f" of {self._total:.0f}" if math.isfinite(self._total) else ""
+            self._print(f"resumed at step {self._first}{of}")
+        self._pace = Pace()
+        self._draw(trainer)
+        self._training.start()
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
+    ) -> None:
+        """Measure again after a validation."""
+        self._pausing.stop()
+        self._training.start()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        """Take what the batch brought, if it ended an optimizer step."""
+        if trainer.global_step == self._step or self._sampler is None:
+            return
+        self._step = trainer.global_step
+        self._losses.append(float(trainer.callback_metrics["train/loss"]))
+        self._marks.append((self._training.seconds, self._step, self._sampler.samples_until(self._step)))
+        self._show(trainer)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Stop the clock of training; the validation after training has a bar of its own."""
+        self._step = trainer.global_step
+        self._training.stop()
+        self._pausing.start()
+        self._draw(trainer, _validating(trainer, 0))
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Show how far the validation is."""
+        self._show(trainer, _validating(trainer, batch_idx + 1))
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Print the line of a validation."""
+        if self._step > self._first:
+            self._pause = self._pausing.seconds / (self._step - self._first)
+        self._psnr = float(trainer.callback_metrics["val/psnr"])
+        ssim = float(trainer.callback_metrics["val/ssim"])
+        place = [self._place(trainer)] if self._step else []  # a network that does not learn has no steps
+        self._print(" · ".join([*place, f"val PSNR {self._psnr:.2f} dB", f"SSIM {ssim:.2f}", *self._speed(trainer)]))
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._draw(trainer)
+        else:  # the last one, after training
+            self._end()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Remove the bar."""
+        self._end()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Remove the bar before the error is told."""
+        self._end()
+
+    def _show(self, trainer: L.Trainer, phase: str | None = None) -> None:
+        """Redraw the bar and print a line, if it is time."""
+        if not self._shows(trainer):
+            return
+        if self._bar is not None and self._bar.is_due():
+            self._draw(trainer, phase)
+        if self._pace.due():
+            psnr = [] if self._psnr is None else [f"last val PSNR {self._psnr:.2f} dB"]
+            line = " · ".join([self._place(trainer), *self._now(trainer, phase), *psnr, *self._speed(trainer)])
+            if self._bar is None:
+                self._print(line)
+            for logger in trainer.loggers if self._bar is not None else ():
+                if isinstance(logger, WandbRun):
+                    logger.experiment.write_logs(line)  # it sees what is printed, but no bar
+
+    def _draw(self, trainer: L.Trainer, phase: str | None = None) -> None:
+        """Draw the bar now, where there can be one."""
+        if not (self._shows(trainer) and takes_a_bar(self.console)):
+            return
+        if self._bar is None:
+            self._bar = Bar(self.console)
+        psnr = [] if self._psnr is None else [f"val/psnr {self._psnr:.2f}"]
+        words = " · ".join([*self._now(trainer, phase), *psnr, *self._speed(trainer, short=True)])
+        total = None if self._is_open(trainer) else self._total
+        self._bar.draw(self._place(trainer), words, self._step, total)
+
+    def _end(self) -> None:
+        self._training.stop()
+        self._pausing.stop()
+        if self._bar is not None:
+            self._bar.end()
+            self._bar = None
+
+    def _shows(self, trainer: L.Trainer) -> bool:
+        return self.enabled and trainer.progress_bar_callback is None
+
+    def _print(self, line: str) -> None:
+        self.console.print(line, highlight=False, soft_wrap=True, markup=False)
+        self._pace.printed()
+
+    def _place(self, trainer: L.Trainer) -> str:
+        return f"step {self._step}" if self._is_open(trainer) else f"step {self._step}/{self._total:.0f}"
+
+    def _now(self, trainer: L.Trainer, phase: str | None) -> list[str]:
+        """The phase, or the loss and what else is logged for the bar."""
+        if phase is not None:
+            return [phase]
+        loss = [f"loss {sum(self._losses) / len(self._losses):#.3g}"] if self._losses else []
+        return [*loss, *(f"{name} {float(value):#.3g}" for name, value in trainer.progress_bar_metrics.items())]
+
+    def _speed(self, trainer: L.Trainer, *, short: bool = False) -> list[str]:
+        """Samples a second and the time left, once two steps are done."""
+        if len(self._marks) < 2:
+            return []
+        (begin, _, before), (end, _, now) = self._marks[0], self._marks[-1]
+        per_second = (now - before) / (end - begin)
+        speed = f"{per_second:.{2 if per_second < 1 else 1}f} samples/s"
+        left = min(self._left(trainer))
+        if not 0 < left < math.inf:
+            return [speed]
+        most = any(isinstance(callback, EarlyStopping) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+        if short:
+            return [speed, f"{'≤ ' * most}{_clock(left)} left"]
+        return [speed, f"{'at most ' * most}{duration(left)} left"]
+
+    def _left(self, trainer: L.Trainer) -> tuple[float, float]:
+        """Seconds to the last step, and to the end of trainer.max_time; infinite where there is none."""
+        by_steps = by_time = math.inf
+        if len(self._marks) > 1:
+            (begin, first, _), (end, last, _) = self._marks[0], self._marks[-1]
+            by_steps = ((end - begin) / (last - first) + self._pause) * (self._total - self._step)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning's, untyped
+            if isinstance(callback, Timer) and (left := callback.time_remaining()) is not None:
+                by_time = min(by_time, max(0.0, left))
+        return by_steps, by_time
+
+    def _is_open(self, trainer: L.Trainer) -> bool:
+        """Whether the number of steps is not known: there is no limit, or the time is over before."""
+        by_steps, by_time = self._left(trainer)
+        return math.isinf(self._total) or by_time < by_steps
+
+
+def _validating(trainer: L.Trainer, n_done: int) -> str:
+    return f"validating {n_done}/{sum(trainer.num_val_batches)}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

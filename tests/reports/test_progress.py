@@ -1,0 +1,101 @@
+"""Progress in a log, and the bar on a terminal, by a terminal that is one."""
+
+import io
+import re
+import sys
+from collections.abc import Callable
+
+import pytest
+from rich.console import Console
+
+from qnmixer.reports import progress as module
+from qnmixer.reports.progress import LONGEST, SHORTEST, Pace, progress
+
+from ..terminal import in_terminal
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """clock(seconds): go on by so many."""
+    now = [0.0]
+
+    def go_on(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    return go_on
+
+
+def test_lines_come_often_at_first_and_once_a_minute_later(clock: Callable[[float], None]) -> None:
+    pace, times = Pace(), []
+    for second in range(1, 3601):
+        clock(1)
+        if pace.due():
+            times.append(second)
+    gaps = [after - before for before, after in zip([0, *times], times, strict=False)]
+    assert gaps[:10] == [SHORTEST] * 10
+    assert gaps == sorted(gaps)
+    assert gaps[-10:] == [LONGEST] * 10
+    clock(LONGEST - 1)
+    pace.printed()  # another line
+    clock(LONGEST - 1)
+    assert not pace.due()
+
+
+def test_a_log_has_whole_lines_and_a_quiet_console_none(clock: Callable[[float], None]) -> None:
+    for quiet in (False, True):
+        console = Console(file=io.StringIO(), quiet=quiet, width=20)
+        for _ in progress(range(5), "evaluating", "batch", console):
+            clock(6)
+        assert isinstance(console.file, io.StringIO)
+        lines = "evaluating: batch 2 of 5 done\nevaluating: batch 4 of 5 done\n"
+        assert console.file.getvalue() == ("" if quiet else lines)
+
+
+def test_forced_colours_make_no_terminal_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    console = Console(file=io.StringIO())
+    assert console.is_terminal
+    assert list(progress(range(3), "evaluating", "batch", console)) == [0, 1, 2]
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == ""
+
+
+BAR = """
+import sys, time, warnings
+from rich.console import Console
+from qnmixer.reports import progress
+progress._REDRAW = 0.0
+written = []  # what W&B sees: it puts itself in the place of this method
+write = sys.stdout.write
+sys.stdout.write = lambda text: written.append(text) or write(text)
+console = Console()
+before = sys.stdout, sys.stderr
+for n in progress.progress(range(4), "counting", "number", console):
+    if n == 1:
+        console.print("a line of a console")
+        print("a line", "of print")
+        time.sleep(0.2)
+        print("begun", end="")
+    if n == 2:
+        print(", and ended")
+        warnings.warn("a warning")
+    time.sleep(0.02)
+assert (sys.stdout, sys.stderr) == before
+print(repr("".join(written)))
+"""
+
+
+def test_a_bar_stays_below_all_other_lines_and_is_gone_at_the_end() -> None:
+    seen = in_terminal([sys.executable, "-c", BAR], columns=60)
+    assert seen.code == 0, seen.text
+    bars = [line for screen in seen.screens for line in screen.splitlines() if line.startswith("counting ")]
+    assert [line for line in bars if not line.endswith(" of 4")] == []
+    assert {line.split()[-3] for line in bars} == {"1", "2", "3", "4"}
+    assert any(re.search(r"of print\ncounting .* 2 of 4$", screen) for screen in seen.screens)  # at once, below it
+    assert all(len(line) == 59 for line in bars)
+    lines = seen.text.splitlines()
+    assert lines[:3] == ["a line of a console", "a line of print", "begun, and ended"]
+    assert lines[3].endswith("UserWarning: a warning")
+    assert lines[-1] == repr("a line of a console\na line of print\nbegun, and ended\n")
+    assert "counting" not in seen.text

@@ -1,0 +1,255 @@
+"""`make install` on simulated machines. Makefile and pip are real; nvidia-smi and the package index are stand-ins."""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from qnmixer.torch_builds import GPU, TORCH, fix
+
+from .nvidia import fake_nvidia_smi
+
+ROOT = Path(__file__).resolve().parents[1]
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("install")]
+
+V100, A100, RTX_5090 = "7.0, 580.65.06", "8.0, 580.65.06", "12.0, 580.65.06"
+
+# Builds the project itself without setuptools, which a new environment does not have on every Python.
+BACKEND = """
+import zipfile
+def build_editable(folder, config_settings=None, metadata_directory=None):
+    name = "mini-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(f"{folder}/{name}", "w") as wheel:
+        wheel.writestr("mini-1.0.dist-info/METADATA", "Metadata-Version: 2.1\\nName: mini\\nVersion: 1.0\\n")
+        wheel.writestr("mini-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        wheel.writestr("mini-1.0.dist-info/RECORD", "")
+    return name
+"""
+PYPROJECT = """
+[build-system]
+requires = []
+build-backend = "backend"
+backend-path = ["."]
+[project]
+name = "mini"
+version = "1.0"
+"""
+
+
+def add_wheel(index: Path, name: str, version: str, *, needs: tuple[str, ...] = (), file: str = "") -> str:
+    """Put a tiny package into an index, which is a folder. Returns its digest."""
+    stem = name.replace("-", "_")
+    folder = index / name
+    folder.mkdir(parents=True, exist_ok=True)
+    path, info = folder / f"{stem}-{version}-py3-none-any.whl", f"{stem}-{version}.dist-info"
+    required = "".join(f"Requires-Dist: {need}\n" for need in needs)
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr(file or f"{stem}.py", f"{name} {version}")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{required}")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    links = [f'<a href="{found.name}">{found.name}</a>' for found in sorted(folder.glob("*.whl"))]
+    (folder / "index.html").write_text(f"<!DOCTYPE html><html><body>{''.join(links)}</body></html>")
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project with this Makefile, an empty environment, and two indexes: PyPI's, and torch's with one a build."""
+    root = tmp_path_factory.mktemp("install")
+    project, pypi = root / "project", root / "pypi"
+    (project / "src" / "qnmixer").mkdir(parents=True)
+    shutil.copy(ROOT / "Makefile", project)
+    shutil.copy(ROOT / "src" / "qnmixer" / "torch_builds.py", project / "src" / "qnmixer")
+    (project / "pyproject.toml").write_text(PYPROJECT)
+    (project / "backend.py").write_text(BACKEND)
+    subprocess.run([sys.executable, "-m", "venv", project / ".venv"], check=True)
+    cuda, file = "nvidia-cudnn-cu13", "nvidia/cudnn.txt"
+    lock = {
+        f"torch=={TORCH}": add_wheel(pypi, "torch", TORCH, needs=(cuda, "filelock")),
+        f"{cuda}==9.20": add_wheel(pypi, cuda, "9.20", file=file),
+        "filelock==3.13": add_wheel(pypi, "filelock", "3.13"),
+    }
+    add_wheel(pypi, "filelock", "4.0")  # newer than the lock, and not to be taken
+    lines = [f"{name} \\\n    --hash=sha256:{digest}\n    # via torch\n" for name, digest in lock.items()]
+    (project / "requirements.lock").write_text("".join(lines))
+    for build, needs in {"cpu": (), "cu126": ("nvidia-cudnn-cu12",), "cu130": (cuda,)}.items():
+        add_wheel(root / "whl" / build, "torch", f"{TORCH}+{build}", needs=(*needs, "filelock"))
+        add_wheel(root / "whl" / build, "filelock", "4.0")
+    add_wheel(root / "whl" / "cu126", "nvidia-cudnn-cu12", "9.20", file=file)
+    return root
+
+
+class Machine:
+    """A copy of the project on a machine of its own."""
+
+    def __init__(self, template: Path, folder: Path, path: str = "/usr/bin:/bin") -> None:
+        shutil.copytree(template / "project", folder / "project", symlinks=True)
+        self.project, self.bin = folder / "project", folder / "bin"
+        self.bin.mkdir()
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_", "CUDA_"))}
+        pypi = (template / "pypi").as_uri()
+        self.environment = kept | {
+            "PATH": f"{self.bin}:{path}",
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_INDEX_URL": pypi,
+            "UV_DEFAULT_INDEX": pypi,
+            "UV_CACHE_DIR": str(folder / "uv"),
+            "TORCH_INDEX": (template / "whl").as_uri(),
+        }
+
+    def run(self, command: str, *, fails: bool = False) -> str:
+        """Run a shell command in the project. Returns what it said."""
+        command = command.replace("make install", f"make install PYTHON={sys.executable}")
+        done = subprocess.run(
+            ["sh", "-c", command], cwd=self.project, capture_output=True, text=True, env=self.environment, timeout=120
+        )
+        assert (done.returncode != 0) == fails, f"{done.stdout}\n{done.stderr}"
+        assert "Traceback" not in done.stderr
+        return done.stdout + done.stderr
+
+    def packages(self) -> dict[str, str]:
+        (site,) = self.project.glob(".venv/lib/python*/site-packages")
+        names = [folder.name.removesuffix(".dist-info").split("-") for folder in site.glob("*.dist-info")]
+        found = {name: version for name, version in names if name not in ("pip", "setuptools")}
+        return found | {"cudnn": (site / "nvidia" / "cudnn.txt").read_text()} if "nvidia" in os.listdir(site) else found
+
+    def change_pyproject(self) -> None:
+        """As a pull does: what is installed is now older."""
+        later = (self.project / ".venv" / ".installed").stat().st_mtime + 10
+        os.utime(self.project / "pyproject.toml", (later, later))
+
+
+@pytest.fixture
+def machine(template: Path, tmp_path: Path) -> Callable[..., Machine]:
+    def make(*gpus: str, path: str = "/usr/bin:/bin") -> Machine:
+        made = Machine(template, tmp_path, path)
+        if gpus:
+            fake_nvidia_smi(made.bin, *gpus)
+        elif shutil.which("nvidia-smi", path=path):  # that of the machine that runs this test
+            fake_nvidia_smi(made.bin, "No devices were found", code=6)
+        return made
+
+    return make
+
+
+COMMON = {"filelock": "3.13", "mini": "1.0"}
+CPU = COMMON | {"torch": f"{TORCH}+cpu"}
+CU126 = COMMON | {"torch": f"{TORCH}+cu126", "nvidia_cudnn_cu12": "9.20", "cudnn": "nvidia-cudnn-cu12 9.20"}
+CU130 = COMMON | {"torch": TORCH, "nvidia_cudnn_cu13": "9.20", "cudnn": "nvidia-cudnn-cu13 9.20"}
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS has one build")
+@pytest.mark.parametrize(
+    ("gpus", "build", "installed", "said"),
+    [
+        ([V100] * 4, "cu126", CU126, "compute capability 7.0, driver 580.65.06"),
+        (["6.0, 535.104.05"], "cu126", CU126, "compute capability 6.0, driver 535.104.05"),
+        (["7.5, 580.65.06"], "cu130", CU130, "compute capability 7.5, driver 580.65.06"),
+        ([A100], "cu130", CU130, "compute capability 8.0, driver 580.65.06"),
+        (["8.0, 550.54.15"], "cu126", CU126, "compute capability 8.0, driver 550.54.15"),  # too old for cu130
+        ([RTX_5090], "cu130", CU130, "compute capability 12.0, driver 580.65.06"),
+        ([V100, A100], "cu126", CU126, "compute capability 7.0, compute capability 8.0, driver 580.65.06"),
+        ([], "cpu", CPU, "no NVIDIA GPU here"),
+    ],
+    ids=["V100", "P100", "RTX 2080", "A100", "A100, older driver", "RTX 5090", "V100 and A100", "none"],
+)
+def test_each_machine_gets_its_build(
+    gpus: list[str], build: str, installed: dict[str, str], said: str, machine: Callable[..., Machine]
+) -> None:
+    here = machine(*gpus)
+    assert f"torch {TORCH}, build {build}: {said}\n" in here.run("make install")
+    assert here.packages() == installed
+    assert "Nothing to be done" in here.run("make install")
+
+
+def test_the_build_is_kept_when_something_changes(machine: Callable[..., Machine]) -> None:
+    here = machine(A100)
+    here.run("make install")
+    fake_nvidia_smi(here.bin, V100)  # as on another node, with the same files
+    here.change_pyproject()
+    assert f"torch {TORCH}, build cu130: kept" in here.run("make install")
+    assert here.packages() == CU130
+
+
+@pytest.mark.parametrize(
+    ("gpus", "said"),
+    [
+        ([V100, RTX_5090], "no build of torch"),
+        (["8.0, 470.256.02"], "the NVIDIA driver 470.256.02 is too old"),
+    ],
+    ids=["V100 and RTX 5090", "old driver"],
+)
+def test_a_machine_without_a_build_is_refused_in_a_line(
+    gpus: list[str], said: str, machine: Callable[..., Machine]
+) -> None:
+    here = machine(*gpus)
+    (line,) = [line for line in here.run("make install", fails=True).splitlines() if line.startswith("error: ")]
+    assert said in line
+    assert line.endswith("To choose by hand: make install TORCH=cu130|cu126|cpu")
+    assert here.packages() == {}
+    here.run("make install", fails=True)  # it is not taken for done
+    assert "build cpu: TORCH=cpu asks for it" in here.run("make install TORCH=cpu")
+    assert here.packages() == CPU
+
+
+def test_the_fix_installs_a_build_that_the_next_install_keeps(machine: Callable[..., Machine]) -> None:
+    here = machine(V100)
+    index = here.environment["TORCH_INDEX"]
+    make, _, pip = fix([GPU((7, 0), "535.104.05")]).partition(", or ")
+    pip = pip.replace("https://download.pytorch.org/whl", index).replace("pip", ".venv/bin/python -m pip", 1)
+    here.run("make install TORCH=cpu")
+    assert here.packages() == CPU
+    here.run(make)
+    assert here.packages() == CU126
+    here.run(f".venv/bin/python -m pip install -q torch=={TORCH}+cpu --index-url {index}/cpu")
+    assert here.packages()["torch"] == CPU["torch"]
+    here.run(pip)
+    assert here.packages() == CU126
+    here.change_pyproject()
+    assert "build cu126: kept" in here.run("make install")
+    assert here.packages() == CU126
+
+
+def test_another_build_leaves_nothing_of_the_first(machine: Callable[..., Machine]) -> None:
+    here = machine(A100)
+    for build, installed in {"cu130": CU130, "cu126": CU126, "auto": CU130}.items():
+        here.run(f"make install TORCH={build}")
+        assert here.packages() == installed
+
+
+def test_a_package_that_is_not_the_locked_one_is_refused(machine: Callable[..., Machine]) -> None:
+    here = machine()
+    lock = here.project / "requirements.lock"
+    lock.write_text(
+        lock.read_text().replace("filelock==3.13 \\\n    --hash=sha256:", "filelock==3.13 \\\n    --hash=sha256:0")[:-1]
+    )
+    assert "error: " in here.run("make install", fails=True)
+    assert "filelock" not in here.packages()
+
+
+def test_the_steps_of_the_dockerfile_install(machine: Callable[..., Machine]) -> None:
+    here = machine()
+    (step,) = re.findall(r"^RUN (.*)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    (default,) = re.findall(r"^ARG TORCH=(.*)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    here.run(f"TORCH={default}; {step}")
+    assert here.packages() == CU130
+
+
+@pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv")
+def test_uv_is_taken_where_it_is_there(machine: Callable[..., Machine]) -> None:
+    uv = shutil.which("uv")
+    assert uv is not None
+    here = machine(V100, path=f"{Path(uv).parent}:/usr/bin:/bin")
+    here.run("make install")
+    assert here.packages() == CU126
+    here.run("make install TORCH=cu130")
+    assert here.packages() == CU130

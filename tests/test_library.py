@@ -1,0 +1,89 @@
+"""`import qnmixer` in somebody's own program."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import qnmixer
+from qnmixer.checkpoints.weights_file import encode
+from qnmixer.config import Config
+from qnmixer.errors import CheckpointError, ConfigError, PluginError
+from qnmixer.models import QNMixer
+from qnmixer.reconstructor import Reconstructor
+from qnmixer.train import train
+
+from .conftest import PHANTOMS, TINY
+
+
+def test_the_shipped_network_comes_with_its_scan() -> None:
+    network = qnmixer.load_pretrained()
+    assert isinstance(network, QNMixer)
+    assert not network.training
+    geometry = network.projector.geometry
+    assert (geometry.n_views, geometry.n_detectors, geometry.image_size) == (64, 512, 256)
+    assert geometry.image_size * geometry.pixel_size == pytest.approx(400)
+
+
+def test_weights_of_ones_own_come_back(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = Reconstructor(tiny_config())
+    path = tmp_path / "mine.safetensors"
+    path.write_bytes(encode(module.config, module.state_dict()))
+    network = qnmixer.load_pretrained(path)
+    y = network.projector(torch.rand(2, 1, 16, 16))
+    assert y.shape == (2, 1, 8, 24)
+    assert torch.equal(network(y), module.network(y))
+
+
+def test_a_class_of_somebody_is_imported_only_if_trusted(
+    other_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "somebodys.py").write_text("")
+    path = tmp_path / "theirs.safetensors"
+    config = other_config("model=custom", "model._target_=somebodys.Network")
+    path.write_bytes(encode(config, {"weight": torch.zeros(1)}))
+    with pytest.raises(PluginError, match=r"add trust=somebodys$"):
+        qnmixer.load_pretrained(str(path))
+    with pytest.raises(PluginError, match="there is no Network in"):
+        qnmixer.load_pretrained(str(path), trust=["somebodys"])
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"^no run folder at .*nothing"):
+        qnmixer.load_pretrained(tmp_path / "nothing")
+
+
+def test_train_tells_what_it_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trained = train(*TINY, *PHANTOMS, "hydra.run.dir=runs/mine")
+    record = json.loads((trained.folder / "results.json").read_text())
+    assert (trained.folder, trained.monitor) == (tmp_path / "runs" / "mine", "val/psnr")
+    assert trained.checkpoint == trained.folder / "checkpoints" / "best.ckpt"
+    assert record["best"] == {trained.monitor: trained.best}
+    assert record["overrides"] == [*TINY, *PHANTOMS]
+    assert (trained.folder / ".hydra" / "overrides.yaml").is_file()
+    assert qnmixer.load_pretrained(trained.folder).n_iterations == 2
+    with pytest.raises(CheckpointError, match="is done"):
+        train("resume=runs/mine")
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--multirun", "python -m qnmixer.train -m$"),
+        ("optimizer.lr=-1", "is too small"),
+        ("optimizer.learning_rate=1", "optimizer.lr"),
+        ("optimizer.lrr=1", "did you mean optimizer.lr"),
+    ],
+)
+def test_train_refuses_as_the_command_does(
+    word: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        train(word)
+    assert not [*tmp_path.iterdir()]

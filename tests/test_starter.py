@@ -1,0 +1,75 @@
+"""What stands beside the code for those who start from it agrees with the code."""
+
+import json
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def pyproject() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def recipe(target: str) -> list[str]:
+    """Commands of a target of the Makefile."""
+    (found,) = re.findall(rf"^{target}:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    return [line.strip().replace("$(BIN)", ".venv/bin") for line in found.splitlines()]
+
+
+def test_the_workflow_does_what_ci_does_on_every_python_that_make_takes() -> None:
+    (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"].values()
+    steps = [step["run"] for step in job["steps"] if "run" in step]
+    assert steps[-1] == ".ci/run"
+    assert all(step.startswith("git config") for step in steps[:-1])  # nothing is checked that .ci/run does not
+    first, after = re.findall(r"\(3, (\d+)\)", (ROOT / "Makefile").read_text())
+    assert job["strategy"]["matrix"]["python"] == [f"3.{minor}" for minor in range(int(first), int(after))]
+
+
+def test_a_commit_is_checked_as_by_make_lint() -> None:
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    entries = [hook["entry"].replace(" --force-exclude", "") for hook in repository["hooks"]]
+    assert entries == [command.removesuffix(" .") for command in recipe("lint")]
+
+
+def test_the_container_is_made_by_make() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert re.findall(r"^RUN (.*)", dockerfile, re.MULTILINE) == ["make install TORCH=$TORCH"]
+    described = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
+    build = described["build"]
+    assert (ROOT / ".devcontainer" / build["dockerfile"]).resolve() == ROOT / "Dockerfile"
+    assert re.search(rf"^FROM \S+ AS {build['target']}$", dockerfile, re.MULTILINE)
+    assert described["postCreateCommand"] == "make install"
+
+
+def test_a_key_of_wandb_gets_into_neither_git_nor_the_container() -> None:
+    assert "WANDB_API_KEY=\n" in (ROOT / ".env.example").read_text()
+    assert ".env" in (ROOT / ".dockerignore").read_text().splitlines()
+    ignored = subprocess.run(["git", "check-ignore", ".env", ".env.example"], cwd=ROOT, capture_output=True, text=True)
+    assert ignored.stdout.split() == [".env"]
+
+
+def test_the_citation_and_the_changelog_are_of_this_version(pyproject: dict[str, Any]) -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == pyproject["project"]["version"]
+    assert f"\n## {citation['version']}\n" in (ROOT / "CHANGELOG.md").read_text()
+    paper = citation["preferred-citation"]
+    names = ", ".join(author["family-names"] for author in paper["authors"])
+    readme = (ROOT / "README.md").read_text()
+    assert f"({names}, CVPR {paper['year']})" in readme
+    assert paper["url"] in readme
+    assert paper["url"] == pyproject["project"]["urls"]["Paper"]
+
+
+def test_the_map_of_rooms_is_that_of_the_import_contracts(pyproject: dict[str, Any]) -> None:
+    layers = pyproject["tool"]["importlinter"]["contracts"][0]["layers"]
+    rows = re.findall(r"^\| (\d+) \| (.*?) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert [int(floor) for floor, _ in rows] == list(range(len(layers), 0, -1))
+    assert [re.findall(r"`(\w+)`", rooms) for _, rooms in rows] == [layer.split(" | ") for layer in layers]

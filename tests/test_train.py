@@ -1,0 +1,74 @@
+"""The first line of a run, before PyTorch is loaded."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+TORCH = "import os\nprint('torch was imported', flush=True)\nos._exit(99)\n"
+
+
+def first_lines(folder: Path, *arguments: str, **more: str) -> tuple[list[str], float]:
+    """What a command prints until it imports torch, and CPU seconds until then."""
+    (folder / "torch.py").write_text(TORCH)
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("HYDRA", "SLURM", "TORCHELASTIC"))
+    }
+    path = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=folder, capture_output=True, text=True, timeout=60,
+        env=kept | {"PYTHONPATH": path} | more,
+    )  # fmt: skip
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (done.returncode, done.stderr) == (99, "")
+    *lines, last = done.stdout.splitlines()
+    assert last == "torch was imported"
+    return lines, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_a_run_says_within_two_seconds_where_it_is_and_what_it_trains(tmp_path: Path) -> None:
+    (line,), seconds = first_lines(tmp_path, "qnmixer.train", "experiment=demo", "model=learn", "hydra.run.dir=my/run")
+    where = tmp_path / "my" / "run"
+    assert line == f"starting a run in {where}: experiment=demo, model=learn, data=phantoms (loading PyTorch …)"
+    assert seconds < 2
+
+
+def test_a_resumed_run_says_that_it_is(tmp_path: Path) -> None:
+    """Of a checkpoint it has a name alone: what is in it is not looked at before."""
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "last.ckpt").touch()
+    (tmp_path / "run" / "results.json").write_text('{"status": "interrupted", "overrides": []}')
+    (line,), _ = first_lines(tmp_path, "qnmixer.train", "resume=run")
+    assert line == f"resuming the run in {tmp_path / 'run'}: model=qn_mixer, data=phantoms (loading PyTorch …)"
+
+
+@pytest.mark.parametrize(("rank", "n_lines"), [("0", 1), ("1", 0)])
+def test_of_several_processes_the_first_says_it(tmp_path: Path, rank: str, n_lines: int) -> None:
+    by_torchrun = {"TORCHELASTIC_RUN_ID": "x", "RANK": rank, "WORLD_SIZE": "2"}
+    lines, _ = first_lines(tmp_path, "qnmixer.train", "strategy=ddp", "hydra.run.dir=run", **by_torchrun)
+    assert len(lines) == n_lines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("qnmixer.evaluate run=pretrained", "evaluating pretrained (loading PyTorch …)"),
+        (
+            "qnmixer.reconstruct run=pretrained input=. output=out",
+            "reconstructing . by pretrained (loading PyTorch …)",
+        ),
+    ],
+)
+def test_other_commands_say_what_they_do(tmp_path: Path, arguments: str, line: str) -> None:
+    assert first_lines(tmp_path, *arguments.split())[0] == [line]
+
+
+@pytest.mark.parametrize("command", ["qnmixer.plan", "qnmixer.doctor"])
+def test_json_has_no_line_before_it(tmp_path: Path, command: str) -> None:
+    assert first_lines(tmp_path, command, "format=json")[0] == []

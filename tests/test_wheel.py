@@ -1,0 +1,102 @@
+"""The wheel in an empty folder: commands with their configs, the library, a project of one's own."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qnmixer.config.compose import CONF
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = [
+    "data.image_size=32", "geometry.n_detectors=48", "geometry.detector_pitch=20", "model.n_iterations=2",
+    "model.channels=8", "data.num_workers=0", "data.n_train=8", "data.n_val=2", "data.n_test=2", "logger=csv",
+]  # fmt: skip
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
+Run = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from what git would commit, so that nothing left in build/ gets into it."""
+    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_symlink() or (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
+    (source / "conf" / "local").mkdir()
+    (source / "conf" / "local" / "default.yaml").write_text("# this machine's own\n")
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source))
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def pip(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stderr
+
+
+def environment() -> dict[str, str]:
+    """Without the checkout, which pip would take for an installation."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+@pytest.fixture(scope="module")
+def run(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """run(command, *arguments, cwd=folder): a command of an environment that has the wheel, and no checkout."""
+    venv = tmp_path_factory.mktemp("venv")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    pip("--python", str(venv / "bin" / "python"), "install", "--no-deps", str(wheel))
+    (packages,) = venv.glob("lib/*/site-packages")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))  # as a path: an editable qnmixer is not
+
+    def run(command: str, *arguments: str, cwd: Path) -> str:
+        words = [str(venv / "bin" / command), *arguments]
+        done = subprocess.run(words, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+def test_the_wheel_has_all_configs_but_this_machines(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if name.startswith("qnmixer/conf/")]
+    ours = [path.relative_to(CONF) for path in CONF.rglob("*.yaml") if path.parent.name != "local"]
+    assert sorted(names) == sorted(f"qnmixer/conf/{path}" for path in ours)
+
+
+def test_commands_run_in_an_empty_folder(run: Run, tmp_path: Path) -> None:
+    run("qnmixer-train", "experiment=demo", "trainer.max_steps=5", *TINY, "hydra.run.dir=run", cwd=tmp_path)
+    assert (tmp_path / "run" / "evaluation" / "table.md").is_file()
+    np.save(tmp_path / "slice.npy", np.full((64, 64), -1000, np.float32))  # air
+    run("qnmixer-reconstruct", "run=pretrained", "input=slice.npy", "output=out", cwd=tmp_path)
+    assert (tmp_path / "out" / "slice.npy").is_file()
+
+
+def test_a_project_of_ones_own_trains(run: Run, tmp_path: Path) -> None:
+    run("qnmixer-new", "mine", cwd=tmp_path)
+    tiny = ["trainer.max_steps=2", *TINY, "test_after_training=false", "hydra.run.dir=run"]
+    run("qnmixer-train", "--config-dir", "conf", "experiment=mine", *tiny, cwd=tmp_path / "mine")
+    assert (tmp_path / "mine" / "run" / "checkpoints" / "best.ckpt").is_file()
+
+
+def test_ten_lines_of_plain_pytorch(run: Run, tmp_path: Path) -> None:
+    (ten_lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    more = "import sys; print(qnmixer.__file__, 'lightning' in sys.modules)"
+    last = run("python", "-c", ten_lines + more, cwd=tmp_path).splitlines()[-1]
+    assert re.fullmatch(r"\S+/site-packages/qnmixer/__init__.py False", last)
