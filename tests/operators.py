@@ -23,7 +23,7 @@ from qnmixer.config import parse
 from qnmixer.config.compose import compose
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.memory.modes import apply_memory_mode
-from qnmixer.parallel.precision import build_precision
+from qnmixer.parallel.strategies import build_precision
 from qnmixer.training.module import ReconstructionModule
 
 SMALL_IMAGES = ["data.image_size=16", "geometry.n_views=8", "geometry.n_detectors=24", "geometry.detector_pitch=40"]

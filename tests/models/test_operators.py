@@ -10,9 +10,9 @@ DEMO = ["experiment=demo", *SMALL_IMAGES]
 @pytest.mark.parametrize(
     ("overrides", "budget"),
     [
-        ([*SMALL_IMAGES, "memory=keep"], 6500),
-        ([*DEMO, "memory=keep"], 3000),
-        ([*DEMO, "memory=recompute"], 4100),
+        ([*SMALL_IMAGES, "memory=keep"], 6300),
+        ([*DEMO, "memory=keep"], 2900),
+        ([*DEMO, "memory=recompute"], 3850),
     ],
 )
 def test_a_training_step_stays_within_its_budget(overrides: list[str], budget: int) -> None:
