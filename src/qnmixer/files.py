@@ -50,11 +50,11 @@ def is_temporary(path: Path) -> bool:
 def check_unused(key: str, folder: Path) -> None:
     """Raise ConfigError where the folder that a key gives holds files: results are never written over others.
 
-    What Hydra and the run lock put there before a run does not count.
+    What Hydra, the run lock and a sweep put there before a run does not count.
     """
     if folder.is_dir():
         left = (path.name for path in folder.iterdir() if not is_temporary(path))
-        found = sorted(name for name in left if name not in (".hydra", ".lock"))
+        found = sorted(name for name in left if name not in (".hydra", ".lock", "output.log"))
         if found:
             raise ConfigError(f"{key}={folder} holds {found[0]} already: give a new folder, or empty that one")
 

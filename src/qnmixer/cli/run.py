@@ -137,7 +137,7 @@ def _check_flags(arguments: list[str], config_name: str) -> None:
         _, unknown = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error}: --hydra-help lists these flags") from error
-    for word in unknown:
+    for word in (it for it in unknown if it.startswith("-")):  # overrides on both sides of a flag are unknown too
         key, equal, _ = word.lstrip("-").partition("=")
         known = [*known_keys(config_name)]
         hint = f"write {word.lstrip('-')}{'' if equal else '=…'}" if key in known else str(unknown_key(key, known))
