@@ -8,10 +8,10 @@ into_readme = $(BIN)/python -c "import re, pathlib as p; r = p.Path('README.md')
 	r.write_text(re.sub(r'(<!-- $(1) -->\n).*?(<!-- end of $(1))', lambda m: m[1] + t + m[2], r.read_text(), flags=re.S))"
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock train compare test lint bench readme real results levers clean
+.PHONY: help install lock train compare test test-with lint bench readme real results levers clean
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /	/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /	/' | expand -t 12
 
 # The build of torch: cu130, cu126 or cpu; auto: by the GPUs; empty: that of .venv, by the GPUs where it has none.
 TORCH ?=
@@ -49,6 +49,16 @@ compare: install ## train all methods, small, then table, picture and page of th
 
 test: install ## run all tests; e.g. TESTS='-m "not long"' leaves out those that take longest
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(TESTS)
+
+# e.g. make test-with SET=lowest; make test-with PYTHON=3.13 TORCH=2.14. uv gets a Python that is not here.
+SET ?= newest
+test-with: ## run the short tests with other versions: SET=lowest or newest that pyproject.toml allows, PYTHON=, TORCH=
+	@command -v uv >/dev/null || { echo "error: make test-with needs uv: pip install uv" >&2; exit 1; }
+	uv venv --quiet --clear --python $(PYTHON) .venv-$(SET)
+	uv pip install --quiet --python .venv-$(SET) $(if $(filter lowest,$(SET)),--resolution lowest-direct) \
+		-e ".[dev]" $(TORCH:%=torch==%.*)
+	uv pip list --quiet --python .venv-$(SET) | grep -iE "^(torch|lightning|hydra-core|wandb|numpy|pydicom) "
+	.venv-$(SET)/bin/python -m pytest -m "not slow and not long" -W ignore::DeprecationWarning
 
 lint: install ## style, types, and which room may import which
 	$(BIN)/ruff check .

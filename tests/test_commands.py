@@ -1060,11 +1060,11 @@ def ten(tmp_path: Path) -> tuple[Path, list[str], str]:
         np.save(root / f"P{number:02d}.npy", slice_hu(number))
     data = ["data=numpy", f"data.root={root}", f"data.cache_dir={tmp_path}/cache"]
     assert training(tmp_path / "run", *data).code == 0
-    (name,) = tested(tmp_path / "run" / "evaluation")
+    (name,) = measured_slices(tmp_path / "run" / "evaluation")
     return root, data, name
 
 
-def tested(folder: Path) -> list[str]:
+def measured_slices(folder: Path) -> list[str]:
     with (folder / "images.csv").open(newline="") as stream:
         return sorted({line["slice"] for line in csv.DictReader(stream)})
 
@@ -1084,11 +1084,11 @@ def test_no_patient_is_tested_who_was_trained_on(ten: tuple[Path, list[str], str
             name = "renamed.npy"
         outcome = run("evaluate", f"run={tmp_path}/run", "accelerator=cpu", f"hydra.run.dir={tmp_path}/{change}")
         assert outcome.code == 0, outcome.stderr
-        assert tested(tmp_path / change) == [name]
+        assert measured_slices(tmp_path / change) == [name]
         assert "were trained on" not in outcome.text
     resumed = run("train", f"resume={tmp_path}/run", f"trainer.max_steps={STEPS + 2}")
     assert resumed.code == 0, resumed.stderr
-    assert tested(tmp_path / "run" / "evaluation") == [name]
+    assert measured_slices(tmp_path / "run" / "evaluation") == [name]
 
 
 def test_slices_that_were_trained_on_are_told(ten: tuple[Path, list[str], str], tmp_path: Path) -> None:

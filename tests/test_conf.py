@@ -10,8 +10,9 @@ from omegaconf import OmegaConf
 from qnmixer import models
 from qnmixer.config import Config, parse
 from qnmixer.config.commands import parse_evaluate, parse_reconstruct
-from qnmixer.config.compose import CONF, compose
+from qnmixer.config.compose import compose
 from qnmixer.config.data import AsTrained
+from qnmixer.config.search_path import CONF
 from qnmixer.config.target import _SCHEMAS, options, values_of_option
 
 FILES = sorted(CONF.rglob("*.yaml"))

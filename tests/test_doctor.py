@@ -10,7 +10,7 @@ import pytest
 
 from qnmixer import cli
 from qnmixer.config.commands import parse_doctor
-from qnmixer.config.compose import CONF
+from qnmixer.config.search_path import CONF
 from qnmixer.doctor import doctor
 
 TINY = [

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import qnmixer
-from qnmixer.config.compose import CONF
+from qnmixer.config.search_path import CONF
 
 SRC = Path(qnmixer.__file__).parent
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -148,6 +149,15 @@ def test_launchers_for_clusters_compose(launcher: str, plugin: str) -> None:
     pytest.importorskip(plugin)
     config = compose("train", [f"hydra/launcher={launcher}", "hydra.sweep.dir=sweep"], with_hydra=True)
     OmegaConf.to_container(config.hydra.launcher, resolve=True)
+
+
+@pytest.mark.skipif(shutil.which("srun") is not None, reason="there is SLURM here")
+def test_without_slurm_its_launcher_is_one_line(start: Start) -> None:
+    pytest.importorskip("submitit")
+    code, _, stderr = start("-m", "hydra/launcher=slurm", "seed=1,2", folder=None).outcome()
+    (line,) = stderr.splitlines()
+    assert code == 1
+    assert line.startswith("error: hydra/launcher=slurm needs SLURM, and there is no srun here")
 
 
 @pytest.mark.long

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from .warm import Warm
+
 pytestmark = pytest.mark.slow
 
 TORCH = "import os\nprint('torch was imported', flush=True)\nos._exit(99)\n"
@@ -48,6 +50,31 @@ def test_a_resumed_run_says_that_it_is(tmp_path: Path) -> None:
     assert line == f"resuming the run in {tmp_path / 'run'}: model=qn_mixer, data=phantoms (loading PyTorch …)"
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        *(
+            f"experiment=demo model={it}"
+            for it in ["tv", "fbp", "fbpconvnet", "regformer", "learn", "learned_primal_dual"]
+        ),
+        *(f"experiment={it} data=dicom data.root=." for it in ("pretrained", "measured", "compare_small")),
+        *(f"experiment={it} data=numpy data.root=." for it in ("pretrained", "measured", "compare_small")),
+        "experiment=paper_aapm data=phantoms",
+    ],
+)
+def test_experiments_start_beside_other_options(tmp_path: Path, cold: Warm, overrides: str) -> None:
+    """What an experiment sets and the chosen option cannot have stops no command; the checks are before this line."""
+    (tmp_path / "torch.py").write_text(TORCH)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = cold.run("-m", "qnmixer.train", *overrides.split(), "hydra.run.dir=run", cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stderr) == (99, "")
+    line, last = done.stdout.splitlines()
+    words = ", ".join(word for word in overrides.split() if not word.startswith("data.root"))
+    assert line.startswith(f"starting a run in {tmp_path / 'run'}: ")
+    assert {*words.split(", ")} <= {*line.partition(": ")[2].replace(" (loading PyTorch …)", "").split(", ")}
+    assert last == "torch was imported"
+
+
 @pytest.mark.parametrize(("rank", "n_lines"), [("0", 1), ("1", 0)])
 def test_of_several_processes_the_first_says_it(tmp_path: Path, rank: str, n_lines: int) -> None:
     by_torchrun = {"TORCHELASTIC_RUN_ID": "x", "RANK": rank, "WORLD_SIZE": "2"}
@@ -59,13 +86,16 @@ def test_of_several_processes_the_first_says_it(tmp_path: Path, rank: str, n_lin
     ("arguments", "line"),
     [
         ("qnmixer.evaluate run=pretrained", "evaluating pretrained (loading PyTorch …)"),
+        ("qnmixer.compare sweep=a_sweep", "comparing the jobs of a_sweep (loading PyTorch …)"),
         (
-            "qnmixer.reconstruct run=pretrained input=. output=out",
-            "reconstructing . by pretrained (loading PyTorch …)",
+            "qnmixer.reconstruct run=pretrained input=a_sweep output=out",
+            "reconstructing a_sweep by pretrained (loading PyTorch …)",
         ),
     ],
 )
 def test_other_commands_say_what_they_do(tmp_path: Path, arguments: str, line: str) -> None:
+    (tmp_path / "a_sweep").mkdir()
+    (tmp_path / "a_sweep" / "sweep.json").touch()
     assert first_lines(tmp_path, *arguments.split())[0] == [line]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qnmixer.config.compose import CONF
+from qnmixer.config.search_path import CONF
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = [

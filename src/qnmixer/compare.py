@@ -17,6 +17,9 @@ from qnmixer.sweeps.sweep import find_sweep
 
 def compare(cfg: DictConfig) -> None:
     """Print the tables of a comparison and leave everything of it in a folder."""
+    config = parse_compare(cfg)
+    sweep = find_sweep(config.sweep)
+    print(f"comparing the jobs of {sweep} (loading PyTorch …)", flush=True)
     from rich.console import Console
 
     from qnmixer.evaluation.compare import compare
@@ -25,8 +28,6 @@ def compare(cfg: DictConfig) -> None:
     console = Console()
     if not console.is_terminal:  # a log has no width of its own
         console = Console(width=120)
-    config = parse_compare(cfg)
-    sweep = find_sweep(config.sweep)
     output = sweep / "comparison" if config.output is None else Path(config.output).expanduser()
     write_comparison(output, compare(config, sweep, output, console), config, console)
 

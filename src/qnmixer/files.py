@@ -70,9 +70,20 @@ def digest_of_bytes(data: bytes | memoryview) -> int:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file, whole or not at all."""
+    """Write a text file, whole or not at all. Of names that are not UTF-8, the bytes in question become "?"."""
     with atomic_file(path) as stream:
-        stream.write(text.encode())
+        stream.write(text.encode(errors="replace"))
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """A JSON file of keys and values that `write_text` wrote. Raises DataError where it is damaged."""
+    try:
+        record = json.loads(path.read_text())
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
+        raise DataError(f"{path} is damaged or of another program: give another folder, or write it again")
+    return record
 
 
 def replace(new: Path, path: Path) -> None:
@@ -109,8 +120,12 @@ def last_change(*paths: Path) -> float:
 
 def check_there(key: str, path: str, what: str) -> None:
     """Raise DataError where there is nothing at the path that a key gives; `what` is to be there."""
-    if not Path(path).expanduser().exists():
-        raise DataError(f"{key}={path} does not exist: give {what}")
+    try:
+        there = path != "" and Path(path).expanduser().exists()
+    except OSError:  # too long a name
+        there = False
+    if not there:
+        raise DataError(f"{key}={path if len(path) < 200 else f'{path[:60]}…'} does not exist: give {what}")
 
 
 def check_no_nifti(key: str, path: str) -> None:

@@ -21,10 +21,10 @@ from omegaconf import DictConfig
 
 from qnmixer import cli
 from qnmixer.config import Config, parse
-from qnmixer.config.compose import CONF, compose_as_given
+from qnmixer.config.compose import compose_as_given
 from qnmixer.config.data import check_data
 from qnmixer.config.logger import check_loggers
-from qnmixer.config.search_path import search_path_in
+from qnmixer.config.search_path import CONF, search_path_in
 from qnmixer.errors import ConfigError, UserError
 from qnmixer.processes.ranks import is_rank
 from qnmixer.processes.signals import loading

@@ -253,3 +253,43 @@ def test_weights_of_another_type_are_refused(tiny_module: Build, tmp_path: Path)
     torch.save(checkpoint, path)
     with pytest.raises(CheckpointError, match=r"best\.ckpt holds complex64 weights"):
         load_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("geometry.n_detectors", 1_000_000_000),
+        ("geometry.n_views", 20_000),
+        ("model.n_iterations", 1_000_000_000),
+        ("model.channels", 100_000),
+        ("data.image_size", 65_536),
+        ("model", None),
+        ("geometry", [1, 2]),
+        ("data", "numpy"),
+        ("noise", {"_target_": 3}),
+        ("model.codec", {"a": [None]}),
+        ("model.codec", "${model.codec}"),
+        ("seed", "${evil:1}"),
+    ],
+)
+def test_a_config_that_somebody_made_is_refused_before_anything_is_built(
+    tiny_module: Build, tmp_path: Path, key: str, value: object
+) -> None:
+    path = save(tiny_module(), tmp_path)
+    checkpoint = torch.load(path, weights_only=True)
+    section, _, name = f"config.{key}".rpartition(".")
+    place = checkpoint[CHECKPOINT_KEY]
+    for part in section.split("."):
+        place = place[part]
+    place[name] = value
+    torch.save(checkpoint, path)
+    refusal(path)
+
+
+@pytest.mark.parametrize("config", [None, [1, 2], "text"])
+@pytest.mark.parametrize("state", [None, [1, 2], {"a": 3}])
+def test_a_checkpoint_without_a_config_or_without_weights_is_refused(
+    tmp_path: Path, config: object, state: object
+) -> None:
+    torch.save({"state_dict": state, CHECKPOINT_KEY: {"format": 1, "config": config}}, tmp_path / "a.ckpt")
+    assert "another program" in refusal(tmp_path / "a.ckpt")

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from qnmixer.cli.help import usage
-from qnmixer.config.compose import CONF, compose
+from qnmixer.config.compose import compose
 from qnmixer.config.keys import flat_keys
+from qnmixer.config.search_path import CONF
 
 COMMANDS = {
     "train": [],

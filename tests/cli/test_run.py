@@ -100,6 +100,8 @@ def test_a_good_config_reaches_the_task(start: Start) -> None:
         (OSError(errno.EDQUOT, "Quota", "/d/a"), "the disk is full writing /d/a"),
         (PermissionError(errno.EACCES, "Denied", "/etc/a"), "no permission for /etc/a: choose a place"),
         (OSError(errno.EROFS, "Read-only", "/ro/a"), "no permission for /ro/a"),
+        (PermissionError(errno.EPERM, "Not permitted", "/sys/a"), "no permission for /sys/a"),
+        (FileNotFoundError(errno.ENOENT, "No such", "/proc/x"), "/proc/x cannot be used (No such): choose another"),
         (OSError(errno.ENAMETOOLONG, "Long", "/d/" + 300 * "a"), "/d/" + 57 * "a" + "… is too long a name: choose"),
         (
             FloatingPointError("the loss became nan at step 3 (slices: a)"),

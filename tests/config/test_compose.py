@@ -37,6 +37,17 @@ def test_a_model_that_lacks_a_key_keeps_its_own_sizes() -> None:
     assert compose("train", ["experiment=demo", "model=learn"]).model.n_iterations == 6
 
 
+@pytest.mark.parametrize("command", ["train", "plan", "doctor"])
+def test_an_option_keeps_its_own_value_where_it_cannot_take_that_of_the_experiment(command: str) -> None:
+    overrides = ["experiment=demo", "model=regformer"]
+    own, fit = compose("train", overrides[1:]).model, compose(command, overrides).model
+    assert (own.channels, fit.channels, fit.n_iterations) == (96, 96, 6)  # three heads share half of the channels
+    more = fitted(command, overrides)
+    assert more == [*overrides, "model.channels=96"] == fitted(command, more)
+    with pytest.raises(ConfigError, match=r"^model.channels=32 is not a multiple of 6"):
+        parse_file(compose("train", [*overrides, "model.channels=32"]))
+
+
 def test_keys_that_are_typed_still_fail() -> None:
     with pytest.raises(ConfigError, match=r"^model.channels goes with model=\S+ or .* only"):
         parse_file(compose("train", ["experiment=demo", "model=tv", "model.channels=3"]))

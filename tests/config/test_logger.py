@@ -7,8 +7,9 @@ import pytest
 
 from qnmixer.config import compose as composing
 from qnmixer.config import parse, to_plain
-from qnmixer.config.compose import CONF, compose
+from qnmixer.config.compose import compose
 from qnmixer.config.logger import LoggerConfig, check_loggers
+from qnmixer.config.search_path import CONF
 from qnmixer.errors import ConfigError
 
 MINE = ["logger._target_=collections.Counter", "+logger.key=3"]

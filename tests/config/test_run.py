@@ -224,6 +224,14 @@ def test_lower_bounds_of_networks(model: str, key: str, allowed: int, outside: i
         ("optimizer.momentum", "1.0"),
         ("data.val_fraction", "1.0"),
         ("seed", "4294967296"),
+        ("geometry.n_views", "8193"),
+        ("geometry.n_detectors", "99999999999999999999"),
+        ("data.image_size", "65536"),
+        ("data.n_val", "99999999999999999999"),
+        ("data.batch_size", "99999999999999999999"),
+        ("model.n_iterations", "99999999999999999999"),
+        ("model.channels", "100000"),
+        ("model.mlp_ratio", "1e+30"),
     ],
 )
 def test_upper_bounds(key: str, outside: str) -> None:

@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import pickle
 import random
 import re
 import signal
@@ -278,3 +279,36 @@ def test_what_a_worker_finds_damaged_is_one_line(body_hu: Any, tmp_path: Path) -
     assert line is not None
     assert line.startswith(str(path))
     assert "\n" not in line
+
+
+def test_what_a_run_reads_stays_when_another_builds(body_hu: Any, tmp_path: Path) -> None:
+    """A worker that starts later opens the file by its name."""
+    root = numpy_folder(tmp_path / "root", body_hu)
+    first = open_cache(NumpyReader(), root, 20, cache_dir=tmp_path / "cache")
+    for number in (7, 8):
+        np.save(root / f"P{number}.npy", body_hu(seed=number))
+        open_cache(NumpyReader(), root, 20, cache_dir=tmp_path / "cache")
+    worker = pickle.loads(pickle.dumps(first))
+    np.testing.assert_array_equal(worker.load(0), first.load(0))
+    assert len([*(tmp_path / "cache").glob("*/*.npy")]) == 2  # of those that nobody reads only the last is left
+    del first, worker
+    np.save(root / "P9.npy", body_hu(seed=9))
+    open_cache(NumpyReader(), root, 20, cache_dir=tmp_path / "cache")
+    only_npy(tmp_path / "cache")
+
+
+def test_a_file_that_is_cut_under_a_reader_is_told(body_hu: Any, tmp_path: Path) -> None:
+    cache = open_cache(NumpyReader(), numpy_folder(tmp_path / "root", body_hu), 20, cache_dir=tmp_path / "cache")
+    os.truncate(only_npy(tmp_path / "cache"), 200)
+    with pytest.raises(DataError, match="has changed on the disk"):
+        cache.load(2)
+
+
+@pytest.mark.parametrize("pattern", ["*/*.npy", "*/index.json"])
+def test_a_pipe_in_place_of_a_cache_is_not_opened(body_hu: Any, tmp_path: Path, pattern: str) -> None:
+    root = numpy_folder(tmp_path / "root", body_hu)
+    open_cache(NumpyReader(), root, 20, cache_dir=tmp_path / "cache")
+    (path,) = (tmp_path / "cache").glob(pattern)
+    path.unlink()
+    os.mkfifo(path)
+    assert len(open_cache(NumpyReader(), root, 20, cache_dir=tmp_path / "cache")) == 3

@@ -73,7 +73,7 @@ def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
 
 def scores(values: dict[int, list[float]]) -> dict[tuple[int, int], list[ImageScore]]:
     return {
-        (seed, 7): [ImageScore(f"slice{k}", "QN-Mixer", v, 2 * v, v, v) for k, v in enumerate(its)]
+        (seed, 7): [ImageScore(k, f"slice{k}", "QN-Mixer", v, 2 * v, v, v) for k, v in enumerate(its)]
         for seed, its in values.items()
     }
 
@@ -182,7 +182,9 @@ def test_the_picture_enlarges_where_the_methods_are_wrong_inside_the_body(tmp_pa
 
 
 def sweep(folder: Path, jobs: dict[str, list[str]], varying: list[str]) -> Path:
-    (folder / "sweep.json").write_text(json.dumps({"overrides": [], "varying": varying, "jobs": jobs}))
+    (folder / "sweep.json").write_text(
+        json.dumps({"overrides": [], "varying": varying, "git_commit": None, "jobs": jobs})
+    )
     return folder
 
 
@@ -206,3 +208,24 @@ def test_methods_are_jobs_that_differ_in_more_than_their_seed(
     assert [method.name for method in found] == names
     assert sum(len(method.jobs) for method in found) == len(jobs)
     assert {job.problem for method in found for job in method.jobs} == {"not yet run"}
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "hydra.searchpath=[pkg://antigravity_of_a_stranger]", "data.root=${oc.env:OF_THIS_MACHINE}",
+        "experiment=[../../../evil]", "model._target_=antigravity_of_a_stranger.Net",
+    ],
+)  # fmt: skip
+def test_what_a_sweep_says_is_neither_imported_nor_looked_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str
+) -> None:
+    monkeypatch.setenv("OF_THIS_MACHINE", "secret")
+    (tmp_path / "antigravity_of_a_stranger").mkdir()
+    (tmp_path / "antigravity_of_a_stranger" / "__init__.py").write_text("open('imported', 'w')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    jobs = {"0": ["data=numpy", "data.root=/ct", override]}
+    (method,) = methods_of(sweep(tmp_path, jobs, [override.partition("=")[0]]))
+    assert not (tmp_path / "imported").exists()
+    assert "secret" not in str(method.jobs)

@@ -152,7 +152,7 @@ def test_a_matlab_scan(tmp_path: Path) -> None:
     assert (layout.detector_pitch, layout.source_to_axis, layout.source_to_detector) == (0.2, 410.66, 553.74)
 
 
-@pytest.mark.parametrize("fault", ["text", "other", "no distance", "angles", "cm", "7.3"])
+@pytest.mark.parametrize("fault", ["text", "other", "no distance", "zero", "nan", "angle", "angles", "cm", "7.3"])
 def test_matlab_files_that_are_no_scan(tmp_path: Path, fault: str) -> None:
     path, y = tmp_path / "a.mat", np.ones((4, 7))
     if fault == "text":
@@ -164,6 +164,9 @@ def test_matlab_files_that_are_no_scan(tmp_path: Path, fault: str) -> None:
     else:
         changes = {
             "no distance": {"distanceSourceOrigin": None},
+            "zero": {"distanceSourceDetector": 0},
+            "nan": {"distanceSourceOrigin": math.nan},
+            "angle": {"angles": [1, 2, 3, math.nan]},
             "angles": {"angles": [1, 2]},
             "cm": {"distanceUnit": "cm"},
         }

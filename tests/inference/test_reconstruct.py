@@ -19,7 +19,7 @@ from qnmixer.config.compose import compose
 from qnmixer.data.phantoms import phantom
 from qnmixer.errors import DataError
 from qnmixer.inference.batches import MAX_HU, BatchedNetwork
-from qnmixer.inference.inputs import measured_scans, simulated_scans
+from qnmixer.inference.inputs import holds_sinograms, measured_scans, simulated_scans
 from qnmixer.inference.reconstruct import reconstruct_input
 from qnmixer.training.module import ReconstructionModule
 
@@ -269,3 +269,33 @@ def test_a_dead_network_is_told_of(tiny_module: Build, tmp_path: Path, capsys: p
     run, slices = save(module, tmp_path / "dead.ckpt"), series(tmp_path / "two.npy", 2)
     assert reconstruct_input(settings(run=run, input=slices, output=tmp_path / "out", formats="[npy]")) == 2
     assert "warning: 2 of 2 reconstructions are constant" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_pipes_are_not_opened(tiny_module: Build, tmp_path: Path) -> None:
+    module = tiny_module()
+    for name in ("a.npy", "b.mat"):
+        os.mkfifo(tmp_path / name)
+        assert not holds_sinograms(tmp_path, module.config, settings())
+        with pytest.raises(DataError, match=r"holds no \.npy file"):
+            measured_scans(tmp_path / name, module, settings())
+    with pytest.raises(DataError, match=r"holds no \.npy file"):
+        measured_scans(tmp_path, module, settings())
+
+
+def test_a_sinogram_of_too_many_views_is_refused(tiny_module: Build, tmp_path: Path) -> None:
+    np.lib.format.open_memmap(tmp_path / "a.npy", mode="w+", dtype=np.float32, shape=(5_000_000, 24))  # sparse
+    _, scans = measured_scans(tmp_path / "a.npy", tiny_module(), settings(angle_span=6))
+    with pytest.raises(DataError, match="5000000 × 24 values, not 1 to 8192"):
+        next(scans)
+
+
+def test_odd_names_are_told_as_they_are(tiny_module: Build, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    series(tmp_path / "good.npy", 1)
+    for name in (b"a[", b"[red]x.txt", b"caf\xe9.txt"):
+        (tmp_path / os.fsdecode(name)).mkdir() if name == b"a[" else (tmp_path / os.fsdecode(name)).write_text("x")
+    (tmp_path / "a[" / "b].txt").write_text("x")
+    _, scans = simulated_scans(tmp_path, tiny_module())
+    assert [scan.name for scan in scans] == ["good.npy"]
+    told = capfd.readouterr().err
+    assert "a[/b].txt" in told
+    assert "[red]x.txt" in told

@@ -253,8 +253,8 @@ def test_what_is_measured_is_what_one_process_measures(recorded: dict[str, list[
         for key, value in expected["validation"].items():
             if not key.startswith("val/cosine"):  # of the first batch, which is smaller on each of four
                 assert found["validation"][key] == pytest.approx(value, rel=1e-5)
-        assert [row[:2] for row in found["test"]] == [row[:2] for row in expected["test"]]
-        values = [[row[2:] for row in of["test"]] for of in (found, expected)]
+        assert [row[:3] for row in found["test"]] == [row[:3] for row in expected["test"]]
+        values = [[row[3:] for row in of["test"]] for of in (found, expected)]
         torch.testing.assert_close(torch.tensor(values[0]), torch.tensor(values[1]), rtol=1e-4, atol=1e-4)
         assert found["rows"] == expected["rows"]
 

@@ -321,3 +321,13 @@ def test_no_other_number_is_taken_for_a_norm(folder: Path, value: str) -> None:
     path.write_text(path.read_text().replace("3.25", value))
     assert matrix_cache.load_or_compute("norm", GEOMETRY, lambda: 3.25) == 3.25
     assert matrix_cache.load_or_compute("norm", GEOMETRY, lambda: 4.0) == 3.25  # kept again
+
+
+def test_a_pipe_in_place_of_a_file_is_not_opened(expected: list[Tensor], folder: Path) -> None:
+    FanBeamProjector(GEOMETRY).operator_norm()
+    for path in [*folder.glob("*.matrix"), *folder.glob("*.json")]:
+        path.unlink()
+        os.mkfifo(path)
+    projector = FanBeamProjector(GEOMETRY)
+    assert projector.operator_norm() > 0
+    assert all(torch.equal(a, b) for a, b in zip(results(projector), expected, strict=True))

@@ -17,3 +17,8 @@ def test_a_terminal_has_words_left_and_figures_right_as_they_are() -> None:
     with console.capture() as capture:
         console.print(terminal_table(["name", "value"], [["[red]", "9"], ["b", "1234"]], box=None))
     assert [line.rstrip() for line in capture.get().splitlines()[1:]] == [" [red]      9", " b       1234"]
+
+
+def test_a_name_is_no_formula_of_a_spreadsheet() -> None:
+    rows = [["name", "psnr"], ["=1+1.npy", -3.5], ["-1", "+2.5"], ["@a", "-b"]]
+    assert csv_table(rows) == "name,psnr\n'=1+1.npy,-3.5\n-1,+2.5\n'@a,'-b\n"

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from qnmixer.config.compose import compose_sweep
-from qnmixer.errors import ConfigError, SweepFailed
+from qnmixer.errors import ConfigError, DataError, SweepFailed
 from qnmixer.sweeps.report import rows_of, write_report
 from qnmixer.sweeps.sweep import place_jobs, sweep
 from qnmixer.tracking.results import amend
-from qnmixer.tracking.sweep_file import name_of_job, sweep_of
+from qnmixer.tracking.sweep_file import name_of_job, read_sweep, sweep_of
 
 JOBS = [
     ({"strategy": "ddp", "optimizer.lr": "0.001"}, {"status": "done", "best": {"val/psnr": 30.25}, "seconds": 61.0}),
@@ -196,3 +196,10 @@ def test_a_sweep_does_not_begin_in_a_folder_of_other_files(tmp_path: Path) -> No
     (tmp_path / "sweep.csv").write_text("mine")
     with pytest.raises(ConfigError, match=r"holds sweep.csv already: give a new folder"):
         described("seed=1,2", f"hydra.sweep.dir={tmp_path}")
+
+
+@pytest.mark.parametrize("text", ['{"overrides": [', "[1, 2]", '{"overrides": []}'])
+def test_a_damaged_record_is_told(tmp_path: Path, text: str) -> None:
+    (tmp_path / "sweep.json").write_text(text)
+    with pytest.raises(DataError, match=r"sweep\.json is damaged"):
+        read_sweep(tmp_path)

@@ -71,7 +71,8 @@ def test_jobs_of_a_sweep_are_runs_of_one_group(tmp_path: Path, offline_runs: Off
     """One process, one job after the other; what one logs is in no other."""
     sweep = tmp_path / "12-00-00-sweep"
     sweep.mkdir()
-    said = {"overrides": ["optimizer.lr=1,2,3", "seed=1"], "varying": ["optimizer.lr"], "git_commit": None}
+    varied = ["optimizer.lr=1,2,3", "seed=1"]
+    said = {"overrides": varied, "varying": ["optimizer.lr"], "git_commit": None, "jobs": None}
     (sweep / SWEEP).write_text(json.dumps(said))
     codes = (DONE, FAILED, INTERRUPTED)
     for k, code in enumerate(codes):
@@ -96,10 +97,10 @@ def test_jobs_of_a_sweep_are_runs_of_one_group(tmp_path: Path, offline_runs: Off
 def test_names_that_are_given_come_first_and_a_run_by_itself_has_its_time(
     tmp_path: Path, offline_runs: OfflineRuns
 ) -> None:
-    run_in(tmp_path / "date" / "time", 1)
-    run_in(tmp_path / "date" / "time2", 1, config=config_of("logger.wandb.run_name=mine", "logger.wandb.group=ours"))
+    run_in(tmp_path / "2026-01-31" / "12-00-00", 1)
+    run_in(tmp_path / "anna" / "time2", 1, config=config_of("logger.wandb.run_name=mine", "logger.wandb.group=ours"))
     first, second = offline_runs(tmp_path)
-    assert (first.name, first.group) == ("qn_mixer-phantoms-32views-seed42-date/time", None)
+    assert (first.name, first.group) == ("qn_mixer-phantoms-32views-seed42-2026-01-31/12-00-00", None)
     assert (second.name, second.group) == ("mine", "ours")
 
 
@@ -146,7 +147,7 @@ def test_a_new_run_in_an_old_folder_is_another(tmp_path: Path, offline_runs: Off
 def test_changes_of_the_code_and_the_checkpoint_go_with_the_run(tmp_path: Path, offline_runs: OfflineRuns) -> None:
     (tmp_path / "code.diff").write_text("+ a line\n")
     (tmp_path / "best.ckpt").write_bytes(b"weights")
-    config = config_of("logger.wandb.log_checkpoint=true")
+    config = config_of("logger.wandb.log_checkpoint=true", "logger.wandb.log_code=true")
     loggers = build_loggers(config, tmp_path, [])
     log_checkpoint(loggers, tmp_path / "best.ckpt", {"val/psnr": 30.0})
     close_loggers(config.logger, DONE)
@@ -155,6 +156,24 @@ def test_changes_of_the_code_and_the_checkpoint_go_with_the_run(tmp_path: Path, 
     (artifact,) = [record["artifact"] for record in run.records if record["type"] == "artifact"]
     assert artifact["name"] == f"model-{run.id}"
     assert artifact["manifest"]["contents"][0]["path"] == "best.ckpt"
+
+
+def test_changes_of_the_code_stay_here_unless_asked_for(tmp_path: Path, offline_runs: OfflineRuns) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "code.diff").write_text("+ a line\n")
+    run_in(tmp_path / "a", 1)
+    (run,) = offline_runs(tmp_path)
+    assert not [*run.folder.rglob("code.diff")]
+
+
+def test_a_logger_gets_nothing_of_the_machine_and_the_patients() -> None:
+    config = config_of(
+        "data=numpy", "data.root=/home/anna/ct", "data.split=explicit", "data.test_patients=[anna]",
+        "finetune=/home/anna/run", "noise=custom", "noise._target_=collections.Counter", "+noise.a=[/home/anna/b.pt]",
+    )  # fmt: skip
+    told = room._described(config)
+    assert "anna" not in str(told)
+    assert told["noise"]["a"] == ["…/b.pt"]
 
 
 def test_wandb_says_nothing_and_leaves_the_environment(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -173,7 +192,7 @@ def test_online_shows_the_address_and_sends_everything(
 ) -> None:
     run_in(tmp_path / "d" / "a", 1, 2, 3, config=online(), exit_code=INTERRUPTED)
     ((run_id, run),) = wandb_server.runs.items()
-    assert run["name"].endswith("-seed42-d/a")
+    assert run["name"].endswith("-seed42-a")
     assert [row["of/a"] for row in run["history"]] == [1, 2, 3]
     assert run["exit_code"] == INTERRUPTED
     assert capfd.readouterr() == (f"W&B: {wandb_server.url}/me/p/runs/{run_id}\n", "")

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from qnmixer.errors import DataError
 from qnmixer.tracking import results as room
-from qnmixer.tracking.results import PACKAGES, git_commit, git_diff, results
+from qnmixer.tracking.results import PACKAGES, git_commit, git_diff, read_results, results
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -145,8 +146,14 @@ def test_changes_can_be_applied_to_the_commit(checkout: Path, tmp_path_factory: 
     (checkout / "conf").mkdir()
     (checkout / "conf" / "a.yaml").write_text("a: 1\n")
     (checkout / "notes.txt").write_text("nothing\n")
+    private = ["conf/.env", "conf/.hidden.yaml", "conf/local/a.yaml", "conf/notes.txt", "src/qnmixer/local_settings.py"]
+    private += ["src/qnmixer/my_secrets.py", "src/qnmixer/API-Key.yaml"]
+    for path in private:
+        (checkout / path).parent.mkdir(exist_ok=True)
+        (checkout / path).write_text("a secret\n")
     status = git(checkout, "status", "--porcelain")
     diff = git_diff()
+    assert "secret" not in diff
     assert git(checkout, "status", "--porcelain") == status
     clone = tmp_path_factory.mktemp("clone")
     git(clone, "clone", "-q", str(checkout), ".")
@@ -165,3 +172,10 @@ def test_no_changes_outside_a_checkout_and_without_git(tmp_path: Path, monkeypat
     assert git_diff() == ""
     monkeypatch.setenv("PATH", "")
     assert git_diff() == ""
+
+
+@pytest.mark.parametrize("text", ['{"status": "do', "[1, 2]", "", "\x80"])
+def test_a_damaged_record_is_told(tmp_path: Path, text: str) -> None:
+    (tmp_path / "results.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(DataError, match=r"results\.json is damaged"):
+        read_results(tmp_path)

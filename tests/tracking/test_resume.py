@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -326,3 +327,52 @@ def test_the_line_for_who_stops_names_the_code(own_configs: Path) -> None:
         "optimizer: {_target_: torch.optim.AdamW}\nloss: {_target_: evil.loss}\nlogger: {_target_: qnmixer.B}\n"
     )
     assert resume_hint(Path("runs/a")).endswith("resume=runs/a trust=evil")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "++hydra={job:{env_set:{PYTHONPATH:/evil}}}", "hydra.job.env_set.PYTHONPATH=/evil",
+        "+callbacks@hydra.callbacks.x=custom", "+hydra={callbacks:{x:{_target_:evil.Hook}}}",
+    ],
+)  # fmt: skip
+def test_a_run_has_no_word_on_hydra(make: Make, override: str) -> None:
+    make("a", "seed=1", override)
+    assert resume_overrides(["resume=runs/a"]) == ["seed=1", "resume=runs/a", "hydra.run.dir=runs/a"]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "logger.wandb.project=${oc.env:SECRET}", "logger.wandb.project='${oc.env:SECRET}'",
+        r"logger.wandb.project=$\{oc.env\:SECRET\}", "+model={a:[${oc.env:SECRET}]}",
+        "experiment=[../../../downloads/evil]", "loss=../evil", "+finetune@callbacks=../evil",
+    ],
+)  # fmt: skip
+def test_a_run_looks_nothing_up_on_its_own_word(make: Make, override: str) -> None:
+    make("a", "data.seed=${seed}", "finetune=../b", override)
+    with pytest.raises(ConfigError, match=f"^runs/a was started with {re.escape(override)}, which looks elsewhere"):
+        resume_overrides(["resume=runs/a"])
+    assert override in resume_overrides([override, "resume=runs/a"])
+
+
+@pytest.mark.parametrize("override", ["model={regularizer:evil.Net}", "model.regularizer=${tags}"])
+def test_a_part_of_a_network_is_code_too(make: Make, override: str) -> None:
+    make("a", override)
+    with pytest.raises(PluginError, match=r"^runs/a names model.*, which is not part of qnmixer"):
+        resume_overrides(["resume=runs/a"])
+
+
+def test_configs_look_nothing_up_on_a_runs_own_word(own_configs: Path, make: Make) -> None:
+    (own_configs / "experiment" / "reads.yaml").write_text(
+        "# @package _global_\nlogger: {wandb: {project: '${oc.env:SECRET}'}}\n"
+    )
+    (own_configs / "experiment" / "sets.yaml").write_text("# @package _global_\nhydra: {job: {env_set: {A: b}}}\n")
+    where = f"hydra.searchpath=[file://{own_configs}]"
+    make("b", where, "experiment=reads")
+    with pytest.raises(ConfigError, match=r"^a config of runs/b has logger.wandb.project=\$\{oc.env:SECRET}, which"):
+        resume_overrides(["resume=runs/b"])
+    assert resume_overrides([where, "resume=runs/b"])[0] == where
+    make("c", where, "experiment=sets")
+    with pytest.raises(ConfigError, match=r"^runs/c was started with configs that set hydra.job.env_set: "):
+        resume_overrides(["resume=runs/c"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from qnmixer.config.compose import CONF
+from qnmixer.config.search_path import CONF
 
 from ..warm import Warm
 
@@ -79,7 +79,7 @@ def test_the_config_the_tags_and_the_name_tell_runs_apart(runs: dict[str, Any]) 
     assert [run.tags for run in runs.values()] == [
         ["tried", "demo", model, "phantoms", "single"] for model in ("qn_mixer", "fbpconvnet", "tv")
     ]
-    assert runs["TV"].name == "tv-phantoms-16views-seed42-day/TV"
+    assert runs["TV"].name == "tv-phantoms-16views-seed42-TV"
     assert len({run.name for run in runs.values()}) == len(runs)
 
 

@@ -137,6 +137,8 @@ def test_a_resumed_run_goes_on_counting(lines: Callable[..., list[str]], tmp_pat
     first, *found = lines("trainer.max_steps=5", "trainer.val_every_n_steps=10", resume=tmp_path / "0")
     assert first == "resumed at step 3 of 5"
     assert [line.split(" · ")[0] for line in found if "loss" in line] == ["step 4/5", "step 5/5"]
+    psnr = [row["val/psnr"] for row in read_metrics(tmp_path / "0" / "metrics.csv") if row["val/psnr"]]
+    assert f" · last val PSNR {float(psnr[0]):.2f} dB" in found[0]  # of the validation before, until the next
 
 
 NOISY = """
@@ -156,7 +158,7 @@ class Noisy(Callback):
 def test_a_terminal_has_one_bar_over_the_run_its_interruption_and_its_resume(
     tmp_path: Path, offline_runs: Callable[[Path], list[Any]]
 ) -> None:
-    """The real command, stopped by Ctrl-C; W&B, which listens, gets the lines of a log."""
+    """The real command, stopped by Ctrl-C; W&B gets the lines of a log, and no other."""
     (tmp_path / "noisy.py").write_text(NOISY)
     train = [sys.executable, "-m", "qnmixer.train"]
     environment = {"OMP_NUM_THREADS": "1"}
@@ -193,7 +195,8 @@ def test_a_terminal_has_one_bar_over_the_run_its_interruption_and_its_resume(
     assert steps == sorted(steps)
 
     for part in offline_runs(tmp_path):
-        output = (part.folder / "files" / "output.log").read_text()
+        output = "".join(it["output_logger"]["line"] for it in part.records if it["type"] == "output_logger")
+        assert not [it for it in part.records if it["type"] == "output_raw"]
         assert "\x1b" not in output
         assert "\r" not in output
         assert "━" not in output

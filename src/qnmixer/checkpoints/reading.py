@@ -6,6 +6,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY, RUN_KEY, decode
 from qnmixer.config import Config, effective_batch, to_plain
 from qnmixer.config.run import parse_file, targets_of
@@ -56,13 +58,17 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
     except Exception as error:  # bytes of another format can make the unpickler raise anything
         raise CheckpointError(f"{path} cannot be read ({first_line(error)}): it is damaged or no checkpoint") from error
     ours = checkpoint.get(CHECKPOINT_KEY) if isinstance(checkpoint, dict) else None
-    if not isinstance(ours, dict) or "config" not in ours or "state_dict" not in checkpoint:
+    state: Any = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
+    weights = isinstance(state, dict) and all(isinstance(it, torch.Tensor) for it in state.values())
+    if not (weights and isinstance(ours, dict) and isinstance(ours.get("config"), dict)):
         ours_from = "qnmixer.export" if path.suffix == SUFFIX else "qnmixer.train"
         raise CheckpointError(f"{path} is of another program: use one that {ours_from} wrote")
     try:
-        return parse_file(ours["config"] | _NEVER_READ), checkpoint["state_dict"]
+        return parse_file(ours["config"] | _NEVER_READ), state
     except ConfigError as error:
         raise CheckpointError(f"{path} was written by another version of qnmixer ({error}): use that one") from error
+    except Exception as error:  # a section may hold anything
+        raise CheckpointError(f"{path} has a config that cannot be read ({first_line(error)})") from error
 
 
 def load_run(run: str | Path, which: str = "best", trust: Collection[str] = ()) -> Reconstructor:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from qnmixer.config import Config, to_plain
+from qnmixer.config import Config, to_plain, without_places
 from qnmixer.files import digest
 
 CHECKPOINT_KEY = "qnmixer"
@@ -55,13 +54,3 @@ def decode(path: Path) -> dict[str, Any]:
     if isinstance(ours, dict) and "config" in ours and ours.get("digest") != _digest(ours, state):
         raise ValueError("its digest is another")
     return {CHECKPOINT_KEY: ours, "state_dict": state}
-
-
-def without_places(config: Config) -> Config:
-    """The same network, scan and training, but for what is the machine's, the people's or the patients'.
-
-    Folders, names of patients, the runs that it began from and the account of its logger are left out; not the
-    arguments of classes of the user's own other than its slices: some it cannot be built without.
-    """
-    data = config.data.without_places()
-    return replace(config, data=data, logger={}, callbacks={}, tags=[], finetune=None, resume=None)

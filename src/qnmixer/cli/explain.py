@@ -9,9 +9,10 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from qnmixer.config.compose import CONF, OF_A_RUN, compose
+from qnmixer.config.compose import OF_A_RUN, compose
 from qnmixer.config.keys import flat_keys, unknown_key
 from qnmixer.config.option import suggest
+from qnmixer.config.search_path import CONF
 from qnmixer.config.target import options, values_of_option
 from qnmixer.errors import UserError, first_line
 
@@ -23,7 +24,7 @@ def explain(error: BaseException, config_name: str) -> str | None:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" writing {error.filename}" if error.filename else ""
         return f"the disk is full{where}: free some space, or choose another folder (hydra.run.dir=…, output=…)"
-    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS):
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"no permission for {error.filename}: choose a place that you may use (hydra.run.dir=…, output=…)"
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return f"{str(error.filename)[:60]}… is too long a name: choose a shorter hydra.run.dir or hydra.sweep.subdir"
@@ -34,6 +35,8 @@ def explain(error: BaseException, config_name: str) -> str | None:
         )
     if isinstance(error, FileExistsError | NotADirectoryError):
         return f"{error.filename} is a file where a folder must be: choose another (hydra.run.dir=…, output=…)"
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename} cannot be used ({error.strerror}): choose another place"
     if isinstance(error, FloatingPointError):
         return f"{error}: lower optimizer.lr, or look at train/grad_norm in metrics.csv"
     if type(error).__module__.startswith("wandb."):

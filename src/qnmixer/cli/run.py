@@ -14,11 +14,11 @@ from omegaconf import DictConfig
 
 from qnmixer.cli.explain import explain, known_keys
 from qnmixer.cli.help import usage
-from qnmixer.config.compose import CONF, OF_A_RUN, compose_as_given, compose_sweep, fitted
+from qnmixer.config.compose import OF_A_RUN, compose_as_given, compose_sweep, fitted
 from qnmixer.config.habits import habit
 from qnmixer.config.keys import unknown_key
 from qnmixer.config.overrides import with_length
-from qnmixer.config.search_path import with_search_path
+from qnmixer.config.search_path import CONF, with_search_path
 from qnmixer.errors import ConfigError, Stopped
 from qnmixer.processes.ranks import is_rank, rank, world_size
 
@@ -73,7 +73,6 @@ def _run(
         return
     sys.argv[1:] = completed(sys.argv[1:], config_name, complete)
     is_sweep = _is_sweep(sys.argv[1:])
-    sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in _SWEEP)  # where Hydra wants them
     overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
     flags = {argument for argument in sys.argv[1:] if argument.startswith("-")}
     if flags & {"--help", "-h"}:
@@ -108,6 +107,7 @@ def completed(arguments: list[str], config_name: str, complete: Callable[[list[s
     arguments = with_search_path(complete(arguments))  # a run that is resumed has one too
     if is_rank():
         arguments = _overrides_of_rank(arguments)
+    arguments = sorted(arguments, key=lambda argument: argument not in _SWEEP)  # where Hydra wants them
     _check_flags(arguments, config_name)
     return arguments
 
@@ -137,7 +137,7 @@ def _check_flags(arguments: list[str], config_name: str) -> None:
         _, unknown = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error}: --hydra-help lists these flags") from error
-    for word in (it for it in unknown if it.startswith("-")):  # overrides on both sides of a flag are unknown too
+    for word in unknown:
         key, equal, _ = word.lstrip("-").partition("=")
         known = [*known_keys(config_name)]
         hint = f"write {word.lstrip('-')}{'' if equal else '=…'}" if key in known else str(unknown_key(key, known))

@@ -3,6 +3,6 @@
 No torch here: a wrong override is answered in a moment.
 """
 
-from qnmixer.config.run import Config, effective_batch, override, parse, to_plain
+from qnmixer.config.run import Config, effective_batch, override, parse, to_plain, without_places
 
-__all__ = ["Config", "effective_batch", "override", "parse", "to_plain"]
+__all__ = ["Config", "effective_batch", "override", "parse", "to_plain", "without_places"]

@@ -1,19 +1,21 @@
 """The composed config of a command, from conf/ and overrides."""
 
+import copy
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import fields
+from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, ValueType
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from qnmixer.config.overrides import key_of, values_of, with_length
+from qnmixer.config.run import Config, parse_file
+from qnmixer.config.search_path import CONF
 from qnmixer.errors import ConfigError
 
-CONF = (Path(__file__).parents[1] / "conf").resolve()
-"""In a checkout a link to conf/ of the repository; a wheel holds the files themselves."""
 OF_A_RUN = ("train", "plan", "doctor")
 """Commands with the whole config of a run; the others take it from a run folder."""
 
@@ -30,6 +32,7 @@ def fitted(config_name: str, overrides: list[str]) -> list[str]:
 
     `experiment=demo model=tv` is TV in demo's setting. A key that the experiment sets and the chosen option lacks is
     deleted (`~GROUP.KEY`). A model that lacks one keeps all its own sizes: T of TV is another than that of QN-Mixer.
+    An option keeps its own value of a key whose value in the experiment breaks a rule, as 32 channels do RegFormer's.
     Keys that the command names stay. What is there already is not added twice.
 
     Args:
@@ -44,14 +47,49 @@ def fitted(config_name: str, overrides: list[str]) -> list[str]:
     search = [it for it in overrides if key_of(it) == "hydra.searchpath"]
     with_experiment = compose_as_given(config_name, overrides)
     alone = compose_as_given(config_name, [*search, *(it for it in chosen if key_of(it) != "experiment")])
-    more = []
+    more: list[str] = []
+    kept: list[tuple[str, str, Any]] = []
     for section in sections:
         found, own = with_experiment[section], alone[section]
         free = [key for key in found if not any(f"{it}.".startswith(f"{section}.{key}.") for it in given)]
-        surplus = [f"~{section}.{key}" for key in free if key not in own]
-        sizes = [key for key in free if key in own and found[key] != own[key]] if section == "model" and surplus else []
-        more += [*surplus, *(f"{section}.{key}={own[key]}" for key in sizes)]
-    return [*words, *more]
+        surplus = [key for key in free if key not in own]
+        differing = [key for key in free if key in own and found[key] != own[key]]
+        with open_dict(with_experiment):
+            for key in surplus:
+                del found[key]
+        more += [f"~{section}.{key}" for key in surplus]
+        if section == "model" and surplus:
+            found.update({key: own[key] for key in differing})
+            more += [f"{section}.{key}={own[key]}" for key in differing]
+        else:
+            kept += [(section, key, own[key]) for key in differing]
+    return [*words, *more, *_own_instead(with_experiment, kept)]
+
+
+def _own_instead(config: DictConfig, kept: list[tuple[str, str, Any]]) -> list[str]:
+    """The override by which an option keeps its own value of the one key of an experiment that it cannot take.
+
+    Args:
+        config: composed, without keys that chosen options lack.
+        kept: section, key and own value of each that the experiment sets otherwise.
+    """
+    if not kept or _is_valid(config):
+        return []
+    for section, key, own in kept:
+        changed = copy.deepcopy(config)
+        changed[section][key] = own
+        if _is_valid(changed):
+            return [f"{section}.{key}={'null' if own is None else own}"]
+    return []
+
+
+def _is_valid(config: DictConfig) -> bool:
+    """Whether the parts that a training run has break no rule."""
+    try:
+        parse_file(OmegaConf.masked_copy(config, [field.name for field in fields(Config)]))
+    except ConfigError:
+        return False
+    return True
 
 
 def compose_as_given(config_name: str, overrides: list[str], with_hydra: bool = False) -> DictConfig:

@@ -39,18 +39,18 @@ class DataConfig(Target):
 
     group: ClassVar[str] = "data"
 
-    image_size: int = number(at_least=8)
-    batch_size: int = number(at_least=1)
-    num_workers: int = number(at_least=0)
-    prefetch_factor: int = number(at_least=1)
+    image_size: int = number(at_least=8, at_most=8192)
+    batch_size: int = number(at_least=1, at_most=2**20)
+    num_workers: int = number(at_least=0, at_most=1024)
+    prefetch_factor: int = number(at_least=1, at_most=1024)
     pin_memory: bool | None
     scaling: str = one_of("attenuation", "minmax")
     hu_max: float = number(above=-1000)
     augment: bool
-    simulation_factor: int = number(at_least=1)
+    simulation_factor: int = number(at_least=1, at_most=16)
     disc: bool
-    train_slices: int | None = number(at_least=1)
-    seed: int = number(at_least=0)
+    train_slices: int | None = number(at_least=1, at_most=10**9)
+    seed: int = number(at_least=0, at_most=2**32 - 1)
 
     def keywords(self) -> dict[str, Any]:
         """The arguments that only the source knows."""
@@ -78,9 +78,9 @@ class PhantomData(DataConfig):
     """
 
     simulation_factor: int = number(at_least=1, at_most=2)  # they are painted at twice the image size
-    n_train: int = number(at_least=1)
-    n_val: int = number(at_least=1)
-    n_test: int = number(at_least=1)
+    n_train: int = number(at_least=1, at_most=10**9)
+    n_val: int = number(at_least=1, at_most=10**7)
+    n_test: int = number(at_least=1, at_most=10**7)
     anatomy_share: float = number(at_least=0, at_most=1)
 
     def keywords(self) -> dict[str, Any]:
@@ -240,7 +240,7 @@ class AsTrained:
     """For an evaluation: the run's own slices, but for what is not None here."""
 
     _target_: str | None
-    simulation_factor: int | None = number(at_least=1)
+    simulation_factor: int | None = number(at_least=1, at_most=16)
     disc: bool | None
 
 

@@ -11,8 +11,8 @@ class GeometryConfig:
 
     name: str
     field_of_view: float = number(above=0)
-    n_views: int = number(at_least=1)
-    n_detectors: int = number(at_least=1)
+    n_views: int = number(at_least=1, at_most=8192)
+    n_detectors: int = number(at_least=1, at_most=8192)
     detector_pitch: float = number(above=0)
     source_to_axis: float = number(above=0)
     axis_to_detector: float

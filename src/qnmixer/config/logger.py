@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from qnmixer.config.compose import CONF
 from qnmixer.config.option import one_of
+from qnmixer.config.search_path import CONF
 from qnmixer.config.target import TARGET, Custom
 from qnmixer.errors import ConfigError
 
@@ -40,6 +40,7 @@ class WandbConfig:
     run_name: str | None  # None: the overrides that are this job's alone, or the time
     group: str | None  # None: the sweep
     log_checkpoint: bool
+    log_code: bool
 
 
 def named_loggers(section: Any) -> dict[str, Mapping[str, Any]]:

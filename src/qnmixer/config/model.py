@@ -55,7 +55,7 @@ class FBPConfig(ModelConfig):
 class TVConfig(ModelConfig):
     """`qnmixer.models.TotalVariation`."""
 
-    n_iterations: int = number(at_least=1)
+    n_iterations: int = number(at_least=1, at_most=100_000)
     weight: float = number(above=0)
 
     @property
@@ -69,7 +69,7 @@ class TVConfig(ModelConfig):
 class LearnedConfig(ModelConfig):
     """A network with weights, of one iteration."""
 
-    channels: int = number(at_least=1)
+    channels: int = number(at_least=1, at_most=1024)
 
     @property
     def T(self) -> int:
@@ -86,8 +86,8 @@ class LearnedConfig(ModelConfig):
 class FBPConvNetConfig(LearnedConfig):
     """`qnmixer.models.FBPConvNet`."""
 
-    channels: int = number(at_least=4)
-    depth: int = number(at_least=1)
+    channels: int = number(at_least=4, at_most=1024)
+    depth: int = number(at_least=1, at_most=10)
 
     def divisors(self) -> dict[str, int]:
         """It is halved at each level down."""
@@ -101,7 +101,7 @@ class UnrolledConfig(LearnedConfig):
 
     period: ClassVar[int] = 1
 
-    n_iterations: int = number(at_least=1)
+    n_iterations: int = number(at_least=1, at_most=1000)
 
     @property
     def T(self) -> int:
@@ -122,8 +122,8 @@ class LEARNConfig(UnrolledConfig):
 class LearnedPrimalDualConfig(UnrolledConfig):
     """`qnmixer.models.LearnedPrimalDual`."""
 
-    n_primal: int = number(at_least=2)
-    n_dual: int = number(at_least=1)
+    n_primal: int = number(at_least=2, at_most=1024)
+    n_dual: int = number(at_least=1, at_most=1024)
 
 
 @schema("qnmixer.models.RegFormer")
@@ -133,8 +133,8 @@ class RegFormerConfig(UnrolledConfig):
 
     period: ClassVar[int] = 2  # two kinds of block, by turns
 
-    n_heads: int = number(at_least=1)
-    window_size: int = number(at_least=2)
+    n_heads: int = number(at_least=1, at_most=1024)
+    window_size: int = number(at_least=2, at_most=8192)
 
     @property
     def _unit(self) -> int:
@@ -164,21 +164,21 @@ class RegFormerConfig(UnrolledConfig):
 class QNMixerConfig(UnrolledConfig):
     """`qnmixer.models.QNMixer`."""
 
-    channels: int = number(at_least=4)
+    channels: int = number(at_least=4, at_most=1024)
     patch_size: int = number(at_least=1)
-    n_mixer_layers: int = number(at_least=1)
-    mlp_ratio: float = number(above=0)
+    n_mixer_layers: int = number(at_least=1, at_most=1000)
+    mlp_ratio: float = number(above=0, at_most=100)
     inception: bool
-    detail_channels: int = number(at_least=0)
+    detail_channels: int = number(at_least=0, at_most=1024)
     regularizer: str | None = target()
     codec: str = one_of("orthonormal", "strided")
     codec_kernel: int = number(at_least=1, at_most=3)
     latent_factor: int = number(at_least=1)
-    latent_channels: int = number(at_least=1)
+    latent_channels: int = number(at_least=1, at_most=4096)
     shared_regularizer: bool
     shared_step_size: bool
     data_term: str = one_of("fbp", "adjoint")
-    data_steps: int = number(at_least=1)
+    data_steps: int = number(at_least=1, at_most=1000)
     nonnegative: bool
     hessian: str = one_of("bfgs", "identity", "momentum")
     hessian_gradient: str = one_of("full", "detach")

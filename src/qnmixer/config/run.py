@@ -11,7 +11,6 @@ from typing import Any, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.config.callbacks import parse_callbacks
-from qnmixer.config.compose import CONF
 from qnmixer.config.data import DataConfig
 from qnmixer.config.debug import DebugConfig
 from qnmixer.config.evaluation import EvaluationConfig
@@ -24,6 +23,7 @@ from qnmixer.config.noise import NoiseConfig
 from qnmixer.config.optimizer import OptimizerConfig
 from qnmixer.config.option import number, one_of, suggest
 from qnmixer.config.schedule import ScheduleConfig
+from qnmixer.config.search_path import CONF
 from qnmixer.config.section import parse_section, plain_values
 from qnmixer.config.strategy import StrategyConfig
 from qnmixer.config.target import (
@@ -229,3 +229,13 @@ def to_plain(config: Config) -> dict[str, Any]:
     """Numbers, strings, lists and dicts only: what a checkpoint may hold; `parse` reads it back."""
     values = vars(config) | {"logger": {name: keys_of(logger) for name, logger in config.logger.items()}}
     return {key: keys_of(value) if is_dataclass(value) else value for key, value in values.items()}
+
+
+def without_places(config: Config) -> Config:
+    """The same network, scan and training, but for what is the machine's, the people's or the patients'.
+
+    This is what may be shared. Folders, names of patients, the runs that it began from and the account of its logger
+    are left out. Arguments of the user's own classes stay, but for those of slices: a network may need them.
+    """
+    data = config.data.without_places()
+    return replace(config, data=data, logger={}, callbacks={}, tags=[], finetune=None, resume=None)

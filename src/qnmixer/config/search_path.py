@@ -9,6 +9,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from qnmixer.config.overrides import key_of, quoted
 from qnmixer.errors import ConfigError
 
+CONF = (Path(__file__).parents[1] / "conf").resolve()
+"""In a checkout a link to conf/ of the repository; a wheel holds the files themselves."""
 SEARCH_PATH = "hydra.searchpath"
 _FLAGS = ("--config-dir", "-cd")
 _FILE, _PACKAGE = "file://", "pkg://"

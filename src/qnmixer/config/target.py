@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from omegaconf import OmegaConf
 
-from qnmixer.config.compose import CONF
+from qnmixer.config.search_path import CONF
 from qnmixer.errors import ConfigError
 
 if TYPE_CHECKING:

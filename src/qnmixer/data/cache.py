@@ -10,6 +10,7 @@ The index has a digest of itself, and one of each slice, which is checked whenev
 import io
 import json
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -73,7 +74,7 @@ class SliceCache:
         self._index_file, self._file = folder / _INDEX, _pixels(folder, index["fingerprint"])
         self._rows: list[int] = index["rows"]
         self._size: int = index["image_size"]
-        self._images: FloatArray | None = None
+        self._stream: IO[bytes] | None = self._opened()
         self.infos = [SliceInfo(**info) for info in index["slices"]]
         self.digests: list[int] = index["digests"]
         self.skipped: list[tuple[str, str]] = [(name, reason) for name, reason in index["skipped"]]
@@ -84,23 +85,47 @@ class SliceCache:
 
     def load(self, index: int) -> FloatArray:
         """Slice [S, S] in HU, float32; a copy that the caller may change. Raises DataError where it is damaged."""
-        if self._images is None:
-            self._images = np.lib.format.open_memmap(self._file, mode="r")
-        hu = np.array(self._images[self._rows[index]])
-        if digest_of_bytes(hu.data) != self.digests[index]:
+        if self._stream is None:  # in a worker
+            self._stream = self._opened()
+        # Read, not mapped: a file that somebody cuts would end the process with SIGBUS.
+        length = self._size**2 * _ROW.itemsize
+        pixels = os.pread(self._stream.fileno(), length, len(_header(0, self._size)) + self._rows[index] * length)
+        if digest_of_bytes(pixels) != self.digests[index]:
             self._index_file.unlink(missing_ok=True)
             raise DataError(
                 f"{self._file} has changed on the disk at {self.name(index)}: start again, and it is built anew"
             )
-        return hu
+        return np.frombuffer(bytearray(pixels), _ROW).reshape(self._size, self._size)
 
     def name(self, index: int) -> str:
         """File (and frame) that the slice came from."""
         return self.infos[index].name
 
     def __getstate__(self) -> dict[str, Any]:
-        """Hand workers the file's name, not the mapped pixels."""
-        return {**self.__dict__, "_images": None}
+        """Hand workers the file's name: what this process has open stays until it ends."""
+        return {**self.__dict__, "_stream": None}
+
+    def _opened(self) -> IO[bytes]:
+        """The pixels, with a lock that `_remove_unread` sees, while this object lives."""
+        stream = self._file.open("rb", buffering=0)
+        weakref.finalize(self, stream.close)
+        with suppress(OSError):  # a file system without locks
+            _lock(stream, shared=True)
+        return stream
+
+
+def _lock(stream: IO[bytes], *, shared: bool) -> None:
+    """Lock an open file until it is closed. Raises OSError where another process has it locked."""
+    import fcntl  # not on Windows, where reconstruct needs this file
+
+    fcntl.flock(stream, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+
+
+def _remove_unread(file: Path) -> None:
+    """Remove pixels, but not those that a `SliceCache` of any process reads."""
+    with suppress(OSError), file.open("rb") as stream:
+        _lock(stream, shared=False)
+        file.unlink()
 
 
 def list_files(
@@ -156,11 +181,13 @@ def open_cache(
         index = _read_index(folder, fingerprint)
         if index is None:
             index = _build(reader, root, files, image_size, folder, fingerprint)
-    return SliceCache(folder, index)
+        return SliceCache(folder, index)
 
 
 def _read_index(folder: Path, fingerprint: str) -> dict[str, Any] | None:
     """The index of a cache that is whole and of these sources, or None."""
+    if not ((folder / _INDEX).is_file() and _pixels(folder, fingerprint).is_file()):  # opening a pipe would not end
+        return None
     try:
         index: dict[str, Any] = json.loads((folder / _INDEX).read_text())
         if index.pop("digest") != digest(index) or index["fingerprint"] != fingerprint:
@@ -188,8 +215,7 @@ def _build(
     write_text(folder / _INDEX, json.dumps(index | {"digest": digest(index)}))
     for old in folder.glob("*.npy"):
         if old != _pixels(folder, fingerprint):
-            with suppress(OSError):
-                old.unlink()
+            _remove_unread(old)
     return index
 
 

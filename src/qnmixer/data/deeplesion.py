@@ -6,24 +6,27 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from qnmixer.data.slices import FloatArray, SkipFile, Slice, SliceInfo
+from qnmixer.data.slices import FloatArray, SkipFile, Slice, SliceInfo, reading, require_size
 
 _ZERO_HU = 32768
 
 
 def read_hu_png(path: Path) -> FloatArray:
     """One 16-bit PNG as HU [H, W]; SkipFile if it is not one."""
-    try:
-        with Image.open(path) as image:
+    with reading("unreadable or truncated PNG"):
+        try:
+            image = Image.open(path)
+        except UnidentifiedImageError:
+            raise SkipFile("not PNG") from None
+        with image:
             if image.format != "PNG":
                 raise SkipFile("not PNG")
             if not image.mode.startswith("I"):
                 raise SkipFile("not a 16-bit grey PNG")
+            require_size(image.height, image.width)
+            image.verify()  # checksums of the pixels, which decoding does not look at
+        with Image.open(path) as image:
             raw = np.asarray(image)
-    except UnidentifiedImageError:
-        raise SkipFile("not PNG") from None
-    except (OSError, SyntaxError, ValueError) as error:
-        raise SkipFile(f"unreadable or truncated PNG ({type(error).__name__})") from error
     return raw.astype(np.float32) - np.float32(_ZERO_HU)
 
 

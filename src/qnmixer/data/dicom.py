@@ -1,7 +1,8 @@
 """CT in DICOM: which files count, what their pixels are in HU, who and where they show."""
 
+import io
 import math
-import warnings
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import numpy as np
 from pydicom import dcmread
 from pydicom.dataset import Dataset, FileDataset
+from pydicom.encaps import parse_basic_offsets, parse_fragments
 from pydicom.errors import InvalidDicomError
 from pydicom.pixels.utils import pixel_array
 
-from qnmixer.data.slices import AIR, FloatArray, SkipFile, Slice, SliceInfo
+from qnmixer.data.decoder import decode_apart
+from qnmixer.data.slices import AIR, FloatArray, SkipFile, Slice, SliceInfo, reading, require_size
 
 _SLOPES = 1e-3, 1e3
 """Outside of these 16 bits hold no HU."""
@@ -21,21 +24,22 @@ CT_CLASSES = {
     "1.2.840.10008.5.1.4.1.1.2.1": "Enhanced CT Image",
     "1.2.840.10008.5.1.4.1.1.2.2": "Legacy Converted Enhanced CT Image",
 }
+_PIXELS = "PixelData", "FloatPixelData", "DoubleFloatPixelData"
+_NAMES = "PatientID", "StudyInstanceUID", "SeriesInstanceUID", "SOPInstanceUID", "InstanceNumber"
+"""What tells patients, series and slices apart: a file where one of these cannot be read is not used."""
 
 
 def open_ct(path: Path) -> FileDataset:
     """Read one file and make sure that it is a CT image; SkipFile says why it is not."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    with reading("unreadable"):
+        try:
             dataset = dcmread(path)
-            _require_ct(dataset)
-    except InvalidDicomError:
-        raise SkipFile("not DICOM") from None
-    except (SkipFile, MemoryError):
-        raise
-    except Exception as error:
-        raise SkipFile(f"unreadable ({type(error).__name__})") from error
+        except InvalidDicomError:
+            raise SkipFile("not DICOM") from None
+        _require_ct(dataset)
+        _require_frames(dataset)
+        for keyword in _NAMES:
+            dataset.get(keyword)
     return dataset
 
 
@@ -46,10 +50,30 @@ def _require_ct(dataset: FileDataset) -> None:
         raise SkipFile("not a CT image")
     if "LOCALIZER" in (dataset.get("ImageType") or []):
         raise SkipFile("a localizer")
-    if not any(keyword in dataset for keyword in ("PixelData", "FloatPixelData", "DoubleFloatPixelData")):
+    if not any(keyword in dataset for keyword in _PIXELS):
         raise SkipFile("no pixel data, perhaps truncated")
-    if int(dataset.get("SamplesPerPixel", 1)) != 1:
+    # A decoder may believe PhotometricInterpretation alone, and write three samples where there is room for one.
+    grey = str(dataset.get("PhotometricInterpretation", "MONOCHROME2")).startswith("MONOCHROME")
+    if int(dataset.get("SamplesPerPixel", 1)) != 1 or not grey:
         raise SkipFile("a colour image")
+    require_size(int(dataset.Rows), int(dataset.Columns))
+
+
+def _require_frames(dataset: FileDataset) -> None:
+    """SkipFile where the pixel data cannot hold the frames that a file counts: each would be tried, for hours."""
+    pixels = next(dataset[keyword].value for keyword in _PIXELS if keyword in dataset)
+    if _is_compressed(dataset):
+        stream = io.BytesIO(pixels)
+        parse_basic_offsets(stream)
+        most = parse_fragments(stream)[0]
+    else:
+        most = len(pixels) * 8 // (int(dataset.Rows) * int(dataset.Columns) * max(1, int(dataset.BitsAllocated)))
+    if not 1 <= frame_count(dataset) <= most:
+        raise SkipFile(f"{frame_count(dataset)} frames and pixel data of {most}, perhaps truncated")
+
+
+def _is_compressed(dataset: FileDataset) -> bool:
+    return dataset.file_meta.TransferSyntaxUID.is_compressed
 
 
 def frame_count(dataset: Dataset) -> int:
@@ -102,26 +126,32 @@ def frame_hu(dataset: Dataset, frame: int, raw: np.ndarray[Any, Any]) -> FloatAr
 
 
 def decode_frame(dataset: FileDataset, frame: int) -> FloatArray:
-    """One frame of an opened file as HU [H, W]; SkipFile if it cannot be had."""
-    rescale_of(dataset, frame)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            raw = pixel_array(dataset, index=frame)
+    """One frame of an opened file as HU [H, W]; SkipFile if it cannot be had.
+
+    What is compressed is decoded in a process of its own, from the file: decoders in C may end their process. On
+    Windows it is decoded in this one.
+    """
+    with reading("unreadable"):
+        rescale_of(dataset, frame)
+    with reading("pixels cannot be decoded, perhaps truncated"):
+        apart = _is_compressed(dataset) and os.name == "posix"
+        raw = decode_apart(str(dataset.filename), frame) if apart else pixel_array(dataset, index=frame)
         return frame_hu(dataset, frame, raw)
-    except (SkipFile, MemoryError):
-        raise
-    except Exception as error:
-        raise SkipFile(f"pixels cannot be decoded, perhaps truncated ({type(error).__name__})") from error
 
 
 def slice_position(dataset: Dataset, frame: int) -> float:
-    """Where a frame lies along the patient in mm; by InstanceNumber or frame where the file does not say."""
+    """Where a frame lies along the patient in mm; by InstanceNumber or frame where the file does not say.
+
+    SkipFile where it says what is no number.
+    """
     position = frame_tag(dataset, frame, "PlanePositionSequence", "ImagePositionPatient")
     orientation = frame_tag(dataset, frame, "PlaneOrientationSequence", "ImageOrientationPatient")
     if position and orientation and len(position) == 3 and len(orientation) == 6:
         axes = np.asarray(orientation, float)
-        return float(np.dot(np.cross(axes[:3], axes[3:]), np.asarray(position, float)))
+        along = float(np.dot(np.cross(axes[:3], axes[3:]), np.asarray(position, float)))
+        if not math.isfinite(along):
+            raise SkipFile("no position that is a number")
+        return along
     return float(dataset.get("InstanceNumber") or 0) + frame / 1e6
 
 
@@ -138,5 +168,6 @@ class DicomReader:
         patient = str(dataset.get("PatientID") or "").strip()
         series = str(dataset.get("SeriesInstanceUID") or path.rpartition("/")[0])
         for frame in range(n_frames):
-            position = slice_position(dataset, frame)
+            with reading("no position"):
+                position = slice_position(dataset, frame)
             yield Slice(SliceInfo(path, frame, n_frames, patient, series, position), decode_frame(dataset, frame))

@@ -6,15 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from qnmixer.data.slices import FloatArray, SkipFile, Slice, SliceInfo
+from qnmixer.data.slices import FloatArray, SkipFile, Slice, SliceInfo, reading, require_size
 
 
 def open_stack(path: Path) -> np.ndarray[Any, Any]:
     """Memory-map a `.npy` file as [N, H, W]; SkipFile if it is not an array of numbers of that shape."""
-    try:
+    with reading("not a whole .npy array of numbers"):
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        raise SkipFile(f"not a whole .npy array of numbers ({type(error).__name__})") from error
     if not isinstance(array, np.ndarray):
         array.close()
         raise SkipFile("an .npz archive; save its slices as .npy")
@@ -23,8 +21,15 @@ def open_stack(path: Path) -> np.ndarray[Any, Any]:
     return array[None] if array.ndim == 2 else array
 
 
+def open_slices(path: Path) -> np.ndarray[Any, Any]:
+    """As `open_stack`, of slices: SkipFile for those that are too small or too large too."""
+    stack = open_stack(path)
+    require_size(*stack.shape[1:])
+    return stack
+
+
 def read_frame(path: Path, frame: int) -> FloatArray:
-    """Slice [H, W] of a file that `open_stack` takes.
+    """Slice [H, W] of a file that `open_stack` takes; SkipFile where it changed since.
 
     The file is mapped for this one alone: every page that is read through a map counts as memory of the process.
     """
@@ -41,7 +46,7 @@ class NumpyReader:
         """Slices of one file; `patient` is empty: the folder tells it. SkipFile if there are none."""
         if not path.lower().endswith((".npy", ".npz")):
             raise SkipFile("not .npy")
-        stack = open_stack(root / path)
+        stack = open_slices(root / path)
         series = path.rpartition("/")[0] if len(stack) == 1 else path
         for frame in range(len(stack)):
             yield Slice(

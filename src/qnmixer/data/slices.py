@@ -1,7 +1,9 @@
 """What readers hand on: decoded slices with what is needed to sort and split them, and files that were skipped."""
 
+import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,10 +16,34 @@ NO_AIR = -500.0
 _BELOW_AIR = -1024.0
 _DENSEST = 32767.0
 """HU: what 16 bits of a scanner hold of metal at most."""
+_LEAST, _MOST = 8, 8192
+"""Pixels of a side: a network's image has 8 at least, and of more than 8192 a slice would need gigabytes."""
 
 
 class SkipFile(Exception):
     """This file, or this frame of it, cannot be used; the message is the reason, in few words."""
+
+
+@contextmanager
+def reading(problem: str) -> Iterator[None]:
+    """Turn whatever the block raises into SkipFile with this problem: damaged files make libraries raise anything.
+
+    Memory that runs out stays what it is. Libraries' warnings are not shown.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except (SkipFile, MemoryError):
+        raise
+    except Exception as error:
+        raise SkipFile(f"{problem} ({type(error).__name__})") from error
+
+
+def require_size(rows: int, columns: int, least: int = _LEAST) -> None:
+    """SkipFile for a slice, or a sinogram, that is too small to show anything or too large; before it is read."""
+    if not least <= min(rows, columns) <= max(rows, columns) <= _MOST:
+        raise SkipFile(f"{rows} × {columns} values, not {least} to {_MOST} a side")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import mean, median
@@ -131,7 +132,9 @@ class _Measuring:
                     of = slices.setdefault((test, index), PageSlice(name, truth, []))
                     if of.name == name and of.truth is not None and of.truth.shape == truth.shape:
                         of.methods.append(_reconstructed(method, module, batch, y))
-        return {test: [it for (of, _), it in slices.items() if of == test] for test in tests}
+        return {
+            test: [replace(it, name=f"slice {n}") for (of, n), it in slices.items() if of == test] for test in tests
+        }
 
     def _config(self, job: ComparedJob, test: str) -> tuple[Config, bool]:
         """What a job was trained with, but for what a test is about; its phantoms and noise by the test's seed.
@@ -164,11 +167,12 @@ class _Measuring:
         weights = digest_of_weights(read_checkpoint(checkpoint)[1])
         what = [self._code, weights, to_plain(config), split, window, self.device.type]
         path = self.kept / f"{digest(what, sort_keys=True)}.json"
-        if path.is_file():
-            return [ImageScore(**score) for score in json.loads(path.read_text())], True
+        if (before := _scores_of(path)) is not None:
+            return before, True
         data = self._slices(job, config, own)
         scores = evaluate(self._module(job, config), data, split, self.config.evaluation, self.device).scores
-        write_text(path, json.dumps([asdict(score) for score in scores]) + "\n")
+        record = [asdict(score) for score in scores]
+        write_text(path, json.dumps({"scores": record, "digest": digest(record)}) + "\n")
         return scores, False
 
     def _slices(self, job: ComparedJob, config: Config, own: bool) -> SliceDataModule:
@@ -229,3 +233,12 @@ def tested_scan(config: Config) -> object:
     data = {key: value for key, value in plain["data"].items() if key not in _NOT_OF_TEST}
     geometry = {key: value for key, value in plain["geometry"].items() if key != "fbp_filter"}
     return [geometry, plain["noise"], data]
+
+
+def _scores_of(path: Path) -> list[ImageScore] | None:
+    """The scores that a file holds; None where it is not there, or damaged."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        record = json.loads(path.read_text())
+        if record["digest"] == digest(record["scores"]):
+            return [ImageScore(**score) for score in record["scores"]]
+    return None

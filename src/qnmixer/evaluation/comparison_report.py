@@ -17,7 +17,7 @@ from qnmixer.evaluation.evaluate import METRICS
 from qnmixer.evaluation.methods import ComparedJob, ComparedMethod, Comparison
 from qnmixer.evaluation.statistics import Difference, Spread, difference, spread, with_deviation
 from qnmixer.files import digest, write_text
-from qnmixer.reports.page import PageMethod, PageSlice, PageTable, write_page
+from qnmixer.reports.page import PageMethod, PageSlice, PageTable, without_folders, write_page
 from qnmixer.reports.pictures import Panel, Row, draw_methods
 from qnmixer.reports.tables import csv_table, markdown_table, terminal_table
 from qnmixer.tracking.results import duration, git_commit, versions
@@ -48,7 +48,9 @@ def write_comparison(folder: Path, comparison: Comparison, config: CompareConfig
     n_methods, tests = len(comparison.methods), ", ".join(comparison.tests)
     made_by = provenance | {"notes": "; ".join(notes) or "none"}
     subtitle = f"{n_methods} method{'s' * (n_methods != 1)} on {tests} ({config.split} split)"
-    write_page(folder / "comparison.html", title, tables, slices, made_by, subtitle=subtitle, order="by test")
+    n_images = sum(_n_images(comparison, test) for test in comparison.tests)
+    order = f"by test: {len(slices)} of {n_images}, those of the pictures; images.csv has the scores of all"
+    write_page(folder / "comparison.html", title, tables, slices, made_by, subtitle=subtitle, order=order)
 
     for table in tables[:-1]:  # where the rows come from is in the files
         _print(table, console)
@@ -82,7 +84,7 @@ def against_best(comparison: Comparison, method: ComparedMethod, test: str) -> t
 
 def _quality(comparison: Comparison) -> PageTable:
     test, rows = comparison.tests[0], []
-    n_images = max(len(scores) for m in comparison.methods for scores in m.scores(test, "psnr").values())
+    n_images = _n_images(comparison, test)
     for method in comparison.methods:
         row = [method.name, _seeds(method)]
         for metric in ("psnr", "ssim"):
@@ -99,6 +101,10 @@ def _quality(comparison: Comparison) -> PageTable:
         "means over seeds). Last: PSNR over that of the best other method, paired by image, with a 95 % interval for "
         "other images and other seeds. Data range 1.",
     )
+
+
+def _n_images(comparison: Comparison, test: str) -> int:
+    return max(len(scores) for m in comparison.methods for scores in m.scores(test, "psnr").values())
 
 
 def _all_tests(comparison: Comparison) -> PageTable:
@@ -220,7 +226,7 @@ def _hardware(job: ComparedJob) -> str:
 
 def _provenance(comparison: Comparison, config: CompareConfig) -> dict[str, str]:
     return {
-        "sweep": str(comparison.sweep),
+        "sweep": comparison.sweep.name,
         "tests": "; ".join(f"{name} [{', '.join(config.sets[name])}]" for name in comparison.tests),
         "split": f"{config.split}, phantoms and noise of seed {config.seed}, checkpoint {config.checkpoint}",
         "measured": f"{time.strftime('%Y-%m-%d %H:%M %Z')}, on {comparison.device}",
@@ -273,24 +279,25 @@ def _lines(comparison: Comparison) -> list[list[Any]]:
             status = "measured" if first is not None else method.jobs[0].problem if method.jobs else "not measured"
             found = against_best(comparison, method, test)
             lines.append([
-                test, method.name, status, first and first.n_seeds, len(method.jobs), first and first.n_images,
+                test, method.name, without_folders(status),
+                first and first.n_seeds, len(method.jobs), first and first.n_images,
                 *(value for s in spreads for value in ((s.mean, s.over_seeds, s.over_images) if s else [None] * 3)),
                 *((found[0].name, found[1].mean, found[1].half_width) if found else [None] * 3),
                 *(getattr(method.cost, name, None) for name in costs),
                 _joined(job.results.get("git_commit") for job in method.jobs),
                 _joined(map(_config_digest, method.jobs)), _joined(map(_hardware, method.jobs)),
-                " ".join(str(job.folder) for job in method.jobs),
+                " ".join(job.folder.name for job in method.jobs),
             ])  # fmt: skip
     return lines
 
 
 def _image_lines(comparison: Comparison) -> list[list[Any]]:
-    lines: list[list[Any]] = [["test", "method", "seed", "data_seed", "slice", *METRICS]]
+    lines: list[list[Any]] = [["test", "method", "seed", "data_seed", "number", "slice", *METRICS]]
     for test in comparison.tests:
         for method in comparison.methods:
             for seeds, scores in method.measured.get(test, {}).items():
                 which = [test, method.name, *(seeds if method.jobs else ("", ""))]
-                lines += [[*which, s.slice, *(getattr(s, name) for name in METRICS)] for s in scores]
+                lines += [[*which, s.number, s.slice, *(getattr(s, name) for name in METRICS)] for s in scores]
     return lines
 
 
@@ -301,7 +308,7 @@ def _markdown(title: str, tables: list[PageTable], notes: list[str], provenance:
     if notes:
         parts += ["## Notes", "\n".join(f"- {note}" for note in notes)]
     parts += ["## Made by", "\n".join(f"- {name}: {text}" for name, text in provenance.items())]
-    return "\n\n".join(parts) + "\n"
+    return without_folders("\n\n".join(parts)) + "\n"
 
 
 def _draw(folder: Path, comparison: Comparison) -> list[str]:

@@ -1,6 +1,5 @@
 """FBP, and total variation if asked for, against the network on a split: figures per image, a table, a picture."""
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from qnmixer.checkpoints.reading import find_checkpoint, load_run, split_of
 from qnmixer.checkpoints.weights_file import digest_of_weights
-from qnmixer.config import Config, to_plain
+from qnmixer.config import Config, to_plain, without_places
 from qnmixer.config.commands import EvaluateConfig
 from qnmixer.config.data import AsTrained, DataConfig, FolderData
 from qnmixer.config.evaluation import EvaluationConfig
@@ -38,7 +37,7 @@ from qnmixer.reports.progress import progress
 from qnmixer.reports.tables import csv_table, markdown_table, terminal_table
 from qnmixer.tracking.loggers import device_name
 from qnmixer.tracking.results import git_commit, results, versions
-from qnmixer.tracking.sweep_file import sweep_of
+from qnmixer.tracking.sweep_file import name_of_run
 from qnmixer.weights import located
 
 PICTURE, PAGE = "picture.png", "page.html"
@@ -53,8 +52,12 @@ METRICS = {
 
 @dataclass
 class ImageScore:
-    """What one method reached on one slice; SSIM × 100."""
+    """What one method reached on one slice; SSIM × 100.
 
+    `number` is the slice's in its split, by which pages and pictures name it; `slice`, its file, may name a patient.
+    """
+
+    number: int
     slice: str
     method: str
     psnr: float
@@ -185,7 +188,7 @@ def evaluate(
             if weight:
                 of_slice = {name: of[b] for name, of in scores.items()}
                 found[n] = [*of_slice.values()]
-                gallery.add(n, _slice(batch, b, images, of_slice))
+                gallery.add(n, _slice(n, batch, b, images, of_slice))
     if dist.is_initialized():
         shares: list[tuple[dict[int, list[ImageScore]], dict[int, PageSlice]]]
         shares = [({}, {})] * dist.get_world_size()
@@ -207,8 +210,8 @@ def _n_shown(network: UnrolledNetwork[Any]) -> int:
     return network.n_iterations + 1 if network.n_iterations <= _MOST_ITERATIONS else 1
 
 
-def _slice(batch: Batch, b: int, images: dict[str, list[Tensor]], scores: dict[str, ImageScore]) -> PageSlice:
-    """One slice of a batch by all methods."""
+def _slice(n: int, batch: Batch, b: int, images: dict[str, list[Tensor]], scores: dict[str, ImageScore]) -> PageSlice:
+    """Slice n of the split, the b-th of a batch, by all methods; its file's name may be a patient's."""
 
     def hu(image: Tensor) -> Tensor:
         return to_hu(batch, image)[b, 0].cpu()
@@ -216,7 +219,7 @@ def _slice(batch: Batch, b: int, images: dict[str, list[Tensor]], scores: dict[s
     captions = {name: caption_of(score.psnr, score.ssim) for name, score in scores.items()}
     methods = [PageMethod(name, [hu(x) for x in of], captions[name]) for name, of in images.items()]
     *_, last = scores.values()
-    return PageSlice(batch["name"][b], hu(batch["image"]), methods, psnr=last.psnr)
+    return PageSlice(f"slice {n}", hu(batch["image"]), methods, psnr=last.psnr)
 
 
 def write_evaluation(
@@ -258,7 +261,6 @@ def _write_page(
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
         "hardware": device_name(device.type),
     }
-    left_out = {"logger", "callbacks"}  # they change no pixel, and may name a user
     write_page(
         path,
         f"{method}, run {name_of_run(run)}",
@@ -266,22 +268,10 @@ def _write_page(
         evaluation.slices,
         made_by,
         subtitle=f"{title}, {size} × {size} pixels",
-        configuration={key: value for key, value in to_plain(config).items() if key not in left_out},
+        configuration=to_plain(without_places(config)),
         order=order,
         opened=sorted(evaluation.pictured)[len(evaluation.pictured) // 2] if evaluation.pictured else 0,
     )
-
-
-def name_of_run(run: Path) -> str:
-    """A run folder, or a file of weights, without the folders that it lies in: date and time, or sweep and job."""
-    run = run.absolute()
-    if run.suffix == ".ckpt" and run.parent.name == "checkpoints":
-        run = run.parent.parent
-    elif run.is_file():
-        return run.stem
-    if (found := sweep_of(run)) is not None:
-        return f"{found[0].name}/{run.name}"
-    return f"{run.parent.name}/{run.name}" if re.fullmatch(r"\d{4}-\d\d-\d\d", run.parent.name) else run.name
 
 
 def _score(batch: Batch, method: str, image: Tensor, window: list[float]) -> list[ImageScore]:
@@ -294,13 +284,13 @@ def _score(batch: Batch, method: str, image: Tensor, window: list[float]) -> lis
         100 * ssim(windowed, windowed_truth),
         image.flatten(1).amax(1) == image.flatten(1).amin(1),
     ]
-    rows = zip(batch["name"], *(column.tolist() for column in columns), strict=True)
-    return [ImageScore(name, method, *row) for name, *row in rows]
+    rows = zip(batch["sample"].tolist(), batch["name"], *(column.tolist() for column in columns), strict=True)
+    return [ImageScore(number, name, method, *row) for number, name, *row in rows]
 
 
 def caption_of(decibels: float, percent: float) -> str:
     """PSNR, and SSIM × 100, as they stand over an image."""
-    return f"{decibels:.2f} dB, SSIM {percent:.2f} %"
+    return f"{decibels:.2f} dB, SSIM {percent:.2f}"
 
 
 def table_of(evaluation: Evaluation) -> tuple[list[str], list[list[str]]]:

@@ -1,6 +1,5 @@
 """What a comparison is about: the jobs of a sweep, as methods that differ in more than their seed."""
 
-import json
 import math
 from collections.abc import Collection
 from contextlib import suppress
@@ -14,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from qnmixer.checkpoints.reading import built_from, find_checkpoint, read_checkpoint
 from qnmixer.config import Config
 from qnmixer.config.compose import compose
+from qnmixer.config.overrides import looks_elsewhere, of_hydra
 from qnmixer.config.run import parse_file
 from qnmixer.errors import UserError, first_line
 from qnmixer.evaluation.evaluate import ImageScore
@@ -24,7 +24,7 @@ from qnmixer.reports.page import PageSlice
 from qnmixer.sweeps.jobs import outcome
 from qnmixer.sweeps.report import rows_of
 from qnmixer.tracking.results import read_results
-from qnmixer.tracking.sweep_file import SWEEP
+from qnmixer.tracking.sweep_file import read_sweep
 
 _SEEDS = ("seed", "data.seed")
 
@@ -104,7 +104,7 @@ def methods_of(sweep: Path, checkpoint: str = "best", trust: Collection[str] = (
 
     A job with code of the user's own counts as failed, unless `trust` has its modules.
     """
-    described = json.loads((sweep / SWEEP).read_text())
+    described = read_sweep(sweep)
     varying = [key.lstrip("+") for key in described["varying"]]
     groups: dict[tuple[str, ...], list[ComparedJob]] = {}
     for row in rows_of(sweep, described["jobs"], varying):
@@ -139,7 +139,9 @@ def _job(folder: Path, overrides: list[str], checkpoint: str, trust: Collection[
             problem = f"failed: {first_line(error)}"
     if config is None:
         with suppress(UserError, HydraException, OmegaConfBaseException):  # then it stays nameless
-            config = _trusted(parse_file(compose("train", overrides)), folder, trust)
+            ours = [it for it in overrides if not of_hydra(it)]
+            if not any(map(looks_elsewhere, ours)):
+                config = _trusted(parse_file(compose("train", ours)), folder, trust)
     return ComparedJob(folder, overrides, results, config, problem)
 
 

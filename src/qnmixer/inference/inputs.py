@@ -18,7 +18,7 @@ from qnmixer.config.commands import ReconstructConfig
 from qnmixer.data.numpy_files import open_stack, read_frame
 from qnmixer.data.resample import to_square
 from qnmixer.data.scaling import build_scaling, scaled_like
-from qnmixer.data.slices import FloatArray, SkipFile
+from qnmixer.data.slices import FloatArray, SkipFile, require_size
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.inference.measured import ScanLayout, fit_scan, read_mat
 from qnmixer.inference.slices import InputSlices
@@ -107,7 +107,7 @@ def measured_scans(path: Path, module: Reconstructor, config: ReconstructConfig)
     files = _scan_files(path)
     if not files:
         raise DataError(
-            f"input={path} has no .npy file and no .mat: give sinograms as .npy, [views, bins] or [N, views, bins]"
+            f"input={path} holds no .npy file and no .mat: give sinograms as .npy, [views, bins] or [N, views, bins]"
         )
 
     def scans() -> Iterator[Scan]:
@@ -207,7 +207,8 @@ def holds_sinograms(path: Path, trained: Config, config: ReconstructConfig) -> b
 
 
 def _scan_files(path: Path) -> list[Path]:
-    return sorted(file for file in path.rglob("*") if file.suffix in _SCANS) if path.is_dir() else [path]
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sorted(file for file in files if file.suffix in _SCANS and file.is_file())  # opening a pipe would not end
 
 
 def _scan_shape(trained: Config) -> tuple[int, int]:
@@ -232,6 +233,7 @@ def _scan_count(file: Path, geometry: FanBeamGeometry, config: ReconstructConfig
     """
     try:
         shape = open_stack(file).shape
+        require_size(shape[1], shape[2], least=1)
     except SkipFile as reason:
         raise DataError(f"{file} cannot be used: {reason}; give sinograms as .npy") from reason
     views, bins = geometry.n_views, geometry.n_detectors

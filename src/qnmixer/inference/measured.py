@@ -75,6 +75,12 @@ def read_mat(path: Path) -> tuple[FloatArray, ScanLayout]:
             f"{path} has no struct with sinogram and parameters (angles, pixelSizePost, distanceSourceOrigin, "
             "distanceSourceDetector): save its sinogram as .npy"
         ) from error
+    distances = layout.detector_pitch, layout.source_to_axis, layout.source_to_detector
+    if not (np.isfinite(layout.angles).all() and all(0 < it < math.inf for it in distances)):
+        raise DataError(
+            f"{path}: its angles, pixelSizePost, distanceSourceOrigin and distanceSourceDetector must be finite, and "
+            "the last three above 0: save its sinogram as .npy"
+        )
     if sinogram.ndim != 2 or len(layout.angles) != len(sinogram) or parameters.get("distanceUnit", "mm") != "mm":
         raise DataError(
             f"{path}: its sinogram {list(sinogram.shape)} must be [views, bins] with {len(layout.angles)} angles, and "

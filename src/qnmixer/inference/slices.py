@@ -10,7 +10,7 @@ from pydicom.dataset import FileDataset
 from qnmixer.data.cache import list_files
 from qnmixer.data.deeplesion import read_hu_png
 from qnmixer.data.dicom import decode_frame, frame_count, open_ct
-from qnmixer.data.numpy_files import open_stack, read_frame
+from qnmixer.data.numpy_files import open_slices, read_frame
 from qnmixer.data.slices import NO_AIR, FloatArray, SkipFile, clean_hu, doubt, summarise_skipped
 from qnmixer.errors import DataError
 
@@ -100,7 +100,7 @@ def _open(path: Path) -> tuple[int, FileDataset | None, Callable[[int], FloatArr
     with path.open("rb") as stream:
         magic = stream.read(8)
     if magic.startswith(_NPY_MAGIC):
-        return len(open_stack(path)), None, lambda frame: read_frame(path, frame)
+        return len(open_slices(path)), None, lambda frame: read_frame(path, frame)
     if magic == _PNG_MAGIC:
         return 1, None, lambda frame: read_hu_png(path)
     dataset = open_ct(path)

@@ -3,13 +3,16 @@
 import copy
 import datetime
 import io
+import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from pydicom.dataset import Dataset, FileMetaDataset
-from pydicom.filewriter import dcmwrite
+from pydicom.filebase import DicomBytesIO
+from pydicom.filewriter import dcmwrite, write_data_element
 from pydicom.sequence import Sequence
 from pydicom.uid import ExplicitVRLittleEndian, generate_uid
 from pydicom.valuerep import format_number_as_ds
@@ -123,17 +126,19 @@ def write_dicom(
     """
     if not np.isfinite(hu).all():
         raise DataError(f"{path}: the reconstruction holds NaN or infinite values and was not written")
-    dataset = (
-        _anonymous(series_uid, pixel_spacing)
-        if template is None
-        else _from_template(template, frame, hu.shape, series_uid)
-    )
-    if instance_number is not None:
-        dataset.InstanceNumber = instance_number
-    _mark_as_derived(dataset, series_uid, description)
-    _set_pixels(dataset, hu)
     encoded = io.BytesIO()
-    dcmwrite(encoded, dataset, enforce_file_format=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of odd values in the source
+        dataset = (
+            _anonymous(series_uid, pixel_spacing)
+            if template is None
+            else _from_template(template, frame, hu.shape, series_uid)
+        )
+        if instance_number is not None:
+            dataset.InstanceNumber = instance_number
+        _mark_as_derived(dataset, series_uid, description)
+        _set_pixels(dataset, hu)
+        dcmwrite(encoded, dataset, enforce_file_format=True)
     _save(path, encoded)
 
 
@@ -159,12 +164,15 @@ def _from_template(template: Dataset, frame: int, shape: tuple[int, ...], series
     dataset = Dataset()
     for keyword in _KEPT:
         if keyword in template:
-            dataset.add(copy.deepcopy(template[keyword]))
+            with suppress(Exception):  # one that cannot be read
+                dataset.add(copy.deepcopy(template[keyword]))
     for sequence, keywords in _TO_TOP_LEVEL:
         for keyword in keywords:
-            value = frame_tag(template, frame, sequence, keyword)
-            if value is not None:
-                setattr(dataset, keyword, copy.deepcopy(value))
+            with suppress(Exception):
+                value = frame_tag(template, frame, sequence, keyword)
+                if value is not None:
+                    setattr(dataset, keyword, copy.deepcopy(value))
+    _leave_out_unwritable(dataset)
     if frame_count(template) > 1:
         dataset.InstanceNumber = frame + 1
     _set_source(dataset, template, frame)
@@ -172,6 +180,17 @@ def _from_template(template: Dataset, frame: int, shape: tuple[int, ...], series
     if not dataset.get("StudyInstanceUID"):
         dataset.StudyInstanceUID = generate_uid(entropy_srcs=[series_uid, "study"])
     return dataset
+
+
+def _leave_out_unwritable(dataset: Dataset) -> None:
+    """Remove what a damaged source says in a way that pydicom reads but does not write."""
+    for element in [*dataset]:
+        stream = DicomBytesIO()
+        stream.is_little_endian, stream.is_implicit_VR = True, False
+        try:
+            write_data_element(stream, element)
+        except Exception:
+            del dataset[element.tag]
 
 
 def _set_source(dataset: Dataset, template: Dataset, frame: int) -> None:
@@ -190,24 +209,36 @@ def _set_source(dataset: Dataset, template: Dataset, frame: int) -> None:
 
 def _set_grid(dataset: Dataset, source: tuple[int, int], shape: tuple[int, ...]) -> None:
     """Spacing and first pixel's centre of the resampled grid, which covers the source padded to a square."""
-    spacing = dataset.get("PixelSpacing")
+    spacing = _numbers(dataset, "PixelSpacing", 2)
+    position = _numbers(dataset, "ImagePositionPatient", 3)
+    orientation = _numbers(dataset, "ImageOrientationPatient", 6)
     if not spacing:
         return
-    row_spacing, column_spacing = (float(value) for value in spacing)
+    row_spacing, column_spacing = spacing
     side, top, left = square_padding(source)
     factors = side / shape[0], side / shape[1]
     dataset.PixelSpacing = [
         format_number_as_ds(row_spacing * factors[0]),
         format_number_as_ds(column_spacing * factors[1]),
     ]
-    position, orientation = dataset.get("ImagePositionPatient"), dataset.get("ImageOrientationPatient")
     if not position or not orientation:
         return
-    along_row, along_column = np.asarray(orientation[:3], float), np.asarray(orientation[3:], float)
+    along_row, along_column = np.asarray(orientation[:3]), np.asarray(orientation[3:])
     down = (factors[0] - 1) / 2 - top
     right = (factors[1] - 1) / 2 - left
-    first = np.asarray(position, float) + along_row * right * column_spacing + along_column * down * row_spacing
+    first = np.asarray(position) + along_row * right * column_spacing + along_column * down * row_spacing
     dataset.ImagePositionPatient = [format_number_as_ds(float(value)) for value in first]
+
+
+def _numbers(dataset: Dataset, keyword: str, count: int) -> list[float]:
+    """The numbers of a tag; of one that has not so many finite ones none, and then it is left out."""
+    with suppress(TypeError, ValueError):
+        values = [float(value) for value in dataset.get(keyword) or ()]
+        if len(values) == count and np.isfinite(values).all():
+            return values
+    if keyword in dataset:
+        del dataset[keyword]
+    return []
 
 
 def _mark_as_derived(dataset: Dataset, series_uid: str, description: str) -> None:
@@ -216,7 +247,8 @@ def _mark_as_derived(dataset: Dataset, series_uid: str, description: str) -> Non
     dataset.SOPClassUID = CT_IMAGE
     dataset.SOPInstanceUID = generate_uid()
     dataset.SeriesInstanceUID = series_uid
-    dataset.SeriesNumber = int(dataset.get("SeriesNumber") or 0) % 1_000_000 + 1000
+    number = dataset.get("SeriesNumber")
+    dataset.SeriesNumber = (number if isinstance(number, int) else 0) % 1_000_000 + 1000
     dataset.Modality = "CT"
     dataset.ImageType = ["DERIVED", "SECONDARY", "AXIAL"]
     dataset.DerivationDescription = description[:1024]

@@ -53,7 +53,7 @@ class StageCost:
     received: int  # the state that comes in; the gradient that goes out is of this size too
     sent: int  # the state that goes out, and the gradient that comes in
     sinogram: int
-    casts: int  # weights in half precision, which all micro-batches share
+    casts: int  # weights in half precision, which all micro-batches share; with the buffers of one micro-batch
     forward: int  # most during forward
     held: int  # between forward and backward
     backward: int  # most during backward, gradients of weights left out
@@ -73,16 +73,19 @@ def track_stages(config: Config, projector: FanBeamProjector, wanted: Iterable[r
         image, weight = torch.rand(b, 1, size, size), torch.ones(b)
         with torch.no_grad():
             y = projector(image)
-        packings, _ = survey(module.network, y, partial(autocast, config), timed=False)
-        return {
-            iterations: _track_stage(module, iterations, packings, (y, image, weight), hosted) for iterations in wanted
-        }
+        packings: dict[int, Packing] = {}  # of the states before iterations; each stage adds that of the next one
+        costs = {}
+        for iterations in wanted:
+            if iterations.start and iterations.start not in packings:
+                packings = dict(enumerate(survey(module.network, y, partial(autocast, config), timed=False)[0]))
+            costs[iterations] = _track_stage(module, iterations, packings, (y, image, weight), hosted)
+        return costs
 
 
 def _track_stage(
     module: Reconstructor,
     iterations: range,
-    packings: list[Packing],
+    packings: dict[int, Packing],
     batch: tuple[Tensor, Tensor, Tensor],
     hosted: "Hosted",
 ) -> StageCost:
@@ -92,20 +95,17 @@ def _track_stage(
     stage = Stage(network, iterations, None if first else packings[iterations.start])
     positions = torch.arange(len(y))
 
-    def buffer(t: int) -> Tensor:
-        return torch.empty(len(y), packings[t].width, dtype=packings[t].dtype)
-
     def forward() -> tuple[Tensor, ...]:
         with autocast(module.config):
             output = stage(*received, y=y)
             loss = batch_loss(module.config)
             return (loss(output, image[positions], weight[positions]), output) if last else (output,)
 
-    received = [] if first else [buffer(iterations.start).requires_grad_()]
-    given = [] if last else [buffer(iterations.stop)]
+    incoming = stage.incoming
+    received = [] if incoming is None else [torch.empty(len(y), incoming.width, dtype=incoming.dtype).requires_grad_()]
     network.zero_grad()
     tracker = PeakTracker()
-    tracker.track(module, y, image, weight, positions, *received, *given)
+    tracker.track(module, y, image, weight, positions, *received)
     with tracker, torch.autocast("cpu", enabled=False):  # the outer one of a pipeline: casts outlive a micro-batch
         if module.config.trainer.precision != "32":
             forward()
@@ -114,14 +114,18 @@ def _track_stage(
         host = hosted.bytes
         made = forward()
         most_forward, held = tracker.most - casts, tracker.active - casts
+        given = [] if last else [torch.empty_like(made[0])]  # the gradient that comes in
+        there = casts + n_bytes(given)
         tracker.restart()
         torch.autograd.backward(made[:1], given or None)
-        most_backward, with_gradients = tracker.most - casts, tracker.most_with_gradients - casts
+        most_backward, with_gradients = tracker.most - there, tracker.most_with_gradients - there
+    if stage.outgoing is not None:
+        packings[iterations.stop] = stage.outgoing
     return StageCost(
         received=n_bytes(received),
         sent=n_bytes(given),
         sinogram=y.nbytes,
-        casts=casts,
+        casts=there,
         forward=most_forward,
         held=held,
         backward=most_backward,

@@ -52,7 +52,7 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer, n_shards: int) -> float:
 @contextmanager
 def without_data() -> Iterator[None]:
     """Tensors made inside have a shape and no data; random numbers are as they were afterwards."""
-    with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True), _AnyNumber():
+    with torch.random.fork_rng(devices=[]), _ShapesAlone(allow_non_fake_inputs=True):
         yield
 
 
@@ -164,11 +164,13 @@ class PeakTracker(TorchDispatchMode):
         self.most_with_gradients = max(self.most_with_gradients, self.active + self.now["gradients"])
 
 
-class _AnyNumber(TorchDispatchMode):
-    """Where an optimizer asks a fake tensor for its value, any will do: no shape depends on it."""
+class _ShapesAlone(FakeTensorMode):
+    """Fake tensors, whose value, which optimizers ask for, is any number: no shape depends on it."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return 1.0 if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The result without data; not a mode of its own above this one, which would cost a second for each plan."""
+        is_value = func is torch.ops.aten._local_scalar_dense.default
+        return 1.0 if is_value else super().dispatch(func, types, args, kwargs)
 
 
 class Buckets:

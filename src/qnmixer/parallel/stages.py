@@ -20,11 +20,16 @@ class Stage(nn.Module):
     """Some iterations in a row: one packed state [b, K] in (none for the first stage), one out; x_T for the last.
 
     One tensor, since every tensor that is sent costs a message each way, and a state of t iterations has 12 t.
+
+    Attributes:
+        incoming: how the state that comes in is packed; None for the first stage.
+        outgoing: how the last state that went out was packed; None for the last stage, and before.
     """
 
     def __init__(self, network: UnrolledNetwork[Any], iterations: range, incoming: "Packing | None") -> None:
         super().__init__()
         self.network, self.iterations, self.incoming = network, iterations, incoming
+        self.outgoing: Packing | None = None
 
     def forward(self, *packed: Tensor, y: Tensor) -> Tensor:
         """The state after these iterations; y [b, 1, V, D]."""
@@ -32,7 +37,8 @@ class Stage(nn.Module):
         state = self.network.loop(self.network, self.iterations, y, state)
         if self.iterations.stop == self.network.n_iterations:
             return self.network.image(state)
-        return Packing.of(state).pack(state)
+        self.outgoing = Packing.of(state)
+        return self.outgoing.pack(state)
 
 
 @dataclass(frozen=True)

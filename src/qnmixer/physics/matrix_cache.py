@@ -70,7 +70,7 @@ def load_or_compute(kind: str, geometry: FanBeamGeometry, compute: Callable[[], 
     key = _key(kind, geometry)
     with suppress(OSError, RuntimeError, ValueError, KeyError, TypeError):
         path = _folder() / f"{digest(key, 32)}.json"
-        record = json.loads(path.read_text())
+        record = json.loads(path.read_text()) if path.is_file() else {}  # opening a pipe would not end
         if record["digest"] == digest([key, record["value"]]):
             return float(record["value"])
     value = compute()
@@ -142,6 +142,8 @@ def _read(path: Path, key: dict[str, Any]) -> tuple[Csr, Csr] | None:
 
     They are mapped copy-on-write: pages are shared until somebody writes to them, and the file never changes.
     """
+    if not path.is_file():  # opening a pipe would not end
+        return None
     try:
         with path.open("rb") as stream:
             if stream.read(len(_MAGIC)) != _MAGIC:

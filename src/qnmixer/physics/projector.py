@@ -1,7 +1,9 @@
 """A, Aᵀ and FBP of a fan-beam scan as one differentiable module."""
 
 import math
+import os
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,9 @@ from qnmixer.physics.geometry import FanBeamGeometry
 from qnmixer.physics.matrix_cache import load_or_compute
 from qnmixer.physics.rays import system_matrix
 from qnmixer.physics.sparse import FullPrecisionModule, apply_linear, symmetric_residual
+
+_BYTES = 24
+"""Of the matrices, for each pixel of a side, distinct view, and bin or pixel of a side: measured, 20 to 24."""
 
 
 class FanBeamProjector(nn.Module):
@@ -29,11 +34,12 @@ class FanBeamProjector(nn.Module):
         fbp_filter: window on the ramp: ramp, shepp-logan, cosine, hamming or hann.
 
     Raises:
-        GeometryError: if an input's shape does not fit the geometry.
+        GeometryError: if an input's shape does not fit the geometry, or the matrices not into memory.
     """
 
     def __init__(self, geometry: FanBeamGeometry, fbp_filter: str = "ramp") -> None:
         super().__init__()
+        _require_memory(geometry)
         self.geometry = geometry
         self.fbp_filter = fbp_filter
         response = torch.from_numpy(ramp_response(geometry, fbp_filter))
@@ -145,6 +151,19 @@ class FanBeamProjector(nn.Module):
 
     def _fbp_transpose(self, x: Tensor) -> Tensor:
         return self._filter.transpose(self._backprojection(x))
+
+
+def _require_memory(geometry: FanBeamGeometry) -> None:
+    """Raise GeometryError for a scan whose matrices this machine has no memory for; building them would take hours."""
+    size = geometry.image_size
+    needed = _BYTES * geometry.n_distinct_views * size * (geometry.n_detectors + size)
+    with suppress(AttributeError, ValueError):  # Windows does not say
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if needed > there:
+            raise GeometryError(
+                f"n_views={geometry.n_views} and n_detectors={geometry.n_detectors} need {needed / 2**30:.0f} GiB of "
+                f"matrices at image_size={size}, and this machine has {there / 2**30:.0f} GiB: lower one of them"
+            )
 
 
 class _RampFilter(FullPrecisionModule):

@@ -24,7 +24,7 @@ from qnmixer.files import write_text
 from qnmixer.reports.pictures import DISPLAY_WINDOW, ERROR_LIMIT
 
 NOT_A_NUMBER = -32768  # what int16 has for a pixel that is not finite
-_NUMERIC = re.compile(r"[+−-]?\d")
+_NUMERIC = re.compile(r"[+−±-]? ?\d[\d,.]*(e[+-]?\d+)?(?!\w)")  # also "± 1.2" and "3 s", but no commit
 _THUMBNAIL = 64  # pixels
 # Folders from a root or a home on, where a word begins; what they end with is kept, unless it is a user's home.
 _NAME = r"[^\s/\\'\",;:<>]+"
@@ -241,7 +241,8 @@ def _int16(image: Tensor) -> bytes:
 
 def _table(table: PageTable) -> str:
     columns = list(zip(*table.rows, strict=True))
-    numeric = [sum(bool(_NUMERIC.match(cell)) for cell in column) > len(column) / 2 for column in columns]
+    there = [[cell for cell in column if cell != "–"] for column in columns]
+    numeric = [sum(bool(_NUMERIC.match(cell)) for cell in cells) > len(cells) / 2 for cells in there]
 
     def cell(k: int, text: str, tag: str, more: str = "") -> str:
         right = ' class="number"' if numeric and numeric[k] else ""

@@ -44,9 +44,9 @@ class Pace:
 class Bar:
     """One line at the bottom of a terminal, which all that is printed goes above. `end` takes it away.
 
-    rich has such a bar too. Three things are different here. W&B, which keeps what is printed, does not see this one:
-    it would keep the control characters. No thread draws it: data workers are forked, with the lock of such a thread.
-    The cursor stays visible, so a run that is killed leaves a terminal in order.
+    rich has such a bar too. Three things are different here. A W&B logger of the user's own, which keeps what is
+    printed, does not see this one: it would keep the control characters. No thread draws it: data workers are forked,
+    with the lock of such a thread. The cursor stays visible, so a run that is killed leaves a terminal in order.
 
     Args:
         console: of a terminal: see `takes_a_bar`.
@@ -107,7 +107,7 @@ class Bar:
             self._write(f"\r\x1b[2K{self._line}")
 
     def _write(self, text: str) -> None:
-        """Past `write` of the stream, which W&B listens to."""
+        """Past `write` of the stream, which such a logger listens to."""
         self._terminal.buffer.write(text.encode(self._terminal.encoding, "replace"))
         self._terminal.flush()
 

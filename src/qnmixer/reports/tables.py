@@ -10,10 +10,20 @@ from rich.table import Table
 
 
 def csv_table(rows: Iterable[Sequence[Any]]) -> str:
-    """Rows, the headings first, as CSV."""
+    """Rows, the headings first, as CSV. Text that a spreadsheet would take for a formula gets a ' before it."""
     stream = io.StringIO()
-    csv.writer(stream, lineterminator="\n").writerows(rows)
+    csv.writer(stream, lineterminator="\n").writerows([_unlike_a_formula(cell) for cell in row] for row in rows)
     return stream.getvalue()
+
+
+def _unlike_a_formula(cell: Any) -> Any:
+    if not (isinstance(cell, str) and cell.startswith(("=", "+", "-", "@"))):
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}"
+    return cell
 
 
 def terminal_table(headings: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1, **look: Any) -> Table:

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from qnmixer.config import Config, effective_batch, to_plain
+from qnmixer.config import Config, effective_batch, to_plain, without_places
 from qnmixer.config.logger import LONGEST_TAG, METRICS_FILE, LoggerConfig, WandbConfig, section_of
 from qnmixer.config.overrides import values_of
 from qnmixer.config.target import with_names
@@ -25,9 +25,10 @@ from qnmixer.files import write_text
 from qnmixer.plugins import load_plugin, make_plugin, subclass_of
 from qnmixer.processes.ranks import rank
 from qnmixer.reconstructor import method_name
+from qnmixer.reports.page import without_folders
 from qnmixer.tracking.metrics_file import MetricsFile
 from qnmixer.tracking.results import git_commit, versions
-from qnmixer.tracking.sweep_file import name_of_job, sweep_of
+from qnmixer.tracking.sweep_file import name_of_job, name_of_run, sweep_of
 
 CODE_DIFF = "code.diff"
 RUN_ID = Path("wandb", "run_id")
@@ -184,6 +185,9 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
             init_timeout=_SECONDS_TO_START,
             finish_timeout=_SECONDS_TO_FINISH,
             finish_timeout_raises=True,
+            x_disable_meta=True,  # command line, paths, user, remote of git
+            host="",
+            console="off",  # its lines name folders; progress is written to W&B by `TrainingProgress`
         ),
     }
     try:
@@ -208,7 +212,7 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
         run = wandb.init(**(arguments | {"mode": "offline"}))
     run.define_metric(_STEP)
     run.define_metric("*", step_metric=_STEP, step_sync=True)
-    if (folder / CODE_DIFF).is_file():
+    if options.log_code and (folder / CODE_DIFF).is_file():
         run.save(str(folder / CODE_DIFF), base_path=str(folder), policy="now")
     return run
 
@@ -221,13 +225,13 @@ def _new_id() -> str:
 
 def _place(config: Config, folder: Path, overrides: list[str]) -> tuple[str | None, str]:
     """Group and name of a run: the sweep and what is of this job alone, or method, setting and folder (its start)."""
-    own = "/".join(folder.absolute().parts[-2:])
+    own = name_of_run(folder)
     if (found := sweep_of(folder)) is None:
         what = with_names(to_plain(config))
         views = f"{config.geometry.n_views}views"
         return None, "-".join([what["model"]["name"], what["data"]["name"], views, f"seed{config.seed}", own])
     sweep_folder, sweep = found
-    return sweep_folder.name, name_of_job(sweep, overrides) or own
+    return sweep_folder.name, without_folders(name_of_job(sweep, overrides)) or own
 
 
 def _tags(config: Config, overrides: list[str]) -> list[str]:
@@ -240,9 +244,9 @@ def _tags(config: Config, overrides: list[str]) -> list[str]:
 
 
 def _described(config: Config) -> dict[str, Any]:
-    """The config for a logger, and what a run depends on beside it."""
+    """The config for a logger, without what is nobody else's, and what a run depends on beside it."""
     trainer = config.trainer
-    return with_names(to_plain(config)) | {
+    return _anonymous(with_names(to_plain(without_places(config)))) | {
         "method": method_name(config),
         "git_commit": git_commit(),
         "versions": versions(),
@@ -250,6 +254,15 @@ def _described(config: Config) -> dict[str, Any]:
         "n_devices": (trainer.devices or 1) * trainer.num_nodes,
         "effective_batch": effective_batch(config),
     }
+
+
+def _anonymous(value: Any) -> Any:
+    """Values whose texts name no folder, as arguments of the user's own classes may."""
+    if isinstance(value, dict):
+        return {key: _anonymous(it) for key, it in value.items()}
+    if isinstance(value, list):
+        return [_anonymous(it) for it in value]
+    return without_folders(value) if isinstance(value, str) else value
 
 
 def device_name(accelerator: str) -> str:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
 import tempfile
 import time
@@ -13,8 +14,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from qnmixer.files import write_text
+from qnmixer.files import read_record, write_text
 
+_CODE = (".py", ".yaml", ".yml")
+_PRIVATE = re.compile(
+    r"(^|/)\.|(^|[/_.-])(local|private|secrets?|credentials?|passwords?|tokens?|keys?)([/_.-]|$)", re.IGNORECASE
+)
 PACKAGES = ("torch", "lightning", "hydra-core", "torchmetrics", "wandb", "qnmixer")
 
 
@@ -55,9 +60,9 @@ def results(folder: Path, overrides: list[str], resumes: bool = False) -> Iterat
 
 
 def read_results(folder: Path) -> dict[str, Any]:
-    """Read results.json of a run folder; {} if there is none."""
+    """Read results.json of a run folder; {} if there is none. Raises DataError where it is damaged."""
     path = folder / "results.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
+    return read_record(path) if path.is_file() else {}
 
 
 def amend(folder: Path, overrides: list[str], *, status: str, error: str | None) -> None:
@@ -89,14 +94,19 @@ def git_commit() -> str | None:
 
 
 def git_diff() -> str:
-    """Changes of code and configs since the commit, new files too, for `git apply`; empty without changes or git."""
+    """Changes of code and configs since the commit, for `git apply`; empty without changes or git.
+
+    New files too, if they are code or configs, and neither hidden nor of this machine alone by their names.
+    """
     try:
         root = _checkout()
         parts = [str(path) for path in (_package().parent, root / "conf") if path.exists()]
         with tempfile.TemporaryDirectory() as temporary:  # the user's own index stays as it is
             index = {"GIT_INDEX_FILE": str(Path(temporary) / "index")}
             _git(root, "read-tree", "HEAD", **index)
-            _git(root, "add", "--intent-to-add", "--", *parts, **index)
+            new = _git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", *parts).split("\0")
+            if code := [name for name in new if Path(name).suffix in _CODE and not _PRIVATE.search(name)]:
+                _git(root, "add", "--intent-to-add", "--", *code, **index)
             return _git(root, "diff", "--no-ext-diff", "--no-color", "HEAD", "--", *parts, **index)
     except (OSError, subprocess.CalledProcessError):
         return ""

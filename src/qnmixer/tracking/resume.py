@@ -13,9 +13,10 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from qnmixer.config.compose import CONF, compose
-from qnmixer.config.overrides import LENGTH, key_of, quoted, values_of
-from qnmixer.config.search_path import SEARCH_PATH, packages_of, search_path_in, with_search_path
+from qnmixer.config.compose import compose
+from qnmixer.config.overrides import LENGTH, key_of, looks_elsewhere, looks_up, of_hydra, quoted, values_of
+from qnmixer.config.search_path import CONF, SEARCH_PATH, packages_of, search_path_in, with_search_path
+from qnmixer.config.target import TARGET
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.files import check_unused
 from qnmixer.plugins import check_trusted, module_of, trust_words
@@ -25,7 +26,8 @@ from qnmixer.tracking.run_folder import RUNS, has_checkpoint, last_touched, over
 from qnmixer.weights import PRETRAINED
 
 _REGULARIZER = "model.regularizer"
-_LETS_HYDRA_RUN_CODE = ("callbacks", "job_logging", "hydra_logging")
+_NAMES_CODE = re.compile(r"_target_|\bregularizer\b")
+_LETS_HYDRA_RUN_CODE = ("callbacks", "job_logging", "hydra_logging", "job.env_set", "launcher", "sweeper")
 
 
 def resume_overrides(overrides: list[str]) -> list[str]:
@@ -126,12 +128,19 @@ def _named(run: Path) -> list[str]:
 def _targets(overrides: list[str], but: Collection[str] = ()) -> dict[str, str]:
     """Classes and functions that overrides name, by key, without those of `but`; also inside of a value."""
     named = values_of([it for it in overrides if it not in but and not it.startswith("~")])
-    found = {key: value for key, value in named.items() if "_target_" in f"{key}={value}" or key == _REGULARIZER}
+    found = {key: value for key, value in named.items() if _NAMES_CODE.search(f"{key}={value}")}
     return {key: value for key, value in found.items() if value != "null"}
 
 
 def _check_trusted(run: Path, merged: list[str], given: list[str], trust: Collection[str]) -> None:
-    """Raise PluginError for code that a run names, in its overrides or in the configs that its search path leads to."""
+    """Raise for what a run has imported or looked up, by its overrides or the configs that its search path leads to.
+
+    Raises PluginError for code, ConfigError for anything else on this machine, such as ${oc.env:NAME}.
+    """
+    if odd := next((it for it in merged if it not in given and looks_elsewhere(it)), None):
+        raise ConfigError(
+            f"{run} was started with {odd}, which looks elsewhere on this machine: if you trust it, give it again"
+        )
     named = _targets(merged, but=given)
     check_trusted(str(run), named, trust)
     if search_path_in(given) or not search_path_in(merged):
@@ -141,23 +150,36 @@ def _check_trusted(run: Path, merged: list[str], given: list[str], trust: Collec
     config = compose("train", with_search_path(merged), with_hydra=True)
     ours = compose("train", [], with_hydra=True)
     for key in _LETS_HYDRA_RUN_CODE:
-        if config.hydra[key] != ours.hydra[key]:
+        if OmegaConf.select(config.hydra, key) != OmegaConf.select(ours.hydra, key):
             raise ConfigError(
                 f"{run} was started with configs that set hydra.{key}: if you trust them, name their folder again, "
                 "with --config-dir"
             )
     values = OmegaConf.to_container(OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))
     check_trusted(f"a config of {run}", dict(_targets_in(values)), trust)
+    usual = dict(_texts_in(OmegaConf.to_container(ours))).values()
+    for key, text in _texts_in(values):
+        if looks_up(text) and text not in usual:
+            raise ConfigError(
+                f"a config of {run} has {key}={text}, which looks elsewhere on this machine: if you trust it, name its "
+                "folder again, with --config-dir"
+            )
 
 
-def _targets_in(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+def _targets_in(values: Any) -> Iterator[tuple[str, str]]:
     """Classes and functions that a composed config names beside those of conf/, by key, nothing resolved."""
+    for key, text in _texts_in(values):
+        if (f".{key}".endswith(f".{TARGET}") or key == _REGULARIZER) and text not in _named_by_conf():
+            yield key, text
+
+
+def _texts_in(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """All texts of a composed config by key."""
     for key, value in values.items() if isinstance(values, dict) else enumerate(values):
-        name = f"{prefix}{key}"
         if isinstance(value, dict | list):
-            yield from _targets_in(value, f"{name}.")
-        elif isinstance(value, str) and (key == "_target_" or name == _REGULARIZER) and value not in _named_by_conf():
-            yield name, value
+            yield from _texts_in(value, f"{prefix}{key}.")
+        elif isinstance(value, str):
+            yield f"{prefix}{key}", value
 
 
 @cache
@@ -215,12 +237,12 @@ def _unless_begun(overrides: list[str]) -> list[str]:
             "hydra.run.dir=FOLDER"
         )
     _check_free(run)
-    return _overrides_in_place(run, run, [override for override in overrides if _of_hydra(override)])
+    return _overrides_in_place(run, run, [override for override in overrides if of_hydra(override)])
 
 
 def _by_key(overrides: list[str]) -> dict[str, str]:
     """The overrides that define a run, by key: of Hydra only the search path, and without resume=null."""
-    of_run = [it for it in overrides if not _of_hydra(it) or key_of(it) == SEARCH_PATH]
+    of_run = [it for it in overrides if not of_hydra(it) or key_of(it) == SEARCH_PATH]
     return {key_of(it): it for it in of_run if it != "resume=null"}
 
 
@@ -281,7 +303,3 @@ def _merged(before: list[str], given: list[str]) -> list[str]:
 
 def _without(overrides: list[str], *keys: str) -> list[str]:
     return [override for override in overrides if key_of(override) not in keys]
-
-
-def _of_hydra(override: str) -> bool:
-    return key_of(override).startswith(("hydra.", "hydra/"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from qnmixer.config.overrides import key_of
+from qnmixer.config.overrides import key_of, of_hydra
 from qnmixer.config.search_path import SEARCH_PATH
 from qnmixer.errors import ConfigError
 from qnmixer.files import BEFORE_SUFFIX, is_temporary, last_change
@@ -95,4 +95,4 @@ def overrides_of(run: Path) -> list[str]:
 
 def _of_the_run(overrides: list[str]) -> list[str]:
     """Overrides without those of Hydra itself, which could have it run code; no run leaves any but its search path."""
-    return [it for it in overrides if not key_of(it).startswith(("hydra.", "hydra/")) or key_of(it) == SEARCH_PATH]
+    return [it for it in overrides if not of_hydra(it) or key_of(it) == SEARCH_PATH]

@@ -2,10 +2,12 @@
 
 import json
 import math
+import re
 from pathlib import Path
-from typing import TypedDict
+from typing import TypedDict, cast
 
-from qnmixer.files import write_text
+from qnmixer.errors import DataError
+from qnmixer.files import read_record, write_text
 
 SWEEP = "sweep.json"
 """The file that marks the folder of a sweep."""
@@ -28,6 +30,18 @@ def sweep_of(folder: Path) -> tuple[Path, Sweep] | None:
     return None
 
 
+def name_of_run(run: Path) -> str:
+    """A run folder, or a file of weights, without the folders that it lies in: date and time, or sweep and job."""
+    run = run.absolute()
+    if run.suffix == ".ckpt" and run.parent.name == "checkpoints":
+        run = run.parent.parent
+    elif run.is_file():
+        return run.stem
+    if (found := sweep_of(run)) is not None:
+        return f"{found[0].name}/{run.name}"
+    return f"{run.parent.name}/{run.name}" if re.fullmatch(r"\d{4}-\d\d-\d\d", run.parent.name) else run.name
+
+
 def name_of_job(sweep: Sweep, overrides: list[str]) -> str:
     """The overrides by which a job differs from the others, as "optimizer.lr=0.001, strategy=ddp"."""
     pairs = [override.lstrip("+").partition("=") for override in overrides]
@@ -35,8 +49,11 @@ def name_of_job(sweep: Sweep, overrides: list[str]) -> str:
 
 
 def read_sweep(folder: Path) -> Sweep:
-    """Read sweep.json of a folder."""
-    return json.loads((folder / SWEEP).read_text())
+    """Read sweep.json of a folder. Raises DataError where it is damaged."""
+    record = read_record(folder / SWEEP)
+    if missing := sorted(Sweep.__required_keys__ - record.keys()):
+        raise DataError(f"{folder / SWEEP} is damaged: it has no {missing[0]}; start the sweep again in a new folder")
+    return cast(Sweep, record)
 
 
 def write_sweep(folder: Path, sweep: Sweep) -> None:

@@ -44,7 +44,8 @@ def console_callbacks(config: Config, run: Run) -> list[Callback]:
     """The callbacks that print: progress, warnings about a network that does not learn, profile."""
     warm_up = max(20, round(config.schedule.warmup * max(0, config.trainer.max_steps)))
     shows = config.trainer.extra.get("enable_progress_bar") is not False
-    callbacks: list[Callback] = [TrainingProgress(run.console, shows), HealthMonitor(run, warm_up)]
+    progress = TrainingProgress(run.console, run.folder / "metrics.csv", shows)
+    callbacks: list[Callback] = [progress, HealthMonitor(run, warm_up)]
     if isinstance(config.debug, ProfileConfig):
         callbacks.append(Profile(run.folder / "profile", config.debug, run.console))
     return callbacks
@@ -117,7 +118,7 @@ class IteratePictures(Callback):
 def _iterate_rows(batch: Batch, iterates: dict[int, Tensor]) -> list[Row]:
     """Each slice of a batch at the x_t of some t."""
     truths = to_hu(batch, batch["image"]).cpu()
-    rows = [Row(name, truths[b, 0], []) for b, name in enumerate(batch["name"])]
+    rows = [Row(f"slice {n}", truths[b, 0], []) for b, n in enumerate(batch["sample"].tolist())]
     for t, image in iterates.items():
         hu = to_hu(batch, image).cpu()
         for b, (row, value) in enumerate(zip(rows, psnr(image, batch["image"]).tolist(), strict=True)):
@@ -131,8 +132,19 @@ def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, folder: Pa
     for logger in loggers:
         logger.log_metrics(means, step)
         if isinstance(logger, WandbLogger):
-            logger.log_table("test/table", *numbers_of(evaluation), step=step)
+            _log_table(logger, evaluation, step)
             logger.log_image("test/picture", [str(folder / PICTURE)], step)
             for name in (PICTURE, PAGE):
                 logger.experiment.save(str(folder / name), base_path=str(folder.parent), policy="now")
         logger.save()  # some write now and then only, and Lightning is done with them
+
+
+def _log_table(logger: WandbLogger, evaluation: Evaluation, step: int) -> None:
+    """Log the table as a file of the run alone: W&B's own way makes an artifact of it too, which names the home."""
+    import wandb
+
+    headings, rows = numbers_of(evaluation)
+    table = wandb.Table(columns=[*headings], data=rows)
+    table.bind_to_run(logger.experiment, "test/table", step)
+    logged: dict[str, Any] = {"test/table": table}
+    logger.log_metrics(logged, step)

@@ -57,8 +57,9 @@ class MemoryMonitor(Callback):
         """Reset the peak at the start of an optimizer step, which may take several batches."""
         if self._between_steps:
             self._between_steps = False
-            reset_peak(pl_module.device)
-            if self._n_steps == 1 and pl_module.device.type != "cuda" and _shows_tensors(pl_module):
+            if pl_module.device.type == "cuda":
+                reset_peak(pl_module.device)
+            elif self._n_steps == 1 and _shows_tensors(pl_module):
                 self._tracker = self._tracking.enter_context(PeakTracker())
                 tensors = [value for value in batch.values() if isinstance(value, Tensor)]
                 self._tracker.track(pl_module, *trainer.optimizers, *tensors)

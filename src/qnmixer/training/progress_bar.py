@@ -2,17 +2,20 @@
 
 import math
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
+from torch import Tensor
 
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.reconstructor import Batch
 from qnmixer.reports.progress import Bar, Pace, takes_a_bar
 from qnmixer.tracking.loggers import WandbRun
+from qnmixer.tracking.metrics_file import read_metrics
 from qnmixer.tracking.results import duration
 from qnmixer.training.progress import Stopwatch
 
@@ -30,15 +33,16 @@ class TrainingProgress(Callback):
 
     Args:
         console: where it goes; that of the whole run, so that other lines go above the bar. A quiet one shows nothing.
+        metrics: the run's metrics.csv, which has the val/psnr that a resumed run begins with.
         enabled: False: the lines at validations alone, as also beside a progress bar among the config's callbacks.
     """
 
-    def __init__(self, console: Console, enabled: bool = True) -> None:
-        self.console, self.enabled = console, enabled
+    def __init__(self, console: Console, metrics: Path, enabled: bool = True) -> None:
+        self.console, self.metrics, self.enabled = console, metrics, enabled
         self._sampler: EpochSampler | None = None
         self._total = math.inf
         self._first = self._step = 0
-        self._losses: deque[float] = deque(maxlen=_RECENT_LOSSES)
+        self._losses: deque[Tensor] = deque(maxlen=_RECENT_LOSSES)  # read when they are shown: that waits for a GPU
         self._marks: deque[tuple[float, int, int]] = deque(maxlen=_RECENT_STEPS)  # training seconds, steps, samples
         self._psnr: float | None = None
         self._training, self._pausing = Stopwatch(), Stopwatch()
@@ -53,8 +57,10 @@ class TrainingProgress(Callback):
         self._sampler, self._total = sampler, trainer.estimated_stepping_batches
         self._first = self._step = trainer.global_step
         if self._first:
+            rows = [row for row in read_metrics(self.metrics) if int(row["step"]) <= self._first]
+            self._psnr = next((float(row["val/psnr"]) for row in reversed(rows) if row.get("val/psnr")), None)
             of = f" of {self._total:.0f}" if math.isfinite(self._total) else ""
-            self._print(f"resumed at step {self._first}{of}")
+            self._print(trainer, f"resumed at step {self._first}{of}")
         self._pace = Pace()
         self._draw(trainer)
         self._training.start()
@@ -73,7 +79,7 @@ class TrainingProgress(Callback):
         if trainer.global_step == self._step or self._sampler is None:
             return
         self._step = trainer.global_step
-        self._losses.append(float(trainer.callback_metrics["train/loss"]))
+        self._losses.append(trainer.callback_metrics["train/loss"])
         self._marks.append((self._training.seconds, self._step, self._sampler.samples_until(self._step)))
         self._show(trainer)
 
@@ -103,7 +109,9 @@ class TrainingProgress(Callback):
         self._psnr = float(trainer.callback_metrics["val/psnr"])
         ssim = float(trainer.callback_metrics["val/ssim"])
         place = [self._place(trainer)] if self._step else []  # a network that does not learn has no steps
-        self._print(" · ".join([*place, f"val PSNR {self._psnr:.2f} dB", f"SSIM {ssim:.2f}", *self._speed(trainer)]))
+        self._print(
+            trainer, " · ".join([*place, f"val PSNR {self._psnr:.2f} dB", f"SSIM {ssim:.2f}", *self._speed(trainer)])
+        )
         if trainer.state.fn == TrainerFn.FITTING:
             self._draw(trainer)
         else:  # the last one, after training
@@ -127,10 +135,9 @@ class TrainingProgress(Callback):
             psnr = [] if self._psnr is None else [f"last val PSNR {self._psnr:.2f} dB"]
             line = " · ".join([self._place(trainer), *self._now(trainer, phase), *psnr, *self._speed(trainer)])
             if self._bar is None:
-                self._print(line)
-            for logger in trainer.loggers if self._bar is not None else ():
-                if isinstance(logger, WandbRun):
-                    logger.experiment.write_logs(line)  # it sees what is printed, but no bar
+                self._print(trainer, line)
+            else:
+                _to_wandb(trainer, line)
 
     def _draw(self, trainer: L.Trainer, phase: str | None = None) -> None:
         """Draw the bar now, where there can be one."""
@@ -153,9 +160,10 @@ class TrainingProgress(Callback):
     def _shows(self, trainer: L.Trainer) -> bool:
         return self.enabled and trainer.progress_bar_callback is None
 
-    def _print(self, line: str) -> None:
+    def _print(self, trainer: L.Trainer, line: str) -> None:
         self.console.print(line, highlight=False, soft_wrap=True, markup=False)
         self._pace.printed()
+        _to_wandb(trainer, line)
 
     def _place(self, trainer: L.Trainer) -> str:
         return f"step {self._step}" if self._is_open(trainer) else f"step {self._step}/{self._total:.0f}"
@@ -164,7 +172,7 @@ class TrainingProgress(Callback):
         """The phase, or the loss and what else is logged for the bar."""
         if phase is not None:
             return [phase]
-        loss = [f"loss {sum(self._losses) / len(self._losses):#.3g}"] if self._losses else []
+        loss = [f"loss {sum(map(float, self._losses)) / len(self._losses):#.3g}"] if self._losses else []
         return [*loss, *(f"{name} {float(value):#.3g}" for name, value in trainer.progress_bar_metrics.items())]
 
     def _speed(self, trainer: L.Trainer, *, short: bool = False) -> list[str]:
@@ -197,6 +205,13 @@ class TrainingProgress(Callback):
         """Whether the number of steps is not known: there is no limit, or the time is over before."""
         by_steps, by_time = self._left(trainer)
         return math.isinf(self._total) or by_time < by_steps
+
+
+def _to_wandb(trainer: L.Trainer, line: str) -> None:
+    """Add a line to W&B's output. It does not listen to the terminal, where other lines name folders."""
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbRun):
+            logger.experiment.write_logs(line)
 
 
 def _validating(trainer: L.Trainer, n_done: int) -> str:

@@ -34,4 +34,4 @@ def located(run: str | Path) -> Path:
 def check_weights(key: str, given: str) -> None:
     """Raise CheckpointError or DataError where there are no weights at what a key names."""
     what = f"a run folder of qnmixer.train, a checkpoint, a {SUFFIX} file or the word {PRETRAINED}"
-    check_there(key, str(located(given)), what)
+    check_there(key, str(located(given)) if given else "", what)

@@ -1,0 +1,67 @@
+"""Decoders in a process of their own: what they do ends no run."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydicom import dcmread
+from pydicom.uid import RLELossless
+from tests.compressed import compressed
+
+from qnmixer.data.decoder import decode_apart
+from qnmixer.data.dicom import DicomReader
+from qnmixer.data.slices import SkipFile
+
+
+@pytest.fixture
+def good(make_ct: Any, body_hu: Any, tmp_path: Path) -> Path:
+    dataset = make_ct(tmp_path / "good.dcm", body_hu(16, 16))
+    dataset.compress(RLELossless)
+    dataset.save_as(tmp_path / "good.dcm")
+    return tmp_path / "good.dcm"
+
+
+@pytest.fixture
+def aborting(make_ct: Any, body_hu: Any, tmp_path: Path) -> Path:
+    """JPEG 2000 of one sample a pixel that says RGB: a plugin of pydicom writes three, and ends by SIGABRT."""
+    make_ct(tmp_path / "plain.dcm", body_hu(64, 64))
+    dataset = dcmread(compressed(tmp_path / "plain.dcm", tmp_path / "rgb.dcm"))
+    dataset.PhotometricInterpretation = "RGB"
+    dataset.save_as(tmp_path / "rgb.dcm")
+    return tmp_path / "rgb.dcm"
+
+
+def stored(body_hu: Any) -> Any:
+    return body_hu(16, 16) + 1024
+
+
+def test_one_process_decodes_file_after_file(good: Path, body_hu: Any) -> None:
+    for _ in range(3):
+        np.testing.assert_array_equal(decode_apart(str(good), 0), stored(body_hu))
+    with pytest.raises(SkipFile, match="cannot be decoded"):
+        decode_apart(str(good), 1)
+    with pytest.raises(SkipFile, match="cannot be decoded"):
+        decode_apart(str(good.with_name("nowhere")), 0)
+
+
+def test_a_decoder_that_dies_skips_its_file(good: Path, aborting: Path, body_hu: Any) -> None:
+    with pytest.raises(SkipFile, match="died, or took longer than 20 s"):
+        decode_apart(str(aborting), 0)
+    np.testing.assert_array_equal(decode_apart(str(good), 0), stored(body_hu))
+
+
+def test_a_decoder_that_hangs_is_ended(good: Path, body_hu: Any) -> None:
+    os.mkfifo(good.with_name("pipe"))
+    start = time.monotonic()
+    with pytest.raises(SkipFile, match="took longer than 1 s"):
+        decode_apart(str(good.with_name("pipe")), 0, seconds=1)
+    assert time.monotonic() - start < 20
+    np.testing.assert_array_equal(decode_apart(str(good), 0), stored(body_hu))
+
+
+def test_grey_that_says_colour_is_not_decoded_at_all(aborting: Path) -> None:
+    with pytest.raises(SkipFile, match="a colour image"):
+        list(DicomReader().read(aborting.parent, aborting.name))

@@ -1,0 +1,216 @@
+"""Files that strangers damaged: each is read right or skipped with a reason, and nothing else happens."""
+
+import random
+import resource
+import time
+import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from pydicom import dcmread
+from pydicom.dataelem import RawDataElement
+from pydicom.pixels.utils import pixel_array
+from pydicom.tag import Tag
+from pydicom.uid import JPEGLSLossless, RLELossless
+from tests.compressed import compressed
+
+from qnmixer.data.cache import open_cache
+from qnmixer.data.dicom import DicomReader
+from qnmixer.data.slices import SkipFile
+from qnmixer.errors import DataError
+from qnmixer.inference.slices import InputSlice, InputSlices
+from qnmixer.inference.writers import write_dicom
+
+SECONDS, MEMORY = 20, 2 * 2**20  # of a case, and KiB
+TAGS: dict[str, tuple[int, str, list[bytes]]] = {
+    "RescaleSlope": (0x00281053, "DS", [b"abc", b"1,5", b"1\\2", b"0", b"nan", b"1e30"]),
+    "RescaleIntercept": (0x00281052, "DS", [b"abc", b"1\\2", b"inf"]),
+    "NumberOfFrames": (0x00280008, "IS", [b"abc", b"1\\2", b"1000000", b"2000000000", b"-1"]),
+    "PixelSpacing": (0x00280030, "DS", [b"abc", b"1", b"1\\2\\3", b"nan\\nan", b"1e400\\1", b"0\\0"]),
+    "ImagePositionPatient": (0x00200032, "DS", [b"a\\b\\c", b"1\\2", b"1\\2\\3\\4", b"nan\\0\\0"]),
+    "ImageOrientationPatient": (0x00200037, "DS", [b"1", b"1\\0\\0\\0\\1", b"nan\\0\\0\\0\\1\\0"]),
+    "SeriesNumber": (0x00200011, "IS", [b"abc", b"1\\2"]),
+    "WindowCenter": (0x00281050, "DS", [b"abc"]),
+    "PatientID": (0x00100020, "ZZ", [b"P1"]),
+    "StudyInstanceUID": (0x0020000D, "ZZ", [b"1.2"]),
+    "StationName": (0x00081010, "ZZ", [b"CT01"]),
+    "PixelPaddingValue": (0x00280120, "ZZ", [b"\0\0"]),
+    "PhotometricInterpretation": (0x00280004, "CS", [b"RGB", b"YBR_FULL"]),
+    "Rows": (0x00280010, "US", [b"\xff\xff", b"\0\0"]),
+    "BitsAllocated": (0x00280100, "US", [b"\0\0", b"\x07\0", b"\x20\0"]),
+}
+DESCRIBING = {"PixelSpacing", "ImageOrientationPatient", "SeriesNumber", "WindowCenter", "StationName"}
+"""Tags without which a slice is what it is."""
+
+
+def with_tag(good: Path, path: Path, keyword: str, value: bytes) -> Path:
+    number, vr, _ = TAGS[keyword]
+    dataset, tag = dcmread(good), Tag(number)
+    padded = value + b" " * (len(value) % 2)
+    dataset._dict[tag] = RawDataElement(tag, vr, len(padded), padded, 0, False, True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    dataset.save_as(path, enforce_file_format=False)
+    return path
+
+
+def damages(good: Path, count: int, rng: random.Random) -> Iterator[bytes]:
+    """Files with some bytes replaced, in the tags or in the pixels, or cut."""
+    raw = good.read_bytes()
+    pixels = max(raw.find(b"\xe0\x7f\x10\x00"), 400)
+    for number in range(count):
+        if number % 6 == 5:
+            yield raw[: rng.randrange(100, len(raw))]
+            continue
+        damaged = bytearray(raw)
+        for _ in range(rng.choice((1, 1, 2, 4, 8))):
+            low, high = (132, pixels) if number % 3 else (pixels + 8, len(raw))
+            damaged[rng.randrange(low, high)] = rng.randrange(256)
+        yield bytes(damaged)
+
+
+def right_hu(path: Path, frame: int) -> Any:
+    """HU as pydicom has them of the same tags."""
+    dataset = dcmread(path)
+    raw = pixel_array(dataset, index=frame)
+    rescale: Any = dataset
+    if "PerFrameFunctionalGroupsSequence" in dataset:
+        rescale = dataset.PerFrameFunctionalGroupsSequence[frame].PixelValueTransformationSequence[0]
+    hu = raw * float(rescale.RescaleSlope) + float(rescale.RescaleIntercept)
+    return np.where((hu < -1024) | (raw == dataset.get("PixelPaddingValue")), -1000, hu)
+
+
+def read(folder: Path) -> list[InputSlice]:
+    """The slices of a folder, written as `reconstruct` does, and read as a cache is built; no exception but ours."""
+    slices = InputSlices(folder)
+    found: list[InputSlice] = []
+    with suppress(DataError):
+        for piece in slices:
+            found.append(piece)
+            target = folder.with_name("written") / f"{len(found)}.dcm"
+            target.unlink(missing_ok=True)
+            write_dicom(target, piece.hu, series_uid="1.2", description="", template=piece.template, frame=piece.frame)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                assert str(dcmread(target))
+    assert all("\n" not in reason for _, reason in slices.skipped)
+    assert found or slices.skipped
+    for file in slices.files:
+        with suppress(SkipFile):
+            for _ in DicomReader().read(folder, file):
+                pass
+    return found
+
+
+@pytest.mark.parametrize("kind", ["plain", "enhanced", "RLE", "JPEG-LS", "JPEG 2000"])
+def test_no_damaged_dicom_ends_a_run_or_gives_other_numbers(
+    make_ct: Any, body_hu: Any, tmp_path: Path, kind: str
+) -> None:
+    """70 damages of each kind, seeded."""
+    hu = body_hu(16, 16)
+    dataset = make_ct(tmp_path / "good", np.stack([hu, hu]) if kind == "enhanced" else hu)
+    if kind in ("RLE", "JPEG-LS"):
+        dataset.compress({"RLE": RLELossless, "JPEG-LS": JPEGLSLossless}[kind])
+        dataset.save_as(tmp_path / "good")
+    elif kind == "JPEG 2000":
+        compressed(tmp_path / "good", tmp_path / "good")
+    file = tmp_path / "folder" / "a.dcm"
+    file.parent.mkdir()
+    n_read = 0
+    for content in damages(tmp_path / "good", 70, random.Random(0)):
+        file.write_bytes(content)
+        start = time.monotonic()
+        found = read(file.parent)
+        assert time.monotonic() - start < SECONDS
+        n_read += len(found)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for piece in found:
+                np.testing.assert_allclose(piece.hu, right_hu(file, piece.frame), rtol=1e-5)
+    assert n_read > 10
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < MEMORY
+
+
+@pytest.mark.parametrize("keyword", TAGS)
+def test_an_odd_tag_skips_its_file_or_is_left_out(make_ct: Any, tmp_path: Path, keyword: str) -> None:
+    for number, value in enumerate(TAGS[keyword][2]):
+        folder = tmp_path / str(number)
+        make_ct(folder / "good.dcm")
+        with_tag(folder / "good.dcm", folder / "odd.dcm", keyword, value)
+        start = time.monotonic()
+        found = read(folder)
+        assert time.monotonic() - start < SECONDS
+        assert "good.dcm" in [piece.name for piece in found]
+        if keyword in DESCRIBING:
+            assert len(found) == 2
+            np.testing.assert_array_equal(found[0].hu, found[1].hu)
+
+
+def test_a_cache_is_built_of_the_files_beside_an_odd_one(make_ct: Any, tmp_path: Path) -> None:
+    make_ct(tmp_path / "root" / "good.dcm")
+    odd = [(keyword, TAGS[keyword][2][0]) for keyword in ("RescaleSlope", "NumberOfFrames", "PatientID")]
+    odd += [("ImagePositionPatient", value) for value in (b"a\\b\\c", b"nan\\0\\0")]
+    for number, (keyword, value) in enumerate(odd):
+        with_tag(tmp_path / "root" / "good.dcm", tmp_path / "root" / str(number), keyword, value)
+    cache = open_cache(DicomReader(), tmp_path / "root", 16, cache_dir=tmp_path / "cache")
+    assert [cache.name(number) for number in range(len(cache))] == ["good.dcm"]
+    assert [name for name, _ in cache.skipped] == ["0", "1", "2", "3", "4"]
+
+
+def png_of(width: int, height: int) -> bytes:
+    """A 16-bit grey PNG that says so large a size, and holds next to nothing."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return len(content).to_bytes(4, "big") + kind + content + zlib.crc32(kind + content).to_bytes(4, "big")
+
+    header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([16, 0, 0, 0, 0])
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(99))) + chunk(b"IEND", b"")
+    )
+
+
+def test_no_damaged_npy_or_png_ends_a_run(body_hu: Any, tmp_path: Path) -> None:
+    """240 damages, seeded; of the .npy in the header, as nothing tells of other pixels."""
+    np.save(tmp_path / "good.npy", body_hu(16, 16))
+    Image.fromarray((body_hu(16, 16) + 32768).astype(np.uint16)).save(tmp_path / "good.png")
+    rng, folder = random.Random(0), tmp_path / "folder"
+    folder.mkdir()
+    for name, high in (("good.npy", 128), ("good.png", None)):
+        raw = (tmp_path / name).read_bytes()
+        for _ in range(120):
+            damaged = bytearray(raw)
+            damaged[rng.randrange(high or len(raw))] = rng.randrange(256)
+            (folder / name).write_bytes(damaged)
+            found = read(folder)
+            if name == "good.png":
+                assert all(np.array_equal(piece.hu, body_hu(16, 16)) for piece in found)
+        (folder / name).unlink()
+
+
+def test_too_large_slices_are_skipped_before_they_are_read(body_hu: Any, tmp_path: Path) -> None:
+    header = "{{'descr': '{}', 'fortran_order': False, 'shape': {}, }}"
+    for name, kind, shape, size in (
+        ("a.npy", "|i1", (30_000, 30_000), 900_000_000),
+        ("b.npy", "|i1", (65_535, 65_535), 65_535**2),
+        ("c.npy", "|i1", (3_000_000, 1, 1), 3_000_000),
+        ("d.npy", "<f4", "(16, 16", 1024),
+        ("e.npy", "<f4", (True, 4), 16),
+    ):
+        text = header.format(kind, shape).ljust(117) + "\n"
+        (tmp_path / name).write_bytes(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode())
+        with (tmp_path / name).open("r+b") as stream:
+            stream.truncate(10 + len(text) + size)  # sparse
+    (tmp_path / "f.png").write_bytes(png_of(13_000, 13_000))
+    (tmp_path / "g.png").write_bytes(png_of(13_500, 13_500))
+    np.save(tmp_path / "good.npy", body_hu(16, 16))
+    start = time.monotonic()
+    slices = InputSlices(tmp_path)
+    assert [piece.name for piece in slices] == ["good.npy"]
+    assert len(slices.skipped) == 7
+    assert time.monotonic() - start < SECONDS
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < MEMORY

@@ -1,0 +1,99 @@
+"""Files of strangers through every command: nothing that they name is imported, and no variable is looked up."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
+from qnmixer.config import to_plain
+from qnmixer.training.module import ReconstructionModule
+
+from .warm import Done, Warm
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("commands")]
+
+LOOKUP = "${oc.env:OF_THIS_MACHINE}"
+CPU = "accelerator=cpu"
+COMMANDS = {
+    "evaluate": ["run=a.ckpt", CPU, "data=phantoms", "data.n_test=2"],
+    "evaluate as trained": ["run=a.ckpt", CPU],
+    "reconstruct": ["run=a.ckpt", "input=ct", "output=out", CPU],
+    "export": ["run=run", "output=given/a.safetensors"],
+    "train": ["finetune=a.ckpt", "experiment=demo", "trainer.accelerator=cpu", "trainer.max_steps=1", "logger=csv"],
+    "train again": ["resume=a.ckpt", "experiment=demo", "trainer.accelerator=cpu", "trainer.max_steps=1", "logger=csv"],
+}
+
+
+@pytest.fixture
+def attempt(warm: Warm, tmp_path: Path, tiny_module: Callable[..., ReconstructionModule]) -> Callable[..., Done]:
+    """attempt(command, change): a command on a checkpoint whose config was changed, beside a module of its maker."""
+    (tmp_path / "evil_of_a_stranger.py").write_text("open('imported', 'w')\n")
+    (tmp_path / "ct").mkdir()
+
+    def run(command: str, change: Callable[[dict[str, Any]], None]) -> Done:
+        module = tiny_module()
+        plain = to_plain(module.config)
+        change(plain)
+        found = {CHECKPOINT_KEY: {"format": 1, "config": plain}, "state_dict": module.state_dict(), "global_step": 1}
+        checkpoint = tmp_path / "run" / "checkpoints" / "best.ckpt"
+        checkpoint.parent.mkdir(parents=True)
+        torch.save(found, checkpoint)
+        shutil.copy(checkpoint, tmp_path / "a.ckpt")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "HYDRA"))}
+        environment = kept | {"OF_THIS_MACHINE": "word-that-nobody-knows", "OMP_NUM_THREADS": "1"}
+        words = COMMANDS[command]
+        return warm.run("-m", f"qnmixer.{command.split()[0]}", *words, cwd=tmp_path, env=environment)
+
+    return run
+
+
+def names_code(config: dict[str, Any]) -> None:
+    """In every place that may name a class or function."""
+    for section in ("model", "data", "noise", "loss", "optimizer", "schedule"):
+        config[section] = config[section] | {"_target_": "evil_of_a_stranger.X"}
+    config["model"]["regularizer"] = "evil_of_a_stranger.X"
+    config["callbacks"] = {"x": {"_target_": "evil_of_a_stranger.X"}}
+    config["logger"] = {"x": {"_target_": "evil_of_a_stranger.X"}}
+
+
+def names_code_of_slices(config: dict[str, Any]) -> None:
+    """Where reconstruct and export have no need of it."""
+    for section in ("data", "loss", "optimizer", "schedule"):
+        config[section] = config[section] | {"_target_": "evil_of_a_stranger.X"}
+
+
+def looks_up(config: dict[str, Any]) -> None:
+    """Where any text may stand."""
+    config["finetune"], config["tags"] = LOOKUP, [LOOKUP]
+    config["loss"] = {"_target_": "torch.nn.functional.mse_loss", "a": LOOKUP}
+    config["callbacks"] = {"x": {"_target_": "lightning.pytorch.callbacks.Timer", "duration": LOOKUP}}
+    config["logger"] = {"wandb": {"_target_": "qnmixer.tracking.loggers.WandbRun", "project": LOOKUP}}
+
+
+def looks_up_a_word(config: dict[str, Any]) -> None:
+    """Where only some words are known: the error names the one that is there."""
+    config["model"]["codec"] = LOOKUP
+
+
+@pytest.mark.parametrize("change", [names_code, names_code_of_slices, looks_up, looks_up_a_word])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_checkpoint_names_code_and_variables_in_vain(
+    attempt: Callable[..., Done], tmp_path: Path, command: str, change: Callable[[dict[str, Any]], None]
+) -> None:
+    done = attempt(command, change)
+    assert not (tmp_path / "imported").exists()
+    for text in [done.stdout, done.stderr]:
+        assert "Traceback" not in text
+        assert "word-that-nobody-knows" not in text
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in written if b"word-that-nobody-knows" in path.read_bytes()]
+    refused = change in (names_code, looks_up_a_word) or (change is names_code_of_slices and "as" in command)
+    if not command.startswith("train") and command != "reconstruct":  # these find no fitting network, and no slices
+        assert done.returncode == refused, done.stderr
+    if refused and not command.startswith("train"):
+        assert ("evil_of_a_stranger" if change is not looks_up_a_word else LOOKUP) in done.stderr

@@ -1,0 +1,110 @@
+"""What a run writes for others names no folder, user, host, patient or secret: they are planted and looked for."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pydicom
+import pytest
+
+from qnmixer.data.phantoms import phantom
+from qnmixer.inference.writers import write_dicom
+
+from .warm import Warm
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("sharing")]
+
+REPOSITORY = Path(__file__).parents[1]
+USER, HOST, PATIENT, KEY, SECRET = "annaschmidt", "host-of-radiology", "JanetDoe", "key0" * 10, "word-that-nobody-knows"
+TINY = [
+    "data.image_size=32", "geometry.n_views=8", "geometry.n_detectors=48", "geometry.detector_pitch=20",
+    "model.n_iterations=2", "model.channels=8", "model.n_mixer_layers=1", "data.num_workers=0", "trainer.max_steps=2",
+    "trainer.val_every_n_steps=2", "trainer.log_every_n_steps=1", "trainer.accelerator=cpu", "data=dicom",
+    "data.split=explicit", "data.test_patients=[JanetDoe0]", "data.val_patients=[JanetDoe1]",
+    "logger=wandb", "+logger.hparams._target_=lightning.pytorch.loggers.CSVLogger",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's home: slices of patients, and a checkout in which there are secrets."""
+    home = tmp_path_factory.mktemp("home") / USER
+    for p in range(3):
+        for k in range(2):
+            path = home / "ct" / f"{PATIENT}{p}" / f"{PATIENT}_{k}.dcm"
+            write_dicom(path, phantom(32, seed=0, part="test", index=p), series_uid=f"1.2.3.{p}", description="a test")
+            dataset = pydicom.dcmread(path)
+            dataset.PatientID, dataset.PatientName = f"{PATIENT}{p}", f"{PATIENT}^{p}"
+            dataset.ImagePositionPatient = [0, 0, k]
+            dataset.save_as(path)
+    checkout = home / "qnmixer"
+    for name in ("src", "conf"):
+        ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+        shutil.copytree(REPOSITORY / name, checkout / name, symlinks=True, ignore=ignored)
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "first"]):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+        subprocess.run(["git", *who, *words], cwd=checkout, check=True, env=environment, capture_output=True)
+    (checkout / "conf" / ".env").write_text(f"WANDB_API_KEY={SECRET}\n")
+    (checkout / "src" / "qnmixer" / "local_settings.py").write_text(f"PASSWORD = '{SECRET}'\n")
+    (checkout / "src" / "qnmixer" / "notes.txt").write_text(f"{SECRET}\n")
+    (checkout / "src" / "qnmixer" / "mine.py").write_text("# a loss of mine\n")
+    return home
+
+
+@pytest.fixture(scope="module")
+def shared(home: Path, warm: Warm) -> list[Path]:
+    """What train, evaluate, compare and export write for others."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "HYDRA", "GIT_"))}
+    environment = kept | {
+        "HOME": str(home), "USER": USER, "LOGNAME": USER, "WANDB_HOST": HOST, "WANDB_USERNAME": USER,
+        "WANDB_API_KEY": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    run, sweep = home / "sweep" / "0", home / "sweep"
+    data = [f"data.root={home / 'ct'}", f"data.cache_dir={home / 'cache'}"]
+    command = [sys.executable, "-m", "qnmixer.train", *TINY, *data, f"hydra.run.dir={run}"]
+    of_checkout = environment | {"PYTHONPATH": str(home / "qnmixer" / "src")}
+    done = subprocess.run(command, cwd=home, env=of_checkout, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    evaluated, exported = home / "evaluated", home / "given" / "weights.safetensors"
+    told = {"overrides": data, "varying": [], "git_commit": None, "jobs": {"0": [*TINY, *data]}}
+    (sweep / "sweep.json").write_text(json.dumps(told))
+    cpu = "accelerator=cpu"
+    for words in (
+        ["evaluate", f"run={run}", f"hydra.run.dir={evaluated}", cpu],
+        ["compare", f"sweep={sweep}", "tests=[as_trained]", cpu],
+        ["export", f"run={run}", f"output={exported}"],
+    ):
+        made = warm.run("-m", f"qnmixer.{words[0]}", *words[1:], cwd=home, env=environment)
+        assert made.returncode == 0, made.stderr
+    tables = ["page.html", "picture.png", "table.csv", "table.md"]
+    paths = [folder / name for folder in (run / "evaluation", evaluated) for name in tables]
+    paths += [sweep / "comparison" / f"comparison.{kind}" for kind in ("html", "md", "csv", "png")]
+    paths += [*exported.parent.iterdir(), *(run / "pictures").iterdir(), run / "code.diff"]
+    (offline,) = (run / "wandb").glob("offline-run-*")
+    paths += [path for path in [*offline.glob("*.wandb"), *offline.glob("files/**/*")] if path.is_file()]
+    paths += [*run.rglob("hparams.yaml")]
+    return paths
+
+
+def test_nothing_that_is_shared_names_anybody(home: Path, shared: list[Path]) -> None:
+    names = {path.name for path in shared}
+    assert {"page.html", "code.diff", "hparams.yaml", "weights.safetensors", "comparison.html"} <= names
+    assert any(name.endswith(".wandb") for name in names)
+    host = os.uname().nodename
+    words = [str(home), str(home.parent), str(REPOSITORY), sys.prefix, USER, HOST, PATIENT, KEY, SECRET]
+    words += [host] * (len(host) > 4)  # a shorter one may stand in any picture
+    found = [(path.name, word) for path in shared for word in words if word.encode() in path.read_bytes()]
+    assert not found
+
+
+def test_what_is_found_would_be_seen(home: Path, shared: list[Path]) -> None:
+    """Beside what is shared there is what names them: the words were planted where they are read."""
+    run = home / "sweep" / "0"
+    assert str(home) in (run / "results.json").read_text()
+    assert PATIENT in (run / "evaluation" / "images.csv").read_text()
+    assert "a loss of mine" in (run / "code.diff").read_text()
+    assert "code.diff" not in {path.name for path in shared if "wandb" in path.parts}
