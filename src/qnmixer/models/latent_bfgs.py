@@ -3,98 +3,192 @@
 With H₀ = I, the dense recursion of the paper, H_{t+1} = (I − ρ s zᵀ) H_t (I − ρ z sᵀ) + ρ s sᵀ with ρ = 1/(zᵀs), is
 exactly
 
-    H r = r − Z w + S c,   w = R⁻¹ Sᵀ r,   c = R⁻ᵀ (D w − Zᵀ r + Zᵀ Z w),
+    H r = q + S c,   w = R⁻¹ Sᵀ r,   q = r − Z w,   c = R⁻ᵀ (D w − Zᵀ q),
 
 where the columns of S and Z are all steps s and gradient changes z, R is the upper triangle of SᵀZ and D its diagonal
-(Byrd, Nocedal, Schnabel 1994, eq. 2.6).
+(Byrd, Nocedal, Schnabel 1994, eq. 2.6, arranged as the two-loop recursion).
 
-So H r is a combination of the vectors, and its coefficients follow from their inner products alone. An iteration
-touches vectors of L numbers in five operators, whatever the number of pairs; the rest is arithmetic on (2t)² numbers.
+Steps and changes are rows of one buffer, so that an iteration takes the same number of operators whatever the number of
+pairs. Each vector is divided by its largest entry, which keeps the arithmetic safe: no product of two can overflow or
+vanish. H depends on a pair only through the two directions and γ = ‖s‖/‖z‖, which turns D into γD.
 """
 
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils._pytree import register_pytree_node
 
 # Found by experiment to hold where a bare skip, or Powell's usual 0.2, let training blow up.
 DAMPING = 0.5
 MIN_COSINE = 0.3
 
-SMALLEST, LARGEST = 1e-18, 1e18
-"""Bounds on sᵀs, and the upper one on zᵀz: no product of two inner products leaves the range of float32."""
+_RATIO_MAX = 1e12
+"""Bound on ‖s‖/‖z‖: beyond it damping decides the result anyway."""
 
 
 class Curvature(NamedTuple):
-    """What the inner products of t pairs say of them, [B, t] each."""
+    """How good t pairs are, [B, t] each."""
 
     used: Tensor  # bool: whether a pair is good enough for H
     cosine: Tensor  # cos(z, s) before damping
 
 
-def curvature(gram: Tensor, damping: float = DAMPING, min_cosine: float = MIN_COSINE) -> Curvature:
-    """Which pairs `coefficients` uses, by their inner products [B, 2t, 2t]; for the log."""
-    lengths = gram.diagonal(dim1=1, dim2=2).sqrt()
-    cosine = gram.diagonal(1, 1, 2)[:, 0::2] / lengths[:, 0::2] / lengths[:, 1::2]
-    return Curvature(_judge(gram, damping, min_cosine).used, cosine)
+class History:
+    """s_0, z_0, s_1, z_1, …: all steps, and the changes of the gradient code between them.
 
+    A vector v is a row u = v / max|v|, and max|v| is a scale, which is a constant to differentiation, as is any factor
+    of u. Of a vector that is not finite the row is zero, which keeps H sound, and the scale is not finite either, so
+    that the way is NaN, which no one overlooks.
 
-def coefficients(gram: Tensor, products: Tensor, damping: float = DAMPING, min_cosine: float = MIN_COSINE) -> Tensor:
-    """Coefficients f [B, 2t] of H r − r = Σ f_k v_k, for v = s_0, z_0, s_1, z_1, …; differentiable once.
+    All rows are in one buffer, into which each is written where it stays. So autograd sees no row twice, and backward
+    needs nothing of the T² uses of rows but the buffer. The gradients of the rows go back in one tensor, to which
+    each method adds in place: call each with the history that the last one gave.
 
-    Damping: z ← θz + (1 − θ)s with the largest θ ≤ 1 for which zᵀs ≥ damping · sᵀs. Then the pair of a sample is
-    skipped where zᵀs ≤ min_cosine · ‖z‖‖s‖, and where sᵀs or zᵀz is out of bounds or not finite: shorter steps are
-    below the rounding of the image, so that their z is noise. No finite vectors make NaN of H or of its gradient.
-    Source: ours, after Powell 1978 (the paper draws no safeguard); idle, it changes nothing.
-
-    Args:
-        gram: inner products of the vectors, [B, 2t, 2t].
-        products: their inner products with r, [B, 2t].
+    Attributes:
+        rows: [B, n, L].
+        scales: what the rows were divided by, and its inverse, of the s and of the z: [B, 2, 2, T].
     """
-    return _Coefficients.apply(gram, products, damping, min_cosine)
+
+    def __init__(self, rows: Tensor, scales: Tensor, buffer: "_Buffer | None" = None) -> None:
+        self.rows, self.scales, self._buffer = rows, scales, buffer
+
+    @staticmethod
+    def begin(s: Tensor, n_iterations: int) -> "History":
+        """The first step [B, L], with room for what so many iterations add."""
+        scales = s.new_zeros(len(s), 2, 2, n_iterations)
+        return History(s.new_empty(len(s), 0, s.shape[1]), scales).append(s)
+
+    def append(self, v: Tensor) -> "History":
+        """With one more vector [B, L]."""
+        buffer = self._room()
+        return History(_Append.apply(self.rows, v, buffer), buffer.scales, buffer)
+
+    def way(self) -> tuple["History", Tensor]:
+        """The same, and the way from the start Σ s [B, L]."""
+        buffer = self._room()
+        rows, way = _Way.apply(self.rows, buffer)
+        return History(rows, buffer.scales, buffer), way
+
+    def step(self, r: Tensor, trust: Tensor | None = None, constant: bool = False) -> tuple["History", Tensor]:
+        """The same, and s = −(r + τ (H r − r)) [B, L] of all pairs; trust: τ [1], or None for 1.
+
+        Damping: z ← θz + (1 − θ)s with the largest θ ≤ 1 for which zᵀs ≥ DAMPING · sᵀs. Then the pair of a sample is
+        skipped where zᵀs ≤ MIN_COSINE · ‖z‖‖s‖, where s is zero, and where s or z is not finite. No finite or
+        non-finite input makes NaN of H or of its gradient. Source: ours, after Powell 1978 (the paper draws no
+        safeguard); idle, it changes nothing.
+
+        constant: pairs are constants to differentiation.
+        """
+        buffer = self._room()
+        rows, s = _Step.apply(self.rows, r, trust, buffer, constant)
+        return History(rows, buffer.scales, buffer), s
+
+    def curvature(self) -> Curvature:
+        """How good the pairs are; a last step without a change is none."""
+        vectors = self.rows.detach()[:, : self.rows.shape[1] // 2 * 2]
+        gram = torch.bmm(vectors, vectors.mT)
+        lengths = gram.diagonal(dim1=1, dim2=2).sqrt()
+        cosine = gram.diagonal(1, 1, 2)[:, 0::2] / (lengths[:, 0::2] * lengths[:, 1::2]).clamp_min(0.5)
+        return Curvature(~_Pairs.of(gram, self.scales).skipped, cosine)
+
+    def _room(self) -> "_Buffer":
+        """The buffer, if no other history went on from here; or one with a copy of these rows."""
+        if self._buffer is None or self._buffer.n_rows > self.rows.shape[1]:
+            return _Buffer(self.rows, self.scales)
+        return self._buffer
 
 
-class _Judged(NamedTuple):
-    """What the inner products of t pairs say of them, [B, t] each."""
-
-    used: Tensor  # bool: whether a pair is good enough for H
-    theta: Tensor  # θ of damping; of a skipped pair anything
+register_pytree_node(History, lambda h: ([h.rows, h.scales], None), lambda parts, _: History(*parts))
 
 
-def _judge(gram: Tensor, damping: float, min_cosine: float) -> _Judged:
-    """Judge pairs by their inner products [B, 2t, 2t]."""
-    squares = gram.diagonal(dim1=1, dim2=2)
-    ss, zz = squares[:, 0::2], squares[:, 1::2]
-    slope = gram.diagonal(1, 1, 2)[:, 0::2] / ss
-    theta = (1 - damping) / (1 - slope.clamp_max(damping))
-    # ‖z‖²/‖s‖² in its parts along s, which damping raises to its bound, and at right angles to it, which it scales.
-    along, across = slope.clamp_min(damping) / theta, torch.addcmul(zz / ss, slope, slope, value=-1)
-    straight = along.square_() * (min_cosine**-2 - 1) > across
-    return _Judged(straight & (ss > SMALLEST) & (ss + zz < LARGEST), theta)
+class _Buffer:
+    """Room for the rows of a history, [B, 2T, L], and for their scales."""
+
+    def __init__(self, rows: Tensor, scales: Tensor) -> None:
+        batch, self.n_rows, length = rows.shape
+        self.rows = rows.new_empty(batch, 2 * scales.shape[-1], length)
+        self.rows[:, : self.n_rows] = rows.detach()
+        self.scales = scales.clone()
+
+    def write(self, v: Tensor, n: int) -> None:
+        """Make v [B, L] row n."""
+        largest, inverse = self.scales[:, n % 2, :, n // 2].unbind(1)
+        torch.linalg.vector_norm(v, torch.inf, dim=1, out=largest)
+        torch.reciprocal(largest.clamp_min(torch.finfo(v.dtype).tiny), out=inverse).nan_to_num_(0.0)
+        torch.mul(v, inverse[:, None], out=self.rows[:, n]).nan_to_num_(0.0)
+        self.n_rows = n + 1
+
+    def steps(self, n: int) -> Tensor:
+        """Scales [B, t] of the steps among the first n rows."""
+        return self.scales[:, 0, 0, : (n + 1) // 2]
+
+    def first(self, n: int) -> Tensor:
+        """The first n rows, for autograd to follow. No view to it: what is written behind them does not matter."""
+        return self.rows[:, :n].data
+
+
+class _Pairs(NamedTuple):
+    """What R, Y and G of t pairs follow from, where Y = S N_s + Z N_z is some multiple of the damped Z.
+
+    A skipped pair has N = γ = 0, and a column of the identity in R: nothing comes of it.
+    """
+
+    skipped: Tensor  # bool [B, t]
+    slope: Tensor  # zᵀs / sᵀs [B, t]
+    mu: Tensor  # N_s / N_z [B, t]
+    N: Tensor  # [B, t, 2]
+    gamma: Tensor  # [B, t]
+    R: Tensor  # [B, t, t]; below its diagonal is what is not looked at
+
+    @staticmethod
+    def of(gram: Tensor, scales: Tensor) -> "_Pairs":
+        """From the inner products of the rows s_0, z_0, s_1, … [B, 2t, 2t]."""
+        t = gram.shape[1] // 2
+        squares = gram.diagonal(dim1=1, dim2=2)
+        ss, zz = squares[:, 0::2], squares[:, 1::2]
+        slope = gram.diagonal(1, 1, 2)[:, 0::2] / ss
+        ratio = (scales[:, 0, 0, :t] * scales[:, 1, 1, :t]).nan_to_num_(0.0).clamp_max_(_RATIO_MAX)
+        # θz + (1 − θ)s is, up to a factor, z + μs; μ = 0 where zᵀs is large enough already.
+        mu = torch.sub(slope, ratio, alpha=DAMPING).clamp_max_(0.0).mul_(-1 / (1 - DAMPING))
+        across = torch.addcmul(zz / ss, slope, slope, value=-1)
+        straight = (slope + mu).square_().mul_(MIN_COSINE**-2 - 1) > across
+        skipped = torch.logical_and(straight, ss > 0.5).logical_not_()  # of zero, or near it, no row is 1 long
+        mu.masked_fill_(skipped, 0.0)
+        N_z = (mu + 1).reciprocal_().masked_fill_(skipped, 0.0)  # so that Y is as long as a row, whatever μ
+        N = torch.stack([N_z * mu, N_z], 2)
+        R = (gram.view(-1, t, 2, t, 2)[:, :, 0] * N[:, None]).sum(3)
+        R.diagonal(dim1=1, dim2=2).masked_fill_(skipped, 1.0)
+        return _Pairs(skipped, slope, mu, N, ratio.add_(mu).mul_(N_z), R)
 
 
 class _Solved(NamedTuple):
-    """H r of one r by its parts, [B, t] each."""
+    """H r of one r, by parts."""
 
-    w: Tensor
-    c: Tensor
+    w: Tensor  # [B, t]
+    of_q: Tensor  # N w [B, t, 2]
+    q: Tensor  # r − Y w [B, L]
+    inner: Tensor  # inner products of the rows with q [B, t, 2]
+    c: Tensor  # R⁻ᵀ (Yᵀ q − γ D w) [B, t]: minus that of the formula
 
     @staticmethod
-    def of(products: Tensor, theta: Tensor, s_z: Tensor, z_z: Tensor) -> "_Solved":
-        """From the products [B, t, 2] of r with all s and z, θ, and SᵀZ and ZᵀZ of the damped z."""
-        s_r, z_r = products.unbind(2)
-        w = _solve(s_z, s_r, upper=True)
-        z_q = torch.baddbmm(torch.lerp(s_r, z_r, theta)[..., None], z_z, w[..., None], beta=-1)[..., 0]  # −Zᵀ(r − Z w)
-        return _Solved(w, _solve(s_z.mT, z_q.addcmul_(s_z.diagonal(dim1=1, dim2=2), w), upper=False))
+    def of(r: Tensor, s_r: Tensor, vectors: Tensor, pairs: _Pairs) -> "_Solved":
+        """From r [B, L], Sᵀ r [B, t] and the rows s_0, z_0, s_1, … [B, 2t, L]."""
+        _, _, _, N, gamma, R = pairs
+        w = _solve(R, s_r, upper=True)
+        of_q = w[..., None] * N
+        q = torch.baddbmm(r[:, None], of_q.view(len(r), 1, -1), vectors, alpha=-1)[:, 0]
+        inner = torch.bmm(vectors, q[..., None]).view_as(N)
+        y_q = (inner * N).sum(2)
+        c = _solve(R.mT, y_q.addcmul_(gamma * R.diagonal(dim1=1, dim2=2), w, value=-1), upper=False)
+        return _Solved(w, of_q, q, inner, c)
 
-    def coefficients(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of S c − Z w [B, 2t], for the z as they were before damping; and those of Z w."""
-        theta_w = theta * self.w
-        of_damped = torch.stack([self.w - theta_w, theta_w], 2)
-        of_all = -of_damped
-        of_all[..., 0] += self.c
-        return of_all.flatten(1), of_damped.flatten(1)
+    def coefficients(self) -> Tensor:
+        """Those f [B, 2t] of r − H r = Σ f_k v_k, for the rows s_0, z_0, s_1, …"""
+        f = self.of_q.clone()
+        f[..., 0] += self.c
+        return f.flatten(1)
 
 
 def _solve(triangle: Tensor, b: Tensor, upper: bool) -> Tensor:
@@ -102,244 +196,119 @@ def _solve(triangle: Tensor, b: Tensor, upper: bool) -> Tensor:
     return torch.linalg.solve_triangular(triangle, b[..., None], upper=upper)[..., 0]
 
 
-class _Coefficients(torch.autograd.Function):
-    """f of `coefficients`, from G [B, 2t, 2t] and p = V r [B, 2t].
-
-    Backward: H is symmetric, so a cotangent f̄ goes back to p as p does to f: by its own w‾ = R⁻¹ S f̄ and c‾. With Z the
-    damped Z θ + S (1 − θ), what there is to differentiate is cᵀSf̄ − wᵀZf̄, and its derivatives are
-
-        in SᵀZ:  A = triu(−c w‾ᵀ − c‾ wᵀ) + diag(w w‾),        in ZᵀZ:  w‾ wᵀ,
-        in θ_j:  Σ_i A_ij s_iᵀ(z_j − s_j) + w‾_j (z_j − s_j)ᵀ(Z w − r) + w_j (z_j − s_j)ᵀ(Z w‾ − f̄).
-    """
+class _Append(torch.autograd.Function):
+    """rows [B, n, L] and v [B, L] → rows [B, n + 1, L]."""
 
     @staticmethod
-    def forward(ctx: Any, gram: Tensor, products: Tensor, damping: float, min_cosine: float) -> Tensor:
-        used, theta = _judge(gram, damping, min_cosine)
-        t = used.shape[1]
-        # A skipped pair becomes one at right angles to everything: s = z of length 1.
-        both = used[:, :, None, None, None] & used[:, None, None, :, None]
-        aside = torch.eye(t, dtype=gram.dtype, device=gram.device)[:, None, :, None]
-        gram = torch.where(both, gram.view(-1, t, 2, t, 2), aside)
-        products = products.view(-1, t, 2).where(used[..., None], 0)
-        theta = theta.where(used, 1)
-        damped = torch.lerp(gram[..., 0], gram[..., 1], theta[:, None, None])  # [B, t, 2, t]: of s and z with damped z
-        z_z = torch.lerp(damped[:, :, 0], damped[:, :, 1], theta[..., None])
-        w, c = solved = _Solved.of(products, theta, damped[:, :, 0], z_z)
-        f, of_damped = solved.coefficients(theta)
-        ctx.save_for_backward(gram, products, used, theta, damped, z_z, w, c, of_damped)
-        ctx.damping = damping
-        return f
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        gram, products, used, theta, damped, z_z, w, c, of_damped = ctx.saved_tensors
-        back_products = gradients[0].view_as(products).where(used[..., None], 0)
-        back = _Solved.of(back_products, theta, damped[:, :, 0], z_z)
-        of_products, back_of_damped = back.coefficients(theta)
-
-        both, swapped = torch.stack([w, back.w], 2), torch.stack([back.w, w], 2)
-        A = torch.bmm(torch.stack([c, back.c], 2), swapped.mT).neg_().triu_()
-        A.diagonal(dim1=1, dim2=2).addcmul_(w, back.w)
-        of_r = torch.stack([products, back_products], 3).diff(dim=2)[:, :, 0]  # (z_j − s_j)ᵀ r, and so of f̄
-        residual = torch.baddbmm(of_r, damped.diff(dim=2)[:, :, 0], both, beta=-1)
-        of_theta = (gram[:, :, 0].diff(dim=3)[..., 0] * A).sum(1) + (residual * swapped).sum(2)
-
-        t = used.shape[1]
-        of_gram = torch.bmm(back_of_damped[..., None], of_damped[:, None]).view(-1, t, 2, t, 2)
-        of_gram[:, :, 0].addcmul_(A[..., None], torch.stack([1 - theta, theta], 2)[:, None])
-        of_gram = of_gram.view(-1, 2 * t, 2 * t)
-        # θ = (1 − damping) / (1 − zᵀs/sᵀs), or 1 and constant.
-        ss, sz = gram[:, :, 0].diagonal(dim1=1, dim2=2).unbind(1)
-        of_sz = theta.square().mul_(theta < 1).mul_(of_theta).div_((1 - ctx.damping) * ss)
-        of_gram.diagonal(1, 1, 2)[:, 0::2] += of_sz
-        of_gram.diagonal(dim1=1, dim2=2)[:, 0::2].addcmul_(of_sz, sz / ss, value=-1)
-        return of_gram, of_products.view(-1, 2 * t), None, None
-
-
-class History:
-    """r_0, s_0, z_0, s_1, z_1, …: the gradient code of the start, all steps and the gradient changes between them.
-
-    The vectors are rows of one buffer, into which each is written where it stays, and their gradients are rows of
-    another, to which each use of a row adds in place. Autograd would add up a gradient for each row and use, T² of
-    them; here it sees only which use comes before which. A second backward through the same graph starts anew.
-
-    `changed` and `stepped` give one that is a row longer and shares the buffer, so that there is one way on from each
-    history: another one would write over its rows. To go the same way again, as recomputing does, writes what is there.
-    To pytrees a history is a container of `rows`; one made of rows alone copies them into a buffer of its own.
-
-    Attributes:
-        rows: [B, n, L].
-    """
-
-    def __init__(self, rows: Tensor, buffer: "_Buffer | None" = None) -> None:
-        self.rows, self._buffer = rows, buffer
-
-    @staticmethod
-    def begin(r: Tensor, n_iterations: int) -> "History":
-        """r_0 [B, L] alone, with room for what so many iterations add."""
-        return History(r[:, None]).in_buffer(n_iterations)
-
-    def in_buffer(self, n_iterations: int) -> "History":
-        """The same, with room for so many iterations; itself where there is."""
-        if self._buffer is not None:
-            return self
-        buffer = _Buffer(self.rows, 2 * n_iterations)
-        return History(_Begin.apply(self.rows, buffer), buffer)
-
-    def sums(self) -> tuple[Tensor, Tensor]:
-        """Newest gradient code r_0 + Σ z, and way from the start Σ s, [B, L] each; with as many s as z and r_0."""
-        return _Sums.apply(self.rows, self._buffer)
-
-    def changed(self, r: Tensor, before: Tensor, constant: bool = False) -> tuple["History", Tensor, Tensor]:
-        """With the change r − before of the gradient code; inner products of all pairs, and of these with r.
-
-        Those are what `coefficients` takes. constant: pairs are constants to differentiation.
-        """
-        rows, gram, products = _Changed.apply(self.rows, r, before, self._buffer, constant)
-        return History(rows, self._buffer), gram, products
-
-    def stepped(self, r: Tensor, f: Tensor | None = None, constant: bool = False) -> "History":
-        """With the step s = −(r + Σ f_k v_k), for the v = s_0, z_0, s_1, z_1, … so far; −r without f [B, 2t]."""
-        return History(_Stepped.apply(self.rows, r, f, self._buffer, constant), self._buffer)
-
-    def curvature(self) -> Curvature:
-        """How good the pairs are."""
-        t = self.rows.shape[1] // 2 - 1
-        pairs = self.rows.detach()[:, 1 : 2 * t + 1]
-        return curvature(torch.bmm(pairs, pairs.mT))
-
-
-register_pytree_node(History, lambda history: ([history.rows], None), lambda rows, _: History(*rows))
-
-
-class _Buffer:
-    """Room for the rows of a history, [B, capacity, L], and for their gradients."""
-
-    def __init__(self, rows: Tensor, capacity: int) -> None:
-        batch, n, length = rows.shape
-        self.rows = rows.new_empty(batch, max(n, capacity), length)
-        self._gradients: Tensor | None = None
-
-    def first(self, n: int) -> Tensor:
-        """The first n rows, for autograd to follow. No view to it: what is written behind them does not matter."""
-        return self.rows[:, :n].data
-
-    def gradients(self, n: int, more: Tensor | None = None) -> Tensor:
-        """Gradients of the first n rows [B, n, L] so far, to add to; `more` is what came from elsewhere."""
-        if self._gradients is None:
-            self._gradients = torch.zeros_like(self.rows)
-        if more is not None:
-            self._gradients[:, :n] += more
-        return self._gradients[:, :n]
-
-    def done(self) -> None:
-        """Give the memory of the gradients back."""
-        self._gradients = None
-
-
-# Below, rows are given for the order of the graph only: `_Buffer` has them, and takes their gradients.
-
-
-class _Begin(torch.autograd.Function):
-    """Copy rows [B, n, L] into a buffer."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, buffer: _Buffer) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, v: Tensor, buffer: _Buffer) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.n, ctx.buffer = rows.shape[1], buffer
-        buffer.rows[:, : ctx.n] = rows
-        return buffer.first(ctx.n)
+        ctx.buffer, ctx.n = buffer, rows.shape[1]
+        buffer.write(v, ctx.n)
+        return buffer.first(ctx.n + 1)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None]:
-        own = ctx.buffer.gradients(ctx.n, gradients[0])
-        ctx.buffer.done()
-        return own, None
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+        (of_rows,), n = gradients, ctx.n
+        if of_rows is None:
+            return None, None, None
+        inverse = ctx.buffer.scales[:, n % 2, 1, n // 2, None]
+        return of_rows[:, :n], of_rows[:, n] * inverse if ctx.needs_input_grad[1] else None, None
 
 
-class _Sums(torch.autograd.Function):
-    """Of rows [B, 2t, L] the sum of every other one, twice."""
+class _Way(torch.autograd.Function):
+    """Of rows s_0, z_0, …, s_t [B, 2t + 1, L] and their scales the sum of the steps."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, buffer: _Buffer) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.n, ctx.buffer = rows.shape[1], buffer
-        code, way = rows.unflatten(1, (-1, 2)).sum(1).unbind(1)
-        return code, way
+        way = torch.bmm(buffer.steps(ctx.n)[:, None], buffer.rows[:, : ctx.n : 2])[:, 0]
+        return buffer.first(ctx.n), way
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
-        own = ctx.buffer.gradients(ctx.n)
-        for k, gradient in enumerate(gradients):
-            if gradient is not None:
-                own[:, k::2] += gradient[:, None]
-        return None, None
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
+        (own, of_way), buffer, n = gradients, ctx.buffer, ctx.n
+        if of_way is not None:
+            own = torch.zeros_like(buffer.rows[:, :n]) if own is None else own
+            own[:, 0::2].baddbmm_(buffer.steps(n)[..., None], of_way[:, None])
+        return own, None
 
 
-class _Changed(torch.autograd.Function):
-    """Append z = r − before; G = V Vᵀ and V r for the pairs V = (s_0, z_0, …) [B, 2t, L], the new one among them.
+class _Step(torch.autograd.Function):
+    """s = −(r + τ (H r − r)) from the rows s_0, z_0, …, s_{t−1}, z_{t−1} [B, 2t, L].
 
-    Backward, for cotangents Ḡ and p̄:  V̄ += (Ḡ + Ḡᵀ) V + p̄ rᵀ,  r̄ = Vᵀ p̄ + z̄,  before‾ = −z̄.
+    Backward: H is symmetric, so it is applied to the cotangent v = −τ s̄ of H r too. With e, p and b for v what w, q and
+    c are for r, vᵀ H r = pᵀ q + eᵀ γD w, and its derivatives are
+
+        Ȳ = −(q eᵀ + p wᵀ),   S̄ = v cᵀ + r bᵀ,   R̄ = −triu(c eᵀ + b wᵀ) + diag(γ e w),   γ̄ = D e w.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, r: Tensor, before: Tensor, buffer: _Buffer, constant: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx: Any, rows: Tensor, r: Tensor, trust: Tensor | None, buffer: _Buffer, constant: bool
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        n = rows.shape[1] + 1
-        ctx.n, ctx.buffer, ctx.constant = n, buffer, constant
-        torch.sub(r, before, out=buffer.rows[:, n - 1])
-        pairs = buffer.rows[:, 1:n]
-        gram = torch.bmm(pairs, pairs.mT)
-        ctx.save_for_backward(r)
-        if constant:
-            ctx.mark_non_differentiable(gram)
-        return buffer.first(n), gram, torch.bmm(pairs, r[..., None])[..., 0]
+        n = rows.shape[1]
+        vectors = buffer.rows[:, :n]
+        gram = torch.bmm(vectors, vectors.mT)
+        pairs = _Pairs.of(gram, buffer.scales)
+        s_r = torch.bmm(vectors[:, 0::2], r[..., None])[..., 0]
+        solved = _Solved.of(r, s_r, vectors, pairs)
+        f = solved.coefficients()
+        ctx.buffer, ctx.n, ctx.constant = buffer, n, constant
+        ctx.save_for_backward(r, trust, gram, f, *pairs, *solved)
+        trusted = f if trust is None else trust * f
+        return buffer.first(n), torch.baddbmm(r[:, None], trusted[:, None], vectors, beta=-1)[:, 0]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, Tensor | None, Tensor | None, None, None]:
-        of_rows, of_gram, of_products = gradients
-        (r,) = ctx.saved_tensors
-        pairs, own = ctx.buffer.rows[:, 1 : ctx.n], ctx.buffer.gradients(ctx.n, of_rows)[:, 1:]
-        if ctx.constant:
-            of_r = None if of_products is None else torch.bmm(of_products[:, None], pairs)[:, 0]
-            return None, of_r, None, None, None
-        if of_gram is not None:
-            own.baddbmm_(of_gram + of_gram.mT, pairs)
-        of_z = own[:, -1]
-        if of_products is None:
-            return None, of_z, -of_z, None, None
-        own.baddbmm_(of_products[..., None], r[:, None])
-        return None, torch.baddbmm(of_z[:, None], of_products[:, None], pairs)[:, 0], -of_z, None, None
+    @once_differentiable
+    def backward(
+        ctx: Any, *gradients: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        own, of_s = gradients
+        if of_s is None:
+            return own, None, None, None, None
+        r, trust, gram, f, *others = ctx.saved_tensors
+        pairs, solved = _Pairs(*others[: len(_Pairs._fields)]), _Solved(*others[len(_Pairs._fields) :])
+        vectors = ctx.buffer.rows[:, : ctx.n]
+        inner = torch.bmm(vectors, of_s[..., None])[..., 0]
+        of_trust = None if trust is None else torch.dot(f.flatten(), inner.flatten()).view(1)
+        v, s_v = (-of_s, -inner[:, 0::2]) if trust is None else (of_s * -trust, inner[:, 0::2] * -trust)
+        back = _Solved.of(v, s_v, vectors, pairs)
+        of_r = torch.baddbmm(of_s[:, None], back.coefficients()[:, None], vectors, beta=-1, alpha=-1)[:, 0]
+        if not ctx.constant:
+            if own is None:
+                own = torch.zeros_like(vectors)
+            _add_gradients(own, vectors, gram, r, v, pairs, solved, back)
+        return own, of_r, of_trust, None, None
 
 
-class _Stepped(torch.autograd.Function):
-    """Append s = −(r + Vᵀ f), for the pairs V = (s_0, z_0, …) [B, 2t, L].
+def _add_gradients(
+    own: Tensor, vectors: Tensor, gram: Tensor, r: Tensor, v: Tensor, pairs: _Pairs, solved: _Solved, back: _Solved
+) -> None:
+    """Add the derivatives of vᵀ H r to those of the rows s_0, z_0, s_1, …, [B, 2t, L]."""
+    skipped, slope, mu, N, gamma, R = pairs
+    t, of_s = N.shape[1], own[:, 0::2]
+    own.baddbmm_(torch.stack([back.of_q, solved.of_q], 3).flatten(1, 2), torch.stack([solved.q, back.q], 1), alpha=-1)
+    cb, ew = torch.stack([solved.c, back.c], 2), torch.stack([back.w, solved.w], 2)
+    of_s.baddbmm_(cb, torch.stack([v, r], 1), alpha=-1)
 
-    Backward, for a cotangent s̄:  V̄ −= f s̄ᵀ,  f̄ = −V s̄,  r̄ = −s̄.
-    """
+    of_D = back.w * solved.w
+    of_R = torch.bmm(cb, ew.mT).triu_()
+    of_R.diagonal(dim1=1, dim2=2).addcmul_(gamma, of_D)
+    # Of N_s = μ N_z and γ = N_z (ratio + μ); N_z is a factor of Y, a constant like any. Then of μ by the slope.
+    products = gram.view(-1, t, 2, t, 2)[:, :, 0]
+    of_mu = (products[..., 0] * of_R).sum(1).addcmul_(R.diagonal(dim1=1, dim2=2), of_D)
+    of_mu = of_mu.addcmul_(solved.inner[..., 0], back.w, value=-1).addcmul_(back.inner[..., 0], solved.w, value=-1)
+    ss = products.diagonal(dim1=1, dim2=2)[:, 0]
+    of_sz = of_mu.mul_(N[..., 1]).mul_(mu > 0).div_(ss * -(1 - DAMPING)).masked_fill_(skipped, 0.0)
+    of_products = of_R[..., None] * N[:, None]
+    diagonal = of_products.diagonal(dim1=1, dim2=2)
+    diagonal[:, 1] += of_sz
+    diagonal[:, 0].addcmul_(of_sz, slope.masked_fill(skipped, 0.0), value=-1)
 
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, r: Tensor, f: Tensor | None, buffer: _Buffer, constant: bool) -> Tensor:
-        ctx.set_materialize_grads(False)
-        n = rows.shape[1] + 1
-        ctx.n, ctx.buffer, ctx.constant = n, buffer, constant
-        s = buffer.rows[:, n - 1 : n]
-        if f is None:
-            torch.neg(r[:, None], out=s)
-        else:
-            ctx.save_for_backward(f)
-            torch.baddbmm(r[:, None], f[:, None], buffer.rows[:, 1 : n - 1], beta=-1, alpha=-1, out=s)
-        return buffer.first(n)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, Tensor, Tensor | None, None, None]:
-        own = ctx.buffer.gradients(ctx.n, gradients[0])
-        of_s, of_f = own[:, -1], None
-        for f in ctx.saved_tensors:  # none in the first iteration
-            pairs = slice(1, ctx.n - 1)
-            of_f = torch.baddbmm(f[..., None], ctx.buffer.rows[:, pairs], of_s[..., None], beta=0, alpha=-1)[..., 0]
-            if not ctx.constant:
-                own[:, pairs].baddbmm_(f[..., None], of_s[:, None], alpha=-1)
-        return None, -of_s, of_f, None, None
+    of_products = of_products.flatten(2)
+    of_s.baddbmm_(of_products, vectors)
+    own.baddbmm_(of_products.mT, vectors[:, 0::2])

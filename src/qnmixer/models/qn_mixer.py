@@ -10,20 +10,21 @@ from qnmixer.errors import ConfigError
 from qnmixer.models.codec import OrthonormalCodec, StridedCodec
 from qnmixer.models.data_term import DATA_TERMS, data_descent, safe_step_size
 from qnmixer.models.incept_mixer import DetailConvolutions, InceptionPatches, InceptMixer
-from qnmixer.models.latent_bfgs import History, coefficients
+from qnmixer.models.latent_bfgs import History
 from qnmixer.models.nonnegative import nonnegative
 from qnmixer.models.unrolled import UnrolledNetwork, check_choice
 from qnmixer.physics import FanBeamProjector
 
 
 class QNState(NamedTuple):
-    """What iteration t gets from those before: the start, and what x_t, r_{t−1} and H_t follow from.
+    """What iteration t gets from those before: the start, and what x_t and H_t follow from.
 
-    Carrying x_t and r_{t−1} too would cost one more image and one more latent an iteration.
+    Carrying x_t too would cost one more image an iteration.
     """
 
     x0: Tensor  # [B, 1, H, W]
-    history: History | None = None  # of bfgs; None before the first iteration
+    r: Tensor | None = None  # of bfgs: r_{t−1} [B, L]; None before the first iteration
+    history: History | None = None  # of bfgs, as r
     way: Tensor | None = None  # of first order: s_0 + … + s_{t−1} [B, L]
     step: Tensor | None = None  # of momentum: s_{t−1} [B, L]
 
@@ -146,7 +147,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         """x_t, or max(0, x_t) after an iteration."""
         if state.history is None and state.way is None:
             return state.x0
-        way = state.way if state.history is None else state.history.in_buffer(self.n_iterations).sums()[1]
+        way = state.way if state.history is None else state.history.way()[1]
         x = self._iterate(state.x0, way)
         return nonnegative(x) if self.nonnegative else x
 
@@ -161,19 +162,17 @@ class QNMixer(UnrolledNetwork[QNState]):
         """Iteration t: gradient, its code, the inverse Hessian, the step."""
         if self.hessian != "bfgs":
             return self._first_order_step(t, y, state)
-        if state.history is None:
+        if state.r is None or state.history is None:
             r = self._code(t, state.x0, y)
-            return QNState(state.x0, History.begin(r, self.n_iterations).stepped(r))
-        history = state.history.in_buffer(self.n_iterations)
-        before, way = history.sums()
+            return QNState(state.x0, r, History.begin(-r, self.n_iterations))
+        history, way = state.history.way()
         r = self._code(t, self._iterate(state.x0, way), y)
+        z = r - state.r
         constant = self.hessian_gradient == "detach"
         with torch.autocast(r.device.type, enabled=False):
-            history, gram, products = history.changed(r, before, constant)
-            f = coefficients(gram, products)
-            if self.trust:
-                f = self.trust[t - 1] * f
-            return QNState(state.x0, history.stepped(r, f, constant))
+            history = history.append(z.detach() if constant else z)
+            history, s = history.step(r, self.trust[t - 1] if self.trust else None, constant)
+            return QNState(state.x0, r, history.append(s))
 
     def _first_order_step(self, t: int, y: Tensor, state: QNState) -> QNState:
         """Iteration t with H = I."""
@@ -181,7 +180,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         if self.momenta and t:
             s = s + self.momenta[t - 1] * state.step
         way = s if state.way is None else state.way + s
-        return QNState(state.x0, None, way, s if self.momenta else None)
+        return QNState(state.x0, way=way, step=s if self.momenta else None)
 
     def _code(self, t: int, x: Tensor, y: Tensor) -> Tensor:
         """r_t = E(∇J_t(x_t)), [B, L]; H works in the precision of the image, whatever the autocast."""
