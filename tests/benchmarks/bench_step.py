@@ -16,6 +16,7 @@ import platform
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,7 +35,7 @@ from qnmixer.files import write_text
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.models import QNMixer
 from qnmixer.models.data_term import data_gradient
-from qnmixer.models.latent_bfgs import History, coefficients
+from qnmixer.models.latent_bfgs import History
 from qnmixer.optimization.optimizers import build_optimizer
 from qnmixer.parallel.compilation import compile_blocks
 from qnmixer.reconstructor import AUTOCAST
@@ -118,11 +119,12 @@ def forward_and_backward(function: Callable[..., Tensor], *inputs: Tensor) -> Ca
 
 def our_latent_loop(codes: list[Tensor]) -> Tensor:
     """H of T gradient codes, as in `QNMixer`; the sum of the steps."""
-    history = History.begin(codes[0], len(codes)).stepped(codes[0])
-    for r in codes[1:]:
-        history, gram, products = history.changed(r, history.sums()[0])
-        history = history.stepped(r, coefficients(gram, products))
-    return history.sums()[1]
+    history = History.begin(-codes[0], len(codes))
+    for before, r in pairwise(codes):
+        history, _ = history.way()
+        history, s = history.append(r - before).step(r)
+        history = history.append(s)
+    return history.way()[1]
 
 
 def plain_latent_loop(codes: list[Tensor]) -> Tensor:

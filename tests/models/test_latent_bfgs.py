@@ -1,58 +1,64 @@
 import math
-from collections.abc import Iterable
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 
-from qnmixer.models.latent_bfgs import DAMPING, MIN_COSINE, History, coefficients, curvature
+from qnmixer.models.latent_bfgs import DAMPING, MIN_COSINE, Curvature, History
 
 from ..operators import Operators
 
-Pairs = Iterable[tuple[Tensor, Tensor]]
+Pairs = list[tuple[Tensor, Tensor]]
 
 
 def dense_update(H: Tensor, s: Tensor, z: Tensor) -> Tensor:
-    """The published recursion, one sample, as drawn."""
+    """The formula of the paper, for one sample."""
     rho = 1 / (z @ s)
     left = torch.eye(len(s), dtype=s.dtype) - rho * torch.outer(s, z)
     return left @ H @ left.T + rho * torch.outer(s, s)
 
 
+def history_of(pairs: Pairs) -> History:
+    (s, z), *others = pairs
+    history = History.begin(s, len(pairs)).append(z)
+    for s, z in others:
+        history = history.append(s).append(z)
+    return history
+
+
 def apply_inverse_hessian(pairs: Pairs, r: Tensor) -> Tensor:
-    """H r of pairs (s, z), by the coefficients."""
-    rows = torch.stack([v for pair in pairs for v in pair], 1)
-    f = coefficients(rows @ rows.mT, (rows @ r[..., None])[..., 0])
-    return r + (f[:, None] @ rows)[:, 0]
+    """H r of pairs (s, z)."""
+    return -history_of(pairs).step(r)[1]
 
 
-def used(pairs: Pairs) -> Tensor:
-    """Whether each pair is, [B, t]."""
-    rows = torch.stack([v for pair in pairs for v in pair], 1)
-    return curvature(rows @ rows.mT).used
+def curvature(pairs: Pairs) -> Curvature:
+    return history_of(pairs).curvature()
 
 
-def safe(s: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """The damped z, and whether the pair is used [B, 1], as the paper on damping would write it."""
-    ss, zs = (s * s).sum(-1, keepdim=True), (z * s).sum(-1, keepdim=True)
-    theta = torch.where(zs < DAMPING * ss, (1 - DAMPING) * ss / (ss - zs), 1.0)
-    z = theta * z + (1 - theta) * s
-    return z, (z * s).sum(-1, keepdim=True) > MIN_COSINE * z.norm(dim=-1, keepdim=True) * s.norm(dim=-1, keepdim=True)
+def safe(s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """ŝ, a multiple of the damped z, what D is multiplied by for it, and whether the pair is used [B, 1]."""
+    ratio = (s.norm(dim=-1, keepdim=True) / z.norm(dim=-1, keepdim=True)).clamp_max(1e12)
+    s, z = (v / v.norm(dim=-1, keepdim=True) for v in (s, z))
+    mu = ((DAMPING * ratio - (s * z).sum(-1, keepdim=True)) / (1 - DAMPING)).clamp_min(0)
+    z = z + mu * s
+    good = (s * z).sum(-1, keepdim=True) > MIN_COSINE * z.norm(dim=-1, keepdim=True)
+    return s, z, ratio + mu, good
 
 
 def two_loops(pairs: Pairs, r: Tensor) -> Tensor:
     """The textbook recursion (Nocedal and Wright, algorithm 7.4) over the safe pairs, vector by vector."""
     alphas = []
-    found = [(s, *safe(s, z)) for s, z in pairs]
-    for s, z, good in reversed(found):
+    found = [safe(s, z) for s, z in pairs]
+    for s, z, _, good in reversed(found):
         rho = torch.where(good, 1 / (s * z).sum(-1, keepdim=True), 0.0)
         alpha = rho * (s * r).sum(-1, keepdim=True)
         r = r - alpha * z
         alphas.append((alpha, rho))
-    for (s, z, _), (alpha, rho) in zip(found, reversed(alphas), strict=True):
-        r = r + (alpha - rho * (z * r).sum(-1, keepdim=True)) * s
+    for (s, z, gamma, _), (alpha, rho) in zip(found, reversed(alphas), strict=True):
+        r = r + (gamma * alpha - rho * (z * r).sum(-1, keepdim=True)) * s
     return r
 
 
@@ -112,7 +118,7 @@ def test_weak_curvature_is_damped_to_the_bound() -> None:
 def test_a_pair_at_a_poor_angle_is_skipped_for_that_sample_only() -> None:
     s = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
     z = torch.tensor([[1.0, 100.0], [1.0, 0.1]])  # zᵀs = sᵀs, but the first is nearly orthogonal
-    assert used([(s, z)]).tolist() == [[False], [True]]
+    assert curvature([(s, z)]).used.tolist() == [[False], [True]]
     r = torch.randn(2, 2)
     result = apply_inverse_hessian([(s, z)], r)
     assert torch.equal(result[0], r[0])
@@ -124,11 +130,11 @@ def test_the_bound_on_the_angle_is_that_of_the_damped_pair() -> None:
     generator = torch.Generator().manual_seed(2)
     s, z = torch.randn(2, 1000, 4, generator=generator, dtype=torch.float64)
     z = z * 10 ** torch.empty(1000, 1).uniform_(-2, 2, generator=generator)
-    expected = safe(s, z)[1]
+    expected = safe(s, z)[-1]
     assert 100 < expected.sum() < 900
-    assert torch.equal(used([(s, z)]), expected)
-    gram = torch.stack([s, z], 1) @ torch.stack([s, z], 1).mT
-    torch.testing.assert_close(curvature(gram).cosine[:, 0], torch.cosine_similarity(s, z))
+    found = curvature([(s, z)])
+    assert torch.equal(found.used, expected)
+    torch.testing.assert_close(found.cosine[:, 0], torch.cosine_similarity(s, z))
 
 
 def vector(*values: float) -> Tensor:
@@ -151,6 +157,10 @@ ADVERSARIAL = {
     "huge and long": (torch.full((1, 4096), 1e37), torch.full((1, 4096), 1e37)),
     "huge step, ordinary change": (torch.full((1, 4096), 3e38), torch.ones(1, 4096)),
     "long zero change": (torch.ones(1, 4096), torch.zeros(1, 4096)),
+    "infinite": (vector(math.inf, 0, 0), vector(1, 1, 1)),
+    "infinite change": (vector(1, 0, 0), vector(1, -math.inf, 1)),
+    "not a number": (vector(1, 0, 0), vector(math.nan, 1, 1)),
+    "step that is not a number": (vector(math.nan, 0, 0), vector(1, 1, 1)),
 }
 
 
@@ -166,34 +176,33 @@ def test_adversarial_pairs_leave_everything_finite(case: str) -> None:
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_a_pair_that_is_not_finite_is_skipped_for_that_sample_only(value: float) -> None:
-    """Its vectors are in the image, which shows it; the coefficients and other samples know nothing of it."""
+def test_what_is_not_finite_shows_in_the_way_of_its_sample_only(value: float) -> None:
     (s, z), (s2, z2) = healthy_pairs(2, 3, 8)
-    good = apply_inverse_hessian([(s, z), (s2, z2)], s)
-    z = z.clone()
-    z[1, 0] = value
-    rows = torch.stack([s, z, s2, z2], 1)
-    f = coefficients(rows @ rows.mT, (rows @ s[..., None])[..., 0])
-    assert torch.isfinite(f).all()
-    assert f[1, :2].tolist() == [0, 0]
-    found = apply_inverse_hessian([(s, z), (s2, z2)], s)
-    torch.testing.assert_close(found[[0, 2]], good[[0, 2]])
+    bad = s.clone()
+    bad[1, 0] = value
+    history = history_of([(bad, z), (s2, z2)])
+    result, good = history.step(s2)[1], history_of([(s, z), (s2, z2)]).step(s2)[1]
+    torch.testing.assert_close(result[[0, 2]], good[[0, 2]])
+    torch.testing.assert_close(result[1], -apply_inverse_hessian([(s2, z2)], s2)[1])
+    way = History.begin(bad, 2).append(z).append(s2).way()[1]
+    assert way.isfinite().all(1).tolist() == [True, False, True]
 
 
-def wild_pairs(generator: torch.Generator, magnitude: float = 8) -> list[tuple[Tensor, Tensor]]:
-    scales = 10 ** torch.empty(13, 2, 4, 1).uniform_(-magnitude, magnitude, generator=generator)
+def wild_pairs(generator: torch.Generator) -> Pairs:
+    scales = 10 ** torch.empty(13, 2, 4, 1).uniform_(-18, 18, generator=generator)
     vectors = torch.randn(13, 2, 4, 8, generator=generator) * scales
     return [(s, z) for s, z in vectors]
 
 
-def doubled(pairs: Pairs) -> list[tuple[Tensor, Tensor]]:
+def doubled(pairs: Pairs) -> Pairs:
     return [(s.double(), z.double()) for s, z in pairs]
 
 
 def test_equals_the_two_loop_recursion_where_pairs_are_damped_and_skipped() -> None:
     generator = torch.Generator().manual_seed(4)
     pairs = doubled(wild_pairs(generator))
-    assert 0 < used(pairs).sum() < used(pairs).numel()
+    used = curvature(pairs).used
+    assert 0 < used.sum() < used.numel()
     r = torch.randn(4, 8, generator=generator, dtype=torch.float64)
     torch.testing.assert_close(apply_inverse_hessian(pairs, r), two_loops(pairs, r), rtol=1e-9, atol=1e-12)
 
@@ -213,59 +222,88 @@ def test_float32_is_as_near_to_float64_as_the_two_loop_recursion_is() -> None:
 def test_random_pairs_of_any_scale_keep_h_bounded_and_positive() -> None:
     """H stays positive definite: rᵀHr > 0 whatever pairs went in."""
     generator = torch.Generator().manual_seed(3)
-    for magnitude in [8.0] * 25 + [18.0] * 25:
-        pairs = wild_pairs(generator, magnitude)
+    for _ in range(50):
+        pairs = wild_pairs(generator)
         r = torch.randn(4, 8, generator=generator)
         result = apply_inverse_hessian(pairs, r)
         assert torch.isfinite(result).all()
         assert ((r * result).sum(-1) > 0).all()
 
 
-def descend(codes: list[Tensor], trust: Tensor, constant: bool = False, copied: bool = False) -> Tensor:
-    """The way that iterations with these gradient codes go, by a history; copied: from its rows alone each time."""
-    history = History.begin(codes[0], len(codes)).stepped(codes[0])
+State = tuple[Tensor, History]
+
+
+def iterate(state: State, r: Tensor, trust: Tensor, constant: bool) -> State:
+    """One iteration: from r_{t−1} and the history before to those after."""
+    before, history = state
+    history, _ = history.way()
+    z = r - before
+    history, s = history.append(z.detach() if constant else z).step(r, trust, constant)
+    return r, history.append(s)
+
+
+def descend(codes: list[Tensor], trust: Tensor, constant: bool = False, how: str = "kept") -> Tensor:
+    """The way that iterations with these gradient codes go."""
+    state: State = (codes[0], History.begin(-codes[0], len(codes)))
     for r in codes[1:]:
-        if copied:
-            history = tree_map(lambda rows: rows * 1.0, history).in_buffer(len(codes))
-        history, gram, products = history.changed(r, history.sums()[0], constant)
-        history = history.stepped(r, trust * coefficients(gram, products), constant)
-    return history.sums()[1]
+        if how == "recomputed":
+            state = checkpoint(iterate, state, r, trust, constant, use_reentrant=False)
+            continue
+        if how == "packed":  # as it goes from one stage to the next
+            state = tree_map(lambda v: v * 1.0, state)
+        if how == "forked":
+            iterate(state, 2 * r, trust, constant)
+        state = iterate(state, r, trust, constant)
+    return state[1].way()[1]
 
 
 def descend_plainly(codes: list[Tensor], trust: Tensor, constant: bool = False) -> Tensor:
-    """The same, by autograd alone."""
-    pairs: list[tuple[Tensor, Tensor]] = []
+    """The same, by autograd alone through the textbook recursion."""
+    pairs: Pairs = []
     steps = [-codes[0]]
     for before, r in pairwise(codes):
         pair = (steps[-1], r - before)
         pairs.append(tuple(v.detach() for v in pair) if constant else pair)  # type: ignore[arg-type]  # two
-        steps.append(-torch.lerp(r, apply_inverse_hessian(pairs, r), trust))
+        steps.append(-torch.lerp(r, two_loops(pairs, r), trust))
     return torch.stack(steps).sum(0)
 
 
-def codes_of(n: int, length: int) -> tuple[list[Tensor], Tensor]:
+def codes_of(n: int, length: int, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor]:
     """Gradient codes of which some pairs are damped and some skipped, and the trust in H."""
     generator = torch.Generator().manual_seed(6)
     first = torch.randn(3, length, generator=generator, dtype=torch.float64)
     noise = torch.randn(n, 3, length, generator=generator, dtype=torch.float64)
     noise[3::4, 0] *= 30  # so far beside the step that the pair is skipped
-    codes = [(first * 0.7**k + 0.3 * noise[k]).requires_grad_() for k in range(n)]
-    return codes, torch.tensor([0.4], dtype=torch.float64, requires_grad=True)
+    codes = [(first * 0.7**k + 0.3 * noise[k]).to(dtype).requires_grad_() for k in range(n)]
+    return codes, torch.tensor([0.4], dtype=dtype, requires_grad=True)
 
 
-@pytest.mark.parametrize("copied", [False, True], ids=["in one buffer", "copied"])
+@pytest.mark.parametrize("how", ["kept", "recomputed", "packed", "forked"])
 @pytest.mark.parametrize("constant", [False, True], ids=["full", "detach"])
-def test_a_history_gives_the_values_and_gradients_of_autograd(constant: bool, copied: bool) -> None:
-    """A second backward through the graph too."""
+def test_a_history_gives_the_values_and_gradients_of_autograd(constant: bool, how: str) -> None:
+    """Also of some inputs only, which leaves the graph half gone through, and of all again after that."""
     codes, trust = codes_of(6, 20)
-    way, expected = descend(codes, trust, constant, copied), descend_plainly(codes, trust, constant)
+    way, expected = descend(codes, trust, constant, how), descend_plainly(codes, trust, constant)
     torch.testing.assert_close(way, expected)
     weights = torch.linspace(-1, 1, 20, dtype=torch.float64)
-    wanted = torch.autograd.grad((expected * weights).sum(), [*codes, trust])
-    for _ in range(2):
-        found = torch.autograd.grad((way * weights).sum(), [*codes, trust], retain_graph=True)
+    for leaves in ([*codes, trust], codes[-2:], codes[:1], [*codes, trust]):
+        wanted = torch.autograd.grad((expected * weights).sum(), leaves, retain_graph=True)
+        found = torch.autograd.grad((way * weights).sum(), leaves, retain_graph=True)
         for gradient, want in zip(found, wanted, strict=True):
             torch.testing.assert_close(gradient, want)
+
+
+def test_two_ways_on_from_one_history_know_nothing_of_each_other() -> None:
+    codes, trust = codes_of(5, 12)
+    state: State = (codes[0], History.begin(-codes[0], 5))
+    for r in codes[1:3]:
+        state = iterate(state, r, trust, False)
+    ways = [iterate(state, r, trust, False)[1].way()[1] for r in codes[3:]]
+    for way, last in zip(ways, codes[3:], strict=True):
+        expected = descend_plainly([*codes[:3], last], trust)
+        torch.testing.assert_close(way, expected)
+        found, wanted = (torch.autograd.grad(w.square().sum(), codes[:3], retain_graph=True) for w in (way, expected))
+        torch.testing.assert_close(found, wanted)
 
 
 def test_gradcheck() -> None:
@@ -273,21 +311,35 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(lambda trust, *codes: descend(list(codes), trust), (trust, *codes))
 
 
-def test_a_history_gives_back_every_gradient_code() -> None:
-    """r_t = r_0 + Σ z, of damped and skipped pairs too."""
-    codes, _ = codes_of(6, 8)
-    history = History.begin(codes[0], 6).stepped(codes[0])
-    for before, r in pairwise(codes):
-        torch.testing.assert_close(history.sums()[0], before)
-        history, gram, products = history.changed(r, history.sums()[0])
-        history = history.stepped(r, coefficients(gram, products))
-    used, cosine = history.curvature()
-    assert used.shape == (3, 5)
-    assert 0 < used.sum() < used.numel()
-    torch.testing.assert_close(cosine[:, 0], torch.cosine_similarity(codes[1] - codes[0], -codes[0]))
+def test_a_second_derivative_is_refused() -> None:
+    """Backward is written by hand: it would be wrong in silence."""
+    codes, trust = codes_of(3, 6)
+    (gradient,) = torch.autograd.grad(descend(codes, trust).square().sum(), codes[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
 
 
-def test_backward_keeps_the_history_and_one_vector_an_iteration() -> None:
+@pytest.mark.parametrize("spread", [1.3, 3.0])
+def test_float32_holds_where_the_iterations_converge(spread: float) -> None:
+    """Late gradient codes are a millionth of the first: their change must not drown in what was."""
+    values = torch.linspace(1 / spread, 1, 1024, dtype=torch.float64)
+    x = start = torch.randn(2, 1024, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    codes: list[Tensor] = []
+    while not codes or (len(codes) < 14 and codes[-1].norm() > 1e-6 * codes[0].norm()):
+        codes.append((x * values).requires_grad_())
+        x = start + descend_plainly(codes, torch.ones(1, dtype=torch.float64)).detach()
+    assert codes[-1].norm() < 1e-3 * codes[0].norm()
+    weights = torch.linspace(-1, 1, 1024, dtype=torch.float64)
+    way = descend_plainly(codes, torch.ones(1, dtype=torch.float64))
+    wanted = torch.autograd.grad((way * weights).sum(), codes)
+    single = [code.detach().float().requires_grad_() for code in codes]
+    found = torch.autograd.grad((descend(single, torch.ones(1)) * weights.float()).sum(), single)
+    for gradient, want in zip(found, wanted, strict=True):
+        assert (gradient - want).norm() < 2e-6 * want.norm()
+
+
+def test_backward_keeps_the_history_and_two_vectors_an_iteration() -> None:
+    """r and q; not two for each pair, as the two loops would."""
     codes, trust = codes_of(8, 64)
     kept: dict[int, Tensor] = {}
 
@@ -298,7 +350,7 @@ def test_backward_keeps_the_history_and_one_vector_an_iteration() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda v: v):
         descend(codes, trust)
-    assert {v.data_ptr() for v in codes} >= kept.keys()
+    assert len(kept) <= 2 * 7
 
 
 def test_an_iteration_takes_the_same_operators_whatever_came_before() -> None:
@@ -309,4 +361,4 @@ def test_an_iteration_takes_the_same_operators_whatever_came_before() -> None:
         return operators.total
 
     three, four, thirteen, fourteen = map(n_operators, (3, 4, 13, 14))
-    assert fourteen - thirteen == four - three < 110
+    assert fourteen - thirteen == four - three < 125

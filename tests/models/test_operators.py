@@ -10,7 +10,7 @@ DEMO = ["experiment=demo", *SMALL_IMAGES]
 @pytest.mark.parametrize(
     ("overrides", "budget"),
     [
-        ([*SMALL_IMAGES, "memory=keep"], 6300),
+        ([*SMALL_IMAGES, "memory=keep"], 6400),
         ([*DEMO, "memory=keep"], 2900),
         ([*DEMO, "memory=recompute"], 3850),
     ],

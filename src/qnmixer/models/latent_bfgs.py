@@ -26,6 +26,8 @@ MIN_COSINE = 0.3
 
 _RATIO_MAX = 1e12
 """Bound on ‖s‖/‖z‖: beyond it damping decides the result anyway."""
+_SMALLEST = 1e-30
+"""Largest entry of the smallest vector with a direction; of smaller ones gradients would leave the range of float32."""
 
 
 class Curvature(NamedTuple):
@@ -116,7 +118,7 @@ class _Buffer:
         """Make v [B, L] row n."""
         largest, inverse = self.scales[:, n % 2, :, n // 2].unbind(1)
         torch.linalg.vector_norm(v, torch.inf, dim=1, out=largest)
-        torch.reciprocal(largest.clamp_min(torch.finfo(v.dtype).tiny), out=inverse).nan_to_num_(0.0)
+        torch.reciprocal(largest.clamp_min(_SMALLEST), out=inverse).nan_to_num_(0.0)
         torch.mul(v, inverse[:, None], out=self.rows[:, n]).nan_to_num_(0.0)
         self.n_rows = n + 1
 
