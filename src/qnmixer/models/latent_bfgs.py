@@ -9,8 +9,9 @@ where the columns of S and Z are all steps s and gradient changes z, R is the up
 (Byrd, Nocedal, Schnabel 1994, eq. 2.6, arranged as the two-loop recursion).
 
 Steps and changes are rows of one buffer, so that an iteration takes the same number of operators whatever the number of
-pairs. Each vector is divided by its largest entry, which keeps the arithmetic safe: no product of two can overflow or
-vanish. H depends on a pair only through the two directions and γ = ‖s‖/‖z‖, which turns D into γD.
+pairs. Each vector is divided by the power of two of its largest entry. That is exact, and keeps the arithmetic safe: no
+product of two can overflow or vanish. H depends on a pair only through the two directions and γ = ‖s‖/‖z‖, which turns
+D into γD.
 """
 
 from typing import Any, NamedTuple
@@ -26,8 +27,10 @@ MIN_COSINE = 0.3
 
 _RATIO_MAX = 1e12
 """Bound on ‖s‖/‖z‖: beyond it damping decides the result anyway."""
-_SMALLEST = 1e-30
+_SMALLEST = 2.0**-100
 """Largest entry of the smallest vector with a direction; of smaller ones gradients would leave the range of float32."""
+_EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}
+"""The bits of a number that are its exponent: without the others it is a power of two, and what is none is infinite."""
 
 
 class Curvature(NamedTuple):
@@ -40,9 +43,8 @@ class Curvature(NamedTuple):
 class History:
     """s_0, z_0, s_1, z_1, …: all steps, and the changes of the gradient code between them.
 
-    A vector v is a row u = v / max|v|, and max|v| is a scale, which is a constant to differentiation, as is any factor
-    of u. Of a vector that is not finite the row is zero, which keeps H sound, and the scale is not finite either, so
-    that the way is NaN, which no one overlooks.
+    A vector v is a row u of entries up to 2 times a scale, a constant to differentiation. Of a vector that is not
+    finite the row is zero, which keeps H sound, and the scale infinite, so that the way is NaN, which no one overlooks.
 
     All rows are in one buffer, into which each is written where it stays. So autograd sees no row twice, and backward
     needs nothing of the T² uses of rows but the buffer. The gradients of the rows go back in one tensor, to which
@@ -118,7 +120,9 @@ class _Buffer:
         """Make v [B, L] row n."""
         largest, inverse = self.scales[:, n % 2, :, n // 2].unbind(1)
         torch.linalg.vector_norm(v, torch.inf, dim=1, out=largest)
-        torch.reciprocal(largest.clamp_min(_SMALLEST), out=inverse).nan_to_num_(0.0)
+        bits, exponent = _EXPONENT[v.dtype]
+        largest.view(bits).bitwise_and_(exponent)
+        torch.reciprocal(largest.clamp_min(_SMALLEST), out=inverse)
         torch.mul(v, inverse[:, None], out=self.rows[:, n]).nan_to_num_(0.0)
         self.n_rows = n + 1
 
@@ -225,7 +229,8 @@ class _Way(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, buffer: _Buffer) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.n, ctx.buffer = rows.shape[1], buffer
-        way = torch.bmm(buffer.steps(ctx.n)[:, None], buffer.rows[:, : ctx.n : 2])[:, 0]
+        with torch.autocast(rows.device.type, enabled=False):
+            way = torch.bmm(buffer.steps(ctx.n)[:, None], buffer.rows[:, : ctx.n : 2])[:, 0]
         return buffer.first(ctx.n), way
 
     @staticmethod
