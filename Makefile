@@ -86,7 +86,7 @@ readme: install ## run the demo and put its table and picture into README.md
 real: install ## put run=pretrained against total variation, on the slices in CT=/path/to/dicom, into README.md
 	rm -rf runs/real
 	$(BIN)/python -m qnmixer.evaluate run=pretrained data=dicom data.root=$(CT) data.simulation_factor=2 noise=field \
-		evaluation.tv_weight=5.8e-5 evaluation.n_pictures=1 hydra.run.dir=runs/real
+		evaluation.tv_weight=9e-5 evaluation.n_pictures=1 hydra.run.dir=runs/real
 	cp runs/real/picture.png notebooks/real_ct.png
 	$(call into_readme,real,runs/real/table.md)
 

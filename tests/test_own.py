@@ -121,7 +121,7 @@ def test_a_sweep_of_it(here: Path, command: Callable[..., Done]) -> None:
     assert [(row["schedule.peak"], row["status"]) for row in rows] == [("0.3", "done"), ("0.6", "done")]
 
     assert "add trust=own" in command("compare", "sweep=sweep").stderr
-    compared = command("compare", "sweep=sweep", "trust=own", "tests=[as_trained]", "evaluation.tv_iterations=2")
+    compared = command("compare", "sweep=sweep", "trust=own", "tests=[as_trained]", "evaluation.n_pictures=2")
     assert compared.returncode == 0, compared.stderr
     table = (here / "sweep" / "comparison" / "comparison.md").read_text()
     assert all(f"| peak={peak} | 1 |" in table for peak in (0.3, 0.6))

@@ -7,9 +7,11 @@ import torch
 
 from qnmixer.checkpoints.reading import load_run, read_checkpoint
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
-from qnmixer.config import Config
+from qnmixer.config import Config, parse
+from qnmixer.config.compose import compose
 from qnmixer.errors import ConfigError, PluginError
-from qnmixer.reconstructor import build_network, build_projector, method_name
+from qnmixer.models import TotalVariation
+from qnmixer.reconstructor import build_network, build_noise, build_projector, method_name
 from qnmixer.training.module import ReconstructionModule
 
 MINE = """
@@ -87,3 +89,16 @@ def test_a_regularizer_of_ones_own(tiny_config: Callable[..., Config]) -> None:
     assert [type(module).__name__ for module in network.blocks()] == ["Scaled"]
     with pytest.raises(ConfigError, match=r"set model\.detail_channels=0"):
         tiny_config(*OWN_REGULARIZER[:1])
+
+
+def test_total_variation_knows_the_noise_that_slices_get_now() -> None:
+    """Also that of an evaluation, which may be another than the config began with."""
+    config, quiet = (
+        parse(compose("train", ["experiment=demo", "model=tv", f"noise={it}"])) for it in ("physical", "none")
+    )
+    network = build_network(config, build_projector(config))
+    assert isinstance(network, TotalVariation)
+    y = torch.full((1, 1, 2, 3), 50.0)
+    assert torch.equal(network.variance(y), build_noise(config).variance(y))
+    config.noise = quiet.noise
+    assert not network.variance(y).any()

@@ -187,6 +187,8 @@ def test_lower_bounds(key: str) -> None:
         ("data=dicom", "data.val_fraction", "0.2", "0"),
         ("data=dicom", "data.test_fraction", "0.2", "0"),
         ("model=tv", "model.weight", "1e-9", "0"),
+        ("model=tv", "model.noise_weight", "0", "-1e-9"),
+        ("model=tv", "model.gap", "0", "-0.1"),
     ],
 )
 def test_lower_bounds_of_variants(choice: str, key: str, allowed: str, outside: str) -> None:

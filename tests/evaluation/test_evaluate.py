@@ -119,7 +119,7 @@ def scores() -> Evaluation:
 
 def test_total_variation_stands_in_the_table_where_it_is_asked_for(module: ReconstructionModule) -> None:
     data = SliceDataModule(section("data", "phantoms", image_size=16, num_workers=0, n_test=2))
-    settings = EvaluationConfig(window=WINDOW, n_pictures=1, tv_weight=1e-3, tv_iterations=30)
+    settings = EvaluationConfig(window=WINDOW, n_pictures=1, tv_weight=1e-3)
     evaluation = evaluate(module, data, "test", settings, torch.device("cpu"))
     assert evaluation.methods == ["FBP", "TV", "QN-Mixer"]
     assert evaluation.means()["TV"]["psnr"] > evaluation.means()["FBP"]["psnr"]

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from qnmixer.physics import FieldNoise, MixedNoise, Noise, NoNoise, PhysicalNoise
+from qnmixer.physics import FieldNoise, KeyedNoise, MixedNoise, NoNoise, PhysicalNoise
 
 PHYSICAL = PhysicalNoise(photons=1e4, electronic_sigma=5.0)
-ALL: Sequence[Noise] = (FieldNoise(), PHYSICAL, MixedNoise(photons=1e4, electronic_sigma=5.0, physical_share=0.5))
+ALL: Sequence[KeyedNoise] = (FieldNoise(), PHYSICAL, MixedNoise(photons=1e4, electronic_sigma=5.0, physical_share=0.5))
 
 
 def sinogram(batch: int = 1, value: float = 100.0) -> torch.Tensor:
@@ -24,7 +24,7 @@ def test_no_noise_is_the_identity() -> None:
 
 
 @pytest.mark.parametrize("noise", ALL, ids=lambda noise: type(noise).__name__)
-def test_noise_depends_on_sample_and_key_only(noise: Noise) -> None:
+def test_noise_depends_on_sample_and_key_only(noise: KeyedNoise) -> None:
     y = sinogram(3) * torch.tensor([1.0, 0.5, 0.7]).view(3, 1, 1, 1)
     keys = [(1, 0, 5), (1, 0, 6), (1, 1, 5)]
     together = noise(y, keys)
@@ -38,7 +38,7 @@ def test_noise_depends_on_sample_and_key_only(noise: Noise) -> None:
 
 
 @pytest.mark.parametrize("noise", ALL, ids=lambda noise: type(noise).__name__)
-def test_global_generators_are_left_alone(noise: Noise) -> None:
+def test_global_generators_are_left_alone(noise: KeyedNoise) -> None:
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
@@ -77,6 +77,25 @@ def test_mixed_noise_gives_each_sample_one_of_the_two() -> None:
     y = torch.full((200, 1, 4, 16), 100.0)
     strong = (noise(y, [(k,) for k in range(200)]) - y).flatten(1).std(1) > 1
     assert 0.2 < float(strong.float().mean()) < 0.4
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [FieldNoise(1e5, 0.3), PhysicalNoise(1e5, 0.0192, 20.0), PhysicalNoise(1e4, 0.0192, 0.0, 2000.0), NoNoise()],
+    ids=str,
+)
+def test_the_variance_is_told_from_a_noisy_sinogram(noise: KeyedNoise) -> None:
+    y = sinogram(2) * torch.tensor([1.0, 0.4]).view(2, 1, 1, 1)
+    noisy = noise(y, [(7,), (8,)])
+    found = (noisy - y).flatten(1).var(1)
+    torch.testing.assert_close(noise.variance(noisy).mean((1, 2, 3)), found, rtol=0.05, atol=0)
+
+
+def test_the_variance_of_mixed_noise_is_that_of_both_by_their_shares() -> None:
+    y = sinogram()
+    mixed = MixedNoise(photons=1e4, physical_share=0.25, field_photons=1e5)
+    expected = 0.25 * PhysicalNoise(1e4).variance(y) + 0.75 * FieldNoise(1e5).variance(y)
+    torch.testing.assert_close(mixed.variance(y), expected)
 
 
 def test_fewer_photons_give_more_noise() -> None:

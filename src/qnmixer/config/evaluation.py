@@ -17,7 +17,7 @@ class EvaluationConfig:
     window: list[float]  # HU, [low, high]
     n_pictures: int = number(at_least=1)
     tv_weight: float | None = number(above=0, default=None)  # None: without total variation
-    tv_iterations: int = number(at_least=1, default=500)
+    tv_noise_weight: float = number(at_least=0, default=0.0)
 
     def check(self, run: "Config | None" = None) -> None:
         """A window is two numbers."""

@@ -57,6 +57,8 @@ class TVConfig(ModelConfig):
 
     n_iterations: int = number(at_least=1, at_most=100_000)
     weight: float = number(above=0)
+    noise_weight: float = number(at_least=0)
+    gap: float = number(at_least=0, below=1)
 
     @property
     def T(self) -> int:

@@ -168,7 +168,12 @@ def evaluate(
     module = module.to(device).eval()
     methods: dict[str, Callable[[Tensor], Tensor]] = {"FBP": module.projector.fbp}
     if config.tv_weight is not None:
-        methods[TotalVariation.title] = TotalVariation(module.projector, config.tv_iterations, config.tv_weight)
+        methods[TotalVariation.title] = TotalVariation(
+            module.projector,
+            weight=config.tv_weight,
+            noise_weight=config.tv_noise_weight,
+            variance=module.noise.variance,
+        )
     baselines = [*methods]
     methods[module.network.title] = module.network
     n_images, size = len(data.dataset(split)), module.config.data.image_size

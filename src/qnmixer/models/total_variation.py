@@ -1,6 +1,7 @@
 """Total variation by the primal-dual method of Chambolle and Pock (2011), as Sidky, Jørgensen and Pan (2012) use it."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,12 @@ _SIGMA = 0.5 / _TAU
 
 _GRADIENT_NORM = math.sqrt(8)  # ‖∇‖ of forward differences in two dimensions is at most this
 
+_LARGEST = 1.5
+"""M, above every value of the minimum: images are in [0, 1]."""
+
+_GAP_EVERY = 25
+"""Iterations from one look at the gap to the next, which costs a projection."""
+
 
 class TVState(NamedTuple):
     """Primal and dual variables."""
@@ -24,45 +31,84 @@ class TVState(NamedTuple):
     extrapolated: Tensor  # [B, 1, H, W], x̄
     p: Tensor  # [B, 1, V, D], dual to the data
     q: Tensor  # [B, 2, H, W], dual to the gradient
+    weight: Tensor  # [B, 1, 1, 1], α
+    gap: Tensor  # [B], the duality gap over the objective when it was last looked at
 
 
 class TotalVariation(UnrolledNetwork[TVState]):
-    """min over x ≥ 0 of ½‖K x − f‖² + α·TV(x), with K = A/‖A‖ and f = y/‖A‖; T iterations from FBP(y). No weights.
+    """min over x ≥ 0 of ½‖K x − f‖² + α·TV(x), with K = A/‖A‖ and f = y/‖A‖; from FBP(y). No weights.
 
     TV(x) = Σ |∇x| is isotropic, with forward differences and none across the border. As ‖K‖ = 1, α weighs against the
     image itself, whatever the scan's scale. With ∇' = ∇/√8, so that ‖∇'‖ ≤ 1 too and 2στ = 1 is safe, an iteration is:
     p ← (p + σ(K x̄ − f))/(1 + σ); q ← q + σ∇'x̄, cut to length √8·α at each pixel; x⁺ = max(0, x − τ(Kᵀp + ∇'ᵀq));
     x̄ ← 2x⁺ − x.
 
+    It ends by the duality gap. For 0 ≤ x ≤ M the dual value −½‖p‖² − ⟨p, f⟩ − M Σ max(0, −(Kᵀp + ∇'ᵀq)) is at most
+    the minimum. So the objective is proven to be as near to it as the gap says; in truth it is much nearer.
+
     Args:
         projector: A, Aᵀ and FBP of the scan.
-        n_iterations: T.
+        n_iterations: T, at most.
         weight: α, in units of the image's values.
+        noise_weight: c in mm⁻¹; α = √(weight² + (c·σ)²), with σ the root mean square noise of a slice's rays.
+        variance: the noise of each ray that y lets expect: `KeyedNoise.variance`.
+        gap: an image is done at objective − dual value ≤ gap × objective; 0 takes all iterations.
     """
 
     title = "TV"
 
-    def __init__(self, projector: FanBeamProjector, n_iterations: int = 200, weight: float = 1e-4) -> None:
+    def __init__(
+        self,
+        projector: FanBeamProjector,
+        n_iterations: int = 5000,
+        weight: float = 9e-5,
+        gap: float = 0.01,
+        noise_weight: float = 3.5e-4,
+        variance: Callable[[Tensor], Tensor] = torch.zeros_like,
+    ) -> None:
         super().__init__(n_iterations)
         self.projector = projector
         self.weight = weight
+        self.gap = gap
+        self.noise_weight = noise_weight
+        self.variance = variance
 
     def start(self, y: Tensor) -> TVState:
         """x₀ = FBP(y) without what is negative, and dual variables of zero."""
         x = self.projector.fbp(y).clamp_min(0)
-        return TVState(x, x, torch.zeros_like(y), torch.cat([torch.zeros_like(x)] * 2, dim=1))
+        q = torch.cat([torch.zeros_like(x)] * 2, dim=1)
+        noise = self.variance(y).mean((1, 2, 3), keepdim=True)
+        weight = (self.weight**2 + self.noise_weight**2 * noise).sqrt()
+        return TVState(x, x, torch.zeros_like(y), q, weight, y.new_ones(len(y)))
 
     def step(self, t: int, y: Tensor, state: TVState) -> TVState:
-        """One iteration."""
+        """One iteration; an image that is done stays as it is, whatever else is in the batch."""
+        done = state.gap <= self.gap
+        if bool(done.all()):
+            return state
         norm = self.projector.operator_norm()
         residual = (self.projector(state.extrapolated) - y) / norm
         p = (state.p + _SIGMA * residual) / (1 + _SIGMA)
         q = state.q + _SIGMA / _GRADIENT_NORM * gradient(state.extrapolated)
-        limit = self.weight * _GRADIENT_NORM
-        q = q * (limit / q.norm(dim=1, keepdim=True).clamp_min(limit))
+        limit = state.weight * _GRADIENT_NORM
+        q = q * (limit / torch.maximum(q.norm(dim=1, keepdim=True), limit))
         descent = self.projector.adjoint(p) / norm - divergence(q) / _GRADIENT_NORM
-        x = (state.x - _TAU * descent).clamp_min(0)
-        return TVState(x, 2 * x - state.x, p, q)
+        x = torch.where(done[:, None, None, None], state.x, (state.x - _TAU * descent).clamp_min(0))
+        gap = state.gap
+        if t % _GAP_EVERY == _GAP_EVERY - 1:
+            value = self.objective(x, y, state.weight)
+            dual = (
+                -p.square().sum((1, 2, 3)) / 2
+                - (p * y).sum((1, 2, 3)) / norm
+                + _LARGEST * (descent.clamp_max(0).sum((1, 2, 3)))
+            )
+            gap = torch.where(done, gap, (value - dual) / value)
+        return TVState(x, 2 * x - state.x, p, q, state.weight, gap)
+
+    def objective(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        """What is minimised, [B]; weight [B, 1, 1, 1]."""
+        misfit = (self.projector(x) - y) / self.projector.operator_norm()
+        return misfit.square().sum((1, 2, 3)) / 2 + (weight * gradient(x).norm(dim=1, keepdim=True)).sum((1, 2, 3))
 
     def image(self, state: TVState) -> Tensor:
         """x_t."""

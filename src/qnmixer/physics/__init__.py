@@ -2,7 +2,7 @@
 
 from qnmixer.physics.fbp import FBP_WINDOWS
 from qnmixer.physics.geometry import FanBeamGeometry
-from qnmixer.physics.noise import FieldNoise, KeyedNoise, MixedNoise, Noise, NoNoise, PhysicalNoise
+from qnmixer.physics.noise import FieldNoise, KeyedNoise, MixedNoise, NoNoise, PhysicalNoise
 from qnmixer.physics.projector import FanBeamProjector
 
 __all__ = [
@@ -13,6 +13,5 @@ __all__ = [
     "KeyedNoise",
     "MixedNoise",
     "NoNoise",
-    "Noise",
     "PhysicalNoise",
 ]

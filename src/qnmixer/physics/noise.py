@@ -8,7 +8,6 @@ in, the device, the rank or the worker. It is drawn on the CPU by numpy's Philox
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,14 +20,6 @@ Key = Sequence[int]
 
 _FEWEST_COUNTS = 1.0
 """Counts that a starved bin is taken to have, so that its logarithm is finite."""
-
-
-class Noise(Protocol):
-    """Adds noise to line integrals y [B, 1, V, D], one key per sample."""
-
-    def __call__(self, y: Tensor, keys: Sequence[Key]) -> Tensor:
-        """Return y with noise, of y's shape, dtype and device."""
-        ...
 
 
 class KeyedNoise(ABC):
@@ -47,6 +38,13 @@ class KeyedNoise(ABC):
 
         Returns an array of p's shape.
         """
+
+    def variance(self, y: Tensor) -> Tensor:
+        """The variance of each ray that noisy sinograms y [B, 1, V, D] let expect, in their unit squared, of y's shape.
+
+        Zero here: a noise of your own need not know it. Total variation takes its weight from it.
+        """
+        return torch.zeros_like(y)
 
     def __call__(self, y: Tensor, keys: Sequence[Key]) -> Tensor:
         """Return y with noise, computed in float64 on the CPU."""
@@ -100,6 +98,11 @@ class FieldNoise(KeyedNoise):
             p = -np.log(np.maximum(counts, _FEWEST_COUNTS) / self.photons) * largest
         return p + self.sigma * rng.standard_normal(p.shape)
 
+    def variance(self, y: Tensor) -> Tensor:
+        """p_max²/N + σ², with N = I₀ e^{−y/p_max} counts."""
+        largest = y.amax((1, 2, 3), keepdim=True).clamp_min(torch.finfo(y.dtype).tiny)
+        return largest.square() * torch.exp(y / largest) / self.photons + self.sigma**2
+
 
 @dataclass(frozen=True)
 class PhysicalNoise(KeyedNoise):
@@ -127,6 +130,12 @@ class PhysicalNoise(KeyedNoise):
         counts += self.electronic_sigma * rng.standard_normal(p.shape)
         return -np.log(np.maximum(counts, _FEWEST_COUNTS) / self.photons) / mu
 
+    def variance(self, y: Tensor) -> Tensor:
+        """(N + σₑ²)/(μ N)², with N = I₀ e^{−μ y} counts, at least one."""
+        mu = attenuation_per_value(self.water_attenuation, self.hu_max)
+        counts = (self.photons * torch.exp(-mu * y)).clamp_min(_FEWEST_COUNTS)
+        return (counts + self.electronic_sigma**2) / (mu * counts).square()
+
 
 @dataclass(frozen=True)
 class MixedNoise(PhysicalNoise):
@@ -145,7 +154,15 @@ class MixedNoise(PhysicalNoise):
         """One sinogram with noise."""
         if rng.random() < self.physical_share:
             return super().sample(p, rng)
-        return FieldNoise(self.field_photons, self.field_sigma).sample(p, rng)
+        return self._field().sample(p, rng)
+
+    def variance(self, y: Tensor) -> Tensor:
+        """Of both by their shares: which of them a sample got is not to be seen."""
+        share = self.physical_share
+        return share * super().variance(y) + (1 - share) * self._field().variance(y)
+
+    def _field(self) -> FieldNoise:
+        return FieldNoise(self.field_photons, self.field_sigma)
 
 
 def attenuation_per_value(water_attenuation: float, hu_max: float) -> float:
