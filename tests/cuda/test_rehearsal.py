@@ -18,8 +18,8 @@ import torch
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fake_cuda")]
 
 BUDGET = {
-    "demo": 4400,
-    "qn_mixer": 1110,
+    "demo": 2900,
+    "qn_mixer": 910,
     "qn_mixer_paper": 770,
     "learn": 175,
     "learned_primal_dual": 195,

@@ -271,9 +271,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, *gradients: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         own, of_s = gradients
         if of_s is None:
             return own, None, None, None, None
