@@ -246,14 +246,14 @@ def descend(codes: list[Tensor], trust: Tensor, constant: bool = False, how: str
     """The way that iterations with these gradient codes go."""
     state: State = (codes[0], History.begin(-codes[0], len(codes)))
     for r in codes[1:]:
-        if how == "recomputed":
-            state = checkpoint(iterate, state, r, trust, constant, use_reentrant=False)
-            continue
-        if how == "packed":  # as it goes from one stage to the next
+        if "packed" in how:  # as it goes from one stage to the next
             state = tree_map(lambda v: v * 1.0, state)
-        if how == "forked":
+        if "forked" in how:
             iterate(state, 2 * r, trust, constant)
-        state = iterate(state, r, trust, constant)
+        if "recomputed" in how:
+            state = checkpoint(iterate, state, r, trust, constant, use_reentrant=False)
+        else:
+            state = iterate(state, r, trust, constant)
     return state[1].way()[1]
 
 
@@ -278,7 +278,7 @@ def codes_of(n: int, length: int, dtype: torch.dtype = torch.float64) -> tuple[l
     return codes, torch.tensor([0.4], dtype=dtype, requires_grad=True)
 
 
-@pytest.mark.parametrize("how", ["kept", "recomputed", "packed", "forked"])
+@pytest.mark.parametrize("how", ["kept", "recomputed", "packed", "packed, recomputed", "forked", "forked, recomputed"])
 @pytest.mark.parametrize("constant", [False, True], ids=["full", "detach"])
 def test_a_history_gives_the_values_and_gradients_of_autograd(constant: bool, how: str) -> None:
     """Also of some inputs only, which leaves the graph half gone through, and of all again after that."""

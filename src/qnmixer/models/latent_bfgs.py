@@ -99,9 +99,11 @@ class History:
 
     def _room(self) -> "_Buffer":
         """The buffer, if no other history went on from here; or one with a copy of these rows."""
-        if self._buffer is None or self._buffer.n_rows > self.rows.shape[1]:
+        buffer = self._buffer
+        # Within backward it is the same way again, as in recomputing, which writes what is there.
+        if buffer is None or (buffer.n_rows > self.rows.shape[1] and torch._C._current_graph_task_id() == -1):
             return _Buffer(self.rows, self.scales)
-        return self._buffer
+        return buffer
 
 
 register_pytree_node(History, lambda h: ([h.rows, h.scales], None), lambda parts, _: History(*parts))
@@ -124,7 +126,7 @@ class _Buffer:
         largest.view(bits).bitwise_and_(exponent)
         torch.reciprocal(largest.clamp_min(_SMALLEST), out=inverse)
         torch.mul(v, inverse[:, None], out=self.rows[:, n]).nan_to_num_(0.0)
-        self.n_rows = n + 1
+        self.n_rows = max(self.n_rows, n + 1)
 
     def steps(self, n: int) -> Tensor:
         """Scales [B, t] of the steps among the first n rows."""
