@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from qnmixer.physics import FanBeamProjector
 
@@ -47,6 +48,7 @@ class _Descent(torch.autograd.Function):
         return descent
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         (v,), (y, step_sizes, *gradients) = cotangents, ctx.saved_tensors
         of_step_sizes, of_gradients = [], []

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from qnmixer.errors import ConfigError
@@ -24,6 +25,7 @@ class _ReluInPlace(torch.autograd.Function):
         return x
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (result,), (gradient,) = ctx.saved_tensors, gradients
         return torch.ops.aten.threshold_backward.grad_input(gradient, result, 0, grad_input=gradient)
