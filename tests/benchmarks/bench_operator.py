@@ -167,33 +167,26 @@ def measure(n_views: int, beams: Sequence[str], bandwidth: float) -> list[dict[s
     return rows
 
 
+COLUMNS = {
+    "views": "views", "beam": "beam", "": "operator", "batch": "batch", "ms": "ms_per_image",
+    "ASTRA": "astra_ms_per_image", "faster": "times_faster", "floor": "floor_ms_per_image", "over it": "times_floor",
+    "of flat": "times_flat_per_value", "bytes": "times_bytes",
+}  # fmt: skip
+"""What is printed of a row, under which heading."""
+
+
 def show(rows: Iterable[dict[str, Any]], bandwidth: float) -> None:
     """Print the table."""
     table = Table(title=f"256 × 256, 512 detectors, one core; ms per image; a copy moves {bandwidth / 1e9:.1f} GB/s")
-    for heading in (
-        "views",
-        "beam",
-        "",
-        "batch",
-        "ms",
-        "ASTRA",
-        "faster",
-        "goal",
-        "holds",
-        "floor",
-        "over it",
-        "of flat",
-        "bytes",
-    ):
+    for heading in COLUMNS:
         table.add_column(heading, justify="right")
     for row in rows:
-        table.add_row(*(f"{v:.2f}" if isinstance(v, float) else _text(v) for v in row.values()))
+        table.add_row(*(_text(row[key]) for key in COLUMNS.values()))
     Console().print(table)
 
 
 def _text(value: object) -> str:
-    """A cell that is no fraction."""
-    return {None: "–", True: "yes", False: "NO"}[value] if value is None or isinstance(value, bool) else str(value)
+    return "–" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def main() -> None:

@@ -233,7 +233,8 @@ def _module(config: Config, mode: FakeTensorMode, projector: FanBeamProjector) -
     """The module of a config, made on the device."""
     for part in projector.modules():
         for name, value in part._buffers.items():
-            part._buffers[name] = mode.from_tensor(value).to(CUDA0)
+            if value is not None:
+                part._buffers[name] = mode.from_tensor(value).to(CUDA0)
     with CUDA0:
         module = ReconstructionModule(config, projector)
     apply_memory_mode(module.network, config.memory)
