@@ -255,6 +255,6 @@ def test_nifti_is_refused(case: str, cold: Warm, without_torch: Path, tmp_path: 
     done = cold.run(*arguments, cwd=tmp_path, env=environment, timeout=60)
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
-    assert re.search(r"^error: .*(input|root)=ct.* is NIfTI, which is not read here: .* convert it to \.npy", line)
+    assert re.search(r"^error: .*(input|root)=ct.* is NIfTI, which qnmixer cannot read: .* convert it to \.npy", line)
     assert done.seconds + cold.seconds < SECONDS
     assert {*os.listdir(tmp_path)} == {"a_file", "ct"}

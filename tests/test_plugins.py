@@ -52,7 +52,7 @@ def test_checking_runs_nothing(here: Path) -> None:
 def test_what_does_not_fit_is_told(here: Path) -> None:
     with pytest.raises(PluginError, match=r"there is no Other in .*of_mine\.py"):
         load_plugin("model._target_", "of_mine.Other", ANY)
-    with pytest.raises(PluginError, match=r"does not take what it is given: .*size"):
+    with pytest.raises(PluginError, match=r"does not take these arguments: .*size"):
         make_plugin("model._target_", "of_mine.Thing", ANY, colour="blue")
 
 
