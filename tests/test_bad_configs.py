@@ -177,7 +177,7 @@ OTHERS = {
     "export run=.": "output has no value: give one with output=…",
     "export run=nowhere output=a.safetensors": "run=nowhere does not exist",
     "export run=. output=a_file": "output=a_file is no weights file: give a name that ends in .safetensors",
-    "export run=pretrained.safetensors output=a.safetensors": "holds weights alone already",
+    "export run=pretrained.safetensors output=a.safetensors": "is a weights file already",
     "plan device=V1000-16": "device=V1000-16 is not known: did you mean V100-16?",
     "plan model.n_iteration=3": "unknown key model.n_iteration",
     "doctor format=yaml": "format=yaml is not known",

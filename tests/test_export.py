@@ -130,7 +130,7 @@ def test_arguments_of_a_network_of_ones_own_are_pointed_out(tmp_path: Path, monk
 
 @pytest.mark.parametrize("what", ["pretrained", "my.safetensors"])
 def test_what_holds_weights_alone_is_refused(tmp_path: Path, what: str) -> None:
-    assert f"run={what} holds weights alone already" in refusal(f"run={what}", f"output={tmp_path}/a.safetensors")
+    assert f"run={what} is a weights file already" in refusal(f"run={what}", f"output={tmp_path}/a.safetensors")
 
 
 def test_other_weights_and_texts_are_not_overwritten(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_over_two_processes(here: Path, command: Callable[..., Done], strategy: 
     [
         (["loss._target_=nowhere.huber"], "loss._target_=nowhere.huber: there is no module nowhere"),
         (["loss._target_=huber"], "loss._target_=huber is not module.name"),
-        (["+loss.delat=3"], "loss.delat: own.huber does not take this argument; it takes only delta"),
+        (["+loss.delat=3"], "loss.delat: own.huber has no such argument, only delta"),
         (["schedule._target_=own.Lion"], "schedule._target_=own.Lion is not a function (step, n_steps)"),
         (["model.target=own.MyNetwork"], "unknown key model.target: did you mean model._target_?"),
         (["loss.beta=1"], "unknown key loss.beta: did you mean loss._target_? An argument of your own takes a plus: +"),

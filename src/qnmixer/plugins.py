@@ -175,8 +175,8 @@ def check_call(
         own = [name for name in named if name not in ours]
         for name in arguments:
             if name not in own:
-                takes = f"only {', '.join(own)}" if own else "no arguments"
-                raise PluginError(f"{section}.{name}: {target} does not take this argument; it takes {takes}")
+                takes = f"only {', '.join(own)}" if own else "and takes none"
+                raise PluginError(f"{section}.{name}: {target} has no such argument, {takes}")
     try:
         signature.bind(*args, **ours, **arguments)
     except TypeError as error:
