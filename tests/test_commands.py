@@ -310,7 +310,7 @@ def test_ctrl_c_ends_in_order(tmp_path: Path, offline_runs: OfflineRuns) -> None
     os.kill(process.pid, signal.SIGINT)
     _, stderr = process.communicate(timeout=200)
     assert stderr.startswith("interrupted after step ")
-    assert stderr.endswith(f", to go on: python -m qnmixer.train resume={folder}\n")
+    assert stderr.endswith(f", to resume: python -m qnmixer.train resume={folder}\n")
     assert process.returncode == 130
     assert record(folder)["status"] == "interrupted"
     assert "error" not in record(folder)

@@ -100,7 +100,7 @@ def test_a_run_can_be_stopped(start: Start, number: signal.Signals, code: int) -
     os.kill(command.process.pid, number)
     ended, stderr, seconds = command.end()
     step = steps_kept(command)
-    line = f"interrupted after step {step}, to go on: python -m qnmixer.train resume=run\n"
+    line = f"interrupted after step {step}, to resume: python -m qnmixer.train resume=run\n"
     assert (ended, stderr) == (code, line)
     assert seconds < 20
     assert command.record()["status"] == "interrupted"
