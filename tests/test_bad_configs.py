@@ -54,7 +54,7 @@ TRAIN = {
     "trainer=3": "trainer",
     # arguments of Lightning's Trainer
     "trainer.profiler=simple": "trainer.profiler is an argument of Lightning's Trainer: write +trainer.profiler=…",
-    "+trainer.max_steps=3": "trainer.max_steps is there already: leave out the + before it",
+    "+trainer.max_steps=3": "trainer.max_steps exists already: leave out the + before it",
     "+trainer.fast_dev_run=true": "trainer.fast_dev_run cannot be set: it writes no checkpoint",
     "trainer.fast_dev_run=true": "use debug=few_batches",
     # habits from elsewhere
@@ -161,9 +161,9 @@ OTHERS = {
     "evaluate": "run has no value: give one with run=…",
     "evaluate run=nowhere": "run=nowhere does not exist",
     "evaluate run=. split=tset": "split=tset is not known: did you mean test?",
-    "evaluate run=. model.n_iterations=3": "model.n_iterations is fixed by the run",
+    "evaluate run=. model.n_iterations=3": "model.n_iterations comes from the run",
     "evaluate run=. data.n_test=3": "data.n_test",
-    "evaluate run=. data.root=/ct": "data.root is fixed by the run, which evaluate takes it from: leave it out, or",
+    "evaluate run=. data.root=/ct": "data.root comes from the run and cannot change in evaluate: leave it out, or",
     "evaluate run=. noise=fielt": "noise=fielt does not exist: did you mean field?",
     "evaluate run=. data=dicom": "data.root has no value",
     "evaluate run=. data=dicom data.root=nowhere": "data.root=nowhere does not exist",

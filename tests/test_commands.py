@@ -459,7 +459,7 @@ def test_finetuning_starts_from_the_weights_of_a_run(trained: Path, tmp_path: Pa
     ("override", "words"),
     [
         ("data.image_size=16", "was trained at data.image_size=32, this run has 16"),
-        ("model.n_iterations=3", "holds another network: set model.n_iterations=2"),
+        ("model.n_iterations=3", "holds another network: to build the same one, set model.n_iterations=2"),
         ("model.channels=4", "model.channels=8"),
     ],
 )

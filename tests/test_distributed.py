@@ -187,9 +187,9 @@ AT_ODDS = {
     "no common folder": (
         [],
         {},
-        "process 1 of 2, and each would make a run folder of its own: give all of them the same",
+        "process 1 of 2, and each would make its own run folder: give all of them the same",
     ),
-    "a sweep": (["-m", "seed=1,2"], {}, "a sweep starts processes of its own for each job"),
+    "a sweep": (["-m", "seed=1,2"], {}, "a sweep starts the processes of each job itself"),
     "one device": (["hydra.run.dir={}"], {}, "strategy=single, but 2 processes were started: choose strategy=ddp"),
     "too many": (
         ["hydra.run.dir={}", "strategy=ddp", "trainer.devices=4"],

@@ -138,13 +138,13 @@ def test_other_weights_and_texts_are_not_overwritten(tmp_path: Path) -> None:
     card = output.with_suffix(".md")
     card.write_text("my notes")
     given = [f"run={folder}", f"output={output}"]
-    assert f"{card}, where the model card goes, is there already" in refusal(*given)
+    assert f"{card}, the place of the model card, exists already" in refusal(*given)
     card.unlink()
     for _ in range(2):  # the same weights again only make their card anew
         assert run(export, check, "export", *given)[0] == 0
     before = output.read_bytes()
     save(folder, *TINY, seed=1)
-    assert f"output={output} holds something else: remove it" in refusal(*given)
+    assert f"output={output} exists with other content: remove it" in refusal(*given)
     assert output.read_bytes() == before
 
 

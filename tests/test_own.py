@@ -154,7 +154,7 @@ def test_over_two_processes(here: Path, command: Callable[..., Done], strategy: 
         (["schedule._target_=own.Lion"], "schedule._target_=own.Lion is not a function (step, n_steps)"),
         (["model.target=own.MyNetwork"], "unknown key model.target: did you mean model._target_?"),
         (["loss.beta=1"], "unknown key loss.beta: did you mean loss._target_? An argument of your own takes a plus: +"),
-        (["+loss.delta=1"], "loss.delta is there already: leave out the + before it"),
+        (["+loss.delta=1"], "loss.delta exists already: leave out the + before it"),
     ],
 )
 def test_errors_are_one_line(command: Callable[..., Done], words: list[str], message: str) -> None:

@@ -157,7 +157,7 @@ def test_without_slurm_its_launcher_is_one_line(start: Start) -> None:
     code, _, stderr = start("-m", "hydra/launcher=slurm", "seed=1,2", folder=None).outcome()
     (line,) = stderr.splitlines()
     assert code == 1
-    assert line.startswith("error: hydra/launcher=slurm needs SLURM, and there is no srun here")
+    assert line.startswith("error: hydra/launcher=slurm needs SLURM, but this machine has no srun")
 
 
 @pytest.mark.long

@@ -124,7 +124,10 @@ def test_another_run_is_not_begun_where_one_is(make: Make) -> None:
     make("done", "seed=1", status="done", steps=9)
     make("kept", "seed=1", status="done", steps=9, checkpoint=False)  # its checkpoints have been removed
     for overrides, message in (
-        (["seed=2", "hydra.run.dir=runs/a"], "runs/a holds a run with seed=1, not seed=2: resume=runs/a goes on with"),
+        (
+            ["seed=2", "hydra.run.dir=runs/a"],
+            "runs/a holds a run with seed=1, not seed=2: resume it with resume=runs/a",
+        ),
         (["seed=1", "hydra.run.dir=runs/a"], "runs/a holds a run with model=qn_mixer, not without: "),
         (["seed=1", "model=qn_mixer", "loss=l1", "hydra.run.dir=runs/a"], "runs/a holds a run without loss=l1: "),
         (["seed=1", "hydra.run.dir=runs/done"], "that is done (9 steps): resume=runs/done trainer.max_steps=… goes on"),

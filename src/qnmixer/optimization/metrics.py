@@ -12,12 +12,12 @@ SSIM_WINDOW = 7
 
 
 def psnr(image: Tensor, truth: Tensor) -> Tensor:
-    """PSNR in dB of each image, [B] from two [B, 1, H, W]; infinite where they are equal."""
+    """PSNR in dB of each image, [B] from two [B, 1, H, W]; infinite for equal images."""
     return peak_signal_noise_ratio(image, truth, data_range=1.0, reduction="none", dim=(1, 2, 3))
 
 
 def ssim(image: Tensor, truth: Tensor) -> Tensor:
-    """SSIM (at most 1) of each image, [B] from two [B, 1, H, W]; differentiable, full precision under autocast."""
+    """SSIM (at most 1) of each image, [B] from two [B, 1, H, W]. It is differentiable, and computed in float32."""
     with torch.autocast(image.device.type, enabled=False):
         value = structural_similarity_index_measure(
             image.float(),
@@ -32,6 +32,6 @@ def ssim(image: Tensor, truth: Tensor) -> Tensor:
 
 
 def to_window(hu: Tensor, window: tuple[float, float]) -> Tensor:
-    """HU cut to [low, high] and scaled to [0, 1], as on a reading screen."""
+    """Cut HU to [low, high] and scale them to [0, 1], as a radiologist's display does."""
     low, high = window
     return torch.clamp((hu - low) / (high - low), 0.0, 1.0)

@@ -1,4 +1,4 @@
-"""Checkpoints in shards, put together again; plain torch, without its distributed tensors, which load slowly."""
+"""Merge checkpoints in shards. Plain torch: its distributed tensors take long to import."""
 
 import zipfile
 from pathlib import Path
@@ -10,19 +10,19 @@ SHARD = "fsdp_shard_of_shape"
 
 
 def load_checked(path: Path) -> dict[str, Any]:
-    """What torch.save wrote. Raises zipfile.BadZipFile where a byte has changed since, which torch.load does not see.
+    """Load a file of torch.save. Raises zipfile.BadZipFile if a byte has changed, which torch.load does not notice.
 
-    torch.save writes a checksum of each tensor. They cost 0.3 s for 1 GB.
+    torch.save writes a checksum of each tensor. Checking them costs 0.3 s for 1 GB.
     """
     content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     with zipfile.ZipFile(path) as archive:
         if damaged := archive.testzip():
-            raise zipfile.BadZipFile(f"the checksum of {damaged} is another")
+            raise zipfile.BadZipFile(f"the checksum of {damaged} does not match")
     return content
 
 
 def merge_shards(folder: Path) -> dict[str, Any]:
-    """The checkpoint that the shards in a folder make up, as one device would have written it."""
+    """Merge the shards in a folder into the checkpoint that one device would write."""
     return _merge([load_checked(path) for path in sorted(folder.glob("rank_*.pt"))])
 
 

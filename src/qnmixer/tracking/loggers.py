@@ -39,7 +39,8 @@ DONE, FAILED, INTERRUPTED = 0, 1, 255
 
 _LOGGER = subclass_of(Logger, "lightning.pytorch.loggers.Logger")
 _STEP = "trainer/global_step"  # as Lightning's logger calls it
-_CURVES_ONLY = ("train/lambda_", "val/cosine_zs", "val/skipped_pairs")  # one network has them: no column in the table
+# Only one kind of network has these: a curve each, but no column in the table of runs.
+_CURVES_ONLY = ("train/lambda_", "val/cosine_zs", "val/skipped_pairs")
 _SECONDS_TO_START = 30
 # Less than the time that a rank has to stop (qnmixer.processes.ranks). What is not sent by then stays on this disk.
 _SECONDS_TO_FINISH = 20
