@@ -1106,5 +1106,5 @@ def test_slices_that_were_trained_on_are_told(ten: tuple[Path, list[str], str], 
         folder = tmp_path / f"evaluated_{number}"
         outcome = run("evaluate", f"run={tmp_path}/run", *words, "data.num_workers=0", f"hydra.run.dir={folder}")
         assert outcome.code == 0, outcome.stderr
-        assert "8 of the slices were trained on" in outcome.text
-        assert "8 of the slices were trained on" in (folder / "table.md").read_text()
+        assert "8 of the slices were used in training" in outcome.text
+        assert "8 of the slices were used in training" in (folder / "table.md").read_text()

@@ -191,7 +191,7 @@ def test_config_files_of_ones_own_are_options_like_others(
     assert misspelt.returncode == 1
     assert misspelt.stderr.startswith("error: unknown key loss.delat: ")
     nowhere = command_there("train", "--config-dir", "my_cnf")
-    assert nowhere.stderr.startswith("error: there is no folder of configs at my_cnf")
+    assert nowhere.stderr.startswith("error: no config folder at my_cnf")
 
 
 def test_a_run_of_ones_own_configs_is_resumed_with_them(with_configs: Path, command_there: Callable[..., Done]) -> None:

@@ -130,7 +130,10 @@ def test_another_run_is_not_begun_where_one_is(make: Make) -> None:
         ),
         (["seed=1", "hydra.run.dir=runs/a"], "runs/a holds a run with model=qn_mixer, not without: "),
         (["seed=1", "model=qn_mixer", "loss=l1", "hydra.run.dir=runs/a"], "runs/a holds a run without loss=l1: "),
-        (["seed=1", "hydra.run.dir=runs/done"], "that is done (9 steps): resume=runs/done trainer.max_steps=… goes on"),
+        (
+            ["seed=1", "hydra.run.dir=runs/done"],
+            "that is done (9 steps): resume it with resume=runs/done trainer.max_steps=…, or",
+        ),
         (["seed=2", "hydra.run.dir=runs/kept"], "runs/kept holds a run with seed=1, not seed=2: "),
         (["resume=runs/a", "hydra.run.dir=runs/done"], "runs/done holds a run without model=qn_mixer: "),
     ):
