@@ -103,6 +103,14 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
         yield server
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked cuda on a machine without a GPU."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device here"))
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     """Tests share the cores with each other."""

@@ -3,6 +3,7 @@
 Plain torch: training, evaluation, inference and the plan are built on it.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NotRequired, TypedDict
@@ -14,7 +15,7 @@ from qnmixer.config import Config
 from qnmixer.config.model import LearnedConfig
 from qnmixer.errors import GeometryError, PluginError
 from qnmixer.models import UnrolledNetwork
-from qnmixer.physics import FanBeamGeometry, FanBeamProjector, KeyedNoise
+from qnmixer.physics import FanBeamGeometry, FanBeamProjector, KeyedNoise, NoNoise
 from qnmixer.physics.rays import system_matrix
 from qnmixer.physics.scan import ScanMatrix
 from qnmixer.physics.sparse import apply_linear
@@ -35,6 +36,7 @@ class Batch(TypedDict):
 
     image: Tensor  # [B, 1, S, S]
     fine: NotRequired[Tensor]  # [B, 1, f·S, f·S], to simulate from; with data.simulation_factor = f above 1
+    sinogram: NotRequired[Tensor]  # [B, 1, V, D], where the loader has measured
     hu_offset: Tensor  # [B]
     hu_scale: Tensor  # [B]
     sample: Tensor  # [B], int64: epoch · length + index; on the host in training and evaluation
@@ -68,6 +70,8 @@ class Reconstructor(nn.Module):
 
         With fine images, y is simulated from them. Then no sinogram comes from the matrix that the network uses.
         """
+        if "sinogram" in batch:
+            return batch["sinogram"]
         if self.config.debug.name == "overfit" and stream == "val":
             stream = "train"  # the same slices must give the same measurements
         keys = [(self.config.seed, STREAMS[stream], sample) for sample in batch["sample"].tolist()]
@@ -87,6 +91,31 @@ class Reconstructor(nn.Module):
             self._fine_matrix = system_matrix(build_geometry(replace(self.config, data=data)))
         matrix = self._fine_matrix.to(fine.device)
         return torch.cat([apply_linear(x, matrix, matrix.transpose) for x in fine.split(1)])
+
+
+class SampleMeasurement:
+    """Measures samples on the host, one by one: A x + noise → y. The workers of a loader do it ahead of time.
+
+    Noise is drawn on the host. Of sinograms on a GPU the host would have to wait for each of them. The values are those
+    of `Reconstructor.measure` on a CPU to the last bit.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.seed, self.noise = config.seed, build_noise(config)
+        data = replace(config.data, image_size=config.data.image_size * config.data.simulation_factor)
+        self.matrix = system_matrix(build_geometry(replace(config, data=data)))
+
+    @torch.no_grad()
+    def __call__(self, part: str, sample: Mapping[str, Any]) -> Tensor:
+        """The noisy sinogram [1, V, D] of a sample of train, val or test."""
+        image = sample.get("fine", sample["image"])[None]
+        y = apply_linear(image, self.matrix, self.matrix.transpose)
+        return self.noise(y, [(self.seed, STREAMS[part], sample["sample"])])[0]
+
+
+def sample_measurement(config: Config) -> SampleMeasurement | None:
+    """What measures the samples of a run in its loaders; None if there is no noise to draw on the host."""
+    return None if isinstance(build_noise(config), NoNoise) else SampleMeasurement(config)
 
 
 def to_hu(batch: Batch, image: Tensor) -> Tensor:

@@ -45,6 +45,55 @@ def test_a_refused_allocation_is_told_from_other_errors() -> None:
     assert not is_out_of_memory(RuntimeError("shapes do not match"))
 
 
+# As they were seen in public threads (issues of pytorch, nccl, dgl, cupy and others); what differs per machine is left.
+SURE = """\
+CUDA out of memory. Tried to allocate 22.00 MiB. GPU 0 has a total capacity of 23.65 GiB of which 11.06 MiB is free.
+CUDA out of memory. Tried to allocate 2.26 GiB (GPU 0; 6.00 GiB total capacity; 781.59 MiB already allocated)
+CUDA out of memory. Tried to allocate more than 1EB memory
+CUDA error: out of memory
+CUDA error: out of memorySearch for `cudaErrorMemoryAllocation' in https://docs.nvidia.com/cuda/
+failed to allocate 32.00M (33554432 bytes) from device: CUDA_ERROR_OUT_OF_MEMORY: out of memory
+CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`
+Unable to find a valid cuDNN algorithm to run convolution
+Could not create cudnn handle: CUDNN_STATUS_ALLOC_FAILED
+Error in CuDNN: CUDNN_STATUS_ALLOC_FAILED (cudnnFindConvolutionForwardAlgorithm)
+CUDA error: insufficient resources when calling cusparseSpGEMM_workEstimation( handle, opA, opB, &alpha, matA)
+CuSparseError: CUSPARSE_STATUS_ALLOC_FAILED
+CUSPARSE_STATUS_INSUFFICIENT_RESOURCES
+NCCL WARN Cuda failure 'out of memory'
+NCCL WARN Failed to CUDA calloc 6291456 bytes
+cuFFT error: CUFFT_ALLOC_FAILED
+""".splitlines()
+UNSURE = """\
+cuFFT error: CUFFT_INTERNAL_ERROR
+failed to create cublas handle: CUBLAS_STATUS_NOT_INITIALIZED
+GET was unable to find an engine to execute this computation
+[cudnn_frontend] Error: No execution plans support the graph.
+""".splitlines()
+OTHERS = """\
+CUDA error: an illegal memory access was encountered
+ncclUnhandledCudaError: Call to CUDA function failed. Last error: Cuda failure 1 'invalid argument'
+ncclUnhandledCudaError: Call to CUDA function failed. Last error: Cuda failure 999 'unknown error'
+""".splitlines()
+
+
+@pytest.mark.parametrize("words", SURE)
+def test_every_library_is_understood(words: str) -> None:
+    assert is_out_of_memory(RuntimeError(words), free=0.9)
+
+
+@pytest.mark.parametrize("words", UNSURE)
+def test_words_with_several_causes_need_little_free_memory(words: str) -> None:
+    assert is_out_of_memory(RuntimeError(words), free=0.01)
+    assert not is_out_of_memory(RuntimeError(words), free=0.5)
+    assert not is_out_of_memory(RuntimeError(words)) or torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("words", OTHERS)
+def test_other_failures_of_a_gpu_are_not_for_want_of_memory(words: str) -> None:
+    assert not is_out_of_memory(RuntimeError(words), free=0.01)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("batch", [6])
 def test_every_change_is_an_override_that_makes_a_step_smaller(planner: Planner, batch: int) -> None:

@@ -5,6 +5,7 @@ import torch
 
 from qnmixer.errors import ConfigError
 from qnmixer.parallel.devices import check_precision, choose_device, gpu_problem, resolve_devices
+from qnmixer.training.trainer import build_trainer
 
 from ..conftest import TinyConfig
 from ..nvidia import fake_nvidia_smi
@@ -105,3 +106,14 @@ def test_a_gpu_without_kernels_in_this_torch_is_refused(monkeypatch: pytest.Monk
         choose_device("auto")
     monkeypatch.setattr(torch.version, "cuda", None)  # ROCm, whose architectures have other names
     assert choose_device("auto").type == "cuda"
+
+
+def test_32_is_float32_in_convolutions_too(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    """Torch lets cuDNN round to TF32 by default. A run says whether it may; what it leaves is undone."""
+    switches = torch.backends.cuda.matmul, torch.backends.cudnn
+    for overrides, allowed in (((), False), (("trainer.tf32=true",), True), ((), False)):
+        build_trainer(tiny_config(*overrides, "trainer.accelerator=cpu"), tmp_path, [], [])
+        assert [switch.allow_tf32 for switch in switches] == [allowed, allowed]
+    torch.backends.cudnn.allow_tf32 = True
+    choose_device("cpu")  # as evaluate and reconstruct do
+    assert not torch.backends.cudnn.allow_tf32

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qnmixer.errors import GeometryError
 from qnmixer.physics import FBP_WINDOWS, FanBeamGeometry, FanBeamProjector
+from qnmixer.physics.sparse import _csr_product, _reproducible_product
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -333,6 +334,15 @@ def test_matrices_are_the_same_whatever_the_number_of_threads() -> None:
     torch.set_num_threads(3)
     together = FanBeamProjector(geometry)
     assert all(map(torch.equal, together.buffers(), alone.buffers()))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_reproducible_product_is_the_product(batch: int) -> None:
+    """Deterministic mode takes it on CUDA. Empty rows give zero."""
+    starts, indices = torch.tensor([0, 2, 2, 3], dtype=torch.int32), torch.tensor([0, 3, 1], dtype=torch.int32)
+    values, x = torch.tensor([1.0, -2.0, 0.5]), torch.rand(4, batch)
+    found = _reproducible_product(starts, indices, values, x)
+    torch.testing.assert_close(found, _csr_product(starts, indices, values, x))
 
 
 def test_fake_tensors_pass_through() -> None:

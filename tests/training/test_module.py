@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from qnmixer.config import Config
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.physics.noise import FieldNoise, NoNoise, PhysicalNoise, attenuation_per_value
-from qnmixer.reconstructor import Batch, build_geometry, build_noise
+from qnmixer.reconstructor import Batch, build_geometry, build_noise, sample_measurement
 from qnmixer.training.module import ReconstructionModule
 
 Build = Callable[..., ReconstructionModule]
@@ -55,6 +55,24 @@ def test_validation_noise_is_the_same_at_every_epoch_and_training_noise_is_not(t
         assert torch.equal(*sinograms) == same
     numbers = [{int(n) for batch in batches(module, "train", epoch) for n in batch["sample"]} for epoch in (0, 1)]
     assert numbers[0].isdisjoint(numbers[1])
+
+
+@pytest.mark.parametrize("part", ["train", "val", "test"])
+@pytest.mark.parametrize(
+    "overrides", [["noise=field", "data.num_workers=2"], ["noise=physical", "data.simulation_factor=2"]]
+)
+def test_workers_measure_as_the_module_does(tiny_module: Build, part: str, overrides: list[str]) -> None:
+    """To the last bit, whatever the number of threads."""
+    module = tiny_module(*overrides)
+    of_loader = SliceDataModule(module.config.data, measure=sample_measurement(module.config))
+    torch.set_num_threads(2)
+    for measured, plain in zip(of_loader.loader(part), batches(module, part), strict=True):
+        assert "fine" not in measured
+        assert torch.equal(module.measure(measured, part), module.measure(plain, part))
+
+
+def test_workers_measure_nothing_without_noise(tiny_config: Callable[..., Config]) -> None:
+    assert sample_measurement(tiny_config()) is None
 
 
 def test_measuring_has_no_gradient(tiny_module: Build) -> None:

@@ -10,8 +10,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -134,6 +133,7 @@ def train_a_little(config: Config, folder: Path) -> None:
     from lightning.pytorch.callbacks import LambdaCallback
 
     from qnmixer.data.datamodule import SliceDataModule
+    from qnmixer.reconstructor import sample_measurement
     from qnmixer.tracking.loggers import build_loggers
     from qnmixer.training.callbacks import build_callbacks
     from qnmixer.training.trainer import build_trainer
@@ -153,11 +153,10 @@ def train_a_little(config: Config, folder: Path) -> None:
             ),
             (_short(small_network(config), GROWTH_STEPS), LambdaCallback(on_train_batch_end=growth.after_batch)),
         ):
-            with full_precision():
-                module = untrained(run)
-                callbacks = [callback, *build_callbacks(run.callbacks)]
-                trainer = build_trainer(run, folder, callbacks, build_loggers(run, folder, []))
-                trainer.fit(module, datamodule=SliceDataModule(run.data))
+            module = untrained(run)
+            callbacks = [callback, *build_callbacks(run.callbacks)]
+            trainer = build_trainer(run, folder, callbacks, build_loggers(run, folder, []))
+            trainer.fit(module, datamodule=SliceDataModule(run.data, measure=sample_measurement(run)))
         progress("leaving")
     except Exception as error:
         report.error, report.diverged = _line(error), isinstance(error, FloatingPointError)
@@ -261,23 +260,25 @@ def reference_gradients(config: Config, window: list[Number], scale: float) -> d
 
     from qnmixer.data.datamodule import SliceDataModule
     from qnmixer.data.sampler import Pick
+    from qnmixer.parallel.devices import allow_tf32
     from qnmixer.parallel.strategies import build_precision
+    from qnmixer.reconstructor import sample_measurement
 
     device = torch.device(config.trainer.accelerator)
     # Same gradients to the last bit, and room on one device for what a pipeline has split over several.
     memory: MemoryConfig = RecomputeConfig(name="recompute", segment=1) if device.type == "cuda" else config.memory
     module = untrained(replace(config, memory=memory)).to(device)
-    dataset = SliceDataModule(config.data).dataset("train")
+    dataset = SliceDataModule(config.data, measure=sample_measurement(config)).dataset("train")
     autocast = build_precision(config, config.trainer.accelerator).forward_context
     n_batches = (config.trainer.devices or 1) // devices_per_replica(config) * config.trainer.accumulate_grad_batches
-    with full_precision():
-        for number in window:
-            batch: Any = default_collate([dataset[Pick(*number)]])
-            batch |= {key: value.to(device) for key, value in batch.items() if isinstance(value, Tensor)}
-            with autocast():
-                image = module.network(module.measure(batch, "train"))
-                loss = module.batch_loss(image, batch["image"], batch["weight"])
-            (loss * (scale / n_batches)).backward()
+    allow_tf32(config.trainer.tf32)
+    for number in window:
+        batch: Any = default_collate([dataset[Pick(*number)]])
+        batch |= {key: value.to(device) for key, value in batch.items() if isinstance(value, Tensor)}
+        with autocast():
+            image = module.network(module.measure(batch, "train"))
+            loss = module.batch_loss(image, batch["image"], batch["weight"])
+        (loss * (scale / n_batches)).backward()
     return {n: p.grad.cpu() / scale for n, p in module.named_parameters() if p.grad is not None}
 
 
@@ -329,19 +330,6 @@ def _short(config: Config, n_steps: int) -> Config:
         log_every_n_steps=n_steps,
     )  # fmt: skip
     return replace(config, trainer=trainer, logger={}, finetune=None, resume=None)
-
-
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """No TF32 inside, whose rounding depends on the size of the batch."""
-    before = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
-    torch.backends.cudnn.allow_tf32 = False
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.allow_tf32 = before[0]
-        torch.set_float32_matmul_precision(before[1])
 
 
 def _line(error: BaseException) -> str:

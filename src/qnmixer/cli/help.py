@@ -4,7 +4,6 @@ Hydra's own help lists names only, and takes twice as long.
 """
 
 import re
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.config.target import files_of
 
-_WIDTH = 118
 _HIDDEN = ("_", "as_trained")  # parts of other files; an option of evaluate only, which is its default
+_SENTENCE_END = re.compile(r"\.(?=\n|\s+[A-Z]|$)")
 _COMMENT = re.compile(r"^ *(\w+):.*?\s# (.*)$", re.MULTILINE)
 
 
@@ -50,11 +49,11 @@ def _groups(choices: dict[str, str], conf: Path) -> Iterator[str]:
             if path.stem.startswith(_HIDDEN) and path.stem != chosen:
                 continue
             name = f"  {group}={path.stem}{' *' * (path.stem == chosen)}"
-            yield f"{name:<34} {textwrap.shorten(_opening(path), _WIDTH - 35, placeholder=' …')}"
+            yield f"{name:<34} {_opening(path)}"
 
 
 def _opening(path: Path) -> str:
-    """The first sentence of a config file."""
+    """The first sentence of a config file. It ends at a full stop before a capital letter or a line's end."""
     comments = []
     for line in path.read_text().splitlines():
         if line.startswith("# @package"):
@@ -62,7 +61,7 @@ def _opening(path: Path) -> str:
         if not line.startswith("#"):
             break
         comments.append(line.lstrip("# "))
-    return " ".join(comments).split(". ")[0].rstrip(".")
+    return _SENTENCE_END.split("\n".join(comments))[0].replace("\n", " ")
 
 
 def _keys(cfg: DictConfig, choices: dict[str, str], conf: Path, config_name: str) -> Iterator[str]:

@@ -68,6 +68,7 @@ class TrainerConfig:
     limit_val_batches: int | None = number(at_least=1)
     log_every_n_steps: int = number(at_least=1)
     deterministic: bool
+    tf32: bool = False  # on GPUs that have it; older files lack the key
     extra: dict[str, Any] = field(default_factory=dict)  # from PASSED_ON
 
     def check(self, run: "Config") -> None:

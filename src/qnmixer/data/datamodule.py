@@ -3,10 +3,13 @@
 import os
 import signal
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from lightning import LightningDataModule
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from qnmixer.config.data import DataConfig
@@ -23,7 +26,7 @@ class SliceDataModule(LightningDataModule):
     """Slices of a source or a mix, split into train, val and test; see `qnmixer.config.data` for what can be set.
 
     Batches are dicts: image [B, 1, S, S] float32, hu_offset [B], hu_scale [B], sample [B] int64, weight [B], name
-    (list of B), and fine [B, 1, f·S, f·S] with simulation_factor = f above 1.
+    (list of B), and fine [B, 1, f·S, f·S] with simulation_factor = f above 1; or sinogram [B, 1, V, D] in its place.
     Training order and new phantoms follow the epoch; validation and test are the same every time and leave nothing out.
 
     Args:
@@ -32,6 +35,7 @@ class SliceDataModule(LightningDataModule):
         overfit: train on so many slices over and over, and validate on the same.
         batches: of each process in an epoch of training, or the share of them; None: all.
         split: who is in which part; None: drawn.
+        measure: makes the sinogram of a sample of train, val or test, in the loader's workers; None: there is none.
     """
 
     def __init__(
@@ -42,11 +46,13 @@ class SliceDataModule(LightningDataModule):
         overfit: int | None = None,
         batches: int | float | None = None,
         split: RunSplit | None = None,
+        measure: Callable[[str, Sample], Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.config, self.first, self.overfit, self.batches = config, first, overfit, batches
         self.scaling = build_scaling(config.scaling, config.hu_max)
         self.split = split or RunSplit()
+        self.measure = measure
         self.parts: dict[str, Part] = {}
         self._start = (0, 0)
 
@@ -71,9 +77,11 @@ class SliceDataModule(LightningDataModule):
         if not len(source):
             raise DataError(nothing_for(part, self.config))
         augment = self.config.augment and part == "train"
+        measure = None if self.measure is None else partial(self.measure, part)
         return SliceDataset(
-            source, self.scaling, augment=augment, seed=self.config.seed, fine=fine, disc=self.config.disc
-        )
+            source, self.scaling, augment=augment, seed=self.config.seed, fine=fine, disc=self.config.disc,
+            measure=measure,
+        )  # fmt: skip
 
     def train_dataloader(self) -> DataLoader[Sample]:
         """Shuffled batches."""

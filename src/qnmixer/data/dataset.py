@@ -1,5 +1,6 @@
 """Slices as the network gets them: scaled, square, with the way back to HU."""
 
+from collections.abc import Callable
 from typing import NotRequired, TypedDict
 
 import numpy as np
@@ -20,11 +21,13 @@ class Sample(TypedDict):
     """One slice: image [1, S, S] float32 in [0, 1]; HU = hu_offset + hu_scale · image; n; where it came from.
 
     `fine`: the same [1, f·S, f·S] with the same offset and scale, to simulate from; only where there is one.
+    `sinogram`: [1, V, D] with noise, in place of `fine`; only where the dataset measures.
     `weight`: what it counts for in the loss or the metric; 0 for one that only fills a batch.
     """
 
     image: Tensor
     fine: NotRequired[Tensor]
+    sinogram: NotRequired[Tensor]
     hu_offset: Tensor
     hu_scale: Tensor
     sample: int
@@ -62,6 +65,7 @@ class SliceDataset(Dataset[Sample]):
         seed: of the augmentation.
         fine: the same slices on a finer grid [f·S, f·S], as `fine` of the samples.
         disc: paste a disc of the slice's largest value at its lower left.
+        measure: makes the sinogram of a sample.
     """
 
     def __init__(
@@ -73,9 +77,10 @@ class SliceDataset(Dataset[Sample]):
         seed: int = 0,
         fine: SliceSource | None = None,
         disc: bool = False,
+        measure: Callable[[Sample], Tensor] | None = None,
     ) -> None:
         self.source, self.scaling, self.augment, self.seed = source, scaling, augment, seed
-        self.fine, self.disc = fine, disc
+        self.fine, self.disc, self.measure = fine, disc, measure
 
     def __len__(self) -> int:
         return len(self.source)
@@ -101,6 +106,9 @@ class SliceDataset(Dataset[Sample]):
             if self.disc:
                 hu = paste_disc(hu, brightest)
             sample["fine"] = _to_tensor(scaled_like(hu, offset, scale))
+        if self.measure is not None:
+            sample["sinogram"] = self.measure(sample)
+            sample.pop("fine", None)
         return sample
 
     def _prepare(self, hu: FloatArray, n: int) -> FloatArray:

@@ -6,13 +6,49 @@ import torch
 
 from qnmixer.memory.footprint import MIB
 
-# The last is how a CPU's convolutions say it.
-_SAYS_SO = ("out of memory", "can't allocate memory", "alloc_failed", "could not create a primitive")
+_SURE = (
+    "out of memory",
+    "can't allocate memory",
+    "could not create a primitive",  # a CPU's convolutions
+    "alloc_failed",  # cuBLAS, cuDNN, cuSPARSE, cuFFT
+    "unable to find a valid cudnn algorithm",  # none whose workspace fits
+    "insufficient_resources",  # cuSPARSE
+    "insufficient resources when calling",
+    "failed to cuda calloc",  # NCCL
+)
+# Said for want of memory, but for other reasons too.
+_UNSURE = (
+    "cufft_internal_error",
+    "cublas_status_not_initialized",
+    "unable to find an engine to execute this computation",
+    "no execution plans support the graph",
+)
+_LITTLE = 0.05
+"""Free share of a GPU from which down unsure words are taken for want of memory."""
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on a GPU (torch's, CUDA's or a library's) or on the host."""
-    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _SAYS_SO)
+def is_out_of_memory(error: BaseException, free: float | None = None) -> bool:
+    """Whether an allocation failed, on a GPU (torch's, CUDA's or a library's) or on the host.
+
+    Args:
+        error: what was raised.
+        free: share of the GPU's memory that is free; None: it is asked for if the error's words leave it open.
+    """
+    said = str(error).lower()
+    if isinstance(error, MemoryError) or any(words in said for words in _SURE):
+        return True
+    if not any(words in said for words in _UNSURE):
+        return False
+    return (_free_share() if free is None else free) < _LITTLE
+
+
+def _free_share() -> float:
+    """Free share of the current GPU, with what torch's cache could give back; 1 without a GPU."""
+    if not torch.cuda.is_available():
+        return 1.0
+    free, total = torch.cuda.mem_get_info()
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return (free + cached) / total
 
 
 def memory_of(device: torch.device) -> float:

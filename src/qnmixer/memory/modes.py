@@ -96,8 +96,10 @@ def stays(tensor: Tensor) -> bool:
 def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
     if stays(tensor):
         return tensor.device, tensor
-    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)  # keeps the strides, and so the rounding
-    return tensor.device, host.copy_(tensor)
+    # Torch keeps pinned memory that is free again, and gives it out only when copies from and to it are done. So from
+    # the second step on no page is pinned anew, and the host waits for no copy. Strides stay, and so does the rounding.
+    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    return tensor.device, host.copy_(tensor, non_blocking=True)
 
 
 def _from_host(packed: tuple[torch.device, Tensor]) -> Tensor:

@@ -7,6 +7,7 @@ much of that it holds at once.
 """
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from qnmixer.memory.pipeline import StageCost, cut_of, plan_device, track_stages
 from qnmixer.memory.tracker import (
     Buckets,
     Hosted,
+    NormsInFull,
     PeakTracker,
     apply_hosted_mode,
     autocast,
@@ -30,6 +32,7 @@ from qnmixer.memory.tracker import (
     make_state,
     n_bytes,
     optimizer_bytes,
+    step_all_at_once,
     without_data,
 )
 from qnmixer.models.unrolled import UnrolledNetwork
@@ -208,11 +211,15 @@ def track_step(config: Config, projector: FanBeamProjector) -> Footprint:
         apply_hosted_mode(network, config, hosted)
         optimizer = build_optimizer(config.optimizer, network)
         make_state(optimizer)
+        on_gpu = config.trainer.accelerator != "cpu"  # a plan is for GPUs, unless the run is known to have none
+        if on_gpu:
+            step_all_at_once(optimizer)
         buckets = Buckets(network) if isinstance(config.strategy, DDPConfig) else None
         tracker = PeakTracker()
         tracker.track(module, optimizer)
         size = config.data.image_size
-        with tracker:
+        norms = NormsInFull() if on_gpu and config.trainer.precision != "32" else nullcontext()
+        with tracker, norms:
             for k in range(n_batches):
                 image = torch.rand(config.data.batch_size, 1, size, size)
                 weight = torch.ones(config.data.batch_size)

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from qnmixer.config import Config
 from qnmixer.config.run import batch_of_replica
@@ -33,9 +35,18 @@ def batch_loss(config: Config) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 def autocast(config: Config) -> torch.autocast:
-    """The autocast of a run's precision, on the CPU."""
+    """The autocast of a run's precision, on the CPU. Lightning's, too, casts a weight again each time it is used."""
     dtype = AUTOCAST[config.trainer.precision]
-    return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+    return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False)
+
+
+class NormsInFull(TorchFunctionMode):
+    """Norms take and give float32 while it is active, as under autocast on a GPU; on a CPU they stay in half."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.layer_norm, F.group_norm):
+            args, kwargs = tree_map_only(Tensor, Tensor.float, (args, kwargs))
+        return func(*args, **(kwargs or {}))
 
 
 def n_bytes(tensors: Iterable[Tensor], n_shards: int = 1) -> int:
@@ -47,6 +58,16 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer, n_shards: int) -> float:
     """Bytes of an optimizer's state, or of one shard of it."""
     states = [value for state in optimizer.state.values() for value in state.values()]
     return n_bytes((value for value in states if isinstance(value, Tensor)), n_shards)
+
+
+def step_all_at_once(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer take its step for all weights together, as torch does by default on a GPU, not on a CPU.
+
+    That takes a temporary of the size of all weights.
+    """
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None:
+            group["foreach"] = True
 
 
 @contextmanager

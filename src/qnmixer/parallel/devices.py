@@ -41,8 +41,10 @@ def resolve_devices(config: Config) -> Config:
 def choose_device(accelerator: str, key: str = "accelerator") -> torch.device:
     """The device of an accelerator. `auto` means the CPU only on a machine without an NVIDIA GPU.
 
-    Raises ConfigError, naming the key, for a GPU that does not exist or that this torch cannot use.
+    From here on float32 is float32 on this device; training may allow TF32 later. Raises ConfigError, naming the key,
+    for a GPU that does not exist or that this torch cannot use.
     """
+    allow_tf32(False)
     if accelerator == "cpu":
         return torch.device("cpu")
     if (problem := gpu_problem()) is not None:
@@ -87,6 +89,15 @@ def check_precision(device: torch.device, precision: str, key: str = "precision"
     """Raise ConfigError, naming the key, for a precision that the device does not support."""
     if precision == "bf16-mixed" and device.type == "cuda" and not has_bf16():
         raise ConfigError(f"{key}={precision}, but {torch.cuda.get_device_name()} has no bf16: use {key}=16-mixed")
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Whether GPUs may round the factors of float32 products and convolutions to TF32, 10 bits in place of 23.
+
+    Torch's default is no for products and yes for convolutions, so that "32" would be something else on each GPU.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    torch.backends.cudnn.allow_tf32 = allowed
 
 
 def has_bf16() -> bool:

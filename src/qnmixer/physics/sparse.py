@@ -38,8 +38,20 @@ def _csr_product(starts: Tensor, indices: Tensor, values: Tensor, x: Tensor) -> 
     """
     if x.shape[1] >= _WIDE and x.device.type == "cpu" and x.dtype == torch.float32:
         return embedding_bag(indices, x, starts, mode="sum", per_sample_weights=values, include_last_offset=True)
+    if x.device.type == "cuda" and torch.are_deterministic_algorithms_enabled():
+        return _reproducible_product(starts, indices, values, x)
     matrix = torch.sparse_csr_tensor(starts, indices, values, (len(starts) - 1, len(x)), check_invariants=False)
     return (matrix @ x[:, 0])[:, None] if x.shape[1] == 1 else matrix @ x
+
+
+def _reproducible_product(starts: Tensor, indices: Tensor, values: Tensor, x: Tensor) -> Tensor:
+    """The same, each row summed in one order: cuSPARSE promises no equal bits for what torch calls.
+
+    It takes a temporary of one number for each value of M and column of X.
+    """
+    return torch.segment_reduce(
+        values[:, None] * x[indices], "sum", offsets=starts.to(indices.dtype), axis=0, initial=0
+    )
 
 
 def _csr_product_shape(starts: Tensor, indices: Tensor, values: Tensor, x: Tensor) -> Tensor:

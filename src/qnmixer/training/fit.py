@@ -23,9 +23,10 @@ from qnmixer.memory.limits import is_out_of_memory, memory_of
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import Planner
 from qnmixer.parallel.compilation import compile_blocks
+from qnmixer.parallel.devices import allow_tf32
 from qnmixer.processes.ranks import another_rank_failed, rank
 from qnmixer.processes.signals import stop_signals
-from qnmixer.reconstructor import Reconstructor
+from qnmixer.reconstructor import Reconstructor, sample_measurement
 from qnmixer.tracking.loggers import (
     CODE_DIFF,
     DONE,
@@ -142,6 +143,7 @@ def build_data(config: Config, checkpoint: Path | None) -> SliceDataModule:
         overfit=batch if debug.name == "overfit" else None,
         batches=config.trainer.extra.get("limit_train_batches"),
         split=split_to_train(config, checkpoint),
+        measure=sample_measurement(config),
     )
     data.setup("fit")
     return data
@@ -231,6 +233,7 @@ def evaluate_best(
     config: Config, run: Run, trainer: L.Trainer, module: ReconstructionModule, data: SliceDataModule
 ) -> None:
     """Evaluate best.ckpt on the test slices; table, page and picture go into evaluation/ and to the loggers."""
+    allow_tf32(False)  # the figures are those of `evaluate`
     trained = Reconstructor(config, module.projector)
     load_weights(trained, run.folder)
     device = trainer.strategy.root_device

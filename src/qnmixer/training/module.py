@@ -20,6 +20,7 @@ from qnmixer.optimization.schedules import learning_rate_factor
 from qnmixer.parallel.fsdp import gather, shard
 from qnmixer.physics import FanBeamProjector
 from qnmixer.reconstructor import Batch, Reconstructor
+from qnmixer.training.finite_check import FiniteCheck
 from qnmixer.training.lightning_private import restore_position
 
 
@@ -30,6 +31,7 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
         super().__init__(config, projector)
         self.loss = build_loss(config.loss)
         self.means = nn.ModuleDict()
+        self._finite = FiniteCheck()
         self._largest_norm: Tensor | float = 0.0
         self._step_loss: Tensor | float = 0.0
         self.gradient_norm: Tensor | float = 0.0  # of the last step, before clipping
@@ -61,10 +63,14 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
         return weighted(self.loss, image, truth, weight, batch_of_replica(self.config))
 
     def check_loss(self, loss: Tensor, batch: Batch) -> None:
-        """Raise FloatingPointError, naming step and slices, for a loss that is not finite."""
-        if not torch.isfinite(loss):
-            names = ", ".join(batch["name"])
-            raise FloatingPointError(f"the loss became {loss.item()} at step {self.global_step} (slices: {names})")
+        """Raise FloatingPointError, naming step and slices, for a loss that is not finite.
+
+        On a GPU only after backward, and before the weights change: see `FiniteCheck`.
+        """
+        self._finite.raise_if_not()  # of the batch before, where gradients are accumulated
+        self._finite.ask(loss, f"at step {self.global_step} (slices: {', '.join(batch['name'])})")
+        if not loss.is_cuda:
+            self._finite.raise_if_not()
 
     def log_loss(self, loss: Tensor, batch_idx: int) -> None:
         """Log the loss of an optimizer step, the mean over its samples, once its last batch is here."""
@@ -84,7 +90,8 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
             self.log(f"val/{name}", mean, on_step=False, on_epoch=True)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Log the gradient's norm before clipping, its largest of the run (the first to tell trouble), lr, mean λ_t."""
+        """Check the loss. Log the gradient's norm before clipping, its largest of the run, lr, mean λ_t."""
+        self._finite.raise_if_not()
         norm = gather(torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
         self.gradient_norm = norm
         self._largest_norm = torch.maximum(norm, torch.as_tensor(self._largest_norm, device=norm.device))
@@ -110,7 +117,12 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
         return min(by_steps, trainer.max_epochs * n_batches // trainer.accumulate_grad_batches)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Put the config in, as plain data, so that a checkpoint says by itself what it is."""
+        """Put the config in, as plain data, so that a checkpoint says by itself what it is.
+
+        Raises FloatingPointError for weights that are not finite. The loss of another rank may have made them so.
+        """
+        if not math.isfinite(norm := float(gather(torch.nn.utils.get_total_norm(list(self.parameters()))))):
+            raise FloatingPointError(f"the norm of the weights became {norm} at step {self.global_step}")
         largest_norm = float(self._largest_norm)
         checkpoint[CHECKPOINT_KEY] = {"format": 1, "config": to_plain(self.config), "largest_norm": largest_norm}
 

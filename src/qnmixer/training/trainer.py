@@ -11,6 +11,7 @@ from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfi
 
 from qnmixer.config import Config
 from qnmixer.config.trainer import TrainerConfig
+from qnmixer.parallel.devices import allow_tf32
 from qnmixer.parallel.strategies import build_precision, build_strategy
 from qnmixer.training.checkpointing import AtomicCheckpointIO
 from qnmixer.training.lightning_private import disable_signal_handling
@@ -20,9 +21,10 @@ _PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch":
 
 
 def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> L.Trainer:
-    """Lightning's Trainer for a run folder; the config must come from `resolve_devices`."""
+    """Lightning's Trainer for a run folder; the config must come from `resolve_devices`. Sets trainer.tf32 too."""
     t = config.trainer
     disable_signal_handling()
+    allow_tf32(t.tf32)
     return L.Trainer(
         accelerator=t.accelerator,
         devices=t.devices or 1,

@@ -1,0 +1,370 @@
+"""Rehearse training steps on fake CUDA tensors: shapes and devices are CUDA's, there is no data, no driver, no GPU.
+
+    python -m tests.cuda.rehearsal [--by-file] [OVERRIDES of qnmixer.train ...]
+    python -m tests.cuda.rehearsal --jobs JOBS.json      # many, a line of JSON each
+
+Lightning's Trainer runs two steps of the config's network, memory mode, precision and noise, by the project's own
+module. The second is counted, from the transfer of its batch: operators (calls of the dispatcher but views and `empty`,
+which launch nothing), waits of the host for the device, float64 and foreign devices, peak bytes against the plan. It
+works with torch's CPU build and g++.
+
+It does not see what is inside one operator (foreach, cuFFT and cuSPARSE launch several kernels), cuDNN's workspaces,
+time, or what values decide.
+"""
+
+import argparse
+import copy
+import json
+import logging
+import re
+import sys
+import traceback
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from qnmixer.config import Config, parse
+from qnmixer.config.compose import compose
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.data.sampler import EpochSampler
+from qnmixer.memory.modes import apply_memory_mode
+from qnmixer.memory.plan import Planner, track_step
+from qnmixer.models import UnrolledNetwork
+from qnmixer.parallel.strategies import build_precision
+from qnmixer.physics import FanBeamProjector
+from qnmixer.reconstructor import sample_measurement
+from qnmixer.training.callbacks import build_callbacks
+from qnmixer.training.module import ReconstructionModule
+
+from .fake_device import CUDA0, FakeAccelerator, FakeDevice, pretend_cuda
+
+PHASES = ("forward", "backward", "optimizer")
+_SILENT = ("detach", "alias", "lift_fresh", "_unsafe_view", "is_pinned", "pin_memory", "_pin_memory")
+_WAITING = ("nonzero", "masked_select", "unique_dim", "_unique2", "equal")  # their shapes are read from the device
+_PLANNERS: dict[str, Planner] = {}
+
+
+@dataclass
+class Rehearsal:
+    """What the second step of a config took."""
+
+    operators: dict[str, int]  # by phase
+    by_file: dict[str, int]  # "phase file", only where files were asked for
+    waits: dict[str, int]  # of the host for the device, by operator
+    float64: dict[str, int]
+    foreign: dict[str, int]  # operators with tensors of the host, or state that is not on the device
+    peak: int  # bytes
+    planned: float
+
+
+class Watch(TorchDispatchMode):
+    """Counts operators by phase, waits, float64, foreign devices, and bytes alive on the device."""
+
+    def __init__(self, by_file: bool) -> None:
+        super().__init__()
+        self.by_file = by_file
+        self.bytes = 0
+        self._alive: dict[int, Any] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from here."""
+        self.phase, self.peak = "forward", self.bytes
+        self.operators: Counter[str] = Counter()
+        self.files: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+        self.float64: Counter[str] = Counter()
+        self.foreign: Counter[str] = Counter()
+
+    def hold(self, tensor: Tensor) -> None:
+        """Count the bytes of a tensor for as long as its storage lives; CUDA's allocator rounds them up to 512."""
+        storage = tensor.untyped_storage()
+        if tensor.device.type == "cuda" and (key := storage._cdata) not in self._alive:
+            size = storage.nbytes()
+            self._alive[key] = weakref.finalize(storage, self._free, key, size)
+            self.bytes += size
+            self.peak = max(self.peak, self.bytes)
+
+    def _free(self, key: int, size: int) -> None:
+        del self._alive[key]
+        self.bytes -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)
+        taken = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        name = str(func.overloadpacket).replace("aten.", "")
+        if name == "_local_scalar_dense":
+            is_bool, on_device = taken[0].dtype == torch.bool, taken[0].device.type == "cuda"
+            if on_device:
+                self._wait(f".item() in {_caller()}")
+            if on_device or (is_bool and isinstance(taken[0], FakeTensor)):
+                return True if is_bool else 0.0  # is finite; no infinity was found
+        result = func(*args, **kwargs)
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        for t in made:
+            self.hold(t)
+        devices = {t.device.type for t in taken + made}
+        if (
+            self.phase == "after"
+            or func.is_view
+            or func.namespace == "prim"
+            or name in _SILENT
+            or "cuda" not in devices
+        ):
+            return result
+        if name.removeprefix("new_").startswith("empty"):
+            return result
+        self.operators[self.phase] += 1
+        if self.by_file:
+            self.files[f"{self.phase} {_caller()}"] += 1
+        if "cpu" in devices and name in ("_to_copy", "copy_"):
+            if not kwargs.get("non_blocking", name == "copy_" and len(args) > 2 and args[2]):
+                self._wait(f"{name} in {_caller()}")
+        elif any(t.ndim for t in taken + made if t.device.type == "cpu"):
+            self.foreign[f"{name} in {_caller()}"] += 1
+        elif name in _WAITING:
+            self._wait(f"{name} in {_caller()}")
+        if any(t.dtype == torch.float64 and t.device.type == "cuda" for t in made):
+            self.float64[f"{name} in {_caller()}"] += 1
+        return result
+
+    def _wait(self, what: str) -> None:
+        if self.phase != "after":
+            self.waits[what] += 1
+
+
+def _caller() -> str:
+    """The innermost file of qnmixer that asks for an operator; in backward that of the forward operator."""
+    frame: Any = sys._getframe(2)
+    other = None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "/qnmixer/" in file:
+            return file.rpartition("/qnmixer/")[2]
+        found = re.search(r"(tests|torch/(optim|amp|nn)|lightning|torchmetrics)/.*", file)
+        if other is None and found and not file.endswith("rehearsal.py"):
+            other = f"{found[0]}:{frame.f_code.co_name}"
+        frame = frame.f_back
+    node = torch._C._current_autograd_node()
+    for line in reversed(node.metadata.get("traceback_", ()) if node else ()):
+        if found := re.search(r'File ".*/qnmixer/([^"]+)"', line):
+            return found[1]
+    return other or "autograd"
+
+
+class _Phases(L.Callback):
+    """Tells the watch where the step is."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self.watch.by_file:  # each node of autograd then knows where it was made
+            torch.set_anomaly_enabled(True, False)
+
+    def on_before_backward(self, *_: Any) -> None:
+        self.watch.phase = "backward"
+
+    def on_after_backward(self, *_: Any) -> None:
+        self.watch.phase = "optimizer"
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.watch.restart()
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self.watch.phase = "after"
+
+
+def rehearse(overrides: list[str], by_file: bool = False) -> Rehearsal:
+    """Two steps of a config; the second, as it was counted."""
+    config = parse(compose("train", overrides))
+    key = repr((config.geometry, config.data.image_size))
+    planner = _PLANNERS.setdefault(key, _PLANNERS.get(key) or Planner(config))  # with norms, which need real numbers
+    planned = track_step(config, planner.projector).peak
+    mode, watch = FakeTensorMode(allow_non_fake_inputs=True), Watch(by_file)
+    data = _data(config)  # real tensors: the host reads numbers of samples
+    projector = copy.deepcopy(planner.projector)
+    with mode:
+        module = _module(config, mode, projector)
+        for tensor in [*module.parameters(), *module.buffers()]:
+            watch.hold(tensor)
+    t = config.trainer
+    callbacks = [*build_callbacks(config.callbacks), _Phases(watch)]
+    with mode, watch:
+        trainer = L.Trainer(
+            strategy=FakeDevice(CUDA0, FakeAccelerator()), plugins=[build_precision(config, "cuda")], max_steps=2,
+            gradient_clip_val=t.gradient_clip_val, log_every_n_steps=t.log_every_n_steps, callbacks=callbacks,
+            limit_val_batches=0, logger=DummyLogger(), enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, use_distributed_sampler=False,
+        )  # fmt: skip
+        trainer.fit(module, datamodule=data)
+    state = [value for of in trainer.optimizers[0].state.values() for value in of.values()]
+    state += [*module.parameters(), *module.buffers(), *(p.grad for p in module.parameters() if p.grad is not None)]
+    if elsewhere := sum(x.device != CUDA0 for x in state if x.ndim):  # optimizers count their steps on the host
+        watch.foreign["weights, gradients or optimizer state"] = elsewhere
+    return Rehearsal(
+        {phase: watch.operators[phase] for phase in PHASES},
+        dict(watch.files),
+        dict(watch.waits),
+        dict(watch.float64),
+        dict(watch.foreign),
+        watch.peak,
+        planned,
+    )
+
+
+def _module(config: Config, mode: FakeTensorMode, projector: FanBeamProjector) -> ReconstructionModule:
+    """The module of a config, made on the device."""
+    for part in projector.modules():
+        for name, value in part._buffers.items():
+            part._buffers[name] = mode.from_tensor(value).to(CUDA0)
+    with CUDA0:
+        module = ReconstructionModule(config, projector)
+    apply_memory_mode(module.network, config.memory)
+    return module
+
+
+def _data(config: Config) -> SliceDataModule:
+    """Two batches like those of the loader, in host memory."""
+    b, size, fine = config.data.batch_size, config.data.image_size, config.data.simulation_factor
+    batch = {"image": torch.rand(b, 1, size, size), "hu_offset": torch.zeros(b), "hu_scale": torch.ones(b)}
+    batch |= {"fine": torch.rand(b, 1, fine * size, fine * size)} if fine > 1 else {}
+    if (measure := sample_measurement(config)) is not None:
+        samples = [{"sample": k} | {name: value[k] for name, value in batch.items()} for k in range(b)]
+        batch["sinogram"] = torch.stack([measure("train", sample) for sample in samples])
+        batch.pop("fine", None)
+    batch |= {"weight": torch.ones(b), "sample": torch.arange(b), "name": ["fake"] * b}
+
+    class Loader:
+        """Not a list, which Lightning would take for one of loaders."""
+
+        sampler = EpochSampler(64, shuffle=True, batch_size=b)
+
+        def __len__(self) -> int:
+            return 2
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter([batch] * 2)
+
+    class Data(SliceDataModule):
+        def prepare_data(self) -> None:
+            pass
+
+        def setup(self, stage: str | None = None) -> None:
+            pass
+
+        def train_dataloader(self) -> Any:
+            return Loader()
+
+    return Data(config.data)
+
+
+def _elsewhere(step: Callable[..., Any], *args: Any) -> Any:
+    return _on_tensors(step(*args), lambda x: x + torch.zeros(x.shape))
+
+
+def _waits(step: Callable[..., Any], *args: Any) -> Any:
+    return _on_tensors(step(*args), lambda x: x * (1.0 + x.sum().item()))
+
+
+def _in_float64(step: Callable[..., Any], *args: Any) -> Any:
+    return _on_tensors(step(*args), lambda x: x.double().float())
+
+
+def _twice(step: Callable[..., Any], *args: Any) -> Any:
+    step(*args)
+    return step(*args)
+
+
+def _keeping(step: Callable[..., Any], *args: Any) -> Any:
+    _KEPT.append(torch.zeros(2**20, device=CUDA0))
+    return step(*args)
+
+
+_KEPT: list[Tensor] = []
+FAULTS = {
+    "wrong device": _elsewhere,
+    ".item()": _waits,
+    "float64": _in_float64,
+    "doubled loop": _twice,
+    "kept tensor": _keeping,
+}
+"""What can be planted into each iteration."""
+
+
+def _on_tensors(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    leaves, spec = torch.utils._pytree.tree_flatten(state)
+    first = next(k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+    leaves[first] = change(leaves[first])
+    return torch.utils._pytree.tree_unflatten(leaves, spec)
+
+
+@contextmanager
+def planted(fault: str | None) -> Iterator[None]:
+    """Every iteration of every network has this fault while the block runs."""
+    if fault is None:
+        yield
+        return
+    run = UnrolledNetwork.run
+
+    def faulty(network: Any, iterations: range, y: Tensor, state: Any) -> Any:
+        for t in iterations:
+            state = FAULTS[fault](lambda *_, t=t, state=state: run(network, range(t, t + 1), y, state))
+        return state
+
+    UnrolledNetwork.run = faulty  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        UnrolledNetwork.run = run  # type: ignore[method-assign]
+
+
+def main() -> None:
+    """Print what steps take: a table of one config, or a line of JSON for each job."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--by-file", action="store_true")
+    parser.add_argument("--jobs", type=Path, help="a JSON list of {overrides, fault}")
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    pretend_cuda()
+    if arguments.jobs is None:
+        _print(rehearse(arguments.overrides, arguments.by_file))
+        return
+    for job in json.loads(arguments.jobs.read_text()):
+        try:
+            with planted(job["fault"]):
+                found = asdict(rehearse(job["overrides"]))
+        except Exception as error:
+            found = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        print(json.dumps(found), flush=True)
+
+
+def _print(found: Rehearsal) -> None:
+    for name, n in sorted(found.by_file.items(), key=lambda item: -item[1]):
+        print(f"{name:60}{n:8,}")
+    print(f"operators: {sum(found.operators.values()):,} {found.operators}")
+    print(f"waits: {found.waits or 'none'}\nfloat64: {found.float64 or 'none'}\nforeign: {found.foreign or 'none'}")
+    peak, planned = (value / 2**20 for value in (found.peak, found.planned))
+    print(f"peak {peak:,.1f} MiB, by the plan {planned:,.1f} MiB: {found.peak / found.planned:.4f}")
+
+
+if __name__ == "__main__":
+    main()
