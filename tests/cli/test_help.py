@@ -53,7 +53,8 @@ def test_options_say_what_they_trade_and_which_is_chosen() -> None:
 
 def test_each_option_has_one_sentence_that_is_not_cut() -> None:
     lines = help_of("train")
-    options = [line for line in lines[lines.index("GROUPS (* is the current choice)") + 1 : lines.index("", 6)] if line]
+    start = lines.index("GROUPS (* is the current choice)") + 1
+    options = lines[start : lines.index("", start)]
     assert len(options) > 40
     for line in options:
         assert len(line) <= 120, line
