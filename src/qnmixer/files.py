@@ -36,7 +36,7 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
         with temporary.open("xb") as stream:
             yield stream
             stream.flush()
-            os.fsync(stream.fileno())
+            os.fsync(stream.fileno())  # else a power failure can leave an empty file under the final name
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -94,7 +94,7 @@ def replace(new: Path, path: Path) -> None:
     before = path.with_name(path.name + BEFORE_SUFFIX)
     if path.is_dir() or (new.is_dir() and path.exists()):
         remove(before)
-        path.rename(before)
+        path.rename(before)  # os.replace cannot replace a folder that holds files
     os.replace(new, path)
     remove(before)
 

@@ -50,6 +50,6 @@ def habit(overrides: list[str]) -> str | None:
     """The answer to the first override that is such a key or option; None if there is none."""
     for override in overrides:
         given = override.lstrip("+~")
-        if mend := _KEYS.get(key_of(override)) or _OPTIONS.get(given):
-            return f"{given if given in _OPTIONS else key_of(override)} is not known here: {mend}"
+        if fix := _KEYS.get(key_of(override)) or _OPTIONS.get(given):
+            return f"{given if given in _OPTIONS else key_of(override)} is not known here: {fix}"
     return None

@@ -25,6 +25,7 @@ def build_optimizer(config: OptimizerConfig, network: nn.Module) -> Optimizer:
             step_sizes.append(parameter)
         else:
             (decaying if parameter.ndim > 1 else plain).append(parameter)
+    # This order is part of the checkpoint format: an optimizer state names its parameters by number only.
     groups: list[dict[str, Any]] = [
         {"params": decaying, "weight_decay": config.weight_decay},
         {"params": plain, "weight_decay": 0.0},

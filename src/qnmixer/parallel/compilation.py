@@ -26,4 +26,5 @@ def compile_blocks(network: UnrolledNetwork[Any]) -> None:
     if not blocks:
         raise ConfigError(f"compile=true, but {network.title} has no blocks() to compile: leave it out")
     for block in blocks:
+        # In place: torch.compile(block) would put `_orig_mod.` into every name of a checkpoint.
         block.compile()

@@ -38,6 +38,7 @@ class ShardedStrategy(ModelParallelStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Keep full gradients on each device. Lightning enters this in every batch of a window but the last."""
+        # Without this FSDP2 reduces the gradients in every backward pass, and accumulating saves no traffic.
         units = self._units()
         for unit in units:
             unit.set_requires_gradient_sync(False)
@@ -94,6 +95,7 @@ class ShardedStrategy(ModelParallelStrategy):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             numbers = [number for group in state["param_groups"] for number in group["params"]]
+            # torch numbers parameters in the order of the groups, so the state of one device fits by number.
             of = dict(zip(numbers, parameters, strict=True))
             sharded = {n: {k: _as(of[n], v) for k, v in entry.items()} for n, entry in state["state"].items()}
             optimizer.load_state_dict({**state, "state": sharded})
@@ -105,7 +107,7 @@ class ShardedStrategy(ModelParallelStrategy):
 
 def shard(network: UnrolledNetwork[Any], mesh: Any, options: FSDPConfig) -> None:
     """Put the parts of a network that iterations call, and then the rest, into shards over a mesh, in place."""
-    if isinstance(network, FSDPModule):
+    if isinstance(network, FSDPModule):  # Lightning calls `configure_model` again before validation and test
         return
     for block in network.blocks():
         fully_shard(block, mesh=mesh, reshard_after_forward=options.reshard_after_forward)

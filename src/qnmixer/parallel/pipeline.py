@@ -72,10 +72,12 @@ class PipelineStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """No DDP wrapper: `optimizer_step` sums the gradients."""
         for first in range(0, self.world_size, self.n_devices):
+            # Every rank must make every group, also those that it is not in; otherwise `new_group` hangs.
             group = dist.new_group(list(range(first, first + self.n_devices)), timeout=self._timeout)
             if first == self.global_rank // self.n_devices * self.n_devices:
                 self._group = group
         assert self.lightning_module is not None
+        # Lightning clears gradients between forward and backward, when the first micro-batches already have theirs.
         self.lightning_module.optimizer_zero_grad = lambda *args, **kwargs: None  # type: ignore[method-assign]  # a hook
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -157,6 +159,7 @@ class Pipeline:
 
         self.stages = [self._stage(index, packings, of_one) for index in range(device, n_stages, n_devices)]
         n = 1 if self.sequential else len(y) // self.microbatch_size
+        # The loss of a micro-batch is its part of the batch's mean, so torch must not divide by their number again.
         options_of_all: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
         self.schedule: Any
         if options.schedule == "interleaved":

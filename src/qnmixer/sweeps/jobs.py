@@ -164,6 +164,8 @@ def _start(job: Job, gpus: list[str], n_threads: int | None) -> _Running:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if n_threads is not None:
         environment.setdefault("OMP_NUM_THREADS", str(n_threads))
+    # A new process tree for each job. Hydra's own launcher is silently wrong with ddp: child ranks run the whole sweep
+    # again, and a change of trainer.devices trains on a part of the data or hangs.
     me, path = os.getpid(), job.folder / OUTPUT
     _say(f"{job.name} → {path}")
     with path.open("ab") as output:

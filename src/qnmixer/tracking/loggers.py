@@ -106,6 +106,7 @@ def close_loggers(loggers: Mapping[str, WandbConfig | LoggerConfig], exit_code: 
     if wandb is None or not of_wandb or (run := wandb.run) is None:
         return
     folder = Path(run.dir).parent
+    # Without `finish` the next run of this process would log into this one. Without a code it would record success.
     try:
         run.finish(exit_code=exit_code)
     except TimeoutError:
