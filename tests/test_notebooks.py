@@ -86,7 +86,7 @@ def check_reconstruction(found: Namespace) -> None:
 
 
 def check_comparison(found: Namespace) -> None:
-    """Every method has its row, best first, all on the same slices; each is better than FBP."""
+    """Every method has its row, best first, all on the same slices; each is better than FBP. A run's folder is read."""
     psnr = found["psnr"]
     assert {*psnr} == {"FBP", "TV", "FBPConvNet", "LEARN", "QN-Mixer"}
     assert found["ranked"][-1] == "FBP"
@@ -95,6 +95,8 @@ def check_comparison(found: Namespace) -> None:
     assert len(slices["FBP"]) == 12
     assert all(its == slices["FBP"] for its in slices.values())
     assert found["n_parameters"]["TV"] == 0 < found["n_parameters"]["QN-Mixer"]
+    assert found["results"]["status"] == "done"
+    assert found["again"].n_iterations == 2
 
 
 CHECKS: dict[str, Callable[[Namespace], None]] = {

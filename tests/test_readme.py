@@ -1,10 +1,11 @@
-"""Every command of the README, run as it stands but for the paths and, to be quick, the sizes."""
+"""README and docs: each command runs as it stands but for its paths and, to be quick, its sizes; links exist."""
 
 import importlib
 import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,8 @@ from qnmixer.tracking.resume import latest
 from .warm import Warm
 
 ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 TINY = [
     "data.image_size=32",
     "geometry.n_detectors=48",
@@ -40,10 +43,15 @@ TINY = [
 TINY_PHANTOMS = ["data.n_train=8", "data.n_val=2", "data.n_test=2"]
 
 
-def readme_commands() -> list[str]:
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    lines = [line.split(" # ")[0].strip() for block in blocks for line in block.splitlines()]
+def blocks(page: Path, language: str) -> list[str]:
+    """The lines of a page's code blocks in a language, without comments."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    lines = [line.split(" # ")[0].strip() for name, block in found if name == language for line in block.splitlines()]
     return [line for line in lines if line]
+
+
+def commands() -> list[str]:
+    return [line for page in PAGES for line in blocks(page, "bash")]
 
 
 def marked(command: str) -> Any:
@@ -52,6 +60,8 @@ def marked(command: str) -> Any:
         "strategy=" in command
         or " -m " in command.removeprefix("python -m")
         or "compare" in command
+        or "custom" in command
+        or "my_conf" in command
         or ("qnmixer.plan" in command and "format=json" not in command)
     )
     return pytest.param(command, marks=pytest.mark.long) if long else command
@@ -59,7 +69,7 @@ def marked(command: str) -> Any:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
-    """A folder with what the README's paths stand for: DICOM of three patients, a scan, a trained run."""
+    """A folder with what the paths stand for: DICOM of three patients, a scan, a trained run, a user's own code."""
     place = tmp_path_factory.mktemp("readme")
     for number, patient in enumerate(("L067", "L310", "L333")):
         hu = phantom(64, seed=0, part="test", index=number)
@@ -71,6 +81,10 @@ def place(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
     run(f"python -m qnmixer.train experiment=demo hydra.run.dir={place}/run", place, warm)
     np.save(place / "scan.npy", np.full((16, 48), 2.0, np.float32))
     new(place / "my_project")
+    shutil.copy(Path(__file__).with_name("own.py"), place / "my_file.py")
+    (yaml,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "make_it_yours.md").read_text(), re.DOTALL)
+    (place / "my_conf" / "loss").mkdir(parents=True)
+    (place / "my_conf" / "loss" / "huber.yaml").write_text(yaml)
     return place
 
 
@@ -129,36 +143,77 @@ def steps_of(words: list[str], place: Path) -> int:
 
 
 def test_the_readme_is_for_someone_in_a_hurry() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) < 250
+    text = README.read_text()
+    assert len(text.splitlines()) <= 200
+    assert len(re.findall(r"\S*\w\S*", text)) <= 1700
 
 
-def test_files_that_the_readme_names_exist() -> None:
-    text = (ROOT / "README.md").read_text()
-    named = re.findall(r"`(src/[^`]+\.py)`", text) + re.findall(r"\]\(((?!http)[^)]+)\)", text)
-    assert len(named) >= 8
-    assert [name for name in named if not (ROOT / name).exists()] == []
+def test_each_command_stands_once() -> None:
+    found = commands()
+    assert len(found) > 20
+    assert len(found) == len(set(found))
+
+
+def test_blocks_that_are_not_run_hold_only_what_this_repository_does_not_have() -> None:
+    others = [line for page in PAGES for line in blocks(page, "")]
+    assert [line for line in others if not line.startswith(("wandb ", "mkdir all && "))] == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_links_and_files_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text()
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith("http")]
+    missing = [link for link in links if not (page.parent / link.split("#")[0]).exists()]
+    for link in links:
+        path, _, heading = link.partition("#")
+        if heading:
+            titles = re.findall(r"^#+ (.*)", (page.parent / path).read_text(), re.MULTILINE)
+            missing += [link] * (heading not in {re.sub(r"[^\w -]", "", it).lower().replace(" ", "-") for it in titles})
+    named = re.findall(r"`((?:src|conf|tests|notebooks)/[\w/.]+)`", text)
+    missing += [name for name in named if not (ROOT / name).exists()]
+    assert [name for name in missing if name != "conf/local/default.yaml"] == []  # a file of the user
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    text = README.read_text()
+    assert [page.name for page in PAGES[1:] if f"](docs/{page.name})" not in text] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_was_measured_stands_in_tables_that_commands_write(page: Path) -> None:
+    by_hand = re.sub(r"<!-- (\w+) -->.*?<!-- end of", "", page.read_text(), flags=re.DOTALL)
+    rows = [line for line in by_hand.splitlines() if line.startswith("|")]
+    assert [row for row in rows if re.search(r"\d (MiB|GiB|MB|GB|dB|s|ms|min|%)\b|\d %|±", row)] == []
+
+
+def test_the_checks_that_the_readme_names_are_those_of_doctor() -> None:
+    (table,) = re.findall(r"^\| question \|.*?\n((?:\|.*\n)+)", README.read_text(), re.MULTILINE)
+    named = re.findall(r"`([\w ]+)`", table)
+    source = "".join(path.read_text() for path in (ROOT / "src" / "qnmixer" / "checkup").glob("*.py"))
+    assert len(named) >= 10
+    assert [name for name in named if f'"{name}"' not in source] == []
 
 
 @pytest.mark.long
 def test_the_table_of_levers_is_what_the_plan_says() -> None:
-    """Its base and its first line: the rest comes from the same command."""
-    block = re.search(r"<!-- levers -->\n(.*?)<!-- end of levers", (ROOT / "README.md").read_text(), re.DOTALL)
+    """Its base and its first two lines: the rest comes from the same command."""
+    block = re.search(r"<!-- levers -->\n(.*?)<!-- end of levers", README.read_text(), re.DOTALL)
     assert block is not None
     planner = Planner(config := parse(compose("train", ["data.batch_size=4"])))
-    first = dict(list(LEVERS.items())[:1])
+    first = dict(list(LEVERS.items())[:2])
     expected = levers_table(config, planner, first).splitlines()
     assert block[1].splitlines()[: len(expected)] == expected
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("readme")
-@pytest.mark.parametrize("command", [marked(command) for command in readme_commands()])
+@pytest.mark.parametrize("command", [marked(command) for command in commands()])
 def test_command(command: str, place: Path, warm: Warm) -> None:
     run(command, place, warm)
 
 
 def test_ten_lines_of_the_library() -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL)
     assert len([line for line in block.splitlines() if line]) == 10
     found: dict[str, Any] = {}
     exec(block, found)

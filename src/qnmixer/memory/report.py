@@ -27,13 +27,14 @@ BATCHES = (1, 8)
 """Of each device; of a pipeline in micro-batches."""
 
 LEVERS = {
+    "strategy=ddp trainer.devices=4": "four devices, and each has the whole graph",
     "memory=recompute": "time: each iteration is run forward twice",
     "memory=offload": "time on the bus, and host memory",
     "trainer.precision=16-mixed": "half the digits in the regulariser",
     "data.batch_size=1 trainer.accumulate_grad_batches=4": "less parallel work a step",
     "strategy=pipeline trainer.devices=4 data.batch_size=1": "four devices, which wait for each other",
 }
-"""What saves memory, and what it costs."""
+"""What people try in order to save memory, and what it costs. Data parallelism is here because it saves none."""
 
 
 def usable(device: str) -> float:
