@@ -35,7 +35,7 @@ class FBPConvNet(UnrolledNetwork[Tensor]):
         return state + self.unet(state)
 
     def recomputed_parts(self) -> list[nn.Module]:
-        """The levels: with one iteration only, there is nothing else to run again."""
+        """The levels: with a single iteration there is nothing else to recompute."""
         return self.unet.levels()
 
     def blocks(self) -> list[nn.Module]:
@@ -73,7 +73,7 @@ class UNet(nn.Module):
         return [*self.down, *self.up]
 
     def forward(self, x: Tensor) -> Tensor:
-        """What is to be added to x."""
+        """The correction that is added to x."""
         features = [self.down[0](x)]
         for level in list(self.down)[1:]:
             features.append(level(nn.functional.max_pool2d(features[-1], 2)))
