@@ -50,13 +50,15 @@ compare: install ## train all methods, small, then table, picture and page of th
 test: install ## run all tests; e.g. TESTS='-m "not long"' leaves out those that take longest
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(TESTS)
 
-# e.g. make test-with SET=lowest; make test-with PYTHON=3.13 TORCH=2.14. uv gets a Python that is not here.
+# e.g. make test-with SET=lowest PYTHON=3.11; make test-with PYTHON=3.13 TORCH=2.14. uv gets a Python that is not here.
+# pyproject.toml says which versions are the lowest and the newest; pinned are those of requirements.lock.
 SET ?= newest
-test-with: ## run the short tests with other versions: SET=lowest or newest that pyproject.toml allows, PYTHON=, TORCH=
+OF_SET := $(if $(filter lowest,$(SET)),--resolution lowest-direct)$(if $(filter pinned,$(SET)),--constraint requirements.lock)
+test-with: ## run the short tests with other versions: SET=lowest, pinned or newest, PYTHON=, TORCH=
+	@[ -n "$(filter lowest pinned newest,$(SET))" ] || { echo "error: SET=$(SET) is none of lowest, pinned, newest" >&2; exit 1; }
 	@command -v uv >/dev/null || { echo "error: make test-with needs uv: pip install uv" >&2; exit 1; }
 	uv venv --quiet --clear --python $(PYTHON) .venv-$(SET)
-	uv pip install --quiet --python .venv-$(SET) $(if $(filter lowest,$(SET)),--resolution lowest-direct) \
-		-e ".[dev]" $(TORCH:%=torch==%.*)
+	uv pip install --quiet --python .venv-$(SET) $(OF_SET) -e ".[dev]" $(TORCH:%=torch==%.*)
 	uv pip list --quiet --python .venv-$(SET) | grep -iE "^(torch|lightning|hydra-core|wandb|numpy|pydicom) "
 	.venv-$(SET)/bin/python -m pytest -m "not slow and not long" -W ignore::DeprecationWarning
 

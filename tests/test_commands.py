@@ -37,6 +37,7 @@ from qnmixer.tracking.resume import resume_overrides
 from qnmixer.train import run as train
 from qnmixer.training.module import ReconstructionModule
 
+from .nvidia import fake_nvidia_smi
 from .warm import Done, Warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("commands")]
@@ -1108,3 +1109,19 @@ def test_slices_that_were_trained_on_are_told(ten: tuple[Path, list[str], str], 
         assert outcome.code == 0, outcome.stderr
         assert "8 of the slices were used in training" in outcome.text
         assert "8 of the slices were used in training" in (folder / "table.md").read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use the GPU here")
+def test_no_command_silently_leaves_out_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvidia_smi(tmp_path, "7.0, 535.104.05")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    np.save(tmp_path / "slice.npy", np.zeros((16, 16), np.float32))
+    for outcome in (
+        training(tmp_path / "run", "trainer.accelerator=auto"),
+        run("reconstruct", "run=pretrained", f"input={tmp_path / 'slice.npy'}", f"output={tmp_path / 'out'}"),
+        run("evaluate", "run=pretrained", "data=phantoms", f"hydra.run.dir={tmp_path / 'evaluated'}"),
+    ):
+        assert "accelerator=auto, but torch " in outcome.error
+        assert "make install TORCH=cu126, or pip install torch==" in outcome.error
+    assert not [*tmp_path.rglob("*.ckpt"), *tmp_path.rglob("slice_*"), *tmp_path.rglob("table.md")]

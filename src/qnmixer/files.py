@@ -23,6 +23,14 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qnmixer"
 
 
+def is_open_to_all(folder: Path) -> bool:
+    """Whether a folder is another user's and everybody may write to it: what it holds may be anybody's."""
+    if os.name != "posix":
+        return False
+    stat = folder.stat()
+    return stat.st_uid not in (0, os.geteuid()) and bool(stat.st_mode & 0o002)
+
+
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file beside `path`. It replaces `path` if the block succeeds, and is deleted if the block fails.

@@ -1,16 +1,20 @@
+import copy
 import dataclasses
 import pickle
 import random
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from tests.limits import within_limits
 
-from qnmixer.checkpoints.reading import find_checkpoint, load, load_run, load_weights, read_checkpoint
-from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
+from qnmixer.checkpoints.reading import find_checkpoint, load, load_run, load_weights, read_checkpoint, split_of
+from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY, RUN_KEY
 from qnmixer.config import Config, to_plain
-from qnmixer.errors import CheckpointError
+from qnmixer.data.splits import PARTS
+from qnmixer.errors import CheckpointError, UserError
 from qnmixer.files import replace
 from qnmixer.training.checkpointing import AtomicCheckpointIO
 from qnmixer.training.module import ReconstructionModule
@@ -208,10 +212,16 @@ def test_a_file_takes_the_place_of_a_folder_of_shards(tmp_path: Path) -> None:
     assert [other.name for other in tmp_path.iterdir()] == ["last.ckpt"]
 
 
-def flipped(content: bytes, number: int) -> bytes:
-    """The same with one bit turned over."""
+def damaged(content: bytes, number: int) -> bytes:
+    """The same with one bit turned over; of every tenth one is cut, and one has a block of zeros."""
     rng, changed = random.Random(number), bytearray(content)
-    changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    if number % 10 == 8:
+        return content[: rng.randrange(len(content))]
+    if number % 10 == 9:
+        first = rng.randrange(len(content))
+        changed[first : first + 512] = bytes(len(changed[first : first + 512]))
+    else:
+        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
     return bytes(changed)
 
 
@@ -224,8 +234,8 @@ def same(one: object, other: object) -> bool:
 
 
 @pytest.mark.parametrize("shards", [False, True])
-def test_a_flipped_bit_is_told_or_changes_nothing(tiny_module: Build, tmp_path: Path, shards: bool) -> None:
-    """Also in what only resume reads, such as the state of the optimizer."""
+def test_damage_is_told_or_changes_nothing(tiny_module: Build, tmp_path: Path, shards: bool) -> None:
+    """Also in what only resume reads, such as the state of the optimizer. 60 times, seeded."""
     file = path = save(tiny_module(), tmp_path)
     whole = torch.load(file, weights_only=True) | {"optimizer_states": {"momentum": torch.rand(5000)}}
     if shards:
@@ -235,15 +245,110 @@ def test_a_flipped_bit_is_told_or_changes_nothing(tiny_module: Build, tmp_path: 
     torch.save(whole, file)
     content, told = file.read_bytes(), list[str]()
     for number in range(60):
-        file.write_bytes(flipped(content, number))
-        try:
-            read_checkpoint(path)
-        except CheckpointError as error:
-            told.append(str(error))
-        else:
-            assert same(load(path), whole)
+        file.write_bytes(damaged(content, number))
+        with within_limits():
+            try:
+                read_checkpoint(path)
+            except CheckpointError as error:
+                told.append(str(error))
+            else:
+                assert same(load(path), whole)
     assert len(told) > 20
     assert not any("\n" in line for line in told)
+
+
+ODD: list[object] = [
+    None, True, -1, 0, 1, 512, 10**20, 1e30, 1e-320, float("nan"), float("inf"), "", "x", "-1", "${model.codec}",
+    "a" * 5000, [], [1, 2], {}, {"a": {"b": None}}, b"x", 3 + 4j,
+]  # fmt: skip
+
+
+def test_no_odd_value_of_a_config_ends_in_a_traceback(tiny_module: Build, tmp_path: Path) -> None:
+    """100 of them, seeded: each is refused in a line, or the network is built, with the weights of the file."""
+    checkpoint = torch.load(save(tiny_module(), tmp_path), weights_only=True)
+    plain, state = checkpoint[CHECKPOINT_KEY]["config"], checkpoint["state_dict"]
+    places = [(section, key) for section in ("model", "geometry", "data", "noise", "loss") for key in plain[section]]
+    places += [(key, None) for key in plain]
+    rng, told = random.Random(0), list[str]()
+    for _ in range(100):
+        config = copy.deepcopy(plain)
+        section, key = rng.choice(places)
+        odd = rng.choice(ODD)
+        if key is None:
+            config[section] = odd
+        else:
+            config[section][key] = odd
+        torch.save({CHECKPOINT_KEY: {"format": 1, "config": config}, "state_dict": state}, tmp_path / "a.ckpt")
+        with within_limits():
+            try:
+                again = load_run(tmp_path / "a.ckpt")
+            except UserError as error:
+                told.append(str(error))
+            else:
+                assert same(dict(again.state_dict()), state), (section, key, odd)
+    assert 50 < len(told) < 95
+    assert not any("\n" in line for line in told)
+
+
+def many() -> object:
+    """One list, a billion times, in a few bytes."""
+    content: list[object] = ["a"]
+    for _ in range(9):
+        content = [content] * 10
+    return content
+
+
+def itself() -> object:
+    content: dict[str, object] = {}
+    content["a"] = content
+    return content
+
+
+@pytest.mark.parametrize(("make", "key"), [(many, "seed"), (many, "loops"), (itself, "noise")])
+def test_values_that_never_end_are_refused(
+    tiny_module: Build, tmp_path: Path, make: Callable[[], object], key: str
+) -> None:
+    path = save(tiny_module(), tmp_path)
+    checkpoint = torch.load(path, weights_only=True)
+    config = checkpoint[CHECKPOINT_KEY]["config"]
+    if key == "loops":
+        checkpoint[key] = make()
+    elif key == "noise":
+        config[key]["a"] = make()
+    else:
+        config[key] = make()
+    torch.save(checkpoint, path)
+    with within_limits():
+        assert "too many values" in refusal(path)
+
+
+def test_a_small_file_that_unpacks_to_a_large_one_is_refused(tiny_module: Build, tmp_path: Path) -> None:
+    """torch.load unpacks what is compressed: of 3 MB it would make 3 GB."""
+    checkpoint = torch.load(save(tiny_module(), tmp_path), weights_only=True)
+    torch.save(checkpoint | {"more": torch.zeros(1000)}, tmp_path / "plain.ckpt")
+    with zipfile.ZipFile(tmp_path / "plain.ckpt") as plain, zipfile.ZipFile(tmp_path / "a.ckpt", "w") as packed:
+        for entry in plain.infolist():
+            packed.writestr(entry, plain.read(entry), zipfile.ZIP_DEFLATED)
+    assert torch.load(tmp_path / "a.ckpt", weights_only=True)["more"].shape == (1000,)
+    assert "larger when unpacked" in refusal(tmp_path / "a.ckpt")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        3,
+        {"split": "text"},
+        {"split": {"train": torch.ones(3)}},
+        {"split": {part: {"patients": [1], "slices": [2]} for part in PARTS}},
+        {"split": {part: {"patients": torch.ones(2), "slices": torch.ones(2)} for part in PARTS}},
+        {"split": {part: {"patients": torch.ones(1, 2).long(), "slices": torch.ones(2).long()} for part in PARTS}},
+    ],
+    ids=str,
+)
+def test_a_record_of_the_split_that_is_none_is_told(tmp_path: Path, record: object) -> None:
+    torch.save({RUN_KEY: record}, tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match=r"a\.ckpt has a record of its training patients that cannot be read"):
+        split_of(tmp_path / "a.ckpt")
 
 
 def test_weights_of_another_type_are_refused(tiny_module: Build, tmp_path: Path) -> None:
@@ -284,6 +389,28 @@ def test_a_config_that_somebody_made_is_refused_before_anything_is_built(
     place[name] = value
     torch.save(checkpoint, path)
     refusal(path)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "model.n_iterations=1000 model.channels=1024 model.shared_regularizer=false",
+        "model.n_iterations=1000 model.channels=1024 model.n_mixer_layers=1000",
+        "data.image_size=256 model.patch_size=256 model.channels=1024",  # 60 TB at once
+        "model=learn model.n_iterations=1000 model.channels=1024",
+        "model=learned_primal_dual model.n_iterations=1000 model.channels=1024",
+    ],
+)
+def test_a_network_that_is_larger_than_its_file_is_not_built(
+    other_config: Callable[..., Config], tmp_path: Path, overrides: str
+) -> None:
+    """The config of a small file may ask for terabytes. The file says that it has them: they are views of a number."""
+    plain = to_plain(other_config(*overrides.split()))
+    state = {"network.weight": torch.zeros(1).expand(10**12)}
+    torch.save({CHECKPOINT_KEY: {"format": 1, "config": plain}, "state_dict": state}, tmp_path / "a.ckpt")
+    with within_limits(), pytest.raises(CheckpointError, match=r"do not fit its own config|cannot be built") as error:
+        load_run(tmp_path / "a.ckpt")
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("config", [None, [1, 2], "text"])

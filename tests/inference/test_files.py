@@ -121,7 +121,7 @@ def test_every_real_file_round_trips(real_ct: Path, tmp_path: Path) -> None:
         assert piece.template is not None
         assert out.PatientName == piece.template.PatientName
         count += 1
-    assert count == 11
+    assert count == 9
     (piece,) = InputSlices(next((real_ct / "dicom/totalseg_s1").iterdir()))
     write_dicom(tmp_path / "out.dcm", piece.hu, template=piece.template, series_uid="1.2", **WORDS)
     np.testing.assert_array_equal(hu_of(tmp_path / "out.dcm"), piece.hu)

@@ -20,7 +20,9 @@ from qnmixer.parallel.compilation import compile_blocks
 from qnmixer.parallel.fsdp import gather
 from qnmixer.processes.ranks import rank
 from qnmixer.tracking.loggers import build_loggers
+from qnmixer.tracking.run import Run
 from qnmixer.training.callbacks import build_callbacks
+from qnmixer.training.checkpointing import Checkpointing
 from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.trainer import build_trainer
 
@@ -69,9 +71,14 @@ def _precision(trainer: L.Trainer) -> MixedPrecision:
 
 
 def train(
-    config: Config, folder: Path, resume: Path | None = None, scale: float | None = None, measure: bool = False
+    config: Config,
+    folder: Path,
+    resume: Path | None = None,
+    scale: float | None = None,
+    measure: bool = False,
+    keep: bool = False,
 ) -> dict[str, Any]:
-    """Train a config in this process, as one rank of its strategy; what was recorded."""
+    """Train a config in this process, as one rank of its strategy; what was recorded. `keep`: as runs keep theirs."""
     L.seed_everything(1, verbose=False)
     module = ReconstructionModule(config)
     for p in module.parameters():  # away from the start, where G is zero and nothing flows back through it
@@ -80,8 +87,9 @@ def train(
     if config.compile:
         compile_blocks(module.network)
     record = Record(scale)
+    callbacks = [record, *([Checkpointing(Run(folder), config.monitor, None)] if keep else [])]
     trainer = build_trainer(
-        config, folder, [record, *build_callbacks(config.callbacks)], build_loggers(config, folder, [])
+        config, folder, [*callbacks, *build_callbacks(config.callbacks)], build_loggers(config, folder, [])
     )
     data = SliceDataModule(config.data)
     trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
@@ -102,7 +110,7 @@ def main(job: Path) -> None:
     for k, task in enumerate(json.loads(job.read_text())):
         folder = Path(task["folder"])
         resume = Path(task["resume"]) if task["resume"] else None
-        found = train(parse(task["config"]), folder, resume, task["scale"], task["measure"])
+        found = train(parse(task["config"]), folder, resume, task["scale"], task["measure"], task["keep"])
         torch.save(found, folder / f"rank_{rank()}.pt")
         print(k, task["folder"], flush=True)
 

@@ -8,12 +8,15 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
-from qnmixer.checkpoints.reading import load_run
+from qnmixer.checkpoints.reading import load_run, split_of
 from qnmixer.config import override, parse, to_plain
 from qnmixer.config.compose import compose
+from qnmixer.data.phantoms import phantom
+from qnmixer.data.splits import PARTS
 from qnmixer.processes.launch import launch
 
 from ..warm import Warm
@@ -82,14 +85,17 @@ class Task(NamedTuple):
     scale: float | None = None
     measure: bool = False
     model: str = MODEL
+    keep: bool = False
 
 
 def run(folder: Path, n_processes: int, tasks: list[Task], warm: Warm) -> dict[str, list[dict[str, Any]]]:
     """What each rank recorded of each task."""
     job = []
     tiny = parse(compose("train", TINY.split()))  # once: Hydra takes longer than `override`
+    data = ["data=numpy", f"data.root={folder / 'patients'}", f"data.cache_dir={folder / 'cache'}"]
+    patients = parse(compose("train", [*(it for it in TINY.split() if not it.startswith("data.n_")), *data]))
     for task in tasks:
-        config = override(tiny, f"{task.model} {task.overrides}")
+        config = override(patients if task.keep else tiny, f"{task.model} {task.overrides}")
         (folder / task.name).mkdir()
         resume = task.resume and str(folder / task.resume / "last.ckpt")
         job.append(
@@ -99,6 +105,7 @@ def run(folder: Path, n_processes: int, tasks: list[Task], warm: Warm) -> dict[s
                 "resume": resume,
                 "scale": task.scale,
                 "measure": task.measure,
+                "keep": task.keep,
             }
         )
     path = folder / f"job_{n_processes}.json"
@@ -168,6 +175,12 @@ def tasks() -> tuple[list[Task], list[Task], list[Task], dict[str, str]]:
     last = [Task(f"{writer} to one", on_one, resume=writer) for writer in writers]
 
     half = f"{WINDOWS[1]} trainer.precision=16-mixed"
+    alone = "trainer.max_steps=1 data.batch_size=4"
+    one.append(Task("one with patients", alone, keep=True))
+    for name, strategy in STRATEGIES.items():
+        sharded = " strategy.sharded_checkpoint=true" * (name == "fsdp")
+        four.append(Task(f"{name} with patients", f"{strategy}{sharded} trainer.max_steps=1", keep=True))
+
     one.append(Task("one half", f"{half} trainer.max_steps=2", scale=1024.0))
     for name, strategy in STRATEGIES.items():
         four.append(Task(f"{name} half", f"{half} {strategy} trainer.max_steps=2", scale=1024.0))
@@ -177,7 +190,12 @@ def tasks() -> tuple[list[Task], list[Task], list[Task], dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("parity")
+    """With slices of eight patients."""
+    folder = tmp_path_factory.mktemp("parity")
+    (folder / "patients").mkdir()
+    for number in range(8):
+        np.save(folder / "patients" / f"P{number}.npy", phantom(16, seed=0, part="test", index=number))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +241,19 @@ def test_shards_are_read_by_every_command(folder: Path, recorded: dict[str, list
     assert sorted(other.name for other in path.parent.glob("*.ckpt*")) == ["last.ckpt"]
     weights = dict(load_run(path).named_parameters())
     assert difference(weights, recorded["from fsdp"][0]["weights"]) == 0
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_who_was_trained_on_is_in_every_checkpoint(
+    folder: Path, recorded: dict[str, list[dict[str, Any]]], name: str
+) -> None:
+    assert len(recorded[f"{name} with patients"]) == 4
+    expected, found = (split_of(folder / f"{it} with patients" / "last.ckpt") for it in ("one", name))
+    assert expected is not None
+    assert found is not None
+    assert [len(expected[part]["patients"]) for part in PARTS] == [6, 1, 1]
+    for part in PARTS:
+        assert all(torch.equal(found[part][key], expected[part][key]) for key in ("patients", "slices"))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -125,7 +125,7 @@ def test_a_parent_that_died_before_is_noticed() -> None:
 
 def test_a_fork_that_loses_its_rank_in_mid_sentence_says_nothing() -> None:
     process = subprocess.run(
-        [sys.executable, "-c", """
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", """
 import os, sys, time
 from qnmixer.processes import ranks
 ranks.end_with_the_others()

@@ -10,7 +10,7 @@ import pytest
 
 from qnmixer.checkpoints.reading import read_checkpoint
 from qnmixer.config import Config
-from qnmixer.errors import PluginError
+from qnmixer.errors import OutOfMemory, PluginError
 from qnmixer.tracking.metrics_file import read_metrics
 from qnmixer.tracking.results import read_results
 from qnmixer.tracking.run import Run
@@ -143,3 +143,13 @@ def test_a_bad_logger_is_one_line(tiny_config: TinyConfig, tmp_path: Path) -> No
     strange = ["logger=custom", "logger._target_=lightning.pytorch.loggers.CSVLogger", "+logger.colour=red"]
     with pytest.raises(PluginError, match=r"^logger\.colour: .* has no such argument"):
         fit(tiny_config(*strange), Run(tmp_path))
+
+
+def test_a_step_that_no_memory_is_there_for_is_refused_before_any_is_taken(
+    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config("memory=recompute", "data.batch_size=1")  # of which few smaller ones are tried
+    monkeypatch.setattr("qnmixer.training.fit.memory_of", lambda device: 0.1)
+    monkeypatch.setattr("qnmixer.training.fit.build_module", lambda config: pytest.fail("it was built"))
+    with pytest.raises(OutOfMemory, match=r"^out of memory: a step of this run needs .* and there were 0 MiB"):
+        fit(config, Run(tmp_path / "run"))

@@ -2,17 +2,20 @@
 
 import pickle
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY, RUN_KEY, decode
 from qnmixer.config import Config, effective_batch, to_plain
 from qnmixer.config.run import parse_file, targets_of
 from qnmixer.config.target import keys_of
-from qnmixer.data.splits import SplitRecord
+from qnmixer.data.splits import SplitRecord, is_split_record
 from qnmixer.errors import CheckpointError, ConfigError, first_line
 from qnmixer.files import newest_complete
 from qnmixer.parallel.shards import load_checked, merge_shards
@@ -80,9 +83,41 @@ def load_run(run: str | Path, which: str = "best", trust: Collection[str] = ()) 
     path = find_checkpoint(run, which)
     config, state = read_checkpoint(path)
     check_trusted(str(path), built_from(config), trust)
-    module = Reconstructor(config)
+    with _no_more_weights_than(state, path):
+        module = Reconstructor(config)
     _load_state(module, state, path)
     return module
+
+
+@contextmanager
+def _no_more_weights_than(state: dict[str, Any], path: Path) -> Iterator[None]:
+    """Raise CheckpointError as soon as a network that is built in the block has more weights than its file.
+
+    The config of a file may ask for terabytes. Storage is counted: a tensor of any size can be a view of one number.
+    """
+    storages = [tensor.untyped_storage() for tensor in state.values()]
+    held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    built = 0
+    known: set[int] = set()
+
+    def count(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        nonlocal built
+        built += parameter.nbytes * (id(parameter) not in known)
+        known.add(id(parameter))
+        if built > held:
+            raise CheckpointError(
+                f"{path} holds weights that do not fit its own config, of a larger network: it is damaged"
+            )
+
+    handle = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    except RuntimeError as error:  # torch raises this if it cannot allocate so much at once
+        raise CheckpointError(
+            f"{path} has the config of a network that cannot be built ({first_line(error)})"
+        ) from error
+    finally:
+        handle.remove()
 
 
 def load_weights(module: Reconstructor, run: str | Path) -> None:
@@ -143,8 +178,14 @@ def steps_of(path: Path) -> int:
 
 
 def split_of(path: Path) -> SplitRecord | None:
-    """The patients for training, validation and test in the run of a checkpoint; None for a weights file."""
-    found: SplitRecord | None = load(path).get(RUN_KEY, {}).get("split")
+    """The patients for training, validation and test in the run of a checkpoint; None for a weights file.
+
+    Raises CheckpointError if the record cannot be read.
+    """
+    ours = load(path).get(RUN_KEY)
+    found = ours.get("split") if isinstance(ours, dict) else ours
+    if found is not None and not is_split_record(found):
+        raise CheckpointError(f"{path} has a record of its training patients that cannot be read: it is damaged")
     return found
 
 

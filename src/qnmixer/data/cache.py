@@ -26,7 +26,15 @@ from rich.progress import Progress
 from qnmixer.data.resample import to_square
 from qnmixer.data.slices import FloatArray, SkipFile, Slice, SliceInfo, clean_hu, require_content, summarise_skipped
 from qnmixer.errors import DataError
-from qnmixer.files import atomic_file, default_cache_dir, digest, digest_of_bytes, is_temporary, write_text
+from qnmixer.files import (
+    atomic_file,
+    default_cache_dir,
+    digest,
+    digest_of_bytes,
+    is_open_to_all,
+    is_temporary,
+    write_text,
+)
 
 _FORMAT = 2
 _ROW = np.dtype("<f4")
@@ -168,7 +176,7 @@ def open_cache(
     """Decoded slices of a folder, from the cache if it is whole and up to date, else decoded now.
 
     Raises:
-        DataError: the folder is missing, empty, or holds no usable slice.
+        DataError: the folder is missing, empty, or holds no usable slice; or the cache is open to everybody.
         OSError: the disk is full; nothing half-written is left.
     """
     cache_dir = cache_dir or default_cache_dir()
@@ -177,6 +185,12 @@ def open_cache(
     folder = cache_dir / f"{root.resolve().name}-{reader.kind}-{image_size}-{digest(what)}"
     fingerprint = digest([_FORMAT, what, [asdict(file) for file in files]])
     folder.mkdir(parents=True, exist_ok=True)
+    for its in (cache_dir, folder):
+        if is_open_to_all(its):
+            raise DataError(
+                f"{its} is another user's, and everybody may write to it: slices in it may be anybody's; give a folder "
+                "of your own, data.cache_dir=…"
+            )
     with FileLock(folder / "lock"):
         index = _read_index(folder, fingerprint)
         if index is None:
@@ -273,6 +287,8 @@ def _require_slices(
         mend = f"give a folder with {reader.wanted}"
         if any("RescaleSlope" in reason for reason in reasons):
             mend = "pixels are HU only by (0028,1053) RescaleSlope and (0028,1052) RescaleIntercept: add these tags"
+        elif any("RescaleType" in reason for reason in reasons):
+            mend = "where they are HU, set (0028,1054) RescaleType to HU"
         raise DataError(f"data.root has no usable slice: {summarise_skipped(str(root), skipped)}; {mend}")
     low, high = hu_range
     if low >= -1 and high <= 2:

@@ -102,7 +102,8 @@ def frame_tag(dataset: Dataset, frame: int, sequence: str, keyword: str) -> Any:
 def rescale_of(dataset: Dataset, frame: int) -> tuple[float, float]:
     """(slope, intercept) that turn stored values of a frame into HU; SkipFile if the file does not say."""
     kind = str(frame_tag(dataset, frame, "PixelValueTransformationSequence", "RescaleType") or "HU").strip()
-    if kind not in ("HU", "US"):  # unspecified: what GDCM writes, and some scanners in enhanced images, of HU too
+    # US is unspecified. GDCM, and so ITK, writes it into every CT image without a type; those of a scanner are HU.
+    if not (kind == "HU" or (kind == "US" and _is_original(dataset, frame))):
         raise SkipFile(f"RescaleType {kind}, not HU")
     slope = frame_tag(dataset, frame, "PixelValueTransformationSequence", "RescaleSlope")
     intercept = frame_tag(dataset, frame, "PixelValueTransformationSequence", "RescaleIntercept")
@@ -112,6 +113,13 @@ def rescale_of(dataset: Dataset, frame: int) -> tuple[float, float]:
     if not (_SLOPES[0] <= abs(slope) <= _SLOPES[1] and math.isfinite(intercept)):
         raise SkipFile(f"RescaleSlope {slope} and RescaleIntercept {intercept} give no HU")
     return slope, intercept
+
+
+def _is_original(dataset: Dataset, frame: int) -> bool:
+    """Whether a frame is a scanner's own image: of these DICOM (CT Image Module) has output units of HU only."""
+    kind = frame_tag(dataset, frame, "CTImageFrameTypeSequence", "FrameType") or dataset.get("ImageType") or ""
+    first = kind if isinstance(kind, str) else kind[0]
+    return first == "ORIGINAL" and dataset.get("MultienergyCTAcquisition") != "YES"
 
 
 def frame_hu(dataset: Dataset, frame: int, raw: np.ndarray[Any, Any]) -> FloatArray:

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import PurePosixPath
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -120,6 +121,19 @@ class RunSplit:
             parts = by_digest.get(number, set())
             found[unit] |= {own} if own is not None and (own in parts or not parts) else parts
         return _by_part(units, {unit: min(parts, key=PARTS.index) for unit, parts in found.items() if parts})
+
+
+def is_split_record(found: Any) -> TypeGuard[SplitRecord]:
+    """Whether what a file has is a record of this program."""
+    if not (isinstance(found, dict) and {*PARTS} <= {*found} <= {*PARTS, "base"}):
+        return False
+    keys = {part: {"patients", "slices"} if part in PARTS else {"slices"} for part in found}
+    return all(
+        isinstance(its, dict)
+        and {*its} == keys[part]
+        and all(isinstance(it, Tensor) and it.dtype == torch.int64 and it.ndim == 1 for it in its.values())
+        for part, its in found.items()
+    )
 
 
 def seen_by(record: SplitRecord) -> Tensor:

@@ -6,6 +6,7 @@ file is opened, 0.05 s for 100 MB; a file that fails is built again. A disk that
 to costs the caching only. Nothing here is needed to understand the mathematics.
 """
 
+import errno
 import json
 import os
 import struct
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
-from qnmixer.files import atomic_file, default_cache_dir, digest, is_temporary, write_text
+from qnmixer.files import atomic_file, default_cache_dir, digest, is_open_to_all, is_temporary, write_text
 from qnmixer.physics.geometry import FanBeamGeometry
 from qnmixer.physics.sparse import Csr
 
@@ -92,7 +93,12 @@ def _work(geometry: FanBeamGeometry) -> int:
 
 
 def _folder() -> Path:
-    return default_cache_dir() / "matrices"
+    """Where the files are. Raises OSError where they may be anybody's."""
+    folder = default_cache_dir() / "matrices"
+    for its in (folder.parent, folder):
+        if its.is_dir() and is_open_to_all(its):
+            raise OSError(errno.EPERM, "another user's, and everybody may write to it", str(its))
+    return folder
 
 
 def _key(kind: str, geometry: FanBeamGeometry) -> dict[str, Any]:

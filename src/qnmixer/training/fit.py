@@ -12,6 +12,7 @@ import torch.distributed as dist
 from qnmixer.checkpoints.reading import find_checkpoint, load_weights, resumable, split_of, steps_of
 from qnmixer.config import Config, effective_batch
 from qnmixer.config.debug import FewBatchesConfig
+from qnmixer.config.model import LearnedConfig
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.data.splits import RunSplit, seen_by
@@ -19,6 +20,7 @@ from qnmixer.errors import OutOfMemory, Stopped
 from qnmixer.evaluation.evaluate import evaluate, title_of, what_was_evaluated, write_evaluation
 from qnmixer.files import write_text
 from qnmixer.memory.advice import advice
+from qnmixer.memory.footprint import MIB
 from qnmixer.memory.limits import is_out_of_memory, memory_of
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import Planner
@@ -59,6 +61,7 @@ def fit(config: Config, run: Run) -> float:
     with session(config, run):
         quieten()
         L.seed_everything(config.seed, workers=True, verbose=False)
+        require_memory(config)  # before any of it is taken
         module = build_module(config)  # scan, noise, network, loss
         checkpoint = resume_checkpoint(config, run)  # None for a new run
         data = build_data(config, checkpoint)
@@ -111,6 +114,24 @@ def stopping_together(run: Run) -> Iterator[None]:
         if stop.together and dist.is_initialized():
             dist.barrier()
         raise Stopped(stop.number, resume_hint(run.folder), stop.together) from None
+
+
+def require_memory(config: Config) -> None:
+    """Raise OutOfMemory for a step that a CPU has no memory for, by the plan.
+
+    Linux would give it, fill the swap, and kill the process without a word. CUDA refuses by itself. The plan takes
+    seconds: it is asked only where a rough count, of the features of all iterations and of their weights, is large.
+    """
+    model, data = config.model, config.data
+    if config.trainer.accelerator != "cpu" or not isinstance(model, LearnedConfig):
+        return
+    values = model.T * model.channels * (data.batch_size * data.image_size**2 + 16 * model.channels)
+    available = memory_of(torch.device("cpu"))
+    if 4 * values / MIB < available / 16:
+        return
+    planner = Planner(config)
+    if planner.estimate(config).peak / MIB > available:
+        raise OutOfMemory(advice(planner, config, available))
 
 
 def build_module(config: Config) -> ReconstructionModule:
