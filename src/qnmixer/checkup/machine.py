@@ -61,7 +61,7 @@ def check_precision(precision: str, card: str | None, bf16: bool) -> Check:
 def check_backend(config: Config, nccl: bool, gloo: bool) -> Check:
     """Check that this torch has the library by which these devices communicate."""
     if config.trainer.devices == 1:
-        return Check("backend", "SKIP", "one device talks to nobody")
+        return Check("backend", "SKIP", "a single device needs no communication")
     name, there = ("nccl", nccl) if config.trainer.accelerator == "cuda" else ("gloo", gloo)
     if there:
         return Check("backend", "PASS", name)
