@@ -52,9 +52,9 @@ ASSUMED_DEVICES = 4
 
 
 class Planner:
-    """Predicts the footprint of configs that share one scan; what it has run it remembers.
+    """Predicts the footprint of configs with the same scan. Results of its runs are stored.
 
-    Raises ConfigError for a config that leaves the number of devices open and cannot be run on `ASSUMED_DEVICES`.
+    Raises ConfigError for a config that leaves the number of devices open and cannot run on `ASSUMED_DEVICES`.
     """
 
     def __init__(self, config: Config, projector: FanBeamProjector | None = None) -> None:
@@ -78,9 +78,9 @@ class Planner:
         return Prediction(footprint, growth / width, (device,))
 
     def estimate(self, config: Config) -> Footprint:
-        """The footprint of a run on its fullest device, from two steps of few iterations.
+        """The footprint of a run on its fullest device, from two steps with few iterations.
 
-        Of a pipeline all iterations are run, as a stage is short and the state that it gets grows.
+        For a pipeline all iterations are run: a stage is short, and its incoming state grows.
         """
         config = with_assumed_devices(config)
         if config.strategy.planned_as == "pipeline":
@@ -92,7 +92,7 @@ class Planner:
         return small.moved((T - first) / width, larger)
 
     def devices(self, config: Config) -> tuple[DevicePlan, ...]:
-        """What each device that works on one batch does and holds, first stage first; one, unless it is a pipeline."""
+        """The plan of each device that works on one batch, first stage first; one device, unless it is a pipeline."""
         config = with_assumed_devices(config)
         if config.strategy.planned_as != "pipeline":
             return (DevicePlan((range(config.model.T),), 1, self.estimate(config)),)
@@ -102,7 +102,7 @@ class Planner:
         return tuple(plan_device(config, cut, stages, fixed, d) for d in range(devices_per_replica(config)))
 
     def optimizer_state(self, config: Config) -> float:
-        """Bytes that the optimizer keeps between steps, on one device."""
+        """Bytes of the optimizer state on one device."""
         config = with_assumed_devices(config)
         n_shards = _n_shards(config)
         with without_data():
@@ -112,7 +112,7 @@ class Planner:
             return optimizer_bytes(optimizer, n_shards)
 
     def _predict_pipeline(self, config: Config) -> Prediction:
-        """One more iteration goes to the first stage of the fullest device."""
+        """Predict a pipeline. One more iteration goes to the first stage of the fullest device."""
         devices = self.devices(config)
         fullest = max(range(len(devices)), key=lambda d: devices[d].footprint.peak)
         footprint, width = devices[fullest].footprint, _width(config)

@@ -186,7 +186,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         return data_descent(self.projector, self.data_term, x, y, step_sizes) + regularization
 
     def diagnostics(self, state: QNState) -> dict[str, Tensor]:
-        """Mean cos(z, s) and the share of pairs that the safeguard skipped: they tell trouble first."""
+        """Mean cos(z, s) and the share of pairs that the safeguard skipped. They show problems first."""
         if not state.pairs:
             return {}
         skipped = torch.cat([pair.used == 0 for pair in state.pairs]).float()
@@ -201,7 +201,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         return [*self.regularizers, *self.details]
 
     def _pairs(self, state: QNState, r: Tensor) -> tuple[CurvaturePair, ...]:
-        """The pairs that make H_t: those before, and (s_{t−1}, r_t − r_{t−1})."""
+        """The pairs of H_t: the earlier ones, and (s_{t−1}, r_t − r_{t−1})."""
         if self.hessian != "bfgs" or state.r0 is None:
             return ()
         s, z = state.steps[-1], r - summed_changes(state.pairs, state.r0)

@@ -27,7 +27,7 @@ FBP_WINDOWS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 _TAPER = math.radians(10)
 """Width of the smooth ends of a partial turn (the value that Noo et al. use)."""
 _CHUNK = 2**17
-"""Values worked on at a time: they stay in the cache, and bound the memory of the build."""
+"""Values computed at a time: few enough for the CPU's cache, and for little memory."""
 
 
 def virtual_positions(geometry: FanBeamGeometry) -> np.ndarray:
@@ -54,7 +54,7 @@ def ray_weights(geometry: FanBeamGeometry) -> np.ndarray:
 
 
 def matched_gain(geometry: FanBeamGeometry) -> float:
-    """What Aᵀ after the ramp is multiplied by for the gain of FBP.
+    """The factor on Aᵀ after the ramp that gives it the gain of FBP.
 
     Aᵀ sums intersection lengths: a view adds pixel²/pitch of a row to each pixel, where back-projection adds the angle
     between views. A line that is seen from both sides counts half.
@@ -80,7 +80,7 @@ def ramp_response(geometry: FanBeamGeometry, filter_name: str) -> np.ndarray:
 
 
 def backprojection_matrix(geometry: FanBeamGeometry) -> ScanMatrix:
-    """Weighted back-projection, as the transpose of the matrix returned; a large one from the cache on disk."""
+    """Weighted back-projection, as the transpose of the returned matrix. Large ones are cached on disk."""
 
     def build() -> tuple[Csr, Csr]:
         layout = Numbering(geometry)

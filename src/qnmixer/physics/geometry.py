@@ -1,4 +1,4 @@
-"""The fan-beam scan: where the source, the detector bins and the pixels are. Millimetres and radians."""
+"""The fan-beam scan: positions of the source, the detector bins and the pixels. Millimetres and radians."""
 
 import math
 from dataclasses import dataclass
@@ -107,17 +107,17 @@ class FanBeamGeometry:
 
     @property
     def is_full_turn(self) -> bool:
-        """Whether the views are spread over a whole turn, each ray line thus seen from both sides."""
+        """Whether the views cover a full turn. Then each line is seen from both sides."""
         return abs(abs(self.angle_span) - FULL_TURN) <= _ANGLE_TOLERANCE
 
     @property
     def has_quarter_turn_symmetry(self) -> bool:
-        """Whether turning the image by 90° maps the set of views onto itself, so that a quarter of them tells all."""
+        """Whether turning the image by 90° maps the set of views onto itself. Then a quarter of the views is enough."""
         return self.is_full_turn and self.n_views % 4 == 0
 
     @property
     def n_distinct_views(self) -> int:
-        """How many of the first views tell all others by quarter turns of the image."""
+        """How many of the first views give all others by quarter turns of the image."""
         return self.n_views // (4 if self.has_quarter_turn_symmetry else 1)
 
     def angles(self) -> np.ndarray:
@@ -129,20 +129,20 @@ class FanBeamGeometry:
         return (np.arange(self.n_detectors) - (self.n_detectors - 1) / 2) * self.detector_pitch
 
     def _require_count(self, name: str) -> None:
-        """Refuse a value that is not a whole number of at least one."""
+        """Raise GeometryError for a value that is not a whole number of at least one."""
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
             raise GeometryError(f"{name}={value!r} must be a whole number of at least 1")
 
     def _require(self, name: str, positive: bool) -> None:
-        """Refuse a value that is not a finite number, or not a positive one where that is asked."""
+        """Raise GeometryError for a value that is not finite, or not positive if `positive`."""
         value = getattr(self, name)
         number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and math.isfinite(value)
         if not number or (positive and value <= 0):
             raise GeometryError(f"{name}={value!r} must be a {'positive, ' if positive else ''}finite number")
 
     def _require_sight(self) -> None:
-        """Refuse a fan that is narrower than a pixel or whose rays all pass the image by."""
+        """Raise GeometryError for a fan that is narrower than a pixel, or whose rays all miss the image."""
         fan_width = self.n_detectors * self.detector_pitch * self.source_to_axis / self.source_to_detector
         slopes = self.bin_positions() / self.source_to_detector
         nearest_ray = self.source_to_axis * np.abs(slopes / np.hypot(1, slopes)).min()

@@ -122,14 +122,14 @@ class FanBeamProjector(nn.Module):
     def _apply_linear(
         self, x: Tensor, kind: str, apply: Callable[[Tensor], Tensor], transpose: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Check the shape, go to the dtype of the matrices, apply, and come back to float32 or float64."""
+        """Check the shape, convert to the dtype of the matrices, apply, and convert back to float32 or float64."""
         self._check_shape(x, kind)
         dtype = self._rays.values.dtype
         result = apply_linear(x.to(dtype), apply, transpose)
         return result if x.dtype == dtype else result.float()
 
     def _check_shape(self, x: Tensor, kind: str) -> None:
-        """Raise GeometryError for what is no image or sinogram of this scan."""
+        """Raise GeometryError for a tensor that is no image or sinogram of this scan."""
         size, views, bins = self.geometry.image_size, self.geometry.n_views, self.geometry.n_detectors
         expected = (1, size, size) if kind == "image" else (1, views, bins)
         if x.ndim != 4 or tuple(x.shape[1:]) != expected:
@@ -152,7 +152,7 @@ class FanBeamProjector(nn.Module):
 
 
 def _require_memory(geometry: FanBeamGeometry) -> None:
-    """Raise GeometryError for a scan whose matrices this machine has no memory for; building them would take hours."""
+    """Raise GeometryError if this machine has too little memory for the matrices. Building them would take hours."""
     size = geometry.image_size
     needed = _BYTES * geometry.n_distinct_views * size * (geometry.n_detectors + size)
     with suppress(AttributeError, ValueError):  # Windows does not say

@@ -99,9 +99,9 @@ class Numbering:
         return self.quarters == 4 and self._size % 2 == 1
 
     def gathers(self) -> dict[str, Tensor]:
-        """Where the entries of a product's table, and of its result, come from: int32, by name.
+        """The indices of the gathers before and after a product, int32, by name.
 
-        They follow from running the methods above on numbers. Padding may come from anywhere: the matrix has no value
+        They are found by running the methods above on numbers. Padding may come from anywhere: the matrix has no value
         for it.
         """
         x = torch.arange(1, self._size**2 + 1).view(1, 1, self._size, -1)
@@ -206,7 +206,7 @@ class ScanMatrix(FullPrecisionModule):
         return product.view(-1, len(x)).index_select(0, order).t().contiguous()
 
     def _parts(self, batch: Tensor) -> tuple[Tensor, ...]:
-        """The batch in parts of as many samples as one product takes."""
+        """The batch in parts of at most as many samples as one product takes."""
         return batch.split(_COLUMNS // self._quarters)
 
 
