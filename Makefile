@@ -8,7 +8,7 @@ into_readme = $(BIN)/python -c "import re, pathlib as p; r = p.Path('README.md')
 	r.write_text(re.sub(r'(<!-- $(1) -->\n).*?(<!-- end of $(1))', lambda m: m[1] + t + m[2], r.read_text(), flags=re.S))"
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock train compare test test-with lint bench readme real results levers clean
+.PHONY: help install lock train compare test test-gpu test-with lint bench readme real results levers clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /	/' | expand -t 12
@@ -49,6 +49,11 @@ compare: install ## train all methods, small, then table, picture and page of th
 
 test: install ## run all tests; e.g. TESTS='-m "not long"' leaves out those that take longest
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(TESTS)
+
+test-gpu: install ## on a machine with a GPU: what only one can show, in minutes; bench/gpu.md and bench/gpu.json
+	mkdir -p bench
+	QNMIXER_GPU_RESULTS=bench/gpu.json $(BIN)/python -m pytest -m cuda -rs $(TESTS); code=$$?; \
+	[ ! -e bench/gpu.md ] || cat bench/gpu.md; exit $$code
 
 # e.g. make test-with SET=lowest PYTHON=3.11; make test-with PYTHON=3.13 TORCH=2.14. uv gets a Python that is not here.
 # pyproject.toml says which versions are the lowest and the newest; pinned are those of requirements.lock.
@@ -92,12 +97,16 @@ real: install ## put run=pretrained against total variation, on the slices in CT
 	cp runs/real/picture.png notebooks/real_ct.png
 	$(call into_readme,real,runs/real/table.md)
 
-results: install ## keep the tables of make compare and make bench in notebooks/results
+results: install ## keep the tables of make compare, make bench and make test-gpu in notebooks/results; that one in README.md too
 	mkdir -p notebooks/results
 	[ ! -e bench/bench.md ] || cp bench/bench.md notebooks/results/
-	cp $(SWEEP)/comparison/comparison.md notebooks/results/$(EXPERIMENT).md
+ifneq ($(wildcard bench/gpu.md),)
+	cp bench/gpu.md bench/gpu.json notebooks/results/
+	$(call into_readme,gpu,bench/gpu.md)
+endif
+	[ ! -e $(SWEEP)/comparison ] || cp $(SWEEP)/comparison/comparison.md notebooks/results/$(EXPERIMENT).md
 ifeq ($(EXPERIMENT),compare_small)
-	cp $(SWEEP)/comparison/comparison.png notebooks/results/compare_small.png
+	[ ! -e $(SWEEP)/comparison ] || cp $(SWEEP)/comparison/comparison.png notebooks/results/compare_small.png
 endif
 
 levers: install ## put the table of what saves how much memory into README.md

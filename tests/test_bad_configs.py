@@ -34,7 +34,7 @@ TRAIN = {
     "foo=1": "unknown key foo",
     "seed.x=1": "seed",
     # keys of another option
-    "data.root=/ct": "data.root works with data=deeplesion or dicom or numpy only",
+    "data.root=/ct": "data.root works with data=deeplesion or dicom or lodopab or numpy or two_detect only",
     "+loss.ssim_weight=0.3": "loss.ssim_weight works with loss=ssim_mix only",
     "optimizer=sgd optimizer.betas=[0.9,0.99]": "optimizer.betas works with optimizer=adamw only",
     "debug.steps=3": "debug.steps works with debug=profile only",

@@ -17,7 +17,7 @@ from qnmixer.config.target import _SCHEMAS, options, values_of_option
 
 FILES = sorted(CONF.rglob("*.yaml"))
 ONLY_FOR_EVALUATE = {"as_trained"}
-ONLY_INCLUDED = {("data", "_common"), ("data", "_folder")}
+ONLY_INCLUDED = {("data", "_common"), ("data", "_folder"), ("geometry", "_clinical")}
 TARGETS = ("model", "data", "loss", "noise", "optimizer", "schedule")
 LISTS = (ast.Dict, ast.List, ast.Set, ast.Tuple)
 TRAINING_GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "experiment")
@@ -31,6 +31,8 @@ OF_ONES_OWN = ("data", "loss", "optimizer", "schedule", "noise", "logger")
 NEEDS = {
     ("strategy", "pipeline"): ["trainer.devices=2"],
     ("data", "mixed"): ["data.sources.slices.root=/ct"],
+    ("data", "lodopab"): ["geometry=lodopab"],
+    ("data", "two_detect"): ["geometry=two_detect"],
     ("trainer", "torchrun"): ["strategy=ddp"],
     ("trainer", "slurm"): ["strategy=ddp"],
     ("model", "custom"): ["model._target_=collections.Counter"],  # whether it is a network is seen when it is built

@@ -36,7 +36,7 @@ class Batch(TypedDict):
 
     image: Tensor  # [B, 1, S, S]
     fine: NotRequired[Tensor]  # [B, 1, f·S, f·S], to simulate from; with data.simulation_factor = f above 1
-    sinogram: NotRequired[Tensor]  # [B, 1, V, D], where the loader has measured
+    sinogram: NotRequired[Tensor]  # [B, 1, V, D], value × mm; where a scanner or the loader has measured
     hu_offset: Tensor  # [B]
     hu_scale: Tensor  # [B]
     sample: Tensor  # [B], int64: epoch · length + index; on the host in training and evaluation
@@ -68,7 +68,8 @@ class Reconstructor(nn.Module):
     def measure(self, batch: Batch, stream: str) -> Tensor:
         """The noisy sinogram y [B, 1, V, D] of a batch. A sample's noise does not depend on the batch, rank or device.
 
-        With fine images, y is simulated from them. Then no sinogram comes from the matrix that the network uses.
+        A sinogram that the loader simulated, or a scanner measured, already has its noise. With fine images, y is
+        simulated from them. Then no sinogram comes from the matrix that the network uses.
         """
         if "sinogram" in batch:
             return batch["sinogram"]
@@ -114,8 +115,12 @@ class SampleMeasurement:
 
 
 def sample_measurement(config: Config) -> SampleMeasurement | None:
-    """What measures the samples of a run in its loaders; None if there is no noise to draw on the host."""
-    return None if isinstance(build_noise(config), NoNoise) else SampleMeasurement(config)
+    """What measures the samples of a run in its loaders; None if there is no noise to draw on the host.
+
+    Neither is there for sinograms that a scanner has measured.
+    """
+    simulated = not config.data.measured and not isinstance(build_noise(config), NoNoise)
+    return SampleMeasurement(config) if simulated else None
 
 
 def to_hu(batch: Batch, image: Tensor) -> Tensor:
@@ -138,6 +143,8 @@ def build_geometry(config: Config) -> FanBeamGeometry:
             axis_to_detector=g.axis_to_detector,
             first_angle=half_step if g.first_angle is None else g.first_angle,
             angle_span=g.angle_span,
+            beam=g.beam,
+            detector_offset=g.detector_offset,
         )
     except GeometryError as error:  # it names its argument; on the command line the group comes first
         raise GeometryError(f"geometry.{error}") from error

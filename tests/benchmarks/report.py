@@ -44,9 +44,11 @@ def step_rows(found: dict[str, Any]) -> Iterator[Row]:
 def operator_rows(found: dict[str, Any]) -> Iterator[Row]:
     """Of bench_operator."""
     for row in found["rows"]:
-        setting = f"256², {row['views']} views, batch {row['batch']}, one core"
+        setting = f"{row['beam']}, 256², {row['views']} views, batch {row['batch']}, one core"
         ms, floor = row["ms_per_image"], row["times_floor"]
         yield Row(f"{row['operator']}, an image", setting, ms, "ms", row["times_faster"], "ASTRA", floor)
+        if "times_bytes" in row:  # older files have none
+            yield Row(f"{row['operator']}, bytes : those of a kernel without matrix", setting, row["times_bytes"], "")
 
 
 def data_rows(found: dict[str, Any]) -> Iterator[Row]:

@@ -91,7 +91,7 @@ def n_operators(found: dict[str, Any]) -> int:
     return sum(found["operators"].values())
 
 
-@pytest.mark.parametrize(("model", "memory", "precision"), EVERY, ids="-".join)
+@pytest.mark.parametrize(("model", "memory", "precision"), EVERY)
 def test_a_step_stays_on_the_device(
     rehearsed: dict[Job, dict[str, Any]], model: str, memory: str, precision: str
 ) -> None:

@@ -5,8 +5,12 @@ import math
 import pytest
 import torch
 
+from qnmixer.config import parse
+from qnmixer.config.commands import parse_evaluate
+from qnmixer.config.compose import compose
+from qnmixer.config.data import DataConfig, FolderData
 from qnmixer.evaluation import slices
-from qnmixer.evaluation.slices import Gallery, pictured
+from qnmixer.evaluation.slices import Gallery, other_slices, pictured
 from qnmixer.reports.page import PageMethod, PageSlice
 
 SIZE, T = 128, 4
@@ -80,3 +84,15 @@ def test_in_processes_as_in_one(monkeypatch: pytest.MonkeyPatch, room: float) ->
 def test_what_has_no_psnr_is_worst(monkeypatch: pytest.MonkeyPatch) -> None:
     found = filled(gallery(4, 40, monkeypatch), [30.0, math.nan, math.inf, 20.0]).found
     assert [*found] == [1, 3, 0, 2]
+
+
+def test_slices_have_their_true_size_where_the_run_was_trained_so() -> None:
+    words = ["data=dicom", "data.root=/ct", "geometry.field_of_view=500"]
+    trained = parse(compose("train", [*words, "data.pixel_size=header"]))
+    for given, expected in ((["data.root=/other"], "header"), (["data.pixel_size=field_of_view"], "field_of_view")):
+        overrides = ["data=dicom", "data.root=/other", *given]
+        chosen = parse_evaluate(compose("evaluate", ["run=.", *overrides]))
+        assert isinstance(chosen.data, DataConfig)
+        data, own = other_slices(chosen.data, trained, overrides)
+        assert isinstance(data, FolderData)
+        assert (data.pixel_size, own) == (expected, False)

@@ -26,7 +26,9 @@ def scanner(n_views: int = 32, **options: Any) -> FanBeamGeometry:
 
 
 def layout_of(geometry: FanBeamGeometry) -> ScanLayout:
-    return ScanLayout(geometry.angles(), geometry.detector_pitch, geometry.source_to_axis, geometry.source_to_detector)
+    distances = geometry.source_to_axis, geometry.source_to_detector
+    centre = geometry.detector_offset * geometry.detector_pitch
+    return ScanLayout(geometry.angles(), geometry.detector_pitch, *distances, geometry.beam, centre)
 
 
 def truth() -> torch.Tensor:
@@ -46,8 +48,17 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
-@pytest.mark.parametrize("options", [{}, {"angle_span": -2 * math.pi}, {"angle_span": 1.0, "first_angle": 0.3}])
-def test_a_scan_of_the_same_layout_stays_as_it_is(options: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"angle_span": -2 * math.pi},
+        {"angle_span": 1.0, "first_angle": 0.3},
+        {"beam": "fan_curved", "detector_offset": 1.25},
+        {"beam": "parallel", "angle_span": math.pi},
+    ],
+)
+def test_a_scan_of_the_same_layout_stays_as_it_is(options: dict[str, Any]) -> None:
     geometry = scanner(**options)
     y = scan_of(geometry)
     fitted, missing = fit_scan(y, layout_of(geometry), geometry, "a scan")
@@ -85,6 +96,41 @@ def test_a_detector_at_another_distance_has_its_own_magnification() -> None:
     other = scanner(axis_to_detector=0.0, detector_pitch=5.0 * 600 / 890)
     fitted, _ = fit_scan(scan_of(other), layout_of(other), geometry, "a scan")
     np.testing.assert_allclose(fitted, scan_of(geometry), atol=1e-3)
+
+
+FLAT = {"beam": "fan_flat", "n_detectors": 200}
+CURVED = {"beam": "fan_curved", "n_detectors": 200}
+PARALLEL = {"beam": "parallel", "detector_pitch": 3.0, "n_detectors": 200}
+
+
+@pytest.mark.parametrize(
+    ("trained", "measured"),
+    [
+        (CURVED, FLAT),
+        (FLAT, CURVED | {"detector_offset": 1.25, "axis_to_detector": 100.0, "detector_pitch": 4.0}),
+        (FLAT | {"detector_offset": -0.25}, FLAT),
+        (FLAT, FLAT | {"detector_offset": 3.0, "detector_pitch": 2.5, "n_detectors": 400}),
+        (PARALLEL, PARALLEL | {"detector_offset": 0.5, "source_to_axis": 1.0}),
+        (PARALLEL | {"detector_pitch": 4.0}, PARALLEL | {"detector_pitch": 1.5, "n_detectors": 400}),
+    ],
+)
+def test_rays_of_another_detector_are_found(trained: dict[str, Any], measured: dict[str, Any]) -> None:
+    geometry, other = scanner(**trained), scanner(**measured)
+    fitted, _ = fit_scan(scan_of(other), layout_of(other), geometry, "a scan")
+    assert distance(fitted, scan_of(geometry)) < 0.02
+
+
+@pytest.mark.parametrize(("trained", "measured"), [(FLAT, PARALLEL), (PARALLEL, CURVED)])
+def test_a_fan_is_no_parallel_beam(trained: dict[str, Any], measured: dict[str, Any]) -> None:
+    geometry, other = scanner(**trained), scanner(**measured)
+    with pytest.raises(DataError, match=f"with beam {other.beam}, the run was trained for {geometry.beam}"):
+        fit_scan(scan_of(other), layout_of(other), geometry, "a scan")
+
+
+def test_a_detector_that_cuts_the_object_off_on_one_side_is_refused() -> None:
+    geometry, other = scanner(), scanner(n_detectors=110, detector_offset=20.0)
+    with pytest.raises(DataError, match="cuts the object off"):
+        fit_scan(scan_of(other), layout_of(other), geometry, "a scan")
 
 
 @pytest.mark.parametrize("n_views", [60, 48, 96])

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydicom import dcmread
 
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
-from qnmixer.config import to_plain
+from qnmixer.config import parse, to_plain
 from qnmixer.config.commands import ReconstructConfig, parse_reconstruct
 from qnmixer.config.compose import compose
 from qnmixer.data.phantoms import phantom
@@ -22,6 +23,8 @@ from qnmixer.inference.batches import MAX_HU, BatchedNetwork
 from qnmixer.inference.inputs import holds_sinograms, measured_scans, simulated_scans
 from qnmixer.inference.reconstruct import reconstruct_input
 from qnmixer.training.module import ReconstructionModule
+
+from ..conftest import TINY
 
 Build = Callable[..., ReconstructionModule]
 
@@ -44,6 +47,13 @@ def trained(build: Build, strength: float, *overrides: str) -> ReconstructionMod
     for parameter in module.network.parameters():
         parameter.data += strength * torch.randn(parameter.shape, generator=generator)
     return module
+
+
+def at_true_size(*overrides: str) -> ReconstructionModule:
+    """FBP at the size that DICOM says."""
+    words = [word for word in TINY if not word.startswith("model.")]
+    words += ["model=fbp", "data=dicom", "data.root=x", "data.pixel_size=header"]
+    return ReconstructionModule(parse(compose("train", [*words, *overrides]))).eval()
 
 
 def series(path: Path, count: int, size: int = 16) -> Path:
@@ -131,6 +141,49 @@ def test_the_first_slices_do_not_decide_alone(
     exact, half = (np.stack(images(module, path, 1, precision)) for precision in ("32", "bf16-mixed"))
     assert "all of 2 iterations stay in 32" in capsys.readouterr().err
     np.testing.assert_array_equal(half, exact)
+
+
+@pytest.mark.parametrize("spacing", [0.6, 0.9])
+def test_a_disc_in_dicom_has_its_size_and_place_in_millimetres(
+    make_ct: Any, tmp_path: Path, spacing: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Water of 120 mm, 20 mm to the right and 12 mm down, in slices that are 180 and 270 mm wide."""
+    fine = (np.arange(2400) + 0.5) * spacing / 8 - 150 * spacing
+    inside = (fine[:, None] - 12) ** 2 + (fine - 20) ** 2 < 60**2
+    hu = inside.reshape(300, 8, 300, 8).mean((1, 3)) * 1000 - 1000
+    first = -149.5 * spacing
+    make_ct(tmp_path / "in" / "a", hu.round(), PixelSpacing=[spacing] * 2, ImagePositionPatient=[first, first, 0])
+    module = at_true_size(
+        "data.image_size=128", "geometry.field_of_view=200", "geometry.n_views=180", "geometry.n_detectors=300",
+        "geometry.detector_pitch=1.6",
+    )  # fmt: skip
+    run = save(module, tmp_path / "run.ckpt")
+    reconstruct_input(settings(run=run, input=tmp_path / "in", output=tmp_path / "out", formats="[dicom]"))
+    out = dcmread(tmp_path / "out" / "a.dcm")
+    step = float(out.PixelSpacing[0])
+    assert step == pytest.approx(200 / 128)
+    share = (out.pixel_array + float(out.RescaleIntercept) + 1000) / 1000
+    diameter = 2 * np.sqrt(share.sum() / np.pi) * step
+    assert diameter == pytest.approx(120, rel=0.005)
+    x, y = (float(out.ImagePositionPatient[k]) + np.arange(128) * step for k in (0, 1))
+    centre = (share.sum(0) * x).sum() / share.sum(), (share.sum(1) * y).sum() / share.sum()
+    assert centre == pytest.approx((20, 12), abs=0.1)
+    assert "is cut" not in capsys.readouterr().err
+
+
+def test_what_is_cut_or_has_no_size_is_said_once(
+    make_ct: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = at_true_size("geometry.field_of_view=20", "geometry.detector_pitch=4", "data.simulation_factor=2")
+    for k in range(2):
+        make_ct(tmp_path / "in" / f"{k}.dcm")  # 32 mm wide
+        np.save(tmp_path / "in" / f"{k}.npy", dcmread(tmp_path / "in" / f"{k}.dcm").pixel_array - 1024.0)
+    make_ct(tmp_path / "in" / "odd.dcm", PixelSpacing=None)
+    assert len(images(module, tmp_path / "in", 2)) == 4
+    skipped, cut, unsized = capsys.readouterr().err.splitlines()
+    assert "no pixel size in the file): odd.dcm" in skipped
+    assert "lies outside geometry.field_of_view=20 mm and is cut, in 2 of 2 slices" in cut
+    assert unsized.startswith("warning: 2 slices are in files without a pixel size")
 
 
 class Steep(torch.nn.Module):

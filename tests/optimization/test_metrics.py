@@ -121,3 +121,21 @@ def test_ssim_is_the_same_under_autocast(dtype: torch.dtype) -> None:
     with torch.autocast("cpu", dtype=dtype):
         value = ssim(image, truth)
     assert torch.equal(value, ssim(image, truth))
+
+
+@pytest.mark.parametrize(("offset", "scale"), [(0.0, 1.0), (0.2, 0.3), (0.0, 0.05)])
+def test_with_the_range_of_each_reference_both_are_those_of_skimage(offset: float, scale: float) -> None:
+    metrics = pytest.importorskip("skimage.metrics")
+    image, truth = ((offset + scale * x).numpy() for x in images())
+    spreads = [float(y.max() - y.min()) for y in truth]
+    expected = [
+        (
+            metrics.peak_signal_noise_ratio(y[0], x[0], data_range=spread),
+            metrics.structural_similarity(y[0], x[0], data_range=spread),
+        )
+        for x, y, spread in zip(image, truth, spreads, strict=True)
+    ]
+    x, y = torch.from_numpy(image), torch.from_numpy(truth)
+    found = zip(psnr(x, y, own_range=True).tolist(), ssim(x, y, own_range=True).tolist(), strict=True)
+    assert [*found] == [pytest.approx(it, abs=1e-5) for it in expected]
+    assert abs(ssim(x, y, own_range=True) - ssim(x, y)).max() > 1e-3

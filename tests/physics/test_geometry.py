@@ -69,12 +69,51 @@ def test_virtual_detectors_are_allowed(distance: float) -> None:
         ({"angle_span": 360.0}, "degrees must be converted"),
         ({"detector_pitch": 1e-4}, "cannot see the object"),
         ({"n_detectors": 2, "detector_pitch": 2000.0}, "cannot see the object"),
+        ({"beam": "cone"}, "beam='cone' is not known: choose fan_flat, fan_curved, parallel"),
+        ({"detector_offset": math.nan}, "detector_offset=nan"),
+        ({"detector_offset": -256.0}, "to one side of the axis"),
+        ({"beam": "fan_curved", "detector_pitch": 6.0}, "curved detector of 99°"),
+        ({"beam": "fan_curved", "source_to_axis": 280.0}, "inside the image"),
     ],
 )
 def test_impossible_geometries_get_one_line(change: dict[str, float], words: str) -> None:
     with pytest.raises(GeometryError, match=words) as caught:
         replace(PAPER, **change)
     assert "\n" not in str(caught.value)
+
+
+def test_a_parallel_beam_has_no_source() -> None:
+    geometry = replace(PAPER, beam="parallel", source_to_axis=0.0, axis_to_detector=math.nan)
+    assert geometry.pitch_at_axis == geometry.detector_pitch
+    np.testing.assert_array_equal(geometry.ray_distances(), geometry.bin_positions())
+    assert not geometry.fan_angles().any()
+
+
+def test_fan_angles_are_equal_on_an_arc_and_slopes_on_a_line() -> None:
+    flat, curved = (replace(PAPER, beam=beam, detector_offset=0.25) for beam in ("fan_flat", "fan_curved"))
+    assert np.diff(np.tan(flat.fan_angles())) == pytest.approx(np.full(511, 1.875 / 890))
+    assert np.diff(curved.fan_angles()) == pytest.approx(np.full(511, 1.875 / 890))
+    assert flat.bin_positions()[256] == pytest.approx(0.75 * 1.875)
+    np.testing.assert_allclose(curved.ray_distances(), 600 * np.sin(curved.fan_angles()))
+
+
+@pytest.mark.parametrize(
+    ("beam", "views", "span", "offset", "distinct"),
+    [
+        ("fan_curved", 32, 2 * math.pi, 0.25, (8, 512)),
+        ("fan_curved", 32, math.pi, 0.0, (32, 512)),
+        ("parallel", 32, 2 * math.pi, 0.25, (8, 512)),
+        ("parallel", 30, -math.pi, 0.0, (15, 256)),
+        ("parallel", 30, math.pi, 10.5, (15, 267)),
+        ("parallel", 30, math.pi, 0.25, (15, 512)),
+        ("parallel", 31, math.pi, 0.0, (31, 512)),
+    ],
+)
+def test_how_much_of_a_scan_tells_all(
+    beam: str, views: int, span: float, offset: float, distinct: tuple[int, int]
+) -> None:
+    geometry = replace(PAPER, beam=beam, n_views=views, angle_span=span, detector_offset=offset)
+    assert (geometry.n_distinct_views, len(geometry.distinct_bins)) == distinct
 
 
 def test_paper_with_no_views_is_refused_too() -> None:

@@ -97,11 +97,15 @@ def test_another_scan_has_other_files(folder: Path, monkeypatch: pytest.MonkeyPa
         replace(GEOMETRY, first_angle=0.1),
         replace(GEOMETRY, angle_span=-GEOMETRY.angle_span),
         replace(GEOMETRY, source_to_axis=601.0),
+        replace(GEOMETRY, beam="fan_curved"),
+        replace(GEOMETRY, detector_offset=0.25),
+        replace(GEOMETRY, beam="parallel"),
     ]
     for geometry in others:
         FanBeamProjector(geometry)
     assert len(list(folder.glob("*.matrix"))) == 2 * len(others)
     FanBeamProjector(replace(GEOMETRY, source_to_axis=np.float64(600), axis_to_detector=290))
+    FanBeamProjector(replace(GEOMETRY, beam="parallel", source_to_axis=1.0))  # it has no source
     assert len(list(folder.glob("*.matrix"))) == 2 * len(others)
     monkeypatch.setattr(FanBeamGeometry, "has_quarter_turn_symmetry", False)
     FanBeamProjector(GEOMETRY)

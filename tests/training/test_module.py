@@ -92,6 +92,20 @@ def test_nan_loss_names_the_slices(tiny_module: Build) -> None:
         assert name in str(error.value)
 
 
+def test_weights_that_are_not_finite_are_not_written(tiny_module: Build, tmp_path: Path) -> None:
+    """Another rank's loss may have spoilt them, and what was written before stays."""
+    module = tiny_module()
+    trainer = fitted(module, tmp_path)
+    path = tmp_path / "last.ckpt"
+    trainer.save_checkpoint(path)
+    before = path.read_bytes()
+    with torch.no_grad():
+        next(module.parameters()).fill_(math.nan)
+    with pytest.raises(FloatingPointError, match="the norm of the weights became nan at step 4"):
+        trainer.save_checkpoint(path)
+    assert path.read_bytes() == before
+
+
 def test_noise_is_built_as_configured(tiny_config: Callable[..., Config]) -> None:
     assert build_noise(tiny_config()) == NoNoise()
     assert build_noise(tiny_config("noise=field", "noise.photons=1e5")) == FieldNoise(1e5, 0.05)

@@ -16,6 +16,7 @@ from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
 from qnmixer.config import Config, effective_batch, to_plain
 from qnmixer.config.compose import compose
 from qnmixer.config.data import DataConfig, FolderData, MixedData, PhantomData
+from qnmixer.config.geometry import GeometryConfig
 from qnmixer.config.overrides import values_of
 from qnmixer.config.target import TARGET, keys_of
 from qnmixer.plugins import trust_words
@@ -84,7 +85,8 @@ def model_card(of: Exported) -> str:
         f"# {method_name(config)}, {size}, {config.geometry.n_views} views",
         "",
         f"`{of.file.name}`: {of.n_parameters:,} parameters in float32, {of.megabytes}. It makes a CT slice of a "
-        "sparse-view fan-beam sinogram. Not a medical device: nothing that it makes is for diagnosis.",
+        f"sparse-view {'parallel' if config.geometry.beam == 'parallel' else 'fan'}-beam sinogram. Not a medical "
+        "device: nothing that it makes is for diagnosis.",
         "",
         "## Network",
         "",
@@ -120,16 +122,19 @@ def _network(config: Config) -> Iterator[tuple[str, str]]:
     yield (
         "input",
         f"{g.n_views} views over {math.degrees(abs(g.angle_span)):.4g}° × {g.n_detectors} detector bins of "
-        f"{g.detector_pitch:.4g} mm",
+        f"{g.detector_pitch:.4g} mm{f', {g.detector_offset:+.4g} bins off the middle' if g.detector_offset else ''}",
     )
-    yield (
-        "scan",
-        f"flat fan beam, source to axis {g.source_to_axis:.4g} mm, axis to detector {g.axis_to_detector:.4g} mm, FBP "
-        f"filter {g.fbp_filter}",
-    )
+    yield "scan", f"{_beam(g)}, FBP filter {g.fbp_filter}"
     scale = f"−1000 to {config.data.hu_max:.4g} HU" if config.data.scaling == "attenuation" else "each slice's own"
     pixel = f"{g.field_of_view / size:.4g} mm ({g.field_of_view:.4g} mm in all)"
     yield "output", f"{size} × {size} pixels of {pixel}; 0 to 1 is {scale}"
+
+
+def _beam(g: GeometryConfig) -> str:
+    if g.beam == "parallel":
+        return "parallel beam"
+    kind = "flat" if g.beam == "fan_flat" else "curved"
+    return f"{kind} fan beam, source to axis {g.source_to_axis:.4g} mm, axis to detector {g.axis_to_detector:.4g} mm"
 
 
 def _training(of: Exported, record: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -40,6 +40,7 @@ from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import RankFailed, UserError
 from qnmixer.memory.footprint import MIB
 from qnmixer.parallel.devices import gpu_problem, has_bf16, resolve_devices
+from qnmixer.reconstructor import build_geometry
 
 PATIENCE = {"communication": 60.0, "training": 180.0}
 """If no rank makes progress for so many seconds, those furthest behind have hung."""
@@ -125,7 +126,7 @@ def check_training(config: Config, patience: float = PATIENCE["training"]) -> It
         folder, failure = Path(temporary), None
         try:
             with _silence():
-                SliceDataModule(run.data).prepare_data()
+                SliceDataModule(run.data, geometry=build_geometry(run)).prepare_data()
                 if run.strategy.name == "single":
                     train_a_little(run, folder)
                 else:

@@ -133,7 +133,7 @@ def train_a_little(config: Config, folder: Path) -> None:
     from lightning.pytorch.callbacks import LambdaCallback
 
     from qnmixer.data.datamodule import SliceDataModule
-    from qnmixer.reconstructor import sample_measurement
+    from qnmixer.reconstructor import build_geometry, sample_measurement
     from qnmixer.tracking.loggers import build_loggers
     from qnmixer.training.callbacks import build_callbacks
     from qnmixer.training.trainer import build_trainer
@@ -156,7 +156,8 @@ def train_a_little(config: Config, folder: Path) -> None:
             module = untrained(run)
             callbacks = [callback, *build_callbacks(run.callbacks)]
             trainer = build_trainer(run, folder, callbacks, build_loggers(run, folder, []))
-            trainer.fit(module, datamodule=SliceDataModule(run.data, measure=sample_measurement(run)))
+            data = SliceDataModule(run.data, measure=sample_measurement(run), geometry=build_geometry(run))
+            trainer.fit(module, datamodule=data)
         progress("leaving")
     except Exception as error:
         report.error, report.diverged = _line(error), isinstance(error, FloatingPointError)
@@ -262,13 +263,14 @@ def reference_gradients(config: Config, window: list[Number], scale: float) -> d
     from qnmixer.data.sampler import Pick
     from qnmixer.parallel.devices import allow_tf32
     from qnmixer.parallel.strategies import build_precision
-    from qnmixer.reconstructor import sample_measurement
+    from qnmixer.reconstructor import build_geometry, sample_measurement
 
     device = torch.device(config.trainer.accelerator)
     # The gradients are bit-identical, and one device has room for what a pipeline splits over several.
     memory: MemoryConfig = RecomputeConfig(name="recompute", segment=1) if device.type == "cuda" else config.memory
     module = untrained(replace(config, memory=memory)).to(device)
-    dataset = SliceDataModule(config.data, measure=sample_measurement(config)).dataset("train")
+    data = SliceDataModule(config.data, measure=sample_measurement(config), geometry=build_geometry(config))
+    dataset = data.dataset("train")
     autocast = build_precision(config, config.trainer.accelerator).forward_context
     n_batches = (config.trainer.devices or 1) // devices_per_replica(config) * config.trainer.accumulate_grad_batches
     allow_tf32(config.trainer.tf32)
@@ -316,7 +318,11 @@ def small_network(config: Config) -> Config:
         with_iterations(replace(config, model=config.model.smallest()), T),
         strategy=strategy,
         geometry=replace(
-            geometry, n_views=8, n_detectors=bins, detector_pitch=geometry.detector_pitch * geometry.n_detectors / bins
+            geometry,
+            n_views=8,
+            n_detectors=bins,
+            detector_pitch=geometry.detector_pitch * geometry.n_detectors / bins,
+            detector_offset=geometry.detector_offset * bins / geometry.n_detectors,
         ),
         data=section("data", "phantoms", **of_data),
         trainer=replace(config.trainer, accumulate_grad_batches=1),

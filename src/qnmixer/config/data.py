@@ -38,6 +38,8 @@ class DataConfig(Target):
     """
 
     group: ClassVar[str] = "data"
+    own_range: ClassVar[bool] = False
+    """Whether PSNR and SSIM take each reference's own range, as skimage does, instead of 1."""
 
     image_size: int = number(at_least=8, at_most=8192)
     batch_size: int = number(at_least=1, at_most=2**20)
@@ -55,6 +57,16 @@ class DataConfig(Target):
     def keywords(self) -> dict[str, Any]:
         """The arguments that only the source has."""
         return self.arguments
+
+    @property
+    def measured(self) -> bool:
+        """Whether its sinograms are measured ones."""
+        return False
+
+    @property
+    def at_true_size(self) -> bool:
+        """Whether slices have the size that their files give, of any source of the slices."""
+        return any(isinstance(it, FolderData) and it.pixel_size == "header" for it in self.by_section().values())
 
     def by_section(self) -> dict[str, "DataConfig"]:
         """The sources of the slices, by config section: itself, or the several that it mixes."""
@@ -101,6 +113,8 @@ class FolderData(DataConfig):
     Attributes:
         root: folder that is searched to any depth.
         include: only files whose path below root matches this pattern, such as "*/full_3mm/*".
+        pixel_size: "field_of_view" (every slice is as wide as the scan's field) or "header" (each has the size that
+            its file gives, and what lies outside the field is cut).
         patient_from: "tag" (the folder where the tag is empty) or "folder", which tells patients of one file
             format apart.
         split: "random" (by patient), "aapm" (by the challenge's names), "explicit" (the three lists below),
@@ -123,6 +137,7 @@ class FolderData(DataConfig):
     val_patients: list[str]
     test_patients: list[str]
     cache_dir: str | None
+    pixel_size: str = one_of("field_of_view", "header", default="field_of_view")
 
     def without_places(self) -> Self:
         """Also without folders and patients."""
@@ -169,6 +184,8 @@ class MixedData(DataConfig):
             raise ConfigError(
                 f"data.evaluate_on={self.evaluate_on}: {suggest(self.evaluate_on, self.sources)}, or null"
             )
+        if pairs := [name for name, it in self.by_section().items() if isinstance(it, PairData)]:
+            raise ConfigError(f"{pairs[0]} has images and sinograms of its own: take it alone, not in data={self.name}")
         self.sources = {
             name: {"share": share, **{key: it for key, it in keys_of(source).items() if key not in common}}
             for (name, share), source in zip(self.shares.items(), self.by_section().values(), strict=True)
@@ -236,6 +253,119 @@ class MixedData(DataConfig):
 
 
 @dataclass(kw_only=True)
+class PairData(DataConfig):
+    """What the public sets of sinograms and reference images have.
+
+    Attributes:
+        root: folder of the set.
+    """
+
+    own_range: ClassVar[bool] = True
+    scan: ClassVar[dict[str, Any]]
+    """Keys of `geometry` that its sinograms fix."""
+    option: ClassVar[str]
+    """Of `geometry`, which has them."""
+
+    root: str | None
+
+    def __post_init__(self) -> None:
+        if self.measured:
+            check_untouched(self)
+
+    def keywords(self) -> dict[str, Any]:
+        """What the set is read by."""
+        common = {f.name for f in fields(DataConfig)}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in common}
+
+    def without_places(self) -> Self:
+        """Without folders."""
+        places: dict[str, Any] = {f.name: None for f in fields(self) if f.name.endswith(("root", "cache_dir"))}
+        return replace(super().without_places(), **places)
+
+    def check(self, run: "Config") -> None:
+        """Measured sinograms are of one scan."""
+        if self.scaling != "attenuation":
+            raise ConfigError(f"data={self.name} has a scale of its own: leave out data.scaling={self.scaling}")
+        for key, value in self.scan.items() if self.measured else ():
+            its = getattr(run.geometry, key)
+            if its != value and not (isinstance(value, float) and abs(its - value) <= 1e-4 * abs(value)):
+                raise ConfigError(
+                    f"geometry.{key}={its} is not that of data={self.name}, {value}: take geometry={self.option}"
+                )
+
+
+@schema("qnmixer.data.lodopab.LodopabSource")
+@dataclass(kw_only=True)
+class LodopabData(PairData):
+    """LoDoPaB-CT.
+
+    Attributes:
+        sinograms: "measured" (the observations) or "simulated" (from the images, as from any slices).
+    """
+
+    scan: ClassVar[dict[str, Any]] = {
+        "beam": "parallel", "n_detectors": 513, "detector_pitch": 0.716755, "detector_offset": 0.0,
+        "field_of_view": 260.0,
+    }  # fmt: skip
+    option: ClassVar[str] = "lodopab"
+
+    sinograms: str = one_of("measured", "simulated")
+
+    @property
+    def measured(self) -> bool:
+        """Whether the observations are used."""
+        return self.sinograms == "measured"
+
+    def check(self, run: "Config") -> None:
+        """Its images come with their own unit."""
+        super().check(run)
+        if self.hu_max != 3071:
+            raise ConfigError(
+                f"data.hu_max={self.hu_max:g} is not that of data={self.name}, 3071: train with data.hu_max=3071"
+            )
+
+
+@schema("qnmixer.data.two_detect.TwoDetectSource")
+@dataclass(kw_only=True)
+class TwoDetectData(PairData):
+    """2DeteCT.
+
+    Attributes:
+        reference_root: folder of the reference reconstructions; None: root.
+        mode: of the sinograms.
+        max_attenuation: 1/mm of x = 1.
+        leave_out: numbers of slices.
+        cache_dir: where the chosen views of each slice are kept; None: the default place.
+    """
+
+    scan: ClassVar[dict[str, Any]] = {
+        "beam": "fan_flat", "n_detectors": 956, "detector_pitch": 0.1496, "detector_offset": 0.0,
+        "source_to_axis": 431.019989, "axis_to_detector": 97.980499, "field_of_view": 116.528,
+    }  # fmt: skip
+    option: ClassVar[str] = "two_detect"
+
+    reference_root: str | None
+    mode: int = number(at_least=1, at_most=3)
+    max_attenuation: float = number(above=0)
+    leave_out: list[int]
+    cache_dir: str | None
+
+    @property
+    def measured(self) -> bool:
+        """Always."""
+        return True
+
+
+def check_untouched(config: DataConfig) -> None:
+    """Raise ConfigError for a key that changes images, which measured sinograms would not follow."""
+    for key, value in {"augment": False, "disc": False, "simulation_factor": 1}.items():
+        if (its := getattr(config, key)) != value:
+            raise ConfigError(
+                f"data.{key}={its} changes images, and a measured sinogram is of its image as it is: leave it out"
+            )
+
+
+@dataclass(kw_only=True)
 class AsTrained:
     """For an evaluation: the run's own slices, with the keys that are not None here."""
 
@@ -249,8 +379,10 @@ def check_data(config: DataConfig) -> None:
 
     Raises ConfigError if two sources of a mix share a folder: one's training slices would test the other.
     """
-    if isinstance(config, FolderData) and config.root is not None:
+    if isinstance(config, FolderData | PairData) and config.root is not None:
         _check_root("data.root", config.root)
+    if isinstance(config, TwoDetectData) and config.reference_root is not None:
+        _check_root("data.reference_root", config.reference_root)
     if isinstance(config, MixedData):
         seen: dict[str, Path] = {}
         for name, source in config.sources.items():

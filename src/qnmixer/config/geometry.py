@@ -7,7 +7,10 @@ from qnmixer.config.option import number, one_of
 
 @dataclass(kw_only=True)
 class GeometryConfig:
-    """Fan-beam scan, mm and radians; pixel_size follows as field_of_view / data.image_size."""
+    """Fan or parallel beam, mm and radians; pixel_size follows as field_of_view / data.image_size.
+
+    beam and detector_offset have defaults because checkpoints of older versions lack them.
+    """
 
     name: str
     field_of_view: float = number(above=0)
@@ -19,3 +22,5 @@ class GeometryConfig:
     first_angle: float | None  # None: half a step between views
     angle_span: float
     fbp_filter: str = one_of("ramp", "shepp-logan", "cosine", "hamming", "hann")
+    beam: str = one_of("fan_flat", "fan_curved", "parallel", default="fan_flat")
+    detector_offset: float = 0.0  # bins

@@ -36,6 +36,7 @@ class PhysicalNoiseConfig(NoiseConfig):
     photons: float = number(above=0, at_most=1e15)
     water_attenuation: float = number(above=0)  # 1/mm
     electronic_sigma: float = number(at_least=0)  # counts
+    fewest_counts: float = number(above=0, default=1.0)  # of a bin without any
 
     def check(self, run: "Config") -> None:
         """Counts make sense only if all slices have the same scale."""

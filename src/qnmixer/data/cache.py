@@ -23,8 +23,17 @@ from filelock import FileLock
 from rich.console import Console
 from rich.progress import Progress
 
-from qnmixer.data.resample import to_square
-from qnmixer.data.slices import FloatArray, SkipFile, Slice, SliceInfo, clean_hu, require_content, summarise_skipped
+from qnmixer.data.resample import CutTissue, Grid
+from qnmixer.data.slices import (
+    NO_SPACING,
+    FloatArray,
+    SkipFile,
+    Slice,
+    SliceInfo,
+    clean_hu,
+    require_content,
+    summarise_skipped,
+)
 from qnmixer.errors import DataError
 from qnmixer.files import (
     atomic_file,
@@ -74,6 +83,7 @@ class SliceCache:
         digests: of the pixels of each slice.
         skipped: (name, reason) of files that could not be used.
         hu_range: smallest and largest value of all slices.
+        cut: what of the slices lies outside the field of view; nothing unless they are at their true size.
     """
 
     endless = False
@@ -87,6 +97,7 @@ class SliceCache:
         self.digests: list[int] = index["digests"]
         self.skipped: list[tuple[str, str]] = [(name, reason) for name, reason in index["skipped"]]
         self.hu_range: tuple[float, float] = (index["hu_range"][0], index["hu_range"][1])
+        self.cut = CutTissue(**index.get("cut", {}))
 
     def __len__(self) -> int:
         return len(self.infos)
@@ -169,9 +180,23 @@ def list_files(
 
 
 def open_cache(
-    reader: Reader, root: Path, image_size: int, *, include: str = "*", cache_dir: Path | None = None
+    reader: Reader,
+    root: Path,
+    image_size: int,
+    *,
+    include: str = "*",
+    cache_dir: Path | None = None,
+    field_of_view: float | None = None,
 ) -> SliceCache:
     """The decoded slices of a folder, from the cache if it is complete and up to date; otherwise they are decoded now.
+
+    Args:
+        reader: decodes its files.
+        root: the folder.
+        image_size: rows and columns that slices are resampled to.
+        include: only files whose path below root matches.
+        cache_dir: where caches are; None: the default place.
+        field_of_view: mm that an image covers, each slice at its true size; None: it covers the whole slice.
 
     Raises:
         DataError: the folder is missing, empty, or contains no usable slice; or other users may write to the cache.
@@ -180,6 +205,7 @@ def open_cache(
     cache_dir = cache_dir or default_cache_dir()
     files = list_files(root, include, leave_out=cache_dir)
     what = [reader.kind, str(root.resolve()), include, image_size]
+    what += [] if field_of_view is None else [f"{field_of_view:.9g} mm"]
     folder = cache_dir / f"{root.resolve().name}-{reader.kind}-{image_size}-{digest(what)}"
     fingerprint = digest([_FORMAT, what, [asdict(file) for file in files]])
     folder.mkdir(parents=True, exist_ok=True)
@@ -192,7 +218,7 @@ def open_cache(
     with FileLock(folder / "lock"):
         index = _read_index(folder, fingerprint)
         if index is None:
-            index = _build(reader, root, files, image_size, folder, fingerprint)
+            index = _build(reader, root, files, Grid(image_size, field_of_view), folder, fingerprint)
         return SliceCache(folder, index)
 
 
@@ -216,14 +242,14 @@ def _pixels(folder: Path, fingerprint: str) -> Path:
 
 
 def _build(
-    reader: Reader, root: Path, files: Sequence[SourceFile], size: int, folder: Path, fingerprint: str
+    reader: Reader, root: Path, files: Sequence[SourceFile], grid: Grid, folder: Path, fingerprint: str
 ) -> dict[str, Any]:
     """Decode all files into a new cache file, then commit it by writing the index. Returns the index."""
     for stale in filter(is_temporary, folder.iterdir()):
         stale.unlink()
     with atomic_file(_pixels(folder, fingerprint)) as stream:
-        index = _decode_all(reader, root, files, size, stream)
-    index |= {"fingerprint": fingerprint, "image_size": size}
+        index = _decode_all(reader, root, files, grid, stream)
+    index |= {"fingerprint": fingerprint, "image_size": grid.size, "cut": asdict(grid.cut)}
     write_text(folder / _INDEX, json.dumps(index | {"digest": digest(index)}))
     for old in folder.glob("*.npy"):
         if old != _pixels(folder, fingerprint):
@@ -240,10 +266,10 @@ def _header(count: int, size: int) -> bytes:
 
 
 def _decode_all(
-    reader: Reader, root: Path, files: Sequence[SourceFile], size: int, stream: IO[bytes]
+    reader: Reader, root: Path, files: Sequence[SourceFile], grid: Grid, stream: IO[bytes]
 ) -> dict[str, Any]:
     """Decode the files one by one into the stream. Returns their index, sorted by patient, series and position."""
-    stream.write(_header(0, size))
+    stream.write(_header(0, grid.size))
     infos: list[SliceInfo] = []
     digests: list[int] = []
     skipped: list[tuple[str, str]] = []
@@ -256,10 +282,14 @@ def _decode_all(
                     try:
                         hu = clean_hu(piece.hu)
                         require_content(hu)
+                        if grid.field_of_view is not None and piece.spacing is None:
+                            raise SkipFile(NO_SPACING)
+                        image = grid.place(hu, piece.spacing)
+                        require_content(image)  # all of it may lie outside the field
                     except SkipFile as reason:
                         skipped.append((piece.info.name, str(reason)))
                         continue
-                    pixels = to_square(hu, size).astype(_ROW, copy=False).tobytes()
+                    pixels = image.astype(_ROW, copy=False).tobytes()
                     stream.write(pixels)
                     digests.append(digest_of_bytes(pixels))
                     infos.append(piece.info)
@@ -267,7 +297,7 @@ def _decode_all(
             except SkipFile as reason:
                 skipped.append((file.path, str(reason)))
     _require_slices(reader, root, len(infos), skipped, (low, high))
-    header = _header(len(infos), size)
+    header = _header(len(infos), grid.size)
     stream.seek(0)
     stream.write(header)
     order = sorted(range(len(infos)), key=lambda row: infos[row].order)
@@ -287,6 +317,8 @@ def _require_slices(
             mend = "pixels are HU only by (0028,1053) RescaleSlope and (0028,1052) RescaleIntercept: add these tags"
         elif any("RescaleType" in reason for reason in reasons):
             mend = "where they are HU, set (0028,1054) RescaleType to HU"
+        elif any(NO_SPACING in reason for reason in reasons):
+            mend = "data.pixel_size=header takes the size from (0028,0030) PixelSpacing of DICOM: leave it out"
         raise DataError(f"data.root has no usable slice: {summarise_skipped(str(root), skipped)}; {mend}")
     low, high = hu_range
     if low >= -1 and high <= 2:

@@ -19,6 +19,7 @@ from qnmixer.data.scaling import build_scaling
 from qnmixer.data.sources import Part, nothing_for, parts_of
 from qnmixer.data.splits import RunSplit
 from qnmixer.errors import DataError
+from qnmixer.physics import FanBeamGeometry
 from qnmixer.processes.signals import SIGNALS
 
 
@@ -36,6 +37,8 @@ class SliceDataModule(LightningDataModule):
         batches: of each process in an epoch of training, or the share of them; None: all.
         split: who is in which part; None: drawn.
         measure: makes the sinogram of a sample of train, val or test, in the loader's workers; None: there is none.
+            Sinograms that were measured are taken as they are.
+        geometry: the scan, which slices at their true size and measured sinograms need.
     """
 
     def __init__(
@@ -47,12 +50,13 @@ class SliceDataModule(LightningDataModule):
         batches: int | float | None = None,
         split: RunSplit | None = None,
         measure: Callable[[str, Sample], Tensor] | None = None,
+        geometry: FanBeamGeometry | None = None,
     ) -> None:
         super().__init__()
         self.config, self.first, self.overfit, self.batches = config, first, overfit, batches
         self.scaling = build_scaling(config.scaling, config.hu_max)
         self.split = split or RunSplit()
-        self.measure = measure
+        self.measure, self.geometry = measure, geometry
         self.parts: dict[str, Part] = {}
         self._start = (0, 0)
 
@@ -64,7 +68,7 @@ class SliceDataModule(LightningDataModule):
         """Find and split the slices, and print a description. Does nothing the second time."""
         if self.parts:
             return
-        self.parts = parts_of(self.config, self.split)
+        self.parts = parts_of(self.config, self.split, self.geometry)
         if self.config.train_slices is not None:
             self.parts["train"] = self.parts["train"].spread(self.config.train_slices)
         if self.first is not None:
@@ -73,15 +77,21 @@ class SliceDataModule(LightningDataModule):
     def dataset(self, part: str) -> SliceDataset:
         """Slices of train, val or test. Raises DataError if there are none."""
         self.setup()
-        source, fine = self.parts[part].source, self.parts[part].fine
-        if not len(source):
+        slices = self.parts[part]
+        if not len(slices.source):
             raise DataError(nothing_for(part, self.config))
         augment = self.config.augment and part == "train"
         measure = None if self.measure is None else partial(self.measure, part)
         return SliceDataset(
-            source, self.scaling, augment=augment, seed=self.config.seed, fine=fine, disc=self.config.disc,
+            slices.source,
+            slices.scaling or self.scaling,
+            augment=augment,
+            seed=self.config.seed,
+            fine=slices.fine,
+            disc=self.config.disc,
             measure=measure,
-        )  # fmt: skip
+            measured=slices.measured,
+        )
 
     def train_dataloader(self) -> DataLoader[Sample]:
         """Shuffled batches."""

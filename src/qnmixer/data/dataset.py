@@ -21,7 +21,7 @@ class Sample(TypedDict):
     """One slice: image [1, S, S] float32 in [0, 1]; HU = hu_offset + hu_scale · image; n; where it came from.
 
     `fine`: the same [1, f·S, f·S] with the same offset and scale, to simulate from; only where there is one.
-    `sinogram`: [1, V, D] with noise, in place of `fine`; only where the dataset measures.
+    `sinogram`: [1, V, D], value × mm, in place of `fine`: measured, or with noise where the dataset simulates it.
     `weight`: what it counts for in the loss or the metric; 0 for one that only fills a batch.
     """
 
@@ -65,7 +65,8 @@ class SliceDataset(Dataset[Sample]):
         seed: of the augmentation.
         fine: the same slices on a finer grid [f·S, f·S], as `fine` of the samples.
         disc: paste a disc of the slice's largest value at its lower left.
-        measure: makes the sinogram of a sample.
+        measure: makes the sinogram of a sample, in place of `fine`.
+        measured: the sinograms [V, D] of the same slices, value × mm, which nothing then has to make.
     """
 
     def __init__(
@@ -78,9 +79,10 @@ class SliceDataset(Dataset[Sample]):
         fine: SliceSource | None = None,
         disc: bool = False,
         measure: Callable[[Sample], Tensor] | None = None,
+        measured: SliceSource | None = None,
     ) -> None:
         self.source, self.scaling, self.augment, self.seed = source, scaling, augment, seed
-        self.fine, self.disc, self.measure = fine, disc, measure
+        self.fine, self.disc, self.measure, self.measured = fine, disc, measure, measured
 
     def __len__(self) -> int:
         return len(self.source)
@@ -106,7 +108,9 @@ class SliceDataset(Dataset[Sample]):
             if self.disc:
                 hu = paste_disc(hu, brightest)
             sample["fine"] = _to_tensor(scaled_like(hu, offset, scale))
-        if self.measure is not None:
+        if self.measured is not None:
+            sample["sinogram"] = _to_tensor(self.measured.load(index))
+        elif self.measure is not None:
             sample["sinogram"] = self.measure(sample)
             sample.pop("fine", None)
         return sample

@@ -4,6 +4,7 @@ import io
 import math
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from qnmixer.data.slices import AIR, FloatArray, SkipFile, Slice, SliceInfo, rea
 
 _SLOPES = 1e-3, 1e3
 """Outside of these 16 bits hold no HU."""
+_SPACINGS = 0.01, 20.0
+"""Millimetres: outside of these a pixel is none of CT."""
 CT_CLASSES = {
     "1.2.840.10008.5.1.4.1.1.2": "CT Image",
     "1.2.840.10008.5.1.4.1.1.2.1": "Enhanced CT Image",
@@ -163,6 +166,15 @@ def slice_position(dataset: Dataset, frame: int) -> float:
     return float(dataset.get("InstanceNumber") or 0) + frame / 1e6
 
 
+def pixel_spacing(dataset: Dataset, frame: int) -> tuple[float, float] | None:
+    """Millimetres between the rows of a frame, and between its columns; None where the file says none of CT."""
+    with suppress(Exception):  # a damaged tag makes pydicom raise anything
+        rows, columns = (float(it) for it in frame_tag(dataset, frame, "PixelMeasuresSequence", "PixelSpacing"))
+        if all(_SPACINGS[0] <= it <= _SPACINGS[1] for it in (rows, columns)):
+            return rows, columns
+    return None
+
+
 class DicomReader:
     """Decodes DICOM files for the cache."""
 
@@ -178,4 +190,6 @@ class DicomReader:
         for frame in range(n_frames):
             with reading("no position"):
                 position = slice_position(dataset, frame)
-            yield Slice(SliceInfo(path, frame, n_frames, patient, series, position), decode_frame(dataset, frame))
+                spacing = pixel_spacing(dataset, frame)
+            info = SliceInfo(path, frame, n_frames, patient, series, position)
+            yield Slice(info, decode_frame(dataset, frame), spacing)

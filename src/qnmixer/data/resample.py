@@ -1,10 +1,15 @@
 """Slices of any shape onto the square grid of the network."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch.nn import functional
 
 from qnmixer.data.slices import AIR, FloatArray
+
+TISSUE = -300.0
+"""HU: what is denser counts as tissue."""
 
 
 def square_padding(shape: tuple[int, int]) -> tuple[int, int, int]:
@@ -26,3 +31,96 @@ def to_square(hu: FloatArray, size: int) -> FloatArray:
     return functional.interpolate(image, (size, size), mode="bilinear", antialias=True, align_corners=False)[
         0, 0
     ].numpy()
+
+
+def to_field(hu: FloatArray, spacing: tuple[float, float], size: int, field_of_view: float) -> FloatArray:
+    """[H, W] at its true size in the middle of a square field, [size, size]: bilinearly with antialiasing.
+
+    What lies outside the field is cut, what the slice does not cover is air.
+
+    Args:
+        hu: the slice.
+        spacing: mm between its rows and between its columns.
+        size: pixels of a side of the field.
+        field_of_view: mm of a side of the field.
+    """
+    step = field_of_view / size
+    rows, columns = (_weights(n, mm, size, step) for n, mm in zip(hu.shape, spacing, strict=True))
+    return rows @ (hu - np.float32(AIR)) @ columns.T + np.float32(AIR)
+
+
+def _weights(n: int, mm: float, size: int, step: float) -> FloatArray:
+    """What each of n pixels of `mm` gives to each of `size` pixels of `step`, both rows centred on 0; [size, n]."""
+    wanted = (np.arange(size) - (size - 1) / 2) * (step / mm) + (n - 1) / 2  # in pixels of the slice
+    reach = max(1.0, step / mm)
+    pixels = np.ceil(wanted - reach).astype(int)[:, None] + np.arange(int(2 * reach) + 1)
+    weights = np.maximum(0.0, 1.0 - np.abs(pixels - wanted[:, None]) / reach)
+    weights /= weights.sum(axis=1, keepdims=True)  # pixels beyond the slice are air, and count in the mean
+    row, near = np.nonzero((pixels >= 0) & (pixels < n))
+    found = np.zeros((size, n), np.float32)
+    found[row, pixels[row, near]] = weights[row, near]
+    return found
+
+
+@dataclass
+class CutTissue:
+    """How much of the slices lies outside a field, and is cut.
+
+    Attributes:
+        tissue: mm² of all slices that are tissue.
+        outside: mm² of these that lie outside the field.
+        n_cut: slices that lose tissue.
+        n: slices.
+        widest: mm of the widest slice.
+    """
+
+    tissue: float = 0.0
+    outside: float = 0.0
+    n_cut: int = 0
+    n: int = 0
+    widest: float = 0.0
+
+    def add(self, hu: FloatArray, spacing: tuple[float, float], field_of_view: float) -> None:
+        """Count a slice [H, W]."""
+        rows, columns = (
+            np.abs(np.arange(n) - (n - 1) / 2) * mm <= field_of_view / 2
+            for n, mm in zip(hu.shape, spacing, strict=True)
+        )
+        tissue = hu > TISSUE
+        area, total = spacing[0] * spacing[1], int(tissue.sum())
+        outside = total - int((tissue & rows[:, None] & columns).sum())
+        self.tissue += area * total
+        self.outside += area * outside
+        self.n_cut += outside > 0
+        self.n += 1
+        self.widest = max(self.widest, hu.shape[0] * spacing[0], hu.shape[1] * spacing[1])
+
+    def line(self, root: str, field_of_view: float) -> str | None:
+        """What is said of it; None where nothing is cut."""
+        if not self.outside:
+            return None
+        return (
+            f"{root}: {100 * self.outside / self.tissue:.2g} % of the tissue (above −300 HU) lies outside "
+            f"geometry.field_of_view={field_of_view:g} mm and is cut, in {self.n_cut} of {self.n} slices: "
+            f"geometry.field_of_view={np.ceil(round(self.widest, 3)):g} cuts nothing"
+        )
+
+
+class Grid:
+    """The pixels of the network, and how slices come onto them.
+
+    Args:
+        size: rows and columns.
+        field_of_view: mm that they cover, each slice at its true size; None: they cover the whole slice.
+    """
+
+    def __init__(self, size: int, field_of_view: float | None) -> None:
+        self.size, self.field_of_view = size, field_of_view
+        self.cut = CutTissue()
+
+    def place(self, hu: FloatArray, spacing: tuple[float, float] | None) -> FloatArray:
+        """A slice [H, W] as [size, size]; one of unknown spacing covers them all."""
+        if self.field_of_view is None or spacing is None:
+            return to_square(hu, self.size)
+        self.cut.add(hu, spacing, self.field_of_view)
+        return to_field(hu, spacing, self.size, self.field_of_view)

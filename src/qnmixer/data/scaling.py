@@ -41,6 +41,17 @@ class MinMaxScaling:
         return ((hu - low) / scale).astype(np.float32, copy=False), low, scale
 
 
+class OwnScaling:
+    """x = (HU − offset) / scale, nothing cut: of images that come with a unit of their own."""
+
+    def __init__(self, offset: float, scale: float) -> None:
+        self.offset, self.scale = offset, scale
+
+    def to_unit(self, hu: FloatArray) -> tuple[FloatArray, float, float]:
+        """Return x and the (offset, scale) of HU = offset + scale · x, the same for every slice."""
+        return ((hu - self.offset) / self.scale).astype(np.float32, copy=False), self.offset, self.scale
+
+
 def scaled_like(hu: FloatArray, offset: float, scale: float) -> FloatArray:
     """x in [0, 1] by the (offset, scale) that `to_unit` gave for the same slice at another resolution."""
     return np.clip((hu - np.float32(offset)) / np.float32(scale), 0, 1)

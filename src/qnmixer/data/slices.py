@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float32]
+NO_SPACING = "no pixel size in the file"
 AIR = -1000.0
 NO_AIR = -500.0
 _BELOW_AIR = -1024.0
@@ -79,10 +80,14 @@ class SliceInfo:
 
 @dataclass(frozen=True)
 class Slice:
-    """One decoded slice, [H, W] in HU, and its origin."""
+    """One decoded slice, [H, W] in HU, and its origin.
+
+    `spacing`: mm between its rows and between its columns; None if the file has none.
+    """
 
     info: SliceInfo
     hu: FloatArray
+    spacing: tuple[float, float] | None = None
 
 
 class SliceSource(Protocol):

@@ -4,24 +4,32 @@ A class of slices is built with `(part, **arguments)`. It has `__len__`, `load(i
 `name(index)`. Its slices are resampled to the size of the network. A class that takes `image_size` draws them in that
 size. If it also takes `fine`, then fine=True must give the same slices on a finer grid.
 
+With a method `sinogram(index)` → [V, D], value × mm, nothing is simulated: these are measured, and no noise is added. A
+class that takes `geometry` gets the scan, `hu_max` that key. It may have `scaling`, see `qnmixer.data.scaling`, and
+`warnings`, lines that are said once.
+
 A reader decodes the files of a folder, see `qnmixer.data.cache.Reader`.
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from qnmixer.config.data import DataConfig, FolderData, MixedData
+import numpy as np
+
+from qnmixer.config.data import DataConfig, FolderData, MixedData, PairData, check_untouched
 from qnmixer.data.cache import Reader, SliceCache, open_cache
 from qnmixer.data.dataset import SliceView
 from qnmixer.data.mixed import MixedSource, counts_of
 from qnmixer.data.resample import to_square
+from qnmixer.data.scaling import Scaling
 from qnmixer.data.slices import NO_AIR, FloatArray, SkipFile, SliceSource, clean_hu, doubt, summarise_skipped
 from qnmixer.data.splits import PARTS, RunSplit, few, patients_of
 from qnmixer.errors import ConfigError, DataError, UserError
+from qnmixer.physics import FanBeamGeometry
 from qnmixer.plugins import Kind, build, load, taken
 from qnmixer.processes.ranks import rank
 
@@ -39,13 +47,16 @@ READER = Kind(
 class Part:
     """Slices of train, val or test, how many patients they show (0: not told), and the slices on a finer grid.
 
-    `told`: how many of them each source of a mix has in an epoch.
+    `told`: how many of them each source of a mix has in an epoch. `scaling`: that of slices with a unit of their own.
+    `measured`: their sinograms [V, D] where these are not simulated.
     """
 
     source: SliceSource
     n_patients: int
     fine: SliceSource | None = None
     told: str = ""
+    scaling: Scaling | None = None
+    measured: SliceSource | None = None
 
     def __str__(self) -> str:
         if self.told:
@@ -64,31 +75,90 @@ class Part:
         return self._some([k * length // n for k in range(n)])
 
     def _some(self, indices: list[int]) -> "Part":
-        return Part(SliceView(self.source, indices), 0, self.fine and SliceView(self.fine, indices))
+        return replace(
+            self,
+            source=SliceView(self.source, indices),
+            n_patients=0,
+            fine=self.fine and SliceView(self.fine, indices),
+            measured=self.measured and SliceView(self.measured, indices),
+            told="",
+        )
 
 
-def parts_of(config: DataConfig, split: RunSplit, section: str = "data") -> dict[str, Part]:
+def parts_of(
+    config: DataConfig, split: RunSplit, geometry: FanBeamGeometry | None = None, section: str = "data"
+) -> dict[str, Part]:
     """train, val and test. Raises PluginError for a class that does not fit, DataError for what cannot be read.
 
-    `split` decides who is in which of them, and learns it; `section`: where the config stands.
+    Args:
+        config: of the slices.
+        split: who is in which part; it learns what is drawn.
+        geometry: the scan; None where nothing asks for it.
+        section: where the config stands.
     """
     if isinstance(config, MixedData):
-        return _of_mix(config, split)
-    return _of_folder(config, split, section) if isinstance(config, FolderData) else _of_class(config)
+        return _of_mix(config, split, geometry)
+    if isinstance(config, FolderData):
+        return _of_folder(config, split, geometry, section)
+    return _of_class(config, geometry)
 
 
-def _of_class(config: DataConfig) -> dict[str, Part]:
-    takes = taken(load(config, SLICES), {"image_size": None, "fine": None})
+def _of_class(config: DataConfig, geometry: FanBeamGeometry | None) -> dict[str, Part]:
+    takes = taken(load(config, SLICES), {"image_size": None, "fine": None, "geometry": None})
+    if isinstance(config, PairData) and not config.root:
+        raise ConfigError(f"data={config.name} needs data.root=FOLDER, the folder of the set")
+    if "geometry" in takes and geometry is None:
+        raise ConfigError(f"data={config.name} needs the scan: give the DataModule its geometry")
 
     def source(part: str, fine: bool) -> SliceSource:
         size = config.image_size * (config.simulation_factor if fine else 1)
-        offered = {"image_size": config.image_size if "fine" in takes else size, "fine": fine}
+        offered: dict[str, Any] = {"image_size": config.image_size if "fine" in takes else size, "fine": fine}
+        offered |= {"geometry": geometry, "hu_max": config.hu_max}
         its: Any = build(config, SLICES, part, offered=offered)
         whole = "image_size" in takes and hasattr(its, "endless")  # a SliceSource already
         return its if whole else Resampled(its, f"data._target_={config._target_}", part, size)
 
-    finer = config.simulation_factor > 1
-    return {part: Part(source(part, fine=False), 0, source(part, fine=True) if finer else None) for part in PARTS}
+    def part_of(part: str) -> Part:
+        slices = source(part, fine=False)
+        its = slices.slices if isinstance(slices, Resampled) else slices
+        for line in getattr(its, "warnings", ()):
+            _warn(line)
+        measured = None
+        if config.measured if isinstance(config, PairData) else hasattr(its, "sinogram"):
+            check_untouched(config)
+            measured = Sinograms(its, f"data._target_={config._target_}", slices.name, geometry)
+        finer = source(part, fine=True) if config.simulation_factor > 1 else None
+        return Part(slices, 0, finer, scaling=getattr(its, "scaling", None), measured=measured)
+
+    return {part: part_of(part) for part in PARTS}
+
+
+class Sinograms:
+    """The measured sinograms of one part, [V, D], value × mm.
+
+    Args:
+        slices: has `sinogram(index)`.
+        key: what named its class, for messages.
+        name: of a slice, by its number.
+        geometry: the scan; None where it is not known.
+    """
+
+    endless = False
+
+    def __init__(self, slices: Any, key: str, name: Callable[[int], str], geometry: FanBeamGeometry | None) -> None:
+        self.slices, self.key, self.name, self.geometry = slices, key, name, geometry
+
+    def __len__(self) -> int:
+        return len(self.slices)
+
+    def load(self, index: int) -> FloatArray:
+        """Sinogram [V, D]. Raises DataError for what is none of the scan."""
+        y = np.asarray(self.slices.sinogram(index), np.float32)
+        shape = y.shape if self.geometry is None else (self.geometry.n_views, self.geometry.n_detectors)
+        if y.shape != shape or not np.isfinite(y).all():
+            what = f"has the shape {[*y.shape]}, not {[*shape]}" if y.shape != shape else "has NaN or infinite values"
+            raise DataError(f"{self.key}: the sinogram of {self.name(index)} {what}, as geometry has views and bins")
+        return y
 
 
 class Resampled:
@@ -125,13 +195,20 @@ class Resampled:
         return named(index) if named else f"{self.part} {index}"
 
 
-def _of_folder(config: FolderData, run: RunSplit, section: str) -> dict[str, Part]:
+def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | None, section: str) -> dict[str, Part]:
     reader: Reader = build(config, READER)
-    cache = _open(config, reader, config.image_size)
+    field_of_view = None
+    if config.pixel_size == "header":
+        if geometry is None:
+            raise ConfigError(f"{section}.pixel_size=header needs the scan: give the DataModule its geometry")
+        field_of_view = geometry.field_of_view
+    cache = _open(config, reader, config.image_size, field_of_view)
     if cache.skipped:
         _warn(summarise_skipped(str(config.root), cache.skipped))
     if cache.hu_range[0] > NO_AIR:
         _warn(doubt(str(config.root)))
+    if field_of_view is not None and (line := cache.cut.line(str(config.root), field_of_view)):
+        _warn(line)
     if config.split == "slices":
         _warn("data.split=slices puts neighbouring slices into train and test: scores will be too good")
     root_name = Path(str(config.root)).resolve().name
@@ -143,7 +220,7 @@ def _of_folder(config: FolderData, run: RunSplit, section: str) -> dict[str, Par
             f"parts: {few(new)}"
         )
     factor = config.simulation_factor
-    fine = None if factor == 1 else _open(config, reader, config.image_size * factor)
+    fine = None if factor == 1 else _open(config, reader, config.image_size * factor, field_of_view)
     return {
         part: Part(
             SliceView(cache, split[part]),
@@ -160,21 +237,25 @@ def _warn(line: str) -> None:
         warnings.warn(line, stacklevel=3)
 
 
-def _open(config: FolderData, reader: Reader, image_size: int) -> SliceCache:
+def _open(config: FolderData, reader: Reader, image_size: int, field_of_view: float | None) -> SliceCache:
     """The decoded slices of a folder, [image_size, image_size]."""
     if not config.root:
         raise ConfigError(f"data={config.name} needs data.root=FOLDER, the folder that holds the slices")
     cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else None
     root = Path(config.root).expanduser()
-    return open_cache(reader, root, image_size, include=config.include, cache_dir=cache_dir)
+    return open_cache(
+        reader, root, image_size, include=config.include, cache_dir=cache_dir, field_of_view=field_of_view
+    )
 
 
-def _of_mix(config: MixedData, split: RunSplit) -> dict[str, Part]:
+def _of_mix(config: MixedData, split: RunSplit, geometry: FanBeamGeometry | None) -> dict[str, Part]:
     """Training slices by share. Validation and test slices of one source, or of all."""
     sources: dict[str, dict[str, Part]] = {}
     for key, source in config.by_section().items():
         with _of_section(key):
-            sources[key] = parts = parts_of(source, split, key)
+            sources[key] = parts = parts_of(source, split, geometry, key)
+            if parts["train"].measured is not None:
+                raise ConfigError(f"data={config.name} has no use for measured sinograms: take their source alone")
             if not len(parts["train"].source) and config.shares[key.rpartition(".")[2]]:
                 raise DataError(f"{nothing_for('train', source)}, or share=0")
     train = [parts["train"] for parts in sources.values()]

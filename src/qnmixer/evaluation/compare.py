@@ -30,7 +30,7 @@ from qnmixer.evaluation.slices import other_slices, pictured
 from qnmixer.files import digest, write_text
 from qnmixer.optimization.metrics import psnr, ssim
 from qnmixer.parallel.devices import choose_device
-from qnmixer.reconstructor import Batch, Reconstructor, method_name, to_hu
+from qnmixer.reconstructor import Batch, Reconstructor, build_geometry, method_name, to_hu
 from qnmixer.reports.page import PageMethod, PageSlice
 from qnmixer.reports.progress import progress
 from qnmixer.tracking.loggers import device_name
@@ -177,7 +177,7 @@ class _Measuring:
 
     def _slices(self, job: ComparedJob, config: Config, own: bool) -> SliceDataModule:
         record = split_of(find_checkpoint(job.folder, self.config.checkpoint)) if own else None
-        return SliceDataModule(config.data, split=RunSplit(record))
+        return SliceDataModule(config.data, split=RunSplit(record), geometry=build_geometry(config))
 
     def _module(self, job: ComparedJob, config: Config) -> Reconstructor:
         module = Reconstructor(config)
@@ -188,7 +188,9 @@ class _Measuring:
 @torch.no_grad()
 def _reconstructed(method: ComparedMethod, module: Reconstructor, batch: Batch, y: Tensor) -> PageMethod:
     images = shown_iterates(module.network, y) if method.jobs else [module.projector.fbp(y)]
-    quality = caption_of(psnr(images[-1], batch["image"]).item(), 100 * ssim(images[-1], batch["image"]).item())
+    x, truth, own_range = images[-1], batch["image"], module.config.data.own_range
+    decibels, similarity = (of(x, truth, own_range=own_range).item() for of in (psnr, ssim))
+    quality = caption_of(decibels, 100 * similarity)
     return PageMethod(method.name, [to_hu(batch, image)[0, 0].cpu() for image in images], quality)
 
 

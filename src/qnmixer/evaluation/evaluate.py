@@ -72,7 +72,7 @@ class Evaluation:
     """All scores of a split, the slices of its page (worst first), and which of them are in the picture.
 
     `baselines`: the methods that every network is compared with. `n_trained`: how many of the slices the network was
-    trained on.
+    trained on. `own_range`: the data range of each image is that of its reference, not 1.
     """
 
     scores: list[ImageScore]
@@ -80,6 +80,7 @@ class Evaluation:
     pictured: list[int] = field(default_factory=list)
     baselines: list[str] = field(default_factory=list)
     n_trained: int = 0
+    own_range: bool = False
 
     @property
     def rows(self) -> list[Row]:
@@ -125,7 +126,8 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
         if isinstance(config.data, AsTrained)
         else other_slices(config.data, trained, overrides)
     )
-    slices = SliceDataModule(data, split=RunSplit(before if own else None))
+    split = RunSplit(before if own else None)
+    slices = SliceDataModule(data, split=split, geometry=module.projector.geometry)
     if config.noise is not None:
         trained.noise = config.noise
         trained.noise.check(trained)
@@ -155,7 +157,8 @@ def title_of(trained: Config, data: DataConfig, split: str) -> str:
     slices = "all slices" if isinstance(data, FolderData) and data.split == "all" else f"{split} split"
     finer = f", simulated on a {data.simulation_factor} times finer grid" if data.simulation_factor > 1 else ""
     disc = ", with a bright disc" if data.disc else ""
-    return f"{slices} of {kind_of(data)}{disc}, {trained.geometry.n_views} views{finer}, noise {trained.noise.name}"
+    noise = "measured" if data.measured else f"noise {trained.noise.name}"
+    return f"{slices} of {kind_of(data)}{disc}, {trained.geometry.n_views} views{finer}, {noise}"
 
 
 def evaluate(
@@ -188,7 +191,8 @@ def evaluate(
             y = module.measure(batch, "test")
             images = {name: [method(y)] for name, method in methods.items() if method is not module.network}
             images[module.network.title] = shown_iterates(module.network, y)
-        scores = {name: _score(batch, name, of[-1], config.window) for name, of in images.items()}
+        own_range = data.config.own_range
+        scores = {name: _score(batch, name, of[-1], config.window, own_range) for name, of in images.items()}
         for b, (n, weight) in enumerate(zip(numbers, weights, strict=True)):
             if weight:
                 of_slice = {name: of[b] for name, of in scores.items()}
@@ -203,7 +207,8 @@ def evaluate(
             gallery.merge(its_slices)
     numbers, slices = zip(*gallery.found.items(), strict=True)
     drawn = [numbers.index(n) for n in sorted(gallery.pictured)]
-    return Evaluation([score for n in sorted(found) for score in found[n]], [*slices], drawn, baselines)
+    scored = [score for n in sorted(found) for score in found[n]]
+    return Evaluation(scored, [*slices], drawn, baselines, own_range=data.config.own_range)
 
 
 def shown_iterates(network: UnrolledNetwork[Any], y: Tensor) -> list[Tensor]:
@@ -279,12 +284,12 @@ def _write_page(
     )
 
 
-def _score(batch: Batch, method: str, image: Tensor, window: list[float]) -> list[ImageScore]:
+def _score(batch: Batch, method: str, image: Tensor, window: list[float], own_range: bool) -> list[ImageScore]:
     truth = batch["image"]
     windowed, windowed_truth = (to_window(to_hu(batch, x), (window[0], window[1])) for x in (image, truth))
     columns = [
-        psnr(image, truth),
-        100 * ssim(image, truth),
+        psnr(image, truth, own_range=own_range),
+        100 * ssim(image, truth, own_range=own_range),
         psnr(windowed, windowed_truth),
         100 * ssim(windowed, windowed_truth),
         image.flatten(1).amax(1) == image.flatten(1).amin(1),
@@ -322,7 +327,8 @@ def _gain(evaluation: Evaluation) -> str:
     *others, last = evaluation.methods
     n = len(evaluation.values(last, "psnr"))
     over = ", ".join(f"over {other}: {_mean_gain(evaluation, other):+.2f} dB" for other in others)
-    return f"{last} {over}, mean over {n} images (data range 1)" if over else f"mean over {n} images (data range 1)"
+    which = "of each reference, SSIM as skimage's" if evaluation.own_range else "1"
+    return f"{last} {over}, mean over {n} images (data range {which})".removeprefix("" if over else f"{last} , ")
 
 
 def warnings_of(evaluation: Evaluation) -> list[str]:

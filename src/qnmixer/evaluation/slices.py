@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 from qnmixer.config import Config
-from qnmixer.config.data import AsTrained, DataConfig, FolderData, MixedData, PhantomData
+from qnmixer.config.data import AsTrained, DataConfig, FolderData, MixedData, PairData, PhantomData, TwoDetectData
 from qnmixer.config.option import check_bounds
 from qnmixer.config.overrides import values_of
 from qnmixer.errors import CheckpointError
@@ -33,7 +33,7 @@ def as_trained(run: str, changed: AsTrained, data: DataConfig, trust: Collection
     """
     for source in data.by_section().values():
         if located(run).suffix == SUFFIX and not isinstance(source, PhantomData):
-            where = [*source.choice(), *(["data.root=FOLDER"] if isinstance(source, FolderData) else [])]
+            where = [*source.choice(), *(["data.root=FOLDER"] if isinstance(source, FolderData | PairData) else [])]
             raise CheckpointError(f"{run} does not say where its slices are: give {' '.join(where)}")
     check_trusted(run, data.targets(), trust)
     changes = {key: value for key, value in vars(changed).items() if key != "_target_" and value is not None}
@@ -56,11 +56,16 @@ def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> tup
                 f"the run was trained with data.{key}={value}: leave data.{key} out, or train another network"
             )
     data = replace(data, **fixed, seed=trained.data.seed)
+    if isinstance(data, TwoDetectData) and isinstance(trained.data, TwoDetectData):
+        data = replace(data, max_attenuation=trained.data.max_attenuation)
+    if isinstance(data, FolderData) and "data.pixel_size" not in given and trained.data.at_true_size:
+        data = replace(data, pixel_size="header")
     if isinstance(data, FolderData) and "data.split" not in given:
         for source in trained.data.by_section().values():
             if isinstance(source, FolderData) and _folder(data) == _folder(source):
                 # else the evaluation would use slices that the network was trained on
-                return replace(source, simulation_factor=data.simulation_factor, disc=data.disc), True
+                its = {key: getattr(data, key) for key in ("simulation_factor", "disc", "pixel_size")}
+                return replace(source, **its), True
         data = replace(data, split="all")
     data.check(trained)
     return data, False

@@ -16,7 +16,7 @@ from torch import Tensor
 from qnmixer.config import Config
 from qnmixer.config.commands import ReconstructConfig
 from qnmixer.data.numpy_files import open_stack, read_frame
-from qnmixer.data.resample import to_square
+from qnmixer.data.resample import Grid
 from qnmixer.data.scaling import build_scaling, scaled_like
 from qnmixer.data.slices import FloatArray, SkipFile, require_size
 from qnmixer.errors import ConfigError, DataError
@@ -33,13 +33,17 @@ _SCANS = (".npy", ".mat")
 
 @dataclass(kw_only=True)
 class Scan:
-    """The input of one image, in HU = offset + scale · x. Its arrays are on the CPU."""
+    """The input of one image, in HU = offset + scale · x. Its arrays are on the CPU.
+
+    `field_of_view`: mm that the image covers, with its template in true size; None: it covers the whole template.
+    """
 
     name: str
     offset: float
     scale: float
     template: FileDataset | None = None
     frame: int = 0
+    field_of_view: float | None = None
 
 
 @dataclass(kw_only=True)
@@ -75,20 +79,32 @@ def sinograms_of(module: Reconstructor, scans: Sequence[Scan]) -> Tensor:
 
 def simulated_scans(path: Path, module: Reconstructor) -> tuple[int, Iterator[Scan]]:
     """The number of files, and their slices, for the views and the noise of the network's training."""
-    slices = InputSlices(path)
+    slices = InputSlices(path, true_size=module.config.data.at_true_size)
     config, scaling = module.config, build_scaling(module.config.data.scaling, module.config.data.hu_max)
     size, factor = config.data.image_size, config.data.simulation_factor
+    field_of_view = module.projector.geometry.field_of_view if config.data.at_true_size else None
+    grid, fine_grid = Grid(size, field_of_view), Grid(factor * size, field_of_view)
 
     def scans() -> Iterator[Scan]:
+        unsized = 0
         for number, piece in enumerate(slices):
-            x, offset, scale = scaling.to_unit(to_square(piece.hu, size))
-            fine = scaled_like(to_square(piece.hu, factor * size), offset, scale) if factor > 1 else None
+            unsized += field_of_view is not None and piece.spacing is None
+            x, offset, scale = scaling.to_unit(grid.place(piece.hu, piece.spacing))
+            fine = scaled_like(fine_grid.place(piece.hu, piece.spacing), offset, scale) if factor > 1 else None
             yield SimulatedScan(
                 name=piece.name, offset=offset, scale=scale, template=piece.template, frame=piece.frame,
                 number=number, image=x, fine=fine,
+                field_of_view=field_of_view,
             )  # fmt: skip
         for line in slices.warnings():
             warn(line)
+        if cut := None if field_of_view is None else grid.cut.line(str(path), field_of_view):
+            warn(cut)
+        if unsized:
+            warn(
+                f"{unsized} slices are in files without a pixel size (.npy, PNG): each is taken to be "
+                f"{field_of_view:g} mm wide"
+            )
 
     return len(slices.files), scans()
 
@@ -223,6 +239,8 @@ def _layout(n_views: int, geometry: FanBeamGeometry, config: ReconstructConfig) 
         config.detector_pitch or geometry.detector_pitch,
         geometry.source_to_axis,
         geometry.source_to_detector,
+        geometry.beam,
+        geometry.detector_offset * geometry.detector_pitch,
     )
 
 

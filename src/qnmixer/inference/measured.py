@@ -27,19 +27,23 @@ _SAME = 1e-3
 
 @dataclass(frozen=True)
 class ScanLayout:
-    """Where the rays of a sinogram [v, d] ran: flat detector, centred, in the convention of `FanBeamGeometry`.
+    """Where the rays of a sinogram [v, d] ran, in the convention of `FanBeamGeometry`.
 
     Attributes:
         angles: of each view in radians, [v].
         detector_pitch: mm.
-        source_to_axis: mm.
-        source_to_detector: mm.
+        source_to_axis: mm; of no meaning for a parallel beam.
+        source_to_detector: mm; of no meaning for a parallel beam.
+        beam: fan_flat, fan_curved or parallel.
+        detector_centre: u of the middle of the detector in mm.
     """
 
     angles: npt.NDArray[np.float64]
     detector_pitch: float
     source_to_axis: float
     source_to_detector: float
+    beam: str = "fan_flat"
+    detector_centre: float = 0.0
 
 
 def read_mat(path: Path) -> tuple[FloatArray, ScanLayout]:
@@ -105,12 +109,18 @@ def fit_scan(
         name: of the file, for errors.
 
     Raises:
-        DataError: another distance of the source, an object cut off by the detector, too few views or too wide a gap.
+        DataError: another beam or distance of the source, an object cut off by the detector, too few views or too wide
+            a gap.
     """
     missing = np.isnan(sinogram).all(axis=1)
     if not np.isfinite(sinogram[~missing]).all():
         raise DataError(f"{name} holds NaN or infinite values in part of a view: interpolate the dead bins first")
-    if abs(layout.source_to_axis / geometry.source_to_axis - 1) > _SAME:
+    if (layout.beam == "parallel") == geometry.is_fan:
+        raise DataError(
+            f"{name} was measured with beam {layout.beam}, the run was trained for {geometry.beam}: train with the "
+            "geometry of the scanner"
+        )
+    if geometry.is_fan and abs(layout.source_to_axis / geometry.source_to_axis - 1) > _SAME:
         raise DataError(
             f"{name} was taken with the source {layout.source_to_axis:g} mm from the axis, the run was trained for "
             f"{geometry.source_to_axis:g} mm: train with the geometry of the scanner"
@@ -126,28 +136,42 @@ def fit_scan(
 
 
 def _fit_bins(rows: FloatArray, layout: ScanLayout, geometry: FanBeamGeometry, name: str) -> FloatArray:
-    """Rows [v, d] at the slopes of the geometry's rays, [v, D]; air beyond their ends."""
-    n, pitch = rows.shape[1], layout.detector_pitch / layout.source_to_detector
-    wanted_pitch = geometry.detector_pitch / geometry.source_to_detector
-    wanted = geometry.bin_positions() / geometry.source_to_detector
-    if n == geometry.n_detectors and abs(pitch / wanted_pitch - 1) < _SAME:
+    """Rows [v, d] at the geometry's rays, [v, D]; air beyond their ends."""
+    n, pitch = rows.shape[1], layout.detector_pitch
+    centres = (np.arange(n) - (n - 1) / 2) * pitch + layout.detector_centre
+    u, half_bin = geometry.bin_positions(), geometry.detector_pitch / 2
+    left, wanted, right = (_arrive_at(u + shift, layout, geometry) for shift in (-half_bin, 0, half_bin))
+    widths = right - left
+    same_places = abs((wanted - centres).mean()) < _SAME * pitch if n == geometry.n_detectors else False
+    if same_places and layout.beam == geometry.beam and abs(widths.mean() / pitch - 1) < _SAME:
         return rows
-    ends = rows[:, [0, -1]].max()
-    if n * pitch < geometry.n_detectors * wanted_pitch * (1 - _SAME) and ends > _AIR * rows.max():
+    slack, air = _SAME * n * pitch / 2, _AIR * rows.max()
+    cut_first = centres[0] - pitch / 2 > left[0] + slack and rows[:, 0].max() > air
+    cut_last = centres[-1] + pitch / 2 < right[-1] - slack and rows[:, -1].max() > air
+    if cut_first or cut_last:
         raise DataError(
             f"{name}: its detector is narrower than that of the run, and cuts the object off: train with "
             "geometry.n_detectors and geometry.detector_pitch as measured"
         )
-    if wanted_pitch <= pitch:
-        centres = (np.arange(n) - (n - 1) / 2) * pitch
+    if widths.mean() <= pitch:
         return np.stack([np.interp(wanted, centres, row, left=0, right=0) for row in rows]).astype(np.float32)
-    edges = (np.arange(n + 1) - n / 2) * pitch
+    edges = np.append(centres, centres[-1] + pitch) - pitch / 2
     sums = np.pad(np.cumsum(rows * pitch, axis=1, dtype=np.float64), ((0, 0), (1, 0)))
-    left, right = (
-        np.stack([np.interp(wanted + half, edges, row) for row in sums])
-        for half in (-wanted_pitch / 2, wanted_pitch / 2)
-    )
-    return ((right - left) / wanted_pitch).astype(np.float32)
+    until_left, until_right = (np.stack([np.interp(at, edges, row) for row in sums]) for at in (left, right))
+    return ((until_right - until_left) / widths).astype(np.float32)
+
+
+def _arrive_at(u: npt.NDArray[np.float64], layout: ScanLayout, geometry: FanBeamGeometry) -> npt.NDArray[np.float64]:
+    """Detector coordinate in mm of a measured scan at which the geometry's rays of coordinate u arrive.
+
+    Rays of two fans are the same at equal angles; how far away the detectors are does not matter.
+    """
+    if not geometry.is_fan:
+        return u
+    at = u / geometry.source_to_detector
+    if layout.beam != geometry.beam:
+        at = np.arctan(at) if geometry.beam == "fan_flat" else np.tan(at)
+    return at * layout.source_to_detector
 
 
 def _fit_views(

@@ -135,6 +135,7 @@ class _Writer:
             template=scan.template,
             frame=scan.frame,
             pixel_spacing=trained.geometry.field_of_view / trained.data.image_size,
+            field_of_view=scan.field_of_view,
             instance_number=None if scan.template else self.count,
         )
 

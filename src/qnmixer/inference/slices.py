@@ -9,9 +9,9 @@ from pydicom.dataset import FileDataset
 
 from qnmixer.data.cache import list_files
 from qnmixer.data.deeplesion import read_hu_png
-from qnmixer.data.dicom import decode_frame, frame_count, open_ct
+from qnmixer.data.dicom import decode_frame, frame_count, open_ct, pixel_spacing
 from qnmixer.data.numpy_files import open_slices, read_frame
-from qnmixer.data.slices import NO_AIR, FloatArray, SkipFile, clean_hu, doubt, summarise_skipped
+from qnmixer.data.slices import NO_AIR, NO_SPACING, FloatArray, SkipFile, clean_hu, doubt, summarise_skipped
 from qnmixer.errors import DataError
 
 _NPY_MAGIC, _PNG_MAGIC = b"\x93NUMPY", b"\x89PNG\r\n\x1a\n"
@@ -26,12 +26,14 @@ class InputSlice:
         name: file relative to the folder asked for, and `#frame` where it has several.
         template: the DICOM file that it came from, for `write_dicom`; None for other formats.
         frame: which frame of the file.
+        spacing: mm between its rows and between its columns; None where the file does not say.
     """
 
     hu: FloatArray
     name: str
     template: FileDataset | None
     frame: int
+    spacing: tuple[float, float] | None
 
 
 class InputSlices:
@@ -40,12 +42,16 @@ class InputSlices:
     Iterating decodes one slice at a time. A file that is named directly must be usable. In a folder, unusable files are
     left out and listed in `skipped` (`warnings` puts them into one line).
 
+    Args:
+        path: what there is to read.
+        true_size: leave out DICOM that does not say its pixel size.
+
     Raises:
         DataError: the path is missing, or contains nothing usable.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.single = path, path.is_file()
+    def __init__(self, path: Path, *, true_size: bool = False) -> None:
+        self.path, self.single, self.true_size = path, path.is_file(), true_size
         self.files = [path.name] if self.single else [file.path for file in list_files(path, key="input")]
         self.root = path.parent if self.single else path
         self.skipped: list[tuple[str, str]] = []
@@ -72,12 +78,15 @@ class InputSlices:
         for frame in range(n_frames):
             name = f"{file}#{frame}" if n_frames > 1 else file
             try:
+                spacing = None if template is None else pixel_spacing(template, frame)
+                if self.true_size and template is not None and spacing is None:
+                    raise SkipFile(NO_SPACING)
                 hu = clean_hu(decode(frame))
             except SkipFile as reason:
                 self._skip(name, reason)
                 continue
             self.lowest = min(self.lowest, float(hu.min()))
-            yield InputSlice(hu, name, template, frame)
+            yield InputSlice(hu, name, template, frame, spacing)
 
     def warnings(self) -> Iterator[str]:
         """Lines about skipped files, and about values that are probably not HU."""

@@ -103,11 +103,12 @@ def write_dicom(
     template: Dataset | None = None,
     frame: int = 0,
     pixel_spacing: float = 1.0,
+    field_of_view: float | None = None,
     instance_number: int | None = None,
 ) -> None:
     """HU [S, S] as a CT image that keeps the patient's and the study's tags and says that it is derived.
 
-    The picture is taken to cover the source slice, padded to a square (`to_square`): spacing and position follow.
+    Spacing and position follow from what the picture covers of the source slice.
     Rounding is at most 0.5 HU.
 
     Args:
@@ -118,6 +119,8 @@ def write_dicom(
         template: the source; without it a minimal image of an anonymous patient is written.
         frame: of the template, for multi-frame sources.
         pixel_spacing: mm, used only without a template.
+        field_of_view: mm of a square in the middle of the template, which the picture covers (`to_field`); None: it
+            covers the template, padded to a square (`to_square`).
         instance_number: overrides the template's, or its frame's.
 
     Raises:
@@ -132,7 +135,7 @@ def write_dicom(
         dataset = (
             _anonymous(series_uid, pixel_spacing)
             if template is None
-            else _from_template(template, frame, hu.shape, series_uid)
+            else _from_template(template, frame, hu.shape, field_of_view, series_uid)
         )
         if instance_number is not None:
             dataset.InstanceNumber = instance_number
@@ -159,7 +162,9 @@ def _anonymous(series_uid: str, pixel_spacing: float) -> Dataset:
     return dataset
 
 
-def _from_template(template: Dataset, frame: int, shape: tuple[int, ...], series_uid: str) -> Dataset:
+def _from_template(
+    template: Dataset, frame: int, shape: tuple[int, ...], field_of_view: float | None, series_uid: str
+) -> Dataset:
     """Tags of the source that still hold for one derived slice of this shape."""
     dataset = Dataset()
     for keyword in _KEPT:
@@ -176,7 +181,7 @@ def _from_template(template: Dataset, frame: int, shape: tuple[int, ...], series
     if frame_count(template) > 1:
         dataset.InstanceNumber = frame + 1
     _set_source(dataset, template, frame)
-    _set_grid(dataset, (int(template.Rows), int(template.Columns)), shape)
+    _set_grid(dataset, (int(template.Rows), int(template.Columns)), shape, field_of_view)
     if not dataset.get("StudyInstanceUID"):
         dataset.StudyInstanceUID = generate_uid(entropy_srcs=[series_uid, "study"])
     return dataset
@@ -207,26 +212,27 @@ def _set_source(dataset: Dataset, template: Dataset, frame: int) -> None:
     dataset.SourceImageSequence = Sequence([item])
 
 
-def _set_grid(dataset: Dataset, source: tuple[int, int], shape: tuple[int, ...]) -> None:
-    """Spacing and first pixel's centre of the resampled grid, which covers the source padded to a square."""
+def _set_grid(dataset: Dataset, source: tuple[int, int], shape: tuple[int, ...], field_of_view: float | None) -> None:
+    """Spacing and first pixel's centre of the resampled grid, and what it covers: see `write_dicom`."""
     spacing = _numbers(dataset, "PixelSpacing", 2)
     position = _numbers(dataset, "ImagePositionPatient", 3)
     orientation = _numbers(dataset, "ImageOrientationPatient", 6)
     if not spacing:
         return
-    row_spacing, column_spacing = spacing
     side, top, left = square_padding(source)
-    factors = side / shape[0], side / shape[1]
-    dataset.PixelSpacing = [
-        format_number_as_ds(row_spacing * factors[0]),
-        format_number_as_ds(column_spacing * factors[1]),
-    ]
+    new = [side / n * mm for n, mm in zip(shape, spacing, strict=True)]
+    # From the centre of the source's first pixel to that of the new one, mm
+    down, right = ((its - mm) / 2 - pad * mm for its, mm, pad in zip(new, spacing, (top, left), strict=True))
+    if field_of_view is not None:
+        new = [field_of_view / n for n in shape]
+        down, right = (
+            ((n - 1) * mm - (field_of_view - its)) / 2 for n, mm, its in zip(source, spacing, new, strict=True)
+        )
+    dataset.PixelSpacing = [format_number_as_ds(its) for its in new]
     if not position or not orientation:
         return
     along_row, along_column = np.asarray(orientation[:3]), np.asarray(orientation[3:])
-    down = (factors[0] - 1) / 2 - top
-    right = (factors[1] - 1) / 2 - left
-    first = np.asarray(position) + along_row * right * column_spacing + along_column * down * row_spacing
+    first = np.asarray(position) + along_row * right + along_column * down
     dataset.ImagePositionPatient = [format_number_as_ds(float(value)) for value in first]
 
 

@@ -33,6 +33,7 @@ LEVERS = {
     "trainer.precision=16-mixed": "half the digits in the regulariser",
     "data.batch_size=1 trainer.accumulate_grad_batches=4": "less parallel work a step",
     "strategy=pipeline trainer.devices=4 data.batch_size=1": "four devices, which wait for each other",
+    "strategy=pipeline strategy.schedule=sequential trainer.devices=4 data.batch_size=1": "one device works at a time",
 }
 """What people try in order to save memory, and what it costs. Data parallelism is here because it saves none."""
 
@@ -106,7 +107,7 @@ def _setting(config: Config, assumed: str = "") -> str:
     width = f", C = {model.channels}" if isinstance(model, LearnedConfig) else ""
     return (
         f"{model.name}, T = {model.T}{width}, {size} × {size} pixels, batch {config.data.batch_size}, "
-        f"{config.trainer.precision}, memory={config.memory.name}, {config.optimizer.name}{spread}"
+        f"precision {config.trainer.precision}, memory={config.memory.name}, {config.optimizer.name}{spread}"
     )
 
 

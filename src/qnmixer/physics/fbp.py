@@ -1,12 +1,14 @@
-"""Filtered back-projection for a flat fan-beam detector: weights, ramp filters, back-projection matrix.
+"""Filtered back-projection for fan and parallel beams: weights, ramp filters, back-projection matrix.
 
-After Kak & Slaney 1988 (§ 3.4.2, flat detector) with the redundancy weights of Noo, Defrise, Clackdoyle & Kudo 2002
-("Image reconstruction from fan-beam projections on less than a short scan", eq. 35 ff.) for any range of angles. All
-detector lengths are scaled to a virtual detector through the axis.
+After Kak & Slaney 1988 (§ 3.3 parallel, § 3.4.1 equiangular fan, § 3.4.2 flat detector) with the redundancy weights of
+Noo, Defrise, Clackdoyle & Kudo 2002 ("Image reconstruction from fan-beam projections on less than a short scan", eq. 35
+ff.) for any range of angles, and of Wang 2002 ("X-ray micro-CT with a displaced detector array") for a detector that
+reaches farther on one side. All detector lengths are scaled to the axis.
 """
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -26,31 +28,27 @@ FBP_WINDOWS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 _TAPER = math.radians(10)
 """Width of the smooth ends of a partial turn (the value that Noo et al. use)."""
+_SIDE_TAPER = 8
+"""Width of the smooth end of a detector with an offset, in offsets; at most all bins that are seen from both sides."""
 _CHUNK = 2**17
 """Values computed at a time: few enough for the CPU's cache, and for little memory."""
 
 
-def virtual_positions(geometry: FanBeamGeometry) -> np.ndarray:
-    """Bin centres scaled to the axis in mm, float64 [D]."""
-    return geometry.bin_positions() * geometry.source_to_axis / geometry.source_to_detector
-
-
-def virtual_pitch(geometry: FanBeamGeometry) -> float:
-    """Distance of neighbouring bins scaled to the axis in mm."""
-    return geometry.detector_pitch * geometry.source_to_axis / geometry.source_to_detector
-
-
 def ray_weights(geometry: FanBeamGeometry) -> np.ndarray:
-    """Cosine times redundancy weight of each ray, float64 [V or 1, D]; 1/2 is the redundancy of a full turn."""
-    fan = np.arctan2(virtual_positions(geometry), geometry.source_to_axis)[None, :]
+    """Cosine times redundancy weight of each ray, float64 [V or 1, D]; the weights of all copies of a line sum to 1.
+
+    The line of ray (β, γ) is seen from the other side by the ray (β + π − 2γ, −γ).
+    """
+    fan = geometry.fan_angles()[None, :]
+    bins = geometry.bin_positions()[None, :] / geometry.detector_pitch
+    here, mirrored = (_smooth_side(k, geometry) for k in (bins, -bins))
     if geometry.is_full_turn:
-        return 0.5 * np.cos(fan)
-    beta = geometry.angles()[:, None]
-    own = _smooth_ends(beta, geometry)
-    # The line of ray (β, γ) is seen from the other side by the ray (β + π − 2γ, −γ).
-    opposite = beta + math.pi - 2 * fan
-    total = own + sum(_smooth_ends(opposite + turn * FULL_TURN, geometry) for turn in (-2, -1, 0, 1))
-    return np.cos(fan) * own / total
+        own, opposite = here, mirrored
+    else:
+        beta = geometry.angles()[:, None]
+        turns = (beta + math.pi - 2 * fan + turn * FULL_TURN for turn in (-2, -1, 0, 1))
+        own, opposite = here * _smooth_ends(beta, geometry), mirrored * sum(_smooth_ends(b, geometry) for b in turns)
+    return np.cos(fan) * own / (own + opposite)
 
 
 def matched_gain(geometry: FanBeamGeometry) -> float:
@@ -60,22 +58,43 @@ def matched_gain(geometry: FanBeamGeometry) -> float:
     between views. A line that is seen from both sides counts half.
     """
     redundancy = min(1.0, math.pi / abs(geometry.angle_span))
-    return redundancy * abs(geometry.angle_step) * virtual_pitch(geometry) / geometry.pixel_size**2
+    return redundancy * abs(geometry.angle_step) * geometry.pitch_at_axis / geometry.pixel_size**2
 
 
-def ramp_response(geometry: FanBeamGeometry, filter_name: str) -> np.ndarray:
-    """Frequency response of the ramp at the virtual detector, real float64 [n/2 + 1] for padded rows of n samples.
+def with_even_sides(geometry: FanBeamGeometry) -> FanBeamGeometry:
+    """The scan with bins added on the shorter side of a detector with an offset, as many whole ones as it lacks.
+
+    A row that ends within the object must be filtered, and back-projected, as far as the detector reaches on the other
+    side: without that the image is 7 % too bright.
+    """
+    lacking = int(2 * abs(geometry.detector_offset))
+    offset = geometry.detector_offset - math.copysign(lacking / 2, geometry.detector_offset)
+    return replace(geometry, n_detectors=geometry.n_detectors + lacking, detector_offset=offset)
+
+
+def ramp_response(geometry: FanBeamGeometry, filter_name: str, on_arc: bool = False) -> np.ndarray:
+    """Frequency response of the ramp at the axis, real float64 [n/2 + 1] for padded rows of n samples.
 
     It is the transform of the band-limited ramp's samples, whose zero frequency is right, unlike that of a sampled |f|.
     n is the power of two that keeps the convolution free of wrap-around.
+
+    Args:
+        geometry: the scan.
+        filter_name: of the window.
+        on_arc: take the ramp of FBP for equal steps of the fan angle; it is not positive.
     """
     n = 2 ** math.ceil(math.log2(max(2 * geometry.n_detectors, 2)))
     lag = np.fft.fftfreq(n, 1 / n)
     kernel = np.zeros(n)
     kernel[0] = 1 / 4
     odd = lag % 2 == 1
-    kernel[odd] = -1 / (np.pi * lag[odd]) ** 2
-    response = np.fft.rfft(kernel).real / virtual_pitch(geometry)
+    if on_arc:
+        odd &= np.abs(lag) < geometry.n_detectors
+        step = geometry.detector_pitch / geometry.source_to_detector
+        kernel[odd] = -((step / (np.pi * np.sin(step * lag[odd]))) ** 2)
+    else:
+        kernel[odd] = -1 / (np.pi * lag[odd]) ** 2
+    response = np.fft.rfft(kernel).real / geometry.pitch_at_axis
     return response * FBP_WINDOWS[filter_name](np.linspace(0, 1, len(response)))
 
 
@@ -94,33 +113,69 @@ def _by_pixels(geometry: FanBeamGeometry) -> Csr:
     """Weighted pixel-driven back-projection of the distinct views: rows are pixels, columns rays, as in `Numbering`.
 
     Each pixel takes from each view the filtered row where the ray through its centre meets the detector, linearly
-    interpolated, times (source_to_axis / distance along the central ray)² and the angle between views.
+    interpolated, times the angle between views. A fan beam has the factor (source_to_axis / distance)² besides: the
+    distance from the source along the central ray for a flat detector, to the pixel itself for a curved one.
     """
     layout = Numbering(geometry)
     n_views, n_detectors, size = geometry.n_distinct_views, geometry.n_detectors, geometry.image_size
     angles = geometry.angles()[:n_views]
     numbers = layout.ray_numbers() + layout.n_rays * np.arange(layout.quarters)[:, None, None]
+    distinct = layout.ray_numbers()[0] >= 0
     pixels = layout.corner_pixels()
     own = layout.pixel_numbers()[pixels] == np.arange(pixels.size).reshape(pixels.shape[::-1]).T
 
     def rows(first: int, last: int) -> Csr:
         row, column = np.divmod(pixels[first:last, :, None], size)
         x, y = ((z - (size - 1) / 2) * geometry.pixel_size for z in (column, size - 1 - row))
-        depth = geometry.source_to_axis - x * np.sin(angles) + y * np.cos(angles)
-        u = (x * np.cos(angles) + y * np.sin(angles)) * geometry.source_to_detector / depth
-        position = u / geometry.detector_pitch + (n_detectors - 1) / 2
+        u, gain = _seen(x * np.cos(angles) + y * np.sin(angles), y * np.cos(angles) - x * np.sin(angles), geometry)
+        position = u / geometry.detector_pitch + (n_detectors - 1) / 2 - geometry.detector_offset
         below = np.floor(position)
-        bins = np.stack([below, below + 1], axis=-1)
-        gain = abs(geometry.angle_step) * (geometry.source_to_axis / depth) ** 2
-        weights = (1 - np.abs(position[..., None] - bins)) * gain[..., None]
+        bins = np.stack([below, below + 1], axis=-1).astype(np.intp)
+        weights = (1 - np.abs(position[..., None] - bins)) * (abs(geometry.angle_step) * gain)[..., None]
         kept = (bins >= 0) & (bins < n_detectors) & (weights > 0) & own[first:last, :, None, None]
+        kept &= distinct[bins.clip(0, n_detectors - 1)]
         corner, view = np.nonzero(kept)[1:3]
         starts = np.concatenate([[0], np.cumsum(kept.sum(axis=(1, 2, 3)))])
-        return Csr(starts, numbers[corner, view, bins[kept].astype(np.intp)], weights[kept].astype(np.float32))
+        return Csr(starts, numbers[corner, view, bins[kept]], weights[kept].astype(np.float32))
 
     step = max(1, _CHUNK // geometry.n_views)
-    at_most = 2 * layout.n_pixels * geometry.n_views
+    at_most = 2 * layout.n_pixels * layout.quarters * n_views
     return stack_rows(rows, layout.n_pixels, step, layout.quarters * layout.n_rays, at_most)
+
+
+def _seen(t: np.ndarray, v: np.ndarray, geometry: FanBeamGeometry) -> tuple[np.ndarray, np.ndarray]:
+    """Detector coordinate u in mm of the rays through points, and the factor that FBP gives to what they bring.
+
+    Args:
+        t: the points' coordinate along the detector in mm, 0 on the central ray.
+        v: that along the central ray, 0 at the axis.
+        geometry: the scan.
+    """
+    if not geometry.is_fan:
+        return t, np.ones_like(t)
+    depth = geometry.source_to_axis + v
+    if geometry.beam == "fan_flat":
+        return t * geometry.source_to_detector / depth, (geometry.source_to_axis / depth) ** 2
+    return np.arctan2(t, depth) * geometry.source_to_detector, geometry.source_to_axis**2 / (depth**2 + t**2)
+
+
+def _smooth_side(bins: np.ndarray, geometry: FanBeamGeometry) -> np.ndarray:
+    """How far a bin is on a detector with an offset: 0 beyond its shorter side, smoothly up to 1 from there.
+
+    With a large offset the weight of a full turn becomes Wang's; with one of a quarter bin only the last bins differ
+    from 1/2, since all others are seen from both sides.
+
+    Args:
+        bins: coordinate along the detector in bins, 0 on the central ray.
+        geometry: the scan.
+    """
+    offset = geometry.detector_offset
+    shorter = geometry.n_detectors / 2 - abs(offset)
+    to_end = bins * math.copysign(1, offset) + shorter
+    if offset == 0:
+        return (to_end > 0).astype(np.float64)
+    taper = min(2 * shorter, _SIDE_TAPER * abs(offset))
+    return np.sin(np.pi / 2 * np.clip(to_end / taper, 0, 1)) ** 2
 
 
 def _smooth_ends(beta: np.ndarray, geometry: FanBeamGeometry) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The fan-beam scan: positions of the source, the detector bins and the pixels. Millimetres and radians."""
+"""The scan: positions of the source, the detector bins and the pixels. Millimetres and radians."""
 
 import math
 from dataclasses import dataclass
@@ -9,6 +9,8 @@ from qnmixer.errors import GeometryError
 
 FULL_TURN = 2 * math.pi
 """Radians of a full turn."""
+BEAMS = ("fan_flat", "fan_curved", "parallel")
+"""Kinds of beam by name."""
 _ANGLE_TOLERANCE = 1e-9
 
 PAPER_FIELD_OF_VIEW = 400.0
@@ -17,23 +19,33 @@ PAPER_FIELD_OF_VIEW = 400.0
 
 @dataclass(frozen=True)
 class FanBeamGeometry:
-    """Fan beam with a flat, equally spaced detector around a square image centred on the axis.
+    """Rays of a fan or parallel beam, and a square image centred on the axis of rotation.
 
     Convention (ASTRA's `fanflat`): at angle β the source is at `source_to_axis`·(sin β, −cos β), the detector centre
-    at `axis_to_detector`·(−sin β, cos β), the detector coordinate u runs along (cos β, sin β) and bin k is centred at
-    u = (k − (n_detectors − 1)/2)·`detector_pitch`. Row 0 of the image is at the top (largest y), column 0 at the left
-    (smallest x). View j is at `first_angle` + j·`angle_span`/`n_views`.
+    at `axis_to_detector`·(−sin β, cos β), and the detector coordinate u runs along (cos β, sin β). Bin k is centred at
+    u = (k − (n_detectors − 1)/2 + `detector_offset`)·`detector_pitch`. Row 0 of the image is at the top (largest y),
+    column 0 at the left (smallest x). View j is at `first_angle` + j·`angle_span`/`n_views`.
+
+    The beams:
+
+    - fan_flat: bins lie on a line; the ray of bin u leaves the central ray by γ = atan(u / source_to_detector).
+    - fan_curved: bins lie on an arc around the source, u is measured along it, and γ = u / source_to_detector.
+    - parallel: rays run along (−sin β, cos β), at the distance u from the axis; there is no source.
 
     Args:
         image_size: H = W in pixels.
         pixel_size: width of a pixel in mm.
-        n_views: V, number of source positions.
+        n_views: V, number of views.
         n_detectors: D, number of detector bins.
-        detector_pitch: distance of neighbouring bin centres in mm.
+        detector_pitch: distance of neighbouring bin centres in mm, along the arc if the detector is curved.
         source_to_axis: distance of the source from the axis of rotation in mm; the source stays outside the image.
-        axis_to_detector: distance of the detector from the axis in mm; 0 is a virtual detector through the axis.
+            A parallel beam has none and ignores it.
+        axis_to_detector: distance of the detector from the axis in mm; 0 is a virtual detector through the axis. A
+            parallel beam ignores it.
         first_angle: β of view 0 in radians.
         angle_span: radians from view 0 to where view n_views would be; negative turns clockwise.
+        beam: fan_flat, fan_curved or parallel.
+        detector_offset: how far all bins are moved along u, in bins; a quarter samples a full turn twice as finely.
 
     Raises:
         GeometryError: if a value is impossible or no ray can see the object.
@@ -48,29 +60,25 @@ class FanBeamGeometry:
     axis_to_detector: float
     first_angle: float = 0.0
     angle_span: float = FULL_TURN
+    beam: str = "fan_flat"
+    detector_offset: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("image_size", "n_views", "n_detectors"):
             self._require_count(name)
-        for name in ("pixel_size", "detector_pitch", "source_to_axis"):
+        if self.beam not in BEAMS:
+            raise GeometryError(f"beam={self.beam!r} is not known: choose {', '.join(BEAMS)}")
+        for name in ("pixel_size", "detector_pitch"):
             self._require(name, positive=True)
-        for name in ("axis_to_detector", "first_angle", "angle_span"):
+        for name in ("first_angle", "angle_span", "detector_offset"):
             self._require(name, positive=False)
-        if self.source_to_detector <= 0:
-            raise GeometryError(
-                f"axis_to_detector={self.axis_to_detector} puts the detector behind the source "
-                f"(source_to_axis={self.source_to_axis}): give a value above {-self.source_to_axis}"
-            )
         if not 0 < abs(self.angle_span) <= FULL_TURN + _ANGLE_TOLERANCE:
             raise GeometryError(
                 f"angle_span={self.angle_span} is outside (0, 2π]: give radians, at most a full turn "
                 f"({FULL_TURN:.4f}); degrees must be converted"
             )
-        if self.source_to_axis <= self.image_radius:
-            raise GeometryError(
-                f"source_to_axis={self.source_to_axis} mm puts the source inside the image, whose corners are "
-                f"{self.image_radius:.6g} mm from the axis: increase it or lower the field of view"
-            )
+        if self.is_fan:
+            self._require_source()
         self._require_sight()
 
     @classmethod
@@ -91,9 +99,24 @@ class FanBeamGeometry:
         )
 
     @property
+    def is_fan(self) -> bool:
+        """Whether the rays of a view meet in a source."""
+        return self.beam != "parallel"
+
+    @property
     def source_to_detector(self) -> float:
-        """Distance from the source to the detector in mm."""
+        """Distance from the source to the detector in mm; of no meaning for a parallel beam."""
         return self.source_to_axis + self.axis_to_detector
+
+    @property
+    def field_of_view(self) -> float:
+        """Width of the image in mm."""
+        return self.image_size * self.pixel_size
+
+    @property
+    def pitch_at_axis(self) -> float:
+        """Distance of neighbouring rays of a view where the central ray passes the axis, in mm."""
+        return self.detector_pitch * (self.source_to_axis / self.source_to_detector if self.is_fan else 1)
 
     @property
     def image_radius(self) -> float:
@@ -111,22 +134,63 @@ class FanBeamGeometry:
         return abs(abs(self.angle_span) - FULL_TURN) <= _ANGLE_TOLERANCE
 
     @property
+    def is_parallel_half_turn(self) -> bool:
+        """Whether a parallel beam is turned by π, each line thus seen once."""
+        return not self.is_fan and abs(abs(self.angle_span) - FULL_TURN / 2) <= _ANGLE_TOLERANCE
+
+    @property
     def has_quarter_turn_symmetry(self) -> bool:
-        """Whether turning the image by 90° maps the set of views onto itself. Then a quarter of the views is enough."""
-        return self.is_full_turn and self.n_views % 4 == 0
+        """Whether turning the image by 90° maps the views onto each other. Then some of them are enough.
+
+        In a full turn a quarter of the views is enough. A parallel beam over π continues with its own views, seen from
+        the other side: half of the views are enough, and half of the bins if these lie symmetrically around the axis.
+        """
+        return (self.is_full_turn and self.n_views % 4 == 0) or (self.is_parallel_half_turn and self.n_views % 2 == 0)
 
     @property
     def n_distinct_views(self) -> int:
         """How many of the first views give all others by quarter turns of the image."""
-        return self.n_views // (4 if self.has_quarter_turn_symmetry else 1)
+        if not self.has_quarter_turn_symmetry:
+            return self.n_views
+        return self.n_views // (4 if self.is_full_turn else 2)
+
+    @property
+    def mirrored_bins(self) -> np.ndarray:
+        """The bin at −u of each bin u in which a symmetric half turn sees the same lines; −1 for none: int64 [D]."""
+        bins = np.arange(self.n_detectors)
+        twice = 2 * self.detector_offset
+        if self.is_full_turn or not self.has_quarter_turn_symmetry or twice != round(twice):
+            return np.full_like(bins, -1)
+        mirrored = self.n_detectors - 1 - round(twice) - bins
+        return np.where((mirrored >= 0) & (mirrored < self.n_detectors), mirrored, -1)
+
+    @property
+    def distinct_bins(self) -> np.ndarray:
+        """The bins that give all others by quarter turns of the image: the first of each mirrored pair."""
+        bins, mirrored = np.arange(self.n_detectors), self.mirrored_bins
+        return bins[(mirrored < 0) | (mirrored >= bins)]
 
     def angles(self) -> np.ndarray:
-        """Source angle β of each view in radians, float64 [V]."""
+        """Angle β of each view in radians, float64 [V]."""
         return self.first_angle + self.angle_step * np.arange(self.n_views)
 
     def bin_positions(self) -> np.ndarray:
         """Detector coordinate u of each bin centre in mm, float64 [D]."""
-        return (np.arange(self.n_detectors) - (self.n_detectors - 1) / 2) * self.detector_pitch
+        return (np.arange(self.n_detectors) - (self.n_detectors - 1) / 2 + self.detector_offset) * self.detector_pitch
+
+    def fan_angles(self) -> np.ndarray:
+        """Angle γ between the ray of each bin and the central ray in radians, float64 [D]; 0 for a parallel beam."""
+        u = self.bin_positions()
+        if not self.is_fan:
+            return np.zeros_like(u)
+        return np.arctan2(u, self.source_to_detector) if self.beam == "fan_flat" else u / self.source_to_detector
+
+    def ray_distances(self) -> np.ndarray:
+        """Signed distance s of the ray of each bin from the axis in mm, float64 [D].
+
+        The ray of bin γ in view β is the line of all points x with x·(cos φ, sin φ) = s, where φ = β − γ.
+        """
+        return self.source_to_axis * np.sin(self.fan_angles()) if self.is_fan else self.bin_positions()
 
     def _require_count(self, name: str) -> None:
         """Raise GeometryError for a value that is not a whole number of at least one."""
@@ -141,14 +205,39 @@ class FanBeamGeometry:
         if not number or (positive and value <= 0):
             raise GeometryError(f"{name}={value!r} must be a {'positive, ' if positive else ''}finite number")
 
+    def _require_source(self) -> None:
+        """Refuse distances of a fan beam that put the source or the detector where they cannot be."""
+        self._require("source_to_axis", positive=True)
+        self._require("axis_to_detector", positive=False)
+        if self.source_to_detector <= 0:
+            raise GeometryError(
+                f"axis_to_detector={self.axis_to_detector} puts the detector behind the source "
+                f"(source_to_axis={self.source_to_axis}): give a value above {-self.source_to_axis}"
+            )
+        if self.source_to_axis <= self.image_radius:
+            raise GeometryError(
+                f"source_to_axis={self.source_to_axis} mm puts the source inside the image, whose corners are "
+                f"{self.image_radius:.6g} mm from the axis: increase it or lower the field of view"
+            )
+        widest = float(np.abs(self.fan_angles()).max())
+        if self.beam == "fan_curved" and widest >= math.pi / 2:
+            raise GeometryError(
+                f"detector_pitch={self.detector_pitch} mm and n_detectors={self.n_detectors} make a curved detector "
+                f"of {math.degrees(widest):.0f}° on one side of the central ray, which can be 90° at most: lower one"
+            )
+
     def _require_sight(self) -> None:
-        """Raise GeometryError for a fan that is narrower than a pixel, or whose rays all miss the image."""
-        fan_width = self.n_detectors * self.detector_pitch * self.source_to_axis / self.source_to_detector
-        slopes = self.bin_positions() / self.source_to_detector
-        nearest_ray = self.source_to_axis * np.abs(slopes / np.hypot(1, slopes)).min()
-        if fan_width < self.pixel_size or nearest_ray > self.image_size * self.pixel_size / 2:
+        """Refuse a beam that is narrower than a pixel, or whose rays all pass the image or the axis by."""
+        width = self.n_detectors * self.pitch_at_axis
+        if abs(self.detector_offset) >= self.n_detectors / 2:
+            raise GeometryError(
+                f"detector_offset={self.detector_offset} bins moves all n_detectors={self.n_detectors} to one side of "
+                f"the axis, and no ray sees the middle of the image: give less than {self.n_detectors / 2:g}"
+            )
+        nearest_ray = np.abs(self.ray_distances()).min()
+        if width < self.pixel_size or nearest_ray > self.image_size * self.pixel_size / 2:
             raise GeometryError(
                 f"detector_pitch={self.detector_pitch} mm and n_detectors={self.n_detectors} cannot see the object: "
-                f"they span {fan_width:.3g} mm at the axis, nearest ray {nearest_ray:.3g} mm from it, for an image of "
+                f"they span {width:.3g} mm at the axis, nearest ray {nearest_ray:.3g} mm from it, for an image of "
                 f"{self.image_size * self.pixel_size:.6g} mm: change one of them"
             )

@@ -89,7 +89,7 @@ def is_worth_caching(geometry: FanBeamGeometry) -> bool:
 
 def _work(geometry: FanBeamGeometry) -> int:
     """Rays times pixels of a side. Time and memory of the build are proportional to it."""
-    return geometry.n_distinct_views * geometry.n_detectors * geometry.image_size
+    return geometry.n_distinct_views * len(geometry.distinct_bins) * geometry.image_size
 
 
 def _folder() -> Path:
@@ -102,9 +102,11 @@ def _folder() -> Path:
 
 
 def _key(kind: str, geometry: FanBeamGeometry) -> dict[str, Any]:
-    """The identity of a file's content; 400 and 400.0 are the same."""
-    numbers = {name: float(value) for name, value in asdict(geometry).items()}
-    return {"format": FORMAT, "kind": kind, "distinct_views": geometry.n_distinct_views} | numbers
+    """The identity of a file's content; 400 and 400.0 are the same. A parallel beam has no distances in it."""
+    values = asdict(geometry)
+    what = {"format": FORMAT, "kind": kind, "distinct_views": geometry.n_distinct_views, "beam": values.pop("beam")}
+    ignored = () if geometry.is_fan else ("source_to_axis", "axis_to_detector")
+    return what | {name: float(value) for name, value in values.items() if name not in ignored}
 
 
 def _build_shown(kind: str, geometry: FanBeamGeometry, build: Callable[[], tuple[Csr, Csr]]) -> tuple[Csr, Csr]:

@@ -108,32 +108,34 @@ class FieldNoise(KeyedNoise):
 class PhysicalNoise(KeyedNoise):
     """Counting noise of a real dose: N = Poisson(I₀ e^{−μp}) + N(0, σₑ²), p' = −log(N/I₀)/μ.
 
-    μ turns value × mm into attenuation, see `attenuation_per_value`. Counts are floored at one, so a starved bin
-    saturates at log(I₀)/μ.
+    μ turns value × mm into attenuation, see `attenuation_per_value`. Counts are floored, at c say, so a starved bin
+    saturates at log(I₀/c)/μ.
 
     Args:
         photons: I₀, counts of an unattenuated ray.
         water_attenuation: of water in mm⁻¹, here at about 70 keV.
         electronic_sigma: σₑ, standard deviation of the electronic noise in counts.
         hu_max: HU of x = 1; 0 where x = 1 is water.
+        fewest_counts: c, what a bin without counts is taken to have.
     """
 
     photons: float = 1e5
     water_attenuation: float = 0.0192
     electronic_sigma: float = 0.0
     hu_max: float = 0.0
+    fewest_counts: float = _FEWEST_COUNTS
 
     def sample(self, p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """One sinogram with noise."""
         mu = attenuation_per_value(self.water_attenuation, self.hu_max)
         counts = rng.poisson(self.photons * np.exp(-mu * p)).astype(np.float64)
         counts += self.electronic_sigma * rng.standard_normal(p.shape)
-        return -np.log(np.maximum(counts, _FEWEST_COUNTS) / self.photons) / mu
+        return -np.log(np.maximum(counts, self.fewest_counts) / self.photons) / mu
 
     def variance(self, y: Tensor) -> Tensor:
-        """(N + σₑ²)/(μ N)², with N = I₀ e^{−μ y} counts, at least one."""
+        """(N + σₑ²)/(μ N)², with N = I₀ e^{−μ y} counts, at least `fewest_counts`."""
         mu = attenuation_per_value(self.water_attenuation, self.hu_max)
-        counts = (self.photons * torch.exp(-mu * y)).clamp_min(_FEWEST_COUNTS)
+        counts = (self.photons * torch.exp(-mu * y)).clamp_min(self.fewest_counts)
         return (counts + self.electronic_sigma**2) / (mu * counts).square()
 
 

@@ -1,15 +1,18 @@
-"""A, Aᵀ and FBP of a fan-beam scan as one differentiable module."""
+"""A, Aᵀ and FBP of a scan as one differentiable module."""
 
 import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from qnmixer.errors import GeometryError
-from qnmixer.physics.fbp import backprojection_matrix, matched_gain, ramp_response, ray_weights
+from qnmixer.physics.fbp import backprojection_matrix, matched_gain, ramp_response, ray_weights, with_even_sides
 from qnmixer.physics.geometry import FanBeamGeometry
 from qnmixer.physics.matrix_cache import load_or_compute
 from qnmixer.physics.rays import system_matrix
@@ -20,7 +23,7 @@ _BYTES = 24
 
 
 class FanBeamProjector(nn.Module):
-    """Fan-beam projector A with transpose and filtered back-projection, all linear and differentiable twice.
+    """A of a scan, with transpose and filtered back-projection, all linear and differentiable twice.
 
     Images x are [B, 1, H, W], sinograms y are [B, 1, V, D], line integrals in value × mm. Everything is computed in
     float32, whatever the autocast or the input's dtype; in float64 if the module (`.double()`) and the input are.
@@ -42,11 +45,14 @@ class FanBeamProjector(nn.Module):
         _require_memory(geometry)
         self.geometry = geometry
         self.fbp_filter = fbp_filter
-        response = torch.from_numpy(ramp_response(geometry, fbp_filter))
+        even = with_even_sides(geometry)
         self._rays = system_matrix(geometry)
-        self._backprojection = backprojection_matrix(geometry)
-        self._filter = _RampFilter(torch.from_numpy(ray_weights(geometry)), response)
-        self._matched_filter = _RampFilter(torch.tensor(matched_gain(geometry)), response)
+        self._backprojection = backprojection_matrix(even)
+        response = ramp_response(even, fbp_filter, on_arc=geometry.beam == "fan_curved")
+        lacking = even.n_detectors - geometry.n_detectors
+        sides = (lacking, 0) if geometry.detector_offset > 0 else (0, lacking)
+        self._filter = _RampFilter(ray_weights(geometry), response, sides)
+        self._matched_filter = _RampFilter(np.array(matched_gain(geometry)), ramp_response(geometry, fbp_filter))
         self._norms: dict[str, float] = {}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -153,35 +159,62 @@ class FanBeamProjector(nn.Module):
 
 def _require_memory(geometry: FanBeamGeometry) -> None:
     """Raise GeometryError if this machine has too little memory for the matrices. Building them would take hours."""
+    there = _memory()
     size = geometry.image_size
-    needed = _BYTES * geometry.n_distinct_views * size * (geometry.n_detectors + size)
-    with suppress(AttributeError, ValueError):  # Windows does not say
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if needed > there:
-            raise GeometryError(
-                f"n_views={geometry.n_views} and n_detectors={geometry.n_detectors} need {needed / 2**30:.0f} GiB of "
-                f"matrices at image_size={size}, and this machine has {there / 2**30:.0f} GiB: lower one of them"
-            )
+    needed = _bytes_of_matrices(geometry, size)
+    if there is None or needed <= there:
+        return
+    views = 4 * int(there / _bytes_of_matrices(replace(geometry, n_views=4), size))
+    while size > 1 and _bytes_of_matrices(geometry, size) > there:
+        size //= 2
+    fits = [f"n_views up to {views}"] * (0 < views < geometry.n_views) + [f"image_size={size}"]
+    raise GeometryError(
+        f"n_views={geometry.n_views} and n_detectors={geometry.n_detectors} need {needed / 2**30:.0f} GiB of "
+        f"matrices at image_size={geometry.image_size}, and this machine has {there / 2**30:.0f} GiB: what fits is "
+        f"{', or '.join(fits)}"
+    )
+
+
+def _bytes_of_matrices(geometry: FanBeamGeometry, image_size: int) -> int:
+    """Of A, of back-projection, and of their transposes."""
+    rays = geometry.n_distinct_views * len(geometry.distinct_bins)
+    return int(_BYTES * rays * image_size * (1 + image_size / geometry.n_detectors))
+
+
+def _memory() -> int | None:
+    """Bytes of this machine; None if the system does not say, as Windows."""
+    with suppress(AttributeError, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
 
 
 class _RampFilter(FullPrecisionModule):
-    """Ray weights, then the ramp along the detector by zero-padded FFT."""
+    """Ray weights, then the ramp along the detector by zero-padded FFT.
+
+    Args:
+        weights: of the rays, to be broadcast to [V, D].
+        response: of the ramp, [n/2 + 1].
+        sides: how many bins without rays are added before and after each row.
+    """
 
     weights: Tensor
     response: Tensor
 
-    def __init__(self, weights: Tensor, response: Tensor) -> None:
+    def __init__(self, weights: np.ndarray, response: np.ndarray, sides: tuple[int, int] = (0, 0)) -> None:
         super().__init__()
-        self.register_buffer("weights", weights.float(), persistent=False)
-        self.register_buffer("response", response.float(), persistent=False)
+        self._sides = sides
+        self.register_buffer("weights", torch.from_numpy(weights).float(), persistent=False)
+        self.register_buffer("response", torch.from_numpy(response).float(), persistent=False)
 
     def forward(self, y: Tensor) -> Tensor:
-        """Weight and filter the rows of y [..., V, D]."""
-        return self._ramp(y * self.weights)
+        """Weight and filter the rows of y [..., V, D]; they become as much longer as `sides` says."""
+        rows = y * self.weights
+        return self._ramp(pad(rows, self._sides) if any(self._sides) else rows)
 
     def transpose(self, y: Tensor) -> Tensor:
         """Transpose of `forward`; the ramp itself is symmetric."""
-        return self._ramp(y) * self.weights
+        first, last = self._sides
+        return self._ramp(y)[..., first : y.shape[-1] - last] * self.weights
 
     def _ramp(self, rows: Tensor) -> Tensor:
         n = 2 * (len(self.response) - 1)

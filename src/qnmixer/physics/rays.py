@@ -28,8 +28,7 @@ def _by_rays(geometry: FanBeamGeometry) -> Csr:
     """A of the distinct views: rows are rays, columns are pixels, numbered as `Numbering` says."""
     layout = Numbering(geometry)
     numbers = layout.pixel_numbers()
-    order = np.full(layout.n_rays, -1)
-    order[layout.ray_numbers().ravel()] = np.arange(layout.ray_numbers().size)
+    order = layout.turned_rays()[:, 0]
     origin, direction = _rays(geometry)
 
     def rows(first: int, last: int) -> Csr:
@@ -46,17 +45,14 @@ def _by_rays(geometry: FanBeamGeometry) -> Csr:
 
 
 def _rays(geometry: FanBeamGeometry) -> tuple[np.ndarray, np.ndarray]:
-    """Source and unit direction of each ray of the distinct views as (column, row) in pixels, float64 [2, rays] each.
+    """Nearest point to the axis and unit direction of each ray of the distinct views, as (column, row) in pixels.
 
-    Pixel (row i, column j) covers [j, j + 1] × [i, i + 1]; rows grow downwards.
+    Float64 [2, V/Q · D] each. Pixel (row i, column j) covers [j, j + 1] × [i, i + 1]; rows grow downwards.
     """
-    beta = geometry.angles()[: geometry.n_distinct_views, None]
-    u = geometry.bin_positions()[None, :]
-    sin, cos = np.sin(beta), np.cos(beta)
-    to_bin = np.stack([-geometry.source_to_detector * sin + u * cos, -geometry.source_to_detector * cos - u * sin])
-    direction = to_bin / np.hypot(*to_bin)
-    source = geometry.source_to_axis / geometry.pixel_size * np.stack([sin, cos]) + geometry.image_size / 2
-    return np.broadcast_to(source, direction.shape).reshape(2, -1), direction.reshape(2, -1)
+    phi = geometry.angles()[: geometry.n_distinct_views, None] - geometry.fan_angles()
+    cos, sin = np.cos(phi), np.sin(phi)
+    nearest = geometry.ray_distances() / geometry.pixel_size * np.stack([cos, -sin]) + geometry.image_size / 2
+    return nearest.reshape(2, -1), np.stack([-sin, -cos]).reshape(2, -1)
 
 
 def _intersect(

@@ -1,4 +1,4 @@
-"""A matrix between image and sinogram, of a quarter of the views where a quarter turn maps the scan onto itself."""
+"""A matrix between image and sinogram, of a quarter of the rays where a quarter turn maps the scan onto itself."""
 
 import numpy as np
 import torch
@@ -18,80 +18,71 @@ _COLUMNS = 32
 class Numbering:
     """How the rows and columns of a matrix between pixels and rays are numbered, with the symmetry and without.
 
-    With the symmetry, the first V/4 views serve all: view j + k·V/4 of an image is view j of the image turned back by k
-    quarters. So pixels are taken in four corners that the turns carry into each other: pixel p of corner q is, in the
-    image turned by k, pixel p of corner q + k. Without it, Q is 1, and the one corner is the image.
+    With the symmetry, the first views serve all: what a ray sees in the image turned back by k quarters, the ray that
+    is turned by k quarters sees in the image. So rays are taken in orbits of four turns, and pixels in four corners
+    that the turns carry into each other: pixel p of corner q is, in the image turned by k, pixel p of corner q + k.
+    Without it, Q is 1, and the one corner is the image.
+
+    In a full turn, ray (view j, bin i) turned by k is (j + k·V/4, i). A parallel beam over π has views for one turn:
+    (j, i), then (j + V/2, i), then the same two lines from the other side, in the bins that lie mirrored. Where these
+    are no bins of the detector, the orbit has two rays, and two gaps.
 
     Pixels are numbered row by row of a corner, rays fan by fan: `_FAN` bins of each view, then the next bins.
 
     Attributes:
         quarters: Q, 4 or 1.
         n_pixels: P, numbers for the pixels of a corner; padding stays unused.
-        n_rays: R, numbers for the rays of the distinct views; those of the last fan beyond the detector stay unused.
+        n_rays: R, numbers for the orbits of rays; those of the last fan beyond the detector stay unused.
     """
 
     def __init__(self, geometry: FanBeamGeometry) -> None:
         self.quarters = 4 if geometry.has_quarter_turn_symmetry else 1
         self._turn = -1 if geometry.angle_span > 0 else 1
         self._size, self._n_detectors = geometry.image_size, geometry.n_detectors
-        self._n_views = geometry.n_distinct_views
-        self._fans = -(-geometry.n_detectors // _FAN)
+        self._n_views, self._half_turn = geometry.n_distinct_views, geometry.is_parallel_half_turn
+        self._bins, self._mirrored = geometry.distinct_bins, geometry.mirrored_bins
+        self._fans = -(-len(self._bins) // _FAN)
         self.n_rays = self._fans * self._n_views * _FAN
         height, width = self._corner_shape()
         self.n_pixels = height * (width + _PADDING) + self.sums_middle
 
-    def pixel_columns(self, x: Tensor) -> Tensor:
-        """Columns [P, Q, B] of images [B, 1, H, W]: the corners, each turned to the top left."""
-        height = self._corner_shape()[0]
-        columns = x.new_zeros(self.n_pixels, self.quarters, len(x))
-        corners = self._unpadded(columns)
-        for q, (rows, cols) in enumerate(self._corners()):
-            corners[:, :, q] = torch.rot90(x[:, 0, rows, cols], self._turn * q, (1, 2)).permute(1, 2, 0)
-        if self.sums_middle:
-            columns[-1] = x[:, 0, height, height]
-        return columns
-
-    def images(self, columns: Tensor) -> Tensor:
-        """Transpose of `pixel_columns`: images [B, 1, H, W]; what the corners hold of the middle is added up."""
-        height = self._corner_shape()[0]
-        x = columns.new_empty(columns.shape[2], 1, self._size, self._size)
-        corners = self._unpadded(columns).permute(2, 3, 0, 1)
-        for q, (rows, cols) in enumerate(self._corners()):
-            x[:, 0, rows, cols] = torch.rot90(corners[q], -self._turn * q, (1, 2))
-        if self.sums_middle:
-            x[:, 0, height, height] = columns[-1].sum(0)
-        return x
-
-    def ray_columns(self, y: Tensor) -> Tensor:
-        """Columns [R, Q, B] of sinograms [B, 1, V, D]."""
-        padded = torch.nn.functional.pad(y, (0, self._fans * _FAN - self._n_detectors))
-        fans = padded.reshape(len(y), self.quarters, self._n_views, self._fans, _FAN)
-        return fans.permute(3, 2, 4, 1, 0).reshape(self.n_rays, self.quarters, len(y))
-
-    def sinograms(self, columns: Tensor) -> Tensor:
-        """Transpose of `ray_columns`: sinograms [B, 1, V, D]."""
-        fans = columns.view(self._fans, self._n_views, _FAN, self.quarters, -1)
-        padded = fans.permute(4, 3, 1, 0, 2).reshape(fans.shape[-1], 1, self.quarters * self._n_views, -1)
-        return padded[..., : self._n_detectors].contiguous()
-
     def pixel_numbers(self) -> np.ndarray:
-        """q·P + p of each pixel in row-major order, int64 [H·W]."""
-        pixels = self.corner_pixels().T.ravel()
-        # Backwards, so that the middle of an odd image, which is in all corners, is that of corner 0.
-        used = np.flatnonzero(pixels >= 0)[::-1]
-        numbers = np.empty(self._size**2, dtype=np.int64)
-        numbers[pixels[used]] = used
-        return numbers
+        """q·P + p of each pixel in row-major order, int64 [H·W]; the middle of an odd image is that of corner 0."""
+        return _flat_places(self.corner_pixels().T)
 
     def corner_pixels(self) -> np.ndarray:
         """The pixel, in row-major order, that each p of each corner is, −1 for none: int64 [P, Q]."""
-        from_one = torch.arange(1, self._size**2 + 1).view(1, 1, self._size, -1)
-        return self.pixel_columns(from_one)[:, :, 0].numpy() - 1
+        image = np.arange(self._size**2).reshape(self._size, -1)
+        pixels = np.full((self.n_pixels, self.quarters), -1)
+        for q, corner in enumerate(self._corners()):
+            padded = np.pad(np.rot90(image[corner], self._turn * q), ((0, 0), (0, _PADDING)), constant_values=-1)
+            pixels[: padded.size, q] = padded.ravel()
+        if self.sums_middle:
+            pixels[-1] = image[self._size // 2, self._size // 2]
+        return pixels
 
     def ray_numbers(self) -> np.ndarray:
-        """The number of each ray of the distinct views, int64 [V/Q, D]."""
-        views, bins = np.arange(self._n_views)[:, None], np.arange(self._n_detectors)
-        return bins // _FAN * (self._n_views * _FAN) + views * _FAN + bins % _FAN
+        """The number of each ray of the distinct views, −1 if another stands for its orbit: int64 [V/Q, D]."""
+        place = np.arange(len(self._bins))
+        numbers = np.full((self._n_views, self._n_detectors), -1)
+        first = np.arange(self._n_views)[:, None] * _FAN
+        numbers[:, self._bins] = place // _FAN * (self._n_views * _FAN) + first + place % _FAN
+        return numbers
+
+    def turned_rays(self) -> np.ndarray:
+        """The ray, in row-major order of the sinogram, that each orbit is at each turn, −1 for none: int64 [R, Q].
+
+        No ray is there twice: one through the axis is its own mirror image.
+        """
+        rays = np.full((self.n_rays, self.quarters), -1)
+        numbers = self.ray_numbers()
+        views, bins = np.nonzero(numbers >= 0)
+        for k in range(self.quarters):
+            view, bin_ = views + k * self._n_views, bins
+            if self._half_turn and k >= 2:
+                view, bin_ = view - 2 * self._n_views, np.where(self._mirrored[bins] == bins, -1, self._mirrored[bins])
+            rays[numbers[views, bins], k] = np.where(bin_ < 0, -1, view * self._n_detectors + bin_)
+        return rays
 
     @property
     def sums_middle(self) -> bool:
@@ -101,28 +92,27 @@ class Numbering:
     def gathers(self) -> dict[str, Tensor]:
         """The indices of the gathers before and after a product, int32, by name.
 
-        They are found by running the methods above on numbers. Padding may come from anywhere: the matrix has no value
-        for it.
+        Entries of no pixel or ray come from anywhere. That does no harm where the matrix has no value for them; the
+        gaps in orbits of rays have, and must be zero.
         """
-        x = torch.arange(1, self._size**2 + 1).view(1, 1, self._size, -1)
-        y = torch.arange(1, self.quarters * self._n_views * self._n_detectors + 1)
-        rows = torch.arange(self.n_rays * self.quarters).view(self.n_rays, self.quarters)
-        pixels = torch.arange(self.n_pixels * self.quarters).view(self.n_pixels, self.quarters, 1)
-        images = self.images(pixels).flatten()
-        if self.sums_middle:
-            images[len(images) // 2] = pixels[-1, 0, 0]
+        pixels, rays = self.corner_pixels(), self.turned_rays()
         tables = {
-            "image_table": _all_turns(self.pixel_columns(x), 1).flatten() - 1,
-            "sinogram_order": self.sinograms(rows).flatten(),
-            "sinogram_table": _all_turns(self.ray_columns(y.view(1, 1, -1, self._n_detectors)), -1).flatten() - 1,
-            "image_order": images,
+            "image_table": _all_turns(pixels, 1),
+            "sinogram_order": _flat_places(rays),
+            "sinogram_table": _all_turns(rays, -1),
+            "image_order": _flat_places(pixels),
         }
-        return {name: table.clamp_min(0).int() for name, table in tables.items()}
+        return {name: torch.from_numpy(table.clip(0).astype(np.int32)) for name, table in tables.items()}
 
-    def _unpadded(self, columns: Tensor) -> Tensor:
-        """Columns [P, …] as corners [height, width, …]."""
-        height, width = self._corner_shape()
-        return columns[: height * (width + _PADDING)].unflatten(0, (height, width + _PADDING))[:, :width]
+    def gaps(self) -> Tensor | None:
+        """What the entries of the sinogram's table are multiplied by: 0 for gaps in orbits, 1 for rays; None if all 1.
+
+        Float32 [entries, 1].
+        """
+        rays = self.turned_rays()
+        if not ((rays < 0) & (rays[:, :1] >= 0)).any():
+            return None
+        return torch.from_numpy(_all_turns(rays, -1) >= 0).float()[:, None]
 
     def _corner_shape(self) -> tuple[int, int]:
         """Height and width of each corner, turned to the top left; the middle pixel of an odd image is in none."""
@@ -166,6 +156,7 @@ class ScanMatrix(FullPrecisionModule):
     sinogram_order: Tensor
     sinogram_table: Tensor
     image_order: Tensor
+    gaps: Tensor | None
 
     def __init__(self, geometry: FanBeamGeometry, forward: Csr, backward: Csr) -> None:
         super().__init__()
@@ -179,6 +170,7 @@ class ScanMatrix(FullPrecisionModule):
             self.register_buffer(name, torch.from_numpy(array), persistent=False)
         for name, order in layout.gathers().items():
             self.register_buffer(name, order, persistent=False)
+        self.register_buffer("gaps", layout.gaps(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """M x: sinograms [B, 1, V, D] of images x [B, 1, H, W], both of the values' dtype."""
@@ -188,19 +180,20 @@ class ScanMatrix(FullPrecisionModule):
 
     def transpose(self, y: Tensor) -> Tensor:
         """Mᵀ y: images [B, 1, H, W] of sinograms y [B, 1, V, D], both of the values' dtype."""
-        matrix, middle = (self.starts_t, self.rays, self.values_t), self._sums_middle
-        parts = [self._product(matrix, self.sinogram_table, self.image_order, part, middle) for part in self._parts(y)]
+        matrix = self.starts_t, self.rays, self.values_t
+        parts = [self._product(matrix, self.sinogram_table, self.image_order, part, True) for part in self._parts(y)]
         return _joined(parts).view(-1, *self._image_shape)
 
     def _product(
-        self, matrix: tuple[Tensor, Tensor, Tensor], table: Tensor, order: Tensor, x: Tensor, sums_middle: bool = False
+        self, matrix: tuple[Tensor, Tensor, Tensor], table: Tensor, order: Tensor, x: Tensor, transposed: bool = False
     ) -> Tensor:
         """[B, values of an output] from [B, …]: columns in all turns, times the matrix, in the output's order."""
         columns = x.reshape(len(x), -1).t().contiguous()  # a view for one sample
-        product = torch.ops.qnmixer.csr_product(
-            *matrix, columns.index_select(0, table).view(-1, len(x) * self._quarters)
-        )
-        if sums_middle:  # the four corners of an odd image share the middle pixel
+        turned = columns.index_select(0, table)
+        if transposed and self.gaps is not None:
+            turned *= self.gaps
+        product = torch.ops.qnmixer.csr_product(*matrix, turned.view(-1, len(x) * self._quarters))
+        if transposed and self._sums_middle:  # the four corners of an odd image share the middle pixel
             middle = product[-1].view(self._quarters, -1)
             middle[0] = middle.sum(0)
         return product.view(-1, len(x)).index_select(0, order).t().contiguous()
@@ -214,11 +207,15 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _all_turns(columns: Tensor, direction: int) -> Tensor:
-    """Of columns [n, Q, B] the table [Q·n, Q·B] whose block q has them moved on by q quarters, or back."""
-    n, quarters, batch = columns.shape
-    if quarters == 1:
-        return columns[:, 0]
-    around = torch.cat([columns, columns[:, :-1]], 1)
-    turns = [around[:, direction * q % quarters :][:, :quarters] for q in range(quarters)]
-    return torch.stack(turns).view(quarters * n, quarters * batch)
+def _all_turns(columns: np.ndarray, direction: int) -> np.ndarray:
+    """Of columns [n, Q] the table [Q·n, Q], flat, whose block q has them moved on by q quarters, or back."""
+    return np.concatenate([np.roll(columns, -direction * q, axis=1) for q in range(columns.shape[1])]).ravel()
+
+
+def _flat_places(columns: np.ndarray) -> np.ndarray:
+    """Where in columns [n, Q], flat, each number from 0 on stands first."""
+    numbers = columns.ravel()
+    used = np.flatnonzero(numbers >= 0)[::-1]
+    places = np.empty(numbers.max() + 1, dtype=np.int64)
+    places[numbers[used]] = used  # backwards, so that the first one stays
+    return places

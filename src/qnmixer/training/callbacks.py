@@ -94,7 +94,8 @@ class IteratePictures(Callback):
         if batch_idx == 0:
             for name, value in pl_module.network.diagnostics(state).items():
                 pl_module.log(f"val/{name}", value, batch_size=1, on_step=False, on_epoch=True, sync_dist=True)
-        rows = _iterate_rows(batch, dict(zip(shown, iterates, strict=True)))
+        own_range = pl_module.config.data.own_range
+        rows = _iterate_rows(batch, dict(zip(shown, iterates, strict=True)), own_range)
         drawn = zip(batch["sample"].tolist(), batch["weight"].tolist(), rows, strict=True)
         self._rows |= {n: row for n, weight, row in drawn if weight and n < self.n_slices}
 
@@ -115,13 +116,14 @@ class IteratePictures(Callback):
                 logger.log_image("val/iterates", [str(path)], trainer.global_step)
 
 
-def _iterate_rows(batch: Batch, iterates: dict[int, Tensor]) -> list[Row]:
+def _iterate_rows(batch: Batch, iterates: dict[int, Tensor], own_range: bool) -> list[Row]:
     """Each slice of a batch with x_t for some t."""
     truths = to_hu(batch, batch["image"]).cpu()
     rows = [Row(f"slice {n}", truths[b, 0], []) for b, n in enumerate(batch["sample"].tolist())]
     for t, image in iterates.items():
         hu = to_hu(batch, image).cpu()
-        for b, (row, value) in enumerate(zip(rows, psnr(image, batch["image"]).tolist(), strict=True)):
+        values = psnr(image, batch["image"], own_range=own_range).tolist()
+        for b, (row, value) in enumerate(zip(rows, values, strict=True)):
             row.panels.append(Panel(f"x{t}\n{value:.2f} dB", hu[b, 0]))
     return rows
 

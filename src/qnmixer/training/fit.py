@@ -28,7 +28,7 @@ from qnmixer.parallel.compilation import compile_blocks
 from qnmixer.parallel.devices import allow_tf32
 from qnmixer.processes.ranks import another_rank_failed, rank
 from qnmixer.processes.signals import stop_signals
-from qnmixer.reconstructor import Reconstructor, sample_measurement
+from qnmixer.reconstructor import Reconstructor, build_geometry, sample_measurement
 from qnmixer.tracking.loggers import (
     CODE_DIFF,
     DONE,
@@ -165,6 +165,7 @@ def build_data(config: Config, checkpoint: Path | None) -> SliceDataModule:
         batches=config.trainer.extra.get("limit_train_batches"),
         split=split_to_train(config, checkpoint),
         measure=sample_measurement(config),
+        geometry=build_geometry(config),
     )
     data.setup("fit")
     return data

@@ -82,7 +82,12 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Log loss, PSNR and SSIM × 100 of x_T, as means over the images of all processes."""
         image, truth = self.network(self.measure(batch, "val")), batch["image"]
-        values = {"loss": self.loss(image, truth), "psnr": psnr(image, truth), "ssim": 100 * ssim(image, truth)}
+        own_range = self.config.data.own_range
+        values = {
+            "loss": self.loss(image, truth),
+            "psnr": psnr(image, truth, own_range=own_range),
+            "ssim": 100 * ssim(image, truth, own_range=own_range),
+        }
         for name, value in values.items():
             mean = self.means[name]
             assert isinstance(mean, MeanMetric)

@@ -55,10 +55,11 @@ def print_start(
     nodes = f" × {t.num_nodes} nodes" if t.num_nodes > 1 else ""
     devices = f" × {t.devices} devices{nodes}" if config.strategy.name != "single" else ""
     last = f", the last of {n_slices % batch}" if n_slices % batch else ""
+    noise = "measured" if config.data.measured else f"noise {config.noise.name}"
     lines = [
         f"{module.network.title}, T = {module.network.n_iterations}, {n_parameters:,} parameters, "
         f"on {trainer.strategy.root_device}{devices}, strategy {config.strategy.name}",
-        f"{config.geometry.n_views} views × {config.geometry.n_detectors} detector bins, noise {config.noise.name}",
+        f"{config.geometry.n_views} views × {config.geometry.n_detectors} detector bins, {noise}",
         data.describe(),
         f"batch {config.data.batch_size}{devices} × accumulation {t.accumulate_grad_batches} = {batch} slices "
         f"an optimizer step; {steps:,} steps an epoch{last}",

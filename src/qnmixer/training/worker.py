@@ -144,6 +144,7 @@ def _check_inputs(config: Config, run: Run) -> None:
     from qnmixer.checkpoints.reading import find_checkpoint, read_checkpoint, resumable, split_of
     from qnmixer.data.sources import parts_of
     from qnmixer.data.splits import RunSplit
+    from qnmixer.reconstructor import build_geometry
 
     if own := {name: it for name, it in config.callbacks.items() if not is_trusted(it[TARGET], ())}:
         from qnmixer.training.callbacks import build_callbacks
@@ -154,7 +155,7 @@ def _check_inputs(config: Config, run: Run) -> None:
     before = None if run.resume is None else split_of(resumable(config, Path(run.resume)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # rank 0 will show the warnings
-        parts_of(config.data, RunSplit(before))
+        parts_of(config.data, RunSplit(before), build_geometry(config))
 
 
 if __name__ == "__main__":

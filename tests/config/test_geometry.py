@@ -1,0 +1,68 @@
+"""The scanners in conf/geometry: what their numbers say about the fan, and sparse views of them."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from qnmixer.config import Config, parse, to_plain
+from qnmixer.config.compose import compose
+from qnmixer.reconstructor import build_geometry
+
+
+def config(*overrides: str) -> Config:
+    return parse(compose("train", list(overrides)))
+
+
+@pytest.mark.parametrize(
+    ("name", "fan", "field_of_view", "sparse"),
+    [
+        ("siemens_definition_as", 49.9, 502, 64),
+        ("siemens_force", 49.9, 502, 56),
+        ("siemens_sensation_64", 52.1, 501, 40),
+        ("ge_lightspeed", 54.9, 499, 24),
+    ],
+)
+def test_a_scanner_by_name(name: str, fan: float, field_of_view: float, sparse: int) -> None:
+    whole = build_geometry(config(f"geometry={name}"))
+    width = whole.n_detectors * whole.detector_pitch / whole.source_to_detector
+    assert math.degrees(width) == pytest.approx(fan, abs=0.1)
+    assert 2 * whole.source_to_axis * math.sin(width / 2) == pytest.approx(field_of_view, abs=1)
+    assert abs(whole.detector_offset) % 0.5 == 0.25
+    few = build_geometry(config(f"geometry={name}", f"geometry.n_views={sparse}"))
+    np.testing.assert_allclose(few.angles(), whole.angles()[:: whole.n_views // sparse])
+    assert few.has_quarter_turn_symmetry
+
+
+def test_the_short_scan_of_the_file_is_long_enough() -> None:
+    short = build_geometry(config("geometry=ge_lightspeed", "geometry.n_views=642", "geometry.angle_span=4.0994"))
+    whole = build_geometry(config("geometry=ge_lightspeed"))
+    assert short.angle_step == pytest.approx(whole.angle_step, rel=1e-3)
+    assert short.angle_span >= math.pi + 2 * math.asin(200 / short.source_to_axis)
+
+
+def test_lodopab_has_its_angles_at_the_middle_of_their_steps() -> None:
+    geometry = build_geometry(config("geometry=lodopab", "data.image_size=362", "model=fbp"))
+    assert geometry.beam == "parallel"
+    np.testing.assert_allclose(geometry.angles(), (np.arange(1000) + 0.5) * math.pi / 1000 - math.pi / 2)
+    assert geometry.n_detectors * geometry.detector_pitch == pytest.approx(260 * math.sqrt(2), abs=0.01)
+
+
+def test_two_detect_is_as_wide_as_its_detector_sees() -> None:
+    geometry = build_geometry(config("geometry=two_detect", "data.image_size=512"))
+    assert geometry.n_detectors * geometry.pitch_at_axis == pytest.approx(512 * geometry.pixel_size, abs=0.01)
+
+
+def test_a_run_from_before_there_were_beams_is_one_of_a_flat_fan() -> None:
+    now = config()
+    assert (now.geometry.beam, now.geometry.detector_offset) == ("fan_flat", 0.0)
+    older = to_plain(now)
+    del older["geometry"]["beam"], older["geometry"]["detector_offset"]
+    assert parse(older).geometry == now.geometry
+
+
+def test_a_beam_and_an_offset_by_override() -> None:
+    geometry = build_geometry(config("geometry.beam=parallel", "geometry.detector_offset=-0.25"))
+    paper = build_geometry(config())
+    assert geometry == replace(paper, beam="parallel", detector_offset=-0.25)

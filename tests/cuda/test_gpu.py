@@ -1,0 +1,331 @@
+"""What only a GPU can show: values, memory and time there. `make test-gpu` runs it, and ends with one table.
+
+Every body takes the device as a parameter, and runs on the CPU too: none is run first on somebody's GPU.
+"""
+
+import csv
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from rich.console import Console
+from torch import Tensor
+
+from qnmixer.checkup.rank import untrained
+from qnmixer.config import Config, override, parse
+from qnmixer.config.compose import compose
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.memory import modes
+from qnmixer.memory.modes import apply_memory_mode
+from qnmixer.memory.plan import Planner
+from qnmixer.parallel.devices import allow_tf32, has_bf16
+from qnmixer.parallel.strategies import build_precision
+from qnmixer.physics import FanBeamGeometry, FanBeamProjector
+from qnmixer.physics.scan import ScanMatrix
+from qnmixer.reconstructor import sample_measurement
+from qnmixer.training.memory_monitor import MemoryMonitor
+from qnmixer.training.module import ReconstructionModule
+from qnmixer.training.trainer import build_trainer
+
+from ..conftest import PHANTOMS, TINY
+from ..parallel.test_parity import COMPETITORS, MODEL
+from .findings import Findings
+
+SMALL = [word for word in TINY if not word.startswith("model.")] + ["data.n_train=8", "data.n_val=3", "data.n_test=4"]
+NETWORKS = {"qn_mixer": MODEL} | COMPETITORS
+IN_32 = 1e-4
+"""Relative error of loss and gradient against those of a CPU in 32. Half precision may add thrice the CPU's own."""
+
+
+@cache
+def small(model: str, memory: str, precision: str) -> Config:
+    """The smallest config of a network; the accelerator is not asked."""
+    words = f"{NETWORKS[model]} memory={memory} trainer.precision={precision} noise=field"
+    return override(parse(compose("train", SMALL)), words)
+
+
+def loss_and_gradients(config: Config, device: torch.device) -> tuple[float, Tensor]:
+    """Loss of the first batch, and its gradient as one vector on the host."""
+    allow_tf32(False)
+    module = untrained(config).to(device)
+    data = SliceDataModule(config.data, measure=sample_measurement(config))
+    batch = data.transfer_batch_to_device(next(iter(data.loader("train"))), device, 0)
+    scale = 2.0**10 if config.trainer.precision == "16-mixed" else 1.0
+    with build_precision(config, device.type).forward_context():
+        image = module.network(module.measure(batch, "train"))
+        loss = module.batch_loss(image, batch["image"], batch["weight"])
+    (loss.float() * scale).backward()
+    gradients = [p.grad.flatten().float().cpu() for p in module.parameters() if p.grad is not None]
+    return float(loss.detach()), torch.cat(gradients) / scale
+
+
+@cache
+def on_a_cpu(model: str, precision: str = "32") -> tuple[float, Tensor]:
+    return loss_and_gradients(small(model, "keep", precision), torch.device("cpu"))
+
+
+def errors_of(found: tuple[float, Tensor], expected: tuple[float, Tensor]) -> tuple[float, float]:
+    """Relative errors of loss and gradient."""
+    (loss, gradient), (true_loss, truth) = found, expected
+    return abs(loss - true_loss) / true_loss, float((gradient - truth).norm() / truth.norm())
+
+
+@pytest.mark.parametrize(
+    ("model", "memory", "precision"),
+    list(product(NETWORKS, ("keep", "recompute", "offload"), ("32", "16-mixed", "bf16-mixed"))),
+)
+def test_losses_and_gradients_are_those_of_a_cpu(
+    device: torch.device,
+    findings: Findings,
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    memory: str,
+    precision: str,
+) -> None:
+    if precision == "bf16-mixed" and device.type == "cuda" and not has_bf16():
+        pytest.skip(f"{torch.cuda.get_device_name()} has no bf16")
+    monkeypatch.setattr(modes, "_SMALLEST_OFFLOADED", 0)
+    exact = on_a_cpu(model)
+    errors = errors_of(loss_and_gradients(small(model, memory, precision), device), exact)
+    findings.add("gradient against a CPU in 32", f"{model}, {memory}, {precision}", errors[1], "relative")
+    allowed = errors_of(on_a_cpu(model, precision), exact)
+    assert errors[0] <= IN_32 + 3 * allowed[0]
+    assert errors[1] <= IN_32 + 3 * allowed[1]
+
+
+@cache
+def projector_of(size: int) -> FanBeamProjector:
+    return FanBeamProjector(FanBeamGeometry.paper(32, image_size=size))
+
+
+def test_adjointness_and_gain(device: torch.device, findings: Findings) -> None:
+    """⟨A x, y⟩ = ⟨x, Aᵀ y⟩; A, Aᵀ and FBP are those of the CPU; FBP gives a disc back."""
+    projector, moved = projector_of(64), FanBeamProjector(projector_of(64).geometry).to(device)
+    x, y = torch.rand(2, 1, 64, 64), torch.rand(2, 1, 32, projector.geometry.n_detectors)
+    ax, aty, fbp = (f(z.to(device)).cpu() for f, z in ((moved, x), (moved.adjoint, y), (moved.fbp, y)))
+    left, right = (ax.double() * y).sum(), (aty.double() * x).sum()
+    error = float((left - right).abs() / left)
+    findings.add("⟨A x, y⟩ against ⟨x, Aᵀ y⟩", "64², 32 views", error, "relative")
+    assert error < 1e-6
+    for found, expected in ((ax, projector(x)), (aty, projector.adjoint(y)), (fbp, projector.fbp(y))):
+        assert float((found - expected).norm() / expected.norm()) < 1e-5
+    axis = torch.linspace(-1, 1, 64, device=device)
+    disc = (axis**2 + axis[:, None] ** 2 < 0.25).float()[None, None]
+    inside = axis**2 + axis[:, None] ** 2 < 0.15
+    gain = float(moved.fbp(moved(disc))[0, 0][inside].mean())
+    findings.add("FBP of a disc of 1", "64², 32 views", gain)
+    assert gain == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_deterministic_products_repeat(device: torch.device, batch: int) -> None:
+    projector = FanBeamProjector(projector_of(64).geometry).to(device)
+    x = torch.rand(batch, 1, 64, 64, device=device)
+    plain = projector(x)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = projector(x), projector(x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, plain, rtol=1e-5, atol=1e-3)
+
+
+@contextmanager
+def waits_are_errors(device: torch.device) -> Iterator[None]:
+    """Within it torch raises for whatever makes the host wait for the queue of a GPU."""
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+class _OneStep(Callback):
+    """Runs the third step, from the arrival of its batch, under `waits_are_errors`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.done = device, False
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self._watching = waits_are_errors(self.device)
+            self._watching.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self._watching.__exit__(None, None, None)
+            self.done = True
+
+
+def trained(config: Config, device: torch.device, folder: Path, *callbacks: Callback) -> L.Trainer:
+    """Trains as `fit` does, without validation and loggers."""
+    accelerator = "cuda" if device.type == "cuda" else "cpu"
+    t = replace(config.trainer, accelerator=accelerator, devices=1, val_every_n_steps=None, limit_val_batches=0)
+    config = replace(config, trainer=t)
+    L.seed_everything(0, verbose=False)
+    module = ReconstructionModule(config)
+    apply_memory_mode(module.network, config.memory)
+    trainer = build_trainer(config, folder, callbacks, [])
+    trainer.fit(module, datamodule=SliceDataModule(config.data, measure=sample_measurement(config)))
+    return trainer
+
+
+@pytest.mark.parametrize("memory", ["keep", "recompute", "offload"])
+def test_a_step_waits_for_nothing(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: str
+) -> None:
+    monkeypatch.setattr(modes, "_SMALLEST_OFFLOADED", 0)
+    config = override(small("qn_mixer", memory, "32"), "trainer.log_every_n_steps=100")
+    callback = _OneStep(device)
+    trained(config, device, tmp_path, callback)
+    assert callback.done
+
+
+def size_for(device: torch.device) -> list[str]:
+    """Overrides: on a GPU the default network."""
+    if device.type == "cuda":
+        return ["data.n_train=64", "logger=csv", "data.num_workers=2", "trainer.log_every_n_steps=100"]
+    return [*SMALL, *MODEL.split()]
+
+
+@pytest.mark.parametrize(
+    "overrides", ["", "memory=recompute", "memory=offload", "trainer.precision=16-mixed"], ids=lambda it: it or "keep"
+)
+def test_the_measured_peak_is_that_of_the_plan(
+    device: torch.device, findings: Findings, tmp_path: Path, overrides: str
+) -> None:
+    """On a GPU of the default network, so that what its libraries take for themselves is a small part."""
+    if device.type == "cpu" and "offload" in overrides:
+        pytest.skip("on a CPU the host is the device")
+    config = override(parse(compose("train", [*size_for(device), "trainer.max_steps=3"])), overrides)
+    planned = Planner(config).estimate(config).peak / 2**20
+    monitor = MemoryMonitor(Console(quiet=True))
+    trained(config, device, tmp_path, monitor)
+    assert monitor.measured_mib is not None
+    ratio = monitor.measured_mib / planned
+    findings.add("measured peak : plan", f"T = {config.model.T}, {overrides or 'keep'}", ratio)
+    assert ratio == pytest.approx(1, abs=0.08)
+
+
+def bytes_moved(projector: FanBeamProjector, matrix: ScanMatrix, batch: int) -> int:
+    """Matrix, images and sinograms, once each."""
+    geometry = projector.geometry
+    numbers = batch * (geometry.image_size**2 + geometry.n_views * geometry.n_detectors)
+    return sum(buffer.nbytes for buffer in matrix.buffers()) // 2 + numbers * 4
+
+
+def seconds_of(call: Callable[[], object], device: torch.device, rounds: int = 9) -> float:
+    """Median of a call, the first left out, up to when the device is done."""
+    times = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes read and written a second."""
+    source = torch.ones(2**28 if device.type == "cuda" else 2**24, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * len(source) / seconds_of(lambda: target.copy_(source), device)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_time_of_the_operator(device: torch.device, findings: Findings, batch: int) -> None:
+    size = 256 if device.type == "cuda" else 64
+    projector = FanBeamProjector(projector_of(size).geometry).to(device)
+    x = torch.rand(batch, 1, size, size, device=device)
+    y, bandwidth = projector(x), copy_bandwidth(device)
+    floor = bytes_moved(projector, projector._rays, batch) / bandwidth
+    findings.add("copy", "256 MiB", bandwidth / 1e9, "GB/s")
+    for name, call in (("A", lambda: projector(x)), ("Aᵀ", lambda: projector.adjoint(y))):
+        seconds = seconds_of(call, device)
+        findings.add(name, f"{size}², 32 views, batch {batch}", seconds * 1e3, "ms", seconds / floor)
+        assert seconds > 0
+
+
+class _Clock(Callback):
+    """Seconds of each step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.marks = device, list[float]()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.marks.append(time.perf_counter())
+
+
+@pytest.mark.parametrize("overrides", ["", "memory=recompute", "trainer.precision=16-mixed", "trainer.tf32=true"])
+def test_time_of_a_step(device: torch.device, findings: Findings, tmp_path: Path, overrides: str) -> None:
+    """The floor: the peak of the step's memory, read and written once."""
+    n_steps = 20 if device.type == "cuda" else 4
+    config = override(parse(compose("train", [*size_for(device), f"trainer.max_steps={n_steps}"])), overrides)
+    clock, monitor = _Clock(device), MemoryMonitor(Console(quiet=True))
+    trained(config, device, tmp_path, monitor, clock)
+    steps = [after - before for before, after in zip(clock.marks[1:-1], clock.marks[2:], strict=True)]
+    assert monitor.measured_mib is not None
+    floor = 2 * monitor.measured_mib * 2**20 / copy_bandwidth(device)
+    seconds = statistics.median(steps)
+    setting = f"T = {config.model.T}, {config.data.image_size}², {overrides or 'keep, 32'}"
+    findings.add("training step", setting, seconds * 1e3, "ms", seconds / floor)
+    assert seconds > 0
+
+
+DEVICES_LONG = [pytest.param("cpu", marks=pytest.mark.long), pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+def train(folder: Path, accelerator: str, *overrides: str) -> list[float]:
+    """The losses of a run of the real command."""
+    command = [sys.executable, "-m", "qnmixer.train", *TINY, *PHANTOMS, f"trainer.accelerator={accelerator}"]
+    subprocess.run([*command, f"hydra.run.dir={folder}", *overrides], check=True, cwd=folder.parent)
+    with (folder / "metrics.csv").open(newline="") as stream:
+        return [float(line["train/loss"]) for line in csv.DictReader(stream) if line["train/loss"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accelerator", DEVICES_LONG)
+def test_a_deterministic_run_resumes_bit_for_bit(accelerator: str, tmp_path: Path) -> None:
+    options = ["trainer.deterministic=true", "noise=field"]
+    whole = train(tmp_path / "whole", accelerator, *options)
+    train(tmp_path / "parts", accelerator, *options, "trainer.max_steps=2")
+    assert train(tmp_path / "parts", accelerator, *options, "trainer.max_steps=4") == whole
+    states = [
+        torch.load(tmp_path / run / "checkpoints" / "last.ckpt", weights_only=True, map_location="cpu")["state_dict"]
+        for run in ("whole", "parts")
+    ]
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
+@pytest.mark.parametrize("accelerator", DEVICES_LONG)
+def test_all_devices_together_learn_what_one_does(accelerator: str, strategy: str, tmp_path: Path) -> None:
+    n = torch.cuda.device_count() if accelerator == "cuda" else 2
+    if n < 2:
+        pytest.skip("one GPU: there is nothing to share")
+    n = min(n, 8)
+    T = f"model.n_iterations={n}"
+    one = train(tmp_path / "one", accelerator, T, f"data.batch_size={n}", "trainer.devices=1")
+    options = [f"strategy={strategy}", f"trainer.devices={n}", "data.batch_size=1"]
+    together = train(tmp_path / "all", accelerator, T, *options)
+    assert together == pytest.approx(one, rel=1e-4)

@@ -1,0 +1,179 @@
+"""LoDoPaB-CT: files of its layout, from discs whose line integrals are known."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from qnmixer.config import parse
+from qnmixer.config.compose import compose
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.errors import ConfigError, DataError
+from qnmixer.physics import FanBeamProjector
+from qnmixer.reconstructor import build_geometry
+
+from ..sets import write_lodopab
+
+h5py = pytest.importorskip("h5py")
+VIEWS = 20
+
+
+def config(root: Path, *overrides: str) -> Any:
+    words = "data=lodopab", "geometry=lodopab", f"data.root={root}", f"geometry.n_views={VIEWS}", "data.num_workers=0"
+    return parse(compose("train", ["model=fbp", "data.image_size=362", "logger=csv", *words, *overrides]))
+
+
+def module(root: Path, *overrides: str) -> SliceDataModule:
+    its = config(root, *overrides)
+    return SliceDataModule(its.data, geometry=build_geometry(its))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two files of validation, the others in one each; the last images of each part are longer."""
+    root = tmp_path_factory.mktemp("lodopab")
+    write_lodopab(root, build_geometry(config(root)), {"train": 3, "validation": 5, "test": 1}, per_file=3)
+    return root
+
+
+@pytest.fixture
+def root(written: Path, tmp_path: Path) -> Path:
+    """The same files, to be spoilt one by one."""
+    for file in written.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    return tmp_path
+
+
+def spoil(root: Path, name: str, **datasets: Any) -> Path:
+    """Another file in the place of one."""
+    (root / name).unlink()
+    with h5py.File(root / name, "w") as stream:
+        for key, values in datasets.items():
+            stream[key] = values
+    return root / name
+
+
+def test_observations_are_line_integrals_of_the_images(written: Path) -> None:
+    """With the angles, the direction of bins and the unit that the set has."""
+    data = module(written)
+    sample = data.dataset("val")[4]
+    assert sample["name"] == "validation_001#1"
+    assert float(sample["image"].max()) == pytest.approx(0.8, abs=0.5)
+    y = sample["sinogram"]
+    assert y.shape == (1, VIEWS, 513)
+    projected = FanBeamProjector(build_geometry(config(written)))(sample["image"][None])[0]
+    assert float((projected - y).norm() / y.norm()) < 0.005
+    hu = sample["hu_offset"] + sample["hu_scale"] * torch.tensor([0.0, 20 / 81.35858, 1.0])
+    assert hu.tolist() == pytest.approx([-1001.001, 0.0, 3071.0], abs=0.01)
+
+
+def test_parts_are_counted_by_observations(written: Path, recwarn: pytest.WarningsRecorder) -> None:
+    data = module(written)
+    assert [len(data.dataset(part)) for part in ("train", "val", "test")] == [3, 5, 1]
+    assert "5 of the 3522 images of LoDoPaB-CT for val" in str(recwarn.list[1].message)
+    images = data.dataset("val")
+    assert max(float(images[k]["image"].max()) for k in range(5)) < 3  # not the spare rows
+
+
+def test_simulated_sinograms_need_no_observations(root: Path) -> None:
+    for file in root.glob("observation_*"):
+        file.unlink()
+    keys = "data.sinograms=simulated", "geometry=paper", "data.image_size=64", "data.simulation_factor=2"
+    sample = module(root, *keys).dataset("test")[0]
+    assert "sinogram" not in sample
+    assert (sample["image"].shape, sample["fine"].shape) == ((1, 64, 64), (1, 128, 128))
+
+
+def test_noise_of_the_set_has_its_largest_value(written: Path) -> None:
+    """Where no photon is counted the set has log(4096/0.1)/81.35858 m."""
+    from qnmixer.reconstructor import build_noise
+
+    noise = build_noise(config(written, "noise=physical_lodopab"))
+    y = noise(torch.full((1, 1, 2, 2), 1e4), [(0, 0, 0)])
+    assert y.flatten().tolist() == pytest.approx([1000 * 0.13054] * 4, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["geometry=paper"], r"geometry\.beam=fan_flat is not that of data=lodopab.*geometry=lodopab"),
+        (["geometry.n_detectors=512"], r"geometry\.n_detectors=512 .* 513"),
+        (["geometry.field_of_view=400"], r"geometry\.field_of_view"),
+        (["data.augment=true"], r"data\.augment=True changes images"),
+        (["data.simulation_factor=2"], r"data\.simulation_factor=2 changes images"),
+        (["data.hu_max=2000"], r"data\.hu_max=2000 is not that of data=lodopab, 3071"),
+        (["data.scaling=minmax"], r"scale of its own"),
+    ],
+)
+def test_settings_that_do_not_fit(written: Path, overrides: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        config(written, *overrides)
+
+
+@pytest.mark.parametrize("overrides", [["geometry.n_views=30"], ["geometry.first_angle=0.0"]])
+def test_views_that_were_not_measured(written: Path, overrides: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"view \d+, at .* is none of the 1000 measured ones: take geometry=lodopab"):
+        module(written, *overrides).setup()
+
+
+def test_files_of_another_layout(root: Path) -> None:
+    zeros = np.zeros((3, 1000, 512), np.float32)
+    path = spoil(root, "observation_train_000.hdf5", data=zeros)
+    with pytest.raises(DataError, match=rf"{path} has f values \[3, 1000, 512\].*not floats \[n, 1000, 513\]"):
+        module(root).setup()
+    path = spoil(root, "observation_train_000.hdf5", other=zeros)
+    with pytest.raises(DataError, match=rf"{path} has no dataset `data`"):
+        module(root).setup()
+    path.write_bytes(b"PK\3\4 not unzipped")
+    with pytest.raises(DataError, match=rf"{path} cannot be read as HDF5 .*: unzip it again"):
+        module(root).setup()
+
+
+def test_files_that_are_missing_or_too_short(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    spoil(root, "ground_truth_validation_000.hdf5", data=np.zeros((2, 362, 362), np.float32))
+    with pytest.raises(DataError, match=r"ground_truth_validation_000\.hdf5 has 2 images for 3 observations"):
+        module(root).setup()
+    (root / "observation_validation_000.hdf5").unlink()
+    with pytest.raises(DataError, match=r"no observation_validation_000\.hdf5, but later ones"):
+        module(root).setup()
+    with pytest.raises(DataError, match=r"has no observation_test_000\.hdf5: unzip"):
+        module(tmp_path_factory.mktemp("empty")).setup()
+
+
+def test_a_damaged_row_is_named(root: Path) -> None:
+    y = np.zeros((1, 1000, 513), np.float32)
+    y[0, 0, 0] = np.nan
+    path = spoil(root, "observation_test_000.hdf5", data=y)
+    data = module(root).dataset("test")
+    with pytest.raises(DataError, match=rf"{path}: row 0 has NaN"):
+        data[0]
+    path.unlink()
+    with pytest.raises(DataError, match=rf"{path}: row 0 cannot be read"):
+        data[0]
+
+
+def test_without_h5py(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    with pytest.raises(DataError, match=r'data=lodopab is read by h5py.*pip install "qnmixer\[lodopab\]"'):
+        module(written).setup()
+
+
+def test_files_that_astra_projected(tmp_path: Path) -> None:
+    """The set's own sinograms come from ASTRA: parallel, its angles a quarter turn before ODL's."""
+    astra = pytest.importorskip("astra")
+    write_lodopab(tmp_path, build_geometry(config(tmp_path)), {"train": 1, "validation": 1, "test": 1})
+    with h5py.File(tmp_path / "ground_truth_test_000.hdf5") as stream:
+        image = stream["data"][0]
+    volume = astra.create_vol_geom(362, 362, -0.13, 0.13, -0.13, 0.13)
+    odl = (np.arange(1000) + 0.5)[:: 1000 // VIEWS] * np.pi / 1000
+    detector = astra.create_proj_geom("parallel", 0.716755e-3, 513, odl - np.pi / 2)
+    projector = astra.create_projector("line", detector, volume)
+    _, y = astra.create_sino(image, projector)
+    with h5py.File(tmp_path / "observation_test_000.hdf5", "r+") as stream:
+        stream["data"][0, :: 1000 // VIEWS] = y
+    sample = module(tmp_path).dataset("test")[0]
+    projected = FanBeamProjector(build_geometry(config(tmp_path)))(sample["image"][None])[0]
+    assert float((projected - sample["sinogram"]).norm() / sample["sinogram"].norm()) < 0.005

@@ -1,0 +1,121 @@
+"""Slices at their true size, in the scan's field of view."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qnmixer.config.run import section
+from qnmixer.data.cache import open_cache
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.data.dicom import DicomReader
+from qnmixer.data.resample import CutTissue, to_field, to_square
+from qnmixer.data.slices import FloatArray
+from qnmixer.errors import ConfigError, DataError
+from qnmixer.physics import FanBeamGeometry
+
+
+def disc(n: int, mm: float, diameter: float, x: float = 0.0, y: float = 0.0) -> FloatArray:
+    """Water in air, [n, n]; the rim's pixels have their share of it. x to the right, y downwards, mm."""
+    axis = (np.arange(8 * n) + 0.5) * mm / 8 - n * mm / 2
+    inside = (axis[:, None] - y) ** 2 + (axis - x) ** 2 < diameter**2 / 4
+    return (inside.reshape(n, 8, n, 8).mean((1, 3)) * 1000 - 1000).astype(np.float32)
+
+
+def measured(hu: FloatArray, mm: float) -> tuple[float, float, float]:
+    """Diameter and centre (x, y) in mm of what is not air, of pixels of mm."""
+    share = (hu + 1000.0) / 1000.0
+    axis = (np.arange(len(hu)) - (len(hu) - 1) / 2) * mm
+    total = share.sum()
+    return 2 * np.sqrt(total / np.pi) * mm, (share.sum(0) * axis).sum() / total, (share.sum(1) * axis).sum() / total
+
+
+@pytest.mark.parametrize("size", [64, 256, 700])
+@pytest.mark.parametrize("mm", [0.6, 0.9])
+def test_a_disc_keeps_its_millimetres(size: int, mm: float) -> None:
+    image = to_field(disc(300, mm, 120.0, 20.0, -12.0), (mm, mm), size, 250.0)
+    assert measured(image, 250.0 / size) == pytest.approx((120.0, 20.0, -12.0), abs=0.06)
+
+
+def test_rows_and_columns_may_lie_at_different_distances() -> None:
+    image = to_field(disc(300, 0.6, 120.0)[::2], (1.2, 0.6), 128, 200.0)
+    assert measured(image, 200.0 / 128)[0] == pytest.approx(120.0, rel=0.002)
+
+
+def test_a_slice_as_wide_as_the_field_is_resampled_as_ever() -> None:
+    hu = np.random.default_rng(0).normal(0, 100, (64, 64)).astype(np.float32)
+    inner = np.s_[2:-2, 2:-2]  # at the edge the one repeats the slice, the other has air
+    np.testing.assert_allclose(to_field(hu, (0.5, 0.5), 32, 32.0)[inner], to_square(hu, 32)[inner], atol=1e-3)
+
+
+def test_what_is_cut_is_counted() -> None:
+    cut = CutTissue()
+    hu = np.full((40, 40), 50.0, np.float32)
+    cut.add(hu, (1.0, 1.0), 40.0)
+    assert cut.line("here", 40.0) is None
+    cut.add(hu, (2.0, 2.0), 40.0)
+    line = cut.line("here", 40.0)
+    assert line is not None
+    assert "60 % of the tissue" in line  # 4,800 of 8,000 mm²
+    assert "in 1 of 2 slices" in line
+    assert "geometry.field_of_view=80 cuts nothing" in line
+
+
+def folder(make_ct: Any, root: Path) -> Path:
+    for k, mm in enumerate((0.6, 0.9, 0.9)):
+        hu = disc(100, mm, 50.0)
+        make_ct(root / f"p{k}" / "a", hu.round(), PixelSpacing=[mm, mm], PatientID=f"P{k}")
+    return root
+
+
+def scan(field_of_view: float) -> FanBeamGeometry:
+    return FanBeamGeometry(64, field_of_view / 64, 8, 96, 1.5, 300.0, 100.0)
+
+
+def test_the_header_decides_where_it_is_asked(make_ct: Any, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    root, keys = folder(make_ct, tmp_path / "root"), {"image_size": 64, "num_workers": 0, "split": "all"}
+    data = section(
+        "data", "dicom", root=str(root), pixel_size="header", cache_dir=str(tmp_path / "c"), simulation_factor=2, **keys
+    )
+    for _ in range(2):  # decoded, then from the cache
+        module = SliceDataModule(data, geometry=scan(60.0))
+        module.setup()
+        part = module.parts["test"]
+        assert part.fine is not None
+        sizes = [measured(part.source.load(k), 60.0 / 64)[0] for k in range(3)]
+        assert sizes == pytest.approx([50.0] * 3, rel=0.005)
+        assert measured(part.fine.load(0), 60.0 / 128)[0] == pytest.approx(50.0, rel=0.005)
+    assert not recwarn.list
+    SliceDataModule(data, geometry=scan(40.0)).setup()
+    (line,) = {str(it.message) for it in recwarn.list}
+    assert "lies outside geometry.field_of_view=40 mm and is cut, in 3 of 3 slices" in line
+    assert "geometry.field_of_view=90 cuts nothing" in line
+
+
+def test_without_being_asked_every_slice_fills_the_field(make_ct: Any, tmp_path: Path) -> None:
+    cache = open_cache(DicomReader(), folder(make_ct, tmp_path / "root"), 100, cache_dir=tmp_path / "c")
+    assert [measured(cache.load(k), 1.0)[0] for k in range(3)] == pytest.approx([83.3, 55.6, 55.6], abs=0.2)
+    assert cache.cut == CutTissue()
+
+
+@pytest.mark.parametrize("spacing", [None, [0, 0], [1e-4, 1e-4], ["nan", "nan"]])
+def test_slices_without_a_size_are_left_out(
+    make_ct: Any, tmp_path: Path, spacing: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    root = folder(make_ct, tmp_path / "root")
+    make_ct(root / "odd" / "a", disc(100, 0.9, 50.0).round(), PixelSpacing=spacing)
+    cache = open_cache(DicomReader(), root, 64, cache_dir=tmp_path / "c", field_of_view=60.0)
+    assert cache.skipped == [("odd/a", "no pixel size in the file")]
+    assert len(cache) == 3
+
+
+def test_files_that_never_say_a_size(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", disc(64, 1.0, 40.0))
+    data = section("data", "numpy", root=str(tmp_path), pixel_size="header", cache_dir=str(tmp_path / "c"))
+    with pytest.raises(DataError, match=r"no pixel size in the file.*data\.pixel_size=header.*leave it out"):
+        SliceDataModule(data, geometry=scan(60.0)).setup()
+    with pytest.raises(ConfigError, match="geometry"):
+        SliceDataModule(data).setup()
+    with pytest.raises(ConfigError, match=r"data\.pixel_size=heder.*did you mean header"):
+        section("data", "numpy", root=str(tmp_path), pixel_size="heder")

@@ -1,0 +1,119 @@
+"""Filtered back-projection of every beam: gain, redundancy of short scans and of detectors with an offset."""
+
+import math
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from qnmixer.physics import FanBeamGeometry, FanBeamProjector
+from qnmixer.physics.fbp import ray_weights, with_even_sides
+
+from .ellipses import ellipse_image, relative_error
+
+PAPER = replace(FanBeamGeometry.paper(512, image_size=64), n_detectors=128, detector_pitch=7.5)
+PARALLEL = replace(PAPER, beam="parallel", detector_pitch=5.0)
+CURVED = replace(PAPER, beam="fan_curved")
+HALF_TURN = replace(PARALLEL, n_views=256, angle_span=math.pi)
+FAR = {"n_detectors": 64, "detector_offset": 24.0}
+BEAMS = {
+    "fan_curved": CURVED,
+    "fan_curved, quarter offset, clockwise": replace(CURVED, detector_offset=1.25, angle_span=-2 * math.pi),
+    "parallel": PARALLEL,
+    "parallel over π": HALF_TURN,
+    "parallel over −π, bins not mirrored": replace(HALF_TURN, angle_span=-math.pi, detector_offset=0.25),
+    "fan_flat far to one side": replace(PAPER, **FAR),
+    "fan_curved far to the other": replace(CURVED, n_detectors=64, detector_offset=-24.25),
+    "parallel far to one side": replace(PARALLEL, **FAR),
+}
+SCANS = {"fan_flat": PAPER, "fan_curved": CURVED, "parallel": PARALLEL}
+
+
+def disc(geometry: FanBeamGeometry) -> Tensor:
+    """The pixels [H, W] that a turn of the scan sees from all sides."""
+    axis = torch.arange(geometry.image_size) - (geometry.image_size - 1) / 2
+    return torch.hypot(axis[:, None], axis) < geometry.image_size / 2
+
+
+def body(geometry: FanBeamGeometry) -> Tensor:
+    """The pixels [H, W] inside the body, two away from its edge and from those of its organs."""
+    x = ellipse_image(geometry)
+    low, high = (-torch.nn.functional.max_pool2d(-x, 5, 1, 2), torch.nn.functional.max_pool2d(x, 5, 1, 2))
+    return ((high - low < 1e-6) & (x > 0.5))[0, 0]
+
+
+def reconstruct(geometry: FanBeamGeometry) -> Tensor:
+    """FBP [H, W] of the ellipses."""
+    operator = FanBeamProjector(geometry)
+    return operator.fbp(operator(ellipse_image(geometry)))[0, 0]
+
+
+@cache
+def full_turn(beam: str, offset: float) -> Tensor:
+    return reconstruct(replace(SCANS[beam], n_views=240, detector_offset=offset))
+
+
+@pytest.mark.parametrize("name", BEAMS)
+def test_every_beam_has_unit_gain(name: str) -> None:
+    geometry = BEAMS[name]
+    x, found, seen = ellipse_image(geometry)[0, 0], reconstruct(geometry), disc(geometry)
+    assert float(found[seen].mean() / x[seen].mean()) == pytest.approx(1, abs=1e-3)
+    inside = body(geometry)
+    assert float(found[inside].mean() / x[inside].mean()) == pytest.approx(1, abs=2e-3)
+
+
+@pytest.mark.parametrize(("beam", "degrees"), [("fan_flat", 232), ("fan_curved", -240), ("parallel", 200)])
+@pytest.mark.parametrize("offset", [0.0, 0.25])
+def test_a_short_scan_gives_what_the_full_turn_gives(beam: str, degrees: int, offset: float) -> None:
+    """By rms inside the body; single pixels differ by more."""
+    span = math.radians(degrees)
+    short = replace(SCANS[beam], n_views=160, first_angle=0.7, angle_span=span, detector_offset=offset)
+    inside = body(short)
+    assert relative_error(reconstruct(short)[inside], full_turn(beam, offset)[inside]) < 0.01
+
+
+def test_a_quarter_offset_samples_a_full_turn_twice_as_finely() -> None:
+    coarse = replace(CURVED, n_views=240, n_detectors=96, detector_pitch=10.0)
+    x, inside = ellipse_image(coarse)[0, 0], body(coarse)
+    centred, quarter = (reconstruct(replace(coarse, detector_offset=offset)) for offset in (0.0, 0.25))
+    assert relative_error(quarter[inside], x[inside]) < 0.6 * relative_error(centred[inside], x[inside])
+
+
+def test_a_side_that_is_not_filtered_as_far_as_the_other_is_too_bright() -> None:
+    """The reason for `with_even_sides`: rows cut at the end of the detector."""
+    geometry = BEAMS["fan_flat far to one side"]
+    operator, even = FanBeamProjector(geometry), with_even_sides(geometry)
+    assert (even.n_detectors, even.detector_offset) == (112, 0.0)
+    np.testing.assert_allclose(even.bin_positions()[48:], geometry.bin_positions(), atol=1e-9)
+    image = ellipse_image(geometry)
+    filtered = operator._filter(operator(image))
+    filtered[..., :48] = 0
+    inside = body(geometry)
+    cut = operator._backprojection.transpose(filtered)[0, 0][inside].mean() / image[0, 0][inside].mean()
+    assert abs(float(cut) - 1) > 0.01
+
+
+@pytest.mark.parametrize("beam", SCANS)
+@pytest.mark.parametrize("span", [2 * math.pi, 4.5, -3.7])
+@pytest.mark.parametrize("offset", [0.0, 0.25, -12.5])
+def test_the_weights_of_all_copies_of_a_line_sum_to_one(beam: str, span: float, offset: float) -> None:
+    """The copy of ray (β, γ) is (β + π − 2γ, −γ); bins are left out whose copy is near an end of the detector."""
+    geometry = replace(SCANS[beam], n_views=2880, n_detectors=96, detector_pitch=8.0, angle_span=span)
+    geometry = replace(geometry, first_angle=0.3, detector_offset=offset)
+    gamma, bins = geometry.fan_angles(), np.arange(96)
+    weights = np.broadcast_to(ray_weights(geometry) / np.cos(gamma), (2880, 96))
+    place = 95 - 2 * offset - bins
+    measured = (place > 2) & (place < 93)
+    for view in range(5, 2880, 389):
+        total = weights[view].copy()
+        other = (geometry.angles()[view] + math.pi - 2 * gamma - geometry.first_angle) / geometry.angle_step
+        for turn in (-2, -1, 0, 1):
+            at = np.rint(other + turn * 2 * math.pi / abs(geometry.angle_step)).astype(int)
+            for k in bins[measured & (at >= 0) & (at < 2880)]:
+                total[k] += np.interp(place[k], bins, weights[at[k]])
+        error = np.abs(total[measured | (place < -2) | (place > 97)] - 1)
+        assert error.mean() < 0.01
+        assert error.max() < 0.2  # at the ends of the scan weights change within a view

@@ -1,0 +1,144 @@
+"""Training on measured pairs from end to end: both public sets, in small."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from qnmixer.checkpoints.reading import load_run
+from qnmixer.config import parse
+from qnmixer.config.compose import compose
+from qnmixer.config.run import section
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.errors import ConfigError, DataError
+from qnmixer.reconstructor import build_geometry
+from qnmixer.train import train
+from qnmixer.training.module import ReconstructionModule
+
+from .conftest import TINY
+from .sets import write_lodopab, write_two_detect
+
+VIEWS = 8
+WORDS = [
+    *(word for word in TINY if not word.startswith(("geometry.", "data.image_size"))), f"geometry.n_views={VIEWS}",
+    "data.image_size=48", "data.batch_size=1", "trainer.max_steps=2", "model.n_iterations=1", "callbacks=none",
+]  # fmt: skip
+
+
+def lodopab(root: Path) -> list[str]:
+    words = ["data=lodopab", "geometry=lodopab", f"data.root={root}"]
+    geometry = build_geometry(parse(compose("train", [*WORDS, *words])))
+    write_lodopab(root, geometry, {"train": 3, "validation": 1, "test": 3})
+    return words
+
+
+def two_detect(root: Path) -> list[str]:
+    words = ["data=two_detect", "geometry=two_detect", f"data.root={root}", "data.mode=1"]
+    geometry = build_geometry(parse(compose("train", [*WORDS, *words])))
+    write_two_detect(root, root, geometry, [1, 2831, 3931, 4531, 4532, 5000], modes=[1])
+    return words
+
+
+def scores(folder: Path) -> dict[tuple[str, str], tuple[float, float]]:
+    with (folder / "images.csv").open(newline="") as stream:
+        return {
+            (row["slice"], row["method"]): (float(row["psnr"]), float(row["ssim"])) for row in csv.DictReader(stream)
+        }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("files", "reader"), [(lodopab, "h5py"), pytest.param(two_detect, "tifffile", marks=pytest.mark.long)]
+)
+def test_a_run_trains_resumes_and_is_scored_as_the_set_is(
+    files: Callable[[Path], list[str]], reader: str, tmp_path: Path
+) -> None:
+    """Two steps alone, two more on two processes, which measure as one process does, and as skimage does."""
+    pytest.importorskip(reader)
+    metrics = pytest.importorskip("skimage.metrics")
+    overrides = [*WORDS, *files(tmp_path / "set"), f"hydra.run.dir={tmp_path / 'run'}"]
+    train(*overrides, "trainer.accumulate_grad_batches=2")
+    more = [
+        "trainer.accumulate_grad_batches=1",
+        "strategy=ddp",
+        "trainer.devices=2",
+        "trainer.max_steps=4",
+        "data.num_workers=1",
+        "test_after_training=true",
+    ]
+    train(*overrides, f"resume={tmp_path / 'run'}", *more)
+    record = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert (record["status"], record["steps"]) == ("done", 4)
+    assert "measured" in (tmp_path / "run" / "evaluation" / "table.md").read_text()
+
+    module = load_run(tmp_path / "run").eval()
+    data = SliceDataModule(module.config.data, geometry=module.projector.geometry)
+    found = scores(tmp_path / "run" / "evaluation")
+    assert len(found) == 2 * 3
+    for batch in data.test_dataloader():
+        truth = batch["image"][0, 0].numpy()
+        with torch.no_grad():
+            images = {"FBP": module.projector.fbp(batch["sinogram"]), "QN-Mixer": module(batch["sinogram"])}
+        for method, image in images.items():
+            x, spread = image[0, 0].numpy(), float(truth.max() - truth.min())
+            expected = (
+                metrics.peak_signal_noise_ratio(truth, x, data_range=spread),
+                100 * metrics.structural_similarity(truth, x, data_range=spread),
+            )
+            assert found[batch["name"][0], method] == pytest.approx(expected, abs=1e-4)
+
+
+def test_nothing_is_added_to_what_was_measured() -> None:
+    module = ReconstructionModule(parse(compose("train", [*TINY, "noise=physical"])))
+    y = torch.rand(2, 1, 8, 24)
+    batch: Any = {"image": torch.zeros(2, 1, 16, 16), "sinogram": y, "sample": torch.tensor([0, 1])}
+    assert module.measure(batch, "train") is y
+
+
+class Pairs:
+    """A user's own: slices in HU, with what was measured of them."""
+
+    def __init__(self, part: str, bins: int = 24) -> None:
+        self.bins = bins
+
+    def __len__(self) -> int:
+        return 3
+
+    def load(self, index: int) -> Any:
+        return np.full((20, 20), 100.0 * index, np.float32)
+
+    def sinogram(self, index: int) -> Any:
+        return np.full((8, self.bins), float(index))
+
+
+def custom(**keys: Any) -> SliceDataModule:
+    config = section(
+        "data", "custom", image_size=16, num_workers=0, batch_size=3, **{"_target_": f"{__name__}.Pairs"} | keys
+    )
+    return SliceDataModule(config, geometry=build_geometry(parse(compose("train", TINY))))
+
+
+def test_a_class_of_ones_own_brings_sinograms() -> None:
+    (batch,) = custom().test_dataloader()
+    assert batch["sinogram"].shape == (3, 1, 8, 24)
+    assert batch["sinogram"][:, 0, 0, 0].tolist() == [0, 1, 2]
+    module = custom(train_slices=2)
+    assert sorted(int(it["sinogram"][0, 0, 0]) for it in map(module.dataset("train").__getitem__, range(2))) == [0, 1]
+
+
+def test_sinograms_of_another_scan_and_images_that_change_are_refused() -> None:
+    with pytest.raises(DataError, match=r"sinogram of test 0 has the shape \[8, 23\], not \[8, 24\]"):
+        custom(bins=23).dataset("test")[0]
+    with pytest.raises(ConfigError, match=r"data\.augment=True changes images"):
+        custom(augment=True).setup()
+
+
+def test_public_sets_stand_alone() -> None:
+    words = ["data=mixed", "data.sources.slices.root=x", "+data.sources.more={share: 0.0, name: lodopab, root: y}"]
+    with pytest.raises(ConfigError, match="more has images and sinograms of its own: take it alone"):
+        parse(compose("train", words))
