@@ -16,6 +16,7 @@ import platform
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,7 +35,7 @@ from qnmixer.files import write_text
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.models import QNMixer
 from qnmixer.models.data_term import data_gradient
-from qnmixer.models.latent_bfgs import apply_inverse_hessian, curvature_pair, direction, summed_changes
+from qnmixer.models.latent_bfgs import History
 from qnmixer.optimization.optimizers import build_optimizer
 from qnmixer.parallel.compilation import compile_blocks
 from qnmixer.reconstructor import AUTOCAST
@@ -117,25 +118,26 @@ def forward_and_backward(function: Callable[..., Tensor], *inputs: Tensor) -> Ca
 
 
 def our_latent_loop(codes: list[Tensor]) -> Tensor:
-    """H of T gradient codes, as in `QNMixer`; the last step."""
-    pairs: tuple[Any, ...] = ()
-    s = direction(-codes[0])
-    for r in codes[1:]:
-        z = r - summed_changes(pairs, codes[0])
-        pairs = (*pairs, curvature_pair(s, z, pairs))
-        s = direction(-apply_inverse_hessian(pairs, r))
-    return s.unit * s.length
+    """H of T gradient codes, as in `QNMixer`; the sum of the steps."""
+    history = History.begin(-codes[0], len(codes))
+    for before, r in pairwise(codes):
+        history, _ = history.way()
+        history, s = history.append(r - before).step(r)
+        history = history.append(s)
+    return history.way()[1]
 
 
 def plain_latent_loop(codes: list[Tensor]) -> Tensor:
     """The same by two loops."""
     pairs: list[Any] = []
     before, s = codes[0], -codes[0]
+    way = s
     for r in codes[1:]:
         z = r - before
         pairs.append((s, z, 1 / (z * s).sum((1, 2, 3), keepdim=True)))
         before, s = r, -two_loops(pairs, r)
-    return s
+        way = way + s
+    return way
 
 
 def parts_of(ours: QNMixer, plain: Plain, step: Step, plain_step: Step) -> dict[str, tuple[Call, Call, int]]:

@@ -18,9 +18,9 @@ import torch
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fake_cuda")]
 
 BUDGET = {
-    "demo": 4400,
-    "qn_mixer": 1110,
-    "qn_mixer_paper": 770,
+    "demo": 2900,
+    "qn_mixer": 910,
+    "qn_mixer_paper": 605,
     "learn": 175,
     "learned_primal_dual": 195,
     "regformer": 315,

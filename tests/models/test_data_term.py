@@ -72,6 +72,19 @@ def test_no_error_grows_along_the_data(grid: Any, data_term: str) -> None:
 
 
 @pytest.mark.parametrize("data_term", DATA_TERMS)
+@pytest.mark.parametrize("n_steps", [1, 3])
+def test_gradient_of_the_descent(n_steps: int, data_term: str) -> None:
+    operator = FanBeamProjector(FanBeamGeometry(8, 50.0, 12, 12, 80.0, 600.0, 290.0, 0.1)).double()
+    x, y = torch.rand(2, 1, 8, 8, dtype=torch.float64), torch.rand(2, 1, 12, 12, dtype=torch.float64)
+    step_sizes = safe_step_size(operator, data_term) * torch.linspace(0.5, 1.5, n_steps, dtype=torch.float64)
+
+    def descent(x: Tensor, y: Tensor, step_sizes: Tensor) -> Tensor:
+        return data_descent(operator, data_term, x, y * 100, step_sizes)  # a sinogram has larger numbers
+
+    assert torch.autograd.gradcheck(descent, tuple(v.requires_grad_() for v in (x, y, step_sizes)))
+
+
+@pytest.mark.parametrize("data_term", DATA_TERMS)
 @pytest.mark.parametrize("grid", [grid for grid in GRIDS if isinstance(grid, tuple) and grid[0] == 32], ids=str)
 @torch.no_grad()
 def test_every_eigenvalue_of_a_data_step_is_between_0_and_1(grid: Any, data_term: str) -> None:

@@ -1,43 +1,64 @@
 import math
-from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 
-from qnmixer.models.latent_bfgs import (
-    CurvaturePair,
-    apply_inverse_hessian,
-    curvature_pair,
-    direction,
-    summed_changes,
-)
+from qnmixer.models.latent_bfgs import DAMPING, MIN_COSINE, Curvature, History
+
+Pairs = list[tuple[Tensor, Tensor]]
 
 
 def dense_update(H: Tensor, s: Tensor, z: Tensor) -> Tensor:
-    """The published recursion, one sample, as drawn."""
+    """The formula of the paper, for one sample."""
     rho = 1 / (z @ s)
     left = torch.eye(len(s), dtype=s.dtype) - rho * torch.outer(s, z)
     return left @ H @ left.T + rho * torch.outer(s, s)
 
 
-def pairs_of(steps_and_changes: Iterable[tuple[Tensor, Tensor]]) -> list[CurvaturePair]:
-    pairs: list[CurvaturePair] = []
-    for s, z in steps_and_changes:
-        pairs.append(curvature_pair(direction(s), z, pairs))
-    return pairs
+def history_of(pairs: Pairs) -> History:
+    (s, z), *others = pairs
+    history = History.begin(s, len(pairs)).append(z)
+    for s, z in others:
+        history = history.append(s).append(z)
+    return history
 
 
-def two_loops(pairs: list[CurvaturePair], r: Tensor) -> Tensor:
-    """The textbook recursion (Nocedal and Wright, algorithm 7.4) over the same safe pairs, vector by vector."""
+def apply_inverse_hessian(pairs: Pairs, r: Tensor) -> Tensor:
+    """H r of pairs (s, z)."""
+    return -history_of(pairs).step(r)[1]
+
+
+def curvature(pairs: Pairs) -> Curvature:
+    return history_of(pairs).curvature()
+
+
+def safe(s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """ŝ, a multiple of the damped z, what D is multiplied by for it, and whether the pair is used [B, 1]."""
+    ratio = (s.norm(dim=-1, keepdim=True) / z.norm(dim=-1, keepdim=True)).clamp_max(1e12)
+    s, z = (v / v.norm(dim=-1, keepdim=True) for v in (s, z))
+    mu = ((DAMPING * ratio - (s * z).sum(-1, keepdim=True)) / (1 - DAMPING)).clamp_min(0)
+    z = z + mu * s
+    good = (s * z).sum(-1, keepdim=True) > MIN_COSINE * z.norm(dim=-1, keepdim=True)
+    return s, z, ratio + mu, good
+
+
+def two_loops(pairs: Pairs, r: Tensor) -> Tensor:
+    """The textbook recursion (Nocedal and Wright, algorithm 7.4) over the safe pairs, vector by vector."""
     alphas = []
-    for pair in reversed(pairs):
-        rho = torch.where(pair.used > 0, 1 / pair.column[:, -1:], 0.0)
-        alpha = rho * (pair.s * r).sum(-1, keepdim=True)
-        r = r - alpha * pair.z
+    found = [safe(s, z) for s, z in pairs]
+    for s, z, _, good in reversed(found):
+        rho = torch.where(good, 1 / (s * z).sum(-1, keepdim=True), 0.0)
+        alpha = rho * (s * r).sum(-1, keepdim=True)
+        r = r - alpha * z
         alphas.append((alpha, rho))
-    for pair, (alpha, rho) in zip(pairs, reversed(alphas), strict=True):
-        r = r + (pair.gamma * alpha - rho * (pair.z * r).sum(-1, keepdim=True)) * pair.s
+    for (s, z, gamma, _), (alpha, rho) in zip(found, reversed(alphas), strict=True):
+        r = r + (gamma * alpha - rho * (z * r).sum(-1, keepdim=True)) * s
     return r
 
 
@@ -53,19 +74,18 @@ def healthy_pairs(n_pairs: int, batch: int, length: int, seed: int = 0) -> list[
 def test_equals_the_dense_recursion_step_for_step() -> None:
     batch, length = 3, 24
     H = torch.eye(length, dtype=torch.float64).expand(batch, -1, -1).clone()
-    pairs: list[CurvaturePair] = []
-    for k, (s, z) in enumerate(healthy_pairs(13, batch, length)):
-        pairs.append(curvature_pair(direction(s), z, pairs))
+    pairs = healthy_pairs(13, batch, length)
+    for k, (s, z) in enumerate(pairs):
         H = torch.stack([dense_update(H[b], s[b], z[b]) for b in range(batch)])
         r = torch.randn(batch, length, dtype=torch.float64, generator=torch.Generator().manual_seed(k))
         expected = torch.einsum("bij,bj->bi", H, r)
-        torch.testing.assert_close(apply_inverse_hessian(pairs, r), expected, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(apply_inverse_hessian(pairs[: k + 1], r), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_secant_equation_holds_for_the_newest_pair() -> None:
     pairs = healthy_pairs(5, 2, 16)
     s, z = pairs[-1]
-    torch.testing.assert_close(apply_inverse_hessian(pairs_of(pairs), z), s)
+    torch.testing.assert_close(apply_inverse_hessian(pairs, z), s)
 
 
 def test_gradient_equals_that_of_the_dense_recursion() -> None:
@@ -78,14 +98,9 @@ def test_gradient_equals_that_of_the_dense_recursion() -> None:
         H = dense_update(H, s[0], z[0])
     flat = [v for pair in leaves for v in pair]
     expected = torch.autograd.grad((H @ r[0]).square().sum(), flat)
-    actual = torch.autograd.grad(apply_inverse_hessian(pairs_of(leaves), r).square().sum(), flat)
+    actual = torch.autograd.grad(apply_inverse_hessian(leaves, r).square().sum(), flat)
     for got, want in zip(actual, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
-
-
-def test_no_pair_means_identity() -> None:
-    r = torch.randn(2, 5)
-    assert torch.equal(apply_inverse_hessian([], r), r)
 
 
 def test_weak_curvature_is_damped_to_the_bound() -> None:
@@ -97,19 +112,29 @@ def test_weak_curvature_is_damped_to_the_bound() -> None:
     assert math.isclose(float((expected_z * s).sum()), 0.5)
     expected = dense_update(torch.eye(2, dtype=torch.float64), s[0], expected_z[0])
     for r in torch.eye(2, dtype=torch.float64):
-        actual = apply_inverse_hessian(pairs_of([(s, z)]), r[None])[0]
-        torch.testing.assert_close(actual, expected @ r)
+        torch.testing.assert_close(apply_inverse_hessian([(s, z)], r[None])[0], expected @ r)
 
 
 def test_a_pair_at_a_poor_angle_is_skipped_for_that_sample_only() -> None:
     s = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
     z = torch.tensor([[1.0, 100.0], [1.0, 0.1]])  # zᵀs = sᵀs, but the first is nearly orthogonal
-    (pair,) = pairs_of([(s, z)])
-    assert pair.used.tolist() == [[0.0], [1.0]]
+    assert curvature([(s, z)]).used.tolist() == [[False], [True]]
     r = torch.randn(2, 2)
-    result = apply_inverse_hessian([pair], r)
+    result = apply_inverse_hessian([(s, z)], r)
     assert torch.equal(result[0], r[0])
     assert not torch.equal(result[1], r[1])
+
+
+def test_the_bound_on_the_angle_is_that_of_the_damped_pair() -> None:
+    """Pairs of all angles and lengths, against the plain words."""
+    generator = torch.Generator().manual_seed(2)
+    s, z = torch.randn(2, 1000, 4, generator=generator, dtype=torch.float64)
+    z = z * 10 ** torch.empty(1000, 1).uniform_(-2, 2, generator=generator)
+    expected = safe(s, z)[-1]
+    assert 100 < expected.sum() < 900
+    found = curvature([(s, z)])
+    assert torch.equal(found.used, expected)
+    torch.testing.assert_close(found.cosine[:, 0], torch.cosine_similarity(s, z))
 
 
 def vector(*values: float) -> Tensor:
@@ -127,11 +152,15 @@ ADVERSARIAL = {
     "denormal": (vector(1e-44, 0, 0), vector(1e-44, 0, 0)),
     "huge step, tiny change": (vector(1e38, 0, 0), vector(1e-38, 0, 0)),
     "tiny step, huge change": (vector(1e-38, 0, 0), vector(-1e38, 1e38, 0)),
+    "at the bounds": (vector(1.1e-9, 0, 0), vector(-0.9e9, 1e8, 0)),
+    "long step, short change": (vector(0.9e9, 0, 0), vector(-1e-12, 1e-12, 0)),
     "huge and long": (torch.full((1, 4096), 1e37), torch.full((1, 4096), 1e37)),
     "huge step, ordinary change": (torch.full((1, 4096), 3e38), torch.ones(1, 4096)),
     "long zero change": (torch.ones(1, 4096), torch.zeros(1, 4096)),
     "infinite": (vector(math.inf, 0, 0), vector(1, 1, 1)),
+    "infinite change": (vector(1, 0, 0), vector(1, -math.inf, 1)),
     "not a number": (vector(1, 0, 0), vector(math.nan, 1, 1)),
+    "step that is not a number": (vector(math.nan, 0, 0), vector(1, 1, 1)),
 }
 
 
@@ -140,23 +169,39 @@ def test_adversarial_pairs_leave_everything_finite(case: str) -> None:
     s, z = (v.clone().requires_grad_() for v in ADVERSARIAL[case])
     r = torch.linspace(-0.7, 1.1, s.shape[1])[None].requires_grad_()
     healthy = (torch.ones_like(s), torch.linspace(0.5, 1.0, s.shape[1])[None])
-    pairs = pairs_of([(s, z), healthy, (s, z)])
-    result = apply_inverse_hessian(pairs, r)
+    result = apply_inverse_hessian([(s, z), healthy, (s, z)], r)
     assert torch.isfinite(result).all()
     grads = torch.autograd.grad(result.sum(), [s, z, r])
     assert all(torch.isfinite(g).all() for g in grads)
 
 
-def wild_pairs(generator: torch.Generator) -> list[tuple[Tensor, Tensor]]:
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_what_is_not_finite_shows_in_the_way_of_its_sample_only(value: float) -> None:
+    (s, z), (s2, z2) = healthy_pairs(2, 3, 8)
+    bad = s.clone()
+    bad[1, 0] = value
+    history = history_of([(bad, z), (s2, z2)])
+    result, good = history.step(s2)[1], history_of([(s, z), (s2, z2)]).step(s2)[1]
+    torch.testing.assert_close(result[[0, 2]], good[[0, 2]])
+    torch.testing.assert_close(result[1], -apply_inverse_hessian([(s2, z2)], s2)[1])
+    way = History.begin(bad, 2).append(z).append(s2).way()[1]
+    assert way.isfinite().all(1).tolist() == [True, False, True]
+
+
+def wild_pairs(generator: torch.Generator) -> Pairs:
     scales = 10 ** torch.empty(13, 2, 4, 1).uniform_(-18, 18, generator=generator)
     vectors = torch.randn(13, 2, 4, 8, generator=generator) * scales
     return [(s, z) for s, z in vectors]
 
 
+def doubled(pairs: Pairs) -> Pairs:
+    return [(s.double(), z.double()) for s, z in pairs]
+
+
 def test_equals_the_two_loop_recursion_where_pairs_are_damped_and_skipped() -> None:
     generator = torch.Generator().manual_seed(4)
-    pairs = pairs_of((s.double(), z.double()) for s, z in wild_pairs(generator))
-    used = torch.stack([pair.used for pair in pairs])
+    pairs = doubled(wild_pairs(generator))
+    used = curvature(pairs).used
     assert 0 < used.sum() < used.numel()
     r = torch.randn(4, 8, generator=generator, dtype=torch.float64)
     torch.testing.assert_close(apply_inverse_hessian(pairs, r), two_loops(pairs, r), rtol=1e-9, atol=1e-12)
@@ -166,54 +211,164 @@ def test_float32_is_as_near_to_float64_as_the_two_loop_recursion_is() -> None:
     generator = torch.Generator().manual_seed(5)
     worst = {apply_inverse_hessian: 0.0, two_loops: 0.0}
     for _ in range(50):
-        steps_and_changes, r = wild_pairs(generator), torch.randn(4, 8, generator=generator)
-        exact = two_loops(pairs_of((s.double(), z.double()) for s, z in steps_and_changes), r.double())
+        pairs, r = wild_pairs(generator), torch.randn(4, 8, generator=generator)
+        exact = two_loops(doubled(pairs), r.double())
         for apply in worst:
-            error = (apply(pairs_of(steps_and_changes), r) - exact).norm(dim=1) / exact.norm(dim=1)
+            error = (apply(pairs, r) - exact).norm(dim=1) / exact.norm(dim=1)
             worst[apply] = max(worst[apply], float(error.max()))
     assert worst[apply_inverse_hessian] < 2 * worst[two_loops] < 1e-4
-
-
-def test_summed_changes_give_back_every_gradient_code() -> None:
-    """r_t = r_0 + Σ z, damped and skipped pairs included."""
-    generator = torch.Generator().manual_seed(6)
-    codes = torch.randn(6, 3, 8, generator=generator)
-    steps_and_changes = [(torch.randn(3, 8, generator=generator), z) for z in codes.diff(dim=0)]
-    pairs = pairs_of(steps_and_changes)
-    assert any((pair.used == 0).any() for pair in pairs)
-    assert any((pair.undamped[0] != 0).any() for pair in pairs)
-    for t, code in enumerate(codes):
-        torch.testing.assert_close(summed_changes(pairs[:t], codes[0]), code)
-
-
-def test_backward_keeps_the_pairs_and_two_vectors() -> None:
-    """r and q; not two for each pair, as the two loops would."""
-    leaves = [(s.requires_grad_(), z.requires_grad_()) for s, z in healthy_pairs(8, 1, 64)]
-    pairs = pairs_of(leaves)
-    of_pairs = {v.data_ptr() for pair in pairs for v in (pair.s, pair.z)}
-    r = torch.randn(1, 64, dtype=torch.float64).requires_grad_()
-
-    def n_kept(apply: Callable[[list[CurvaturePair], Tensor], Tensor]) -> int:
-        kept: dict[int, Tensor] = {}
-
-        def keep(v: Tensor) -> Tensor:
-            if v.shape == (1, 64) and v.data_ptr() not in of_pairs:
-                kept[v.data_ptr()] = v
-            return v
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda v: v):
-            apply(pairs, r)
-        return len(kept)
-
-    assert n_kept(apply_inverse_hessian) <= 2 < n_kept(two_loops)
 
 
 def test_random_pairs_of_any_scale_keep_h_bounded_and_positive() -> None:
     """H stays positive definite: rᵀHr > 0 whatever pairs went in."""
     generator = torch.Generator().manual_seed(3)
     for _ in range(50):
-        pairs = pairs_of(wild_pairs(generator))
+        pairs = wild_pairs(generator)
         r = torch.randn(4, 8, generator=generator)
         result = apply_inverse_hessian(pairs, r)
         assert torch.isfinite(result).all()
         assert ((r * result).sum(-1) > 0).all()
+
+
+State = tuple[Tensor, History]
+
+
+def iterate(state: State, r: Tensor, trust: Tensor, constant: bool) -> State:
+    """One iteration: from r_{t−1} and the history before to those after."""
+    before, history = state
+    history, _ = history.way()
+    z = r - before
+    history, s = history.append(z.detach() if constant else z).step(r, trust, constant)
+    return r, history.append(s)
+
+
+def descend(codes: list[Tensor], trust: Tensor, constant: bool = False, how: str = "kept") -> Tensor:
+    """The way that iterations with these gradient codes go."""
+    state: State = (codes[0], History.begin(-codes[0], len(codes)))
+    for r in codes[1:]:
+        if "packed" in how:  # as it goes from one stage to the next
+            state = tree_map(lambda v: v * 1.0, state)
+        if "forked" in how:
+            iterate(state, 2 * r, trust, constant)
+        if "recomputed" in how:
+            state = checkpoint(iterate, state, r, trust, constant, use_reentrant=False)
+        else:
+            state = iterate(state, r, trust, constant)
+    return state[1].way()[1]
+
+
+def descend_plainly(codes: list[Tensor], trust: Tensor, constant: bool = False) -> Tensor:
+    """The same, by autograd alone through the textbook recursion."""
+    pairs: Pairs = []
+    steps = [-codes[0]]
+    for before, r in pairwise(codes):
+        pair = (steps[-1], r - before)
+        pairs.append(tuple(v.detach() for v in pair) if constant else pair)  # type: ignore[arg-type]  # two
+        steps.append(-torch.lerp(r, two_loops(pairs, r), trust))
+    return torch.stack(steps).sum(0)
+
+
+def codes_of(n: int, length: int, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor]:
+    """Gradient codes of which some pairs are damped and some skipped, and the trust in H."""
+    generator = torch.Generator().manual_seed(6)
+    first = torch.randn(3, length, generator=generator, dtype=torch.float64)
+    noise = torch.randn(n, 3, length, generator=generator, dtype=torch.float64)
+    noise[3::4, 0] *= 30  # so far beside the step that the pair is skipped
+    codes = [(first * 0.7**k + 0.3 * noise[k]).to(dtype).requires_grad_() for k in range(n)]
+    return codes, torch.tensor([0.4], dtype=dtype, requires_grad=True)
+
+
+@pytest.mark.parametrize("how", ["kept", "recomputed", "packed", "packed, recomputed", "forked", "forked, recomputed"])
+@pytest.mark.parametrize("constant", [False, True], ids=["full", "detach"])
+def test_a_history_gives_the_values_and_gradients_of_autograd(constant: bool, how: str) -> None:
+    """Also of some inputs only, which leaves the graph half gone through, and of all again after that."""
+    codes, trust = codes_of(6, 20)
+    way, expected = descend(codes, trust, constant, how), descend_plainly(codes, trust, constant)
+    torch.testing.assert_close(way, expected)
+    weights = torch.linspace(-1, 1, 20, dtype=torch.float64)
+    for leaves in ([*codes, trust], codes[-2:], codes[:1], [*codes, trust]):
+        wanted = torch.autograd.grad((expected * weights).sum(), leaves, retain_graph=True)
+        found = torch.autograd.grad((way * weights).sum(), leaves, retain_graph=True)
+        for gradient, want in zip(found, wanted, strict=True):
+            torch.testing.assert_close(gradient, want)
+
+
+def test_two_ways_on_from_one_history_know_nothing_of_each_other() -> None:
+    codes, trust = codes_of(5, 12)
+    state: State = (codes[0], History.begin(-codes[0], 5))
+    for r in codes[1:3]:
+        state = iterate(state, r, trust, False)
+    ways = [iterate(state, r, trust, False)[1].way()[1] for r in codes[3:]]
+    for way, last in zip(ways, codes[3:], strict=True):
+        expected = descend_plainly([*codes[:3], last], trust)
+        torch.testing.assert_close(way, expected)
+        found, wanted = (torch.autograd.grad(w.square().sum(), codes[:3], retain_graph=True) for w in (way, expected))
+        torch.testing.assert_close(found, wanted)
+
+
+def test_gradcheck() -> None:
+    codes, trust = codes_of(4, 6)
+    assert torch.autograd.gradcheck(lambda trust, *codes: descend(list(codes), trust), (trust, *codes))
+
+
+def test_a_second_derivative_is_refused() -> None:
+    """Backward is written by hand: it would be wrong in silence."""
+    codes, trust = codes_of(3, 6)
+    (gradient,) = torch.autograd.grad(descend(codes, trust).square().sum(), codes[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("spread", [1.3, 3.0])
+def test_float32_holds_where_the_iterations_converge(spread: float) -> None:
+    """Late gradient codes are a millionth of the first: their change must not drown in what was."""
+    values = torch.linspace(1 / spread, 1, 1024, dtype=torch.float64)
+    x = start = torch.randn(2, 1024, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    codes: list[Tensor] = []
+    while not codes or (len(codes) < 14 and codes[-1].norm() > 1e-6 * codes[0].norm()):
+        codes.append((x * values).requires_grad_())
+        x = start + descend_plainly(codes, torch.ones(1, dtype=torch.float64)).detach()
+    assert codes[-1].norm() < 1e-3 * codes[0].norm()
+    weights = torch.linspace(-1, 1, 1024, dtype=torch.float64)
+    way = descend_plainly(codes, torch.ones(1, dtype=torch.float64))
+    wanted = torch.autograd.grad((way * weights).sum(), codes)
+    single = [code.detach().float().requires_grad_() for code in codes]
+    found = torch.autograd.grad((descend(single, torch.ones(1)) * weights.float()).sum(), single)
+    for gradient, want in zip(found, wanted, strict=True):
+        assert (gradient - want).norm() < 2e-6 * want.norm()
+
+
+def test_backward_keeps_the_history_and_two_vectors_an_iteration() -> None:
+    """r and q; not two for each pair, as the two loops would."""
+    codes, trust = codes_of(8, 64)
+    kept: dict[int, Tensor] = {}
+
+    def keep(v: Tensor) -> Tensor:
+        if v.shape[-1] == 64:
+            kept[v.data_ptr()] = v
+        return v
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda v: v):
+        descend(codes, trust)
+    assert len(kept) <= 2 * 7
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators, but for views."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.total += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_iteration_takes_the_same_operators_whatever_came_before() -> None:
+    def n_operators(n_codes: int) -> int:
+        codes, trust = codes_of(n_codes, 8)
+        with Operators() as operators:
+            descend(codes, trust).sum().backward()
+        return operators.total
+
+    three, four, thirteen, fourteen = map(n_operators, (3, 4, 13, 14))
+    assert fourteen - thirteen == four - three < 125

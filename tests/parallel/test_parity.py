@@ -232,7 +232,8 @@ def test_a_checkpoint_goes_on_under_every_strategy(
     (expected,) = recorded["uninterrupted"]
     for found in recorded[f"from {writer} to {reader}"]:
         assert found["losses"] == pytest.approx(expected["losses"][5:], rel=1e-5)
-        assert difference(found["weights"], expected["weights"]) < 1e-5
+        assert overall(found["weights"], expected["weights"]) < 1e-6
+        assert difference(found["weights"], expected["weights"]) < 5e-5  # a τ_t passes zero: 2e-8 of it is as much
 
 
 def test_shards_are_read_by_every_command(folder: Path, recorded: dict[str, list[dict[str, Any]]]) -> None:

@@ -7,7 +7,7 @@ from torch.distributed.pipelining.schedules import _get_1f1b_rank_ops
 
 from qnmixer.config import parse
 from qnmixer.config.compose import compose
-from qnmixer.models.qn_mixer import QNState
+from qnmixer.models.qn_mixer import QNMixer, QNState
 from qnmixer.parallel.stages import Action, Packing, Stage, actions, cut_by_cost, cut_evenly, idle_share, ranges, survey
 from qnmixer.training.module import ReconstructionModule
 
@@ -101,12 +101,11 @@ def test_a_state_comes_out_of_its_packing_as_it_went_in(overrides: tuple[str, ..
     assert packed.shape == (3, packing.width)
     back = packing.unpack(packed)
     assert isinstance(back, QNState)
+    assert isinstance(module.network, QNMixer)
     assert Packing.of(back) == packing
     assert torch.equal(packing.pack(back), packed)
-    assert back.steps[0].finite.dtype == torch.bool
-    if not overrides:
-        large = 4 + 3 + 2  # ŝ of four steps, of which pairs hold three again, ẑ of three pairs, x₀ and r₀
-        assert large * 256 < packing.width < (large + 1) * 256
+    large, small = {"identity": (1, 0), "bfgs": (4 + 3 + 1, 4 * 5)}[module.network.hessian]
+    assert packing.width == (1 + large) * 256 + small  # x₀; s_0 + …, or four s, three z, r, and their scales
 
 
 def test_stages_one_after_the_other_are_the_network() -> None:

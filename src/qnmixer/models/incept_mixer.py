@@ -5,12 +5,38 @@ Patches cost edges, so G may end with convolutions at full resolution, which get
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from qnmixer.errors import ConfigError
+
+
+class _ReluInPlace(torch.autograd.Function):
+    """max(0, x), over x, and its gradient over that of the result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x.relu_())
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (result,), (gradient,) = ctx.saved_tensors, gradients
+        return torch.ops.aten.threshold_backward.grad_input(gradient, result, 0, grad_input=gradient)
+
+
+def relu_in_place(x: Tensor) -> Tensor:
+    """max(0, x) of what is of no other use, for one convolution alone: that makes the gradient, which is changed too.
+
+    At full resolution each copy counts.
+    """
+    return _ReluInPlace.apply(x)
 
 
 class Maximum3x3(nn.Module):
@@ -41,8 +67,9 @@ class Stem(nn.Sequential):
         assert isinstance(pixel, nn.Conv2d)
         batch, _, height, width = x.shape
         assert pixel.bias is not None
-        features = torch.addmm(pixel.bias, x.reshape(-1, 1), pixel.weight.view(1, -1)).relu_()
-        return convolution(features.view(batch, height, width, -1).permute(0, 3, 1, 2))
+        features = torch.addmm(pixel.bias, x.reshape(-1, 1), pixel.weight.view(1, -1))
+        features = relu_in_place(features).view(batch, height, width, -1)
+        return convolution(features.permute(0, 3, 1, 2))
 
 
 class InceptionPatches(nn.Module):
@@ -183,8 +210,8 @@ class DetailConvolutions(nn.Module):
     def forward(self, x: Tensor, context: Tensor) -> Tensor:
         """G(x) [B, 1, H, W] from x and the mixer's features of it [B, d, H, W]."""
         x = x.to(memory_format=torch.channels_last)
-        features = self.first(x).add_(context).relu_()  # in place: at full resolution each copy counts
-        return self.last(self.second(features).relu_())
+        features = relu_in_place(self.first(x).add_(context))
+        return self.last(relu_in_place(self.second(features)))
 
 
 class InceptMixer(nn.Module):

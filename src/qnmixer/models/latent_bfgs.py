@@ -3,140 +3,319 @@
 With H₀ = I, the dense recursion of the paper, H_{t+1} = (I − ρ s zᵀ) H_t (I − ρ z sᵀ) + ρ s sᵀ with ρ = 1/(zᵀs), is
 exactly
 
-    H r = q + S R⁻ᵀ (D w − Zᵀ q),   w = R⁻¹ Sᵀ r,   q = r − Z w,
+    H r = q + S c,   w = R⁻¹ Sᵀ r,   q = r − Z w,   c = R⁻ᵀ (D w − Zᵀ q),
 
 where the columns of S and Z are all steps s and gradient changes z, R is the upper triangle of SᵀZ and D its diagonal
-(Byrd, Nocedal, Schnabel 1994, eq. 2.6, arranged as the two-loop recursion). O(T·L) memory and time, and backward needs
-the pairs alone: no vector of the recursion is kept.
+(Byrd, Nocedal, Schnabel 1994, eq. 2.6, arranged as the two-loop recursion).
 
-H depends on a pair only through the directions ŝ and ẑ and through γ = ‖s‖/‖z‖, which turns D into γD. Keeping those is
-what makes the arithmetic safe: no square of a norm can overflow or vanish.
+Steps and changes are rows of one buffer, so that an iteration takes the same number of operators whatever the number of
+pairs. Each vector is divided by the power of two of its largest entry. That is exact, and keeps the arithmetic safe: no
+product of two can overflow or vanish. H depends on a pair only through the two directions and γ = ‖s‖/‖z‖, which turns
+D into γD.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import register_pytree_node
 
 # Found by experiment to hold where a bare skip, or Powell's usual 0.2, let training blow up.
 DAMPING = 0.5
 MIN_COSINE = 0.3
 
-# Bounds on ‖s‖/‖z‖: beyond them damping or float32 rounding decides the result anyway.
-_RATIO_MIN, _RATIO_MAX = 1e-12, 1e12
+_RATIO_MAX = 1e12
+"""Bound on ‖s‖/‖z‖: beyond it damping decides the result anyway."""
+_SMALLEST = 2.0**-100
+"""Largest entry of the smallest vector with a direction; of smaller ones gradients would leave the range of float32."""
+_EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}
+"""The bits of a number that are its exponent: without the others it is a power of two, and what is none is infinite."""
 
 
-class Direction(NamedTuple):
-    """A vector as unit · norm · scale, so that no product of two can overflow.
+class Curvature(NamedTuple):
+    """How good t pairs are, [B, t] each."""
 
-    Of one that is not finite the unit is zero, which keeps H sound, and the length NaN, which no one overlooks.
+    used: Tensor  # bool: whether a pair is good enough for H
+    cosine: Tensor  # cos(z, s) before damping
+
+
+class History:
+    """s_0, z_0, s_1, z_1, …: all steps, and the changes of the gradient code between them.
+
+    A vector v is a row u of entries up to 2 times a scale, a constant to differentiation. Of a vector that is not
+    finite the row is zero, which keeps H sound, and the scale infinite, so that the way is NaN, which no one overlooks.
+
+    All rows are in one buffer, into which each is written where it stays. So autograd sees no row twice, and backward
+    needs nothing of the T² uses of rows but the buffer. The gradients of the rows go back in one tensor, to which
+    each method adds in place: call each with the history that the last one gave.
+
+    Attributes:
+        rows: [B, n, L].
+        scales: what the rows were divided by, and its inverse, of the s and of the z: [B, 2, 2, T].
     """
 
-    unit: Tensor  # [B, L]
-    norm: Tensor  # [B, 1], 1 to √L
-    scale: Tensor  # [B, 1], a constant to differentiation, any size
-    length: Tensor  # [B, 1], norm · scale
-    finite: Tensor  # [B, 1], whether the vector was
+    def __init__(self, rows: Tensor, scales: Tensor, buffer: "_Buffer | None" = None) -> None:
+        self.rows, self.scales, self._buffer = rows, scales, buffer
 
-    def detach(self) -> "Direction":
-        """The same, as a constant."""
-        return Direction(*(part.detach() for part in self))
+    @staticmethod
+    def begin(s: Tensor, n_iterations: int) -> "History":
+        """The first step [B, L], with room for what so many iterations add."""
+        scales = s.new_zeros(len(s), 2, 2, n_iterations)
+        return History(s.new_empty(len(s), 0, s.shape[1]), scales).append(s)
+
+    def append(self, v: Tensor) -> "History":
+        """With one more vector [B, L]."""
+        buffer = self._room()
+        return History(_Append.apply(self.rows, v, buffer), buffer.scales, buffer)
+
+    def way(self) -> tuple["History", Tensor]:
+        """The same, and the way from the start Σ s [B, L]."""
+        buffer = self._room()
+        rows, way = _Way.apply(self.rows, buffer)
+        return History(rows, buffer.scales, buffer), way
+
+    def step(self, r: Tensor, trust: Tensor | None = None, constant: bool = False) -> tuple["History", Tensor]:
+        """The same, and s = −(r + τ (H r − r)) [B, L] of all pairs; trust: τ [1], or None for 1.
+
+        Damping: z ← θz + (1 − θ)s with the largest θ ≤ 1 for which zᵀs ≥ DAMPING · sᵀs. Then the pair of a sample is
+        skipped where zᵀs ≤ MIN_COSINE · ‖z‖‖s‖, where s is zero, and where s or z is not finite. No finite or
+        non-finite input makes NaN of H or of its gradient. Source: ours, after Powell 1978 (the paper draws no
+        safeguard); idle, it changes nothing.
+
+        constant: pairs are constants to differentiation.
+        """
+        buffer = self._room()
+        rows, s = _Step.apply(self.rows, r, trust, buffer, constant)
+        return History(rows, buffer.scales, buffer), s
+
+    def curvature(self) -> Curvature:
+        """How good the pairs are; a last step without a change is none."""
+        vectors = self.rows.detach()[:, : self.rows.shape[1] // 2 * 2]
+        gram = torch.bmm(vectors, vectors.mT)
+        lengths = gram.diagonal(dim1=1, dim2=2).sqrt()
+        cosine = gram.diagonal(1, 1, 2)[:, 0::2] / (lengths[:, 0::2] * lengths[:, 1::2]).clamp_min(0.5)
+        return Curvature(~_Pairs.of(gram, self.scales).skipped, cosine)
+
+    def _room(self) -> "_Buffer":
+        """The buffer, if no other history went on from here; or one with a copy of these rows."""
+        buffer = self._buffer
+        # Within backward it is the same way again, as in recomputing, which writes what is there.
+        if buffer is None or (buffer.n_rows > self.rows.shape[1] and torch._C._current_graph_task_id() == -1):
+            return _Buffer(self.rows, self.scales)
+        return buffer
 
 
-class CurvaturePair(NamedTuple):
-    """One step s and the gradient change z it caused, one row a sample."""
-
-    s: Tensor  # [B, L], unit length
-    z: Tensor  # [B, L], unit length, after damping
-    undamped: tuple[Tensor, Tensor]  # [B, 1] each: z before damping is the first · s + the second · z
-    column: Tensor  # [B, j + 1] for pair j: its column of R, of the unit vectors; a skipped pair has that of I
-    gamma: Tensor  # [B, 1], ‖s‖/‖z‖
-    used: Tensor  # [B, 1], 0 for a skipped pair, else 1
-    cosine: Tensor  # [B, 1], cos(z, s) before damping, for the log
+register_pytree_node(History, lambda h: ([h.rows, h.scales], None), lambda parts, _: History(*parts))
 
 
-def direction(v: Tensor) -> Direction:
-    """Take a vector [B, L] apart."""
-    finite = torch.isfinite(v).all(-1, keepdim=True)
-    v = torch.where(finite, v, 0.0)
-    largest = v.detach().abs().amax(-1, keepdim=True)
-    in_range = largest > torch.finfo(v.dtype).tiny
-    scaled = v / torch.where(in_range, largest, 1.0)
-    norm = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True).clamp_min(0.5)
-    scale = torch.where(in_range, largest, 0.0)
-    return Direction(scaled / norm, norm, scale, torch.where(finite, norm * scale, torch.nan), finite)
+class _Buffer:
+    """Room for the rows of a history, [B, 2T, L], and for their scales."""
+
+    def __init__(self, rows: Tensor, scales: Tensor) -> None:
+        batch, self.n_rows, length = rows.shape
+        self.rows = rows.new_empty(batch, 2 * scales.shape[-1], length)
+        self.rows[:, : self.n_rows] = rows.detach()
+        self.scales = scales.clone()
+
+    def write(self, v: Tensor, n: int) -> None:
+        """Make v [B, L] row n."""
+        largest, inverse = self.scales[:, n % 2, :, n // 2].unbind(1)
+        torch.linalg.vector_norm(v, torch.inf, dim=1, out=largest)
+        bits, exponent = _EXPONENT[v.dtype]
+        largest.view(bits).bitwise_and_(exponent)
+        torch.reciprocal(largest.clamp_min(_SMALLEST), out=inverse)
+        torch.mul(v, inverse[:, None], out=self.rows[:, n]).nan_to_num_(0.0)
+        self.n_rows = max(self.n_rows, n + 1)
+
+    def steps(self, n: int) -> Tensor:
+        """Scales [B, t] of the steps among the first n rows."""
+        return self.scales[:, 0, 0, : (n + 1) // 2]
+
+    def first(self, n: int) -> Tensor:
+        """The first n rows, for autograd to follow. No view to it: what is written behind them does not matter."""
+        return self.rows[:, :n].data
 
 
-def curvature_pair(
-    s: Direction,
-    z: Tensor,
-    earlier: Sequence[CurvaturePair] = (),
-    damping: float = DAMPING,
-    min_cosine: float = MIN_COSINE,
-) -> CurvaturePair:
-    """Make the pair (s, z), z of [B, L], safe to build H from, after `earlier` pairs.
+class _Pairs(NamedTuple):
+    """What R, Y and G of t pairs follow from, where Y = S N_s + Z N_z is some multiple of the damped Z.
 
-    Damping: z ← θz + (1 − θ)s with the largest θ ≤ 1 for which zᵀs ≥ damping · sᵀs. Then the pair of a sample is
-    skipped where zᵀs ≤ min_cosine · ‖z‖‖s‖, where s is zero, and where s or z is not finite. No finite or
-    non-finite input makes NaN of H or of its gradient. Source: ours, after Powell 1978 (the paper draws no
-    safeguard); idle, it changes nothing.
+    A skipped pair has N = γ = 0, and a column of the identity in R: nothing comes of it.
     """
-    change = direction(z)
-    cosine = _dot(change.unit, s.unit)
-    # The scales are constants, so an overflow of theirs is bounded before it meets a gradient.
-    scales = (s.scale / change.scale).nan_to_num(_RATIO_MAX, _RATIO_MAX).clamp(_RATIO_MIN, _RATIO_MAX)
-    ratio = scales * (s.norm / change.norm)
-    # θz + (1 − θ)s is, up to a factor, ẑ + μŝ; μ = 0 where zᵀs is large enough already.
-    mu = torch.relu((damping * ratio - cosine) / (1 - damping))
-    damped = torch.addcmul(change.unit, mu, s.unit)
-    length = torch.linalg.vector_norm(damped, dim=-1, keepdim=True).clamp_min(_RATIO_MIN)
-    damped = damped / length
 
-    damped_cosine = _dot(damped, s.unit)
-    used = s.finite & change.finite & (s.scale > 0) & (damped_cosine > min_cosine)
-    column = torch.where(used, damped_cosine, 1.0)
-    if earlier:
-        above = _dots([pair.s for pair in earlier], damped) * torch.cat([pair.used for pair in earlier], dim=-1)
-        column = torch.cat([torch.where(used, above, 0.0), column], dim=-1)
-    undamped = (-mu * change.length, length * change.length)
-    return CurvaturePair(s.unit, damped, undamped, column, (ratio + mu) / length, used.to(z.dtype), cosine)
+    skipped: Tensor  # bool [B, t]
+    slope: Tensor  # zᵀs / sᵀs [B, t]
+    mu: Tensor  # N_s / N_z [B, t]
+    N: Tensor  # [B, t, 2]
+    gamma: Tensor  # [B, t]
+    R: Tensor  # [B, t, t]; below its diagonal is what is not looked at
 
-
-def apply_inverse_hessian(pairs: Sequence[CurvaturePair], r: Tensor) -> Tensor:
-    """H r from all pairs, oldest first; r is [B, L], and with no pair H = I."""
-    if not pairs:
-        return r
-    R = torch.stack([torch.nn.functional.pad(p.column, (0, len(pairs) - p.column.shape[1])) for p in pairs], dim=-1)
-    gamma, used = (torch.cat(column, dim=-1) for column in zip(*((p.gamma, p.used) for p in pairs), strict=True))
-    D = R.diagonal(dim1=-2, dim2=-1)
-
-    w = _solve(R, used * _dots([p.s for p in pairs], r), upper=True)
-    q = r
-    for p, w_j in zip(pairs, w.split(1, dim=-1), strict=True):
-        q = torch.addcmul(q, w_j, p.z, value=-1)
-    c = _solve(R.mT, gamma * D * w - used * _dots([p.z for p in pairs], q), upper=False)
-    for p, c_j in zip(pairs, c.split(1, dim=-1), strict=True):
-        q = torch.addcmul(q, c_j, p.s)
-    return q
+    @staticmethod
+    def of(gram: Tensor, scales: Tensor) -> "_Pairs":
+        """From the inner products of the rows s_0, z_0, s_1, … [B, 2t, 2t]."""
+        t = gram.shape[1] // 2
+        squares = gram.diagonal(dim1=1, dim2=2)
+        ss, zz = squares[:, 0::2], squares[:, 1::2]
+        slope = gram.diagonal(1, 1, 2)[:, 0::2] / ss
+        ratio = (scales[:, 0, 0, :t] * scales[:, 1, 1, :t]).nan_to_num_(0.0).clamp_max_(_RATIO_MAX)
+        # θz + (1 − θ)s is, up to a factor, z + μs; μ = 0 where zᵀs is large enough already.
+        mu = torch.sub(slope, ratio, alpha=DAMPING).clamp_max_(0.0).mul_(-1 / (1 - DAMPING))
+        across = torch.addcmul(zz / ss, slope, slope, value=-1)
+        straight = (slope + mu).square_().mul_(MIN_COSINE**-2 - 1) > across
+        skipped = torch.logical_and(straight, ss > 0.5).logical_not_()  # of zero, or near it, no row is 1 long
+        mu.masked_fill_(skipped, 0.0)
+        N_z = (mu + 1).reciprocal_().masked_fill_(skipped, 0.0)  # so that Y is as long as a row, whatever μ
+        N = torch.stack([N_z * mu, N_z], 2)
+        R = (gram.view(-1, t, 2, t, 2)[:, :, 0] * N[:, None]).sum(3)
+        R.diagonal(dim1=1, dim2=2).masked_fill_(skipped, 1.0)
+        return _Pairs(skipped, slope, mu, N, ratio.add_(mu).mul_(N_z), R)
 
 
-def summed_changes(pairs: Sequence[CurvaturePair], r: Tensor) -> Tensor:
-    """r + Σ z, with every z as it was before damping: the gradient code after all pairs, from the one before them."""
-    for p in pairs:
-        r = torch.addcmul(torch.addcmul(r, p.undamped[0], p.s), p.undamped[1], p.z)
-    return r
+class _Solved(NamedTuple):
+    """H r of one r, by parts."""
+
+    w: Tensor  # [B, t]
+    of_q: Tensor  # N w [B, t, 2]
+    q: Tensor  # r − Y w [B, L]
+    inner: Tensor  # inner products of the rows with q [B, t, 2]
+    c: Tensor  # R⁻ᵀ (Yᵀ q − γ D w) [B, t]: minus that of the formula
+
+    @staticmethod
+    def of(r: Tensor, s_r: Tensor, vectors: Tensor, pairs: _Pairs) -> "_Solved":
+        """From r [B, L], Sᵀ r [B, t] and the rows s_0, z_0, s_1, … [B, 2t, L]."""
+        _, _, _, N, gamma, R = pairs
+        w = _solve(R, s_r, upper=True)
+        of_q = w[..., None] * N
+        q = torch.baddbmm(r[:, None], of_q.view(len(r), 1, -1), vectors, alpha=-1)[:, 0]
+        inner = torch.bmm(vectors, q[..., None]).view_as(N)
+        y_q = (inner * N).sum(2)
+        c = _solve(R.mT, y_q.addcmul_(gamma * R.diagonal(dim1=1, dim2=2), w, value=-1), upper=False)
+        return _Solved(w, of_q, q, inner, c)
+
+    def coefficients(self) -> Tensor:
+        """Those f [B, 2t] of r − H r = Σ f_k v_k, for the rows s_0, z_0, s_1, …"""
+        f = self.of_q.clone()
+        f[..., 0] += self.c
+        return f.flatten(1)
 
 
 def _solve(triangle: Tensor, b: Tensor, upper: bool) -> Tensor:
-    """Solve one triangular system a sample: [B, t, t] and [B, t]."""
+    """Solve one triangular system a sample, [B, t, t] and [B, t]; the other triangle is not looked at."""
     return torch.linalg.solve_triangular(triangle, b[..., None], upper=upper)[..., 0]
 
 
-def _dots(vectors: Sequence[Tensor], v: Tensor) -> Tensor:
-    """Inner products of v [B, L] with n vectors of its shape, [B, n]."""
-    return torch.cat([_dot(u, v) for u in vectors], dim=-1)
+class _Append(torch.autograd.Function):
+    """rows [B, n, L] and v [B, L] → rows [B, n + 1, L]."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, v: Tensor, buffer: _Buffer) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.buffer, ctx.n = buffer, rows.shape[1]
+        buffer.write(v, ctx.n)
+        return buffer.first(ctx.n + 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+        (of_rows,), n = gradients, ctx.n
+        if of_rows is None:
+            return None, None, None
+        inverse = ctx.buffer.scales[:, n % 2, 1, n // 2, None]
+        return of_rows[:, :n], of_rows[:, n] * inverse if ctx.needs_input_grad[1] else None, None
 
 
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return (a * b).sum(-1, keepdim=True)
+class _Way(torch.autograd.Function):
+    """Of rows s_0, z_0, …, s_t [B, 2t + 1, L] and their scales the sum of the steps."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, buffer: _Buffer) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.n, ctx.buffer = rows.shape[1], buffer
+        with torch.autocast(rows.device.type, enabled=False):
+            way = torch.bmm(buffer.steps(ctx.n)[:, None], buffer.rows[:, : ctx.n : 2])[:, 0]
+        return buffer.first(ctx.n), way
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
+        (own, of_way), buffer, n = gradients, ctx.buffer, ctx.n
+        if of_way is not None:
+            own = torch.zeros_like(buffer.rows[:, :n]) if own is None else own
+            own[:, 0::2].baddbmm_(buffer.steps(n)[..., None], of_way[:, None])
+        return own, None
+
+
+class _Step(torch.autograd.Function):
+    """s = −(r + τ (H r − r)) from the rows s_0, z_0, …, s_{t−1}, z_{t−1} [B, 2t, L].
+
+    Backward: H is symmetric, so it is applied to the cotangent v = −τ s̄ of H r too. With e, p and b for v what w, q and
+    c are for r, vᵀ H r = pᵀ q + eᵀ γD w, and its derivatives are
+
+        Ȳ = −(q eᵀ + p wᵀ),   S̄ = v cᵀ + r bᵀ,   R̄ = −triu(c eᵀ + b wᵀ) + diag(γ e w),   γ̄ = D e w.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, r: Tensor, trust: Tensor | None, buffer: _Buffer, constant: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        n = rows.shape[1]
+        vectors = buffer.rows[:, :n]
+        gram = torch.bmm(vectors, vectors.mT)
+        pairs = _Pairs.of(gram, buffer.scales)
+        s_r = torch.bmm(vectors[:, 0::2], r[..., None])[..., 0]
+        solved = _Solved.of(r, s_r, vectors, pairs)
+        f = solved.coefficients()
+        ctx.buffer, ctx.n, ctx.constant = buffer, n, constant
+        ctx.save_for_backward(r, trust, gram, f, *pairs, *solved)
+        trusted = f if trust is None else trust * f
+        return buffer.first(n), torch.baddbmm(r[:, None], trusted[:, None], vectors, beta=-1)[:, 0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        own, of_s = gradients
+        if of_s is None:
+            return own, None, None, None, None
+        r, trust, gram, f, *others = ctx.saved_tensors
+        pairs, solved = _Pairs(*others[: len(_Pairs._fields)]), _Solved(*others[len(_Pairs._fields) :])
+        vectors = ctx.buffer.rows[:, : ctx.n]
+        inner = torch.bmm(vectors, of_s[..., None])[..., 0]
+        of_trust = None if trust is None else torch.dot(f.flatten(), inner.flatten()).view(1)
+        v, s_v = (-of_s, -inner[:, 0::2]) if trust is None else (of_s * -trust, inner[:, 0::2] * -trust)
+        back = _Solved.of(v, s_v, vectors, pairs)
+        of_r = torch.baddbmm(of_s[:, None], back.coefficients()[:, None], vectors, beta=-1, alpha=-1)[:, 0]
+        if not ctx.constant:
+            if own is None:
+                own = torch.zeros_like(vectors)
+            _add_gradients(own, vectors, gram, r, v, pairs, solved, back)
+        return own, of_r, of_trust, None, None
+
+
+def _add_gradients(
+    own: Tensor, vectors: Tensor, gram: Tensor, r: Tensor, v: Tensor, pairs: _Pairs, solved: _Solved, back: _Solved
+) -> None:
+    """Add the derivatives of vᵀ H r to those of the rows s_0, z_0, s_1, …, [B, 2t, L]."""
+    skipped, slope, mu, N, gamma, R = pairs
+    t, of_s = N.shape[1], own[:, 0::2]
+    own.baddbmm_(torch.stack([back.of_q, solved.of_q], 3).flatten(1, 2), torch.stack([solved.q, back.q], 1), alpha=-1)
+    cb, ew = torch.stack([solved.c, back.c], 2), torch.stack([back.w, solved.w], 2)
+    of_s.baddbmm_(cb, torch.stack([v, r], 1), alpha=-1)
+
+    of_D = back.w * solved.w
+    of_R = torch.bmm(cb, ew.mT).triu_()
+    of_R.diagonal(dim1=1, dim2=2).addcmul_(gamma, of_D)
+    # Of N_s = μ N_z and γ = N_z (ratio + μ); N_z is a factor of Y, a constant like any. Then of μ by the slope.
+    products = gram.view(-1, t, 2, t, 2)[:, :, 0]
+    of_mu = (products[..., 0] * of_R).sum(1).addcmul_(R.diagonal(dim1=1, dim2=2), of_D)
+    of_mu = of_mu.addcmul_(solved.inner[..., 0], back.w, value=-1).addcmul_(back.inner[..., 0], solved.w, value=-1)
+    ss = products.diagonal(dim1=1, dim2=2)[:, 0]
+    of_sz = of_mu.mul_(N[..., 1]).mul_(mu > 0).div_(ss * -(1 - DAMPING)).masked_fill_(skipped, 0.0)
+    of_products = of_R[..., None] * N[:, None]
+    diagonal = of_products.diagonal(dim1=1, dim2=2)
+    diagonal[:, 1] += of_sz
+    diagonal[:, 0].addcmul_(of_sz, slope.masked_fill(skipped, 0.0), value=-1)
+
+    of_products = of_products.flatten(2)
+    of_s.baddbmm_(of_products, vectors)
+    own.baddbmm_(of_products.mT, vectors[:, 0::2])

@@ -10,29 +10,23 @@ from qnmixer.errors import ConfigError
 from qnmixer.models.codec import OrthonormalCodec, StridedCodec
 from qnmixer.models.data_term import DATA_TERMS, data_descent, safe_step_size
 from qnmixer.models.incept_mixer import DetailConvolutions, InceptionPatches, InceptMixer
-from qnmixer.models.latent_bfgs import (
-    CurvaturePair,
-    Direction,
-    apply_inverse_hessian,
-    curvature_pair,
-    direction,
-    summed_changes,
-)
+from qnmixer.models.latent_bfgs import History
 from qnmixer.models.nonnegative import nonnegative
 from qnmixer.models.unrolled import UnrolledNetwork, check_choice
 from qnmixer.physics import FanBeamProjector
 
 
 class QNState(NamedTuple):
-    """What iteration t gets from those before: the start, and the history from which x_t, r_{t−1} and H_t follow.
+    """What iteration t gets from those before: the start, and what x_t and H_t follow from.
 
-    Carrying x_t and r_{t−1} too would cost one more image and one more latent an iteration.
+    Carrying x_t too would cost one more image an iteration.
     """
 
     x0: Tensor  # [B, 1, H, W]
-    r0: Tensor | None  # [B, L]; None before the first iteration
-    steps: tuple[Direction, ...]  # s_0 … s_{t−1}
-    pairs: tuple[CurvaturePair, ...]  # (s, z) of all but the newest step, whose z is not known yet
+    r: Tensor | None = None  # of bfgs: r_{t−1} [B, L]; None before the first iteration
+    history: History | None = None  # of bfgs, as r
+    way: Tensor | None = None  # of first order: s_0 + … + s_{t−1} [B, L]
+    step: Tensor | None = None  # of momentum: s_{t−1} [B, L]
 
 
 class QNMixer(UnrolledNetwork[QNState]):
@@ -147,35 +141,50 @@ class QNMixer(UnrolledNetwork[QNState]):
 
     def start(self, y: Tensor) -> QNState:
         """x₀ = FBP(y), and H₀ = I."""
-        return QNState(self.projector.fbp(y), None, (), ())
+        return QNState(self.projector.fbp(y))
 
     def image(self, state: QNState) -> Tensor:
         """x_t, or max(0, x_t) after an iteration."""
-        x = self._iterate(state)
-        return nonnegative(x) if self.nonnegative and state.steps else x
-
-    def _iterate(self, state: QNState) -> Tensor:
-        """x_t = x₀ + D(s_0 + … + s_{t−1}), as D is linear."""
-        if not state.steps:
+        if state.history is None and state.way is None:
             return state.x0
-        steps = state.steps[0].unit * state.steps[0].length
-        for s in state.steps[1:]:
-            steps = torch.addcmul(steps, s.length, s.unit)
-        with torch.autocast(steps.device.type, enabled=False):  # late, small steps would drown in half precision
-            return state.x0 + self.codec.decode(steps.view(self._latent_shape(state.x0)))
+        way = state.way if state.history is None else state.history.way()[1]
+        x = self._iterate(state.x0, way)
+        return nonnegative(x) if self.nonnegative else x
+
+    def _iterate(self, x0: Tensor, way: Tensor | None) -> Tensor:
+        """x_t = x₀ + D(s_0 + … + s_{t−1}), as D is linear."""
+        if way is None:
+            return x0
+        with torch.autocast(x0.device.type, enabled=False):  # late, small steps would drown in half precision
+            return x0 + self.codec.decode(way.view(self._latent_shape(x0)))
 
     def step(self, t: int, y: Tensor, state: QNState) -> QNState:
         """Iteration t: gradient, its code, the inverse Hessian, the step."""
-        x = self._iterate(state)
-        r = self.codec.encode(self.objective_gradient(t, x, y)).flatten(1)
-        r = r.to(x.dtype)  # H works in the precision of the image, whatever the autocast
-        pairs = self._pairs(state, r)
-        s = -apply_inverse_hessian(pairs, r)
-        if self.trust and t:
-            s = torch.lerp(-r, s, self.trust[t - 1])
+        if self.hessian != "bfgs":
+            return self._first_order_step(t, y, state)
+        if state.r is None or state.history is None:
+            r = self._code(t, state.x0, y)
+            return QNState(state.x0, r, History.begin(-r, self.n_iterations))
+        history, way = state.history.way()
+        r = self._code(t, self._iterate(state.x0, way), y)
+        z = r - state.r
+        constant = self.hessian_gradient == "detach"
+        with torch.autocast(r.device.type, enabled=False):
+            history = history.append(z.detach() if constant else z)
+            history, s = history.step(r, self.trust[t - 1] if self.trust else None, constant)
+            return QNState(state.x0, r, history.append(s))
+
+    def _first_order_step(self, t: int, y: Tensor, state: QNState) -> QNState:
+        """Iteration t with H = I."""
+        s = -self._code(t, self._iterate(state.x0, state.way), y)
         if self.momenta and t:
-            s = s + self.momenta[t - 1] * state.steps[-1].unit * state.steps[-1].length
-        return QNState(state.x0, r if state.r0 is None else state.r0, (*state.steps, direction(s)), pairs)
+            s = s + self.momenta[t - 1] * state.step
+        way = s if state.way is None else state.way + s
+        return QNState(state.x0, way=way, step=s if self.momenta else None)
+
+    def _code(self, t: int, x: Tensor, y: Tensor) -> Tensor:
+        """r_t = E(∇J_t(x_t)), [B, L]; H works in the precision of the image, whatever the autocast."""
+        return self.codec.encode(self.objective_gradient(t, x, y)).flatten(1).to(x.dtype)
 
     def objective_gradient(self, t: int, x: Tensor, y: Tensor) -> Tensor:
         """∇J_t(x) = λ_t A†(A x − y) + G_t(x), [B, 1, H, W]; shared λ and G are the same for every t."""
@@ -187,10 +196,10 @@ class QNMixer(UnrolledNetwork[QNState]):
 
     def diagnostics(self, state: QNState) -> dict[str, Tensor]:
         """Mean cos(z, s) and the share of pairs that the safeguard skipped. They show problems first."""
-        if not state.pairs:
+        if state.history is None or self.n_iterations == 1:
             return {}
-        skipped = torch.cat([pair.used == 0 for pair in state.pairs]).float()
-        return {"cosine_zs": torch.cat([pair.cosine for pair in state.pairs]).mean(), "skipped_pairs": skipped.mean()}
+        used, cosine = state.history.curvature()
+        return {"cosine_zs": cosine.mean(), "skipped_pairs": (~used).to(cosine.dtype).mean()}
 
     def recomputed_parts(self) -> list[nn.Module]:
         """The stems of the inceptions: features of every pixel, of which only the first convolution has a use."""
@@ -199,15 +208,6 @@ class QNMixer(UnrolledNetwork[QNState]):
     def blocks(self) -> list[nn.Module]:
         """The regularisers."""
         return [*self.regularizers, *self.details]
-
-    def _pairs(self, state: QNState, r: Tensor) -> tuple[CurvaturePair, ...]:
-        """The pairs of H_t: the earlier ones, and (s_{t−1}, r_t − r_{t−1})."""
-        if self.hessian != "bfgs" or state.r0 is None:
-            return ()
-        s, z = state.steps[-1], r - summed_changes(state.pairs, state.r0)
-        if self.hessian_gradient == "detach":
-            s, z = s.detach(), z.detach()
-        return (*state.pairs, curvature_pair(s, z, state.pairs))
 
     def _latent_shape(self, x: Tensor) -> tuple[int, int, int, int]:
         """Shape of the codes of images like x."""

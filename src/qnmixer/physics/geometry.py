@@ -227,7 +227,7 @@ class FanBeamGeometry:
             )
 
     def _require_sight(self) -> None:
-        """Refuse a beam that is narrower than a pixel, or whose rays all pass the image or the axis by."""
+        """Raise GeometryError for a beam that is narrower than a pixel, or whose rays miss the image or the axis."""
         width = self.n_detectors * self.pitch_at_axis
         if abs(self.detector_offset) >= self.n_detectors / 2:
             raise GeometryError(

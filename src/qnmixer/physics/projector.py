@@ -90,13 +90,15 @@ class FanBeamProjector(nn.Module):
         """
         return self._apply_linear(y, "sinogram", self._filtered_adjoint, self._filtered_adjoint_transpose)
 
-    def filtered_residual(self, x: Tensor, y: Tensor) -> Tensor:
-        """A†(A x − y), [B, 1, H, W]: `filtered_adjoint(self(x) - y)` at less cost."""
+    def filtered_residual(self, x: Tensor, y: Tensor | None) -> Tensor:
+        """A†(A x − y), [B, 1, H, W]: `filtered_adjoint(self(x) - y)` at less cost; y=None: 0."""
         self._check_shape(x, "image")
-        self._check_shape(y, "sinogram")
         dtype = self._rays.values.dtype
+        if y is not None:
+            self._check_shape(y, "sinogram")
+            y = y.to(dtype)
         maps = self._rays, self._filtered_adjoint, self._filtered_adjoint_transpose
-        result = symmetric_residual(x.to(dtype), y.to(dtype), *maps)
+        result = symmetric_residual(x.to(dtype), y, *maps)
         return result if x.dtype == dtype else result.float()
 
     def safe_step_size(self) -> float:

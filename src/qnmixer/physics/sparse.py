@@ -109,8 +109,8 @@ class _SymmetricResidual(torch.autograd.Function):
         return for_x, for_y, None, None, None
 
 
-def symmetric_residual(x: Tensor, y: Tensor, a: LinearMap, b: LinearMap, b_transposed: LinearMap) -> Tensor:
-    """B (A x − y), differentiable any number of times, for linear A and B whose product B A is symmetric.
+def symmetric_residual(x: Tensor, y: Tensor | None, a: LinearMap, b: LinearMap, b_transposed: LinearMap) -> Tensor:
+    """B (A x − y), differentiable any number of times, for linear A and B whose product B A is symmetric; y=None: 0.
 
     One node of the graph where `apply_linear` would need three: on small images starting them takes most of the time.
     """

@@ -103,6 +103,8 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
         self.log("train/grad_norm", norm)
         self.log("train/grad_norm_max", self._largest_norm)
         self.log("train/lr", torch.tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64))
+        if (self.trainer.global_step + 1) % self.config.trainer.log_every_n_steps:
+            return  # a dozen small operators that no logger would see
         for t, step_size in enumerate(self.network.step_sizes):
             self.log(f"train/lambda_{t}", gather(step_size.detach()).mean())
 
