@@ -115,7 +115,7 @@ class FanBeamGeometry:
 
     @property
     def pitch_at_axis(self) -> float:
-        """Distance of neighbouring rays of a view where the central ray passes the axis, in mm."""
+        """Distance in mm of neighbouring rays of a view, where the central ray passes the axis."""
         return self.detector_pitch * (self.source_to_axis / self.source_to_detector if self.is_fan else 1)
 
     @property
@@ -135,7 +135,7 @@ class FanBeamGeometry:
 
     @property
     def is_parallel_half_turn(self) -> bool:
-        """Whether a parallel beam is turned by π, each line thus seen once."""
+        """Whether a parallel beam turns by π. Then each line is seen once."""
         return not self.is_fan and abs(abs(self.angle_span) - FULL_TURN / 2) <= _ANGLE_TOLERANCE
 
     @property
@@ -206,7 +206,7 @@ class FanBeamGeometry:
             raise GeometryError(f"{name}={value!r} must be a {'positive, ' if positive else ''}finite number")
 
     def _require_source(self) -> None:
-        """Refuse distances of a fan beam that put the source or the detector where they cannot be."""
+        """Raise GeometryError for distances of a fan beam at which the source or the detector cannot be."""
         self._require("source_to_axis", positive=True)
         self._require("axis_to_detector", positive=False)
         if self.source_to_detector <= 0:

@@ -92,8 +92,8 @@ class Numbering:
     def gathers(self) -> dict[str, Tensor]:
         """The indices of the gathers before and after a product, int32, by name.
 
-        Entries of no pixel or ray come from anywhere. That does no harm where the matrix has no value for them; the
-        gaps in orbits of rays have, and must be zero.
+        Entries without a pixel or ray may come from anywhere if the matrix has no value for them. For the gaps in
+        orbits of rays the matrix has values, so these entries must be zero.
         """
         pixels, rays = self.corner_pixels(), self.turned_rays()
         tables = {
@@ -105,7 +105,7 @@ class Numbering:
         return {name: torch.from_numpy(table.clip(0).astype(np.int32)) for name, table in tables.items()}
 
     def gaps(self) -> Tensor | None:
-        """What the entries of the sinogram's table are multiplied by: 0 for gaps in orbits, 1 for rays; None if all 1.
+        """The factors on the entries of the sinogram's table: 0 for gaps in orbits, 1 for rays; None if all are 1.
 
         Float32 [entries, 1].
         """
@@ -213,9 +213,9 @@ def _all_turns(columns: np.ndarray, direction: int) -> np.ndarray:
 
 
 def _flat_places(columns: np.ndarray) -> np.ndarray:
-    """Where in columns [n, Q], flat, each number from 0 on stands first."""
+    """For each number from 0 on, its first index in flattened columns [n, Q]."""
     numbers = columns.ravel()
     used = np.flatnonzero(numbers >= 0)[::-1]
     places = np.empty(numbers.max() + 1, dtype=np.int64)
-    places[numbers[used]] = used  # backwards, so that the first one stays
+    places[numbers[used]] = used  # backwards, so that the first index wins
     return places
