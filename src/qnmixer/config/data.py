@@ -28,8 +28,8 @@ class DataConfig(Target):
         scaling: "attenuation" (the same for every slice) or "minmax" (per slice, as in the paper).
         hu_max: HU that attenuation scaling maps to 1; −1000 maps to 0.
         augment: random flips and quarter turns of training slices.
-        simulation_factor: sinograms come from the slice on a grid that is so many times finer, so that nothing is
-            gained from simulating and reconstructing with one matrix; 1: from the slice itself, as in the field.
+        simulation_factor: sinograms are simulated on a grid so many times finer. Simulation and reconstruction then
+            use different matrices, and scores are not too good. 1: the slice's own grid, as in the field.
             Phantoms have up to 2; files with fewer pixels than image_size · simulation_factor are upsampled.
         disc: paste a bright disc into every slice, the paper's test out of distribution.
         train_slices: train on so many different slices only, spread over those there are (of phantoms, over n_train,

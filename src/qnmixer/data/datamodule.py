@@ -35,8 +35,8 @@ class SliceDataModule(LightningDataModule):
         first: only so many slices of each part.
         overfit: train on so many slices over and over, and validate on the same.
         batches: of each process in an epoch of training, or the share of them; None: all.
-        split: who is in which part; None: drawn.
-        measure: makes the sinogram of a sample of train, val or test, in the loader's workers; None: there is none.
+        split: the patients of each split; None: it is drawn.
+        measure: simulates the sinogram of a sample in the loader's workers; None: samples have no sinogram.
             Sinograms that were measured are taken as they are.
         geometry: the scan, which slices at their true size and measured sinograms need.
     """

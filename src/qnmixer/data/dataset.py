@@ -22,7 +22,7 @@ class Sample(TypedDict):
 
     `fine`: the same [1, f·S, f·S] with the same offset and scale, to simulate from; only where there is one.
     `sinogram`: [1, V, D], value × mm, in place of `fine`: measured, or with noise where the dataset simulates it.
-    `weight`: what it counts for in the loss or the metric; 0 for one that only fills a batch.
+    `weight`: its weight in the loss or the metric; 0 for a sample that only fills a batch.
     """
 
     image: Tensor

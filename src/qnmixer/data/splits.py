@@ -59,7 +59,7 @@ class RunSplit:
         """Indices of the slices of each part, and the patients of no part: those that the record does not know.
 
         Args:
-            section: of the config, which tells sources of a mix apart: each may have a patient of the same name.
+            section: of the config. It separates the sources of a mix, which may have patients of the same name.
             infos: of all slices.
             patients: who each of them shows.
             digests: of the pixels of each of them.

@@ -1,4 +1,4 @@
-"""The last line of a run that is out of memory: what it needs, what was available, what would fit."""
+"""The last line of a run that is out of memory: its need, the free memory, and changes that would fit."""
 
 import time
 

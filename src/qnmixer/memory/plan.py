@@ -198,10 +198,10 @@ def _n_shards(config: Config) -> int:
 
 
 def track_step(config: Config, projector: FanBeamProjector) -> Footprint:
-    """The footprint of the training step of a config, run whole on fake tensors; of single, ddp or fsdp.
+    """The footprint of a whole training step on fake tensors, for single, ddp or fsdp.
 
-    ddp's buckets, of which gradients are views, stay when gradients are cleared; while it accumulates, gradients are
-    outside of them, and those are the copy that `strategy` counts.
+    ddp's gradients are views of its buckets, which stay when gradients are cleared. While it accumulates, gradients are
+    outside of the buckets, and `strategy` counts them as a copy.
     """
     n_batches = min(2, config.trainer.accumulate_grad_batches)  # from the second on, there are gradients all along
     hosted = Hosted()

@@ -49,9 +49,9 @@ class UNet(nn.Module):
     Three convolutions at the first level, two at each other; 3×3, zero-padded, each with norm and ReLU; max-pooling
     down, transposed 3×3 convolutions of stride 2 (with norm and ReLU) up, features of equal size joined; a 1×1
     convolution last. Weights from N(0, 0.01²); the last convolution starts at zero, so that the network starts as FBP
-    (ours). The authors' norm is over the batch, which they trained with one image
-    at a time. Its statistics, over whatever batch a device happens to have, would make each strategy and each
-    micro-batch train another network, so here a norm over eight groups of channels of one image stands in its place.
+    (ours). The authors use batch norm and train with one image at a time. Its statistics depend on the batch of a
+    device, so each strategy and micro-batch size would train another network. Here it is a norm over eight groups of
+    channels of one image.
     """
 
     def __init__(self, channels: int, depth: int) -> None:

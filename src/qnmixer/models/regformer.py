@@ -147,8 +147,8 @@ class SwinLayer(nn.Module):
 class WindowAttention(nn.Module):
     """Attention among the pixels of each window of a map [B, H, W, C], with a learned bias for each relative position.
 
-    With a shift the map is rolled first, so that windows lie across the borders of the others; pixels that only the
-    roll has brought together do not see each other.
+    With a shift the map is rolled first, so that windows lie across the borders of the others. Pixels that only the
+    roll made neighbours do not attend to each other.
     """
 
     offsets: Tensor

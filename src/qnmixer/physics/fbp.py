@@ -75,7 +75,7 @@ def with_even_sides(geometry: FanBeamGeometry) -> FanBeamGeometry:
 def ramp_response(geometry: FanBeamGeometry, filter_name: str, on_arc: bool = False) -> np.ndarray:
     """Frequency response of the ramp at the axis, real float64 [n/2 + 1] for padded rows of n samples.
 
-    It is the transform of the band-limited ramp's samples, whose zero frequency is right, unlike that of a sampled |f|.
+    It is the transform of the band-limited ramp's samples, which is right at frequency zero; a sampled |f| is not.
     n is the power of two that keeps the convolution free of wrap-around.
 
     Args:

@@ -84,9 +84,9 @@ class FanBeamProjector(nn.Module):
     def filtered_adjoint(self, y: Tensor) -> Tensor:
         """A† y = Aᵀ F y: image [B, 1, H, W] of y [B, 1, V, D], with F the ramp of `fbp` and the gain of `fbp`.
 
-        This is what an iteration may take for FBP. `fbp` interpolates at pixel centres, so it is not the transpose of
-        A, and FBP∘A has eigenvalues with negative real parts where bins are finer than pixels: no step along it is
-        safe then, and a few dozen steps explode. A†A = Aᵀ F A is symmetric and positive, on every grid.
+        Iterations must use this instead of `fbp`. `fbp` interpolates at pixel centres, so it is not the transpose of
+        A. With bins finer than pixels, FBP∘A has eigenvalues with negative real parts: no step along it is safe, and
+        a few dozen steps explode. A†A = Aᵀ F A is symmetric and positive on every grid.
         """
         return self._apply_linear(y, "sinogram", self._filtered_adjoint, self._filtered_adjoint_transpose)
 
