@@ -34,16 +34,16 @@ TRAIN = {
     "foo=1": "unknown key foo",
     "seed.x=1": "seed",
     # keys of another option
-    "data.root=/ct": "data.root goes with data=deeplesion or dicom or lodopab or numpy or two_detect only",
-    "+loss.ssim_weight=0.3": "loss.ssim_weight goes with loss=ssim_mix only",
-    "optimizer=sgd optimizer.betas=[0.9,0.99]": "optimizer.betas goes with optimizer=adamw only",
-    "debug.steps=3": "debug.steps goes with debug=profile only",
+    "data.root=/ct": "data.root works with data=deeplesion or dicom or lodopab or numpy or two_detect only",
+    "+loss.ssim_weight=0.3": "loss.ssim_weight works with loss=ssim_mix only",
+    "optimizer=sgd optimizer.betas=[0.9,0.99]": "optimizer.betas works with optimizer=adamw only",
+    "debug.steps=3": "debug.steps works with debug=profile only",
     # options and groups that are not there
     "data=dicm": "data=dicm does not exist: did you mean dicom?",
     "experiment=demmo": "experiment=demmo does not exist: did you mean demo?",
     "debug=overfitt": "debug=overfitt does not exist: did you mean overfit?",
     "model=unet": "model=unet does not exist: choose ",
-    "data=as_trained": "data has no _target_ (as_trained is for evaluate alone)",
+    "data=as_trained": "data has no _target_ (as_trained is for evaluate only)",
     "model.name=learn": "model.name is no key: choose an option by its name, as in model=",
     "noise=fielt": "noise=fielt does not exist: did you mean field?",
     "data=_folder data.root=.": "data",
@@ -54,16 +54,16 @@ TRAIN = {
     "trainer=3": "trainer",
     # arguments of Lightning's Trainer
     "trainer.profiler=simple": "trainer.profiler is an argument of Lightning's Trainer: write +trainer.profiler=…",
-    "+trainer.max_steps=3": "trainer.max_steps is there already: leave out the + before it",
+    "+trainer.max_steps=3": "trainer.max_steps exists already: leave out the + before it",
     "+trainer.fast_dev_run=true": "trainer.fast_dev_run cannot be set: it writes no checkpoint",
     "trainer.fast_dev_run=true": "use debug=few_batches",
     # habits from elsewhere
     "trainer=ddp": "trainer=ddp is not known here: use strategy=ddp",
     "trainer=gpu": "trainer=gpu is not known here",
     "trainer=cpu": "use trainer.accelerator=cpu",
-    "ckpt_path=last.ckpt": "ckpt_path is not known here: resume=RUN_FOLDER goes on with a run, finetune=",
-    "trainer.strategy=ddp": "trainer.strategy cannot be set: strategies are a group of their own: use strategy=ddp",
-    "+trainer.strategy=ddp": "trainer.strategy cannot be set: strategies are a group of their own: use strategy=ddp",
+    "ckpt_path=last.ckpt": "ckpt_path is not known here: resume=RUN_FOLDER continues a run, finetune=",
+    "trainer.strategy=ddp": "trainer.strategy cannot be set: strategies have their own group: use strategy=ddp",
+    "+trainer.strategy=ddp": "trainer.strategy cannot be set: strategies have their own group: use strategy=ddp",
     "trainer.gpus=2": "trainer.gpus is not known here: use trainer.devices=…",
     "logger=many_loggers": "logger=many_loggers is not known here: use logger=[wandb,tensorboard]",
     "optimizer.learning_rate=1": "optimizer.learning_rate is not known here: use optimizer.lr=…",
@@ -73,7 +73,7 @@ TRAIN = {
     "logger=custom logger._target_=nowhere.Mine": "logger._target_=nowhere.Mine: there is no module nowhere",
     "logger=[wandb,tensorbord]": "logger=tensorbord does not exist: did you mean tensorboard?",
     "logger.mode=online": "unknown key logger.mode: did you mean logger.wandb.mode?",
-    "logger=csv logger.wandb.mode=online": "logger.wandb.mode goes with logger=wandb only",
+    "logger=csv logger.wandb.mode=online": "logger.wandb.mode works with logger=wandb only",
     "+logger.mine.key=1": "logger.mine names no class: give +logger.mine._target_=my_file.MyLogger",
     "tags=paper": "tags",
     # callbacks
@@ -113,8 +113,8 @@ TRAIN = {
     "noise=physical data.scaling=minmax": "noise=physical needs",
     "debug=profile trainer.max_steps=4": "debug.warm_up=5 and debug.steps=3 are more steps than trainer.max_steps=4",
     # strategies
-    "trainer.devices=2": "trainer.devices=2 and strategy=single do not go together",
-    "trainer.num_nodes=2": "trainer.num_nodes=2 and strategy=single",
+    "trainer.devices=2": "trainer.devices=2 does not work with strategy=single",
+    "trainer.num_nodes=2": "trainer.num_nodes=2 does not work with strategy=single",
     "strategy=ddp trainer.num_nodes=2": "trainer.num_nodes=2, but nothing has been started on other nodes",
     "strategy=ddp strategy.static_graph=true trainer.accumulate_grad_batches=2": "strategy.static_graph=true",
     "strategy=fsdp optimizer=adafactor": "optimizer=adafactor",
@@ -161,9 +161,9 @@ OTHERS = {
     "evaluate": "run has no value: give one with run=…",
     "evaluate run=nowhere": "run=nowhere does not exist",
     "evaluate run=. split=tset": "split=tset is not known: did you mean test?",
-    "evaluate run=. model.n_iterations=3": "model.n_iterations is fixed by the run",
+    "evaluate run=. model.n_iterations=3": "model.n_iterations comes from the run",
     "evaluate run=. data.n_test=3": "data.n_test",
-    "evaluate run=. data.root=/ct": "data.root is fixed by the run, which evaluate takes it from: leave it out, or",
+    "evaluate run=. data.root=/ct": "data.root comes from the run and cannot change in evaluate: leave it out, or",
     "evaluate run=. noise=fielt": "noise=fielt does not exist: did you mean field?",
     "evaluate run=. data=dicom": "data.root has no value",
     "evaluate run=. data=dicom data.root=nowhere": "data.root=nowhere does not exist",
@@ -176,8 +176,8 @@ OTHERS = {
     "reconstruct run=. inptu=. output=out": "unknown key inptu: did you mean input?",
     "export run=.": "output has no value: give one with output=…",
     "export run=nowhere output=a.safetensors": "run=nowhere does not exist",
-    "export run=. output=a_file": "output=a_file is no weights file: give a name that ends in .safetensors",
-    "export run=pretrained.safetensors output=a.safetensors": "holds weights alone already",
+    "export run=. output=a_file": "output=a_file does not name a weights file: give a name that ends in .safetensors",
+    "export run=pretrained.safetensors output=a.safetensors": "is a weights file already",
     "plan device=V1000-16": "device=V1000-16 is not known: did you mean V100-16?",
     "plan model.n_iteration=3": "unknown key model.n_iteration",
     "doctor format=yaml": "format=yaml is not known",
@@ -255,6 +255,6 @@ def test_nifti_is_refused(case: str, cold: Warm, without_torch: Path, tmp_path: 
     done = cold.run(*arguments, cwd=tmp_path, env=environment, timeout=60)
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
-    assert re.search(r"^error: .*(input|root)=ct.* is NIfTI, which is not read here: .* convert it to \.npy", line)
+    assert re.search(r"^error: .*(input|root)=ct.* is NIfTI, which qnmixer cannot read: .* convert it to \.npy", line)
     assert done.seconds + cold.seconds < SECONDS
     assert {*os.listdir(tmp_path)} == {"a_file", "ct"}

@@ -311,7 +311,7 @@ def test_ctrl_c_ends_in_order(tmp_path: Path, offline_runs: OfflineRuns) -> None
     os.kill(process.pid, signal.SIGINT)
     _, stderr = process.communicate(timeout=200)
     assert stderr.startswith("interrupted after step ")
-    assert stderr.endswith(f", to go on: python -m qnmixer.train resume={folder}\n")
+    assert stderr.endswith(f", to resume: python -m qnmixer.train resume={folder}\n")
     assert process.returncode == 130
     assert record(folder)["status"] == "interrupted"
     assert "error" not in record(folder)
@@ -460,7 +460,7 @@ def test_finetuning_starts_from_the_weights_of_a_run(trained: Path, tmp_path: Pa
     ("override", "words"),
     [
         ("data.image_size=16", "was trained at data.image_size=32, this run has 16"),
-        ("model.n_iterations=3", "holds another network: set model.n_iterations=2"),
+        ("model.n_iterations=3", "holds another network: to build the same one, set model.n_iterations=2"),
         ("model.channels=4", "model.channels=8"),
     ],
 )
@@ -1107,8 +1107,8 @@ def test_slices_that_were_trained_on_are_told(ten: tuple[Path, list[str], str], 
         folder = tmp_path / f"evaluated_{number}"
         outcome = run("evaluate", f"run={tmp_path}/run", *words, "data.num_workers=0", f"hydra.run.dir={folder}")
         assert outcome.code == 0, outcome.stderr
-        assert "8 of the slices were trained on" in outcome.text
-        assert "8 of the slices were trained on" in (folder / "table.md").read_text()
+        assert "8 of the slices were used in training" in outcome.text
+        assert "8 of the slices were used in training" in (folder / "table.md").read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use the GPU here")

@@ -49,7 +49,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
     folder = tmp_path_factory.mktemp("compare")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "HYDRA"))}
     done = warm.run("-m", "qnmixer.train", "-m", *SWEEP, cwd=folder, env=environment)
-    assert "4 of 8 jobs did not end well" in done.stderr, done.stdout + done.stderr
+    assert "4 of 8 jobs failed" in done.stderr, done.stdout + done.stderr
     return folder / "sweep"
 
 
@@ -207,7 +207,7 @@ def test_one_line_for_what_is_not_there(sweep: Path, tmp_path: Path, monkeypatch
     for arguments, words in (
         (["sweep=nowhere"], "sweep=nowhere does not exist"),
         ([f"sweep={sweep}/0"], "is no sweep"),
-        ([], "sweep=latest: there is no sweep under"),
+        ([], "sweep=latest finds no sweep under"),
         ([f"sweep={sweep}", "tests=[as_traind]"], "did you mean as_trained?"),
         ([f"sweep={sweep}", "tests=[real]"], "give it as root=/path/to/slices"),
         ([f"sweep={sweep}", "root=nowhere"], "root=nowhere does not exist"),

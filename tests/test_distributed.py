@@ -100,7 +100,7 @@ def test_a_run_can_be_stopped(start: Start, number: signal.Signals, code: int) -
     os.kill(command.process.pid, number)
     ended, stderr, seconds = command.end()
     step = steps_kept(command)
-    line = f"interrupted after step {step}, to go on: python -m qnmixer.train resume=run\n"
+    line = f"interrupted after step {step}, to resume: python -m qnmixer.train resume=run\n"
     assert (ended, stderr) == (code, line)
     assert seconds < 20
     assert command.record()["status"] == "interrupted"
@@ -187,9 +187,9 @@ AT_ODDS = {
     "no common folder": (
         [],
         {},
-        "process 1 of 2, and each would make a run folder of its own: give all of them the same",
+        "process 1 of 2, and each would make its own run folder: give all of them the same",
     ),
-    "a sweep": (["-m", "seed=1,2"], {}, "a sweep starts processes of its own for each job"),
+    "a sweep": (["-m", "seed=1,2"], {}, "a sweep starts the processes of each job itself"),
     "one device": (["hydra.run.dir={}"], {}, "strategy=single, but 2 processes were started: choose strategy=ddp"),
     "too many": (
         ["hydra.run.dir={}", "strategy=ddp", "trainer.devices=4"],

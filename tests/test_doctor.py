@@ -51,7 +51,7 @@ def test_what_fails_has_its_mend_in_its_line_and_the_rest_is_skipped(tmp_path: P
     assert (code, stderr) == (1, "")
     (failed,) = [line for line in lines if line.startswith("FAIL")]
     assert failed.split()[1] == "devices"
-    assert "Mend: give the number of processes, as in trainer.devices=4" in failed
+    assert "Fix: give trainer.devices=4" in failed
     assert lines[-1].startswith("SKIP  training")
     assert "devices failed" in lines[-1]
 

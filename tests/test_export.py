@@ -130,7 +130,7 @@ def test_arguments_of_a_network_of_ones_own_are_pointed_out(tmp_path: Path, monk
 
 @pytest.mark.parametrize("what", ["pretrained", "my.safetensors"])
 def test_what_holds_weights_alone_is_refused(tmp_path: Path, what: str) -> None:
-    assert f"run={what} holds weights alone already" in refusal(f"run={what}", f"output={tmp_path}/a.safetensors")
+    assert f"run={what} is a weights file already" in refusal(f"run={what}", f"output={tmp_path}/a.safetensors")
 
 
 def test_other_weights_and_texts_are_not_overwritten(tmp_path: Path) -> None:
@@ -138,13 +138,13 @@ def test_other_weights_and_texts_are_not_overwritten(tmp_path: Path) -> None:
     card = output.with_suffix(".md")
     card.write_text("my notes")
     given = [f"run={folder}", f"output={output}"]
-    assert f"{card}, where the model card goes, is there already" in refusal(*given)
+    assert f"{card}, the place of the model card, exists already" in refusal(*given)
     card.unlink()
     for _ in range(2):  # the same weights again only make their card anew
         assert run(export, check, "export", *given)[0] == 0
     before = output.read_bytes()
     save(folder, *TINY, seed=1)
-    assert f"output={output} holds something else: remove it" in refusal(*given)
+    assert f"output={output} exists with other content: remove it" in refusal(*given)
     assert output.read_bytes() == before
 
 

@@ -24,7 +24,7 @@ def test_a_project_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
 @pytest.mark.parametrize("name", ["my_network.py", ".gitignore", "conf"])
 def test_nothing_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     (tmp_path / name).write_text("mine")
-    with pytest.raises(SystemExit, match=r"^error: .* is there already, and not empty: give a new folder$"):
+    with pytest.raises(SystemExit, match=r"^error: .* exists and is not empty: give a new folder$"):
         run(monkeypatch, str(tmp_path))
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]
 
@@ -32,6 +32,6 @@ def test_nothing_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("words", [[], ["a", "b"], ["--force"]])
 def test_one_folder_is_asked_for(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match=r"^error: give one folder, to be made: qnmixer-new my_project$"):
+    with pytest.raises(SystemExit, match=r"^error: give the name of one new folder: qnmixer-new my_project$"):
         run(monkeypatch, *words)
     assert not [*tmp_path.iterdir()]

@@ -150,11 +150,11 @@ def test_over_two_processes(here: Path, command: Callable[..., Done], strategy: 
     [
         (["loss._target_=nowhere.huber"], "loss._target_=nowhere.huber: there is no module nowhere"),
         (["loss._target_=huber"], "loss._target_=huber is not module.name"),
-        (["+loss.delat=3"], "loss.delat: own.huber does not take it, only delta"),
+        (["+loss.delat=3"], "loss.delat: own.huber has no such argument, only delta"),
         (["schedule._target_=own.Lion"], "schedule._target_=own.Lion is not a function (step, n_steps)"),
         (["model.target=own.MyNetwork"], "unknown key model.target: did you mean model._target_?"),
         (["loss.beta=1"], "unknown key loss.beta: did you mean loss._target_? An argument of your own takes a plus: +"),
-        (["+loss.delta=1"], "loss.delta is there already: leave out the + before it"),
+        (["+loss.delta=1"], "loss.delta exists already: leave out the + before it"),
     ],
 )
 def test_errors_are_one_line(command: Callable[..., Done], words: list[str], message: str) -> None:
@@ -191,7 +191,7 @@ def test_config_files_of_ones_own_are_options_like_others(
     assert misspelt.returncode == 1
     assert misspelt.stderr.startswith("error: unknown key loss.delat: ")
     nowhere = command_there("train", "--config-dir", "my_cnf")
-    assert nowhere.stderr.startswith("error: there is no folder of configs at my_cnf")
+    assert nowhere.stderr.startswith("error: no config folder at my_cnf")
 
 
 def test_a_run_of_ones_own_configs_is_resumed_with_them(with_configs: Path, command_there: Callable[..., Done]) -> None:

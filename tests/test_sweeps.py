@@ -58,7 +58,7 @@ def test_jobs_of_several_processes_follow_each_other(
         assert steps == [1, 2, 3, 4]  # of one job, once
 
     code, stdout, stderr = start(*sweep, folder=None, under=warm.under).outcome()
-    assert (code, stderr, stdout.count("done before")) == (0, "", 3)
+    assert (code, stderr, stdout.count("already done")) == (0, "", 3)
     assert len([*folder.rglob("offline-run-*/*.wandb")]) == 3
 
 
@@ -89,7 +89,7 @@ def test_a_bad_and_a_crashing_job_leave_the_others_alone(
     sweep = ["-m", "logger=wandb", "optimizer.lr=abc,1e30,1e-3", "hydra.launcher.jobs_at_once=2"]
     code, stdout, stderr = start(*sweep, "hydra.sweep.dir=sweep", folder=None, under=warm.under).outcome()
     assert code == 1
-    assert stderr.startswith("error: 2 of 3 jobs did not end well: 0, 1 (see sweep/sweep.md)")
+    assert stderr.startswith("error: 2 of 3 jobs failed: 0, 1 (see sweep/sweep.md)")
     assert len(stderr.splitlines()) == 1
     bad, crashed, done = jobs(tmp_path / "sweep")
     assert [bad["status"], crashed["status"], done["status"]] == ["failed", "failed", "done"]
@@ -126,7 +126,7 @@ def test_a_sweep_that_is_stopped_leaves_nothing_and_goes_on(
     code, stdout, stderr = command.outcome()
     stopped = json.loads((job / "results.json").read_text())
     if number == signal.SIGINT:
-        assert (code, stderr) == (130, "interrupted; the same command goes on with what is not done\n")
+        assert (code, stderr) == (130, "interrupted; the same command runs the jobs that are not done\n")
         assert "job 0 (seed=1): interrupted" in stdout
         assert [line["status"] for line in table(tmp_path / "sweep")] == ["interrupted", "not begun"]
     else:
@@ -157,7 +157,7 @@ def test_without_slurm_its_launcher_is_one_line(start: Start) -> None:
     code, _, stderr = start("-m", "hydra/launcher=slurm", "seed=1,2", folder=None).outcome()
     (line,) = stderr.splitlines()
     assert code == 1
-    assert line.startswith("error: hydra/launcher=slurm needs SLURM, and there is no srun here")
+    assert line.startswith("error: hydra/launcher=slurm needs SLURM, but this machine has no srun")
 
 
 @pytest.mark.long
@@ -166,7 +166,7 @@ def test_the_local_mode_of_submitit(start: Start, tmp_path: Path) -> None:
     sweep = ["-m", "hydra/launcher=submitit_local", "strategy=ddp", "trainer.devices=2", "optimizer.lr=1e-3,abc"]
     code, _, stderr = start(*sweep, "hydra.sweep.dir=sweep", folder=None).outcome()
     assert code == 1, stderr
-    assert stderr.splitlines()[-1].startswith("error: 1 of 2 jobs did not end well: 1 (see sweep/sweep.md)")
+    assert stderr.splitlines()[-1].startswith("error: 1 of 2 jobs failed: 1 (see sweep/sweep.md)")
     assert [line["status"] for line in table(tmp_path / "sweep")] == ["done", "failed"]
 
 
@@ -191,5 +191,5 @@ def test_jobs_that_an_experiment_is_fitted_to_are_done_once(warm: Warm, tmp_path
     for _ in range(2):
         done = warm.run("-m", "qnmixer.train", *words, cwd=tmp_path, env=dict(os.environ))
         assert done.returncode == 0, done.stderr
-    assert done.stdout.count("done before") == 2
+    assert done.stdout.count("already done") == 2
     assert sorted(path.name for path in (tmp_path / "sweep").glob("[0-9]*")) == ["0", "1"]

@@ -1,4 +1,4 @@
-"""The Hydra launcher of this repository; here, without an __init__.py beside it, is where Hydra looks for plugins."""
+"""The Hydra launcher of this repository. Hydra looks for plugins here, in a folder without an __init__.py."""
 
 import logging
 from collections.abc import Sequence
@@ -15,33 +15,33 @@ if TYPE_CHECKING:
 
 
 class ProcessLauncher(Launcher):
-    """Runs each job of a sweep in fresh processes, in a folder of its own, several at once where devices allow.
+    """Runs each job of a sweep in new processes and in its own folder; several at once if there are enough devices.
 
-    A job that fails gives the sweeper None, and the others go on: `qnmixer.sweeps.sweep` says at the end which did.
+    A failed job returns None to the sweeper, and the other jobs run. `qnmixer.sweeps.sweep` reports the failed jobs.
 
     Args:
-        jobs_at_once: at most so many; None: as many as there are GPUs for, and one at a time on a CPU.
+        jobs_at_once: at most this many. None: as many as there are GPUs for; on a CPU one at a time.
     """
 
     def __init__(self, jobs_at_once: int | None) -> None:
         self.jobs_at_once = jobs_at_once
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Called by the sweeper; a job finds its task by itself."""
+        """Called by the sweeper. Each job finds its task by itself."""
         self.context, self.config = hydra_context, config
-        logging.getLogger("optuna").setLevel(logging.WARNING)  # it tells on stderr what the lines of the jobs do
+        logging.getLogger("optuna").setLevel(logging.WARNING)  # it prints on stderr what the jobs' lines say already
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run these jobs, and wait for all of them."""
+        """Run these jobs and wait for all of them."""
         from qnmixer.config.compose import fitted
         from qnmixer.config.search_path import search_path_in
         from qnmixer.errors import ConfigError
-        from qnmixer.sweeps.jobs import Job, run_jobs  # only here: Hydra loads this file for every command
+        from qnmixer.sweeps.jobs import Job, run_jobs  # imported here, because Hydra loads this file for every command
         from qnmixer.sweeps.sweep import place_jobs
         from qnmixer.train import check
 
         if self.jobs_at_once is not None and (not isinstance(self.jobs_at_once, int) or self.jobs_at_once < 1):
-            raise ConfigError(f"hydra.launcher.jobs_at_once={self.jobs_at_once} is no number of jobs: give 1 or more")
+            raise ConfigError(f"hydra.launcher.jobs_at_once={self.jobs_at_once} must be at least 1")
         where = search_path_in([*self.config.hydra.overrides.hydra])
         jobs_fitted = [fitted("train", [*where, *overrides])[len(where) :] for overrides in job_overrides]
         configs = []

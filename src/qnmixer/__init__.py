@@ -1,4 +1,4 @@
-"""QN-Mixer for sparse-view CT reconstruction (nothing heavy is imported here: `--help` must not load torch)."""
+"""QN-Mixer for sparse-view CT reconstruction. This file imports nothing heavy: `--help` must not load torch."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -11,9 +11,9 @@ __all__ = ["load_pretrained"]
 
 
 def load_pretrained(run: str | Path = "pretrained", trust: Collection[str] = ()) -> "UnrolledNetwork[Any]":
-    """A trained network as a plain `torch.nn.Module`, on the CPU and in eval mode.
+    """Load a trained network as a plain `torch.nn.Module`, on the CPU and in eval mode.
 
-    `network.projector` is A of the scan that the network was trained for, and `network.projector.geometry` that scan.
+    `network.projector` is A of the scan that the network was trained for. `network.projector.geometry` is that scan.
 
         sinogram = network.projector(image)  # [B, 1, V, D] from [B, 1, H, W]: line integrals, value × mm
         image = network(sinogram)            # [B, 1, H, W] from [B, 1, V, D]
@@ -23,8 +23,8 @@ def load_pretrained(run: str | Path = "pretrained", trust: Collection[str] = ())
     HU = 3000 · image − 1000. The shipped network takes V, D = 64, 512 and gives H, W = 256, 256, 400 mm wide.
 
     Args:
-        run: the shipped weights by default; or a run folder of `qnmixer.train`, a checkpoint, a .safetensors file.
-        trust: modules, beside qnmixer's, whose classes the file may name.
+        run: a run folder of `qnmixer.train`, a checkpoint or a .safetensors file. Default: the shipped weights.
+        trust: modules outside qnmixer whose classes the file may name.
 
     Raises:
         CheckpointError: there are no weights, or the file cannot be read.

@@ -1,7 +1,7 @@
-"""Hold all methods of a sweep against each other, on the same slices.
+"""Compare all methods of a sweep on the same slices.
 
 python -m qnmixer.train -m experiment=compare_small                      # the sweep
-python -m qnmixer.compare sweep=latest                                   # table, picture and page of it
+python -m qnmixer.compare sweep=latest                                   # its table, picture and page
 python -m qnmixer.compare sweep=DIR tests=[as_trained,real] root=/path/to/ct
 """
 
@@ -16,7 +16,7 @@ from qnmixer.sweeps.sweep import find_sweep
 
 
 def compare(cfg: DictConfig) -> None:
-    """Print the tables of a comparison and leave everything of it in a folder."""
+    """Print the tables of a comparison and write its results into a folder."""
     config = parse_compare(cfg)
     sweep = find_sweep(config.sweep)
     print(f"comparing the jobs of {sweep} (loading PyTorch …)", flush=True)
@@ -26,19 +26,19 @@ def compare(cfg: DictConfig) -> None:
     from qnmixer.evaluation.comparison_report import write_comparison
 
     console = Console()
-    if not console.is_terminal:  # a log has no width of its own
+    if not console.is_terminal:  # rich would wrap a log at 80 columns
         console = Console(width=120)
     output = sweep / "comparison" if config.output is None else Path(config.output).expanduser()
     write_comparison(output, compare(config, sweep, output, console), config, console)
 
 
 def check(cfg: DictConfig) -> CompareConfig:
-    """The parsed config; raises UserError also for a sweep or slices that are not there."""
+    """Parse and check the config. Raises UserError also if the sweep or the slices do not exist."""
     config = parse_compare(cfg)
     find_sweep(config.sweep)
     if config.output is not None:
         output = Path(config.output).expanduser()
-        if not any((output / name).exists() for name in ("comparison.json", "evaluations")):  # those of a comparison
+        if not any((output / name).exists() for name in ("comparison.json", "evaluations")):  # an earlier comparison
             check_unused("output", output)
     if config.root is not None:
         check_there("root", config.root, "the folder that holds the slices")
@@ -47,7 +47,7 @@ def check(cfg: DictConfig) -> CompareConfig:
 
 
 def main() -> None:
-    """The command, also as `qnmixer-compare`, whose keys a shell can complete."""
+    """Run the command. It is also installed as `qnmixer-compare`, so that a shell can complete its keys."""
     cli.run(compare, check, "compare")
 
 

@@ -1,9 +1,9 @@
-"""Check a machine and a configuration before training: a line a check, with the mend for what failed.
+"""Check a machine and a configuration before training. Each check prints one line; a failed one says how to fix it.
 
 python -m qnmixer.doctor trainer.devices=4 strategy=ddp   # takes all overrides of qnmixer.train
 python -m qnmixer.doctor format=json                      # one object, for programs
 
-Exit code 0 when no check failed, 1 otherwise.
+The exit code is 0 if no check failed, 1 otherwise.
 """
 
 import json
@@ -18,7 +18,7 @@ from qnmixer.config.commands import parse_doctor
 
 
 def doctor(cfg: DictConfig) -> None:
-    """Run all checks, print each when it is done, and exit with 1 if one failed."""
+    """Run all checks, print each one when it is done, and exit with 1 if one failed."""
     from hydra.core.hydra_config import HydraConfig
 
     from qnmixer.checkup.checks import checkup
@@ -37,7 +37,7 @@ def doctor(cfg: DictConfig) -> None:
 
 
 def main() -> None:
-    """The command, also as `qnmixer-doctor`, whose keys a shell can complete."""
+    """Run the command. It is also installed as `qnmixer-doctor`, so that a shell can complete its keys."""
     cli.run(doctor, parse_doctor, "doctor")
 
 

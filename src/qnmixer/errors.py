@@ -1,21 +1,21 @@
-"""What a user can get wrong, as typed exceptions; `qnmixer.cli` turns each into one line.
+"""Errors that a user can fix, one type each. `qnmixer.cli` prints each as one line.
 
-Every message says what is wrong, where (file or key), and how to mend it. Plain Python: anything may import it.
+Every message says what is wrong, where (file or key), and how to fix it. Plain Python: any module may import it.
 """
 
 import signal
 
 
 class UserError(Exception):
-    """Something the user can mend. Its message is one line and is all that the user sees."""
+    """An error that the user can fix. Its message is one line. The user sees nothing else."""
 
 
 class ConfigError(UserError):
-    """An override or config value that is unknown, of the wrong type, or at odds with another."""
+    """An override or config value that is unknown, has the wrong type, or contradicts another one."""
 
 
 class PluginError(ConfigError):
-    """A class of the user's own that a config names, and that is not there or does not fit."""
+    """A class of the user that the config names, but that does not exist or does not fit."""
 
 
 class GeometryError(UserError):
@@ -23,36 +23,36 @@ class GeometryError(UserError):
 
 
 class DataError(UserError):
-    """Input files that are missing, unreadable, or not what they are said to be."""
+    """Input files that are missing, unreadable, or of another kind than expected."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is missing, of another program, or of another geometry or network."""
+    """A checkpoint that is missing, or was written by another program, or for another geometry or network."""
 
 
 class UnstableNetwork(UserError):
-    """A network whose untrained images are so far from the truth that it would not learn."""
+    """A network whose images before training are so far from the truth that it cannot learn."""
 
 
 class OutOfMemory(UserError):
-    """A training step that needs more memory than there is."""
+    """A training step that needs more memory than the device has."""
 
 
 class RankFailed(UserError):
-    """One of several processes that ended a run; says which, and why."""
+    """A rank that failed and ended the run. The message says which rank, and why."""
 
 
 class SweepFailed(UserError):
-    """Jobs of a sweep that failed; names each, and why."""
+    """Jobs of a sweep that failed. The message names each job, and why it failed."""
 
 
 class Stopped(KeyboardInterrupt):
-    """A run that somebody stopped. Its message is the line for the user.
+    """A run that was stopped by a signal. Its message is the line for the user.
 
     Args:
-        number: the signal; None where another rank had it.
+        number: the signal; None if another rank received it.
         line: the message.
-        together: all ranks end with this, at the same point.
+        together: all ranks end with this error, at the same step.
     """
 
     def __init__(self, number: int | None, line: str = "interrupted", together: bool = False) -> None:
@@ -62,6 +62,6 @@ class Stopped(KeyboardInterrupt):
 
 
 def first_line(error: BaseException | str) -> str:
-    """What there is room for in a line: the first one of a message, or what kind of error it is where there is none."""
+    """The first line of a message; the type of the error if the message is empty."""
     text = str(error).strip()
     return text.splitlines()[0] if text else "" if isinstance(error, str) else type(error).__name__

@@ -18,7 +18,7 @@ from qnmixer.weights import check_weights
 
 
 def evaluate(cfg: DictConfig) -> None:
-    """Print the table of one evaluation and leave it, with picture and figures per image, in a folder."""
+    """Print the table of one evaluation, and write table, picture and scores per image into a folder."""
     print(f"evaluating {cfg.run} (loading PyTorch …)", flush=True)
     from hydra.core.hydra_config import HydraConfig
 
@@ -27,12 +27,12 @@ def evaluate(cfg: DictConfig) -> None:
     hydra_config = HydraConfig.get()
     folder = Path(hydra_config.runtime.output_dir)
     with run_lock(folder):
-        check_unused("hydra.run.dir", folder)  # two that start in the same second have the same one
+        check_unused("hydra.run.dir", folder)  # two evaluations that start in the same second get the same folder
         evaluate_run(parse_evaluate(cfg), folder, list(hydra_config.overrides.task))
 
 
 def check(cfg: DictConfig) -> EvaluateConfig:
-    """The parsed config; raises UserError also for a run or slices that are not there."""
+    """Parse and check the config. Raises UserError also if the run or the slices do not exist."""
     config = parse_evaluate(cfg)
     check_weights("run", config.run)
     if isinstance(config.data, DataConfig):
@@ -41,7 +41,7 @@ def check(cfg: DictConfig) -> EvaluateConfig:
 
 
 def into_new_folder(overrides: list[str]) -> list[str]:
-    """The overrides as they are. Raises ConfigError where `hydra.run.dir=` names a folder that holds files."""
+    """Return the overrides unchanged. Raises ConfigError if `hydra.run.dir=` names a folder that holds files."""
     if not any(override.startswith("-") for override in overrides):
         folder = folder_of(overrides, "evaluate")
         if folder is not None:
@@ -50,7 +50,7 @@ def into_new_folder(overrides: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """The command, also as `qnmixer-evaluate`, whose keys a shell can complete."""
+    """Run the command. It is also installed as `qnmixer-evaluate`, so that a shell can complete its keys."""
     cli.run(evaluate, check, "evaluate", complete=into_new_folder)
 
 

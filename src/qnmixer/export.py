@@ -1,10 +1,10 @@
-"""Write the weights of a run into one small file to hand on, and a model card beside it.
+"""Write the weights of a run into one small file for other people, with a model card beside it.
 
 python -m qnmixer.export run=runs/DIR output=my.safetensors              # and my.md
 python -m qnmixer.evaluate run=runs/DIR data=dicom data.root=/path/to/ct hydra.run.dir=runs/DIR/evaluation_ct
 
-Every table of these weights in the run's folder comes onto their card, under its folder's name below it
-(evaluation_ct), which whoever gets the card can read.
+The card shows every evaluation table of these weights that lies in the run folder. The heading of a table is the name
+of its folder (here evaluation_ct). Everyone who gets the card can read that name.
 """
 
 from pathlib import Path
@@ -19,23 +19,23 @@ from qnmixer.weights import PRETRAINED, SUFFIX
 
 
 def export(cfg: DictConfig) -> None:
-    """Write weights and card."""
+    """Write the weights and the card."""
     from qnmixer.checkpoints.export import export_run
 
     export_run(parse_export(cfg))
 
 
 def check(cfg: DictConfig) -> ExportConfig:
-    """The parsed config; raises UserError also for a run that is not there, or has been exported."""
+    """Parse and check the config. Raises UserError also if the run does not exist or is an exported file."""
     config = parse_export(cfg)
     if config.run == PRETRAINED or Path(config.run).suffix == SUFFIX:
-        raise ConfigError(f"run={config.run} holds weights alone already: give the run folder that they come from")
+        raise ConfigError(f"run={config.run} is a weights file already: give the run folder that it was exported from")
     check_there("run", config.run, "a run folder of qnmixer.train, or a checkpoint")
     return config
 
 
 def main() -> None:
-    """The command, also as `qnmixer-export`, whose keys a shell can complete."""
+    """Run the command. It is also installed as `qnmixer-export`, so that a shell can complete its keys."""
     cli.run(export, check, "export")
 
 

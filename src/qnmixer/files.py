@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Write files completely or not at all."""
 
 import hashlib
 import json
@@ -33,10 +33,10 @@ def is_open_to_all(folder: Path) -> bool:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file beside path; it takes path's place when the block ends well and is removed when it fails.
+    """Open a temporary file beside `path`. It replaces `path` if the block succeeds, and is deleted if the block fails.
 
     Raises:
-        OSError: as on a full disk; path is then as it was before.
+        OSError: for example if the disk is full. Then `path` is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name[:64]}.{uuid.uuid4().hex}.tmp")
@@ -44,65 +44,65 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
         with temporary.open("xb") as stream:
             yield stream
             stream.flush()
-            os.fsync(stream.fileno())
+            os.fsync(stream.fileno())  # else a power failure can leave an empty file under the final name
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether a name is one that `atomic_file` makes, which a killed process may have left."""
+    """Whether a name is one of `atomic_file`. A killed process may leave such files."""
     return _TEMPORARY.fullmatch(path.name) is not None
 
 
 def check_unused(key: str, folder: Path) -> None:
-    """Raise ConfigError where the folder that a key gives holds files: results are never written over others.
+    """Raise ConfigError if the folder of this key holds files: results never overwrite other results.
 
-    What Hydra, the run lock and a sweep put there before a run does not count.
+    The files that Hydra, the run lock and a sweep write before a run do not count.
     """
     if folder.is_dir():
         left = (path.name for path in folder.iterdir() if not is_temporary(path))
         found = sorted(name for name in left if name not in (".hydra", ".lock", "output.log"))
         if found:
-            raise ConfigError(f"{key}={folder} holds {found[0]} already: give a new folder, or empty that one")
+            raise ConfigError(f"{key}={folder} holds {found[0]} already: give a new folder, or empty this one")
 
 
 def digest(what: Any, length: int = 16, sort_keys: bool = False) -> str:
-    """The first digits of the SHA-256 of what JSON can hold. Caches on disk are named by it, so its form stays."""
+    """The first digits of the SHA-256 of a JSON value. Caches on disk have such names, so the form must not change."""
     return hashlib.sha256(json.dumps(what, sort_keys=sort_keys).encode()).hexdigest()[:length]
 
 
 def digest_of_bytes(data: bytes | memoryview) -> int:
-    """A number below 2^56, and so one that an int64 tensor holds, that tells changed bytes and finds equal ones."""
+    """A hash below 2^56, so that an int64 tensor can hold it. Changed bytes give another number."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest())
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file, whole or not at all. Of names that are not UTF-8, the bytes in question become "?"."""
+    """Write a text file completely or not at all. Bytes of file names that are not UTF-8 become "?"."""
     with atomic_file(path) as stream:
         stream.write(text.encode(errors="replace"))
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """A JSON file of keys and values that `write_text` wrote. Raises DataError where it is damaged."""
+    """Read a JSON object that `write_text` wrote. Raises DataError if it is damaged."""
     try:
         record = json.loads(path.read_text())
     except ValueError:
         record = None
     if not isinstance(record, dict):
-        raise DataError(f"{path} is damaged or of another program: give another folder, or write it again")
+        raise DataError(f"{path} is damaged, or another program wrote it: give another folder, or write it again")
     return record
 
 
 def replace(new: Path, path: Path) -> None:
-    """Put a file or folder in the place of another, of either kind.
+    """Replace a file or folder by another one, of either kind.
 
     A folder is replaced in two steps. Between them only `path.before` exists, which `newest_complete` returns.
     """
     before = path.with_name(path.name + BEFORE_SUFFIX)
     if path.is_dir() or (new.is_dir() and path.exists()):
         remove(before)
-        path.rename(before)
+        path.rename(before)  # os.replace cannot replace a folder that holds files
     os.replace(new, path)
     remove(before)
 
@@ -114,7 +114,7 @@ def newest_complete(path: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or folder that may be there."""
+    """Remove a file or folder if it exists."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -122,24 +122,24 @@ def remove(path: Path) -> None:
 
 
 def last_change(*paths: Path) -> float:
-    """When one of some files was last written, as the system counts seconds; one of them must be there."""
+    """The time when one of these files was last written, in seconds since 1970. At least one must exist."""
     return max(path.stat().st_mtime for path in paths if path.exists())
 
 
 def check_there(key: str, path: str, what: str) -> None:
-    """Raise DataError where there is nothing at the path that a key gives; `what` is to be there."""
+    """Raise DataError if the path of this key does not exist. `what` says what it should be."""
     try:
         there = path != "" and Path(path).expanduser().exists()
-    except OSError:  # too long a name
+    except OSError:  # the name is too long
         there = False
     if not there:
         raise DataError(f"{key}={path if len(path) < 200 else f'{path[:60]}…'} does not exist: give {what}")
 
 
 def check_no_nifti(key: str, path: str) -> None:
-    """Raise DataError for a NIfTI file, and for a folder that holds nothing else, before anything is loaded."""
+    """Raise DataError for a NIfTI file, or for a folder that holds only NIfTI files, before anything is loaded."""
     place = Path(path).expanduser()
-    # A generator: of a folder of anything else, one file is looked at.
+    # A generator, so that a folder with other files costs a look at one file only.
     inside = (Path(folder) / name for folder, _, names in os.walk(place) for name in sorted(names))
     first = None
     for file in [place] if place.is_file() else inside:
@@ -148,6 +148,6 @@ def check_no_nifti(key: str, path: str) -> None:
         first = first or file
     if first is not None:
         raise DataError(
-            f"{key}={path} is NIfTI, which is not read here: give the DICOM that it was made from, or convert it to "
+            f"{key}={path} is NIfTI, which qnmixer cannot read: give its original DICOM files, or convert it to "
             f".npy in HU: numpy.save('ct.npy', nibabel.load('{first.name}').get_fdata(dtype='float32').T)"
         )

@@ -1,4 +1,4 @@
-"""Start a project of your own: a network, its config and an experiment in a new folder, ready to train.
+"""Start your own project: a network, its config and an experiment in a new folder, ready to train.
 
 python -m qnmixer.new my_project
 """
@@ -14,11 +14,11 @@ TEMPLATE = Path(__file__).parent / "template"
 
 
 def new(folder: Path) -> None:
-    """Write the files of a project. Raises ConfigError, before the first is written, for a folder that has any."""
+    """Write the files of a project. Raises ConfigError before it writes anything if the folder holds files."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is there already, and not empty: give a new folder")
+        raise ConfigError(f"{folder} exists and is not empty: give a new folder")
     for path in sorted(TEMPLATE.rglob("*")):
-        if path.is_file() and path.suffix != ".pyc":  # pip compiles the network
+        if path.is_file() and path.suffix != ".pyc":  # pip compiles the template's network on install
             target = folder / path.relative_to(TEMPLATE)
             target.parent.mkdir(parents=True, exist_ok=True)
             with target.open("x") as stream:
@@ -34,7 +34,7 @@ def main() -> None:
         return
     try:
         if len(words) != 1 or words[0].startswith("-"):
-            raise ConfigError("give one folder, to be made: qnmixer-new my_project")
+            raise ConfigError("give the name of one new folder: qnmixer-new my_project")
         new(Path(words[0]))
     except (ConfigError, OSError) as error:
         sys.exit(f"error: {cli.explain(error, 'train') or error}")

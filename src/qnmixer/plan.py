@@ -1,4 +1,4 @@
-"""Tell what a training run would need of its device, before it is started; no GPU is needed for it.
+"""Estimate the memory that a training run needs, before it starts. No GPU is needed for it.
 
 python -m qnmixer.plan                                        # the default run, by memory mode, precision and batch
 python -m qnmixer.plan experiment=paper_aapm device=V100-32   # takes all overrides of qnmixer.train
@@ -19,7 +19,7 @@ def plan(cfg: DictConfig) -> None:
 
 
 def main() -> None:
-    """The command, also as `qnmixer-plan`, whose keys a shell can complete."""
+    """Run the command. It is also installed as `qnmixer-plan`, so that a shell can complete its keys."""
     cli.run(plan, parse_plan, "plan")
 
 

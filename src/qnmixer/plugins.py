@@ -1,7 +1,7 @@
-"""Classes and functions that a config names as `module.name`: of this package, of an installed one or of a file here.
+"""Import classes and functions that a config names as `module.name`: of qnmixer, an installed package or a user's file.
 
-A checkpoint names them too, and brings no code along: what is run is this machine's, and only what is the kind that is
-asked for.
+A checkpoint also names them, but contains no code. Only code on this machine runs, and only if it is of the expected
+kind.
 """
 
 import importlib
@@ -18,25 +18,25 @@ from qnmixer.errors import PluginError, first_line
 
 @dataclass(frozen=True)
 class Kind:
-    """What a target must be; `fits` is asked of whatever its name stands for."""
+    """A kind of target, such as a loss. `fits` checks an imported object."""
 
     what: str
     fits: Callable[[Any], bool]
 
 
 class Section(Protocol):
-    """A section of the config that names a target, see `qnmixer.config.target.Target`."""
+    """A config section that names a target; see `qnmixer.config.target.Target`."""
 
     group: ClassVar[str]
     _target_: str
 
     def keywords(self) -> dict[str, Any]:
-        """What the target is called with by name."""
+        """The keyword arguments of the target."""
         ...
 
 
 def subclass_of(base: type, name: str, but: str = "") -> Kind:
-    """Classes that can be built and derive from `base`, which users know by `name`."""
+    """The kind of classes that can be built and derive from `base`. Messages call the base `name`."""
 
     def fits(it: Any) -> bool:
         return isinstance(it, type) and issubclass(it, base) and not inspect.isabstract(it)
@@ -45,7 +45,7 @@ def subclass_of(base: type, name: str, but: str = "") -> Kind:
 
 
 def check_plugin(key: str, target: str) -> None:
-    """Raise PluginError where the module of `key=target` cannot be found; only packages on the way to it are run."""
+    """Raise PluginError if the module of `key=target` does not exist. Imports only the packages around the module."""
     module, _, name = target.rpartition(".")
     if not module or not name.isidentifier():
         raise PluginError(f"{key}={target} is not module.name: give for example {key}=my_file.MyClass")
@@ -53,7 +53,7 @@ def check_plugin(key: str, target: str) -> None:
         sys.path.append(os.getcwd())
     try:
         found = importlib.util.find_spec(module) is not None
-    except Exception:  # a package on the way to it is not there, or does not load
+    except Exception:  # a package that contains it is missing, or fails to import
         found = False
     if not found:
         raise PluginError(
@@ -63,28 +63,28 @@ def check_plugin(key: str, target: str) -> None:
 
 
 def module_of(target: str) -> str:
-    """The module that a target lies in."""
+    """The module of a target."""
     return target.rpartition(".")[0]
 
 
 def is_trusted(target: str, trust: Collection[str]) -> bool:
-    """Whether a target that a file names may be imported: of this package, of Lightning, or of a module in `trust`."""
+    """Whether a target that a file names may be imported: it is in qnmixer, Lightning or a module in `trust`."""
     module = module_of(target)
     return any(module == name or module.startswith(f"{name}.") for name in ("qnmixer", "lightning.pytorch", *trust))
 
 
 def trust_words(targets: Iterable[str]) -> list[str]:
-    """The override that allows these targets, as a command line needs it for a file that names them; [] for none."""
+    """The `trust=` override for a file that names these targets, as a list; [] if none is needed."""
     modules = sorted({module_of(target) for target in targets if not is_trusted(target, ())})
     return [f"trust={modules[0]}" if len(modules) == 1 else f"trust=[{','.join(modules)}]"] if modules else []
 
 
 def check_trusted(source: str, targets: Mapping[str, str], trust: Collection[str]) -> None:
-    """Raise PluginError for the first target of a file that the user did not allow on this command line.
+    """Raise PluginError for the first target of a file that this command line does not allow.
 
     Args:
         source: the file, for the message.
-        targets: what the file names, by key.
+        targets: the targets that the file names, by key.
         trust: modules that the user named.
     """
     for key, target in targets.items():
@@ -96,13 +96,13 @@ def check_trusted(source: str, targets: Mapping[str, str], trust: Collection[str
 
 
 def load_plugin(key: str, target: str, kind: Kind) -> Any:
-    """What `key=target` names; PluginError where it is not there, does not load or is not of the kind."""
+    """Import the target of `key=target`. Raises PluginError if this fails, or if the target is of another kind."""
     check_plugin(key, target)
     module, _, name = target.rpartition(".")
     try:
         loaded = importlib.import_module(module)
-    except Exception as error:  # whatever somebody's module does when it is imported
-        raise PluginError(f"{key}={target}: {module} does not load ({first_line(error)})") from error
+    except Exception as error:  # a user's module can raise anything when it is imported
+        raise PluginError(f"{key}={target}: importing {module} fails ({first_line(error)})") from error
     if not hasattr(loaded, name):
         raise PluginError(f"{key}={target}: there is no {name} in {getattr(loaded, '__file__', module)}")
     found = getattr(loaded, name)
@@ -112,13 +112,13 @@ def load_plugin(key: str, target: str, kind: Kind) -> Any:
 
 
 def build(section: Section, kind: Kind, *args: Any, offered: Mapping[str, Any] | None = None, **ours: Any) -> Any:
-    """What a section of the config names, built from its keys: as `make_plugin`, which says what is raised."""
+    """Build the target of a config section from the section's keys. Raises as `make_plugin` does."""
     key, keywords = f"{section.group}._target_", section.keywords()
     return make_plugin(key, section._target_, kind, *args, arguments=keywords, offered=offered, **ours)
 
 
 def load(section: Section, kind: Kind) -> Any:
-    """The class or function that a section of the config names, as `load_plugin` has it."""
+    """Import the class or function that a config section names, as `load_plugin` does."""
     return load_plugin(f"{section.group}._target_", section._target_, kind)
 
 
@@ -131,15 +131,15 @@ def make_plugin(
     offered: Mapping[str, Any] | None = None,
     **ours: Any,
 ) -> Any:
-    """An object of the class that `key=target` names.
+    """Build an object of the class that `key=target` names.
 
     Args:
         key, target, kind: as in `load_plugin`.
-        args, ours: what this program gives to every class of the kind.
-        arguments: the user's own, from the same section of the config.
-        offered: what this program gives to those classes that take it, by its name.
+        args, ours: arguments that every class of the kind gets from qnmixer.
+        arguments: the user's own, from the same config section.
+        offered: optional arguments by name. A class gets those that it has a parameter for.
 
-    Raises PluginError where the class does not take them.
+    Raises PluginError if the class does not take them.
     """
     cls = load_plugin(key, target, kind)
     ours |= taken(cls, {name: value for name, value in (offered or {}).items() if name not in (arguments or {})})
@@ -148,10 +148,10 @@ def make_plugin(
 
 
 def taken(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Of what is offered, what a function or class has a parameter for."""
+    """The offered arguments that a function or class has a parameter for."""
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some that are written in C have none
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return {}
     return {name: value for name, value in offered.items() if name in parameters}
 
@@ -164,10 +164,10 @@ def check_call(
     ours: Mapping[str, Any],
     arguments: Mapping[str, Any],
 ) -> None:
-    """Raise PluginError, naming the key, where a call `function(*args, **ours, **arguments)` cannot be."""
+    """Raise PluginError, naming the key, if `function(*args, **ours, **arguments)` does not fit the signature."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some that are written in C have none
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return
     section, parameters = key.rpartition(".")[0], [*signature.parameters.values()]
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -175,10 +175,10 @@ def check_call(
         own = [name for name in named if name not in ours]
         for name in arguments:
             if name not in own:
-                takes = f"only {', '.join(own)}" if own else "no argument of its own"
-                raise PluginError(f"{section}.{name}: {target} does not take it, {takes}")
+                takes = f"only {', '.join(own)}" if own else "and takes none"
+                raise PluginError(f"{section}.{name}: {target} has no such argument, {takes}")
     try:
         signature.bind(*args, **ours, **arguments)
     except TypeError as error:
         hint = f": give it as +{section}.NAME=VALUE" if key.endswith("._target_") and "missing" in str(error) else ""
-        raise PluginError(f"{key}={target} does not take what it is given: {first_line(error)}{hint}") from error
+        raise PluginError(f"{key}={target} does not take these arguments: {first_line(error)}{hint}") from error

@@ -1,4 +1,4 @@
-"""Put slices or measured sinograms through a trained network.
+"""Reconstruct slices or measured sinograms with a trained network.
 
 python -m qnmixer.reconstruct run=runs/DIR input=/path/to/dicom output=out        # simulates the sparse views
 python -m qnmixer.reconstruct run=runs/DIR input=scan.npy output=out kind=sinograms
@@ -20,24 +20,24 @@ def reconstruct(cfg: DictConfig) -> None:
     print(f"reconstructing {cfg.input} by {cfg.run} (loading PyTorch …)", flush=True)
     from qnmixer.inference.reconstruct import reconstruct_input
 
-    reconstruct_input(check(cfg))  # a sweep does not check its jobs
+    reconstruct_input(check(cfg))  # checked here as well: a sweep does not check its jobs
 
 
 def check(cfg: DictConfig) -> ReconstructConfig:
-    """The parsed config; raises UserError also for a run or an input that is not there, and an output in use."""
+    """Parse and check the config. Raises UserError also if the run or input is missing, or if the output is in use."""
     config = parse_reconstruct(cfg)
     check_weights("run", config.run)
     check_there("input", config.input, "a file or folder of DICOM, .npy or 16-bit PNG")
     check_no_nifti("input", config.input)
     input_, output = (Path(path).expanduser().resolve() for path in (config.input, config.output))
-    if input_.is_dir() and output.is_relative_to(input_):  # the next call would take its results for slices
+    if input_.is_dir() and output.is_relative_to(input_):  # the next call would read these results as input slices
         raise ConfigError(f"output={config.output} lies in input={config.input}: give a folder outside of it")
     check_unused("output", Path(config.output))
     return config
 
 
 def main() -> None:
-    """The command, also as `qnmixer-reconstruct`, whose keys a shell can complete."""
+    """Run the command. It is also installed as `qnmixer-reconstruct`, so that a shell can complete its keys."""
     cli.run(reconstruct, check, "reconstruct")
 
 

@@ -1,4 +1,4 @@
-"""A network with its scan and its noise, from a checked config.
+"""A network with its scan and its noise, built from a checked config.
 
 Plain torch: training, evaluation, inference and the plan are built on it.
 """
@@ -23,7 +23,7 @@ from qnmixer.plugins import build, load, make_plugin, subclass_of
 
 AUTOCAST = {"32": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
-# Training, validation and test draw their noise from streams of their own.
+# Training, validation and test draw their noise from different random streams.
 STREAMS = {"train": 0, "val": 1, "test": 2}
 
 NETWORK = subclass_of(UnrolledNetwork, "qnmixer.models.UnrolledNetwork")
@@ -40,12 +40,12 @@ class Batch(TypedDict):
     hu_offset: Tensor  # [B]
     hu_scale: Tensor  # [B]
     sample: Tensor  # [B], int64: epoch · length + index; on the host in training and evaluation
-    weight: Tensor  # [B], what each counts for; 0 for one that only fills the batch
+    weight: Tensor  # [B], weight in the loss; 0 for a sample that only fills the batch
     name: list[str]
 
 
 class Reconstructor(nn.Module):
-    """A network with its scan and its noise, as a config says: x → A x + noise → y → x_T."""
+    """A network with its scan and its noise, as the config says: x → A x + noise → y → x_T."""
 
     def __init__(self, config: Config, projector: FanBeamProjector | None = None) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Reconstructor(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the scan's matrices are, and so all that is computed with them."""
+        """The device of the scan's matrices, where everything that uses them is computed."""
         return next(self.projector.buffers()).device
 
     def forward(self, y: Tensor) -> Tensor:
@@ -66,24 +66,24 @@ class Reconstructor(nn.Module):
 
     @torch.no_grad()
     def measure(self, batch: Batch, stream: str) -> Tensor:
-        """The noisy sinogram y [B, 1, V, D] of a batch; the same for a sample whatever the batch, rank or device.
+        """The noisy sinogram y [B, 1, V, D] of a batch. A sample's noise does not depend on the batch, rank or device.
 
-        One that a scanner or the loader has measured has its noise already.
-
-        It is that of the fine images where there are any, so that no sinogram comes from the network's own matrix.
+        A sinogram that the loader simulated, or a scanner measured, already has its noise. With fine images, y is
+        simulated from them. Then no sinogram comes from the matrix that the network uses.
         """
         if "sinogram" in batch:
             return batch["sinogram"]
         if self.config.debug.name == "overfit" and stream == "val":
-            stream = "train"  # the same slices are to be the same measurements
+            stream = "train"  # the same slices must give the same measurements
         keys = [(self.config.seed, STREAMS[stream], sample) for sample in batch["sample"].tolist()]
         return self.noise(self.project(batch["image"], batch.get("fine")), keys)
 
     def project(self, image: Tensor, fine: Tensor | None = None) -> Tensor:
-        """A x [B, 1, V, D] of images [B, 1, S, S], or rather, where there are any, of the same finer [B, 1, f·S, f·S].
+        """A x [B, 1, V, D] of images [B, 1, S, S], or of the same images on the finer grid [B, 1, f·S, f·S] if given.
 
-        One by one, as a product of more columns rounds otherwise, and the last bit can decide which photon counts noise
-        draws. The finer matrix, A alone, is built when the first are seen; it is no part of checkpoints.
+        Images are projected one at a time: a product with more columns rounds differently, and the last bit can change
+        the photon counts that the noise draws. The finer matrix (A only) is built at its first use and is not part of
+        checkpoints.
         """
         if fine is None:
             return torch.cat([self.projector(x) for x in image.split(1)])
@@ -124,12 +124,12 @@ def sample_measurement(config: Config) -> SampleMeasurement | None:
 
 
 def to_hu(batch: Batch, image: Tensor) -> Tensor:
-    """HU of images [B, 1, H, W] by the scaling of their slices."""
+    """HU of images [B, 1, H, W], from the scaling of their slices."""
     return batch["hu_offset"][:, None, None, None] + batch["hu_scale"][:, None, None, None] * image
 
 
 def build_geometry(config: Config) -> FanBeamGeometry:
-    """The scan; raises GeometryError where it is impossible."""
+    """Build the scan. Raises GeometryError if it is impossible."""
     g = config.geometry
     half_step = 0.5 * g.angle_span / g.n_views
     try:
@@ -146,20 +146,20 @@ def build_geometry(config: Config) -> FanBeamGeometry:
             beam=g.beam,
             detector_offset=g.detector_offset,
         )
-    except GeometryError as error:  # it names its argument; the key on the command line has the group too
+    except GeometryError as error:  # it names its argument; on the command line the group comes first
         raise GeometryError(f"geometry.{error}") from error
 
 
 def build_projector(config: Config) -> FanBeamProjector:
-    """A, Aᵀ and FBP of the scan."""
+    """Build A, Aᵀ and FBP of the scan."""
     return FanBeamProjector(build_geometry(config), fbp_filter=config.geometry.fbp_filter)
 
 
 def build_network(config: Config, projector: FanBeamProjector) -> UnrolledNetwork[Any]:
-    """The network that `model` names. Raises PluginError for one that does not fit.
+    """Build the network that `model` names. Raises PluginError for one that does not fit.
 
-    A part that is a target itself, such as a regulariser, is handed over as what builds it. A network with an argument
-    `variance` is given what tells the noise of each ray of a sinogram.
+    A part that is itself a target, such as a regulariser, is passed as a function that builds it. A network with an
+    argument `variance` gets a function from a sinogram to the noise variance of each ray.
     """
     model = config.model
     parts: dict[str, Any] = {
@@ -171,21 +171,21 @@ def build_network(config: Config, projector: FanBeamProjector) -> UnrolledNetwor
         model, NETWORK, projector, offered={"variance": partial(_variance, config)}, **parts
     )
     if isinstance(model, LearnedConfig) and not any(p.requires_grad for p in network.parameters()):
-        raise PluginError(f"model._target_={model._target_} has no weights to train: give it some")
+        raise PluginError(f"model._target_={model._target_} has no weights to train: give it an nn.Parameter")
     return network
 
 
 def _variance(config: Config, y: Tensor) -> Tensor:
-    """Of the noise that the config names now: an evaluation may name another than training did."""
+    """The variance under the current noise of the config: an evaluation may use another noise than training."""
     return build_noise(config).variance(y)
 
 
 def method_name(config: Config) -> str:
-    """What tables and pictures call the network that `model` names."""
+    """The name of the network in tables and pictures."""
     return load(config.model, NETWORK).title
 
 
 def build_noise(config: Config) -> KeyedNoise:
-    """The measurement noise that `noise` names. Raises PluginError for one that does not fit."""
+    """Build the measurement noise that `noise` names. Raises PluginError for one that does not fit."""
     noise: KeyedNoise = build(config.noise, NOISE, offered={"hu_max": config.data.hu_max})
     return noise

@@ -1,6 +1,6 @@
-"""Which build of torch has kernels for this machine's GPUs: `make install` runs this file, training and doctor ask it.
+"""Find the build of torch that has kernels for this machine's GPUs. `make install`, training and doctor use it.
 
-It runs before anything is installed: standard library only, nothing of qnmixer.
+This file runs before anything is installed: it imports the standard library only, and nothing of qnmixer.
 """
 
 import os
@@ -14,14 +14,14 @@ from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 
 TORCH = "2.13.0"
-"""The version of requirements.lock. From 2.15 on torch plans no cu126: raising this then ends V100 and Pascal."""
+"""The version of requirements.lock. torch plans no cu126 from 2.15 on: a newer version would end V100 and Pascal."""
 
 INDEX = "https://download.pytorch.org/whl"
 
 
 @dataclass(frozen=True)
 class Build:
-    """One build of torch: the architectures it has kernels for, and the oldest NVIDIA driver it runs with."""
+    """One build of torch: the architectures that it has kernels for, and the oldest NVIDIA driver that runs it."""
 
     name: str
     driver: str
@@ -30,7 +30,7 @@ class Build:
 
 
 _CU130, _CU126 = ("cu130", "580"), ("cu126", "525.60.13")
-# The newest CUDA first: where several builds fit, the first one is taken. Architectures: pytorch/pytorch PR 182849;
+# The newest CUDA comes first: the first build that fits is taken. Architectures: pytorch/pytorch PR 182849;
 # drivers: NVIDIA's release notes. Training asks the installed torch itself (get_arch_list).
 BUILDS = {
     "x86_64": (
@@ -43,7 +43,7 @@ BUILDS = {
     ),
 }
 ON_PYPI = "cu130"
-"""The build that PyPI holds for Linux. macOS has one build, there too, for the CPU."""
+"""The build that PyPI holds for Linux. PyPI also holds the only build for macOS, which is for the CPU."""
 
 CHOICES = (ON_PYPI, "cu126", "cpu")
 
@@ -54,7 +54,7 @@ class NoBuildError(Exception):
 
 @dataclass(frozen=True)
 class GPU:
-    """Compute capability, as (7, 0), and driver version of one NVIDIA GPU; None: the driver is not known."""
+    """One NVIDIA GPU: its compute capability, as (7, 0), and its driver version; None if the driver is not known."""
 
     capability: tuple[int, int]
     driver: str | None
@@ -66,8 +66,9 @@ class GPU:
 def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
     """Whether a build for these architectures runs on a GPU of this compute capability.
 
-    Machine code runs on its own minor version and later ones of the same major, PTX on everything later. A name that
-    ends in a letter is for that one GPU (a) or family (f) alone.
+    Machine code runs on its own minor version and on later ones of the same major version. PTX runs on all later
+    versions.
+    A name that ends in a letter is for one GPU (a) or one family (f) only.
     """
     for name in architectures:
         digits = re.sub(r"\D", "", name)
@@ -84,7 +85,7 @@ def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
 
 
 def visible_gpus() -> list[GPU]:
-    """NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves; none without nvidia-smi.
+    """The NVIDIA GPUs that CUDA_VISIBLE_DEVICES allows; none without nvidia-smi.
 
     Raises NoBuildError if nvidia-smi fails or does not know the compute capability.
     """
@@ -95,7 +96,7 @@ def visible_gpus() -> list[GPU]:
     for line in _query("compute_cap,driver_version"):
         capability, _, driver = line.partition(",")
         if not re.fullmatch(r"\d+\.\d+", capability.strip()):
-            raise NoBuildError(f"nvidia-smi gives {line!r} and no compute capability: update the driver")
+            raise NoBuildError(f"nvidia-smi prints {line!r}, which has no compute capability: update the driver")
         major, minor = capability.strip().split(".")
         gpus.append(GPU((int(major), int(minor)), driver.strip() or None))
     if visible is None or len(set(gpus)) < 2:
@@ -104,7 +105,7 @@ def visible_gpus() -> list[GPU]:
 
 
 def _query(fields: str) -> list[str]:
-    """What nvidia-smi says of each GPU."""
+    """What nvidia-smi prints for each GPU."""
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -122,10 +123,10 @@ def _query(fields: str) -> list[str]:
 
 
 def _chosen(gpus: list[GPU], visible: list[str]) -> list[GPU]:
-    """Those of unlike GPUs that CUDA_VISIBLE_DEVICES names, by number or UUID; all where the order is not known."""
+    """The GPUs that CUDA_VISIBLE_DEVICES names, by number or UUID; all of them if the order is not known."""
     words = [word.strip() for word in visible]
     if all(word.isdigit() for word in words):
-        # By default CUDA counts the fastest GPU first, but nvidia-smi counts by bus.
+        # CUDA numbers the fastest GPU first by default, but nvidia-smi numbers by bus.
         by_bus = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
         return [gpus[int(word)] for word in words if int(word) < len(gpus)] if by_bus else gpus
     if not all(word.startswith("GPU-") for word in words):
@@ -165,7 +166,7 @@ def _numbers(release: str) -> tuple[int, ...]:
 
 
 def fix(gpus: Sequence[GPU]) -> str:
-    """The command that installs the build for these GPUs, or why there is none."""
+    """The command that installs the build for these GPUs, or the reason why no build fits."""
     try:
         build = choose(gpus)
     except NoBuildError as error:
@@ -178,7 +179,7 @@ def _pinned(build: str) -> list[str]:
 
 
 def installed_build() -> str | None:
-    """The build in this environment, if it is one of the pinned torch."""
+    """The installed build of torch, if it is one of those that are pinned here."""
     try:
         release, _, local = version("torch").partition("+")
     except PackageNotFoundError:
@@ -188,12 +189,13 @@ def installed_build() -> str | None:
 
 
 def decide(asked: str) -> tuple[str, str]:
-    """The build to install, and in words why.
+    """Choose the build to install. Returns it with the reason.
 
     Args:
-        asked: a build; "auto": by the GPUs; "": the installed one, by the GPUs if there is none.
+        asked: a build; "auto" chooses by the GPUs; "" takes the installed build, or chooses by the GPUs if there is
+            none.
 
-    Raises NoBuildError if there is no such build, or none fits.
+    Raises NoBuildError if the build does not exist, or none fits.
     """
     if sys.platform == "darwin" and (platform.machine() != "arm64" or asked.startswith("cu")):
         raise NoBuildError(f"torch {TORCH} on macOS needs Apple silicon, and has no CUDA")
@@ -210,12 +212,12 @@ def decide(asked: str) -> tuple[str, str]:
     return build, f"{', '.join(sorted({str(gpu) for gpu in gpus}))}, driver {gpus[0].driver}"
 
 
-# The packages that come with one build of torch, and not with another.
+# Packages that some builds of torch bring and others do not.
 _OF_TORCH = re.compile(r"(torch|triton|nvidia-.*|cuda-.*)")
 
 
 def _without_torch(lock: str) -> Iterator[str]:
-    """Lines of a lock, without those of torch and of the packages that its builds bring."""
+    """The lines of a lock file without torch and the packages that its builds bring."""
     skip = False
     for line in lock.splitlines(keepends=True):
         if not line.startswith((" ", "#")):
@@ -225,12 +227,12 @@ def _without_torch(lock: str) -> Iterator[str]:
 
 
 def install(build: str, lock: Path) -> None:
-    """Install the lock, with this build of torch, and the project into the environment of this Python.
+    """Install this build of torch, the lock file and the project into the environment of this Python.
 
-    Hashes are checked for all but the builds that PyPI does not have. Raises CalledProcessError if pip fails.
+    Hashes are checked, except for builds that PyPI does not have. Raises CalledProcessError if pip fails.
     """
     before = installed_build()
-    if before not in (None, build):  # both builds put their CUDA libraries into the same files
+    if before not in (None, build):  # the two builds would overwrite each other's CUDA libraries
         names = {name for found in distributions() if _OF_TORCH.fullmatch(name := found.metadata["Name"].lower())}
         _pip("uninstall", *sorted(names))
     locked = Path(sys.prefix) / "requirements.txt"
@@ -244,8 +246,8 @@ def install(build: str, lock: Path) -> None:
 
 
 def _pip(action: str, *arguments: str) -> None:
-    """Run uv where it is there, pip otherwise."""
-    # --default-index, as UV_DEFAULT_INDEX of the environment would win over --index-url.
+    """Run uv if it is installed, else pip."""
+    # --default-index, because the variable UV_DEFAULT_INDEX would override --index-url.
     for_uv = ["--default-index" if argument == "--index-url" else argument for argument in arguments]
     try:
         subprocess.run(["uv", "pip", action, "--quiet", "--python", sys.executable, *for_uv], check=True)
@@ -256,7 +258,7 @@ def _pip(action: str, *arguments: str) -> None:
 
 
 def main() -> None:
-    """Decide, say so in a line, install. The argument is TORCH of the Makefile."""
+    """Choose the build, print the choice, and install it. The argument is TORCH of the Makefile."""
     try:
         build, why = decide(sys.argv[1])
         print(f"torch {TORCH}, build {build}: {why}", flush=True)

@@ -43,46 +43,46 @@ class Trained:
     folder: Path
     """The run folder: `qnmixer.load_pretrained(folder)` loads the network of its best checkpoint."""
     checkpoint: Path
-    """The best checkpoint; the last one if none was validated."""
+    """The best checkpoint; the last one if the run has no validation."""
     monitor: str
-    """What decides which is best, such as val/psnr."""
+    """The metric that decides which checkpoint is best, such as val/psnr."""
     best: float
     """Its best value."""
 
 
 def train(*overrides: str) -> Trained:
-    """Train one run from a program, in this process or, as its strategy asks, in others.
+    """Train one run from a program, in this process or in others, as its strategy needs.
 
         trained = train("experiment=demo", "trainer.max_steps=100")
         network = qnmixer.load_pretrained(trained.folder)
 
     Args:
-        overrides: those of the command line, and `--config-dir=FOLDER`; a sweep (-m) is for the command alone.
+        overrides: as on the command line; also `--config-dir=FOLDER`. Sweeps (-m) work on the command line only.
 
     Raises:
-        UserError: as the command does, whose message says what to change.
-        Stopped: a KeyboardInterrupt, after Ctrl-C or a stop signal; `train("resume=FOLDER")` goes on.
+        UserError: as the command does. Its message says what to change.
+        Stopped: a KeyboardInterrupt, after Ctrl-C or a stop signal. `train("resume=FOLDER")` resumes the run.
     """
     if flags := [word for word in overrides if word.startswith("-") and "-dir" not in word]:
         raise ConfigError(f"{flags[0]}: train() takes overrides, KEY=VALUE; for a sweep, python -m qnmixer.train -m")
     try:
         words = cli.completed([*overrides], "train", resume_overrides)
         check(compose_as_given("train", words))
-    except HydraException as error:  # a key that is not there
+    except HydraException as error:  # an unknown key
         raise ConfigError(cli.explain(error, "train")) from error
     with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
         hydra_of_conf = GlobalHydra.instance().hydra
         assert hydra_of_conf is not None
         done = hydra_of_conf.run("train", run, words, with_log_configuration=False)
-    trained: Trained = done.return_value  # raises what the run did
+    trained: Trained = done.return_value  # raises the error of the run
     return trained
 
 
 def run(cfg: DictConfig) -> Trained | float | None:
-    """Train one run, as Hydra's task; the job of a sweep gives its best monitored value, or None if it failed."""
+    """Train one run, as Hydra's task. Returns the best monitored value for a sweep; None if the run failed."""
     hydra_config = HydraConfig.get()
     folder, overrides = Path(hydra_config.runtime.output_dir), overrides_of_job(hydra_config)
-    if hydra_config.mode == RunMode.MULTIRUN:  # a job that another launcher than ours has started
+    if hydra_config.mode == RunMode.MULTIRUN:  # a job of another launcher than ours, such as submitit
         return run_jobs([Job(folder, overrides, cfg)], check, at_once=1)[0]
     record = Run(folder, overrides, cfg.resume)
     with record.lock():
@@ -102,7 +102,7 @@ def run(cfg: DictConfig) -> Trained | float | None:
         elif config.strategy.name != "single":
             best = fit_in_processes(config, record)
         else:
-            with loading():  # Lightning takes seconds more; the process that only watches others does without
+            with loading():  # Lightning takes more seconds; the process that only watches ranks does not load it
                 from qnmixer.training.fit import fit
             best = fit(config, record)
     return Trained(folder, find_checkpoint(folder), config.monitor, best)
@@ -119,12 +119,12 @@ def print_begin(run: Run, hydra_config: HydraConf) -> None:
 
 
 def overrides_of_job(hydra_config: HydraConf) -> list[str]:
-    """What the command line said of a run, as its record keeps it: with the user's own folders of configs."""
+    """The overrides of a run for its record, with the user's own config folders."""
     return [*search_path_in([*hydra_config.overrides.hydra]), *hydra_config.overrides.task]
 
 
 def check(cfg: DictConfig) -> Config:
-    """Parse and check the config of a run. Raises UserError; needs no torch, so that a typo costs a second."""
+    """Parse and check the config of a run. Raises UserError. Needs no torch, so a typo is answered within a second."""
     config = parse(cfg)
     check_data(config.data)
     check_loggers(config.logger)
@@ -136,7 +136,7 @@ def check(cfg: DictConfig) -> Config:
 
 
 def main() -> None:
-    """The command, also as `qnmixer-train`, whose keys a shell can complete."""
+    """Run the command. It is also installed as `qnmixer-train`, so that a shell can complete its keys."""
     cli.run(run, check, "train", sweep, resume_overrides)
 
 

@@ -347,7 +347,7 @@ def test_a_small_file_that_unpacks_to_a_large_one_is_refused(tiny_module: Build,
 )
 def test_a_record_of_the_split_that_is_none_is_told(tmp_path: Path, record: object) -> None:
     torch.save({RUN_KEY: record}, tmp_path / "a.ckpt")
-    with pytest.raises(CheckpointError, match=r"a\.ckpt has no record of who was trained on"):
+    with pytest.raises(CheckpointError, match=r"a\.ckpt has a record of its training patients that cannot be read"):
         split_of(tmp_path / "a.ckpt")
 
 

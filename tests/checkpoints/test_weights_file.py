@@ -172,7 +172,7 @@ def test_another_run_begins_from_it_but_none_goes_on(
     path, other = write(module, tmp_path / "a.safetensors"), tiny_module("noise=none")
     load_weights(other, path)
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), module.parameters(), strict=True))
-    with pytest.raises(CheckpointError, match=r"no state of an optimizer .* finetune="):
+    with pytest.raises(CheckpointError, match=r"without the optimizer state .* finetune="):
         resumable(module.config, path)
 
 

@@ -270,7 +270,7 @@ def test_faults_of_single_ranks_are_found_and_named(warm: Warm, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("fault", "found"),
     [
-        pytest.param("time.sleep(600)", "nothing happened for 20 s", marks=pytest.mark.long),
+        pytest.param("time.sleep(600)", "no progress for 20 s", marks=pytest.mark.long),
         ("os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
     ],
 )

@@ -45,10 +45,23 @@ def test_what_a_key_means_is_said_beside_it() -> None:
 def test_options_say_what_they_trade_and_which_is_chosen() -> None:
     lines = help_of("train", "memory=recompute")
     (chosen,) = [line for line in lines if line.startswith("  memory=recompute *")]
-    assert "build it again in backward" in chosen
+    assert "memory hardly grows with T" in chosen
     assert [line for line in lines if line.startswith("  memory=keep  ")]
     assert not [line for line in lines if "as_trained" in line or "data=_" in line]
     assert [line for line in help_of("evaluate", "run=x") if line.startswith("  data=as_trained *")]
+
+
+def test_each_option_has_one_sentence_that_is_not_cut() -> None:
+    lines = help_of("train")
+    start = lines.index("GROUPS (* is the current choice)") + 1
+    options = lines[start : lines.index("", start)]
+    assert len(options) > 40
+    for line in options:
+        assert len(line) <= 120, line
+        assert line[35:], line
+        assert not line.endswith("…"), line
+    (unet,) = [line for line in options if line.startswith("  model=fbpconvnet ")]
+    assert "(Jin et al. 2017): a residual U-Net on FBP" in unet
 
 
 ASK = """

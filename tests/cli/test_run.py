@@ -102,7 +102,7 @@ def test_a_good_config_reaches_the_task(start: Start) -> None:
         (OSError(errno.EROFS, "Read-only", "/ro/a"), "no permission for /ro/a"),
         (PermissionError(errno.EPERM, "Not permitted", "/sys/a"), "no permission for /sys/a"),
         (FileNotFoundError(errno.ENOENT, "No such", "/proc/x"), "/proc/x cannot be used (No such): choose another"),
-        (OSError(errno.ENAMETOOLONG, "Long", "/d/" + 300 * "a"), "/d/" + 57 * "a" + "… is too long a name: choose"),
+        (OSError(errno.ENAMETOOLONG, "Long", "/d/" + 300 * "a"), "the name /d/" + 57 * "a" + "… is too long: choose"),
         (
             FloatingPointError("the loss became nan at step 3 (slices: a)"),
             "the loss became nan at step 3 (slices: a): ",

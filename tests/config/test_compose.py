@@ -49,7 +49,7 @@ def test_an_option_keeps_its_own_value_where_it_cannot_take_that_of_the_experime
 
 
 def test_keys_that_are_typed_still_fail() -> None:
-    with pytest.raises(ConfigError, match=r"^model.channels goes with model=\S+ or .* only"):
+    with pytest.raises(ConfigError, match=r"^model.channels works with model=\S+ or .* only"):
         parse_file(compose("train", ["experiment=demo", "model=tv", "model.channels=3"]))
 
 

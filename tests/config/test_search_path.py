@@ -54,7 +54,7 @@ def test_packages_are_told_from_folders() -> None:
 
 @pytest.mark.parametrize("word", ["--config-dir=nowhere", "hydra.searchpath=[nowhere]", "--config-dir"])
 def test_a_folder_that_is_missing_is_named(word: str) -> None:
-    with pytest.raises(ConfigError, match=r"^there is no folder of configs at \S+: give it as --config-dir FOLDER"):
+    with pytest.raises(ConfigError, match=r"^no config folder at \S+: give it as --config-dir FOLDER"):
         with_search_path([word])
 
 

@@ -42,7 +42,7 @@ def test_what_would_break_a_run_is_refused(name: str) -> None:
         ("+trainer.limit_train_batches=1.5", "too large for a share"),
         ("+trainer.limit_train_batches=few", "is not a number"),
         ("+trainer.min_steps=0", "not a whole number above 0"),
-        ("+trainer.benchmark=3", "neither true nor false"),
+        ("+trainer.benchmark=3", "must be true or false"),
         ("+trainer.extra={foo: 1}", "trainer.extra.foo is not known"),
         ("+trainer.limit_train_batch=3", "did you mean trainer.limit_train_batches?"),
     ],

@@ -86,5 +86,5 @@ def test_what_is_no_slice_is_named(target: str, message: str) -> None:
 
 
 def test_arguments_that_it_does_not_take() -> None:
-    with pytest.raises(PluginError, match=r"data\.values: slices_of_mine\.Mine does not take it, only value"):
+    with pytest.raises(PluginError, match=r"data\.values: slices_of_mine\.Mine has no such argument, only value"):
         module("Mine", values=1).setup()

@@ -167,7 +167,7 @@ def test_what_cannot_be_made_good_is_refused(fault: str) -> None:
         y = y[:, 70:-70]
     else:
         layout = replace(layout, angles=-layout.angles)
-    words = {"dead bin": "mend the dead bins", "infinite": "mend the dead bins", "end": "number 31",
+    words = {"dead bin": "interpolate the dead bins", "infinite": "interpolate the dead bins", "end": "number 31",
              "gap": "no views near 5 of the 32", "few": "has 21 measured views", "all": "has 0 measured views",
              "source": "500 mm from the axis", "narrow": "cuts the object", "backwards": "no views near"}  # fmt: skip
     with pytest.raises(DataError, match=words[fault]) as error:

@@ -309,7 +309,7 @@ def test_a_slice_that_does_not_fit_is_one_line(tiny_module: Build, tmp_path: Pat
     run = save(tiny_module("data.image_size=512", "model.n_iterations=1", "model.channels=64"), tmp_path / "a.ckpt")
     command = [sys.executable, "-c", _LIMITED_NETWORK, run, series(tmp_path / "a.npy", 2, 32)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    assert done.stderr == "warning: out of memory with 2 slices at once: going on with batch_size=1\n"
+    assert done.stderr == "warning: out of memory with 2 slices at once: continuing with batch_size=1\n"
     assert done.stdout.startswith("out of memory with a single slice of 512 × 512 (")
     assert len(done.stdout.splitlines()) == 1
 

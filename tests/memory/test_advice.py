@@ -124,7 +124,7 @@ def test_the_smallest_are_advised_where_nothing_fits(planner: Planner, monkeypat
     config = config_of()
     line = advice(planner, config, available=0.0)
     smallest = min(changes(config), key=lambda change: planner.estimate(override(config, change)).peak)
-    assert f"nothing simple fits, nearest come {smallest} (" in line
+    assert f"no simple change fits, the closest are {smallest} (" in line
 
 
 def test_a_failure_with_enough_memory_by_the_plan_is_not_told_as_too_little(planner: Planner) -> None:
@@ -153,5 +153,5 @@ runpy.run_module("qnmixer.train", run_name="__main__", alter_sys=True)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: out of memory: a step of this run needs")
-    assert float(re.search(r"there were ([\d,]+) MiB", line)[1].replace(",", "")) < limit / MIB  # type: ignore[index]
+    assert float(re.search(r"but ([\d,]+) MiB", line)[1].replace(",", "")) < limit / MIB  # type: ignore[index]
     assert "try memory=recompute (" in line

@@ -53,7 +53,7 @@ def test_the_same_gradients_from_few_graphs(
 
 
 def test_a_network_without_blocks_is_told(projector: FanBeamProjector) -> None:
-    with pytest.raises(ConfigError, match="names no blocks"):
+    with pytest.raises(ConfigError, match="has no blocks"):
         compile_blocks(FBP(projector))
 
 

@@ -89,14 +89,14 @@ def test_what_is_done_is_not_done_again_and_what_was_begun_goes_on(
         record = {"status": status, "overrides": it.overrides, "best": {"val/psnr": 20.0}, "seconds": 7}
         (it.folder / "results.json").write_text(json.dumps(record))
     assert run_jobs(jobs, at_once=None, check=parse) == [20.0, 30.0, 30.0]
-    assert "job 0: done before, by another version of the code, val/psnr 20 in 7 s" in capsys.readouterr().out
+    assert "job 0: already done with another version of the code, val/psnr 20 in 7 s" in capsys.readouterr().out
     assert read_results(jobs[1].folder)["where"] == f"hydra.run.dir={jobs[1].folder}"  # where the command goes on
 
 
 def test_a_folder_of_another_job_is_not_written_into(tmp_path: Path) -> None:
     (tmp_path / "0").mkdir()
     amend(tmp_path / "0", ["seed=1"], status="done", error=None)
-    with pytest.raises(ConfigError, match=r"0 holds another job \(seed=1\): give another hydra.sweep.dir"):
+    with pytest.raises(ConfigError, match=r"0 holds another job \(seed=1\): choose another hydra.sweep.dir"):
         run_jobs([job(tmp_path, 0, "seed=2")], at_once=None, check=parse)
 
 

@@ -76,7 +76,7 @@ def test_a_folder_that_is_given_may_be_anything_that_hydra_takes(
     monkeypatch.chdir(tmp_path)
     assert described("seed=1,2", "hydra.sweep.dir='my sweep'")[0] == Path("my sweep")
     assert described("seed=1,2", "hydra.sweep.dir='a/${now:%Y}'")[0] == Path("a", time.strftime("%Y"))
-    with pytest.raises(ConfigError, match="a sweep goes on when its own command is given again"):
+    with pytest.raises(ConfigError, match="to resume a sweep, give its own command again"):
         described("seed=1,2", "resume=latest")
 
 
@@ -171,9 +171,9 @@ def test_who_failed_is_named_whatever_the_sweeper_raises(tmp_path: Path) -> None
     overrides = ["strategy=ddp,single", f"hydra.sweep.dir={tmp_path}"]
     (tmp_path / "sweep.json").write_text("{}")
     config = compose_sweep("train", overrides)
-    with pytest.raises(SweepFailed, match="1 of 3 jobs did not end well: 2 "), sweep(overrides, config):
+    with pytest.raises(SweepFailed, match="1 of 3 jobs failed: 2 "), sweep(overrides, config):
         raise ValueError("no trial is completed yet")
-    with pytest.raises(KeyboardInterrupt, match="the same command goes on"), sweep(overrides, config):
+    with pytest.raises(KeyboardInterrupt, match="the same command runs"), sweep(overrides, config):
         raise KeyboardInterrupt
     assert (tmp_path / "sweep.csv").exists()
 

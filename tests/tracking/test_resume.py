@@ -124,10 +124,16 @@ def test_another_run_is_not_begun_where_one_is(make: Make) -> None:
     make("done", "seed=1", status="done", steps=9)
     make("kept", "seed=1", status="done", steps=9, checkpoint=False)  # its checkpoints have been removed
     for overrides, message in (
-        (["seed=2", "hydra.run.dir=runs/a"], "runs/a holds a run with seed=1, not seed=2: resume=runs/a goes on with"),
+        (
+            ["seed=2", "hydra.run.dir=runs/a"],
+            "runs/a holds a run with seed=1, not seed=2: resume it with resume=runs/a",
+        ),
         (["seed=1", "hydra.run.dir=runs/a"], "runs/a holds a run with model=qn_mixer, not without: "),
         (["seed=1", "model=qn_mixer", "loss=l1", "hydra.run.dir=runs/a"], "runs/a holds a run without loss=l1: "),
-        (["seed=1", "hydra.run.dir=runs/done"], "that is done (9 steps): resume=runs/done trainer.max_steps=… goes on"),
+        (
+            ["seed=1", "hydra.run.dir=runs/done"],
+            "that is done (9 steps): resume it with resume=runs/done trainer.max_steps=…, or",
+        ),
         (["seed=2", "hydra.run.dir=runs/kept"], "runs/kept holds a run with seed=1, not seed=2: "),
         (["resume=runs/a", "hydra.run.dir=runs/done"], "runs/done holds a run without model=qn_mixer: "),
     ):
@@ -215,7 +221,7 @@ def test_what_is_done_is_not_gone_on_with_unless_for_longer(make: Make) -> None:
     with pytest.raises(CheckpointError) as error:
         resume_overrides(["resume=latest"])
     assert str(error.value) == (
-        "runs/b is done (9 steps): give a larger trainer.max_steps to go on, or resume=runs/a, which is not done"
+        "runs/b is done (9 steps): to train longer, raise trainer.max_steps, or resume=runs/a, which is not done"
     )
     with pytest.raises(CheckpointError, match="runs/b is done"):
         resume_overrides(["resume=runs/b", "trainer.max_steps=9"])
@@ -228,7 +234,7 @@ def test_a_new_length_takes_the_place_of_the_old_one(make: Make) -> None:
     assert "trainer.max_epochs=9" not in resume_overrides(["resume=runs/a", "trainer.max_steps=20"])
 
 
-@pytest.mark.parametrize(("path", "words"), [("latest", "there is no run under"), ("runs/a", "no run folder at")])
+@pytest.mark.parametrize(("path", "words"), [("latest", "finds no run under"), ("runs/a", "no run folder at")])
 def test_what_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, words: str) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=words):
@@ -351,7 +357,7 @@ def test_a_run_has_no_word_on_hydra(make: Make, override: str) -> None:
 )  # fmt: skip
 def test_a_run_looks_nothing_up_on_its_own_word(make: Make, override: str) -> None:
     make("a", "data.seed=${seed}", "finetune=../b", override)
-    with pytest.raises(ConfigError, match=f"^runs/a was started with {re.escape(override)}, which looks elsewhere"):
+    with pytest.raises(ConfigError, match=f"^runs/a was started with {re.escape(override)}, which reads other values"):
         resume_overrides(["resume=runs/a"])
     assert override in resume_overrides([override, "resume=runs/a"])
 

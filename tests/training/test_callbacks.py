@@ -72,10 +72,10 @@ def test_no_callback_is_read_from_a_checkpoint(here: Path, tiny_config: TinyConf
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"_target_": "my_callbacks.Every"}, "does not take what it is given: missing a required argument: 'every'"),
+        ({"_target_": "my_callbacks.Every"}, "does not take these arguments: missing a required argument: 'every'"),
         (
             {"_target_": "my_callbacks.Every", "evry": 1},
-            "callbacks.mine.evry: my_callbacks.Every does not take it, only every, note",
+            "callbacks.mine.evry: my_callbacks.Every has no such argument, only every, note",
         ),
         ({"_target_": "my_callbacks.Every", "every": 0}, "refuses its arguments (every is below 1)"),
         ({"_target_": "my_callbacks.NoCallback"}, "is not a subclass of lightning.pytorch.callbacks.Callback"),

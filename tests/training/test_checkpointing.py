@@ -92,7 +92,7 @@ def test_a_run_that_is_stopped_goes_on_as_if_nothing_had_been(
     fit(tiny_config(*RUN, *more), Run(tmp_path / "whole"))
     signal_at(monkeypatch, stream, step, number)
     folder = tmp_path / "stopped"
-    with pytest.raises(Stopped, match=f"interrupted after step {kept_at}, to go on: .*resume=") as stop:
+    with pytest.raises(Stopped, match=f"interrupted after step {kept_at}, to resume: .*resume=") as stop:
         fit(tiny_config(*RUN, *more), Run(folder))
     assert stop.value.code == (130 if number == signal.SIGINT else 143)
     assert kept(folder)["global_step"] == kept_at

@@ -191,7 +191,7 @@ def test_losses_kept_with_their_graph_are_found(tiny_module: TinyModule, tmp_pat
     assert watching.leak is not None
     assert 0.15 < watching.leak.bytes_per_step / MIB < 1
     _, line = lines(watching)
-    assert line.startswith("memory: a leak? What is held at the end of a step has grown for 80 steps, from ")
+    assert line.startswith("memory: a leak? The memory at the end of a step has grown for 80 steps, from ")
     assert ".detach()" in line
 
 

@@ -68,7 +68,7 @@ def test_a_stopped_run_goes_on_with_both(
 
 
 def test_what_cannot_be_averaged_is_refused() -> None:
-    with pytest.raises(ValueError, match="decay is from 0 to below 1"):
+    with pytest.raises(ValueError, match="decay must be from 0 to below 1"):
         MeanWeights(decay=1.0)
     trainer: Any = type("Trainer", (), {"strategy": object()})
     with pytest.raises(ConfigError, match="strategy=single or strategy=ddp"):

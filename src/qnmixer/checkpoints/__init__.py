@@ -1,1 +1,1 @@
-"""Checkpoints and weights files: reading them, and the file and card to hand on."""
+"""Read checkpoints and weights files; export weights with a model card."""

@@ -1,4 +1,4 @@
-"""The weights of a run as a file to hand on, with its model card."""
+"""Export the weights of a run as one file with its model card."""
 
 from pathlib import Path
 
@@ -14,14 +14,14 @@ from qnmixer.files import atomic_file, write_text
 
 
 def export_run(config: ExportConfig) -> None:
-    """`qnmixer.export`: the best weights of a run, or those of the checkpoint that is named, and a card beside them.
+    """Run `qnmixer.export`: write the best weights of a run, or those of a given checkpoint, with a model card.
 
-    Raises CheckpointError for a run without weights, ConfigError where the output is something else already.
+    Raises CheckpointError for a run without weights, ConfigError if the output exists with other content.
     """
     path, output = find_checkpoint(Path(config.run)), Path(config.output).expanduser()
     if path.parent.name != "checkpoints":
-        raise CheckpointError(f"{path} lies in no run folder, which the model card is made from: give runs/DIR")
-    module = load_run(path, trust=config.trust)  # built, as who gets the file will
+        raise CheckpointError(f"{path} lies in no run folder, and the model card needs one: give runs/DIR")
+    module = load_run(path, trust=config.trust)  # build the network, as the receiver of the file will
     trained, state = module.config, module.state_dict()
     if not isinstance(trained.model, LearnedConfig):
         raise CheckpointError(f"{path} is of model={trained.model.name}, which has no weights: give another run")
@@ -49,9 +49,9 @@ def export_run(config: ExportConfig) -> None:
 
 
 def _check_free(output: Path, card: Path, content: bytes) -> None:
-    """Raise ConfigError where other weights or another text would be lost; the card of the same weights is renewed."""
+    """Raise ConfigError if this would overwrite other weights or texts. The card of the same weights is renewed."""
     if output.exists():
         if not output.is_file() or output.read_bytes() != content:
-            raise ConfigError(f"output={output} holds something else: remove it, or give another name")
+            raise ConfigError(f"output={output} exists with other content: remove it, or give another name")
     elif card.exists():
-        raise ConfigError(f"{card}, where the model card goes, is there already: remove it, or give another output=")
+        raise ConfigError(f"{card}, the place of the model card, exists already: remove it, or give another output=")

@@ -1,6 +1,6 @@
-"""The model card of a weights file: what it is, what it was trained on, what was measured, where it fails.
+"""The model card of a weights file: what it is, its training, its measured results, and its limits.
 
-Nothing in it is typed by hand: it comes from the checkpoint, the run's results.json, and the tables in its folder.
+Nothing in it is typed by hand. It comes from the checkpoint, results.json and the tables in the run folder.
 """
 
 import json
@@ -30,18 +30,18 @@ _UNKNOWN = "unknown"
 
 @dataclass(kw_only=True)
 class Exported:
-    """Weights that were made a file, and where they come from.
+    """Weights that were exported to a file, and their origin.
 
     Attributes:
         file: the weights file.
-        size: its bytes.
+        size: its size in bytes.
         n_parameters: of the network.
         config: of the run.
-        run: the run's folder.
+        run: the run folder.
         checkpoint: "best", "last" or the name of another.
         weights: their digest.
-        step: optimizer steps that the weights were made by.
-        sources: what is known of the slices beyond the config: collections and licences, Markdown.
+        step: optimizer steps of the checkpoint.
+        sources: a Markdown text about the slices: collections and licences.
     """
 
     file: Path
@@ -56,18 +56,18 @@ class Exported:
 
     @property
     def megabytes(self) -> str:
-        """Size, for reading."""
+        """The size as text."""
         return f"{self.size / 1e6:.2f} MB"
 
     @property
     def name(self) -> str:
-        """What `run=` and `finetune=` take."""
+        """The value for `run=` and `finetune=`."""
         return PRETRAINED if self.file.resolve() == SHIPPED else self.file.name
 
 
 @dataclass(kw_only=True)
 class Measured:
-    """One evaluation in a run's folder: which, its table, and what results.json says of its slices and noise."""
+    """One evaluation in a run folder: its name, its table, and its slices and noise according to results.json."""
 
     folder: str
     text: str
@@ -76,7 +76,7 @@ class Measured:
 
 
 def model_card(of: Exported) -> str:
-    """The card, as Markdown."""
+    """The card as Markdown."""
     config, record = of.config, read_results(of.run)
     measured = [*_evaluations(of, record)]
     but = ", but arguments of classes of the user's own are not" if own_arguments(config) else ""
@@ -165,7 +165,7 @@ def _training(of: Exported, record: dict[str, Any]) -> Iterator[tuple[str, str]]
 
 
 def _begun_from(config: Config, record: dict[str, Any]) -> str:
-    given = values_of(record.get("overrides", []))  # what a run began with, also where it has been gone on with
+    given = values_of(record.get("overrides", []))  # of the first start, also if the run was resumed later
     if config.finetune or given.get("finetune", "null") != "null":
         return "the weights of another run (finetune), whose training is not in this table"
     if given.get("resume", "null") != "null":
@@ -220,7 +220,7 @@ def _hardware(config: Config, record: dict[str, Any]) -> str:
 
 
 def _settings(section: Any) -> str:
-    """A group's choice, and its keys."""
+    """The option of a group, and its keys."""
     keys = ", ".join(f"{key} {_number(value)}" for key, value in keys_of(section).items() if key != TARGET)
     return f"{section.name}{f': {keys}' if keys else ''}"
 
@@ -230,7 +230,7 @@ def _number(value: Any) -> str:
 
 
 def _evaluations(of: Exported, record: dict[str, Any]) -> Iterator[Measured]:
-    """The tables that training and `qnmixer.evaluate` left below the run's folder, where they are of these weights."""
+    """The tables of training and of `qnmixer.evaluate` below the run folder, if they belong to these weights."""
     for path in sorted(of.run.rglob("table.md")):
         by_training = path.parent == of.run / "evaluation"
         its = read_results(path.parent) or (record if by_training else {})
@@ -268,9 +268,9 @@ def _use(of: Exported) -> Iterator[str]:
 
 
 def _of_run(config: Config) -> Iterator[str]:
-    """The overrides that make `qnmixer.train` build the same network, scan and noise, where its defaults are others.
+    """The overrides for `qnmixer.train` to build the same network, scan and noise, where its defaults differ.
 
-    Without the arguments of classes of the user's own.
+    Arguments of the user's own classes are left out.
     """
     usual, ours = compose("train", []), to_plain(config)
     sections = [
@@ -281,7 +281,7 @@ def _of_run(config: Config) -> Iterator[str]:
     usual = compose("train", chosen)
     keys = {"model": ours["model"], "geometry": ours["geometry"], "noise": ours["noise"]}
     for section, those in {**keys, "data": ("image_size", "scaling", "hu_max")}.items():
-        known = {*usual[section]}  # the others are arguments
+        known = {*usual[section]}  # all other keys are arguments
         for key in those:
             value = ours[section][key]
             if key in known and key != TARGET and usual[section].get(key) != value:
@@ -289,7 +289,7 @@ def _of_run(config: Config) -> Iterator[str]:
 
 
 def own_arguments(config: Config, *groups: str) -> dict[str, Any]:
-    """Arguments of classes and functions of the user's own, by their keys; of these groups, or of all but data."""
+    """Arguments of the user's own classes and functions, by key; of these groups, or of all groups but data."""
     names = groups or ("model", "noise", "loss", "optimizer", "schedule")
     sections = {name: getattr(config, name) for name in names}
     return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.arguments.items()}

@@ -1,4 +1,4 @@
-"""Reading checkpoints: of this program, of the right network, and never by unpickling code."""
+"""Read checkpoints: of this program, for the right network, and without unpickling code."""
 
 import pickle
 import warnings
@@ -24,14 +24,14 @@ from qnmixer.reconstructor import Reconstructor
 from qnmixer.weights import SUFFIX, located
 
 _NEVER_READ: dict[str, Any] = {"callbacks": {}, "logger": {}}
-"""Keys of the config of a file that are put aside: callbacks and loggers are the command line's to name."""
+"""Keys that are dropped from the config of a file: only the command line may name callbacks and loggers."""
 
 
 def find_checkpoint(run: str | Path, which: str = "best") -> Path:
-    """checkpoints/best.ckpt of a run folder, or last.ckpt where there is no best; a file is taken as it is.
+    """checkpoints/best.ckpt of a run folder, or last.ckpt if there is no best; a file is returned unchanged.
 
-    The string "pretrained" is the weights file that the package ships, as in `located`. Raises CheckpointError where
-    there is nothing.
+    "pretrained" is the weights file that the package ships, as in `located`. Raises CheckpointError if there is no
+    file.
     """
     run = located(run)
     if run.suffix == ".ckpt" and (path := newest_complete(run)).exists():
@@ -48,36 +48,36 @@ def find_checkpoint(run: str | Path, which: str = "best") -> Path:
 
 
 def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
-    """Config and state dict of a checkpoint or weights file of this program. Raises CheckpointError."""
+    """Read config and state dict of a checkpoint or weights file of this program. Raises CheckpointError."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of pickle protocols: what cannot be read is told below
+            warnings.simplefilter("ignore")  # torch warns of pickle protocols; unreadable files get a message below
             checkpoint = load(path)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} holds code or is no checkpoint (it does not load with weights_only=True): "
+            f"{path} contains code or is no checkpoint (it does not load with weights_only=True): "
             "use one that qnmixer.train wrote"
         ) from error
-    except Exception as error:  # bytes of another format can make the unpickler raise anything
+    except Exception as error:  # on bytes of another format the unpickler can raise anything
         raise CheckpointError(f"{path} cannot be read ({first_line(error)}): it is damaged or no checkpoint") from error
     ours = checkpoint.get(CHECKPOINT_KEY) if isinstance(checkpoint, dict) else None
     state: Any = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
     weights = isinstance(state, dict) and all(isinstance(it, torch.Tensor) for it in state.values())
     if not (weights and isinstance(ours, dict) and isinstance(ours.get("config"), dict)):
         ours_from = "qnmixer.export" if path.suffix == SUFFIX else "qnmixer.train"
-        raise CheckpointError(f"{path} is of another program: use one that {ours_from} wrote")
+        raise CheckpointError(f"{path} was written by another program: use one that {ours_from} wrote")
     try:
         return parse_file(ours["config"] | _NEVER_READ), state
     except ConfigError as error:
         raise CheckpointError(f"{path} was written by another version of qnmixer ({error}): use that one") from error
-    except Exception as error:  # a section may hold anything
+    except Exception as error:  # a section may contain anything
         raise CheckpointError(f"{path} has a config that cannot be read ({first_line(error)})") from error
 
 
 def load_run(run: str | Path, which: str = "best", trust: Collection[str] = ()) -> Reconstructor:
-    """The trained module of a run folder (or .ckpt or .safetensors file), on the CPU.
+    """Load the trained module of a run folder (or .ckpt or .safetensors file) on the CPU.
 
-    `trust`: modules, beside qnmixer's, whose classes the file may name. Raises PluginError for others, and
+    `trust`: modules outside qnmixer whose classes the file may name. Raises PluginError for others, and
     CheckpointError for a file that cannot be read.
     """
     path = find_checkpoint(run, which)
@@ -112,7 +112,7 @@ def _no_more_weights_than(state: dict[str, Any], path: Path) -> Iterator[None]:
     handle = register_module_parameter_registration_hook(count)
     try:
         yield
-    except RuntimeError as error:  # as torch says that it cannot allocate so much at once
+    except RuntimeError as error:  # torch raises this if it cannot allocate so much at once
         raise CheckpointError(
             f"{path} has the config of a network that cannot be built ({first_line(error)})"
         ) from error
@@ -121,9 +121,9 @@ def _no_more_weights_than(state: dict[str, Any], path: Path) -> Iterator[None]:
 
 
 def load_weights(module: Reconstructor, run: str | Path) -> None:
-    """Put the weights of a run into a module that was built from another config.
+    """Load the weights of a run into a module that was built from another config.
 
-    Raises CheckpointError where the networks or their image sizes differ; another number of views is no obstacle.
+    Raises CheckpointError if the networks or their image sizes differ. The numbers of views may differ.
     """
     path = find_checkpoint(run)
     config, state = read_checkpoint(path)
@@ -137,60 +137,60 @@ def load_weights(module: Reconstructor, run: str | Path) -> None:
         other = config.model.choice() if config.model._target_ != module.config.model._target_ else []
         keys = {key: value for key, value in keys_of(config.model).items() if key != "_target_"}
         other += [f"model.{key}={value}" for key, value in keys.items() if now.get(key) != value]
-        raise CheckpointError(f"{path} holds another network: set {' '.join(other)}")
+        raise CheckpointError(f"{path} holds another network: to build the same one, set {' '.join(other)}")
     _load_state(module, state, path)
 
 
 def resumable(config: Config, run: Path) -> Path:
-    """The checkpoint that a run goes on with: last.ckpt of a run folder, or the one that is named.
+    """The checkpoint that a run resumes from: last.ckpt of a run folder, or the given file.
 
-    Raises CheckpointError where the two runs differ in more than how they are carried out and how long.
+    Raises CheckpointError if the two runs differ in more than hardware, memory settings and length.
     """
     path = find_checkpoint(run, "last")
     if path.suffix == SUFFIX:
         raise CheckpointError(
-            f"{path} holds weights alone, no state of an optimizer to go on with: begin a run from them with "
-            "finetune= instead of resume="
+            f"{path} holds weights only, without the optimizer state that resume= needs: start a run from them with "
+            "finetune="
         )
     before, _ = read_checkpoint(path)
     if differing := _differences(before, config):
         raise CheckpointError(
-            f"{path} is of a run with {differing[0]}: resume takes the overrides of its run, finetune= takes others "
-            "and its weights alone"
+            f"{path} was trained with {differing[0]}: resume= needs the same settings; to start a new run from its "
+            "weights, use finetune="
         )
     if effective_batch(before) != effective_batch(config):
         raise CheckpointError(
-            f"{path} is of a run with {effective_batch(before)} slices an optimizer step, this one has "
+            f"{path} was trained with {effective_batch(before)} slices per optimizer step, this run has "
             f"{effective_batch(config)}: change data.batch_size or trainer.accumulate_grad_batches"
         )
     return path
 
 
 def built_from(config: Config, with_slices: bool = False) -> dict[str, str]:
-    """Targets that `Reconstructor` imports, by key; `with_slices`: and that of its data."""
+    """Targets that `Reconstructor` imports, by key; `with_slices`: also the target of its data."""
     sections = ("model.", "noise.", "data.") if with_slices else ("model.", "noise.")
     return {key: it for key, it in targets_of(config).items() if key.startswith(sections)}
 
 
 def steps_of(path: Path) -> int:
-    """Optimizer steps that a checkpoint was made after."""
+    """The optimizer steps of a checkpoint."""
     return int(load(path)["global_step"])
 
 
 def split_of(path: Path) -> SplitRecord | None:
-    """Who trained, validated and tested in the run of a checkpoint; None of a weights file, which does not say.
+    """The patients for training, validation and test in the run of a checkpoint; None for a weights file.
 
-    Raises CheckpointError where the record is none.
+    Raises CheckpointError if the record cannot be read.
     """
     ours = load(path).get(RUN_KEY)
     found = ours.get("split") if isinstance(ours, dict) else ours
     if found is not None and not is_split_record(found):
-        raise CheckpointError(f"{path} has no record of who was trained on that can be read: it is damaged")
+        raise CheckpointError(f"{path} has a record of its training patients that cannot be read: it is damaged")
     return found
 
 
 def _differences(before: Config, config: Config) -> list[str]:
-    """What of the network, the slices, the scan, the loss and the optimizer is another, as overrides."""
+    """The settings of network, slices, scan, loss and optimizer that differ, as overrides."""
     old, new = to_plain(before), to_plain(config)
     loading = {"batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir"}
     found = []
@@ -213,12 +213,12 @@ def _load_state(module: Reconstructor, state: dict[str, Any], path: Path) -> Non
         module.load_state_dict(state)
     except RuntimeError as error:
         raise CheckpointError(
-            f"{path} holds weights that do not fit its own config: use the version of qnmixer that wrote it"
+            f"{path} holds weights that do not fit its own config: use the qnmixer version that wrote it"
         ) from error
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A file, or the folder with shards that strategy=fsdp leaves when asked to."""
+    """Load a file, or a folder of shards, which strategy=fsdp writes with sharded_checkpoint=true."""
     if path.suffix == SUFFIX:
         return decode(path)
     return merge_shards(path) if path.is_dir() else load_checked(path)

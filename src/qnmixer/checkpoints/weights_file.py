@@ -1,4 +1,4 @@
-"""Weights files: the tensors of a network as safetensors, and in their metadata the config that it is built from."""
+"""Weights files: the tensors of a network as safetensors, with the config that builds it as metadata."""
 
 import hashlib
 import json
@@ -15,17 +15,17 @@ from qnmixer.files import digest
 
 CHECKPOINT_KEY = "qnmixer"
 RUN_KEY = "qnmixer_run"
-"""Of what a run goes on with; no weights file has it."""
+"""The key of the state that resuming needs; weights files do not have it."""
 
 
 def encode(config: Config, state: dict[str, Tensor]) -> bytes:
-    """A weights file: float32 tensors by their names in the state dict, and what a checkpoint says of its config.
+    """Encode a weights file: float32 tensors by their state-dict names, and the config of the checkpoint.
 
-    The same weights and config give the same bytes. A digest of both is beside them.
+    The same weights and config give the same bytes. The metadata also has a digest of both.
     """
     ours = {"format": 1, "config": to_plain(without_places(config))}
     ours["digest"] = _digest(ours, state)
-    return _encode(state, {CHECKPOINT_KEY: json.dumps(ours)})  # one key, as safetensors writes several in any order
+    return _encode(state, {CHECKPOINT_KEY: json.dumps(ours)})  # one key: safetensors writes several in random order
 
 
 def _digest(ours: dict[str, Any], state: dict[str, Tensor]) -> str:
@@ -33,24 +33,24 @@ def _digest(ours: dict[str, Any], state: dict[str, Tensor]) -> str:
 
 
 def digest_of_weights(state: dict[str, Tensor]) -> str:
-    """SHA-256 of the weights alone: the same from a checkpoint and from the weights file that was made of it."""
+    """SHA-256 of the weights only: the same for a checkpoint and for the weights file that was exported from it."""
     return hashlib.sha256(_encode(state)).hexdigest()
 
 
 def _encode(state: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
-    # Copies, as the format has no two names for one tensor.
+    # Copies, because safetensors refuses two names for one tensor.
     tensors = {name: tensor.to(torch.float32, copy=True).contiguous() for name, tensor in state.items()}
     return safetensors.torch.save(tensors, metadata)
 
 
 def decode(path: Path) -> dict[str, Any]:
-    """What `encode` was given, as a checkpoint has it; the config is None in a file of another program.
+    """Decode a weights file into a checkpoint's form. The config is None in a file of another program.
 
-    Raises safetensors.SafetensorError, ValueError or OSError for a file that is damaged.
+    Raises safetensors.SafetensorError, ValueError or OSError for a damaged file.
     """
     with safetensors.safe_open(path, framework="pt") as file:
         ours = json.loads((file.metadata() or {}).get(CHECKPOINT_KEY, "null"))
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
     if isinstance(ours, dict) and "config" in ours and ours.get("digest") != _digest(ours, state):
-        raise ValueError("its digest is another")
+        raise ValueError("its digest does not match")
     return {CHECKPOINT_KEY: ours, "state_dict": state}

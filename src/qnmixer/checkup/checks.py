@@ -1,4 +1,4 @@
-"""The checklist of `qnmixer.doctor`: what each check looks at, what it finds, and how to mend what fails."""
+"""The checklist of `qnmixer.doctor`: for each check what it tests, what it finds, and how to fix a failure."""
 
 import json
 import logging
@@ -43,10 +43,10 @@ from qnmixer.parallel.devices import gpu_problem, has_bf16, resolve_devices
 from qnmixer.reconstructor import build_geometry
 
 PATIENCE = {"communication": 60.0, "training": 180.0}
-"""Seconds without any rank getting further, after which those that are furthest behind have hung."""
+"""If no rank makes progress for so many seconds, those furthest behind have hung."""
 
 TOLERANCE = {"32": 1e-4, "16-mixed": 3e-2, "bf16-mixed": 1e-1}
-"""Relative error of a gradient against that of one process."""
+"""Relative error of a gradient, compared with one process."""
 
 # A gradient this much smaller than that of the whole network is held against this part of it: it is mostly rounding.
 _SMALLEST_GRADIENT = 1e-3
@@ -55,9 +55,9 @@ _ITERATIONS_ON_CPU = 4
 
 
 def checkup(config: Config, folder: Path) -> Iterator[Check]:
-    """Every check of a run that would leave its files in `folder`, each as soon as it is done.
+    """Run every check of a run that would write into `folder`. Yields each one as soon as it is done.
 
-    What cannot be looked at after something else has failed is skipped. Raises KeyboardInterrupt on Ctrl-C.
+    A check that depends on a failed one is skipped. Raises KeyboardInterrupt on Ctrl-C.
     """
     on_cuda = config.trainer.accelerator != "cpu" and torch.cuda.is_available()
     gpu = torch.cuda.get_device_name(0) if on_cuda else None
@@ -67,12 +67,12 @@ def checkup(config: Config, folder: Path) -> Iterator[Check]:
         check_precision(config.trainer.precision, gpu, on_cuda and has_bf16()),
     ]
     yield from first
-    asked = config if first[1].status != "FAIL" else _with_trainer(config, precision="32")  # says so only once
+    asked = config if first[1].status != "FAIL" else _with_trainer(config, precision="32")  # reported only once
     try:
         config = resolve_devices(_with_trainer(asked, num_nodes=1))
     except UserError as error:
         failure = Check("devices", "FAIL", *_split(str(error)))
-        first.append(failure if problem is None else Check("devices", "SKIP", "not looked at, as versions failed"))
+        first.append(failure if problem is None else Check("devices", "SKIP", "not checked, because versions failed"))
         yield first[-1]
     else:
         n = config.trainer.devices or 1
@@ -91,17 +91,17 @@ def checkup(config: Config, folder: Path) -> Iterator[Check]:
     if not failed:
         yield from check_training(config)
     else:
-        yield Check("training", "SKIP", f"not tried, as {' and '.join(failed)} failed")
+        yield Check("training", "SKIP", f"not tried, because {' and '.join(failed)} failed")
 
 
 def check_communication(config: Config, patience: float = PATIENCE["communication"]) -> Check:
-    """Collectives, and ddp on a linear layer, over all devices, in a process tree of their own."""
+    """Test collectives, and ddp on a linear layer, over all devices, in new processes."""
     name, n = "communication", config.trainer.devices or 1
     if n == 1:
-        return Check(name, "SKIP", "one device talks to nobody")
+        return Check(name, "SKIP", "a single device needs no communication")
     mend = "GLOO_SOCKET_IFNAME=lo in the environment"
     if config.trainer.accelerator == "cuda":
-        mend = "NCCL_DEBUG=INFO says more; NCCL_P2P_DISABLE=1 where GPUs cannot reach each other; docker --ipc=host"
+        mend = "NCCL_DEBUG=INFO shows why; NCCL_P2P_DISABLE=1 if GPUs cannot reach each other; docker --ipc=host"
     with tempfile.TemporaryDirectory(prefix="qnmixer-doctor-") as temporary:
         folder = Path(temporary)
         try:
@@ -111,15 +111,15 @@ def check_communication(config: Config, patience: float = PATIENCE["communicatio
             return Check(name, "FAIL", str(error), mend)
     expected = n * (n + 1) / 2
     if wrong := [rank for rank, found in enumerate(ranks) if found["total"] != [expected, expected]]:
-        return Check(name, "FAIL", f"{named_ranks(wrong)}: an all-reduce gave {ranks[wrong[0]]['total']}", mend)
+        return Check(name, "FAIL", f"{named_ranks(wrong)}: a wrong all-reduce, {ranks[wrong[0]]['total']}", mend)
     if wrong := [rank for rank, found in enumerate(ranks) if found["weights"] != ranks[0]["weights"]]:
-        return Check(name, "FAIL", f"{named_ranks(wrong)}: other weights than rank 0 after three steps of ddp", mend)
+        return Check(name, "FAIL", f"{named_ranks(wrong)}: weights differ from rank 0 after three steps of ddp", mend)
     slowest = max(found["seconds"] for found in ranks)
-    return Check(name, "PASS", f"{n} ranks: sums are right, ddp keeps weights equal; 16 MiB in {1e3 * slowest:.1f} ms")
+    return Check(name, "PASS", f"{n} ranks: sums right, weights equal in ddp; 16 MiB in {1e3 * slowest:.1f} ms")
 
 
 def check_training(config: Config, patience: float = PATIENCE["training"]) -> Iterator[Check]:
-    """Some real steps over all devices, and what follows from them; `config` has been counted (`resolve_devices`)."""
+    """Run some real steps over all devices, and check their results. `config` must come from `resolve_devices`."""
     run, changes = shortened(config)
     n, start = run.trainer.devices or 1, time.monotonic()
     with tempfile.TemporaryDirectory(prefix="qnmixer-doctor-") as temporary:
@@ -149,7 +149,7 @@ def check_training(config: Config, patience: float = PATIENCE["training"]) -> It
 
 
 def shortened(config: Config) -> tuple[Config, str]:
-    """The run as it is tried, and in words what is smaller in it: nothing on a GPU, on a CPU what takes long."""
+    """The run that is tried, and a text on what is smaller in it: nothing on a GPU, slow parts on a CPU."""
     if config.trainer.accelerator == "cuda":
         return config, ""
     strategy, T, batch = config.strategy, _ITERATIONS_ON_CPU, min(config.data.batch_size, 2)
@@ -191,7 +191,7 @@ def _check_gradients(run: Config, folder: Path, reports: Sequence[Report]) -> Ch
 def compare_gradients(
     found: Sequence[Mapping[str, Tensor]], expected: Mapping[str, Tensor], tolerance: float, n_samples: int
 ) -> Check:
-    """The gradients of each rank, by parameter, against those of one process over the same samples."""
+    """Compare the gradients of each rank, by parameter, with those of one process over the same samples."""
     smallest = _SMALLEST_GRADIENT * math.sqrt(sum(float(gradient.square().sum()) for gradient in expected.values()))
     errors: dict[int, tuple[float, str]] = {}
     for rank, gradients in enumerate(found):
@@ -206,17 +206,17 @@ def compare_gradients(
         return Check(
             "gradients",
             "FAIL",
-            f"{named_ranks(wrong)}: not the gradient of one process over the same {n_samples} slices: {size}",
-            "look at what changes gradients on these ranks only: no_sync, a communication hook, parameters that only "
-            "some ranks use",
+            f"{named_ranks(wrong)}: gradients differ from one process over the same {n_samples} slices: {size}",
+            "look for code that changes gradients on these ranks only: no_sync, a communication hook, parameters that "
+            "only some ranks use",
         )
-    return Check("gradients", "PASS", f"those of one process over the same {n_samples} slices on every rank: {size}")
+    return Check("gradients", "PASS", f"every rank has those of one process over the same {n_samples} slices: {size}")
 
 
 def check_sharding(run: Config, reports: Sequence[Report]) -> Check:
-    """Whether the ranks share out every sample of an epoch once, for training and validation."""
+    """Check that the ranks share every sample of an epoch once, in training and validation."""
     if not all(report.shares for report in reports):
-        return Check("sharding", "SKIP", "training did not get as far as the data")
+        return Check("sharding", "SKIP", "training failed before it loaded data")
     problems = []
     for part, together in (("train", devices_per_replica(run)), ("val", 1)):
         shares = [report.shares[part] for report in reports]
@@ -227,17 +227,17 @@ def check_sharding(run: Config, reports: Sequence[Report]) -> Check:
             "sharding",
             "FAIL",
             "; ".join(problems[:4]) + more,
-            "let no sampler stand between EpochSampler and the loaders (use_distributed_sampler stays False)",
+            "put no sampler between EpochSampler and the loaders (use_distributed_sampler stays False)",
         )
     counts = " and ".join(f"{length} of {part}" for part, length in reports[0].lengths.items())
     return Check("sharding", "PASS", f"every slice once in an epoch: {counts}")
 
 
 def sharing_problems(shares: Sequence[Sequence[Number]], length: int, together: int = 1) -> list[str]:
-    """What is wrong with how samples 0 … length − 1 are shared out, in words; samples of weight 0 are fillers.
+    """Errors in how samples 0 … length − 1 are shared, as texts. Samples of weight 0 only fill batches.
 
     Args:
-        shares: what each rank has.
+        shares: the samples of each rank.
         length: samples of the epoch.
         together: ranks next to each other that work on the same samples.
     """
@@ -261,7 +261,7 @@ def sharing_problems(shares: Sequence[Sequence[Number]], length: int, together: 
 
 
 def check_growth(reports: Sequence[Report]) -> Check:
-    """Whether what is held at the end of a step keeps growing."""
+    """Check that the memory at the end of a step does not keep growing."""
     name = "memory growth"
     if leaking := {rank: report.leak for rank, report in enumerate(reports) if report.leak is not None}:
         steps, before, after = max(leaking.values(), key=lambda leak: leak[2] - leak[1])
@@ -269,7 +269,7 @@ def check_growth(reports: Sequence[Report]) -> Check:
             name,
             "FAIL",
             f"{named_ranks(list(leaking))}: {(after - before) / steps / MIB:.2g} MiB more after each of {steps} steps",
-            "look for a loss, an image or a state that is kept from step to step without .detach()",
+            "look for a loss, an image or a state that is stored from step to step without .detach()",
         )
     held = [report.held for report in reports if report.held is not None]
     if len(held) < len(reports):
@@ -279,9 +279,9 @@ def check_growth(reports: Sequence[Report]) -> Check:
 
 
 def check_finite(precision: str, reports: Sequence[Report]) -> Check:
-    """Whether loss and gradients were numbers; a GradScaler may skip some steps, not all."""
+    """Check that loss and gradients are finite. A GradScaler may skip some steps, but not all."""
     name = "finite values"
-    mend = "trainer.precision=32, or bf16-mixed where the card has it" if precision == "16-mixed" else "look there"
+    mend = "trainer.precision=32, or bf16-mixed if the GPU has it" if precision == "16-mixed" else "look at that module"
     for rank, report in enumerate(reports):
         where = f"; the first such output was that of {report.not_finite}" if report.not_finite else ""
         if report.diverged:
@@ -298,7 +298,7 @@ def check_finite(precision: str, reports: Sequence[Report]) -> Check:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """No words of libraries between the lines of the checklist."""
+    """Hide lines of libraries between the lines of the checklist."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
@@ -317,6 +317,6 @@ def _with_trainer(config: Config, **changes: Any) -> Config:
 
 
 def _split(line: str, mend: str = "") -> tuple[str, str]:
-    """What is wrong, and how to mend it, of an error's line, which by house rule has both around its last colon."""
+    """Split the line of an error at its last colon into what is wrong and how to fix it."""
     found, _, rest = line.rpartition(": ")
     return (line, mend) if mend or not found else (found, rest)

@@ -1,4 +1,4 @@
-"""One line of the checklist, and what is checked of the machine by looking at it, before anything runs."""
+"""One line of the checklist, and the checks of the machine that run nothing."""
 
 import platform
 import re
@@ -17,12 +17,12 @@ from qnmixer.memory.footprint import MIB
 from qnmixer.memory.plan import Planner
 from qnmixer.reconstructor import Reconstructor, build_projector
 
-_CHECKPOINTS = 3  # best, last, and the one being written
+_CHECKPOINTS = 3  # best, last, and one that is being written
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the checklist; `mend` says what to do about a FAIL, and is empty otherwise."""
+    """One line of the checklist. `mend` says how to fix a FAIL, and is empty otherwise."""
 
     name: str
     status: Literal["PASS", "FAIL", "SKIP"]
@@ -30,15 +30,15 @@ class Check:
     mend: str = ""
 
     def line(self) -> str:
-        """As the table has it."""
-        return f"{self.status}  {self.name:<15}{self.found}{self.mend and '. Mend: '}{self.mend}"
+        """The line of the table."""
+        return f"{self.status}  {self.name:<15}{self.found}{self.mend and '. Fix: '}{self.mend}"
 
 
 def check_versions(problem: tuple[str, str] | None, gpu: str | None) -> Check:
-    """Whether this torch can use the GPUs of this machine.
+    """Check that this torch can use the GPUs of this machine.
 
     Args:
-        problem: `gpu_problem()`: what stops it, and the fix.
+        problem: of `gpu_problem()`: what is wrong, and the fix.
         gpu: name of the first GPU that torch sees; None: the run is on the CPU.
     """
     found = f"python {platform.python_version()}, torch {torch.__version__}, lightning {version('lightning')}"
@@ -46,11 +46,11 @@ def check_versions(problem: tuple[str, str] | None, gpu: str | None) -> Check:
         return Check("versions", "FAIL", f"{found}: {problem[0]}", f"{problem[1]}; or trainer.accelerator=cpu")
     if gpu is not None:
         return Check("versions", "PASS", f"{found}, CUDA {torch.version.cuda}, driver {_driver()}: built for {gpu}")
-    return Check("versions", "SKIP", f"{found}; a CPU has no architecture to be missed")
+    return Check("versions", "SKIP", f"{found}; a CPU needs no kernels for an architecture")
 
 
 def check_precision(precision: str, card: str | None, bf16: bool) -> Check:
-    """Whether a card (None: the CPU, which takes all) has the arithmetic that was asked for."""
+    """Check that a GPU supports the precision. `card` None: a CPU, which supports all."""
     if card is not None and precision == "bf16-mixed" and not bf16:
         return Check(
             "precision", "FAIL", f"bf16-mixed on {card}, which has no bf16", "trainer.precision=16-mixed, or 32"
@@ -59,9 +59,9 @@ def check_precision(precision: str, card: str | None, bf16: bool) -> Check:
 
 
 def check_backend(config: Config, nccl: bool, gloo: bool) -> Check:
-    """Whether this torch has what devices of the kind talk by."""
+    """Check that this torch has the library by which these devices communicate."""
     if config.trainer.devices == 1:
-        return Check("backend", "SKIP", "one device talks to nobody")
+        return Check("backend", "SKIP", "a single device needs no communication")
     name, there = ("nccl", nccl) if config.trainer.accelerator == "cuda" else ("gloo", gloo)
     if there:
         return Check("backend", "PASS", name)
@@ -71,14 +71,14 @@ def check_backend(config: Config, nccl: bool, gloo: bool) -> Check:
 
 
 def shared_memory_needed(config: Config) -> int:
-    """Bytes of batches that all data workers of a node hold ready, of training and validation."""
+    """Bytes of batches that all data workers of a node prepare, in training and validation."""
     workers = (config.trainer.devices or 1) * config.data.num_workers
     image = 4 * config.data.image_size**2
     return workers * config.data.prefetch_factor * (batch_of_replica(config) + config.data.batch_size) * image
 
 
 def check_shared_memory(free: int | None, needed: int) -> Check:
-    """Whether /dev/shm (None: there is none) holds so many bytes."""
+    """Check that /dev/shm (None: there is none) has room for so many bytes."""
     name = "shared memory"
     if free is None:
         return Check(name, "SKIP", "this system has no /dev/shm")
@@ -96,9 +96,9 @@ def checkpoint_bytes(config: Config) -> int:
 
 
 def check_disk(free: int | None, checkpoint: int, folder: Path) -> Check:
-    """Whether a few checkpoints fit; None: the system does not tell."""
+    """Check that a few checkpoints fit. None: the system does not report free space."""
     if free is None:
-        return Check("disk", "SKIP", f"this system does not say what is free in {folder}")
+        return Check("disk", "SKIP", f"this system does not report the free space in {folder}")
     found = f"{_CHECKPOINTS} checkpoints are {_size(_CHECKPOINTS * checkpoint)}, {_size(free)} are free in {folder}"
     if free >= _CHECKPOINTS * checkpoint:
         return Check("disk", "PASS", found)
@@ -114,7 +114,7 @@ def _driver() -> str | None:
 
 
 def free_bytes(path: Path) -> int | None:
-    """Bytes that are free where path is; None: the system does not tell."""
+    """Free bytes on the disk of a path; None: the system does not report them."""
     try:
         return shutil.disk_usage(path).free
     except OSError:
@@ -122,7 +122,7 @@ def free_bytes(path: Path) -> int | None:
 
 
 def existing(path: Path) -> Path:
-    """The nearest folder above that exists."""
+    """The nearest parent folder that exists."""
     return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
 
 

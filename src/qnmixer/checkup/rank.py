@@ -1,7 +1,7 @@
-"""What one rank of `qnmixer.doctor` does: collectives on a tiny network, or a few real training steps, and its report.
+"""One rank of `qnmixer.doctor`: collectives on a tiny network, or a few real training steps, and a report.
 
-Each rank keeps a file that says how far it is, from which the process that waits tells who has got stuck. What training
-needs is imported where it is used: ranks that only communicate start in a third of the time without it.
+Each rank writes its progress into a file, by which the process that waits finds ranks that hang. Imports for training
+are late: ranks that only communicate start in a third of the time.
 """
 
 import gc
@@ -47,14 +47,14 @@ Number = tuple[int, float]
 
 @dataclass
 class Report:
-    """What one rank saw of its training steps."""
+    """The results of one rank's training steps."""
 
-    window: list[Number] = field(default_factory=list)  # samples of the step whose gradients were kept
+    window: list[Number] = field(default_factory=list)  # samples of the step whose gradients are stored
     scale: float = 1.0  # of the GradScaler in that step
     shares: dict[str, list[Number]] = field(default_factory=dict)  # of an epoch of train and val
     lengths: dict[str, int] = field(default_factory=dict)
     n_finite: int = 0  # optimizer steps with finite gradients
-    n_skipped: int = 0  # and those without
+    n_skipped: int = 0  # optimizer steps without
     not_finite: str | None = None  # the first module with such an output
     bad_gradient: str | None = None  # the last parameter found with such a gradient
     error: str | None = None
@@ -63,18 +63,18 @@ class Report:
     leak: tuple[int, int, int] | None = None  # steps, bytes before, bytes after
 
     def write(self, folder: Path) -> None:
-        """Leave it for `read_report`."""
+        """Write the report for `read_report`."""
         (folder / f"report_{rank()}.json").write_text(json.dumps(asdict(self)))
 
 
 def read_report(folder: Path, of: int) -> Report | None:
-    """The report of a rank, if it left one."""
+    """Read the report of a rank, if it wrote one."""
     path = folder / f"report_{of}.json"
     return Report(**json.loads(path.read_text())) if path.exists() else None
 
 
 class Progress:
-    """How far this rank is, written down."""
+    """Writes how far this rank is."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / f"progress_{rank()}.json"
@@ -82,20 +82,20 @@ class Progress:
         self("starting")
 
     def __call__(self, doing: str) -> None:
-        """Begin something else."""
+        """Start a new phase."""
         self.count += 1
         write_text(self.path, json.dumps([self.count, doing, os.getpid()]))
 
 
 def communicate(accelerator: str, folder: Path, patience: float) -> None:
-    """Sum numbers over all ranks, train a linear layer by ddp, and write down what this rank has of both."""
+    """Sum numbers over all ranks, train a linear layer with ddp, and write this rank's results."""
     progress = Progress(folder)
     device = torch.device("cpu")
     if accelerator == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     progress("joining the process group")
-    # Longer than the patience of the process that watches: that one names who is stuck, a collective cannot.
+    # Longer than the patience of the watching process: it can name the rank that hangs, and a collective cannot.
     timeout = timedelta(seconds=2 * patience + 30)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
 
@@ -125,10 +125,10 @@ def communicate(accelerator: str, folder: Path, patience: float) -> None:
 
 
 def train_a_little(config: Config, folder: Path) -> None:
-    """A few steps of a config by its real path, then many of a small network, and the report of both.
+    """Run a few steps of a config by its real path, then many of a small network, and write the report of both.
 
-    Beside it gradients_RANK.pt, by parameter: of the first step that was not skipped, before clipping. `config` must
-    have been counted (`resolve_devices`). Raises what training raises; the report is written all the same.
+    Also writes gradients_RANK.pt, by parameter: of the first step that was not skipped, before clipping. `config` must
+    come from `resolve_devices`. Raises errors of training, and writes the report anyway.
     """
     from lightning.pytorch.callbacks import LambdaCallback
 
@@ -167,14 +167,14 @@ def train_a_little(config: Config, folder: Path) -> None:
 
 
 class StepProbe:
-    """Keeps the samples and gradients of a step, this rank's share of an epoch, and what is not finite."""
+    """Stores the samples and gradients of a step, this rank's share of an epoch, and what is not finite."""
 
     def __init__(self, report: Report, progress: Progress, folder: Path) -> None:
         self.report, self.progress, self.folder = report, progress, folder
         self._window: list[Number] = []
 
     def start(self, trainer: Any, module: Any) -> None:
-        """Go through the samples of an epoch, without loading them, and watch the outputs of all modules."""
+        """Count the samples of an epoch without loading them, and watch the outputs of all modules."""
         for part, loader in (("train", trainer.train_dataloader), ("val", trainer.datamodule.val_dataloader())):
             self.report.shares[part] = [(pick.n, pick.weight) for batch in loader.batch_sampler for pick in batch]
             self.report.lengths[part] = len(loader.dataset)
@@ -182,12 +182,12 @@ class StepProbe:
             child.register_forward_hook(partial(self._look_at, f"{name or 'network'} ({type(child).__name__})"))
 
     def before_batch(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        """Note its samples."""
+        """Store its samples."""
         self.progress("steps of the network")
         self._window += zip(batch["sample"].tolist(), batch["weight"].tolist(), strict=True)
 
     def before_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        """Keep the gradients, if they are the first that are finite."""
+        """Store the gradients, if they are the first finite ones."""
         from qnmixer.parallel.fsdp import gather
 
         named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
@@ -207,7 +207,7 @@ class StepProbe:
         self._window = []
 
     def after_batch(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Stop, all ranks at once, when there is enough, or when no GradScaler would mend it."""
+        """Stop all ranks together when there are enough steps, or when the GradScaler cannot help."""
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         enough = self.report.n_finite >= WINDOWS or (self.report.n_skipped > 0 and not scaled)
         trainer.should_stop = trainer.strategy.reduce_boolean_decision(enough, all=False)
@@ -220,23 +220,23 @@ class StepProbe:
 
 
 def short_leak_watch() -> LeakWatch:
-    """The detector of a leak for `GROWTH_STEPS` steps.
+    """A leak detector for `GROWTH_STEPS` steps.
 
-    Measured on the CPU, over 40 steps: losses kept with their graphs, of which backward has freed the tensors, 4.8 MiB
-    or more; healthy runs 0.6 at most.
+    Measured on the CPU over 40 steps: losses stored with their graphs, of which backward has freed the tensors, add 4.8
+    MiB or more; healthy runs add 0.6 at most.
     """
     return LeakWatch(warm_up=16, window=10, n_windows=3, floor=2 * MIB, evenness=0.2)
 
 
 class GrowthProbe:
-    """Notes what is held at the end of each step."""
+    """Stores the memory at the end of each step."""
 
     def __init__(self, report: Report, progress: Progress) -> None:
         self.report, self.progress = report, progress
         self._watch, self._held = short_leak_watch(), list[int]()
 
     def after_batch(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Take in a step."""
+        """Add one step."""
         from qnmixer.memory.usage import read_usage
 
         self.progress("steps of a small network")
@@ -254,8 +254,8 @@ def reference_gradients(config: Config, window: list[Number], scale: float) -> d
 
     Args:
         config: of the run with all its devices.
-        window: the samples of all of them.
-        scale: of the GradScaler, as half precision rounds differently without it.
+        window: the samples of all devices.
+        scale: of the GradScaler, because half precision rounds differently without it.
     """
     from torch.utils.data import default_collate
 
@@ -266,7 +266,7 @@ def reference_gradients(config: Config, window: list[Number], scale: float) -> d
     from qnmixer.reconstructor import build_geometry, sample_measurement
 
     device = torch.device(config.trainer.accelerator)
-    # Same gradients to the last bit, and room on one device for what a pipeline has split over several.
+    # The gradients are bit-identical, and one device has room for what a pipeline splits over several.
     memory: MemoryConfig = RecomputeConfig(name="recompute", segment=1) if device.type == "cuda" else config.memory
     module = untrained(replace(config, memory=memory)).to(device)
     data = SliceDataModule(config.data, measure=sample_measurement(config), geometry=build_geometry(config))
@@ -287,7 +287,7 @@ def reference_gradients(config: Config, window: list[Number], scale: float) -> d
 def untrained(config: Config) -> Any:
     """The ReconstructionModule of a config, the same in every process.
 
-    Its weights are moved off their start, where G is zero and nothing flows back through it.
+    Its weights are moved off their start, where G is zero and passes no gradient back.
     """
     import lightning as L
 
@@ -330,7 +330,7 @@ def small_network(config: Config) -> Config:
 
 
 def _short(config: Config, n_steps: int) -> Config:
-    """A run of so many optimizer steps, without validation and tracker."""
+    """A run of so many optimizer steps, without validation and logger."""
     trainer = replace(
         config.trainer, max_steps=n_steps, max_epochs=None, val_every_n_steps=None, limit_val_batches=0,
         log_every_n_steps=n_steps,
@@ -339,18 +339,18 @@ def _short(config: Config, n_steps: int) -> Config:
 
 
 def _line(error: BaseException) -> str:
-    """An error in one line, for the user if it is one that the user can mend."""
+    """An error in one line; the user's line if the user can fix it."""
     text = explain(error, "doctor") or f"{type(error).__name__}: {error}"
     return text.strip().splitlines()[0]
 
 
 def main(path: Path) -> None:
-    """Be one rank of the job that is written down there."""
+    """Run as one rank of the job in this file."""
     die_with_parent()
     job = json.loads(path.read_text())
     folder = Path(job["folder"])
     log = os.open(folder / f"log_{rank()}.txt", os.O_WRONLY | os.O_CREAT)
-    for stream in (1, 2):  # a checklist is no place for the warnings of libraries
+    for stream in (1, 2):  # keep warnings of libraries out of the checklist
         os.dup2(log, stream)
     work: Callable[[], None] = partial(communicate, job["accelerator"], folder, job["patience"])
     if job["config"] is not None:

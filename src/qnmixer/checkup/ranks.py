@@ -1,4 +1,4 @@
-"""The ranks of a checkup, watched: who fails or gets stuck is named."""
+"""Watch the ranks of a checkup, and name those that fail or hang."""
 
 import json
 import os
@@ -17,8 +17,8 @@ from qnmixer.processes.launch import launch
 def run_ranks(job: Mapping[str, Any], folder: Path, n: int, patience: float) -> None:
     """Run `qnmixer.checkup.rank` on n ranks.
 
-    Raises RankFailed, naming the rank, when one fails, or when none got further for `patience` seconds: those that are
-    furthest behind are stuck, and all are killed.
+    Raises RankFailed, naming the rank, if one fails, or if no rank makes progress for `patience` seconds. Then the
+    ranks that are furthest behind hang, and all are killed.
     """
     path, ended = folder / "job.json", threading.Event()
     path.write_text(json.dumps({**job, "folder": str(folder), "patience": patience}))
@@ -33,13 +33,13 @@ def run_ranks(job: Mapping[str, Any], folder: Path, n: int, patience: float) -> 
             elif time.monotonic() - since > patience:
                 least = min(count for count, _, _ in now)
                 behind = [rank for rank, (count, _, _) in enumerate(now) if count == least]
-                stuck.append(f"{named_ranks(behind)}: nothing happened for {patience:.0f} s in {now[behind[0]][1]}")
+                stuck.append(f"{named_ranks(behind)}: no progress for {patience:.0f} s in {now[behind[0]][1]}")
                 known = [pid for _, _, pid in now if pid]
                 for pid in known:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 if not known:
-                    os.kill(os.getpid(), signal.SIGINT)  # `launch` stops its processes then
+                    os.kill(os.getpid(), signal.SIGINT)  # makes `launch` stop its processes
                 return
 
     watcher = threading.Thread(target=watch, daemon=True)
@@ -56,7 +56,7 @@ def run_ranks(job: Mapping[str, Any], folder: Path, n: int, patience: float) -> 
 
 
 def _progress(folder: Path, n: int) -> list[tuple[int, str, int]]:
-    """How often each rank has begun something, what that is, and its process."""
+    """For each rank how many phases it has started, the last one, and its process."""
     found = []
     for rank in range(n):
         path = folder / f"progress_{rank}.json"
@@ -66,5 +66,5 @@ def _progress(folder: Path, n: int) -> list[tuple[int, str, int]]:
 
 
 def named_ranks(numbers: Sequence[int]) -> str:
-    """As in "ranks 0, 2"."""
+    """A text such as "ranks 0, 2"."""
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"

@@ -1,4 +1,4 @@
-"""How every command starts and ends."""
+"""Start and end of every command."""
 
 from qnmixer.cli.explain import explain
 from qnmixer.cli.run import TRACEBACK, completed, run

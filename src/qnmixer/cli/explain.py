@@ -1,4 +1,4 @@
-"""The one line for an error: what is wrong, and how to mend it."""
+"""Turn an error into one line: what is wrong, and how to fix it."""
 
 import errno
 import re
@@ -18,8 +18,8 @@ from qnmixer.errors import UserError, first_line
 
 
 def explain(error: BaseException, config_name: str) -> str | None:
-    """The one line for an error that a user can mend; None for one that is a bug of ours."""
-    if isinstance(error, UserError):  # from a data worker torch hands it on with a traceback before it
+    """The line for an error that a user can fix; None for a bug."""
+    if isinstance(error, UserError):  # torch puts a data worker's traceback before it
         return re.sub(r"(?s)Caught \w+ in DataLoader worker .*\n\S*Error: ", "", str(error)).rstrip()
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" writing {error.filename}" if error.filename else ""
@@ -27,14 +27,14 @@ def explain(error: BaseException, config_name: str) -> str | None:
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"no permission for {error.filename}: choose a place that you may use (hydra.run.dir=…, output=…)"
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return f"{str(error.filename)[:60]}… is too long a name: choose a shorter hydra.run.dir or hydra.sweep.subdir"
-    if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for this
+        return f"the name {str(error.filename)[:60]}… is too long: choose a shorter hydra.run.dir or hydra.sweep.subdir"
+    if type(error).__name__ == "OutOfMemoryError":  # torch's class, compared by name: importing torch takes seconds
         return (
             f"out of memory ({str(error).splitlines()[0]}): lower data.batch_size, model.n_iterations or "
             "model.channels, or set trainer.precision=16-mixed"
         )
     if isinstance(error, FileExistsError | NotADirectoryError):
-        return f"{error.filename} is a file where a folder must be: choose another (hydra.run.dir=…, output=…)"
+        return f"{error.filename} is a file, but must be a folder: choose another (hydra.run.dir=…, output=…)"
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename} cannot be used ({error.strerror}): choose another place"
     if isinstance(error, FloatingPointError):
@@ -42,9 +42,9 @@ def explain(error: BaseException, config_name: str) -> str | None:
     if type(error).__module__.startswith("wandb."):
         return f"W&B: {error}: run `wandb login` once, or leave logger.wandb.mode=offline"
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("qnmixer"):
-        return f"{first_line(error)}: install it, or leave out what needs it"
-    if isinstance(error, RuntimeError) and "srun" in str(error):  # submitit's, for a launcher of SLURM
-        return "hydra/launcher=slurm needs SLURM, and there is no srun here: start it on a cluster, or leave it out"
+        return f"{first_line(error)}: install it, or do not use the option that needs it"
+    if isinstance(error, RuntimeError) and "srun" in str(error):  # from submitit, the SLURM launcher
+        return "hydra/launcher=slurm needs SLURM, but this machine has no srun: use it on a cluster, or leave it out"
     if isinstance(error, HydraException | OmegaConfBaseException):
         return _explain_composition(error, config_name)
     return None
@@ -77,23 +77,23 @@ def _explain_composition(error: Exception, config_name: str) -> str:
         found := re.search(r"Could not (?:override|append[^']*|delete from config\.) '([^']+)'", text)
     ):
         if found_there := re.search(r"An item is already at '([^']+)'", text):
-            return f"{found_there[1]} is there already: leave out the + before it"
+            return f"{found_there[1]} exists already: leave out the + before it"
         key = found.group(1).lstrip("+~").split("=")[0].split("@")[0]
         groups = [path.name for path in CONF.iterdir() if path.is_dir()]
         if config_name not in OF_A_RUN and key.split(".")[0] in groups:
             way = ", or choose other slices with data=dicom" if key.startswith("data.") else ""
-            return f"{key} is fixed by the run, which {config_name} takes it from: leave it out{way}"
+            return f"{key} comes from the run and cannot change in {config_name}: leave it out{way}"
         ready = dict(_keys_of_ready())
         if key in ready:
-            return f"{key} goes with {ready[key]} only: choose that, or leave {key} out"
-        own = f"{key.split('.')[0]}=custom" in sys.argv  # what else the target takes
+            return f"{key} works with {ready[key]} only: choose that, or leave {key} out"
+        own = f"{key.split('.')[0]}=custom" in sys.argv  # then it may be an argument of the target
         hint = f" An argument of your own takes a plus: +{key}=…" if own else ""
         return f"{unknown_key(key, [*groups, *known_keys(config_name), *ready])}{hint}"
     return text
 
 
 def _meant(word: str, config_name: str) -> str:
-    """What to write in place of a word without a key: an option, a folder, or a key with its value."""
+    """What to write instead of a word without a key: an option, a folder, or a key with its value."""
     if groups := sorted(path.parent.name for path in CONF.glob(f"*/{word}.yaml") if word.isidentifier()):
         return f"write {groups[0]}={word}"
     if "/" in word or word in (".", ".."):
@@ -110,8 +110,8 @@ def known_keys(config_name: str) -> list[str]:
 
 
 def _keys_of_ready() -> Iterator[tuple[str, str]]:
-    """Dotted names of the keys of all ready callbacks and loggers, and the option that has them."""
+    """Dotted names of the keys of all callbacks and loggers in conf/, and the option that has each."""
     for group in ("callbacks", "logger"):
-        for option in reversed(options(group)):  # default last, whose keys the others include
+        for option in reversed(options(group)):  # default comes last: the others include its keys
             prefix = f"logger.{option}." if group == "logger" else "callbacks."
             yield from ((key, f"{group}={option}") for key in flat_keys(values_of_option(group, option), prefix))

@@ -1,10 +1,9 @@
-"""What `--help` shows: the groups with what each option trades, and every key with what it means, as conf/ says it.
+"""The text of `--help`: each group with what each option trades, and each key with its meaning, as conf/ says it.
 
-Hydra's own help lists bare names, and takes twice as long.
+Hydra's own help lists names only, and takes twice as long.
 """
 
 import re
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from qnmixer.config.target import files_of
 
-_WIDTH = 118
-_HIDDEN = ("_", "as_trained")  # included by others; for evaluate alone, which begins with it
+_HIDDEN = ("_", "as_trained")  # parts of other files; an option of evaluate only, which is its default
+_SENTENCE_END = re.compile(r"\.(?=\n|\s+[A-Z]|$)")
 _COMMENT = re.compile(r"^ *(\w+):.*?\s# (.*)$", re.MULTILINE)
 
 
@@ -30,15 +29,15 @@ def usage(cfg: DictConfig, conf: Path, config_name: str) -> str:
     lines = [
         cfg.hydra.help.header.strip(),
         "",
-        "Every setting is KEY=VALUE or GROUP=OPTION, in any order; later ones win.",
+        "Every setting is KEY=VALUE or GROUP=OPTION, in any order; a later one overrides an earlier one.",
         "",
-        "GROUPS, * what is chosen now",
+        "GROUPS (* is the current choice)",
         *_groups(choices, conf),
         "",
-        "KEYS of the chosen options (--help data=dicom for those of another)",
+        "KEYS of the chosen options (for another option: --help data=dicom)",
         *_keys(cfg, choices, conf, config_name),
         "",
-        "-m KEY=A,B runs every combination · --cfg job prints the config alone · --hydra-help lists Hydra's own flags",
+        "-m KEY=A,B runs every combination · --cfg job prints the config only · --hydra-help lists Hydra's own flags",
     ]
     return "\n".join(lines)
 
@@ -50,11 +49,11 @@ def _groups(choices: dict[str, str], conf: Path) -> Iterator[str]:
             if path.stem.startswith(_HIDDEN) and path.stem != chosen:
                 continue
             name = f"  {group}={path.stem}{' *' * (path.stem == chosen)}"
-            yield f"{name:<34} {textwrap.shorten(_opening(path), _WIDTH - 35, placeholder=' …')}"
+            yield f"{name:<34} {_opening(path)}"
 
 
 def _opening(path: Path) -> str:
-    """The first sentence of a config file."""
+    """The first sentence of a config file. It ends at a full stop before a capital letter or a line's end."""
     comments = []
     for line in path.read_text().splitlines():
         if line.startswith("# @package"):
@@ -62,7 +61,7 @@ def _opening(path: Path) -> str:
         if not line.startswith("#"):
             break
         comments.append(line.lstrip("# "))
-    return " ".join(comments).split(". ")[0].rstrip(".")
+    return _SENTENCE_END.split("\n".join(comments))[0].replace("\n", " ")
 
 
 def _keys(cfg: DictConfig, choices: dict[str, str], conf: Path, config_name: str) -> Iterator[str]:
@@ -80,14 +79,14 @@ def _keys(cfg: DictConfig, choices: dict[str, str], conf: Path, config_name: str
                 elif isinstance(item, dict) and name == "sources":
                     for source, its in ((f"{key}.{name}.{one}", its) for one, its in item.items()):
                         yield from (_line(f"{source}.{k}", v, comments.get(str(k), "")) for k, v in its.items())
-                elif name != "name" and (name != "_target_" or item == "???"):  # the group's choice
+                elif name != "name" and (name != "_target_" or item == "???"):  # shown with the group
                     yield _line(f"{key}.{name}", item, comments.get(name, ""))
         elif not isinstance(value, dict):
             yield _line(key, value, root.get(key, ""))
 
 
 def _comments(paths: list[Path]) -> dict[str, str]:
-    """What stands beside each key; the last file has the last word."""
+    """The comment of each key; the last file overrides the others."""
     return {key: comment for path in paths for key, comment in _COMMENT.findall(path.read_text())}
 
 

@@ -1,4 +1,4 @@
-"""How every command starts and how every error ends: one line, a non-zero exit, no traceback unless asked for."""
+"""Start every command, and end every error in one line and a non-zero exit code; a traceback only if asked for."""
 
 import argparse
 import os
@@ -34,15 +34,15 @@ def run(
     sweep: Callable[[list[str], DictConfig], AbstractContextManager[str]] | None = None,
     complete: Callable[[list[str]], list[str]] = list,
 ) -> None:
-    """Run a command: compose its config, `check` it before any folder is made, then hand it to `task`.
+    """Run a command: compose its config, `check` it before any folder is made, then call `task`.
 
     Args:
         task: the command.
         check: raises UserError for a config that the task would refuse.
         config_name: its file in `conf/`.
-        sweep: what surrounds several runs of it (`-m`), given the overrides and the config that they begin with; yields
-            one more override. None: they only follow each other.
-        complete: the arguments to run with, from those that were given.
+        sweep: a context around several runs of it (`-m`), called with the overrides and the first config; yields one
+            more override. None: the runs only follow each other.
+        complete: maps the given arguments to those that the command runs with.
     """
     asked_for_traceback = os.environ.get(TRACEBACK) == "1"
     try:
@@ -56,7 +56,7 @@ def run(
         line = explain(error, config_name)
         if line is None:
             raise
-        for note in getattr(error, "__notes__", ()):  # where in a rank the error was
+        for note in getattr(error, "__notes__", ()):  # the traceback of the rank
             print(note, file=sys.stderr)
         _fail(f"error: {line}", 1)
 
@@ -82,7 +82,7 @@ def _run(
     command = hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(_keeping(task, failures))
     if is_sweep:
         if further := sorted(flags - _SWEEP):
-            raise ConfigError(f"a sweep takes no further flag: leave out {' '.join(further)}")
+            raise ConfigError(f"a sweep takes no other flags: leave out {' '.join(further)}")
         with sweep(overrides, compose_sweep(config_name, overrides)) as one_more:
             sys.argv.append(one_more)
             command()
@@ -95,19 +95,19 @@ def _run(
 
 
 def completed(arguments: list[str], config_name: str, complete: Callable[[list[str]], list[str]] = list) -> list[str]:
-    """Arguments as Hydra is to get them, from those that were given; `complete` and what is raised are as in `run`."""
+    """The arguments for Hydra, from those that the user gave. `complete` and the errors are as in `run`."""
     arguments = accepted(arguments)
     if config_name in OF_A_RUN and (way := habit(arguments)):
         raise ConfigError(way)
     arguments = with_search_path(arguments)
     if config_name in OF_A_RUN:
         arguments = with_length(arguments)
-        if not _is_sweep(arguments):  # a launcher does it for each job
+        if not _is_sweep(arguments):  # in a sweep the launcher does this for each job
             arguments = fitted(config_name, arguments)
-    arguments = with_search_path(complete(arguments))  # a run that is resumed has one too
+    arguments = with_search_path(complete(arguments))  # again: a resumed run may bring its own
     if is_rank():
         arguments = _overrides_of_rank(arguments)
-    arguments = sorted(arguments, key=lambda argument: argument not in _SWEEP)  # where Hydra wants them
+    arguments = sorted(arguments, key=lambda argument: argument not in _SWEEP)  # Hydra wants these flags first
     _check_flags(arguments, config_name)
     return arguments
 
@@ -117,7 +117,7 @@ def _is_sweep(arguments: list[str]) -> bool:
 
 
 def accepted(arguments: list[str]) -> list[str]:
-    """Arguments as Hydra takes them, from what `wandb agent` gives: --KEY=VALUE, and None for null."""
+    """Arguments in Hydra's form. `wandb agent` passes --KEY=VALUE, and None instead of null."""
     flags = get_args_parser()._option_string_actions
     by_agent = "WANDB_SWEEP_ID" in os.environ
     found = []
@@ -146,7 +146,7 @@ def _check_flags(arguments: list[str], config_name: str) -> None:
 
 @contextmanager
 def _handing_on_exceptions() -> Iterator[None]:
-    """Where Hydra hands exceptions on instead of printing them, which this variable of its own makes it do."""
+    """Make Hydra raise exceptions while the block runs, by its own variable. Else it prints them and exits."""
     before = os.environ.get(TRACEBACK)
     os.environ[TRACEBACK] = "1"
     try:
@@ -159,19 +159,19 @@ def _handing_on_exceptions() -> Iterator[None]:
 
 
 def _overrides_of_rank(overrides: list[str]) -> list[str]:
-    """What Hydra is to get in one of several processes; ConfigError where each would make a folder of its own."""
+    """The overrides for Hydra in one of several processes. Raises ConfigError if each would make its own folder."""
     if _SWEEP & {*overrides}:
-        raise ConfigError("a sweep starts processes of its own for each job: run it without torchrun or srun")
+        raise ConfigError("a sweep starts the processes of each job itself: run it without torchrun or srun")
     if not any(override.startswith("hydra.run.dir=") for override in overrides):
         raise ConfigError(
-            f"this is process {rank()} of {world_size()}, and each would make a run folder of its own: "
+            f"this is process {rank()} of {world_size()}, and each would make its own run folder: "
             "give all of them the same hydra.run.dir=FOLDER"
         )
     return overrides if rank() == 0 else [*overrides, "hydra.output_subdir=null"]
 
 
 def _keeping(task: Callable[[DictConfig], object], failures: list[Exception]) -> Callable[[DictConfig], object]:
-    """Keep what a job raises for `run`: Hydra would add lines of its own, and end a sweep at its first failure."""
+    """Store the errors of jobs for `run`: Hydra would print its own lines, and end a sweep at the first failure."""
 
     def job(cfg: DictConfig) -> object:
         try:

@@ -1,6 +1,6 @@
-"""What `callbacks` may say: Lightning callbacks by a name of their own, each a class and its arguments.
+"""Schema of `callbacks`: Lightning callbacks, each with a name, a class and its arguments.
 
-Only the command line's are built. Those that a checkpoint names are left out when it is read.
+Only callbacks of the command line are built. Those in a checkpoint are dropped when it is read.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from qnmixer.errors import ConfigError
 
 
 def parse_callbacks(callbacks: Any) -> dict[str, dict[str, Any]]:
-    """Callbacks by name, without those that are null. Raises ConfigError for one that names no class."""
+    """Callbacks by name, without those that are null. Raises ConfigError for one without a class."""
     if not isinstance(callbacks, Mapping):
         raise ConfigError(f"callbacks={callbacks} is not a group of callbacks: choose callbacks=default")
     parsed = {}
@@ -26,4 +26,4 @@ def _check(key: str, given: Any) -> None:
     if not isinstance(given, Mapping) or not isinstance(given.get(TARGET), str):
         raise ConfigError(f"{key} names no class: give +{key}.{TARGET}=my_file.MyClass")
     if odd := next((name for name in given if str(name).startswith("_") and name != TARGET), None):
-        raise ConfigError(f"{key}.{odd} is not known: beside {TARGET} there are the arguments of the class alone")
+        raise ConfigError(f"{key}.{odd} is not known: give {TARGET} and arguments of the class only")

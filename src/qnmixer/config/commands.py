@@ -1,4 +1,4 @@
-"""What the configs of the other six commands may say."""
+"""Schemas of the other six commands."""
 
 import math
 from dataclasses import dataclass, fields
@@ -34,12 +34,12 @@ DEVICES = {
     "RTX4090": 24564.0,
     "RTX5090": 32607.0,
 }
-"""MiB that the driver reports."""
+"""MiB, as the driver reports it."""
 
 
 @dataclass(kw_only=True)
 class EvaluateRootConfig:
-    """What stands at the root of the config of `qnmixer.evaluate`."""
+    """The root keys of `qnmixer.evaluate`."""
 
     run: str
     checkpoint: str = one_of("best", "last")
@@ -50,21 +50,21 @@ class EvaluateRootConfig:
 
 @dataclass(kw_only=True)
 class EvaluateConfig(EvaluateRootConfig):
-    """One evaluation, checked."""
+    """The checked config of one evaluation."""
 
     data: DataConfig | AsTrained
-    noise: NoiseConfig | None  # None: as the run was trained
+    noise: NoiseConfig | None  # None: the noise of training
     evaluation: EvaluationConfig
 
 
 @dataclass(kw_only=True)
 class CompareRootConfig:
-    """What stands at the root of the config of `qnmixer.compare`."""
+    """The root keys of `qnmixer.compare`."""
 
     sweep: str
-    tests: list[str] | None  # names in sets; None: all of them that need no folder, or have it
+    tests: list[str] | None  # names in sets; None: all that need no folder, or whose folder is given
     root: str | None
-    sets: dict[str, list[str]]  # name of a test → its overrides of what the runs were trained with
+    sets: dict[str, list[str]]  # name of a test → its overrides of the training config
     split: str = one_of("val", "test")
     checkpoint: str = one_of("best", "last")
     seed: int = number(at_least=0, at_most=MAX_SEED)  # of test phantoms and noise
@@ -75,64 +75,64 @@ class CompareRootConfig:
 
 @dataclass(kw_only=True)
 class CompareConfig(CompareRootConfig):
-    """One comparison, checked; `sets` holds the chosen tests only."""
+    """The checked config of one comparison; `sets` has only the chosen tests."""
 
     evaluation: EvaluationConfig
 
 
 @dataclass(kw_only=True)
 class PlanRootConfig:
-    """What `qnmixer.plan` takes beside the config of a training run."""
+    """The root keys of `qnmixer.plan`, beside those of a training run."""
 
     format: str = one_of("table", "json", "levers")
-    device: str | None  # None: all that are known
+    device: str | None  # None: all known devices
 
 
 @dataclass(kw_only=True)
 class PlanConfig(PlanRootConfig):
-    """One plan, checked."""
+    """The checked config of one plan."""
 
     run: Config
 
 
 @dataclass(kw_only=True)
 class DoctorRootConfig:
-    """What `qnmixer.doctor` takes beside the config of a training run."""
+    """The root keys of `qnmixer.doctor`, beside those of a training run."""
 
     format: str = one_of("table", "json")
 
 
 @dataclass(kw_only=True)
 class DoctorConfig(DoctorRootConfig):
-    """One checkup, checked."""
+    """The checked config of one checkup."""
 
     run: Config
 
 
 @dataclass(kw_only=True)
 class ReconstructConfig:
-    """One call of `qnmixer.reconstruct`."""
+    """The config of `qnmixer.reconstruct`."""
 
     run: str
     input: str
     output: str
     kind: str = one_of("auto", "slices", "sinograms")
     formats: list[str]
-    window: list[float] | None  # HU; None: as suits the input
+    window: list[float] | None  # HU; None: chosen by the input
     unit: str = one_of("attenuation", "value")
     water_attenuation: float = number(above=0)  # 1/mm
     detector_pitch: float | None = number(above=0)  # mm, of the scan; None: the run's
     angle_span: float | None = number(above=0)  # radians, of the scan; None: the run's
     checkpoint: str = one_of("best", "last")
     accelerator: str = one_of("auto", "cpu", "gpu", "cuda")
-    batch_size: int | None = number(at_least=1)  # None: as suits the device
+    batch_size: int | None = number(at_least=1)  # None: chosen by the device
     precision: str = one_of("32", "16-mixed", "bf16-mixed")
     trust: list[str]  # modules of the user's own that the run may name
 
 
 @dataclass(kw_only=True)
 class ExportConfig:
-    """One call of `qnmixer.export`."""
+    """The config of `qnmixer.export`."""
 
     run: str
     output: str
@@ -141,13 +141,13 @@ class ExportConfig:
 
 
 def _with_list(values: dict[str, Any]) -> dict[str, Any]:
-    """The values with `trust` as a list, also of one module."""
+    """The values with `trust` as a list, also if it was one module."""
     trust = values.get("trust")
     return values | {"trust": [trust]} if isinstance(trust, str) else values
 
 
 def parse_evaluate(cfg: DictConfig) -> EvaluateConfig:
-    """Typed and checked config of `qnmixer.evaluate`; raises ConfigError."""
+    """Parse and check the config of `qnmixer.evaluate`. Raises ConfigError."""
     values = _with_list(plain_values(cfg))
     data, noise = values["data"], values["noise"]
     of_data = AsTrained if _is_as_trained(data) else schema_of("data", data)
@@ -164,12 +164,12 @@ def parse_evaluate(cfg: DictConfig) -> EvaluateConfig:
 
 
 def _is_as_trained(section: Any) -> bool:
-    """Whether a section leaves its target to the run."""
+    """Whether a section takes its target from the run."""
     return isinstance(section, dict) and section.get(TARGET, "") is None
 
 
 def parse_compare(cfg: DictConfig) -> CompareConfig:
-    """Typed and checked config of `qnmixer.compare`; raises ConfigError."""
+    """Parse and check the config of `qnmixer.compare`. Raises ConfigError."""
     values = _with_list(plain_values(cfg))
     evaluation: EvaluationConfig = parse_section("evaluation", EvaluationConfig, values.pop("evaluation"), values)
     evaluation.check()
@@ -187,13 +187,13 @@ def parse_compare(cfg: DictConfig) -> CompareConfig:
 
 
 def needs_root(overrides: list[str]) -> bool:
-    """Whether the overrides of a test choose slices from a folder that they do not name."""
+    """Whether a test uses slices from a folder, but its overrides do not name the folder."""
     chosen = dict(override.split("=", 1) for override in overrides if "=" in override)
     return "root" in keys_of_options("data").get(chosen.get("data", ""), ()) and "data.root" not in chosen
 
 
 def parse_plan(cfg: DictConfig) -> PlanConfig:
-    """Typed and checked config of `qnmixer.plan`; raises ConfigError."""
+    """Parse and check the config of `qnmixer.plan`. Raises ConfigError."""
     if isinstance(data := cfg.get("data"), DictConfig):
         for source in (data, *data.get("sources", {}).values()):
             if isinstance(source, DictConfig) and OmegaConf.is_missing(source, "root"):
@@ -207,7 +207,7 @@ def parse_plan(cfg: DictConfig) -> PlanConfig:
 
 
 def parse_doctor(cfg: DictConfig) -> DoctorConfig:
-    """Typed and checked config of `qnmixer.doctor`; raises ConfigError."""
+    """Parse and check the config of `qnmixer.doctor`. Raises ConfigError."""
     values = plain_values(cfg)
     own = {f.name: values.pop(f.name) for f in fields(DoctorRootConfig) if f.name in values}
     root: DoctorRootConfig = parse_section("", DoctorRootConfig, own, own)
@@ -219,13 +219,13 @@ def _parse_training(values: dict[str, Any], what: str) -> Config:
     config = parse(values)
     if not isinstance(config.model, LearnedConfig):
         raise ConfigError(
-            f"model={config.model.name} has no weights, so there is no training step to {what}: choose another model"
+            f"model={config.model.name} has no weights, so it has no training step to {what}: choose another model"
         )
     return config
 
 
 def device_memory(name: str) -> float:
-    """Memory of a named device, or of "24" or "24GB", in MiB. Raises ConfigError for neither."""
+    """Memory in MiB of a named device, or of "24" or "24GB". Raises ConfigError for other texts."""
     if name in DEVICES:
         return DEVICES[name]
     try:
@@ -238,7 +238,7 @@ def device_memory(name: str) -> float:
 
 
 def parse_reconstruct(cfg: DictConfig) -> ReconstructConfig:
-    """Typed and checked config of `qnmixer.reconstruct`; raises ConfigError."""
+    """Parse and check the config of `qnmixer.reconstruct`. Raises ConfigError."""
     values = _with_list(plain_values(cfg))
     config: ReconstructConfig = parse_section("", ReconstructConfig, values, values)
     if not config.formats:
@@ -252,11 +252,11 @@ def parse_reconstruct(cfg: DictConfig) -> ReconstructConfig:
 
 
 def parse_export(cfg: DictConfig) -> ExportConfig:
-    """Typed and checked config of `qnmixer.export`; raises ConfigError."""
+    """Parse and check the config of `qnmixer.export`. Raises ConfigError."""
     values = _with_list(plain_values(cfg))
     config: ExportConfig = parse_section("", ExportConfig, values, values)
     if not config.output.endswith(SUFFIX):
-        raise ConfigError(f"output={config.output} is no weights file: give a name that ends in {SUFFIX}")
+        raise ConfigError(f"output={config.output} does not name a weights file: give a name that ends in {SUFFIX}")
     if config.sources is not None:
         check_there("sources", config.sources, "a Markdown file on the slices, for the card")
     return config

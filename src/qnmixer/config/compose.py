@@ -1,4 +1,4 @@
-"""The composed config of a command, from conf/ and overrides."""
+"""Compose the config of a command from conf/ and overrides."""
 
 import copy
 from collections.abc import Iterator
@@ -17,26 +17,26 @@ from qnmixer.config.search_path import CONF
 from qnmixer.errors import ConfigError
 
 OF_A_RUN = ("train", "plan", "doctor")
-"""Commands with the whole config of a run; the others take it from a run folder."""
+"""Commands with the full config of a run; the others read it from a run folder."""
 
 
 def compose(config_name: str, overrides: list[str], with_hydra: bool = False) -> DictConfig:
-    """The config of a command, without running anything; `with_hydra`: and Hydra's own."""
+    """The config of a command, without running anything; `with_hydra`: with Hydra's own part."""
     if config_name in OF_A_RUN:
         overrides = fitted(config_name, with_length(overrides))
     return compose_as_given(config_name, overrides, with_hydra)
 
 
 def fitted(config_name: str, overrides: list[str]) -> list[str]:
-    """Overrides, and more of them that make an experiment fit the options that the command chooses.
+    """Add overrides that make an experiment fit the options that the command chooses.
 
-    `experiment=demo model=tv` is TV in demo's setting. A key that the experiment sets and the chosen option lacks is
-    deleted (`~GROUP.KEY`). A model that lacks one keeps all its own sizes: T of TV is another than that of QN-Mixer.
-    An option keeps its own value of a key whose value in the experiment breaks a rule, as 32 channels do RegFormer's.
-    Keys that the command names stay. What is there already is not added twice.
+    `experiment=demo model=tv` is TV in the setting of demo. A key that the experiment sets and the chosen option lacks
+    is deleted (`~GROUP.KEY`). If a model lacks one, all its own sizes stay: T of TV means something else than T of QN-
+    Mixer. An option also keeps its own value of a key if the experiment's value breaks a rule, such as 32 channels in
+    RegFormer. Keys that the command names stay. Nothing is added twice.
 
     Args:
-        overrides: of a command line; words that are none, such as flags, stay as they are.
+        overrides: of a command line. Other words, such as flags, stay unchanged.
     """
     words, overrides = overrides, [it for it in overrides if not it.startswith("-") and ("=" in it or it[:1] == "~")]
     given = values_of(overrides)
@@ -67,11 +67,11 @@ def fitted(config_name: str, overrides: list[str]) -> list[str]:
 
 
 def _own_instead(config: DictConfig, kept: list[tuple[str, str, Any]]) -> list[str]:
-    """The override by which an option keeps its own value of the one key of an experiment that it cannot take.
+    """The override that restores an option's own value of a single key, if the experiment's value breaks a rule.
 
     Args:
         config: composed, without keys that chosen options lack.
-        kept: section, key and own value of each that the experiment sets otherwise.
+        kept: section, key and own value of each key that the experiment changes.
     """
     if not kept or _is_valid(config):
         return []
@@ -84,7 +84,7 @@ def _own_instead(config: DictConfig, kept: list[tuple[str, str, Any]]) -> list[s
 
 
 def _is_valid(config: DictConfig) -> bool:
-    """Whether the parts that a training run has break no rule."""
+    """Whether the sections of a training run break no rule."""
     try:
         parse_file(OmegaConf.masked_copy(config, [field.name for field in fields(Config)]))
     except ConfigError:
@@ -93,25 +93,25 @@ def _is_valid(config: DictConfig) -> bool:
 
 
 def compose_as_given(config_name: str, overrides: list[str], with_hydra: bool = False) -> DictConfig:
-    """As `compose`, from overrides that nothing is added to."""
+    """Compose as `compose` does, but from exactly these overrides."""
     if not CONF.is_dir():
         raise ConfigError(f"no configs at {CONF}: in a clone, `git config core.symlinks true` and check it out again")
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         try:
             return hydra.compose(config_name, overrides, return_hydra_config=with_hydra)
-        except (ValueError, TypeError) as error:  # Hydra's answer to data=null, trainer=3 or model=[1]
+        except (ValueError, TypeError) as error:  # Hydra raises these for data=null, trainer=3 or model=[1]
             groups = " ".join(o for o in overrides if (CONF / o.partition("=")[0]).is_dir())
-            raise ConfigError(f"{groups}: a group takes the name of one of its options, as in data=dicom") from error
+            raise ConfigError(f"{groups}: give a group the name of one of its options, as in data=dicom") from error
 
 
 def compose_sweep(config_name: str, overrides: list[str]) -> DictConfig:
-    """The config that the jobs of a sweep begin with, Hydra's own included.
+    """The config of a sweep's first job, with Hydra's own part.
 
-    Every value is tried with the first one of all others, so that a misspelt one is told before the first job.
+    Every value is tried with the first values of all other keys, so that a misspelt one fails before the first job.
     """
     parsed = OverridesParser.create().parse_overrides(overrides)
-    # A glob finds what there is.
+    # A glob only finds names that exist.
     values = [list(_values(override)) for override in parsed if override.value_type != ValueType.GLOB_CHOICE_SWEEP]
     first = [its[0] for its in values]
     for i, its in enumerate(values):
@@ -121,7 +121,7 @@ def compose_sweep(config_name: str, overrides: list[str]) -> DictConfig:
 
 
 def _values(override: Override) -> Iterator[str]:
-    """One override for each value that a sweep gives a key; of an interval, its start."""
+    """One override for each value that a sweep gives a key. An interval gives its start."""
     if override.is_discrete_sweep():
         yield from (f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator())
     elif isinstance(interval := override.value(), IntervalSweep):

@@ -1,4 +1,4 @@
-"""What `data` may say: the keys of each source of slices, their bounds, and the rules between them."""
+"""Schema of `data`: the keys of each source of slices, their bounds, and the rules between them."""
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -28,8 +28,8 @@ class DataConfig(Target):
         scaling: "attenuation" (the same for every slice) or "minmax" (per slice, as in the paper).
         hu_max: HU that attenuation scaling maps to 1; −1000 maps to 0.
         augment: random flips and quarter turns of training slices.
-        simulation_factor: sinograms come from the slice on a grid that is so many times finer, so that nothing is
-            gained from simulating and reconstructing with one matrix; 1: from the slice itself, as in the field.
+        simulation_factor: sinograms are simulated on a grid so many times finer. Simulation and reconstruction then
+            use different matrices, and scores are not too good. 1: the slice's own grid, as in the field.
             Phantoms have up to 2; files with fewer pixels than image_size · simulation_factor are upsampled.
         disc: paste a bright disc into every slice, the paper's test out of distribution.
         train_slices: train on so many different slices only, spread over those there are (of phantoms, over n_train,
@@ -55,7 +55,7 @@ class DataConfig(Target):
     seed: int = number(at_least=0, at_most=2**32 - 1)
 
     def keywords(self) -> dict[str, Any]:
-        """The arguments that only the source knows."""
+        """The arguments that only the source has."""
         return self.arguments
 
     @property
@@ -69,11 +69,11 @@ class DataConfig(Target):
         return any(isinstance(it, FolderData) and it.pixel_size == "header" for it in self.by_section().values())
 
     def by_section(self) -> dict[str, "DataConfig"]:
-        """The sources of the slices, by their section of the config: itself, or several that it mixes."""
+        """The sources of the slices, by config section: itself, or the several that it mixes."""
         return {"data": self}
 
     def without_places(self) -> Self:
-        """The same, without what is the machine's, the people's or the patients'."""
+        """The same config without private values: folders, people and patients."""
         return replace(self, arguments={})
 
 
@@ -96,7 +96,7 @@ class PhantomData(DataConfig):
     anatomy_share: float = number(at_least=0, at_most=1)
 
     def keywords(self) -> dict[str, Any]:
-        """What phantoms are drawn by."""
+        """The arguments that phantoms are drawn with."""
         return {key: getattr(self, key) for key in ("n_train", "n_val", "n_test", "anatomy_share", "seed")}
 
 
@@ -140,7 +140,7 @@ class FolderData(DataConfig):
     pixel_size: str = one_of("field_of_view", "header", default="field_of_view")
 
     def without_places(self) -> Self:
-        """Without folders and patients too."""
+        """Also without folders and patients."""
         return replace(
             super().without_places(),
             root=None, include="*", cache_dir=None, train_patients=[], val_patients=[], test_patients=[],
@@ -175,11 +175,11 @@ class MixedData(DataConfig):
         common = self._common()
         for name, share in self.shares.items():
             if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-                raise ConfigError(f"data.sources.{name}.share={share} is no share: give a number from 0 to 1")
+                raise ConfigError(f"data.sources.{name}.share={share} is not a share: give a number from 0 to 1")
         total = sum(self.shares.values())
         if abs(total - 1) > 1e-6:
             each = ", ".join(f"{name} {share:g}" for name, share in self.shares.items()) or "none"
-            raise ConfigError(f"the shares of data.sources ({each}) add up to {total:g}: have them add up to 1")
+            raise ConfigError(f"the shares of data.sources ({each}) add up to {total:g}: they must add up to 1")
         if self.evaluate_on is not None and self.evaluate_on not in self.sources:
             raise ConfigError(
                 f"data.evaluate_on={self.evaluate_on}: {suggest(self.evaluate_on, self.sources)}, or null"
@@ -193,7 +193,7 @@ class MixedData(DataConfig):
 
     @property
     def shares(self) -> dict[str, Any]:
-        """Part of the training samples that is of each source, by its name."""
+        """The share of each source in the training samples, by name."""
         return {name: source.get("share") for name, source in self.sources.items()}
 
     def by_section(self) -> dict[str, DataConfig]:
@@ -201,7 +201,7 @@ class MixedData(DataConfig):
         return {f"data.sources.{name}": self._source(f"data.sources.{name}", its) for name, its in self.sources.items()}
 
     def _common(self) -> dict[str, Any]:
-        """The keys that all sources have in common."""
+        """The keys that all sources share."""
         ours = {f.name for f in fields(DataConfig)} - {TARGET, "arguments"}
         return {key: getattr(self, key) for key in ours}
 
@@ -226,19 +226,19 @@ class MixedData(DataConfig):
         return source
 
     def _defaults(self, key: str, option: Any) -> dict[str, Any]:
-        """What the option of a source says, but for the common keys."""
+        """The defaults of a source's option, without the common keys."""
         known = [one for one in (*options("data"), "custom") if one != self.name]
         if option not in known:
             raise ConfigError(f"{key}.name={option} is not known: {suggest(str(option), known)}")
         return {one: value for one, value in values_of_option("data", option).items() if one not in self._common()}
 
     def targets(self) -> dict[str, str]:
-        """Those of all sources too."""
+        """Also those of all sources."""
         own = {f"{section}.{TARGET}": source._target_ for section, source in self.by_section().items()}
         return super().targets() | own
 
     def without_places(self) -> Self:
-        """Of no source either."""
+        """Also without those of all sources."""
         common, sources = self._common(), self.by_section().values()
         kept = [
             {"share": share, **{key: it for key, it in keys_of(source.without_places()).items() if key not in common}}
@@ -367,7 +367,7 @@ def check_untouched(config: DataConfig) -> None:
 
 @dataclass(kw_only=True)
 class AsTrained:
-    """For an evaluation: the run's own slices, but for what is not None here."""
+    """For an evaluation: the run's own slices, with the keys that are not None here."""
 
     _target_: str | None
     simulation_factor: int | None = number(at_least=1, at_most=16)
@@ -375,9 +375,9 @@ class AsTrained:
 
 
 def check_data(config: DataConfig) -> None:
-    """Raise DataError for a folder that is not there, before anything is loaded to look into it.
+    """Raise DataError for a folder that does not exist, before its files are searched.
 
-    Raises ConfigError for two sources of a mix that have a folder in common: one's training slices test the other.
+    Raises ConfigError if two sources of a mix share a folder: one's training slices would test the other.
     """
     if isinstance(config, FolderData | PairData) and config.root is not None:
         _check_root("data.root", config.root)
@@ -392,8 +392,8 @@ def check_data(config: DataConfig) -> None:
                 for other, its in seen.items():
                     if folder.is_relative_to(its) or its.is_relative_to(folder):
                         raise ConfigError(
-                            f"data.sources.{name}.root={root} has slices of data.sources.{other} too, which each would "
-                            "split for itself: give each source a folder of its own"
+                            f"data.sources.{name}.root={root} has slices of data.sources.{other} too; each would "
+                            "split them differently: give each source its own folder"
                         )
                 seen[name] = folder
     for section, part in config.by_section().items():

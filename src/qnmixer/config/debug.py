@@ -1,4 +1,4 @@
-"""What `debug` may say: a look at a run that is not as it should be."""
+"""Schema of `debug`: modes that help to find errors in a run."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class DebugConfig:
-    """A look at a run that is not as it should be."""
+    """A debug mode."""
 
     name: str
 
 
 @dataclass(kw_only=True)
 class FewBatchesConfig(DebugConfig):
-    """The first slices of each part only."""
+    """The first slices of each split only."""
 
     name: str = "few_batches"
     batches: int = number(at_least=1)
@@ -34,7 +34,7 @@ class ProfileConfig(DebugConfig):
     steps: int = number(at_least=1)
 
     def check(self, run: "Config") -> None:
-        """The run is long enough."""
+        """The run must be long enough."""
         if -1 < run.trainer.max_steps < self.warm_up + self.steps:
             raise ConfigError(
                 f"debug.warm_up={self.warm_up} and debug.steps={self.steps} are more steps than trainer.max_steps="

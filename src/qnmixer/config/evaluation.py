@@ -1,4 +1,4 @@
-"""What `evaluation` may say: what is measured on a split, and what is drawn."""
+"""Schema of `evaluation`: which scores are computed, and what is drawn."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class EvaluationConfig:
-    """What is measured on a split, and what is drawn."""
+    """The scores of an evaluation, and its pictures."""
 
     window: list[float]  # HU, [low, high]
     n_pictures: int = number(at_least=1)
@@ -20,7 +20,7 @@ class EvaluationConfig:
     tv_noise_weight: float = number(at_least=0, default=0.0)
 
     def check(self, run: "Config | None" = None) -> None:
-        """A window is two numbers."""
+        """A window must be two numbers."""
         check_window("evaluation.window", self.window)
 
 

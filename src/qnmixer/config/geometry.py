@@ -1,4 +1,4 @@
-"""What `geometry` may say: the scan."""
+"""Schema of `geometry`: the scan."""
 
 from dataclasses import dataclass
 

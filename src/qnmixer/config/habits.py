@@ -1,10 +1,10 @@
-"""What people type by habit, from other templates and older versions of Lightning, and the way here."""
+"""Keys and options that people know from other templates and older Lightning, and what to use here."""
 
 from qnmixer.config.overrides import key_of
 
 _KEYS = {
-    "ckpt_path": "resume=RUN_FOLDER goes on with a run, finetune=RUN_FOLDER begins with its weights",
-    "train": "training is what this command does: leave it out",
+    "ckpt_path": "resume=RUN_FOLDER continues a run, finetune=RUN_FOLDER starts a new run from its weights",
+    "train": "this command always trains: leave it out",
     "test": "use test_after_training=true or false",
     "task_name": "use logger.wandb.run_name=…, or hydra.run.dir=runs/NAME",
     "lr": "use optimizer.lr=…",
@@ -40,16 +40,16 @@ _OPTIONS = {
     "logger=comet": "use logger=custom logger._target_=lightning.pytorch.loggers.CometLogger",
     "logger=neptune": "use logger=custom logger._target_=lightning.pytorch.loggers.NeptuneLogger",
     "logger=null": "use logger=csv; metrics.csv is always written",
-    "callbacks=model_checkpoint": "best.ckpt and last.ckpt are always kept: use monitor=… for what is best",
-    "callbacks=rich_progress_bar": "a terminal has one by itself: leave it out",
+    "callbacks=model_checkpoint": "best.ckpt and last.ckpt are always written: monitor=… chooses which one is best",
+    "callbacks=rich_progress_bar": "a terminal always shows one: leave it out",
     "callbacks=model_summary": "use +callbacks.summary._target_=lightning.pytorch.callbacks.RichModelSummary",
 }
 
 
 def habit(overrides: list[str]) -> str | None:
-    """The way here for the first override that is a habit from elsewhere; None without one."""
+    """The answer to the first override that is such a key or option; None if there is none."""
     for override in overrides:
         given = override.lstrip("+~")
-        if mend := _KEYS.get(key_of(override)) or _OPTIONS.get(given):
-            return f"{given if given in _OPTIONS else key_of(override)} is not known here: {mend}"
+        if fix := _KEYS.get(key_of(override)) or _OPTIONS.get(given):
+            return f"{given if given in _OPTIONS else key_of(override)} is not known here: {fix}"
     return None

@@ -1,4 +1,4 @@
-"""The names of keys, and the answer to one that does not exist."""
+"""The names of keys, and the message for a key that does not exist."""
 
 import difflib
 from collections.abc import Collection, Iterator, Mapping
@@ -13,12 +13,12 @@ _OF_LIGHTNING = [f"trainer.{name}" for name in PASSED_ON]
 
 
 def unknown_key(key: str, known: Collection[str]) -> ConfigError:
-    """The error for a key that does not exist, with where it belongs or the nearest that does."""
+    """The error for a key that does not exist. It names the section of the key, or the nearest key that exists."""
     section, _, name = key.partition(".")
     if name == "name" and section in groups() and not names_of(section):
         return ConfigError(f"{key} is no key: choose an option by its name, as in {section}={options(section)[0]}")
     if section in groups() and (owners := [it for it, keys in keys_of_options(section).items() if name in keys]):
-        return ConfigError(f"{key} goes with {section}={' or '.join(owners)} only: choose that, or leave {key} out")
+        return ConfigError(f"{key} works with {section}={' or '.join(owners)} only: choose that, or leave {key} out")
     if section == "trainer" and name in PASSED_ON:
         return ConfigError(f"{key} is an argument of Lightning's Trainer: write +{key}=…")
     if section == "trainer" and name in REFUSED:

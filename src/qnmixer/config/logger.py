@@ -1,4 +1,4 @@
-"""What `logger` may say: loggers by name, each a class and its arguments; metrics.csv is written beside them."""
+"""Schema of `logger`: loggers by name, each a class and its arguments. metrics.csv is always written."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from qnmixer.config.target import TARGET, Custom
 from qnmixer.errors import ConfigError
 
 CUSTOM = "custom"
-"""The name of the logger that the group itself describes, without a name."""
+"""The name of a logger that the group itself describes."""
 METRICS_FILE = "qnmixer.tracking.metrics_file.MetricsFile"
-"""What every run has, named by logger=csv."""
+"""The target of logger=csv. Every run has this logger."""
 LONGEST_TAG = 64
-"""Characters that W&B takes."""
+"""Characters; W&B refuses longer tags."""
 
 _WANDB = "qnmixer.tracking.loggers.WandbRun"
 _PACKAGES = {
@@ -26,7 +26,7 @@ _PACKAGES = {
 
 @dataclass(kw_only=True)
 class LoggerConfig(Custom):
-    """Any logger that Lightning takes: a class and its arguments."""
+    """A Lightning logger: a class and its arguments."""
 
 
 @dataclass(kw_only=True)
@@ -37,7 +37,7 @@ class WandbConfig:
     mode: str = one_of("offline", "online", "disabled")
     project: str
     entity: str | None
-    run_name: str | None  # None: the overrides that are this job's alone, or the time
+    run_name: str | None  # None: in a sweep the overrides of this job only, else setting and time
     group: str | None  # None: the sweep
     log_checkpoint: bool
     log_code: bool
@@ -46,10 +46,10 @@ class WandbConfig:
 def named_loggers(section: Any) -> dict[str, Mapping[str, Any]]:
     """The sections of the loggers by name.
 
-    A `_target_` of the group itself, as `logger=custom` has it, is one logger more. Settings of a ready logger that
-    was not chosen are left out: conf/local may have them.
+    A `_target_` of the group itself, as in `logger=custom`, is one more logger. Settings of loggers that were not
+    chosen are left out: conf/local may contain them.
 
-    Raises ConfigError for what is no logger.
+    Raises ConfigError for a section that is no logger.
     """
     if section is None:
         return {}
@@ -66,17 +66,17 @@ def named_loggers(section: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def section_of(name: str) -> str:
-    """Where a command line sets a logger of this name."""
+    """The key of a logger on the command line, from its name."""
     return "logger" if name == CUSTOM else f"logger.{name}"
 
 
 def schema_of_logger(section: Mapping[str, Any]) -> type[WandbConfig] | type[LoggerConfig]:
-    """The dataclass of a logger's section."""
+    """The dataclass of a logger section."""
     return WandbConfig if section[TARGET] == _WANDB else LoggerConfig
 
 
 def check_loggers(loggers: Mapping[str, WandbConfig | LoggerConfig]) -> None:
-    """Raise ConfigError where the package of a logger is not installed."""
+    """Raise ConfigError if the package of a logger is not installed."""
     for name, logger in loggers.items():
         package, modules = _PACKAGES.get(logger._target_.rpartition(".")[2], ("", ()))
         if package and not any(find_spec(module) for module in modules):

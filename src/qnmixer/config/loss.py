@@ -1,4 +1,4 @@
-"""What `loss` may say: what training minimises."""
+"""Schema of `loss`: the function that training minimises."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""What `memory` may say: where the graph of the iterations stays until backward."""
+"""Schema of `memory`: where the graph of the iterations stays until backward."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,14 @@ from qnmixer.config.option import number
 
 @dataclass(kw_only=True)
 class MemoryConfig:
-    """Where the graph of the iterations stays until backward; `name` is that of the mode."""
+    """Where the graph of the iterations stays until backward; `name` is the mode."""
 
     name: str
 
 
 @dataclass(kw_only=True)
 class RecomputeConfig(MemoryConfig):
-    """Built again in backward."""
+    """The graph is computed again in backward."""
 
     name: str = "recompute"
     segment: int = number(at_least=1)

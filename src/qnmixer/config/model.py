@@ -1,4 +1,4 @@
-"""What `model` may say: the arguments of a network, and the rules between them."""
+"""Schema of `model`: the arguments of a network, and the rules between them."""
 
 import math
 from dataclasses import dataclass, replace
@@ -24,15 +24,15 @@ class ModelConfig(Target):
         return 0
 
     def divisors(self) -> dict[str, int]:
-        """What the image's size must be a multiple of, by the key that says so."""
+        """Numbers that must divide the image size, by the key that sets each."""
         return {}
 
     def smallest(self) -> Self:
-        """The same kind of network, so small that its steps take seconds; for doctor."""
+        """The same kind of network, so small that a step takes seconds. doctor uses it."""
         return self
 
     def check(self, run: "Config") -> None:
-        """The image's size is a multiple of what the network cuts it into."""
+        """The image size must be a multiple of the sizes that the network divides it into."""
         size = run.data.image_size
         for key, part in self.divisors().items():
             if size % part:
@@ -92,14 +92,14 @@ class FBPConvNetConfig(LearnedConfig):
     depth: int = number(at_least=1, at_most=10)
 
     def divisors(self) -> dict[str, int]:
-        """It is halved at each level down."""
+        """Each level halves the image."""
         return {"depth": 2**self.depth}
 
 
 @schema()
 @dataclass(kw_only=True)
 class UnrolledConfig(LearnedConfig):
-    """A network whose T can be chosen; memory grows evenly by `period` iterations at a time."""
+    """A network with a choice of T; its memory grows evenly for each `period` iterations."""
 
     period: ClassVar[int] = 1
 
@@ -133,7 +133,7 @@ class LearnedPrimalDualConfig(UnrolledConfig):
 class RegFormerConfig(UnrolledConfig):
     """`qnmixer.models.RegFormer`."""
 
-    period: ClassVar[int] = 2  # two kinds of block, by turns
+    period: ClassVar[int] = 2  # two kinds of block alternate
 
     n_heads: int = number(at_least=1, at_most=1024)
     window_size: int = number(at_least=2, at_most=8192)
@@ -143,7 +143,7 @@ class RegFormerConfig(UnrolledConfig):
         return math.lcm(2, self.n_heads)
 
     def divisors(self) -> dict[str, int]:
-        """It is cut into windows."""
+        """The image is divided into windows."""
         return {"window_size": self.window_size}
 
     def smallest(self) -> Self:
@@ -151,12 +151,12 @@ class RegFormerConfig(UnrolledConfig):
         return replace(self, channels=self._unit)
 
     def check(self, run: "Config") -> None:
-        """Half of the channels are handed on, and the heads share them."""
+        """Half of the channels go to the next iteration, and the heads share them."""
         super().check(run)
         if self.channels % self._unit:
             raise ConfigError(
-                f"model.channels={self.channels} is not a multiple of {self._unit}: half of them are handed on, and "
-                f"model.n_heads={self.n_heads} share them; choose "
+                f"model.channels={self.channels} is not a multiple of {self._unit}: half of them go to the next "
+                f"iteration, and model.n_heads={self.n_heads} divide them; choose "
                 f"model.channels={-(-self.channels // self._unit) * self._unit}"
             )
 
@@ -187,15 +187,15 @@ class QNMixerConfig(UnrolledConfig):
     learned_trust: bool
 
     def divisors(self) -> dict[str, int]:
-        """It is cut into patches and into latent cells."""
+        """The image is divided into patches and into latent cells."""
         return {"patch_size": self.patch_size, "latent_factor": self.latent_factor}
 
     def smallest(self) -> Self:
-        """One layer too."""
+        """Also a single layer."""
         return replace(super().smallest(), n_mixer_layers=1)
 
     def check(self, run: "Config") -> None:
-        """The rules of its inception, its codec and its regulariser."""
+        """The rules of its inception, codec and regulariser."""
         super().check(run)
         factor = self.latent_factor
         if self.channels % 4:
@@ -208,6 +208,6 @@ class QNMixerConfig(UnrolledConfig):
         if self.codec == "strided" and (factor < 2 or factor & (factor - 1)):
             raise ConfigError(f"model.latent_factor={factor} does not fit model.codec=strided: choose 2, 4, 8 or 16")
         if self.codec_kernel % 2 == 0:
-            raise ConfigError(f"model.codec_kernel={self.codec_kernel} has no middle: choose 1 or 3")
+            raise ConfigError(f"model.codec_kernel={self.codec_kernel} has no centre: choose 1 or 3")
         if self.regularizer is not None and self.detail_channels:
-            raise ConfigError("model.regularizer takes the place of the details too: set model.detail_channels=0")
+            raise ConfigError("model.regularizer replaces the detail convolutions too: set model.detail_channels=0")

@@ -1,4 +1,4 @@
-"""What `noise` may say: the noise of a measurement."""
+"""Schema of `noise`: the noise of a measurement."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -31,7 +31,7 @@ class FieldNoiseConfig(NoiseConfig):
 @schema("qnmixer.physics.PhysicalNoise")
 @dataclass(kw_only=True)
 class PhysicalNoiseConfig(NoiseConfig):
-    """Counts behind a body of real attenuation."""
+    """Photon counts behind a body with real attenuation."""
 
     photons: float = number(above=0, at_most=1e15)
     water_attenuation: float = number(above=0)  # 1/mm
@@ -39,10 +39,10 @@ class PhysicalNoiseConfig(NoiseConfig):
     fewest_counts: float = number(above=0, default=1.0)  # of a bin without any
 
     def check(self, run: "Config") -> None:
-        """It has a meaning only for slices of one scale."""
+        """Counts make sense only if all slices have the same scale."""
         if run.data.scaling == "minmax":
             raise ConfigError(
-                f"noise={self.name} needs an attenuation scale that slices share: use data.scaling=attenuation, or "
+                f"noise={self.name} needs the same attenuation scale in all slices: use data.scaling=attenuation, or "
                 "noise=field"
             )
 
@@ -50,7 +50,7 @@ class PhysicalNoiseConfig(NoiseConfig):
 @schema("qnmixer.physics.MixedNoise")
 @dataclass(kw_only=True)
 class MixedNoiseConfig(PhysicalNoiseConfig):
-    """The field's noise for some samples, counts for the rest."""
+    """The field's noise for some samples, photon counts for the others."""
 
     physical_share: float = number(at_least=0, at_most=1)
     field_photons: float = number(above=0, at_most=1e15)

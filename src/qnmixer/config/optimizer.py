@@ -1,4 +1,4 @@
-"""What `optimizer` may say."""
+"""Schema of `optimizer`."""
 
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -30,7 +30,7 @@ class OptimizerConfig(Target):
     step_size_lr_factor: float = number(above=0)
 
     def keywords(self) -> dict[str, Any]:
-        """All but what the parameter groups have."""
+        """All arguments, except those that each parameter group has."""
         ours = {f.name for f in fields(OptimizerConfig)}
         return {key: value for key, value in super().keywords().items() if key not in ours}
 
@@ -43,11 +43,11 @@ class AdamWConfig(OptimizerConfig):
     betas: list[float]
 
     def keywords(self) -> dict[str, Any]:
-        """With betas as torch writes them down in checkpoints."""
+        """With betas as a tuple, as torch stores them in checkpoints."""
         return super().keywords() | {"betas": tuple(self.betas)}
 
     def check(self, run: "Config") -> None:
-        """Two betas."""
+        """betas must be two numbers."""
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"optimizer.betas={self.betas} is not two numbers from 0 to below 1: give [0.9,0.999]")
 
@@ -66,9 +66,9 @@ class AdafactorConfig(OptimizerConfig):
     """torch.optim.Adafactor."""
 
     def check(self, run: "Config") -> None:
-        """Whole weights."""
+        """Needs full weights, not shards."""
         if isinstance(run.strategy, FSDPConfig):
             raise ConfigError(
-                "optimizer=adafactor does not work on weights in shards (in torch): choose optimizer=adamw or "
+                "optimizer=adafactor does not work with sharded weights (a limit of torch): choose optimizer=adamw or "
                 "strategy=ddp"
             )

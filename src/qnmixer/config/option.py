@@ -1,4 +1,4 @@
-"""Bounds for the fields of config dataclasses, and the check that they hold."""
+"""Bounds for the fields of config dataclasses, and their check."""
 
 import difflib
 import math
@@ -10,7 +10,7 @@ from qnmixer.errors import ConfigError
 
 
 def one_of(*choices: str, default: Any = MISSING) -> Any:
-    """A text field that takes one of these values."""
+    """A text field with a fixed list of values."""
     return field(default=default, metadata={"choices": choices})
 
 
@@ -21,17 +21,17 @@ def number(
     below: float | None = None,
     default: Any = MISSING,
 ) -> Any:
-    """A number field with bounds, included (`at_least`, `at_most`) or not (`above`, `below`)."""
+    """A number field with bounds: inclusive (`at_least`, `at_most`) or exclusive (`above`, `below`)."""
     return field(default=default, metadata={"at_least": at_least, "above": above, "at_most": at_most, "below": below})
 
 
 def target() -> Any:
-    """A text field that names a class or function, module.name, or is null."""
+    """A text field that names a class or function as module.name, or is null."""
     return field(metadata={"target": True})
 
 
 def check_bounds(prefix: str, section: Any) -> None:
-    """Raise ConfigError for the first field of a config dataclass that is out of its bounds."""
+    """Raise ConfigError for the first field of a config dataclass that is out of bounds."""
     for f in fields(section):
         value, rules = getattr(section, f.name), f.metadata
         if value is None:
@@ -52,7 +52,7 @@ def check_bounds(prefix: str, section: Any) -> None:
 
 
 def suggest(word: str, choices: Collection[str], most: int = 12) -> str:
-    """How to mend a word that is none of the choices: the nearest one, or all, if they are at most so many."""
+    """How to fix an unknown word: the nearest choice, or a list of all if there are at most `most`."""
     near = difflib.get_close_matches(word, [c for c in choices if c != word], n=1, cutoff=0.6)
     if near:
         return f"did you mean {near[0]}?"

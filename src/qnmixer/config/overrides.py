@@ -1,16 +1,16 @@
-"""Overrides as they stand on a command line: their keys and values, and how a path is written in one."""
+"""Overrides of a command line: their keys and values, and how to write a path as a value."""
 
 import re
 from pathlib import Path
 
 LENGTH = ("trainer.max_steps", "trainer.max_epochs")
-"""What says how long a run is."""
+"""The keys that set the length of a run."""
 _LOOKUP = re.compile(r"\$\{.*:", re.DOTALL)
 _PATHS = ("finetune", "resume", "tags")
 
 
 def quoted(path: Path | str) -> str:
-    """A path or an address as Hydra takes it on its command line, whatever is in it."""
+    """A path or address, quoted for Hydra's command line."""
     text = str(path)
     if all(c.isalnum() or c in "/-_.:" for c in text):
         return text
@@ -24,29 +24,29 @@ def values_of(overrides: list[str]) -> dict[str, str]:
 
 
 def key_of(override: str) -> str:
-    """The key of an override, without the signs that Hydra has before it."""
+    """The key of an override, without Hydra's signs before it."""
     return override.lstrip("+~").partition("=")[0]
 
 
 def of_hydra(override: str) -> bool:
-    """Whether an override is for Hydra itself, also as one value (hydra={…}) or as the place of a group (…@hydra.…)."""
+    """Whether an override is for Hydra itself, also as hydra={…} or as a package (…@hydra.…)."""
     return re.search(r"(^|@)\s*hydra\b", key_of(override)) is not None
 
 
 def looks_up(text: str) -> bool:
-    """Whether OmegaConf would call a resolver for a text, as ${oc.env:NAME}; another key of the config it may name."""
+    """Whether OmegaConf would call a resolver for a text, such as ${oc.env:NAME}. Names of other keys do not count."""
     return _LOOKUP.search(text.replace("\\", "")) is not None  # Hydra removes the backslashes
 
 
 def looks_elsewhere(override: str) -> bool:
-    """Whether an override names what no config folder holds: something to look up, or a file outside (GROUP=../x)."""
+    """Whether an override needs something outside the config folders: a resolver, or a file outside (GROUP=../x)."""
     key = key_of(override)
     is_choice = "@" in key or ("." not in key and key not in _PATHS)
     return looks_up(override) or (is_choice and ".." in override)
 
 
 def with_length(overrides: list[str]) -> list[str]:
-    """Overrides in which a number of epochs, given alone, is not cut short by steps that a config file has."""
+    """Overrides in which `max_epochs` alone is not cut short by the `max_steps` of a config file."""
     given = values_of(overrides)
     if given.get("trainer.max_epochs", "null") in ("null", "") or "trainer.max_steps" in given:
         return overrides

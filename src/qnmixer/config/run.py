@@ -1,6 +1,6 @@
-"""The config of a training run, and all checks that it must pass before anything is started.
+"""The config of a training run, and all checks before it starts.
 
-The values live in `conf/`; here are their types, their bounds and the rules between them.
+The values are in `conf/`. Here are their types, their bounds and the rules between them.
 """
 
 from collections.abc import Mapping
@@ -40,14 +40,14 @@ from qnmixer.config.trainer import TrainerConfig, gathered
 from qnmixer.errors import ConfigError
 from qnmixer.plugins import check_plugin
 
-_ALWAYS_THERE = ("lightning.", "qnmixer.", "torch.")  # not looked for here, which would take seconds
+_ALWAYS_THERE = ("lightning.", "qnmixer.", "torch.")  # not imported for the check: that takes seconds
 MAX_SEED = 2**32 - 1
-"""The largest that numpy takes."""
+"""The largest seed of numpy."""
 
 
 @dataclass(kw_only=True)
 class RunConfig:
-    """What stands at the root of the config."""
+    """The root keys of the config."""
 
     seed: int = number(at_least=0, at_most=MAX_SEED)
     monitor: str = one_of("val/psnr", "val/ssim", "val/loss")
@@ -60,7 +60,7 @@ class RunConfig:
 
 @dataclass(kw_only=True)
 class Config(RunConfig):
-    """One training run, checked."""
+    """The checked config of one training run."""
 
     geometry: GeometryConfig
     noise: NoiseConfig
@@ -79,9 +79,9 @@ class Config(RunConfig):
 
 
 def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
-    """Typed and checked config of a command, from a composed one or from what `to_plain` made of it.
+    """Parse and check a config: a composed one, or the result of `to_plain`.
 
-    Raises ConfigError, naming the key and the mend.
+    Raises ConfigError, naming the key and how to fix it.
     """
     config = parse_file(cfg)
     check_targets(targets_of(config))
@@ -89,9 +89,9 @@ def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
 
 
 def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
-    """Config that a file holds, such as a checkpoint: no module that it names is looked for.
+    """Parse the config in a file, such as a checkpoint, without a check that the modules that it names exist.
 
-    Raises ConfigError, naming the key and the mend.
+    Raises ConfigError, naming the key and how to fix it.
     """
     values = plain_values(cfg)
     if "trainer" in values:
@@ -104,7 +104,7 @@ def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
     root = {f.name for f in fields(RunConfig)}
     sections = {f.name for f in fields(Config)} - root - {"callbacks", "logger"}
     for key in sections - values.keys():
-        raise ConfigError(f"the config has no {key}: pick one with {key}=…")
+        raise ConfigError(f"the config has no {key}: choose one with {key}=…")
     parsed = {key: parse_section(key, schema_of(key, values[key]), values[key], values) for key in sorted(sections)}
     rest = parse_section("", RunConfig, {k: v for k, v in values.items() if k not in sections}, values)
     config = Config(**{key: getattr(rest, key) for key in root}, **parsed, logger=loggers, callbacks=callbacks)
@@ -113,7 +113,7 @@ def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
 
 
 def schema_of(section: str, value: Any) -> type:
-    """The dataclass of a section of the config: that of its target or its name, or what those of the group derive from.
+    """The dataclass of a config section: that of its target or name, or the base class of its group.
 
     Raises ConfigError for an option that does not exist.
     """
@@ -139,7 +139,7 @@ def _hints() -> dict[str, type]:
 
 
 def targets_of(config: Any) -> dict[str, str]:
-    """Classes and functions that a config names, by their keys."""
+    """Classes and functions that a config names, by key."""
     sections = {f.name: getattr(config, f.name) for f in fields(config)}
     targets: dict[str, str] = {}
     for key, section in sections.items():
@@ -160,7 +160,7 @@ def check_targets(targets: Mapping[str, str]) -> None:
 
 
 def validate(config: Config) -> None:
-    """The rules between keys, of each section and of the whole. Raises ConfigError."""
+    """Check the rules between keys, in each section and between sections. Raises ConfigError."""
     for section in vars(config).values():
         if hasattr(section, "check"):
             section.check(config)
@@ -169,36 +169,36 @@ def validate(config: Config) -> None:
         if not 1 <= len(tag) <= LONGEST_TAG:
             raise ConfigError(f"tags: {tag[:20]!r} has {len(tag)} characters: give each tag 1 to {LONGEST_TAG}")
     if config.finetune is not None and config.resume is not None:
-        raise ConfigError("finetune takes the weights of a run, resume goes on with it: give one of them")
+        raise ConfigError("finetune= starts a new run from weights, resume= continues a run: give only one of them")
     if trainer.max_steps == -1 and trainer.max_epochs is None:
         raise ConfigError("training would never end: give trainer.max_steps=… or trainer.max_epochs=…")
 
 
 def devices_per_replica(config: Config) -> int:
-    """Devices that work on the same samples: those of a pipeline, or one."""
+    """The number of devices that work on the same samples: those of a pipeline, or one."""
     return config.strategy.devices_per_replica(config.trainer)
 
 
 def batch_of_replica(config: Config) -> int:
-    """Samples that such devices get at once: data.batch_size counts for each device."""
+    """Samples that such devices get together. data.batch_size is for one device."""
     return config.data.batch_size * devices_per_replica(config)
 
 
 def effective_batch(config: Config) -> int:
-    """Samples of one optimizer step."""
+    """Samples of one optimizer step, over all devices."""
     t = config.trainer
     return config.data.batch_size * (t.devices or 1) * t.num_nodes * t.accumulate_grad_batches
 
 
 def with_iterations(config: Config, T: int) -> Config:
-    """The same run with another T; of a network whose T is fixed, the run itself."""
+    """The same config with another T, or unchanged if T is fixed."""
     if not isinstance(config.model, UnrolledConfig):
         return config
     return replace(config, model=replace(config.model, n_iterations=T))
 
 
 def override(config: Config, overrides: str) -> Config:
-    """The config with overrides as on a command line: keys, and groups ("memory=recompute") of options that exist."""
+    """The config with overrides as on a command line: keys, and groups ("memory=recompute") with their options."""
     values = OmegaConf.create(to_plain(config))
     for item in overrides.split():
         key, _, value = item.partition("=")
@@ -212,9 +212,9 @@ def override(config: Config, overrides: str) -> Config:
 
 
 def section(group: str, option: str, *, seed: int = 42, **keys: Any) -> Any:
-    """A section of the config as `GROUP=OPTION` has it, with other values of some keys; for programs.
+    """The section that `GROUP=OPTION` gives, with other values of some keys; for programs.
 
-    Raises ConfigError for a value that is out of its bounds.
+    Raises ConfigError for a value that is out of bounds.
     """
     values = _resolved(group, option, seed, keys)
     return parse_section(group, schema_of(group, values), values, {group: values})
@@ -226,16 +226,16 @@ def _resolved(group: str, option: str, seed: int, keys: Mapping[str, Any]) -> An
 
 
 def to_plain(config: Config) -> dict[str, Any]:
-    """Numbers, strings, lists and dicts only: what a checkpoint may hold; `parse` reads it back."""
+    """The config as numbers, strings, lists and dicts, which a checkpoint can store; `parse` reads it back."""
     values = vars(config) | {"logger": {name: keys_of(logger) for name, logger in config.logger.items()}}
     return {key: keys_of(value) if is_dataclass(value) else value for key, value in values.items()}
 
 
 def without_places(config: Config) -> Config:
-    """The same network, scan and training, but for what is the machine's, the people's or the patients'.
+    """The config for sharing: the same network, scan and training, without private values.
 
-    This is what may be shared. Folders, names of patients, the runs that it began from and the account of its logger
-    are left out. Arguments of the user's own classes stay, but for those of slices: a network may need them.
+    Folders, names of patients, the runs that it started from and the logger's account are left out. Arguments of the
+    user's own classes stay, because a network may need them; those of slices are left out.
     """
     data = config.data.without_places()
     return replace(config, data=data, logger={}, callbacks={}, tags=[], finetune=None, resume=None)

@@ -1,4 +1,4 @@
-"""What `schedule` may say: how the learning rate goes over a run."""
+"""Schema of `schedule`: the learning rate over a run."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -21,14 +21,14 @@ class ScheduleConfig(Target):
     warmup: float = number(at_least=0, at_most=1)
 
     def keywords(self) -> dict[str, Any]:
-        """All but the warm-up, which every schedule has."""
+        """All arguments but the warm-up, which every schedule has."""
         return {key: value for key, value in super().keywords().items() if key != "warmup"}
 
 
 @schema("qnmixer.optimization.schedules.step")
 @dataclass(kw_only=True)
 class StepScheduleConfig(ScheduleConfig):
-    """× factor once, at `at` of the run."""
+    """Multiply the rate by `factor` once, after the share `at` of the run."""
 
     at: float = number(above=0, at_most=1)
     factor: float = number(above=0)

@@ -1,4 +1,4 @@
-"""Folders with configs of the user's own, from `--config-dir FOLDER` and `hydra.searchpath=[…]`, as one override."""
+"""The user's own config folders, from `--config-dir FOLDER` and `hydra.searchpath=[…]`, as one override."""
 
 import os
 from collections.abc import Iterator
@@ -10,16 +10,16 @@ from qnmixer.config.overrides import key_of, quoted
 from qnmixer.errors import ConfigError
 
 CONF = (Path(__file__).parents[1] / "conf").resolve()
-"""In a checkout a link to conf/ of the repository; a wheel holds the files themselves."""
+"""In a clone, a link to conf/ of the repository; in a wheel, a copy of the files."""
 SEARCH_PATH = "hydra.searchpath"
 _FLAGS = ("--config-dir", "-cd")
 _FILE, _PACKAGE = "file://", "pkg://"
 
 
 def with_search_path(arguments: list[str]) -> list[str]:
-    """Arguments in which one override, `hydra.searchpath=[…]` with absolute folders, names all folders of configs.
+    """Put all config folders into one override, `hydra.searchpath=[…]`, with absolute paths.
 
-    So a run's record has it, as any other override. Raises ConfigError for a folder that is not there.
+    Then the record of a run has it, as any other override. Raises ConfigError for a folder that does not exist.
     """
     rest, folders, given = [], [], ""
     words = iter(arguments)
@@ -36,12 +36,12 @@ def with_search_path(arguments: list[str]) -> list[str]:
 
 
 def search_path_in(overrides: list[str]) -> list[str]:
-    """The override that names the folders of configs; none where there is none."""
+    """The override that names the config folders; None if there is none."""
     return [override for override in overrides if key_of(override) == SEARCH_PATH]
 
 
 def places_of(override: str) -> list[str]:
-    """What such an override names; nothing if it is empty. Raises ConfigError if its value is no list of text."""
+    """The folders that such an override names; [] if it is empty. Raises ConfigError if it is no list of texts."""
     if not override:
         return []
     (parsed,) = OverridesParser.create().parse_overrides([override])
@@ -52,7 +52,7 @@ def places_of(override: str) -> list[str]:
 
 
 def packages_of(overrides: list[str]) -> Iterator[str]:
-    """Modules that Hydra would import to look for configs in them (pkg://…)."""
+    """Modules that Hydra would import to find configs in them (pkg://…)."""
     for override in search_path_in(overrides):
         for place in places_of(override):
             if place.startswith(_PACKAGE):
@@ -64,5 +64,5 @@ def _located(place: str) -> str:
         return place
     folder = Path(place.removeprefix(_FILE)).expanduser()
     if not place or not folder.is_dir():
-        raise ConfigError(f"there is no folder of configs at {place or folder}: give it as --config-dir FOLDER")
+        raise ConfigError(f"no config folder at {place or folder}: give it as --config-dir FOLDER")
     return _FILE + os.path.abspath(folder)

@@ -1,4 +1,4 @@
-"""One section of the config, from plain values to its dataclass."""
+"""Convert one config section from plain values to its dataclass."""
 
 import re
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from qnmixer.errors import ConfigError
 
 
 def plain_values(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
-    """Values of a composed config, resolved; plain ones as they are. Raises ConfigError for one that is missing."""
+    """The values of a composed config, resolved; plain values unchanged. Raises ConfigError for a missing value."""
     if not isinstance(cfg, DictConfig):
         return {str(key): value for key, value in cfg.items()}
     try:
@@ -27,9 +27,9 @@ def plain_values(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_section(section: str, schema: type, value: Any, values: Mapping[str, Any]) -> Any:
-    """A section of the config as its dataclass, types and bounds checked; raises ConfigError.
+    """Convert a section to its dataclass and check types and bounds. Raises ConfigError.
 
-    Keys beside those of a schema become arguments of its target. Text with ${…} stays text.
+    Keys that are not in the schema become arguments of its target. Text with ${…} stays text.
     """
     prefix = f"{section}." if section else ""
     arguments: dict[str, Any] = {}
@@ -52,7 +52,7 @@ def parse_section(section: str, schema: type, value: Any, values: Mapping[str, A
 
 
 def _as_text(value: Any) -> Any:
-    """Values that OmegaConf will not resolve: where there was a ${…} to resolve, `plain_values` has done it."""
+    """Values that OmegaConf will not resolve. Any ${…} to resolve was resolved in `plain_values` before."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What `strategy` may say: how a run is spread over devices."""
+"""Schema of `strategy`: how a run uses several devices."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class StrategyConfig:
-    """How a run is spread over devices.
+    """How a run uses several devices.
 
     Attributes:
-        planned_as: how the plan counts what a device needs: as a `replica` of the whole network, as one of its
-            `shards`, or as a part of a `pipeline`. None: the plan refuses it.
+        planned_as: how the plan counts the memory of a device: a `replica` of the whole network, one of its `shards`,
+            or a part of a `pipeline`. None: the plan refuses it.
     """
 
     planned_as: ClassVar[str | None] = None
@@ -26,21 +26,21 @@ class StrategyConfig:
     name: str
 
     def devices_per_replica(self, trainer: TrainerConfig) -> int:
-        """Devices that work on the same samples."""
+        """The number of devices that work on the same samples."""
         return 1
 
     def check(self, run: "Config") -> None:
-        """One device where the strategy is single, a network with weights where it is not."""
+        """strategy=single needs one device; all others need a network with weights."""
         trainer = run.trainer
         if self.name != "single" and not isinstance(run.model, LearnedConfig):
             raise ConfigError(
-                f"strategy={self.name} trains over several devices, and model={run.model.name} has no weights to "
+                f"strategy={self.name} trains on several devices, but model={run.model.name} has no weights to "
                 "train: use strategy=single"
             )
         if self.name == "single" and (trainer.devices not in (None, 1) or trainer.num_nodes > 1):
             several = trainer.num_nodes > 1
             given = f"trainer.num_nodes={trainer.num_nodes}" if several else f"trainer.devices={trainer.devices}"
-            raise ConfigError(f"{given} and strategy=single do not go together: choose strategy=ddp, fsdp or pipeline")
+            raise ConfigError(f"{given} does not work with strategy=single: choose strategy=ddp, fsdp or pipeline")
 
 
 @dataclass(kw_only=True)
@@ -54,7 +54,7 @@ class SingleConfig(StrategyConfig):
 
 @dataclass(kw_only=True)
 class DDPConfig(StrategyConfig):
-    """The whole network on every device, the batch shared out."""
+    """The whole network on every device; each gets a part of the batch."""
 
     planned_as: ClassVar[str | None] = "replica"
 
@@ -62,12 +62,12 @@ class DDPConfig(StrategyConfig):
     static_graph: bool
 
     def check(self, run: "Config") -> None:
-        """Torch's static graph knows one backward a step."""
+        """torch's static graph allows one backward pass per step."""
         super().check(run)
         if self.static_graph and run.trainer.accumulate_grad_batches > 1:
             raise ConfigError(
-                "strategy.static_graph=true fails with trainer.accumulate_grad_batches above 1 (in torch): set one of "
-                "them back"
+                "strategy.static_graph=true does not work with trainer.accumulate_grad_batches above 1 (a limit of "
+                "torch): set static_graph=false, or accumulate_grad_batches=1"
             )
 
 
@@ -84,7 +84,7 @@ class FSDPConfig(StrategyConfig):
 
 @dataclass(kw_only=True)
 class PipelineConfig(StrategyConfig):
-    """The T iterations in stages, one after the other on the devices."""
+    """The T iterations in stages, which run one after the other on the devices."""
 
     planned_as: ClassVar[str | None] = "pipeline"
 
@@ -96,29 +96,29 @@ class PipelineConfig(StrategyConfig):
     cut: list[int] | None  # iterations of each stage; None: balanced by measured cost
 
     def devices_per_replica(self, trainer: TrainerConfig) -> int:
-        """Those of one pipeline."""
+        """The devices of one pipeline."""
         return self.devices_per_pipeline or trainer.devices or 1
 
     def check(self, run: "Config") -> None:
-        """Stages, devices and micro-batches that fit together."""
+        """Stages, devices and micro-batches must fit together."""
         super().check(run)
         T = run.model.T
         if not isinstance(run.model, UnrolledConfig):
             raise ConfigError(
-                f"strategy=pipeline cuts the iterations of a network into stages, and model={run.model.name} has {T}: "
+                f"strategy=pipeline cuts the iterations of a network into stages, but model={run.model.name} has {T}: "
                 "use strategy=ddp or fsdp"
             )
         if (self.schedule == "interleaved") != (self.stages_per_device > 1):
             raise ConfigError(
-                f"strategy.schedule={self.schedule} does not go with strategy.stages_per_device="
+                f"strategy.schedule={self.schedule} does not work with strategy.stages_per_device="
                 f"{self.stages_per_device}: interleaved takes 2 or more, every other schedule 1"
             )
         if self.cut is not None and (sum(self.cut) != T or min(self.cut, default=0) < 1):
             raise ConfigError(
-                f"strategy.cut={self.cut} is not the iterations of each stage: they must be at least 1 and add up to "
+                f"strategy.cut={self.cut} is wrong: each stage needs at least 1 iteration, and their sum must be "
                 f"model.n_iterations={T}"
             )
-        if run.trainer.devices is not None:  # or else all is checked when they have been counted
+        if run.trainer.devices is not None:  # else this is checked again when the devices are counted
             self._check_devices(run, run.trainer.devices)
 
     def _check_devices(self, run: "Config", n_devices: int) -> None:
@@ -139,7 +139,7 @@ class PipelineConfig(StrategyConfig):
                 "strategy.stages_per_device, or raise model.n_iterations"
             )
         if self.cut is not None and len(self.cut) != stages:
-            raise ConfigError(f"strategy.cut={self.cut} has {len(self.cut)} stages, the devices make {stages}")
+            raise ConfigError(f"strategy.cut={self.cut} has {len(self.cut)} stages, but the devices have {stages}")
         n, rest = divmod(run.data.batch_size * devices, size)
         if rest:
             raise ConfigError(

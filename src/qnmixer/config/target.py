@@ -1,7 +1,7 @@
-"""Sections that say what they build: `_target_`, and the arguments of the target as keys beside it.
+"""Config sections that name what they build: `_target_`, with its arguments as keys beside it.
 
-A schema has the types, bounds and rules of a target's keys. It stands in the config file of its group, and is found by
-the target. Nothing lists the options of a group but its folder in conf/.
+A schema has the types, bounds and rules of these keys. It is in the file of its group, and is found by the target. The
+options of a group are the files of its folder in conf/; no other list exists.
 """
 
 import re
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from qnmixer.config.run import Config
 
 TARGET = "_target_"
-_NO_OPTIONS = ("_", "as_trained", "custom")  # parts of others, for evaluate alone, of the user's own
+_NO_OPTIONS = ("_", "as_trained", "custom")  # parts of other files; for evaluate only; for the user's classes
 _OURS = "qnmixer."
 
 
@@ -30,7 +30,7 @@ class Custom:
 
     Attributes:
         _target_: module.name of the class or function.
-        arguments: what the section has beside the keys of its schema. The target gets them by name.
+        arguments: keys of the section that are not in its schema. The target gets them by name.
     """
 
     _target_: str
@@ -38,7 +38,7 @@ class Custom:
 
 
 def split_arguments(schema: type[Custom], value: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The keys of a section that its schema knows, and its arguments."""
+    """Split a section into the keys of its schema and the arguments of its target."""
     known = {f.name for f in fields(schema)} - {"arguments"}
     return (
         {key: item for key, item in value.items() if key in known},
@@ -47,14 +47,14 @@ def split_arguments(schema: type[Custom], value: Mapping[str, Any]) -> tuple[dic
 
 
 def keys_of(section: Any) -> dict[str, Any]:
-    """The keys of a section as a command line has them: arguments of a target stand beside the others."""
+    """The keys of a section as on a command line: arguments of the target stand beside the others."""
     keys = asdict(section)
     return keys | keys.pop("arguments") if isinstance(section, Custom) else keys
 
 
 @dataclass(kw_only=True)
 class Target(Custom):
-    """A section that names a class or function, in a group whose options stand in conf/ alone.
+    """A section that names a class or function. The options of its group are listed in conf/ only.
 
     Attributes:
         group: the section's name.
@@ -64,21 +64,21 @@ class Target(Custom):
 
     @property
     def name(self) -> str:
-        """The option that chooses it, as in `GROUP=NAME`; the target itself where conf/ has none."""
+        """The option that chooses it, as in `GROUP=NAME`; the target itself if conf/ has no such option."""
         return option_of(self.group, self._target_)
 
     def keywords(self) -> dict[str, Any]:
-        """What the target is called with by name, but for those that are targets themselves."""
+        """The keyword arguments of the target, except those that are targets themselves."""
         named = {key.removeprefix(f"{self.group}.") for key in self.targets()}
         return {key: value for key, value in keys_of(self).items() if key not in named}
 
     def targets(self) -> dict[str, str]:
-        """All classes and functions that it names, by their keys."""
+        """All classes and functions that it names, by key."""
         named = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata.get("target")}
         return {f"{self.group}.{key}": it for key, it in {TARGET: self._target_, **named}.items() if it is not None}
 
     def check(self, run: "Config") -> None:
-        """The rules between its keys, and with those of the run. Raises ConfigError."""
+        """Check the rules between its keys, and with other sections. Raises ConfigError."""
 
     def choice(self) -> list[str]:
         """The overrides that choose this target."""
@@ -93,7 +93,7 @@ _OPEN: list[type[Target]] = []
 
 
 def schema(*targets: str) -> Callable[[type[_T]], type[_T]]:
-    """Have a dataclass be the schema of these targets; without any, of all targets of its group that have no other."""
+    """Register a dataclass as the schema of these targets; without targets, of all others in its group."""
 
     def register(cls: type[_T]) -> type[_T]:
         _SCHEMAS.update(dict.fromkeys(targets, cls))
@@ -105,18 +105,18 @@ def schema(*targets: str) -> Callable[[type[_T]], type[_T]]:
 
 
 def schema_of_target(group: type[Target], section: Mapping[str, Any]) -> type[Target]:
-    """The schema of a section: its target's own, or the richest of those without a target whose keys it has.
+    """The schema of a section: that of its target, or the one without a target that shares the most keys.
 
     Args:
-        group: what all schemas of the group derive from.
+        group: the base class of the group's schemas.
 
-    Raises ConfigError for a section that names no target.
+    Raises ConfigError for a section without a target.
     """
     target = section.get(TARGET)
     if not isinstance(target, str):
         first = next(iter(options(group.group)), "…")
         raise ConfigError(
-            f"{group.group} has no {TARGET} (as_trained is for evaluate alone): choose an option, as in "
+            f"{group.group} has no {TARGET} (as_trained is for evaluate only): choose an option, as in "
             f"{group.group}={first}"
         )
     if target in _SCHEMAS:
@@ -132,14 +132,14 @@ def _needed(cls: type[Target]) -> set[str]:
 
 
 def check_arguments(cls: type[Target], target: str, arguments: Mapping[str, Any]) -> str | None:
-    """The first argument that a section cannot have, if any: one that its schema does not know, or another option's.
+    """The first argument that a section cannot have, or None: not in its schema, or a key of another option.
 
-    A schema of this package's own classes knows all keys. Of other targets the signature is asked, when they are built.
+    Schemas of qnmixer's own classes know all keys. For other targets, the signature is checked when they are built.
 
-    Raises ConfigError for words of Hydra that have no use here.
+    Raises ConfigError for Hydra's own keys that have no use here.
     """
     if odd := next((key for key in arguments if key.startswith("_")), None):
-        raise ConfigError(f"{cls.group}.{odd} is not known: beside {TARGET} there are the arguments of the target")
+        raise ConfigError(f"{cls.group}.{odd} is not known: give {TARGET} and arguments of the target only")
     if target in _SCHEMAS and target.startswith(_OURS):
         return next(iter(arguments), None)
     if not arguments or (mine := option_of(cls.group, target)) == target:
@@ -150,13 +150,13 @@ def check_arguments(cls: type[Target], target: str, arguments: Mapping[str, Any]
 
 
 def groups() -> list[str]:
-    """The groups of a run whose options have keys of one section."""
+    """The groups of a run whose options set the keys of one section."""
     others = ("callbacks", "experiment", "hydra", "local", "logger")
     return sorted(path.name for path in CONF.glob("*/") if path.name not in others)
 
 
 def options(group: str) -> list[str]:
-    """The options of a group that conf/ has ready, by name."""
+    """The options of a group in conf/, by name."""
     return sorted(path.stem for path in (CONF / group).glob("*.yaml") if not path.stem.startswith(_NO_OPTIONS))
 
 
@@ -168,7 +168,7 @@ def names_of(group: str) -> list[str]:
 
 
 def files_of(path: Path, *, below: bool = False) -> list[Path]:
-    """The file of an option, after those of its group that it includes; `below`: also for a part of it (FILE@KEY)."""
+    """The files of an option: those that it includes, then its own. `below`: also files for a part of it (FILE@KEY)."""
     values = OmegaConf.to_container(OmegaConf.load(path), resolve=False) if path.is_file() else {}
     names = values.get("defaults", []) if isinstance(values, dict) else []
     parts = [name.partition("@") for name in names if isinstance(name, str)]
@@ -177,12 +177,12 @@ def files_of(path: Path, *, below: bool = False) -> list[Path]:
 
 
 def values_of_option(group: str, option: str) -> dict[str, Any]:
-    """What the files of an option say, nothing resolved."""
+    """The values in the files of an option, not resolved."""
     merged = OmegaConf.merge(*[{}, *map(OmegaConf.load, files_of(CONF / group / f"{option}.yaml"))])
     values = OmegaConf.to_container(merged, resolve=False)
     assert isinstance(values, dict)
     values.pop("defaults", None)
-    return {str(key): value for key, value in (values.get(group) or values).items()}  # of package _global_: its group
+    return {str(key): value for key, value in (values.get(group) or values).items()}  # _global_: its group
 
 
 @cache
@@ -193,7 +193,7 @@ def keys_of_options(group: str) -> dict[str, Collection[str]]:
 
 @cache
 def _by_target(group: str) -> dict[str, str]:
-    """Option by target; of several with one target the shortest, as qn_mixer of qn_mixer_paper."""
+    """Option by target. If several have the same target, the shortest name: qn_mixer, not qn_mixer_paper."""
     found = {}
     for option in sorted(options(group), key=len, reverse=True):
         if line := re.search(rf"^{TARGET}: (\S+)", (CONF / group / f"{option}.yaml").read_text(), re.MULTILINE):
@@ -202,12 +202,12 @@ def _by_target(group: str) -> dict[str, str]:
 
 
 def option_of(group: str, target: str) -> str:
-    """The option that stands for a target; the target itself where conf/ has none."""
+    """The option of a target; the target itself if conf/ has none."""
     return _by_target(group).get(target, target)
 
 
 def with_names(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """What `to_plain` made, for who reads it: each section that has a target with the name of its option."""
+    """The result of `to_plain` for readers: each section with a target also has the name of its option."""
     return {
         key: {"name": option_of(key, value[TARGET]), **value} if isinstance(value, dict) and TARGET in value else value
         for key, value in plain.items()

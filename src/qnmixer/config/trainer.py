@@ -1,4 +1,4 @@
-"""What `trainer` may say: what goes to Lightning's Trainer."""
+"""Schema of `trainer`: the arguments of Lightning's Trainer."""
 
 import re
 from collections.abc import Mapping
@@ -24,39 +24,39 @@ PASSED_ON: dict[str, type | tuple[str, ...]] = {
     "profiler": ("simple", "advanced", "pytorch"),
     "sync_batchnorm": bool,
 }
-"""Arguments of Lightning's Trainer that conf/ leaves out, and what each takes: `+trainer.NAME=…` sets one."""
+"""Arguments of Lightning's Trainer that are not in conf/, and their types: `+trainer.NAME=…` sets one."""
 
 REFUSED = {
-    "barebones": "it switches off what a run records: use debug=few_batches",
-    "callbacks": "they are a group of their own: use callbacks=… or +callbacks.NAME._target_=my_file.MyCallback",
+    "barebones": "it switches off the records of a run: use debug=few_batches",
+    "callbacks": "they have their own group: use callbacks=… or +callbacks.NAME._target_=my_file.MyCallback",
     "check_val_every_n_epoch": "validations are counted in optimizer steps: use trainer.val_every_n_steps=…, null for "
     "the end of each epoch",
     "default_root_dir": "a run has one folder: use hydra.run.dir=…",
     "detect_anomaly": "use debug=anomaly, which names the line too",
-    "enable_checkpointing": "a run could not be resumed: use trainer.save_every_n_steps=…",
+    "enable_checkpointing": "without checkpoints a run cannot be resumed: use trainer.save_every_n_steps=…",
     "enable_model_summary": "use +callbacks.summary._target_=lightning.pytorch.callbacks.RichModelSummary",
     "fast_dev_run": "it writes no checkpoint and no metrics: use debug=few_batches, which tries the whole run",
-    "limit_predict_batches": "nothing here predicts with the Trainer: use python -m qnmixer.reconstruct",
-    "limit_test_batches": "the test is on all images: use test_after_training=false to leave it out",
-    "logger": "loggers are a group of their own: use logger=…",
-    "model_registry": "it belongs to Lightning's cloud: use logger.wandb.log_checkpoint=true, for W&B",
+    "limit_predict_batches": "the Trainer does not predict here: use python -m qnmixer.reconstruct",
+    "limit_test_batches": "the test uses all images: use test_after_training=false to skip it",
+    "logger": "loggers have their own group: use logger=…",
+    "model_registry": "it is for Lightning's cloud: for W&B use logger.wandb.log_checkpoint=true",
     "num_sanity_val_steps": "it would count as a validation: use debug=few_batches to try one",
     "overfit_batches": "use debug=overfit",
-    "plugins": "precision and checkpoints have theirs: use trainer.precision=…",
-    "reload_dataloaders_every_n_epochs": "the order and the phantoms of an epoch are new by themselves: leave it out",
-    "strategy": "strategies are a group of their own: use strategy=ddp, fsdp or pipeline",
-    "use_distributed_sampler": "a run has a sampler of its own, which counts no slice twice: leave it out",
+    "plugins": "qnmixer sets its own for precision and checkpoints: use trainer.precision=…",
+    "reload_dataloaders_every_n_epochs": "every epoch has a new order and new phantoms already: leave it out",
+    "strategy": "strategies have their own group: use strategy=ddp, fsdp or pipeline",
+    "use_distributed_sampler": "a run has its own sampler, which counts no slice twice: leave it out",
     "val_check_interval": "validations are counted in optimizer steps: use trainer.val_every_n_steps=…",
 }
-"""The other arguments: why a run does not take them, and what to use instead."""
+"""The other arguments: why they are refused, and what to use instead."""
 
 
 @dataclass(kw_only=True)
 class TrainerConfig:
-    """What goes to Lightning's Trainer."""
+    """The arguments of Lightning's Trainer."""
 
     accelerator: str = one_of("auto", "cpu", "gpu", "cuda")
-    devices: int | None = number(at_least=1)  # of a node; None: all GPUs, or one where the strategy is single
+    devices: int | None = number(at_least=1)  # of a node; None: all GPUs, or one with strategy=single
     num_nodes: int = number(at_least=1)
     precision: str = one_of("32", "16-mixed", "bf16-mixed")
     max_steps: int = number(at_least=-1)
@@ -72,7 +72,7 @@ class TrainerConfig:
     extra: dict[str, Any] = field(default_factory=dict)  # from PASSED_ON
 
     def check(self, run: "Config") -> None:
-        """The arguments of Lightning's Trainer that are passed on are such as it takes."""
+        """The arguments that are passed on must have the types and values that Lightning's Trainer accepts."""
         for name, value in self.extra.items():
             if name not in PASSED_ON:
                 raise ConfigError(f"trainer.extra.{name} is not known: {suggest(name, PASSED_ON)}")
@@ -91,7 +91,7 @@ class TrainerConfig:
 
 
 def gathered(trainer: Any) -> Any:
-    """The section with what goes to Lightning as it is under `extra`; raises ConfigError for what is refused."""
+    """The section, with arguments for Lightning's Trainer under `extra`. Raises ConfigError for refused ones."""
     if not isinstance(trainer, Mapping):
         return trainer
     for name in trainer:
@@ -103,7 +103,7 @@ def gathered(trainer: Any) -> Any:
 
 
 def refusal(name: str) -> str:
-    """Why an argument of the Trainer cannot be given."""
+    """The message for an argument of the Trainer that is refused."""
     return f"trainer.{name} cannot be set: {REFUSED[name]}"
 
 
@@ -120,7 +120,7 @@ def _check_extra(name: str, value: Any, takes: type | tuple[str, ...]) -> None:
             raise ConfigError(f"{key} is not a whole number above 0: give one")
     elif takes is bool:
         if not isinstance(value, bool):
-            raise ConfigError(f"{key} is neither true nor false: give one of them")
+            raise ConfigError(f"{key} must be true or false")
     elif not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", str(value)):
         raise ConfigError(f"{key} is not DAYS:HOURS:MINUTES:SECONDS: give for example 00:01:30:00")
 

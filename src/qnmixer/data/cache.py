@@ -1,10 +1,10 @@
 """Folders of slices, decoded once: one float32 memory map [N, S, S] in HU and an index beside it.
 
-The index is written last, by an atomic rename: a cache without one, or whose sources, format or size differ from what
-the index says, is built anew. One process builds (a lock file), the others wait and then read.
+The index is written last, by an atomic rename. A cache without an index is built again, and so is one whose sources,
+format or size differ from its index. One process builds it under a lock file; the others wait and then read.
 
-The index has a digest of itself, and one of each slice, which is checked whenever the slice is read: 0.3 ms for 256 ×
-256 pixels. To check all of them at the start would read the whole file.
+The index has a digest of itself and one of each slice, which is checked when the slice is read: 0.3 ms for 256 × 256
+pixels. Checking all slices at the start would read the whole file.
 """
 
 import io
@@ -57,16 +57,16 @@ class Reader(Protocol):
     wanted: str
 
     def read(self, root: Path, path: str) -> Iterator[Slice]:
-        """Slices of one file; SkipFile when it is of no use."""
+        """Slices of one file. Raises SkipFile if it cannot be used."""
         ...
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file as it was when the cache was built.
+    """A source file at the time when the cache was built.
 
-    A program can set the time of the last change, mtime, as `cp -p` does; that of the last change of any kind, ctime,
-    none can.
+    A program can set mtime, the time of the last change, as `cp -p` does. No program can set ctime, which any change
+    sets.
     """
 
     path: str
@@ -79,9 +79,9 @@ class SliceCache:
     """Decoded slices [S, S] of one folder, sorted by patient, series and position.
 
     Attributes:
-        infos: where each slice came from.
+        infos: the origin of each slice.
         digests: of the pixels of each slice.
-        skipped: (name, reason) of what could not be used.
+        skipped: (name, reason) of files that could not be used.
         hu_range: smallest and largest value of all slices.
         cut: what of the slices lies outside the field of view; nothing unless they are at their true size.
     """
@@ -103,29 +103,27 @@ class SliceCache:
         return len(self.infos)
 
     def load(self, index: int) -> FloatArray:
-        """Slice [S, S] in HU, float32; a copy that the caller may change. Raises DataError where it is damaged."""
+        """Slice [S, S] in HU, float32, as a copy that the caller may change. Raises DataError if it is damaged."""
         if self._stream is None:  # in a worker
             self._stream = self._opened()
-        # Read, not mapped: a file that somebody cuts would end the process with SIGBUS.
+        # Read, not mapped: with a map, a file that gets shorter would end the process with SIGBUS.
         length = self._size**2 * _ROW.itemsize
         pixels = os.pread(self._stream.fileno(), length, len(_header(0, self._size)) + self._rows[index] * length)
         if digest_of_bytes(pixels) != self.digests[index]:
             self._index_file.unlink(missing_ok=True)
-            raise DataError(
-                f"{self._file} has changed on the disk at {self.name(index)}: start again, and it is built anew"
-            )
+            raise DataError(f"{self._file} has changed on the disk at {self.name(index)}: start again to rebuild it")
         return np.frombuffer(bytearray(pixels), _ROW).reshape(self._size, self._size)
 
     def name(self, index: int) -> str:
-        """File (and frame) that the slice came from."""
+        """The file (and frame) of the slice."""
         return self.infos[index].name
 
     def __getstate__(self) -> dict[str, Any]:
-        """Hand workers the file's name: what this process has open stays until it ends."""
+        """Give workers the file's name only: the open file belongs to this process."""
         return {**self.__dict__, "_stream": None}
 
     def _opened(self) -> IO[bytes]:
-        """The pixels, with a lock that `_remove_unread` sees, while this object lives."""
+        """The pixels, under a lock that `_remove_unread` respects, while this object lives."""
         stream = self._file.open("rb", buffering=0)
         weakref.finalize(self, stream.close)
         with suppress(OSError):  # a file system without locks
@@ -134,14 +132,14 @@ class SliceCache:
 
 
 def _lock(stream: IO[bytes], *, shared: bool) -> None:
-    """Lock an open file until it is closed. Raises OSError where another process has it locked."""
+    """Lock an open file until it is closed. Raises OSError if another process has locked it."""
     import fcntl  # not on Windows, where reconstruct needs this file
 
     fcntl.flock(stream, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
 
 
 def _remove_unread(file: Path) -> None:
-    """Remove pixels, but not those that a `SliceCache` of any process reads."""
+    """Remove files of pixels, except those that a `SliceCache` in any process still reads."""
     with suppress(OSError), file.open("rb") as stream:
         _lock(stream, shared=False)
         file.unlink()
@@ -190,7 +188,7 @@ def open_cache(
     cache_dir: Path | None = None,
     field_of_view: float | None = None,
 ) -> SliceCache:
-    """Decoded slices of a folder, from the cache if it is whole and up to date, else decoded now.
+    """The decoded slices of a folder, from the cache if it is complete and up to date; otherwise they are decoded now.
 
     Args:
         reader: decodes its files.
@@ -201,8 +199,8 @@ def open_cache(
         field_of_view: mm that an image covers, each slice at its true size; None: it covers the whole slice.
 
     Raises:
-        DataError: the folder is missing, empty, or holds no usable slice; or the cache is open to everybody.
-        OSError: the disk is full; nothing half-written is left.
+        DataError: the folder is missing, empty, or contains no usable slice; or other users may write to the cache.
+        OSError: the disk is full. No half-written file stays.
     """
     cache_dir = cache_dir or default_cache_dir()
     files = list_files(root, include, leave_out=cache_dir)
@@ -225,8 +223,8 @@ def open_cache(
 
 
 def _read_index(folder: Path, fingerprint: str) -> dict[str, Any] | None:
-    """The index of a cache that is whole and of these sources, or None."""
-    if not ((folder / _INDEX).is_file() and _pixels(folder, fingerprint).is_file()):  # opening a pipe would not end
+    """The index of a complete cache of these sources, or None."""
+    if not ((folder / _INDEX).is_file() and _pixels(folder, fingerprint).is_file()):  # opening a pipe may never end
         return None
     try:
         index: dict[str, Any] = json.loads((folder / _INDEX).read_text())
@@ -246,7 +244,7 @@ def _pixels(folder: Path, fingerprint: str) -> Path:
 def _build(
     reader: Reader, root: Path, files: Sequence[SourceFile], grid: Grid, folder: Path, fingerprint: str
 ) -> dict[str, Any]:
-    """Decode everything into a new cache file, then commit it by writing the index; returns the index."""
+    """Decode all files into a new cache file, then commit it by writing the index. Returns the index."""
     for stale in filter(is_temporary, folder.iterdir()):
         stale.unlink()
     with atomic_file(_pixels(folder, fingerprint)) as stream:
@@ -260,7 +258,7 @@ def _build(
 
 
 def _header(count: int, size: int) -> bytes:
-    """Header of a `.npy` file of float32 [count, size, size]; numpy pads it so that its length never changes."""
+    """Header of a `.npy` file of float32 [count, size, size]. numpy pads it, so its length is fixed."""
     stream = io.BytesIO()
     described = {"descr": _ROW.str, "fortran_order": False, "shape": (count, size, size)}
     np.lib.format.write_array_header_1_0(stream, described)
@@ -270,7 +268,7 @@ def _header(count: int, size: int) -> bytes:
 def _decode_all(
     reader: Reader, root: Path, files: Sequence[SourceFile], grid: Grid, stream: IO[bytes]
 ) -> dict[str, Any]:
-    """Decode file after file into the stream; the index of what went in, sorted by patient, series and position."""
+    """Decode the files one by one into the stream. Returns their index, sorted by patient, series and position."""
     stream.write(_header(0, grid.size))
     infos: list[SliceInfo] = []
     digests: list[int] = []
@@ -311,7 +309,7 @@ def _decode_all(
 def _require_slices(
     reader: Reader, root: Path, count: int, skipped: list[tuple[str, str]], hu_range: tuple[float, float]
 ) -> None:
-    """DataError when no slice is left, or when the values cannot be HU."""
+    """Raise DataError if there is no usable slice, or if the values cannot be HU."""
     if not count:
         reasons = {reason for _, reason in skipped}
         mend = f"give a folder with {reader.wanted}"

@@ -1,4 +1,4 @@
-"""The LightningDataModule: from a `data=…` configuration to three loaders."""
+"""The LightningDataModule: from a `data=…` config to three loaders."""
 
 import os
 import signal
@@ -35,8 +35,8 @@ class SliceDataModule(LightningDataModule):
         first: only so many slices of each part.
         overfit: train on so many slices over and over, and validate on the same.
         batches: of each process in an epoch of training, or the share of them; None: all.
-        split: who is in which part; None: drawn.
-        measure: makes the sinogram of a sample of train, val or test, in the loader's workers; None: there is none.
+        split: the patients of each split; None: it is drawn.
+        measure: simulates the sinogram of a sample in the loader's workers; None: samples have no sinogram.
             Sinograms that were measured are taken as they are.
         geometry: the scan, which slices at their true size and measured sinograms need.
     """
@@ -65,7 +65,7 @@ class SliceDataModule(LightningDataModule):
         self.setup()
 
     def setup(self, stage: str | None = None) -> None:
-        """Find, split and describe the slices; does nothing the second time."""
+        """Find and split the slices, and print a description. Does nothing the second time."""
         if self.parts:
             return
         self.parts = parts_of(self.config, self.split, self.geometry)
@@ -75,7 +75,7 @@ class SliceDataModule(LightningDataModule):
             self.parts = {name: part.first(self.first) for name, part in self.parts.items()}
 
     def dataset(self, part: str) -> SliceDataset:
-        """Slices of train, val or test; DataError when there are none."""
+        """Slices of train, val or test. Raises DataError if there are none."""
         self.setup()
         slices = self.parts[part]
         if not len(slices.source):
@@ -106,9 +106,9 @@ class SliceDataModule(LightningDataModule):
         return self.loader("test")
 
     def loader(self, part: str) -> DataLoader[Sample]:
-        """Batches of train, val or test; of a distributed run, those of this process.
+        """Batches of train, val or test. In a distributed run: the batches of this process.
 
-        Training shares them out as the strategy says, validation and test over all processes.
+        The strategy decides how processes share training batches. Validation and test are shared by all processes.
         """
         train, overfit = part == "train", self.overfit if part != "test" else None
         dataset = self.dataset("train" if overfit else part)
@@ -134,18 +134,18 @@ class SliceDataModule(LightningDataModule):
             sampler=sampler,
             num_workers=workers,
             worker_init_fn=_end_with_parent_only,
-            generator=torch.Generator(),  # else each iterator would draw from the one that dropout goes on with
+            generator=torch.Generator(),  # else each iterator would use up random numbers of dropout
             pin_memory=pin,
             **only_with_workers,
         )
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move all of a batch but its sample numbers, which are read on the host: a device would be waited for."""
+        """Move a batch to the device, except its sample numbers: the host reads them, and would wait for the device."""
         rest = {name: value for name, value in batch.items() if name != "sample"}
         return super().transfer_batch_to_device(rest, device, dataloader_idx) | {"sample": batch["sample"]}
 
     def start_at(self, epoch: int, n_batches: int) -> None:
-        """Have training begin in the middle of an epoch, after so many batches of this process."""
+        """Start training in the middle of an epoch, after so many batches of this process."""
         self._start = (epoch, n_batches)
 
     def describe(self) -> str:
@@ -156,15 +156,15 @@ class SliceDataModule(LightningDataModule):
 
 
 class _Loader(DataLoader[Any]):
-    """A loader whose workers live through the signals that stop a run: Ctrl-C and SLURM send them to all processes.
+    """A loader whose workers ignore stop signals: Ctrl-C and SLURM send them to all processes of a run.
 
-    The run needs its workers for the step at hand. Its own process ends them by SIGTERM too, and may.
+    The run needs its workers to finish the current step. Its own process also ends them with SIGTERM, which they obey.
     """
 
     def __iter__(self) -> Any:
         if not hasattr(signal, "sigwaitinfo"):
             return super().__iter__()
-        # Blocked before a worker begins, so that each of its threads is born so, whichever library starts it.
+        # Blocked before a worker starts, so that all its threads inherit this, whichever library starts them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             return super().__iter__()
@@ -173,7 +173,7 @@ class _Loader(DataLoader[Any]):
 
 
 def _end_with_parent_only(_: int) -> None:
-    """Have a data worker end when its parent says so."""
+    """Make a data worker end only when its parent ends it."""
     if hasattr(signal, "sigwaitinfo"):
         threading.Thread(target=_end_when_parent_says, args=(os.getppid(),), daemon=True).start()
 

@@ -1,4 +1,4 @@
-"""Slices as the network gets them: scaled, square, with the way back to HU."""
+"""Slices in the form that the network needs: scaled and square, with the way back to HU."""
 
 from collections.abc import Callable
 from typing import NotRequired, TypedDict
@@ -22,7 +22,7 @@ class Sample(TypedDict):
 
     `fine`: the same [1, f·S, f·S] with the same offset and scale, to simulate from; only where there is one.
     `sinogram`: [1, V, D], value × mm, in place of `fine`: measured, or with noise where the dataset simulates it.
-    `weight`: what it counts for in the loss or the metric; 0 for one that only fills a batch.
+    `weight`: its weight in the loss or the metric; 0 for a sample that only fills a batch.
     """
 
     image: Tensor
@@ -36,7 +36,7 @@ class Sample(TypedDict):
 
 
 class SliceView:
-    """Some slices of a source, as a source."""
+    """A part of a source, as a source."""
 
     endless = False
 
@@ -116,12 +116,12 @@ class SliceDataset(Dataset[Sample]):
         return sample
 
     def _prepare(self, hu: FloatArray, n: int) -> FloatArray:
-        """A slice as sample number n shows it."""
+        """The slice of sample number n, after augmentation and scaling."""
         return _flip_and_turn(hu, np.random.default_rng([self.seed, n, 0xF11B])) if self.augment else hu
 
 
 def paste_disc(hu: FloatArray, value: float) -> FloatArray:
-    """A slice [S, S] with a disc of this value at its lower left; pixels on the rim get their share of it."""
+    """A slice [S, S] with a disc of this value at its lower left. Pixels on the rim get a partial value."""
     size = len(hu)
     axis = (np.arange(size * _SUBPIXELS) + 0.5) / (size * _SUBPIXELS)
     row, column = (axis - centre for centre in _DISC_CENTRE)

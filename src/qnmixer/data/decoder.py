@@ -1,6 +1,6 @@
-"""Compressed DICOM pixels, decoded in a child process: a decoder in C that aborts or hangs ends that one alone.
+"""Compressed DICOM pixels, decoded in a child process. A C decoder that aborts or hangs then ends only the child.
 
-The child lives as long as this process, and is started again after it died. `python -m qnmixer.data.decoder` is it.
+The child lives as long as this process, and is started again if it dies. It runs `python -m qnmixer.data.decoder`.
 """
 
 import atexit
@@ -44,7 +44,7 @@ class _Child:
 
     def __init__(self) -> None:
         self.pipe, theirs = Pipe()
-        # One thread: each would reserve address space, of which there is little. And the modules are this process's.
+        # One thread, because each reserves address space, which is limited. The child imports this process's modules.
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         command = [sys.executable, "-P", "-m", "qnmixer.data.decoder", str(theirs.fileno())]
@@ -57,14 +57,14 @@ class _Child:
 
     @classmethod
     def of_this_process(cls) -> "_Child":
-        """The child of this process, not of one that it was forked from; started where there is none."""
+        """The child of this process, not one of a forked parent. Starts it if there is none."""
         if cls._running is None or cls._running.owner != os.getpid():
             cls._running = cls()
             atexit.register(cls._running.end)
         return cls._running
 
     def end(self) -> None:
-        """End the child; the next frame starts another one."""
+        """End the child. The next frame starts a new one."""
         if self.owner == os.getpid():
             self.pipe.close()
             self.process.kill()
@@ -74,7 +74,7 @@ class _Child:
 
 
 def _serve(pipe: Connection) -> None:
-    """In the child: decode what is asked for until the parent is gone."""
+    """In the child: decode frames until the parent ends."""
     from pydicom import dcmread
     from pydicom.pixels.utils import pixel_array
 
@@ -99,7 +99,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def _limit_memory(size: int) -> None:
-    """Have allocations above so many bytes fail, where the system can."""
+    """Make larger allocations fail, on systems that can limit memory."""
     import resource  # not on Windows, which never gets here
 
     with suppress(OSError, ValueError):

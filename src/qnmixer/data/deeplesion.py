@@ -12,7 +12,7 @@ _ZERO_HU = 32768
 
 
 def read_hu_png(path: Path) -> FloatArray:
-    """One 16-bit PNG as HU [H, W]; SkipFile if it is not one."""
+    """Read one 16-bit PNG as HU [H, W]. Raises SkipFile if it is not one."""
     with reading("unreadable or truncated PNG"):
         try:
             image = Image.open(path)
@@ -24,20 +24,20 @@ def read_hu_png(path: Path) -> FloatArray:
             if not image.mode.startswith("I"):
                 raise SkipFile("not a 16-bit grey PNG")
             require_size(image.height, image.width)
-            image.verify()  # checksums of the pixels, which decoding does not look at
+            image.verify()  # checks the pixels' checksums; decoding does not
         with Image.open(path) as image:
             raw = np.asarray(image)
     return raw.astype(np.float32) - np.float32(_ZERO_HU)
 
 
 class DeepLesionReader:
-    """Decodes the files of a DeepLesion folder for the cache."""
+    """Decodes DeepLesion files for the cache."""
 
     kind = "deeplesion"
     wanted = "16-bit PNG slices"
 
     def read(self, root: Path, path: str) -> Iterator[Slice]:
-        """The one slice of a file `…/<patient>_<study>_<series>/<slice>.png`; SkipFile if it is none."""
+        """The slice of a file `…/<patient>_<study>_<series>/<slice>.png`. Raises SkipFile if it has none."""
         hu = read_hu_png(root / path)
         folder, _, file = path.rpartition("/")
         series = folder.rpartition("/")[2] or root.name

@@ -1,4 +1,4 @@
-"""CT in DICOM: which files count, what their pixels are in HU, who and where they show."""
+"""CT in DICOM: which files are CT images, their pixels in HU, their patient and position."""
 
 import io
 import math
@@ -33,7 +33,7 @@ _NAMES = "PatientID", "StudyInstanceUID", "SeriesInstanceUID", "SOPInstanceUID",
 
 
 def open_ct(path: Path) -> FileDataset:
-    """Read one file and make sure that it is a CT image; SkipFile says why it is not."""
+    """Read one file and check that it is a CT image. Raises SkipFile with the reason if it is not."""
     with reading("unreadable"):
         try:
             dataset = dcmread(path)
@@ -47,7 +47,7 @@ def open_ct(path: Path) -> FileDataset:
 
 
 def _require_ct(dataset: FileDataset) -> None:
-    """SkipFile unless this is an image of a CT scanner's slice."""
+    """Raise SkipFile unless this is a slice image of a CT scanner."""
     sop_class = str(dataset.get("SOPClassUID") or dataset.file_meta.get("MediaStorageSOPClassUID") or "")
     if dataset.get("Modality") != "CT" or (sop_class and sop_class not in CT_CLASSES):
         raise SkipFile("not a CT image")
@@ -55,7 +55,7 @@ def _require_ct(dataset: FileDataset) -> None:
         raise SkipFile("a localizer")
     if not any(keyword in dataset for keyword in _PIXELS):
         raise SkipFile("no pixel data, perhaps truncated")
-    # A decoder may believe PhotometricInterpretation alone, and write three samples where there is room for one.
+    # A decoder may trust PhotometricInterpretation only, and write three samples into the memory of one.
     grey = str(dataset.get("PhotometricInterpretation", "MONOCHROME2")).startswith("MONOCHROME")
     if int(dataset.get("SamplesPerPixel", 1)) != 1 or not grey:
         raise SkipFile("a colour image")
@@ -63,7 +63,7 @@ def _require_ct(dataset: FileDataset) -> None:
 
 
 def _require_frames(dataset: FileDataset) -> None:
-    """SkipFile where the pixel data cannot hold the frames that a file counts: each would be tried, for hours."""
+    """Raise SkipFile if the pixel data is too short for the frames that a file claims: trying each could take hours."""
     pixels = next(dataset[keyword].value for keyword in _PIXELS if keyword in dataset)
     if _is_compressed(dataset):
         stream = io.BytesIO(pixels)
@@ -80,12 +80,12 @@ def _is_compressed(dataset: FileDataset) -> bool:
 
 
 def frame_count(dataset: Dataset) -> int:
-    """How many frames a file has."""
+    """The number of frames in a file."""
     return int(dataset.get("NumberOfFrames") or 1)
 
 
 def functional_group(dataset: Dataset, frame: int, sequence: str) -> Dataset | None:
-    """Item of a functional group of an enhanced image: the frame's own, else the shared one, else None."""
+    """Item of a functional group of an enhanced image: of the frame, else the shared one, else None."""
     per_frame, shared = (dataset.get("PerFrameFunctionalGroupsSequence"), dataset.get("SharedFunctionalGroupsSequence"))
     for groups in ([per_frame[frame]] if per_frame and frame < len(per_frame) else [], shared or []):
         for group in groups:
@@ -96,14 +96,14 @@ def functional_group(dataset: Dataset, frame: int, sequence: str) -> Dataset | N
 
 
 def frame_tag(dataset: Dataset, frame: int, sequence: str, keyword: str) -> Any:
-    """A value that enhanced images keep in a functional group and plain ones at the top level; None if in neither."""
+    """A value that is in a functional group of enhanced images and at the top level of plain ones; None without it."""
     group = functional_group(dataset, frame, sequence)
     value = group.get(keyword) if group is not None else None
     return dataset.get(keyword) if value is None else value
 
 
 def rescale_of(dataset: Dataset, frame: int) -> tuple[float, float]:
-    """(slope, intercept) that turn stored values of a frame into HU; SkipFile if the file does not say."""
+    """(slope, intercept) from stored values of a frame to HU. Raises SkipFile if the file has none."""
     kind = str(frame_tag(dataset, frame, "PixelValueTransformationSequence", "RescaleType") or "HU").strip()
     # US is unspecified. GDCM, and so ITK, writes it into every CT image without a type; those of a scanner are HU.
     if not (kind == "HU" or (kind == "US" and _is_original(dataset, frame))):
@@ -126,7 +126,7 @@ def _is_original(dataset: Dataset, frame: int) -> bool:
 
 
 def frame_hu(dataset: Dataset, frame: int, raw: np.ndarray[Any, Any]) -> FloatArray:
-    """Stored values [H, W] of a frame in HU, with the pixels that the file calls padding set to air."""
+    """Stored values [H, W] of a frame in HU. Pixels that the file marks as padding become air."""
     slope, intercept = rescale_of(dataset, frame)
     hu = raw.astype(np.float32) * np.float32(slope) + np.float32(intercept)
     padding = dataset.get("PixelPaddingValue")
@@ -137,10 +137,10 @@ def frame_hu(dataset: Dataset, frame: int, raw: np.ndarray[Any, Any]) -> FloatAr
 
 
 def decode_frame(dataset: FileDataset, frame: int) -> FloatArray:
-    """One frame of an opened file as HU [H, W]; SkipFile if it cannot be had.
+    """One frame of an opened file as HU [H, W]. Raises SkipFile if it cannot be decoded.
 
-    What is compressed is decoded in a process of its own, from the file: decoders in C may end their process. On
-    Windows it is decoded in this one.
+    Compressed frames are decoded from the file in another process, because a decoder in C may crash its process. On
+    Windows they are decoded in this one.
     """
     with reading("unreadable"):
         rescale_of(dataset, frame)
@@ -151,9 +151,9 @@ def decode_frame(dataset: FileDataset, frame: int) -> FloatArray:
 
 
 def slice_position(dataset: Dataset, frame: int) -> float:
-    """Where a frame lies along the patient in mm; by InstanceNumber or frame where the file does not say.
+    """Position of a frame along the patient in mm; InstanceNumber or the frame number if the file has no position.
 
-    SkipFile where it says what is no number.
+    Raises SkipFile if the position is not a number.
     """
     position = frame_tag(dataset, frame, "PlanePositionSequence", "ImagePositionPatient")
     orientation = frame_tag(dataset, frame, "PlaneOrientationSequence", "ImageOrientationPatient")
@@ -176,13 +176,13 @@ def pixel_spacing(dataset: Dataset, frame: int) -> tuple[float, float] | None:
 
 
 class DicomReader:
-    """Decodes the files of a DICOM folder for the cache."""
+    """Decodes DICOM files for the cache."""
 
     kind = "dicom"
     wanted = "CT images in DICOM"
 
     def read(self, root: Path, path: str) -> Iterator[Slice]:
-        """Slices of one file; `patient` is the PatientID, empty where the file has none. SkipFile if there are none."""
+        """Slices of one file. `patient` is the PatientID, or empty. Raises SkipFile if there are no slices."""
         dataset = open_ct(root / path)
         n_frames = frame_count(dataset)
         patient = str(dataset.get("PatientID") or "").strip()

@@ -1,4 +1,4 @@
-"""LoDoPaB-CT: chest CT and low-dose observations of it in HDF5 (Leuschner et al., Scientific Data 2021)."""
+"""LoDoPaB-CT: chest CT and its low-dose observations in HDF5 (Leuschner et al., Scientific Data 2021)."""
 
 import re
 from bisect import bisect_right
@@ -22,14 +22,14 @@ _WATER, _AIR, _LARGEST = 20.0, 0.02, 81.35858
 """Attenuation in 1/m: x = (HU·(water − air)/1000 + water)/largest."""
 _PER_HU = (_WATER - _AIR) / 1000
 _MM = 1000.0
-"""In a metre: observations are line integrals of x over metres."""
+"""Millimetres in a metre: observations are line integrals of x over metres."""
 
 
 class LodopabSource:
-    """One part of the set: images by their own HU, and observations as sinograms [V, 513] of the scan's views.
+    """One split of the set: images in their own HU, and observations as sinograms [V, 513] of the scan's views.
 
-    Observations say how many images there are: the last file of images may be longer. Files are opened for each sample
-    alone, so that no process has one open when others are started.
+    The number of images is the number of observations: the last file of images may be longer. Files are opened for each
+    sample only, so that no process has an open file when others are started.
 
     Args:
         part: train, val or test.
@@ -39,7 +39,7 @@ class LodopabSource:
         sinograms: "measured" or "simulated".
 
     Raises:
-        DataError: h5py or a file is not there, or a file has another layout.
+        DataError: h5py or a file is missing, or a file has another layout.
         ConfigError: the scan has views that were not measured.
     """
 
@@ -59,24 +59,24 @@ class LodopabSource:
         self.warnings: list[str] = []
         if 0 < len(self) != _IMAGES[part]:
             self.warnings.append(
-                f"data.root={root} has {len(self)} of the {_IMAGES[part]} images of LoDoPaB-CT for {part}: the "
-                "published scores are of all of them"
+                f"data.root={root} has only {len(self)} of the {_IMAGES[part]} images of LoDoPaB-CT for {part}: the "
+                "published scores use all of them"
             )
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
     def load(self, index: int) -> FloatArray:
-        """Image [S, S] in HU. Raises DataError for what cannot be read."""
+        """Image [S, S] in HU. Raises DataError if it cannot be read."""
         x = self._row(self._images, index)
         return to_square(self.scaling.offset + self.scaling.scale * x, self.image_size)
 
     def sinogram(self, index: int) -> FloatArray:
-        """Its observation [V, 513], value × mm. Raises DataError for what cannot be read."""
+        """The observation of an image, [V, 513], value × mm. Raises DataError if it cannot be read."""
         return self._row(self._observations, index)[self._views] * np.float32(_MM)
 
     def name(self, index: int) -> str:
-        """File and row, as test_012#5."""
+        """File and row, as "test_012#5"."""
         file, row = self._place(index)
         return f"{_NAMES[self.part]}_{file:03d}#{row}"
 
@@ -96,7 +96,7 @@ class LodopabSource:
         return values
 
     def _files(self, kind: str, shape: tuple[int, int]) -> tuple[list[Path], list[int]]:
-        """The files of a kind, in order, and how many rows each has."""
+        """The files of a kind in order, and the number of rows in each."""
         pattern = re.compile(rf"{kind}_{_NAMES[self.part]}_(\d{{3}})\.hdf5")
         found = {int(it[1]): path for path in self.root.iterdir() if (it := pattern.fullmatch(path.name))}
         for number in range(max(found, default=-1)):
@@ -109,7 +109,7 @@ class LodopabSource:
         return files, [_rows(path, shape) for path in files]
 
     def _check(self, counts: list[int], n_images: list[int]) -> None:
-        """Raise DataError where images are missing, or are more than observations in any file but the last."""
+        """Raise DataError if images are missing, or if any file but the last has more images than observations."""
         for number, count in enumerate(counts):
             has = n_images[number] if number < len(n_images) else 0
             if has < count or (has > count and number < len(counts) - 1):
@@ -128,13 +128,13 @@ def _h5py() -> Any:
 
 
 def _views(geometry: FanBeamGeometry) -> list[int]:
-    """Views of the scan: the set's begin half a step after ODL's first angle, which is −π/2 here."""
+    """Views of the scan. The set's views start half a step after ODL's first angle, which is −π/2 here."""
     step = np.pi / _VIEWS
     return views_of(geometry, step / 2 - np.pi / 2, step, _VIEWS, "lodopab")
 
 
 def _rows(path: Path, shape: tuple[int, int]) -> int:
-    """How many arrays of this shape a file has. Raises DataError for one of another layout."""
+    """The number of arrays of this shape in a file. Raises DataError for another layout."""
     try:
         with _h5py().File(path, "r") as stream:
             data = stream.get("data")

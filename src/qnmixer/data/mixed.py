@@ -1,4 +1,4 @@
-"""Slices of several sources, each with its share."""
+"""Slices of several sources, each with its share of an epoch."""
 
 from collections.abc import Sequence
 
@@ -8,15 +8,14 @@ from qnmixer.data.slices import FloatArray, SliceSource
 
 
 class MixedSource:
-    """So many slices an epoch of each of several sources, evenly interleaved.
+    """A fixed number of slices per epoch from each of several sources, evenly interleaved.
 
-    Slice n lies in epoch n // length, and everything follows from n alone: no process or worker can change it. Of an
-    endless source each epoch brings new slices. One with more or fewer slices than its part of an epoch is gone through
-    over and over, each time in another order.
+    Slice n is in epoch n // length, and n alone decides which slice it is: no process or worker can change it. An
+    endless source gives new slices in each epoch. The slices of any other source are repeated in a new order each time.
 
     Args:
         sources: slices [S, S] in HU.
-        counts: slices of each in an epoch; 0 of one that is empty.
+        counts: slices of each in an epoch; 0 for an empty one.
         seed: of these orders.
     """
 
@@ -39,7 +38,7 @@ class MixedSource:
         return source.load(of_source)
 
     def name(self, index: int) -> str:
-        """As its source calls it."""
+        """The name that its source gives."""
         source, of_source = self._find(index)
         return source.name(of_source)
 
@@ -51,13 +50,13 @@ class MixedSource:
         if source.endless:
             return source, number
         if self.counts[k] == len(source):
-            return source, number % len(source)  # every epoch has all of them, and its order is the sampler's
+            return source, number % len(source)  # every epoch has all of them; the sampler sets their order
         turn, place = divmod(number, len(source))
         return source, int(np.random.default_rng([self.seed, k, turn, 0x313D]).permutation(len(source))[place])
 
 
 def counts_of(shares: Sequence[float], lengths: Sequence[int]) -> list[int]:
-    """Slices of each source in an epoch that has those of the first one with a share once; the shares add up to 1."""
+    """Slices of each source in an epoch. The first source with a share occurs once completely; shares add up to 1."""
     length = next(round(n / share) for share, n in zip(shares, lengths, strict=True) if share)
     ends = [round(length * end) for end in np.cumsum(shares)]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]

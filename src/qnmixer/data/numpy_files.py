@@ -10,7 +10,7 @@ from qnmixer.data.slices import FloatArray, SkipFile, Slice, SliceInfo, reading,
 
 
 def open_stack(path: Path) -> np.ndarray[Any, Any]:
-    """Memory-map a `.npy` file as [N, H, W]; SkipFile if it is not an array of numbers of that shape."""
+    """Memory-map a `.npy` file as [N, H, W]. Raises SkipFile if it is no array of numbers of such a shape."""
     with reading("not a whole .npy array of numbers"):
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     if not isinstance(array, np.ndarray):
@@ -22,28 +22,28 @@ def open_stack(path: Path) -> np.ndarray[Any, Any]:
 
 
 def open_slices(path: Path) -> np.ndarray[Any, Any]:
-    """As `open_stack`, of slices: SkipFile for those that are too small or too large too."""
+    """As `open_stack`, for slices: also raises SkipFile if they are too small or too large."""
     stack = open_stack(path)
     require_size(*stack.shape[1:])
     return stack
 
 
 def read_frame(path: Path, frame: int) -> FloatArray:
-    """Slice [H, W] of a file that `open_stack` takes; SkipFile where it changed since.
+    """Slice [H, W] of a file that `open_stack` accepts. Raises SkipFile if the file has changed since.
 
-    The file is mapped for this one alone: every page that is read through a map counts as memory of the process.
+    The file is mapped for this slice only: all pages read through a map count as memory of the process.
     """
     return np.array(open_stack(path)[frame], np.float32)
 
 
 class NumpyReader:
-    """Decodes the files of a NumPy folder for the cache."""
+    """Decodes NumPy files for the cache."""
 
     kind = "numpy"
     wanted = ".npy slices in HU"
 
     def read(self, root: Path, path: str) -> Iterator[Slice]:
-        """Slices of one file; `patient` is empty: the folder tells it. SkipFile if there are none."""
+        """Slices of one file. `patient` is empty, so the folder decides. Raises SkipFile if there are none."""
         if not path.lower().endswith((".npy", ".npz")):
             raise SkipFile("not .npy")
         stack = open_slices(root / path)

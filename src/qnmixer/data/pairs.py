@@ -1,4 +1,4 @@
-"""What the readers of measured sinograms share: optional libraries, and views taken from a denser scan."""
+"""Shared code of readers of measured sinograms: optional libraries, and views chosen from a denser scan."""
 
 import importlib
 from typing import Any
@@ -9,11 +9,11 @@ from qnmixer.errors import ConfigError, DataError
 from qnmixer.physics import FanBeamGeometry
 
 _SAME = 1e-3
-"""Part of a step between views that is no difference."""
+"""Share of a step between views that counts as equal."""
 
 
 def optional(module: str, extra: str) -> Any:
-    """A library that only one set needs. Raises DataError, naming how to install it."""
+    """Import a library that only one data set needs. Raises DataError, which says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -23,13 +23,13 @@ def optional(module: str, extra: str) -> Any:
 
 
 def views_of(geometry: FanBeamGeometry, first: float, step: float, count: int, extra: str) -> list[int]:
-    """Which of the measured views are those of the scan, in its order. Raises ConfigError where one is not among them.
+    """Indices of the measured views that the scan has, in its order. Raises ConfigError if one was not measured.
 
     Args:
         geometry: the scan.
         first: angle of the first measured view in radians.
-        step: between measured views.
-        count: measured views.
+        step: angle between measured views.
+        count: number of measured views.
         extra: the set's option of `geometry`, for the message.
     """
     turn = 2 * np.pi / step
@@ -39,7 +39,7 @@ def views_of(geometry: FanBeamGeometry, first: float, step: float, count: int, e
     if (wrong := np.flatnonzero((np.abs(place - nearest) > _SAME) | (index < 0) | (index >= count))).size:
         j = int(wrong[0])
         raise ConfigError(
-            f"geometry: view {j}, at {np.degrees(geometry.angles()[j]):.4g}°, is none of the {count} measured ones: "
+            f"geometry: view {j}, at {np.degrees(geometry.angles()[j]):.4g}°, is not one of the {count} measured ones: "
             f"take geometry={extra} with n_views a divisor of {count}, or first_angle and angle_span in whole steps of "
             f"{np.degrees(step):.3g}°"
         )

@@ -1,4 +1,4 @@
-"""The order of samples, as numbers that mean the same on every worker, rank and resumed run."""
+"""The order of samples, as numbers that mean the same in every worker, rank and resumed run."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -8,14 +8,14 @@ from torch.utils.data import Dataset, DistributedSampler
 
 
 class Pick(NamedTuple):
-    """A global sample number n = epoch · length + index, and what the sample counts for in the loss or the metric."""
+    """A global sample number n = epoch · length + index, and the weight of the sample in the loss or the metric."""
 
     n: int
     weight: float
 
 
 class _Numbered(Dataset[int]):
-    """As many items as the sampler shares out; all that its base class asks of a dataset."""
+    """A stand-in for a dataset with a length, which is all that the base class needs."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -25,18 +25,19 @@ class _Numbered(Dataset[int]):
 
 
 class EpochSampler(DistributedSampler[Pick]):
-    """Shares an epoch out so that optimizer step k sees the same samples however many processes there are.
+    """Shares an epoch so that optimizer step k sees the same samples with any number of processes.
 
-    Step k takes the next num_replicas · batch_size · accumulate samples of the epoch's order: of each batch of all
-    processes the first gets the first batch_size, and so on. Nothing is left out, and nothing counts twice: where a
-    process would have no part in a batch of the others, and so in their collectives, or a step fewer batches than all
-    before it, there are samples of weight 0 instead.
+    Step k takes the next num_replicas · batch_size · accumulate samples of the epoch's order. Of each batch over all
+    processes the first process gets the first batch_size samples, and so on. No sample is left out or counted twice. If
+    a process has no sample in a batch of the others, it gets samples of weight 0, so that it takes part in their
+    collectives. They also fill a step with too few batches.
 
     Weights are such that Σ weight · loss / batch_size, averaged over processes and accumulated batches, is the mean
-    over the samples of the step; in the last, smaller step of an epoch they are above 1. Everything random is keyed by
-    n, so workers hold no state.
+    over the samples of the step. In the last, smaller step of an epoch they are above 1. Everything random is keyed by
+    n, so workers have no state.
 
-    Being a DistributedSampler, Lightning leaves it alone (its own would pad and reshuffle) and calls `set_epoch`.
+    Lightning does not replace it, because it is a DistributedSampler, and calls `set_epoch`. Lightning's own sampler
+    would pad and reshuffle.
 
     Args:
         length: samples of one epoch.
@@ -45,11 +46,11 @@ class EpochSampler(DistributedSampler[Pick]):
         seed: of the order.
         fixed: the same numbers every epoch, and every sample of weight 1: for validation and test.
         num_replicas: processes that share the samples; 1 for a single one.
-        rank: which of them this is.
+        rank: the number of this process.
         accumulate: batches of an optimizer step.
-        overfit: take the first so many samples over and over, with the same numbers, in place of all.
+        overfit: use only the first so many samples, again and again, with the same numbers.
         batches: an epoch ends after so many batches of each process, or after this share of its steps; None: never.
-        fill: make the last batch as large as all others, with samples of weight 0, for what needs fixed shapes.
+        fill: fill the last batch with samples of weight 0, for code that needs fixed shapes.
     """
 
     def __init__(
@@ -80,11 +81,11 @@ class EpochSampler(DistributedSampler[Pick]):
         self._start = (0, 0)
 
     def start_at(self, epoch: int, n_batches: int) -> None:
-        """Begin in the middle: this epoch without its first batches; all later ones are whole."""
+        """Start in the middle of this epoch, without its first batches. All later epochs are complete."""
         self.epoch, self._start = epoch, (epoch, n_batches)
 
     def samples_until(self, step: int) -> int:
-        """Samples that all processes together have been given after so many optimizer steps of a run."""
+        """Samples that all processes together have got after so many optimizer steps of a run."""
         epochs, steps = divmod(step, self.steps)
         return epochs * min(self.length, self.steps * self.step_size) + steps * self.step_size
 
@@ -100,7 +101,7 @@ class EpochSampler(DistributedSampler[Pick]):
             yield Pick(first + int(order[min(position, self.length - 1)]), self._weight(position))
 
     def _positions(self) -> Iterator[int]:
-        """Places in the epoch's order that are this process's; those from `length` on are fillers."""
+        """Positions of this process's samples in the epoch's order; those from `length` on are fillers."""
         stride = self.num_replicas * self.batch_size
         for start in range(self.rank * self.batch_size, self.steps * self.step_size, stride):
             end = start + self.batch_size

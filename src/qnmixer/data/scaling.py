@@ -1,4 +1,4 @@
-"""From HU to the numbers that the network sees, and back: HU = offset + scale · x."""
+"""From HU to the values of the network, and back: HU = offset + scale · x."""
 
 from typing import Protocol
 
@@ -21,7 +21,7 @@ class AttenuationScaling:
 
     def __init__(self, hu_max: float = 2000.0) -> None:
         if not hu_max > -1000:
-            raise ConfigError(f"data.hu_max={hu_max:g} is not above air (−1000 HU); 2000 suits most scans")
+            raise ConfigError(f"data.hu_max={hu_max:g} is not above air (−1000 HU): 2000 suits most scans")
         self.hu_max = float(hu_max)
 
     def to_unit(self, hu: FloatArray) -> tuple[FloatArray, float, float]:
@@ -63,4 +63,4 @@ def build_scaling(name: str, hu_max: float) -> Scaling:
         return AttenuationScaling(hu_max)
     if name == "minmax":
         return MinMaxScaling()
-    raise ConfigError(f"data.scaling={name} is unknown; choose attenuation or minmax")
+    raise ConfigError(f"data.scaling={name} is not known: choose attenuation or minmax")

@@ -1,4 +1,4 @@
-"""What readers hand on: decoded slices with what is needed to sort and split them, and files that were skipped."""
+"""Decoded slices with the data to sort and split them, and skipped files."""
 
 import warnings
 from collections import Counter
@@ -16,20 +16,20 @@ AIR = -1000.0
 NO_AIR = -500.0
 _BELOW_AIR = -1024.0
 _DENSEST = 32767.0
-"""HU: what 16 bits of a scanner hold of metal at most."""
+"""HU, the largest value of metal that a scanner's 16 bits can store."""
 _LEAST, _MOST = 8, 8192
-"""Pixels of a side: a network's image has 8 at least, and of more than 8192 a slice would need gigabytes."""
+"""Pixels of a side. A network's image has at least 8. A slice with more than 8192 would need gigabytes."""
 
 
 class SkipFile(Exception):
-    """This file, or this frame of it, cannot be used; the message is the reason, in few words."""
+    """A file or frame that cannot be used. The message is the reason in a few words."""
 
 
 @contextmanager
 def reading(problem: str) -> Iterator[None]:
-    """Turn whatever the block raises into SkipFile with this problem: damaged files make libraries raise anything.
+    """Turn any error of the block into SkipFile with this problem: on damaged files libraries raise anything.
 
-    Memory that runs out stays what it is. Libraries' warnings are not shown.
+    MemoryError stays MemoryError. Warnings of libraries are hidden.
     """
     try:
         with warnings.catch_warnings():
@@ -42,22 +42,22 @@ def reading(problem: str) -> Iterator[None]:
 
 
 def require_size(rows: int, columns: int, least: int = _LEAST) -> None:
-    """SkipFile for a slice, or a sinogram, that is too small to show anything or too large; before it is read."""
+    """Raise SkipFile for a slice or sinogram that is too small or too large, before it is read."""
     if not least <= min(rows, columns) <= max(rows, columns) <= _MOST:
         raise SkipFile(f"{rows} × {columns} values, not {least} to {_MOST} a side")
 
 
 @dataclass(frozen=True)
 class SliceInfo:
-    """Where a slice came from.
+    """The origin of a slice.
 
     Attributes:
         path: file, relative to the root, with forward slashes.
-        frame: which frame or stack entry of the file.
-        n_frames: how many the file has.
-        patient: who it shows.
-        series: which scan of the patient.
-        position: sorts the slices of a series: along the patient in mm, or a number, or 0.
+        frame: number of the frame or stack entry in the file.
+        n_frames: frames in the file.
+        patient: the patient's name or number.
+        series: the scan of the patient.
+        position: sorts the slices of a series: position along the patient in mm, or a number, or 0.
     """
 
     path: str
@@ -69,7 +69,7 @@ class SliceInfo:
 
     @property
     def name(self) -> str:
-        """Name for tables: the path, and the frame where there are several."""
+        """Name for tables: the path, and the frame if there are several."""
         return f"{self.path}#{self.frame}" if self.n_frames > 1 else self.path
 
     @property
@@ -80,9 +80,9 @@ class SliceInfo:
 
 @dataclass(frozen=True)
 class Slice:
-    """One decoded slice, [H, W] in HU, and where it came from.
+    """One decoded slice, [H, W] in HU, and its origin.
 
-    `spacing`: mm between its rows and between its columns; None where the file does not say.
+    `spacing`: mm between its rows and between its columns; None if the file has none.
     """
 
     info: SliceInfo
@@ -93,7 +93,7 @@ class Slice:
 class SliceSource(Protocol):
     """Slices in HU, by number.
 
-    `endless` sources take any index; `len` is then what counts as one epoch.
+    `endless` sources accept any index; `len` is then the length of one epoch.
     """
 
     endless: bool
@@ -110,7 +110,7 @@ class SliceSource(Protocol):
 
 
 def clean_hu(hu: FloatArray) -> FloatArray:
-    """Set padding (anything below −1024 HU) to air; SkipFile where pixels are NaN, infinite or no HU."""
+    """Set padding (below −1024 HU) to air. Raises SkipFile for pixels that are NaN, infinite or not HU."""
     if not np.isfinite(hu).all():
         raise SkipFile("NaN or infinite pixels")
     if hu.max() > _DENSEST:
@@ -119,7 +119,7 @@ def clean_hu(hu: FloatArray) -> FloatArray:
 
 
 def require_content(hu: FloatArray) -> None:
-    """SkipFile for a slice that shows nothing: all air, or constant."""
+    """Raise SkipFile for a slice of only air, or of one constant value."""
     if hu.max() < NO_AIR:
         raise SkipFile("nothing but air in the slice")
     if hu.max() == hu.min():
@@ -127,12 +127,12 @@ def require_content(hu: FloatArray) -> None:
 
 
 def doubt(root: str) -> str:
-    """What is said of slices that have no pixel below `NO_AIR`."""
+    """The warning about slices without a pixel below `NO_AIR`."""
     return f"{root}: no pixel is below −500 HU; is this really in HU (air −1000, water 0)?"
 
 
 def summarise_skipped(root: str, skipped: Sequence[tuple[str, str]]) -> str:
-    """One line: how many files were skipped, why, and the names of the first few."""
+    """One line: how many files were skipped, why, and the first names."""
     reasons = "; ".join(f"{count} {reason}" for reason, count in Counter(r for _, r in skipped).most_common())
     names = ", ".join(name for name, _ in skipped[:3]) + ", …" * (len(skipped) > 3)
     return f"{root}: skipped {len(skipped)} of its files or frames ({reasons}): {names}"

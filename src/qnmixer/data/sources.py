@@ -1,8 +1,8 @@
-"""The slices of each part (train, val, test), from the class that `data._target_` names: a class of slices or a reader.
+"""The slices of each split (train, val, test), from the class that `data._target_` names: slices or a reader.
 
-A class of slices is built with `(part, **arguments)`. It has `__len__`, `load(index)` → [H, W] in HU, and perhaps
-`name(index)`. Its slices are brought to the size of the network. A class that takes `image_size` draws them at that
-size. If it takes `fine` too, it is asked by that for the same slices on a finer grid.
+A class of slices is built with `(part, **arguments)`. It has `__len__`, `load(index)` → [H, W] in HU, and optionally
+`name(index)`. Its slices are resampled to the size of the network. A class that takes `image_size` draws them in that
+size. If it also takes `fine`, then fine=True must give the same slices on a finer grid.
 
 With a method `sinogram(index)` → [V, D], value × mm, nothing is simulated: these are measured, and no noise is added. A
 class that takes `geometry` gets the scan, `hu_max` that key. It may have `scaling`, see `qnmixer.data.scaling`, and
@@ -65,11 +65,11 @@ class Part:
         return f"{len(self.source)} slices{people}"
 
     def first(self, n: int) -> "Part":
-        """Its first slices only; whose they are is not counted."""
+        """The first n slices only. Their patients are not counted."""
         return self._some(list(range(min(n, len(self.source)))))
 
     def spread(self, n: int) -> "Part":
-        """So many of its slices, evenly spread; whose they are is not counted."""
+        """n of its slices, evenly spread. Their patients are not counted."""
         length = len(self.source)
         n = min(n, length)
         return self._some([k * length // n for k in range(n)])
@@ -162,11 +162,11 @@ class Sinograms:
 
 
 class Resampled:
-    """Slices of one part, [size, size] in HU, from any-sized ones.
+    """Slices of one split, [size, size] in HU, from slices of any size.
 
     Args:
-        slices: has `__len__`, `load(index)` → [H, W] in HU, and perhaps `name(index)`.
-        key: what named them, for messages.
+        slices: has `__len__`, `load(index)` → [H, W] in HU, and optionally `name(index)`.
+        key: the config key of the class, for messages.
         part: train, val or test.
         size: rows and columns.
     """
@@ -180,7 +180,7 @@ class Resampled:
         return len(self.slices)
 
     def load(self, index: int) -> FloatArray:
-        """Slice [size, size] in HU. Raises DataError for what is no slice in HU."""
+        """Slice [size, size] in HU. Raises DataError if the class returns something else."""
         hu = self.slices.load(index)
         try:
             if getattr(hu, "ndim", None) != 2:
@@ -190,7 +190,7 @@ class Resampled:
             raise DataError(f"{self.key}: {self.name(index)} cannot be used: {reason}") from None
 
     def name(self, index: int) -> str:
-        """As its class calls it, or its number."""
+        """The name that its class gives, or its number."""
         named = getattr(self.slices, "name", None)
         return named(index) if named else f"{self.part} {index}"
 
@@ -232,7 +232,7 @@ def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | No
 
 
 def _warn(line: str) -> None:
-    """Warn once, not in every process of a run."""
+    """Warn once per run, not in every process."""
     if rank() == 0:
         warnings.warn(line, stacklevel=3)
 
@@ -249,7 +249,7 @@ def _open(config: FolderData, reader: Reader, image_size: int, field_of_view: fl
 
 
 def _of_mix(config: MixedData, split: RunSplit, geometry: FanBeamGeometry | None) -> dict[str, Part]:
-    """Training slices by their shares; those of one source to validate and test, or of all."""
+    """Training slices by share. Validation and test slices of one source, or of all."""
     sources: dict[str, dict[str, Part]] = {}
     for key, source in config.by_section().items():
         with _of_section(key):
@@ -289,7 +289,7 @@ def _mix(parts: Sequence[Part], counts: Sequence[int], seed: int) -> Part:
 
 @contextmanager
 def _of_section(key: str) -> Iterator[None]:
-    """Say of an error which source of a mix it is about."""
+    """Add the source of a mix to an error."""
     try:
         yield
     except UserError as error:
@@ -297,7 +297,7 @@ def _of_section(key: str) -> Iterator[None]:
 
 
 def nothing_for(part: str, config: DataConfig) -> str:
-    """What is said of a part without slices."""
+    """The message for a split without slices."""
     hint = ""
     if isinstance(config, FolderData):
         hint = f" with data.split={config.split}; choose another split"

@@ -1,6 +1,6 @@
-"""Which slices train, which validate and which test: by patient, so that no anatomy is seen twice.
+"""The split into training, validation and test: by patient, so that no anatomy is in two of them.
 
-A checkpoint has the record of its run's split, so that files that come, go or get other names change no patient's part.
+A checkpoint has the record of its run's split. So files that are added, removed or renamed move no patient.
 """
 
 import difflib
@@ -26,15 +26,15 @@ _AAPM_NAME = re.compile(r"(?<![A-Za-z0-9])L\d{3}(?![0-9])")
 
 Split = dict[str, list[int]]
 SplitRecord = dict[str, dict[str, Tensor]]
-"""Of each part `patients` and `slices`, digests of their names and pixels, int64; under `base` the `slices` that the
+"""For each split `patients` and `slices`: digests of names and pixels, int64; under `base` the `slices` that the
 weights of `finetune` were trained on."""
 
 
 class RunSplit:
-    """The split of a run: drawn at its start, and from then on as a checkpoint has it.
+    """The split of a run: drawn at its start, later read from the checkpoint.
 
     Args:
-        before: of the checkpoint that the run goes on with or that is evaluated; None for a new run.
+        before: of the checkpoint that the run resumes from or that is evaluated; None for a new run.
         base: slices that its first weights were trained on.
     """
 
@@ -45,7 +45,7 @@ class RunSplit:
 
     @property
     def record(self) -> SplitRecord:
-        """What a checkpoint is to have."""
+        """The record for a checkpoint."""
         if self._before is not None:
             return self._before
         base = {} if self._base is None else {"base": {"slices": self._base}}
@@ -59,7 +59,7 @@ class RunSplit:
         """Indices of the slices of each part, and the patients of no part: those that the record does not know.
 
         Args:
-            section: of the config, which tells sources of a mix apart: each may have a patient of the same name.
+            section: of the config. It separates the sources of a mix, which may have patients of the same name.
             infos: of all slices.
             patients: who each of them shows.
             digests: of the pixels of each of them.
@@ -77,7 +77,7 @@ class RunSplit:
         return split, sorted(new)
 
     def trained(self, part: str, record: SplitRecord) -> int:
-        """How many slices of a part are among those that a run was trained on, whatever their files are called."""
+        """How many slices of a split were used to train a run, whatever their files are called."""
         return int(torch.isin(_int64(self._slices[part]), seen_by(record)).sum())
 
     def _drawn(
@@ -88,12 +88,12 @@ class RunSplit:
         digests: Sequence[int],
         its: FolderData,
     ) -> Split | None:
-        """The split as its rule draws it, unless that contradicts the record."""
+        """Draw the split by its rule, unless that contradicts the record."""
         if self._before is None:
             return split_slices(infos, patients, its)
         try:
             split = split_slices(infos, patients, its)
-        except DataError:  # too few are left, say
+        except DataError:  # for example, too few patients are left
             return None
         for part, indices in split.items():
             for key, of in (("patients", names), ("slices", digests)):
@@ -137,7 +137,7 @@ def is_split_record(found: Any) -> TypeGuard[SplitRecord]:
 
 
 def seen_by(record: SplitRecord) -> Tensor:
-    """The slices that weights were trained on, in this run or in that of `finetune`."""
+    """The slices that the weights were trained on, in this run or in that of `finetune`."""
     return torch.cat([record[key]["slices"] for key in ("train", "base") if key in record])
 
 
@@ -169,7 +169,7 @@ def patients_of(infos: Sequence[SliceInfo], *, patient_from: str, root_name: str
 
 
 def split_slices(infos: Sequence[SliceInfo], patients: Sequence[str], config: FolderData) -> Split:
-    """Indices of the slices of each part, by the rule that `config.split` names."""
+    """Indices of the slices of each split, by the rule that `config.split` names."""
     rules: dict[str, Callable[[], Split]] = {
         "random": lambda: _random(patients, config),
         "aapm": lambda: _aapm(infos, patients, config),
@@ -181,7 +181,7 @@ def split_slices(infos: Sequence[SliceInfo], patients: Sequence[str], config: Fo
 
 
 def _by_part(patients: Sequence[str], part_of: dict[str, str]) -> Split:
-    """Indices of each part, from the part of each patient; patients without one are left out."""
+    """Indices of each split, from the split of each patient. Patients without one are left out."""
     split: Split = {part: [] for part in PARTS}
     for i, patient in enumerate(patients):
         if patient in part_of:
@@ -190,7 +190,7 @@ def _by_part(patients: Sequence[str], part_of: dict[str, str]) -> Split:
 
 
 def _random(patients: Sequence[str], config: FolderData) -> Split:
-    """Patients drawn by the seed; each part gets one at least, and the one with the most slices always trains."""
+    """Split patients at random by the seed. Each split gets at least one; the patient with the most slices trains."""
     counts = Counter(patients)
     names = sorted(counts)
     if len(names) < 3:
@@ -229,7 +229,7 @@ def _aapm(infos: Sequence[SliceInfo], patients: Sequence[str], config: FolderDat
 
 
 def _explicit(patients: Sequence[str], config: FolderData) -> Split:
-    """Patients as the three lists name them; an empty training list takes everybody else."""
+    """Split patients by the three lists. An empty training list takes all others."""
     known = sorted(set(patients))
     lists = {"train": config.train_patients, "val": config.val_patients, "test": config.test_patients}
     part_of: dict[str, str] = {}
@@ -254,7 +254,7 @@ def _explicit(patients: Sequence[str], config: FolderData) -> Split:
 
 
 def _blocks(infos: Sequence[SliceInfo], patients: Sequence[str], config: FolderData) -> Split:
-    """Contiguous blocks of every series: train, then val, then test. Neighbouring slices look alike, so this leaks."""
+    """Contiguous blocks of every series: train, then val, then test. Neighbouring slices are similar: this leaks."""
     series: dict[tuple[str, str], list[int]] = {}
     for i, (info, patient) in enumerate(zip(infos, patients, strict=True)):
         series.setdefault((patient, info.series), []).append(i)
@@ -282,5 +282,5 @@ def _int64(numbers: Sequence[int]) -> Tensor:
 
 
 def few(names: Sequence[str]) -> str:
-    """The first names, for a message."""
+    """The first names of a list, for a message."""
     return ", ".join(names[:8]) + ", …" * (len(names) > 8)

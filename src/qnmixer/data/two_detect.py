@@ -1,6 +1,6 @@
 """2DeteCT: measured fan-beam CT of mixed objects in TIFF (Kiss et al., Scientific Data 2023).
 
-Sinograms become line integrals as the authors' script makes them, from which their references were reconstructed.
+Sinograms are converted to line integrals as in the authors' script, which made the data of their references.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,30 +18,30 @@ from qnmixer.files import atomic_file, default_cache_dir, digest, digest_of_byte
 from qnmixer.physics import FanBeamGeometry
 
 _PARTS = {"train": range(1, 3931), "val": range(3931, 4481), "test": range(4531, 5001)}
-"""Slices of the benchmark's parts, by whole samples; 4481 to 4530 are in none."""
+"""Slices of the benchmark's splits, by whole samples; 4481 to 4530 are in none."""
 _MOVED = range(1, 2831), range(5521, 5871)
-"""Slices whose detector stood one (binned) bin away."""
+"""Slices whose detector was shifted by one (binned) bin."""
 _VIEWS, _RAW_BINS, _SIZE = 3600, 1912, 1024
 _RAW = "sinogram.tif", "dark.tif", "flat1.tif", "flat2.tif"
 _REFERENCE = "reconstruction.tif"
 _PIXEL = 0.113797
 """Millimetres of the references, whose values are attenuation per pixel."""
 _LEAST = 1e-6
-"""Transmission where nothing comes through."""
+"""The transmission of a ray without any light."""
 _DEAD = 1e-3
-"""Of the median: a bin with less light is dead."""
+"""Share of the median light; a bin with less is dead."""
 _N_LOOKED_AT = 4
 _FORMAT = 1
 _NUMBER = np.dtype("<f4")
 
 
 class TwoDetectSource:
-    """One part of the set: references of mode 2 as images, and sinograms [V, 956] of a mode at the scan's views.
+    """One split of the set: references of mode 2 as images, and sinograms [V, 956] of a mode at the scan's views.
 
-    A slice is decoded when it is first asked for. What the scan needs of it is then kept in the cache.
+    A slice is decoded at its first use. The part that the scan needs is then cached.
 
     Args:
-        part: train, val or test, as the benchmark has them.
+        part: train, val or test, as in the benchmark.
         image_size: rows and columns that references are resampled to; their own are 1024.
         geometry: the scan.
         hu_max: HU of x = 1; air is −1000.
@@ -49,11 +49,11 @@ class TwoDetectSource:
         reference_root: folder with slice00001/mode2/reconstruction.tif and so on; None: root.
         mode: of the sinograms.
         max_attenuation: 1/mm of x = 1.
-        leave_out: numbers of slices.
+        leave_out: numbers of slices to skip.
         cache_dir: None: the default place.
 
     Raises:
-        DataError: tifffile is not there, or no slice.
+        DataError: tifffile is missing, or there is no slice.
         ConfigError: the scan has views that were not measured.
     """
 
@@ -97,24 +97,24 @@ class TwoDetectSource:
         return len(self._numbers)
 
     def load(self, index: int) -> FloatArray:
-        """Reference [S, S] by HU = −1000 + (hu_max + 1000)·x. Raises DataError for what cannot be used."""
+        """Reference [S, S] with HU = −1000 + (hu_max + 1000)·x. Raises DataError if it cannot be used."""
         attenuation = self._pair(index)[0]
         return np.float32(self.scaling.offset) + attenuation * np.float32(self.scaling.scale / self.max_attenuation)
 
     def sinogram(self, index: int) -> FloatArray:
-        """Sinogram [V, 956], value × mm. Raises DataError for what cannot be used."""
+        """Sinogram [V, 956], value × mm. Raises DataError if it cannot be used."""
         return self._pair(index)[1] / np.float32(self.max_attenuation)
 
     def name(self, index: int) -> str:
-        """Its folder, as slice00001."""
+        """The folder of the slice, as slice00001."""
         return f"slice{self._numbers[index]:05d}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Hand workers no pixels."""
+        """Give workers no pixels."""
         return {**self.__dict__, "_last": None}
 
     def _pair(self, index: int) -> tuple[FloatArray, FloatArray]:
-        """Reference [S, S] in 1/mm and line integrals [V, 956], from the cache if they are there."""
+        """Reference [S, S] in 1/mm and line integrals [V, 956], from the cache if they are in it."""
         if self._last is None or self._last[0] != index:
             self._last = (index, *self._kept(self._numbers[index]))
         return self._last[1:]
@@ -154,23 +154,23 @@ class TwoDetectSource:
             ) from None
 
     def _about_scale(self) -> list[str]:
-        """A line where the references of some slices are far from x = 0 … 1."""
+        """Warn if the references of some slices are far from x = 0 … 1."""
         some = [self._numbers[len(self) * k // _N_LOOKED_AT] for k in range(min(_N_LOOKED_AT, len(self)))]
         try:
             references = [_reference(_read(self._files[number][_REFERENCE])) for number in some]
-        except SkipFile:  # told when it is its turn
+        except SkipFile:  # reported when the slice is used
             return []
         densest = max((float(np.percentile(it, 99.9)) for it in references), default=self.max_attenuation)
         if 0.4 < densest / self.max_attenuation < 1.5:
             return []
         return [
-            f"the densest 0.1 % of {len(some)} training references are at {densest:.3g} /mm, and x = 1 at "
+            f"the densest 0.1 % of {len(some)} training references are at {densest:.3g} /mm, but x = 1 is at "
             f"{self.max_attenuation:g}: set data.max_attenuation={densest:.2g}"
         ]
 
 
 class _Files:
-    """Where the files of each slice are: raw data and references may be in one folder or in two."""
+    """The files of each slice. Raw data and references may be in one folder or in two."""
 
     def __init__(self, raw: Path, references: Path, mode: int) -> None:
         self._places = {name: (_folders(raw), f"mode{mode}") for name in _RAW}
@@ -182,7 +182,7 @@ class _Files:
             )
 
     def of(self, number: int) -> dict[str, Path]:
-        """The files of a slice that are there, by name."""
+        """The existing files of a slice, by name."""
         found = {}
         for name, (folders, mode) in self._places.items():
             for folder in folders.get(number, ()):
@@ -192,13 +192,13 @@ class _Files:
         return found
 
     def missing(self, number: int) -> str | None:
-        """The first file of a slice that is not there."""
+        """The first missing file of a slice."""
         found = self.of(number)
         return next((f"{mode}/{name}" for name, (_, mode) in self._places.items() if name not in found), None)
 
 
 def _folders(root: Path) -> dict[int, list[Path]]:
-    """The folders of each slice, by its number; of archives beside each other a slice may have several."""
+    """The folders of each slice, by its number. With archives side by side a slice may have several."""
     found: dict[int, list[Path]] = {}
     for level in ("", "*/", "*/*/"):
         for folder in sorted(root.glob(f"{level}slice[0-9][0-9][0-9][0-9][0-9]")):
@@ -209,7 +209,7 @@ def _folders(root: Path) -> dict[int, list[Path]]:
 
 
 def _read(path: Path) -> np.ndarray[Any, Any]:
-    """The numbers of a TIFF. SkipFile for what is none."""
+    """The values of a TIFF. Raises SkipFile if it is not one."""
     with reading("unreadable or truncated TIFF"):
         values = np.asarray(optional("tifffile", "two_detect").imread(path))
     if values.dtype.kind not in "iuf" or not np.isfinite(values).all():
@@ -218,7 +218,7 @@ def _read(path: Path) -> np.ndarray[Any, Any]:
 
 
 def _binned(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Neighbouring pixels of the detector added, as the set is meant; [..., 1912] → [..., 956]."""
+    """Add neighbouring pixels of the detector, as the authors intend: [..., 1912] → [..., 956]."""
     return values.reshape(*values.shape[:-1], -1, 2).sum(axis=-1, dtype=np.float64)
 
 
@@ -236,11 +236,11 @@ def line_integrals(
         sinogram: counts [3601, 1912]; the last view repeats the first.
         dark: counts without X-rays [1912].
         flats: counts without an object [1912], before and after.
-        views: which of the 3600.
-        moved: of a slice whose detector stood one bin away.
+        views: indices into the 3600 views.
+        moved: whether the detector was shifted by one bin in this slice.
 
     Raises:
-        SkipFile: another size, or a detector that sees no light.
+        SkipFile: another size, or a detector without light.
     """
     if sinogram.shape not in ((_VIEWS + 1, _RAW_BINS), (_VIEWS, _RAW_BINS)):
         raise SkipFile(f"{[*sinogram.shape]} values, not [{_VIEWS + 1}, {_RAW_BINS}]")
@@ -262,7 +262,7 @@ def line_integrals(
 
 
 def _reference(values: np.ndarray[Any, Any]) -> FloatArray:
-    """A reference in 1/mm on the pixels of the scan: the set's own lie one pixel down and to the right."""
+    """A reference in 1/mm on the pixels of the scan. The set's own pixels are shifted by one, down and to the right."""
     if values.shape != (_SIZE, _SIZE):
         raise SkipFile(f"{[*values.shape]} values, not [{_SIZE}, {_SIZE}]")
     moved = np.zeros((_SIZE, _SIZE), np.float32)

@@ -1,1 +1,1 @@
-"""Methods against each other, slice by slice: a run against FBP, and all runs of a sweep."""
+"""Evaluate methods slice by slice: a run against FBP, and all runs of a sweep against each other."""

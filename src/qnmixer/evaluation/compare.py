@@ -1,4 +1,4 @@
-"""Every job of a sweep on the same slices, from the same noisy sinograms, and what each method costs."""
+"""Evaluate every job of a sweep on the same slices and noisy sinograms, and measure the cost of each method."""
 
 import json
 import time
@@ -38,25 +38,25 @@ from qnmixer.tracking.metrics_file import read_metrics
 from qnmixer.tracking.results import duration, git_commit, versions
 
 FBP = "FBP"
-_TIMED = 5  # reconstructions, of which the median counts
+_TIMED = 5  # reconstructions; their median is the result
 _SECONDS_TO_TIME = 10.0
-# Of the data's config: what makes no difference to a slice that is tested.
+# Keys of the data config that do not change a test slice.
 _NOT_OF_TEST = {"batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir", "seed", "augment"}
 _NOT_OF_TEST |= {"n_train", "n_val", "train_slices"}
 
 
 def compare(config: CompareConfig, sweep: Path, output: Path, console: Console) -> Comparison:
-    """Measure every job of a sweep that is done.
+    """Evaluate every finished job of a sweep.
 
-    What a network reached on a test is kept below `output`, and taken from there as long as its weights, the test and
-    the code of this repository are the same: who changes files of their own deletes it.
+    Scores of a network are stored below `output`. They are used again while its weights, the test and the code of this
+    repository are unchanged. If you change your own files, delete them.
 
-    Raises ConfigError where no job is done, DataError where no test can be made.
+    Raises ConfigError if no job is done, DataError if no test is possible.
     """
     methods = methods_of(sweep, config.checkpoint, config.trust)
     if not any(method.done for method in methods):
         jobs = [f"job {job.folder.name}: {job.problem}" for method in methods for job in method.jobs]
-        raise ConfigError(f"no job of {sweep} is done ({'; '.join(jobs[:3]) or 'there is none'}): train them first")
+        raise ConfigError(f"no job of {sweep} is done ({'; '.join(jobs[:3]) or 'it has no jobs'}): train them first")
     measuring = _Measuring(config, output / "evaluations", methods)
     tests, notes = [], []
     for test in config.sets:
@@ -77,7 +77,7 @@ def compare(config: CompareConfig, sweep: Path, output: Path, console: Console) 
 
 
 class _Measuring:
-    """The jobs of a sweep while they are measured; `methods` gets what is found."""
+    """The jobs of a sweep during the evaluation; results go into `methods`."""
 
     def __init__(self, config: CompareConfig, kept: Path, methods: list[ComparedMethod]) -> None:
         self.config, self.kept, self.methods = config, kept, methods
@@ -89,9 +89,9 @@ class _Measuring:
             methods.append(self._fbp)
 
     def run(self, test: str, console: Console) -> str:
-        """Measure all jobs on one test; returns a line on how it went.
+        """Evaluate all jobs on one test. Returns a line about it.
 
-        Raises ConfigError or DataError for a test that cannot be made.
+        Raises ConfigError or DataError for a test that is not possible.
         """
         start, n_before = time.monotonic(), 0
         jobs = [(method, job) for method in self.methods for job in method.done]
@@ -106,13 +106,13 @@ class _Measuring:
                 self._fbp.measured.setdefault(test, {(0, 0): by_name[FBP]})
                 self._fbp.scans.setdefault(test, method.scans[test])
         if self._fbp is not None and len({method.scans[test] for method in self.methods if method.measured}) > 1:
-            self._fbp.measured.pop(test)  # it would be one of several
+            self._fbp.measured.pop(test)  # it would be only one of several FBPs
         n_images = max((len(scores) for m in self.methods for scores in m.measured.get(test, {}).values()), default=0)
         again = f" ({n_before} of them before)" if n_before else ""
         return f"{test}: {len(jobs)} jobs on {n_images} slices{again}, {duration(time.monotonic() - start)}"
 
     def look(self, tests: list[str]) -> dict[str, list[PageSlice]]:
-        """Slices by all methods, several of the first test and one of each other, and what each method costs."""
+        """Reconstruct slices by all methods, several of the first test and one of each other, and measure the costs."""
         slices: dict[tuple[str, int], PageSlice] = {}
         first = next(job for method in self.methods for job in method.done)
         for method in self.methods:
@@ -137,9 +137,9 @@ class _Measuring:
         }
 
     def _config(self, job: ComparedJob, test: str) -> tuple[Config, bool]:
-        """What a job was trained with, but for what a test is about; its phantoms and noise by the test's seed.
+        """The training config of a job with the overrides of a test. Phantoms and noise use the test's seed.
 
-        And whether its slices are those of the run, which its split parts.
+        Also returns whether the slices are those of the run, so that its split applies.
         """
         assert job.config is not None
         overrides, trained, own = self.config.sets[test], job.config, True
@@ -161,7 +161,7 @@ class _Measuring:
         return replace(config, seed=self.config.seed), own
 
     def _scores(self, job: ComparedJob, config: Config, own: bool) -> tuple[list[ImageScore], bool]:
-        """A job on one test, and whether that has been measured before."""
+        """The scores of a job on one test, and whether they were stored before."""
         split, window = self.config.split, self.config.evaluation.window
         checkpoint = find_checkpoint(job.folder, self.config.checkpoint)
         weights = digest_of_weights(read_checkpoint(checkpoint)[1])
@@ -230,7 +230,7 @@ def _seconds_of(reconstruct: Callable[[Tensor], object], y: Tensor) -> float:
 
 
 def tested_scan(config: Config) -> object:
-    """What the sinograms of a test come from, as far as methods may not differ in it to be held against each other."""
+    """The settings behind the sinograms of a test that all compared methods must share."""
     plain = to_plain(config)
     data = {key: value for key, value in plain["data"].items() if key not in _NOT_OF_TEST}
     geometry = {key: value for key, value in plain["geometry"].items() if key != "fbp_filter"}
@@ -238,7 +238,7 @@ def tested_scan(config: Config) -> object:
 
 
 def _scores_of(path: Path) -> list[ImageScore] | None:
-    """The scores that a file holds; None where it is not there, or damaged."""
+    """Read the scores in a file; None if it is missing or damaged."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         record = json.loads(path.read_text())
         if record["digest"] == digest(record["scores"]):

@@ -1,4 +1,4 @@
-"""What a comparison leaves: tables (terminal, CSV, Markdown), everything as JSON, pictures, and one HTML page."""
+"""The report of a comparison: tables (terminal, CSV, Markdown), all results as JSON, pictures, and one HTML page."""
 
 import json
 import time
@@ -22,14 +22,14 @@ from qnmixer.reports.pictures import Panel, Row, draw_methods
 from qnmixer.reports.tables import csv_table, markdown_table, terminal_table
 from qnmixer.tracking.results import duration, git_commit, versions
 
-_DRAWN = 8  # methods that there is room for in a picture
+_DRAWN = 8  # a picture has room for so many methods
 _NOTHING = "–"
 
 
 def write_comparison(folder: Path, comparison: Comparison, config: CompareConfig, console: Console) -> None:
     """Print the tables and write comparison.{csv,md,json,png,html} and images.csv into a folder.
 
-    With more than one test there is comparison_tests.png too, a slice of each test after the first.
+    With several tests it also writes comparison_tests.png, with one slice of each test after the first.
     """
     tables = tables_of(comparison)
     notes = [*comparison.notes, *_problems(comparison)]
@@ -52,7 +52,7 @@ def write_comparison(folder: Path, comparison: Comparison, config: CompareConfig
     order = f"by test: {len(slices)} of {n_images}, those of the pictures; images.csv has the scores of all"
     write_page(folder / "comparison.html", title, tables, slices, made_by, subtitle=subtitle, order=order)
 
-    for table in tables[:-1]:  # where the rows come from is in the files
+    for table in tables[:-1]:  # the table of sources is in the files only
         _print(table, console)
     written = ["comparison.html", "comparison.md", "comparison.csv", "comparison.json", *pictures, "images.csv"]
     lines = [*(f"note: {note}" for note in notes), f"comparison: {folder} ({', '.join(written)})"]
@@ -60,7 +60,7 @@ def write_comparison(folder: Path, comparison: Comparison, config: CompareConfig
 
 
 def tables_of(comparison: Comparison) -> list[PageTable]:
-    """The first test in full, all tests if there are several, what the methods cost, and where the rows come from."""
+    """The tables: the first test in full, all tests if there are several, costs of the methods, sources of the rows."""
     tables = [_quality(comparison)]
     if len(comparison.tests) > 1:
         tables.append(_all_tests(comparison))
@@ -68,7 +68,7 @@ def tables_of(comparison: Comparison) -> list[PageTable]:
 
 
 def against_best(comparison: Comparison, method: ComparedMethod, test: str) -> tuple[ComparedMethod, Difference] | None:
-    """The best other method on a test with the same sinograms, and PSNR over it; None where there is no other."""
+    """The best other method on a test with the same sinograms, and the PSNR difference to it; None if there is none."""
     if not method.scores(test, "psnr"):
         return None
     others = [
@@ -211,7 +211,7 @@ def _short_commit(job: ComparedJob) -> str:
 
 
 def _config_digest(job: ComparedJob) -> str:
-    """The same for jobs that differ in their seed only."""
+    """A digest that is equal for jobs that differ only in their seed."""
     if job.config is None:
         return ""
     plain = to_plain(job.config)
@@ -236,7 +236,7 @@ def _provenance(comparison: Comparison, config: CompareConfig) -> dict[str, str]
 
 
 def _record(comparison: Comparison, config: CompareConfig) -> dict[str, Any]:
-    """Everything there is to know, for other programs."""
+    """All results, for other programs."""
     return {
         "sweep": comparison.sweep,
         "made": {"at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "git_commit": git_commit(), "versions": versions(),
@@ -266,7 +266,7 @@ def _method_record(comparison: Comparison, method: ComparedMethod) -> dict[str, 
 
 
 def _lines(comparison: Comparison) -> list[list[Any]]:
-    """comparison.csv: a line for each test and method, also where nothing was measured."""
+    """The rows of comparison.csv: one for each test and method, also if nothing was measured."""
     costs = ("parameters", "train_seconds", "step_seconds", "step_mib", "inference_seconds", "largest_gradient")
     deviations = [f"{metric}{of}" for metric in METRICS for of in ("", "_over_seeds", "_over_images")]
     heading = ["test", "method", "status", "seeds", "jobs", "images", *deviations, "against", "psnr_difference",
@@ -324,14 +324,14 @@ def _draw(folder: Path, comparison: Comparison) -> list[str]:
 
 
 def _row(name: str, slice_: PageSlice) -> Row:
-    """A line of the picture: FBP, and as many of the methods as there is room for, the best ones."""
+    """A row of the picture: FBP, and the best methods that there is room for."""
     assert slice_.truth is not None
     shown = _in_order(slice_, _DRAWN)
     return Row(name, slice_.truth, [Panel(f"{fill(m.name, 26)}\n{m.caption}", m.iterates[-1]) for m in shown])
 
 
 def _in_order(slice_: PageSlice, most: int | None = None) -> list[PageMethod]:
-    """Methods as picture and page show them: FBP, then worst to best; at most so many, the best ones."""
+    """Methods in display order: FBP, then worst to best. At most `most`, the best ones."""
     fbp = [method for method in slice_.methods if method.name == FBP]
     best = [method for method in slice_.methods if method.name != FBP][: most and most - len(fbp)]
     return [*fbp, *reversed(best)]

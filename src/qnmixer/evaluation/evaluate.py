@@ -1,4 +1,4 @@
-"""FBP, and total variation if asked for, against the network on a split: figures per image, a table, a picture."""
+"""Compare a network with FBP, and on request total variation, on a split: scores per image, a table, a picture."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -41,7 +41,7 @@ from qnmixer.tracking.sweep_file import name_of_run
 from qnmixer.weights import located
 
 PICTURE, PAGE = "picture.png", "page.html"
-_MOST_ITERATIONS = 50  # whose images a page has room for
+_MOST_ITERATIONS = 50  # a page has room for the images of so many
 METRICS = {
     "psnr": "PSNR, dB",
     "ssim": "SSIM × 100",
@@ -52,9 +52,9 @@ METRICS = {
 
 @dataclass
 class ImageScore:
-    """What one method reached on one slice; SSIM × 100.
+    """The scores of one method on one slice; SSIM × 100.
 
-    `number` is the slice's in its split, by which pages and pictures name it; `slice`, its file, may name a patient.
+    `number` is the slice's number in its split, used by pages and pictures; `slice`, its file, may name a patient.
     """
 
     number: int
@@ -69,10 +69,10 @@ class ImageScore:
 
 @dataclass
 class Evaluation:
-    """All scores of a split, its slices to look through, the worst first, and which of these the picture has.
+    """All scores of a split, the slices of its page (worst first), and which of them are in the picture.
 
-    `baselines`: the methods that every network is held against, whatever `model` is. `n_trained`: how many of the
-    slices the network was trained on. `own_range`: each image's data range is that of its reference, not 1.
+    `baselines`: the methods that every network is compared with. `n_trained`: how many of the slices the network was
+    trained on. `own_range`: the data range of each image is that of its reference, not 1.
     """
 
     scores: list[ImageScore]
@@ -84,7 +84,7 @@ class Evaluation:
 
     @property
     def rows(self) -> list[Row]:
-        """The slices as a picture has them: what each method ends with."""
+        """The rows of the picture: the final image of each method."""
         return [
             Row(of.name, of.truth, [Panel(f"{m.name}\n{m.caption}", m.iterates[-1]) for m in of.methods])
             for of in (self.slices[n] for n in self.pictured)
@@ -97,7 +97,7 @@ class Evaluation:
 
     @property
     def methods(self) -> list[str]:
-        """Methods in the order in which they were run."""
+        """Methods in the order of their evaluation."""
         return list(dict.fromkeys(score.method for score in self.scores))
 
     def means(self) -> dict[str, dict[str, float]]:
@@ -105,14 +105,14 @@ class Evaluation:
         return {m: {metric: mean(self.values(m, metric)) for metric in METRICS} for m in self.methods}
 
     def metrics(self) -> dict[str, float]:
-        """The means under names that are the same for every network: psnr, fbp/psnr, tv/psnr."""
+        """The means, under names that are the same for every network: psnr, fbp/psnr, tv/psnr."""
         means = self.means()
         named = {"": self.methods[-1]} | {f"{name.lower()}/": name for name in self.baselines}
         return {f"{prefix}{metric}": means[name][metric] for prefix, name in named.items() for metric in METRICS}
 
 
 def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> Evaluation:
-    """`qnmixer.evaluate`: a run against FBP on its own slices or others; leaves table, picture, results.json.
+    """Run `qnmixer.evaluate`: compare a run with FBP, and write table, picture and results.json.
 
     Raises CheckpointError or DataError.
     """
@@ -147,13 +147,13 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
 
 
 def what_was_evaluated(module: Reconstructor, data: DataConfig) -> dict[str, Any]:
-    """What results.json keeps to tell whose table it is: a digest of the weights, the kind of slices, the noise."""
+    """The entry of results.json that says what a table measures: a digest of the weights, the slices, the noise."""
     weights = digest_of_weights(module.state_dict())
     return {"weights": weights, "data": kind_of(data), "noise": keys_of(module.config.noise)}
 
 
 def title_of(trained: Config, data: DataConfig, split: str) -> str:
-    """What a table is about."""
+    """The title of a table."""
     slices = "all slices" if isinstance(data, FolderData) and data.split == "all" else f"{split} split"
     finer = f", simulated on a {data.simulation_factor} times finer grid" if data.simulation_factor > 1 else ""
     disc = ", with a bright disc" if data.disc else ""
@@ -166,7 +166,7 @@ def evaluate(
 ) -> Evaluation:
     """Reconstruct every slice of a split by FBP and by the network (which may be FBP), from the same noisy sinogram.
 
-    In a run of several processes each takes its share, and all get the whole.
+    With several processes each evaluates its share, and all get the full result.
     """
     module = module.to(device).eval()
     methods: dict[str, Callable[[Tensor], Tensor]] = {"FBP": module.projector.fbp}
@@ -212,7 +212,7 @@ def evaluate(
 
 
 def shown_iterates(network: UnrolledNetwork[Any], y: Tensor) -> list[Tensor]:
-    """x₀ … x_T for a page to show; of a solver of hundreds of iterations x_T alone."""
+    """x₀ … x_T for a page. For a solver with hundreds of iterations only x_T."""
     return network.iterates(y) if _n_shown(network) > 1 else [network(y)]
 
 
@@ -221,7 +221,7 @@ def _n_shown(network: UnrolledNetwork[Any]) -> int:
 
 
 def _slice(n: int, batch: Batch, b: int, images: dict[str, list[Tensor]], scores: dict[str, ImageScore]) -> PageSlice:
-    """Slice n of the split, the b-th of a batch, by all methods; its file's name may be a patient's."""
+    """Slice n of the split, the b-th of a batch, by all methods. It is named by number: files may name patients."""
 
     def hu(image: Tensor) -> Tensor:
         return to_hu(batch, image)[b, 0].cpu()
@@ -235,9 +235,9 @@ def _slice(n: int, batch: Batch, b: int, images: dict[str, list[Tensor]], scores
 def write_evaluation(
     folder: Path, evaluation: Evaluation, title: str, config: Config, device: torch.device, console: Console, run: Path
 ) -> Path:
-    """Write table.csv, table.md, images.csv, page.html and picture.png, print the table; returns the picture.
+    """Write table.csv, table.md, images.csv, page.html and picture.png, and print the table. Returns the picture.
 
-    `config`, `device` and `run`: what was measured, where, and whose weights, for the page.
+    `config`, `device` and `run`: what was measured, where, and with whose weights, for the page.
     """
     headings, body = table_of(evaluation)
     gain, warnings = _gain(evaluation), warnings_of(evaluation)
@@ -299,12 +299,12 @@ def _score(batch: Batch, method: str, image: Tensor, window: list[float], own_ra
 
 
 def caption_of(decibels: float, percent: float) -> str:
-    """PSNR, and SSIM × 100, as they stand over an image."""
+    """PSNR and SSIM × 100 as the text over an image."""
     return f"{decibels:.2f} dB, SSIM {percent:.2f}"
 
 
 def table_of(evaluation: Evaluation) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows, a row for each method."""
+    """Headings and rows of the table, a row for each method."""
     columns = {m: [evaluation.values(m, metric) for metric in METRICS] for m in evaluation.methods}
     body = [
         [m, *(with_deviation(mean(values), stdev(values) if len(values) > 1 else 0) for values in of_metrics)]
@@ -314,7 +314,7 @@ def table_of(evaluation: Evaluation) -> tuple[list[str], list[list[str]]]:
 
 
 def numbers_of(evaluation: Evaluation) -> tuple[list[str], list[list[str | float]]]:
-    """The same table for programs: means and standard deviations are numbers, in columns of their own."""
+    """The same table for programs: means and standard deviations are numbers in separate columns."""
     headings = ["method", *(f"{metric}{of}" for metric in METRICS for of in ("", "_std"))]
     body: list[list[str | float]] = []
     for method in evaluation.methods:
@@ -332,11 +332,11 @@ def _gain(evaluation: Evaluation) -> str:
 
 
 def warnings_of(evaluation: Evaluation) -> list[str]:
-    """What a reader of the table should know first: a network below another method, and images of one value."""
+    """Warnings above the table: a network below another method, a constant image, slices of the training set."""
     *others, last = evaluation.methods
-    lines = [f"{n} of the slices were trained on: the figures are too good"] if (n := evaluation.n_trained) else []
+    lines = [f"{n} of the slices were used in training: the scores are too good"] if (n := evaluation.n_trained) else []
     lines += [
-        f"{last} is BELOW {other} by {-gain:.2f} dB: it has not learned enough, or something else"
+        f"{last} is BELOW {other} by {-gain:.2f} dB: it has not learned enough, or was trained for other data"
         for other in others
         if (gain := _mean_gain(evaluation, other)) < 0
     ]
@@ -348,7 +348,7 @@ def warnings_of(evaluation: Evaluation) -> list[str]:
 
 
 def _mean_gain(evaluation: Evaluation, other: str) -> float:
-    """PSNR of the last method over another, mean over the images."""
+    """Mean PSNR difference of the last method and another one."""
     pairs = zip(evaluation.values(evaluation.methods[-1], "psnr"), evaluation.values(other, "psnr"), strict=True)
     return mean(a - b for a, b in pairs)
 

@@ -1,4 +1,4 @@
-"""What a comparison is about: the jobs of a sweep, as methods that differ in more than their seed."""
+"""The methods of a comparison: jobs of a sweep, grouped if they differ only in their seed."""
 
 import math
 from collections.abc import Collection
@@ -31,24 +31,24 @@ _SEEDS = ("seed", "data.seed")
 
 @dataclass
 class ComparedJob:
-    """One job of a sweep, whether it has been run or not."""
+    """One job of a sweep, finished or not."""
 
     folder: Path
     overrides: list[str]
     results: dict[str, Any]
-    config: Config | None  # None: its overrides make none
-    problem: str  # why there is nothing to measure; empty where there is
+    config: Config | None  # None: its overrides give no valid config
+    problem: str  # why it cannot be evaluated; empty if it can
 
     @property
     def seeds(self) -> Seeds:
-        """By which the jobs of a method differ."""
+        """The seeds, in which the jobs of a method differ."""
         assert self.config is not None
         return self.config.seed, self.config.data.seed
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a method takes; None: not recorded. Times and memory depend on the machine, and on what else it did."""
+    """The cost of a method; None: not recorded. Times and memory depend on the machine, and on its other work."""
 
     parameters: int
     train_seconds: float | None  # mean over its jobs
@@ -60,7 +60,7 @@ class Cost:
 
 @dataclass
 class ComparedMethod:
-    """Jobs that differ in nothing but their seed."""
+    """Jobs that differ only in their seed."""
 
     name: str
     jobs: list[ComparedJob]
@@ -70,18 +70,18 @@ class ComparedMethod:
 
     @property
     def done(self) -> list[ComparedJob]:
-        """Jobs that can be measured."""
+        """Jobs that can be evaluated."""
         return [job for job in self.jobs if not job.problem]
 
     def psnr(self, test: str) -> float:
-        """Mean PSNR on a test; below all others where nothing was measured."""
+        """Mean PSNR on a test; −∞ if nothing was measured."""
         scores = self.scores(test, "psnr")
         return spread(scores).mean if scores else -math.inf
 
     def scores(self, test: str, metric: str) -> Scores:
-        """One metric on one test; empty where nothing was measured."""
+        """One metric on one test; empty if nothing was measured."""
         return {
-            # With its number, as several slices may have one name.
+            # With its number, because several slices may have the same name.
             seeds: {f"{n} {score.slice}": getattr(score, metric) for n, score in enumerate(scores)}
             for seeds, scores in self.measured.get(test, {}).items()
         }
@@ -89,7 +89,7 @@ class ComparedMethod:
 
 @dataclass
 class Comparison:
-    """What `compare` found; methods in the order of their PSNR on the first test, those without any last."""
+    """The result of `compare`. Methods are sorted by PSNR on the first test; those without a score come last."""
 
     sweep: Path
     tests: list[str]
@@ -100,9 +100,9 @@ class Comparison:
 
 
 def methods_of(sweep: Path, checkpoint: str = "best", trust: Collection[str] = ()) -> list[ComparedMethod]:
-    """The jobs of a sweep, those that differ in their seed only taken together, each with a name of its own.
+    """Group the jobs of a sweep into methods: jobs that differ only in their seed. Each method gets a unique name.
 
-    A job with code of the user's own counts as failed, unless `trust` has its modules.
+    A job with the user's own code counts as failed, unless `trust` has its modules.
     """
     described = read_sweep(sweep)
     varying = [key.lstrip("+") for key in described["varying"]]
@@ -121,7 +121,7 @@ def methods_of(sweep: Path, checkpoint: str = "best", trust: Collection[str] = (
 
 
 def _name_among(by_name: dict[str, list[tuple[str, ...]]], name: str, overrides: tuple[str, ...]) -> str:
-    """A name that no other method has: that of its model, or what it differs in, or both."""
+    """A name that no other method has: its model, or the keys in which it differs, or both."""
     same = by_name[name]
     differing = [override for override in overrides if not name or not all(override in others for others in same)]
     more = " ".join(map(_without_group, differing))
@@ -138,7 +138,7 @@ def _job(folder: Path, overrides: list[str], checkpoint: str, trust: Collection[
         except UserError as error:
             problem = f"failed: {first_line(error)}"
     if config is None:
-        with suppress(UserError, HydraException, OmegaConfBaseException):  # then it stays nameless
+        with suppress(UserError, HydraException, OmegaConfBaseException):  # then the method has no name from its config
             ours = [it for it in overrides if not of_hydra(it)]
             if not any(map(looks_elsewhere, ours)):
                 config = _trusted(parse_file(compose("train", ours)), folder, trust)
@@ -146,7 +146,7 @@ def _job(folder: Path, overrides: list[str], checkpoint: str, trust: Collection[
 
 
 def _trusted(config: Config, folder: Path, trust: Collection[str]) -> Config:
-    """The config of a job. Raises PluginError where it needs code that the user did not allow."""
+    """The config of a job. Raises PluginError if it needs code that the user did not allow."""
     check_trusted(str(folder), built_from(config, with_slices=True), trust)
     return config
 
@@ -156,6 +156,6 @@ def _name(jobs: list[ComparedJob]) -> str:
 
 
 def _without_group(override: str) -> str:
-    """An override as short as it can be told from others: n_iterations=4."""
+    """An override without its group: n_iterations=4."""
     key, _, value = override.partition("=")
     return f"{key.replace('/', '.').rpartition('.')[2]}={value}"

@@ -1,4 +1,4 @@
-"""Which slices a run is measured on, and which of them are drawn or kept to look through."""
+"""The slices of an evaluation, and which of them are drawn or stored for the page."""
 
 import math
 from collections.abc import Collection
@@ -18,18 +18,18 @@ from qnmixer.reports.page import PageSlice
 from qnmixer.weights import SUFFIX, located
 
 _ROOM = 12 * 2**20
-"""Bytes of pixels, before they are compressed, of a page's slices; those in full come on top."""
+"""Bytes of a page's pixels before compression. Slices that are stored in full come on top."""
 _SMALLEST = 64
-"""Pixels: smaller than this no slice is kept; there are fewer of them instead."""
+"""Pixels. No slice is made smaller than this; the page then has fewer slices."""
 _N_WORST = 3
-"""Slices that are kept in full because they are the worst."""
+"""So many of the worst slices are stored in full."""
 
 
 def as_trained(run: str, changed: AsTrained, data: DataConfig, trust: Collection[str] = ()) -> DataConfig:
-    """The run's own slices, but for what an evaluation may ask of them.
+    """The run's own slices, with the changes that an evaluation may ask for.
 
-    Raises CheckpointError for weights files of slices from files, as these say nothing of the folder, and PluginError
-    for slices of a class that lies in no module of `trust`.
+    Raises CheckpointError for a weights file that was trained on files, because it does not name their folder. Raises
+    PluginError if the class of the slices is in no module of `trust`.
     """
     for source in data.by_section().values():
         if located(run).suffix == SUFFIX and not isinstance(source, PhantomData):
@@ -44,16 +44,16 @@ def as_trained(run: str, changed: AsTrained, data: DataConfig, trust: Collection
 
 
 def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> tuple[DataConfig, bool]:
-    """Slices that the run was not trained on, as its network needs them; all of them, unless told otherwise.
+    """Slices that the run was not trained on, in the form that its network needs; all of them, if no split is given.
 
-    And whether they are the run's own after all, of which its split tells those to test.
+    Also returns whether they are the run's own slices after all; then its split says which are test slices.
     """
     given = values_of(overrides)
     fixed = {key: getattr(trained.data, key) for key in ("image_size", "scaling", "hu_max")}
     for key, value in fixed.items():
         if f"data.{key}" in given and getattr(data, key) != value:
             raise CheckpointError(
-                f"the run was trained with data.{key}={value}: leave data.{key} out, or train another"
+                f"the run was trained with data.{key}={value}: leave data.{key} out, or train another network"
             )
     data = replace(data, **fixed, seed=trained.data.seed)
     if isinstance(data, TwoDetectData) and isinstance(trained.data, TwoDetectData):
@@ -63,7 +63,7 @@ def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> tup
     if isinstance(data, FolderData) and "data.split" not in given:
         for source in trained.data.by_section().values():
             if isinstance(source, FolderData) and _folder(data) == _folder(source):
-                # or slices that it was trained on would be measured
+                # else the evaluation would use slices that the network was trained on
                 its = {key: getattr(data, key) for key in ("simulation_factor", "disc", "pixel_size")}
                 return replace(source, **its), True
         data = replace(data, split="all")
@@ -72,7 +72,7 @@ def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> tup
 
 
 def kind_of(data: DataConfig) -> str:
-    """The source of validation and test slices: dicom, say; mixed where they are of several."""
+    """The source of validation and test slices, as "dicom"; "mixed" if there are several."""
     if isinstance(data, MixedData) and data.evaluate_on is not None:
         return data.by_section()[f"data.sources.{data.evaluate_on}"].name
     return data.name
@@ -83,37 +83,37 @@ def _folder(data: FolderData) -> Path:
 
 
 def pictured(n_images: int, n_pictures: int) -> set[int]:
-    """Which images to draw: spread over the split, since neighbours look alike."""
+    """The indices of the images to draw. They are spread over the split, because neighbours look alike."""
     n = min(n_pictures, n_images)
     return {(2 * k + 1) * n_images // (2 * n) for k in range(n)}
 
 
 class Gallery:
-    """The slices of a test that its page has, whatever their number.
+    """The slices of a test that its page stores. Their number is limited.
 
-    In full, with every x_t, are the pictured ones, the worst ones, and all of them where there is room. Of the others
-    x_T alone is kept, and smaller where there are many. Beyond that room the best ones are left out.
+    The pictured slices and the worst ones are stored in full, with every x_t; all slices are, if there is room. Of the
+    others only x_T is stored, smaller if there are many. If there is still too little room, the best ones are dropped.
 
     Args:
         n_images: of the test.
-        n_pictures: how many of them go into the picture.
+        n_pictures: how many of them are in the picture.
         size: of a slice, in pixels.
-        n_methods: that a slice is reconstructed by.
+        n_methods: methods that reconstruct each slice.
         n_iterates: images of a slice by the last method, x_0 … x_T.
     """
 
     def __init__(self, n_images: int, n_pictures: int, size: int, n_methods: int, n_iterates: int) -> None:
         self.pictured = pictured(n_images, n_pictures)
         room = _ROOM // (2 * max(1, n_images))  # pixels for each
-        n_last = 1 + n_methods  # with the truth
+        n_last = 1 + n_methods  # plus the truth
         self._all_in_full = (n_last - 1 + n_iterates) * size**2 <= room
-        factor = math.ceil(size / max(_SMALLEST, math.isqrt(room // n_last)))  # whole, or pixels would differ in size
+        factor = math.ceil(size / max(_SMALLEST, math.isqrt(room // n_last)))  # whole: all pixels have one size
         self._size = size // max(1, factor)
         self._most = max(_N_WORST, _ROOM // (2 * n_last * self._size**2))
         self._slices: dict[int, PageSlice] = {}
 
     def add(self, number: int, slice_: PageSlice) -> None:
-        """Keep a slice, whose PSNR is that of the last method; make another smaller, or drop it, for its place."""
+        """Store a slice with the PSNR of the last method. To make room, another one is made smaller or dropped."""
         self._slices[number] = slice_
         others = [n for n in self._worst_first() if n not in self.pictured]
         if not self._all_in_full:
@@ -122,13 +122,13 @@ class Gallery:
             del self._slices[n]
 
     def merge(self, slices: dict[int, PageSlice]) -> None:
-        """Those of another process too."""
+        """Add the slices of another process."""
         for number, slice_ in slices.items():
             self.add(number, slice_)
 
     @property
     def found(self) -> dict[int, PageSlice]:
-        """By their numbers, the worst first."""
+        """The stored slices by number, the worst first."""
         return {n: self._slices[n] for n in self._worst_first()}
 
     def _worst_first(self) -> list[int]:
@@ -140,7 +140,7 @@ class Gallery:
 
 
 def _smaller(slice_: PageSlice, size: int) -> PageSlice:
-    """What each method ends with, averaged down to [size, size] where it is larger."""
+    """The final image of each method, averaged down to [size, size] if it is larger."""
 
     def pooled(image: Tensor) -> Tensor:
         return adaptive_avg_pool2d(image[None], size)[0] if image.shape[0] > size else image

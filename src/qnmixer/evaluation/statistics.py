@@ -1,4 +1,4 @@
-"""What several seeds and many images say of a method, and of the difference between two."""
+"""Statistics of a method over seeds and images, and of the difference between two methods."""
 
 import math
 from collections.abc import Mapping
@@ -8,15 +8,15 @@ from statistics import mean, stdev, variance
 import numpy as np
 
 Seeds = tuple[int, int]
-"""Of the weights, and of the data."""
+"""The seeds of the weights and of the data."""
 
 Scores = Mapping[Seeds, Mapping[str, float]]
-"""seeds → image → score. They need not have the same images."""
+"""seeds → image → score. The images of two seeds may differ."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The mean over seeds of the mean over images, and how far single ones are from it (None: there is but one)."""
+    """The mean over seeds of the mean over images, and standard deviations (None: only one value)."""
 
     mean: float
     over_seeds: float | None  # standard deviation of the seeds' means
@@ -27,19 +27,19 @@ class Spread:
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean difference of two methods on the same images; None: nothing tells how sure it is."""
+    """Mean difference of two methods on the same images."""
 
     mean: float
-    half_width: float | None  # of the 95 % interval
+    half_width: float | None  # of the 95 % interval; None: too few images and seeds to estimate it
 
 
 def with_deviation(value: float, deviation: float | None, sign: str = "") -> str:
-    """For tables: "34.13 ± 0.52"; the value alone where nothing tells how sure it is."""
+    """The text of a table cell: "34.13 ± 0.52", or only the value without a deviation."""
     return f"{value:{sign}.2f}" + ("" if deviation is None else f" ± {deviation:.2f}")
 
 
 def spread(scores: Scores) -> Spread:
-    """Mean and deviations of one method."""
+    """Mean and standard deviations of one method."""
     seeds, images = _seed_means(scores), _image_means(scores)
     return Spread(
         mean(seeds),
@@ -53,11 +53,11 @@ def spread(scores: Scores) -> Spread:
 def difference(one: Scores, other: Scores) -> Difference:
     """`one` minus `other`, paired by image, with a 95 % interval for other images and other seeds.
 
-    Its variance is that of the images' differences over their number, and that of each method's seeds over theirs; the
-    degrees of freedom are Welch and Satterthwaite's. An image's noise over seeds counts in both, so that the interval
-    is rather too wide than too narrow. A method with one seed has no deviation over seeds, and adds none.
+    The variance is the variance of the image differences over their number, plus for each method the variance over its
+    seeds over their number. The degrees of freedom follow Welch and Satterthwaite. Noise of an image over seeds counts
+    in both, so the interval is too wide rather than too narrow. A method with one seed adds no variance over seeds.
 
-    Raises ValueError where they have no image in common.
+    Raises ValueError if they have no image in common.
     """
     first, second = _image_means(one), _image_means(other)
     differences = [first[image] - second[image] for image in first if image in second]
@@ -78,9 +78,9 @@ def difference(one: Scores, other: Scores) -> Difference:
 
 
 def student_quantile(freedom: float) -> float:
-    """Where |t| of Student's distribution stays with a probability of 95 %; degrees of freedom need not be whole.
+    """The t for which |T| ≤ t has a probability of 95 % in Student's distribution; `freedom` may be fractional.
 
-    With t = √ν tan θ its density becomes cos^(ν−1) θ, which is summed here: right to 4 digits (ν ≥ 1).
+    With t = √ν tan θ the density becomes cos^(ν−1) θ, which is summed here: right to 4 digits (ν ≥ 1).
     """
     edges = np.linspace(0.0, np.pi / 2, 20_001)
     middles = (edges[1:] + edges[:-1]) / 2

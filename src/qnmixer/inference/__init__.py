@@ -1,1 +1,1 @@
-"""New slices or measured sinograms through a trained network, from files to files."""
+"""Reconstruct new slices or measured sinograms with a trained network, from files to files."""

@@ -1,4 +1,4 @@
-"""Scans through a network in batches: smaller ones where memory is short, half precision where nobody would see it."""
+"""Reconstruct scans in batches: smaller ones if memory is short, in half precision if no pixel shows it."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -15,20 +15,20 @@ from qnmixer.parallel.devices import check_precision
 from qnmixer.reconstructor import AUTOCAST, Reconstructor
 
 MAX_HU = 1.0
-"""By how much half precision may change a pixel."""
+"""The most that half precision may change a pixel."""
 _CHECKED = 16
-"""Every so many batches are computed both ways, and among the first so many the first, second, third, fifth, ninth."""
+"""One in so many batches is computed in both precisions; of the first so many: 1, 2, 3, 5, 9."""
 _REFILLS = 2
 
 
 class BatchedNetwork:
-    """x_T of scans, `batch_size` at a time, in the precision that was asked for as far as the images allow it.
+    """x_T of scans, `batch_size` at a time, in the given precision if the images allow it.
 
-    Half precision is used from the iteration on from which it changes no pixel by more than `MAX_HU` in the batches
-    that are computed both ways: the first few, then every so many. Of those the images of float32 are kept, as of a
-    batch in which half precision overflows.
+    Some batches are computed in both precisions: the first few, then one of so many. Half precision is used only from
+    that iteration on where it changes no pixel of these by more than `MAX_HU`. Their float32 images are the result;
+    also those of a batch in which half precision overflows.
 
-    Raises ConfigError for a precision that the device does not have.
+    Raises ConfigError for a precision that the device does not support.
     """
 
     def __init__(self, module: Reconstructor, batch_size: int, precision: str) -> None:
@@ -40,7 +40,7 @@ class BatchedNetwork:
 
     @torch.no_grad()
     def __call__(self, scans: Sequence[Scan]) -> list[FloatArray]:
-        """Their images in HU, [S, S] each. Raises OutOfMemory where there is not enough for a single one."""
+        """Images of scans in HU, [S, S] each. Raises OutOfMemory if the memory is too small for a single one."""
         images: list[FloatArray] = []
         while len(images) < len(scans):
             part = scans[len(images) : len(images) + self.batch_size]
@@ -59,13 +59,13 @@ class BatchedNetwork:
             size = self.module.config.data.image_size
             raise OutOfMemory(
                 f"out of memory with a single slice of {size} × {size} ({first_line(error)}): close other programs, or "
-                "use a machine with more (on a full GPU: accelerator=cpu)"
+                "use a machine with more memory (if the GPU is full: accelerator=cpu)"
             ) from error
         self.batch_size = tried // 2
-        warn(f"out of memory with {tried} slices at once: going on with batch_size={self.batch_size}")
+        warn(f"out of memory with {tried} slices at once: continuing with batch_size={self.batch_size}")
 
     def _images(self, scans: Sequence[Scan]) -> Tensor:
-        """x_T [B, 1, S, S] in the chosen precision; of every so many batches in float32, and the choice looked at."""
+        """x_T [B, 1, S, S] in the chosen precision; for one in so many batches in float32, to check that choice."""
         y = sinograms_of(self.module, scans)
         n, number = self.module.network.n_iterations, self._n_batches
         self._n_batches += 1
@@ -78,7 +78,7 @@ class BatchedNetwork:
         return x
 
     def _check(self, scans: Sequence[Scan], y: Tensor, exact: Tensor) -> None:
-        """Find the first iteration from which on half precision gives the same images, where it was too early."""
+        """Find the first iteration from which half precision gives the same images, if the current one is too early."""
         scale = torch.tensor([[[[scan.scale]]] for scan in scans], dtype=exact.dtype, device=exact.device)
         differences: dict[int, float] = {}
 
@@ -99,7 +99,7 @@ class BatchedNetwork:
     def _run(self, scans: Sequence[Scan], y: Tensor, first_half: int) -> Tensor:
         """x_T, in half precision from an iteration on.
 
-        Views that are missing are taken from A x_T in further passes, so that they bind it less.
+        Missing views are replaced by A x_T in further passes, so that their interpolation matters less.
         """
         x = self._pass(y, first_half)
         gaps = {

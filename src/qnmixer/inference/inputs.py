@@ -1,4 +1,4 @@
-"""What there is to reconstruct: slices, whose sparse views are simulated, and measured sinograms; streamed in."""
+"""The inputs of a reconstruction, read one by one: slices (with simulated sparse views), or measured sinograms."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -26,16 +26,16 @@ from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.noise import attenuation_per_value
 from qnmixer.reconstructor import STREAMS, Reconstructor
 
-# Line integrals of the body's attenuation: more than this and nothing is left to count, less and the scan is off.
+# Limits of line integrals of attenuation: above them no photon would be counted, below them the scan is wrong.
 MAX_ATTENUATION, MIN_ATTENUATION = 14.0, -0.5
 _SCANS = (".npy", ".mat")
 
 
 @dataclass(kw_only=True)
 class Scan:
-    """What becomes one image, in HU = offset + scale · x; its arrays are on the CPU, whatever the device.
+    """The input of one image, in HU = offset + scale · x. Its arrays are on the CPU.
 
-    `field_of_view`: mm that the image covers, its template at its true size; None: it covers the whole template.
+    `field_of_view`: mm that the image covers, with its template in true size; None: it covers the whole template.
     """
 
     name: str
@@ -57,14 +57,14 @@ class SimulatedScan(Scan):
 
 @dataclass(kw_only=True)
 class MeasuredScan(Scan):
-    """A sinogram, brought to the network's rays and units."""
+    """A sinogram on the network's rays, in its units."""
 
     sinogram: FloatArray  # [V, D], the network's value × mm
     missing: npt.NDArray[np.bool_]  # [V], views that it has by interpolation only
 
 
 def sinograms_of(module: Reconstructor, scans: Sequence[Scan]) -> Tensor:
-    """y [B, 1, V, D] on the module's device: measured, or simulated with the noise that each slice's number keys."""
+    """y [B, 1, V, D] on the module's device: measured, or simulated with noise keyed by the slice's number."""
 
     def tensor(arrays: list[FloatArray]) -> Tensor:
         return torch.from_numpy(np.stack(arrays))[:, None].to(module.device)
@@ -78,7 +78,7 @@ def sinograms_of(module: Reconstructor, scans: Sequence[Scan]) -> Tensor:
 
 
 def simulated_scans(path: Path, module: Reconstructor) -> tuple[int, Iterator[Scan]]:
-    """Number of files, and the slices in them, for the views and the noise that the network was trained for."""
+    """The number of files, and their slices, for the views and the noise of the network's training."""
     slices = InputSlices(path, true_size=module.config.data.at_true_size)
     config, scaling = module.config, build_scaling(module.config.data.scaling, module.config.data.hu_max)
     size, factor = config.data.image_size, config.data.simulation_factor
@@ -110,7 +110,7 @@ def simulated_scans(path: Path, module: Reconstructor) -> tuple[int, Iterator[Sc
 
 
 def measured_scans(path: Path, module: Reconstructor, config: ReconstructConfig) -> tuple[int, Iterator[Scan]]:
-    """Number of files, and the sinograms [v, d] in them, from .npy ([v, d] or [N, v, d]) or .mat."""
+    """The number of files, and the sinograms [v, d] in them, from .npy ([v, d] or [N, v, d]) or .mat."""
     trained = module.config
     if trained.data.scaling != "attenuation":
         raise ConfigError(
@@ -142,9 +142,9 @@ def measured_scans(path: Path, module: Reconstructor, config: ReconstructConfig)
 def _scans_of(
     file: Path, name: str, per_value: float, module: Reconstructor, config: ReconstructConfig
 ) -> Iterator[Scan]:
-    """The sinograms of one file; DataError before the first where any of them is of no use.
+    """The sinograms of one file. Raises DataError before the first one if any of them is unusable.
 
-    So they are read twice: all are looked at, then each is handed on. There is never more than one in memory.
+    So each is read twice: first all are checked, then they are used one by one. Only one is in memory at a time.
     """
     scans = _ScanFile(file, per_value, module, config)
     for k in range(scans.count):
@@ -161,7 +161,7 @@ def _scans_of(
 
 
 class _ScanFile:
-    """The sinograms of one file, one at a time. Raises DataError for a file of no use."""
+    """The sinograms of one file, read one at a time. Raises DataError for an unusable file."""
 
     def __init__(self, file: Path, per_value: float, module: Reconstructor, config: ReconstructConfig) -> None:
         self.file, self.per_value, self.module, self.config = file, per_value, module, config
@@ -178,12 +178,12 @@ class _ScanFile:
         """Sinogram k [V, D] on the network's rays, in its own unit, and which views are missing."""
         try:
             sinogram = read_frame(self.file, k) if self._sinogram is None else self._sinogram
-        except SkipFile as reason:  # it was there a moment ago
+        except SkipFile as reason:  # it was readable a moment ago
             raise DataError(f"{self.file} cannot be used: {reason}") from reason
         return fit_scan(sinogram, self.layout, self.module.projector.geometry, str(self.file))
 
     def check(self, k: int) -> None:
-        """Raise DataError for a sinogram that is no −log of transmission in the unit that was said; tell of gaps."""
+        """Raise DataError for a sinogram that is no −log of transmission in the given unit. Warns about gaps."""
         sinogram, missing = self.fitted(k)
         _check_unit(self.file, sinogram, self.per_value, self.module, self.config)
         if missing.any():
@@ -193,7 +193,7 @@ class _ScanFile:
 
 
 def warn(line: str) -> None:
-    """A line on standard error, as it is."""
+    """Print a line on standard error."""
     Console(stderr=True).print(f"warning: {line}", soft_wrap=True, highlight=False, markup=False)
 
 
@@ -232,7 +232,7 @@ def _scan_shape(trained: Config) -> tuple[int, int]:
 
 
 def _layout(n_views: int, geometry: FanBeamGeometry, config: ReconstructConfig) -> ScanLayout:
-    """Where the rays of a .npy ran: as the run's but for what is given."""
+    """The layout of the rays in a .npy file: that of the run, except for keys that were given."""
     span = geometry.angle_span if config.angle_span is None else math.copysign(config.angle_span, geometry.angle_span)
     return ScanLayout(
         geometry.first_angle + np.arange(n_views, dtype=np.float64) * (span / n_views),
@@ -268,7 +268,7 @@ def _scan_count(file: Path, geometry: FanBeamGeometry, config: ReconstructConfig
 def _check_unit(
     file: Path, sinogram: FloatArray, per_value: float, module: Reconstructor, config: ReconstructConfig
 ) -> None:
-    """Refuse counts, transmissions, and value × mm taken for attenuation or the other way round."""
+    """Refuse counts, transmissions, and a wrong unit (value × mm instead of attenuation, or the reverse)."""
     low, high = float(sinogram.min()), float(sinogram.max())
     of_value = attenuation_per_value(config.water_attenuation, module.config.data.hu_max)
     factor = 1.0 if config.unit == "attenuation" else of_value

@@ -1,4 +1,4 @@
-"""Measured sinograms, and how they are brought to the views and detector bins that a network was trained for."""
+"""Measured sinograms, resampled to the views and detector bins that a network was trained for."""
 
 import importlib
 import math
@@ -14,15 +14,15 @@ from qnmixer.errors import DataError
 from qnmixer.physics import FanBeamGeometry
 
 _WIDEST_GAP = 4.0
-"""Steps between views over which one is interpolated: up to three missing in a row."""
+"""The widest gap that is interpolated, in steps between views: at most three missing in a row."""
 _FEWEST_VIEWS = 0.75
-"""Measured views, as a part of those that the network was trained for."""
+"""The fewest measured views, as a share of the views in training."""
 _NEAR = 0.75
 """Steps between views: those of a scan with as many or more views are all nearer than half a step."""
 _AIR = 0.05
 """Of the largest value: more at the end of a detector, and it cuts the object off."""
 _SAME = 1e-3
-"""Part of a step, or of a distance, that is no difference."""
+"""Share of a step, or of a distance, that counts as equal."""
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,10 @@ def fit_scan(
     """
     missing = np.isnan(sinogram).all(axis=1)
     if not np.isfinite(sinogram[~missing]).all():
-        raise DataError(f"{name} holds NaN or infinite values in part of a view: mend the dead bins (interpolate them)")
+        raise DataError(f"{name} holds NaN or infinite values in part of a view: interpolate the dead bins first")
     if (layout.beam == "parallel") == geometry.is_fan:
         raise DataError(
-            f"{name} was taken with beam {layout.beam}, the run was trained for {geometry.beam}: train with the "
+            f"{name} was measured with beam {layout.beam}, the run was trained for {geometry.beam}: train with the "
             "geometry of the scanner"
         )
     if geometry.is_fan and abs(layout.source_to_axis / geometry.source_to_axis - 1) > _SAME:

@@ -1,4 +1,4 @@
-"""Slices or measured sinograms in, reconstructions in HU out: DICOM, NumPy, PNG; a batch at a time, however many."""
+"""Slices or measured sinograms in, reconstructions in HU out as DICOM, NumPy, PNG. Memory holds one batch at a time."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -22,18 +22,18 @@ from qnmixer.inference.writers import window_of, write_dicom, write_npy, write_p
 from qnmixer.parallel.devices import choose_device
 from qnmixer.reconstructor import Reconstructor
 
-# Slices at once where nobody says: on a CPU more of them leave the cache, a GPU wants to be filled.
+# Default batch sizes: on a CPU more slices do not fit into its cache; a GPU needs more to be busy.
 _ON_CPU, _ON_GPU = 4, 16
 _ABDOMEN = (-160.0, 240.0)
 """HU, of the PNG of slices."""
 _FBP = "_fbp"
-"""What the names of the FBP of measured scans end with."""
+"""The ending of the file names of FBP images."""
 
 
 def reconstruct_input(config: ReconstructConfig) -> int:
-    """`qnmixer.reconstruct`: every slice or sinogram of the input into the output folder; returns how many.
+    """Run `qnmixer.reconstruct`: reconstruct every slice or sinogram of the input. Returns how many.
 
-    Raises CheckpointError, DataError (bad input), OutOfMemory, OSError (full disk; no half-written file is left).
+    Raises CheckpointError, DataError (bad input), OutOfMemory, OSError (full disk; no half-written file stays).
     """
     console = Console()
     module = load_run(config.run, config.checkpoint, config.trust).to(choose_device(config.accelerator)).eval()
@@ -67,7 +67,7 @@ def reconstruct_input(config: ReconstructConfig) -> int:
 
 
 def _in_batches(scans: Iterator[Scan], size: int) -> Iterator[list[Scan]]:
-    """Lists of `size`; what was read before an error is handed on before it is raised."""
+    """Lists of `size` scans. Scans that were read before an error are yielded before it is raised."""
     error: Exception | None = None
     while error is None:
         batch: list[Scan] = []
@@ -83,7 +83,7 @@ def _in_batches(scans: Iterator[Scan], size: int) -> Iterator[list[Scan]]:
 
 
 class _Writer:
-    """Images to files, in the order of the input."""
+    """Writes images to files, in the order of the input."""
 
     def __init__(self, module: Reconstructor, config: ReconstructConfig) -> None:
         self.module, self.config, self.count = module, config, 0
@@ -108,7 +108,7 @@ class _Writer:
                 self._write(_beside(target), scan, fbp_of(self.module, scan), "FBP", window)
 
     def _new_target(self, scan: Scan) -> Path:
-        """A path that nothing has been written to; with a number where its name is taken, as of a.dcm and a.npy."""
+        """A path without a file. If two inputs have one name, such as a.dcm and a.npy, it gets a number."""
         name = Path(self.config.output) / _file_name(scan.name)
         for target in chain([name], (name.with_name(f"{name.name}_{n}") for n in count(self.count))):
             wanted = {target, _beside(target)} if isinstance(scan, MeasuredScan) else {target}
@@ -141,7 +141,7 @@ class _Writer:
 
 
 def _beside(target: Path) -> Path:
-    """Where the FBP of a measured scan goes."""
+    """The path of the FBP of a measured scan."""
     return target.with_name(f"{target.name}{_FBP}")
 
 
@@ -160,7 +160,7 @@ def _series_uid(call_uid: str, scan: Scan, method: str) -> str:
 
 
 def _file_name(name: str) -> Path:
-    """A relative path without ending, from the name of a slice: a/b.dcm#3 becomes a/b_3."""
+    """The relative path of a slice without its ending: a/b.dcm#3 becomes a/b_3."""
     file, frame = re.fullmatch(r"(.*?)(#\d+)?", name).groups()  # type: ignore[union-attr]  # it matches anything
     path = Path(file)
     path = path.with_suffix("") if path.suffix.lower() in (".dcm", ".ima", ".npy", ".png") else path
@@ -168,7 +168,7 @@ def _file_name(name: str) -> Path:
 
 
 def _description(method: str, config: Config, views: str) -> str:
-    """What stands before the semicolon becomes the name of the DICOM series."""
+    """The description of an image. The text before the semicolon becomes the name of the DICOM series."""
     return (
         f"{method}, {config.geometry.n_views} {views} views, not for diagnosis; "
         f"{config.data.image_size} pixels, trained with noise {config.noise.name}"

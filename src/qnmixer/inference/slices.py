@@ -39,15 +39,15 @@ class InputSlice:
 class InputSlices:
     """The slices of a path: a DICOM file (any number of frames), a `.npy`, a 16-bit PNG, or a folder of these.
 
-    Iterating decodes one slice at a time. A file that is asked for by name must be good; in a folder, files of no use
-    are left out and listed in `skipped` (`warnings` puts them into one line).
+    Iterating decodes one slice at a time. A file that is named directly must be usable. In a folder, unusable files are
+    left out and listed in `skipped` (`warnings` puts them into one line).
 
     Args:
         path: what there is to read.
         true_size: leave out DICOM that does not say its pixel size.
 
     Raises:
-        DataError: the path is missing, or nothing in it can be used.
+        DataError: the path is missing, or contains nothing usable.
     """
 
     def __init__(self, path: Path, *, true_size: bool = False) -> None:
@@ -69,7 +69,7 @@ class InputSlices:
             raise DataError(f"input has no usable slice: {why}; give CT in DICOM, HU in .npy or 16-bit PNG")
 
     def read(self, file: str) -> Iterator[InputSlice]:
-        """Slices of one of `files`; what cannot be used goes to `skipped`."""
+        """Slices of one of `files`. An unusable one is added to `skipped`."""
         try:
             n_frames, template, decode = _open(self.root / file)
         except SkipFile as reason:
@@ -89,14 +89,14 @@ class InputSlices:
             yield InputSlice(hu, name, template, frame, spacing)
 
     def warnings(self) -> Iterator[str]:
-        """Lines about what was skipped, and about values that are hardly HU."""
+        """Lines about skipped files, and about values that are probably not HU."""
         if self.skipped:
             yield summarise_skipped(str(self.path), self.skipped)
         if np.inf > self.lowest > NO_AIR:
             yield doubt(str(self.path))
 
     def _skip(self, name: str, reason: SkipFile) -> None:
-        """Note a bad file of a folder; raise for a file asked for by name."""
+        """Record an unusable file of a folder. Raises for a file that is named directly."""
         if self.single:
             raise DataError(
                 f"input={self.path}: {name} cannot be used: {reason}; give CT in DICOM, HU in .npy or 16-bit PNG"

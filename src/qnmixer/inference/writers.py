@@ -1,4 +1,4 @@
-"""Reconstructions to files: DICOM that says that it is derived, NumPy, PNG. Each file is whole or not there."""
+"""Write reconstructions: derived DICOM, NumPy, PNG. Each file is written completely or not at all."""
 
 import copy
 import datetime
@@ -89,7 +89,7 @@ def window_of(hu: FloatArray) -> tuple[float, float]:
 def _save(path: Path, encoded: io.BytesIO) -> None:
     """Write at once what was encoded in memory: a full disk then shows as the plain OSError, errno and all."""
     if path.exists():  # as of another process that writes to the same folder
-        raise DataError(f"{path} is there already, and nothing is written over it: give another output=")
+        raise DataError(f"{path} exists already and is not overwritten: give another output=")
     with atomic_file(path) as stream:
         stream.write(encoded.getbuffer())
 

@@ -1,1 +1,1 @@
-"""What a training step needs of memory: the modes that save it, the plan, what is measured, and leaks."""
+"""Memory of a training step: the modes that save it, the plan, measurements, and leaks."""

@@ -1,4 +1,4 @@
-"""The line that a training run ends with when its step does not fit: what it needs, what there was, what would fit."""
+"""The last line of a run that is out of memory: its need, the free memory, and changes that would fit."""
 
 import time
 
@@ -28,13 +28,13 @@ def advice(planner: Planner, config: Config, available: float) -> str:
     options = ", or ".join(f"{change} ({peaks[change]:,.0f} MiB)" for change in chosen)
     why = "" if needed > available else " (gaps between tensors, validation or other programs took the rest)"
     return (
-        f"out of memory: a step of this run needs {needed:,.0f} MiB by the plan, and there were {available:,.0f} MiB"
-        f"{why}: {'try' if fitting else 'nothing simple fits, nearest come'} {options}"
+        f"out of memory: a step of this run needs {needed:,.0f} MiB by the plan, but {available:,.0f} MiB were free"
+        f"{why}: {'try' if fitting else 'no simple change fits, the closest are'} {options}"
     )
 
 
 def changes(config: Config) -> list[str]:
-    """What makes a step smaller with the same effective batch, mildest first; nothing that the config has already."""
+    """Changes that make a step smaller at the same effective batch, mildest first, without those made already."""
     batch = config.data.batch_size
     recompute = "" if config.memory.name == "recompute" else "memory=recompute"
     half = "" if config.trainer.precision != "32" else "trainer.precision=16-mixed"
@@ -51,7 +51,7 @@ def changes(config: Config) -> list[str]:
 
 
 def _one_in_flight(config: Config) -> str:
-    """The overrides for a pipeline with one micro-batch at a time, where there are devices for one."""
+    """Overrides for a pipeline with one micro-batch at a time, if there are enough devices."""
     if (config.trainer.devices or 1) == 1:
         return ""
     group = "" if config.strategy.name == "pipeline" else "strategy=pipeline "
@@ -66,7 +66,7 @@ def _is_possible(config: Config, change: str) -> bool:
 
 
 def _of_batches(config: Config, sizes: list[int]) -> str:
-    """The overrides for a batch of the first of some sizes, more of them accumulated."""
+    """Overrides for the first possible batch size of a list, with more accumulation."""
     if not sizes:
         return ""
     accumulate = config.trainer.accumulate_grad_batches * config.data.batch_size // sizes[0]

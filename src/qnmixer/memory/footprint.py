@@ -1,4 +1,4 @@
-"""What a training step holds on each device, by what it is."""
+"""The memory of a training step on each device, by kind."""
 
 from dataclasses import astuple, dataclass
 
@@ -7,7 +7,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on the device when a training step holds most, by what they are; `host`: moved off it by offloading.
+    """Bytes on the device at the peak of a training step, by kind; `host`: bytes that offloading moved away.
 
     `strategy`: the copies that a strategy adds (messages, receive buffers, gathered weights); 0 for single.
     """
@@ -22,21 +22,21 @@ class Footprint:
 
     @property
     def peak(self) -> float:
-        """All that the device holds."""
+        """The sum of all kinds on the device."""
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        """What `peak` is the sum of."""
+        """The summands of `peak`."""
         return {name: value for name, value in vars(self).items() if name != "host"}
 
     def moved(self, steps: float, towards: "Footprint") -> "Footprint":
-        """The footprint that many steps further along the line through this one and another."""
+        """The footprint so many steps further along the line through this one and another."""
         return Footprint(*(a + steps * (b - a) for a, b in zip(astuple(self), astuple(towards), strict=True)))
 
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """What one device does and holds: the iterations of each of its stages, and most micro-batches in flight in it."""
+    """The plan of one device: the iterations of its stages, its footprint, and its most micro-batches in flight."""
 
     stages: tuple[range, ...]
     in_flight: int

@@ -1,4 +1,4 @@
-"""Tells a leak from the ups and downs of a healthy run."""
+"""Detect a leak among the ups and downs of a healthy run."""
 
 import gc
 from collections import deque
@@ -12,9 +12,9 @@ from qnmixer.memory.footprint import MIB
 
 @dataclass(frozen=True)
 class Leak:
-    """Growth of what is held at the end of a step."""
+    """Growth of the memory at the end of a step."""
 
-    steps: int  # how many it has been watched growing for; it may have begun before
+    steps: int  # steps of growth that were seen; it may have started before
     first_bytes: int
     last_bytes: int
 
@@ -25,15 +25,16 @@ class Leak:
 
 
 class LeakWatch:
-    """Tells a leak from the ups and downs of a healthy run, by what is held at the end of each step.
+    """Detects a leak among the ups and downs of a healthy run, from the memory at the end of each step.
 
-    Of each window of steps the least counts. A leak adds as much to every window; a jump (the first validation, a
-    picture) to one, with noise after it that also rises now and then. So the last `n_windows` must all have risen, none
-    by less than `evenness` of their mean, to `floor` above where they began and above everything before. Garbage in
-    cycles grows like that too until Python collects it: it is collected then, and a leak is what rises once more.
+    The lowest value of each window of steps counts. A leak adds the same to every window. A jump (the first validation,
+    a picture) adds to one window, and the noise after it can rise by chance. So the last `n_windows` must all rise,
+    none by less than `evenness` of their mean, by `floor` in total, and above all earlier values. Garbage in cycles
+    grows like a leak until Python collects it. So it is then collected, and only if memory rises once more it is a
+    leak.
 
     Args:
-        warm_up: steps to leave out, in which buffers, caches and the optimizer's state come to be.
+        warm_up: first steps, which are left out: buffers, caches and the optimizer state are made in them.
         window: steps in a window.
         n_windows: how many must rise, one after another.
         floor: bytes; over 4 windows of 20 it is 0.1 MiB a step. Healthy runs on the CPU, garbage apart, rose evenly
@@ -62,7 +63,7 @@ class LeakWatch:
         self._reported = False
 
     def update(self, bytes_held: int) -> Leak | None:
-        """Take in what is held at the end of a step; returns a leak when it is found, and never another."""
+        """Add the memory at the end of a step. Returns a leak when it is found, and only once."""
         self._step += 1
         if self._reported or self._step <= self.warm_up:
             return None

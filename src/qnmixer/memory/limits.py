@@ -52,7 +52,7 @@ def _free_share() -> float:
 
 
 def memory_of(device: torch.device) -> float:
-    """MiB that a process can have: on CUDA what is free, on a CPU its share of all, or what its limit leaves."""
+    """MiB that a process can use: on CUDA the free memory, on a CPU its share of all memory, or less by its limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] / MIB
     import resource  # not on Windows, where reconstruct needs this file

@@ -1,6 +1,6 @@
-"""Where the graph of the T iterations stays until backward: kept, recomputed, or moved to the host.
+"""Where the graph of the T iterations stays until backward: stored, recomputed, or moved to the host.
 
-The three give the same loss and the same gradients; they trade memory on the device against time.
+All three give the same loss and the same gradients. They trade device memory for time.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _SMALLEST_OFFLOADED = 2**18  # bytes in full precision
 
 
 def apply_memory_mode(network: UnrolledNetwork[Any], config: MemoryConfig) -> None:
-    """Put the memory mode that `memory` names on a network, in place, before it is trained.
+    """Apply the memory mode that `memory` names to a network, in place, before training.
 
     Raises ConfigError for a name without a mode.
     """
@@ -32,7 +32,7 @@ def apply_memory_mode(network: UnrolledNetwork[Any], config: MemoryConfig) -> No
 
 
 def _keep(network: UnrolledNetwork[Any], config: MemoryConfig) -> None:
-    """Nothing: autograd keeps the graph by itself."""
+    """Do nothing: autograd stores the graph by itself."""
 
 
 def _recompute(network: UnrolledNetwork[Any], config: MemoryConfig) -> None:
@@ -50,7 +50,7 @@ _MODES = {"keep": _keep, "recompute": _recompute, "offload": _offload}
 
 
 def _recomputed_forward(part: nn.Module, *inputs: Tensor) -> Tensor:
-    """What `part` computes; one function for all parts, of which torch.compile makes one graph."""
+    """The output of `part`. One function for all parts, so that torch.compile makes one graph."""
     return checkpoint(type(part).forward, part, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -78,16 +78,16 @@ def offloading_loop(
     pack: Callable[[Tensor], Any],
     unpack: Callable[[Any], Tensor],
 ) -> S:
-    """Some iterations, with what backward will need put away by `pack`."""
+    """Run some iterations; `pack` moves away the tensors that backward will need."""
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         return network.run(iterations, y, state)
 
 
 def stays(tensor: Tensor) -> bool:
-    """Whether offloading leaves a saved tensor on its device: weights and small things.
+    """Whether offloading leaves a saved tensor on its device: weights and small tensors.
 
-    A tensor in half precision counts as one in full precision. Half precision then moves the same tensors, and never
-    leaves more on the device.
+    A half-precision tensor counts as if it were in full precision. Half precision then moves the same tensors, and
+    never leaves more on the device.
     """
     is_weight = tensor.is_leaf and tensor.requires_grad
     return is_weight or tensor.numel() * max(4, tensor.itemsize) < _SMALLEST_OFFLOADED

@@ -1,4 +1,4 @@
-"""What each device of a pipeline holds: its stages one by one, then the order in which it works through them."""
+"""The memory of each device of a pipeline: its stages one by one, then the order in which it runs them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -18,22 +18,22 @@ from qnmixer.reconstructor import Reconstructor
 
 
 def cut_of(config: Config) -> list[int]:
-    """Iterations of each stage of a pipeline, evenly where they are to be measured."""
+    """Iterations of each stage of a pipeline, evenly if they are still to be measured."""
     assert isinstance(config.strategy, PipelineConfig)
     n_stages = devices_per_replica(config) * config.strategy.stages_per_device
     return list(config.strategy.cut or cut_evenly(config.model.T, n_stages))
 
 
 def n_microbatches(config: Config) -> int:
-    """Micro-batches of a pipeline's batch."""
+    """Micro-batches in the batch of a pipeline."""
     assert isinstance(config.strategy, PipelineConfig)
     return batch_of_replica(config) // config.strategy.microbatch_size
 
 
 def idle(config: Config) -> float:
-    """Share of device time that a pipeline waits, with iterations of equal cost.
+    """Share of device time that a pipeline waits, if all iterations cost the same.
 
-    Backward is taken to cost two forwards, three where it runs them again.
+    Backward counts as two forwards; as three if it runs them again.
     """
     assert isinstance(config.strategy, PipelineConfig)
     return idle_share(
@@ -48,7 +48,7 @@ def idle(config: Config) -> float:
 
 @dataclass(frozen=True)
 class StageCost:
-    """Bytes that a stage holds for one micro-batch, beside what it receives; sinogram and images are not counted."""
+    """Bytes of a stage for one micro-batch, beside its input. Sinogram and images are not counted."""
 
     received: int  # the state that comes in; the gradient that goes out is of this size too
     sent: int  # the state that goes out, and the gradient that comes in
@@ -63,7 +63,7 @@ class StageCost:
 
 
 def track_stages(config: Config, projector: FanBeamProjector, wanted: Iterable[range]) -> dict[range, StageCost]:
-    """What each of some stages of a pipeline costs, by its iterations; run on fake tensors."""
+    """The cost of some stages of a pipeline, by their iterations, run on fake tensors."""
     assert isinstance(config.strategy, PipelineConfig)
     b, size = config.strategy.microbatch_size, config.data.image_size
     hosted = Hosted()
@@ -138,11 +138,11 @@ def _track_stage(
 def plan_device(
     config: Config, cut: list[int], costs: dict[range, StageCost], fixed: Footprint, device: int
 ) -> DevicePlan:
-    """What one device of a pipeline holds, going through its actions in order.
+    """The memory of one device of a pipeline, going through its actions in order.
 
-    Beside the stages: the whole batch, as every device gets it; the buffers of torch's pipelining for states and
-    gradients received, one for each micro-batch; input gradients sent, until torch lets go of them; and, when all that
-    is over, the message in which gradients are summed.
+    Beside the stages it counts: the whole batch, which every device gets; torch's buffers for received states and
+    gradients, one for each micro-batch; sent input gradients until torch frees them; and at the end the message in
+    which gradients are summed.
     """
     assert isinstance(config.strategy, PipelineConfig)
     schedule, n_devices, n = config.strategy.schedule, devices_per_replica(config), n_microbatches(config)

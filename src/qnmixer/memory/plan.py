@@ -1,9 +1,9 @@
-"""What a training step will hold in the memory of each device, told without the devices and without the memory.
+"""The memory of a training step on each device, computed without the devices and without that memory.
 
-The step itself is run on fake tensors, which have shapes but no data. Only the operator is real. Past the first few
-iterations memory is affine in T, so two short steps give a long one (tests compare them with whole steps). Of a
-pipeline each stage is run so, with one micro-batch, and the order in which a device works through its stages gives how
-much of that it holds at once.
+The step itself runs on fake tensors, which have shapes but no data. Only the operator is real. After the first few
+iterations memory is affine in T, so two short steps give a long one (tests compare them with whole steps). Each stage
+of a pipeline runs like this with one micro-batch. The order in which a device runs its stages then gives how much of
+that memory it needs at once.
 """
 
 import math
@@ -48,13 +48,13 @@ _FEWEST_KEPT = 3
 
 
 ASSUMED_DEVICES = 4
-"""How many there are taken to be where the config leaves it to the machine."""
+"""The assumed number of devices, if the config leaves it to the machine."""
 
 
 class Planner:
-    """Predicts the footprint of configs that share one scan; what it has run it remembers.
+    """Predicts the footprint of configs with the same scan. Results of its runs are stored.
 
-    Raises ConfigError for a config that leaves the number of devices open and cannot be run on `ASSUMED_DEVICES`.
+    Raises ConfigError for a config that leaves the number of devices open and cannot run on `ASSUMED_DEVICES`.
     """
 
     def __init__(self, config: Config, projector: FanBeamProjector | None = None) -> None:
@@ -78,9 +78,9 @@ class Planner:
         return Prediction(footprint, growth / width, (device,))
 
     def estimate(self, config: Config) -> Footprint:
-        """The footprint of a run on its fullest device, from two steps of few iterations.
+        """The footprint of a run on its fullest device, from two steps with few iterations.
 
-        Of a pipeline all iterations are run, as a stage is short and the state that it gets grows.
+        For a pipeline all iterations are run: a stage is short, and its incoming state grows.
         """
         config = with_assumed_devices(config)
         if config.strategy.planned_as == "pipeline":
@@ -92,7 +92,7 @@ class Planner:
         return small.moved((T - first) / width, larger)
 
     def devices(self, config: Config) -> tuple[DevicePlan, ...]:
-        """What each device that works on one batch does and holds, first stage first; one, unless it is a pipeline."""
+        """The plan of each device that works on one batch, first stage first; one device, unless it is a pipeline."""
         config = with_assumed_devices(config)
         if config.strategy.planned_as != "pipeline":
             return (DevicePlan((range(config.model.T),), 1, self.estimate(config)),)
@@ -102,7 +102,7 @@ class Planner:
         return tuple(plan_device(config, cut, stages, fixed, d) for d in range(devices_per_replica(config)))
 
     def optimizer_state(self, config: Config) -> float:
-        """Bytes that the optimizer keeps between steps, on one device."""
+        """Bytes of the optimizer state on one device."""
         config = with_assumed_devices(config)
         n_shards = _n_shards(config)
         with without_data():
@@ -112,7 +112,7 @@ class Planner:
             return optimizer_bytes(optimizer, n_shards)
 
     def _predict_pipeline(self, config: Config) -> Prediction:
-        """One more iteration goes to the first stage of the fullest device."""
+        """Predict a pipeline. One more iteration goes to the first stage of the fullest device."""
         devices = self.devices(config)
         fullest = max(range(len(devices)), key=lambda d: devices[d].footprint.peak)
         footprint, width = devices[fullest].footprint, _width(config)
@@ -126,7 +126,7 @@ class Planner:
         return Prediction(footprint, (peak - footprint.peak) / width, devices)
 
     def _fixed(self, config: Config) -> Footprint:
-        """What every device of a pipeline holds whatever it does; gradients: once they are all there."""
+        """The memory of every device of a pipeline in all its actions; gradients: when all exist."""
         key = f"fixed {config.model} {config.optimizer}"
         if key not in self._known:
             with without_data():
@@ -161,9 +161,9 @@ _COUNTED_AS = ("replica", "shards", "pipeline")
 
 
 def with_assumed_devices(config: Config) -> Config:
-    """The config with `ASSUMED_DEVICES` where a strategy leaves their number to the machine.
+    """The config with `ASSUMED_DEVICES` if a strategy leaves their number to the machine.
 
-    Raises ConfigError for what cannot be run on these, and for a strategy that does not say how to count it.
+    Raises ConfigError for a config that cannot run on these, and for a strategy without `planned_as`.
     """
     name, planned_as = config.strategy.name, config.strategy.planned_as
     if planned_as not in _COUNTED_AS:
@@ -179,7 +179,7 @@ def with_assumed_devices(config: Config) -> Config:
 
 
 def _width(config: Config) -> int:
-    """Iterations by which memory grows evenly: those of a segment that is recomputed together, in whole periods."""
+    """Iterations by which memory grows evenly: a segment that is recomputed together, in whole periods."""
     segment = config.memory.segment if isinstance(config.memory, RecomputeConfig) else 1
     return math.lcm(segment, config.model.period) if isinstance(config.model, UnrolledConfig) else segment
 
@@ -192,16 +192,16 @@ def _first(config: Config) -> int:
 
 
 def _n_shards(config: Config) -> int:
-    """Over how many devices fsdp spreads each tensor; 1 for every other strategy."""
+    """The number of devices over which fsdp spreads each tensor; 1 for every other strategy."""
     sharded = config.strategy.planned_as == "shards"
     return (config.trainer.devices or 1) * config.trainer.num_nodes if sharded else 1
 
 
 def track_step(config: Config, projector: FanBeamProjector) -> Footprint:
-    """The footprint of the training step of a config, run whole on fake tensors; of single, ddp or fsdp.
+    """The footprint of a whole training step on fake tensors, for single, ddp or fsdp.
 
-    ddp's buckets, of which gradients are views, stay when gradients are cleared; while it accumulates, gradients are
-    outside of them, and those are the copy that `strategy` counts.
+    ddp's gradients are views of its buckets, which stay when gradients are cleared. While it accumulates, gradients are
+    outside of the buckets, and `strategy` counts them as a copy.
     """
     n_batches = min(2, config.trainer.accumulate_grad_batches)  # from the second on, there are gradients all along
     hosted = Hosted()
@@ -246,11 +246,11 @@ def track_step(config: Config, projector: FanBeamProjector) -> Footprint:
 def _sharded(
     footprint: Footprint, config: Config, network: UnrolledNetwork[Any], optimizer: torch.optim.Optimizer
 ) -> Footprint:
-    """The footprint of a step on one device, as fsdp would have it: by arithmetic, and rather too much than too little.
+    """The footprint of a step on one device under fsdp, by arithmetic; rather too large than too small.
 
-    Weights, gradients and optimizer state are cut along their first dimension, rounded up. `strategy` is what is whole
-    at once: the weights of the root unit and of one block (of all, where they stay gathered), the largest unit twice
-    more (as the messages in which weights are gathered and gradients reduced), and while accumulating all gradients.
+    Weights, gradients and optimizer state are cut along their first dimension, rounded up. `strategy` counts the full
+    tensors that exist at once: the weights of the root unit and of one block (of all, if they stay gathered), twice the
+    largest unit (the messages that gather weights and reduce gradients), and all gradients while accumulating.
     """
     assert isinstance(config.strategy, FSDPConfig)
     n_shards = _n_shards(config)

@@ -1,4 +1,4 @@
-"""What `qnmixer.plan` prints: the parts of one run's footprint, and how it changes with what a user can turn."""
+"""The output of `qnmixer.plan`: the parts of a run's footprint, and how settings change it."""
 
 import json
 import math
@@ -21,10 +21,10 @@ from qnmixer.memory.plan import Planner, with_assumed_devices
 from qnmixer.reports.tables import markdown_table, terminal_table
 
 PRECISIONS = (("32",), ("16-mixed", "bf16-mixed"))
-"""Those of one row need the same memory. (A V100 has no bf16.)"""
+"""Precisions in one row need the same memory. (A V100 has no bf16.)"""
 
 BATCHES = (1, 8)
-"""Of each device; of a pipeline in micro-batches."""
+"""Batch sizes per device; for a pipeline in micro-batches."""
 
 LEVERS = {
     "strategy=ddp trainer.devices=4": "four devices, and each has the whole graph",
@@ -39,12 +39,12 @@ LEVERS = {
 
 
 def usable(device: str) -> float:
-    """MiB that a run can have of a device: what CUDA, its libraries and gaps between tensors take is an assumption."""
+    """MiB of a device that a run can use. The share of CUDA, its libraries and gaps between tensors is assumed."""
     return 0.95 * device_memory(device) - 1024
 
 
 def print_plan(config: PlanConfig) -> None:
-    """Print one run's plan in the format asked for; raises ConfigError, GeometryError."""
+    """Print the plan of one run in the given format. Raises ConfigError or GeometryError."""
     assumed = ", assumed" if with_assumed_devices(config.run) != config.run else ""
     config = replace(config, run=with_assumed_devices(config.run))
     planner = Planner(config.run)
@@ -64,7 +64,7 @@ def print_plan(config: PlanConfig) -> None:
 
 
 def as_object(config: Config, prediction: Prediction, devices: list[str]) -> dict[str, object]:
-    """The plan as plain data, MiB; `fits` says for each of some kinds of device whether the fullest one will do."""
+    """The plan as plain data, in MiB. `fits` says for some kinds of device whether the run fits into them."""
     footprint, grows = prediction.footprint, prediction.per_iteration
     plan: dict[str, object] = {
         "strategy": config.strategy.name,
@@ -132,7 +132,7 @@ def _print_run(console: Console, config: Config, prediction: Prediction, assumed
 def _print_pipeline(
     console: Console, config: Config, options: PipelineConfig, prediction: Prediction, planner: Planner
 ) -> None:
-    """What each device does and holds, and what other schedules would make of it."""
+    """Print the plan of each device, and the memory under other schedules."""
     rows = [
         [str(n), ", ".join(map(_span, it.stages)), str(it.in_flight), f"{it.footprint.peak / MIB:,.0f}"]
         for n, it in enumerate(prediction.devices)
@@ -155,7 +155,7 @@ def _print_pipeline(
 
 
 def schedules(config: Config, options: PipelineConfig) -> Iterator[Config]:
-    """A pipeline under each schedule that its batch and T allow."""
+    """The pipeline under each schedule that its batch and T allow."""
     for schedule in ("sequential", "gpipe", "1f1b", "interleaved"):
         per_device = max(2, options.stages_per_device) if schedule == "interleaved" else 1
         cut = cut_of(config) if per_device == options.stages_per_device else None
@@ -174,7 +174,7 @@ def _span(iterations: range) -> str:
 
 
 def _print_tables(console: Console, config: PlanConfig, planner: Planner) -> None:
-    """Peak by batch, and largest batch by device."""
+    """Print the peak by batch size, and the largest batch by device."""
     strategy = config.run.strategy
     least = strategy.microbatch_size if isinstance(strategy, PipelineConfig) else 1
     batches = [b * least for b in BATCHES]
@@ -185,7 +185,7 @@ def _print_tables(console: Console, config: PlanConfig, planner: Planner) -> Non
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         planning = progress.add_task("planning", total=len(variants) * len(batches))
         for memory, precisions in variants:
-            # A segment that was asked for stays.
+            # A given segment stays.
             group = "" if memory == config.run.memory.name else f"memory={memory} "
             run = override(config.run, f"{group}trainer.precision={precisions[0]}")
             of = {}
@@ -206,7 +206,7 @@ def _print_tables(console: Console, config: PlanConfig, planner: Planner) -> Non
 
 
 def _print_optimizers(console: Console, config: Config, planner: Planner) -> None:
-    """State and peak by optimizer; one of the user's own is known only where it is chosen."""
+    """Print state and peak by optimizer. A user's own one is shown only if it is chosen."""
     rows = []
     base, chosen = planner.estimate(config), config.optimizer.name
     for name in dict.fromkeys([*options("optimizer"), chosen]):
@@ -218,7 +218,7 @@ def _print_optimizers(console: Console, config: Config, planner: Planner) -> Non
 
 
 def _largest_batch(peaks: dict[int, float], limit: float) -> str:
-    """Where the line through two known batches meets the limit."""
+    """The batch size at which the line through two known peaks reaches the limit."""
     (few, small), (many, large) = sorted(peaks.items())
     batch = math.floor(few + (limit - small) * (many - few) / (large - small))
     return f"{batch:,}" if batch >= 1 else "none"

@@ -23,14 +23,14 @@ from qnmixer.reconstructor import AUTOCAST
 
 
 def apply_hosted_mode(network: UnrolledNetwork[Any], config: Config, hosted: "Hosted") -> None:
-    """The memory mode of a run; what offloading moves goes to `hosted`."""
+    """Apply the memory mode of a run. Tensors that offloading moves go to `hosted`."""
     apply_memory_mode(network, config.memory)
     if config.memory.name == "offload":
         network.loop = partial(offloading_loop, pack=hosted.pack, unpack=hosted.unpack)
 
 
 def batch_loss(config: Config) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Loss of images, truths and weights as training has it."""
+    """The loss of training, as a function of images, truths and weights."""
     return partial(weighted, build_loss(config.loss), batch=batch_of_replica(config))
 
 
@@ -50,7 +50,7 @@ class NormsInFull(TorchFunctionMode):
 
 
 def n_bytes(tensors: Iterable[Tensor], n_shards: int = 1) -> int:
-    """Bytes of some tensors, or of one shard of each, cut along the first dimension."""
+    """Bytes of some tensors, or of one shard of each if they are cut along the first dimension."""
     return sum(-(-len(t) // n_shards) * (t.nbytes // len(t)) if t.ndim else t.nbytes for t in tensors)
 
 
@@ -61,9 +61,9 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer, n_shards: int) -> float:
 
 
 def step_all_at_once(optimizer: torch.optim.Optimizer) -> None:
-    """Have an optimizer take its step for all weights together, as torch does by default on a GPU, not on a CPU.
+    """Make an optimizer update all weights together, as torch does by default on a GPU but not on a CPU.
 
-    That takes a temporary of the size of all weights.
+    That needs a temporary of the size of all weights.
     """
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None:
@@ -72,7 +72,7 @@ def step_all_at_once(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def without_data() -> Iterator[None]:
-    """Tensors made inside have a shape and no data; random numbers are as they were afterwards."""
+    """Tensors made in the block have a shape but no data. Random states are restored afterwards."""
     with torch.random.fork_rng(devices=[]), _ShapesAlone(allow_non_fake_inputs=True):
         yield
 
@@ -103,9 +103,9 @@ class PeakTracker(TorchDispatchMode):
         self._hooks: list[Any] = []
 
     def track(self, *things: nn.Module | torch.optim.Optimizer | Tensor) -> None:
-        """Count what is there already: weights, gradients and buffers of modules, states of optimizers, tensors.
+        """Count tensors that exist already: weights, gradients and buffers of modules, states of optimizers, tensors.
 
-        Gradients that modules get later are told from activations.
+        Gradients that modules get later are not counted as activations.
         """
         for thing in things:
             if isinstance(thing, nn.Module):
@@ -125,7 +125,7 @@ class PeakTracker(TorchDispatchMode):
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes that there were at once."""
+        """The most bytes that existed at once."""
         return sum(self.peak.values())
 
     @property
@@ -134,7 +134,7 @@ class PeakTracker(TorchDispatchMode):
         return self.now["activations"]
 
     def restart(self) -> None:
-        """Let `most` and `most_with_gradients` start from what there is now."""
+        """Start `most` and `most_with_gradients` again from the current bytes."""
         self.most = self.most_with_gradients = 0
         self._note()
 
@@ -226,12 +226,12 @@ class Hosted:
 
     @staticmethod
     def unpack(make: Callable[[], Tensor]) -> Tensor:
-        """One of its shape."""
+        """A tensor of the same shape."""
         return make()
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """What an optimizer keeps from its first step on, and the gradients of that step."""
+    """Create the optimizer state and the gradients of a first step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)

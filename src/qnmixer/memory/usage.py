@@ -1,4 +1,4 @@
-"""What memory this process uses on a device, as the device's own counters say."""
+"""The memory of this process on a device, from the device's own counters."""
 
 import re
 import resource
@@ -13,7 +13,7 @@ _FIELDS = re.compile(rb"^(VmHWM|VmRSS|RssAnon):\s+(\d+) kB", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Usage:
-    """Bytes in use; allocated is what a leak adds to, reserved what other programs cannot have."""
+    """Bytes in use. A leak adds to `allocated`; other programs cannot use what is `reserved`."""
 
     allocated: int  # CUDA: in tensors; CPU: resident without file-backed pages, as mapped data comes and goes
     peak: int  # CUDA: highest of allocated; CPU: highest of reserved; both since the last `reset_peak`
@@ -22,12 +22,12 @@ class Usage:
 
 
 def read_usage(device: torch.device) -> Usage:
-    """What is in use now; cheap enough for every step (CPU: 25 µs, 150 in a process whose caches are cold)."""
+    """Read the current use; cheap enough for every step (CPU: 25 µs, 150 in a process whose caches are cold)."""
     return _cuda_usage(device) if device.type == "cuda" else _cpu_usage()
 
 
 def reset_peak(device: torch.device) -> None:
-    """Let the peak start again from what is in use now; the CPU's stays as it is where the system does not allow it."""
+    """Start the peak again from the current use. On a CPU it stays if the system does not allow a reset."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:

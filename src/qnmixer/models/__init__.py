@@ -1,4 +1,4 @@
-"""Reconstruction networks in plain PyTorch: they know nothing of devices, Lightning or Hydra."""
+"""Reconstruction networks in plain PyTorch, independent of devices, Lightning and Hydra."""
 
 from qnmixer.models.fbp import FBP
 from qnmixer.models.fbpconvnet import FBPConvNet

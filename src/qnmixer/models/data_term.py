@@ -1,4 +1,4 @@
-"""The data term that unrolled networks share: the gradient A†(A x − y), and the steps that are safe along it."""
+"""The data term of unrolled networks: the gradient A†(A x − y), and safe step sizes along it."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Filtered back-projection as a network of no iterations, so that it is evaluated and compared like all others."""
+"""Filtered back-projection as a network without iterations, so that it is evaluated and compared like all others."""
 
 from torch import Tensor
 
@@ -7,7 +7,7 @@ from qnmixer.physics import FanBeamProjector
 
 
 class FBP(UnrolledNetwork[Tensor]):
-    """x₀ = FBP(y) and nothing more: T = 0, no weights. The projector holds the filter."""
+    """x₀ = FBP(y) only: T = 0, no weights. The projector has the filter."""
 
     title = "FBP"
 
@@ -20,5 +20,5 @@ class FBP(UnrolledNetwork[Tensor]):
         return self.projector.fbp(y)
 
     def step(self, t: int, y: Tensor, state: Tensor) -> Tensor:
-        """Never called, as T = 0."""
+        """Never called, because T = 0."""
         return state

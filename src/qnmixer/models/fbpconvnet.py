@@ -35,7 +35,7 @@ class FBPConvNet(UnrolledNetwork[Tensor]):
         return state + self.unet(state)
 
     def recomputed_parts(self) -> list[nn.Module]:
-        """The levels: with one iteration only, there is nothing else to run again."""
+        """The levels: with a single iteration there is nothing else to recompute."""
         return self.unet.levels()
 
     def blocks(self) -> list[nn.Module]:
@@ -49,9 +49,9 @@ class UNet(nn.Module):
     Three convolutions at the first level, two at each other; 3×3, zero-padded, each with norm and ReLU; max-pooling
     down, transposed 3×3 convolutions of stride 2 (with norm and ReLU) up, features of equal size joined; a 1×1
     convolution last. Weights from N(0, 0.01²); the last convolution starts at zero, so that the network starts as FBP
-    (ours). The authors' norm is over the batch, which they trained with one image
-    at a time. Its statistics, over whatever batch a device happens to have, would make each strategy and each
-    micro-batch train another network, so here a norm over eight groups of channels of one image stands in its place.
+    (ours). The authors use batch norm and train with one image at a time. Its statistics depend on the batch of a
+    device, so each strategy and micro-batch size would train another network. Here it is a norm over eight groups of
+    channels of one image.
     """
 
     def __init__(self, channels: int, depth: int) -> None:
@@ -73,7 +73,7 @@ class UNet(nn.Module):
         return [*self.down, *self.up]
 
     def forward(self, x: Tensor) -> Tensor:
-        """What is to be added to x."""
+        """The correction that is added to x."""
         features = [self.down[0](x)]
         for level in list(self.down)[1:]:
             features.append(level(nn.functional.max_pool2d(features[-1], 2)))

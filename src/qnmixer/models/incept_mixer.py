@@ -32,9 +32,9 @@ class _ReluInPlace(torch.autograd.Function):
 
 
 def relu_in_place(x: Tensor) -> Tensor:
-    """max(0, x) of what is of no other use, for one convolution alone: that makes the gradient, which is changed too.
+    """max(0, x) in place. Only one convolution may use the result, because its gradient is changed in place too.
 
-    At full resolution each copy counts.
+    x must have no other use. At full resolution each copy counts.
     """
     return _ReluInPlace.apply(x)
 
@@ -60,8 +60,8 @@ class Stem(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         """Features of x [B, 1, H, W].
 
-        Those of pixels are an outer product, which takes a fraction of the convolution's time on a CPU, and leaves the
-        channels last in memory, in which the convolutions that follow take half theirs.
+        The features of single pixels are an outer product. On a CPU it takes a fraction of the convolution's time. It
+        also puts the channels last in memory, which halves the time of the next convolutions.
         """
         pixel, _, convolution = self
         assert isinstance(pixel, nn.Conv2d)

@@ -10,7 +10,7 @@ from qnmixer.physics import FanBeamProjector
 
 
 class PrimalDualState(NamedTuple):
-    """Several images and several sinograms, of which only the first image is read in the end."""
+    """Several images and several sinograms. The result is the first image."""
 
     primal: Tensor  # [B, n_primal, H, W]
     dual: Tensor  # [B, n_dual, V, D]

@@ -1,4 +1,4 @@
-"""max(0, x) that training can get out of: attenuation is not negative."""
+"""max(0, x) with a gradient that training can recover by: attenuation is not negative."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class _Nonnegative(torch.autograd.Function):
-    """max(0, x); its backward leaves out what would lower a pixel that is 0 already, and nothing else."""
+    """max(0, x). Its backward drops only the gradient that would lower a pixel that is 0 already."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

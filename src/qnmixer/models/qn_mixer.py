@@ -58,7 +58,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         data_steps: steps along the data term in an iteration, each with a λ of its own (figure: 1).
         nonnegative: the image is max(0, x_t) but for FBP, x₀; iterations go on from x_t. False: x_t (figure).
         hessian: "bfgs"; or, of first order, "identity" (H_t = I), and "momentum" (H_t = I, and s_t = −r_t + β_t s_{t−1}
-            with a learned β_t per iteration, from 0: the control that any gain of BFGS is to be held against, ours).
+            with a learned β_t per iteration, from 0; ours, the control for any gain of BFGS).
         hessian_gradient: "full" differentiates through H; "detach" treats its pairs as constants.
         learned_trust: τ_t, with hessian="bfgs"; False: H_t as it is (figure).
         regularizer: makes a module x → G(x) of another kind of (image_size, channels), in place of the Incept-Mixer;
@@ -195,7 +195,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         return data_descent(self.projector, self.data_term, x, y, step_sizes) + regularization
 
     def diagnostics(self, state: QNState) -> dict[str, Tensor]:
-        """Mean cos(z, s) and the share of pairs that the safeguard skipped: they tell trouble first."""
+        """Mean cos(z, s) and the share of pairs that the safeguard skipped. They show problems first."""
         if state.history is None or self.n_iterations == 1:
             return {}
         used, cosine = state.history.curvature()

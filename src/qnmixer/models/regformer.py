@@ -16,7 +16,7 @@ _MLP_RATIO = 4
 
 
 class RegFormerState(NamedTuple):
-    """The image, and the features that an iteration hands to the next beside it (none before the first)."""
+    """The image, and the features for the next iteration (none before the first)."""
 
     x: Tensor  # [B, 1, H, W]
     features: Tensor | None  # [B, C/2, H, W]
@@ -80,10 +80,10 @@ class RegFormer(UnrolledNetwork[RegFormerState]):
 
 
 class LocalBlock(nn.Module):
-    """R_t of three 5×5 convolutions: x and the features of the iteration before → an image, and features to hand on.
+    """R_t of three 5×5 convolutions: x and the features of the previous iteration → an image, and new features.
 
-    Of the C features half are of x and half are those handed on; of the first block, all are of x. The last hands
-    nothing on.
+    Of the C features half come from x and half from the previous iteration; in the first block all come from x. The
+    last block returns no features.
     """
 
     def __init__(self, channels: int, first: bool, last: bool) -> None:
@@ -100,7 +100,7 @@ class LocalBlock(nn.Module):
 
 
 class NonlocalBlock(nn.Module):
-    """R_t of Swin layers, every pixel a token; what goes in and out is that of `LocalBlock`.
+    """R_t of Swin layers, with every pixel as a token. Input and output are as in `LocalBlock`.
 
     Start as in the authors' code: linear weights from N(0, 0.02²), scales of the norms 0.01, so that R_t starts small.
     """
@@ -147,8 +147,8 @@ class SwinLayer(nn.Module):
 class WindowAttention(nn.Module):
     """Attention among the pixels of each window of a map [B, H, W, C], with a learned bias for each relative position.
 
-    With a shift the map is rolled first, so that windows lie across the borders of the others; pixels that only the
-    roll has brought together do not see each other.
+    With a shift the map is rolled first, so that windows lie across the borders of the others. Pixels that only the
+    roll made neighbours do not attend to each other.
     """
 
     offsets: Tensor

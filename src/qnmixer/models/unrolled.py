@@ -1,4 +1,4 @@
-"""What every unrolled network is: a start, a step, and T."""
+"""The base class of unrolled networks: a start, a step, and T."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Container, Iterator
@@ -10,56 +10,56 @@ from qnmixer.errors import ConfigError
 from qnmixer.physics import FanBeamProjector
 
 S = TypeVar("S")
-"""What one iteration hands to the next: tensors [B, …], and tuples of them."""
+"""The state between two iterations: tensors [B, …], and tuples of them."""
 
 
 class UnrolledNetwork(nn.Module, ABC, Generic[S]):
-    """x₀ → … → x_T, each from the last by `step`; the loop is written here once for every network.
+    """x₀ → … → x_T, each from the previous one by `step`. The loop is written here once for every network.
 
-    `step` takes everything it needs as arguments and keeps nothing, so that whatever runs the steps (recomputing,
-    offloading, a pipeline over devices) can be put in the place of `loop` from outside.
+    `step` gets all its inputs as arguments and stores nothing. So other code can replace `loop` from outside, to
+    recompute, offload or pipeline the steps.
     """
 
     title: str = "network"
-    """What tables and pictures call it."""
+    """Its name in tables and pictures."""
 
     projector: FanBeamProjector
-    """A, Aᵀ and FBP of the scan, which a subclass sets: it is what it is built with."""
+    """A, Aᵀ and FBP of the scan. A subclass sets it from its first argument."""
 
     def __init__(self, n_iterations: int) -> None:
         super().__init__()
         self.n_iterations = n_iterations
         self.step_sizes = nn.ParameterList()
-        """λ_t of networks that have them: they learn at a rate of their own, and are logged."""
+        """λ_t, if the network has them. They have their own learning rate, and are logged."""
         self.loop: Callable[[UnrolledNetwork[S], range, Tensor, S], S] = UnrolledNetwork.run
 
     @abstractmethod
     def start(self, y: Tensor) -> S:
-        """The state that holds x₀, from a sinogram y [B, 1, V, D]."""
+        """The state of x₀, from a sinogram y [B, 1, V, D]."""
 
     @abstractmethod
     def step(self, t: int, y: Tensor, state: S) -> S:
         """The state after iteration t = 0 … T−1."""
 
     def image(self, state: S) -> Tensor:
-        """x_t [B, 1, H, W] of a state, which is the state itself unless there is more in it."""
+        """x_t [B, 1, H, W] of a state. By default the state is the image."""
         assert isinstance(state, Tensor)
         return state
 
     def diagnostics(self, state: S) -> dict[str, Tensor]:
-        """Scalars of the last state that are worth a line in the log at each validation, by name."""
+        """Scalars of the last state, by name, which are logged at each validation."""
         return {}
 
     def recomputed_parts(self) -> list[nn.Module]:
-        """Parts whose inner features are large and cheap to build again; without random numbers."""
+        """Parts with large inner features that are cheap to compute again; without random numbers."""
         return []
 
     def blocks(self) -> list[nn.Module]:
-        """The parts that hold most weights, each called whole: what fsdp gathers, and torch compiles, at a time."""
+        """The parts with most weights, each called as a whole. fsdp gathers, and torch compiles, one at a time."""
         return []
 
     def states(self, y: Tensor) -> Iterator[S]:
-        """Every state, the one of x₀ first: T + 1 of them."""
+        """All states, T + 1 of them, from that of x₀ on."""
         state = self.start(y)
         yield state
         for t in range(self.n_iterations):
@@ -67,7 +67,7 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
             yield state
 
     def trajectory(self, y: Tensor, shown: Container[int] | None = None) -> tuple[S, list[Tensor]]:
-        """The last state, and every x_t; or those that are to be shown, as a solver may take hundreds of iterations."""
+        """The last state, and every x_t, or only those to show: a solver may take hundreds of iterations."""
         images = []
         for t, state in enumerate(self.states(y)):
             if shown is None or t in shown:
@@ -83,13 +83,13 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         return self.image(self.loop(self, range(self.n_iterations), y, self.start(y)))
 
     def run(self, iterations: range, y: Tensor, state: S) -> S:
-        """The state after some iterations in a row."""
+        """The state after some consecutive iterations."""
         for t in iterations:
             state = self.step(t, y, state)
         return state
 
 
 def check_choice(argument: str, value: str, choices: Collection[str]) -> None:
-    """Raise ConfigError for a word that would be taken for one of the others in silence."""
+    """Raise ConfigError for a word that is none of the choices; otherwise it would silently mean one of them."""
     if value not in choices:
         raise ConfigError(f"{argument}={value} is not known: choose {' or '.join(choices)}")

@@ -1,1 +1,1 @@
-"""What training minimises, and by which steps; the metrics by which images are judged."""
+"""Losses, optimizers and learning-rate schedules of training, and the metrics of images."""

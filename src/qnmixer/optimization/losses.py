@@ -1,4 +1,4 @@
-"""Training losses: of each image by itself, so that a batch can weigh them."""
+"""Training losses. Each image of a batch has its own loss, so that a batch can weight its images."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from qnmixer.errors import PluginError
 from qnmixer.plugins import Kind, check_call, load
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""[B] from two [B, 1, H, W], image and truth."""
+"""A loss: [B] from image and truth, both [B, 1, H, W]."""
 
 LOSS = Kind(
     "a function (image, truth), nor a subclass of torch.nn.Module",
@@ -19,10 +19,10 @@ LOSS = Kind(
 
 
 def build_loss(config: LossConfig) -> Loss:
-    """The loss that `loss` names, whose output is checked. Raises PluginError for a target that does not fit.
+    """Build the loss that `loss` names, with a check of its output. Raises PluginError for a target that does not fit.
 
-    It may be a torch module. That module is no child of the one that trains, so `state_dict` does not have it. It
-    follows the images to their device, and it does not learn.
+    It may be a torch module. Then it is no child of the Lightning module, so `state_dict` does not contain it. It
+    follows the images to their device, and it is not trained.
     """
     key, target, loss, keywords = "loss._target_", config._target_, load(config, LOSS), config.keywords()
     module: nn.Module | None = None
@@ -45,7 +45,7 @@ def build_loss(config: LossConfig) -> Loss:
 
 
 def weighted(loss: Loss, image: Tensor, truth: Tensor, weight: Tensor, batch: int) -> Tensor:
-    """Σ weight · loss / batch: see `EpochSampler` for what it is the mean of."""
+    """Σ weight · loss / batch. `EpochSampler` says which mean this is."""
     return (weight * loss(image, truth)).sum() / batch
 
 
@@ -61,6 +61,6 @@ def l1(image: Tensor, truth: Tensor) -> Tensor:
 
 def ssim_mix(image: Tensor, truth: Tensor, ssim_weight: float) -> Tensor:
     """(1 − weight) · L1 + weight · (1 − SSIM)."""
-    from qnmixer.optimization.metrics import ssim  # takes a second to import, and most plans need no SSIM
+    from qnmixer.optimization.metrics import ssim  # imported here, because it takes a second and few runs need SSIM
 
     return (1 - ssim_weight) * l1(image, truth) + ssim_weight * (1 - ssim(image, truth))

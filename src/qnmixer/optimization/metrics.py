@@ -16,14 +16,14 @@ SSIM_WINDOW = 7
 
 
 def psnr(image: Tensor, truth: Tensor, *, own_range: bool = False) -> Tensor:
-    """PSNR in dB of each image, [B] from two [B, 1, H, W]; infinite where they are equal."""
+    """PSNR in dB of each image, [B] from two [B, 1, H, W]; infinite for equal images."""
     if own_range:
         return 10 * torch.log10(_range(truth).square() / (image.double() - truth).square().mean((1, 2, 3))).float()
     return peak_signal_noise_ratio(image, truth, data_range=1.0, reduction="none", dim=(1, 2, 3))
 
 
 def ssim(image: Tensor, truth: Tensor, *, own_range: bool = False) -> Tensor:
-    """SSIM (at most 1) of each image, [B] from two [B, 1, H, W]; differentiable, full precision under autocast."""
+    """SSIM (at most 1) of each image, [B] from two [B, 1, H, W]. It is differentiable, and computed in float32."""
     if own_range:
         return _ssim_of_skimage(image, truth)
     with torch.autocast(image.device.type, enabled=False):
@@ -62,6 +62,6 @@ def _ssim_of_skimage(image: Tensor, truth: Tensor) -> Tensor:
 
 
 def to_window(hu: Tensor, window: tuple[float, float]) -> Tensor:
-    """HU cut to [low, high] and scaled to [0, 1], as on a reading screen."""
+    """Cut HU to [low, high] and scale them to [0, 1], as a radiologist's display does."""
     low, high = window
     return torch.clamp((hu - low) / (high - low), 0.0, 1.0)

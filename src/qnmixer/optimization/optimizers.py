@@ -1,4 +1,4 @@
-"""The optimizer of a run, and how the weights share it."""
+"""The optimizer of a run, and its parameter groups."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ OPTIMIZER = subclass_of(Optimizer, "torch.optim.Optimizer")
 
 
 def build_optimizer(config: OptimizerConfig, network: nn.Module) -> Optimizer:
-    """The optimizer that `optimizer` names.
+    """Build the optimizer that `optimizer` names.
 
-    Weights decay; the scalars λ_t, β_t and τ_t, biases and norms do not. Those scalars learn at
-    lr · step_size_lr_factor. Raises PluginError for a target that does not fit.
+    Weights have weight decay. The scalars λ_t, β_t and τ_t, biases and norms have none. The learning rate of those
+    scalars is lr · step_size_lr_factor. Raises PluginError for a target that does not fit.
     """
     step_sizes: list[nn.Parameter] = []
     decaying: list[nn.Parameter] = []
@@ -25,6 +25,7 @@ def build_optimizer(config: OptimizerConfig, network: nn.Module) -> Optimizer:
             step_sizes.append(parameter)
         else:
             (decaying if parameter.ndim > 1 else plain).append(parameter)
+    # This order is part of the checkpoint format: an optimizer state names its parameters by number only.
     groups: list[dict[str, Any]] = [
         {"params": decaying, "weight_decay": config.weight_decay},
         {"params": plain, "weight_decay": 0.0},

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: functions (step, n_steps, **arguments) → factor on the rate, after a warm-up."""
+"""Learning-rate schedules: functions (step, n_steps, **arguments) → factor on the learning rate, after the warm-up."""
 
 import math
 from collections.abc import Callable
@@ -11,9 +11,9 @@ SCHEDULE = Kind("a function (step, n_steps)", lambda it: callable(it) and not is
 
 
 def learning_rate_factor(config: ScheduleConfig, n_steps: float) -> Callable[[int], float]:
-    """Factor on the learning rate at optimizer step k of a run of n_steps (may be infinite for a constant one).
+    """The function from an optimizer step to the factor on the learning rate. n_steps is the length of the run.
 
-    Raises PluginError for a schedule that does not fit.
+    n_steps may be infinite for a constant rate. Raises PluginError for a schedule that does not fit.
     """
     n_warmup = round(config.warmup * n_steps) if config.warmup and math.isfinite(n_steps) else 0
     key, target, function = "schedule._target_", config._target_, load(config, SCHEDULE)
@@ -21,7 +21,7 @@ def learning_rate_factor(config: ScheduleConfig, n_steps: float) -> Callable[[in
     ours = taken(function, {"n_warmup": n_warmup})
     check_call(key, target, function, (0, n_steps), ours, keywords)
 
-    def factor(step: int) -> float:  # no object: LambdaLR would write its attributes into checkpoints
+    def factor(step: int) -> float:  # no object: LambdaLR writes an object's attributes into checkpoints
         if step < n_warmup:
             return (step + 1) / (n_warmup + 1)
         value = function(step, n_steps, **ours, **keywords)
@@ -37,16 +37,16 @@ def learning_rate_factor(config: ScheduleConfig, n_steps: float) -> Callable[[in
 
 
 def constant(step: int, n_steps: float) -> float:
-    """One rate throughout."""
+    """The same rate in all steps."""
     return 1.0
 
 
 def cosine(step: int, n_steps: float, n_warmup: int) -> float:
-    """From 1 after the n_warmup steps of the warm-up to 0 at the end."""
+    """A cosine from 1, after the n_warmup steps of the warm-up, to 0 at the end."""
     progress = min(1.0, (step - n_warmup) / max(1, n_steps - n_warmup))
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def step(step: int, n_steps: float, at: float, factor: float) -> float:
-    """1, and from `at` of the run on `factor`."""
+    """1, then `factor` after the share `at` of the run."""
     return factor if step >= at * n_steps else 1.0

@@ -1,1 +1,1 @@
-"""How a network is spread over devices: strategies, precision, compilation; put on the network from outside."""
+"""Spread a network over devices: strategies, precision and compilation, applied to the network from outside."""

@@ -1,6 +1,6 @@
-"""torch.compile, put on a network's blocks from outside; between them stand the physics and vectors of the latent.
+"""Apply torch.compile to the blocks of a network. Between the blocks are the physics and the latent vectors.
 
-A block is compiled in place, so weights keep their names, and ddp, fsdp and recomputing see the module that they know.
+Blocks are compiled in place: their weights keep their names, so ddp, fsdp and recomputation work as before.
 """
 
 import os
@@ -12,18 +12,19 @@ from qnmixer.models.unrolled import UnrolledNetwork
 
 
 def check_compiler() -> None:
-    """Raise ConfigError where there is no C++ compiler; torch needs one for a GPU too."""
+    """Raise ConfigError if there is no C++ compiler, which torch.compile needs for a GPU too."""
     compilers = [os.environ.get("CXX") or ("cl" if os.name == "nt" else "g++"), "clang++"]
     if not any(map(shutil.which, compilers)):
         raise ConfigError(
-            f"compile=true needs a C++ compiler, and there is no {compilers[0]}: install one, or leave it"
+            f"compile=true needs a C++ compiler, but {compilers[0]} is not installed: install one, or leave out compile"
         )
 
 
 def compile_blocks(network: UnrolledNetwork[Any]) -> None:
-    """Have torch compile the blocks of a network, each when it is first called. Raises ConfigError if it has none."""
+    """Compile the blocks of a network, each at its first call. Raises ConfigError if the network has none."""
     blocks = network.blocks()
     if not blocks:
-        raise ConfigError(f"compile=true, but {network.title} names no blocks() that could be compiled: leave it")
+        raise ConfigError(f"compile=true, but {network.title} has no blocks() to compile: leave it out")
     for block in blocks:
+        # In place: torch.compile(block) would put `_orig_mod.` into every name of a checkpoint.
         block.compile()

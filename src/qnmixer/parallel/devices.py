@@ -1,4 +1,4 @@
-"""The accelerator and the number of devices of a run, as this machine has them."""
+"""The accelerator and the number of devices of a run on this machine."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def resolve_devices(config: Config) -> Config:
     if devices is None:
         if config.strategy.name != "single" and not on_cuda:
             raise ConfigError(
-                f"strategy={config.strategy.name} on a CPU: give the number of processes, as in trainer.devices=4"
+                f"strategy={config.strategy.name} on a CPU needs a number of processes: give trainer.devices=4, say"
             )
         devices = 1 if config.strategy.name == "single" else torch.cuda.device_count()
     if on_cuda and devices > torch.cuda.device_count():
@@ -39,10 +39,10 @@ def resolve_devices(config: Config) -> Config:
 
 
 def choose_device(accelerator: str, key: str = "accelerator") -> torch.device:
-    """The device that an accelerator means here; auto means the CPU only on a machine without an NVIDIA GPU.
+    """The device of an accelerator. `auto` means the CPU only on a machine without an NVIDIA GPU.
 
-    From here on float32 is float32 on it; training may allow TF32 afterwards. Raises ConfigError, naming the key, for a
-    GPU that is not there or that this torch cannot use.
+    From here on float32 is float32 on this device; training may allow TF32 later. Raises ConfigError, naming the key,
+    for a GPU that does not exist or that this torch cannot use.
     """
     allow_tf32(False)
     if accelerator == "cpu":
@@ -61,10 +61,10 @@ def _unusable(accelerator: str, key: str, problem: tuple[str, str]) -> ConfigErr
 
 
 def gpu_problem(n_devices: int = 1) -> tuple[str, str] | None:
-    """What stops torch from using the first GPUs of this machine, and how to fix it; None: nothing, or no GPU."""
+    """Why torch cannot use the first GPUs of this machine, and how to fix it. None: it can, or there is no GPU."""
     version = f"torch {torch.__version__}"
     if torch.cuda.is_available():
-        if torch.version.cuda is None:  # ROCm, whose names of architectures are others
+        if torch.version.cuda is None:  # ROCm names its architectures differently
             return None
         n_devices = min(n_devices, torch.cuda.device_count())
         gpus = [GPU(torch.cuda.get_device_capability(number), None) for number in range(n_devices)]
@@ -86,7 +86,7 @@ def gpu_problem(n_devices: int = 1) -> tuple[str, str] | None:
 
 
 def check_precision(device: torch.device, precision: str, key: str = "precision") -> None:
-    """Raise ConfigError, which names the key, for a precision that a device does not have."""
+    """Raise ConfigError, naming the key, for a precision that the device does not support."""
     if precision == "bf16-mixed" and device.type == "cuda" and not has_bf16():
         raise ConfigError(f"{key}={precision}, but {torch.cuda.get_device_name()} has no bf16: use {key}=16-mixed")
 
@@ -101,5 +101,5 @@ def allow_tf32(allowed: bool) -> None:
 
 
 def has_bf16() -> bool:
-    """Whether the GPU has the arithmetic of bf16; torch would emulate it otherwise."""
+    """Whether the GPU computes in bf16. On other GPUs torch would emulate it."""
     return torch.cuda.is_bf16_supported(including_emulation=False)

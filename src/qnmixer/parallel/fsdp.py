@@ -1,7 +1,7 @@
-"""FSDP2: weights, gradients and optimizer state in shards over the devices; each regulariser is a unit, so is the rest.
+"""FSDP2: weights, gradients and optimizer state in shards over the devices; each regulariser is one unit.
 
-Checkpoints are those of one device: every tensor whole, the optimizer's state as torch numbers it. Or, when asked for,
-a folder with the shards of each rank, which `merge_shards` puts together again.
+The rest of the network is another unit. Checkpoints are those of one device: full tensors, and the optimizer state with
+torch's numbering. On request a checkpoint is a folder with the shards of each rank, which `merge_shards` joins.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from qnmixer.parallel.shards import SHARD
 
 
 class ShardedStrategy(ModelParallelStrategy):
-    """Lightning's strategy for FSDP2, with no gradient traffic while accumulating and checkpoints that others read."""
+    """Lightning's strategy for FSDP2. It sends no gradients while accumulating, and writes standard checkpoints."""
 
     def __init__(self, n_processes: int, options: FSDPConfig, timeout: timedelta) -> None:
         super().__init__(
@@ -37,7 +37,8 @@ class ShardedStrategy(ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Keep gradients whole and local; Lightning enters this in every batch of a window but the last."""
+        """Keep full gradients on each device. Lightning enters this in every batch of a window but the last."""
+        # Without this FSDP2 reduces the gradients in every backward pass, and accumulating saves no traffic.
         units = self._units()
         for unit in units:
             unit.set_requires_gradient_sync(False)
@@ -48,7 +49,7 @@ class ShardedStrategy(ModelParallelStrategy):
                 unit.set_requires_gradient_sync(True)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Every rank's part of it; `save_checkpoint` makes it whole."""
+        """The shards of this rank; `save_checkpoint` gathers them."""
         assert self.model is not None
         return self.model.state_dict()
 
@@ -57,7 +58,7 @@ class ShardedStrategy(ModelParallelStrategy):
         return optimizer.state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """One whole file by rank 0, or a folder with the shards of each rank, which is there complete or not at all."""
+        """Write one full file by rank 0, or a folder with the shards of each rank, completely or not at all."""
         path = Path(self.broadcast(filepath))
         if not self.options.sharded_checkpoint:
             gathered = tree_map(_gathered, checkpoint)
@@ -75,12 +76,12 @@ class ShardedStrategy(ModelParallelStrategy):
             replace(folder, path)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Every rank reads the whole file."""
+        """Every rank reads the full file."""
         return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """By Lightning's own order of things, through the two methods below."""
+        """True: Lightning then calls the two methods below in its own order."""
         return True
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
@@ -94,6 +95,7 @@ class ShardedStrategy(ModelParallelStrategy):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             numbers = [number for group in state["param_groups"] for number in group["params"]]
+            # torch numbers parameters in the order of the groups, so the state of one device fits by number.
             of = dict(zip(numbers, parameters, strict=True))
             sharded = {n: {k: _as(of[n], v) for k, v in entry.items()} for n, entry in state["state"].items()}
             optimizer.load_state_dict({**state, "state": sharded})
@@ -104,8 +106,8 @@ class ShardedStrategy(ModelParallelStrategy):
 
 
 def shard(network: UnrolledNetwork[Any], mesh: Any, options: FSDPConfig) -> None:
-    """Put the parts of a network that iterations call, and then the rest of it, into shards over a mesh, in place."""
-    if isinstance(network, FSDPModule):
+    """Put the parts of a network that iterations call, and then the rest, into shards over a mesh, in place."""
+    if isinstance(network, FSDPModule):  # Lightning calls `configure_model` again before validation and test
         return
     for block in network.blocks():
         fully_shard(block, mesh=mesh, reshard_after_forward=options.reshard_after_forward)
@@ -114,7 +116,7 @@ def shard(network: UnrolledNetwork[Any], mesh: Any, options: FSDPConfig) -> None
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """The complete tensor. A tensor in shards is gathered, which all devices must do together."""
+    """The full tensor. A tensor in shards is gathered, so all devices must call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -129,7 +131,7 @@ def _local(value: Any) -> Any:
 
 
 def _as(like: Any, value: Any) -> Any:
-    """A whole tensor in the shards that `like` has, where it has any and the two have one shape."""
+    """A full tensor in the shards of `like`, if that has shards and the same shape."""
     if isinstance(like, DTensor) and isinstance(value, Tensor) and value.shape == like.shape:
         return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
     return value

@@ -1,8 +1,8 @@
-"""The pipeline over iterations: each device runs its share of the T iterations and hands the state to the next.
+"""The pipeline over iterations: each device runs some of the T iterations and sends the state to the next device.
 
-Every device holds all weights, as in ddp, and gradients are summed over all devices before the optimizer's step. So
-weights that iterations share stay equal, clipping sees the norm of the whole gradient, the GradScaler of every device
-sees the same overflow, a checkpoint is that of one device, and validation runs on every device by itself.
+As in ddp, every device holds all weights, and gradients are summed over all devices before the optimizer step. So
+weights shared by iterations stay equal, clipping uses the norm of the full gradient, and all GradScalers see the same
+overflow. A checkpoint is that of one device, and every device validates by itself.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from qnmixer.parallel.stages import Context, Packing, Stage, cut_by_cost, cut_ev
 
 
 class Trained(Protocol):
-    """What a LightningModule must have to be trained by stages."""
+    """The methods that a LightningModule needs for training by stages."""
 
     network: UnrolledNetwork[Any]
 
@@ -33,21 +33,21 @@ class Trained(Protocol):
         """y [B, 1, V, D]."""
 
     def batch_loss(self, image: Tensor, truth: Tensor, weight: Tensor) -> Tensor:
-        """Loss of some images, of which that of a whole batch is the sum."""
+        """The loss of some images. The loss of a batch is the sum over its parts."""
 
     def check_loss(self, loss: Tensor, batch: Any) -> None:
-        """Raise for a loss that is not finite."""
+        """Raise if the loss is not finite."""
 
     def log_loss(self, loss: Tensor, batch_idx: int) -> None:
-        """Log the loss of a batch, or of those of a step."""
+        """Log the loss of a batch or of an optimizer step."""
 
 
 class PipelineStrategy(DDPStrategy):
     """Trains by stages within each group of devices, and by batches over the groups.
 
-    Forward and backward of a batch are one thing here (a stage goes back through the first micro-batch while it has yet
-    to see the last), so `training_step` does both, Lightning's backward nothing, and gradients are cleared after the
-    optimizer's step instead of between the two.
+    A stage may run the backward pass of the first micro-batch before the forward pass of the last one. So
+    `training_step` does both passes, and Lightning's `backward` does nothing. Lightning clears gradients between the
+    two passes; here they are cleared after the optimizer step.
     """
 
     def __init__(self, config: Config, timeout: timedelta) -> None:
@@ -55,13 +55,13 @@ class PipelineStrategy(DDPStrategy):
         assert isinstance(config.strategy, PipelineConfig)
         self.config, self.pipelining = config, config.strategy
         self.n_devices = devices_per_replica(config)
-        self.cut: list[int] | None = None  # as measured, which another start would not measure again
+        self.cut: list[int] | None = None  # as measured; stored, because a restart may measure other costs
         self._pipeline: Pipeline | None = None
         self._group: dist.ProcessGroup | None = None
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """All devices of a pipeline get its whole batch, of fixed size."""
+        """All devices of a pipeline get the full batch, of fixed size."""
         return {
             "num_replicas": self.world_size // self.n_devices,
             "rank": self.global_rank // self.n_devices,
@@ -70,16 +70,18 @@ class PipelineStrategy(DDPStrategy):
         }
 
     def configure_ddp(self) -> None:
-        """No wrapper: gradients are summed below."""
+        """No DDP wrapper: `optimizer_step` sums the gradients."""
         for first in range(0, self.world_size, self.n_devices):
+            # Every rank must make every group, also those that it is not in; otherwise `new_group` hangs.
             group = dist.new_group(list(range(first, first + self.n_devices)), timeout=self._timeout)
             if first == self.global_rank // self.n_devices * self.n_devices:
                 self._group = group
         assert self.lightning_module is not None
+        # Lightning clears gradients between forward and backward, when the first micro-batches already have theirs.
         self.lightning_module.optimizer_zero_grad = lambda *args, **kwargs: None  # type: ignore[method-assign]  # a hook
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Forward and backward of a batch through all stages; its loss."""
+        """Run forward and backward of a batch through all stages. Returns its loss."""
         module: Any = self.lightning_module
         y = module.measure(batch, "train")
         if self._pipeline is None:
@@ -92,11 +94,11 @@ class PipelineStrategy(DDPStrategy):
         return loss
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Nothing: `training_step` has been through."""
+        """Do nothing: `training_step` has run backward already."""
         return closure_loss
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Sum the gradients over the devices once the window's batches are through, step, clear them."""
+        """After the last batch of the window, sum the gradients over the devices, take the step, and clear them."""
 
         def through_all_devices() -> Any:
             result = closure()
@@ -109,7 +111,7 @@ class PipelineStrategy(DDPStrategy):
         return output
 
     def _loss_factor(self) -> Tensor:
-        """What the loss is multiplied by before backward: the GradScaler's scale, over the batches of a window."""
+        """The factor on the loss before backward: the GradScaler's scale, divided by the batches of a window."""
         factor = torch.ones((), device=self.root_device) / self.config.trainer.accumulate_grad_batches
         precision = self.precision_plugin
         if isinstance(precision, MixedPrecision) and precision.scaler is not None:
@@ -118,15 +120,15 @@ class PipelineStrategy(DDPStrategy):
 
 
 class Pipeline:
-    """One device's stages, and the schedule they run by.
+    """The stages of one device, and their schedule.
 
     Args:
-        module: what is trained.
-        config: the run's.
-        y: a batch of sinograms, of the size of all to come.
+        module: the module to train.
+        config: of the run.
+        y: a batch of sinograms; all later batches have its size.
         group: the devices of this pipeline, first stage first.
-        context: what a forward runs in (autocast).
-        cut: iterations of each stage as the run began with them; None: as configured, or balanced by measured cost.
+        context: the autocast context of a forward pass.
+        cut: iterations of each stage, if the run has them already; None: as configured, or balanced by measured cost.
     """
 
     def __init__(
@@ -149,14 +151,15 @@ class Pipeline:
 
         cut = options.cut or (cut if cut and len(cut) == n_stages else None)
         timed = cut is None and not config.trainer.deterministic
-        with torch.random.fork_rng([y.device] if y.is_cuda else []):  # dropout is to go on as if nothing had been
+        with torch.random.fork_rng([y.device] if y.is_cuda else []):  # the survey must not change later dropout
             packings, costs = survey(module.network, of_one, context, timed)
         cuts = [cut or (cut_by_cost(costs, n_stages) if timed else cut_evenly(len(costs), n_stages))]
-        dist.broadcast_object_list(cuts, group_src=0, group=group)  # each device has measured costs of its own
+        dist.broadcast_object_list(cuts, group_src=0, group=group)  # each device measured its own costs
         self.cut: list[int] = cuts[0]
 
         self.stages = [self._stage(index, packings, of_one) for index in range(device, n_stages, n_devices)]
         n = 1 if self.sequential else len(y) // self.microbatch_size
+        # The loss of a micro-batch is its part of the batch's mean, so torch must not divide by their number again.
         options_of_all: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
         self.schedule: Any
         if options.schedule == "interleaved":
@@ -169,7 +172,7 @@ class Pipeline:
         self._losses: list[Tensor] = []
 
     def _stage(self, index: int, packings: list[Packing], y: Tensor) -> PipelineStage:
-        """A stage for torch's schedules, with the shapes of what it gets and gives; y: of a micro-batch."""
+        """A stage for torch's schedules, with the shapes of its input and output. y: of a micro-batch."""
         iterations, n_stages = ranges(self.cut)[index], len(self.cut)
         first, last = index == 0, index == n_stages - 1
 
@@ -190,15 +193,15 @@ class Pipeline:
         )
 
     def step(self, y: Tensor, batch: Any, factor: Tensor) -> Tensor:
-        """Add the gradients of factor · loss of a batch to those of this device's stages; returns the loss.
+        """Add the gradients of factor · loss of a batch to those of this device's stages. Returns the loss.
 
-        Raises FloatingPointError, on the device of the last stage, when the loss is not finite.
+        Raises FloatingPointError on the device of the last stage if the loss is not finite.
         """
         self._batch, self._factor = batch, factor
         self._losses.clear()
         positions = torch.arange(len(y), device=y.device)
         size = self.microbatch_size if self.sequential else len(y)
-        with torch.autocast(y.device.type, enabled=False):  # else backward would run in it
+        with torch.autocast(y.device.type, enabled=False):  # torch's schedules would else run backward under autocast
             for part, target in zip(y.split(size), positions.split(size), strict=True):
                 self.schedule.step(y=part, target=target)
         loss = torch.zeros((), device=y.device)
@@ -216,7 +219,7 @@ class Pipeline:
 
 
 class _Autocast(torch.nn.Module):
-    """A stage run in the context of the precision, and of nothing else."""
+    """A stage that runs its forward pass, and nothing else, in the context of the precision."""
 
     def __init__(self, stage: Stage, context: Context) -> None:
         super().__init__()
@@ -228,7 +231,7 @@ class _Autocast(torch.nn.Module):
 
 
 def sum_gradients(parameters: list[torch.nn.Parameter], divisor: int) -> None:
-    """Make every gradient the sum over all processes, over `divisor`, in one message; where one is missing it is 0."""
+    """Sum every gradient over all processes and divide by `divisor`, in one message. A missing gradient is 0."""
     flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
     dist.all_reduce(flat)
     flat /= divisor

@@ -1,4 +1,4 @@
-"""Checkpoints in shards, put together again; plain torch, without its distributed tensors, which load slowly."""
+"""Merge checkpoints in shards. Plain torch: its distributed tensors take long to import."""
 
 import zipfile
 from pathlib import Path
@@ -12,10 +12,10 @@ _MOST_VALUES, _DEEPEST = 1_000_000, 32
 
 
 def load_checked(path: Path) -> dict[str, Any]:
-    """What torch.save wrote. Raises zipfile.BadZipFile where a byte has changed since, which torch.load does not see.
+    """Load a file of torch.save. Raises zipfile.BadZipFile if a byte has changed, which torch.load does not notice.
 
-    torch.save writes a checksum of each tensor. They cost 0.3 s for 1 GB. It compresses nothing: a file that grows when
-    it is read is refused, since 1 MB could become 1 GB.
+    torch.save writes a checksum of each tensor. Checking them costs 0.3 s for 1 GB. It compresses nothing, so a file
+    that grows when it is read is refused: 1 MB could become 1 GB.
     """
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
@@ -25,12 +25,12 @@ def load_checked(path: Path) -> dict[str, Any]:
     _require_few_values(content)
     with zipfile.ZipFile(path) as archive:
         if damaged := archive.testzip():
-            raise zipfile.BadZipFile(f"the checksum of {damaged} is another")
+            raise zipfile.BadZipFile(f"the checksum of {damaged} does not match")
     return content
 
 
 def _require_few_values(content: Any) -> None:
-    """Raise ValueError where unpickled values never end: a few bytes can hold one list a billion times, or itself."""
+    """Raise ValueError for endless unpickled values: a few bytes can hold one list a billion times, or itself."""
     left = [(content, 0)]
     for _ in range(_MOST_VALUES):
         if not left:
@@ -44,7 +44,7 @@ def _require_few_values(content: Any) -> None:
 
 
 def merge_shards(folder: Path) -> dict[str, Any]:
-    """The checkpoint that the shards in a folder make up, as one device would have written it."""
+    """Merge the shards in a folder into the checkpoint that one device would write."""
     return _merge([load_checked(path) for path in sorted(folder.glob("rank_*.pt"))])
 
 

@@ -1,4 +1,4 @@
-"""The T iterations of a network cut into stages, and the order in which a device runs its share of them."""
+"""The T iterations of a network cut into stages, and the order in which a device runs its stages."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,13 +17,14 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 
 class Stage(nn.Module):
-    """Some iterations in a row: one packed state [b, K] in (none for the first stage), one out; x_T for the last.
+    """Consecutive iterations: one packed state [b, K] in (none for the first stage), one out; x_T for the last.
 
-    One tensor, since every tensor that is sent costs a message each way, and a state of t iterations has 12 t.
+    The state is packed into one tensor, because every tensor costs a message each way. A state of t iterations has 12 t
+    tensors.
 
     Attributes:
-        incoming: how the state that comes in is packed; None for the first stage.
-        outgoing: how the last state that went out was packed; None for the last stage, and before.
+        incoming: the layout of the incoming state; None for the first stage.
+        outgoing: the layout of the last state sent; None for the last stage, and before the first one.
     """
 
     def __init__(self, network: UnrolledNetwork[Any], iterations: range, incoming: "Packing | None") -> None:
@@ -43,10 +44,10 @@ class Stage(nn.Module):
 
 @dataclass(frozen=True)
 class Packing:
-    """How a state, whatever its tensors [b, …], is laid out in one tensor [b, K]; each tensor once."""
+    """The layout of a state, of any tensors [b, …], in one tensor [b, K]. Each tensor is stored once."""
 
     spec: TreeSpec
-    places: tuple[int, ...]  # for each leaf, which of the parts it is
+    places: tuple[int, ...]  # for each leaf, the index of its part
     parts: tuple["_Part", ...]
     dtype: torch.dtype
 
@@ -72,7 +73,7 @@ class Packing:
         return torch.cat([parts[k].reshape(len(parts[k]), -1).to(self.dtype) for k in range(len(parts))], dim=1)
 
     def unpack(self, packed: Tensor) -> Any:
-        """The state; what was a constant to differentiation is one again."""
+        """The state. Constants are again tensors that need no gradient."""
         pieces = packed.split([part.shape.numel() for part in self.parts], dim=1)
         made = []
         for piece, part in zip(pieces, self.parts, strict=True):
@@ -88,16 +89,16 @@ class _Part(NamedTuple):
 
 
 def cut_evenly(n_iterations: int, n_stages: int) -> list[int]:
-    """Iterations of each stage, as equal as can be; the last one, which has the loss too, gets the fewer."""
+    """Iterations of each stage, as equal as possible. The last stage gets fewer, because it also computes the loss."""
     few, more = divmod(n_iterations, n_stages)
     return [few + 1] * more + [few] * (n_stages - more)
 
 
 def cut_by_cost(costs: Sequence[float], n_stages: int) -> list[int]:
-    """Iterations of each stage, so that the dearest stage is as cheap as can be."""
+    """Iterations of each stage, so that the most expensive stage costs as little as possible."""
     total = [0.0, *accumulate(costs)]
     T = len(costs)
-    # best[t]: the dearest stage, then all stages squared, of the first t iterations in so many stages; and their cut.
+    # best[t]: the cost of the dearest stage, then the sum of squares, for the first t iterations; and their cut.
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
     for stage in range(1, n_stages + 1):
         ends = range(stage, T - (n_stages - stage) + 1)
@@ -126,7 +127,7 @@ class Action(NamedTuple):
 
 
 def actions(schedule: str, device: int, n_devices: int, n_microbatches: int, per_device: int = 1) -> list[Action]:
-    """What a device does in one batch, in order: the schedules of torch.distributed.pipelining (a test compares)."""
+    """The order of one device's work in one batch: the schedules of torch.distributed.pipelining (a test compares)."""
     if schedule == "sequential":
         return [Action(kind, device, k) for k in range(n_microbatches) for kind in ("F", "B")]
     if schedule == "gpipe":
@@ -161,7 +162,7 @@ def idle_share(
     per_device: int = 1,
     backward: float = 2.0,
 ) -> float:
-    """Share of device time spent waiting (the bubble), with stage costs of a forward; sending is taken to be free."""
+    """Share of device time spent waiting (the bubble), from the forward costs of stages. Sending counts as free."""
     n_stages = n_devices * per_device
     todo = [actions(schedule, device, n_devices, n_microbatches, per_device) for device in range(n_devices)]
     clock, done = [0.0] * n_devices, dict[Action, float]()
@@ -178,7 +179,7 @@ def idle_share(
 def _ready(
     action: Action, n_stages: int, n_microbatches: int, schedule: str, done: dict[Action, float]
 ) -> float | None:
-    """When what an action needs is there; None if that is not known yet."""
+    """The time when the input of an action is ready; None if that is not known yet."""
     kind, stage, k = action
     needed = []
     if kind == "F" and stage:
@@ -193,10 +194,9 @@ def _ready(
 def survey(
     network: UnrolledNetwork[Any], y: Tensor, context: Context, timed: bool
 ) -> tuple[list[Packing], list[float]]:
-    """How the state before each iteration packs (T + 1 of them), and the seconds of each, forward and backward.
+    """The layout of the state before each iteration (T + 1 of them), and the seconds of each, forward and backward.
 
-    Iterations are run one by one, so that this takes the memory of one. The first has the start in it, the last the
-    image.
+    Iterations run one at a time, so this needs the memory of one. The first includes the start, the last the image.
     """
     parameters = [p for p in network.parameters() if p.requires_grad]
     packings, costs = [], []
@@ -219,7 +219,7 @@ def survey(
     state: Any = None
     for t in range(network.n_iterations):
         seconds = []
-        for _ in range(3 if timed else 1):  # the first is slow
+        for _ in range(3 if timed else 1):  # the first run is slow, so the later ones count
             start = clock()
             before, after = once(t, state)
             seconds.append(clock() - start)
@@ -230,7 +230,7 @@ def survey(
 
 
 def _as_leaves(state: Any) -> Any:
-    """The same state without what made it."""
+    """The same state, detached from its graph."""
     leaves, spec = tree_flatten(state)
     known: dict[int, Tensor] = {}
     for leaf in leaves:

@@ -16,10 +16,10 @@ from qnmixer.errors import ConfigError
 from qnmixer.parallel.fsdp import ShardedStrategy
 from qnmixer.parallel.pipeline import PipelineStrategy
 
-# A rank waits for the others while one of them evaluates, plans or writes.
+# Long, because ranks wait while one of them evaluates, plans or writes.
 _TIMEOUT = timedelta(minutes=30)
 
-# ddp would send the operator at every forward, 30 MB at the default size: every process has built the same.
+# Else ddp sends the operator at every forward, 30 MB at the default size. Every process has built the same one.
 _SYNC = "forward_sync_buffers"  # called broadcast_buffers before torch 2.13
 _NO_BUFFERS: dict[str, Any] = {
     _SYNC if _SYNC in signature(DistributedDataParallel).parameters else "broadcast_buffers": False
@@ -27,7 +27,7 @@ _NO_BUFFERS: dict[str, Any] = {
 
 
 def build_strategy(config: Config) -> Strategy | str:
-    """What `strategy` names, for Lightning's Trainer; `config` says how many devices there are.
+    """The strategy for Lightning's Trainer. `config` has the number of devices filled in.
 
     Raises ConfigError for a name without a strategy.
     """
@@ -38,13 +38,15 @@ def build_strategy(config: Config) -> Strategy | str:
 
 
 def build_precision(config: Config, accelerator: str) -> Precision:
-    """Autocast, and for fp16 a GradScaler; on a CPU too, where Lightning would silently take bf16 for 16-mixed."""
+    """Autocast, and a GradScaler for fp16; on a CPU too, where Lightning would silently use bf16 for 16-mixed."""
     precision = config.trainer.precision
+    # A plugin, because the Trainer's own `precision="16-mixed"` is refused by Lightning's FSDP2 strategy.
     return Precision() if precision == "32" else MixedPrecision(precision, accelerator)  # type: ignore[arg-type]  # a choice
 
 
 def _ddp(config: Config) -> Strategy:
     assert isinstance(config.strategy, DDPConfig)
+    # Gradients that are views of ddp's buckets save a copy of all gradients.
     return DDPStrategy(
         static_graph=config.strategy.static_graph, gradient_as_bucket_view=True, timeout=_TIMEOUT, **_NO_BUFFERS
     )

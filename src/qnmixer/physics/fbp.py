@@ -31,7 +31,7 @@ _TAPER = math.radians(10)
 _SIDE_TAPER = 8
 """Width of the smooth end of a detector with an offset, in offsets; at most all bins that are seen from both sides."""
 _CHUNK = 2**17
-"""Values worked on at a time: they stay in the cache, and bound the memory of the build."""
+"""Values computed at a time: few enough for the CPU's cache, and for little memory."""
 
 
 def ray_weights(geometry: FanBeamGeometry) -> np.ndarray:
@@ -52,7 +52,7 @@ def ray_weights(geometry: FanBeamGeometry) -> np.ndarray:
 
 
 def matched_gain(geometry: FanBeamGeometry) -> float:
-    """What Aᵀ after the ramp is multiplied by for the gain of FBP.
+    """The factor on Aᵀ after the ramp that gives it the gain of FBP.
 
     Aᵀ sums intersection lengths: a view adds pixel²/pitch of a row to each pixel, where back-projection adds the angle
     between views. A line that is seen from both sides counts half.
@@ -75,7 +75,7 @@ def with_even_sides(geometry: FanBeamGeometry) -> FanBeamGeometry:
 def ramp_response(geometry: FanBeamGeometry, filter_name: str, on_arc: bool = False) -> np.ndarray:
     """Frequency response of the ramp at the axis, real float64 [n/2 + 1] for padded rows of n samples.
 
-    It is the transform of the band-limited ramp's samples, whose zero frequency is right, unlike that of a sampled |f|.
+    It is the transform of the band-limited ramp's samples, which is right at frequency zero; a sampled |f| is not.
     n is the power of two that keeps the convolution free of wrap-around.
 
     Args:
@@ -99,7 +99,7 @@ def ramp_response(geometry: FanBeamGeometry, filter_name: str, on_arc: bool = Fa
 
 
 def backprojection_matrix(geometry: FanBeamGeometry) -> ScanMatrix:
-    """Weighted back-projection, as the transpose of the matrix returned; a large one from the cache on disk."""
+    """Weighted back-projection, as the transpose of the returned matrix. Large ones are cached on disk."""
 
     def build() -> tuple[Csr, Csr]:
         layout = Numbering(geometry)

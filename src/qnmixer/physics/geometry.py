@@ -1,4 +1,4 @@
-"""The scan: where the source, the detector bins and the pixels are. Millimetres and radians."""
+"""The scan: positions of the source, the detector bins and the pixels. Millimetres and radians."""
 
 import math
 from dataclasses import dataclass
@@ -115,7 +115,7 @@ class FanBeamGeometry:
 
     @property
     def pitch_at_axis(self) -> float:
-        """Distance of neighbouring rays of a view where the central ray passes the axis, in mm."""
+        """Distance in mm of neighbouring rays of a view, where the central ray passes the axis."""
         return self.detector_pitch * (self.source_to_axis / self.source_to_detector if self.is_fan else 1)
 
     @property
@@ -130,26 +130,26 @@ class FanBeamGeometry:
 
     @property
     def is_full_turn(self) -> bool:
-        """Whether the views are spread over a whole turn, each ray line thus seen from both sides."""
+        """Whether the views cover a full turn. Then each line is seen from both sides."""
         return abs(abs(self.angle_span) - FULL_TURN) <= _ANGLE_TOLERANCE
 
     @property
     def is_parallel_half_turn(self) -> bool:
-        """Whether a parallel beam is turned by π, each line thus seen once."""
+        """Whether a parallel beam turns by π. Then each line is seen once."""
         return not self.is_fan and abs(abs(self.angle_span) - FULL_TURN / 2) <= _ANGLE_TOLERANCE
 
     @property
     def has_quarter_turn_symmetry(self) -> bool:
-        """Whether turning the image by 90° maps the views onto each other, so that some of them tell all.
+        """Whether turning the image by 90° maps the views onto each other. Then some of them are enough.
 
-        In a full turn a quarter of the views does. A parallel beam over π continues with its own views, seen from the
-        other side: half of them tell all, and half of the bins where these lie symmetrically around the axis.
+        In a full turn a quarter of the views is enough. A parallel beam over π continues with its own views, seen from
+        the other side: half of the views are enough, and half of the bins if these lie symmetrically around the axis.
         """
         return (self.is_full_turn and self.n_views % 4 == 0) or (self.is_parallel_half_turn and self.n_views % 2 == 0)
 
     @property
     def n_distinct_views(self) -> int:
-        """How many of the first views tell all others by quarter turns of the image."""
+        """How many of the first views give all others by quarter turns of the image."""
         if not self.has_quarter_turn_symmetry:
             return self.n_views
         return self.n_views // (4 if self.is_full_turn else 2)
@@ -166,7 +166,7 @@ class FanBeamGeometry:
 
     @property
     def distinct_bins(self) -> np.ndarray:
-        """The bins that tell all others by quarter turns of the image: of two that mirror each other, the first."""
+        """The bins that give all others by quarter turns of the image: the first of each mirrored pair."""
         bins, mirrored = np.arange(self.n_detectors), self.mirrored_bins
         return bins[(mirrored < 0) | (mirrored >= bins)]
 
@@ -193,20 +193,20 @@ class FanBeamGeometry:
         return self.source_to_axis * np.sin(self.fan_angles()) if self.is_fan else self.bin_positions()
 
     def _require_count(self, name: str) -> None:
-        """Refuse a value that is not a whole number of at least one."""
+        """Raise GeometryError for a value that is not a whole number of at least one."""
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
             raise GeometryError(f"{name}={value!r} must be a whole number of at least 1")
 
     def _require(self, name: str, positive: bool) -> None:
-        """Refuse a value that is not a finite number, or not a positive one where that is asked."""
+        """Raise GeometryError for a value that is not finite, or not positive if `positive`."""
         value = getattr(self, name)
         number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and math.isfinite(value)
         if not number or (positive and value <= 0):
             raise GeometryError(f"{name}={value!r} must be a {'positive, ' if positive else ''}finite number")
 
     def _require_source(self) -> None:
-        """Refuse distances of a fan beam that put the source or the detector where they cannot be."""
+        """Raise GeometryError for distances of a fan beam at which the source or the detector cannot be."""
         self._require("source_to_axis", positive=True)
         self._require("axis_to_detector", positive=False)
         if self.source_to_detector <= 0:
@@ -227,7 +227,7 @@ class FanBeamGeometry:
             )
 
     def _require_sight(self) -> None:
-        """Refuse a beam that is narrower than a pixel, or whose rays all pass the image or the axis by."""
+        """Raise GeometryError for a beam that is narrower than a pixel, or whose rays miss the image or the axis."""
         width = self.n_detectors * self.pitch_at_axis
         if abs(self.detector_offset) >= self.n_detectors / 2:
             raise GeometryError(

@@ -1,9 +1,9 @@
-"""Large matrices on disk: built once, then mapped into memory by every later process, which share the pages.
+"""Large matrices on disk. They are built once; later processes map them into memory and share the pages.
 
-One file a matrix, below `$XDG_CACHE_HOME/qnmixer/matrices` (or `~/.cache`): a header, then the arrays. A file is
-written beside and renamed, and one process builds while others wait. Checksums of header and arrays are checked when a
-file is opened, 0.05 s for 100 MB; a file that fails is built again. A disk that is full or cannot be written
-to costs the caching only. Nothing here is needed to understand the mathematics.
+There is one file per matrix, below `$XDG_CACHE_HOME/qnmixer/matrices` (or `~/.cache`): a header, then the arrays. A
+file is written beside and renamed. One process builds while others wait. Checksums of header and arrays are checked
+when a file is opened, 0.05 s for 100 MB; a file that fails is built again. If the disk is full or read-only, only the
+caching is lost. Nothing here is needed to understand the mathematics.
 """
 
 import errno
@@ -27,13 +27,13 @@ from qnmixer.physics.geometry import FanBeamGeometry
 from qnmixer.physics.sparse import Csr
 
 FORMAT = 2
-"""To be raised when the layout of the matrices, their values or that of the files changes."""
+"""Raise it when the layout or the values of the matrices change, or the layout of the files."""
 WORTH_CACHING = 2**20
-"""Rays times pixels of a side, from which a matrix is kept: about a tenth of a second of building, 10 MB."""
+"""A matrix with so many rays times pixels of a side is cached: it takes about 0.1 s to build and 10 MB."""
 LONG = 2**25
-"""Rays times pixels of a side, from which a line on the terminal says what is being built: seconds."""
+"""A matrix with so many rays times pixels of a side takes seconds; a line on the terminal says so."""
 LIMIT = 16 * 2**30
-"""Bytes of all files; those unused for longest go first, and none that was used within `IN_USE`."""
+"""Bytes of all files. The least recently used go first, but none that was used within `IN_USE`."""
 IN_USE = 7 * 24 * 3600
 """Seconds: who has a file mapped keeps it, but not one on a network file system that another machine removes."""
 _MAGIC = b"qnmixer matrix\n\0"
@@ -42,7 +42,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 def load_or_build(kind: str, geometry: FanBeamGeometry, build: Callable[[], tuple[Csr, Csr]]) -> tuple[Csr, Csr]:
-    """The matrix of that kind and its transpose, from the cache if it is there whole, else built and kept."""
+    """The matrix of that kind and its transpose: from the cache if a complete file exists, else built and stored."""
     if not is_worth_caching(geometry):
         return build()
     key = _key(kind, geometry)
@@ -54,18 +54,18 @@ def load_or_build(kind: str, geometry: FanBeamGeometry, build: Callable[[], tupl
             return found
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.parent / "lock"):
-            found = _read(path, key)  # another process may have built it meanwhile
+            found = _read(path, key)  # another process may have built it while this one waited
             if found is None:
                 built = _build_shown(kind, geometry, build)
                 _write(path, key, [array for csr in built for array in csr])
                 found = _read(path, key)
-    except (OSError, RuntimeError) as error:  # the latter where there is no home, or the file system has no locks
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder, or a file system without locks
         _warn(error)
     return found or built or _build_shown(kind, geometry, build)
 
 
 def load_or_compute(kind: str, geometry: FanBeamGeometry, compute: Callable[[], float]) -> float:
-    """A number that the geometry and its kind determine, kept beside the matrices where those are."""
+    """A number that follows from the geometry and its kind, stored beside the matrices if these are cached."""
     if not is_worth_caching(geometry):
         return compute()
     key = _key(kind, geometry)
@@ -88,7 +88,7 @@ def is_worth_caching(geometry: FanBeamGeometry) -> bool:
 
 
 def _work(geometry: FanBeamGeometry) -> int:
-    """Rays times pixels of a side, to which time and memory of the build are proportional."""
+    """Rays times pixels of a side. Time and memory of the build are proportional to it."""
     return geometry.n_distinct_views * len(geometry.distinct_bins) * geometry.image_size
 
 
@@ -102,7 +102,7 @@ def _folder() -> Path:
 
 
 def _key(kind: str, geometry: FanBeamGeometry) -> dict[str, Any]:
-    """What a file is for; 400 and 400.0 are the same, and the distances that a parallel beam ignores are left out."""
+    """The identity of a file's content; 400 and 400.0 are the same. A parallel beam has no distances in it."""
     values = asdict(geometry)
     what = {"format": FORMAT, "kind": kind, "distinct_views": geometry.n_distinct_views, "beam": values.pop("beam")}
     ignored = () if geometry.is_fan else ("source_to_axis", "axis_to_detector")
@@ -110,21 +110,21 @@ def _key(kind: str, geometry: FanBeamGeometry) -> dict[str, Any]:
 
 
 def _build_shown(kind: str, geometry: FanBeamGeometry, build: Callable[[], tuple[Csr, Csr]]) -> tuple[Csr, Csr]:
-    """Build, with a line on the terminal while it takes long."""
+    """Build a matrix, with a line on the terminal if it takes long."""
     with _line(f"Building the {kind} matrix of the scan") if _work(geometry) >= LONG else nullcontext():
         return build()
 
 
 def _line(text: str) -> Any:
-    """A line on the terminal, if there is one, for as long as the block runs."""
-    from rich.console import Console  # slow to import, and needed for large matrices alone
+    """Show a line on the terminal, if there is one, while the block runs."""
+    from rich.console import Console  # slow to import, and needed for large matrices only
 
     console = Console(stderr=True)
     return console.status(text) if console.is_terminal else nullcontext()
 
 
 def _write(path: Path, key: dict[str, Any], arrays: list[np.ndarray]) -> None:
-    """Write a file of arrays, where there is room for it."""
+    """Write a file of arrays, if there is room for it."""
     described: list[dict[str, Any]] = []
     size = 0
     for array in arrays:
@@ -146,9 +146,9 @@ def _write(path: Path, key: dict[str, Any], arrays: list[np.ndarray]) -> None:
 
 
 def _read(path: Path, key: dict[str, Any]) -> tuple[Csr, Csr] | None:
-    """The matrices of a file, mapped; None if it is not there, not as it was written, or for something else.
+    """The matrices of a file, mapped; None if it is missing, damaged or for another key.
 
-    They are mapped copy-on-write: pages are shared until somebody writes to them, and the file never changes.
+    They are mapped copy-on-write: pages are shared until a process writes to them, and the file never changes.
     """
     if not path.is_file():  # opening a pipe would not end
         return None
@@ -178,14 +178,14 @@ def _read(path: Path, key: dict[str, Any]) -> tuple[Csr, Csr] | None:
 
 
 def _start(header_length: int) -> int:
-    """Where the arrays of a file begin."""
+    """Offset of the arrays in a file."""
     return -(-(len(_MAGIC) + _LENGTH.size + header_length) // _ALIGNMENT) * _ALIGNMENT
 
 
 def _make_room(folder: Path, size: int) -> bool:
-    """Remove what killed processes left, and the files unused for longest until there is room; whether there is.
+    """Remove leftovers of killed processes, then the least recently used files. Returns whether there is room now.
 
-    For the lock's holder.
+    Only for the process that holds the lock.
     """
     for stale in filter(is_temporary, folder.glob(".*.matrix.*")):
         stale.unlink(missing_ok=True)
@@ -200,7 +200,7 @@ def _make_room(folder: Path, size: int) -> bool:
 
 
 def _warn(error: Exception) -> None:
-    """Warn, once: Python shows a text from one place only once."""
+    """Warn once: Python shows the same warning from one line only once."""
     where = f" for {error.filename}" if isinstance(error, OSError) and error.filename else ""
     reason = f"{(isinstance(error, OSError) and error.strerror) or error}{where}"
     warnings.warn(f"no cache on disk ({reason}): the matrices of the scan are built again at every start", stacklevel=1)

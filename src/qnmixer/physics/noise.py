@@ -1,8 +1,8 @@
-"""Noise on line integrals: none, the field's scale-free one, and a physical one. Keyed, so that it can be repeated.
+"""Noise on line integrals: none, the field's scale-free one, and a physical one. It is keyed, so it can be repeated.
 
-A noise is called as `noise(y, keys)`: y [B, 1, V, D] float, one key (a sequence of non-negative whole numbers, such as
-(seed, epoch, index)) for each sample. A sample's noise depends on its row of y and its key only: not on the batch it is
-in, the device, the rank or the worker. It is drawn on the CPU by numpy's Philox generator. Nothing is differentiated.
+A noise is called as `noise(y, keys)`: y [B, 1, V, D] float, and one key for each sample, a sequence of non-negative
+whole numbers such as (seed, epoch, index). A sample's noise depends only on its row of y and its key: not on the batch,
+the device, the rank or the worker. It is drawn on the CPU by numpy's Philox generator. Nothing is differentiated.
 """
 
 from abc import ABC, abstractmethod
@@ -16,16 +16,16 @@ from torch import Tensor
 from qnmixer.errors import PluginError
 
 Key = Sequence[int]
-"""What names a draw, for instance (seed, epoch, index); whole numbers from 0."""
+"""The key of a draw, for instance (seed, epoch, index); whole numbers from 0."""
 
 _FEWEST_COUNTS = 1.0
 """Counts that a starved bin is taken to have, so that its logarithm is finite."""
 
 
 class KeyedNoise(ABC):
-    """Noise that is drawn for each sample by itself, from the generator of its key.
+    """Noise that is drawn for each sample separately, from the generator of its key.
 
-    A noise of your own derives from it and has `sample`.
+    Derive your own noise from it and define `sample`.
     """
 
     @abstractmethod
@@ -40,14 +40,14 @@ class KeyedNoise(ABC):
         """
 
     def variance(self, y: Tensor) -> Tensor:
-        """The variance of each ray that noisy sinograms y [B, 1, V, D] let expect, in their unit squared, of y's shape.
+        """The expected variance of each ray of noisy sinograms y [B, 1, V, D], in their unit squared and in y's shape.
 
-        Zero here: a noise of your own need not know it. Total variation takes its weight from it.
+        Here it is zero: your own noise need not define it. Total variation computes its weight from it.
         """
         return torch.zeros_like(y)
 
     def __call__(self, y: Tensor, keys: Sequence[Key]) -> Tensor:
-        """Return y with noise, computed in float64 on the CPU."""
+        """Add noise to y, computed in float64 on the CPU."""
         if len(keys) != len(y):
             raise ValueError(f"{len(keys)} keys for a batch of {len(y)}: give one per sample")
         rows = y.detach().double().cpu().numpy()
@@ -141,11 +141,11 @@ class PhysicalNoise(KeyedNoise):
 
 @dataclass(frozen=True)
 class MixedNoise(PhysicalNoise):
-    """Of some samples the field's noise, of the rest the physical one, so that one network serves both.
+    """The field's noise for some samples, photon counts for the others, so that one network learns both.
 
     Args:
-        physical_share: how likely a sample is to get the physical one; its key decides.
-        field_photons, field_sigma: of the field's.
+        physical_share: probability that a sample gets the physical one; its key decides.
+        field_photons, field_sigma: of the field's noise.
     """
 
     physical_share: float = 0.3
@@ -159,7 +159,7 @@ class MixedNoise(PhysicalNoise):
         return self._field().sample(p, rng)
 
     def variance(self, y: Tensor) -> Tensor:
-        """Of both by their shares: which of them a sample got is not to be seen."""
+        """The mean of both variances by their shares: a sinogram does not show which noise it has."""
         share = self.physical_share
         return share * super().variance(y) + (1 - share) * self._field().variance(y)
 

@@ -84,9 +84,9 @@ class FanBeamProjector(nn.Module):
     def filtered_adjoint(self, y: Tensor) -> Tensor:
         """A† y = Aᵀ F y: image [B, 1, H, W] of y [B, 1, V, D], with F the ramp of `fbp` and the gain of `fbp`.
 
-        This is what an iteration may take for FBP. `fbp` interpolates at pixel centres, so it is not the transpose of
-        A, and FBP∘A has eigenvalues with negative real parts where bins are finer than pixels: no step along it is
-        safe then, and a few dozen steps explode. A†A = Aᵀ F A is symmetric and positive, on every grid.
+        Iterations must use this instead of `fbp`. `fbp` interpolates at pixel centres, so it is not the transpose of
+        A. With bins finer than pixels, FBP∘A has eigenvalues with negative real parts: no step along it is safe, and
+        a few dozen steps explode. A†A = Aᵀ F A is symmetric and positive on every grid.
         """
         return self._apply_linear(y, "sinogram", self._filtered_adjoint, self._filtered_adjoint_transpose)
 
@@ -130,14 +130,14 @@ class FanBeamProjector(nn.Module):
     def _apply_linear(
         self, x: Tensor, kind: str, apply: Callable[[Tensor], Tensor], transpose: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Check the shape, go to the dtype of the matrices, apply, and come back to float32 or float64."""
+        """Check the shape, convert to the dtype of the matrices, apply, and convert back to float32 or float64."""
         self._check_shape(x, kind)
         dtype = self._rays.values.dtype
         result = apply_linear(x.to(dtype), apply, transpose)
         return result if x.dtype == dtype else result.float()
 
     def _check_shape(self, x: Tensor, kind: str) -> None:
-        """Raise GeometryError for what is no image or sinogram of this scan."""
+        """Raise GeometryError for a tensor that is no image or sinogram of this scan."""
         size, views, bins = self.geometry.image_size, self.geometry.n_views, self.geometry.n_detectors
         expected = (1, size, size) if kind == "image" else (1, views, bins)
         if x.ndim != 4 or tuple(x.shape[1:]) != expected:
@@ -160,7 +160,7 @@ class FanBeamProjector(nn.Module):
 
 
 def _require_memory(geometry: FanBeamGeometry) -> None:
-    """Raise GeometryError for a scan whose matrices this machine has no memory for; building them would take hours."""
+    """Raise GeometryError if this machine has too little memory for the matrices. Building them would take hours."""
     there = _memory()
     size = geometry.image_size
     needed = _bytes_of_matrices(geometry, size)

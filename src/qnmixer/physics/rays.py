@@ -8,13 +8,13 @@ from qnmixer.physics.scan import Numbering, ScanMatrix
 from qnmixer.physics.sparse import Csr, stack_rows, transpose_csr
 
 _CHUNK = 2**17
-"""Ray–slab crossings worked on at a time: they stay in the cache, and bound the memory of the build."""
+"""Ray–slab crossings computed at a time: few enough for the CPU's cache, and for little memory."""
 _ON_GRID = 1e-9
-"""Pixels within which a crossing counts as exactly on a grid line."""
+"""A crossing this near to a grid line, in pixels, counts as exactly on it."""
 
 
 def system_matrix(geometry: FanBeamGeometry) -> ScanMatrix:
-    """A, of values in mm; a large one from the cache on disk."""
+    """A, with values in mm. Large ones are cached on disk."""
 
     def build() -> tuple[Csr, Csr]:
         layout = Numbering(geometry)

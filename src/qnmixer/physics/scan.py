@@ -90,10 +90,10 @@ class Numbering:
         return self.quarters == 4 and self._size % 2 == 1
 
     def gathers(self) -> dict[str, Tensor]:
-        """Where the entries of a product's table, and of its result, come from: int32, by name.
+        """The indices of the gathers before and after a product, int32, by name.
 
-        Entries of no pixel or ray come from anywhere. That does no harm where the matrix has no value for them; the
-        gaps in orbits of rays have, and must be zero.
+        Entries without a pixel or ray may come from anywhere if the matrix has no value for them. For the gaps in
+        orbits of rays the matrix has values, so these entries must be zero.
         """
         pixels, rays = self.corner_pixels(), self.turned_rays()
         tables = {
@@ -105,7 +105,7 @@ class Numbering:
         return {name: torch.from_numpy(table.clip(0).astype(np.int32)) for name, table in tables.items()}
 
     def gaps(self) -> Tensor | None:
-        """What the entries of the sinogram's table are multiplied by: 0 for gaps in orbits, 1 for rays; None if all 1.
+        """The factors on the entries of the sinogram's table: 0 for gaps in orbits, 1 for rays; None if all are 1.
 
         Float32 [entries, 1].
         """
@@ -199,7 +199,7 @@ class ScanMatrix(FullPrecisionModule):
         return product.view(-1, len(x)).index_select(0, order).t().contiguous()
 
     def _parts(self, batch: Tensor) -> tuple[Tensor, ...]:
-        """The batch in parts of as many samples as one product takes."""
+        """The batch in parts of at most as many samples as one product takes."""
         return batch.split(_COLUMNS // self._quarters)
 
 
@@ -213,9 +213,9 @@ def _all_turns(columns: np.ndarray, direction: int) -> np.ndarray:
 
 
 def _flat_places(columns: np.ndarray) -> np.ndarray:
-    """Where in columns [n, Q], flat, each number from 0 on stands first."""
+    """For each number from 0 on, its first index in flattened columns [n, Q]."""
     numbers = columns.ravel()
     used = np.flatnonzero(numbers >= 0)[::-1]
     places = np.empty(numbers.max() + 1, dtype=np.int64)
-    places[numbers[used]] = used  # backwards, so that the first one stays
+    places[numbers[used]] = used  # backwards, so that the first index wins
     return places

@@ -19,7 +19,7 @@ _CHUNK = 2**21
 _WIDE = 16
 """Columns from which torch's embedding bag, a sparse product with prefetching, is faster than the CSR product."""
 
-# Only products with dense matrices are used, the part of it that is settled.
+# Only products with dense matrices are used here, and they are stable.
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta", category=UserWarning)
 
 
@@ -77,7 +77,7 @@ class _ApplyLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, apply: LinearMap, transpose: LinearMap) -> Tensor:
-        ctx.map, ctx.transposed_map = apply, transpose  # ctx.apply is taken: the engine calls it
+        ctx.map, ctx.transposed_map = apply, transpose  # not ctx.apply: the autograd engine calls that
         # Sparse products are missing or wrong in half precision, and AᵀAx passes the fp16 maximum.
         with torch.autocast(x.device.type, enabled=False):
             return apply(x)
@@ -118,10 +118,10 @@ def symmetric_residual(x: Tensor, y: Tensor | None, a: LinearMap, b: LinearMap, 
 
 
 class FullPrecisionModule(nn.Module):
-    """A module whose buffers follow `.to()`, `.double()` and the like, but stay as they are under half precision."""
+    """A module whose buffers follow `.to()` and `.double()`, but are never converted to half precision."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Apply a conversion to the buffers; of one to half precision, only the device."""
+        """Apply a conversion to the buffers. Of a conversion to half precision, only the device is used."""
         exact = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, converted in self._buffers.items():
@@ -132,7 +132,7 @@ class FullPrecisionModule(nn.Module):
 
 
 def index_type(n_values: int) -> type[np.int32] | type[np.int64]:
-    """Type of index for that many values: int64 is 2–3 times slower, and only for what int32 cannot count."""
+    """The index type for so many values. int64 is 2–3 times slower, so it is used only above the range of int32."""
     return np.int32 if n_values <= _INT32_MAX else np.int64
 
 

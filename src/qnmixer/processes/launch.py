@@ -1,4 +1,4 @@
-"""Launch one process for each device, by torch's elastic agent, as torchrun does.
+"""Launch one process for each device with torch's elastic agent, as torchrun does.
 
 The process that the user started does not train. It watches the ranks, stops all if one fails, and names that rank.
 """
@@ -23,10 +23,10 @@ from qnmixer.processes.signals import SIGNALS, Echo, handle_signals
 
 _THREADS = "OMP_NUM_THREADS"
 
-# Ranks whose partner has gone may end with these: NCCL's watchdog aborts, and the agent sends the other.
+# A rank whose partner died may end with these: NCCL's watchdog aborts, and the agent sends SIGTERM.
 _SIGNALS_OF_OTHERS = (signal.SIGABRT, signal.SIGTERM)
 
-_WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)  # another signal comes when time is out
+_WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)  # SLURM sends them as a warning; another signal follows at the time limit
 
 
 class RankTraceback(Exception):
@@ -56,7 +56,7 @@ def launch(
         _threads(max(1, (os.cpu_count() or 1) // n_processes)),
     ):
         config = _launch_config(n_processes, log_dir)
-        # The agent ends the ranks by these. torch before 2.9 has no such field and handles all.
+        # The agent ends the ranks on these signals. torch before 2.9 has no such field and handles all.
         of_agent = [] if ask_to_stop else [it.name for it in handled if it not in _WARNINGS]
         config.signals_to_handle = ",".join(of_agent)
         try:
@@ -71,8 +71,8 @@ def launch(
 
 
 def _quieten_agent() -> None:
-    """Switch off the loggers of torch's agent: RankFailed says it shorter."""
-    for name in list(logging.root.manager.loggerDict):  # each has a level of its own
+    """Switch off the loggers of torch's agent: RankFailed says the same in fewer lines."""
+    for name in list(logging.root.manager.loggerDict):  # each logger has its own level, so their parent is not enough
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
@@ -96,14 +96,14 @@ class _AskToStop:
 
     def __init__(self, ask: Callable[[], bool] | None) -> None:
         self.ask, self.echo = ask, Echo()
-        self.first: int | None = None  # the signal by which the ranks were asked
+        self.first: int | None = None  # the signal that made us ask the ranks
 
     def __call__(self, number: int, _: FrameType | None) -> None:
         again, self.first = self.first is not None, self.first or number
         if self.echo.of(number) or (again and number in _WARNINGS):
             return
         if again or self.ask is None or not self.ask():
-            raise SignalException("told to stop", signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+            raise SignalException("stopped by a signal", signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
 
 @contextmanager

@@ -54,12 +54,12 @@ def by_srun() -> bool:
 
 
 def rank() -> int:
-    """Number of this process among all; 0 of a single one."""
+    """Number of this process among all ranks; 0 of a single process."""
     return int(os.environ["RANK" if _by_agent() else "SLURM_PROCID"]) if is_rank() else 0
 
 
 def world_size() -> int:
-    """How many processes there are."""
+    """The number of processes."""
     return int(os.environ["WORLD_SIZE"]) if _by_agent() else max(1, _slurm_tasks())
 
 
@@ -92,14 +92,15 @@ def end_with_the_others(parent: int | None = None) -> None:
         forking = os.getpid()
 
     def in_fork() -> None:
-        os.setpgid(0, 0)  # a data worker that a signal to the group ends would be one more error of its rank
+        os.setpgid(0, 0)  # keep signals to the group away: a data worker that dies of one is an extra error of its rank
         signal.set_wakeup_fd(-1)
         sys.excepthook = _after_a_moment(sys.excepthook)
         die_with_parent(forking)
 
     os.register_at_fork(before=before_fork, after_in_child=in_fork)
 
-    # Python's handlers run between bytecodes, so never in a collective that hangs; the pipe is written to at once.
+    # Python runs handlers between bytecodes, so never inside a collective that hangs. The C code of a signal writes to
+    # this pipe at once, and a thread reads it.
     listen, notify = os.pipe()
     os.set_blocking(notify, False)
     signal.set_wakeup_fd(notify, warn_on_full_buffer=False)
@@ -143,33 +144,33 @@ def _end_when_signalled(listen: int, launched: bool) -> None:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the system kill this process when its parent dies, for whatever reason (Linux only).
+    """Make the system kill this process when its parent dies, for any reason (Linux only).
 
     Args:
-        parent: the process that started this one, which may be dead by now; None: whoever is the parent.
+        parent: the process that started this one. It may be dead by now. None: the current parent.
     """
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent not in (None, os.getppid()):  # it had died before
+    if parent not in (None, os.getppid()):  # it died before this call
         os._exit(1)
 
 
 def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn:
-    """End this rank in an except clause, and leave a record of the error for the launcher.
+    """End this rank in an except clause, and write a record of the error for the launcher.
 
-    sys.exit would run code that waits for other ranks.
+    sys.exit would run cleanup code that waits for other ranks.
 
     Args:
-        error: what was raised; a KeyboardInterrupt if a signal stopped the rank.
-        line: the same for the user; None for a bug, of which the user is shown the traceback.
-        say: print it too, since nobody else will; not when this rank only ends because of another one.
+        error: the exception; a KeyboardInterrupt if a signal stopped the rank.
+        line: its line for the user; None for a bug, for which the user gets the traceback.
+        say: print it too, because no launcher will. A rank that ends because of another one prints nothing.
     """
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     stopped, now = isinstance(error, KeyboardInterrupt), time.time()
     record: Record = {
-        "message": "was told to stop by SIGTERM or SIGINT" if stopped else line or f"{type(error).__name__}: {error}",
+        "message": "was stopped by SIGTERM or SIGINT" if stopped else line or f"{type(error).__name__}: {error}",
         "timestamp": int(now),
         "time": now,
         "traceback": traceback.format_exc(),
@@ -188,7 +189,7 @@ def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn
     sys.stdout.flush()
     sys.stderr.flush()
     if record["secondary"] and not record["stopped"]:
-        _stop_requested.wait(_SECONDS_TO_LEAVE_BY_ITSELF)  # whoever waits for the first one to end sees the other
+        _stop_requested.wait(_SECONDS_TO_LEAVE_BY_ITSELF)  # the first failed rank must end first
     os._exit(error.code if isinstance(error, Stopped) else 130 if stopped else 1)
 
 

@@ -13,8 +13,8 @@ from qnmixer.errors import Stopped
 from qnmixer.processes.ranks import another_rank_failed, is_rank
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Ctrl-C; what ends jobs; a terminal or ssh that has gone; and what SLURM sends beforehand when asked to
-(#SBATCH --signal=USR1@120), and submitit has it send."""
+"""SIGINT: Ctrl-C. SIGTERM: the end of a job. SIGHUP: the terminal or ssh closed. SIGUSR1, SIGUSR2: SLURM's warning
+before the time limit (#SBATCH --signal=USR1@120, which submitit also sets)."""
 
 _SECONDS_OF_ECHO = 2
 

@@ -1,1 +1,1 @@
-"""Pages and pictures that a run, an evaluation or a comparison leaves."""
+"""Pages and pictures of runs, evaluations and comparisons."""

@@ -1,4 +1,4 @@
-"""One HTML file of an evaluation: tables, and slices by method to look through, from disk and with no network."""
+"""An HTML page of an evaluation: tables, and a viewer for slices by method. It is one file and needs no network."""
 
 import base64
 import hashlib
@@ -23,10 +23,10 @@ from qnmixer.errors import DataError
 from qnmixer.files import write_text
 from qnmixer.reports.pictures import DISPLAY_WINDOW, ERROR_LIMIT
 
-NOT_A_NUMBER = -32768  # what int16 has for a pixel that is not finite
-_NUMERIC = re.compile(r"[+−±-]? ?\d[\d,.]*(e[+-]?\d+)?(?!\w)")  # also "± 1.2" and "3 s", but no commit
+NOT_A_NUMBER = -32768  # the int16 that stands for a pixel that is not finite
+_NUMERIC = re.compile(r"[+−±-]? ?\d[\d,.]*(e[+-]?\d+)?(?!\w)")  # also "± 1.2" and "3 s", but not a commit hash
 _THUMBNAIL = 64  # pixels
-# Folders from a root or a home on, where a word begins; what they end with is kept, unless it is a user's home.
+# A path that starts at a root or a home folder. Its last name is shown, unless that is a user's home.
 _NAME = r"[^\s/\\'\",;:<>]+"
 _FOLDERS = re.compile(
     rf"(?<![\w.…<])(?:[A-Za-z]:)?(?:[/\\](?:home|Users)[/\\]{_NAME}[/\\]?|~[\w.-]*[/\\]|[/\\]{_NAME}[/\\]|[A-Za-z]:\\)"
@@ -36,11 +36,11 @@ _FOLDERS = re.compile(
 
 @dataclass
 class PageMethod:
-    """What one method made of a slice.
+    """The result of one method on a slice.
 
     Args:
-        name: as it stands over the images.
-        iterates: x_0 … x_T, or the one image there is; each [H, W] in HU.
+        name: the heading over the images.
+        iterates: x_0 … x_T, or a single image; each [H, W] in HU.
         caption: of the last image, as "34.13 dB".
     """
 
@@ -55,9 +55,9 @@ class PageSlice:
 
     Args:
         name: of the slice.
-        truth: [H, W] in HU; None where nobody knows it, as of a measured scan.
-        methods: in the order in which they are shown; the last one is on the thumbnail.
-        psnr: in dB, what the thumbnail says; None: its name.
+        truth: [H, W] in HU; None if it is not known, as for a measured scan.
+        methods: in display order; the thumbnail shows the last one.
+        psnr: in dB, the text of the thumbnail; None: the name is shown.
         full_shape: H and W before the images were made smaller; None: they were not.
     """
 
@@ -70,7 +70,7 @@ class PageSlice:
 
 @dataclass
 class PageTable:
-    """A table as text, each row as long as the headings; the first cell of a row names it."""
+    """A table of texts. Each row is as long as the headings; its first cell is its name."""
 
     title: str
     headings: list[str]
@@ -90,24 +90,24 @@ def write_page(
     order: str = "",
     opened: int = 0,
 ) -> None:
-    """Write tables, slices and where they come from as one HTML file, whole or not at all.
+    """Write tables, slices and their provenance as one HTML file, completely or not at all.
 
-    Pixels are rounded to whole HU; those that are not finite are shown in magenta. All text is escaped, and loses the
-    folders that a path in it begins with.
+    Pixels are rounded to whole HU; those that are not finite are shown in magenta. All text is escaped. Paths in it
+    lose their folders.
 
     Args:
         path: the file.
         title: of the page.
         tables: the first stands above the slices, the others below.
-        slices: to choose from; without any the page has no viewer.
-        provenance: stands at the foot, a line each, as {"commit": …, "hardware": …}.
+        slices: for the viewer; without slices the page has no viewer.
+        provenance: lines at the foot, as {"commit": …, "hardware": …}.
         subtitle: stands below the title.
         configuration: by section and key; a table at the foot.
-        order: what the slices are sorted by, for the heading of their thumbnails.
-        opened: which slice is shown at first.
+        order: how the slices are sorted, for the heading of their thumbnails.
+        opened: index of the slice that is shown first.
 
     Raises:
-        DataError: where images of one slice differ in shape, or a method has none, or a slice no method.
+        DataError: images of one slice differ in shape, a method has no image, or a slice has no method.
     """
     first, *others = [_table(table) for table in tables] or [""]
     style, script = _part("page.css"), _part("page.js")
@@ -129,11 +129,11 @@ def write_page(
         **_viewer(slices, opened),
     }
     page = re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], _part("page.html"))
-    write_text(path, page.encode(errors="replace").decode())  # file names may hold what UTF-8 cannot
+    write_text(path, page.encode(errors="replace").decode())  # file names may hold bytes that are not UTF-8
 
 
 def _viewer(slices: Sequence[PageSlice], opened: int) -> dict[str, str]:
-    """What the script of the page reads: its settings with a description of each slice, all pixels, the thumbnails."""
+    """The data for the page's script: settings with a description of each slice, all pixels, and the thumbnails."""
     packed = [_pack(slice_) for slice_ in slices]
     inferno = matplotlib.colormaps["inferno"](range(256), bytes=True)[:, :3]
     settings = {
@@ -145,7 +145,7 @@ def _viewer(slices: Sequence[PageSlice], opened: int) -> dict[str, str]:
         "notANumber": NOT_A_NUMBER,
     }
     return {
-        "settings": json.dumps(settings).replace("<", "\\u003c"),  # or a name could end the script element
+        "settings": json.dumps(settings).replace("<", "\\u003c"),  # a name with "</script>" must not end the element
         "pixels": "\n".join(
             f'<script type="text/plain" id="pixels-{n}">{pixels}</script>' for n, (_, pixels) in enumerate(packed)
         ),
@@ -158,12 +158,12 @@ def _part(name: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Escaped, and without the folders before the last name of a path."""
+    """Escape a text and cut the folders out of its paths."""
     return html.escape(without_folders(text))
 
 
 def without_folders(text: str) -> str:
-    """A text in which paths from a root or a home on begin with …, so that it tells neither machine nor user."""
+    """Replace the folders of absolute paths in a text by …, so that it names neither the machine nor the user."""
     return _FOLDERS.sub("…/", text)
 
 
@@ -172,15 +172,15 @@ def _base64(content: bytes) -> str:
 
 
 def _csp_hash(text: str) -> str:
-    """What the page's security policy knows its own style and script by; it refuses all others, and all requests."""
+    """The hash by which the page's security policy allows its own style and script, and nothing else: no requests."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def _pack(slice_: PageSlice) -> tuple[dict[str, Any], str]:
-    """A slice as a description that names images by number, and those images [N, H, W] as base64 text.
+    """A slice as a description, which names images by number, and the images [N, H, W] as base64 text.
 
-    An image that comes twice, as the FBP that several methods start from, is stored once. Each but the first is stored
-    as its difference from the one before, which compresses best.
+    An image that occurs twice is stored once, such as the FBP that several methods start from. Each image but the first
+    is stored as the difference from the one before, which compresses best.
     """
     height, width = _shape(slice_)
     stored: dict[bytes, int] = {}
@@ -202,12 +202,12 @@ def _pack(slice_: PageSlice) -> tuple[dict[str, Any], str]:
         ],
     }
     pixels = np.frombuffer(b"".join(stored), "<i2").reshape(-1, height, width)
-    differences = np.diff(pixels, axis=0, prepend=np.zeros_like(pixels[:1]))  # wraps around, and back when summed
+    differences = np.diff(pixels, axis=0, prepend=np.zeros_like(pixels[:1]))  # int16 wraps around, and back in the sum
     return description, _base64(differences.tobytes())
 
 
 def _thumbnail(slice_: PageSlice) -> npt.NDArray[np.uint8]:
-    """[h, w], what the last method ends with in the display window; at most 64 pixels on the longer side."""
+    """[h, w], the image of the last method in the display window; at most 64 pixels on the longer side."""
     image = slice_.methods[-1].iterates[-1].detach().to("cpu", torch.float32).nan_to_num(0.0)
     factor = min(1.0, _THUMBNAIL / max(image.shape))
     height, width = (max(1, round(n * factor)) for n in image.shape)
@@ -217,7 +217,7 @@ def _thumbnail(slice_: PageSlice) -> npt.NDArray[np.uint8]:
 
 
 def _shape(slice_: PageSlice) -> tuple[int, int]:
-    """H and W of all images of a slice; raises DataError where it has none, or they differ."""
+    """H and W of all images of a slice. Raises DataError if it has none, or they differ."""
     given = [] if slice_.truth is None else [("the truth", [slice_.truth])]
     given += [(method.name, method.iterates) for method in slice_.methods]
     shape = next((image.shape for _, images in given for image in images), torch.Size())
@@ -225,10 +225,10 @@ def _shape(slice_: PageSlice) -> tuple[int, int]:
         if not images or len(shape) != 2 or any(image.shape != shape for image in images):
             raise DataError(
                 f"page: slice {slice_.name}: {name} has images of shape {[list(image.shape) for image in images]}: "
-                "give each method at least one [H, W], as large as the truth and those of the other methods"
+                "give each method at least one image [H, W], all of the same size as the truth"
             )
     if not slice_.methods:
-        raise DataError(f"page: slice {slice_.name} has no methods: give at least one, or leave the slice out")
+        raise DataError(f"page: slice {slice_.name} has no methods: give it at least one, or leave it out")
     return shape[0], shape[1]
 
 
@@ -262,7 +262,7 @@ def _table(table: PageTable) -> str:
 
 
 def _configuration(configuration: Mapping[str, Any]) -> str:
-    """A small table for each section, and one for the keys that are in none."""
+    """A small table for each section, and one for keys outside of sections."""
     rest = {key: value for key, value in configuration.items() if not isinstance(value, Mapping)}
     sections: dict[str, Mapping[str, Any]] = {"run": rest} if rest else {}
     sections |= {key: value for key, value in configuration.items() if isinstance(value, Mapping) and value}
@@ -276,7 +276,7 @@ def _configuration(configuration: Mapping[str, Any]) -> str:
 
 
 def _flat(keys: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Keys and values as text; keys of keys with dots between them."""
+    """Keys and values as text; nested keys are joined by dots."""
     rows = []
     for key, value in keys.items():
         if isinstance(value, Mapping) and value:

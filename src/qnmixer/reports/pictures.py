@@ -19,14 +19,14 @@ from torch.nn.functional import avg_pool2d, pad
 
 from qnmixer.files import atomic_file
 
-DISPLAY_WINDOW = (-1000.0, 700.0)  # HU: lung, soft tissue and bone all told apart
-ERROR_LIMIT = 200.0  # HU, the brightest of an error map
-_BODY = -500.0  # HU, above which a pixel is not air around it
+DISPLAY_WINDOW = (-1000.0, 700.0)  # HU; lung, soft tissue and bone are all visible
+ERROR_LIMIT = 200.0  # HU, the upper end of the error maps
+_BODY = -500.0  # HU; a pixel above it is not air
 
 
 @dataclass
 class Panel:
-    """One image of a figure, in HU, [H, W], and what stands over it."""
+    """One image of a figure, [H, W] in HU, and its title."""
 
     title: str
     hu: Tensor
@@ -34,7 +34,7 @@ class Panel:
 
 @dataclass
 class Row:
-    """One slice: its truth and what was made of it."""
+    """One slice: its truth and its reconstructions."""
 
     name: str
     truth: Tensor  # HU, [H, W]
@@ -42,7 +42,7 @@ class Row:
 
 
 def draw_comparison(path: Path, rows: Sequence[Row]) -> None:
-    """A row for each slice: truth, each method, then the absolute error of each method. Writes a PNG."""
+    """Draw a row for each slice: truth, each method, then the absolute error of each method. Writes a PNG."""
     n_methods = max(len(row.panels) for row in rows)
     figure = Figure(figsize=(2.2 * (1 + 2 * n_methods) + 1.2, 2.5 * len(rows)), layout="constrained")
     axes = figure.subplots(len(rows), 1 + 2 * n_methods, squeeze=False)
@@ -57,9 +57,9 @@ def draw_comparison(path: Path, rows: Sequence[Row]) -> None:
 
 
 def draw_methods(path: Path, rows: Sequence[Row]) -> None:
-    """Slices × methods as in the literature: images with a part of them enlarged, error maps below. Writes a PNG.
+    """Draw slices × methods: images with an enlarged part, and error maps below. Writes a PNG.
 
-    The part is where inside the body all methods but the worst one are most in error.
+    The enlarged part lies inside the body, where all methods but the worst one have the largest error.
     """
     size, gap, headings, bar = 1.7, 0.03, 0.5, 0.1  # inches
     n_columns, block = 1 + max(len(row.panels) for row in rows), headings + 2 * size
@@ -85,7 +85,7 @@ def draw_methods(path: Path, rows: Sequence[Row]) -> None:
 
 
 def _worst_part(images: Sequence[Tensor], truth: Tensor) -> tuple[int, int]:
-    """Upper left corner of the part of a slice, a quarter of it each way, that is reconstructed worst."""
+    """Upper left corner of the part of a slice, a quarter of each side, with the largest error."""
     errors = torch.stack([(image - truth).abs() for image in images]) * (truth > _BODY)
     kept = errors.mean(dim=(1, 2)).argsort()[: max(1, len(images) - 1)]
     size, step = truth.shape[0] // 4, max(1, truth.shape[0] // 32)
@@ -95,7 +95,7 @@ def _worst_part(images: Sequence[Tensor], truth: Tensor) -> tuple[int, int]:
 
 
 def _show_enlarged(axes: Axes, hu: Tensor, title: str, corner: tuple[int, int]) -> None:
-    """An image and, in its corner that is farthest from it, a part of it at twice the size; both framed."""
+    """Draw an image and a part of it at twice the size, in the corner farthest from that part. Both have a frame."""
     _show_hu(axes, hu, title)
     (row, column), size = corner, hu.shape[0] // 4
     x, y = (0.0 if 2 * column + size > hu.shape[1] else 0.5), (0.5 if 2 * row + size > hu.shape[0] else 0.0)
@@ -106,7 +106,7 @@ def _show_enlarged(axes: Axes, hu: Tensor, title: str, corner: tuple[int, int]) 
 
 
 def draw_iterates(path: Path, rows: Sequence[Row]) -> None:
-    """For each slice a strip of iterates and the truth, over a strip of their error maps. Writes a PNG."""
+    """Draw for each slice a strip of iterates and the truth, above a strip of their error maps. Writes a PNG."""
     size, headings, gap, left, bar, right = 1.3, 0.42, 0.06, 0.3, 0.1, 0.75  # inches
     strip, block = size * (max(len(row.panels) for row in rows) + 1), headings + 2 * size + 2 * gap
     width, height = left + strip + gap + bar + right, block * len(rows)
@@ -131,7 +131,7 @@ def draw_iterates(path: Path, rows: Sequence[Row]) -> None:
 def _show_strip(
     axes: Axes, images: Sequence[Tensor], limits: tuple[float, float], colours: str, label: str
 ) -> AxesImage:
-    """Images side by side: one drawing, as a drawing each takes seconds for many iterations."""
+    """Draw images side by side as one image: many separate drawings would take seconds."""
     array = torch.cat([pad(image, (0, _gap(image)), value=nan) for image in images], dim=1)[:, : -_gap(images[0])]
     drawn = axes.imshow(array.numpy(), cmap=colours, vmin=limits[0], vmax=limits[1], interpolation="nearest")
     axes.set_xticks([])
@@ -143,7 +143,7 @@ def _show_strip(
 
 
 def _ticks(image: Tensor, titles: Sequence[str]) -> tuple[list[float], Sequence[str]]:
-    """Where the images of a strip have their middle, and what stands over them."""
+    """The middles of the images in a strip, and their titles."""
     width = image.shape[1]
     return [k * (width + _gap(image)) + width / 2 for k in range(len(titles))], titles
 

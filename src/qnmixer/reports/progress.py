@@ -1,4 +1,4 @@
-"""Progress while something runs: a bar at the bottom of a terminal, elsewhere whole lines at intervals."""
+"""Show progress: a bar at the bottom of a terminal, and whole lines at intervals in a log."""
 
 import sys
 import time
@@ -13,23 +13,23 @@ from torch.utils.data import DataLoader
 
 T = TypeVar("T")
 SHORTEST, LONGEST = 10.0, 60.0
-"""Seconds between two lines: at first, and in a long run."""
+"""Seconds between two lines: at the start, and in a long run."""
 _REDRAW = 0.1  # seconds between two drawings of a bar
 
 
 def takes_a_bar(console: Console) -> bool:
-    """Whether a bar can be drawn there. FORCE_COLOR makes rich take a file for a terminal, so the file is asked."""
+    """Whether a bar can be drawn. FORCE_COLOR makes rich treat a file as a terminal, so this asks the file itself."""
     return console.is_interactive and console.file.isatty() and not console.quiet
 
 
 class Pace:
-    """Tells when the next line is due: after 10 s, later after a tenth of the time so far, at most after 60 s."""
+    """Decides when the next line is due: after 10 s, later after a tenth of the elapsed time, at most after 60 s."""
 
     def __init__(self) -> None:
         self._start = self._last = time.monotonic()
 
     def due(self) -> bool:
-        """Whether a line is due; then it counts as printed."""
+        """Whether a line is due. If so, it counts as printed."""
         now = time.monotonic()
         if now - self._last < min(LONGEST, max(SHORTEST, (now - self._start) / 10)):
             return False
@@ -37,19 +37,19 @@ class Pace:
         return True
 
     def printed(self) -> None:
-        """Count from now: a line was printed, due or not."""
+        """Count from now: a line was printed, even if none was due."""
         self._last = time.monotonic()
 
 
 class Bar:
-    """One line at the bottom of a terminal, which all that is printed goes above. `end` takes it away.
+    """One line at the bottom of a terminal. All printed text goes above it. `end` removes it.
 
-    rich has such a bar too. Three things are different here. A W&B logger of the user's own, which keeps what is
-    printed, does not see this one: it would keep the control characters. No thread draws it: data workers are forked,
-    with the lock of such a thread. The cursor stays visible, so a run that is killed leaves a terminal in order.
+    rich has such a bar too. Three things are different here. A user's W&B logger, which records all output, does not
+    see this bar: it would record its control characters. No thread draws it: data workers are forked, and would inherit
+    the lock of such a thread. The cursor stays visible, so a killed run leaves the terminal usable.
 
     Args:
-        console: of a terminal: see `takes_a_bar`.
+        console: of a terminal, see `takes_a_bar`.
     """
 
     def __init__(self, console: Console) -> None:
@@ -63,11 +63,11 @@ class Bar:
         sys.stdout, sys.stderr = self._above
 
     def is_due(self) -> bool:
-        """Whether to draw it again: ten times a second is enough."""
+        """Whether to draw it again. Ten times a second is enough."""
         return time.monotonic() - self._last > _REDRAW
 
     def draw(self, before: str, after: str, done: float, total: float | None) -> None:
-        """Draw it: words, how much is done, words. Without a total there is none but the words."""
+        """Draw it: text, the bar, text. Without a total there is only text."""
         self._last = time.monotonic()
         line = Table.grid(expand=True, padding=(0, 1, 0, 0))
         line.add_column(no_wrap=True)
@@ -81,7 +81,7 @@ class Bar:
         self._redraw()
 
     def print(self, text: str, stream: TextIO) -> int:
-        """Write a text above it."""
+        """Write a text above the bar."""
         self._clear()
         n_written = stream.write(text)
         stream.flush()
@@ -90,7 +90,7 @@ class Bar:
         return n_written
 
     def end(self) -> None:
-        """Take it away."""
+        """Remove the bar."""
         self._clear()
         self._line = ""
         if (sys.stdout, sys.stderr) == self._above:
@@ -102,18 +102,18 @@ class Bar:
             self._write("\r\x1b[2K")
 
     def _redraw(self) -> None:
-        if self._line and not self._mid_line:  # or it would stand in a line that is to go on
+        if self._line and not self._mid_line:  # a line that is not finished must not end in a bar
             self._is_drawn = True
             self._write(f"\r\x1b[2K{self._line}")
 
     def _write(self, text: str) -> None:
-        """Past `write` of the stream, which such a logger listens to."""
+        """Write to the terminal directly, because W&B listens to the stream's `write`."""
         self._terminal.buffer.write(text.encode(self._terminal.encoding, "replace"))
         self._terminal.flush()
 
 
 class _Above:
-    """A stream whose text goes above a bar."""
+    """A stream whose text is written above a bar."""
 
     def __init__(self, stream: TextIO, bar: Bar) -> None:
         self._stream, self._bar = stream, bar
@@ -126,7 +126,7 @@ class _Above:
 
 
 def progress(items: Collection[T] | DataLoader[T], doing: str, unit: str, console: Console) -> Iterator[T]:
-    """Each of some items, with a bar on a terminal and lines in a log; a quiet console shows neither."""
+    """Iterate over items, with a bar on a terminal and lines in a log. A quiet console shows neither."""
     bar = Bar(console) if takes_a_bar(console) else None
     pace, total = Pace(), len(items)
     try:

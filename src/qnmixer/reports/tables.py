@@ -10,7 +10,7 @@ from rich.table import Table
 
 
 def csv_table(rows: Iterable[Sequence[Any]]) -> str:
-    """Rows, the headings first, as CSV. Text that a spreadsheet would take for a formula gets a ' before it."""
+    """Rows as CSV, the headings first. A text that a spreadsheet would read as a formula gets a ' before it."""
     stream = io.StringIO()
     csv.writer(stream, lineterminator="\n").writerows([_unlike_a_formula(cell) for cell in row] for row in rows)
     return stream.getvalue()
@@ -27,7 +27,7 @@ def _unlike_a_formula(cell: Any) -> Any:
 
 
 def terminal_table(headings: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1, **look: Any) -> Table:
-    """A table for a rich console; its first `words` columns to the left, figures to the right; `look`: rich's."""
+    """A table for a rich console. The first `words` columns are aligned left, numbers right; `look`: rich's options."""
     table = Table(title_justify="left", **look)
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number < words else "right")

@@ -1,1 +1,1 @@
-"""Sweeps: their folders, their jobs, and what is said when they end. No torch import."""
+"""Sweeps: their folders, their jobs, and their final reports. No torch import."""

@@ -1,4 +1,4 @@
-"""The jobs of a sweep, each a training run in processes of its own. No torch import: this process only watches."""
+"""The jobs of a sweep. Each is a training run in its own processes. No torch import: this process only watches."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ from qnmixer.processes.signals import SIGNALS, handle_signals
 from qnmixer.tracking.results import amend, duration, git_commit, read_results
 from qnmixer.tracking.sweep_file import name_of_job, sweep_of
 
-# A job that is told to stop finishes its step and writes a checkpoint first.
+# After a stop signal a job finishes its step and writes a checkpoint first.
 _SECONDS_TO_LEAVE = 60
 
 OUTPUT = "output.log"
@@ -29,7 +29,7 @@ OUTPUT = "output.log"
 
 @dataclass
 class Job:
-    """One job: where its run folder is to be, its overrides, and what Hydra made of them."""
+    """One job: the place of its run folder, its overrides, and Hydra's config for it."""
 
     folder: Path
     overrides: list[str]
@@ -37,7 +37,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Its number and what makes it differ from the others."""
+        """Its number, and the overrides that differ from other jobs."""
         found = sweep_of(self.folder)
         differs = name_of_job(found[1], self.overrides) if found else ""
         return f"job {self.folder.name}" + f" ({differs})" * bool(differs)
@@ -48,23 +48,23 @@ class _Running:
     job: Job
     process: subprocess.Popen[bytes]
     gpus: list[str]
-    output: IO[bytes]  # read from where the terminal has it until
+    output: IO[bytes]  # its position: the text before it is on the terminal already
 
     def echo(self) -> None:
-        """Show what the job has printed since."""
+        """Show the new output of the job."""
         sys.stdout.write(self.output.read().decode(errors="replace"))
         sys.stdout.flush()
 
 
 def run_jobs(jobs: list[Job], check: Callable[[DictConfig], Config], at_once: int | None = None) -> list[float | None]:
-    """Run jobs that are not done yet, and return their best monitored values; None for a job that failed.
+    """Run the jobs that are not done yet. Returns the best monitored values; None for a failed job.
 
     Args:
-        jobs: in the order to start them in.
-        check: makes the config of a job, or raises UserError for one that is not worth a process.
-        at_once: at most so many; None: as many as there are GPUs for, and one at a time without.
+        jobs: in the order in which they start.
+        check: builds the config of a job. It raises UserError for a bad config, so that no process is started for it.
+        at_once: at most this many. None: as many as there are GPUs for; without a GPU one at a time.
 
-    Raises ConfigError where a folder holds another job; KeyboardInterrupt and SystemExit once all jobs have ended.
+    Raises ConfigError if a folder holds another job; KeyboardInterrupt or SystemExit after all jobs have ended.
     """
     waiting = [(job, config) for job in jobs if not _is_done(job) and (config := _checked(job, check))]
     gpus = _gpus() if any(config.trainer.accelerator != "cpu" for _, config in waiting) else []
@@ -84,7 +84,7 @@ def run_jobs(jobs: list[Job], check: Callable[[DictConfig], Config], at_once: in
             if waiting and len(running) < limit:
                 job, config = waiting[0]
                 needed = _n_gpus(config, len(gpus))
-                if needed <= len(free) or not running:  # a job that asks for more than there are says so itself
+                if needed <= len(free) or not running:  # asking for too many GPUs is the job's own error
                     n_threads = _threads(config, limit, len(gpus)) if limit > 1 else None
                     running.append(_start(job, free[:needed], n_threads))
                     waiting.pop(0)
@@ -94,7 +94,7 @@ def run_jobs(jobs: list[Job], check: Callable[[DictConfig], Config], at_once: in
 
 
 def objective(folder: Path) -> float | None:
-    """The best monitored value of a run that is done; None of any other."""
+    """The best monitored value of a finished run; None for any other."""
     results = read_results(folder)
     if results.get("status") != "done":
         return None
@@ -114,17 +114,17 @@ def _is_done(job: Job) -> bool:
     before = read_results(job.folder)
     if before and before["overrides"] != job.overrides:
         raise ConfigError(
-            f"{job.folder} holds another job ({' '.join(before['overrides'])}): give another hydra.sweep.dir=FOLDER"
+            f"{job.folder} holds another job ({' '.join(before['overrides'])}): choose another hydra.sweep.dir=FOLDER"
         )
     if before.get("status") != "done":
         return False
     changed = before.get("git_commit") != git_commit()
-    _say(f"{job.name}: done before{', by another version of the code' * changed}, {outcome(before)}")
+    _say(f"{job.name}: already done{' with another version of the code' * changed}, {outcome(before)}")
     return True
 
 
 def _checked(job: Job, check: Callable[[DictConfig], Config]) -> Config | None:
-    """The config of a job; None where it is a bad one, which has then failed without being started."""
+    """The config of a job. Returns None for a bad config, and records the job as failed without starting it."""
     try:
         return check(job.config)
     except UserError as error:
@@ -135,10 +135,10 @@ def _checked(job: Job, check: Callable[[DictConfig], Config]) -> Config | None:
 
 
 def _gpus() -> list[str]:
-    """The GPUs that this process may use, by the names that CUDA_VISIBLE_DEVICES takes."""
+    """The GPUs that this process may use, as names for CUDA_VISIBLE_DEVICES."""
     if (listed := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name for name in listed.split(",") if name.strip()]
-    import torch  # only here: it takes seconds
+    import torch  # imported here, because it takes seconds
 
     return [str(number) for number in range(torch.cuda.device_count())]
 
@@ -150,20 +150,22 @@ def _n_gpus(config: Config, n_gpus: int) -> int:
 
 
 def _threads(config: Config, limit: int, n_gpus: int) -> int:
-    """Threads of each process of a job, so that jobs that run side by side do not wait for each other's."""
+    """Threads for each process of a job. Jobs that run side by side share the cores, so that none waits for others."""
     processes = n_gpus or limit * (config.trainer.devices or 1)
     return max(1, (os.cpu_count() or 1) // processes)
 
 
 def _start(job: Job, gpus: list[str], n_threads: int | None) -> _Running:
     job.folder.mkdir(parents=True, exist_ok=True)
-    if read_results(job.folder):  # it goes on; how it ended before is not how it ends now
+    if read_results(job.folder):  # a resumed job: its old end is not its new one
         amend(job.folder, job.overrides, status="running", error=None)
     environment = {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}  # set by cli
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if n_threads is not None:
         environment.setdefault("OMP_NUM_THREADS", str(n_threads))
+    # A new process tree for each job. Hydra's own launcher is silently wrong with ddp: child ranks run the whole sweep
+    # again, and a change of trainer.devices trains on a part of the data or hangs.
     me, path = os.getpid(), job.folder / OUTPUT
     _say(f"{job.name} → {path}")
     with path.open("ab") as output:
@@ -174,14 +176,14 @@ def _start(job: Job, gpus: list[str], n_threads: int | None) -> _Running:
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
-            start_new_session=True,  # Ctrl-C is for this process, which tells its jobs
+            start_new_session=True,  # Ctrl-C reaches this process only, which then stops its jobs
             preexec_fn=lambda: die_with_parent(me),
         )
     return _Running(job, process, gpus, shown)
 
 
 def _conclude(job: Job, code: int) -> None:
-    """Say how a job ended, in results.json too where it could not."""
+    """Print how a job ended, and write it to results.json if the job itself could not."""
     results = read_results(job.folder)
     if results.get("status") not in ("done", "failed", "interrupted") or (code and results["status"] == "done"):
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -191,7 +193,7 @@ def _conclude(job: Job, code: int) -> None:
 
 @contextmanager
 def _stopping(running: list[_Running]) -> Iterator[None]:
-    """Stop the running jobs on every signal that would stop this process; each job writes a checkpoint first."""
+    """Stop the running jobs on every stop signal of this process. Each job first writes a checkpoint."""
     received = 0
 
     def leave(number: int, _: object) -> None:
@@ -199,13 +201,13 @@ def _stopping(running: list[_Running]) -> Iterator[None]:
         received = number
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
-    # submitit has handlers of its own, which queue the job again.
+    # Keep submitit's own handlers: they put the job back into the queue.
     by_default = [it for it in SIGNALS if signal.getsignal(it) in (signal.SIG_DFL, signal.default_int_handler)]
     with handle_signals(by_default, leave) as handled:
         try:
             yield
         except BaseException:
-            for number in handled:  # the jobs are given their time, but for a second Ctrl-C
+            for number in handled:  # the jobs get their time to stop; a second Ctrl-C ends them at once
                 if number != signal.SIGINT:
                     signal.signal(number, signal.SIG_IGN)
             _stop(running, received or signal.SIGTERM)
@@ -213,14 +215,14 @@ def _stopping(running: list[_Running]) -> Iterator[None]:
 
 
 def _stop(running: list[_Running], number: int) -> None:
-    """Send a signal to jobs, and kill those that are still there after their time."""
+    """Send a signal to the jobs, and kill those that do not end in time."""
     for it in running:
         it.process.send_signal(number)
     deadline = time.monotonic() + _SECONDS_TO_LEAVE
     for it in running:
         with suppress(subprocess.TimeoutExpired):
             it.process.wait(max(0, deadline - time.monotonic()))
-        it.process.kill()  # and with it all that came of it
+        it.process.kill()  # its ranks and data workers die with it
         it.process.wait()
         if read_results(it.job.folder).get("status") in (None, "running"):
             amend(it.job.folder, it.job.overrides, status="interrupted", error=None)

@@ -1,4 +1,4 @@
-"""What a sweep ends with: one table (terminal, CSV, Markdown), and a picture of what a numeric override does."""
+"""The report of a sweep: one table (terminal, CSV, Markdown), and a picture of the result over numeric overrides."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from qnmixer.tracking.sweep_file import as_number, readable
 
 @dataclass
 class JobRow:
-    """One job as its results.json tells it."""
+    """One job, as its results.json describes it."""
 
     name: str
-    values: dict[str, str]  # of the overrides that vary
+    values: dict[str, str]  # values of the overrides that vary
     status: str
     monitor: str
     best: float | None
@@ -29,7 +29,7 @@ class JobRow:
 
 
 def rows_of(folder: Path, jobs: Mapping[str, list[str]] | None, varying: list[str]) -> list[JobRow]:
-    """The jobs of a sweep in their order, given as overrides by folder; None: all that have left something there."""
+    """The jobs of a sweep in their order. `jobs`: overrides by folder; None: all folders with a results.json."""
     if jobs is None:
         paths = [path.parent for path in folder.glob("**/results.json")]
         paths.sort(key=lambda path: (len(str(path)), str(path)))
@@ -53,7 +53,7 @@ def _row(folder: Path, name: str, overrides: list[str], varying: list[str]) -> J
 
 
 def write_report(folder: Path, rows: list[JobRow]) -> None:
-    """Print the table, and write sweep.csv, sweep.md and, where an override is a number, sweep.png into the folder."""
+    """Print the table. Write sweep.csv and sweep.md, and sweep.png if an override is a number, into the folder."""
     if not rows:
         return
     monitor = next((row.monitor for row in rows if row.best is not None), "best")
@@ -85,13 +85,13 @@ def _text(value: float | None, form: Any) -> str:
 
 
 def _draw(path: Path, rows: list[JobRow], monitor: str) -> bool:
-    """The best value against each numeric override, one line for each combination of the others; False: nothing to."""
+    """Draw the best value over each numeric override, one line for each setting of the others. False: no points."""
     numeric = [
         key for key in (rows[0].values if rows else ()) if len({as_number(r.values[key]) for r in rows} - {None}) > 1
     ]
     if not numeric:
         return False
-    from matplotlib.figure import Figure  # only here: half a second
+    from matplotlib.figure import Figure  # imported here, because it takes half a second
 
     figure = Figure(figsize=(5 * len(numeric), 4), layout="constrained")
     for column, key in enumerate(numeric):
@@ -102,7 +102,7 @@ def _draw(path: Path, rows: list[JobRow], monitor: str) -> bool:
             others = ", ".join(f"{name}={readable(value)}" for name, value in row.values.items() if name != key)
             if x is not None and row.best is not None:
                 lines.setdefault(others, []).append((x, row.best))
-        alone = all(len(points) == 1 for points in lines.values())  # a random search: no two share the others
+        alone = all(len(points) == 1 for points in lines.values())  # a random search: no lines
         for others, points in lines.items():
             x_values, y_values = zip(*sorted(points), strict=True)
             axes.plot(x_values, y_values, "o" if alone else "o-", color="C0" if alone else None, label=others)

@@ -1,7 +1,7 @@
-"""A sweep (`qnmixer.train -m …`): where it lives, what varies in it, and what is said when it ends. No torch import.
+"""A sweep (`qnmixer.train -m …`): its folder, what varies in it, and its final report. No torch import.
 
-Its folder is the truth: results.json of each job says how that job ended, whichever launcher brought it wherever, and
-the same sweep, started again, finds there which jobs are done.
+The folder records everything. results.json of each job says how that job ended, with every launcher and on every
+machine. If the same sweep starts again, it finds there which jobs are done.
 """
 
 import hashlib
@@ -26,14 +26,14 @@ FOLDER = "hydra.sweep.dir"
 
 @contextmanager
 def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
-    """What surrounds a sweep: its folder and sweep.json before, the table, the picture and who failed after.
+    """Prepare a sweep before its jobs run, and report after them: sweep.json, then table, picture and failed jobs.
 
     Args:
-        overrides: those of the command line.
-        config: what they make without those that vary, Hydra's own part included.
+        overrides: of the command line.
+        config: the config from those overrides that do not vary, with Hydra's own part.
 
-    Yields the override that has Hydra use the folder. Raises SweepFailed at the end, naming each job that failed;
-    ConfigError where a search would go the wrong way.
+    Yields the override that makes Hydra use the folder. At the end it raises SweepFailed, naming each failed job.
+    Raises ConfigError if a search would optimise in the wrong direction.
     """
     varying = _varying(overrides, config)
     _check(overrides, config)
@@ -47,34 +47,35 @@ def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
         print(f"sweep in {folder}", flush=True)
         error: Exception | None = None
         try:
-            yield f"{FOLDER}={quoted(folder.absolute())}"  # a job may begin elsewhere
-        except Exception as raised:  # as a search without any result does
+            yield f"{FOLDER}={quoted(folder.absolute())}"  # absolute: a job may start in another working directory
+        except Exception as raised:  # for example, optuna raises if no job has a result
             error = raised
         except KeyboardInterrupt:
-            raise KeyboardInterrupt("interrupted; the same command goes on with what is not done") from None
+            raise KeyboardInterrupt("interrupted; the same command runs the jobs that are not done") from None
         finally:
             rows = rows_of(folder, read_sweep(folder)["jobs"], varying)
             write_report(folder, rows)
         failed = [row.name for row in rows if row.status != "done"]
         if error is None and not rows:
-            raise SweepFailed(f"no job has left anything in {folder}: is it there for whoever ran them?")
+            raise SweepFailed(f"no job has written anything into {folder}: can all machines see this folder?")
         if failed:
             raise SweepFailed(
-                f"{len(failed)} of {len(rows)} jobs did not end well: {', '.join(failed)} (see {folder}/sweep.md); "
-                "once that is mended, the same command goes on with them"
+                f"{len(failed)} of {len(rows)} jobs failed: {', '.join(failed)} (see {folder}/sweep.md); fix the "
+                "cause, then run the same command again: it runs only the jobs that are not done"
             ) from error
         if error is not None:
             raise error
 
 
 def place_jobs(folder: Path, jobs: list[tuple[list[str], str]]) -> list[Path]:
-    """Where jobs are to run: where one with the same overrides has before, else as asked for or, if taken, numbered on.
+    """Choose the folder of each job, and record it in sweep.json.
 
-    A search that was mended draws other jobs than before from there on. Told to sweep.json.
+    A job goes where a job with the same overrides ran before. Else it gets the folder that Hydra chose, or the next
+    free number if that is taken: a search that repeats failed jobs then draws other jobs than before.
 
     Args:
-        folder: the sweep's.
-        jobs: overrides of each, and the name that its folder is to have.
+        folder: of the sweep.
+        jobs: for each job its overrides and the folder name that Hydra chose.
     """
     described = read_sweep(folder)
     taken = {path.parent: read_results(path.parent).get("overrides") for path in sorted(folder.glob("**/results.json"))}
@@ -99,11 +100,11 @@ def place_jobs(folder: Path, jobs: list[tuple[list[str], str]]) -> list[Path]:
 
 def _check(overrides: list[str], config: DictConfig) -> None:
     if any(override.startswith("resume=") for override in overrides):
-        raise ConfigError("resume= goes on with one run; a sweep goes on when its own command is given again")
+        raise ConfigError("resume= resumes one run; to resume a sweep, give its own command again")
     sweeper = config.hydra.sweeper
     wanted = "minimize" if config.monitor == "val/loss" else "maximize"
     if "direction" in sweeper and getattr(sweeper.direction, "name", sweeper.direction) != wanted:
-        raise ConfigError(f"monitor={config.monitor} is to be {wanted}d: set hydra.sweeper.direction={wanted}")
+        raise ConfigError(f"monitor={config.monitor} must be {wanted}d: set hydra.sweeper.direction={wanted}")
 
 
 def _varying(overrides: list[str], config: DictConfig) -> list[str]:
@@ -114,7 +115,7 @@ def _varying(overrides: list[str], config: DictConfig) -> list[str]:
 
 
 def _name(overrides: list[str], varying: list[str]) -> str:
-    """Of the folder: the same for the same sweep, wherever its jobs run, and for a search that is to be longer."""
+    """Name of the sweep's folder: the same for the same sweep on any machine, and for a search with more trials."""
     no_matter = ("hydra.launcher", "hydra/launcher", "hydra.sweeper.n_trials")
     what = [override for override in overrides if not override.startswith(no_matter)]
     digest = hashlib.sha256("\n".join(what).encode()).hexdigest()
@@ -122,12 +123,12 @@ def _name(overrides: list[str], varying: list[str]) -> str:
 
 
 def find_sweep(text: str) -> Path:
-    """The folder of a sweep; "latest": the one under runs/ in which a job last ended. Raises ConfigError."""
+    """The folder of a sweep. "latest": the sweep under runs/ whose job ended last. Raises ConfigError without one."""
     if text == "latest":
         found = [path.parent for path in RUNS.glob(f"**/{SWEEP}")]
         if not found:
             raise ConfigError(
-                f"sweep=latest: there is no sweep under {RUNS.absolute()}: give its folder, sweep=DIR, or make one: "
+                f"sweep=latest finds no sweep under {RUNS.absolute()}: give its folder, sweep=DIR, or run one: "
                 "python -m qnmixer.train -m experiment=compare_small"
             )
         return max(found, key=lambda sweep: last_change(sweep / SWEEP, *sweep.glob("*/results.json")))

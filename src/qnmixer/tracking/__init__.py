@@ -1,1 +1,1 @@
-"""A run and what it leaves: its folder, results.json, loggers."""
+"""What a run writes: its folder, results.json, and its loggers."""

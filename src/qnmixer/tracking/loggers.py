@@ -1,4 +1,4 @@
-"""What a run is followed by: metrics.csv always, and the loggers of the config beside it."""
+"""The loggers of a run: always metrics.csv, and those that the config names."""
 
 import inspect
 import os
@@ -32,32 +32,32 @@ from qnmixer.tracking.sweep_file import name_of_job, name_of_run, sweep_of
 
 CODE_DIFF = "code.diff"
 RUN_ID = Path("wandb", "run_id")
-KNOWN_UNTIL = Path("wandb", "known_until")  # steps before this one were logged by parts that metrics.csv lost since
+KNOWN_UNTIL = Path("wandb", "known_until")  # W&B has all steps before this one, also those that metrics.csv dropped
 
-# Exit codes of a W&B run; the last is what wandb itself makes of Ctrl-C.
+# Exit codes of a W&B run; wandb itself uses the last one for Ctrl-C.
 DONE, FAILED, INTERRUPTED = 0, 1, 255
 
 _LOGGER = subclass_of(Logger, "lightning.pytorch.loggers.Logger")
 _STEP = "trainer/global_step"  # as Lightning's logger calls it
-_CURVES_ONLY = ("train/lambda_", "val/cosine_zs", "val/skipped_pairs")  # of one network; no column in the table of runs
+# Only one kind of network has these: a curve each, but no column in the table of runs.
+_CURVES_ONLY = ("train/lambda_", "val/cosine_zs", "val/skipped_pairs")
 _SECONDS_TO_START = 30
-_SECONDS_TO_FINISH = (
-    20  # less than a rank that is told to stop has (qnmixer.processes.ranks); the rest stays on this disk
-)
+# Less than the time that a rank has to stop (qnmixer.processes.ranks). What is not sent by then stays on this disk.
+_SECONDS_TO_FINISH = 20
 
 
 def build_loggers(config: Config, folder: Path, overrides: list[str], resumed_at: int | None = None) -> list[Logger]:
-    """Loggers of a run: metrics.csv first. Those of the config are built by rank 0 alone.
+    """Build the loggers of a run, metrics.csv first. Only rank 0 builds those of the config.
 
-    W&B begins a run of its own there, or goes on with it.
+    W&B starts a new run, or resumes the run of this folder.
 
     Args:
-        config: the run's, counted.
-        folder: the run folder, which everything is written into.
-        overrides: as the run was given them, or its job in a sweep.
-        resumed_at: optimizer steps of the checkpoint that the run of this folder goes on from.
+        config: the run's config, with the number of devices filled in.
+        folder: the run folder, which all files go into.
+        overrides: of the command line, or of a job in a sweep.
+        resumed_at: optimizer steps of the checkpoint, if the run resumes in this folder.
 
-    Raises ConfigError where W&B lets nobody in. Where it cannot be reached, there is a warning, and the run is offline.
+    Raises ConfigError if W&B refuses the API key. If W&B cannot be reached, it warns and continues offline.
     """
     file = MetricsFile(folder, resumed_at)
     loggers: list[Logger] = [file]
@@ -66,29 +66,29 @@ def build_loggers(config: Config, folder: Path, overrides: list[str], resumed_at
             if options._target_ != METRICS_FILE:
                 loggers.append(_build(section_of(name), config, options, folder))
         elif options.mode != "disabled":
-            goes_on = resumed_at is not None and (folder / RUN_ID).is_file()
-            known_until = max(file.last_step() or 0, _known_until(folder)) if goes_on else 0
+            resumes = resumed_at is not None and (folder / RUN_ID).is_file()
+            known_until = max(file.last_step() or 0, _known_until(folder)) if resumes else 0
             write_text(folder / KNOWN_UNTIL, str(known_until))
-            run = _start(config, options, folder, overrides, goes_on)
+            run = _start(config, options, folder, overrides, resumes)
             loggers.append(WandbRun(run, known_until, options.log_checkpoint))
     return loggers
 
 
 def _build(section: str, config: Config, options: LoggerConfig, folder: Path) -> Logger:
-    """A logger of Lightning's, or the user's own. It is told the config, and the run folder where it takes one."""
+    """Build a logger of Lightning or of the user, and log the config. It gets the run folder if it takes one."""
     key, target = f"{section}._target_", options._target_
     arguments = {name: value for name, value in options.arguments.items() if value is not None}
     cls = load_plugin(key, target, _LOGGER)
     parameters = inspect.signature(cls).parameters
     if "save_dir" in parameters:
         arguments = {"save_dir": str(folder)} | arguments
-    if "tracking_uri" in parameters:  # MLflow's own default is a folder of files, which new versions refuse
+    if "tracking_uri" in parameters:  # MLflow's default is a folder of files, which its new versions refuse
         arguments = {"tracking_uri": f"sqlite:///{folder.absolute()}/mlflow.db"} | arguments
     try:
         logger = make_plugin(key, target, _LOGGER, arguments=arguments)
     except UserError:
         raise
-    except Exception as error:  # whatever its constructor finds wrong
+    except Exception as error:  # a constructor can raise anything
         raise PluginError(f"{key}={target} refuses its arguments ({first_line(error)})") from error
     logger.log_hyperparams(_described(config))
     return logger
@@ -100,23 +100,24 @@ def _known_until(folder: Path) -> int:
 
 
 def close_loggers(loggers: Mapping[str, WandbConfig | LoggerConfig], exit_code: int) -> None:
-    """End the W&B run as what it is, DONE, FAILED or INTERRUPTED, if one of these loggers began one."""
+    """Finish the W&B run, if one of these loggers started one, as DONE, FAILED or INTERRUPTED."""
     wandb = sys.modules.get("wandb")
     of_wandb = any("wandb" in options._target_.lower() for options in loggers.values())
     if wandb is None or not of_wandb or (run := wandb.run) is None:
         return
     folder = Path(run.dir).parent
+    # Without `finish` the next run of this process would log into this one. Without a code it would record success.
     try:
         run.finish(exit_code=exit_code)
     except TimeoutError:
         warnings.warn(
-            f"W&B: the network is gone or slow, and not all has arrived: wandb sync --include-online {folder}",
+            f"W&B: the network is slow or lost, some data is not sent yet: wandb sync --include-online {folder}",
             stacklevel=2,
         )
 
 
 def log_checkpoint(loggers: list[Logger], checkpoint: Path, metadata: Mapping[str, float]) -> None:
-    """Make a checkpoint an artifact of the W&B run that asks for it; an offline one keeps a copy for `wandb sync`."""
+    """Log a checkpoint as an artifact, if the W&B run asks for it. An offline run stores a copy for `wandb sync`."""
     for logger in loggers:
         if isinstance(logger, WandbRun) and logger.log_best:
             import wandb
@@ -128,14 +129,14 @@ def log_checkpoint(loggers: list[Logger], checkpoint: Path, metadata: Mapping[st
 
 
 class WandbRun(WandbLogger):
-    """Lightning's logger, with optimizer steps for W&B's own steps too.
+    """Lightning's logger, which also uses optimizer steps as W&B's own steps.
 
-    So rows of one step are one, and what a run did between a checkpoint and its end is not there twice when it goes on
-    from the checkpoint, wherever the two parts are put together.
+    Then all values of one step share a row. Steps that a resumed run repeats are not logged twice, also if the two
+    parts are joined later by `wandb sync`.
 
     Args:
         run: of `wandb.init`.
-        known_until: steps before this one have been logged.
+        known_until: W&B has all steps before this one.
         log_best: whether the best checkpoint becomes an artifact.
     """
 
@@ -146,28 +147,28 @@ class WandbRun(WandbLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Add to the row of a step."""
+        """Add values to the row of a step."""
         assert step is not None
         if step < self.known_until:
             return
         for name in metrics.keys() - self._curves:
-            if name.startswith(_CURVES_ONLY):  # by its whole name: of two globs that match, wandb takes either
+            if name.startswith(_CURVES_ONLY):  # by its full name: if two globs match, wandb picks one at random
                 self.experiment.define_metric(name, step_metric=_STEP, step_sync=True, summary="none")
                 self._curves.add(name)
         self.experiment.log({**metrics, _STEP: step}, step=step)
 
 
-def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[str], goes_on: bool) -> Any:
-    """The W&B run of a folder."""
+def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[str], resumes: bool) -> Any:
+    """Start or resume the W&B run of a folder."""
     import wandb
 
     id_file = folder / RUN_ID
-    if not goes_on:
+    if not resumes:
         write_text(id_file, _new_id())
     run_id = id_file.read_text()
     earlier = set(id_file.parent.glob(f"run-*-{run_id}"))
     group, name = _place(config, folder, overrides)
-    quiet = wandb.Settings(silent=True)  # then it asks for no key either, and so waits for nobody
+    quiet = wandb.Settings(silent=True)  # silent also stops wandb from asking for a key: nobody may sit at the terminal
     wandb.setup(settings=quiet)
     arguments: dict[str, Any] = {
         "mode": options.mode,
@@ -187,7 +188,7 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
             finish_timeout_raises=True,
             x_disable_meta=True,  # command line, paths, user, remote of git
             host="",
-            console="off",  # its lines name folders; progress is written to W&B by `TrainingProgress`
+            console="off",  # console lines name folders; `TrainingProgress` logs the progress
         ),
     }
     try:
@@ -197,16 +198,16 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
     except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
         raise ConfigError(
             f"W&B has no valid API key for you ({first_line(error)}): run `wandb login` "
-            "once, or set its mode to offline (logger.wandb.mode=offline)"
+            "once, or work offline with logger.wandb.mode=offline"
         ) from error
     except wandb.errors.CommError as error:
-        wandb.teardown()  # which would keep the id as in use
+        wandb.teardown()  # without it wandb would treat the id as in use
         wandb.setup(settings=quiet)
         for begun in set(id_file.parent.glob(f"run-*-{run_id}")) - earlier:
             shutil.rmtree(begun)  # or `wandb sync` would send an empty run
         warnings.warn(
-            f"W&B cannot be reached, or refuses the run ({first_line(error)}): it is kept offline; to send it later: "
-            f"wandb sync {folder}/wandb/offline-run-*",
+            f"W&B cannot be reached, or refuses the run ({first_line(error)}). The run continues offline; send it "
+            f"later with: wandb sync {folder}/wandb/offline-run-*",
             stacklevel=2,
         )
         run = wandb.init(**(arguments | {"mode": "offline"}))
@@ -218,13 +219,13 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
 
 
 def _new_id() -> str:
-    """The id of a new W&B run; `wandb agent` has chosen that of a run that it starts."""
+    """The id of a new W&B run. `wandb agent` chooses the id of each run that it starts."""
     of_agent = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
     return of_agent or uuid.uuid4().hex[:8]
 
 
 def _place(config: Config, folder: Path, overrides: list[str]) -> tuple[str | None, str]:
-    """Group and name of a run: the sweep and what is of this job alone, or method, setting and folder (its start)."""
+    """Group and name of a run. In a sweep: the sweep, and what only this job overrides. Else: None, and the setting."""
     own = name_of_run(folder)
     if (found := sweep_of(folder)) is None:
         what = with_names(to_plain(config))
@@ -235,7 +236,7 @@ def _place(config: Config, folder: Path, overrides: list[str]) -> tuple[str | No
 
 
 def _tags(config: Config, overrides: list[str]) -> list[str]:
-    """The user's tags, then the run's experiment, model, data and strategy."""
+    """The user's tags, then the experiment, model, data and strategy of the run."""
     given, what = values_of(overrides), with_names(to_plain(config))
     chosen = [value.strip("[]").split(",") for key, value in given.items() if key.partition("/")[0] == "experiment"]
     experiments = [word.strip() for words in chosen for word in words if word != "null"]
@@ -244,7 +245,7 @@ def _tags(config: Config, overrides: list[str]) -> list[str]:
 
 
 def _described(config: Config) -> dict[str, Any]:
-    """The config for a logger, without what is nobody else's, and what a run depends on beside it."""
+    """The config for a logger, without private values, and with the versions and hardware that results depend on."""
     trainer = config.trainer
     return _anonymous(with_names(to_plain(without_places(config)))) | {
         "method": method_name(config),
@@ -257,7 +258,7 @@ def _described(config: Config) -> dict[str, Any]:
 
 
 def _anonymous(value: Any) -> Any:
-    """Values whose texts name no folder, as arguments of the user's own classes may."""
+    """The same values, with folders cut out of their texts: arguments of a user's classes may name some."""
     if isinstance(value, dict):
         return {key: _anonymous(it) for key, it in value.items()}
     if isinstance(value, list):
@@ -266,7 +267,7 @@ def _anonymous(value: Any) -> Any:
 
 
 def device_name(accelerator: str) -> str:
-    """What computes, in its maker's words."""
+    """The name of the GPU or CPU that computes."""
     if accelerator == "cuda":
         return torch.cuda.get_device_name()
     path = Path("/proc/cpuinfo")

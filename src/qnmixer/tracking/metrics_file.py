@@ -17,7 +17,7 @@ FIRST = ("step", "samples")
 class MetricsFile(Logger):
     """Logger for metrics.csv of a run folder. If the process is killed, at most the last row is lost.
 
-    Lightning's CSVLogger deletes an earlier file, and has no file while it adds a column.
+    Lightning's CSVLogger does not fit: it deletes an earlier file, and no file exists while it adds a column.
 
     `step` is the number of optimizer steps done when a row was logged, as `global_step` in a checkpoint.
 

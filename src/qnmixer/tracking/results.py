@@ -55,18 +55,18 @@ def results(folder: Path, overrides: list[str], resumes: bool = False) -> Iterat
     finally:
         record["seconds"] = round(record.get("seconds", 0.0) + time.monotonic() - start, 1)
         if record["status"] != "done" and (before := read_results(folder)).get("status") == "failed":
-            record |= {key: before[key] for key in ("status", "error")}  # another rank was first, and knows why
+            record |= {key: before[key] for key in ("status", "error")}  # another rank recorded the cause before
         write_results(folder, record)
 
 
 def read_results(folder: Path) -> dict[str, Any]:
-    """Read results.json of a run folder; {} if there is none. Raises DataError where it is damaged."""
+    """Read results.json of a run folder; {} if there is none. Raises DataError if it is damaged."""
     path = folder / "results.json"
     return read_record(path) if path.is_file() else {}
 
 
 def amend(folder: Path, overrides: list[str], *, status: str, error: str | None) -> None:
-    """Set the end of a run in its results.json, for a process that could not."""
+    """Set the end of a run in its results.json, if its own process could not."""
     record = (read_results(folder) or {"overrides": overrides}) | {"status": status, "error": error}
     write_results(folder, {key: value for key, value in record.items() if value is not None})
 
@@ -94,14 +94,14 @@ def git_commit() -> str | None:
 
 
 def git_diff() -> str:
-    """Changes of code and configs since the commit, for `git apply`; empty without changes or git.
+    """Changes of code and configs since the commit, for `git apply`; empty without changes or without git.
 
-    New files too, if they are code or configs, and neither hidden nor of this machine alone by their names.
+    Includes new files if they are code or configs. Hidden files and files named *local* stay out.
     """
     try:
         root = _checkout()
         parts = [str(path) for path in (_package().parent, root / "conf") if path.exists()]
-        with tempfile.TemporaryDirectory() as temporary:  # the user's own index stays as it is
+        with tempfile.TemporaryDirectory() as temporary:  # a temporary index, so that the user's own stays unchanged
             index = {"GIT_INDEX_FILE": str(Path(temporary) / "index")}
             _git(root, "read-tree", "HEAD", **index)
             new = _git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", *parts).split("\0")

@@ -33,12 +33,12 @@ _LETS_HYDRA_RUN_CODE = ("callbacks", "job_logging", "hydra_logging", "job.env_se
 def resume_overrides(overrides: list[str]) -> list[str]:
     """Replace `resume` of a training command by the overrides of the run that it names.
 
-    `resume=latest` and `resume=DIR` resume a run in its folder, with its overrides under those of the command. With
-    another `hydra.run.dir=`, and from a checkpoint other than last.ckpt, a new run starts from that checkpoint. A
-    command whose folder holds its own unfinished run resumes that run, as SLURM gives a command twice to requeue it.
+    `resume=latest` and `resume=DIR` resume a run in its folder, with its overrides; those of the command win. With
+    another `hydra.run.dir=`, and from a checkpoint other than last.ckpt, a new run starts from that checkpoint. If the
+    folder of a command holds its own unfinished run, it resumes that run: SLURM requeues a job with the same command.
 
-    A run may name code of the user's own. It is resumed if this command names the module too, or has `trust=MODULE`,
-    which is no key of the config and goes no further.
+    A run may name the user's own code. It is resumed only if this command names the module too, or has `trust=MODULE`.
+    `trust` is not a key of the config.
 
     Raises CheckpointError if there is no such run, or it is done; ConfigError if another process writes to it, or if
     the folder of a new run holds another run; PluginError for code that this command does not allow.
@@ -51,7 +51,7 @@ def resume_overrides(overrides: list[str]) -> list[str]:
         return _unless_begun(overrides)
     path = _asked_path(asked)
     run = run_of(path)
-    if run is None:  # a checkpoint that lies by itself
+    if run is None:  # a checkpoint outside any run folder
         return _unless_begun(overrides)
     trust, given, folder = _modules_trusted(typed), _without(overrides, "resume"), folder_of(overrides)
     is_last = path.suffix != ".ckpt" or path.name == "last.ckpt"
@@ -72,7 +72,7 @@ def _asked_path(asked: str) -> Path:
     path = latest() if asked == "latest" else Path(asked).expanduser()
     if run_of(path) is None and not path.is_file():
         if asked == PRETRAINED:
-            raise CheckpointError(f"resume={PRETRAINED}: no run, but weights: begin one with finetune={PRETRAINED}")
+            raise CheckpointError(f"resume={PRETRAINED}: these are weights, not a run: use finetune={PRETRAINED}")
         raise CheckpointError(f"no run folder at {path}: give the folder that training printed, resume=runs/…")
     return path
 
@@ -87,7 +87,7 @@ def latest() -> Path:
     """The run folder under runs/ that changed last. Raises CheckpointError if there is none."""
     found = sorted(runs_in(RUNS), key=last_touched, reverse=True)
     if not found:
-        raise CheckpointError(f"resume=latest: there is no run under {RUNS.absolute()}: give its folder, resume=DIR")
+        raise CheckpointError(f"resume=latest finds no run under {RUNS.absolute()}: give the run's folder, resume=DIR")
     return found[0]
 
 
@@ -114,11 +114,11 @@ def resume_hint(folder: Path) -> str:
     steps = read_results(folder).get("steps")
     at = f" after step {steps}" if steps else ""
     words = shlex.join([f"resume={quoted(short)}", *trust_words(_named(folder))])
-    return f"interrupted{at}, to go on: python -m qnmixer.train {words}"
+    return f"interrupted{at}, to resume: python -m qnmixer.train {words}"
 
 
 def _named(run: Path) -> list[str]:
-    """Classes and functions that a run names, in its overrides or in configs of the user's own."""
+    """Classes and functions that a run names, in its overrides or in the user's own configs."""
     overrides, composed = overrides_of(run), run / ".hydra" / "config.yaml"
     if search_path_in(overrides) and composed.is_file():
         return [target for _, target in _targets_in(OmegaConf.to_container(OmegaConf.load(composed)))]
@@ -126,20 +126,20 @@ def _named(run: Path) -> list[str]:
 
 
 def _targets(overrides: list[str], but: Collection[str] = ()) -> dict[str, str]:
-    """Classes and functions that overrides name, by key, without those of `but`; also inside of a value."""
+    """Classes and functions that overrides name, by key, except those in `but`; also inside of values."""
     named = values_of([it for it in overrides if it not in but and not it.startswith("~")])
     found = {key: value for key, value in named.items() if _NAMES_CODE.search(f"{key}={value}")}
     return {key: value for key, value in found.items() if value != "null"}
 
 
 def _check_trusted(run: Path, merged: list[str], given: list[str], trust: Collection[str]) -> None:
-    """Raise for what a run has imported or looked up, by its overrides or the configs that its search path leads to.
+    """Raise if a run names untrusted code or values, in its overrides or in the configs on its search path.
 
-    Raises PluginError for code, ConfigError for anything else on this machine, such as ${oc.env:NAME}.
+    Raises PluginError for code, ConfigError for other values from this machine, such as ${oc.env:NAME}.
     """
     if odd := next((it for it in merged if it not in given and looks_elsewhere(it)), None):
         raise ConfigError(
-            f"{run} was started with {odd}, which looks elsewhere on this machine: if you trust it, give it again"
+            f"{run} was started with {odd}, which reads other values of this machine: if you trust it, repeat it"
         )
     named = _targets(merged, but=given)
     check_trusted(str(run), named, trust)
@@ -152,8 +152,8 @@ def _check_trusted(run: Path, merged: list[str], given: list[str], trust: Collec
     for key in _LETS_HYDRA_RUN_CODE:
         if OmegaConf.select(config.hydra, key) != OmegaConf.select(ours.hydra, key):
             raise ConfigError(
-                f"{run} was started with configs that set hydra.{key}: if you trust them, name their folder again, "
-                "with --config-dir"
+                f"{run} was started with configs that set hydra.{key}: if you trust them, repeat their folder: "
+                "--config-dir=FOLDER"
             )
     values = OmegaConf.to_container(OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))
     check_trusted(f"a config of {run}", dict(_targets_in(values)), trust)
@@ -161,13 +161,13 @@ def _check_trusted(run: Path, merged: list[str], given: list[str], trust: Collec
     for key, text in _texts_in(values):
         if looks_up(text) and text not in usual:
             raise ConfigError(
-                f"a config of {run} has {key}={text}, which looks elsewhere on this machine: if you trust it, name its "
-                "folder again, with --config-dir"
+                f"a config of {run} has {key}={text}, which reads other values of this machine: if you trust it, "
+                "repeat the folder: --config-dir=FOLDER"
             )
 
 
 def _targets_in(values: Any) -> Iterator[tuple[str, str]]:
-    """Classes and functions that a composed config names beside those of conf/, by key, nothing resolved."""
+    """Classes and functions that a composed config names and conf/ does not, by key. Nothing is resolved."""
     for key, text in _texts_in(values):
         if (f".{key}".endswith(f".{TARGET}") or key == _REGULARIZER) and text not in _named_by_conf():
             yield key, text
@@ -184,12 +184,12 @@ def _texts_in(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 @cache
 def _named_by_conf() -> set[str]:
-    """Targets that the configs of this repository name themselves, such as torch's optimizers."""
+    """Targets that the configs of this repository name, such as torch's optimizers."""
     return {it for path in CONF.rglob("*.yaml") for it in re.findall(r"_target_: (\S+)", path.read_text())}
 
 
 def _modules_trusted(overrides: list[str]) -> list[str]:
-    """Modules that a command line allows, by `trust` or as it names a class of them itself."""
+    """Modules that a command line allows: by `trust`, or by naming one of their classes."""
     trust = values_of(overrides).get("trust", "").strip("[]").split(",")
     return [*filter(None, map(str.strip, trust)), *map(module_of, _targets(overrides).values())]
 
@@ -197,7 +197,7 @@ def _modules_trusted(overrides: list[str]) -> list[str]:
 def _overrides_in_place(run: Path, path: Path, given: list[str]) -> list[str]:
     """The overrides that resume a run in its folder from `path`, with those given now on top."""
     before, where = overrides_of(run), [] if folder_of(given) else [f"hydra.run.dir={quoted(run)}"]
-    if not has_checkpoint(run):  # killed before its first checkpoint: it starts again
+    if not has_checkpoint(run):  # killed before its first checkpoint: it starts from step 0
         return [*_merged(before, given), *where]
     begun = ["finetune=null" if key_of(override) == "finetune" else override for override in _without(before, "resume")]
     return [*_merged(begun, given), f"resume={quoted(path)}", *where]
@@ -206,8 +206,8 @@ def _overrides_in_place(run: Path, path: Path, given: list[str]) -> list[str]:
 def _unless_begun(overrides: list[str]) -> list[str]:
     """The overrides of a new run; those that resume it in place if its folder holds the same run, unfinished.
 
-    Each rank finds this out for itself, maybe after rank 0 has started. Rank 0 then has written the same overrides and
-    `running`, and no checkpoint before all ranks are there.
+    Each rank decides this by itself, maybe after rank 0 has started. This is safe: rank 0 then has written the same
+    overrides and `running`, and it writes no checkpoint before all ranks have joined.
 
     Raises ConfigError if the folder holds another run, or if the run is done.
     """
@@ -217,7 +217,7 @@ def _unless_begun(overrides: list[str]) -> list[str]:
     record = read_results(run)
     is_done = record.get("status") == "done"
     if not is_done and not has_checkpoint(run):
-        if "overrides" in record:  # a run of ours, of which nothing is lost
+        if "overrides" in record:  # our own run without a checkpoint: nothing is lost
             _check_free(run)
         elif rank() == 0:
             check_unused("hydra.run.dir", run)
@@ -233,7 +233,7 @@ def _unless_begun(overrides: list[str]) -> list[str]:
             how = f"without {now[differing]}"
         longer = " trainer.max_steps=…" if is_done else ""
         raise ConfigError(
-            f"{run} holds a run {how}: resume={quoted(run)}{longer} goes on with it, or give another "
+            f"{run} holds a run {how}: resume it with resume={quoted(run)}{longer}, or give another "
             "hydra.run.dir=FOLDER"
         )
     _check_free(run)
@@ -241,7 +241,7 @@ def _unless_begun(overrides: list[str]) -> list[str]:
 
 
 def _by_key(overrides: list[str]) -> dict[str, str]:
-    """The overrides that define a run, by key: of Hydra only the search path, and without resume=null."""
+    """The overrides that define a run, by key: without resume=null, and of Hydra's keys only the search path."""
     of_run = [it for it in overrides if not of_hydra(it) or key_of(it) == SEARCH_PATH]
     return {key_of(it): it for it in of_run if it != "resume=null"}
 
@@ -266,13 +266,13 @@ def _check_open(run: Path, given: dict[str, str]) -> None:
     earlier = max(others, key=last_touched, default=None)
     more = "" if given.get("resume") != "latest" or earlier is None else f", or resume={earlier}, which is not done"
     raise CheckpointError(
-        f"{run} is done ({record.get('steps')} steps): give a larger trainer.max_steps to go on{more}"
+        f"{run} is done ({record.get('steps')} steps): to train longer, raise trainer.max_steps{more}"
     )
 
 
 def _check_free(run: Path) -> None:
     """Raise ConfigError if another process writes to the folder."""
-    if rank() == 0:  # the other ranks may come when it trains there itself
+    if rank() == 0:  # the other ranks may get here when rank 0 holds the lock already
         with run_lock(run):
             pass
 

@@ -57,7 +57,7 @@ class Run:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Keep results.json while the block runs: running, then done, failed or interrupted."""
+        """Write results.json while the block runs: running, then done, failed or interrupted."""
         if rank() != 0:
             yield
             return

@@ -28,7 +28,7 @@ def run_lock(folder: Path) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / _LOCK
-    # Not flock, as filelock has it: data workers would inherit the lock, and outlive a killed process by seconds.
+    # Not flock, which filelock uses: data workers inherit such a lock, and live seconds longer than a killed process.
     with path.open("a+") as stream:
         try:
             fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -36,7 +36,7 @@ def run_lock(folder: Path) -> Iterator[None]:
             stream.seek(0)
             who = stream.read().strip() or "another process"
             raise ConfigError(
-                f"{who} writes to {folder}: wait for its end, or stop it, or give another hydra.run.dir=FOLDER"
+                f"{who} writes to {folder}: wait until it ends, or stop it, or give another hydra.run.dir=FOLDER"
             ) from None
         except OSError:  # a file system without locks
             yield
@@ -54,7 +54,7 @@ def clean(folder: Path) -> None:
 
 
 def run_of(path: Path) -> Path | None:
-    """The run folder that a path names, itself or by one of its checkpoints; None if there is none."""
+    """The run folder of a path: the path itself, or the folder of this checkpoint. None if there is none."""
     folder = path.parent.parent if path.suffix == ".ckpt" and path.parent.name == "checkpoints" else path
     return folder if is_run(folder) or (folder / "checkpoints").is_dir() else None
 
@@ -65,7 +65,7 @@ def is_run(folder: Path) -> bool:
 
 
 def runs_in(folder: Path) -> Iterator[Path]:
-    """All run folders below, those of sweeps too."""
+    """All run folders below a folder, also those of sweeps."""
     for path, folders, _ in os.walk(folder):
         here = Path(path)
         if is_run(here) and not (here / SWEEP).is_file():
@@ -85,7 +85,7 @@ def has_checkpoint(run: Path) -> bool:
 
 
 def overrides_of(run: Path) -> list[str]:
-    """The overrides of a run; empty for a folder that somebody put together by hand."""
+    """The overrides of a run; empty for a folder that was put together by hand."""
     if (found := read_results(run).get("overrides")) is not None:
         return _of_the_run([str(override) for override in found])
     if (run / _OVERRIDES).is_file():
@@ -94,5 +94,5 @@ def overrides_of(run: Path) -> list[str]:
 
 
 def _of_the_run(overrides: list[str]) -> list[str]:
-    """Overrides without those of Hydra itself, which could have it run code; no run leaves any but its search path."""
+    """Overrides without Hydra's own, which could make Hydra run code. Only its search path stays."""
     return [it for it in overrides if not of_hydra(it) or key_of(it) == SEARCH_PATH]

@@ -16,10 +16,10 @@ SWEEP = "sweep.json"
 class Sweep(TypedDict):
     """The content of sweep.json, which exists before the first job starts."""
 
-    overrides: list[str]  # as they were given
-    varying: list[str]  # keys of which not all jobs have the same value
+    overrides: list[str]  # of the command line
+    varying: list[str]  # keys that differ between jobs
     git_commit: str | None
-    jobs: dict[str, list[str]] | None  # overrides of its jobs so far, by folder; None: of a launcher that does not say
+    jobs: dict[str, list[str]] | None  # overrides of its jobs so far, by folder; None: not recorded by the launcher
 
 
 def sweep_of(folder: Path) -> tuple[Path, Sweep] | None:
@@ -31,7 +31,7 @@ def sweep_of(folder: Path) -> tuple[Path, Sweep] | None:
 
 
 def name_of_run(run: Path) -> str:
-    """A run folder, or a file of weights, without the folders that it lies in: date and time, or sweep and job."""
+    """The name of a run folder or weights file, without its parent folders: date and time, or sweep and job."""
     run = run.absolute()
     if run.suffix == ".ckpt" and run.parent.name == "checkpoints":
         run = run.parent.parent
@@ -43,13 +43,13 @@ def name_of_run(run: Path) -> str:
 
 
 def name_of_job(sweep: Sweep, overrides: list[str]) -> str:
-    """The overrides by which a job differs from the others, as "optimizer.lr=0.001, strategy=ddp"."""
+    """The overrides that make a job differ from the others, as "optimizer.lr=0.001, strategy=ddp"."""
     pairs = [override.lstrip("+").partition("=") for override in overrides]
     return ", ".join(f"{key}={readable(value)}" for key, _, value in pairs if key in sweep["varying"])
 
 
 def read_sweep(folder: Path) -> Sweep:
-    """Read sweep.json of a folder. Raises DataError where it is damaged."""
+    """Read sweep.json of a folder. Raises DataError if it is damaged."""
     record = read_record(folder / SWEEP)
     if missing := sorted(Sweep.__required_keys__ - record.keys()):
         raise DataError(f"{folder / SWEEP} is damaged: it has no {missing[0]}; start the sweep again in a new folder")
@@ -62,13 +62,13 @@ def write_sweep(folder: Path, sweep: Sweep) -> None:
 
 
 def readable(value: str) -> str:
-    """A value with four digits, as a search draws numbers with many."""
+    """A value, rounded to four digits if it is long: a search draws numbers with many digits."""
     number = as_number(value)
     return value if number is None or len(value) <= 8 else f"{number:.4g}"
 
 
 def as_number(text: str) -> float | None:
-    """The finite number that an override has; None for any other text."""
+    """The value as a finite number; None for any other text."""
     try:
         value = float(text)
     except ValueError:

@@ -1,1 +1,1 @@
-"""All that is Lightning's way of training: the module, the Trainer, its callbacks, a run from start to results."""
+"""Training with Lightning: the module, the Trainer, its callbacks, and a run from start to results."""

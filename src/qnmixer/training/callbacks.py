@@ -1,4 +1,4 @@
-"""The callbacks of a run: those that print, those that the config names, pictures of the iterates."""
+"""The callbacks of a run: those that print, those that the config names, and pictures of the iterates."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,16 +32,16 @@ _CALLBACK = subclass_of(Callback, "lightning.pytorch.callbacks.Callback")
 
 
 def build_callbacks(callbacks: Mapping[str, Mapping[str, Any]]) -> list[Callback]:
-    """`step` and `samples` in the metrics, then the callbacks of the config's group `callbacks`.
+    """Build the callbacks: first `step` and `samples` for the metrics, then those of the config's group `callbacks`.
 
-    Raises PluginError for a name that is no callback, or refuses its arguments.
+    Raises PluginError for a target that is no callback, or that refuses its arguments.
     """
     named = [_build_callback(f"callbacks.{name}", given) for name, given in callbacks.items()]
     return [ProgressMetrics(), *named]
 
 
 def console_callbacks(config: Config, run: Run) -> list[Callback]:
-    """The callbacks that print: progress, warnings about a network that does not learn, profile."""
+    """Build the callbacks that print: progress, warnings about a network that does not learn, profile."""
     warm_up = max(20, round(config.schedule.warmup * max(0, config.trainer.max_steps)))
     shows = config.trainer.extra.get("enable_progress_bar") is not False
     progress = TrainingProgress(run.console, run.folder / "metrics.csv", shows)
@@ -57,16 +57,16 @@ def _build_callback(key: str, given: Mapping[str, Any]) -> Callback:
         return make_plugin(f"{key}.{TARGET}", given[TARGET], _CALLBACK, arguments=arguments)
     except UserError:
         raise
-    except Exception as error:  # whatever its constructor finds wrong
+    except Exception as error:  # a constructor can raise anything
         raise PluginError(f"{key}: {given[TARGET]} refuses its arguments ({first_line(error)})") from error
 
 
 class IteratePictures(Callback):
-    """At each validation, x₀ … x_T of the first validation slices with error maps, and the health of H.
+    """Draws x₀ … x_T of the first validation slices with error maps, and logs the health of H, at each validation.
 
     Args:
         n_slices: how many of the slices.
-        folder: where the pictures go; None: pictures/ of the run folder.
+        folder: of the pictures; None: pictures/ of the run folder.
     """
 
     def __init__(self, n_slices: int, folder: Path | None = None) -> None:
@@ -82,7 +82,7 @@ class IteratePictures(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Run the batches with those slices again and store the iterates; on all processes, as fsdp needs all."""
+        """Run the batches with those slices again and store the iterates; on all processes, because fsdp needs all."""
         assert isinstance(pl_module, ReconstructionModule)
         sampler = trainer.val_dataloaders.sampler  # type: ignore[union-attr]  # it has been made
         if batch_idx * sampler.num_replicas * sampler.batch_size >= self.n_slices:
@@ -100,7 +100,7 @@ class IteratePictures(Callback):
         self._rows |= {n: row for n, weight, row in drawn if weight and n < self.n_slices}
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draw them, on rank 0."""
+        """Draw the pictures on rank 0."""
         rows, self._rows = self._rows, {}
         if dist.is_initialized():
             shares: list[dict[int, Row]] = [{}] * dist.get_world_size()
@@ -117,7 +117,7 @@ class IteratePictures(Callback):
 
 
 def _iterate_rows(batch: Batch, iterates: dict[int, Tensor], own_range: bool) -> list[Row]:
-    """Each slice of a batch at the x_t of some t."""
+    """Each slice of a batch with x_t for some t."""
     truths = to_hu(batch, batch["image"]).cpu()
     rows = [Row(f"slice {n}", truths[b, 0], []) for b, n in enumerate(batch["sample"].tolist())]
     for t, image in iterates.items():
@@ -129,7 +129,7 @@ def _iterate_rows(batch: Batch, iterates: dict[int, Tensor], own_range: bool) ->
 
 
 def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, folder: Path, step: int, samples: float) -> None:
-    """Log the means of the evaluation; to W&B the table, the picture and the page too, which lie in `folder`."""
+    """Log the means of the evaluation. W&B also gets the table, picture and page from `folder`."""
     means = {"samples": samples} | {f"test/{name}": value for name, value in evaluation.metrics().items()}
     for logger in loggers:
         logger.log_metrics(means, step)
@@ -138,11 +138,11 @@ def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, folder: Pa
             logger.log_image("test/picture", [str(folder / PICTURE)], step)
             for name in (PICTURE, PAGE):
                 logger.experiment.save(str(folder / name), base_path=str(folder.parent), policy="now")
-        logger.save()  # some write now and then only, and Lightning is done with them
+        logger.save()  # some loggers write at intervals, and Lightning will not call them again
 
 
 def _log_table(logger: WandbLogger, evaluation: Evaluation, step: int) -> None:
-    """Log the table as a file of the run alone: W&B's own way makes an artifact of it too, which names the home."""
+    """Log the table as a file of this run only: W&B's own way also makes an artifact, which names the home folder."""
     import wandb
 
     headings, rows = numbers_of(evaluation)

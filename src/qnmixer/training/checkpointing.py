@@ -1,7 +1,7 @@
-"""Checkpointing: best.ckpt and last.ckpt, with the state that Lightning leaves out, and the stop between two steps.
+"""Checkpointing: best.ckpt and last.ckpt, with the state that Lightning leaves out, and stops between two steps.
 
 A checkpoint is written between two optimizer steps, after all rows of the last step are logged: before the next batch,
-at the end of a validation, at the end of training. A stop signal takes effect at the same points.
+at the end of a validation, or at the end of training. A stop signal takes effect at the same points.
 """
 
 import io
@@ -33,8 +33,8 @@ class Checkpointing(Checkpoint):
     """Writes best.ckpt and last.ckpt, and stops training after a stop signal.
 
     Args:
-        run: the checkpoints go into its folder; if it resumes there, it continues with its best value.
-        monitor: the value that decides what is best; the lowest val/loss, the highest of any other.
+        run: the checkpoints go into its folder. If it resumes there, it continues with its best value.
+        monitor: the metric of the best checkpoint: the lowest val/loss, or the highest of any other.
         every_n_steps: optimizer steps between two last.ckpt, beside those at validations; None: validations only.
     """
 
@@ -76,8 +76,8 @@ class Checkpointing(Checkpoint):
             self._stop(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Store the random states, which a validation that is interrupted starts from again."""
-        self._restore_random(trainer)  # of a run that only lacks its last validation
+        """Store the random states. An interrupted validation starts again from them."""
+        self._restore_random(trainer)  # a resumed run that only lacks its last validation
         self._random = random_state(trainer.strategy.root_device)
 
     def on_validation_batch_start(
@@ -88,7 +88,7 @@ class Checkpointing(Checkpoint):
             self._stop(trainer)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the best monitored value so far, in the row of the validation: what best.ckpt has, in every logger."""
+        """Log the best monitored value so far, in the row of the validation. It is the value of best.ckpt."""
         score = self._score(trainer)
         best = score if self._is_best(score) else self.best
         assert best is not None
@@ -137,7 +137,7 @@ class Checkpointing(Checkpoint):
     def save_validated(self, trainer: L.Trainer) -> None:
         """Write best.ckpt, if the last validation was the best, and last.ckpt.
 
-        best.ckpt is first: after a crash, last.ckpt must not name a best value whose file does not exist.
+        best.ckpt is written first: after a crash, last.ckpt must not name a best value whose file does not exist.
         """
         score = self._score(trainer)
         if trainer.strategy.reduce_boolean_decision(self._is_best(score)):
@@ -152,7 +152,7 @@ class Checkpointing(Checkpoint):
             self._saved = trainer.global_step
 
     def _score(self, trainer: L.Trainer) -> float:
-        """The monitored value of the last validation; the worst there is for NaN."""
+        """The monitored value of the last validation; the worst possible value for NaN."""
         score = float(trainer.callback_metrics[self.monitor])
         return -self._sign * math.inf if math.isnan(score) else score
 
@@ -223,7 +223,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Write to a temporary file beside path, then rename."""
         path, encoded = Path(path), io.BytesIO()
         torch.save(checkpoint, encoded)
-        of_shards = path.is_dir()  # a file cannot take the place of a folder at once
+        of_shards = path.is_dir()  # a rename cannot replace a folder by a file
         target = path.with_name(path.name + PART_SUFFIX) if of_shards else path
         if of_shards:
             remove(target)
@@ -233,5 +233,5 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             replace(target, path)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """On the CPU, and never by unpickling code."""
+        """Load on the CPU, without unpickling code."""
         return load(Path(path))

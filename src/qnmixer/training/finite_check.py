@@ -1,26 +1,26 @@
-"""Whether losses are finite, asked without waiting for a GPU."""
+"""Check that losses are finite, without waiting for a GPU."""
 
 import torch
 from torch import Tensor
 
 
 class FiniteCheck:
-    """Raises for a loss that is not finite, when the device is done with it.
+    """Raises for a loss that is not finite, once the device has computed it.
 
-    To read a number from a GPU, the host waits for all work that it has queued, and then the GPU waits for the host. So
-    the answer is copied to the host in the background. `raise_if_not` waits for that copy alone. It is called when the
-    whole backward is queued behind the copy, so that the GPU has work meanwhile, and before the weights change.
+    To read a number from a GPU, the host waits for all queued work, and then the GPU waits for the host. So the answer
+    is copied to the host in the background, and `raise_if_not` waits for that copy only. Call it when the whole
+    backward pass is queued behind the copy, so that the GPU has work meanwhile, and before the weights change.
     """
 
     def __init__(self) -> None:
         self._answer: tuple[Tensor, torch.cuda.Event | None, Tensor, str] | None = None
 
     def ask(self, loss: Tensor, where: str) -> None:
-        """Start to find out whether a loss is finite.
+        """Start the check of a loss.
 
         Args:
             loss: one number.
-            where: the end of the message if it is not.
+            where: the end of the message if it is not finite.
         """
         loss = loss.detach()
         finite = torch.empty((), dtype=torch.bool, pin_memory=loss.is_cuda)
@@ -38,6 +38,6 @@ class FiniteCheck:
         finite, event, loss, where = self._answer
         self._answer = None
         if event is not None:
-            event.synchronize()  # of that copy alone
+            event.synchronize()  # waits for that copy only
         if not finite:
             raise FloatingPointError(f"the loss became {loss.item()} {where}")

@@ -85,7 +85,7 @@ def fit(config: Config, run: Run) -> float:
 
 @contextmanager
 def session(config: Config, run: Run) -> Iterator[None]:
-    """Handle stop signals, keep results.json, and close the loggers at the end of the block, however it ends."""
+    """Handle stop signals, write results.json, and close the loggers at the end of the block, even after an error."""
     exit_code = FAILED
     with stopping_together(run), stop_signals(), run.recording():
         run.record |= {"device": device_name(config.trainer.accelerator), "threads": torch.get_num_threads()}
@@ -104,7 +104,7 @@ def session(config: Config, run: Run) -> Iterator[None]:
 
 @contextmanager
 def stopping_together(run: Run) -> Iterator[None]:
-    """Add to Stopped how to resume the run, and have all ranks end at the same time.
+    """Add to Stopped how to resume the run, and make all ranks end at the same time.
 
     A launcher kills the other ranks as soon as one ends, and rank 0 still has loggers to close.
     """
@@ -135,7 +135,7 @@ def require_memory(config: Config) -> None:
 
 
 def build_module(config: Config) -> ReconstructionModule:
-    """The LightningModule, with the weights of `finetune` and in its memory mode."""
+    """Build the LightningModule in its memory mode, with the weights of `finetune`."""
     module = ReconstructionModule(config)
     if config.finetune is not None:
         load_weights(module, config.finetune)
@@ -156,7 +156,7 @@ def resume_checkpoint(config: Config, run: Run) -> Path | None:
 
 
 def build_data(config: Config, checkpoint: Path | None) -> SliceDataModule:
-    """The LightningDataModule, with its training and validation slices ready; of a resumed run, the same as before."""
+    """Build the LightningDataModule with its training and validation slices; for a resumed run, the same as before."""
     batch, debug = effective_batch(config), config.debug
     data = SliceDataModule(
         config.data,
@@ -172,7 +172,7 @@ def build_data(config: Config, checkpoint: Path | None) -> SliceDataModule:
 
 
 def split_to_train(config: Config, checkpoint: Path | None) -> RunSplit:
-    """The split of the checkpoint to resume from; of a new run, one to be drawn."""
+    """The split of the checkpoint to resume from; for a new run, one that is still to be drawn."""
     if checkpoint is not None:
         return RunSplit(split_of(checkpoint))
     base = None if config.finetune is None else split_of(find_checkpoint(config.finetune))
@@ -180,12 +180,12 @@ def split_to_train(config: Config, checkpoint: Path | None) -> RunSplit:
 
 
 def learns(module: ReconstructionModule) -> bool:
-    """Whether there is anything to train: FBP and total variation have no parameters."""
+    """Whether the network has parameters: FBP and total variation have none."""
     return any(p.requires_grad for p in module.parameters())
 
 
 def save_code_diff(run: Run) -> None:
-    """Write code.diff, the changes of the code since its commit; remove that of an earlier start."""
+    """Write code.diff, the changes of the code since its commit. Removes that of an earlier start."""
     if rank() != 0:
         return
     if diff := git_diff():
@@ -215,7 +215,7 @@ def out_of_memory_advice(config: Config, module: ReconstructionModule, trainer: 
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        traceback.clear_frames(error.__traceback__)  # they hold what filled the memory
+        traceback.clear_frames(error.__traceback__)  # the frames hold the tensors that filled the memory
         raise OutOfMemory(advice(Planner(config, module.projector.cpu()), config, available)) from error
 
 
@@ -231,7 +231,7 @@ def interrupts_as_raised() -> Iterator[None]:
 def train(
     config: Config, trainer: L.Trainer, module: ReconstructionModule, data: SliceDataModule, checkpoint: Path | None
 ) -> None:
-    """Train from a checkpoint, or from the start; nothing for a network without parameters."""
+    """Train from a checkpoint, or from the start. Does nothing for a network without parameters."""
     if not learns(module):
         return
     with naming_nan_gradients() if config.debug.name == "anomaly" else nullcontext(), interrupts_as_raised():
@@ -254,7 +254,7 @@ def validate_last_steps(
 def evaluate_best(
     config: Config, run: Run, trainer: L.Trainer, module: ReconstructionModule, data: SliceDataModule
 ) -> None:
-    """Evaluate best.ckpt on the test slices; table, page and picture go into evaluation/ and to the loggers."""
+    """Evaluate best.ckpt on the test slices. Table, page and picture go into evaluation/ and to the loggers."""
     allow_tf32(False)  # the figures are those of `evaluate`
     trained = Reconstructor(config, module.projector)
     load_weights(trained, run.folder)

@@ -1,4 +1,4 @@
-"""Warnings during training about a network that does not learn, which raises no error by itself."""
+"""Warnings during training about a network that does not learn. Such a network raises no error by itself."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from qnmixer.training.module import ReconstructionModule
 EVERY = 10
 """Optimizer steps between two checks."""
 _CONFIRMED = 3
-"""Checks in a row that must find the same before a warning; under fp16 single steps overflow in healthy runs."""
+"""Equal checks in a row before a warning. In fp16 single steps overflow in healthy runs too."""
 _FAR = 10.0
-"""Times the error of an empty image, or of FBP where that is larger, from which on a start is refused."""
+"""A start is refused from this many times the error of an empty image, or of FBP if that is larger."""
 _CONSTANT = 1e-6
 _SAME_DB = 1e-4
 
@@ -36,7 +36,7 @@ _REMEDY = "Start again with a lower optimizer.lr, or resume= from an earlier che
 
 @dataclass(frozen=True)
 class Errors:
-    """Mean square errors over the slices of a step, of all devices, and the share of images that are constant."""
+    """Mean square errors over the slices of a step on all devices, and the share of constant images."""
 
     network: float
     fbp: float
@@ -45,10 +45,10 @@ class Errors:
 
 
 class HealthMonitor(Callback):
-    """Looks at the gradient and at a batch's images every `EVERY` steps, and at each validation.
+    """Checks the gradient and a batch's images every `EVERY` steps, and the PSNR at each validation.
 
     A network whose start is far worse than FBP is refused before its first step. Each later warning is given once: in
-    the terminal, in results.json, and to the loggers as health/NAME = 1 (to W&B as an alert too).
+    the terminal, in results.json, and to the loggers as health/NAME = 1 (in W&B also as an alert).
 
     Args:
         run: for its console and its record, which gets each warning as {step, name, warning}.
@@ -64,13 +64,13 @@ class HealthMonitor(Callback):
         self._validated: tuple[int, float] | None = None  # step and PSNR
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Only a new run has a start to refuse."""
+        """Check the start of a new run."""
         self._begins = trainer.global_step == 0
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
-        """Have the module store its images if a check is due."""
+        """Make the module store its images if a check is due."""
         assert isinstance(pl_module, ReconstructionModule)
         pl_module.keeps_output = trainer.global_step % EVERY == 0
         self._batch = batch
@@ -78,7 +78,7 @@ class HealthMonitor(Callback):
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Check, before the weights change."""
+        """Check before the weights change."""
         assert isinstance(pl_module, ReconstructionModule)
         if not pl_module.keeps_output or self._batch is None:
             return
@@ -102,7 +102,7 @@ class HealthMonitor(Callback):
                 self._warn(trainer, name)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Compare the PSNR with that of the validation before."""
+        """Compare the PSNR with that of the previous validation."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
         step, psnr = trainer.global_step, float(trainer.callback_metrics["val/psnr"])
@@ -126,13 +126,13 @@ class HealthMonitor(Callback):
 
 @torch.no_grad()
 def _errors(module: ReconstructionModule, batch: Batch) -> Errors | None:
-    """Errors of the images that the module has stored; in a pipeline the device of the last stage has them.
+    """Errors of the images that the module has stored. In a pipeline the device of the last stage has them.
 
     None if the last batch of a step has only samples of weight 0, which fill it.
     """
     sums = torch.zeros(5, dtype=torch.float32, device=module.device)
     if module.output is not None:
-        counts = batch["weight"][-len(module.output) :] > 0  # a pipeline keeps the last of its micro-batches
+        counts = batch["weight"][-len(module.output) :] > 0  # a pipeline stores the last of its micro-batches
         image, truth = module.output[counts], batch["image"][-len(counts) :][counts]
         fbp = module.projector.fbp(module.measure(batch, "train")[-len(counts) :])[counts]
         spread = image.flatten(1).amax(1) - image.flatten(1).amin(1) if len(image) else image.new_zeros(0)
@@ -149,6 +149,6 @@ def _refuse_bad_start(errors: Errors) -> None:
         return
     raise UnstableNetwork(
         f"the untrained network's mean square error is {errors.network:.3g}, FBP's {errors.fbp:.3g} and that of an "
-        f"empty image {errors.empty:.3g}: from there it would not learn. Let the data steps start at "
+        f"empty image {errors.empty:.3g}: it cannot learn from this start. Let the data steps start at "
         "projector.safe_step_size() along projector.filtered_residual, and the last learned layer at zero"
     )

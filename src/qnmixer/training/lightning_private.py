@@ -36,9 +36,9 @@ def validate_as_in_training(trainer: L.Trainer) -> None:
 
 
 def restore_position(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
-    """Set the position of the data and of Lightning's loops to that of a checkpoint, before the loops are restored.
+    """Set the data and Lightning's loops to the position of a checkpoint, before the loops are restored.
 
-    Lightning counts the batches of one process. Under another strategy an optimizer step has more or fewer of them. So
+    Lightning counts the batches of one process. Under another strategy an optimizer step has more or fewer batches. So
     the position is computed from the number of optimizer steps.
     """
     data = trainer.datamodule  # type: ignore[attr-defined]  # Lightning sets it when it has one

@@ -1,4 +1,4 @@
-"""Memory during training: in the metrics at each step, of one whole step, and a warning about a leak."""
+"""Memory during training: metrics at each step, the memory of one step, and a warning about a leak."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -18,20 +18,20 @@ from qnmixer.reconstructor import Batch
 
 
 class MemoryMonitor(Callback):
-    """Logs memory at each optimizer step, measures what a step needs, and warns of a leak.
+    """Logs memory at each optimizer step, measures what a step needs, and warns about a leak.
 
-    The memory of a step is the one figure that the terminal, results.json, sweeps and comparisons show, and that
-    `qnmixer.plan` predicts: the most bytes that tensors take on the fullest device during an optimizer step, with
-    weights, gradients, optimizer state and the scan's matrices. It is measured at the second step, from which on the
-    optimizer's state is there. On CUDA torch's allocator counts. On a CPU the tracker of the plan counts the real
-    tensors; fsdp and compile=true hide theirs from it, so there is no figure.
+    The memory of a step is the figure that the terminal, results.json, sweeps and comparisons show, and that
+    `qnmixer.plan` predicts. It is the most bytes of tensors on the fullest device during an optimizer step, with
+    weights, gradients, optimizer state and the scan's matrices. It is measured at the second step, because the
+    optimizer state exists from then on. On CUDA torch's allocator counts. On a CPU the tracker of the plan counts the
+    real tensors; fsdp and compile=true hide theirs from it, so there is no figure.
 
-    That figure is memory/peak_mib in the metrics too: on CUDA of every step, on a CPU of the second step. Beside it are
-    counters of the process, to see a leak by: memory/allocated_mib and memory/reserved_mib, on CUDA
-    memory/device_used_mib. `Usage` says what they count. On a CPU they hold Python and all libraries too.
+    The metric memory/peak_mib has the same figure: on CUDA for every step, on a CPU for the second step. Other counters
+    of the process help to find a leak: memory/allocated_mib and memory/reserved_mib, on CUDA also
+    memory/device_used_mib. `Usage` defines them. On a CPU they include Python and all libraries.
 
     Args:
-        console: where the lines go.
+        console: for the lines.
     """
 
     def __init__(self, console: Console) -> None:
@@ -67,7 +67,7 @@ class MemoryMonitor(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
-        """Log, and look for a leak, if the batch ended an optimizer step."""
+        """Log memory and check for a leak, if the batch ended an optimizer step."""
         if trainer.global_step == self._global_step:
             return
         self._tracking.close()
@@ -93,22 +93,22 @@ class MemoryMonitor(Callback):
             self._warn(leak)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Count no further."""
+        """Stop counting."""
         self._tracking.close()
 
     def record(self, before: dict[str, float | None] | None = None) -> dict[str, float | None]:
         """The entry for results.json: `measured_step`, the memory of a step in MiB.
 
         Args:
-            before: the same from before the run was resumed; a resumed run may train no further step.
+            before: the entry from before the run was resumed, since a resumed run may train no further step.
         """
         return {"measured_step": self.measured_mib or (before or {}).get("measured_step")}
 
     def _warn(self, leak: Leak) -> None:
         self._print(
-            f"memory: a leak? What is held at the end of a step has grown for {leak.steps} steps, from "
+            f"memory: a leak? The memory at the end of a step has grown for {leak.steps} steps, from "
             f"{leak.first_bytes / MIB:.0f} to {leak.last_bytes / MIB:.0f} MiB, {leak.bytes_per_step / MIB:.2g} MiB "
-            "a step. Usual causes: a loss or image kept in a list without .detach() (its whole graph stays), a tensor "
+            "a step. Usual causes: a loss or image in a list without .detach() (its whole graph stays), a tensor "
             "logged with its graph, a state carried from batch to batch without .detach(), a callback that stores "
             "outputs"
         )
@@ -118,6 +118,6 @@ class MemoryMonitor(Callback):
 
 
 def _shows_tensors(module: L.LightningModule) -> bool:
-    """Whether the tracker sees a run's tensors: fsdp frees storages behind its back, compiled code makes its own."""
+    """Whether the tracker sees a run's tensors: fsdp frees storages unseen, and compiled code makes its own."""
     config = getattr(module, "config", None)
     return isinstance(config, Config) and config.strategy.planned_as != "shards" and not config.compile

@@ -1,4 +1,4 @@
-"""The LightningModule: the network, the measurement it is trained on, the loss."""
+"""The LightningModule: the network, the simulated measurement, and the loss."""
 
 import math
 from typing import Any
@@ -25,7 +25,7 @@ from qnmixer.training.lightning_private import restore_position
 
 
 class ReconstructionModule(Reconstructor, L.LightningModule):
-    """Learns x_T from sinograms that are simulated from each slice, on the device, as (seed, stream, sample) says."""
+    """Learns x_T from simulated sinograms of each slice. Their noise depends on (seed, stream, sample) only."""
 
     def __init__(self, config: Config, projector: FanBeamProjector | None = None) -> None:
         super().__init__(config, projector)
@@ -35,17 +35,17 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
         self._largest_norm: Tensor | float = 0.0
         self._step_loss: Tensor | float = 0.0
         self.gradient_norm: Tensor | float = 0.0  # of the last step, before clipping
-        self.keeps_output = False  # set for a step whose images are to be looked at
+        self.keeps_output = False  # set for a step whose images are checked
         self.output: Tensor | None = None  # those of its last batch, [B, 1, S, S]
 
     def configure_model(self) -> None:
-        """Shard the network for fsdp: the hook that Lightning has for it."""
+        """Shard the network for fsdp, in the hook that Lightning has for it."""
         if isinstance(self.config.strategy, FSDPConfig):
             assert self.device_mesh is not None
             shard(self.network, self.device_mesh["data_parallel"], self.config.strategy)
 
     def setup(self, stage: str) -> None:
-        """Make what counts over processes; not before, as a plan has no use for it."""
+        """Build the metrics that count over processes. Not before, because a plan does not need them."""
         self.means.update({name: MeanMetric(nan_strategy="disable") for name in ("loss", "psnr", "ssim")})
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -57,7 +57,7 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
         return loss
 
     def batch_loss(self, image: Tensor, truth: Tensor, weight: Tensor) -> Tensor:
-        """Σ weight · loss / batch size: see `EpochSampler` for what it is the mean of."""
+        """Σ weight · loss / batch size. `EpochSampler` says which mean this is."""
         if self.keeps_output:
             self.output = image.detach()
         return weighted(self.loss, image, truth, weight, batch_of_replica(self.config))
@@ -73,14 +73,14 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
             self._finite.raise_if_not()
 
     def log_loss(self, loss: Tensor, batch_idx: int) -> None:
-        """Log the loss of an optimizer step, the mean over its samples, once its last batch is here."""
+        """Log the loss of an optimizer step, the mean over its samples, after its last batch."""
         n = self.trainer.accumulate_grad_batches
         self._step_loss = loss.detach() / n + (self._step_loss if batch_idx % n else 0.0)
         if (batch_idx + 1) % n == 0:
             self.log("train/loss", self._step_loss, batch_size=1, sync_dist=True)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Loss, PSNR and SSIM × 100 of x_T, mean over the images of all processes."""
+        """Log loss, PSNR and SSIM × 100 of x_T, as means over the images of all processes."""
         image, truth = self.network(self.measure(batch, "val")), batch["image"]
         own_range = self.config.data.own_range
         values = {
@@ -95,7 +95,7 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
             self.log(f"val/{name}", mean, on_step=False, on_epoch=True)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check the loss. Log the gradient's norm before clipping, its largest of the run, lr, mean λ_t."""
+        """Check the loss. Log the gradient norm before clipping, its maximum in the run, lr and the mean of λ_t."""
         self._finite.raise_if_not()
         norm = gather(torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
         self.gradient_norm = norm
@@ -109,13 +109,13 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
             self.log(f"train/lambda_{t}", gather(step_size.detach()).mean())
 
     def configure_optimizers(self) -> Any:
-        """Optimizer and, per optimizer step, its schedule."""
+        """Build the optimizer and its schedule, which changes at every optimizer step."""
         optimizer = build_optimizer(self.config.optimizer, self.network)
         schedule = LambdaLR(optimizer, learning_rate_factor(self.config.schedule, self._n_steps()))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _n_steps(self) -> float:
-        """Optimizer steps of the whole run; Lightning's count would open the data before a resumed run says where."""
+        """Optimizer steps of the whole run. Lightning's count would load the data too early for a resumed run."""
         trainer = self.config.trainer
         by_steps = math.inf if trainer.max_steps == -1 else trainer.max_steps
         if trainer.max_epochs is None:
@@ -124,9 +124,9 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
         return min(by_steps, trainer.max_epochs * n_batches // trainer.accumulate_grad_batches)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Put the config in, as plain data, so that a checkpoint says by itself what it is.
+        """Add the config as plain data, so that a checkpoint is complete by itself.
 
-        Raises FloatingPointError for weights that are not finite. The loss of another rank may have made them so.
+        Raises FloatingPointError if the weights are not finite. The loss of another rank may have caused that.
         """
         if not math.isfinite(norm := float(gather(torch.nn.utils.get_total_norm(list(self.parameters()))))):
             raise FloatingPointError(f"the norm of the weights became {norm} at step {self.global_step}")

@@ -1,4 +1,4 @@
-"""What `debug=…` adds to a run: the profile, the operator of a NaN gradient, and a line at the start."""
+"""The debug modes of a run: the profile, the operator of a NaN gradient, and a line at the start."""
 
 import os
 import re
@@ -26,28 +26,28 @@ def describe(config: Config) -> str | None:
     """One line on how a debug mode changes the run; None for debug=off."""
     debug, batch = config.debug, effective_batch(config)
     if isinstance(debug, FewBatchesConfig):
-        return f"debug=few_batches: {debug.batches * batch} slices of each part at most; the numbers mean nothing"
+        return f"debug=few_batches: {debug.batches * batch} slices of each split at most; the numbers mean nothing"
     if isinstance(debug, ProfileConfig):
-        return f"debug=profile: {debug.steps} steps are recorded, after {debug.warm_up} that are not"
+        return f"debug=profile: {debug.steps} steps are recorded, after {debug.warm_up} without recording"
     return {
-        "overfit": f"debug=overfit: the same {batch} slices at every step and in validation; the loss must go far down",
+        "overfit": f"debug=overfit: the same {batch} slices at every step and in validation; the loss must fall far",
         "anomaly": "debug=anomaly: a gradient that becomes NaN ends the run with the operator; slower",
     }.get(debug.name)
 
 
 class Profile(Callback):
-    """Records some optimizer steps by torch's profiler: a trace for a viewer, and the costliest operators as a table.
+    """Records some optimizer steps with torch's profiler: a trace for a viewer, and a table of the costliest operators.
 
     Args:
-        folder: gets rank_0.json.gz, and one more of each further process.
+        folder: gets rank_0.json.gz, and one file for each other process.
         config: how many steps, and after how many.
-        console: where the table goes.
+        console: for the table.
     """
 
     def __init__(self, folder: Path, config: ProfileConfig, console: Console) -> None:
         self.folder, self.console, self.n_steps = folder, console, config.steps
         self._global_step = 0
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it writes to the terminal
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes to the terminal
         self._profile = profile(
             schedule=schedule(skip_first=config.warm_up - 1, wait=0, warmup=1, active=config.steps, repeat=1),
             on_trace_ready=self._write,
@@ -55,20 +55,20 @@ class Profile(Callback):
         )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin to count steps."""
+        """Start counting steps."""
         self._global_step = trainer.global_step
         self._profile.start()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: Batch, batch_idx: int
     ) -> None:
-        """Tell the profiler of each optimizer step, which may take several batches."""
+        """Report each optimizer step, which may take several batches, to the profiler."""
         if trainer.global_step > self._global_step:
             self._global_step = trainer.global_step
             self._profile.step()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """End the profile and write what it has recorded."""
+        """End the profile and write its results."""
         self._profile.stop()
 
     def _write(self, recorded: profile) -> None:
@@ -124,7 +124,7 @@ def naming_nan_gradients() -> Iterator[None]:
 
 
 def _caller(traceback: str) -> str:
-    """The innermost line outside of installed packages that is in a traceback of torch's warning."""
+    """The innermost line of the user's code in a traceback from torch's warning."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in .*\n +(.*)', traceback)
     path, line, code = next((f for f in reversed(frames) if "site-packages" not in f[0]), frames[-1])
     return f"of `{code}` ({path}:{line})"

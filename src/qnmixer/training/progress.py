@@ -1,4 +1,4 @@
-"""Optimizer steps, samples and speed, in every row of the metrics."""
+"""Optimizer steps, samples and speed for every row of the metrics."""
 
 import time
 from typing import Any
@@ -12,7 +12,7 @@ from qnmixer.reconstructor import Batch
 
 
 class Stopwatch:
-    """Seconds that went by while it ran."""
+    """Measures seconds; it can be stopped and started again."""
 
     def __init__(self) -> None:
         self._before = 0.0
@@ -20,24 +20,25 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """Up to now."""
+        """The seconds so far."""
         return self._before + (0.0 if self._since is None else time.monotonic() - self._since)
 
     def start(self) -> None:
-        """Go on, if it does not run."""
+        """Start, if it is stopped."""
         if self._since is None:
             self._since = time.monotonic()
 
     def stop(self) -> None:
-        """Stand still."""
+        """Stop."""
         self._before, self._since = self.seconds, None
 
 
 class ProgressMetrics(Callback):
     """Logs `step` and `samples` with each row, train/samples_per_second and, under 16-mixed, train/loss_scale.
 
-    `step` is how many optimizer steps are done, of which Lightning makes the step of the row; `samples` how many slices
-    they have seen, all devices together. The speed is that since the row before, data included, validation not.
+    `step` is the number of optimizer steps done; Lightning uses it as the step of the row. `samples` is the number of
+    slices seen by all devices together. The speed is that since the previous row, with data loading but without
+    validation.
     """
 
     def __init__(self) -> None:
@@ -91,7 +92,7 @@ class ProgressMetrics(Callback):
             self._log_place(pl_module, on_epoch=True)
 
     def _log_place(self, pl_module: L.LightningModule, *, on_epoch: bool) -> int:
-        """Log step and samples; returns the samples. On the CPU, so that no device is waited for."""
+        """Log step and samples, and return the samples. They are on the CPU, so that no device is waited for."""
         assert self._sampler is not None
         samples = self._sampler.samples_until(self._step)
         for name, value in (("step", self._step), ("samples", samples)):

@@ -1,4 +1,4 @@
-"""What a run says while it trains: one bar over all its steps on a terminal, else whole lines."""
+"""The progress of training: one bar over all steps on a terminal, lines in a log."""
 
 import math
 from collections import deque
@@ -19,22 +19,22 @@ from qnmixer.tracking.metrics_file import read_metrics
 from qnmixer.tracking.results import duration
 from qnmixer.training.progress import Stopwatch
 
-_RECENT_LOSSES = 20  # whose mean is shown
-_RECENT_STEPS = 100  # over which speed is measured
+_RECENT_LOSSES = 20  # their mean is shown
+_RECENT_STEPS = 100  # the speed is measured over these
 
 
 class TrainingProgress(Callback):
     """Shows the step of all steps, the loss, the last val/psnr, samples a second and the time left.
 
-    On a terminal they stand in one bar for the whole run, in which validations are a phase; a line at each validation
-    stays above it. Elsewhere lines are printed at intervals and at each validation, also in W&B's output. Steps are
-    optimizer steps. The loss is the mean over the last 20 of them. The speed is that of the last 100, without
-    validations. The time left counts validations as they took so far. What is logged with `prog_bar=True` is shown too.
+    On a terminal there is one bar for the whole run; a validation is a phase of it and leaves one line above it. In a
+    log lines are printed at intervals and at each validation; W&B's output gets them too. Steps are optimizer steps.
+    The loss is the mean over the last 20 steps. The speed is that of the last 100 steps, without validations. The time
+    left counts validations with the time they took so far. Values logged with `prog_bar=True` are shown too.
 
     Args:
-        console: where it goes; that of the whole run, so that other lines go above the bar. A quiet one shows nothing.
-        metrics: the run's metrics.csv, which has the val/psnr that a resumed run begins with.
-        enabled: False: the lines at validations alone, as also beside a progress bar among the config's callbacks.
+        console: that of the whole run, so that other lines go above the bar. A quiet one shows nothing.
+        metrics: the run's metrics.csv, for the val/psnr at which a resumed run starts.
+        enabled: False: only lines at validations. The same holds if the config's callbacks include a progress bar.
     """
 
     def __init__(self, console: Console, metrics: Path, enabled: bool = True) -> None:
@@ -42,7 +42,7 @@ class TrainingProgress(Callback):
         self._sampler: EpochSampler | None = None
         self._total = math.inf
         self._first = self._step = 0
-        self._losses: deque[Tensor] = deque(maxlen=_RECENT_LOSSES)  # read when they are shown: that waits for a GPU
+        self._losses: deque[Tensor] = deque(maxlen=_RECENT_LOSSES)  # read only to show them: that waits for a GPU
         self._marks: deque[tuple[float, int, int]] = deque(maxlen=_RECENT_STEPS)  # training seconds, steps, samples
         self._psnr: float | None = None
         self._training, self._pausing = Stopwatch(), Stopwatch()
@@ -51,7 +51,7 @@ class TrainingProgress(Callback):
         self._bar: Bar | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Say where a resumed run starts; start the bar and the clock."""
+        """Print where a resumed run starts; start the bar and the clock."""
         sampler = trainer.train_dataloader.sampler  # type: ignore[union-attr]  # it has been made
         assert isinstance(sampler, EpochSampler)
         self._sampler, self._total = sampler, trainer.estimated_stepping_batches
@@ -75,7 +75,7 @@ class TrainingProgress(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
-        """Take what the batch brought, if it ended an optimizer step."""
+        """Store loss and time of an optimizer step, if the batch ended one."""
         if trainer.global_step == self._step or self._sampler is None:
             return
         self._step = trainer.global_step
@@ -84,7 +84,7 @@ class TrainingProgress(Callback):
         self._show(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stop the clock of training; the validation after training has a bar of its own."""
+        """Stop the clock of training. The validation after training has its own bar."""
         self._step = trainer.global_step
         self._training.stop()
         self._pausing.start()
@@ -122,11 +122,11 @@ class TrainingProgress(Callback):
         self._end()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Remove the bar before the error is told."""
+        """Remove the bar before the error is printed."""
         self._end()
 
     def _show(self, trainer: L.Trainer, phase: str | None = None) -> None:
-        """Redraw the bar and print a line, if it is time."""
+        """Redraw the bar and print a line, if one is due."""
         if not self._shows(trainer):
             return
         if self._bar is not None and self._bar.is_due():
@@ -140,7 +140,7 @@ class TrainingProgress(Callback):
                 _to_wandb(trainer, line)
 
     def _draw(self, trainer: L.Trainer, phase: str | None = None) -> None:
-        """Draw the bar now, where there can be one."""
+        """Draw the bar now, if the console can show one."""
         if not (self._shows(trainer) and takes_a_bar(self.console)):
             return
         if self._bar is None:
@@ -169,14 +169,14 @@ class TrainingProgress(Callback):
         return f"step {self._step}" if self._is_open(trainer) else f"step {self._step}/{self._total:.0f}"
 
     def _now(self, trainer: L.Trainer, phase: str | None) -> list[str]:
-        """The phase, or the loss and what else is logged for the bar."""
+        """The phase, or the loss and other values that are logged for the bar."""
         if phase is not None:
             return [phase]
         loss = [f"loss {sum(map(float, self._losses)) / len(self._losses):#.3g}"] if self._losses else []
         return [*loss, *(f"{name} {float(value):#.3g}" for name, value in trainer.progress_bar_metrics.items())]
 
     def _speed(self, trainer: L.Trainer, *, short: bool = False) -> list[str]:
-        """Samples a second and the time left, once two steps are done."""
+        """Samples a second and the time left, after the first two steps."""
         if len(self._marks) < 2:
             return []
         (begin, _, before), (end, _, now) = self._marks[0], self._marks[-1]
@@ -191,7 +191,7 @@ class TrainingProgress(Callback):
         return [speed, f"{'at most ' * most}{duration(left)} left"]
 
     def _left(self, trainer: L.Trainer) -> tuple[float, float]:
-        """Seconds to the last step, and to the end of trainer.max_time; infinite where there is none."""
+        """Seconds to the last step, and to the end of trainer.max_time; infinite without a limit."""
         by_steps = by_time = math.inf
         if len(self._marks) > 1:
             (begin, first, _), (end, last, _) = self._marks[0], self._marks[-1]
@@ -202,13 +202,13 @@ class TrainingProgress(Callback):
         return by_steps, by_time
 
     def _is_open(self, trainer: L.Trainer) -> bool:
-        """Whether the number of steps is not known: there is no limit, or the time is over before."""
+        """Whether the number of steps is unknown: there is no limit, or the time limit comes first."""
         by_steps, by_time = self._left(trainer)
         return math.isinf(self._total) or by_time < by_steps
 
 
 def _to_wandb(trainer: L.Trainer, line: str) -> None:
-    """Add a line to W&B's output. It does not listen to the terminal, where other lines name folders."""
+    """Add a line to W&B's output. W&B does not listen to the terminal, because other lines there name folders."""
     for logger in trainer.loggers:
         if isinstance(logger, WandbRun):
             logger.experiment.write_logs(line)

@@ -1,4 +1,4 @@
-"""What a run prints before and after training, and which warnings it hides."""
+"""The lines of a run before and after training, and the warnings that it hides."""
 
 import logging
 import sys
@@ -33,13 +33,13 @@ _NOT_FOR_USERS = (
 
 
 def quieten() -> None:
-    """Hide what libraries print and a user cannot act on."""
+    """Hide lines of libraries that a user cannot act on."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     for message in _NOT_FOR_USERS:
         warnings.filterwarnings("ignore", message=message)
     if rank() != 0:
-        warnings.simplefilter("ignore")  # rank 0 has the same to say
+        warnings.simplefilter("ignore")  # rank 0 prints the same warnings
     if is_rank():  # Python drops an exception in a finaliser; that a signal stopped the rank is not worth a traceback
         sys.unraisablehook = lambda it: (
             None if issubclass(it.exc_type, KeyboardInterrupt) else sys.__unraisablehook__(it)
@@ -49,7 +49,7 @@ def quieten() -> None:
 def print_start(
     config: Config, module: ReconstructionModule, data: SliceDataModule, trainer: L.Trainer, console: Console
 ) -> None:
-    """Print network, scan, data, batch, and what ends the training."""
+    """Print network, scan, data, batch, and the limit of the training."""
     n_parameters, n_slices = sum(p.numel() for p in module.parameters()), len(data.dataset("train"))
     t, batch, steps = config.trainer, effective_batch(config), steps_per_epoch(config, len(data.dataset("train")))
     nodes = f" × {t.num_nodes} nodes" if t.num_nodes > 1 else ""

@@ -1,4 +1,4 @@
-"""Lightning's Trainer as a config says."""
+"""Lightning's Trainer, built from the config."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,12 +16,12 @@ from qnmixer.parallel.strategies import build_precision, build_strategy
 from qnmixer.training.checkpointing import AtomicCheckpointIO
 from qnmixer.training.lightning_private import disable_signal_handling
 
-_BUILT = ("enable_progress_bar", "limit_train_batches", "profiler")  # of trainer.extra: not passed on as they are
+_BUILT = ("enable_progress_bar", "limit_train_batches", "profiler")  # keys of trainer.extra that are converted first
 _PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
 
 
 def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> L.Trainer:
-    """Lightning's Trainer for a run folder; the config must come from `resolve_devices`. Sets trainer.tf32 too."""
+    """Build Lightning's Trainer for a run folder; the config must come from `resolve_devices`. Sets trainer.tf32."""
     t = config.trainer
     disable_signal_handling()
     allow_tf32(t.tf32)
@@ -63,5 +63,5 @@ def _validations(t: TrainerConfig) -> dict[str, Any]:
 
 
 def _profiler(name: str | None, folder: Path) -> Profiler | None:
-    """Lightning's profiler of this name, which writes what it measures into a folder."""
+    """Lightning's profiler of this name, which writes its results into a folder."""
     return None if name is None else _PROFILERS[name](dirpath=folder, filename="lightning")

@@ -15,18 +15,19 @@ _KEY = "trained_weights"
 
 
 class MeanWeights(Callback):
-    """Validation and checkpoints get the mean of the weights; training goes on with those that it steps.
+    """Validation and checkpoints use the mean of the weights; training continues with the weights themselves.
 
-    Lightning's own would copy the scan's matrix too, and mixes the two up in a checkpoint made during a validation.
+    Lightning's own callback would copy the scan's matrix too. It also swaps the two sets of weights in a checkpoint
+    that is written during a validation.
 
     Args:
-        decay: what a step leaves of the mean before it.
-        start: optimizer steps after which the mean begins.
+        decay: the share of the old mean that remains after a step.
+        start: optimizer steps after which averaging starts.
     """
 
     def __init__(self, decay: float = 0.999, start: int = 0) -> None:
         if not 0 <= decay < 1 or start < 0:
-            raise ValueError("decay is from 0 to below 1, start is 0 or more")
+            raise ValueError("decay must be from 0 to below 1, and start must be 0 or more")
         self.decay, self.start = decay, start
         self._mean: dict[str, Tensor] = {}
         self._trained: dict[str, Tensor] = {}  # of a checkpoint
@@ -42,7 +43,7 @@ class MeanWeights(Callback):
 
     @torch.no_grad()
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start from the weights, or from the two sets of weights of a checkpoint."""
+        """Start from the weights of the network, or from the two sets of weights in a checkpoint."""
         parameters = dict(pl_module.named_parameters())
         self._mean = {name: p.detach().clone() for name, p in parameters.items()}  # a checkpoint's are the mean
         for name, value in self._trained.items():
@@ -53,7 +54,7 @@ class MeanWeights(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Follow an optimizer step."""
+        """Update the mean after an optimizer step."""
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
@@ -62,17 +63,17 @@ class MeanWeights(Callback):
             self._mean[name].lerp_(parameter, share)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Put the mean in."""
+        """Put the mean into the network."""
         self._swap(pl_module)
         self._swapped = not self._swapped
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take it out again."""
+        """Put the trained weights back."""
         self._swap(pl_module)
         self._swapped = not self._swapped
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Save the mean as the weights, for all that read a checkpoint, and the trained weights beside it."""
+        """Save the mean as the weights, for everyone who reads a checkpoint, and the trained weights beside it."""
         if not self._mean:
             return
         now = {name: p.detach() for name, p in pl_module.named_parameters()}

@@ -1,6 +1,6 @@
 """One run in several processes: the launcher starts a rank for each device, and each rank calls `fit`.
 
-What loads torch is imported where it is needed: a rank can be stopped before.
+Modules that load torch are imported late, so that a rank can be stopped before.
 """
 
 import json
@@ -26,13 +26,13 @@ from qnmixer.tracking.run import Run
 
 
 def check_processes(config: Config) -> None:
-    """Raise ConfigError if the config asks for another number of processes than were started."""
+    """Raise ConfigError if the config needs another number of processes than were started."""
     trainer, n = config.trainer, world_size()
     if not is_rank():
         if trainer.num_nodes > 1:
             raise ConfigError(
                 f"trainer.num_nodes={trainer.num_nodes}, but nothing has been started on other nodes: "
-                "conf/trainer/torchrun.yaml and slurm.yaml say how, or leave it at 1"
+                "conf/trainer/torchrun.yaml and slurm.yaml show how, or set it to 1"
             )
     elif config.strategy.name == "single" and n > 1:
         raise ConfigError(f"strategy=single, but {n} processes were started: choose strategy=ddp, fsdp or pipeline")
@@ -48,10 +48,10 @@ def check_srun() -> None:
     if not by_srun():
         return
     if "SLURM_NTASKS_PER_NODE" not in os.environ:
-        raise ConfigError("SLURM was told --ntasks only: give --ntasks-per-node=GPUS_OF_A_NODE instead")
+        raise ConfigError("SLURM got --ntasks only: give --ntasks-per-node=GPUS_OF_A_NODE instead")
     if (name := os.environ.get("SLURM_JOB_NAME")) in ("bash", "interactive"):
         raise ConfigError(
-            f"Lightning takes a job named {name} for a single process: put SLURM_JOB_NAME=train before srun"
+            f"Lightning treats a job named {name} as a single process: put SLURM_JOB_NAME=train before srun"
         )
 
 
@@ -82,7 +82,7 @@ def fit_in_processes(config: Config, run: Run) -> float:
         raise
     best = read_results(run.folder).get("best")
     if not isinstance(best, dict):
-        raise RankFailed(f"all ranks ended well, but rank 0 left no result in {run.folder}")
+        raise RankFailed(f"all ranks succeeded, but rank 0 wrote no result into {run.folder}")
     return float(best[config.monitor])
 
 
@@ -109,7 +109,7 @@ def main(path: Path) -> None:
 
 
 def _write_job(folder: Path, config: Config, run: Run) -> Path:
-    """Write what the ranks need to know into a file."""
+    """Write the data that the ranks need into a file."""
     path = folder / "job.json"
     job = {"config": to_plain(config), "folder": str(run.folder.absolute()), "overrides": run.overrides}
     path.write_text(json.dumps(job | {"launcher": os.getpid()}))
@@ -117,7 +117,7 @@ def _write_job(folder: Path, config: Config, run: Run) -> Path:
 
 
 def _ask_to_stop(job: Path, n_ranks: int) -> bool:
-    """Ask all ranks to stop between two steps; False if some have not started, as then nothing is lost."""
+    """Ask all ranks to stop between two steps. False if some have not started: killing them loses nothing."""
     pids = [int(path.read_text()) for path in job.glob("*.pid")]
     if len(pids) < n_ranks:
         return False
@@ -139,7 +139,7 @@ def _fit(config: Config, run: Run, job: Path | None) -> float:
 def _check_inputs(config: Config, run: Run) -> None:
     """Raise UserError once, here, for callbacks, data and checkpoints that would fail in every rank.
 
-    Lightning is loaded for callbacks of the user's own only. Its import takes seconds, and this process does not train.
+    Loads Lightning only for the user's own callbacks: its import takes seconds, and this process does not train.
     """
     from qnmixer.checkpoints.reading import find_checkpoint, read_checkpoint, resumable, split_of
     from qnmixer.data.sources import parts_of
@@ -154,7 +154,7 @@ def _check_inputs(config: Config, run: Run) -> None:
         read_checkpoint(find_checkpoint(config.finetune))
     before = None if run.resume is None else split_of(resumable(config, Path(run.resume)))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # rank 0 will say it
+        warnings.simplefilter("ignore")  # rank 0 will show the warnings
         parts_of(config.data, RunSplit(before), build_geometry(config))
 
 

@@ -1,4 +1,4 @@
-"""The weights that the package ships, and what `run=` and `finetune=` may name. No torch import."""
+"""The weights that the package ships, and the values of `run=` and `finetune=`. No torch import."""
 
 from pathlib import Path
 
@@ -6,20 +6,20 @@ from qnmixer.errors import CheckpointError
 from qnmixer.files import check_there
 
 PRETRAINED = "pretrained"
-"""Their short name; a folder called so is given by its path, ./pretrained."""
+"""Their short name. A folder of this name needs a path: ./pretrained."""
 
 SHIPPED = Path(__file__).parent / "qn_mixer_256_64views.safetensors"
 
 SUFFIX = ".safetensors"
-"""What tells a weights file, which `qnmixer.export` makes, from a checkpoint."""
+"""The ending of a weights file of `qnmixer.export`; checkpoints have another one."""
 
 
 def located(run: str | Path) -> Path:
-    """Where that lies which `run=` or `finetune=` names: the shipped weights for their name, else the path as it is.
+    """The path that `run=` or `finetune=` names: the shipped weights for "pretrained", else the path unchanged.
 
-    The name is a string: a Path, which may have been ./pretrained, is a path always.
+    The name must be a string. A Path, which may come from ./pretrained, is always a path.
 
-    Raises CheckpointError where this installation has no shipped weights.
+    Raises CheckpointError if this installation has no shipped weights.
     """
     if run != PRETRAINED:
         return Path(run)
@@ -32,6 +32,6 @@ def located(run: str | Path) -> Path:
 
 
 def check_weights(key: str, given: str) -> None:
-    """Raise CheckpointError or DataError where there are no weights at what a key names."""
+    """Raise CheckpointError or DataError if a key names no weights."""
     what = f"a run folder of qnmixer.train, a checkpoint, a {SUFFIX} file or the word {PRETRAINED}"
     check_there(key, str(located(given)) if given else "", what)
