@@ -125,7 +125,7 @@ def test_another_way_to_the_same_batch(tiny_config: Callable[..., Config], tmp_p
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["data.batch_size=4"], ["2 slices an optimizer step", "4", "data.batch_size"]),
+        (["data.batch_size=4"], ["2 slices per optimizer step", "4", "data.batch_size"]),
         (["model.channels=8"], ["model.channels=4, not 8", "finetune="]),
         (["optimizer=sgd"], ["optimizer=adamw, not sgd", "finetune="]),
         (["optimizer.lr=0.1"], ["optimizer.lr=", "not 0.1", "finetune="]),
