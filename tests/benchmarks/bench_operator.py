@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from hardware import copy_bandwidth
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -177,7 +178,8 @@ COLUMNS = {
 
 def show(rows: Iterable[dict[str, Any]], bandwidth: float) -> None:
     """Print the table."""
-    table = Table(title=f"256 × 256, 512 detectors, one core; ms per image; a copy moves {bandwidth / 1e9:.1f} GB/s")
+    title = f"256 × 256, 512 detectors, one core; ms per image; a copy moves {bandwidth / 1e9:.1f} GB/s"
+    table = Table(title=title, box=SIMPLE, pad_edge=False, padding=(0, 0, 0, 1))
     for heading in COLUMNS:
         table.add_column(heading, justify="right")
     for row in rows:
