@@ -181,7 +181,7 @@ def show(rows: Iterable[dict[str, Any]], bandwidth: float) -> None:
     title = f"256 × 256, 512 detectors, one core; ms per image; a copy moves {bandwidth / 1e9:.1f} GB/s"
     table = Table(title=title, box=SIMPLE, pad_edge=False, padding=(0, 0, 0, 1))
     for heading in COLUMNS:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", min_width=10 if heading == "beam" else None)
     for row in rows:
         table.add_row(*(_text(row[key]) for key in COLUMNS.values()))
     Console().print(table)
