@@ -169,7 +169,7 @@ def measure(n_views: int, beams: Sequence[str], bandwidth: float) -> list[dict[s
 
 
 COLUMNS = {
-    "views": "views", "beam": "beam", "": "operator", "batch": "batch", "ms": "ms_per_image",
+    "V": "views", "beam": "beam", "": "operator", "B": "batch", "ms": "ms_per_image",
     "ASTRA": "astra_ms_per_image", "faster": "times_faster", "floor": "floor_ms_per_image", "over it": "times_floor",
     "of flat": "times_flat_per_value", "bytes": "times_bytes",
 }  # fmt: skip
