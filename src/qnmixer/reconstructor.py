@@ -88,8 +88,7 @@ class Reconstructor(nn.Module):
         if fine is None:
             return torch.cat([self.projector(x) for x in image.split(1)])
         if self._fine_matrix is None:
-            data = replace(self.config.data, image_size=fine.shape[-1])
-            self._fine_matrix = system_matrix(build_geometry(replace(self.config, data=data)))
+            self._fine_matrix = system_matrix_at(self.config, fine.shape[-1])
         matrix = self._fine_matrix.to(fine.device)
         return torch.cat([apply_linear(x, matrix, matrix.transpose) for x in fine.split(1)])
 
@@ -101,10 +100,9 @@ class SampleMeasurement:
     of `Reconstructor.measure` on a CPU to the last bit.
     """
 
-    def __init__(self, config: Config) -> None:
-        self.seed, self.noise = config.seed, build_noise(config)
-        data = replace(config.data, image_size=config.data.image_size * config.data.simulation_factor)
-        self.matrix = system_matrix(build_geometry(replace(config, data=data)))
+    def __init__(self, config: Config, noise: KeyedNoise) -> None:
+        self.seed, self.noise = config.seed, noise
+        self.matrix = system_matrix_at(config, config.data.image_size * config.data.simulation_factor)
 
     @torch.no_grad()
     def __call__(self, part: str, sample: Mapping[str, Any]) -> Tensor:
@@ -119,8 +117,13 @@ def sample_measurement(config: Config) -> SampleMeasurement | None:
 
     Neither is there for sinograms that a scanner has measured.
     """
-    simulated = not config.data.measured and not isinstance(build_noise(config), NoNoise)
-    return SampleMeasurement(config) if simulated else None
+    noise = build_noise(config)
+    return None if config.data.measured or isinstance(noise, NoNoise) else SampleMeasurement(config, noise)
+
+
+def system_matrix_at(config: Config, image_size: int) -> ScanMatrix:
+    """Build A of the scan for images of another size, to simulate from."""
+    return system_matrix(build_geometry(replace(config, data=replace(config.data, image_size=image_size))))
 
 
 def to_hu(batch: Batch, image: Tensor) -> Tensor:

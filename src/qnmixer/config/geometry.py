@@ -9,7 +9,7 @@ from qnmixer.config.option import number, one_of
 class GeometryConfig:
     """Fan or parallel beam, mm and radians; pixel_size follows as field_of_view / data.image_size.
 
-    beam and detector_offset have defaults because checkpoints of older versions lack them.
+    beam and detector_offset have defaults: a file of one's own may leave them out.
     """
 
     name: str
