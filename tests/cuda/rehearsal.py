@@ -4,9 +4,10 @@
     python -m tests.cuda.rehearsal --jobs JOBS.json      # many, a line of JSON each
 
 Lightning's Trainer runs two steps of the config's network, memory mode, precision and noise, by the project's own
-module. The second is counted, from the transfer of its batch: operators (calls of the dispatcher but views and `empty`,
-which launch nothing), waits of the host for the device, float64 and foreign devices, peak bytes against the plan. It
-works with torch's CPU build and g++.
+module. The last is counted, from the transfer of its batch: operators (calls of the dispatcher but views and `empty`,
+which launch nothing), waits of the host for the device, float64 and foreign devices, peak bytes against the plan. A
+third step, where asked for, is compared with the second, as a CUDA graph replays one step for all. It works with
+torch's CPU build and g++.
 
 It does not see what is inside one operator (foreach, cuFFT and cuSPARSE launch several kernels), cuDNN's workspaces,
 time, or what values decide.
@@ -25,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +61,7 @@ _PLANNERS: dict[str, Planner] = {}
 
 @dataclass
 class Rehearsal:
-    """What the second step of a config took."""
+    """What the last step of a config took."""
 
     operators: dict[str, int]  # by phase
     by_file: dict[str, int]  # "phase file", only where files were asked for
@@ -68,6 +70,7 @@ class Rehearsal:
     foreign: dict[str, int]  # operators with tensors of the host, or state that is not on the device
     peak: int  # bytes
     planned: float
+    change: str | None  # the first operator of the last step that is another, or of other shapes, in the step before
 
 
 class Watch(TorchDispatchMode):
@@ -77,12 +80,15 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.by_file = by_file
         self.bytes = 0
+        self.trace: list[str] = []  # operators and shapes of a step, in order
         self._alive: dict[int, Any] = {}
         self.restart()
 
     def restart(self) -> None:
         """Count from here."""
+        self.before = self.trace
         self.phase, self.peak = "forward", self.bytes
+        self.trace = []
         self.operators: Counter[str] = Counter()
         self.files: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
@@ -130,6 +136,7 @@ class Watch(TorchDispatchMode):
         if name.removeprefix("new_").startswith("empty"):
             return result
         self.operators[self.phase] += 1
+        self.trace.append(f"{self.phase}: {name} -> {[(tuple(t.shape), t.dtype) for t in made]}")
         if self.by_file:
             self.files[f"{self.phase} {_caller()}"] += 1
         if "cpu" in devices and name in ("_to_copy", "copy_"):
@@ -184,21 +191,21 @@ class _Phases(L.Callback):
         self.watch.phase = "optimizer"
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 0:
+        if batch_idx + 1 < trainer.max_steps:
             self.watch.restart()
 
     def on_train_epoch_end(self, *_: Any) -> None:
         self.watch.phase = "after"
 
 
-def rehearse(overrides: list[str], by_file: bool = False) -> Rehearsal:
-    """Two steps of a config; the second, as it was counted."""
+def rehearse(overrides: list[str], by_file: bool = False, n_steps: int = 2) -> Rehearsal:
+    """Some steps of a config; the last, as it was counted."""
     config = parse(compose("train", overrides))
     key = repr((config.geometry, config.data.image_size))
     planner = _PLANNERS.setdefault(key, _PLANNERS.get(key) or Planner(config))  # with norms, which need real numbers
     planned = track_step(config, planner.projector).peak
     mode, watch = FakeTensorMode(allow_non_fake_inputs=True), Watch(by_file)
-    data = _data(config)  # real tensors: the host reads numbers of samples
+    data = _data(config, n_steps)  # real tensors: the host reads numbers of samples
     projector = copy.deepcopy(planner.projector)
     with mode:
         module = _module(config, mode, projector)
@@ -208,7 +215,7 @@ def rehearse(overrides: list[str], by_file: bool = False) -> Rehearsal:
     callbacks = [*build_callbacks(config.callbacks), _Phases(watch)]
     with mode, watch:
         trainer = L.Trainer(
-            strategy=FakeDevice(CUDA0, FakeAccelerator()), plugins=[build_precision(config, "cuda")], max_steps=2,
+            strategy=FakeDevice(CUDA0, FakeAccelerator()), plugins=[build_precision(config, "cuda")], max_steps=n_steps,
             gradient_clip_val=t.gradient_clip_val, log_every_n_steps=t.log_every_n_steps, callbacks=callbacks,
             limit_val_batches=0, logger=DummyLogger(), enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, use_distributed_sampler=False,
@@ -226,6 +233,7 @@ def rehearse(overrides: list[str], by_file: bool = False) -> Rehearsal:
         dict(watch.foreign),
         watch.peak,
         planned,
+        next((f"{a}, not {b}" for a, b in zip_longest(watch.trace, watch.before) if a != b), None),
     )
 
 
@@ -241,8 +249,8 @@ def _module(config: Config, mode: FakeTensorMode, projector: FanBeamProjector) -
     return module
 
 
-def _data(config: Config) -> SliceDataModule:
-    """Two batches like those of the loader, in host memory."""
+def _data(config: Config, n_batches: int) -> SliceDataModule:
+    """Batches like those of the loader, in host memory."""
     b, size, fine = config.data.batch_size, config.data.image_size, config.data.simulation_factor
     batch = {"image": torch.rand(b, 1, size, size), "hu_offset": torch.zeros(b), "hu_scale": torch.ones(b)}
     batch |= {"fine": torch.rand(b, 1, fine * size, fine * size)} if fine > 1 else {}
@@ -258,10 +266,10 @@ def _data(config: Config) -> SliceDataModule:
         sampler = EpochSampler(64, shuffle=True, batch_size=b)
 
         def __len__(self) -> int:
-            return 2
+            return n_batches
 
         def __iter__(self) -> Iterator[Any]:
-            return iter([batch] * 2)
+            return iter([batch] * n_batches)
 
     class Data(SliceDataModule):
         def prepare_data(self) -> None:
@@ -298,13 +306,20 @@ def _keeping(step: Callable[..., Any], *args: Any) -> Any:
     return step(*args)
 
 
+def _more_each_time(step: Callable[..., Any], *args: Any) -> Any:
+    _ADDED.append(1.0)
+    return _on_tensors(step(*args), lambda x: sum(_ADDED, x))
+
+
 _KEPT: list[Tensor] = []
+_ADDED: list[float] = []
 FAULTS = {
     "wrong device": _elsewhere,
     ".item()": _waits,
     "float64": _in_float64,
     "doubled loop": _twice,
     "kept tensor": _keeping,
+    "more each time": _more_each_time,
 }
 """What can be planted into each iteration."""
 
@@ -340,7 +355,7 @@ def main() -> None:
     """Print what steps take: a table of one config, or a line of JSON for each job."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--by-file", action="store_true")
-    parser.add_argument("--jobs", type=Path, help="a JSON list of {overrides, fault}")
+    parser.add_argument("--jobs", type=Path, help="a JSON list of {overrides, fault, n_steps}")
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -352,7 +367,7 @@ def main() -> None:
     for job in json.loads(arguments.jobs.read_text()):
         try:
             with planted(job["fault"]):
-                found = asdict(rehearse(job["overrides"]))
+                found = asdict(rehearse(job["overrides"], n_steps=job["n_steps"]))
         except Exception as error:
             found = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         print(json.dumps(found), flush=True)

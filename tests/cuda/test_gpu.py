@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -42,6 +42,7 @@ from qnmixer.training.trainer import build_trainer
 from ..conftest import PHANTOMS, TINY
 from ..parallel.test_parity import COMPETITORS, MODEL
 from .findings import Findings
+from .replay import graphs_on_the_cpu
 
 SMALL = [word for word in TINY if not word.startswith("model.")] + ["data.n_train=8", "data.n_val=3", "data.n_test=4"]
 NETWORKS = {"qn_mixer": MODEL} | COMPETITORS
@@ -194,6 +195,30 @@ def test_a_step_waits_for_nothing(
     callback = _OneStep(device)
     trained(config, device, tmp_path, callback)
     assert callback.done
+
+
+class _Losses(Callback):
+    """The loss of each step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+@pytest.mark.parametrize(("model", "precision"), [*product(NETWORKS, ["32"]), ("qn_mixer", "16-mixed")])
+def test_a_cuda_graph_learns_the_same(device: torch.device, tmp_path: Path, model: str, precision: str) -> None:
+    """On a CPU the operators are replayed one by one (`replay.py`). The last batch of each epoch is smaller."""
+    config = override(small(model, "keep", precision), "data.n_train=3 trainer.max_steps=4")
+    losses = []
+    with graphs_on_the_cpu() if device.type == "cpu" else nullcontext([]) as graphs:
+        for words in ("", "trainer.cuda_graph=true"):
+            callback = _Losses()
+            trained(override(config, words), device, tmp_path, callback)
+            losses.append(callback.losses)
+    assert [graph.n_replayed for graph in graphs] == [2, 2] * (device.type == "cpu")
+    assert losses[1] == (losses[0] if device.type == "cpu" else pytest.approx(losses[0], rel=1e-4))
 
 
 def size_for(device: torch.device) -> list[str]:

@@ -56,7 +56,8 @@ NOISY = (
     (*overrides_of("learn"), "noise=physical", "data.simulation_factor=2"),
     (*overrides_of("learn"), "noise=mixed"),
 )
-FAULTS = ("wrong device", ".item()", "float64", "doubled loop", "kept tensor")
+FAULTS = ("wrong device", ".item()", "float64", "doubled loop", "kept tensor", "more each time")
+REPEATED = [overrides_of(model) for model in MODELS]
 JOBS: list[Job] = [
     (DEMO, None),
     *((overrides_of(*which), None) for which in EVERY),
@@ -73,7 +74,9 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[Job, dict[str, A
     if torch.version.cuda is not None:
         pytest.skip("fake CUDA takes torch's CPU build: make test-gpu checks the same on a GPU")
     jobs = tmp_path_factory.mktemp("fake_cuda") / "jobs.json"
-    jobs.write_text(json.dumps([{"overrides": overrides, "fault": fault} for overrides, fault in JOBS]))
+    steps = {(overrides, None): 3 for overrides in REPEATED} | {(overrides_of("learn"), "more each time"): 3}
+    words = [{"overrides": job[0], "fault": job[1], "n_steps": steps.get(job, 2)} for job in JOBS]
+    jobs.write_text(json.dumps(words))
     done = subprocess.run(
         [sys.executable, "-m", "tests.cuda.rehearsal", "--jobs", str(jobs)],
         cwd=Path(__file__).parents[2], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -109,6 +112,14 @@ def test_the_demo_has_no_more_operators_than_it_may(rehearsed: dict[Job, dict[st
     assert n_operators(rehearsed[DEMO, None]) <= BUDGET["demo"]
 
 
+@pytest.mark.parametrize("overrides", REPEATED, ids=MODELS)
+def test_each_step_does_what_the_last_one_did(
+    rehearsed: dict[Job, dict[str, Any]], overrides: tuple[str, ...]
+) -> None:
+    """The same operators in the same order, of the same shapes: what `trainer.cuda_graph=true` relies on."""
+    assert rehearsed[overrides, None]["change"] is None
+
+
 @pytest.mark.parametrize("overrides", NOISY, ids=lambda overrides: "-".join(overrides[5:]))
 def test_noise_is_not_waited_for(rehearsed: dict[Job, dict[str, Any]], overrides: tuple[str, ...]) -> None:
     found = rehearsed[overrides, None]
@@ -123,5 +134,6 @@ def test_what_is_planted_is_found(rehearsed: dict[Job, dict[str, Any]]) -> None:
     assert rehearsed[plain, ".item()"]["waits"] == {".item() in models/unrolled.py": 2}
     assert rehearsed[plain, "float64"]["float64"].keys() == {"_to_copy in models/unrolled.py", "_to_copy in autograd"}
     assert n_operators(rehearsed[plain, "doubled loop"]) > BUDGET["learn"]
+    assert rehearsed[plain, "more each time"]["change"].startswith("forward: add -> ")
     kept = rehearsed[plain, "kept tensor"]
     assert kept["peak"] > 1.01 * kept["planned"]
