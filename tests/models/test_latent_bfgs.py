@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
+from qnmixer.models import latent_bfgs
 from qnmixer.models.latent_bfgs import DAMPING, MIN_COSINE, Curvature, History
 
 Pairs = list[tuple[Tensor, Tensor]]
@@ -351,6 +352,21 @@ def test_backward_keeps_the_history_and_two_vectors_an_iteration() -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda v: v):
         descend(codes, trust)
     assert len(kept) <= 2 * 7
+
+
+def test_recomputing_takes_no_buffer_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would be as large as the history."""
+    made = []
+
+    class Counted(latent_bfgs._Buffer):
+        def __init__(self, rows: Tensor, scales: Tensor) -> None:
+            super().__init__(rows, scales)
+            made.append(rows)
+
+    monkeypatch.setattr(latent_bfgs, "_Buffer", Counted)
+    codes, trust = codes_of(6, 20)
+    descend(codes, trust, how="recomputed").sum().backward()
+    assert len(made) == 1
 
 
 class Operators(TorchDispatchMode):

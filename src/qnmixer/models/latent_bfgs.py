@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import register_pytree_node
+from torch.utils.module_tracker import ModuleTracker
 
 # Found by experiment to hold where a bare skip, or Powell's usual 0.2, let training blow up.
 DAMPING = 0.5
@@ -31,6 +32,7 @@ _SMALLEST = 2.0**-100
 """Largest entry of the smallest vector with a direction; of smaller ones gradients would leave the range of float32."""
 _EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}
 """The bits of a number that are its exponent: without the others it is a power of two, and what is none is infinite."""
+_TORCH = ModuleTracker()  # says whether backward runs
 
 
 class Curvature(NamedTuple):
@@ -101,7 +103,7 @@ class History:
         """The buffer, if no other history went on from here; or one with a copy of these rows."""
         buffer = self._buffer
         # Within backward it is the same way again, as in recomputing, which writes what is there.
-        if buffer is None or (buffer.n_rows > self.rows.shape[1] and torch._C._current_graph_task_id() == -1):
+        if buffer is None or (buffer.n_rows > self.rows.shape[1] and not _TORCH.is_bw):
             return _Buffer(self.rows, self.scales)
         return buffer
 

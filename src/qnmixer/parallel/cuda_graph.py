@@ -29,12 +29,12 @@ def replay_training(
 
     Raises ConfigError for a network that waits for the GPU, or does what a graph cannot hold.
     """
-    as_before = network.forward
+    as_before, shape = network.forward, y.shape
 
-    def in_precision(given: Tensor) -> Tensor:
-        """Not around the capture: backward would get it too."""
+    def in_precision(y: Tensor) -> Tensor:
+        """The precision is not around the capture, because backward would get it too."""
         with precision():
-            return as_before(given)
+            return as_before(y)
 
     network.forward = in_precision  # type: ignore[method-assign]  # as torch does
     try:
@@ -47,7 +47,7 @@ def replay_training(
         ) from error
     replayed = network.forward
 
-    def forward(given: Tensor) -> Tensor:
-        return (replayed if given.shape == y.shape else as_before)(given)
+    def forward(y: Tensor) -> Tensor:
+        return replayed(y) if y.shape == shape else as_before(y)
 
     network.forward = forward  # type: ignore[method-assign]  # as torch does
