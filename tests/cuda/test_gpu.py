@@ -97,6 +97,8 @@ def test_losses_and_gradients_are_those_of_a_cpu(
 ) -> None:
     if precision == "bf16-mixed" and device.type == "cuda" and not has_bf16():
         pytest.skip(f"{torch.cuda.get_device_name()} has no bf16")
+    if device.type == "cpu" and model != "qn_mixer" and memory != "keep" and precision != "32":
+        pytest.skip("memory modes know nothing of the network: on a CPU one shows them in half precision")
     monkeypatch.setattr(modes, "_SMALLEST_OFFLOADED", 0)
     exact = on_a_cpu(model)
     errors = errors_of(loss_and_gradients(small(model, memory, precision), device), exact)
@@ -210,7 +212,7 @@ class _Losses(Callback):
 @pytest.mark.parametrize(("model", "precision"), [*product(NETWORKS, ["32"]), ("qn_mixer", "16-mixed")])
 def test_a_cuda_graph_learns_the_same(device: torch.device, tmp_path: Path, model: str, precision: str) -> None:
     """On a CPU the operators are replayed one by one (`replay.py`). The last batch of each epoch is smaller."""
-    config = override(small(model, "keep", precision), "data.n_train=3 trainer.max_steps=4")
+    config = override(small(model, "keep", precision), "data.n_train=3 trainer.max_steps=3")
     losses = []
     with graphs_on_the_cpu() if device.type == "cpu" else nullcontext([]) as graphs:
         for words in ("", "trainer.cuda_graph=true"):
