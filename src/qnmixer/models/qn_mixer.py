@@ -209,6 +209,11 @@ class QNMixer(UnrolledNetwork[QNState]):
         """The regularisers."""
         return [*self.regularizers, *self.details]
 
+    def shared(self) -> list[nn.Module]:
+        """The codec, and one regulariser or step size of all iterations."""
+        of_all = [parts for parts in (self.regularizers, self.step_sizes) if len(parts) == 1]
+        return [self.codec, *of_all]
+
     def _latent_shape(self, x: Tensor) -> tuple[int, int, int, int]:
         """Shape of the codes of images like x."""
         size = x.shape[-1] // self.latent_factor
