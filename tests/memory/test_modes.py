@@ -16,6 +16,7 @@ from qnmixer.memory import modes as memory
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import track_step
 from qnmixer.models import QNMixer
+from qnmixer.models.shared_weights import is_shared_weight
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
 from ..models.conftest import FIGURE
@@ -116,7 +117,8 @@ def test_offloading_moves_what_backward_needs_and_leaves_weights(projector: FanB
 
     def watching(tensor: Tensor) -> tuple[torch.device, Tensor]:
         device, host = to_host(tensor)
-        assert (host.data_ptr() == tensor.data_ptr()) == (tensor.data_ptr() in weights and tensor.is_leaf)
+        is_weight = tensor.data_ptr() in weights and (tensor.is_leaf or is_shared_weight(tensor))
+        assert (host.data_ptr() == tensor.data_ptr()) == is_weight
         moved.append(host.nbytes)
         return device, host
 
