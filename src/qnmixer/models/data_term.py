@@ -30,14 +30,15 @@ def data_descent(projector: FanBeamProjector, kind: str, x: Tensor, y: Tensor, s
 
 
 class _Descent(torch.autograd.Function):
-    """x − u_K = Σ λ_k g_k, where g_0 = A†(A x − y), and g_{k+1} = g_k − λ_k A†A g_k is the gradient at u_{k+1}.
+    """x − u_K = Σ λ_k g_k, where g_k = A†(A u_k − y) is the gradient at u_k.
 
-    So y is needed once only, and nothing is the difference of two images. Backward goes down too, as the derivative of
-    u_K is Π (I − λ_k A†A), of symmetric factors. For a cotangent ḡ: v_{K−1} = ḡ, v_{k−1} = v_k − λ_k A†A v_k down to
-    v_{−1};
-    x̄ = ḡ − v_{−1},  λ‾_k = v_kᵀ g_k,  ȳ = −A†ᵀ Σ λ_k v_k.
+    Only g_0 needs y: as A†A is linear, g_{k+1} = g_k − λ_k A†A g_k. This also rounds less, because no image is
+    subtracted from another. Backward is the same kind of descent, as the derivative of u_K is Π (I − λ_k A†A), whose
+    factors are symmetric. For a cotangent ḡ: v_{K−1} = ḡ, and v_{k−1} = v_k − λ_k A†A v_k down to v_{−1}. Then
 
-    Images are columns [H·W, B], as the sparse products need them.
+        x̄ = ḡ − v_{−1},  λ‾_k = v_kᵀ g_k,  ȳ = −A†ᵀ Σ λ_k v_k.
+
+    All images are columns [H·W, B], the layout that sparse products need.
     """
 
     @staticmethod

@@ -32,9 +32,9 @@ class _ReluInPlace(torch.autograd.Function):
 
 
 def relu_in_place(x: Tensor) -> Tensor:
-    """max(0, x) in place. Only one convolution may use the result, because its gradient is changed in place too.
+    """max(0, x) in place, with a backward in place: at full resolution each copy counts.
 
-    x must have no other use. At full resolution each copy counts.
+    x must have no other use. Only one convolution may use the result, because backward overwrites its gradient.
     """
     return _ReluInPlace.apply(x)
 
@@ -75,11 +75,12 @@ class Stem(nn.Sequential):
 class InceptionPatches(nn.Module):
     """Inception and patchify: [B, 1, H, W] → [B, C, H/P, W/P] (figure).
 
-    Four branches, [1×1], [1×1 → 3×3], [1×1 → 5×5], [3×3 pool → 1×1], C/4 channels each, ReLU after every convolution
-    (ours: 1.4 dB are lost without); the pool takes the maximum (inferred: the figure says "pool"). The figure joins
-    the branches to C channels and cuts those into patches by one P×P convolution of stride P. A convolution of joined
-    channels is the sum of the convolutions of its parts, so each branch is cut into patches by itself: nothing of C
-    channels is ever made at full resolution.
+    Four branches of C/4 channels: [1×1], [1×1 → 3×3], [1×1 → 5×5], [3×3 pool → 1×1]. Each convolution is followed by
+    ReLU (ours: without it the network loses 1.4 dB). The pool takes the maximum (inferred: the figure says "pool").
+
+    The figure joins the branches to C channels and cuts them into patches by one P×P convolution of stride P. Here each
+    branch has its own P×P convolution, and their results are added. This is the same map, because a convolution of
+    joined channels is the sum of the convolutions of its parts. It needs no tensor of C channels at full resolution.
     """
 
     def __init__(self, channels: int, patch_size: int) -> None:

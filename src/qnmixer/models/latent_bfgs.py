@@ -41,17 +41,19 @@ class Curvature(NamedTuple):
 
 
 class History:
-    """s_0, z_0, s_1, z_1, …: all steps, and the changes of the gradient code between them.
+    """s_0, z_0, s_1, z_1, …: all steps s, and the changes z of the gradient code between them.
 
-    A vector v is a row u of entries up to 2 times a scale, a constant to differentiation. Of a vector that is not
-    finite the row is zero, which keeps H sound, and the scale infinite, so that the way is NaN, which no one overlooks.
+    A vector is stored as a row with entries up to 2 and a scale. The scale is a constant to differentiation. If a
+    vector is not finite, its row is zero, which leaves H sound. Its scale is infinite, so the way becomes NaN.
 
-    All rows are in one buffer, and each is written once, where it stays. So autograd sees no row twice, and backward
-    needs nothing but the buffer for the T² uses of rows. The gradients of the rows go back in one tensor, to which each
-    method adds in place. So call each method on the history that the last one gave; a history is continued once.
+    All rows are in one buffer. Each row is written once and stays in its place. So autograd never copies a row, and
+    backward needs the buffer only, although the rows are used T² times. The gradients of all rows are one tensor, to
+    which the backward of each method adds in place. So call each method on the history that the last method returned.
+    A history can be continued only once.
 
-    Between two iterations the last row is the gradient code r_{t−1}, as it is. The next code makes it the change
-    z_{t−1} = r_t − r_{t−1} in place. A code of its own in the state would cost recomputing one more vector an iteration.
+    Between two iterations the last row is the gradient code r_{t−1}. The next code r_t turns it in place into the
+    change z_{t−1} = r_t − r_{t−1}. A separate tensor for the code would cost one more vector an iteration when
+    recomputing, and the code cannot be the sum of the changes: late in the iterations, rounding would hide the change.
 
     Attributes:
         rows: [B, n, L].
@@ -66,7 +68,7 @@ class History:
 
     @staticmethod
     def begin(s: Tensor, n_iterations: int) -> "History":
-        """The first step [B, L], with room for what so many iterations add."""
+        """The first step [B, L], with memory for the rows of so many iterations."""
         scales = s.new_zeros(len(s), 2, 2, n_iterations)
         return History(s.new_empty(len(s), 0, s.shape[1]), scales).append(s)
 
@@ -81,7 +83,7 @@ class History:
         return History(_Append.apply(self.rows, r, buffer, True), buffer.scales, True, buffer)
 
     def change(self, r: Tensor) -> "History":
-        """With z_{t−1} in place of r_{t−1}, for the next gradient code r_t [B, L]."""
+        """With z_{t−1} in place of r_{t−1}; r: r_t, the next gradient code [B, L]."""
         buffer = self._room()
         return History(_Change.apply(self.rows, r, buffer), buffer.scales, False, buffer)
 
@@ -127,7 +129,7 @@ register_pytree_node(
 
 
 class _Buffer:
-    """Room for the rows of a history, [B, 2T, L], and for their scales."""
+    """Memory for the rows of a history, [B, 2T, L], and for their scales."""
 
     def __init__(self, rows: Tensor, scales: Tensor, ends_with_code: bool) -> None:
         batch, n, length = rows.shape
@@ -160,7 +162,10 @@ class _Buffer:
             self.write(r - self.rows[:, n], n)
 
     def _has(self, place: int) -> bool:
-        """Whether recomputing, within backward, comes to what forward has written: the code may be gone by then."""
+        """Whether this row is written already. Then backward is recomputing, and must not write.
+
+        The code that the change followed from is gone by then, but the change itself is in the buffer.
+        """
         if place > self._place:
             return False
         if torch._C._current_graph_task_id() == -1:

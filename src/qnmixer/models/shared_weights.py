@@ -1,4 +1,4 @@
-"""Weights that every iteration uses. Their gradients are added up apart, and reach the weights once a backward pass."""
+"""Weights that every iteration uses: their gradients are summed first, and reach the weights once a backward pass."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,10 +13,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 class SharedWeights:
     """The weights of some modules during one pass through the iterations.
 
-    Autograd adds the gradients of T uses of a weight one by one: T − 1 operators for each weight. Here each iteration
-    uses copies that share the memory of the weights. Their gradients meet in one node of the graph for an iteration,
-    where one operator adds them all. The graph has an edge from each of these nodes to a last one, which backward
-    reaches after all of them. It hands the sums to the weights, so that hooks on weights, as of ddp, still run once.
+    Autograd adds the gradients of T uses of a weight one by one: T − 1 operators for each weight. On a GPU, and on
+    small images everywhere, starting them takes longer than the additions.
+
+    Here each iteration uses aliases of the weights. All aliases of an iteration come from one node of the graph, whose
+    backward adds all their gradients to the sums by one operator. Each of these nodes has an edge to a last node.
+    Autograd runs the last node after all of them. It returns the sums as the gradients of the weights. So hooks on
+    weights, which ddp needs, run once for each weight.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -28,14 +31,14 @@ class SharedWeights:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """The modules use copies of their weights while the block runs: once for each iteration."""
+        """Let the modules use aliases of their weights while the block runs. Enter it once for each iteration."""
         if self._end is None:
             yield
             return
         weights = [owner._parameters[name] for owner, name in self._places]
         try:
-            for (owner, name), copy in zip(self._places, _Use.apply(self._end, self, weights), strict=True):
-                owner._parameters[name] = copy
+            for (owner, name), alias in zip(self._places, _Use.apply(self._end, self, weights), strict=True):
+                owner._parameters[name] = alias
             yield
         finally:
             for (owner, name), weight in zip(self._places, weights, strict=True):
@@ -47,7 +50,7 @@ class SharedWeights:
             self._sums = list(gradients)
             return
         both = [k for k, (a, b) in enumerate(zip(self._sums, gradients, strict=True)) if not (a is None or b is None)]
-        # Not in place: the first gradients may be those of other tensors too.
+        # Not in place: a gradient of the first iteration may be the gradient of another tensor too.
         added = torch._foreach_add([self._sums[k] for k in both], [gradients[k] for k in both])  # type: ignore[arg-type]
         self._sums = [b if a is None else a for a, b in zip(self._sums, gradients, strict=True)]
         for k, value in zip(both, added, strict=True):
@@ -60,17 +63,17 @@ class SharedWeights:
 
 
 def is_shared_weight(tensor: Tensor) -> bool:
-    """Whether a tensor is one of the copies of a weight."""
+    """Whether a tensor is an alias of a weight."""
     return isinstance(tensor.grad_fn, _Use._backward_cls)  # type: ignore[attr-defined]  # every Function has one
 
 
 def _takes_part(weight: nn.Parameter | None) -> bool:
-    """Not the shards of FSDP2, which puts whole weights in their place when a module is called."""
+    """False for the shards of FSDP2: it puts whole weights in their place when a module is called."""
     return weight is not None and weight.requires_grad and not is_traceable_wrapper_subclass(weight)
 
 
 class _End(torch.autograd.Function):
-    """Nothing of weights. Backward gives them their sums."""
+    """An empty tensor that depends on the weights. Backward gives them their sums."""
 
     @staticmethod
     def forward(ctx: Any, shared: SharedWeights, *weights: Tensor) -> Tensor:
@@ -85,7 +88,7 @@ class _End(torch.autograd.Function):
 
 
 class _Use(torch.autograd.Function):
-    """Copies of weights, for one iteration. Backward adds their gradients to the sums."""
+    """Aliases of weights, for one iteration. Backward adds their gradients to the sums."""
 
     @staticmethod
     def forward(ctx: Any, end: Tensor, shared: SharedWeights, weights: list[Tensor]) -> tuple[Tensor, ...]:

@@ -105,7 +105,7 @@ class FanBeamProjector(nn.Module):
         return result if x.dtype == dtype else result.float()
 
     def filtered_residual_columns(self, images: Tensor, y: Tensor | None) -> Tensor:
-        """The same of columns [H·W, B], which iterations need not turn into images; not differentiable."""
+        """The same for columns [H·W, B], which iterations can use without conversion to images; not differentiable."""
         geometry, n = self.geometry, self._matched_filter.length
         rows = from_columns(self._rays.project(images, self._padded.order), (1, geometry.n_views, n))
         if y is not None:
@@ -205,7 +205,7 @@ def _memory() -> int | None:
 
 
 class _Padded(FullPrecisionModule):
-    """Where rays are in rows that are as long as the ramp's FFT: then it needs no copy before or after."""
+    """Where rays are in rows as long as the ramp's FFT. So the FFT needs no copy for padding, and none for cutting."""
 
     order: Tensor
     table: Tensor
@@ -232,7 +232,8 @@ class _RampFilter(FullPrecisionModule):
         super().__init__()
         self._sides = sides
         self.length = 2 * (len(response) - 1)
-        self.register_buffer("weights", None if weights is None else torch.from_numpy(weights).float(), persistent=False)
+        of_rays = None if weights is None else torch.from_numpy(weights).float()
+        self.register_buffer("weights", of_rays, persistent=False)
         self.register_buffer("response", torch.from_numpy(response).float(), persistent=False)
 
     def forward(self, y: Tensor) -> Tensor:

@@ -111,12 +111,13 @@ class _SymmetricResidual(torch.autograd.Function):
         return for_x, for_y, None, None, None
 
 
-def symmetric_residual(x: Tensor, y: Tensor | None, residual: Residual, b: LinearMap, b_transposed: LinearMap) -> Tensor:
+def symmetric_residual(x: Tensor, y: Tensor | None, residual: Residual, b: LinearMap, b_t: LinearMap) -> Tensor:
     """B (A x − y), differentiable any number of times, for linear A and B whose product B A is symmetric; y=None: 0.
 
-    One node of the graph where `apply_linear` would need three: on small images starting them takes most of the time.
+    `residual` computes it without a graph; b and b_t are B and Bᵀ. This is one node of the graph where `apply_linear`
+    would need three: on small images starting them takes most of the time.
     """
-    return _SymmetricResidual.apply(x, y, residual, b, b_transposed)
+    return _SymmetricResidual.apply(x, y, residual, b, b_t)
 
 
 class FullPrecisionModule(nn.Module):
