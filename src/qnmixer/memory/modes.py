@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from qnmixer.config.memory import MemoryConfig, RecomputeConfig
 from qnmixer.config.option import suggest
 from qnmixer.errors import ConfigError
+from qnmixer.models.shared_weights import is_shared_weight
 from qnmixer.models.unrolled import S, UnrolledNetwork
 
 # Copying smaller tensors to the host and back costs more than it frees.
@@ -60,13 +61,13 @@ def _recomputing_loop(network: UnrolledNetwork[S], iterations: range, y: Tensor,
     That one backward starts with. Not the reentrant kind of checkpoint: x₀, H₀ and r₀ need no gradient, and it would
     return none for anything.
     """
-    T = network.n_iterations
+    T, weights = network.n_iterations, network.shared_weights(iterations)
     for first in range(iterations.start, iterations.stop, segment):
         part = range(first, min(first + segment, iterations.stop))
         if part.stop == T:
-            state = network.run(part, y, state)
+            state = network.run(part, y, state, weights)
         else:
-            state = checkpoint(network.run, part, y, state, use_reentrant=False)
+            state = checkpoint(network.run, part, y, state, weights, use_reentrant=False)
     return state
 
 
@@ -89,7 +90,7 @@ def stays(tensor: Tensor) -> bool:
     A half-precision tensor counts as if it were in full precision. Half precision then moves the same tensors, and
     never leaves more on the device.
     """
-    is_weight = tensor.is_leaf and tensor.requires_grad
+    is_weight = (tensor.is_leaf and tensor.requires_grad) or is_shared_weight(tensor)
     return is_weight or tensor.numel() * max(4, tensor.itemsize) < _SMALLEST_OFFLOADED
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qnmixer.physics import FanBeamProjector
+from qnmixer.physics.scan import from_columns, to_columns
 
 DATA_TERMS = ("fbp", "adjoint")
 """What A† may be: filtered back-projection by the exact transpose (`filtered_adjoint`), or Aᵀ/‖A‖²."""
@@ -29,43 +30,64 @@ def data_descent(projector: FanBeamProjector, kind: str, x: Tensor, y: Tensor, s
 
 
 class _Descent(torch.autograd.Function):
-    """x − u_K and its backward, which goes down too: the derivative of u_K is Π (I − λ_k A†A), of symmetric factors.
+    """x − u_K = Σ λ_k g_k, where g_k = A†(A u_k − y) is the gradient at u_k.
 
-    For a cotangent ḡ: v_{K−1} = ḡ, v_{k−1} = v_k − λ_k A†A v_k down to v_{−1};
-    x̄ = ḡ − v_{−1},  λ‾_k = v_kᵀ A†(A u_k − y),  ȳ = −A†ᵀ Σ λ_k v_k.
+    Only g_0 needs y: as A†A is linear, g_{k+1} = g_k − λ_k A†A g_k. This also rounds less, because no image is
+    subtracted from another. Backward is the same kind of descent, as the derivative of u_K is Π (I − λ_k A†A), whose
+    factors are symmetric. For a cotangent ḡ: v_{K−1} = ḡ, and v_{k−1} = v_k − λ_k A†A v_k down to v_{−1}. Then
+
+        x̄ = ḡ − v_{−1},  λ‾_k = v_kᵀ g_k,  ȳ = −A†ᵀ Σ λ_k v_k.
+
+    All images are columns [H·W, B], the layout that sparse products need.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, step_sizes: Tensor, y: Tensor, projector: FanBeamProjector, kind: str) -> Tensor:
         ctx.projector, ctx.kind = projector, kind
-        first, *others = step_sizes
-        gradients = [data_gradient(projector, kind, x, y)]
-        descent = first * gradients[0]  # and not u, as the difference of two images would round more
-        for step_size in others:
-            gradients.append(data_gradient(projector, kind, x - descent, y))
-            descent = torch.addcmul(descent, step_size, gradients[-1])
-        ctx.save_for_backward(y, step_sizes, *gradients)
-        return descent
+        with torch.autocast(x.device.type, enabled=False):
+            image = to_columns(x)
+            gradients = image.new_empty(len(step_sizes), *image.shape)
+            gradients[0] = _gradient(projector, kind, image, y)
+            for step_size, before, after in zip(step_sizes, gradients, gradients[1:], strict=False):
+                curvature = _gradient(projector, kind, before, None)
+                torch.addcmul(before, step_size, curvature, value=-1, out=after)
+            ctx.save_for_backward(y, step_sizes, gradients)
+            return from_columns(_weighted_sum(step_sizes, gradients), x.shape[1:])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
-        (v,), (y, step_sizes, *gradients) = cotangents, ctx.saved_tensors
-        of_step_sizes, of_gradients = [], []
-        for step_size, gradient in zip(reversed(step_sizes), reversed(gradients), strict=True):
-            of_step_sizes.append(torch.dot(v.flatten(), gradient.flatten()))
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, None, None]:
+        (cotangent,), (y, step_sizes, gradients) = cotangents, ctx.saved_tensors
+        projector, kind, of_x, of_y = ctx.projector, ctx.kind, None, None
+        with torch.autocast(y.device.type, enabled=False):
+            v = torch.empty_like(gradients)
+            v[-1] = to_columns(cotangent)
+            for k in range(len(v) - 1, 0, -1):
+                torch.addcmul(v[k], step_sizes[k], _gradient(projector, kind, v[k], None), value=-1, out=v[k - 1])
+            if ctx.needs_input_grad[0]:  # x₀ of FBP is a constant
+                last = torch.addcmul(v[0], step_sizes[0], _gradient(projector, kind, v[0], None), value=-1)
+                of_x = cotangent - from_columns(last, cotangent.shape[1:])
+            of_step_sizes = torch.bmm(v.view(len(v), 1, -1), gradients.view(len(v), -1, 1)).view(-1)
             if ctx.needs_input_grad[2]:
-                of_gradients.append(step_size * v)
-            if len(of_step_sizes) == len(gradients) and not ctx.needs_input_grad[0]:
-                break  # x₀ of FBP is a constant
-            v = torch.addcmul(v, step_size, data_gradient(ctx.projector, ctx.kind, v, None), value=-1)
-        of_y = None
-        if of_gradients:
-            with torch.enable_grad():
-                measured = y.detach().requires_grad_()
-                linear = data_gradient(ctx.projector, ctx.kind, torch.zeros_like(v), measured)
-            (of_y,) = torch.autograd.grad(linear, measured, sum(of_gradients))
-        return cotangents[0] - v, torch.stack(of_step_sizes[::-1]), of_y, None, None
+                image = from_columns(_weighted_sum(step_sizes, v), cotangent.shape[1:])
+                with torch.enable_grad():
+                    measured = y.detach().requires_grad_()
+                    linear = data_gradient(projector, kind, torch.zeros_like(image), measured)
+                (of_y,) = torch.autograd.grad(linear, measured, image)
+        return of_x, of_step_sizes, of_y, None, None
+
+
+def _gradient(projector: FanBeamProjector, kind: str, columns: Tensor, y: Tensor | None) -> Tensor:
+    """`data_gradient` of columns."""
+    if kind == "fbp":
+        return projector.filtered_residual_columns(columns, y)
+    size = projector.geometry.image_size
+    return to_columns(data_gradient(projector, kind, from_columns(columns, (1, size, size)), y))
+
+
+def _weighted_sum(weights: Tensor, columns: Tensor) -> Tensor:
+    """Σ weights_k columns_k."""
+    return torch.mv(columns.view(len(weights), -1).t(), weights).view(columns.shape[1:])
 
 
 def safe_step_size(projector: FanBeamProjector, kind: str) -> float:

@@ -43,39 +43,57 @@ class Curvature(NamedTuple):
 
 
 class History:
-    """s_0, z_0, s_1, z_1, …: all steps, and the changes of the gradient code between them.
+    """s_0, z_0, s_1, z_1, …: all steps s, and the changes z of the gradient code between them.
 
-    A vector v is a row u of entries up to 2 times a scale, a constant to differentiation. Of a vector that is not
-    finite the row is zero, which keeps H sound, and the scale infinite, so that the way is NaN, which no one overlooks.
+    A vector is stored as a row with entries up to 2 and a scale. The scale is a constant to differentiation. If a
+    vector is not finite, its row is zero, which leaves H sound. Its scale is infinite, so the way becomes NaN.
 
-    All rows are in one buffer, into which each is written where it stays. So autograd sees no row twice, and backward
-    needs nothing of the T² uses of rows but the buffer. The gradients of the rows go back in one tensor, to which
-    each method adds in place: call each with the history that the last one gave.
+    All rows are in one buffer. Each row is written once and stays in its place. So autograd never copies a row, and
+    backward needs the buffer only, although the rows are used T² times. The gradients of all rows are one tensor, to
+    which the backward of each method adds in place. So call each method on the history that the last method returned.
+    A history can be continued only once.
+
+    Between two iterations the last row is the gradient code r_{t−1}. The next code r_t turns it in place into the
+    change z_{t−1} = r_t − r_{t−1}. A separate tensor for the code would cost one more vector an iteration when
+    recomputing, and the code cannot be the sum of the changes: late in the iterations, rounding would hide the change.
 
     Attributes:
         rows: [B, n, L].
         scales: what the rows were divided by, and its inverse, of the s and of the z: [B, 2, 2, T].
+        ends_with_code: whether the last row is a code.
     """
 
-    def __init__(self, rows: Tensor, scales: Tensor, buffer: "_Buffer | None" = None) -> None:
-        self.rows, self.scales, self._buffer = rows, scales, buffer
+    def __init__(
+        self, rows: Tensor, scales: Tensor, ends_with_code: bool = False, buffer: "_Buffer | None" = None
+    ) -> None:
+        self.rows, self.scales, self.ends_with_code, self._buffer = rows, scales, ends_with_code, buffer
 
     @staticmethod
     def begin(s: Tensor, n_iterations: int) -> "History":
-        """The first step [B, L], with room for what so many iterations add."""
+        """The first step [B, L], with memory for the rows of so many iterations."""
         scales = s.new_zeros(len(s), 2, 2, n_iterations)
         return History(s.new_empty(len(s), 0, s.shape[1]), scales).append(s)
 
     def append(self, v: Tensor) -> "History":
         """With one more vector [B, L]."""
         buffer = self._room()
-        return History(_Append.apply(self.rows, v, buffer), buffer.scales, buffer)
+        return History(_Append.apply(self.rows, v, buffer, False), buffer.scales, False, buffer)
+
+    def append_code(self, r: Tensor) -> "History":
+        """With the gradient code r_{t−1} [B, L], for `change`."""
+        buffer = self._room()
+        return History(_Append.apply(self.rows, r, buffer, True), buffer.scales, True, buffer)
+
+    def change(self, r: Tensor) -> "History":
+        """With z_{t−1} in place of r_{t−1}; r: r_t, the next gradient code [B, L]."""
+        buffer = self._room()
+        return History(_Change.apply(self.rows, r, buffer), buffer.scales, False, buffer)
 
     def way(self) -> tuple["History", Tensor]:
         """The same, and the way from the start Σ s [B, L]."""
         buffer = self._room()
         rows, way = _Way.apply(self.rows, buffer)
-        return History(rows, buffer.scales, buffer), way
+        return History(rows, buffer.scales, self.ends_with_code, buffer), way
 
     def step(self, r: Tensor, trust: Tensor | None = None, constant: bool = False) -> tuple["History", Tensor]:
         """The same, and s = −(r + τ (H r − r)) [B, L] of all pairs; trust: τ [1], or None for 1.
@@ -89,46 +107,76 @@ class History:
         """
         buffer = self._room()
         rows, s = _Step.apply(self.rows, r, trust, buffer, constant)
-        return History(rows, buffer.scales, buffer), s
+        return History(rows, buffer.scales, False, buffer), s
 
     def curvature(self) -> Curvature:
         """How good the pairs are; a last step without a change is none."""
-        vectors = self.rows.detach()[:, : self.rows.shape[1] // 2 * 2]
+        n_pairs = (self.rows.shape[1] - self.ends_with_code) // 2
+        vectors = self.rows.detach()[:, : 2 * n_pairs]
         gram = torch.bmm(vectors, vectors.mT)
         lengths = gram.diagonal(dim1=1, dim2=2).sqrt()
         cosine = gram.diagonal(1, 1, 2)[:, 0::2] / (lengths[:, 0::2] * lengths[:, 1::2]).clamp_min(0.5)
         return Curvature(~_Pairs.of(gram, self.scales).skipped, cosine)
 
     def _room(self) -> "_Buffer":
-        """The buffer, if no other history went on from here; or one with a copy of these rows."""
-        buffer = self._buffer
-        # Within backward it is the same way again, as in recomputing, which writes what is there.
-        if buffer is None or (buffer.n_rows > self.rows.shape[1] and not _TORCH.is_bw):
-            return _Buffer(self.rows, self.scales)
-        return buffer
+        """The buffer; a new one each time for a history that came from elsewhere, as to a stage of a pipeline."""
+        return self._buffer or _Buffer(self.rows, self.scales, self.ends_with_code)
 
 
-register_pytree_node(History, lambda h: ([h.rows, h.scales], None), lambda parts, _: History(*parts))
+register_pytree_node(
+    History,
+    lambda h: ([h.rows, h.scales], h.ends_with_code),
+    lambda parts, ends_with_code: History(*parts, ends_with_code),
+)
 
 
 class _Buffer:
-    """Room for the rows of a history, [B, 2T, L], and for their scales."""
+    """Memory for the rows of a history, [B, 2T, L], and for their scales."""
 
-    def __init__(self, rows: Tensor, scales: Tensor) -> None:
-        batch, self.n_rows, length = rows.shape
+    def __init__(self, rows: Tensor, scales: Tensor, ends_with_code: bool) -> None:
+        batch, n, length = rows.shape
         self.rows = rows.new_empty(batch, 2 * scales.shape[-1], length)
-        self.rows[:, : self.n_rows] = rows.detach()
+        self.rows[:, :n] = rows.detach()
         self.scales = scales.clone()
+        self._place = 2 * n - ends_with_code
 
     def write(self, v: Tensor, n: int) -> None:
         """Make v [B, L] row n."""
+        if self._has(2 * n + 2):
+            return
         largest, inverse = self.scales[:, n % 2, :, n // 2].unbind(1)
         torch.linalg.vector_norm(v, torch.inf, dim=1, out=largest)
         bits, exponent = _EXPONENT[v.dtype]
         largest.view(bits).bitwise_and_(exponent)
         torch.reciprocal(largest.clamp_min(_SMALLEST), out=inverse)
         torch.mul(v, inverse[:, None], out=self.rows[:, n]).nan_to_num_(0.0)
-        self.n_rows = max(self.n_rows, n + 1)
+        self._place = 2 * n + 2
+
+    def write_code(self, r: Tensor, n: int) -> None:
+        """Make r [B, L] row n, as it is."""
+        if not self._has(2 * n + 1):
+            self.rows[:, n] = r
+            self._place = 2 * n + 1
+
+    def write_change(self, r: Tensor, n: int) -> None:
+        """Make row n the difference of r [B, L] and the code there."""
+        if not self._has(2 * n + 2):
+            self.write(r - self.rows[:, n], n)
+
+    def _has(self, place: int) -> bool:
+        """Whether this row is written already. Then backward is recomputing, and must not write.
+
+        The code that the change followed from is gone by then, but the change itself is in the buffer.
+        """
+        if place > self._place:
+            return False
+        if not _TORCH.is_bw:
+            raise RuntimeError("a history is continued once: call the methods of the one that the last method gave")
+        return True
+
+    def inverse(self, n: int) -> Tensor:
+        """What row n was multiplied by [B, 1]."""
+        return self.scales[:, n % 2, 1, n // 2, None]
 
     def steps(self, n: int) -> Tensor:
         """Scales [B, t] of the steps among the first n rows."""
@@ -210,20 +258,41 @@ class _Append(torch.autograd.Function):
     """rows [B, n, L] and v [B, L] → rows [B, n + 1, L]."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, v: Tensor, buffer: _Buffer) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, v: Tensor, buffer: _Buffer, is_code: bool) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.buffer, ctx.n = buffer, rows.shape[1]
-        buffer.write(v, ctx.n)
+        ctx.buffer, ctx.n, ctx.is_code = buffer, rows.shape[1], is_code
+        (buffer.write_code if is_code else buffer.write)(v, ctx.n)
         return buffer.first(ctx.n + 1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
         (of_rows,), n = gradients, ctx.n
         if of_rows is None:
+            return None, None, None, None
+        of_v = of_rows[:, n] if ctx.is_code else of_rows[:, n] * ctx.buffer.inverse(n)
+        return of_rows[:, :n], of_v, None, None
+
+
+class _Change(torch.autograd.Function):
+    """rows [B, n, L], of which the last is a code, and the next code [B, L] → rows with the change of the code."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, r: Tensor, buffer: _Buffer) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.buffer, ctx.n = buffer, rows.shape[1]
+        buffer.write_change(r, ctx.n - 1)
+        return buffer.first(ctx.n)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+        (of_rows,), last = gradients, ctx.n - 1
+        if of_rows is None:
             return None, None, None
-        inverse = ctx.buffer.scales[:, n % 2, 1, n // 2, None]
-        return of_rows[:, :n], of_rows[:, n] * inverse if ctx.needs_input_grad[1] else None, None
+        of_r = of_rows[:, last] * ctx.buffer.inverse(last)
+        torch.neg(of_r, out=of_rows[:, last])
+        return of_rows, of_r, None
 
 
 class _Way(torch.autograd.Function):

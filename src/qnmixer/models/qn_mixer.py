@@ -23,8 +23,7 @@ class QNState(NamedTuple):
     """
 
     x0: Tensor  # [B, 1, H, W]
-    r: Tensor | None = None  # of bfgs: r_{t−1} [B, L]; None before the first iteration
-    history: History | None = None  # of bfgs, as r
+    history: History | None = None  # of bfgs: pairs and r_{t−1}; None before the first iteration
     way: Tensor | None = None  # of first order: s_0 + … + s_{t−1} [B, L]
     step: Tensor | None = None  # of momentum: s_{t−1} [B, L]
 
@@ -162,17 +161,18 @@ class QNMixer(UnrolledNetwork[QNState]):
         """Iteration t: gradient, its code, the inverse Hessian, the step."""
         if self.hessian != "bfgs":
             return self._first_order_step(t, y, state)
-        if state.r is None or state.history is None:
+        if state.history is None:
             r = self._code(t, state.x0, y)
-            return QNState(state.x0, r, History.begin(-r, self.n_iterations))
-        history, way = state.history.way()
-        r = self._code(t, self._iterate(state.x0, way), y)
-        z = r - state.r
-        constant = self.hessian_gradient == "detach"
-        with torch.autocast(r.device.type, enabled=False):
-            history = history.append(z.detach() if constant else z)
-            history, s = history.step(r, self.trust[t - 1] if self.trust else None, constant)
-            return QNState(state.x0, r, history.append(s))
+            history = History.begin(-r, self.n_iterations)
+        else:
+            history, way = state.history.way()
+            r = self._code(t, self._iterate(state.x0, way), y)
+            constant = self.hessian_gradient == "detach"
+            with torch.autocast(r.device.type, enabled=False):
+                history = history.change(r.detach() if constant else r)
+                history, s = history.step(r, self.trust[t - 1] if self.trust else None, constant)
+                history = history.append(s)
+        return QNState(state.x0, history.append_code(r) if t + 1 < self.n_iterations else history)
 
     def _first_order_step(self, t: int, y: Tensor, state: QNState) -> QNState:
         """Iteration t with H = I."""
@@ -208,6 +208,11 @@ class QNMixer(UnrolledNetwork[QNState]):
     def blocks(self) -> list[nn.Module]:
         """The regularisers."""
         return [*self.regularizers, *self.details]
+
+    def shared(self) -> list[nn.Module]:
+        """The codec, and one regulariser or step size of all iterations."""
+        of_all = [parts for parts in (self.regularizers, self.step_sizes) if len(parts) == 1]
+        return [self.codec, *of_all]
 
     def _latent_shape(self, x: Tensor) -> tuple[int, int, int, int]:
         """Shape of the codes of images like x."""

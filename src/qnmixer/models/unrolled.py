@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 from torch import Tensor, nn
 
 from qnmixer.errors import ConfigError
+from qnmixer.models.shared_weights import SharedWeights
 from qnmixer.physics import FanBeamProjector
 
 S = TypeVar("S")
@@ -58,6 +59,14 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         """The parts with most weights, each called as a whole. fsdp gathers, and torch compiles, one at a time."""
         return []
 
+    def shared(self) -> list[nn.Module]:
+        """The parts that every iteration uses."""
+        return []
+
+    def shared_weights(self, iterations: range) -> SharedWeights:
+        """Their weights, for a pass through some iterations."""
+        return SharedWeights(self.shared() if len(iterations) > 1 else [])
+
     def states(self, y: Tensor) -> Iterator[S]:
         """All states, T + 1 of them, from that of x₀ on."""
         state = self.start(y)
@@ -82,10 +91,12 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         """x_T [B, 1, H, W] from a sinogram y [B, 1, V, D] in value × mm."""
         return self.image(self.loop(self, range(self.n_iterations), y, self.start(y)))
 
-    def run(self, iterations: range, y: Tensor, state: S) -> S:
-        """The state after some consecutive iterations."""
+    def run(self, iterations: range, y: Tensor, state: S, weights: SharedWeights | None = None) -> S:
+        """The state after some consecutive iterations; weights: those of a longer pass that they belong to."""
+        weights = weights or self.shared_weights(iterations)
         for t in iterations:
-            state = self.step(t, y, state)
+            with weights.in_use():
+                state = self.step(t, y, state)
         return state
 
 

@@ -16,6 +16,7 @@ from qnmixer.physics.fbp import backprojection_matrix, matched_gain, ramp_respon
 from qnmixer.physics.geometry import FanBeamGeometry
 from qnmixer.physics.matrix_cache import load_or_compute
 from qnmixer.physics.rays import system_matrix
+from qnmixer.physics.scan import from_columns, to_columns
 from qnmixer.physics.sparse import FullPrecisionModule, apply_linear, symmetric_residual
 
 _BYTES = 24
@@ -52,7 +53,8 @@ class FanBeamProjector(nn.Module):
         lacking = even.n_detectors - geometry.n_detectors
         sides = (lacking, 0) if geometry.detector_offset > 0 else (0, lacking)
         self._filter = _RampFilter(ray_weights(geometry), response, sides)
-        self._matched_filter = _RampFilter(np.array(matched_gain(geometry)), ramp_response(geometry, fbp_filter))
+        self._matched_filter = _RampFilter(None, matched_gain(geometry) * ramp_response(geometry, fbp_filter))
+        self._padded = _Padded(*self._rays.padded(self._matched_filter.length))
         self._norms: dict[str, float] = {}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -97,9 +99,18 @@ class FanBeamProjector(nn.Module):
         if y is not None:
             self._check_shape(y, "sinogram")
             y = y.to(dtype)
-        maps = self._rays, self._filtered_adjoint, self._filtered_adjoint_transpose
-        result = symmetric_residual(x.to(dtype), y, *maps)
+        result = symmetric_residual(
+            x.to(dtype), y, self._filtered_residual, self._filtered_adjoint, self._filtered_adjoint_transpose
+        )
         return result if x.dtype == dtype else result.float()
+
+    def filtered_residual_columns(self, images: Tensor, y: Tensor | None) -> Tensor:
+        """The same for columns [H·W, B], which iterations can use without conversion to images; not differentiable."""
+        geometry, n = self.geometry, self._matched_filter.length
+        rows = from_columns(self._rays.project(images, self._padded.order), (1, geometry.n_views, n))
+        if y is not None:
+            rows[..., : geometry.n_detectors] -= y
+        return self._rays.backproject(to_columns(self._matched_filter.ramp(rows)), self._padded.table)
 
     def safe_step_size(self) -> float:
         """1 over the largest eigenvalue of A†A, by power iteration from a fixed start; computed once.
@@ -149,6 +160,9 @@ class FanBeamProjector(nn.Module):
     def _fbp(self, y: Tensor) -> Tensor:
         return self._backprojection.transpose(self._filter(y))
 
+    def _filtered_residual(self, x: Tensor, y: Tensor | None) -> Tensor:
+        return from_columns(self.filtered_residual_columns(to_columns(x), y), x.shape[1:])
+
     def _filtered_adjoint(self, y: Tensor) -> Tensor:
         return self._rays.transpose(self._matched_filter(y))
 
@@ -190,34 +204,50 @@ def _memory() -> int | None:
     return None
 
 
+class _Padded(FullPrecisionModule):
+    """Where rays are in rows as long as the ramp's FFT. So the FFT needs no copy for padding, and none for cutting."""
+
+    order: Tensor
+    table: Tensor
+
+    def __init__(self, order: Tensor, table: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("order", order, persistent=False)
+        self.register_buffer("table", table, persistent=False)
+
+
 class _RampFilter(FullPrecisionModule):
     """Ray weights, then the ramp along the detector by zero-padded FFT.
 
     Args:
-        weights: of the rays, to be broadcast to [V, D].
+        weights: of the rays, to be broadcast to [V, D]; None: 1.
         response: of the ramp, [n/2 + 1].
         sides: how many bins without rays are added before and after each row.
     """
 
-    weights: Tensor
+    weights: Tensor | None
     response: Tensor
 
-    def __init__(self, weights: np.ndarray, response: np.ndarray, sides: tuple[int, int] = (0, 0)) -> None:
+    def __init__(self, weights: np.ndarray | None, response: np.ndarray, sides: tuple[int, int] = (0, 0)) -> None:
         super().__init__()
         self._sides = sides
-        self.register_buffer("weights", torch.from_numpy(weights).float(), persistent=False)
+        self.length = 2 * (len(response) - 1)
+        of_rays = None if weights is None else torch.from_numpy(weights).float()
+        self.register_buffer("weights", of_rays, persistent=False)
         self.register_buffer("response", torch.from_numpy(response).float(), persistent=False)
 
     def forward(self, y: Tensor) -> Tensor:
         """Weight and filter the rows of y [..., V, D]; they become as much longer as `sides` says."""
-        rows = y * self.weights
-        return self._ramp(pad(rows, self._sides) if any(self._sides) else rows)
+        rows = y if self.weights is None else y * self.weights
+        padded = pad(rows, self._sides) if any(self._sides) else rows
+        return self.ramp(padded)[..., : padded.shape[-1]]
 
     def transpose(self, y: Tensor) -> Tensor:
         """Transpose of `forward`; the ramp itself is symmetric."""
         first, last = self._sides
-        return self._ramp(y)[..., first : y.shape[-1] - last] * self.weights
+        rows = self.ramp(y)[..., first : y.shape[-1] - last]
+        return rows if self.weights is None else rows * self.weights
 
-    def _ramp(self, rows: Tensor) -> Tensor:
-        n = 2 * (len(self.response) - 1)
-        return torch.fft.irfft(torch.fft.rfft(rows, n) * self.response, n)[..., : rows.shape[-1]]
+    def ramp(self, rows: Tensor) -> Tensor:
+        """Rows filtered, as long as the FFT: behind their own length is what wraps around."""
+        return torch.fft.irfft(torch.fft.rfft(rows, self.length).mul_(self.response), self.length)

@@ -164,6 +164,7 @@ class ScanMatrix(FullPrecisionModule):
         self._quarters, self._sums_middle = layout.quarters, layout.sums_middle
         self._image_shape = (1, geometry.image_size, geometry.image_size)
         self._sinogram_shape = (1, geometry.n_views, geometry.n_detectors)
+        forward = forward._replace(starts=np.append(forward.starts, forward.starts[-1]))  # an empty row, for `padded`
         arrays = dict(zip(("starts", "pixels", "values"), forward, strict=True))
         arrays |= dict(zip(("starts_t", "rays", "values_t"), backward, strict=True))
         for name, array in arrays.items():
@@ -174,37 +175,55 @@ class ScanMatrix(FullPrecisionModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """M x: sinograms [B, 1, V, D] of images x [B, 1, H, W], both of the values' dtype."""
-        matrix = self.starts, self.pixels, self.values
-        parts = [self._product(matrix, self.image_table, self.sinogram_order, part) for part in self._parts(x)]
-        return _joined(parts).view(-1, *self._sinogram_shape)
+        return from_columns(self.project(to_columns(x), self.sinogram_order), self._sinogram_shape)
 
     def transpose(self, y: Tensor) -> Tensor:
         """Mᵀ y: images [B, 1, H, W] of sinograms y [B, 1, V, D], both of the values' dtype."""
-        matrix = self.starts_t, self.rays, self.values_t
-        parts = [self._product(matrix, self.sinogram_table, self.image_order, part, True) for part in self._parts(y)]
-        return _joined(parts).view(-1, *self._image_shape)
+        return from_columns(self.backproject(to_columns(y), self.sinogram_table), self._image_shape)
 
-    def _product(
-        self, matrix: tuple[Tensor, Tensor, Tensor], table: Tensor, order: Tensor, x: Tensor, transposed: bool = False
-    ) -> Tensor:
-        """[B, values of an output] from [B, …]: columns in all turns, times the matrix, in the output's order."""
-        columns = x.reshape(len(x), -1).t().contiguous()  # a view for one sample
-        turned = columns.index_select(0, table)
-        if transposed and self.gaps is not None:
+    def project(self, images: Tensor, order: Tensor) -> Tensor:
+        """M x of columns x [H·W, B], in some order: [entries of order, B]."""
+        if (at_most := _COLUMNS // self._quarters) < images.shape[1]:
+            return torch.cat([self.project(part.contiguous(), order) for part in images.split(at_most, 1)], 1)
+        turned = images.index_select(0, self.image_table)
+        product = self._product((self.starts, self.pixels, self.values), turned)
+        return product.index_select(0, order)
+
+    def backproject(self, sinograms: Tensor, table: Tensor) -> Tensor:
+        """Mᵀ y, columns [H·W, B], of columns that hold y where the table says."""
+        if (at_most := _COLUMNS // self._quarters) < sinograms.shape[1]:
+            return torch.cat([self.backproject(part.contiguous(), table) for part in sinograms.split(at_most, 1)], 1)
+        turned = sinograms.index_select(0, table)
+        if self.gaps is not None:
             turned *= self.gaps
-        product = torch.ops.qnmixer.csr_product(*matrix, turned.view(-1, len(x) * self._quarters))
-        if transposed and self._sums_middle:  # the four corners of an odd image share the middle pixel
-            middle = product[-1].view(self._quarters, -1)
+        product = self._product((self.starts_t, self.rays, self.values_t), turned)
+        if self._sums_middle:  # the four corners of an odd image share the middle pixel
+            middle = product[-self._quarters :]
             middle[0] = middle.sum(0)
-        return product.view(-1, len(x)).index_select(0, order).t().contiguous()
+        return product.index_select(0, self.image_order)
 
-    def _parts(self, batch: Tensor) -> tuple[Tensor, ...]:
-        """The batch in parts of at most as many samples as one product takes."""
-        return batch.split(_COLUMNS // self._quarters)
+    def padded(self, length: int) -> tuple[Tensor, Tensor]:
+        """The order of `project` and the table of `backproject` for rows of so many entries: D bins, and zeros."""
+        views, bins = self._sinogram_shape[1:]
+        nothing = (len(self.starts) - 2) * self._quarters  # the empty row
+        order = torch.full((views, length), nothing, dtype=torch.int32)
+        order[:, :bins] = self.sinogram_order.view(views, bins)
+        return order.view(-1), self.sinogram_table + self.sinogram_table // bins * (length - bins)
+
+    def _product(self, matrix: tuple[Tensor, Tensor, Tensor], turned: Tensor) -> Tensor:
+        """[rows · Q, B] of columns in all turns [columns · Q, B]."""
+        batch = turned.shape[1]
+        return torch.ops.qnmixer.csr_product(*matrix, turned.view(-1, batch * self._quarters)).view(-1, batch)
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def to_columns(batch: Tensor) -> Tensor:
+    """[B, …] → [n, B]; a view of one sample."""
+    return batch.reshape(len(batch), -1).t().contiguous()
+
+
+def from_columns(columns: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """[n, B] → [B, *shape]; a view of one sample."""
+    return columns.t().contiguous().view(-1, *shape)
 
 
 def _all_turns(columns: np.ndarray, direction: int) -> np.ndarray:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding_bag
 
 LinearMap = Callable[[Tensor], Tensor]
+Residual = Callable[[Tensor, Tensor | None], Tensor]
+"""B (A x − y) of x and y; None: 0."""
 
 _INT32_MAX = 2**31 - 1
 _CHUNK = 2**21
@@ -98,25 +100,26 @@ class _SymmetricResidual(torch.autograd.Function):
     """B (A x − y) for a symmetric B A: the derivative in x is this same map, with y = 0."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor | None, a: LinearMap, b: LinearMap, b_transposed: LinearMap) -> Tensor:
-        ctx.maps = a, b, b_transposed
+    def forward(ctx: Any, x: Tensor, y: Tensor | None, residual: Residual, b: LinearMap, b_t: LinearMap) -> Tensor:
+        ctx.maps = residual, b, b_t
         with torch.autocast(x.device.type, enabled=False):
-            return b(a(x) if y is None else a(x) - y)
+            return residual(x, y)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        (gradient,), (a, b, b_transposed) = gradients, ctx.maps
-        for_x = _SymmetricResidual.apply(gradient, None, a, b, b_transposed) if ctx.needs_input_grad[0] else None
-        for_y = -apply_linear(gradient, b_transposed, b) if ctx.needs_input_grad[1] else None
+        (gradient,), (residual, b, b_t) = gradients, ctx.maps
+        for_x = _SymmetricResidual.apply(gradient, None, residual, b, b_t) if ctx.needs_input_grad[0] else None
+        for_y = -apply_linear(gradient, b_t, b) if ctx.needs_input_grad[1] else None
         return for_x, for_y, None, None, None
 
 
-def symmetric_residual(x: Tensor, y: Tensor | None, a: LinearMap, b: LinearMap, b_transposed: LinearMap) -> Tensor:
+def symmetric_residual(x: Tensor, y: Tensor | None, residual: Residual, b: LinearMap, b_t: LinearMap) -> Tensor:
     """B (A x − y), differentiable any number of times, for linear A and B whose product B A is symmetric; y=None: 0.
 
-    One node of the graph where `apply_linear` would need three: on small images starting them takes most of the time.
+    `residual` computes it without a graph; b and b_t are B and Bᵀ. This is one node of the graph where `apply_linear`
+    would need three: on small images starting them takes most of the time.
     """
-    return _SymmetricResidual.apply(x, y, a, b, b_transposed)
+    return _SymmetricResidual.apply(x, y, residual, b, b_t)
 
 
 class FullPrecisionModule(nn.Module):

@@ -1,0 +1,103 @@
+"""Weights that every iteration uses: their gradients are summed first, and reach the weights once a backward pass."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+class SharedWeights:
+    """The weights of some modules during one pass through the iterations.
+
+    Autograd adds the gradients of T uses of a weight one by one: T − 1 operators for each weight. On a GPU, and on
+    small images everywhere, starting them takes longer than the additions.
+
+    Here each iteration uses aliases of the weights. All aliases of an iteration come from one node of the graph, whose
+    backward adds all their gradients to the sums by one operator. Each of these nodes has an edge to a last node.
+    Autograd runs the last node after all of them. It returns the sums as the gradients of the weights. So hooks on
+    weights, which ddp needs, run once for each weight.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        owners = [owner for module in modules for owner in module.modules()]
+        self._places = [(owner, name) for owner in owners for name, p in owner._parameters.items() if _takes_part(p)]
+        self._sums: list[Tensor | None] = []
+        weights = [owner._parameters[name] for owner, name in self._places]
+        self._end = _End.apply(self, *weights) if weights and torch.is_grad_enabled() else None
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Let the modules use aliases of their weights while the block runs. Enter it once for each iteration."""
+        if self._end is None:
+            yield
+            return
+        weights = [owner._parameters[name] for owner, name in self._places]
+        try:
+            for (owner, name), alias in zip(self._places, _Use.apply(self._end, self, weights), strict=True):
+                owner._parameters[name] = alias
+            yield
+        finally:
+            for (owner, name), weight in zip(self._places, weights, strict=True):
+                owner._parameters[name] = weight
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add the gradients of one iteration; None where it has none."""
+        if not self._sums:
+            self._sums = list(gradients)
+            return
+        both = [k for k, (a, b) in enumerate(zip(self._sums, gradients, strict=True)) if not (a is None or b is None)]
+        # Not in place: a gradient of the first iteration may be the gradient of another tensor too.
+        added = torch._foreach_add([self._sums[k] for k in both], [gradients[k] for k in both])  # type: ignore[arg-type]
+        self._sums = [b if a is None else a for a, b in zip(self._sums, gradients, strict=True)]
+        for k, value in zip(both, added, strict=True):
+            self._sums[k] = value
+
+    def take(self) -> list[Tensor | None]:
+        """The sums; the next backward pass begins anew."""
+        sums, self._sums = self._sums, []
+        return sums or [None] * len(self._places)
+
+
+def is_shared_weight(tensor: Tensor) -> bool:
+    """Whether a tensor is an alias of a weight."""
+    return isinstance(tensor.grad_fn, _Use._backward_cls)  # type: ignore[attr-defined]  # every Function has one
+
+
+def _takes_part(weight: nn.Parameter | None) -> bool:
+    """False for the shards of FSDP2: it puts whole weights in their place when a module is called."""
+    return weight is not None and weight.requires_grad and not is_traceable_wrapper_subclass(weight)
+
+
+class _End(torch.autograd.Function):
+    """An empty tensor that depends on the weights. Backward gives them their sums."""
+
+    @staticmethod
+    def forward(ctx: Any, shared: SharedWeights, *weights: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.shared = shared
+        return weights[0].new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *ctx.shared.take()
+
+
+class _Use(torch.autograd.Function):
+    """Aliases of weights, for one iteration. Backward adds their gradients to the sums."""
+
+    @staticmethod
+    def forward(ctx: Any, end: Tensor, shared: SharedWeights, weights: list[Tensor]) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.shared = shared
+        return tuple(weight.detach() for weight in weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        ctx.shared.add(gradients)
+        return None, None, None

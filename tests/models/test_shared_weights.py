@@ -1,0 +1,88 @@
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qnmixer.models.shared_weights import SharedWeights, is_shared_weight
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[str(func.overloadpacket)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def network() -> nn.Sequential:
+    """With a weight that needs no gradient, one that no iteration uses, and one whose gradient is that of its use."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    layers[0].bias.requires_grad_(False)
+    layers.register_parameter("unused", nn.Parameter(torch.ones(2, dtype=torch.float64)))
+    layers.register_parameter("added", nn.Parameter(torch.zeros(4, 3, dtype=torch.float64)))
+    return layers
+
+
+def passed(layers: nn.Sequential, x: Tensor, T: int, shared: SharedWeights) -> Tensor:
+    for _ in range(T):
+        with shared.in_use():
+            x = layers(x) + layers.added
+    return x
+
+
+def gradients(layers: nn.Sequential, x: Tensor, T: int, share: bool) -> list[Tensor | None]:
+    layers.zero_grad()
+    passed(layers, x, T, SharedWeights([layers] if share else [])).square().sum().backward()
+    return [p.grad for p in layers.parameters()]
+
+
+def test_gradients_are_those_of_autograd() -> None:
+    layers, x = network(), torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
+    for T in (1, 2, 5):
+        for found, wanted in zip(gradients(layers, x, T, True), gradients(layers, x, T, False), strict=True):
+            assert (found is None) == (wanted is None)
+            if found is not None:
+                torch.testing.assert_close(found, wanted)
+
+
+def test_one_addition_an_iteration_and_one_gradient_for_hooks() -> None:
+    layers, x = network(), torch.ones(4, 3, dtype=torch.float64)
+    hooks: Counter[str] = Counter()
+    for name, p in layers.named_parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(lambda _, name=name: hooks.update([name]))
+    with Operators() as operators:
+        gradients(layers, x, 5, share=True)
+    assert operators.names["aten._foreach_add"] == 4
+    assert set(hooks.values()) == {1}
+
+
+def test_backward_may_be_run_again_and_for_some_weights_only() -> None:
+    layers, x = network(), torch.ones(4, 3, dtype=torch.float64)
+    gradients(layers, x, 3, share=False)
+    wanted = layers[0].weight.grad
+    loss = passed(layers, x, 3, SharedWeights([layers])).square().sum()
+    for leaves in ([layers[0].weight], [layers.added, layers[0].weight], [layers[0].weight]):
+        found = torch.autograd.grad(loss, leaves, retain_graph=True)[-1]
+        torch.testing.assert_close(found, wanted)
+
+
+def test_weights_are_in_their_places_afterwards() -> None:
+    layers, x = network(), torch.ones(4, 3, dtype=torch.float64)
+    before = dict(layers.named_parameters())
+    shared = SharedWeights([layers])
+    with shared.in_use():
+        assert is_shared_weight(layers[0].weight)
+        assert layers[0].weight.data_ptr() == before["0.weight"].data_ptr()
+    assert all(p is before[name] for name, p in layers.named_parameters())
+    assert not any(map(is_shared_weight, before.values()))
+    with torch.no_grad(), SharedWeights([layers]).in_use():
+        assert layers[0].weight is before["0.weight"]
+    assert not passed(layers, x, 2, SharedWeights([])).isnan().any()
