@@ -354,8 +354,8 @@ def test_recomputing_takes_no_buffer_of_its_own(monkeypatch: pytest.MonkeyPatch)
     made = []
 
     class Counted(latent_bfgs._Buffer):
-        def __init__(self, rows: Tensor, scales: Tensor) -> None:
-            super().__init__(rows, scales)
+        def __init__(self, rows: Tensor, scales: Tensor, ends_with_code: bool) -> None:
+            super().__init__(rows, scales, ends_with_code)
             made.append(rows)
 
     monkeypatch.setattr(latent_bfgs, "_Buffer", Counted)

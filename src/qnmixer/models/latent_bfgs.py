@@ -14,6 +14,7 @@ product of two can overflow or vanish. H depends on a pair only through the two 
 D into γD.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -123,11 +124,12 @@ class History:
         return self._buffer or _Buffer(self.rows, self.scales, self.ends_with_code)
 
 
-register_pytree_node(
-    History,
-    lambda h: ([h.rows, h.scales], h.ends_with_code),
-    lambda parts, ends_with_code: History(*parts, ends_with_code),
-)
+def _unpacked(parts: Iterable[Any], ends_with_code: bool) -> History:
+    rows, scales = parts
+    return History(rows, scales, ends_with_code)
+
+
+register_pytree_node(History, lambda h: ([h.rows, h.scales], h.ends_with_code), _unpacked)
 
 
 class _Buffer:

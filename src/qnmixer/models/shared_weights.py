@@ -49,11 +49,15 @@ class SharedWeights:
         if not self._sums:
             self._sums = list(gradients)
             return
-        both = [k for k, (a, b) in enumerate(zip(self._sums, gradients, strict=True)) if not (a is None or b is None)]
+        both = [
+            (k, a, b)
+            for k, (a, b) in enumerate(zip(self._sums, gradients, strict=True))
+            if a is not None and b is not None
+        ]
         # Not in place: a gradient of the first iteration may be the gradient of another tensor too.
-        added = torch._foreach_add([self._sums[k] for k in both], [gradients[k] for k in both])  # type: ignore[arg-type]
+        added = torch._foreach_add([a for _, a, _ in both], [b for _, _, b in both]) if both else []
         self._sums = [b if a is None else a for a, b in zip(self._sums, gradients, strict=True)]
-        for k, value in zip(both, added, strict=True):
+        for (k, _, _), value in zip(both, added, strict=True):
             self._sums[k] = value
 
     def take(self) -> list[Tensor | None]:
@@ -64,7 +68,7 @@ class SharedWeights:
 
 def is_shared_weight(tensor: Tensor) -> bool:
     """Whether a tensor is an alias of a weight."""
-    return isinstance(tensor.grad_fn, _Use._backward_cls)  # type: ignore[attr-defined]  # every Function has one
+    return isinstance(tensor.grad_fn, _Use._backward_cls)
 
 
 def _takes_part(weight: nn.Parameter | None) -> bool:
