@@ -55,6 +55,7 @@ class ImageScore:
     """The scores of one method on one slice; SSIM × 100.
 
     `number` is the slice's number in its split, used by pages and pictures; `slice`, its file, may name a patient.
+    `patient` is a number too, counted within the split; None: not known, as of phantoms.
     """
 
     number: int
@@ -65,6 +66,7 @@ class ImageScore:
     window_psnr: float
     window_ssim: float
     constant: bool = False
+    patient: int | None = None
 
 
 @dataclass
@@ -180,6 +182,7 @@ def evaluate(
     baselines = [*methods]
     methods[module.network.title] = module.network
     n_images, size = len(data.dataset(split)), module.config.data.image_size
+    patients = data.parts[split].patients or [None] * n_images
     n_iterates = _n_shown(module.network)
     gallery = Gallery(n_images, config.n_pictures, size, len(methods), n_iterates)
     found: dict[int, list[ImageScore]] = {}
@@ -207,7 +210,7 @@ def evaluate(
             gallery.merge(its_slices)
     numbers, slices = zip(*gallery.found.items(), strict=True)
     drawn = [numbers.index(n) for n in sorted(gallery.pictured)]
-    scored = [score for n in sorted(found) for score in found[n]]
+    scored = [replace(score, patient=patients[n]) for n in sorted(found) for score in found[n]]
     return Evaluation(scored, [*slices], drawn, baselines, own_range=data.config.own_range)
 
 
