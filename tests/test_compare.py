@@ -27,6 +27,7 @@ from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import ConfigError
 from qnmixer.evaluation import compare as comparison_measuring
 from qnmixer.evaluation.evaluate import evaluate
+from qnmixer.evaluation.methods import tested_scan
 
 from .warm import Warm
 
@@ -167,13 +168,13 @@ def test_a_second_report_measures_nothing_again_and_says_the_same(sweep: Path, m
     assert run(*arguments)[0] == 0
     found = sweep / "comparison"
     before = {name: (found / name).read_text() for name in ("images.csv",)}
-    table = [line["psnr_difference"] for line in lines(found / "comparison.csv")]
+    table = json.loads((found / "comparison.json").read_text())["differences"]
     code, stdout, _ = run(*arguments)
     assert code == 0
     assert "as_trained: 4 jobs on 3 slices (4 of them before)" in stdout
     assert "disc: 4 jobs on 3 slices (4 of them before)" in stdout
     assert before == {name: (found / name).read_text() for name in before}
-    assert table == [line["psnr_difference"] for line in lines(found / "comparison.csv")]
+    assert table == json.loads((found / "comparison.json").read_text())["differences"]
     picture = np.asarray(Image.open(found / "comparison.png"))
     assert picture.std() > 10
     assert (found / "comparison_tests.png").stat().st_size > 1000
@@ -253,7 +254,7 @@ def test_a_comparison_sweeps_over_all_its_methods(experiment: str) -> None:
 
 def test_what_only_training_sees_makes_no_other_test() -> None:
     def scan(*overrides: str) -> object:
-        return comparison_measuring.tested_scan(parse(compose("train", ["experiment=compare_few", *overrides])))
+        return tested_scan(parse(compose("train", ["experiment=compare_few", *overrides])))
 
     assert compose("train", ["experiment=compare_few"], with_hydra=True).hydra.sweeper.params["data.train_slices"]
     assert scan("data.train_slices=10") == scan("data.train_slices=100") == scan("seed=3", "data.num_workers=2")

@@ -52,8 +52,7 @@ class ComparedJob:
     @property
     def steps(self) -> int | None:
         """The number of optimizer steps that it was to train for; None: its method learns nothing."""
-        assert self.config is not None
-        return self.config.trainer.max_steps if self.results.get("steps") else None
+        return self.config.trainer.max_steps if self.config is not None and self.results.get("steps") else None
 
 
 @dataclass(frozen=True)
