@@ -3,6 +3,7 @@
 python -m qnmixer.train -m experiment=compare_small                      # the sweep
 python -m qnmixer.compare sweep=latest                                   # its table, picture and page
 python -m qnmixer.compare sweep=DIR tests=[as_trained,real] root=/path/to/ct
+python -m qnmixer.compare sweep=[DIR,LONGER]                             # with methods that trained for more steps
 """
 
 from pathlib import Path
