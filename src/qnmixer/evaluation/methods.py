@@ -5,7 +5,6 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from hydra.errors import HydraException
@@ -17,7 +16,7 @@ from qnmixer.config.compose import compose
 from qnmixer.config.overrides import looks_elsewhere, of_hydra
 from qnmixer.config.run import parse_file
 from qnmixer.errors import UserError, first_line
-from qnmixer.evaluation.evaluate import ImageScore
+from qnmixer.evaluation.evaluate import ImageScore, by_patient
 from qnmixer.evaluation.statistics import Scores, Seeds, spread
 from qnmixer.plugins import check_trusted
 from qnmixer.reconstructor import method_name
@@ -95,7 +94,7 @@ class ComparedMethod:
 
     def scores(self, test: str, metric: str) -> Scores:
         """One metric on one test, by patient; empty if nothing was measured."""
-        return {seeds: _by_patient(scores, metric) for seeds, scores in self.measured.get(test, {}).items()}
+        return {seeds: by_patient(scores, metric) for seeds, scores in self.measured.get(test, {}).items()}
 
 
 @dataclass
@@ -149,14 +148,6 @@ def tested_scan(config: Config) -> object:
     data = {key: value for key, value in plain["data"].items() if key not in _NOT_OF_TEST}
     geometry = {key: value for key, value in plain["geometry"].items() if key != "fbp_filter"}
     return [geometry, plain["noise"], data]
-
-
-def _by_patient(scores: list[ImageScore], metric: str) -> dict[str, float]:
-    """The mean of each patient. It is named by its first slice, with the number of that: slices may share a name."""
-    slices: dict[int | str, list[ImageScore]] = {}
-    for score in scores:
-        slices.setdefault(f"slice {score.number}" if score.patient is None else score.patient, []).append(score)
-    return {f"{its[0].number} {its[0].slice}": mean(getattr(it, metric) for it in its) for its in slices.values()}
 
 
 def _differing(jobs: list[list[str]]) -> list[str]:
