@@ -248,7 +248,8 @@ def test_every_method_of_a_comparison_composes(path: Path) -> None:
 def test_a_comparison_sweeps_over_all_its_methods(experiment: str) -> None:
     params = compose("train", [f"experiment={experiment}"], with_hydra=True).hydra.sweeper.params
     (group,) = (key for key in params if key.startswith("experiment/"))
-    assert sorted(params[group].split(",")) == sorted(path.stem for path in CONF.glob(f"{group}/*.yaml"))
+    every = {path.stem for path in CONF.glob(f"{group}/*.yaml")} - {"identity_7"}  # of second_order alone
+    assert {*params[group].split(",")} == every
     assert params["seed"] == "1,2,3"
 
 
