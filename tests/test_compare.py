@@ -259,7 +259,7 @@ def test_what_only_training_sees_makes_no_other_test() -> None:
 
     assert compose("train", ["experiment=compare_few"], with_hydra=True).hydra.sweeper.params["data.train_slices"]
     assert scan("data.train_slices=10") == scan("data.train_slices=100") == scan("seed=3", "data.num_workers=2")
-    assert scan("data.disc=true") != scan() != scan("noise=physical")
+    assert scan("data.disc=true") != scan() != scan("noise=field")
 
 
 def test_tests_are_those_that_have_their_folder() -> None:
