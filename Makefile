@@ -35,13 +35,15 @@ lock: ## write requirements.lock again from pyproject.toml, with uv; LOCK=--upgr
 train: install ## train the demo (minutes, no data needed), then evaluate it
 	$(BIN)/python -m qnmixer.train experiment=demo $(ARGS)
 
+# On phantoms; on your slices: make compare CT=/path/to/dicom, with a third of the steps of compare_real.
 # Another one, e.g. make compare EXPERIMENT=ablation_qn COMPARE="tests=[as_trained]"
-EXPERIMENT ?= compare_small
+EXPERIMENT ?= $(if $(CT),compare_real,compare_small)
+OF_CT := $(if $(CT),data.sources.slices.root=$(CT) data.seed=1 trainer.max_steps=1000)
 SWEEP ?= runs/$(EXPERIMENT)
 # Two at once without a GPU: small networks leave half of two cores idle (JOBS= for one at a time, as for large ones)
 JOBS ?= $(if $(findstring launcher,$(ARGS))$(shell command -v nvidia-smi),,2)
-compare: install ## train all methods, small, then table, picture and page of them; goes on where it was stopped
-	@$(BIN)/python -m qnmixer.train -m experiment=$(EXPERIMENT) hydra.sweep.dir=$(SWEEP) $(JOBS:%=hydra.launcher.jobs_at_once=%) $(ARGS); \
+compare: install ## train all methods, small, then tables, pictures and page; CT=/path/to/dicom: on real slices
+	@$(BIN)/python -m qnmixer.train -m experiment=$(EXPERIMENT) hydra.sweep.dir=$(SWEEP) $(JOBS:%=hydra.launcher.jobs_at_once=%) $(OF_CT) $(ARGS); \
 	code=$$?; \
 	if [ $$code -lt 128 ] && [ -e $(SWEEP)/sweep.json ]; then \
 		$(BIN)/python -m qnmixer.compare sweep=$(SWEEP) $(COMPARE) || code=$$?; \

@@ -3,6 +3,7 @@
 python -m qnmixer.train -m experiment=compare_small                      # the sweep
 python -m qnmixer.compare sweep=latest                                   # its table, picture and page
 python -m qnmixer.compare sweep=DIR tests=[as_trained,real] root=/path/to/ct
+python -m qnmixer.compare sweep=[DIR,LONGER]                             # with methods that trained for more steps
 """
 
 from pathlib import Path
@@ -11,6 +12,7 @@ from omegaconf import DictConfig
 
 from qnmixer import cli
 from qnmixer.config.commands import CompareConfig, parse_compare
+from qnmixer.errors import ConfigError
 from qnmixer.files import check_no_nifti, check_there, check_unused
 from qnmixer.sweeps.sweep import find_sweep
 
@@ -18,8 +20,8 @@ from qnmixer.sweeps.sweep import find_sweep
 def compare(cfg: DictConfig) -> None:
     """Print the tables of a comparison and write its results into a folder."""
     config = parse_compare(cfg)
-    sweep = find_sweep(config.sweep)
-    print(f"comparing the jobs of {sweep} (loading PyTorch …)", flush=True)
+    sweeps = [find_sweep(sweep) for sweep in config.sweep]
+    print(f"comparing the jobs of {', '.join(map(str, sweeps))} (loading PyTorch …)", flush=True)
     from rich.console import Console
 
     from qnmixer.evaluation.compare import compare
@@ -28,14 +30,17 @@ def compare(cfg: DictConfig) -> None:
     console = Console()
     if not console.is_terminal:  # rich would wrap a log at 80 columns
         console = Console(width=120)
-    output = sweep / "comparison" if config.output is None else Path(config.output).expanduser()
-    write_comparison(output, compare(config, sweep, output, console), config, console)
+    output = sweeps[0] / "comparison" if config.output is None else Path(config.output).expanduser()
+    write_comparison(output, compare(config, sweeps, output, console), config, console)
 
 
 def check(cfg: DictConfig) -> CompareConfig:
     """Parse and check the config. Raises UserError also if the sweep or the slices do not exist."""
     config = parse_compare(cfg)
-    find_sweep(config.sweep)
+    if not config.sweep:
+        raise ConfigError("sweep=[] has no sweep: give its folder, sweep=DIR")
+    for sweep in config.sweep:
+        find_sweep(sweep)
     if config.output is not None:
         output = Path(config.output).expanduser()
         if not any((output / name).exists() for name in ("comparison.json", "evaluations")):  # an earlier comparison

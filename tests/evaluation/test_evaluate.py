@@ -14,7 +14,7 @@ from qnmixer.config import Config
 from qnmixer.config.evaluation import EvaluationConfig
 from qnmixer.config.run import section
 from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.evaluation.evaluate import Evaluation, ImageScore, evaluate, warnings_of, write_evaluation
+from qnmixer.evaluation.evaluate import Evaluation, ImageScore, _gain, evaluate, warnings_of, write_evaluation
 from qnmixer.evaluation.slices import pictured
 from qnmixer.optimization.metrics import psnr, ssim, to_window
 from qnmixer.reconstructor import to_hu
@@ -132,6 +132,13 @@ def test_a_network_below_another_method_is_told_before_the_table(scores: Evaluat
     assert line.startswith("QN-Mixer is BELOW FBP by 10.25 dB")
     dead = Evaluation([replace(s, constant=s.method == "QN-Mixer") for s in scores.scores], [])
     assert warnings_of(dead) == ["QN-Mixer gives a constant image for 2 of 2 slices: the network is dead"]
+
+
+def test_a_gain_over_patients_has_an_interval(scores: Evaluation) -> None:
+    of_two = Evaluation([replace(score, patient=score.number) for score in scores.scores], [])
+    text = _gain(of_two)  # 10.5 and 9: 9.75, and 12.7062 · 1.5 / 2
+    assert "; over FBP, mean over 2 patients ± half of its 95 % interval: PSNR +9.75 ± 9.53, SSIM × 100 +36.00 " in text
+    assert "patients" not in _gain(scores)
 
 
 def test_means(scores: Evaluation) -> None:

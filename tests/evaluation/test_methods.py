@@ -8,9 +8,11 @@ import torch
 from PIL import Image
 from rich.console import Console
 
+from qnmixer.config import parse
 from qnmixer.config.commands import parse_compare
 from qnmixer.config.compose import compose
-from qnmixer.evaluation.comparison_report import against_best, tables_of, write_comparison
+from qnmixer.evaluation.comparison_report import TV, differences, over_tv, pairs_of, tables_of, write_comparison
+from qnmixer.evaluation.curves import Level, Validation, curve_of, first_above, median_step
 from qnmixer.evaluation.evaluate import ImageScore
 from qnmixer.evaluation.methods import ComparedJob, ComparedMethod, Comparison, Cost, methods_of
 from qnmixer.evaluation.statistics import Difference, difference, spread, student_quantile
@@ -18,72 +20,74 @@ from qnmixer.reports.page import PageMethod, PageSlice
 from qnmixer.reports.pictures import Panel, Row, _worst_part, draw_methods
 
 
-def test_mean_over_seeds_of_means_over_images() -> None:
+def test_mean_over_seeds_of_means_over_patients() -> None:
     found = spread({1: {"a": 30.0, "b": 34.0}, 2: {"a": 31.0, "b": 37.0}})
     assert found.mean == 33.0
     assert found.over_seeds == pytest.approx(math.sqrt(2))  # of 32 and 34
-    assert found.over_images == pytest.approx(5 / math.sqrt(2))  # of 30.5 and 35.5
-    assert (found.n_seeds, found.n_images) == (2, 2)
+    assert found.over_patients == pytest.approx(5 / math.sqrt(2))  # of 30.5 and 35.5
+    assert (found.n_seeds, found.n_patients) == (2, 2)
     alone = spread({7: {"a": 30.0}})
-    assert (alone.mean, alone.over_seeds, alone.over_images) == (30.0, None, None)
+    assert (alone.mean, alone.over_seeds, alone.over_patients) == (30.0, None, None)
 
 
 @pytest.mark.parametrize(
-    ("freedom", "quantile"), [(1, 12.7062), (2, 4.30265), (10, 2.22814), (63, 1.99834), (1e5, 1.95999)]
+    ("freedom", "quantile"), [(1, 12.7062), (2, 4.30265), (10, 2.22814), (63, 1.99834), (100_000, 1.95999)]
 )
-def test_quantiles_of_student_s_distribution(freedom: float, quantile: float) -> None:
+def test_quantiles_of_student_s_distribution(freedom: int, quantile: float) -> None:
     assert student_quantile(freedom) == pytest.approx(quantile, rel=1e-4)
 
 
-def test_a_difference_is_paired_by_image() -> None:
+def test_a_difference_is_paired_by_patient_and_by_seed() -> None:
     one, other = {1: {"a": 30.0, "b": 40.0, "c": 50.0}}, {1: {"c": 49.0, "b": 38.0, "a": 27.0}}
     found = difference(one, other)  # 3, 2, 1, whatever their order: deviation 1, error 1/√3, two degrees of freedom
-    assert found.mean == 2.0
-    assert found.half_width == pytest.approx(4.30265 / math.sqrt(3), rel=1e-4)
-    assert difference({1: {"a": 3.0}}, {1: {"a": 1.0}}) == Difference(2.0, None)
-    assert difference(one, one) == Difference(0.0, 0.0)
-    with pytest.raises(ValueError, match="common image"):
+    assert (found.mean, found.over_seeds, found.n_patients, found.n_seeds) == (2.0, None, 3, 1)
+    assert found.over_patients == pytest.approx(4.30265 / math.sqrt(3), rel=1e-4)
+    assert difference({1: {"a": 3.0}}, {1: {"a": 1.0}}) == Difference(2.0, None, None, 1, 1)
+    assert difference(one, one) == Difference(0.0, 0.0, None, 3, 1)
+    with pytest.raises(ValueError, match="common patient"):
         difference(one, {1: {"d": 1.0}})
-
-
-def test_seeds_widen_the_interval_by_welch_and_satterthwaite() -> None:
-    one = {seed: {"a": 30.0 + k, "b": 32.0 + k} for k, seed in enumerate((1, 2, 3))}  # seeds' means 31, 32, 33
-    other = {seed: {"a": 29.0, "b": 30.0} for seed in (1, 2, 3)}
-    found = difference(one, other)  # images: 2 and 3, variance 0.5 / 2; seeds: 1 / 3; of the other nothing
-    assert found.mean == 2.5
-    total = 0.25 + 1 / 3
-    freedom = total**2 / (0.25**2 / 1 + (1 / 3) ** 2 / 2)
-    assert found.half_width == pytest.approx(student_quantile(freedom) * math.sqrt(total))
+    # Both networks of a seed are better by the same: only what differs within a seed is left.
+    one = {seed: {"a": 30.0 + seed, "b": 32.0 + seed + gain} for seed, gain in ((1, 0.0), (2, 0.1), (3, 0.2))}
+    other = {seed: {"a": 29.0 + seed, "b": 31.0 + seed} for seed in (1, 2, 3)}
+    found = difference(one, other)  # by seed 1, 1.05, 1.1; by patient 1, 1.1
+    assert found.over_seeds == pytest.approx(4.30265 * 0.05 / math.sqrt(3), rel=1e-4)
+    assert found.over_patients == pytest.approx(12.7062 * 0.05, rel=1e-4)
+    assert difference(one, {1: other[1]}).n_seeds == 3  # a method that learns nothing needs one seed only
 
 
 def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
-    """Of 200 draws with 3 seeds and 12 images, whose true difference is 0.5."""
+    """Of 200 draws with 3 seeds and 5 patients, whose true difference is 0.5."""
     rng, hits = np.random.default_rng(0), 0
     for _ in range(200):
-        of_image, methods = rng.normal(0, 3, 12), []
-        for gain in (0.5, 0.0):
-            own, seeds = rng.normal(0, 0.5, 12), rng.normal(0, 0.2, 3)
-            values = gain + of_image + own + seeds[:, None] + rng.normal(0, 0.1, (3, 12))
-            methods.append({s: {str(i): float(values[s, i]) for i in range(12)} for s in range(3)})
+        of_patient, gains = rng.normal(0, 3, 5), 0.5 + rng.normal(0, 0.5, 5)
+        methods = [
+            {s: {str(i): float(v) for i, v in enumerate(of_patient + of + rng.normal(0, 0.1, 5))} for s in range(3)}
+            for of in (gains, 0.0)
+        ]
         found = difference(*methods)
-        assert found.half_width is not None
-        hits += abs(found.mean - 0.5) < found.half_width
-    assert 0.91 < hits / 200 <= 1
+        assert found.over_patients is not None
+        hits += abs(found.mean - 0.5) < found.over_patients
+    assert 0.91 < hits / 200 < 0.99
 
 
-def scores(values: dict[int, list[float]]) -> dict[tuple[int, int], list[ImageScore]]:
+def scores(values: dict[int, list[float]], patients: list[int] | None) -> dict[tuple[int, int], list[ImageScore]]:
     return {
-        (seed, 7): [ImageScore(k, f"slice{k}", "QN-Mixer", v, 2 * v, v, v) for k, v in enumerate(its)]
+        (seed, 7): [
+            ImageScore(k, f"slice{k}", "QN-Mixer", v, 2 * v, v, v, patient=patients and patients[k])
+            for k, v in enumerate(its)
+        ]
         for seed, its in values.items()
     }
 
 
-def method(name: str, values: dict[int, list[float]], scan: str = "x", **problems: str) -> ComparedMethod:
+def method(
+    name: str, values: dict[int, list[float]], scan: str = "x", patients: list[int] | None = None, **problems: str
+) -> ComparedMethod:
     jobs = [ComparedJob(Path(f"{name}{seed}"), [], {"git_commit": "0123456789ab"}, None, "") for seed in values]
     jobs += [ComparedJob(Path(folder), [], {}, None, problem) for folder, problem in problems.items()]
-    measured = {"as_trained": scores(values)} if values else {}
+    measured = {"as_trained": scores(values, patients)} if values else {}
     cost = Cost(1234, 65.0, 0.25, 77.0, 0.0123, 4.5) if values else None
-    return ComparedMethod(name, jobs, measured, {"as_trained": scan}, cost)
+    return ComparedMethod(name, jobs, name, measured, {"as_trained": scan}, cost)
 
 
 @pytest.fixture
@@ -97,34 +101,74 @@ def comparison() -> Comparison:
     image = torch.zeros(32, 32).index_fill(0, torch.arange(8), 500.0)
     drawn = PageSlice("slice0", image, [PageMethod("A", [image, image + 20], "30.00 dB / 60.00")])
     return Comparison(
-        Path("sweep"), ["as_trained"], methods, {"as_trained": [drawn]}, ["disc is left out: why"], "a processor"
+        [Path("sweep")], ["as_trained"], methods, {"as_trained": [drawn]}, ["disc is left out: why"], "a processor"
     )
 
 
-def test_methods_are_held_against_the_best_other_one_of_the_same_scan(comparison: Comparison) -> None:
+def test_methods_are_held_against_total_variation_and_each_other_on_the_same_sinograms(comparison: Comparison) -> None:
     a, b, another, c = comparison.methods
-    found = against_best(comparison, a, "as_trained")
-    assert found is not None
-    assert found[0] is b
-    assert found[1].mean == 2.0  # (30.5, 32.5) − (29, 30)
-    assert against_best(comparison, b, "as_trained") == (a, difference(b.scores("as_trained", "psnr"),
-                                                                       a.scores("as_trained", "psnr")))  # fmt: skip
-    assert against_best(comparison, another, "as_trained") is None
-    assert against_best(comparison, c, "as_trained") is None
+    assert over_tv(comparison, a, "as_trained") is None
+    b.network = TV
+    gains = over_tv(comparison, a, "as_trained")
+    assert gains is not None
+    assert (gains["psnr"].mean, gains["ssim"].mean) == (2.0, 4.0)  # (30.5, 32.5) − (29, 30)
+    assert over_tv(comparison, b, "as_trained") is None
+    assert over_tv(comparison, another, "as_trained") is None
+    assert over_tv(comparison, c, "as_trained") is None
+    assert pairs_of(comparison, "as_trained") == [(a, b)]
+    assert differences(a, b, "as_trained")["psnr"] == gains["psnr"]
 
 
 def test_tables(comparison: Comparison) -> None:
-    quality, costs, sources = tables_of(comparison)
+    quality, pairs, costs, sources = tables_of(comparison)
     assert quality.title == "as_trained: 2 slices"
-    assert quality.rows[0][:6] == ["A", "2", "31.50 ± 0.71", "± 1.41", "63.00 ± 1.41", "± 2.83"]
-    assert quality.rows[0][6].startswith("+2.00 ± ")
+    assert quality.headings[-1] == "slices"
+    assert quality.rows[0] == ["A", "2", "31.50 ± 0.71", "± 1.41", "63.00 ± 1.41", "± 2.83"]
     assert quality.rows[1][:3] == ["B", "1 of 2", "29.50"]
-    assert quality.rows[2][6] == "–"
-    assert quality.rows[3] == ["C", "0 of 1", "not yet run", "–", "–", "–", "–"]
+    assert quality.rows[3] == ["C", "0 of 1", "not yet run", "–", "–", "–"]
+    assert [row[:2] for row in pairs.rows] == [["A", "B"]]
+    assert pairs.rows[0][2].startswith("+2.00 ± ")
+    assert pairs.rows[0][-1] == "2, 2"
     assert costs.rows[0] == ["A", "1,234", "1 min 05 s", "250", "77", "12.3", "4.5"]
     assert costs.rows[3] == ["C", *["–"] * 6]
     assert sources.rows[0][:3] == ["A", "A1, A2", "012345678"]
     assert sources.rows[1][-1] == "job j9: failed: FloatingPointError: the loss became nan"
+
+
+def test_the_slices_of_a_patient_count_as_one() -> None:
+    """Three slices of one patient, and one of another."""
+    values, patients = [30.0, 31.0, 32.0, 40.0], [0, 0, 0, 1]
+    a = method("A", {1: values}, patients=patients)
+    tv = method(TV, {1: [29.0, 30.0, 31.0, 38.0]}, patients=patients)
+    quality, *_ = tables_of(Comparison([Path("sweep")], ["as_trained"], [a, tv], {}, [], "a processor"))
+    assert a.psnr("as_trained") == 35.5
+    assert quality.title == "as_trained: 4 slices of 2 patients"
+    assert quality.headings[3] == "patients"
+    assert quality.rows[0][-2:] == ["+1.50 ± 6.35", "+3.00 ± 12.71"]  # of 1 and 2, with one degree of freedom
+    assert "t(1) · s/√2" in quality.note
+
+
+def test_the_step_from_which_on_a_method_stays_above_total_variation(tmp_path: Path) -> None:
+    config = parse(compose("train", ["model=learn", "trainer.max_steps=30", "seed=1"]))
+    metrics = "step,samples,train/samples_per_second,val/psnr\n"
+
+    def job(name: str, rows: str, steps: int) -> ComparedJob:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.csv").write_text(metrics + rows)
+        return ComparedJob(tmp_path / name, [], {"steps": steps}, config, "")
+
+    learned = job("a", "5,10,2.0,\n10,20,5.0,\n10,20,,33\n20,40,,30.5\n30,60,,31\n", 30)
+    assert curve_of(learned) == [Validation(10, 7.0, 33.0), Validation(20, 7.0, 30.5), Validation(30, 7.0, 31.0)]
+    tv = ComparedMethod("TV", [job("tv", "0,0,,30.4\n", 0)], TV)
+    a = ComparedMethod("LEARN", [learned, job("b", "10,10,,29\n20,20,,30\n", 30)], "LEARN")
+    level = Level(TV, [a, tv])
+    assert level.crossings(a) == [10, None]
+    assert level.crossings(tv) == []
+    assert Level("FBP", [a, tv]).crossings(a) == []
+    curve = [Validation(step, 0.0, psnr) for step, psnr in ((1, 9.0), (2, 5.0), (3, 6.0), (4, math.nan))]
+    assert [first_above(curve[:n], 5.5) for n in (1, 2, 3, 4)] == [1, None, 3, None]
+    texts = {median_step(steps) for steps in ([1500], [2000, 1500, None], [None, 1500, None], [None])}
+    assert texts == {"1,500", "2,000 (2 of 3)", "none (1 of 3)", "none"}
 
 
 def test_a_method_with_no_job_and_no_measure_has_a_row(comparison: Comparison) -> None:
@@ -151,7 +195,7 @@ def test_files_tell_the_same(comparison: Comparison, tmp_path: Path) -> None:
     record = json.loads((tmp_path / "comparison.json").read_text())
     a, b, _, c = record["methods"]
     assert a["tests"]["as_trained"]["psnr"]["mean"] == 31.5
-    assert a["tests"]["as_trained"]["against"]["method"] == "B"
+    assert record["differences"]["as_trained"][0]["psnr"]["mean"] == 2.0
     assert [job["status"] for job in b["jobs"]] == ["done", "failed: FloatingPointError: the loss became nan"]
     assert (c["tests"], c["cost"]) == ({}, None)
     assert record["made"]["config"]["sets"] == {"as_trained": []}
@@ -204,10 +248,20 @@ def sweep(folder: Path, jobs: dict[str, list[str]], varying: list[str]) -> Path:
 def test_methods_are_jobs_that_differ_in_more_than_their_seed(
     tmp_path: Path, jobs: list[list[str]], varying: list[str], names: list[str]
 ) -> None:
-    found = methods_of(sweep(tmp_path, {str(k): its for k, its in enumerate(jobs)}, varying))
+    found = methods_of([sweep(tmp_path, {str(k): its for k, its in enumerate(jobs)}, varying)])
     assert [method.name for method in found] == names
     assert sum(len(method.jobs) for method in found) == len(jobs)
     assert {job.problem for method in found for job in method.jobs} == {"not yet run"}
+
+
+def test_a_method_that_another_sweep_trained_for_longer_has_a_row_of_its_own(tmp_path: Path) -> None:
+    folders = [tmp_path / "equal_steps", tmp_path / "equal_time"]
+    jobs = [{"0": ["model=learn", "seed=1"], "1": ["model=qn_mixer", "seed=1"]},
+            {"0": ["model=learn", "seed=1", "trainer.max_steps=9000"]}]  # fmt: skip
+    for folder, its, varying in zip(folders, jobs, (["model"], ["seed"]), strict=True):
+        folder.mkdir()
+        sweep(folder, its, varying)
+    assert [method.name for method in methods_of(folders)] == ["LEARN", "LEARN max_steps=9000", "QN-Mixer"]
 
 
 @pytest.mark.parametrize(
@@ -226,6 +280,6 @@ def test_what_a_sweep_says_is_neither_imported_nor_looked_up(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     jobs = {"0": ["data=numpy", "data.root=/ct", override]}
-    (method,) = methods_of(sweep(tmp_path, jobs, [override.partition("=")[0]]))
+    (method,) = methods_of([sweep(tmp_path, jobs, [override.partition("=")[0]])])
     assert not (tmp_path / "imported").exists()
     assert "secret" not in str(method.jobs)

@@ -61,7 +61,7 @@ class EvaluateConfig(EvaluateRootConfig):
 class CompareRootConfig:
     """The root keys of `qnmixer.compare`."""
 
-    sweep: str
+    sweep: list[str]  # folders; several count as one
     tests: list[str] | None  # names in sets; None: all that need no folder, or whose folder is given
     root: str | None
     sets: dict[str, list[str]]  # name of a test → its overrides of the training config
@@ -140,15 +140,14 @@ class ExportConfig:
     trust: list[str]  # modules of the user's own that the run may name
 
 
-def _with_list(values: dict[str, Any]) -> dict[str, Any]:
-    """The values with `trust` as a list, also if it was one module."""
-    trust = values.get("trust")
-    return values | {"trust": [trust]} if isinstance(trust, str) else values
+def _with_lists(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with `trust` and `sweep` as lists, also if one module or folder was given."""
+    return values | {key: [values[key]] for key in ("trust", "sweep") if isinstance(values.get(key), str)}
 
 
 def parse_evaluate(cfg: DictConfig) -> EvaluateConfig:
     """Parse and check the config of `qnmixer.evaluate`. Raises ConfigError."""
-    values = _with_list(plain_values(cfg))
+    values = _with_lists(plain_values(cfg))
     data, noise = values["data"], values["noise"]
     of_data = AsTrained if _is_as_trained(data) else schema_of("data", data)
     sections: dict[str, Any] = {
@@ -170,7 +169,7 @@ def _is_as_trained(section: Any) -> bool:
 
 def parse_compare(cfg: DictConfig) -> CompareConfig:
     """Parse and check the config of `qnmixer.compare`. Raises ConfigError."""
-    values = _with_list(plain_values(cfg))
+    values = _with_lists(plain_values(cfg))
     evaluation: EvaluationConfig = parse_section("evaluation", EvaluationConfig, values.pop("evaluation"), values)
     evaluation.check()
     root: CompareRootConfig = parse_section("", CompareRootConfig, values, values)
@@ -239,7 +238,7 @@ def device_memory(name: str) -> float:
 
 def parse_reconstruct(cfg: DictConfig) -> ReconstructConfig:
     """Parse and check the config of `qnmixer.reconstruct`. Raises ConfigError."""
-    values = _with_list(plain_values(cfg))
+    values = _with_lists(plain_values(cfg))
     config: ReconstructConfig = parse_section("", ReconstructConfig, values, values)
     if not config.formats:
         raise ConfigError("formats=[] would write nothing: give some of dicom, npy, png")
@@ -253,7 +252,7 @@ def parse_reconstruct(cfg: DictConfig) -> ReconstructConfig:
 
 def parse_export(cfg: DictConfig) -> ExportConfig:
     """Parse and check the config of `qnmixer.export`. Raises ConfigError."""
-    values = _with_list(plain_values(cfg))
+    values = _with_lists(plain_values(cfg))
     config: ExportConfig = parse_section("", ExportConfig, values, values)
     if not config.output.endswith(SUFFIX):
         raise ConfigError(f"output={config.output} does not name a weights file: give a name that ends in {SUFFIX}")

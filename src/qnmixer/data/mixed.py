@@ -34,25 +34,25 @@ class MixedSource:
 
     def load(self, index: int) -> FloatArray:
         """Slice [S, S] in HU."""
-        source, of_source = self._find(index)
-        return source.load(of_source)
+        k, of_source = self.place(index)
+        return self.sources[k].load(of_source)
 
     def name(self, index: int) -> str:
         """The name that its source gives."""
-        source, of_source = self._find(index)
-        return source.name(of_source)
+        k, of_source = self.place(index)
+        return self.sources[k].name(of_source)
 
-    def _find(self, index: int) -> tuple[SliceSource, int]:
-        """The source of a slice, and its index there."""
+    def place(self, index: int) -> tuple[int, int]:
+        """The number of a slice's source, and its index there."""
         epoch, slot = divmod(index, len(self))
         k = int(self._source[slot])
         source, number = self.sources[k], epoch * self.counts[k] + int(self._number[slot])
         if source.endless:
-            return source, number
+            return k, number
         if self.counts[k] == len(source):
-            return source, number % len(source)  # every epoch has all of them; the sampler sets their order
+            return k, number % len(source)  # every epoch has all of them; the sampler sets their order
         turn, place = divmod(number, len(source))
-        return source, int(np.random.default_rng([self.seed, k, turn, 0x313D]).permutation(len(source))[place])
+        return k, int(np.random.default_rng([self.seed, k, turn, 0x313D]).permutation(len(source))[place])
 
 
 def counts_of(shares: Sequence[float], lengths: Sequence[int]) -> list[int]:

@@ -12,7 +12,7 @@ A reader decodes the files of a folder, see `qnmixer.data.cache.Reader`.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,14 +45,14 @@ READER = Kind(
 
 @dataclass(frozen=True)
 class Part:
-    """Slices of train, val or test, how many patients they show (0: not told), and the slices on a finer grid.
+    """Slices of train, val or test, the number of the patient that each shows, and the slices on a finer grid.
 
-    `told`: how many of them each source of a mix has in an epoch. `scaling`: that of slices with a unit of their own.
-    `measured`: their sinograms [V, D] where these are not simulated.
+    `patients`: None for a phantom; empty if none is told. `told`: how many slices each source of a mix has in an epoch.
+    `scaling`: that of slices with a unit of their own. `measured`: their sinograms [V, D], if these are not simulated.
     """
 
     source: SliceSource
-    n_patients: int
+    patients: Sequence[int | None] = ()
     fine: SliceSource | None = None
     told: str = ""
     scaling: Scaling | None = None
@@ -61,15 +61,16 @@ class Part:
     def __str__(self) -> str:
         if self.told:
             return f"{len(self.source)} slices an epoch ({self.told})"
-        people = f" of {self.n_patients} patient{'s' * (self.n_patients > 1)}" if self.n_patients else ""
+        n = len({*self.patients} - {None})
+        people = f" of {n} patient{'s' * (n > 1)}" if n else ""
         return f"{len(self.source)} slices{people}"
 
     def first(self, n: int) -> "Part":
-        """The first n slices only. Their patients are not counted."""
+        """The first n slices only."""
         return self._some(list(range(min(n, len(self.source)))))
 
     def spread(self, n: int) -> "Part":
-        """n of its slices, evenly spread. Their patients are not counted."""
+        """n of its slices, evenly spread."""
         length = len(self.source)
         n = min(n, length)
         return self._some([k * length // n for k in range(n)])
@@ -78,7 +79,7 @@ class Part:
         return replace(
             self,
             source=SliceView(self.source, indices),
-            n_patients=0,
+            patients=[self.patients[i] for i in indices] if self.patients else (),
             fine=self.fine and SliceView(self.fine, indices),
             measured=self.measured and SliceView(self.measured, indices),
             told="",
@@ -128,7 +129,7 @@ def _of_class(config: DataConfig, geometry: FanBeamGeometry | None) -> dict[str,
             check_untouched(config)
             measured = Sinograms(its, f"data._target_={config._target_}", slices.name, geometry)
         finer = source(part, fine=True) if config.simulation_factor > 1 else None
-        return Part(slices, 0, finer, scaling=getattr(its, "scaling", None), measured=measured)
+        return Part(slices, (), finer, scaling=getattr(its, "scaling", None), measured=measured)
 
     return {part: part_of(part) for part in PARTS}
 
@@ -224,11 +225,17 @@ def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | No
     return {
         part: Part(
             SliceView(cache, split[part]),
-            len({patients[i] for i in split[part]}),
+            _numbered(patients[i] for i in split[part]),
             fine and SliceView(fine, split[part]),
         )
         for part in PARTS
     }
+
+
+def _numbered(names: Iterable[Hashable]) -> list[int | None]:
+    """A number for each patient, the same for the same name. None stays None."""
+    numbers: dict[Hashable, int] = {}
+    return [None if name is None else numbers.setdefault(name, len(numbers)) for name in names]
 
 
 def _warn(line: str) -> None:
@@ -272,19 +279,23 @@ def _of_mix(config: MixedData, split: RunSplit, geometry: FanBeamGeometry | None
     def measured(name: str) -> Part:
         if config.evaluate_on is not None:
             return sources[f"data.sources.{config.evaluate_on}"][name]
-        of_all = [parts[name] for parts in sources.values()]
-        return _mix(of_all, [len(part.source) for part in of_all], config.seed)
+        return _whole_mix([parts[name] for parts in sources.values()], config.seed)
 
     return {"train": replace(_mix(train, counts, config.seed), told=told)} | {n: measured(n) for n in PARTS[1:]}
 
 
 def _mix(parts: Sequence[Part], counts: Sequence[int], seed: int) -> Part:
     fine = [part.fine for part in parts if part.fine is not None]
-    return Part(
-        MixedSource([part.source for part in parts], counts, seed=seed),
-        sum(part.n_patients for part in parts),
-        MixedSource(fine, counts, seed=seed) if fine else None,
-    )
+    source = MixedSource([part.source for part in parts], counts, seed=seed)
+    return Part(source, (), MixedSource(fine, counts, seed=seed) if fine else None)
+
+
+def _whole_mix(parts: Sequence[Part], seed: int) -> Part:
+    """All slices of several sources, with their patients."""
+    mix = _mix(parts, [len(part.source) for part in parts], seed)
+    assert isinstance(mix.source, MixedSource)
+    places = [mix.source.place(index) for index in range(len(mix.source))]
+    return replace(mix, patients=_numbered((k, parts[k].patients[n]) if parts[k].patients else None for k, n in places))
 
 
 @contextmanager

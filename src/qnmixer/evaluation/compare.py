@@ -6,7 +6,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, mode
+from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -25,7 +26,7 @@ from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.splits import RunSplit
 from qnmixer.errors import CheckpointError, ConfigError, DataError, first_line
 from qnmixer.evaluation.evaluate import ImageScore, caption_of, evaluate, shown_iterates
-from qnmixer.evaluation.methods import ComparedJob, ComparedMethod, Comparison, Cost, methods_of
+from qnmixer.evaluation.methods import ComparedJob, ComparedMethod, Comparison, Cost, methods_of, tested_scan
 from qnmixer.evaluation.slices import other_slices, pictured
 from qnmixer.files import digest, write_text
 from qnmixer.optimization.metrics import psnr, ssim
@@ -40,23 +41,21 @@ from qnmixer.tracking.results import duration, git_commit, versions
 FBP = "FBP"
 _TIMED = 5  # reconstructions; their median is the result
 _SECONDS_TO_TIME = 10.0
-# Keys of the data config that do not change a test slice.
-_NOT_OF_TEST = {"batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir", "seed", "augment"}
-_NOT_OF_TEST |= {"n_train", "n_val", "train_slices"}
 
 
-def compare(config: CompareConfig, sweep: Path, output: Path, console: Console) -> Comparison:
-    """Evaluate every finished job of a sweep.
+def compare(config: CompareConfig, sweeps: list[Path], output: Path, console: Console) -> Comparison:
+    """Evaluate every finished job of a sweep, or of several together.
 
     Scores of a network are stored below `output`. They are used again while its weights, the test and the code of this
     repository are unchanged. If you change your own files, delete them.
 
     Raises ConfigError if no job is done, DataError if no test is possible.
     """
-    methods = methods_of(sweep, config.checkpoint, config.trust)
+    methods = methods_of(sweeps, config.checkpoint, config.trust)
     if not any(method.done for method in methods):
         jobs = [f"job {job.folder.name}: {job.problem}" for method in methods for job in method.jobs]
-        raise ConfigError(f"no job of {sweep} is done ({'; '.join(jobs[:3]) or 'it has no jobs'}): train them first")
+        where = ", ".join(map(str, sweeps))
+        raise ConfigError(f"no job of {where} is done ({'; '.join(jobs[:3]) or 'it has no jobs'}): train them first")
     measuring = _Measuring(config, output / "evaluations", methods)
     tests, notes = [], []
     for test in config.sets:
@@ -71,9 +70,11 @@ def compare(config: CompareConfig, sweep: Path, output: Path, console: Console) 
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     if not tests:
         raise DataError(notes[0])
-    methods.sort(key=lambda method: method.psnr(tests[0]), reverse=True)
+    steps = [method.steps for method in methods if method.steps is not None]
+    usual = {None, *([mode(steps)] if steps else [])}
+    methods.sort(key=lambda method: (method.steps not in usual, -method.psnr(tests[0])))
     slices = measuring.look(tests)
-    return Comparison(sweep, tests, methods, slices, notes, device_name(measuring.device.type))
+    return Comparison(sweeps, tests, methods, slices, notes, device_name(measuring.device.type))
 
 
 class _Measuring:
@@ -82,9 +83,9 @@ class _Measuring:
     def __init__(self, config: CompareConfig, kept: Path, methods: list[ComparedMethod]) -> None:
         self.config, self.kept, self.methods = config, kept, methods
         self.device = choose_device(config.accelerator)
+        self._tested: dict[str, list[dict[str, Any]]] = {}  # test → the config of each job
         self._code = git_commit() or versions()["qnmixer"]
-        names = {method_name(job.config) for method in methods for job in method.jobs if job.config is not None}
-        self._fbp = None if FBP in names else ComparedMethod(FBP, [])
+        self._fbp = None if FBP in {method.network for method in methods} else ComparedMethod(FBP, [], FBP)
         if self._fbp is not None:
             methods.append(self._fbp)
 
@@ -94,9 +95,12 @@ class _Measuring:
         Raises ConfigError or DataError for a test that is not possible.
         """
         start, n_before = time.monotonic(), 0
-        jobs = [(method, job) for method in self.methods for job in method.done]
-        for method, job in progress(jobs, test, "job", console):
-            config, own = self._config(job, test)
+        jobs = [(method, job, *self._config(job, test)) for method in self.methods for job in method.done]
+        what = [to_plain(config) for _, _, config, _ in jobs]
+        if (same := next((name for name, its in self._tested.items() if its == what), None)) is not None:
+            raise ConfigError(f"for this sweep it is the same as {same}")
+        self._tested[test] = what
+        for method, job, config, own in progress(jobs, test, "job", console):
             scores, before = self._scores(job, config, own)
             n_before += before
             by_name = {name: [s for s in scores if s.method == name] for name in (FBP, method_name(config))}
@@ -227,14 +231,6 @@ def _seconds_of(reconstruct: Callable[[Tensor], object], y: Tensor) -> float:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     return median(times[1:])
-
-
-def tested_scan(config: Config) -> object:
-    """The settings behind the sinograms of a test that all compared methods must share."""
-    plain = to_plain(config)
-    data = {key: value for key, value in plain["data"].items() if key not in _NOT_OF_TEST}
-    geometry = {key: value for key, value in plain["geometry"].items() if key != "fbp_filter"}
-    return [geometry, plain["noise"], data]
 
 
 def _scores_of(path: Path) -> list[ImageScore] | None:

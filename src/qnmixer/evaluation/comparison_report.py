@@ -3,7 +3,9 @@
 import json
 import time
 from dataclasses import asdict, replace
+from itertools import combinations
 from pathlib import Path
+from statistics import mean
 from textwrap import fill
 from typing import Any
 
@@ -13,33 +15,45 @@ from rich.console import Console
 from qnmixer.config import to_plain
 from qnmixer.config.commands import CompareConfig
 from qnmixer.evaluation.compare import FBP
+from qnmixer.evaluation.curves import Level, curve_of, median_step
 from qnmixer.evaluation.evaluate import METRICS
 from qnmixer.evaluation.methods import ComparedJob, ComparedMethod, Comparison
 from qnmixer.evaluation.statistics import Difference, Spread, difference, spread, with_deviation
 from qnmixer.files import digest, write_text
-from qnmixer.reports.page import PageMethod, PageSlice, PageTable, without_folders, write_page
-from qnmixer.reports.pictures import Panel, Row, draw_methods
+from qnmixer.models import TotalVariation
+from qnmixer.reports.page import PageFigure, PageMethod, PageSlice, PageTable, without_folders, write_page
+from qnmixer.reports.pictures import Curve, Panel, Row, draw_curves, draw_methods
 from qnmixer.reports.tables import csv_table, markdown_table, terminal_table
 from qnmixer.tracking.results import duration, git_commit, versions
 
-_DRAWN = 8  # a picture has room for so many methods
+TV = TotalVariation.title
+CURVES = "comparison_curves.png"
+_DRAWN = 8  # a picture, or a table of pairs, has room for so many methods
 _NOTHING = "–"
 
 
 def write_comparison(folder: Path, comparison: Comparison, config: CompareConfig, console: Console) -> None:
     """Print the tables and write comparison.{csv,md,json,png,html} and images.csv into a folder.
 
-    With several tests it also writes comparison_tests.png, with one slice of each test after the first.
+    With several tests it also writes comparison_tests.png, with one slice of each test after the first; and
+    comparison_curves.png, if a method was validated during training.
     """
     tables = tables_of(comparison)
     notes = [*comparison.notes, *_problems(comparison)]
-    title = f"Comparison of {comparison.sweep.name}"
+    title = f"Comparison of {_names(comparison)}"
     provenance = _provenance(comparison, config)
     write_text(folder / "comparison.csv", csv_table(_lines(comparison)))
     write_text(folder / "images.csv", csv_table(_image_lines(comparison)))
     write_text(folder / "comparison.json", json.dumps(_record(comparison, config), indent=2, default=str) + "\n")
     write_text(folder / "comparison.md", _markdown(title, tables, notes, provenance))
     pictures = _draw(folder, comparison)
+    figures = []
+    if _draw_curves(folder / CURVES, comparison):
+        note = (
+            "Mean PSNR over validation slices. Thin lines: seeds; thick: their mean; level: methods that learn nothing."
+        )
+        figures = [PageFigure("Validation during training", folder / CURVES, note)]
+        pictures.append(CURVES)
     slices = [
         replace(of, name=f"{test}: {of.name}", methods=_in_order(of))
         for test, its in comparison.slices.items()
@@ -48,9 +62,11 @@ def write_comparison(folder: Path, comparison: Comparison, config: CompareConfig
     n_methods, tests = len(comparison.methods), ", ".join(comparison.tests)
     made_by = provenance | {"notes": "; ".join(notes) or "none"}
     subtitle = f"{n_methods} method{'s' * (n_methods != 1)} on {tests} ({config.split} split)"
-    n_images = sum(_n_images(comparison, test) for test in comparison.tests)
+    n_images = sum(_unit(comparison, test)[1] for test in comparison.tests)
     order = f"by test: {len(slices)} of {n_images}, those of the pictures; images.csv has the scores of all"
-    write_page(folder / "comparison.html", title, tables, slices, made_by, subtitle=subtitle, order=order)
+    write_page(
+        folder / "comparison.html", title, tables, slices, made_by, subtitle=subtitle, order=order, figures=figures
+    )
 
     for table in tables[:-1]:  # the table of sources is in the files only
         _print(table, console)
@@ -59,52 +75,112 @@ def write_comparison(folder: Path, comparison: Comparison, config: CompareConfig
     console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)
 
 
+def _names(comparison: Comparison) -> str:
+    return ", ".join(sweep.name for sweep in comparison.sweeps)
+
+
 def tables_of(comparison: Comparison) -> list[PageTable]:
-    """The tables: the first test in full, all tests if there are several, costs of the methods, sources of the rows."""
-    tables = [_quality(comparison)]
+    """The tables: the first test in full, differences, all tests if there are several, costs, sources of the rows."""
+    tables = [_quality(comparison), _pairs(comparison)]
     if len(comparison.tests) > 1:
         tables.append(_all_tests(comparison))
-    return [*tables, _costs(comparison), _sources(comparison)]
+    return [*(table for table in tables if table.rows), _costs(comparison), _sources(comparison)]
 
 
-def against_best(comparison: Comparison, method: ComparedMethod, test: str) -> tuple[ComparedMethod, Difference] | None:
-    """The best other method on a test with the same sinograms, and the PSNR difference to it; None if there is none."""
-    if not method.scores(test, "psnr"):
-        return None
-    others = [
+def over_tv(comparison: Comparison, method: ComparedMethod, test: str) -> dict[str, Difference] | None:
+    """By metric, the difference to total variation on the same sinograms, the best one if there are several."""
+    rivals = [
         other
         for other in comparison.methods
-        if other is not method and other.measured.get(test) and other.scans[test] == method.scans[test]
+        if other is not method
+        and method.measured.get(test)
+        and other.network == TV
+        and other.measured.get(test)
+        and other.scans[test] == method.scans.get(test)
     ]
-    if not others:
+    if not rivals:
         return None
-    best = max(others, key=lambda other: other.psnr(test))
-    return best, difference(method.scores(test, "psnr"), best.scores(test, "psnr"))
+    best = max(rivals, key=lambda other: other.psnr(test))
+    return differences(method, best, test)
+
+
+def differences(one: ComparedMethod, other: ComparedMethod, test: str) -> dict[str, Difference]:
+    """`one` minus `other` by metric."""
+    return {metric: difference(one.scores(test, metric), other.scores(test, metric)) for metric in METRICS}
+
+
+def pairs_of(comparison: Comparison, test: str) -> list[tuple[ComparedMethod, ComparedMethod]]:
+    """Pairs among the first methods that have the same sinograms, without FBP. Methods are sorted: the better first."""
+    by_scan: dict[str, list[ComparedMethod]] = {}
+    for method in comparison.methods:
+        if method.measured.get(test) and method.network != FBP:
+            by_scan.setdefault(method.scans[test], []).append(method)
+    return [pair for methods in by_scan.values() for pair in combinations(methods[:_DRAWN], 2)]
 
 
 def _quality(comparison: Comparison) -> PageTable:
     test, rows = comparison.tests[0], []
-    n_images = _n_images(comparison, test)
+    unit, n_images, n = _unit(comparison, test)
+    gains = {method.name: over_tv(comparison, method, test) for method in comparison.methods}
+    has_tv = any(gains.values())
+    other_steps = len({method.steps for method in comparison.methods} - {None}) > 1
     for method in comparison.methods:
         row = [method.name, _seeds(method)]
         for metric in ("psnr", "ssim"):
             found = _spread(method, test, metric)
-            row += [_with_seeds(found), _NOTHING if found is None else _number(found.over_images)]
+            row += [_with_seeds(found), _NOTHING if found is None else _number(found.over_patients)]
         if row[2] == _NOTHING:
             row[2] = method.jobs[0].problem.partition(":")[0] if method.jobs else "not measured"
-        rows.append([*row, _against(comparison, method, test)])
+        if has_tv:
+            row += [_gain(gain[metric]) if (gain := gains[method.name]) else _NOTHING for metric in ("psnr", "ssim")]
+        if other_steps:
+            row += [_NOTHING if method.steps is None else f"{method.steps:,}", _training(method)]
+        rows.append(row)
+    each = ", each the mean of its slices" if unit == "patients" else ""
+    note = (
+        f"Mean over seeds of the mean over {n} {unit}{each}, ± standard deviation over seeds; then that over {unit}. "
+    )
+    if has_tv:
+        note += f"Over {TV}: the mean over {unit} of the paired difference, averaged over seeds" + (
+            f"; ± half of its 95 % interval for other {unit}, t({n - 1}) · s/√{n}. " if n > 1 else ". "
+        )
+    if other_steps:
+        note += "Methods with another number of training steps stand below the others. "
     return PageTable(
-        f"{test}: {n_images} slices",
-        ["method", "seeds", "PSNR, dB", "images", "SSIM × 100", "images", "over the best other, dB"],
+        f"{test}: {n_images} slices" + (f" of {n} patients" if unit == "patients" else ""),
+        ["method", "seeds", "PSNR, dB", unit, "SSIM × 100", unit]
+        + ["over TV, dB", "over TV, SSIM"] * has_tv
+        + ["steps", "training"] * other_steps,
         rows,
-        "Mean over seeds of the mean over images, ± standard deviation over seeds; then that over images (of their "
-        "means over seeds). Last: PSNR over that of the best other method, paired by image, with a 95 % interval for "
-        "other images and other seeds. Data range 1.",
+        f"{note}Data range 1.",
     )
 
 
-def _n_images(comparison: Comparison, test: str) -> int:
-    return max(len(scores) for m in comparison.methods for scores in m.scores(test, "psnr").values())
+def _unit(comparison: Comparison, test: str) -> tuple[str, int, int]:
+    """The unit of the statistics (patients, or slices), the number of slices, and that of units."""
+    measured = [method for method in comparison.methods if method.measured.get(test)]
+    scores = [its for method in measured for its in method.measured[test].values()]
+    unit = "patients" if any(score.patient is not None for its in scores for score in its) else "slices"
+    return unit, max(map(len, scores)), max(spread(method.scores(test, "psnr")).n_patients for method in measured)
+
+
+def _pairs(comparison: Comparison) -> PageTable:
+    test = comparison.tests[0]
+    unit, _, _ = _unit(comparison, test)
+    rows = []
+    for one, other in pairs_of(comparison, test):
+        row, found = [one.name, other.name], differences(one, other, test)
+        for metric in ("psnr", "ssim"):
+            row += [_gain(found[metric]), _number(found[metric].over_seeds)]
+        rows.append([*row, f"{found['psnr'].n_patients}, {found['psnr'].n_seeds}"])
+    return PageTable(
+        f"{test}: differences",
+        ["method", "minus", "PSNR, dB", "seeds", "SSIM × 100", "seeds", f"{unit}, seeds"],
+        rows,
+        f"Mean difference on the same {unit}, ± half of its 95 % interval for other {unit} (each averaged over seeds). "
+        f"Then that for other seeds (each averaged over {unit}). Last: how many {unit} and seeds. A difference is "
+        f"clear if it is larger than both. The best {_DRAWN} methods, without FBP.",
+    )
 
 
 def _all_tests(comparison: Comparison) -> PageTable:
@@ -113,18 +189,18 @@ def _all_tests(comparison: Comparison) -> PageTable:
                    else _NOTHING for t in comparison.tests)]
         for m in comparison.methods
     ]  # fmt: skip
-    note = "PSNR, dB / SSIM × 100, each the mean over seeds of the mean over images ± standard deviation over seeds."
+    note = "PSNR, dB / SSIM × 100, each the mean over seeds of the mean over patients ± standard deviation over seeds."
     return PageTable("All tests", ["method", *comparison.tests], rows, note)
 
 
 def _costs(comparison: Comparison) -> PageTable:
-    rows = []
+    rows, level = [], Level(TV, comparison.methods)
     for method in comparison.methods:
         if (cost := method.cost) is not None:
             rows.append([
                 method.name,
                 f"{cost.parameters:,}",
-                _NOTHING if cost.train_seconds is None else duration(cost.train_seconds),
+                _training(method),
                 _milliseconds(cost.step_seconds),
                 _NOTHING if cost.step_mib is None else f"{cost.step_mib:,.0f}",
                 _milliseconds(cost.inference_seconds),
@@ -132,13 +208,25 @@ def _costs(comparison: Comparison) -> PageTable:
             ])  # fmt: skip
         else:
             rows.append([method.name, *[_NOTHING] * 6])
-    return PageTable(
-        "Cost",
-        ["method", "parameters", "training", "step, ms", "step, MiB", "slice, ms", "largest gradient"],
-        rows,
+        if level.found:
+            steps = level.crossings(method)
+            rows[-1].append(median_step(steps) if steps else _NOTHING)
+    note = (
         f"Training: a whole job, mean over seeds. Step: an optimizer step, median, and the most bytes in its tensors, "
         f"the highest of the seeds; slower where jobs run side by side. Slice: inference, batch 1, median, here "
-        f"({comparison.device}). Largest norm of a gradient before clipping, of all jobs.",
+        f"({comparison.device}). Largest norm of a gradient before clipping, of all jobs."
+    )
+    if level.found:
+        note += (
+            f" Above TV: the first validation from which on the mean PSNR stays above that of {TV} on the same slices; "
+            "median over seeds, in brackets how many seeds stay above."
+        )
+    return PageTable(
+        "Cost",
+        ["method", "parameters", "training", "step, ms", "step, MiB", "slice, ms", "largest gradient"]
+        + ["above TV from step"] * bool(level.found),
+        rows,
+        note,
     )
 
 
@@ -146,11 +234,11 @@ def _sources(comparison: Comparison) -> PageTable:
     rows = [
         [
             method.name,
-            ", ".join(job.folder.name for job in method.jobs) or "made here",
+            ", ".join(_job(comparison, job) for job in method.jobs) or "made here",
             _joined(_short_commit(job) for job in method.jobs),
             _joined(_config_digest(job) for job in method.jobs),
             _joined(_hardware(job) for job in method.jobs),
-            "; ".join(f"job {job.folder.name}: {job.problem}" for job in method.jobs if job.problem) or _NOTHING,
+            "; ".join(f"job {_job(comparison, job)}: {job.problem}" for job in method.jobs if job.problem) or _NOTHING,
         ]
         for method in comparison.methods
     ]
@@ -164,11 +252,17 @@ def _sources(comparison: Comparison) -> PageTable:
 
 def _problems(comparison: Comparison) -> list[str]:
     return [
-        f"{method.name}, job {job.folder.name}: {job.problem}"
+        f"{method.name}, job {_job(comparison, job)}: {job.problem}"
         for method in comparison.methods
         for job in method.jobs
         if job.problem
     ]
+
+
+def _job(comparison: Comparison, job: ComparedJob) -> str:
+    """The folder of a job, with that of its sweep if there are several."""
+    several = len(comparison.sweeps) > 1
+    return f"{job.folder.parent.name}/{job.folder.name}" if several else job.folder.name
 
 
 def _seeds(method: ComparedMethod) -> str:
@@ -191,10 +285,13 @@ def _number(value: float | None) -> str:
     return _NOTHING if value is None else f"± {value:.2f}"
 
 
-def _against(comparison: Comparison, method: ComparedMethod, test: str) -> str:
-    if (found := against_best(comparison, method, test)) is None:
-        return _NOTHING
-    return with_deviation(found[1].mean, found[1].half_width, "+")
+def _gain(found: Difference) -> str:
+    return with_deviation(found.mean, found.over_patients, "+")
+
+
+def _training(method: ComparedMethod) -> str:
+    cost = method.cost
+    return _NOTHING if cost is None or cost.train_seconds is None else duration(cost.train_seconds)
 
 
 def _milliseconds(seconds: float | None) -> str:
@@ -226,7 +323,7 @@ def _hardware(job: ComparedJob) -> str:
 
 def _provenance(comparison: Comparison, config: CompareConfig) -> dict[str, str]:
     return {
-        "sweep": comparison.sweep.name,
+        "sweep": _names(comparison),
         "tests": "; ".join(f"{name} [{', '.join(config.sets[name])}]" for name in comparison.tests),
         "split": f"{config.split}, phantoms and noise of seed {config.seed}, checkpoint {config.checkpoint}",
         "measured": f"{time.strftime('%Y-%m-%d %H:%M %Z')}, on {comparison.device}",
@@ -237,67 +334,87 @@ def _provenance(comparison: Comparison, config: CompareConfig) -> dict[str, str]
 
 def _record(comparison: Comparison, config: CompareConfig) -> dict[str, Any]:
     """All results, for other programs."""
+    level = Level(TV, comparison.methods)
     return {
-        "sweep": comparison.sweep,
+        "sweeps": comparison.sweeps,
         "made": {"at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "git_commit": git_commit(), "versions": versions(),
                  "device": comparison.device, "config": asdict(config)},
         "tests": {test: config.sets[test] for test in comparison.tests},
-        "methods": [_method_record(comparison, method) for method in comparison.methods],
+        "methods": [_method_record(comparison, method, level) for method in comparison.methods],
+        "differences": {
+            test: [
+                {"method": one.name, "minus": other.name}
+                | {metric: asdict(found) for metric, found in differences(one, other, test).items()}
+                for one, other in pairs_of(comparison, test)
+            ]
+            for test in comparison.tests
+        },
         "notes": comparison.notes,
     }  # fmt: skip
 
 
-def _method_record(comparison: Comparison, method: ComparedMethod) -> dict[str, Any]:
+def _method_record(comparison: Comparison, method: ComparedMethod, level: Level) -> dict[str, Any]:
     tests: dict[str, Any] = {}
     for test in comparison.tests:
         if method.measured.get(test):
             tests[test] = {metric: asdict(spread(method.scores(test, metric))) for metric in METRICS}
             tests[test]["scan"] = method.scans[test]
-            if (found := against_best(comparison, method, test)) is not None:
-                tests[test]["against"] = {"method": found[0].name} | asdict(found[1])
+            if (gains := over_tv(comparison, method, test)) is not None:
+                tests[test]["over_tv"] = {metric: asdict(gain) for metric, gain in gains.items()}
     jobs = [
         {"folder": job.folder, "status": job.problem or "done", "config_digest": _config_digest(job)}
         | {"overrides": job.overrides, "seed": job.config and job.config.seed}
         | {key: job.results.get(key) for key in ("git_commit", "versions", "device", "threads", "started", "steps",
                                                  "seconds", "memory", "best")}
+        | {"validations": [asdict(validation) for validation in curve_of(job)]}
         for job in method.jobs
     ]  # fmt: skip
-    return {"name": method.name, "tests": tests, "cost": method.cost and asdict(method.cost), "jobs": jobs}
+    crossings = level.crossings(method)
+    return {"name": method.name, "tests": tests, "cost": method.cost and asdict(method.cost), "jobs": jobs,
+            "above_tv_from_step": crossings}  # fmt: skip
 
 
 def _lines(comparison: Comparison) -> list[list[Any]]:
     """The rows of comparison.csv: one for each test and method, also if nothing was measured."""
     costs = ("parameters", "train_seconds", "step_seconds", "step_mib", "inference_seconds", "largest_gradient")
-    deviations = [f"{metric}{of}" for metric in METRICS for of in ("", "_over_seeds", "_over_images")]
-    heading = ["test", "method", "status", "seeds", "jobs", "images", *deviations, "against", "psnr_difference",
-               "psnr_difference_95", *costs, "commit", "config", "trained_on", "folders"]  # fmt: skip
+    deviations = [f"{metric}{of}" for metric in METRICS for of in ("", "_over_seeds", "_over_patients")]
+    gains = [f"{metric}_over_tv{of}" for metric in METRICS for of in ("", "_95")]
+    heading = ["test", "method", "status", "seeds", "jobs", "steps", "images", "patients", *deviations, *gains,
+               "above_tv_from_step", *costs, "commit", "config", "trained_on", "folders"]  # fmt: skip
+    level = Level(TV, comparison.methods)
     lines: list[list[Any]] = [heading]
     for test in comparison.tests:
         for method in comparison.methods:
             spreads = [_spread(method, test, metric) for metric in METRICS]
             first = spreads[0]
             status = "measured" if first is not None else method.jobs[0].problem if method.jobs else "not measured"
-            found = against_best(comparison, method, test)
+            found = over_tv(comparison, method, test)
+            steps = level.crossings(method)
             lines.append([
                 test, method.name, without_folders(status),
-                first and first.n_seeds, len(method.jobs), first and first.n_images,
-                *(value for s in spreads for value in ((s.mean, s.over_seeds, s.over_images) if s else [None] * 3)),
-                *((found[0].name, found[1].mean, found[1].half_width) if found else [None] * 3),
+                first and first.n_seeds, len(method.jobs), method.steps,
+                first and max(map(len, method.measured[test].values())), first and first.n_patients,
+                *(value for s in spreads for value in ((s.mean, s.over_seeds, s.over_patients) if s else [None] * 3)),
+                *(value for metric in METRICS
+                  for value in ((found[metric].mean, found[metric].over_patients) if found else [None] * 2)),
+                median_step(steps) if steps else None,
                 *(getattr(method.cost, name, None) for name in costs),
                 _joined(job.results.get("git_commit") for job in method.jobs),
                 _joined(map(_config_digest, method.jobs)), _joined(map(_hardware, method.jobs)),
-                " ".join(job.folder.name for job in method.jobs),
+                " ".join(_job(comparison, job) for job in method.jobs),
             ])  # fmt: skip
     return lines
 
 
 def _image_lines(comparison: Comparison) -> list[list[Any]]:
-    lines: list[list[Any]] = [["test", "method", "seed", "data_seed", "number", "slice", *METRICS]]
+    lines: list[list[Any]] = [["test", "method", "seed", "data_seed", "number", "slice", "patient", *METRICS]]
     for test in comparison.tests:
         for method in comparison.methods:
             for seeds, scores in method.measured.get(test, {}).items():
                 which = [test, method.name, *(seeds if method.jobs else ("", ""))]
-                lines += [[*which, s.number, s.slice, *(getattr(s, name) for name in METRICS)] for s in scores]
+                lines += [
+                    [*which, s.number, s.slice, s.patient, *(getattr(s, name) for name in METRICS)] for s in scores
+                ]
     return lines
 
 
@@ -321,6 +438,21 @@ def _draw(folder: Path, comparison: Comparison) -> list[str]:
     for name, of in drawn.items():
         draw_methods(folder / name, of)
     return [*drawn]
+
+
+def _draw_curves(path: Path, comparison: Comparison) -> bool:
+    """Draw the validations of the best methods. False: none was validated twice."""
+    curves: list[Curve] = []
+    levels: dict[str, float] = {}
+    for method in comparison.methods:
+        found = [its for job in method.done if (its := curve_of(job))]
+        if method.steps is None and found:
+            levels[method.name] = mean(its[-1].psnr for its in found)
+        elif any(len(its) > 1 for its in found):
+            curves.append(Curve(method.name, [[(it.step, it.seconds, it.psnr) for it in its] for its in found]))
+    if curves:
+        draw_curves(path, curves[:_DRAWN], levels, "validation PSNR, dB")
+    return bool(curves)
 
 
 def _row(name: str, slice_: PageSlice) -> Row:

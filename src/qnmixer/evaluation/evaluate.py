@@ -1,6 +1,6 @@
 """Compare a network with FBP, and on request total variation, on a split: scores per image, a table, a picture."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, stdev
@@ -23,7 +23,7 @@ from qnmixer.config.target import keys_of
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.splits import RunSplit
 from qnmixer.evaluation.slices import Gallery, as_trained, kind_of, other_slices
-from qnmixer.evaluation.statistics import with_deviation
+from qnmixer.evaluation.statistics import half_width, with_deviation
 from qnmixer.files import write_text
 from qnmixer.models import TotalVariation, UnrolledNetwork
 from qnmixer.optimization.metrics import psnr, ssim, to_window
@@ -55,6 +55,7 @@ class ImageScore:
     """The scores of one method on one slice; SSIM × 100.
 
     `number` is the slice's number in its split, used by pages and pictures; `slice`, its file, may name a patient.
+    `patient` is a number too, counted within the split; None: not known, as of phantoms.
     """
 
     number: int
@@ -65,6 +66,15 @@ class ImageScore:
     window_psnr: float
     window_ssim: float
     constant: bool = False
+    patient: int | None = None
+
+
+def by_patient(scores: Sequence[ImageScore], metric: str) -> dict[str, float]:
+    """The mean of each patient. It is named by its first slice, with the number of that: slices may share a name."""
+    slices: dict[int | str, list[ImageScore]] = {}
+    for score in scores:
+        slices.setdefault(f"slice {score.number}" if score.patient is None else score.patient, []).append(score)
+    return {f"{its[0].number} {its[0].slice}": mean(getattr(it, metric) for it in its) for its in slices.values()}
 
 
 @dataclass
@@ -94,6 +104,11 @@ class Evaluation:
     def values(self, method: str, metric: str) -> list[float]:
         """One metric of one method, over the images."""
         return [getattr(score, metric) for score in self.scores if score.method == method]
+
+    @property
+    def n_patients(self) -> int:
+        """How many patients the slices show; 0 if that is not known."""
+        return len({score.patient for score in self.scores} - {None})
 
     @property
     def methods(self) -> list[str]:
@@ -180,6 +195,7 @@ def evaluate(
     baselines = [*methods]
     methods[module.network.title] = module.network
     n_images, size = len(data.dataset(split)), module.config.data.image_size
+    patients = data.parts[split].patients or [None] * n_images
     n_iterates = _n_shown(module.network)
     gallery = Gallery(n_images, config.n_pictures, size, len(methods), n_iterates)
     found: dict[int, list[ImageScore]] = {}
@@ -207,7 +223,7 @@ def evaluate(
             gallery.merge(its_slices)
     numbers, slices = zip(*gallery.found.items(), strict=True)
     drawn = [numbers.index(n) for n in sorted(gallery.pictured)]
-    scored = [score for n in sorted(found) for score in found[n]]
+    scored = [replace(score, patient=patients[n]) for n in sorted(found) for score in found[n]]
     return Evaluation(scored, [*slices], drawn, baselines, own_range=data.config.own_range)
 
 
@@ -328,7 +344,21 @@ def _gain(evaluation: Evaluation) -> str:
     n = len(evaluation.values(last, "psnr"))
     over = ", ".join(f"over {other}: {_mean_gain(evaluation, other):+.2f} dB" for other in others)
     which = "of each reference, SSIM as skimage's" if evaluation.own_range else "1"
-    return f"{last} {over}, mean over {n} images (data range {which})".removeprefix("" if over else f"{last} , ")
+    line = f"{last} {over}, mean over {n} images (data range {which})".removeprefix("" if over else f"{last} , ")
+    return "; ".join([line, *(_patient_gain(evaluation, other) for other in others if evaluation.n_patients > 1)])
+
+
+def _patient_gain(evaluation: Evaluation, other: str) -> str:
+    """The gain over another method by every metric, with the patient as the unit: slices of one look alike."""
+    last, gains = evaluation.methods[-1], []
+    for metric, heading in METRICS.items():
+        mine, its = (
+            by_patient([score for score in evaluation.scores if score.method == method], metric)
+            for method in (last, other)
+        )
+        differences = [mine[patient] - its[patient] for patient in mine]
+        gains.append(f"{heading.partition(',')[0]} {with_deviation(mean(differences), half_width(differences), '+')}")
+    return f"over {other}, mean over {evaluation.n_patients} patients ± half of its 95 % interval: {', '.join(gains)}"
 
 
 def warnings_of(evaluation: Evaluation) -> list[str]:

@@ -1,7 +1,7 @@
 """The methods of a comparison: jobs of a sweep, grouped if they differ only in their seed."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,12 +11,12 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from qnmixer.checkpoints.reading import built_from, find_checkpoint, read_checkpoint
-from qnmixer.config import Config
+from qnmixer.config import Config, to_plain
 from qnmixer.config.compose import compose
 from qnmixer.config.overrides import looks_elsewhere, of_hydra
 from qnmixer.config.run import parse_file
 from qnmixer.errors import UserError, first_line
-from qnmixer.evaluation.evaluate import ImageScore
+from qnmixer.evaluation.evaluate import ImageScore, by_patient
 from qnmixer.evaluation.statistics import Scores, Seeds, spread
 from qnmixer.plugins import check_trusted
 from qnmixer.reconstructor import method_name
@@ -27,6 +27,9 @@ from qnmixer.tracking.results import read_results
 from qnmixer.tracking.sweep_file import read_sweep
 
 _SEEDS = ("seed", "data.seed")
+# Keys of the data config that do not change a test slice.
+_NOT_OF_TEST = {"batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir", "seed", "augment"}
+_NOT_OF_TEST |= {"n_train", "n_val", "train_slices"}
 
 
 @dataclass
@@ -44,6 +47,11 @@ class ComparedJob:
         """The seeds, in which the jobs of a method differ."""
         assert self.config is not None
         return self.config.seed, self.config.data.seed
+
+    @property
+    def steps(self) -> int | None:
+        """The number of optimizer steps that it was to train for; None: its method learns nothing."""
+        return self.config.trainer.max_steps if self.config is not None and self.results.get("steps") else None
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,7 @@ class ComparedMethod:
 
     name: str
     jobs: list[ComparedJob]
+    network: str = ""  # the name of its network; its own name also tells variants apart
     measured: dict[str, dict[Seeds, list[ImageScore]]] = field(default_factory=dict)  # test → seeds → images
     scans: dict[str, str] = field(default_factory=dict)  # test → digest of what its sinograms come from
     cost: Cost | None = None
@@ -73,25 +82,29 @@ class ComparedMethod:
         """Jobs that can be evaluated."""
         return [job for job in self.jobs if not job.problem]
 
+    @property
+    def steps(self) -> int | None:
+        """The number of optimizer steps that its jobs were to train for; None: it learns nothing."""
+        return next((job.steps for job in self.done), None)
+
     def psnr(self, test: str) -> float:
         """Mean PSNR on a test; −∞ if nothing was measured."""
         scores = self.scores(test, "psnr")
         return spread(scores).mean if scores else -math.inf
 
     def scores(self, test: str, metric: str) -> Scores:
-        """One metric on one test; empty if nothing was measured."""
-        return {
-            # With its number, because several slices may have the same name.
-            seeds: {f"{n} {score.slice}": getattr(score, metric) for n, score in enumerate(scores)}
-            for seeds, scores in self.measured.get(test, {}).items()
-        }
+        """One metric on one test, by patient; empty if nothing was measured."""
+        return {seeds: by_patient(scores, metric) for seeds, scores in self.measured.get(test, {}).items()}
 
 
 @dataclass
 class Comparison:
-    """The result of `compare`. Methods are sorted by PSNR on the first test; those without a score come last."""
+    """The result of `compare`. Methods are sorted by PSNR on the first test; those without a score come last.
 
-    sweep: Path
+    Methods with another number of training steps than most come after the others.
+    """
+
+    sweeps: list[Path]
     tests: list[str]
     methods: list[ComparedMethod]
     slices: dict[str, list[PageSlice]]  # test → slices by all methods, to look at
@@ -99,25 +112,49 @@ class Comparison:
     device: str
 
 
-def methods_of(sweep: Path, checkpoint: str = "best", trust: Collection[str] = ()) -> list[ComparedMethod]:
-    """Group the jobs of a sweep into methods: jobs that differ only in their seed. Each method gets a unique name.
+def methods_of(sweeps: Sequence[Path], checkpoint: str = "best", trust: Collection[str] = ()) -> list[ComparedMethod]:
+    """Group the jobs of sweeps into methods: jobs that differ only in their seed. Each method gets a unique name.
 
     A job with the user's own code counts as failed, unless `trust` has its modules.
     """
-    described = read_sweep(sweep)
-    varying = [key.lstrip("+") for key in described["varying"]]
+    overrides: dict[Path, list[str]] = {}
+    varying: dict[str, None] = {}
+    for sweep in sweeps:
+        described = read_sweep(sweep)
+        varying |= dict.fromkeys(key.lstrip("+") for key in described["varying"])
+        for row in rows_of(sweep, described["jobs"], []):
+            of_job = described["jobs"][row.name] if described["jobs"] else read_results(sweep / row.name)["overrides"]
+            overrides[sweep / row.name] = of_job
+    if len(sweeps) > 1:
+        varying |= dict.fromkeys(_differing([*overrides.values()]))
     groups: dict[tuple[str, ...], list[ComparedJob]] = {}
-    for row in rows_of(sweep, described["jobs"], varying):
-        its = described["jobs"][row.name] if described["jobs"] else read_results(sweep / row.name)["overrides"]
+    for folder, its in overrides.items():
         differs = {o.lstrip("+").partition("=")[0]: o for o in its}
         key = tuple(differs[k].lstrip("+") for k in varying if k in differs and k not in _SEEDS)
-        groups.setdefault(key, []).append(_job(sweep / row.name, its, checkpoint, trust))
+        groups.setdefault(key, []).append(_job(folder, its, checkpoint, trust))
     by_name: dict[str, list[tuple[str, ...]]] = {}
     for key, jobs in groups.items():
         by_name.setdefault(_name(jobs), []).append(key)
     return [
-        ComparedMethod(_name_among(by_name, name, key), groups[key]) for name, keys in by_name.items() for key in keys
+        ComparedMethod(_name_among(by_name, name, key), groups[key], name)
+        for name, keys in by_name.items()
+        for key in keys
     ]
+
+
+def tested_scan(config: Config) -> object:
+    """The settings behind the sinograms of a test that all compared methods must share."""
+    plain = to_plain(config)
+    data = {key: value for key, value in plain["data"].items() if key not in _NOT_OF_TEST}
+    geometry = {key: value for key, value in plain["geometry"].items() if key != "fbp_filter"}
+    return [geometry, plain["noise"], data]
+
+
+def _differing(jobs: list[list[str]]) -> list[str]:
+    """The keys whose values differ between jobs, or that some jobs lack."""
+    values = [dict(o.lstrip("+").partition("=")[::2] for o in its if not of_hydra(o)) for its in jobs]
+    keys = dict.fromkeys(key for its in values for key in its)
+    return [key for key in keys if len({its.get(key) for its in values}) > 1]
 
 
 def _name_among(by_name: dict[str, list[tuple[str, ...]]], name: str, overrides: tuple[str, ...]) -> str:

@@ -1,9 +1,13 @@
-"""Statistics of a method over seeds and images, and of the difference between two methods."""
+"""Statistics of a method over seeds and patients, and of the difference between two methods.
+
+The unit is the patient, because the slices of one patient look alike: slices as units make an interval several times
+too narrow. Phantoms, and slices whose patient is not known, are each a patient of their own.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean, stdev, variance
+from statistics import mean, stdev
 
 import numpy as np
 
@@ -11,26 +15,29 @@ Seeds = tuple[int, int]
 """The seeds of the weights and of the data."""
 
 Scores = Mapping[Seeds, Mapping[str, float]]
-"""seeds → image → score. The images of two seeds may differ."""
+"""seeds → patient → mean score of the patient's slices. The patients of two seeds may differ."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The mean over seeds of the mean over images, and standard deviations (None: only one value)."""
+    """The mean over seeds of the mean over patients, and standard deviations (None: only one value)."""
 
     mean: float
     over_seeds: float | None  # standard deviation of the seeds' means
-    over_images: float | None  # standard deviation of the images' means over seeds
+    over_patients: float | None  # standard deviation of the patients' means over seeds
     n_seeds: int
-    n_images: int
+    n_patients: int
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean difference of two methods on the same images."""
+    """Mean difference of two methods on the same patients, with half-widths of 95 % intervals (None: one value)."""
 
     mean: float
-    half_width: float | None  # of the 95 % interval; None: too few images and seeds to estimate it
+    over_patients: float | None  # of the patients' differences, each a mean over seeds
+    over_seeds: float | None  # of the seeds' differences, each a mean over patients
+    n_patients: int
+    n_seeds: int
 
 
 def with_deviation(value: float, deviation: float | None, sign: str = "") -> str:
@@ -40,47 +47,46 @@ def with_deviation(value: float, deviation: float | None, sign: str = "") -> str
 
 def spread(scores: Scores) -> Spread:
     """Mean and standard deviations of one method."""
-    seeds, images = _seed_means(scores), _image_means(scores)
+    seeds, patients = [mean(of_seed.values()) for of_seed in scores.values()], [*_patient_means(scores).values()]
     return Spread(
         mean(seeds),
         stdev(seeds) if len(seeds) > 1 else None,
-        stdev(images.values()) if len(images) > 1 else None,
+        stdev(patients) if len(patients) > 1 else None,
         len(seeds),
-        len(images),
+        len(patients),
     )
 
 
 def difference(one: Scores, other: Scores) -> Difference:
-    """`one` minus `other`, paired by image, with a 95 % interval for other images and other seeds.
+    """`one` minus `other`, paired by patient and by seed.
 
-    The variance is the variance of the image differences over their number, plus for each method the variance over its
-    seeds over their number. The degrees of freedom follow Welch and Satterthwaite. Noise of an image over seeds counts
-    in both, so the interval is too wide rather than too narrow. A method with one seed adds no variance over seeds.
+    The interval over patients says what other patients would give with these networks. The interval over seeds says
+    what other trainings would give on these patients. A method with one seed is held against every seed of the other.
 
-    Raises ValueError if they have no image in common.
+    Raises ValueError if they have no patient in common.
     """
-    first, second = _image_means(one), _image_means(other)
-    differences = [first[image] - second[image] for image in first if image in second]
-    if not differences:
-        raise ValueError("two methods without a common image")
-    parts = [  # variance of the mean, degrees of freedom
-        (variance(values) / len(values), len(values) - 1)
-        for values in (differences, _seed_means(one), _seed_means(other))
-        if len(values) > 1
+    first, second = _patient_means(one), _patient_means(other)
+    of_patients = [first[patient] - second[patient] for patient in first if patient in second]
+    if not of_patients:
+        raise ValueError("two methods without a common patient")
+    of_seeds = [
+        mean(mine[patient] - its[patient] for patient in mine if patient in its)
+        for mine, its in _paired(one, other)
+        if mine.keys() & its.keys()
     ]
-    total = sum(part for part, _ in parts)
-    if not parts:
-        return Difference(mean(differences), None)
-    if total == 0:
-        return Difference(mean(differences), 0.0)
-    freedom = total**2 / sum(part**2 / n for part, n in parts)
-    return Difference(mean(differences), student_quantile(freedom) * math.sqrt(total))
+    return Difference(mean(of_patients), half_width(of_patients), half_width(of_seeds), len(of_patients), len(of_seeds))
 
 
-def student_quantile(freedom: float) -> float:
-    """The t for which |T| ≤ t has a probability of 95 % in Student's distribution; `freedom` may be fractional.
+def half_width(values: Sequence[float]) -> float | None:
+    """Half-width of the 95 % interval of a mean: t·s/√n with n − 1 degrees of freedom. None for a single value."""
+    n = len(values)
+    return student_quantile(n - 1) * stdev(values) / math.sqrt(n) if n > 1 else None
 
-    With t = √ν tan θ the density becomes cos^(ν−1) θ, which is summed here: right to 4 digits (ν ≥ 1).
+
+def student_quantile(freedom: int) -> float:
+    """The t for which |T| ≤ t has a probability of 95 % in Student's distribution.
+
+    With t = √ν tan θ the density becomes cos^(ν−1) θ, which is summed here: right to 4 digits.
     """
     edges = np.linspace(0.0, np.pi / 2, 20_001)
     middles = (edges[1:] + edges[:-1]) / 2
@@ -89,13 +95,17 @@ def student_quantile(freedom: float) -> float:
     return float(math.sqrt(freedom) * np.tan(theta))
 
 
-def _seed_means(scores: Scores) -> list[float]:
-    return [mean(of_seed.values()) for of_seed in scores.values()]
+def _paired(one: Scores, other: Scores) -> list[tuple[Mapping[str, float], Mapping[str, float]]]:
+    """The scores of both by seed."""
+    if len(one) == 1 or len(other) == 1:
+        return [(mine, its) for mine in one.values() for its in other.values()]
+    return [(one[seeds], other[seeds]) for seeds in one if seeds in other]
 
 
-def _image_means(scores: Scores) -> dict[str, float]:
+def _patient_means(scores: Scores) -> dict[str, float]:
+    """The mean over seeds of each patient."""
     values: dict[str, list[float]] = {}
     for of_seed in scores.values():
-        for image, score in of_seed.items():
-            values.setdefault(image, []).append(score)
-    return {image: mean(found) for image, found in values.items()}
+        for patient, score in of_seed.items():
+            values.setdefault(patient, []).append(score)
+    return {patient: mean(found) for patient, found in values.items()}

@@ -78,6 +78,15 @@ class PageTable:
     note: str = ""
 
 
+@dataclass
+class PageFigure:
+    """A picture between the slices and the tables below them."""
+
+    title: str
+    png: Path
+    note: str = ""
+
+
 def write_page(
     path: Path,
     title: str,
@@ -89,6 +98,7 @@ def write_page(
     configuration: Mapping[str, Any] | None = None,
     order: str = "",
     opened: int = 0,
+    figures: Sequence[PageFigure] = (),
 ) -> None:
     """Write tables, slices and their provenance as one HTML file, completely or not at all.
 
@@ -105,6 +115,7 @@ def write_page(
         configuration: by section and key; a table at the foot.
         order: how the slices are sorted, for the heading of their thumbnails.
         opened: index of the slice that is shown first.
+        figures: pictures below the slices.
 
     Raises:
         DataError: images of one slice differ in shape, a method has no image, or a slice has no method.
@@ -120,7 +131,7 @@ def write_page(
         "script_hash": _csp_hash(script),
         "style": style,
         "first_table": first,
-        "other_tables": "\n".join(others),
+        "other_tables": "\n".join([*map(_figure, figures), *others]),
         "provenance": "\n".join(
             f"<div><dt>{_text(name)}</dt><dd>{_text(text)}</dd></div>" for name, text in provenance.items()
         ),
@@ -258,6 +269,17 @@ def _table(table: PageTable) -> str:
     return (
         f'<section class="table"><h2>{_text(table.title)}</h2><div class="wide" tabindex="0">\n'
         f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>{note}</section>"
+    )
+
+
+def _figure(figure: PageFigure) -> str:
+    """A picture within the page itself."""
+    pixels = base64.b64encode(figure.png.read_bytes()).decode()
+    note = f'<p class="note">{_text(figure.note)}</p>' if figure.note else ""
+    title = _text(figure.title)
+    return (
+        f'<section class="drawn"><h2>{title}</h2>\n<img src="data:image/png;base64,{pixels}" alt="{title}">'
+        f"{note}</section>"
     )
 
 

@@ -1,9 +1,10 @@
-"""Figures of reconstructions: the iterates of one slice, and methods side by side with error maps."""
+"""Figures: the iterates of one slice, methods side by side with error maps, and the curves of their training."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -53,6 +54,49 @@ def draw_comparison(path: Path, rows: Sequence[Row]) -> None:
             _show_error(line[1 + n_methods + k], panel.hu, row.truth, f"error of\n{panel.title.splitlines()[0]}")
     _add_bar(figure, axes[:, n_methods], DISPLAY_WINDOW, "gray", "HU")
     _add_bar(figure, axes[:, -1], (0.0, ERROR_LIMIT), "inferno", "|error|, HU")
+    _save(figure, path)
+
+
+@dataclass
+class Curve:
+    """The quality of a method during its training: for each seed steps, seconds and dB. A level has no steps."""
+
+    name: str
+    seeds: list[list[tuple[float, float, float]]]
+
+
+def draw_curves(path: Path, curves: Sequence[Curve], levels: Mapping[str, float], quantity: str) -> None:
+    """Draw dB over steps and over training time: thin lines for seeds, a thick one for their mean. Writes a PNG.
+
+    Args:
+        path: of the picture.
+        curves: of the methods that learn, at least one.
+        levels: dB of the others, as {"TV": 35.1}; a level far below the curves stands in the legend only.
+        quantity: what the dB are of.
+    """
+    ends = [seed[-1][2] for curve in curves for seed in curve.seeds]
+    top = max([db for curve in curves for seed in curve.seeds for _, _, db in seed] + [*levels.values()])
+    near = [db for db in levels.values() if db > min(ends) - 4]
+    bottom = min([*ends, *near]) - max(1.0, (top - min([*ends, *near])) / 2)
+    longest = max(seed[-1][1] for curve in curves for seed in curve.seeds)
+    unit, seconds = ("hours", 3600.0) if longest > 7200 else ("minutes", 60.0) if longest > 120 else ("seconds", 1.0)
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    for axes, column, scale, label in zip(
+        figure.subplots(1, 2, sharey=True), (0, 1), (1.0, seconds), ("steps", f"training time, {unit}"), strict=True
+    ):
+        for k, curve in enumerate(curves):
+            for seed in curve.seeds if len(curve.seeds) > 1 else ():
+                axes.plot([it[column] / scale for it in seed], [it[2] for it in seed], color=f"C{k}", lw=0.6, alpha=0.5)
+            points = [[fmean(of) for of in zip(*its, strict=True)] for its in zip(*curve.seeds, strict=False)]
+            x, y = [it[column] / scale for it in points], [it[2] for it in points]
+            axes.plot(x, y, ".-", color=f"C{k}", lw=1.8, label=curve.name)
+        for k, (name, db) in enumerate(levels.items()):
+            text = f"{name}, {db:.1f} dB" + ("" if db > bottom else ", below")
+            axes.axhline(db, color=str(0.55 * (k % 2)), linestyle=("--", ":")[k % 2], lw=1.4, label=text)
+        axes.set(xlabel=label, ylim=(bottom, top + 0.05 * (top - bottom)), xlim=(0, None))
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel(quantity)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     _save(figure, path)
 
 
