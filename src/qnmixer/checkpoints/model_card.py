@@ -1,6 +1,6 @@
 """The model card of a weights file: what it is, its training, its measured results, and its limits.
 
-Nothing in it is typed by hand. It comes from the checkpoint, results.json and the tables in the run folder.
+No figure in it is typed by hand. The figures come from the checkpoint, results.json and the tables in the run folder.
 """
 
 import json
@@ -34,12 +34,12 @@ class Exported:
 
     Attributes:
         file: the weights file.
-        size: its size in bytes.
-        n_parameters: of the network.
-        config: of the run.
+        size: size of the file in bytes.
+        n_parameters: parameters of the network.
+        config: config of the run.
         run: the run folder.
-        checkpoint: "best", "last" or the name of another.
-        weights: their digest.
+        checkpoint: name of the checkpoint, such as "best" or "last".
+        weights: digest of the weights.
         step: optimizer steps of the checkpoint.
         sources: a Markdown text about the slices: collections and licences.
     """
@@ -67,7 +67,7 @@ class Exported:
 
 @dataclass(kw_only=True)
 class Measured:
-    """One evaluation in a run folder: its name, its table, and its slices and noise according to results.json."""
+    """One evaluation in a run folder: its name and its table. results.json gives its slices and its noise."""
 
     folder: str
     text: str
@@ -268,9 +268,9 @@ def _use(of: Exported) -> Iterator[str]:
 
 
 def _of_run(config: Config) -> Iterator[str]:
-    """The overrides for `qnmixer.train` to build the same network, scan and noise, where its defaults differ.
+    """The overrides for `qnmixer.train` that build the same network, scan and noise.
 
-    Arguments of the user's own classes are left out.
+    Keys whose default is the same are left out, and so are arguments of the user's own classes.
     """
     usual, ours = compose("train", []), to_plain(config)
     sections = [
@@ -289,7 +289,7 @@ def _of_run(config: Config) -> Iterator[str]:
 
 
 def own_arguments(config: Config, *groups: str) -> dict[str, Any]:
-    """Arguments of the user's own classes and functions, by key; of these groups, or of all groups but data."""
+    """Arguments of the user's own classes and functions, by key: in the given groups, or in all groups but data."""
     names = groups or ("model", "noise", "loss", "optimizer", "schedule")
     sections = {name: getattr(config, name) for name in names}
     return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.arguments.items()}

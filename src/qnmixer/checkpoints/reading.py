@@ -1,4 +1,4 @@
-"""Read checkpoints: of this program, for the right network, and without unpickling code."""
+"""Read checkpoints. A checkpoint must come from this program and fit the network. No code in it is unpickled."""
 
 import pickle
 import warnings
@@ -28,7 +28,8 @@ _NEVER_READ: dict[str, Any] = {"callbacks": {}, "logger": {}}
 
 
 def find_checkpoint(run: str | Path, which: str = "best") -> Path:
-    """checkpoints/best.ckpt of a run folder, or last.ckpt if there is no best; a file is returned unchanged.
+    """The checkpoint of a run folder: checkpoints/best.ckpt, or last.ckpt if there is no best. A file is returned
+    unchanged.
 
     "pretrained" is the weights file that the package ships, as in `located`. Raises CheckpointError if there is no
     file.
@@ -91,9 +92,11 @@ def load_run(run: str | Path, which: str = "best", trust: Collection[str] = ()) 
 
 @contextmanager
 def _no_more_weights_than(state: dict[str, Any], path: Path) -> Iterator[None]:
-    """Raise CheckpointError as soon as a network that is built in the block has more weights than its file.
+    """Raise CheckpointError if a network that the block builds has more weights than its file. The block then ends at
+    once.
 
-    The config of a file may ask for terabytes. Storage is counted: a tensor of any size can be a view of one number.
+    The config of a file may ask for terabytes. Storage is counted, because a tensor of any size can be a view of one
+    number.
     """
     storages = [tensor.untyped_storage() for tensor in state.values()]
     held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -167,7 +170,7 @@ def resumable(config: Config, run: Path) -> Path:
 
 
 def built_from(config: Config, with_slices: bool = False) -> dict[str, str]:
-    """Targets that `Reconstructor` imports, by key; `with_slices`: also the target of its data."""
+    """Targets that `Reconstructor` imports, by key. With `with_slices` also the target of its data."""
     sections = ("model.", "noise.", "data.") if with_slices else ("model.", "noise.")
     return {key: it for key, it in targets_of(config).items() if key.startswith(sections)}
 
@@ -218,7 +221,7 @@ def _load_state(module: Reconstructor, state: dict[str, Any], path: Path) -> Non
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Load a file, or a folder of shards, which strategy=fsdp writes with sharded_checkpoint=true."""
+    """Load a checkpoint file, or a folder of shards. strategy=fsdp writes such a folder with sharded_checkpoint=true."""
     if path.suffix == SUFFIX:
         return decode(path)
     return merge_shards(path) if path.is_dir() else load_checked(path)

@@ -55,9 +55,9 @@ _ITERATIONS_ON_CPU = 4
 
 
 def checkup(config: Config, folder: Path) -> Iterator[Check]:
-    """Run every check of a run that would write into `folder`. Yields each one as soon as it is done.
+    """Run every check of a run that would write into `folder`. Yields each check as soon as it is done.
 
-    A check that depends on a failed one is skipped. Raises KeyboardInterrupt on Ctrl-C.
+    A check that depends on a failed check is skipped. Raises KeyboardInterrupt on Ctrl-C.
     """
     on_cuda = config.trainer.accelerator != "cpu" and torch.cuda.is_available()
     gpu = torch.cuda.get_device_name(0) if on_cuda else None
@@ -95,7 +95,7 @@ def checkup(config: Config, folder: Path) -> Iterator[Check]:
 
 
 def check_communication(config: Config, patience: float = PATIENCE["communication"]) -> Check:
-    """Test collectives, and ddp on a linear layer, over all devices, in new processes."""
+    """Test collectives, and ddp on one linear layer. All devices take part, each in a new process."""
     name, n = "communication", config.trainer.devices or 1
     if n == 1:
         return Check(name, "SKIP", "a single device needs no communication")
@@ -149,7 +149,7 @@ def check_training(config: Config, patience: float = PATIENCE["training"]) -> It
 
 
 def shortened(config: Config) -> tuple[Config, str]:
-    """The run that is tried, and a text on what is smaller in it: nothing on a GPU, slow parts on a CPU."""
+    """A shorter version of the run, and a text that says what is shorter. On a GPU the run stays as it is."""
     if config.trainer.accelerator == "cuda":
         return config, ""
     strategy, T, batch = config.strategy, _ITERATIONS_ON_CPU, min(config.data.batch_size, 2)
@@ -234,12 +234,12 @@ def check_sharding(run: Config, reports: Sequence[Report]) -> Check:
 
 
 def sharing_problems(shares: Sequence[Sequence[Number]], length: int, together: int = 1) -> list[str]:
-    """Errors in how samples 0 … length − 1 are shared, as texts. Samples of weight 0 only fill batches.
+    """Errors in how ranks share samples 0 … length − 1, as texts. Samples of weight 0 only fill batches.
 
     Args:
         shares: the samples of each rank.
         length: samples of the epoch.
-        together: ranks next to each other that work on the same samples.
+        together: number of neighbouring ranks that work on the same samples.
     """
     problems = []
     holders: dict[int, list[int]] = defaultdict(list)
@@ -298,7 +298,7 @@ def check_finite(precision: str, reports: Sequence[Report]) -> Check:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Hide lines of libraries between the lines of the checklist."""
+    """Hide the output of libraries, which would stand between the lines of the checklist."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
@@ -317,6 +317,6 @@ def _with_trainer(config: Config, **changes: Any) -> Config:
 
 
 def _split(line: str, mend: str = "") -> tuple[str, str]:
-    """Split the line of an error at its last colon into what is wrong and how to fix it."""
+    """Split the line of an error at its last colon: before it is what is wrong, after it is how to fix it."""
     found, _, rest = line.rpartition(": ")
     return (line, mend) if mend or not found else (found, rest)

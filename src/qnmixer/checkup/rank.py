@@ -1,7 +1,7 @@
-"""One rank of `qnmixer.doctor`: collectives on a tiny network, or a few real training steps, and a report.
+"""One rank of `qnmixer.doctor`. It runs collectives on a tiny network, or a few real training steps, and reports.
 
-Each rank writes its progress into a file, by which the process that waits finds ranks that hang. Imports for training
-are late: ranks that only communicate start in a third of the time.
+Each rank writes its progress into a file. The process that waits reads these files and finds ranks that hang. Imports
+for training are late: ranks that only communicate start in a third of the time.
 """
 
 import gc
@@ -125,10 +125,10 @@ def communicate(accelerator: str, folder: Path, patience: float) -> None:
 
 
 def train_a_little(config: Config, folder: Path) -> None:
-    """Run a few steps of a config by its real path, then many of a small network, and write the report of both.
+    """Run a few steps of a config as training runs them, then many steps of a small network. Write a report of both.
 
-    Also writes gradients_RANK.pt, by parameter: of the first step that was not skipped, before clipping. `config` must
-    come from `resolve_devices`. Raises errors of training, and writes the report anyway.
+    Also writes gradients_RANK.pt: the gradients before clipping, by parameter, of the first step that was not skipped.
+    `config` must come from `resolve_devices`. Raises the errors of training, after it wrote the report.
     """
     from lightning.pytorch.callbacks import LambdaCallback
 
@@ -167,7 +167,8 @@ def train_a_little(config: Config, folder: Path) -> None:
 
 
 class StepProbe:
-    """Stores the samples and gradients of a step, this rank's share of an epoch, and what is not finite."""
+    """Stores the samples and gradients of one step, this rank's share of an epoch, and the names of values that are not
+    finite."""
 
     def __init__(self, report: Report, progress: Progress, folder: Path) -> None:
         self.report, self.progress, self.folder = report, progress, folder
@@ -207,7 +208,7 @@ class StepProbe:
         self._window = []
 
     def after_batch(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Stop all ranks together when there are enough steps, or when the GradScaler cannot help."""
+        """Stop all ranks at the same step: when there are enough steps, or when the GradScaler cannot help."""
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         enough = self.report.n_finite >= WINDOWS or (self.report.n_skipped > 0 and not scaled)
         trainer.should_stop = trainer.strategy.reduce_boolean_decision(enough, all=False)
@@ -222,8 +223,8 @@ class StepProbe:
 def short_leak_watch() -> LeakWatch:
     """A leak detector for `GROWTH_STEPS` steps.
 
-    Measured on the CPU over 40 steps: losses stored with their graphs, of which backward has freed the tensors, add 4.8
-    MiB or more; healthy runs add 0.6 at most.
+    The limits were measured on the CPU over 40 steps. Losses that were stored with their graphs add 4.8 MiB or more,
+    though backward has freed the tensors of these graphs. Healthy runs add 0.6 MiB at most.
     """
     return LeakWatch(warm_up=16, window=10, n_windows=3, floor=2 * MIB, evenness=0.2)
 
@@ -287,7 +288,7 @@ def reference_gradients(config: Config, window: list[Number], scale: float) -> d
 def untrained(config: Config) -> Any:
     """The ReconstructionModule of a config, the same in every process.
 
-    Its weights are moved off their start, where G is zero and passes no gradient back.
+    Its weights are moved off their initial values, because there G is zero and passes no gradient back.
     """
     import lightning as L
 
@@ -304,7 +305,7 @@ def untrained(config: Config) -> Any:
 
 
 def small_network(config: Config) -> Config:
-    """The same run with a network, a scan and phantoms so small that many of its steps take seconds."""
+    """The same run with a small network, scan and phantoms: many of its steps take seconds."""
     geometry, unit = config.geometry, math.lcm(*config.model.divisors().values())
     T, batch = 2, 1
     strategy = config.strategy
@@ -330,7 +331,7 @@ def small_network(config: Config) -> Config:
 
 
 def _short(config: Config, n_steps: int) -> Config:
-    """A run of so many optimizer steps, without validation and logger."""
+    """A run of the given number of optimizer steps, without validation and logger."""
     trainer = replace(
         config.trainer, max_steps=n_steps, max_epochs=None, val_every_n_steps=None, limit_val_batches=0,
         log_every_n_steps=n_steps,
@@ -339,7 +340,7 @@ def _short(config: Config, n_steps: int) -> Config:
 
 
 def _line(error: BaseException) -> str:
-    """An error in one line; the user's line if the user can fix it."""
+    """An error as one line: its own message if the user can fix it, else with its type."""
     text = explain(error, "doctor") or f"{type(error).__name__}: {error}"
     return text.strip().splitlines()[0]
 

@@ -141,7 +141,7 @@ class ExportConfig:
 
 
 def _with_list(values: dict[str, Any]) -> dict[str, Any]:
-    """The values with `trust` as a list, also if it was one module."""
+    """The values, with `trust` as a list also if it was a single module."""
     trust = values.get("trust")
     return values | {"trust": [trust]} if isinstance(trust, str) else values
 
@@ -187,7 +187,7 @@ def parse_compare(cfg: DictConfig) -> CompareConfig:
 
 
 def needs_root(overrides: list[str]) -> bool:
-    """Whether a test uses slices from a folder, but its overrides do not name the folder."""
+    """Whether a test needs a folder of slices that its overrides do not name."""
     chosen = dict(override.split("=", 1) for override in overrides if "=" in override)
     return "root" in keys_of_options("data").get(chosen.get("data", ""), ()) and "data.root" not in chosen
 

@@ -72,7 +72,8 @@ class TrainerConfig:
     extra: dict[str, Any] = field(default_factory=dict)  # from PASSED_ON
 
     def check(self, run: "Config") -> None:
-        """The arguments that are passed on must have the types and values that Lightning's Trainer accepts."""
+        """Check the arguments that are passed on: their types and values must be those that Lightning's Trainer
+        accepts."""
         for name, value in self.extra.items():
             if name not in PASSED_ON:
                 raise ConfigError(f"trainer.extra.{name} is not known: {suggest(name, PASSED_ON)}")
