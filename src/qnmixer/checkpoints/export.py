@@ -50,7 +50,7 @@ def export_run(config: ExportConfig) -> None:
 
 
 def _check_free(output: Path, card: Path, content: bytes) -> None:
-    """Raise ConfigError if this would overwrite other weights or texts. A card of the same weights may be overwritten."""
+    """Raise ConfigError if this would overwrite other weights or texts. A card of the same weights is overwritten."""
     if output.exists():
         if not output.is_file() or output.read_bytes() != content:
             raise ConfigError(f"output={output} exists with other content: remove it, or give another name")

@@ -28,8 +28,7 @@ _NEVER_READ: dict[str, Any] = {"callbacks": {}, "logger": {}}
 
 
 def find_checkpoint(run: str | Path, which: str = "best") -> Path:
-    """The checkpoint of a run folder: checkpoints/best.ckpt, or last.ckpt if there is no best. A file is returned
-    unchanged.
+    """The checkpoint of a run folder: best.ckpt, or last.ckpt if there is no best. A file is returned unchanged.
 
     "pretrained" is the weights file that the package ships, as in `located`. Raises CheckpointError if there is no
     file.
@@ -92,8 +91,7 @@ def load_run(run: str | Path, which: str = "best", trust: Collection[str] = ()) 
 
 @contextmanager
 def _no_more_weights_than(state: dict[str, Any], path: Path) -> Iterator[None]:
-    """Raise CheckpointError if a network that the block builds has more weights than its file. The block then ends at
-    once.
+    """Raise CheckpointError as soon as a network that the block builds has more weights than its file.
 
     The config of a file may ask for terabytes. Storage is counted, because a tensor of any size can be a view of one
     number.
@@ -221,7 +219,7 @@ def _load_state(module: Reconstructor, state: dict[str, Any], path: Path) -> Non
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Load a checkpoint file, or a folder of shards. strategy=fsdp writes such a folder with sharded_checkpoint=true."""
+    """Load a checkpoint file, or the folder of shards that strategy=fsdp writes with sharded_checkpoint=true."""
     if path.suffix == SUFFIX:
         return decode(path)
     return merge_shards(path) if path.is_dir() else load_checked(path)

@@ -167,8 +167,7 @@ def train_a_little(config: Config, folder: Path) -> None:
 
 
 class StepProbe:
-    """Stores the samples and gradients of one step, this rank's share of an epoch, and the names of values that are not
-    finite."""
+    """Stores the samples and gradients of one step, the samples of an epoch on this rank, and what is not finite."""
 
     def __init__(self, report: Report, progress: Progress, folder: Path) -> None:
         self.report, self.progress, self.folder = report, progress, folder

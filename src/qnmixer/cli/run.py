@@ -1,4 +1,4 @@
-"""Start every command. Every error ends in one line and a non-zero exit code; a traceback is printed only if asked for."""
+"""Start every command. An error ends in one line and a non-zero exit code; a traceback is printed only if asked for."""
 
 import argparse
 import os
@@ -148,8 +148,7 @@ def _check_flags(arguments: list[str], config_name: str) -> None:
 
 @contextmanager
 def _raising_exceptions() -> Iterator[None]:
-    """Make Hydra raise exceptions while the block runs, by Hydra's own variable. Without it Hydra prints them and
-    exits."""
+    """Make Hydra raise exceptions while the block runs, by Hydra's own variable. Else Hydra prints them and exits."""
     before = os.environ.get(TRACEBACK)
     os.environ[TRACEBACK] = "1"
     try:

@@ -196,7 +196,7 @@ class MixedData(DataConfig):
         return {name: source.get("share") for name, source in self.sources.items()}
 
     def by_section(self) -> dict[str, DataConfig]:
-        """The sources by their section of the config. Each has the form that it would have alone. Raises ConfigError."""
+        """The sources by their section of the config, each as it would be alone. Raises ConfigError."""
         return {f"data.sources.{name}": self._source(f"data.sources.{name}", its) for name, its in self.sources.items()}
 
     def _common(self) -> dict[str, Any]:

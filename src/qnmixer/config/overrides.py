@@ -34,8 +34,7 @@ def of_hydra(override: str) -> bool:
 
 
 def looks_up(text: str) -> bool:
-    """Whether OmegaConf would call a resolver for a text, such as ${oc.env:NAME}. References to other keys do not
-    count."""
+    """Whether OmegaConf would call a resolver for a text, such as ${oc.env:NAME}. Names of keys do not count."""
     return _LOOKUP.search(text.replace("\\", "")) is not None  # Hydra removes the backslashes
 
 
@@ -47,8 +46,7 @@ def looks_elsewhere(override: str) -> bool:
 
 
 def with_length(overrides: list[str]) -> list[str]:
-    """The overrides, with max_steps=-1 if they set only max_epochs: a config file's max_steps must not end the run
-    early."""
+    """The overrides, with max_steps=-1 if they set max_epochs only: max_steps of a config file must not end the run."""
     given = values_of(overrides)
     if given.get("trainer.max_epochs", "null") in ("null", "") or "trainer.max_steps" in given:
         return overrides

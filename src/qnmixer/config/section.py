@@ -15,8 +15,7 @@ from qnmixer.errors import ConfigError
 
 
 def plain_values(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a composed config, resolved. Plain values are returned unchanged. Raises ConfigError for a missing
-    value."""
+    """The values of a composed config, resolved; plain values unchanged. Raises ConfigError for a missing value."""
     if not isinstance(cfg, DictConfig):
         return {str(key): value for key, value in cfg.items()}
     try:
@@ -53,7 +52,7 @@ def parse_section(section: str, schema: type, value: Any, values: Mapping[str, A
 
 
 def _as_text(value: Any) -> Any:
-    """Values with every ${…} as plain text, which OmegaConf will not resolve. `plain_values` has resolved the others."""
+    """Values with every ${…} as plain text, which OmegaConf will not resolve. `plain_values` resolved the others."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
     if isinstance(value, Mapping):

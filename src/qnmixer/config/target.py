@@ -93,7 +93,7 @@ _OPEN: list[type[Target]] = []
 
 
 def schema(*targets: str) -> Callable[[type[_T]], type[_T]]:
-    """Register a dataclass as the schema of these targets. Without targets it is the schema of all others in its group."""
+    """Register a dataclass as the schema of these targets. Without targets it is that of all others in its group."""
 
     def register(cls: type[_T]) -> type[_T]:
         _SCHEMAS.update(dict.fromkeys(targets, cls))
@@ -168,8 +168,7 @@ def names_of(group: str) -> list[str]:
 
 
 def files_of(path: Path, *, below: bool = False) -> list[Path]:
-    """The files of an option: first those that it includes, then its own. `below`: also files for a part of it
-    (FILE@KEY)."""
+    """The files of an option: those that it includes, then its own. `below`: also files for a part of it (FILE@KEY)."""
     values = OmegaConf.to_container(OmegaConf.load(path), resolve=False) if path.is_file() else {}
     names = values.get("defaults", []) if isinstance(values, dict) else []
     parts = [name.partition("@") for name in names if isinstance(name, str)]
@@ -194,7 +193,7 @@ def keys_of_options(group: str) -> dict[str, Collection[str]]:
 
 @cache
 def _by_target(group: str) -> dict[str, str]:
-    """Option by target. If several options have the same target, the shortest name wins: qn_mixer, not qn_mixer_paper."""
+    """Option by target. If several have the same target, the shortest name wins: qn_mixer, not qn_mixer_paper."""
     found = {}
     for option in sorted(options(group), key=len, reverse=True):
         if line := re.search(rf"^{TARGET}: (\S+)", (CONF / group / f"{option}.yaml").read_text(), re.MULTILINE):

@@ -72,8 +72,7 @@ class TrainerConfig:
     extra: dict[str, Any] = field(default_factory=dict)  # from PASSED_ON
 
     def check(self, run: "Config") -> None:
-        """Check the arguments that are passed on: their types and values must be those that Lightning's Trainer
-        accepts."""
+        """Check the arguments that are passed on: Lightning's Trainer must accept their types and values."""
         for name, value in self.extra.items():
             if name not in PASSED_ON:
                 raise ConfigError(f"trainer.extra.{name} is not known: {suggest(name, PASSED_ON)}")

@@ -1,10 +1,10 @@
-"""Folders of slices, decoded once: one float32 memory map [N, S, S] in HU and an index beside it.
+"""The cache of decoded slices: one float32 memory map [N, S, S] in HU for a folder, and an index beside it.
 
-The index is written last, by an atomic rename. A cache without an index is built again, and so is one whose sources,
-format or size differ from its index. One process builds it under a lock file; the others wait and then read.
+The index is written last, by an atomic rename. A cache is built again if it has no index, or if its sources, format or
+size differ from its index. One process builds it under a lock file. The others wait and then read.
 
-The index has a digest of itself and one of each slice, which is checked when the slice is read: 0.3 ms for 256 × 256
-pixels. Checking all slices at the start would read the whole file.
+The index has a digest of itself and a digest of each slice. The latter is checked when the slice is read, in 0.3 ms for
+256 × 256 pixels. A check of all slices at the start would read the whole file.
 """
 
 import io
@@ -57,7 +57,7 @@ class Reader(Protocol):
     wanted: str
 
     def read(self, root: Path, path: str) -> Iterator[Slice]:
-        """Slices of one file. Raises SkipFile if it cannot be used."""
+        """The slices of one file. Raises SkipFile if the file cannot be used."""
         ...
 
 
@@ -65,8 +65,8 @@ class Reader(Protocol):
 class SourceFile:
     """A source file at the time when the cache was built.
 
-    A program can set mtime, the time of the last change, as `cp -p` does. No program can set ctime, which any change
-    sets.
+    A program can set mtime, the time of the last change, as `cp -p` does. No program can set ctime, which every change
+    updates.
     """
 
     path: str
@@ -80,10 +80,10 @@ class SliceCache:
 
     Attributes:
         infos: the origin of each slice.
-        digests: of the pixels of each slice.
+        digests: digests of the pixels of each slice.
         skipped: (name, reason) of files that could not be used.
         hu_range: smallest and largest value of all slices.
-        cut: what of the slices lies outside the field of view; nothing unless they are at their true size.
+        cut: the parts of slices outside the field of view; nothing unless slices have their true size.
     """
 
     endless = False
@@ -119,7 +119,7 @@ class SliceCache:
         return self.infos[index].name
 
     def __getstate__(self) -> dict[str, Any]:
-        """Give workers the file's name only: the open file belongs to this process."""
+        """Give workers only the name of the file: the open file belongs to this process."""
         return {**self.__dict__, "_stream": None}
 
     def _opened(self) -> IO[bytes]:
@@ -148,8 +148,9 @@ def _remove_unread(file: Path) -> None:
 def list_files(
     root: Path, include: str = "*", *, leave_out: Path | None = None, key: str = "data.root"
 ) -> list[SourceFile]:
-    """Every file below root, to any depth, hidden ones left out, sorted; DataError (which names key) if there
-    are none.
+    """Every file below root, to any depth, sorted. Hidden files are left out.
+
+    Raises DataError, which names the key, if there are none.
     """
     if root.is_file():
         raise DataError(f"{key}={root} is a file; give the folder that holds it")
@@ -188,7 +189,7 @@ def open_cache(
     cache_dir: Path | None = None,
     field_of_view: float | None = None,
 ) -> SliceCache:
-    """The decoded slices of a folder, from the cache if it is complete and up to date; otherwise they are decoded now.
+    """The decoded slices of a folder: from the cache if it is complete and up to date, else decoded now.
 
     Args:
         reader: decodes its files.
@@ -196,7 +197,7 @@ def open_cache(
         image_size: rows and columns that slices are resampled to.
         include: only files whose path below root matches.
         cache_dir: where caches are; None: the default place.
-        field_of_view: mm that an image covers, each slice at its true size; None: it covers the whole slice.
+        field_of_view: mm that an image covers, each slice at its true size; None: a slice fills the whole image.
 
     Raises:
         DataError: the folder is missing, empty, or contains no usable slice; or other users may write to the cache.
@@ -258,7 +259,7 @@ def _build(
 
 
 def _header(count: int, size: int) -> bytes:
-    """Header of a `.npy` file of float32 [count, size, size]. numpy pads it, so its length is fixed."""
+    """Header of a `.npy` file of float32 [count, size, size]. numpy pads it to the same length for every count."""
     stream = io.BytesIO()
     described = {"descr": _ROW.str, "fortran_order": False, "shape": (count, size, size)}
     np.lib.format.write_array_header_1_0(stream, described)

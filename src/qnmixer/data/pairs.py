@@ -23,7 +23,9 @@ def optional(module: str, extra: str) -> Any:
 
 
 def views_of(geometry: FanBeamGeometry, first: float, step: float, count: int, extra: str) -> list[int]:
-    """Indices of the measured views that the scan has, in its order. Raises ConfigError if one was not measured.
+    """Indices of the measured views that the scan has, in the order of the scan.
+
+    Raises ConfigError if a view was not measured.
 
     Args:
         geometry: the scan.
