@@ -355,7 +355,7 @@ def _liver(c: Canvas, a: float, b: float, y: float, inside: BoolArray) -> None:
 
 
 def _abdomen(c: Canvas) -> None:
-    """Paint an abdomen: liver, spleen, kidneys, stomach, bowel, vessels, spine, psoas; some with ribs and lung bases."""
+    """Paint an abdomen: liver, spleen, kidneys, stomach, bowel, vessels, spine, psoas; maybe ribs and lung bases."""
     a = c.uniform(0.62, 0.92)
     ai, bi, y = _torso(c, a, a * c.uniform(0.6, 0.82))
     upper = c.chance(0.6)

@@ -1,4 +1,5 @@
-"""The inputs of a reconstruction, read one by one: slices (with simulated sparse views), or measured sinograms."""
+"""The inputs of a reconstruction, read one by one: slices, from which sparse views are simulated, or measured
+sinograms."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -35,7 +36,7 @@ _SCANS = (".npy", ".mat")
 class Scan:
     """The input of one image, in HU = offset + scale · x. Its arrays are on the CPU.
 
-    `field_of_view`: mm that the image covers, with its template in true size; None: it covers the whole template.
+    `field_of_view`: mm that the image covers, if its template has true size; None: it covers the whole template.
     """
 
     name: str
@@ -48,7 +49,7 @@ class Scan:
 
 @dataclass(kw_only=True)
 class SimulatedScan(Scan):
-    """A slice in the network's values."""
+    """A slice in the values of the network."""
 
     number: int  # keys its noise
     image: FloatArray  # [S, S]
@@ -57,7 +58,7 @@ class SimulatedScan(Scan):
 
 @dataclass(kw_only=True)
 class MeasuredScan(Scan):
-    """A sinogram on the network's rays, in its units."""
+    """A sinogram on the rays of the network, in its units."""
 
     sinogram: FloatArray  # [V, D], the network's value × mm
     missing: npt.NDArray[np.bool_]  # [V], views that it has by interpolation only
@@ -78,7 +79,7 @@ def sinograms_of(module: Reconstructor, scans: Sequence[Scan]) -> Tensor:
 
 
 def simulated_scans(path: Path, module: Reconstructor) -> tuple[int, Iterator[Scan]]:
-    """The number of files, and their slices, for the views and the noise of the network's training."""
+    """The number of files, and their slices as scans with the views and the noise of the network's training."""
     slices = InputSlices(path, true_size=module.config.data.at_true_size)
     config, scaling = module.config, build_scaling(module.config.data.scaling, module.config.data.hu_max)
     size, factor = config.data.image_size, config.data.simulation_factor
@@ -110,7 +111,7 @@ def simulated_scans(path: Path, module: Reconstructor) -> tuple[int, Iterator[Sc
 
 
 def measured_scans(path: Path, module: Reconstructor, config: ReconstructConfig) -> tuple[int, Iterator[Scan]]:
-    """The number of files, and the sinograms [v, d] in them, from .npy ([v, d] or [N, v, d]) or .mat."""
+    """The number of files, and their sinograms [v, d], from .npy ([v, d] or [N, v, d]) or .mat."""
     trained = module.config
     if trained.data.scaling != "attenuation":
         raise ConfigError(
@@ -142,9 +143,10 @@ def measured_scans(path: Path, module: Reconstructor, config: ReconstructConfig)
 def _scans_of(
     file: Path, name: str, per_value: float, module: Reconstructor, config: ReconstructConfig
 ) -> Iterator[Scan]:
-    """The sinograms of one file. Raises DataError before the first one if any of them is unusable.
+    """The sinograms of one file. If any of them is unusable, raises DataError before the first.
 
-    So each is read twice: first all are checked, then they are used one by one. Only one is in memory at a time.
+    So each sinogram is read twice: first all are checked, then they are used one by one. Only one is in memory at a
+    time.
     """
     scans = _ScanFile(file, per_value, module, config)
     for k in range(scans.count):
@@ -183,7 +185,7 @@ class _ScanFile:
         return fit_scan(sinogram, self.layout, self.module.projector.geometry, str(self.file))
 
     def check(self, k: int) -> None:
-        """Raise DataError for a sinogram that is no −log of transmission in the given unit. Warns about gaps."""
+        """Raise DataError for a sinogram that is no −log of transmission in the given unit. Warn about gaps."""
         sinogram, missing = self.fitted(k)
         _check_unit(self.file, sinogram, self.per_value, self.module, self.config)
         if missing.any():
@@ -198,9 +200,10 @@ def warn(line: str) -> None:
 
 
 def holds_sinograms(path: Path, trained: Config, config: ReconstructConfig) -> bool:
-    """Whether an input of kind=auto is a scan: as is told, as .mat, or as .npy of the shape of the run's sinograms.
+    """Whether an input of kind=auto is a scan: a .mat, a .npy of the shape of the run's sinograms, or keys of a scan
+    given.
 
-    DataError if it is nothing.
+    Raises DataError for a .npy that is neither a slice nor a sinogram of the run.
     """
     if path.suffix == ".mat" or config.detector_pitch is not None or config.angle_span is not None:
         return True
@@ -247,7 +250,7 @@ def _layout(n_views: int, geometry: FanBeamGeometry, config: ReconstructConfig) 
 def _scan_count(file: Path, geometry: FanBeamGeometry, config: ReconstructConfig) -> tuple[int, int]:
     """(N, v) of the sinograms [N, v, d] of a .npy.
 
-    Those of another shape than the run's are taken only as far as the config tells what they are.
+    Sinograms of another shape than the run's are accepted only if the config gives the keys that describe them.
     """
     try:
         shape = open_stack(file).shape

@@ -27,13 +27,13 @@ _SAME = 1e-3
 
 @dataclass(frozen=True)
 class ScanLayout:
-    """Where the rays of a sinogram [v, d] ran, in the convention of `FanBeamGeometry`.
+    """The rays of a sinogram [v, d], in the convention of `FanBeamGeometry`.
 
     Attributes:
         angles: of each view in radians, [v].
         detector_pitch: mm.
-        source_to_axis: mm; of no meaning for a parallel beam.
-        source_to_detector: mm; of no meaning for a parallel beam.
+        source_to_axis: mm; not used for a parallel beam.
+        source_to_detector: mm; not used for a parallel beam.
         beam: fan_flat, fan_curved or parallel.
         detector_centre: u of the middle of the detector in mm.
     """
@@ -49,11 +49,11 @@ class ScanLayout:
 def read_mat(path: Path) -> tuple[FloatArray, ScanLayout]:
     """The sinogram [v, d] (−log of transmission) and the layout of a MATLAB file in the form of the Helsinki scans.
 
-    That is a struct with `sinogram` and `parameters` (angles in degrees, distances in mm, pixelSizePost), as HelTomo
-    takes and the Helsinki tomography challenge 2022 gives; its angles are those of ASTRA's `fanflat`.
+    That is a struct with `sinogram` and `parameters` (angles in degrees, distances in mm, pixelSizePost). HelTomo reads
+    this form, and the Helsinki tomography challenge 2022 publishes it. The angles are those of ASTRA's `fanflat`.
 
     Raises:
-        DataError: scipy is not there, or the file is not such a one.
+        DataError: scipy is not installed, or the file has another form.
     """
     try:
         loadmat = importlib.import_module("scipy.io").loadmat
@@ -96,15 +96,16 @@ def read_mat(path: Path) -> tuple[FloatArray, ScanLayout]:
 def fit_scan(
     sinogram: FloatArray, layout: ScanLayout, geometry: FanBeamGeometry, name: str
 ) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
-    """A sinogram [v, d], rows of NaN for missing views, as `geometry` has it [V, D]; and which of these are missing.
+    """Fit a sinogram [v, d] to the rays of a geometry. Returns [V, D], and which of its views are missing.
 
-    Along the detector rows are interpolated linearly, or averaged where bins become wider. Views at angles that were
-    not measured are interpolated linearly between their neighbours, and missing if the nearest is not near. The first
-    view becomes that of the geometry, so the image comes out turned by the difference of the two angles.
+    Missing views are rows of NaN. Along the detector, rows are interpolated linearly, or averaged if bins become wider.
+    Views at angles that were not measured are interpolated linearly between their neighbours. They count as missing if
+    the nearest view is far. The first view becomes that of the geometry, so the image is turned by the difference of
+    the two angles.
 
     Args:
         sinogram: of any size.
-        layout: where its rays ran.
+        layout: its rays.
         geometry: that of the network.
         name: of the file, for errors.
 
@@ -136,7 +137,7 @@ def fit_scan(
 
 
 def _fit_bins(rows: FloatArray, layout: ScanLayout, geometry: FanBeamGeometry, name: str) -> FloatArray:
-    """Rows [v, d] at the geometry's rays, [v, D]; air beyond their ends."""
+    """Rows [v, d] at the geometry's rays, [v, D], with air beyond the ends of the detector."""
     n, pitch = rows.shape[1], layout.detector_pitch
     centres = (np.arange(n) - (n - 1) / 2) * pitch + layout.detector_centre
     u, half_bin = geometry.bin_positions(), geometry.detector_pitch / 2
@@ -164,7 +165,7 @@ def _fit_bins(rows: FloatArray, layout: ScanLayout, geometry: FanBeamGeometry, n
 def _arrive_at(u: npt.NDArray[np.float64], layout: ScanLayout, geometry: FanBeamGeometry) -> npt.NDArray[np.float64]:
     """Detector coordinate in mm of a measured scan at which the geometry's rays of coordinate u arrive.
 
-    Rays of two fans are the same at equal angles; how far away the detectors are does not matter.
+    Two fans have the same rays at equal angles. The distance of the detectors does not matter.
     """
     if not geometry.is_fan:
         return u
@@ -177,7 +178,7 @@ def _arrive_at(u: npt.NDArray[np.float64], layout: ScanLayout, geometry: FanBeam
 def _fit_views(
     rows: FloatArray, angles: npt.NDArray[np.float64], geometry: FanBeamGeometry, name: str
 ) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
-    """Rows [v, D] at angles from the first view on, as the geometry's views [V, D]; and which of them are missing."""
+    """Rows [v, D] at angles from the first view on, as views [V, D] of the geometry, and which views are missing."""
     turn = 2 * np.pi
     order = np.argsort(angles % turn)
     at = np.concatenate([(angles % turn)[order] + k * turn for k in (-1, 0, 1)])

@@ -1,4 +1,4 @@
-"""How much memory there is to have, and how an allocation says that there was not enough."""
+"""The memory that a process can use, and whether an error means that an allocation failed."""
 
 import os
 
@@ -28,11 +28,11 @@ _LITTLE = 0.05
 
 
 def is_out_of_memory(error: BaseException, free: float | None = None) -> bool:
-    """Whether an allocation failed, on a GPU (torch's, CUDA's or a library's) or on the host.
+    """Whether an error means that an allocation failed, on a GPU (torch's, CUDA's or a library's) or on the host.
 
     Args:
-        error: what was raised.
-        free: share of the GPU's memory that is free; None: it is asked for if the error's words leave it open.
+        error: the exception.
+        free: free share of the GPU's memory; None: it is read if the text of the error leaves it open.
     """
     said = str(error).lower()
     if isinstance(error, MemoryError) or any(words in said for words in _SURE):
@@ -43,7 +43,7 @@ def is_out_of_memory(error: BaseException, free: float | None = None) -> bool:
 
 
 def _free_share() -> float:
-    """Free share of the current GPU, with what torch's cache could give back; 1 without a GPU."""
+    """Free share of the current GPU, including the cache that torch could free; 1 without a GPU."""
     if not torch.cuda.is_available():
         return 1.0
     free, total = torch.cuda.mem_get_info()
@@ -52,7 +52,7 @@ def _free_share() -> float:
 
 
 def memory_of(device: torch.device) -> float:
-    """MiB that a process can use: on CUDA the free memory, on a CPU its share of all memory, or less by its limit."""
+    """MiB that a process can use. On CUDA: the free memory. On a CPU: its share of all memory, or a lower limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] / MIB
     import resource  # not on Windows, where reconstruct needs this file

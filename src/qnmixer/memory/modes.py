@@ -1,4 +1,4 @@
-"""Where the graph of the T iterations stays until backward: stored, recomputed, or moved to the host.
+"""Where the graph of the T iterations is until the backward pass: stored, recomputed, or moved to the host.
 
 All three give the same loss and the same gradients. They trade device memory for time.
 """
@@ -50,15 +50,15 @@ _MODES = {"keep": _keep, "recompute": _recompute, "offload": _offload}
 
 
 def _recomputed_forward(part: nn.Module, *inputs: Tensor) -> Tensor:
-    """The output of `part`. One function for all parts, so that torch.compile makes one graph."""
+    """The output of `part`. All parts share this function, so torch.compile makes one graph."""
     return checkpoint(type(part).forward, part, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def _recomputing_loop(network: UnrolledNetwork[S], iterations: range, y: Tensor, state: S, segment: int) -> S:
-    """Some iterations, of which only the state before each segment is kept; of the network's last segment, the graph.
+    """Run some iterations in segments, and store only the state before each segment.
 
-    That one backward starts with. Not the reentrant kind of checkpoint: x₀, H₀ and r₀ need no gradient, and it would
-    return none for anything.
+    The last segment of the network stores its graph, because the backward pass starts there. The reentrant kind of
+    checkpoint would give no gradients at all: x₀, H₀ and r₀ need none.
     """
     T = network.n_iterations
     for first in range(iterations.start, iterations.stop, segment):
@@ -78,7 +78,7 @@ def offloading_loop(
     pack: Callable[[Tensor], Any],
     unpack: Callable[[Any], Tensor],
 ) -> S:
-    """Run some iterations; `pack` moves away the tensors that backward will need."""
+    """Run some iterations. `pack` moves the tensors away that the backward pass needs."""
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         return network.run(iterations, y, state)
 

@@ -1,10 +1,10 @@
 """PSNR and SSIM of single images, over the whole range and inside a HU window.
 
-The data range is 1 (the slice's full scale, or the window). SSIM uses a 7 × 7 uniform window (the paper's author). Some
-of the field uses a data range of 2, which inflates SSIM: compare with care.
+The data range is 1 (the slice's full scale, or the window). SSIM uses a 7 × 7 uniform window, as the paper's author
+does. Some papers use a data range of 2, which inflates SSIM: compare with care.
 
-LoDoPaB-CT and 2DeteCT are scored otherwise: by the range of each reference, and with the SSIM of skimage. That one has
-the sample covariance and leaves out a border of 3 pixels. `own_range` gives those numbers.
+LoDoPaB-CT and 2DeteCT have other rules: the range of each reference, and the SSIM of skimage, which has the sample
+covariance and leaves out a border of 3 pixels. `own_range` gives those numbers.
 """
 
 import torch

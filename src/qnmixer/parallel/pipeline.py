@@ -1,8 +1,8 @@
 """The pipeline over iterations: each device runs some of the T iterations and sends the state to the next device.
 
-As in ddp, every device holds all weights, and gradients are summed over all devices before the optimizer step. So
-weights shared by iterations stay equal, clipping uses the norm of the full gradient, and all GradScalers see the same
-overflow. A checkpoint is that of one device, and every device validates by itself.
+Like in ddp, every device holds all weights, and gradients are summed over all devices before the optimizer step. So
+weights that iterations share stay equal, clipping uses the norm of the full gradient, and all GradScalers see the same
+overflow. A checkpoint is that of one device. Every device validates by itself.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from qnmixer.parallel.stages import Context, Packing, Stage, cut_by_cost, cut_ev
 
 
 class Trained(Protocol):
-    """The methods that a LightningModule needs for training by stages."""
+    """The methods that a LightningModule needs for training in stages."""
 
     network: UnrolledNetwork[Any]
 
@@ -43,11 +43,11 @@ class Trained(Protocol):
 
 
 class PipelineStrategy(DDPStrategy):
-    """Trains by stages within each group of devices, and by batches over the groups.
+    """Trains in stages within each group of devices, and on different batches in each group.
 
     A stage may run the backward pass of the first micro-batch before the forward pass of the last one. So
     `training_step` does both passes, and Lightning's `backward` does nothing. Lightning clears gradients between the
-    two passes; here they are cleared after the optimizer step.
+    two passes. Here they are cleared after the optimizer step.
     """
 
     def __init__(self, config: Config, timeout: timedelta) -> None:
@@ -61,7 +61,7 @@ class PipelineStrategy(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """All devices of a pipeline get the full batch, of fixed size."""
+        """Give all devices of a pipeline the full batch, of fixed size."""
         return {
             "num_replicas": self.world_size // self.n_devices,
             "rank": self.global_rank // self.n_devices,
@@ -70,7 +70,7 @@ class PipelineStrategy(DDPStrategy):
         }
 
     def configure_ddp(self) -> None:
-        """No DDP wrapper: `optimizer_step` sums the gradients."""
+        """Add no DDP wrapper: `optimizer_step` sums the gradients."""
         for first in range(0, self.world_size, self.n_devices):
             # Every rank must make every group, also those that it is not in; otherwise `new_group` hangs.
             group = dist.new_group(list(range(first, first + self.n_devices)), timeout=self._timeout)
@@ -81,7 +81,7 @@ class PipelineStrategy(DDPStrategy):
         self.lightning_module.optimizer_zero_grad = lambda *args, **kwargs: None  # type: ignore[method-assign]  # a hook
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Run forward and backward of a batch through all stages. Returns its loss."""
+        """Run the forward and backward pass of a batch through all stages. Returns its loss."""
         module: Any = self.lightning_module
         y = module.measure(batch, "train")
         if self._pipeline is None:
@@ -94,11 +94,11 @@ class PipelineStrategy(DDPStrategy):
         return loss
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Do nothing: `training_step` has run backward already."""
+        """Do nothing: `training_step` has run the backward pass already."""
         return closure_loss
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """After the last batch of the window, sum the gradients over the devices, take the step, and clear them."""
+        """Take a step after the last batch of a window, with gradients summed over the devices. Then clear them."""
 
         def through_all_devices() -> Any:
             result = closure()
@@ -193,7 +193,7 @@ class Pipeline:
         )
 
     def step(self, y: Tensor, batch: Any, factor: Tensor) -> Tensor:
-        """Add the gradients of factor · loss of a batch to those of this device's stages. Returns the loss.
+        """Add the gradients of factor · loss of a batch to the gradients of this device's stages. Returns the loss.
 
         Raises FloatingPointError on the device of the last stage if the loss is not finite.
         """
@@ -219,7 +219,7 @@ class Pipeline:
 
 
 class _Autocast(torch.nn.Module):
-    """A stage that runs its forward pass, and nothing else, in the context of the precision."""
+    """A stage whose forward pass, and nothing else, runs in the context of the precision."""
 
     def __init__(self, stage: Stage, context: Context) -> None:
         super().__init__()

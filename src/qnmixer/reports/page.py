@@ -57,8 +57,8 @@ class PageSlice:
         name: of the slice.
         truth: [H, W] in HU; None if it is not known, as for a measured scan.
         methods: in display order; the thumbnail shows the last one.
-        psnr: in dB, the text of the thumbnail; None: the name is shown.
-        full_shape: H and W before the images were made smaller; None: they were not.
+        psnr: in dB, for the text of the thumbnail; None: the name is shown.
+        full_shape: H and W before the images were made smaller; None: images have their full size.
     """
 
     name: str
@@ -92,7 +92,7 @@ def write_page(
 ) -> None:
     """Write tables, slices and their provenance as one HTML file, completely or not at all.
 
-    Pixels are rounded to whole HU; those that are not finite are shown in magenta. All text is escaped. Paths in it
+    Pixels are rounded to whole HU. Pixels that are not finite are shown in magenta. All text is escaped. Paths in it
     lose their folders.
 
     Args:
@@ -179,8 +179,8 @@ def _csp_hash(text: str) -> str:
 def _pack(slice_: PageSlice) -> tuple[dict[str, Any], str]:
     """A slice as a description, which names images by number, and the images [N, H, W] as base64 text.
 
-    An image that occurs twice is stored once, such as the FBP that several methods start from. Each image but the first
-    is stored as the difference from the one before, which compresses best.
+    An image that occurs twice is stored once, such as the FBP from which several methods start. Each image except the
+    first is stored as the difference from the one before, which compresses best.
     """
     height, width = _shape(slice_)
     stored: dict[bytes, int] = {}

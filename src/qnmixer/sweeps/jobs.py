@@ -37,7 +37,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Its number, and the overrides that differ from other jobs."""
+        """The number of the job, and its overrides that differ from other jobs."""
         found = sweep_of(self.folder)
         differs = name_of_job(found[1], self.overrides) if found else ""
         return f"job {self.folder.name}" + f" ({differs})" * bool(differs)
@@ -61,8 +61,8 @@ def run_jobs(jobs: list[Job], check: Callable[[DictConfig], Config], at_once: in
 
     Args:
         jobs: in the order in which they start.
-        check: builds the config of a job. It raises UserError for a bad config, so that no process is started for it.
-        at_once: at most this many. None: as many as there are GPUs for; without a GPU one at a time.
+        check: builds the config of a job. It raises UserError for a bad config, and then no process is started.
+        at_once: the most jobs at a time. None: as many as there are GPUs for; without a GPU one at a time.
 
     Raises ConfigError if a folder holds another job; KeyboardInterrupt or SystemExit after all jobs have ended.
     """
@@ -150,7 +150,7 @@ def _n_gpus(config: Config, n_gpus: int) -> int:
 
 
 def _threads(config: Config, limit: int, n_gpus: int) -> int:
-    """Threads for each process of a job. Jobs that run side by side share the cores, so that none waits for others."""
+    """Threads for each process of a job. Jobs that run side by side share the cores, so no job waits for another."""
     processes = n_gpus or limit * (config.trainer.devices or 1)
     return max(1, (os.cpu_count() or 1) // processes)
 

@@ -1,4 +1,4 @@
-"""A sweep (`qnmixer.train -m …`): its folder, what varies in it, and its final report. No torch import.
+"""A sweep (`qnmixer.train -m …`): its folder, the keys that vary, and its final report. No torch import.
 
 The folder records everything. results.json of each job says how that job ended, with every launcher and on every
 machine. If the same sweep starts again, it finds there which jobs are done.
@@ -30,9 +30,9 @@ def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
 
     Args:
         overrides: of the command line.
-        config: the config from those overrides that do not vary, with Hydra's own part.
+        config: the config from the overrides that do not vary, with Hydra's own part.
 
-    Yields the override that makes Hydra use the folder. At the end it raises SweepFailed, naming each failed job.
+    Yields the override that makes Hydra use the folder. At the end it raises SweepFailed, which names each failed job.
     Raises ConfigError if a search would optimise in the wrong direction.
     """
     varying = _varying(overrides, config)
@@ -70,8 +70,8 @@ def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
 def place_jobs(folder: Path, jobs: list[tuple[list[str], str]]) -> list[Path]:
     """Choose the folder of each job, and record it in sweep.json.
 
-    A job goes where a job with the same overrides ran before. Else it gets the folder that Hydra chose, or the next
-    free number if that is taken: a search that repeats failed jobs then draws other jobs than before.
+    A job gets the folder in which a job with the same overrides ran before. Else it gets the folder that Hydra chose.
+    If that is taken, it gets the next free number: a search that repeats failed jobs then draws other jobs than before.
 
     Args:
         folder: of the sweep.
