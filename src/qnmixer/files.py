@@ -24,7 +24,7 @@ def default_cache_dir() -> Path:
 
 
 def is_open_to_all(folder: Path) -> bool:
-    """Whether a folder is another user's and everybody may write to it: what it holds may be anybody's."""
+    """Whether a folder is another user's and everybody may write to it. Then anybody may have written its files."""
     if os.name != "posix":
         return False
     stat = folder.stat()

@@ -67,8 +67,7 @@ def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
     """Whether a build for these architectures runs on a GPU of this compute capability.
 
     Machine code runs on its own minor version and on later ones of the same major version. PTX runs on all later
-    versions.
-    A name that ends in a letter is for one GPU (a) or one family (f) only.
+    versions. A name that ends in a letter is for one GPU (a) or one family (f) only.
     """
     for name in architectures:
         digits = re.sub(r"\D", "", name)
@@ -179,7 +178,7 @@ def _pinned(build: str) -> list[str]:
 
 
 def installed_build() -> str | None:
-    """The installed build of torch, if it is one of those that are pinned here."""
+    """The installed build of torch, if it is one of the builds in this file."""
     try:
         release, _, local = version("torch").partition("+")
     except PackageNotFoundError:

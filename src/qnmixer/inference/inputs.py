@@ -200,8 +200,7 @@ def warn(line: str) -> None:
 
 
 def holds_sinograms(path: Path, trained: Config, config: ReconstructConfig) -> bool:
-    """Whether an input of kind=auto is a scan: a .mat, a .npy of the shape of the run's sinograms, or keys of a scan
-    given.
+    """Whether an input of kind=auto is a scan: by the keys given, by .mat, or by the shape of a .npy.
 
     Raises DataError for a .npy that is neither a slice nor a sinogram of the run.
     """

@@ -179,7 +179,7 @@ def with_assumed_devices(config: Config) -> Config:
 
 
 def _width(config: Config) -> int:
-    """The number of iterations by which memory grows evenly: a segment, rounded up to whole periods."""
+    """The number of iterations by which memory grows evenly: whole segments in whole periods."""
     segment = config.memory.segment if isinstance(config.memory, RecomputeConfig) else 1
     return math.lcm(segment, config.model.period) if isinstance(config.model, UnrolledConfig) else segment
 

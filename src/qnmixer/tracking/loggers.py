@@ -75,7 +75,7 @@ def build_loggers(config: Config, folder: Path, overrides: list[str], resumed_at
 
 
 def _build(section: str, config: Config, options: LoggerConfig, folder: Path) -> Logger:
-    """Build a logger of Lightning or of the user, and log the config. It gets the run folder if it takes one."""
+    """Build a logger of Lightning or of the user, and log the config. If it has an argument for it, it gets the folder."""
     key, target = f"{section}._target_", options._target_
     arguments = {name: value for name, value in options.arguments.items() if value is not None}
     cls = load_plugin(key, target, _LOGGER)
@@ -129,10 +129,10 @@ def log_checkpoint(loggers: list[Logger], checkpoint: Path, metadata: Mapping[st
 
 
 class WandbRun(WandbLogger):
-    """Lightning's logger, which also uses optimizer steps as W&B's own steps.
+    """Lightning's logger, but W&B's own steps are optimizer steps.
 
-    Then all values of one step share a row. Steps that a resumed run repeats are not logged twice, also if the two
-    parts are joined later by `wandb sync`.
+    Then all values of one step share a row. Steps that a resumed run repeats are not logged twice, also if `wandb sync`
+    joins the two parts later.
 
     Args:
         run: of `wandb.init`.
@@ -225,7 +225,7 @@ def _new_id() -> str:
 
 
 def _place(config: Config, folder: Path, overrides: list[str]) -> tuple[str | None, str]:
-    """Group and name of a run. In a sweep: the sweep, and what only this job overrides. Else: None, and the setting."""
+    """Group and name of a run. In a sweep: the sweep, and the job's own overrides. Else: None, and the setting."""
     own = name_of_run(folder)
     if (found := sweep_of(folder)) is None:
         what = with_names(to_plain(config))
@@ -258,7 +258,7 @@ def _described(config: Config) -> dict[str, Any]:
 
 
 def _anonymous(value: Any) -> Any:
-    """The same values, with folders cut out of their texts: arguments of a user's classes may name some."""
+    """The same values without folders in their texts: arguments of a user's classes may contain some."""
     if isinstance(value, dict):
         return {key: _anonymous(it) for key, it in value.items()}
     if isinstance(value, list):

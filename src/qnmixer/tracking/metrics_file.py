@@ -1,4 +1,4 @@
-"""metrics.csv: one row each time metrics are logged, written at once."""
+"""metrics.csv: one row for each call that logs metrics, written at once."""
 
 import csv
 import io
@@ -17,13 +17,13 @@ FIRST = ("step", "samples")
 class MetricsFile(Logger):
     """Logger for metrics.csv of a run folder. If the process is killed, at most the last row is lost.
 
-    Lightning's CSVLogger does not fit: it deletes an earlier file, and no file exists while it adds a column.
+    Lightning's CSVLogger does not fit. It deletes an earlier file, and while it adds a column there is no file.
 
-    `step` is the number of optimizer steps done when a row was logged, as `global_step` in a checkpoint.
+    `step` of a row is the number of optimizer steps done by then, like `global_step` in a checkpoint.
 
     Args:
         folder: the run folder.
-        resumed_at: optimizer steps of the checkpoint that the run resumes from; later rows are dropped. None: a new
+        resumed_at: optimizer steps of the checkpoint that the run resumes from. Later rows are dropped. None: a new
             run, which replaces the file.
     """
 
@@ -39,7 +39,7 @@ class MetricsFile(Logger):
 
     @property
     def version(self) -> str:
-        """Empty, too."""
+        """Empty, for the same reason."""
         return ""
 
     @property

@@ -27,8 +27,8 @@ PACKAGES = ("torch", "lightning", "hydra-core", "torchmetrics", "wandb", "qnmixe
 def results(folder: Path, overrides: list[str], resumes: bool = False) -> Iterator[dict[str, Any]]:
     """Write results.json: `status` is running while the block runs, then done, failed or interrupted.
 
-    The yielded dict takes metrics and paths. It is written at the end, also if the block fails. `seconds` in it are
-    those of earlier parts of the run. With `resumes` the dict starts from the results.json that is there.
+    Yields a dict for metrics and paths. It is written at the end, also if the block fails. Its `seconds` include
+    earlier parts of the run. With `resumes` the dict starts from the results.json that exists.
     """
     before = read_results(folder) if resumes else {}
     record: dict[str, Any] = before | {
@@ -66,7 +66,7 @@ def read_results(folder: Path) -> dict[str, Any]:
 
 
 def amend(folder: Path, overrides: list[str], *, status: str, error: str | None) -> None:
-    """Set the end of a run in its results.json, if its own process could not."""
+    """Set the end of a run in its results.json, if the run's own process could not."""
     record = (read_results(folder) or {"overrides": overrides}) | {"status": status, "error": error}
     write_results(folder, {key: value for key, value in record.items() if value is not None})
 
@@ -122,9 +122,9 @@ def _package() -> Path:
 
 
 def _checkout() -> Path:
-    """The repository that holds this code. Raises CalledProcessError or OSError without one.
+    """The repository that contains this code. Raises CalledProcessError or OSError if there is none.
 
-    A wheel may be installed inside somebody else's repository: then git does not track this file.
+    A wheel may be installed inside somebody else's repository. Then git does not track this file.
     """
     _git(_package(), "ls-files", "--error-unmatch", "tracking/results.py")
     return Path(_git(_package(), "rev-parse", "--show-toplevel").strip())

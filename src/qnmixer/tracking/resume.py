@@ -1,6 +1,6 @@
-"""Resume: which run a command continues, with which overrides, and whether in the run's own folder.
+"""Resume: the run that a command continues, its overrides, and whether it continues in the run's own folder.
 
-No torch import: this is known before Hydra composes anything.
+No torch import: this is known before Hydra composes a config.
 """
 
 import re
@@ -34,14 +34,15 @@ def resume_overrides(overrides: list[str]) -> list[str]:
     """Replace `resume` of a training command by the overrides of the run that it names.
 
     `resume=latest` and `resume=DIR` resume a run in its folder, with its overrides; those of the command win. With
-    another `hydra.run.dir=`, and from a checkpoint other than last.ckpt, a new run starts from that checkpoint. If the
-    folder of a command holds its own unfinished run, it resumes that run: SLURM requeues a job with the same command.
+    another `hydra.run.dir=`, and from a checkpoint other than last.ckpt, a new run starts from that checkpoint. A
+    command whose folder has its own unfinished run resumes that run, because SLURM requeues a job with the same
+    command.
 
     A run may name the user's own code. It is resumed only if this command names the module too, or has `trust=MODULE`.
     `trust` is not a key of the config.
 
     Raises CheckpointError if there is no such run, or it is done; ConfigError if another process writes to it, or if
-    the folder of a new run holds another run; PluginError for code that this command does not allow.
+    the folder of a new run has another run; PluginError for code that this command does not allow.
     """
     if any(override.startswith("-") for override in overrides):
         return overrides
@@ -94,7 +95,7 @@ def latest() -> Path:
 def recorded_overrides(folder: Path, overrides: list[str]) -> list[str]:
     """The overrides for results.json: those that define the run, without `resume` if it resumes in its folder.
 
-    `finetune` of the first start stays, and so does `resume` of a run that started from another run's checkpoint.
+    `finetune` of the first start stays. So does `resume` of a run that started from another run's checkpoint.
     """
     if not resumes_in_place(folder, values_of(overrides).get("resume")):
         return overrides
@@ -126,7 +127,7 @@ def _named(run: Path) -> list[str]:
 
 
 def _targets(overrides: list[str], but: Collection[str] = ()) -> dict[str, str]:
-    """Classes and functions that overrides name, by key, except those in `but`; also inside of values."""
+    """Classes and functions that overrides name, by key, also inside values. Those in `but` are left out."""
     named = values_of([it for it in overrides if it not in but and not it.startswith("~")])
     found = {key: value for key, value in named.items() if _NAMES_CODE.search(f"{key}={value}")}
     return {key: value for key, value in found.items() if value != "null"}
@@ -195,7 +196,7 @@ def _modules_trusted(overrides: list[str]) -> list[str]:
 
 
 def _overrides_in_place(run: Path, path: Path, given: list[str]) -> list[str]:
-    """The overrides that resume a run in its folder from `path`, with those given now on top."""
+    """The overrides that resume a run in its folder from `path`. Overrides given now replace those of the run."""
     before, where = overrides_of(run), [] if folder_of(given) else [f"hydra.run.dir={quoted(run)}"]
     if not has_checkpoint(run):  # killed before its first checkpoint: it starts from step 0
         return [*_merged(before, given), *where]
@@ -204,12 +205,12 @@ def _overrides_in_place(run: Path, path: Path, given: list[str]) -> list[str]:
 
 
 def _unless_begun(overrides: list[str]) -> list[str]:
-    """The overrides of a new run; those that resume it in place if its folder holds the same run, unfinished.
+    """The overrides of a new run. If its folder has the same run, unfinished: those that resume it in place.
 
     Each rank decides this by itself, maybe after rank 0 has started. This is safe: rank 0 then has written the same
     overrides and `running`, and it writes no checkpoint before all ranks have joined.
 
-    Raises ConfigError if the folder holds another run, or if the run is done.
+    Raises ConfigError if the folder has another run, or if the run is done.
     """
     run = folder_of(overrides)
     if run is None:
@@ -241,7 +242,7 @@ def _unless_begun(overrides: list[str]) -> list[str]:
 
 
 def _by_key(overrides: list[str]) -> dict[str, str]:
-    """The overrides that define a run, by key: without resume=null, and of Hydra's keys only the search path."""
+    """The overrides that define a run, by key. resume=null is left out, and so are Hydra's keys but the search path."""
     of_run = [it for it in overrides if not of_hydra(it) or key_of(it) == SEARCH_PATH]
     return {key_of(it): it for it in of_run if it != "resume=null"}
 

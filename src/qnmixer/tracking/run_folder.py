@@ -48,7 +48,7 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 def clean(folder: Path) -> None:
-    """Remove half-written files of a killed process from a run folder whose lock is held."""
+    """Remove half-written files of a killed process from a run folder. The caller holds the run lock."""
     for left in filter(is_temporary, folder.rglob(".*")):
         left.unlink(missing_ok=True)
 

@@ -65,7 +65,7 @@ class IteratePictures(Callback):
     """Draws x₀ … x_T of the first validation slices with error maps, and logs the health of H, at each validation.
 
     Args:
-        n_slices: how many of the slices.
+        n_slices: the number of slices.
         folder: of the pictures; None: pictures/ of the run folder.
     """
 
@@ -82,7 +82,7 @@ class IteratePictures(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Run the batches with those slices again and store the iterates; on all processes, because fsdp needs all."""
+        """Run the batches with those slices again and store the iterates. All processes do it, as fsdp requires."""
         assert isinstance(pl_module, ReconstructionModule)
         sampler = trainer.val_dataloaders.sampler  # type: ignore[union-attr]  # it has been made
         if batch_idx * sampler.num_replicas * sampler.batch_size >= self.n_slices:
@@ -142,7 +142,7 @@ def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, folder: Pa
 
 
 def _log_table(logger: WandbLogger, evaluation: Evaluation, step: int) -> None:
-    """Log the table as a file of this run only: W&B's own way also makes an artifact, which names the home folder."""
+    """Log the table as a file of this run only. W&B's own way also makes an artifact, which names the home folder."""
     import wandb
 
     headings, rows = numbers_of(evaluation)

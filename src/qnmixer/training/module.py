@@ -45,7 +45,7 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
             shard(self.network, self.device_mesh["data_parallel"], self.config.strategy)
 
     def setup(self, stage: str) -> None:
-        """Build the metrics that count over processes. Not before, because a plan does not need them."""
+        """Build the metrics, which count over processes. A plan does not need them, so they are not built earlier."""
         self.means.update({name: MeanMetric(nan_strategy="disable") for name in ("loss", "psnr", "ssim")})
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -57,15 +57,15 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
         return loss
 
     def batch_loss(self, image: Tensor, truth: Tensor, weight: Tensor) -> Tensor:
-        """Σ weight · loss / batch size. `EpochSampler` says which mean this is."""
+        """Σ weight · loss / batch size. `EpochSampler` explains of what this is the mean."""
         if self.keeps_output:
             self.output = image.detach()
         return weighted(self.loss, image, truth, weight, batch_of_replica(self.config))
 
     def check_loss(self, loss: Tensor, batch: Batch) -> None:
-        """Raise FloatingPointError, naming step and slices, for a loss that is not finite.
+        """Raise FloatingPointError, which names step and slices, for a loss that is not finite.
 
-        On a GPU only after backward, and before the weights change: see `FiniteCheck`.
+        On a GPU this happens after the backward pass, and before the weights change: see `FiniteCheck`.
         """
         self._finite.raise_if_not()  # of the batch before, where gradients are accumulated
         self._finite.ask(loss, f"at step {self.global_step} (slices: {', '.join(batch['name'])})")

@@ -36,12 +36,12 @@ def describe(config: Config) -> str | None:
 
 
 class Profile(Callback):
-    """Records some optimizer steps with torch's profiler: a trace for a viewer, and a table of the costliest operators.
+    """Records some optimizer steps with torch's profiler. Writes a trace for a viewer and a table of operators.
 
     Args:
         folder: gets rank_0.json.gz, and one file for each other process.
-        config: how many steps, and after how many.
-        console: for the table.
+        config: the number of steps, and of steps before them.
+        console: prints the table, costliest operators first.
     """
 
     def __init__(self, folder: Path, config: ProfileConfig, console: Console) -> None:

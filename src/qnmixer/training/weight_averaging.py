@@ -15,7 +15,7 @@ _KEY = "trained_weights"
 
 
 class MeanWeights(Callback):
-    """Validation and checkpoints use the mean of the weights; training continues with the weights themselves.
+    """Validation and checkpoints use the mean of the weights. Training continues with the weights themselves.
 
     Lightning's own callback would copy the scan's matrix too. It also swaps the two sets of weights in a checkpoint
     that is written during a validation.
@@ -73,7 +73,7 @@ class MeanWeights(Callback):
         self._swapped = not self._swapped
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Save the mean as the weights, for everyone who reads a checkpoint, and the trained weights beside it."""
+        """Save the mean as the weights, for every reader of a checkpoint, and the trained weights beside it."""
         if not self._mean:
             return
         now = {name: p.detach() for name, p in pl_module.named_parameters()}

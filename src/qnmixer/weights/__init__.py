@@ -32,6 +32,6 @@ def located(run: str | Path) -> Path:
 
 
 def check_weights(key: str, given: str) -> None:
-    """Raise CheckpointError or DataError if a key names no weights."""
+    """Raise CheckpointError or DataError if the value of a key names no weights."""
     what = f"a run folder of qnmixer.train, a checkpoint, a {SUFFIX} file or the word {PRETRAINED}"
     check_there(key, str(located(given)) if given else "", what)
