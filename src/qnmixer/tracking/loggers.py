@@ -75,7 +75,7 @@ def build_loggers(config: Config, folder: Path, overrides: list[str], resumed_at
 
 
 def _build(section: str, config: Config, options: LoggerConfig, folder: Path) -> Logger:
-    """Build a logger of Lightning or of the user, and log the config. If it has an argument for it, it gets the folder."""
+    """Build a logger of Lightning or of the user, and log the config. It gets the run folder if it can take one."""
     key, target = f"{section}._target_", options._target_
     arguments = {name: value for name, value in options.arguments.items() if value is not None}
     cls = load_plugin(key, target, _LOGGER)
