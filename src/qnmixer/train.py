@@ -26,6 +26,7 @@ from qnmixer.config.data import check_data
 from qnmixer.config.logger import check_loggers
 from qnmixer.config.search_path import CONF, search_path_in
 from qnmixer.errors import ConfigError, UserError
+from qnmixer.processes.cores import CoreUse
 from qnmixer.processes.ranks import is_rank
 from qnmixer.processes.signals import loading
 from qnmixer.sweeps.jobs import Job, run_jobs
@@ -84,12 +85,12 @@ def run(cfg: DictConfig) -> Trained | float | None:
     folder, overrides = Path(hydra_config.runtime.output_dir), overrides_of_job(hydra_config)
     if hydra_config.mode == RunMode.MULTIRUN:  # a job of another launcher than ours, such as submitit
         return run_jobs([Job(folder, overrides, cfg)], check, at_once=1)[0]
-    record = Run(folder, overrides, cfg.resume)
+    record, cores = Run(folder, overrides, cfg.resume), CoreUse()
     with record.lock():
         print_begin(record, hydra_config)
         with loading():  # torch takes seconds
             from qnmixer.checkpoints.reading import find_checkpoint
-            from qnmixer.parallel.devices import resolve_devices
+            from qnmixer.parallel.devices import cpu_threads, resolve_devices
 
         try:
             config = resolve_devices(check(cfg))
@@ -104,7 +105,10 @@ def run(cfg: DictConfig) -> Trained | float | None:
         else:
             with loading():  # Lightning takes more seconds; the process that only watches ranks does not load it
                 from qnmixer.training.fit import fit
-            best = fit(config, record)
+            with cpu_threads(config, cores.free(), record.threads) as line:
+                if line:
+                    record.console.print(line, highlight=False, soft_wrap=True)
+                best = fit(config, record)
     return Trained(folder, find_checkpoint(folder), config.monitor, best)
 
 

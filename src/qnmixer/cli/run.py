@@ -20,6 +20,7 @@ from qnmixer.config.keys import unknown_key
 from qnmixer.config.overrides import with_length
 from qnmixer.config.search_path import CONF, with_search_path
 from qnmixer.errors import ConfigError, Stopped
+from qnmixer.processes.cores import wait_briefly
 from qnmixer.processes.ranks import is_rank, rank, world_size
 
 TRACEBACK = "HYDRA_FULL_ERROR"
@@ -45,6 +46,7 @@ def run(
         override. None: nothing surrounds the jobs.
         complete: maps the given arguments to those that the command runs with.
     """
+    wait_briefly()
     asked_for_traceback = os.environ.get(TRACEBACK) == "1"
     try:
         with _raising_exceptions():

@@ -1,5 +1,8 @@
 """The accelerator and the number of devices of a run on this machine."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -8,6 +11,7 @@ from qnmixer.config import Config
 from qnmixer.config.run import validate
 from qnmixer.errors import ConfigError
 from qnmixer.parallel.compilation import check_compiler
+from qnmixer.processes.cores import THREADS
 from qnmixer.torch_builds import GPU, NoBuildError, fix, runs_on, visible_gpus
 
 
@@ -36,6 +40,33 @@ def resolve_devices(config: Config) -> Config:
     resolved = replace(config, trainer=replace(trainer, devices=devices, accelerator="cuda" if on_cuda else "cpu"))
     validate(resolved)
     return resolved
+
+
+@contextmanager
+def cpu_threads(config: Config, free: float | None, recorded: int | None) -> Iterator[str]:
+    """Let torch use only the cores that other programs leave free, while the block runs on a CPU.
+
+    A user's OMP_NUM_THREADS is kept. The number of threads changes the last bits of sums. So it is chosen once, and a
+    resumed run has the number that is recorded.
+
+    Args:
+        config: a resolved config.
+        free: the number of cores that other programs leave free; None if it is not known.
+        recorded: the number of threads of the run that is resumed; None for a new run.
+
+    Yields a line for the user; "" if torch has all its threads.
+    """
+    every = torch.get_num_threads()
+    if THREADS in os.environ or config.trainer.accelerator != "cpu":
+        yield ""
+        return
+    n = min(every, recorded or (every if free is None else max(1, round(free))))
+    torch.set_num_threads(n)
+    why = "as before it stopped" if recorded else "as other programs use the other cores"
+    try:
+        yield f"CPU: {n} of {every} threads, {why} ({THREADS}={every}: all)" if n < every else ""
+    finally:
+        torch.set_num_threads(every)
 
 
 def choose_device(accelerator: str, key: str = "accelerator") -> torch.device:

@@ -19,9 +19,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from qnmixer.errors import RankFailed, Stopped
+from qnmixer.processes.cores import THREADS
 from qnmixer.processes.signals import SIGNALS, Echo, handle_signals
-
-_THREADS = "OMP_NUM_THREADS"
 
 # A rank whose partner died may end with these: NCCL's watchdog aborts, and the agent sends SIGTERM.
 _SIGNALS_OF_OTHERS = (signal.SIGABRT, signal.SIGTERM)
@@ -109,14 +108,14 @@ class _AskToStop:
 @contextmanager
 def _threads(n: int) -> Iterator[None]:
     """Set OMP_NUM_THREADS for the ranks while the block runs, unless the user has set it."""
-    if _THREADS in os.environ:
+    if THREADS in os.environ:
         yield
         return
-    os.environ[_THREADS] = str(n)
+    os.environ[THREADS] = str(n)
     try:
         yield
     finally:
-        del os.environ[_THREADS]
+        del os.environ[THREADS]
 
 
 def _rank_failed(failures: dict[int, ProcessFailure]) -> RankFailed:

@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from qnmixer.config import Config
 from qnmixer.config.overrides import quoted
 from qnmixer.errors import ConfigError, UserError, first_line
+from qnmixer.processes.cores import THREADS
 from qnmixer.processes.ranks import die_with_parent
 from qnmixer.processes.signals import SIGNALS, handle_signals
 from qnmixer.tracking.results import amend, duration, git_commit, read_results
@@ -163,7 +164,7 @@ def _start(job: Job, gpus: list[str], n_threads: int | None) -> _Running:
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if n_threads is not None:
-        environment.setdefault("OMP_NUM_THREADS", str(n_threads))
+        environment.setdefault(THREADS, str(n_threads))
     # A new process tree for each job. Hydra's own launcher is silently wrong with ddp: child ranks run the whole sweep
     # again, and a change of trainer.devices trains on a part of the data or hangs.
     me, path = os.getpid(), job.folder / OUTPUT

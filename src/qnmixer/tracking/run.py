@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from qnmixer.processes.ranks import rank
-from qnmixer.tracking.results import amend, now, results, write_results
+from qnmixer.tracking.results import amend, now, read_results, results, write_results
 from qnmixer.tracking.resume import recorded_overrides, resumes_in_place
 from qnmixer.tracking.run_folder import clean, run_lock
 
@@ -44,6 +44,12 @@ class Run:
     def resumes_in_place(self) -> bool:
         """Whether the run continues its own logs and best value. A run that starts from another run does not."""
         return resumes_in_place(self.folder, self.resume)
+
+    @property
+    def threads(self) -> int | None:
+        """The CPU threads of the run that this one continues; None for a new run."""
+        threads = read_results(self.folder).get("threads") if self.resumes_in_place else None
+        return threads if isinstance(threads, int) and threads > 0 else None
 
     @contextmanager
     def lock(self) -> Iterator[None]:

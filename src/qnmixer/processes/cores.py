@@ -1,0 +1,56 @@
+"""Share the CPU cores with other programs. No torch import.
+
+PyTorch starts a thread for each core. A thread that waits for another one spins, and so keeps its core from the thread
+that it waits for. Beside one busy program on two cores, a step of the demo took twenty times as long.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+THREADS = "OMP_NUM_THREADS"
+_SPINS = "GOMP_SPINCOUNT"
+_SET_BY_USER = {_SPINS, "OMP_WAIT_POLICY", "GOMP_CPU_AFFINITY"}
+
+
+def wait_briefly() -> None:
+    """Let threads of GNU OpenMP sleep after some ten microseconds of waiting, unless the user has set how they wait.
+
+    It must be called before torch is loaded. Sleeping at once costs more: a quiet demo step then takes twice as long.
+    """
+    if _SET_BY_USER.isdisjoint(os.environ):
+        os.environ[_SPINS] = "10000"
+
+
+class CoreUse:
+    """Measures how many cores other programs leave free. Starts to measure when it is made."""
+
+    def __init__(self) -> None:
+        self._before = _seconds()
+
+    def free(self) -> float | None:
+        """The mean number of cores since then that other programs did not use; None where the system does not say it.
+
+        Cores that this process may not use do not count: on a cluster they belong to others.
+        """
+        now = _seconds()
+        if now is None or self._before is None or now[2] <= self._before[2]:
+            return None
+        everybody, own, wall = (after - before for after, before in zip(now, self._before, strict=True))
+        cores = len(os.sched_getaffinity(0))
+        return min(cores, max(0.0, cores - (everybody - own) / wall))
+
+
+def _seconds() -> tuple[float, float, float] | None:
+    """Seconds that our cores were busy, that this process and its children used, and that passed. On Linux only."""
+    if sys.platform != "linux":
+        return None
+    try:
+        lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
+    except OSError:
+        return None
+    ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    # user, nice, system, idle, iowait, irq, softirq, steal
+    ticks = sum(sum(map(int, words[1:9])) - int(words[4]) - int(words[5]) for words in lines if words[0] in ours)
+    times = os.times()
+    return ticks / os.sysconf("SC_CLK_TCK"), sum(times[:4]), times.elapsed
