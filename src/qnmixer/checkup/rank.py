@@ -222,8 +222,8 @@ class StepProbe:
 def short_leak_watch() -> LeakWatch:
     """A leak detector for `GROWTH_STEPS` steps.
 
-    The limits were measured on the CPU over 40 steps. Losses that were stored with their graphs add 4.8 MiB or more,
-    though backward has freed the tensors of these graphs. Healthy runs add 0.6 MiB at most.
+    The limits were measured on the CPU over 40 steps. Losses that are stored with their graphs add 4.8 MiB or more. The
+    backward pass has freed the tensors of these graphs by then. Healthy runs add 0.6 MiB at most.
     """
     return LeakWatch(warm_up=16, window=10, n_windows=3, floor=2 * MIB, evenness=0.2)
 

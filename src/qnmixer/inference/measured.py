@@ -178,7 +178,7 @@ def _arrive_at(u: npt.NDArray[np.float64], layout: ScanLayout, geometry: FanBeam
 def _fit_views(
     rows: FloatArray, angles: npt.NDArray[np.float64], geometry: FanBeamGeometry, name: str
 ) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
-    """Rows [v, D] at angles from the first view on, as views [V, D] of the geometry, and which views are missing."""
+    """Rows [v, D] as views [V, D] of the geometry, and which views are missing. Angles start at the first view."""
     turn = 2 * np.pi
     order = np.argsort(angles % turn)
     at = np.concatenate([(angles % turn)[order] + k * turn for k in (-1, 0, 1)])

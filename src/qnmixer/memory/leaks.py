@@ -29,16 +29,16 @@ class LeakWatch:
 
     It looks at the lowest value of each window of steps. A leak adds the same to every window. A jump (the first
     validation, a picture) adds to one window, and the noise after it can rise by chance. So the last `n_windows` must
-    all rise: each by at least `evenness` of their mean, together by `floor`, and above all earlier values. Garbage in
-    cycles grows like a leak until Python collects it. So a suspect makes it collect, and only if memory rises once more
-    it is a leak.
+    all rise above all earlier values. Each must rise by at least `evenness` of their mean, and together they must rise
+    by `floor`. Garbage in cycles grows like a leak until Python collects it. So a suspect makes it collect. If memory
+    rises once more, it is a leak.
 
     Args:
         warm_up: first steps, which are left out: buffers, caches and the optimizer state are made in them.
         window: steps in a window.
         n_windows: number of windows in a row that must rise.
-        floor: bytes; over 4 windows of 20 it is 0.1 MiB a step. Measured on the CPU without garbage, healthy runs rose
-            by 0.5 MiB at most if evenly over 4 windows, and by 19 if unevenly.
+        floor: bytes; over 4 windows of 20 it is 0.1 MiB a step. Measured over 4 windows on the CPU without garbage,
+            healthy runs rose evenly by 0.5 MiB at most, and unevenly by 19.
         evenness: least rise of a window, as a share of the mean rise.
         collect: frees garbage that is in cycles.
     """

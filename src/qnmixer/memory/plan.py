@@ -249,8 +249,9 @@ def _sharded(
     """The footprint of a step on one device under fsdp, by arithmetic. It is too large rather than too small.
 
     Weights, gradients and optimizer state are cut along their first dimension, rounded up. `strategy` counts the full
-    tensors that exist at once: the weights of the root unit and of one block (of all blocks, if they stay gathered),
-    twice the largest unit (messages that gather weights and reduce gradients), and all gradients while accumulating.
+    tensors that exist at once. These are the weights of the root unit and of one block (of all blocks, if they stay
+    gathered). Messages that gather weights and reduce gradients are twice the largest unit. While accumulating, all
+    gradients are full.
     """
     assert isinstance(config.strategy, FSDPConfig)
     n_shards = _n_shards(config)

@@ -3,8 +3,8 @@
 The data range is 1 (the slice's full scale, or the window). SSIM uses a 7 × 7 uniform window, as the paper's author
 does. Some papers use a data range of 2, which inflates SSIM: compare with care.
 
-LoDoPaB-CT and 2DeteCT have other rules: the range of each reference, and the SSIM of skimage, which has the sample
-covariance and leaves out a border of 3 pixels. `own_range` gives those numbers.
+LoDoPaB-CT and 2DeteCT have other rules: `own_range` gives their numbers. The data range is that of each reference. SSIM
+is that of skimage, with the sample covariance and without a border of 3 pixels.
 """
 
 import torch

@@ -40,7 +40,7 @@ def launch(
     """Run `python *arguments` once for each rank and wait for all ranks. They share the CPU cores.
 
     Args:
-        arguments: of python. If their program fails, it must end by `qnmixer.processes.ranks.leave`.
+        arguments: of python. A rank that fails must end by `qnmixer.processes.ranks.leave`.
         n_processes: number of ranks.
         ask_to_stop: called on the first signal of `signals.SIGNALS`; True: the ranks will end by themselves.
 

@@ -41,8 +41,10 @@ def resume_overrides(overrides: list[str]) -> list[str]:
     A run may name the user's own code. It is resumed only if this command names the module too, or has `trust=MODULE`.
     `trust` is not a key of the config.
 
-    Raises CheckpointError if there is no such run, or it is done; ConfigError if another process writes to it, or if
-    the folder of a new run has another run; PluginError for code that this command does not allow.
+    Raises:
+        CheckpointError: there is no such run, or it is done.
+        ConfigError: another process writes to the run, or the folder of a new run has another run.
+        PluginError: the run names code that this command does not allow.
     """
     if any(override.startswith("-") for override in overrides):
         return overrides

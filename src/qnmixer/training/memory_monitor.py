@@ -21,10 +21,10 @@ class MemoryMonitor(Callback):
     """Logs memory at each optimizer step, measures the memory of a step, and warns about a leak.
 
     The memory of a step is the figure in the terminal, results.json, sweeps and comparisons. `qnmixer.plan` predicts
-    it. It is the largest number of bytes of tensors on the fullest device during an optimizer step: weights, gradients,
-    optimizer state, graph and the scan's matrices. It is measured at the second step, because the optimizer state
-    exists from then on. On CUDA torch's allocator counts. On a CPU the tracker of the plan counts the real tensors. It
-    cannot see those of fsdp and compile=true, so there is no figure then.
+    it. It is the largest number of bytes of tensors on the fullest device during an optimizer step. These are weights,
+    gradients, optimizer state, graph and the scan's matrices. It is measured at the second step, because the optimizer
+    state exists from then on. On CUDA torch's allocator counts. On a CPU the tracker of the plan counts the real
+    tensors. It cannot see those of fsdp and compile=true, so there is no figure then.
 
     The metric memory/peak_mib is the same figure: on CUDA for every step, on a CPU for the second step. Other counters
     of the process help to find a leak: memory/allocated_mib and memory/reserved_mib, on CUDA also
