@@ -70,7 +70,7 @@ TRAIN = {
     "model.compile=true": "model.compile is not known here: use compile=true",
     "experiment=nonsense": "experiment=nonsense does not exist: choose ablation_parts, ablation_qn, compare_128,",
     "logger=custom": "logger._target_ has no value: give one with logger._target_=…",
-    "logger=custom logger._target_=nowhere.Mine": "logger._target_=nowhere.Mine: there is no module nowhere",
+    "logger=custom logger._target_=nowhere.Mine": "logger._target_=nowhere.Mine, but there is no module nowhere",
     "logger=[wandb,tensorbord]": "logger=tensorbord does not exist: did you mean tensorboard?",
     "logger.mode=online": "unknown key logger.mode: did you mean logger.wandb.mode?",
     "logger=csv logger.wandb.mode=online": "logger.wandb.mode works with logger=wandb only",
@@ -80,7 +80,7 @@ TRAIN = {
     "callbacks=early_stoping": "callbacks=early_stoping does not exist: did you mean early_stopping?",
     "callbacks=early_stopping callbacks.early_stopping.patiense=3": "did you mean callbacks.early_stopping.patience?",
     "+callbacks.mine.every=5": "callbacks.mine names no class: give +callbacks.mine._target_=my_file.MyClass",
-    "+callbacks.mine._target_=nowhere.Mine": "callbacks.mine._target_=nowhere.Mine: there is no module nowhere",
+    "+callbacks.mine._target_=nowhere.Mine": "callbacks.mine._target_=nowhere.Mine, but there is no module nowhere",
     # types, bounds, choices
     "seed=abc": "seed: Value 'abc' of type 'str' could not be converted to Integer",
     "data.image_size=32.5": "data.image_size",

@@ -57,8 +57,8 @@ def check_plugin(key: str, target: str) -> None:
         found = False
     if not found:
         raise PluginError(
-            f"{key}={target}: there is no module {module}; put {module.replace('.', '/')}.py into the folder that you "
-            "start from, or install its package"
+            f"{key}={target}, but there is no module {module}: put {module.replace('.', '/')}.py into the folder that "
+            "you start from, or install its package"
         )
 
 

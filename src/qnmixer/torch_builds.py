@@ -43,7 +43,7 @@ BUILDS = {
     ),
 }
 ON_PYPI = "cu130"
-"""The build that PyPI holds for Linux. PyPI also holds the only build for macOS, which is for the CPU."""
+"""The build on PyPI for Linux. PyPI also has the only build for macOS, which is for the CPU."""
 
 CHOICES = (ON_PYPI, "cu126", "cpu")
 

@@ -65,7 +65,7 @@ def train(*overrides: str) -> Trained:
         Stopped: a KeyboardInterrupt, after Ctrl-C or a stop signal. `train("resume=FOLDER")` resumes the run.
     """
     if flags := [word for word in overrides if word.startswith("-") and "-dir" not in word]:
-        raise ConfigError(f"{flags[0]}: train() takes overrides, KEY=VALUE; for a sweep, python -m qnmixer.train -m")
+        raise ConfigError(f"{flags[0]} is no override (KEY=VALUE): for a sweep, use python -m qnmixer.train -m")
     try:
         words = cli.completed([*overrides], "train", resume_overrides)
         check(compose_as_given("train", words))

@@ -69,7 +69,7 @@ def test_best_and_last_are_found(tiny_module: Build, tmp_path: Path) -> None:
 
 def test_missing_runs(tmp_path: Path) -> None:
     assert "no run folder" in refusal(tmp_path / "nowhere")
-    assert "holds no checkpoints/best.ckpt or last.ckpt" in refusal(tmp_path)
+    assert "has no checkpoints/best.ckpt or last.ckpt" in refusal(tmp_path)
 
 
 class Malicious:
@@ -356,7 +356,7 @@ def test_weights_of_another_type_are_refused(tiny_module: Build, tmp_path: Path)
     checkpoint = torch.load(path, weights_only=True)
     checkpoint["state_dict"] = {name: it.to(torch.complex64) for name, it in checkpoint["state_dict"].items()}
     torch.save(checkpoint, path)
-    with pytest.raises(CheckpointError, match=r"best\.ckpt holds complex64 weights"):
+    with pytest.raises(CheckpointError, match=r"best\.ckpt has complex64 weights"):
         load_run(tmp_path)
 
 

@@ -190,7 +190,7 @@ def test_pretrained_is_what_the_package_ships(
         load_run(Path(f"./{PRETRAINED}"))
     Path(PRETRAINED).mkdir()
     check_weights("run", f"./{PRETRAINED}")
-    with pytest.raises(CheckpointError, match="pretrained holds no checkpoints"):
+    with pytest.raises(CheckpointError, match="pretrained has no checkpoints"):
         load_run(f"./{PRETRAINED}")
     with pytest.raises(DataError, match=r"finetune=elsewhere does not exist: .* the word pretrained"):
         check_weights("finetune", "elsewhere")

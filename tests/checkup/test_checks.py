@@ -114,7 +114,7 @@ def test_a_gpu_that_torch_cannot_use_fails_with_the_fix() -> None:
     check = check_versions(problem, None)
     assert check.status == "FAIL"
     assert check.found.endswith(problem[0])
-    assert check.mend == "make install TORCH=cu126; or trainer.accelerator=cpu"
+    assert check.mend == "make install TORCH=cu126, or trainer.accelerator=cpu"
     assert check_versions(None, "H200").found.endswith("built for H200")
     assert check_versions(None, None).status == "SKIP"
 

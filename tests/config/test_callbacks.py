@@ -48,7 +48,7 @@ def test_configs_from_before_there_were_callbacks_are_read() -> None:
     [
         ("+callbacks.mine.every=5", "callbacks.mine names no class: give +callbacks.mine._target_=my_file.MyClass"),
         ("+callbacks.mine=5", "callbacks.mine names no class"),
-        ("+callbacks.mine._target_=my_fil.Mine", "there is no module my_fil; put my_fil.py into the folder"),
+        ("+callbacks.mine._target_=my_fil.Mine", "there is no module my_fil: put my_fil.py into the folder"),
         ("+callbacks.pictures._args_=[1]", "callbacks.pictures._args_ is not known"),
     ],
 )

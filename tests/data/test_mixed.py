@@ -243,7 +243,7 @@ def test_a_plan_needs_no_folder() -> None:
 
 def test_an_own_source_is_found_and_trusted_by_its_key(folders: list[str], tmp_path: Path) -> None:
     own = "+data.sources.mine={share: 0, name: custom, _target_: nowhere.Slices, year: 2016}"
-    with pytest.raises(PluginError, match=r"data.sources.mine._target_=nowhere.Slices: there is no module"):
+    with pytest.raises(PluginError, match=r"data.sources.mine._target_=nowhere.Slices, but there is no module"):
         mixed(folders, own)
     data = mixed(folders, own.replace("nowhere.Slices", "collections.Counter")).config
     changed = AsTrained(_target_=None, simulation_factor=None, disc=None)

@@ -329,9 +329,9 @@ def test_pipes_are_not_opened(tiny_module: Build, tmp_path: Path) -> None:
     for name in ("a.npy", "b.mat"):
         os.mkfifo(tmp_path / name)
         assert not holds_sinograms(tmp_path, module.config, settings())
-        with pytest.raises(DataError, match=r"holds no \.npy file"):
+        with pytest.raises(DataError, match=r"has no \.npy file"):
             measured_scans(tmp_path / name, module, settings())
-    with pytest.raises(DataError, match=r"holds no \.npy file"):
+    with pytest.raises(DataError, match=r"has no \.npy file"):
         measured_scans(tmp_path, module, settings())
 
 

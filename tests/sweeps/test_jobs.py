@@ -96,7 +96,7 @@ def test_what_is_done_is_not_done_again_and_what_was_begun_goes_on(
 def test_a_folder_of_another_job_is_not_written_into(tmp_path: Path) -> None:
     (tmp_path / "0").mkdir()
     amend(tmp_path / "0", ["seed=1"], status="done", error=None)
-    with pytest.raises(ConfigError, match=r"0 holds another job \(seed=1\): choose another hydra.sweep.dir"):
+    with pytest.raises(ConfigError, match=r"0 has another job \(seed=1\): choose another hydra.sweep.dir"):
         run_jobs([job(tmp_path, 0, "seed=2")], at_once=None, check=parse)
 
 

@@ -194,7 +194,7 @@ def test_a_misspelt_value_is_told_before_there_is_a_job(overrides: list[str], me
 
 def test_a_sweep_does_not_begin_in_a_folder_of_other_files(tmp_path: Path) -> None:
     (tmp_path / "sweep.csv").write_text("mine")
-    with pytest.raises(ConfigError, match=r"holds sweep.csv already: give a new folder"):
+    with pytest.raises(ConfigError, match=r"contains sweep.csv already: give a new folder"):
         described("seed=1,2", f"hydra.sweep.dir={tmp_path}")
 
 

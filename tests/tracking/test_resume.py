@@ -126,16 +126,16 @@ def test_another_run_is_not_begun_where_one_is(make: Make) -> None:
     for overrides, message in (
         (
             ["seed=2", "hydra.run.dir=runs/a"],
-            "runs/a holds a run with seed=1, not seed=2: resume it with resume=runs/a",
+            "runs/a has a run with seed=1, not seed=2: resume it with resume=runs/a",
         ),
-        (["seed=1", "hydra.run.dir=runs/a"], "runs/a holds a run with model=qn_mixer, not without: "),
-        (["seed=1", "model=qn_mixer", "loss=l1", "hydra.run.dir=runs/a"], "runs/a holds a run without loss=l1: "),
+        (["seed=1", "hydra.run.dir=runs/a"], "runs/a has a run with model=qn_mixer, not without: "),
+        (["seed=1", "model=qn_mixer", "loss=l1", "hydra.run.dir=runs/a"], "runs/a has a run without loss=l1: "),
         (
             ["seed=1", "hydra.run.dir=runs/done"],
             "that is done (9 steps): resume it with resume=runs/done trainer.max_steps=…, or",
         ),
-        (["seed=2", "hydra.run.dir=runs/kept"], "runs/kept holds a run with seed=1, not seed=2: "),
-        (["resume=runs/a", "hydra.run.dir=runs/done"], "runs/done holds a run without model=qn_mixer: "),
+        (["seed=2", "hydra.run.dir=runs/kept"], "runs/kept has a run with seed=1, not seed=2: "),
+        (["resume=runs/a", "hydra.run.dir=runs/done"], "runs/done has a run without model=qn_mixer: "),
     ):
         with pytest.raises(ConfigError) as error:
             resume_overrides(overrides)
@@ -200,7 +200,7 @@ def test_what_a_killed_process_was_writing_is_removed(make: Make) -> None:
 def test_no_run_begins_in_a_folder_of_other_files(make: Make, tmp_path: Path, name: str) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / name).write_text('{"mine": 1}')
-    with pytest.raises(ConfigError, match=f"hydra.run.dir=mine holds {name} already: give a new folder"):
+    with pytest.raises(ConfigError, match=f"hydra.run.dir=mine contains {name} already: give a new folder"):
         resume_overrides(["seed=1", "hydra.run.dir=mine"])
 
 
@@ -308,7 +308,7 @@ def test_configs_of_the_users_own_are_found_again(own_configs: Path) -> None:
 def test_what_they_name_is_not_run_on_a_runs_own_word(own_configs: Path, branch: list[str]) -> None:
     with pytest.raises(PluginError, match=r"^a config of runs/a names loss._target_=evil.loss, .* add trust=evil$"):
         resume_overrides(["resume=runs/a", *branch])
-    with pytest.raises(ConfigError, match=r"holds a run with hydra.searchpath=\S+, not without"):
+    with pytest.raises(ConfigError, match=r"has a run with hydra.searchpath=\S+, not without"):
         resume_overrides(["loss=mine", "hydra.run.dir=runs/a"])
 
 

@@ -44,7 +44,7 @@ def find_checkpoint(run: str | Path, which: str = "best") -> Path:
         path = newest_complete(run / "checkpoints" / f"{name}.ckpt")
         if path.exists():
             return path
-    raise CheckpointError(f"{run} holds no checkpoints/best.ckpt or last.ckpt: is it a run folder of qnmixer.train?")
+    raise CheckpointError(f"{run} has no checkpoints/best.ckpt or last.ckpt: is it a run folder of qnmixer.train?")
 
 
 def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
@@ -107,7 +107,7 @@ def _no_more_weights_than(state: dict[str, Any], path: Path) -> Iterator[None]:
         known.add(id(parameter))
         if built > held:
             raise CheckpointError(
-                f"{path} holds weights that do not fit its own config, of a larger network: it is damaged"
+                f"{path} has weights that do not fit its own config, of a larger network: it is damaged"
             )
 
     handle = register_module_parameter_registration_hook(count)
@@ -138,7 +138,7 @@ def load_weights(module: Reconstructor, run: str | Path) -> None:
         other = config.model.choice() if config.model._target_ != module.config.model._target_ else []
         keys = {key: value for key, value in keys_of(config.model).items() if key != "_target_"}
         other += [f"model.{key}={value}" for key, value in keys.items() if now.get(key) != value]
-        raise CheckpointError(f"{path} holds another network: to build the same one, set {' '.join(other)}")
+        raise CheckpointError(f"{path} has another network: to build the same one, set {' '.join(other)}")
     _load_state(module, state, path)
 
 
@@ -150,14 +150,14 @@ def resumable(config: Config, run: Path) -> Path:
     path = find_checkpoint(run, "last")
     if path.suffix == SUFFIX:
         raise CheckpointError(
-            f"{path} holds weights only, without the optimizer state that resume= needs: start a run from them with "
+            f"{path} has weights only, without the optimizer state that resume= needs: start a run from them with "
             "finetune="
         )
     before, _ = read_checkpoint(path)
     if differing := _differences(before, config):
         raise CheckpointError(
-            f"{path} was trained with {differing[0]}: resume= needs the same settings; to start a new run from its "
-            "weights, use finetune="
+            f"{path} was trained with {differing[0]}, and resume= needs the same settings: change them back, or "
+            "start a new run from its weights with finetune="
         )
     if effective_batch(before) != effective_batch(config):
         raise CheckpointError(
@@ -209,12 +209,12 @@ def _differences(before: Config, config: Config) -> list[str]:
 def _load_state(module: Reconstructor, state: dict[str, Any], path: Path) -> None:
     kinds = {name: tensor.dtype for name, tensor in module.state_dict().items()}
     if other := [it.dtype for name, it in state.items() if it.dtype != kinds.get(name, it.dtype)]:
-        raise CheckpointError(f"{path} holds {str(other[0]).removeprefix('torch.')} weights: use one of float32")
+        raise CheckpointError(f"{path} has {str(other[0]).removeprefix('torch.')} weights: use one of float32")
     try:
         module.load_state_dict(state)
     except RuntimeError as error:
         raise CheckpointError(
-            f"{path} holds weights that do not fit its own config: use the qnmixer version that wrote it"
+            f"{path} has weights that do not fit its own config: use the qnmixer version that wrote it"
         ) from error
 
 

@@ -151,7 +151,7 @@ class FolderData(DataConfig):
             raise ConfigError(f"lists of patients are used only with data.split=explicit, not data.split={self.split}")
         if self.val_fraction + self.test_fraction >= 1:
             raise ConfigError(
-                "data.val_fraction and data.test_fraction leave nothing to train on; their sum must be below 1"
+                "data.val_fraction and data.test_fraction leave nothing to train on: their sum must be below 1"
             )
 
 
@@ -391,7 +391,7 @@ def check_data(config: DataConfig) -> None:
                 for other, its in seen.items():
                     if folder.is_relative_to(its) or its.is_relative_to(folder):
                         raise ConfigError(
-                            f"data.sources.{name}.root={root} has slices of data.sources.{other} too; each would "
+                            f"data.sources.{name}.root={root} has slices of data.sources.{other} too, and each would "
                             "split them differently: give each source its own folder"
                         )
                 seen[name] = folder
@@ -401,6 +401,6 @@ def check_data(config: DataConfig) -> None:
 
 
 def _check_root(key: str, root: str) -> None:
-    check_there(key, root, "the folder that holds the slices")
+    check_there(key, root, "the folder with the slices")
     if Path(root).expanduser().is_file():
-        raise DataError(f"{key}={root} is a file; give the folder that holds it")
+        raise DataError(f"{key}={root} is a file: give its folder")

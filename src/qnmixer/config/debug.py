@@ -38,5 +38,5 @@ class ProfileConfig(DebugConfig):
         if -1 < run.trainer.max_steps < self.warm_up + self.steps:
             raise ConfigError(
                 f"debug.warm_up={self.warm_up} and debug.steps={self.steps} are more steps than trainer.max_steps="
-                f"{run.trainer.max_steps}: nothing would be profiled; raise trainer.max_steps or lower the two"
+                f"{run.trainer.max_steps}, so nothing would be profiled: raise trainer.max_steps, or lower the two"
             )

@@ -155,8 +155,8 @@ class RegFormerConfig(UnrolledConfig):
         super().check(run)
         if self.channels % self._unit:
             raise ConfigError(
-                f"model.channels={self.channels} is not a multiple of {self._unit}: half of them go to the next "
-                f"iteration, and model.n_heads={self.n_heads} divide them; choose "
+                f"model.channels={self.channels} is not a multiple of {self._unit}. Half of them go to the next "
+                f"iteration, and model.n_heads={self.n_heads} must divide them: choose "
                 f"model.channels={-(-self.channels // self._unit) * self._unit}"
             )
 
@@ -202,8 +202,8 @@ class QNMixerConfig(UnrolledConfig):
             raise ConfigError(f"model.channels={self.channels} is not a multiple of 4: the inception has four branches")
         if self.codec == "orthonormal" and self.latent_channels > factor**2:
             raise ConfigError(
-                f"model.latent_channels={self.latent_channels} is more than latent_factor² = {factor**2}: "
-                "an orthonormal codec cannot have more; lower it or raise model.latent_factor"
+                f"model.latent_channels={self.latent_channels} is more than latent_factor² = {factor**2}, "
+                "the most that an orthonormal codec can have: lower it, or raise model.latent_factor"
             )
         if self.codec == "strided" and (factor < 2 or factor & (factor - 1)):
             raise ConfigError(f"model.latent_factor={factor} does not fit model.codec=strided: choose 2, 4, 8 or 16")

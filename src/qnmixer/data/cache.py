@@ -153,9 +153,9 @@ def list_files(
     Raises DataError, which names the key, if there are none.
     """
     if root.is_file():
-        raise DataError(f"{key}={root} is a file; give the folder that holds it")
+        raise DataError(f"{key}={root} is a file: give its folder")
     if not root.is_dir():
-        raise DataError(f"{key}={root} does not exist; give the folder that holds the slices")
+        raise DataError(f"{key}={root} does not exist: give the folder with the slices")
     found, seen = [], set()
     for folder, subfolders, files in os.walk(root, followlinks=True):
         real = os.path.realpath(folder)
@@ -171,7 +171,7 @@ def list_files(
                 below = path.relative_to(root).as_posix()
                 found.append(SourceFile(below, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
     if not found:
-        raise DataError(f"{key}={root} is empty: no file in it at any depth; give the folder that holds the slices")
+        raise DataError(f"{key}={root} has no file at any depth: give the folder with the slices")
     chosen = [file for file in found if fnmatch(file.path, include)]
     if not chosen:
         raise DataError(
@@ -213,8 +213,8 @@ def open_cache(
     for its in (cache_dir, folder):
         if is_open_to_all(its):
             raise DataError(
-                f"{its} is another user's, and everybody may write to it: slices in it may be anybody's; give a folder "
-                "of your own, data.cache_dir=…"
+                f"{its} is another user's, and everybody may write to it, so its slices may be anybody's: give a "
+                "folder of your own, data.cache_dir=…"
             )
     with FileLock(folder / "lock"):
         index = _read_index(folder, fingerprint)
@@ -313,17 +313,17 @@ def _require_slices(
     """Raise DataError if there is no usable slice, or if the values cannot be HU."""
     if not count:
         reasons = {reason for _, reason in skipped}
-        mend = f"give a folder with {reader.wanted}"
+        fix = f"give a folder with {reader.wanted}"
         if any("RescaleSlope" in reason for reason in reasons):
-            mend = "pixels are HU only by (0028,1053) RescaleSlope and (0028,1052) RescaleIntercept: add these tags"
+            fix = "add the tags (0028,1053) RescaleSlope and (0028,1052) RescaleIntercept, which give HU"
         elif any("RescaleType" in reason for reason in reasons):
-            mend = "where they are HU, set (0028,1054) RescaleType to HU"
+            fix = "if they are in HU, set (0028,1054) RescaleType to HU"
         elif any(NO_SPACING in reason for reason in reasons):
-            mend = "data.pixel_size=header takes the size from (0028,0030) PixelSpacing of DICOM: leave it out"
-        raise DataError(f"data.root has no usable slice: {summarise_skipped(str(root), skipped)}; {mend}")
+            fix = "leave out data.pixel_size=header, which needs the tag (0028,0030) PixelSpacing of DICOM"
+        raise DataError(f"data.root has no usable slice: {summarise_skipped(str(root), skipped)}: {fix}")
     low, high = hu_range
     if low >= -1 and high <= 2:
         raise DataError(
-            f"data.root={root}: values run from {low:g} to {high:g}, which is not HU (air −1000, water 0); "
+            f"data.root={root} has values from {low:g} to {high:g}, which are not HU (air −1000, water 0): "
             "save the slices in HU"
         )

@@ -41,8 +41,8 @@ def views_of(geometry: FanBeamGeometry, first: float, step: float, count: int, e
     if (wrong := np.flatnonzero((np.abs(place - nearest) > _SAME) | (index < 0) | (index >= count))).size:
         j = int(wrong[0])
         raise ConfigError(
-            f"geometry: view {j}, at {np.degrees(geometry.angles()[j]):.4g}°, is not one of the {count} measured ones: "
-            f"take geometry={extra} with n_views a divisor of {count}, or first_angle and angle_span in whole steps of "
-            f"{np.degrees(step):.3g}°"
+            f"view {j} of geometry, at {np.degrees(geometry.angles()[j]):.4g}°, is not one of the {count} measured "
+            f"views: use geometry={extra} with n_views a divisor of {count}, or first_angle and angle_span in whole "
+            f"steps of {np.degrees(step):.3g}°"
         )
     return [int(it) for it in index]

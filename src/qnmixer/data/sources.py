@@ -241,7 +241,7 @@ def _warn(line: str) -> None:
 def _open(config: FolderData, reader: Reader, image_size: int, field_of_view: float | None) -> SliceCache:
     """The decoded slices of a folder, [image_size, image_size]."""
     if not config.root:
-        raise ConfigError(f"data={config.name} needs data.root=FOLDER, the folder that holds the slices")
+        raise ConfigError(f"data={config.name} needs data.root=FOLDER, the folder with the slices")
     cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else None
     root = Path(config.root).expanduser()
     return open_cache(

@@ -224,7 +224,7 @@ def _aapm(infos: Sequence[SliceInfo], patients: Sequence[str], config: FolderDat
     if missing:
         raise DataError(
             f"data.split=aapm finds nothing for {', '.join(missing)} below {config.root}: it needs {AAPM_VAL} (val), "
-            f"{AAPM_TEST} (test) and one of the other eight; found {few(sorted(set(names)))}"
+            f"{AAPM_TEST} (test) and one of the other eight, but there are {few(sorted(set(names)))}"
         )
     return split
 
@@ -239,9 +239,9 @@ def _explicit(patients: Sequence[str], config: FolderData) -> Split:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
                 hint = f"did you mean {near[0]}?" if near else f"there are {few(known)}"
-                raise DataError(f"data.{part}_patients: {name} is no patient below {config.root}; {hint}")
+                raise DataError(f"data.{part}_patients: {name} is no patient below {config.root}: {hint}")
             if name in part_of:
-                raise DataError(f"data.{part}_patients: {name} is also in data.{part_of[name]}_patients; name it once")
+                raise DataError(f"data.{part}_patients: {name} is also in data.{part_of[name]}_patients: name it once")
             part_of[name] = part
     if not config.train_patients:
         part_of = dict.fromkeys(known, "train") | part_of
@@ -272,8 +272,8 @@ def _blocks(infos: Sequence[SliceInfo], patients: Sequence[str], config: FolderD
         split["test"] += members[n_train + min(n_val, len(members) - n_train - 1) :]
     if not split["val"]:
         raise DataError(
-            f"data.split=slices needs a series of 3 slices or more below {config.root}; the longest has "
-            f"{max(map(len, series.values()))}: add slices, or take data.split=all to evaluate only"
+            f"data.split=slices needs a series of 3 slices or more below {config.root}, but the longest has "
+            f"{max(map(len, series.values()))}: add slices, or use data.split=all to evaluate only"
         )
     return split
 

@@ -124,7 +124,7 @@ def measured_scans(path: Path, module: Reconstructor, config: ReconstructConfig)
     files = _scan_files(path)
     if not files:
         raise DataError(
-            f"input={path} holds no .npy file and no .mat: give sinograms as .npy, [views, bins] or [N, views, bins]"
+            f"input={path} has no .npy file and no .mat: give sinograms as .npy, [views, bins] or [N, views, bins]"
         )
 
     def scans() -> Iterator[Scan]:
@@ -152,7 +152,7 @@ def _scans_of(
     for k in range(scans.count):
         scans.check(k)
     if abs(turned := scans.layout.angles[0] - module.projector.geometry.first_angle) > 1e-6:
-        warn(f"{file}: its first view is at {np.degrees(turned):.4g}° from the run's, and the image turned by that")
+        warn(f"{file} starts {np.degrees(turned):.4g}° from the run's first view, so the image is turned by that angle")
     for k in range(scans.count):
         sinogram, missing = scans.fitted(k)
         yield MeasuredScan(
@@ -216,9 +216,8 @@ def holds_sinograms(path: Path, trained: Config, config: ReconstructConfig) -> b
             if stack[0].min() > -500:  # no air: hardly a slice
                 views, bins = _scan_shape(trained)
                 raise DataError(
-                    f"{file}, {list(stack.shape)}, has no air (−1000 HU), and sinograms of this run are "
-                    f"[{views}, {bins}]: say kind=slices if it is a slice in HU; a sinogram must come from the "
-                    "geometry of the run"
+                    f"{file}, {list(stack.shape)}, is no slice (it has no air, −1000 HU) and no sinogram of this run "
+                    f"([{views}, {bins}]): give kind=slices if it is a slice, or a sinogram of the run's geometry"
                 )
             return False
     return False
@@ -255,14 +254,14 @@ def _scan_count(file: Path, geometry: FanBeamGeometry, config: ReconstructConfig
         shape = open_stack(file).shape
         require_size(shape[1], shape[2], least=1)
     except SkipFile as reason:
-        raise DataError(f"{file} cannot be used: {reason}; give sinograms as .npy") from reason
+        raise DataError(f"{file} cannot be used ({reason}): give sinograms as .npy") from reason
     views, bins = geometry.n_views, geometry.n_detectors
     other_views = shape[-2] != views and config.angle_span is None
     if other_views or (shape[-1] != bins and config.detector_pitch is None):
         raise DataError(
             f"{file} has shape {list(shape)}, but the run was trained on {views} views × {bins} detector bins: "
-            f"give [{views}, {bins}] or [N, {views}, {bins}], with rows of NaN for missing views, say what it is with "
-            "angle_span= and detector_pitch=, or train with geometry.n_views and geometry.n_detectors"
+            f"give [{views}, {bins}] or [N, {views}, {bins}] (rows of NaN for missing views), or give its angle_span= "
+            "and detector_pitch=, or train with geometry.n_views and geometry.n_detectors"
         )
     return shape[0], shape[1]
 

@@ -115,20 +115,20 @@ def fit_scan(
     """
     missing = np.isnan(sinogram).all(axis=1)
     if not np.isfinite(sinogram[~missing]).all():
-        raise DataError(f"{name} holds NaN or infinite values in part of a view: interpolate the dead bins first")
+        raise DataError(f"{name} has NaN or infinite values in part of a view: interpolate the dead bins first")
     if (layout.beam == "parallel") == geometry.is_fan:
         raise DataError(
-            f"{name} was measured with beam {layout.beam}, the run was trained for {geometry.beam}: train with the "
-            "geometry of the scanner"
+            f"{name} was measured with beam {layout.beam}, but the run was trained for {geometry.beam}: train with "
+            "the geometry of the scanner"
         )
     if geometry.is_fan and abs(layout.source_to_axis / geometry.source_to_axis - 1) > _SAME:
         raise DataError(
-            f"{name} was taken with the source {layout.source_to_axis:g} mm from the axis, the run was trained for "
-            f"{geometry.source_to_axis:g} mm: train with the geometry of the scanner"
+            f"{name} was measured with the source {layout.source_to_axis:g} mm from the axis, but the run was trained "
+            f"for {geometry.source_to_axis:g} mm: train with the geometry of the scanner"
         )
     if np.count_nonzero(~missing) < _FEWEST_VIEWS * geometry.n_views:
         raise DataError(
-            f"{name} has {np.count_nonzero(~missing)} measured views, the run was trained for {geometry.n_views}: "
+            f"{name} has {np.count_nonzero(~missing)} measured views, but the run was trained for {geometry.n_views}: "
             "train with geometry.n_views as measured"
         )
     rows = _fit_bins(sinogram[~missing], layout, geometry, name)
@@ -151,7 +151,7 @@ def _fit_bins(rows: FloatArray, layout: ScanLayout, geometry: FanBeamGeometry, n
     cut_last = centres[-1] + pitch / 2 < right[-1] - slack and rows[:, -1].max() > air
     if cut_first or cut_last:
         raise DataError(
-            f"{name}: its detector is narrower than that of the run, and cuts the object off: train with "
+            f"{name} has a narrower detector than the run, which cuts the object off: train with "
             "geometry.n_detectors and geometry.detector_pitch as measured"
         )
     if widths.mean() <= pitch:
@@ -190,9 +190,9 @@ def _fit_views(
     if (wide := (nearest > _SAME * step) & (high - low > (_WIDEST_GAP + _SAME) * step)).any():
         raise DataError(
             f"{name} has no views near {np.count_nonzero(wide)} of the {geometry.n_views} that the run was trained "
-            f"for (the first is number {int(np.flatnonzero(wide)[0])}), and only gaps between views can be filled, of "
-            f"up to {_WIDEST_GAP * np.degrees(step):.3g}°: train with geometry.n_views and geometry.angle_span as "
-            "measured"
+            f"for (the first is number {int(np.flatnonzero(wide)[0])}). Only gaps between views of up to "
+            f"{_WIDEST_GAP * np.degrees(step):.3g}° can be filled: train with geometry.n_views and "
+            "geometry.angle_span as measured"
         )
     weight = ((wanted - low) / (high - low)).astype(np.float32)[:, None]
     before, behind = (rows[order[k % len(order)]] for k in (after - 1, after))

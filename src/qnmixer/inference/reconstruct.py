@@ -49,19 +49,19 @@ def reconstruct_input(config: ReconstructConfig) -> int:
             writer.write(batch, network(batch))
             progress.advance(task, len(batch))
     if not writer.count:
-        raise DataError(f"input={path} holds nothing that could be reconstructed: see the warning above")
+        raise DataError(f"input={path} has nothing to reconstruct: see the warning above")
     if writer.n_constant:
         warn(
-            f"{writer.n_constant} of {writer.count} reconstructions are constant, the same HU in every pixel: the "
-            "network is dead, or these sinograms are empty; evaluate the run before you use it"
+            f"{writer.n_constant} of {writer.count} reconstructions are constant: every pixel has the same HU. The "
+            "network is dead, or these sinograms are empty: evaluate the run before you use it"
         )
     console.print(f"{writer.count} reconstruction(s) as {', '.join(config.formats)} in {config.output}", soft_wrap=True)
     if sinograms:
         console.print(f"FBP of the same scans beside them: NAME{_FBP}", soft_wrap=True)
     if sinograms and "png" in config.formats and config.window is None:
         console.print(
-            "PNG: each from the 1st (black) to the 99th percentile (white) of its reconstruction; "
-            f"for a window in HU give window=[{_ABDOMEN[0]:g},{_ABDOMEN[1]:g}]",
+            "PNG: black is the 1st and white the 99th percentile of each reconstruction. "
+            f"For a window in HU give window=[{_ABDOMEN[0]:g},{_ABDOMEN[1]:g}]",
             soft_wrap=True, highlight=False, markup=False,
         )  # fmt: skip
     return writer.count

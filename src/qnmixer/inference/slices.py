@@ -66,7 +66,7 @@ class InputSlices:
                 yield piece
         if not found:
             why = summarise_skipped(str(self.path), self.skipped)
-            raise DataError(f"input has no usable slice: {why}; give CT in DICOM, HU in .npy or 16-bit PNG")
+            raise DataError(f"input has no usable slice ({why}): give CT in DICOM, HU in .npy or 16-bit PNG")
 
     def read(self, file: str) -> Iterator[InputSlice]:
         """Slices of one of `files`. An unusable one is added to `skipped`."""
@@ -99,7 +99,7 @@ class InputSlices:
         """Record an unusable file of a folder. Raises for a file that is named directly."""
         if self.single:
             raise DataError(
-                f"input={self.path}: {name} cannot be used: {reason}; give CT in DICOM, HU in .npy or 16-bit PNG"
+                f"input={self.path}: {name} cannot be used ({reason}): give CT in DICOM, HU in .npy or 16-bit PNG"
             )
         self.skipped.append((name, str(reason)))
 

@@ -128,7 +128,7 @@ def write_dicom(
         OSError: the disk is full. No half-written file stays.
     """
     if not np.isfinite(hu).all():
-        raise DataError(f"{path}: the reconstruction holds NaN or infinite values and was not written")
+        raise DataError(f"{path}: the reconstruction has NaN or infinite values and was not written")
     encoded = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of odd values in the source

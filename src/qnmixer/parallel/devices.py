@@ -88,7 +88,7 @@ def choose_device(accelerator: str, key: str = "accelerator") -> torch.device:
 
 
 def _unusable(accelerator: str, key: str, problem: tuple[str, str]) -> ConfigError:
-    return ConfigError(f"{key}={accelerator}, but {problem[0]}: {problem[1]}; or use {key}=cpu")
+    return ConfigError(f"{key}={accelerator}, but {problem[0]}: {problem[1]}, or use {key}=cpu")
 
 
 def gpu_problem(n_devices: int = 1) -> tuple[str, str] | None:

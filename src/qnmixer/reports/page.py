@@ -224,11 +224,12 @@ def _shape(slice_: PageSlice) -> tuple[int, int]:
     for name, images in given:
         if not images or len(shape) != 2 or any(image.shape != shape for image in images):
             raise DataError(
-                f"page: slice {slice_.name}: {name} has images of shape {[list(image.shape) for image in images]}: "
-                "give each method at least one image [H, W], all of the same size as the truth"
+                f"slice {slice_.name} of the page: {name} has images of shape "
+                f"{[list(image.shape) for image in images]}: give each method one image [H, W] or more, all of the "
+                "size of the truth"
             )
     if not slice_.methods:
-        raise DataError(f"page: slice {slice_.name} has no methods: give it at least one, or leave it out")
+        raise DataError(f"slice {slice_.name} of the page has no methods: give it one or more, or leave it out")
     return shape[0], shape[1]
 
 

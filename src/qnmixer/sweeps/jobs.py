@@ -65,7 +65,7 @@ def run_jobs(jobs: list[Job], check: Callable[[DictConfig], Config], at_once: in
         check: builds the config of a job. It raises UserError for a bad config, and then no process is started.
         at_once: the most jobs at a time. None: as many as there are GPUs for; without a GPU one at a time.
 
-    Raises ConfigError if a folder holds another job; KeyboardInterrupt or SystemExit after all jobs have ended.
+    Raises ConfigError if a folder has another job; KeyboardInterrupt or SystemExit after all jobs have ended.
     """
     waiting = [(job, config) for job in jobs if not _is_done(job) and (config := _checked(job, check))]
     gpus = _gpus() if any(config.trainer.accelerator != "cpu" for _, config in waiting) else []
@@ -115,7 +115,7 @@ def _is_done(job: Job) -> bool:
     before = read_results(job.folder)
     if before and before["overrides"] != job.overrides:
         raise ConfigError(
-            f"{job.folder} holds another job ({' '.join(before['overrides'])}): choose another hydra.sweep.dir=FOLDER"
+            f"{job.folder} has another job ({' '.join(before['overrides'])}): choose another hydra.sweep.dir=FOLDER"
         )
     if before.get("status") != "done":
         return False

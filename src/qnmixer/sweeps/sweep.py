@@ -60,7 +60,7 @@ def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
             raise SweepFailed(f"no job has written anything into {folder}: can all machines see this folder?")
         if failed:
             raise SweepFailed(
-                f"{len(failed)} of {len(rows)} jobs failed: {', '.join(failed)} (see {folder}/sweep.md); fix the "
+                f"{len(failed)} of {len(rows)} jobs failed: {', '.join(failed)} (see {folder}/sweep.md). Fix the "
                 "cause, then run the same command again: it runs only the jobs that are not done"
             ) from error
         if error is not None:
@@ -100,7 +100,7 @@ def place_jobs(folder: Path, jobs: list[tuple[list[str], str]]) -> list[Path]:
 
 def _check(overrides: list[str], config: DictConfig) -> None:
     if any(override.startswith("resume=") for override in overrides):
-        raise ConfigError("resume= resumes one run; to resume a sweep, give its own command again")
+        raise ConfigError("resume= resumes one run, not a sweep: to resume a sweep, give its own command again")
     sweeper = config.hydra.sweeper
     wanted = "minimize" if config.monitor == "val/loss" else "maximize"
     if "direction" in sweeper and getattr(sweeper.direction, "name", sweeper.direction) != wanted:
@@ -128,7 +128,7 @@ def find_sweep(text: str) -> Path:
         found = [path.parent for path in RUNS.glob(f"**/{SWEEP}")]
         if not found:
             raise ConfigError(
-                f"sweep=latest finds no sweep under {RUNS.absolute()}: give its folder, sweep=DIR, or run one: "
+                f"sweep=latest finds no sweep under {RUNS.absolute()}: give its folder, sweep=DIR, or run one with "
                 "python -m qnmixer.train -m experiment=compare_small"
             )
         return max(found, key=lambda sweep: last_change(sweep / SWEEP, *sweep.glob("*/results.json")))

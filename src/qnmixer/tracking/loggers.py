@@ -111,7 +111,8 @@ def close_loggers(loggers: Mapping[str, WandbConfig | LoggerConfig], exit_code: 
         run.finish(exit_code=exit_code)
     except TimeoutError:
         warnings.warn(
-            f"W&B: the network is slow or lost, some data is not sent yet: wandb sync --include-online {folder}",
+            f"W&B did not get all data, as the network is slow or lost: send it with "
+            f"wandb sync --include-online {folder}",
             stacklevel=2,
         )
 
@@ -206,8 +207,8 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
         for begun in set(id_file.parent.glob(f"run-*-{run_id}")) - earlier:
             shutil.rmtree(begun)  # or `wandb sync` would send an empty run
         warnings.warn(
-            f"W&B cannot be reached, or refuses the run ({first_line(error)}). The run continues offline; send it "
-            f"later with: wandb sync {folder}/wandb/offline-run-*",
+            f"W&B cannot be reached, or refuses the run ({first_line(error)}). The run continues offline: send it "
+            f"later with wandb sync {folder}/wandb/offline-run-*",
             stacklevel=2,
         )
         run = wandb.init(**(arguments | {"mode": "offline"}))

@@ -75,7 +75,7 @@ def _asked_path(asked: str) -> Path:
     path = latest() if asked == "latest" else Path(asked).expanduser()
     if run_of(path) is None and not path.is_file():
         if asked == PRETRAINED:
-            raise CheckpointError(f"resume={PRETRAINED}: these are weights, not a run: use finetune={PRETRAINED}")
+            raise CheckpointError(f"resume={PRETRAINED} names weights, not a run: use finetune={PRETRAINED}")
         raise CheckpointError(f"no run folder at {path}: give the folder that training printed, resume=runs/…")
     return path
 
@@ -236,8 +236,7 @@ def _unless_begun(overrides: list[str]) -> list[str]:
             how = f"without {now[differing]}"
         longer = " trainer.max_steps=…" if is_done else ""
         raise ConfigError(
-            f"{run} holds a run {how}: resume it with resume={quoted(run)}{longer}, or give another "
-            "hydra.run.dir=FOLDER"
+            f"{run} has a run {how}: resume it with resume={quoted(run)}{longer}, or give another hydra.run.dir=FOLDER"
         )
     _check_free(run)
     return _overrides_in_place(run, run, [override for override in overrides if of_hydra(override)])

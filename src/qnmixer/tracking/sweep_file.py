@@ -52,7 +52,7 @@ def read_sweep(folder: Path) -> Sweep:
     """Read sweep.json of a folder. Raises DataError if it is damaged."""
     record = read_record(folder / SWEEP)
     if missing := sorted(Sweep.__required_keys__ - record.keys()):
-        raise DataError(f"{folder / SWEEP} is damaged: it has no {missing[0]}; start the sweep again in a new folder")
+        raise DataError(f"{folder / SWEEP} is damaged (it has no {missing[0]}): start the sweep again in a new folder")
     return cast(Sweep, record)
 
 

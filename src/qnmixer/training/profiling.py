@@ -26,12 +26,12 @@ def describe(config: Config) -> str | None:
     """One line on how a debug mode changes the run; None for debug=off."""
     debug, batch = config.debug, effective_batch(config)
     if isinstance(debug, FewBatchesConfig):
-        return f"debug=few_batches: {debug.batches * batch} slices of each split at most; the numbers mean nothing"
+        return f"debug=few_batches: {debug.batches * batch} slices of each split at most, and the numbers mean nothing"
     if isinstance(debug, ProfileConfig):
         return f"debug=profile: {debug.steps} steps are recorded, after {debug.warm_up} without recording"
     return {
-        "overfit": f"debug=overfit: the same {batch} slices at every step and in validation; the loss must fall far",
-        "anomaly": "debug=anomaly: a gradient that becomes NaN ends the run with the operator; slower",
+        "overfit": f"debug=overfit: the same {batch} slices in training and validation, and the loss must fall far",
+        "anomaly": "debug=anomaly: a gradient that becomes NaN ends the run and names the operator. Steps are slower",
     }.get(debug.name)
 
 
@@ -77,7 +77,7 @@ class Profile(Callback):
         recorded.export_chrome_trace(str(path))
         self.console.print(self._table(recorded))
         self.console.print(
-            f"profile: {path} (load it at https://ui.perfetto.dev or in chrome://tracing; a file a process)",
+            f"profile: {path}, one file for each process (load it at https://ui.perfetto.dev or in chrome://tracing)",
             highlight=False,
             soft_wrap=True,
         )

@@ -25,8 +25,8 @@ def located(run: str | Path) -> Path:
         return Path(run)
     if not SHIPPED.is_file():
         raise CheckpointError(
-            f"{PRETRAINED}: this installation ships no weights ({SHIPPED.name} is missing): give a run folder of "
-            f"qnmixer.train or a {SUFFIX} file"
+            f"{PRETRAINED} cannot be loaded, as this installation ships no weights ({SHIPPED.name} is missing): give a "
+            f"run folder of qnmixer.train or a {SUFFIX} file"
         )
     return SHIPPED
 
