@@ -48,7 +48,8 @@ PATIENCE = {"communication": 60.0, "training": 180.0}
 TOLERANCE = {"32": 1e-4, "16-mixed": 3e-2, "bf16-mixed": 1e-1}
 """Relative error of a gradient, compared with one process."""
 
-# A gradient this much smaller than that of the whole network is held against this part of it: it is mostly rounding.
+# A gradient this much smaller than that of the whole network is mostly rounding. It is compared with this share of the
+# whole gradient.
 _SMALLEST_GRADIENT = 1e-3
 
 _ITERATIONS_ON_CPU = 4

@@ -54,9 +54,9 @@ class Report:
     shares: dict[str, list[Number]] = field(default_factory=dict)  # of an epoch of train and val
     lengths: dict[str, int] = field(default_factory=dict)
     n_finite: int = 0  # optimizer steps with finite gradients
-    n_skipped: int = 0  # optimizer steps without
-    not_finite: str | None = None  # the first module with such an output
-    bad_gradient: str | None = None  # the last parameter found with such a gradient
+    n_skipped: int = 0  # optimizer steps without finite gradients
+    not_finite: str | None = None  # the first module whose output is not finite
+    bad_gradient: str | None = None  # the last parameter whose gradient is not finite
     error: str | None = None
     diverged: bool = False  # the error is a loss that is not finite
     held: tuple[int, int] | None = None  # bytes at the end of an early and of the last step
@@ -95,7 +95,7 @@ def communicate(accelerator: str, folder: Path, patience: float) -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     progress("joining the process group")
-    # Longer than the patience of the watching process: it can name the rank that hangs, and a collective cannot.
+    # Longer than the patience of the watching process, which can name the rank that hangs. A collective cannot.
     timeout = timedelta(seconds=2 * patience + 30)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
 

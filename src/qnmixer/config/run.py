@@ -40,7 +40,7 @@ from qnmixer.config.trainer import TrainerConfig, gathered
 from qnmixer.errors import ConfigError
 from qnmixer.plugins import check_plugin
 
-_ALWAYS_THERE = ("lightning.", "qnmixer.", "torch.")  # not imported for the check: that takes seconds
+_ALWAYS_THERE = ("lightning.", "qnmixer.", "torch.")  # the check does not import these, which would take seconds
 MAX_SEED = 2**32 - 1
 """The largest seed of numpy."""
 

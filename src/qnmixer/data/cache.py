@@ -246,6 +246,7 @@ def _build(
     reader: Reader, root: Path, files: Sequence[SourceFile], grid: Grid, folder: Path, fingerprint: str
 ) -> dict[str, Any]:
     """Decode all files into a new cache file, then commit it by writing the index. Returns the index."""
+    # A killed process may have left these. The caller holds the lock, so nobody else writes here.
     for stale in filter(is_temporary, folder.iterdir()):
         stale.unlink()
     with atomic_file(_pixels(folder, fingerprint)) as stream:
@@ -301,6 +302,7 @@ def _decode_all(
     header = _header(len(infos), grid.size)
     stream.seek(0)
     stream.write(header)
+    # Pixels stay in the order of decoding: sorting them would need all of them in memory. `rows` has the order.
     order = sorted(range(len(infos)), key=lambda row: infos[row].order)
     slices = [asdict(infos[row]) for row in order]
     in_order = [digests[row] for row in order]

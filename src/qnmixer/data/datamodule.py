@@ -135,7 +135,7 @@ class SliceDataModule(LightningDataModule):
             sampler=sampler,
             num_workers=workers,
             worker_init_fn=_end_with_parent_only,
-            generator=torch.Generator(),  # else each iterator would use up random numbers of dropout
+            generator=torch.Generator(),  # without it each new iterator draws a number that dropout would get
             pin_memory=pin,
             **only_with_workers,
         )
@@ -165,7 +165,7 @@ class _Loader(DataLoader[Any]):
     def __iter__(self) -> Any:
         if not hasattr(signal, "sigwaitinfo"):
             return super().__iter__()
-        # Blocked before a worker starts, so that all its threads inherit this, whichever library starts them.
+        # Blocked before a worker starts, so all threads of the worker inherit it, whichever library starts them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             return super().__iter__()

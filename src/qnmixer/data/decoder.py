@@ -44,7 +44,8 @@ class _Child:
 
     def __init__(self) -> None:
         self.pipe, theirs = Pipe()
-        # One thread, because each reserves address space, which is limited. The child imports this process's modules.
+        # One thread, because each thread reserves address space, which is limited below. The child must import the same
+        # modules as this process.
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         command = [sys.executable, "-P", "-m", "qnmixer.data.decoder", str(theirs.fileno())]

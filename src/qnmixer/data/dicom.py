@@ -108,7 +108,7 @@ def frame_tag(dataset: Dataset, frame: int, sequence: str, keyword: str) -> Any:
 def rescale_of(dataset: Dataset, frame: int) -> tuple[float, float]:
     """(slope, intercept) from stored values of a frame to HU. Raises SkipFile if the file has none."""
     kind = str(frame_tag(dataset, frame, "PixelValueTransformationSequence", "RescaleType") or "HU").strip()
-    # US is unspecified. GDCM, and so ITK, writes it into every CT image without a type; those of a scanner are HU.
+    # US means unspecified. GDCM, and so ITK, writes it into every CT image without a type. A scanner uses HU.
     if not (kind == "HU" or (kind == "US" and _is_original(dataset, frame))):
         raise SkipFile(f"RescaleType {kind}, not HU")
     slope = frame_tag(dataset, frame, "PixelValueTransformationSequence", "RescaleSlope")

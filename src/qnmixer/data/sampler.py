@@ -98,6 +98,7 @@ class EpochSampler(DistributedSampler[Pick]):
             order = np.random.default_rng([self.seed, self.epoch]).permutation(self.length)
         first = 0 if self.fixed or self.overfit is not None else self.epoch * self.length
         skipped = self._start[1] if self.epoch == self._start[0] else 0
+        # Skipped by number, so a resumed run loads nothing that it will not use.
         for position in list(self._positions())[skipped * self.batch_size :]:
             yield Pick(first + int(order[min(position, self.length - 1)]), self._weight(position))
 

@@ -27,7 +27,8 @@ from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.noise import attenuation_per_value
 from qnmixer.reconstructor import STREAMS, Reconstructor
 
-# Limits of line integrals of attenuation: above them no photon would be counted, below them the scan is wrong.
+# Limits of line integrals of attenuation. Above the upper one no photon would be counted. Below the lower one the scan
+# is wrong.
 MAX_ATTENUATION, MIN_ATTENUATION = 14.0, -0.5
 _SCANS = (".npy", ".mat")
 

@@ -26,8 +26,8 @@ from qnmixer.files import atomic_file
 CT_IMAGE = "1.2.840.10008.5.1.4.1.1.2"
 _INTERCEPT = -1024
 
-# What holds of the patient, the study, the scanner and the place of the slice, whoever's pixels are shown. All else may
-# describe the source's pixels, name its patient otherwise (OriginalAttributesSequence), or be unknown here.
+# Tags of the patient, the study, the scanner and the place of the slice: they are also true for a reconstruction. Other
+# tags may describe the source's pixels, name the patient elsewhere (OriginalAttributesSequence), or be unknown here.
 _KEPT = {
     "SpecificCharacterSet", "TimezoneOffsetFromUTC",
     "PatientName", "PatientID", "IssuerOfPatientID", "OtherPatientIDs", "PatientBirthDate", "PatientBirthTime",
@@ -52,7 +52,7 @@ _KEPT = {
     "BurnedInAnnotation", "LossyImageCompression", "LossyImageCompressionRatio", "LossyImageCompressionMethod",
 }  # fmt: skip
 
-# Functional groups of enhanced images whose values a plain CT image keeps at its top level.
+# Functional groups of enhanced images. A plain CT image has their values at its top level.
 _TO_TOP_LEVEL = (
     ("PixelMeasuresSequence", ("PixelSpacing", "SliceThickness", "SpacingBetweenSlices")),
     ("PlanePositionSequence", ("ImagePositionPatient",)),
@@ -88,7 +88,7 @@ def window_of(hu: FloatArray) -> tuple[float, float]:
 
 def _save(path: Path, encoded: io.BytesIO) -> None:
     """Write an encoded file in one piece. A full disk then raises the plain OSError with its errno."""
-    if path.exists():  # as of another process that writes to the same folder
+    if path.exists():  # for example, written by another process
         raise DataError(f"{path} exists already and is not overwritten: give another output=")
     with atomic_file(path) as stream:
         stream.write(encoded.getbuffer())

@@ -16,7 +16,7 @@ _SURE = (
     "insufficient resources when calling",
     "failed to cuda calloc",  # NCCL
 )
-# Said for want of memory, but for other reasons too.
+# Texts of errors that mean too little memory, but can have other causes too.
 _UNSURE = (
     "cufft_internal_error",
     "cublas_status_not_initialized",

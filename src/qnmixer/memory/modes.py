@@ -96,8 +96,8 @@ def stays(tensor: Tensor) -> bool:
 def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
     if stays(tensor):
         return tensor.device, tensor
-    # Torch keeps pinned memory that is free again, and gives it out only when copies from and to it are done. So from
-    # the second step on no page is pinned anew, and the host waits for no copy. Strides stay, and so does the rounding.
+    # torch caches pinned memory, and reuses it only when all copies from and to it are done. So from the second step on
+    # no page is pinned again, and the host waits for no copy. Strides stay, and so the rounding stays too.
     host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
     return tensor.device, host.copy_(tensor, non_blocking=True)
 

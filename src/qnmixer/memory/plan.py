@@ -203,7 +203,7 @@ def track_step(config: Config, projector: FanBeamProjector) -> Footprint:
     Gradients of ddp are views of its buckets, which stay when gradients are cleared. While it accumulates, gradients
     are outside the buckets. `strategy` counts them as a copy.
     """
-    n_batches = min(2, config.trainer.accumulate_grad_batches)  # from the second on, there are gradients all along
+    n_batches = min(2, config.trainer.accumulate_grad_batches)  # all later batches need the same memory as the second
     hosted = Hosted()
     with without_data():
         module = Reconstructor(config, projector)
@@ -228,7 +228,7 @@ def track_step(config: Config, projector: FanBeamProjector) -> Footprint:
                 with autocast(config):
                     loss = batch_loss(config)(network(y), image, weight)
                 if k == 0:
-                    optimizer.zero_grad()  # where Lightning does it: those of the step before live until here
+                    optimizer.zero_grad()  # as in Lightning: the gradients of the step before exist until here
                 if buckets is not None:
                     buckets.in_use = k == n_batches - 1
                 loss.backward()

@@ -143,7 +143,7 @@ class PeakTracker(TorchDispatchMode):
         if func is torch.ops.prim.device.default:  # more than half of all calls; fake tensors ask for it
             return args[0].fake_device
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # such a tensor takes itself apart, and its parts come here
+            return NotImplemented  # a wrapper calls this again with the tensors inside it
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if isinstance(value, Tensor):
@@ -162,6 +162,7 @@ class PeakTracker(TorchDispatchMode):
         if key in self._alive:
             return
         self._kinds[key] = kind
+        # Of the storage, not the tensor: views share it, and it is freed with the last of them.
         self._alive[key] = weakref.ref(storage, partial(self._forget, key, size))
         self.now[kind] += size
         self._note()
@@ -174,6 +175,7 @@ class PeakTracker(TorchDispatchMode):
         if parameter.grad is None:
             return
         self._count(parameter.grad, "gradients")
+        # The backward pass made it as a result like any other, so it was counted as an activation.
         storage = parameter.grad.untyped_storage()
         before, self._kinds[storage._cdata] = self._kinds[storage._cdata], "gradients"
         self.now[before] -= storage.nbytes()

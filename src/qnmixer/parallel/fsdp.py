@@ -69,9 +69,9 @@ class ShardedStrategy(ModelParallelStrategy):
         if self.is_global_zero:
             remove(folder)
             folder.mkdir(parents=True)
-        self.barrier()
+        self.barrier()  # the folder exists
         self.checkpoint_io.save_checkpoint(tree_map(_local, checkpoint), folder / f"rank_{self.global_rank:04d}.pt")
-        self.barrier()
+        self.barrier()  # all shards are written, so the folder may get its name
         if self.is_global_zero:
             replace(folder, path)
 
@@ -109,9 +109,11 @@ def shard(network: UnrolledNetwork[Any], mesh: Any, options: FSDPConfig) -> None
     """Put the blocks of a network, and then the rest of it, into shards over a mesh, in place."""
     if isinstance(network, FSDPModule):  # Lightning calls `configure_model` again before validation and test
         return
+    # Blocks first: the last call takes all weights that are in no unit yet.
     for block in network.blocks():
         fully_shard(block, mesh=mesh, reshard_after_forward=options.reshard_after_forward)
     fully_shard(network, mesh=mesh)
+    # FSDP2 gathers weights before `forward` only. Any other entry point must be registered.
     register_fsdp_forward_method(network, "trajectory")
 
 
@@ -126,6 +128,7 @@ def _gathered(value: Any) -> Any:
 
 def _local(value: Any) -> Any:
     if isinstance(value, DTensor):
+        # A clone, because torch.save writes the whole storage behind a view.
         return {SHARD: list(value.shape), "local": value.to_local().cpu().clone()}
     return value
 

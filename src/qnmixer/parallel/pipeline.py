@@ -100,6 +100,7 @@ class PipelineStrategy(DDPStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Take a step after the last batch of a window, with gradients summed over the devices. Then clear them."""
 
+        # In the closure: the GradScaler looks for overflow right after it, and all ranks must decide alike.
         def through_all_devices() -> Any:
             result = closure()
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -176,6 +177,7 @@ class Pipeline:
         iterations, n_stages = ranges(self.cut)[index], len(self.cut)
         first, last = index == 0, index == n_stages - 1
 
+        # With shapes given, torch does not run all stages once more to find them.
         def meta(iteration: int) -> Tensor:
             packing = packings[iteration]
             return torch.empty(len(y), packing.width, dtype=packing.dtype, device="meta", requires_grad=True)
@@ -208,6 +210,7 @@ class Pipeline:
         if self._losses:
             loss = torch.stack(self._losses).sum().float()
             self.module.check_loss(loss, batch)
+        # Only the device of the last stage knows the loss, but every rank logs it.
         dist.broadcast(loss, group_src=dist.get_world_size(self.group) - 1, group=self.group)
         return loss
 
@@ -232,6 +235,7 @@ class _Autocast(torch.nn.Module):
 
 def sum_gradients(parameters: list[torch.nn.Parameter], divisor: int) -> None:
     """Sum every gradient over all processes and divide by `divisor`, in one message. A missing gradient is 0."""
+    # Hundreds of small messages would cost more than their bytes.
     flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
     dist.all_reduce(flat)
     flat /= divisor

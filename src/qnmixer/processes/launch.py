@@ -82,7 +82,7 @@ def _launch_config(n_processes: int, log_dir: str) -> LaunchConfig:
         max_nodes=1,
         nproc_per_node=n_processes,
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_endpoint="localhost:0",  # port 0: the system chooses a free one, for several runs on one machine
         local_addr="localhost",
         max_restarts=0,
         run_id=uuid.uuid4().hex,
@@ -99,6 +99,7 @@ class _AskToStop:
 
     def __call__(self, number: int, _: FrameType | None) -> None:
         again, self.first = self.first is not None, self.first or number
+        # A terminal sends Ctrl-C to every process of its group, and a parent may send it once more.
         if self.echo.of(number) or (again and number in _WARNINGS):
             return
         if again or self.ask is None or not self.ask():
@@ -120,6 +121,7 @@ def _threads(n: int) -> Iterator[None]:
 
 def _rank_failed(failures: dict[int, ProcessFailure]) -> RankFailed:
     """The error of the rank that failed first. Its failure made the others fail."""
+    # A rank that ended because of the failure may be seen first. The records of the ranks show which one failed.
     rank, failure = min(failures.items(), key=lambda item: _order(item[1]))
     record = failure.error_file_data
     if "traceback" in record:

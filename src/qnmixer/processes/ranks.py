@@ -39,7 +39,7 @@ _SECONDS_TO_LEAVE_BY_ITSELF = 2
 _stop_requested = threading.Event()
 _another_failed = threading.Event()
 
-# Errors of a rank whose partner has gone: the error of the partner is the one to show.
+# Errors of a rank whose partner has ended. The user should see the error of the partner.
 _LOST_CONTACT = ("connection closed by peer", "connection reset by peer", "broken pipe", "gloo", "nccl")
 
 
@@ -89,12 +89,14 @@ def end_with_the_others(parent: int | None = None) -> None:
 
     def before_fork() -> None:
         nonlocal forking
+        # Asked before the fork: in the child the parent may be dead, and getppid names another process.
         forking = os.getpid()
 
     def in_fork() -> None:
         os.setpgid(0, 0)  # keep signals to the group away: a data worker that dies of one is an extra error of its rank
         signal.set_wakeup_fd(-1)
         sys.excepthook = _after_a_moment(sys.excepthook)
+        # The system clears this setting in a fork.
         die_with_parent(forking)
 
     os.register_at_fork(before=before_fork, after_in_child=in_fork)
@@ -104,6 +106,7 @@ def end_with_the_others(parent: int | None = None) -> None:
     listen, notify = os.pipe()
     os.set_blocking(notify, False)
     signal.set_wakeup_fd(notify, warn_on_full_buffer=False)
+    # By default SIGTERM ends the process at once, before it has closed its loggers.
     signal.signal(signal.SIGTERM, lambda *_: None)
     threading.Thread(target=_end_when_signalled, args=(listen, parent is not None), daemon=True).start()
 
@@ -130,12 +133,14 @@ def _end_when_signalled(listen: int, launched: bool) -> None:
         heard.update(os.read(listen, 1))
     _stop_requested.set()
     code = 128 + ending.pop()
+    # A rank that lost contact may be closing its loggers already. A SIGUSR1 in this time means a stop, not a failure.
     end = time.monotonic() + _SECONDS_TO_LEAVE_BY_ITSELF
     while launched and signal.SIGUSR1 not in heard and (left := end - time.monotonic()) > 0:
         if select.select([listen], [], [], left)[0]:
             heard.update(os.read(listen, 1))
     if launched and signal.SIGUSR1 not in heard:
         _another_failed.set()
+        # A thread cannot raise an exception in the main thread. The handler of a signal can.
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(_SECONDS_TO_LEAVE)
     else:
@@ -166,6 +171,7 @@ def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn
         line: its line for the user; None for a bug, whose traceback the user gets.
         say: also print the line, because no launcher will. A rank that ends because of another rank prints nothing.
     """
+    # A second signal must not interrupt this function: the record would be lost.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     stopped, now = isinstance(error, KeyboardInterrupt), time.time()
@@ -179,6 +185,7 @@ def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn
         "stopped": isinstance(error, Stopped) and error.together,
     }
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # The agent may read at any time, and must not find half a record.
         temporary = Path(f"{path}.tmp")
         temporary.write_text(json.dumps(record))
         temporary.replace(path)

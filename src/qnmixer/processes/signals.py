@@ -73,8 +73,9 @@ def stop_signals() -> Iterator[None]:
 
     def stop(number: int, _: FrameType | None) -> None:
         global _requested
-        if os.getpid() != owner:  # a data worker that has only just been forked
+        if os.getpid() != owner:  # a data worker: a fork inherits this handler
             return
+        # Ctrl-C comes twice: from the terminal, and from the launcher.
         if echo.of(number) and not another_rank_failed():
             return
         again, _requested = _requested is not None, _requested or number

@@ -158,7 +158,7 @@ def _threads(config: Config, limit: int, n_gpus: int) -> int:
 
 def _start(job: Job, gpus: list[str], n_threads: int | None) -> _Running:
     job.folder.mkdir(parents=True, exist_ok=True)
-    if read_results(job.folder):  # a resumed job: its old end is not its new one
+    if read_results(job.folder):  # a resumed job must not show the end of its first part
         amend(job.folder, job.overrides, status="running", error=None)
     environment = {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}  # set by cli
     if gpus:
@@ -223,7 +223,7 @@ def _stop(running: list[_Running], number: int) -> None:
     for it in running:
         with suppress(subprocess.TimeoutExpired):
             it.process.wait(max(0, deadline - time.monotonic()))
-        it.process.kill()  # its ranks and data workers die with it
+        it.process.kill()  # its ranks and data workers end with it, see `die_with_parent`
         it.process.wait()
         if read_results(it.job.folder).get("status") in (None, "running"):
             amend(it.job.folder, it.job.overrides, status="interrupted", error=None)

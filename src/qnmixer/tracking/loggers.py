@@ -39,10 +39,10 @@ DONE, FAILED, INTERRUPTED = 0, 1, 255
 
 _LOGGER = subclass_of(Logger, "lightning.pytorch.loggers.Logger")
 _STEP = "trainer/global_step"  # as Lightning's logger calls it
-# Only one kind of network has these: a curve each, but no column in the table of runs.
+# Only one kind of network has these. They get a curve, but no column in the table of runs.
 _CURVES_ONLY = ("train/lambda_", "val/cosine_zs", "val/skipped_pairs")
 _SECONDS_TO_START = 30
-# Less than the time that a rank has to stop (qnmixer.processes.ranks). What is not sent by then stays on this disk.
+# Less than the time that a rank has to stop (qnmixer.processes.ranks). Data that is not sent by then stays here.
 _SECONDS_TO_FINISH = 20
 
 
@@ -187,7 +187,7 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
             init_timeout=_SECONDS_TO_START,
             finish_timeout=_SECONDS_TO_FINISH,
             finish_timeout_raises=True,
-            x_disable_meta=True,  # command line, paths, user, remote of git
+            x_disable_meta=True,  # it has the command line, paths, the user and the remote of git
             host="",
             console="off",  # console lines name folders; `TrainingProgress` logs the progress
         ),

@@ -138,7 +138,7 @@ def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, folder: Pa
             logger.log_image("test/picture", [str(folder / PICTURE)], step)
             for name in (PICTURE, PAGE):
                 logger.experiment.save(str(folder / name), base_path=str(folder.parent), policy="now")
-        logger.save()  # some loggers write at intervals, and Lightning will not call them again
+        logger.save()  # Lightning will not call them again, and some loggers write at intervals only
 
 
 def _log_table(logger: WandbLogger, evaluation: Evaluation, step: int) -> None:

@@ -43,12 +43,12 @@ class Checkpointing(Checkpoint):
         self._sign = -1 if monitor == "val/loss" else 1
         self.best: float | None = None
         self.validated = 0  # optimizer steps at the last validation
-        self.seconds = 0.0  # of the run before it was resumed
+        self.seconds = 0.0  # of earlier parts of a resumed run
         self._start = time.monotonic()
         self._saved = 0
         self._ranks = Agreement()
         self._restored: dict[str, Any] = {}
-        self._random: dict[str, Any] | None = None  # before the current validation
+        self._random: dict[str, Any] | None = None  # states at the start of a validation that is running
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Make the process group in which ranks agree to stop."""
@@ -140,6 +140,7 @@ class Checkpointing(Checkpoint):
         best.ckpt is written first: after a crash, last.ckpt must not name a best value whose file does not exist.
         """
         score = self._score(trainer)
+        # The ranks must agree, or one would wait for the others inside `save`.
         if trainer.strategy.reduce_boolean_decision(self._is_best(score)):
             self.best = score
             self.save(trainer, "best")
@@ -147,6 +148,7 @@ class Checkpointing(Checkpoint):
 
     def save(self, trainer: L.Trainer, name: str) -> None:
         """Write NAME.ckpt."""
+        # Every rank must get here: Lightning gathers the state with collectives, and rank 0 writes.
         trainer.save_checkpoint(self.run.folder / "checkpoints" / f"{name}.ckpt")
         if name == "last":
             self._saved = trainer.global_step
@@ -185,6 +187,7 @@ class Agreement:
     def connect(self) -> None:
         """Make a process group of all ranks, if there are several."""
         if dist.is_initialized() and self._group is None:
+            # gloo, because its messages do not wait for the work that is queued on a GPU.
             self._group = dist.new_group(backend="gloo")
 
     def stop(self, mine: bool) -> bool:
@@ -222,6 +225,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write to a temporary file beside path, then rename."""
         path, encoded = Path(path), io.BytesIO()
+        # Into memory first: on a full disk torch.save raises a RuntimeError that does not name the cause.
         torch.save(checkpoint, encoded)
         of_shards = path.is_dir()  # a rename cannot replace a folder by a file
         target = path.with_name(path.name + PART_SUFFIX) if of_shards else path

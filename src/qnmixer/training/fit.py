@@ -61,7 +61,7 @@ def fit(config: Config, run: Run) -> float:
     with session(config, run):
         quieten()
         L.seed_everything(config.seed, workers=True, verbose=False)
-        require_memory(config)  # before any of it is taken
+        require_memory(config)  # before the run allocates any
         module = build_module(config)  # scan, noise, network, loss
         checkpoint = resume_checkpoint(config, run)  # None for a new run
         data = build_data(config, checkpoint)
@@ -167,7 +167,7 @@ def build_data(config: Config, checkpoint: Path | None) -> SliceDataModule:
         measure=sample_measurement(config),
         geometry=build_geometry(config),
     )
-    data.setup("fit")
+    data.setup("fit")  # here, so that bad slices end the run before its loggers start
     return data
 
 
@@ -215,7 +215,8 @@ def out_of_memory_advice(config: Config, module: ReconstructionModule, trainer: 
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        traceback.clear_frames(error.__traceback__)  # the frames hold the tensors that filled the memory
+        # Frames of the error own the tensors that filled the memory. The plan needs that memory.
+        traceback.clear_frames(error.__traceback__)
         raise OutOfMemory(advice(Planner(config, module.projector.cpu()), config, available)) from error
 
 

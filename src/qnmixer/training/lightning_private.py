@@ -48,6 +48,7 @@ def restore_position(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
     n_batches = step * accumulate
     data.start_at(epoch, n_batches)
 
+    # In the middle of an epoch, Lightning counts that epoch as started but not as completed.
     begun = epoch + (step > 0)
     epochs = {"ready": begun, "started": begun, "processed": epoch, "completed": epoch}
     checkpoint["loops"]["fit_loop"] |= {

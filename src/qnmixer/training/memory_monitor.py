@@ -59,7 +59,7 @@ class MemoryMonitor(Callback):
             self._between_steps = False
             if pl_module.device.type == "cuda":
                 reset_peak(pl_module.device)
-            elif self._n_steps == 1 and _shows_tensors(pl_module):
+            elif self._n_steps == 1 and _shows_tensors(pl_module):  # one step only: the tracker slows it down
                 self._tracker = self._tracking.enter_context(PeakTracker())
                 tensors = [value for value in batch.values() if isinstance(value, Tensor)]
                 self._tracker.track(pl_module, *trainer.optimizers, *tensors)

@@ -26,8 +26,8 @@ _NOT_FOR_USERS = (
     "(?s)You're resuming from a checkpoint that ended before the epoch ended",  # the sampler knows where it was
     "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
     "It is recommended to use `self.log\\('(step|samples)', ..., sync_dist=True",  # every rank has the same
-    # A dimension of size 1, as in the weights of convolutions from one channel, has no stride to speak of: the gradient
-    # lies in memory as its bucket does, and only torch's comparison of the numbers says otherwise.
+    # The stride of a dimension of size 1 means nothing, as in weights of convolutions from one channel. The gradient
+    # has the memory layout of its bucket. Only torch's comparison of the numbers says otherwise.
     "Grad strides do not match bucket view strides",
 )
 
