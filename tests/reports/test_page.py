@@ -482,8 +482,8 @@ def test_an_iterate_that_is_worse_than_fbp_is_explained(viewer: Viewer, sorted_p
     viewer.open(sorted_page, "#slice=2&iterate=1")
     viewer.becomes(
         lambda: viewer["hint"].text,
-        "x₁ of QN-Mixer is worse than FBP (RMSE 30.0 and 10.0 HU): training scores x₃ alone, and the iterates before "
-        "it are steps on the way.",
+        "x₁ of QN-Mixer is worse than FBP (RMSE 30.0 and 10.0 HU): the loss of training uses x₃ only, and earlier "
+        "iterates are intermediate steps.",
     )
     for t in (0, 2, 3):
         viewer.open(sorted_page, f"#slice=2&iterate={t}")
@@ -495,7 +495,7 @@ def test_a_slice_that_was_made_smaller_says_so(viewer: Viewer, sorted_page: Path
     """And gives no RMSE, which would be of the smaller one."""
     viewer.open(sorted_page, "#slice=1")
     viewer.shows("truth", greys(OTHER, -150, 1700))
-    assert "64 × 64 pixels and is kept here at 16 × 16" in viewer["hint"].text
+    assert "64 × 64 pixels and is stored here at 16 × 16" in viewer["hint"].text
     assert viewer.texts("figure .shown") == ["", "", ""]
 
 
