@@ -1,4 +1,4 @@
-"""Command lines that cannot be meant: each gets one line that names the key, in a moment, and leaves nothing behind."""
+"""Wrong command lines: each gets one line that names the key, in a moment, and leaves no files."""
 
 import os
 import re
@@ -246,7 +246,7 @@ def test_a_command_of_its_own_says_the_same(case: str, without_torch: Path, tmp_
     ],
 )
 def test_nifti_is_refused(case: str, cold: Warm, without_torch: Path, tmp_path: Path) -> None:
-    """As one file, and where a folder holds nothing else."""
+    """As one file, and in a folder without other files."""
     for name in ("a.nii.gz", "deep/B.NII"):
         path = tmp_path / "ct" / name
         path.parent.mkdir(parents=True, exist_ok=True)

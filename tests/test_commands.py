@@ -209,7 +209,7 @@ def test_the_final_table_is_among_the_metrics(trained: Path) -> None:
     assert value == pytest.approx(record(trained)["test"]["QN-Mixer"]["psnr"])
 
 
-def test_results_tell_what_the_run_was(trained: Path) -> None:
+def test_results_describe_the_run(trained: Path) -> None:
     results = record(trained)
     assert results["status"] == "done"
     assert "noise=field" in results["overrides"]
@@ -1092,7 +1092,7 @@ def test_no_patient_is_tested_who_was_trained_on(ten: tuple[Path, list[str], str
     assert measured_slices(tmp_path / "run" / "evaluation") == [name]
 
 
-def test_slices_that_were_trained_on_are_told(ten: tuple[Path, list[str], str], tmp_path: Path) -> None:
+def test_slices_that_were_trained_on_give_a_warning(ten: tuple[Path, list[str], str], tmp_path: Path) -> None:
     """By their pixels: also in a copy of the folder, and in the one that it lies in."""
     root, data, _ = ten
     shutil.copytree(root, tmp_path / "copy" / "below")

@@ -37,7 +37,7 @@ def test_a_class_of_an_installed_package() -> None:
         ("of_yours.deep.Thing", "no module of_yours.deep; put of_yours/deep.py"),
     ],
 )
-def test_what_is_not_there_is_told_before_anything_is_run(here: Path, target: str, message: str) -> None:
+def test_a_missing_module_is_reported_before_anything_is_run(here: Path, target: str, message: str) -> None:
     with pytest.raises(PluginError, match=message):
         check_plugin("model._target_", target)
 
@@ -49,7 +49,7 @@ def test_checking_runs_nothing(here: Path) -> None:
         load_plugin("model._target_", "of_ruin.Thing", ANY)
 
 
-def test_what_does_not_fit_is_told(here: Path) -> None:
+def test_a_target_that_does_not_fit_is_refused(here: Path) -> None:
     with pytest.raises(PluginError, match=r"there is no Other in .*of_mine\.py"):
         load_plugin("model._target_", "of_mine.Other", ANY)
     with pytest.raises(PluginError, match=r"does not take these arguments: .*size"):

@@ -68,7 +68,7 @@ def test_it_says_what_it_was_trained_on_and_for_how_long(tiny_config: TinyConfig
     assert found["sinograms"].startswith("simulated from the grid of the image; noise field: photons 1e+06")
 
 
-def test_few_slices_are_told(tiny_config: TinyConfig, tmp_path: Path) -> None:
+def test_few_slices_are_named(tiny_config: TinyConfig, tmp_path: Path) -> None:
     few = rows(card(tiny_config("data.train_slices=4"), tmp_path))["slices"]
     assert "the same 4 in every epoch" in few
     more_than_there_are = rows(card(tiny_config("data.train_slices=5000"), tmp_path))["slices"]
@@ -91,7 +91,7 @@ def test_a_checkpoint_that_is_neither_is_called_by_its_name(tiny_config: TinyCon
     assert rows(card(tiny_config(), tmp_path, "step_8"))["optimizer steps"] == "8 of unknown: step_8.ckpt"
 
 
-def test_weights_of_another_run_are_told_also_after_a_resume(tiny_config: TinyConfig, tmp_path: Path) -> None:
+def test_weights_of_another_run_are_named_also_after_a_resume(tiny_config: TinyConfig, tmp_path: Path) -> None:
     resumed = [{"step": 4, "at": "2026-01-01T12:00:00+0000"}]
     keep(tmp_path, **RECORD | {"overrides": ["finetune=runs/a"], "resumed": resumed})
     found = rows(card(tiny_config(), tmp_path))
@@ -167,9 +167,7 @@ def test_how_to_use_gives_the_overrides_that_differ_from_the_defaults(tmp_path: 
     assert {*given} <= {*overrides}
 
 
-def test_arguments_of_a_network_of_ones_own_are_told_to_be_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arguments_of_ones_own_network_are_mentioned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "network_of_mine.py").write_text("from qnmixer.models import LEARN as Mine\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     choice = ["model=custom", "model._target_=network_of_mine.Mine"]
@@ -180,7 +178,7 @@ def test_arguments_of_a_network_of_ones_own_are_told_to_be_there(
     assert "user's own" not in card(parse(compose("train", choice)), tmp_path)
 
 
-def test_what_is_shipped_goes_by_its_name(
+def test_shipped_weights_are_called_by_their_name(
     tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SHIPPED", tmp_path / "shipped.safetensors")

@@ -1,4 +1,4 @@
-"""Planted faults that the checklist of `qnmixer.doctor` must find and name, and healthy runs that it must not fault."""
+"""Planted faults that the checklist of `qnmixer.doctor` must name, and healthy runs without any FAIL."""
 
 import json
 import os
@@ -119,7 +119,7 @@ def test_a_gpu_that_torch_cannot_use_fails_with_the_fix() -> None:
     assert check_versions(None, None).status == "SKIP"
 
 
-def test_a_gpu_without_kernels_is_told_once(
+def test_a_gpu_without_kernels_is_reported_once(
     tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_nvidia_smi(tmp_path, "7.0, 535.104.05")

@@ -125,7 +125,7 @@ def test_a_bug_of_ours_keeps_its_traceback(start: Start) -> None:
         start.train(task=task)
 
 
-def test_interruption_is_told_by_the_exit_code(start: Start) -> None:
+def test_interruption_has_its_exit_code(start: Start) -> None:
     def task(cfg: DictConfig) -> None:
         raise KeyboardInterrupt
 

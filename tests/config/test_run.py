@@ -400,7 +400,7 @@ def test_keys_that_are_not_there(override: str, message: str) -> None:
     assert refusal_by_hydra(override).startswith(message)
 
 
-def test_a_checkpoint_of_a_later_version_is_told_by_its_key() -> None:
+def test_a_checkpoint_of_a_later_version_is_refused_by_its_key() -> None:
     plain = to_plain(train())
     plain["model"]["momentum_terms"] = 3
     with pytest.raises(ConfigError, match=r"unknown key model\.momentum_terms"):

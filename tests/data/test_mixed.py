@@ -210,7 +210,7 @@ def test_what_makes_no_sense_is_one_line(folders: list[str], words: str) -> None
     assert "\n" not in str(raised.value)
 
 
-def test_a_share_of_nothing_is_told(folders: list[str]) -> None:
+def test_a_share_of_nothing_is_refused(folders: list[str]) -> None:
     shares = [f"data.sources.{name}.share={share}" for name, share in
               (("slices", 0.99), ("phantoms", 0.01), ("more", 0))]  # fmt: skip
     with pytest.raises(DataError, match=r"phantoms.share=0.01 of an epoch of 6 slices is none: raise it"):
@@ -262,7 +262,7 @@ def test_an_evaluation_of_its_folder_keeps_its_split(folders: list[str], tmp_pat
         assert (data.split, data.simulation_factor, data.image_size) == (split, 2, 32)
 
 
-def test_weights_files_tell_of_no_folder_or_patient(folders: list[str], tmp_path: Path) -> None:
+def test_weights_files_name_no_folder_or_patient(folders: list[str], tmp_path: Path) -> None:
     secret = ["data.sources.more.root=/home/secret", "data.sources.slices.root=/secret", "+data.sources.mine="
               "{share: 0, name: custom, _target_: collections.Counter, root: /secret}",
               "data.sources.slices.split=explicit", "data.sources.slices.val_patients=[secret]"]  # fmt: skip

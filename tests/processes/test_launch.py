@@ -1,4 +1,4 @@
-"""The launcher, with ranks that only do what a test asks for."""
+"""The launcher, with ranks that run a line of code from the test."""
 
 import os
 import signal
@@ -88,7 +88,7 @@ def test_a_bug_comes_with_its_traceback(tmp_path: Path) -> None:
     assert "here / 0" in note
 
 
-def test_what_a_user_can_mend_keeps_its_traceback_for_who_asks(tmp_path: Path) -> None:
+def test_a_user_error_still_has_its_traceback_on_request(tmp_path: Path) -> None:
     error = failure(tmp_path, "raise ValueError('bad: fix it')")
     assert not hasattr(error, "__notes__")
     assert isinstance(error.__cause__, RankTraceback)

@@ -320,7 +320,7 @@ def test_dragging_zooms_all_images_into_a_region(viewer: Viewer, page: Path) -> 
     drag.move_by_offset(round(4 * pixel), 5).move_by_offset(round(4 * pixel), 5).release().perform()
     viewer.shows("FBP", greys(FBP, 40, 400)[4:12, 4:12])
     viewer.shows("QN-Mixer", error_colours(ITERATES[2], TRUTH)[4:12, 4:12], ".error")
-    viewer.shows("truth", greys(TRUTH, 40, 400), ".map")  # tells where the region is
+    viewer.shows("truth", greys(TRUTH, 40, 400), ".map")  # shows the position of the region
     rmse = float((FBP - TRUTH)[4:12, 4:12].square().mean().sqrt())
     assert viewer.texts("figure .shown")[1] == f"RMSE {rmse:.1f} HU"
     ActionChains(viewer.browser, 50).move_to_element(frame).click_and_hold().move_by_offset(
@@ -334,7 +334,7 @@ def test_dragging_zooms_all_images_into_a_region(viewer: Viewer, page: Path) -> 
     assert not viewer["zoom-in"].is_enabled()
 
 
-def test_what_is_not_finite_or_beyond_int16_is_told_apart(viewer: Viewer, tmp_path: Path) -> None:
+def test_values_not_finite_or_beyond_int16_are_distinguished(viewer: Viewer, tmp_path: Path) -> None:
     truth = torch.zeros(H, H)
     odd = truth.clone()
     odd[0, :5] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e6, -1e6])

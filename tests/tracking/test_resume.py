@@ -43,7 +43,7 @@ def test_without_resume_nothing_changes() -> None:
         assert resume_overrides(overrides) == overrides
 
 
-def test_a_run_goes_on_where_it_is_with_its_own_overrides(make: Make) -> None:
+def test_a_run_resumes_in_its_folder_with_its_own_overrides(make: Make) -> None:
     make("a", "seed=1", "trainer.max_steps=9")
     for path in ("runs/a", "runs/a/checkpoints/last.ckpt"):
         assert resume_overrides([f"resume={path}", "trainer.max_steps=20", "memory=recompute"]) == [
@@ -85,7 +85,7 @@ def test_elsewhere_it_is_a_new_run_that_begins_there(make: Make, how: list[str])
     assert resume_overrides(how) == ["seed=1", *how[1:], how[0]]
 
 
-def test_what_it_was_finetuned_from_is_not_read_again_but_still_told(make: Make) -> None:
+def test_finetune_is_not_read_again_but_still_recorded(make: Make) -> None:
     folder = make("a", "finetune=runs/base", "seed=1")
     now = resume_overrides(["resume=runs/a"])
     assert now == ["finetune=null", "seed=1", "resume=runs/a", "hydra.run.dir=runs/a"]
@@ -103,7 +103,7 @@ def test_one_that_was_killed_before_it_had_results_is_known_by_its_config(make: 
     assert resume_overrides(["resume=latest"]) == ["seed=1", "hydra.run.dir=runs/a"]
 
 
-def test_the_same_command_goes_on_with_what_its_folder_holds(make: Make, tmp_path: Path) -> None:
+def test_the_same_command_resumes_the_run_in_its_folder(make: Make, tmp_path: Path) -> None:
     """As resume= does; also by another name of the folder, and with the same overrides in another order."""
     make("a", "finetune=runs/base", "seed=1", status="running")
     for folder in ("runs/a", "'runs/a'", "runs/../runs/a", str(tmp_path / "runs" / "a")):
@@ -150,7 +150,7 @@ def test_where_nothing_was_kept_any_run_may_begin(make: Make, status: str) -> No
         assert resume_overrides([seed, "hydra.run.dir=runs/a"]) == [seed, "hydra.run.dir=runs/a"]
 
 
-def test_a_branch_goes_on_as_such_and_is_told_as_such(make: Make) -> None:
+def test_a_branch_resumes_and_is_recorded_as_a_branch(make: Make) -> None:
     """The command of a run that begins at another one's checkpoint, given twice."""
     make("a", "seed=1")
     command = ["resume=runs/a", "hydra.run.dir=runs/b"]
@@ -176,7 +176,7 @@ def test_ranks_decide_alike_when_the_first_has_gone_ahead(make: Make, tmp_path: 
         assert resume_overrides(command) == first
 
 
-def test_where_a_run_goes_on(make: Make) -> None:
+def test_the_folder_in_which_a_run_resumes(make: Make) -> None:
     folder = make("a")
     for path in ("runs/a", "runs/a/checkpoints/last.ckpt", str(folder.absolute())):
         assert resumes_in_place(folder, path)
@@ -215,7 +215,7 @@ def test_latest_is_the_one_in_which_something_happened_last(make: Make, tmp_path
     assert latest() == Path("runs/begun-earlier")
 
 
-def test_what_is_done_is_not_gone_on_with_unless_for_longer(make: Make) -> None:
+def test_a_finished_run_resumes_only_for_longer(make: Make) -> None:
     make("a", age=10)
     make("b", status="done", steps=9)
     with pytest.raises(CheckpointError) as error:
@@ -235,18 +235,18 @@ def test_a_new_length_takes_the_place_of_the_old_one(make: Make) -> None:
 
 
 @pytest.mark.parametrize(("path", "words"), [("latest", "finds no run under"), ("runs/a", "no run folder at")])
-def test_what_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, words: str) -> None:
+def test_a_missing_run_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, words: str) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=words):
         resume_overrides([f"resume={path}"])
 
 
-def test_an_empty_resume_is_told() -> None:
+def test_an_empty_resume_is_refused() -> None:
     with pytest.raises(ConfigError, match="resume= names no run: give resume=latest"):
         resume_overrides(["resume="])
 
 
-def test_only_one_process_trains_in_a_folder_and_a_killed_one_lets_go(make: Make, tmp_path: Path) -> None:
+def test_one_process_holds_the_run_lock_and_a_killed_one_releases_it(make: Make, tmp_path: Path) -> None:
     """Also where it has forked a child, as data workers are, that outlives it."""
     folder = make("a")
     code = """

@@ -29,7 +29,7 @@ CT_CLASSES = {
 }
 _PIXELS = "PixelData", "FloatPixelData", "DoubleFloatPixelData"
 _NAMES = "PatientID", "StudyInstanceUID", "SeriesInstanceUID", "SOPInstanceUID", "InstanceNumber"
-"""What tells patients, series and slices apart: a file where one of these cannot be read is not used."""
+"""Tags that identify patient, series and slice. A file in which one of these is unreadable is not used."""
 
 
 def open_ct(path: Path) -> FileDataset:

@@ -122,7 +122,7 @@ def _ask_to_stop(job: Path, n_ranks: int) -> bool:
     pids = [int(path.read_text()) for path in job.glob("*.pid")]
     if len(pids) < n_ranks:
         return False
-    for pid in pids:  # not by SIGTERM, which tells a rank that another one has failed
+    for pid in pids:  # not SIGTERM: for a rank it means that another one has failed
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
     return True
