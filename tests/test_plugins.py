@@ -34,7 +34,7 @@ def test_a_class_of_an_installed_package() -> None:
         ("Thing", "model._target_=Thing is not module.name"),
         ("of_mine.my thing", "is not module.name"),
         ("of_yours.Thing", "there is no module of_yours: put of_yours.py into the folder"),
-        ("of_yours.deep.Thing", "no module of_yours.deep; put of_yours/deep.py"),
+        ("of_yours.deep.Thing", "no module of_yours.deep: put of_yours/deep.py"),
     ],
 )
 def test_a_missing_module_is_reported_before_anything_is_run(here: Path, target: str, message: str) -> None:

@@ -575,7 +575,7 @@ def test_an_image_that_comes_twice_is_stored_once(tmp_path: Path) -> None:
 def test_images_that_do_not_fit_together_are_refused(
     tmp_path: Path, truth: Tensor | None, images: list[Tensor]
 ) -> None:
-    with pytest.raises(DataError, match=r"slice first: LEARN has images of shape \[.*give each"):
+    with pytest.raises(DataError, match=r"slice first of the page: LEARN has images of shape \[.*give each"):
         write_page(tmp_path / "page.html", "t", [], [PageSlice("first", truth, [PageMethod("LEARN", images)])], {})
     assert list(tmp_path.iterdir()) == []
 

@@ -52,7 +52,7 @@ def test_a_run_resumes_in_its_folder_with_its_own_overrides(make: Make) -> None:
 
 
 def test_shipped_weights_are_no_run_to_go_on_with_but_a_folder_of_their_name_is(make: Make) -> None:
-    with pytest.raises(CheckpointError, match=r"resume=pretrained: .* finetune=pretrained"):
+    with pytest.raises(CheckpointError, match=r"resume=pretrained names weights.* finetune=pretrained"):
         resume_overrides(["resume=pretrained"])
     make("a", "seed=1").rename("pretrained")
     assert resume_overrides(["resume=./pretrained"]) == ["seed=1", "resume=pretrained", "hydra.run.dir=pretrained"]

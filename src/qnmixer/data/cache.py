@@ -171,7 +171,7 @@ def list_files(
                 below = path.relative_to(root).as_posix()
                 found.append(SourceFile(below, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
     if not found:
-        raise DataError(f"{key}={root} has no file at any depth: give the folder with the slices")
+        raise DataError(f"{key}={root} is empty (no file at any depth): give the folder with the slices")
     chosen = [file for file in found if fnmatch(file.path, include)]
     if not chosen:
         raise DataError(
@@ -322,7 +322,7 @@ def _require_slices(
             fix = "if they are in HU, set (0028,1054) RescaleType to HU"
         elif any(NO_SPACING in reason for reason in reasons):
             fix = "leave out data.pixel_size=header, which needs the tag (0028,0030) PixelSpacing of DICOM"
-        raise DataError(f"data.root has no usable slice: {summarise_skipped(str(root), skipped)}: {fix}")
+        raise DataError(f"data.root has no usable slice ({summarise_skipped(str(root), skipped)}): {fix}")
     low, high = hu_range
     if low >= -1 and high <= 2:
         raise DataError(
