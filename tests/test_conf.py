@@ -30,7 +30,6 @@ OPTIONS = [
 OF_ONES_OWN = ("data", "loss", "optimizer", "schedule", "noise", "logger")
 NEEDS = {
     ("strategy", "pipeline"): ["trainer.devices=2"],
-    ("data", "mixed"): ["data.sources.slices.root=/ct"],
     ("data", "lodopab"): ["geometry=lodopab"],
     ("data", "two_detect"): ["geometry=two_detect"],
     ("trainer", "torchrun"): ["strategy=ddp"],
@@ -46,9 +45,9 @@ def relative(path: Path) -> str:
 
 
 def with_root(overrides: list[str]) -> list[str]:
-    """Give `data.root` where the data that these overrides choose has none."""
-    missing = OmegaConf.is_missing(compose("train", overrides).data, "root")
-    return [*overrides, "data.root=/ct"] if missing else overrides
+    """Give a root to every folder of the data that these overrides choose."""
+    missing = sorted(OmegaConf.missing_keys(compose("train", overrides)))
+    return [*overrides, *(f"{key}=/ct" for key in missing if key.endswith(".root"))]
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
