@@ -102,7 +102,8 @@ def replace(new: Path, path: Path) -> None:
     before = path.with_name(path.name + BEFORE_SUFFIX)
     if path.is_dir() or (new.is_dir() and path.exists()):
         remove(before)
-        path.rename(before)  # os.replace cannot replace a folder that contains files
+        # os.replace cannot replace a folder that contains files. Two renames leave a complete version at any time.
+        path.rename(before)
     os.replace(new, path)
     remove(before)
 

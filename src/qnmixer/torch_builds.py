@@ -98,6 +98,7 @@ def visible_gpus() -> list[GPU]:
             raise NoBuildError(f"nvidia-smi prints {line!r}, which has no compute capability: update the driver")
         major, minor = capability.strip().split(".")
         gpus.append(GPU((int(major), int(minor)), driver.strip() or None))
+    # With equal GPUs it does not matter which of them are visible.
     if visible is None or len(set(gpus)) < 2:
         return gpus
     return _chosen(gpus, visible.split(","))

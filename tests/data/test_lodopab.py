@@ -115,7 +115,9 @@ def test_settings_that_do_not_fit(written: Path, overrides: list[str], says: str
 
 @pytest.mark.parametrize("overrides", [["geometry.n_views=30"], ["geometry.first_angle=0.0"]])
 def test_views_that_were_not_measured(written: Path, overrides: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"view \d+, at .* is not one of the 1000 measured views: use geometry"):
+    with pytest.raises(
+        ConfigError, match=r"view \d+ of geometry, at .* is not one of the 1000 measured views: use geometry"
+    ):
         module(written, *overrides).setup()
 
 

@@ -110,6 +110,7 @@ def communicate(accelerator: str, folder: Path, patience: float) -> None:
     seconds = (time.perf_counter() - start) / 3
 
     progress("training a linear layer")
+    # Different weights on each rank: they become equal only if ddp really broadcasts them.
     torch.manual_seed(rank())
     layer = nn.parallel.DistributedDataParallel(nn.Linear(4, 1).to(device))
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
@@ -176,6 +177,7 @@ class StepProbe:
     def start(self, trainer: Any, module: Any) -> None:
         """Count the samples of an epoch without loading them, and watch the outputs of all modules."""
         for part, loader in (("train", trainer.train_dataloader), ("val", trainer.datamodule.val_dataloader())):
+            # The samplers' numbers are enough: loading an epoch of CT would take minutes.
             self.report.shares[part] = [(pick.n, pick.weight) for batch in loader.batch_sampler for pick in batch]
             self.report.lengths[part] = len(loader.dataset)
         for name, child in module.network.named_modules():
@@ -191,7 +193,8 @@ class StepProbe:
         from qnmixer.parallel.fsdp import gather
 
         named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
-        gradients = {name: gather(gradient) for name, gradient in named}  # of fsdp a collective: on every rank
+        # For fsdp this is a collective, so every rank must get here, also one that needs no gradients.
+        gradients = {name: gather(gradient) for name, gradient in named}
         bad = [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
         if bad:
             self.report.n_skipped += 1
@@ -266,7 +269,7 @@ def reference_gradients(config: Config, window: list[Number], scale: float) -> d
     from qnmixer.reconstructor import build_geometry, sample_measurement
 
     device = torch.device(config.trainer.accelerator)
-    # The gradients are bit-identical, and one device has room for what a pipeline splits over several.
+    # One device has no room for the graph that a pipeline spreads over several. The gradients are bit-identical.
     memory: MemoryConfig = RecomputeConfig(name="recompute", segment=1) if device.type == "cuda" else config.memory
     module = untrained(replace(config, memory=memory)).to(device)
     data = SliceDataModule(config.data, measure=sample_measurement(config), geometry=build_geometry(config))

@@ -42,8 +42,7 @@ def run(
         check: raises UserError for a config that the task would refuse.
         config_name: the command's file in `conf/`.
         sweep: a context around the jobs of a sweep (`-m`). It gets the overrides and the first config, and yields one
-            more
-        override. None: nothing surrounds the jobs.
+            more override. None: nothing surrounds the jobs.
         complete: maps the given arguments to those that the command runs with.
     """
     wait_briefly()
@@ -59,7 +58,7 @@ def run(
         line = explain(error, config_name)
         if line is None:
             raise
-        for note in getattr(error, "__notes__", ()):  # the traceback of the rank
+        for note in getattr(error, "__notes__", ()):  # for a bug in a rank: its traceback
             print(note, file=sys.stderr)
         _fail(f"error: {line}", 1)
 
@@ -91,6 +90,7 @@ def _run(
             sys.argv.append(one_more)
             command()
     else:
+        # Checked before Hydra runs the task, because Hydra makes the run folder first.
         if not flags:
             check(compose_as_given(config_name, overrides))
         command()
@@ -171,6 +171,7 @@ def _overrides_of_rank(overrides: list[str]) -> list[str]:
             f"this is process {rank()} of {world_size()}, and each would make its own run folder: "
             "give all of them the same hydra.run.dir=FOLDER"
         )
+    # Without this every rank would write .hydra/ into the same folder.
     return overrides if rank() == 0 else [*overrides, "hydra.output_subdir=null"]
 
 
@@ -184,6 +185,7 @@ def _storing_errors(task: Callable[[DictConfig], object], failures: list[Excepti
             failures.append(error)
             return None
 
+    # Hydra takes the name of the job, and so of folders, from this module.
     job.__module__ = task.__module__
     return job
 

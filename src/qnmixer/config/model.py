@@ -69,7 +69,7 @@ class TVConfig(ModelConfig):
 @schema()
 @dataclass(kw_only=True)
 class LearnedConfig(ModelConfig):
-    """A network with weights, of one iteration."""
+    """A network with weights. It has one iteration, unless it has a key for T."""
 
     channels: int = number(at_least=1, at_most=1024)
 

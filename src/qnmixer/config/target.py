@@ -124,6 +124,7 @@ def schema_of_target(group: type[Target], section: Mapping[str, Any]) -> type[Ta
         if not issubclass(_SCHEMAS[target], group):
             raise ConfigError(f"{group.group}.{TARGET}={target} is no {group.group}: choose another")
         return _SCHEMAS[target]
+    # A user's own reader of files has the schema of our readers. Its keys, such as root and split, show that it is one.
     known = sorted((it for it in _OPEN if issubclass(it, group)), key=lambda it: len(_needed(it)))
     return next((it for it in reversed(known) if _needed(it) <= section.keys()), known[0])
 

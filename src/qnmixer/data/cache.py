@@ -271,6 +271,7 @@ def _decode_all(
     reader: Reader, root: Path, files: Sequence[SourceFile], grid: Grid, stream: IO[bytes]
 ) -> dict[str, Any]:
     """Decode the files one by one into the stream. Returns their index, sorted by patient, series and position."""
+    # The number of slices is known at the end only. The header is then written again, in the same length.
     stream.write(_header(0, grid.size))
     infos: list[SliceInfo] = []
     digests: list[int] = []

@@ -112,7 +112,7 @@ class SliceDataset(Dataset[Sample]):
             sample["sinogram"] = _to_tensor(self.measured.load(index))
         elif self.measure is not None:
             sample["sinogram"] = self.measure(sample)
-            sample.pop("fine", None)
+            sample.pop("fine", None)  # large, and no longer needed: workers would send it to the training process
         return sample
 
     def _prepare(self, hu: FloatArray, n: int) -> FloatArray:

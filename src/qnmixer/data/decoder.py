@@ -66,7 +66,7 @@ class _Child:
 
     def end(self) -> None:
         """End the child. The next frame starts a new one."""
-        if self.owner == os.getpid():
+        if self.owner == os.getpid():  # a forked data worker must not end the child of its parent
             self.pipe.close()
             self.process.kill()
             self.process.wait()

@@ -95,6 +95,7 @@ class RunSplit:
             split = split_slices(infos, patients, its)
         except DataError:  # for example, too few patients are left
             return None
+        # The rule may give another split than at the run's start, because files were added, removed or renamed.
         for part, indices in split.items():
             for key, of in (("patients", names), ("slices", digests)):
                 if not {of[i] for i in indices} <= {*self._before[part][key].tolist()}:
@@ -110,6 +111,7 @@ class RunSplit:
         """
         assert self._before is not None
         by_name = {name: part for part in PARTS for name in self._before[part]["patients"].tolist()}
+        # By pixels too: a renamed patient must not move from training to test.
         by_digest: dict[int, set[str]] = {}
         for part in PARTS:
             for number in self._before[part]["slices"].tolist():

@@ -50,7 +50,7 @@ class BatchedNetwork:
                 if not is_out_of_memory(error):
                     raise
                 self._halve(len(part), error)
-                continue
+                continue  # with the same scans, in smaller batches
             images += [(s.offset + s.scale * image).astype(np.float32) for s, image in zip(part, x, strict=True)]
         return images
 
@@ -69,6 +69,7 @@ class BatchedNetwork:
         y = sinograms_of(self.module, scans)
         n, number = self.module.network.n_iterations, self._n_batches
         self._n_batches += 1
+        # Differences grow with contrast, which a series may show late. So checks never end, but become rare.
         is_power_of_two = number & (number - 1) == 0
         if self._first_half == n or (number % _CHECKED and not is_power_of_two):
             x = self._run(scans, y, self._first_half)
@@ -89,6 +90,7 @@ class BatchedNetwork:
         before, n = self._first_half, self.module.network.n_iterations
         if is_same(before):
             return
+        # By bisection, because each try runs the whole network.
         self._first_half = bisect_left(range(n), True, lo=before + 1, key=is_same)
         where = "all" if self._first_half == n else f"the first {self._first_half}"
         warn(

@@ -189,6 +189,7 @@ def _from_template(
 
 def _leave_out_unwritable(dataset: Dataset) -> None:
     """Remove elements of a damaged source that pydicom can read but cannot write."""
+    # Written one by one, because pydicom names no element when a whole file fails.
     for element in [*dataset]:
         stream = DicomBytesIO()
         stream.is_little_endian, stream.is_implicit_VR = True, False

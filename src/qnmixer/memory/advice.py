@@ -26,6 +26,7 @@ def advice(planner: Planner, config: Config, available: float) -> str:
     fitting = [change for change, peak in peaks.items() if peak <= available]
     chosen = fitting or sorted(peaks, key=peaks.__getitem__)[:3]
     options = ", or ".join(f"{change} ({peaks[change]:,.0f} MiB)" for change in chosen)
+    # By the plan the step fits. So something that the plan does not count took the memory.
     why = "" if needed > available else " (gaps between tensors, validation or other programs took the rest)"
     return (
         f"out of memory: a step of this run needs {needed:,.0f} MiB by the plan, but {available:,.0f} MiB were free"

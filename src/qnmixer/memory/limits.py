@@ -47,6 +47,7 @@ def _free_share() -> float:
     if not torch.cuda.is_available():
         return 1.0
     free, total = torch.cuda.mem_get_info()
+    # torch frees its cache before it gives up, so memory in the cache was not missing.
     cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return (free + cached) / total
 
@@ -59,6 +60,7 @@ def memory_of(device: torch.device) -> float:
 
     page = os.sysconf("SC_PAGE_SIZE")
     total = os.sysconf("SC_PHYS_PAGES") * page // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # A limit counts address space, of which the libraries have taken some.
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
         with open("/proc/self/statm") as file:

@@ -51,6 +51,7 @@ _MODES = {"keep": _keep, "recompute": _recompute, "offload": _offload}
 
 def _recomputed_forward(part: nn.Module, *inputs: Tensor) -> Tensor:
     """The output of `part`. All parts share this function, so torch.compile makes one graph."""
+    # These parts draw no random numbers, so no state of a generator must be saved and restored.
     return checkpoint(type(part).forward, part, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 

@@ -48,7 +48,7 @@ def idle(config: Config) -> float:
 
 @dataclass(frozen=True)
 class StageCost:
-    """Bytes of a stage for one micro-batch, beside its input. Sinogram and images are not counted."""
+    """Bytes of a stage for one micro-batch. Its input, sinogram and images are not counted."""
 
     received: int  # the state that comes in; the gradient that goes out is of this size too
     sent: int  # the state that goes out, and the gradient that comes in
@@ -106,7 +106,9 @@ def _track_stage(
     network.zero_grad()
     tracker = PeakTracker()
     tracker.track(module, y, image, weight, positions, *received)
-    with tracker, torch.autocast("cpu", enabled=False):  # the outer one of a pipeline: casts outlive a micro-batch
+    # An outer autocast, as in training: it keeps half-precision copies of weights from one micro-batch to the next. The
+    # first forward pass makes these copies, so they are counted apart.
+    with tracker, torch.autocast("cpu", enabled=False):
         if module.config.trainer.precision != "32":
             forward()
         casts = tracker.active
@@ -169,6 +171,7 @@ def plan_device(
         gradients |= stage.weights
         made = stage.first_backward - stage.backward if first else sum(gradients.values())
         most = max(most, (held + sent + stage.backward, made), key=sum)
+        # torch frees sent gradients late: 1f1b at its next message, gpipe and interleaved at the end of the batch.
         sent = 0 if schedule == "sequential" else stage.received + (0 if schedule == "1f1b" else sent)
     step = replace(fixed, activations=most[0] + batch, gradients=most[1], strategy=buffers, host=float(most_host))
     summing = replace(fixed, activations=images, strategy=buffers + fixed.parameters, host=float(most_host))

@@ -35,7 +35,7 @@ def batch_loss(config: Config) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 def autocast(config: Config) -> torch.autocast:
-    """The autocast of a run's precision, on the CPU. Like Lightning's it casts a weight again each time it is used."""
+    """The autocast of a run's precision, on the CPU. Like Lightning's, it casts a weight again at each use."""
     dtype = AUTOCAST[config.trainer.precision]
     return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False)
 

@@ -46,6 +46,7 @@ def _range(truth: Tensor) -> Tensor:
 
 def _ssim_of_skimage(image: Tensor, truth: Tensor) -> Tensor:
     """`skimage.metrics.structural_similarity` with its defaults and the truth's range."""
+    # float64, as in skimage: variances are small differences of large means.
     x, y = image.double(), truth.double()
 
     def mean(values: Tensor) -> Tensor:

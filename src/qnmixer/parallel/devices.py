@@ -46,8 +46,8 @@ def resolve_devices(config: Config) -> Config:
 def cpu_threads(config: Config, free: float | None, recorded: int | None) -> Iterator[str]:
     """Let torch use only the cores that other programs leave free, while the block runs on a CPU.
 
-    A user's OMP_NUM_THREADS is kept. The number of threads changes the last bits of sums. So it is chosen once, and a
-    resumed run has the number that is recorded.
+    A user's OMP_NUM_THREADS is respected. The number of threads changes the last bits of sums. So it is chosen once,
+    and a resumed run uses the recorded number.
 
     Args:
         config: a resolved config.

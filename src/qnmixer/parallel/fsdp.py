@@ -27,6 +27,7 @@ class ShardedStrategy(ModelParallelStrategy):
     """Lightning's strategy for FSDP2. It sends no gradients while it accumulates, and writes standard checkpoints."""
 
     def __init__(self, n_processes: int, options: FSDPConfig, timeout: timedelta) -> None:
+        # One file, as with the other strategies: Lightning's distributed checkpoint is a folder that only FSDP2 reads.
         super().__init__(
             data_parallel_size=n_processes,
             tensor_parallel_size=1,

@@ -199,6 +199,7 @@ def survey(
     Iterations run one at a time, so this needs the memory of one iteration. The first one includes the start, the last
     one the image.
     """
+    # autograd.grad, not backward: the survey must leave no gradients behind.
     parameters = [p for p in network.parameters() if p.requires_grad]
     packings, costs = [], []
 

@@ -207,7 +207,7 @@ def _pack(slice_: PageSlice) -> tuple[dict[str, Any], str]:
 
 
 def _thumbnail(slice_: PageSlice) -> npt.NDArray[np.uint8]:
-    """[h, w], the image of the last method in the display window; at most 64 pixels on the longer side."""
+    """The image of the last method in the display window, [h, w]: at most 64 pixels on the longer side."""
     image = slice_.methods[-1].iterates[-1].detach().to("cpu", torch.float32).nan_to_num(0.0)
     factor = min(1.0, _THUMBNAIL / max(image.shape))
     height, width = (max(1, round(n * factor)) for n in image.shape)

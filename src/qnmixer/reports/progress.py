@@ -93,6 +93,7 @@ class Bar:
         """Remove the bar."""
         self._clear()
         self._line = ""
+        # Somebody else may have replaced the streams since, and still use them.
         if (sys.stdout, sys.stderr) == self._above:
             sys.stdout, sys.stderr = self._streams
 

@@ -85,7 +85,9 @@ def run_jobs(jobs: list[Job], check: Callable[[DictConfig], Config], at_once: in
             if waiting and len(running) < limit:
                 job, config = waiting[0]
                 needed = _n_gpus(config, len(gpus))
-                if needed <= len(free) or not running:  # asking for too many GPUs is the job's own error
+                # Jobs start in order: a large job would wait forever if small ones could overtake it. With nothing
+                # running it starts in any case, and asking for too many GPUs is its own error.
+                if needed <= len(free) or not running:
                     n_threads = _threads(config, limit, len(gpus)) if limit > 1 else None
                     running.append(_start(job, free[:needed], n_threads))
                     waiting.pop(0)
@@ -119,6 +121,7 @@ def _is_done(job: Job) -> bool:
         )
     if before.get("status") != "done":
         return False
+    # Results of another version count as done: a sweep of days must survive a changed comment.
     changed = before.get("git_commit") != git_commit()
     _say(f"{job.name}: already done{' with another version of the code' * changed}, {outcome(before)}")
     return True

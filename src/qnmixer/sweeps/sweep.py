@@ -41,6 +41,7 @@ def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
     folder = Path(config.hydra.sweep.dir) if given else Path("runs") / "sweeps" / _name(overrides, varying)
     described: Sweep = {"overrides": overrides, "varying": varying, "git_commit": git_commit(), "jobs": None}
     with run_lock(folder):
+        # Results of something else would be counted as jobs of this sweep.
         if not (folder / SWEEP).is_file():
             check_unused(FOLDER, folder)
         write_sweep(folder, described)
@@ -52,7 +53,7 @@ def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
             error = raised
         except KeyboardInterrupt:
             raise KeyboardInterrupt("interrupted; the same command runs the jobs that are not done") from None
-        finally:
+        finally:  # also after Ctrl-C: the table shows what is done so far
             rows = rows_of(folder, read_sweep(folder)["jobs"], varying)
             write_report(folder, rows)
         failed = [row.name for row in rows if row.status != "done"]
@@ -116,6 +117,7 @@ def _varying(overrides: list[str], config: DictConfig) -> list[str]:
 
 def _name(overrides: list[str], varying: list[str]) -> str:
     """Name of the sweep's folder: the same for the same sweep on any machine, and for a search with more trials."""
+    # These do not change the results of a job.
     no_matter = ("hydra.launcher", "hydra/launcher", "hydra.sweeper.n_trials")
     what = [override for override in overrides if not override.startswith(no_matter)]
     digest = hashlib.sha256("\n".join(what).encode()).hexdigest()

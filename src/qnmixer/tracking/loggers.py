@@ -174,7 +174,7 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
     arguments: dict[str, Any] = {
         "mode": options.mode,
         "id": run_id,
-        "resume": "allow",
+        "resume": "allow",  # "must" would fail for a run that was offline before
         "project": options.project,
         "entity": options.entity,
         "group": options.group or group,
@@ -188,7 +188,7 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
             finish_timeout=_SECONDS_TO_FINISH,
             finish_timeout_raises=True,
             x_disable_meta=True,  # it has the command line, paths, the user and the remote of git
-            host="",
+            host="",  # the name of this machine is private
             console="off",  # console lines name folders; `TrainingProgress` logs the progress
         ),
     }

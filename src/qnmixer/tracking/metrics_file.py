@@ -82,6 +82,7 @@ class MetricsFile(Logger):
 
     def _rewrite(self, rows: list[dict[str, str]], new: dict[str, Any]) -> None:
         names = dict.fromkeys([*FIRST, *(name for row in [*rows[:1], new] for name in row)])
+        # Every row read from the file has all its columns, so the first one stands for all.
         self._columns = [name for name in names if any(name in row for row in (*rows[:1], new))]
         header = dict(zip(self._columns, self._columns, strict=True))
         write_text(self.path, _lines(self._columns, [header, *rows, new]))
@@ -90,6 +91,7 @@ class MetricsFile(Logger):
 def read_metrics(path: Path) -> list[dict[str, str]]:
     """Rows of a metrics.csv, each with all columns, without an incomplete last line; [] if there is no file."""
     text = path.read_text() if path.is_file() else ""
+    # A kill in the middle of a write leaves half a line.
     return list(csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1])))
 
 

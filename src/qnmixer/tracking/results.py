@@ -38,7 +38,7 @@ def results(folder: Path, overrides: list[str], resumes: bool = False) -> Iterat
         "versions": versions(),
         "started": before.get("started", now()),
     }
-    record.pop("error", None)
+    record.pop("error", None)  # of the part before the resume
     start = time.monotonic()
     write_results(folder, record)
     try:
@@ -79,7 +79,7 @@ def duration(seconds: float) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that the numbers of a run depend on."""
+    """Versions of Python and of the packages that can change the numbers of a run."""
     return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
 
 
@@ -105,6 +105,7 @@ def git_diff() -> str:
             index = {"GIT_INDEX_FILE": str(Path(temporary) / "index")}
             _git(root, "read-tree", "HEAD", **index)
             new = _git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", *parts).split("\0")
+            # Without this, git diff leaves out files that were never added.
             if code := [name for name in new if Path(name).suffix in _CODE and not _PRIVATE.search(name)]:
                 _git(root, "add", "--intent-to-add", "--", *code, **index)
             return _git(root, "diff", "--no-ext-diff", "--no-color", "HEAD", "--", *parts, **index)

@@ -46,7 +46,7 @@ def resume_overrides(overrides: list[str]) -> list[str]:
         ConfigError: another process writes to the run, or the folder of a new run has another run.
         PluginError: the run names code that this command does not allow.
     """
-    if any(override.startswith("-") for override in overrides):
+    if any(override.startswith("-") for override in overrides):  # --help, or a sweep, whose jobs get here alone
         return overrides
     typed, overrides = overrides, _without(overrides, "trust")
     asked = values_of(overrides).get("resume", "null")
@@ -146,12 +146,14 @@ def _check_trusted(run: Path, merged: list[str], given: list[str], trust: Collec
         )
     named = _targets(merged, but=given)
     check_trusted(str(run), named, trust)
+    # The user has named the folder in this command, or there is none but conf/.
     if search_path_in(given) or not search_path_in(merged):
         return
     for package in packages_of(merged):
         check_trusted(str(run), {SEARCH_PATH: f"{package}.configs"}, trust)
     config = compose("train", with_search_path(merged), with_hydra=True)
     ours = compose("train", [], with_hydra=True)
+    # Configs in the run's own folders may have changed since. Hydra would import and call what these keys name.
     for key in _LETS_HYDRA_RUN_CODE:
         if OmegaConf.select(config.hydra, key) != OmegaConf.select(ours.hydra, key):
             raise ConfigError(
@@ -202,6 +204,7 @@ def _overrides_in_place(run: Path, path: Path, given: list[str]) -> list[str]:
     before, where = overrides_of(run), [] if folder_of(given) else [f"hydra.run.dir={quoted(run)}"]
     if not has_checkpoint(run):  # killed before its first checkpoint: it starts from step 0
         return [*_merged(before, given), *where]
+    # The checkpoint has the weights. Reading those of finetune again could fail, and would be overwritten.
     begun = ["finetune=null" if key_of(override) == "finetune" else override for override in _without(before, "resume")]
     return [*_merged(begun, given), f"resume={quoted(path)}", *where]
 
@@ -220,7 +223,7 @@ def _unless_begun(overrides: list[str]) -> list[str]:
     record = read_results(run)
     is_done = record.get("status") == "done"
     if not is_done and not has_checkpoint(run):
-        if "overrides" in record:  # our own run without a checkpoint: nothing is lost
+        if "overrides" in record:  # the same run without a checkpoint: starting again loses nothing
             _check_free(run)
         elif rank() == 0:
             check_unused("hydra.run.dir", run)
@@ -274,7 +277,7 @@ def _check_open(run: Path, given: dict[str, str]) -> None:
 
 def _check_free(run: Path) -> None:
     """Raise ConfigError if another process writes to the folder."""
-    if rank() == 0:  # the other ranks may get here when rank 0 holds the lock already
+    if rank() == 0:  # the other ranks may get here when rank 0 has the lock already
         with run_lock(run):
             pass
 

@@ -104,6 +104,7 @@ class IteratePictures(Callback):
         rows, self._rows = self._rows, {}
         if dist.is_initialized():
             shares: list[dict[int, Row]] = [{}] * dist.get_world_size()
+            # Rank 0 has only its own share of the validation slices.
             dist.all_gather_object(shares, rows)
             rows = {n: row for share in shares for n, row in share.items()}
         if not trainer.is_global_zero:

@@ -84,6 +84,7 @@ class HealthMonitor(Callback):
             return
         norm, step = float(pl_module.gradient_norm), trainer.global_step
         errors = _errors(pl_module, self._batch)
+        # Released at once: these images would else stay on the device until the next check.
         pl_module.keeps_output, pl_module.output, self._batch = False, None, None
         if errors is None:
             return

@@ -86,6 +86,7 @@ class MemoryMonitor(Callback):
             pl_module.log(f"memory/{name}_mib", value / MIB, batch_size=1, on_step=True, on_epoch=False)
         if own is not None and self._n_steps == 2:
             peak = torch.tensor(own / MIB, device=pl_module.device)
+            # Of the fullest device: this is what must fit.
             self.measured_mib = float(trainer.strategy.reduce(peak, reduce_op="max"))
             self._print(f"memory: {self.measured_mib:,.0f} MiB in tensors at the peak of a step")
         if leak := self._watch.update(usage.allocated):

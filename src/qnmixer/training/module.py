@@ -46,6 +46,7 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Build the metrics, which count over processes. A plan does not need them, so they are not built earlier."""
+        # Sums over processes, because a mean of means would count fillers of the last batch. NaN must stay NaN.
         self.means.update({name: MeanMetric(nan_strategy="disable") for name in ("loss", "psnr", "ssim")})
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -67,9 +68,9 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
 
         On a GPU this happens after the backward pass, and before the weights change: see `FiniteCheck`.
         """
-        self._finite.raise_if_not()  # of the batch before, where gradients are accumulated
+        self._finite.raise_if_not()  # with accumulation, the loss of the batch before is still unchecked
         self._finite.ask(loss, f"at step {self.global_step} (slices: {', '.join(batch['name'])})")
-        if not loss.is_cuda:
+        if not loss.is_cuda:  # a CPU has the number already
             self._finite.raise_if_not()
 
     def log_loss(self, loss: Tensor, batch_idx: int) -> None:
@@ -97,14 +98,16 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check the loss. Log the gradient norm before clipping, its maximum in the run, lr and the mean of λ_t."""
         self._finite.raise_if_not()
+        # The norm of shards is itself in shards: gather gives that of all ranks.
         norm = gather(torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
         self.gradient_norm = norm
         self._largest_norm = torch.maximum(norm, torch.as_tensor(self._largest_norm, device=norm.device))
         self.log("train/grad_norm", norm)
         self.log("train/grad_norm_max", self._largest_norm)
+        # As a tensor in float64: Lightning would round a Python float to float32.
         self.log("train/lr", torch.tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64))
         if (self.trainer.global_step + 1) % self.config.trainer.log_every_n_steps:
-            return  # a dozen small operators that no logger would see
+            return  # no logger would see these values, and each costs small operators on the GPU
         for t, step_size in enumerate(self.network.step_sizes):
             self.log(f"train/lambda_{t}", gather(step_size.detach()).mean())
 

@@ -105,6 +105,7 @@ def naming_nan_gradients() -> Iterator[None]:
         warnings.filterwarnings("always", message="Error detected in")
         show = warnings.showwarning
 
+        # torch names the code line in a warning only. The error that follows names the operator.
         def keep(
             message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any, **more: Any
         ) -> None:

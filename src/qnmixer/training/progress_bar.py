@@ -79,6 +79,7 @@ class TrainingProgress(Callback):
         if trainer.global_step == self._step or self._sampler is None:
             return
         self._step = trainer.global_step
+        # As a tensor: to read its value here would make the host wait for the GPU at every step.
         self._losses.append(trainer.callback_metrics["train/loss"])
         self._marks.append((self._training.seconds, self._step, self._sampler.samples_until(self._step)))
         self._show(trainer)

@@ -30,6 +30,7 @@ def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], l
         devices=t.devices or 1,
         num_nodes=t.num_nodes,
         strategy=build_strategy(config),
+        # Not precision=: Lightning turns fp16 into bf16 on a CPU, and refuses it with FSDP2.
         plugins=[AtomicCheckpointIO(), build_precision(config, t.accelerator)],
         max_steps=t.max_steps,
         max_epochs=-1 if t.max_epochs is None else t.max_epochs,

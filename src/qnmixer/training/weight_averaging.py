@@ -58,6 +58,7 @@ class MeanWeights(Callback):
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
+        # Before `start` the mean follows the weights, because a mean of bad first weights would last long.
         share = 1.0 if self._step <= self.start else 1 - self.decay
         for name, parameter in pl_module.named_parameters():
             self._mean[name].lerp_(parameter, share)
