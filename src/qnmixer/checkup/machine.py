@@ -78,7 +78,7 @@ def shared_memory_needed(config: Config) -> int:
 
 
 def check_shared_memory(free: int | None, needed: int) -> Check:
-    """Check that /dev/shm (None: there is none) has room for so many bytes."""
+    """Check that /dev/shm has room for this number of bytes. `free` None: there is no /dev/shm."""
     name = "shared memory"
     if free is None:
         return Check(name, "SKIP", "this system has no /dev/shm")

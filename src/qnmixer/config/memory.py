@@ -1,4 +1,4 @@
-"""Schema of `memory`: where the graph of the iterations is stored until the backward pass."""
+"""Schema of `memory`: store, recompute or offload the graph of the iterations."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from qnmixer.config.option import number
 
 @dataclass(kw_only=True)
 class MemoryConfig:
-    """Where the graph of the iterations is stored until the backward pass; `name` is the mode."""
+    """What happens to the graph of the iterations until the backward pass; `name` is the mode."""
 
     name: str
 

@@ -65,7 +65,7 @@ class BatchedNetwork:
         warn(f"out of memory with {tried} slices at once: continuing with batch_size={self.batch_size}")
 
     def _images(self, scans: Sequence[Scan]) -> Tensor:
-        """x_T [B, 1, S, S] in the chosen precision. One in so many batches is in float32, which checks that choice."""
+        """x_T [B, 1, S, S] in the chosen precision. Some batches are in float32, to check that choice."""
         y = sinograms_of(self.module, scans)
         n, number = self.module.network.n_iterations, self._n_batches
         self._n_batches += 1

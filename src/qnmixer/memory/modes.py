@@ -1,4 +1,4 @@
-"""Where the graph of the T iterations is until the backward pass: stored, recomputed, or moved to the host.
+"""Memory modes: the graph of the T iterations is stored, recomputed, or moved to the host until the backward pass.
 
 All three give the same loss and the same gradients. They trade device memory for time.
 """

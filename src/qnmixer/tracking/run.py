@@ -77,7 +77,7 @@ class Run:
             write_results(self.folder, self.record)
 
     def record_resume(self, step: int) -> None:
-        """Record that the run resumes in its folder from a checkpoint of so many optimizer steps."""
+        """Record that the run resumes in its folder from a checkpoint of this optimizer step."""
         self.resumed_at = step
         self.note("resumed", {"step": step})
 
