@@ -172,7 +172,7 @@ OTHERS = {
     "reconstruct run=. /path out": "/path is not KEY=VALUE: write input=/path",
     "reconstruct run=nowhere input=. output=out": "run=nowhere does not exist",
     "reconstruct run=. input=nowhere output=out": "input=nowhere does not exist",
-    "reconstruct run=. input=. output=out formats=[dcom]": "formats: dcom is not known: did you mean dicom?",
+    "reconstruct run=. input=. output=out formats=[dcom]": "formats=dcom is not known: did you mean dicom?",
     "reconstruct run=. inptu=. output=out": "unknown key inptu: did you mean input?",
     "export run=.": "output has no value: give one with output=…",
     "export run=nowhere output=a.safetensors": "run=nowhere does not exist",

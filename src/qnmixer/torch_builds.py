@@ -156,7 +156,7 @@ def choose(gpus: Sequence[GPU]) -> str:
         if all(gpu.driver is None or _numbers(gpu.driver) >= _numbers(build.driver) for gpu in gpus):
             return build.name
     raise NoBuildError(
-        f"the NVIDIA driver {gpus[0].driver} is too old: on this GPU ({described}) torch {TORCH} needs "
+        f"the NVIDIA driver {gpus[0].driver} is too old for torch {TORCH} on this GPU ({described}), which needs "
         f"{fitting[-1].driver} or newer: update the driver"
     )
 

@@ -266,8 +266,10 @@ def test_what_would_break_only_in_the_middle_of_a_run(override: str, words: str)
 
 def test_tags_that_wandb_takes() -> None:
     assert train(f"tags=[{'a' * 64},b]").tags == ["a" * 64, "b"]
-    assert refusal(f"tags=[{'a' * 65}]") == f"tags: '{'a' * 20}' has 65 characters: give each tag 1 to 64"
-    assert refusal("tags=['']") == "tags: '' has 0 characters: give each tag 1 to 64"
+    assert (
+        refusal(f"tags=[{'a' * 65}]") == f"the tag '{'a' * 20}' has 65 characters: give tags=[…] of 1 to 64 characters"
+    )
+    assert refusal("tags=['']") == "the tag '' has 0 characters: give tags=[…] of 1 to 64 characters"
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])

@@ -197,7 +197,7 @@ BAD = {
     "data.sources.more.root=/nowhere": r"data.sources.more.root=/nowhere",
     "data.sources.slices.root=null": r"data=numpy needs data.root=FOLDER.*\(data.sources.slices\)",
     "data.sources.slices.split=all": r"no slices for train with data.split=all.*\(data.sources.slices\)",
-    "data.sources.slices.split=explicit data.sources.slices.val_patients=[x]": r"val_patients: x.*\(data.sources",
+    "data.sources.slices.split=explicit data.sources.slices.val_patients=[x]": r"val_patients=x.*\(data.sources",
 }
 
 

@@ -74,7 +74,7 @@ def read_report(folder: Path, of: int) -> Report | None:
 
 
 class Progress:
-    """Writes how far this rank is."""
+    """Writes the progress of this rank into a file."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / f"progress_{rank()}.json"

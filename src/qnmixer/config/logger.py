@@ -31,7 +31,7 @@ class LoggerConfig(Custom):
 
 @dataclass(kw_only=True)
 class WandbConfig:
-    """Weights & Biases."""
+    """The settings of Weights & Biases."""
 
     _target_: str
     mode: str = one_of("offline", "online", "disabled")

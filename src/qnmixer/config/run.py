@@ -167,7 +167,9 @@ def validate(config: Config) -> None:
     trainer = config.trainer
     for tag in config.tags:
         if not 1 <= len(tag) <= LONGEST_TAG:
-            raise ConfigError(f"tags: {tag[:20]!r} has {len(tag)} characters: give each tag 1 to {LONGEST_TAG}")
+            raise ConfigError(
+                f"the tag {tag[:20]!r} has {len(tag)} characters: give tags=[…] of 1 to {LONGEST_TAG} characters"
+            )
     if config.finetune is not None and config.resume is not None:
         raise ConfigError("finetune= starts a new run from weights, resume= continues a run: give only one of them")
     if trainer.max_steps == -1 and trainer.max_epochs is None:

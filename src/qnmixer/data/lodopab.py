@@ -90,9 +90,11 @@ class LodopabSource:
             with _h5py().File(files[file], "r") as stream:
                 values = np.asarray(stream["data"][row], np.float32)
         except (OSError, KeyError, ValueError) as error:
-            raise DataError(f"{files[file]}: row {row} cannot be read ({first_line(error)}): unzip it again") from error
+            raise DataError(
+                f"row {row} of {files[file]} cannot be read ({first_line(error)}): unzip it again"
+            ) from error
         if not np.isfinite(values).all():
-            raise DataError(f"{files[file]}: row {row} has NaN or infinite values: unzip it again")
+            raise DataError(f"row {row} of {files[file]} has NaN or infinite values: unzip it again")
         return values
 
     def _files(self, kind: str, shape: tuple[int, int]) -> tuple[list[Path], list[int]]:

@@ -188,7 +188,7 @@ class Resampled:
                 raise SkipFile("it is no array [H, W]")
             return to_square(clean_hu(hu), self.size)
         except SkipFile as reason:
-            raise DataError(f"{self.key}: {self.name(index)} cannot be used: {reason}") from None
+            raise DataError(f"{self.key}: {self.name(index)} cannot be used ({reason})") from None
 
     def name(self, index: int) -> str:
         """The name that its class gives, or the number of the slice."""

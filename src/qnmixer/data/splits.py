@@ -241,9 +241,9 @@ def _explicit(patients: Sequence[str], config: FolderData) -> Split:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
                 hint = f"did you mean {near[0]}?" if near else f"there are {few(known)}"
-                raise DataError(f"data.{part}_patients: {name} is no patient below {config.root}: {hint}")
+                raise DataError(f"data.{part}_patients={name} is no patient below {config.root}: {hint}")
             if name in part_of:
-                raise DataError(f"data.{part}_patients: {name} is also in data.{part_of[name]}_patients: name it once")
+                raise DataError(f"data.{part}_patients={name} is also in data.{part_of[name]}_patients: name it once")
             part_of[name] = part
     if not config.train_patients:
         part_of = dict.fromkeys(known, "train") | part_of

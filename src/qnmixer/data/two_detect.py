@@ -150,7 +150,8 @@ class TwoDetectSource:
             return image, line_integrals(sinogram, dark, flats, self._views, moved=moved)
         except SkipFile as reason:
             raise DataError(
-                f"{self._files[number][file]}: {reason}: copy it again, or leave it out with data.leave_out=[{number}]"
+                f"{self._files[number][file]} cannot be used ({reason}): copy it again, or leave it out with "
+                f"data.leave_out=[{number}]"
             ) from None
 
     def _about_scale(self) -> list[str]:

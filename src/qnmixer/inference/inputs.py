@@ -50,7 +50,7 @@ class Scan:
 
 @dataclass(kw_only=True)
 class SimulatedScan(Scan):
-    """A slice in the values of the network."""
+    """A slice, scaled for the network. Its sinogram will be simulated."""
 
     number: int  # keys its noise
     image: FloatArray  # [S, S]
@@ -59,7 +59,7 @@ class SimulatedScan(Scan):
 
 @dataclass(kw_only=True)
 class MeasuredScan(Scan):
-    """A sinogram on the rays of the network, in its units."""
+    """A measured sinogram, resampled to the network's rays and converted to its units."""
 
     sinogram: FloatArray  # [V, D], the network's value × mm
     missing: npt.NDArray[np.bool_]  # [V], views that it has by interpolation only
@@ -285,6 +285,6 @@ def _check_unit(
     if not 0.05 < densest < 3.0:
         hu = densest * (module.config.data.hu_max + 1000) - 1000
         raise DataError(
-            f"{file}: its densest parts would be at {hu:.0f} HU, so it is not in unit={config.unit}: give −log of "
+            f"{file} would have its densest parts at {hu:.0f} HU, so it is not in unit={config.unit}: give −log of "
             "transmission (unit=attenuation), or the network's value × mm (unit=value)"
         )

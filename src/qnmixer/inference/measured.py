@@ -58,7 +58,9 @@ def read_mat(path: Path) -> tuple[FloatArray, ScanLayout]:
     try:
         loadmat = importlib.import_module("scipy.io").loadmat
     except ImportError as error:
-        raise DataError(f"{path}: .mat files are read by scipy: pip install scipy, or save the scan as .npy") from error
+        raise DataError(
+            f"{path} needs scipy, which is not installed: pip install scipy, or save the scan as .npy"
+        ) from error
     try:
         content: dict[str, Any] = loadmat(path, simplify_cells=True)
     except NotImplementedError as error:
@@ -82,13 +84,13 @@ def read_mat(path: Path) -> tuple[FloatArray, ScanLayout]:
     distances = layout.detector_pitch, layout.source_to_axis, layout.source_to_detector
     if not (np.isfinite(layout.angles).all() and all(0 < it < math.inf for it in distances)):
         raise DataError(
-            f"{path}: its angles, pixelSizePost, distanceSourceOrigin and distanceSourceDetector must be finite, and "
-            "the last three above 0: save its sinogram as .npy"
+            f"the angles, pixelSizePost, distanceSourceOrigin and distanceSourceDetector of {path} must be finite, and "
+            "the last three above 0: correct them, or save its sinogram as .npy"
         )
     if sinogram.ndim != 2 or len(layout.angles) != len(sinogram) or parameters.get("distanceUnit", "mm") != "mm":
         raise DataError(
-            f"{path}: its sinogram {list(sinogram.shape)} must be [views, bins] with {len(layout.angles)} angles, and "
-            "its distances in mm: save the sinogram as .npy"
+            f"the sinogram of {path}, {list(sinogram.shape)}, must be [views, bins] with {len(layout.angles)} angles, "
+            "and its distances in mm: save it as .npy"
         )
     return sinogram, layout
 

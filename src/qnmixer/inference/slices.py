@@ -69,7 +69,7 @@ class InputSlices:
             raise DataError(f"input has no usable slice ({why}): give CT in DICOM, HU in .npy or 16-bit PNG")
 
     def read(self, file: str) -> Iterator[InputSlice]:
-        """Slices of one of `files`. An unusable one is added to `skipped`."""
+        """The slices of one of `files`. If the file is unusable, it is added to `skipped`."""
         try:
             n_frames, template, decode = _open(self.root / file)
         except SkipFile as reason:

@@ -157,7 +157,7 @@ def _check_trusted(run: Path, merged: list[str], given: list[str], trust: Collec
     for key in _LETS_HYDRA_RUN_CODE:
         if OmegaConf.select(config.hydra, key) != OmegaConf.select(ours.hydra, key):
             raise ConfigError(
-                f"{run} was started with configs that set hydra.{key}: if you trust them, repeat their folder: "
+                f"{run} was started with configs that set hydra.{key}: if you trust them, repeat their folder by "
                 "--config-dir=FOLDER"
             )
     values = OmegaConf.to_container(OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))
@@ -167,7 +167,7 @@ def _check_trusted(run: Path, merged: list[str], given: list[str], trust: Collec
         if looks_up(text) and text not in usual:
             raise ConfigError(
                 f"a config of {run} has {key}={text}, which reads other values of this machine: if you trust it, "
-                "repeat the folder: --config-dir=FOLDER"
+                "repeat the folder by --config-dir=FOLDER"
             )
 
 
