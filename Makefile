@@ -13,7 +13,7 @@ into_readme = $(BIN)/python -c "import re, pathlib as p; r = p.Path('README.md')
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /	/' | expand -t 12
 
-# The build of torch: cu130, cu126 or cpu; auto: by the GPUs; empty: that of .venv, by the GPUs where it has none.
+# The build of torch: cu130, cu126 or cpu. auto: chosen by the GPUs. Empty: that of .venv, else chosen by the GPUs.
 TORCH ?=
 install: .venv/.installed ## make .venv and install everything into it; TORCH=cu130|cu126|cpu names the build of torch
 
@@ -28,7 +28,7 @@ endif
 	@$(BIN)/python -I src/qnmixer/torch_builds.py "$(TORCH)"
 	@touch $@
 
-lock: ## write requirements.lock again from pyproject.toml, with uv; LOCK=--upgrade takes newer versions
+lock: ## write requirements.lock from pyproject.toml, with uv; LOCK=--upgrade takes newer versions
 	uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes --quiet \
 		--custom-compile-command "make lock" --output-file requirements.lock $(LOCK)
 
@@ -36,28 +36,28 @@ train: install ## train the demo (minutes, no data needed), then evaluate it
 	$(BIN)/python -m qnmixer.train experiment=demo $(ARGS)
 
 # On phantoms; on your slices: make compare CT=/path/to/dicom, with a third of the steps of compare_real.
-# Another one, e.g. make compare EXPERIMENT=ablation_qn COMPARE="tests=[as_trained]"
+# Another experiment, e.g. make compare EXPERIMENT=ablation_qn COMPARE="tests=[as_trained]"
 EXPERIMENT ?= $(if $(CT),compare_real,compare_small)
 OF_CT := $(if $(CT),data.sources.slices.root=$(CT) data.seed=1 trainer.max_steps=1000)
 SWEEP ?= runs/$(EXPERIMENT)
 # Two at once without a GPU: small networks leave half of two cores idle (JOBS= for one at a time, as for large ones)
 JOBS ?= $(if $(findstring launcher,$(ARGS))$(shell command -v nvidia-smi),,2)
-compare: install ## train all methods, small, then tables, pictures and page; CT=/path/to/dicom: on real slices
+compare: install ## train all methods, small, then write tables, pictures and page; CT=/path/to/dicom: on real slices
 	@$(BIN)/python -m qnmixer.train -m experiment=$(EXPERIMENT) hydra.sweep.dir=$(SWEEP) $(JOBS:%=hydra.launcher.jobs_at_once=%) $(OF_CT) $(ARGS); \
 	code=$$?; \
 	if [ $$code -lt 128 ] && [ -e $(SWEEP)/sweep.json ]; then \
 		$(BIN)/python -m qnmixer.compare sweep=$(SWEEP) $(COMPARE) || code=$$?; \
 	fi; exit $$code
 
-test: install ## run all tests; e.g. TESTS='-m "not long"' leaves out those that take longest
+test: install ## run all tests; TESTS='-m "not long"' leaves out the longest
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(TESTS)
 
-test-gpu: install ## on a machine with a GPU: what only one can show, in minutes; bench/gpu.md and bench/gpu.json
+test-gpu: install ## test this machine's GPU in minutes; writes bench/gpu.md and bench/gpu.json
 	mkdir -p bench
 	QNMIXER_GPU_RESULTS=bench/gpu.json $(BIN)/python -m pytest -m cuda -rs $(TESTS); code=$$?; \
 	[ ! -e bench/gpu.md ] || cat bench/gpu.md; exit $$code
 
-# e.g. make test-with SET=lowest PYTHON=3.11; make test-with PYTHON=3.13 TORCH=2.14. uv gets a Python that is not here.
+# e.g. make test-with SET=lowest PYTHON=3.11; make test-with PYTHON=3.13 TORCH=2.14. uv downloads a missing Python.
 # pyproject.toml says which versions are the lowest and the newest; pinned are those of requirements.lock.
 SET ?= newest
 OF_SET := $(if $(filter lowest,$(SET)),--resolution lowest-direct)$(if $(filter pinned,$(SET)),--constraint requirements.lock)
@@ -69,14 +69,14 @@ test-with: ## run the short tests with other versions: SET=lowest, pinned or new
 	uv pip list --quiet --python .venv-$(SET) | grep -iE "^(torch|lightning|hydra-core|wandb|numpy|pydicom) "
 	.venv-$(SET)/bin/python -m pytest -m "not slow and not long" -W ignore::DeprecationWarning
 
-lint: install ## style, types, and which room may import which
+lint: install ## check style, types, and imports between rooms
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 # Against those of another commit: python tests/benchmarks/report.py bench --before ITS_BENCH
-bench: install ## time everything against a plain network, ASTRA (pip install -e ".[bench]") and this machine: bench/bench.md
+bench: install ## compare the speed with a plain network and ASTRA (pip install -e ".[bench]"): bench/bench.md
 	$(BIN)/python tests/benchmarks/bench_step.py --json bench/step.json
 	$(BIN)/python tests/benchmarks/bench_operator.py --json bench/operator.json
 	$(BIN)/python tests/benchmarks/bench_data.py --json bench/data.json
@@ -92,14 +92,14 @@ readme: install ## run the demo and put its table and picture into README.md
 	$(call into_readme,table,runs/readme/evaluation/table.md)
 
 # The README shows TotalSegmentator's test case (Apache-2.0): CT is a folder with its 20 DICOM files.
-real: install ## put run=pretrained against total variation, on the slices in CT=/path/to/dicom, into README.md
+real: install ## compare run=pretrained with total variation on the slices in CT=/path/to/dicom, for README.md
 	rm -rf runs/real
 	$(BIN)/python -m qnmixer.evaluate run=pretrained data=dicom data.root=$(CT) data.simulation_factor=2 noise=field \
 		evaluation.tv_weight=9e-5 evaluation.n_pictures=1 hydra.run.dir=runs/real
 	cp runs/real/picture.png notebooks/real_ct.png
 	$(call into_readme,real,runs/real/table.md)
 
-results: install ## keep the tables of make compare, make bench and make test-gpu in notebooks/results; that one in README.md too
+results: install ## copy the tables of make compare, bench and test-gpu into notebooks/results, test-gpu into README.md too
 	mkdir -p notebooks/results
 	[ ! -e bench/bench.md ] || cp bench/bench.md notebooks/results/
 ifneq ($(wildcard bench/gpu.md),)
@@ -111,7 +111,7 @@ ifeq ($(EXPERIMENT),compare_small)
 	[ ! -e $(SWEEP)/comparison ] || cp $(SWEEP)/comparison/comparison.png notebooks/results/compare_small.png
 endif
 
-levers: install ## put the table of what saves how much memory into README.md
+levers: install ## write the table of memory levers into README.md
 	$(BIN)/python -m qnmixer.plan format=levers data.batch_size=4 > levers.md
 	$(call into_readme,levers,levers.md)
 	rm levers.md

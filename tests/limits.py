@@ -1,4 +1,4 @@
-"""What one damaged file may cost the process that reads it."""
+"""Limits on time and memory of a process that reads a damaged file."""
 
 import resource
 import signal

@@ -1,4 +1,4 @@
-"""Options of one's own, one of each group, as a user writes them into a file: see tests/test_own.py."""
+"""Options of a user, one of each group, in a file: see tests/test_own.py."""
 
 from pathlib import Path
 

@@ -64,7 +64,7 @@ def in_terminal(
     cwd: Path | None = None,
     interrupt_at: str | None = None,
 ) -> Seen:
-    """Run a command in a terminal; Ctrl-C is typed once its screen holds the pattern `interrupt_at`."""
+    """Run a command in a terminal; Ctrl-C is typed when its screen shows the pattern `interrupt_at`."""
     pid, descriptor = pty.fork()
     if pid == 0:
         os.chdir(cwd or ".")

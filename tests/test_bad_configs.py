@@ -1,4 +1,4 @@
-"""Command lines that cannot be meant: each gets one line that names the key, in a moment, and leaves nothing behind."""
+"""Wrong command lines: each gets one line that names the key, in a moment, and leaves no files."""
 
 import os
 import re
@@ -70,7 +70,7 @@ TRAIN = {
     "model.compile=true": "model.compile is not known here: use compile=true",
     "experiment=nonsense": "experiment=nonsense does not exist: choose ablation_parts, ablation_qn, compare_128,",
     "logger=custom": "logger._target_ has no value: give one with logger._target_=…",
-    "logger=custom logger._target_=nowhere.Mine": "logger._target_=nowhere.Mine: there is no module nowhere",
+    "logger=custom logger._target_=nowhere.Mine": "logger._target_=nowhere.Mine, but there is no module nowhere",
     "logger=[wandb,tensorbord]": "logger=tensorbord does not exist: did you mean tensorboard?",
     "logger.mode=online": "unknown key logger.mode: did you mean logger.wandb.mode?",
     "logger=csv logger.wandb.mode=online": "logger.wandb.mode works with logger=wandb only",
@@ -80,7 +80,7 @@ TRAIN = {
     "callbacks=early_stoping": "callbacks=early_stoping does not exist: did you mean early_stopping?",
     "callbacks=early_stopping callbacks.early_stopping.patiense=3": "did you mean callbacks.early_stopping.patience?",
     "+callbacks.mine.every=5": "callbacks.mine names no class: give +callbacks.mine._target_=my_file.MyClass",
-    "+callbacks.mine._target_=nowhere.Mine": "callbacks.mine._target_=nowhere.Mine: there is no module nowhere",
+    "+callbacks.mine._target_=nowhere.Mine": "callbacks.mine._target_=nowhere.Mine, but there is no module nowhere",
     # types, bounds, choices
     "seed=abc": "seed: Value 'abc' of type 'str' could not be converted to Integer",
     "data.image_size=32.5": "data.image_size",
@@ -172,7 +172,7 @@ OTHERS = {
     "reconstruct run=. /path out": "/path is not KEY=VALUE: write input=/path",
     "reconstruct run=nowhere input=. output=out": "run=nowhere does not exist",
     "reconstruct run=. input=nowhere output=out": "input=nowhere does not exist",
-    "reconstruct run=. input=. output=out formats=[dcom]": "formats: dcom is not known: did you mean dicom?",
+    "reconstruct run=. input=. output=out formats=[dcom]": "formats=dcom is not known: did you mean dicom?",
     "reconstruct run=. inptu=. output=out": "unknown key inptu: did you mean input?",
     "export run=.": "output has no value: give one with output=…",
     "export run=nowhere output=a.safetensors": "run=nowhere does not exist",
@@ -246,7 +246,7 @@ def test_a_command_of_its_own_says_the_same(case: str, without_torch: Path, tmp_
     ],
 )
 def test_nifti_is_refused(case: str, cold: Warm, without_torch: Path, tmp_path: Path) -> None:
-    """As one file, and where a folder holds nothing else."""
+    """As one file, and in a folder without other files."""
     for name in ("a.nii.gz", "deep/B.NII"):
         path = tmp_path / "ct" / name
         path.parent.mkdir(parents=True, exist_ok=True)

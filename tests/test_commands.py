@@ -209,7 +209,7 @@ def test_the_final_table_is_among_the_metrics(trained: Path) -> None:
     assert value == pytest.approx(record(trained)["test"]["QN-Mixer"]["psnr"])
 
 
-def test_results_tell_what_the_run_was(trained: Path) -> None:
+def test_results_describe_the_run(trained: Path) -> None:
     results = record(trained)
     assert results["status"] == "done"
     assert "noise=field" in results["overrides"]
@@ -460,7 +460,7 @@ def test_finetuning_starts_from_the_weights_of_a_run(trained: Path, tmp_path: Pa
     ("override", "words"),
     [
         ("data.image_size=16", "was trained at data.image_size=32, this run has 16"),
-        ("model.n_iterations=3", "holds another network: to build the same one, set model.n_iterations=2"),
+        ("model.n_iterations=3", "has another network: to build the same one, set model.n_iterations=2"),
         ("model.channels=4", "model.channels=8"),
     ],
 )
@@ -731,7 +731,7 @@ def bad_run(request: pytest.FixtureRequest, noise_free: Path, tmp_path: Path) ->
         path.write_bytes(data[: len(data) // 2])
     elif request.param == "text":
         path.write_text("export A=1\npython -m train\n")
-    words = {"missing": "give ", "empty": "holds no checkpoints", "other program": "another program",
+    words = {"missing": "give ", "empty": "has no checkpoints", "other program": "another program",
              "code": "weights_only", "truncated": "damaged", "text": "no checkpoint"}  # fmt: skip
     return folder, words[request.param]
 
@@ -966,7 +966,7 @@ def test_matlab_scans(noise_free: Path, measured: Measured, tmp_path: Path) -> N
     assert outcome.code == 0, outcome.stderr
     outcome = reconstruction(noise_free, folder, tmp_path / "out", "formats=[npy]", "kind=sinograms")
     assert "2 reconstruction(s)" in outcome.stdout
-    assert "0.mat: its first view is at 45° from the run's" in outcome.stderr
+    assert "0.mat starts 45° from the run's first view" in outcome.stderr
     assert "skipped" in outcome.stderr
     for k, hu in enumerate(measured.hu):
         np.testing.assert_allclose(np.load(tmp_path / "out" / f"{k}.npy"), hu, atol=1)
@@ -997,8 +997,8 @@ def contents(folder: Path) -> dict[str, bytes]:
         (".", ".", "lies in input"),
         (".", "link", "lies in input"),
         (".", "out", "lies in input"),  # a second call would take the results for slices
-        ("s.npy", ".", "holds s.npy already"),
-        ("s.npy", "../other", "holds scan.png already"),
+        ("s.npy", ".", "contains s.npy already"),
+        ("s.npy", "../other", "contains scan.png already"),
     ],
 )
 def test_reconstructions_never_take_the_place_of_files(
@@ -1030,7 +1030,7 @@ def test_an_evaluation_takes_a_folder_of_its_own(trained: Path, tmp_path: Path) 
     """Neither that of a run nor that of another evaluation, nor one that another process writes to."""
     command = ["evaluate", f"run={trained}", "accelerator=cpu"]
     before = contents(trained)
-    assert "holds checkpoints already" in run(*command, f"hydra.run.dir={trained}").error
+    assert "contains checkpoints already" in run(*command, f"hydra.run.dir={trained}").error
     assert contents(trained) == before
     assert run(*command, f"hydra.run.dir={tmp_path}/old").code == 0
     before = contents(tmp_path)
@@ -1092,7 +1092,7 @@ def test_no_patient_is_tested_who_was_trained_on(ten: tuple[Path, list[str], str
     assert measured_slices(tmp_path / "run" / "evaluation") == [name]
 
 
-def test_slices_that_were_trained_on_are_told(ten: tuple[Path, list[str], str], tmp_path: Path) -> None:
+def test_slices_that_were_trained_on_give_a_warning(ten: tuple[Path, list[str], str], tmp_path: Path) -> None:
     """By their pixels: also in a copy of the folder, and in the one that it lies in."""
     root, data, _ = ten
     shutil.copytree(root, tmp_path / "copy" / "below")

@@ -1,4 +1,4 @@
-"""A sweep of two models and two seeds, trained by the command, and what `qnmixer.compare` says of it."""
+"""A sweep of two models and two seeds, trained by the command, and the results of `qnmixer.compare`."""
 
 import csv
 import io

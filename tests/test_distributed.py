@@ -1,4 +1,4 @@
-"""Training in several processes from end to end: what a user sees when it goes well, and when it does not."""
+"""Training in several processes from end to end: the output that a user sees if it works, and if it fails."""
 
 import os
 import signal

@@ -45,7 +45,7 @@ def test_a_healthy_machine_as_one_object(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_fails_has_its_mend_in_its_line_and_the_rest_is_skipped(tmp_path: Path) -> None:
+def test_a_failed_check_says_how_to_fix_it_and_the_rest_is_skipped(tmp_path: Path) -> None:
     code, stdout, stderr = run(tmp_path, "strategy=ddp")
     lines = stdout.splitlines()
     assert (code, stderr) == (1, "")

@@ -1,4 +1,4 @@
-"""`qnmixer.export` through the very code that its module runs, on a network that nobody had to train."""
+"""`qnmixer.export` by the code that its command runs, on an untrained network."""
 
 import io
 import shutil

@@ -14,7 +14,7 @@ def test_a_name_that_is_not_utf8_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["nowhere", "a" * 300, "", "b/" * 200])
-def test_what_is_not_there_is_told_by_its_key(name: str) -> None:
+def test_a_missing_path_is_reported_by_its_key(name: str) -> None:
     with pytest.raises(DataError, match=r"^run=.{0,61} does not exist: give a folder$"):
         check_there("run", name, "a folder")
 

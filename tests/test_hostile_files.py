@@ -1,4 +1,4 @@
-"""Files of strangers through every command: nothing that they name is imported, and no variable is looked up."""
+"""Files from strangers in every command: nothing that they name is imported, and no variable is read."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What is loaded when, and what stands in one place only; which room may import which, `lint-imports` knows."""
+"""Modules that a command loads, and names that stand in one place only. `lint-imports` checks the rooms."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""`import qnmixer` in somebody's own program."""
+"""`import qnmixer` in a user's program."""
 
 import json
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         qnmixer.load_pretrained(tmp_path / "nothing")
 
 
-def test_train_tells_what_it_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_returns_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     trained = train(*TINY, *PHANTOMS, "hydra.run.dir=runs/mine")
     record = json.loads((trained.folder / "results.json").read_text())

@@ -33,11 +33,11 @@ def test_a_class_of_an_installed_package() -> None:
     [
         ("Thing", "model._target_=Thing is not module.name"),
         ("of_mine.my thing", "is not module.name"),
-        ("of_yours.Thing", "there is no module of_yours; put of_yours.py into the folder"),
-        ("of_yours.deep.Thing", "no module of_yours.deep; put of_yours/deep.py"),
+        ("of_yours.Thing", "there is no module of_yours: put of_yours.py into the folder"),
+        ("of_yours.deep.Thing", "no module of_yours.deep: put of_yours/deep.py"),
     ],
 )
-def test_what_is_not_there_is_told_before_anything_is_run(here: Path, target: str, message: str) -> None:
+def test_a_missing_module_is_reported_before_anything_is_run(here: Path, target: str, message: str) -> None:
     with pytest.raises(PluginError, match=message):
         check_plugin("model._target_", target)
 
@@ -49,7 +49,7 @@ def test_checking_runs_nothing(here: Path) -> None:
         load_plugin("model._target_", "of_ruin.Thing", ANY)
 
 
-def test_what_does_not_fit_is_told(here: Path) -> None:
+def test_a_target_that_does_not_fit_is_refused(here: Path) -> None:
     with pytest.raises(PluginError, match=r"there is no Other in .*of_mine\.py"):
         load_plugin("model._target_", "of_mine.Other", ANY)
     with pytest.raises(PluginError, match=r"does not take these arguments: .*size"):

@@ -1,4 +1,4 @@
-"""README and docs: each command runs as it stands but for its paths and, to be quick, its sizes; links exist."""
+"""README and docs: each command runs, with other paths and, to be quick, smaller sizes. Links exist."""
 
 import importlib
 import json
@@ -135,7 +135,7 @@ def run(command: str, place: Path, warm: Warm) -> None:
 
 
 def steps_of(words: list[str], place: Path) -> int:
-    """Optimizer steps of the run that a command goes on with."""
+    """Optimizer steps of the run that a command resumes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         run = latest() if "resume=latest" in words else place / "run"

@@ -74,11 +74,11 @@ def test_a_checkpoint_of_it_says_what_is_missing(
     monkeypatch.delitem(sys.modules, "networks_of_mine", raising=False)
     with pytest.raises(PluginError, match=r"a\.ckpt names model\._target_=networks_of_mine\.Half.*add trust=n"):
         load_run(tmp_path / "a.ckpt")
-    with pytest.raises(PluginError, match=r"there is no module networks_of_mine; put networks_of_mine\.py"):
+    with pytest.raises(PluginError, match=r"there is no module networks_of_mine: put networks_of_mine\.py"):
         load_run(tmp_path / "a.ckpt", trust=["networks_of_mine"])
 
 
-def test_what_is_no_network_is_told(other_config: Callable[..., Config]) -> None:
+def test_a_target_that_is_no_network_is_refused(other_config: Callable[..., Config]) -> None:
     config = other_config("model=custom", "model._target_=networks_of_mine.NotOne")
     with pytest.raises(PluginError, match=r"NotOne is not a subclass of qnmixer\.models\.UnrolledNetwork"):
         build_network(config, build_projector(config))

@@ -1,4 +1,4 @@
-"""Runs that are killed and gone on with, from end to end: what comes out is what an undisturbed run makes."""
+"""Runs that are killed and resumed, from end to end: the results are those of an undisturbed run."""
 
 import csv
 import os
@@ -140,7 +140,7 @@ def assert_equal(one: Any, other: Any) -> None:
 def kill_and_go_on(
     runs: Runs, moments: list[tuple[str, float]], *overrides: str, slices: Sequence[str] = SLICES
 ) -> None:
-    """A run that is killed at each of these moments, and gone on with each time, against one that is not.
+    """A run that is killed at each of these moments, and resumed each time, compared with an undisturbed run.
 
     By the same command, and in the end by resume=latest.
     """

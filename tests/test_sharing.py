@@ -1,4 +1,4 @@
-"""What a run writes for others names no folder, user, host, patient or secret: they are planted and looked for."""
+"""Files for others name no folder, user, host, patient or secret: the tests plant these and search for them."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What stands beside the code for those who start from it agrees with the code."""
+"""Files beside the code, for those who start from it, agree with the code."""
 
 import json
 import re

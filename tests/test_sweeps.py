@@ -1,4 +1,4 @@
-"""Sweeps from end to end: what a user sees in the morning."""
+"""Sweeps from end to end: the results that a user finds in the morning."""
 
 import csv
 import json
@@ -114,10 +114,10 @@ def test_a_bad_and_a_crashing_job_leave_the_others_alone(
         pytest.param(signal.SIGKILL, ["trainer.max_steps=300", "trainer.val_every_n_steps=50"], marks=pytest.mark.long),
     ],
 )
-def test_a_sweep_that_is_stopped_leaves_nothing_and_goes_on(
+def test_a_stopped_sweep_leaves_no_process_and_continues(
     start: Start, warm: Warm, tmp_path: Path, number: signal.Signals, saving: list[str]
 ) -> None:
-    """It goes on with the job that was running where that was, and with those that had not begun."""
+    """The job that was running resumes in its folder. Jobs that had not started follow."""
     sweep = ["-m", "seed=1,2", *saving, "hydra.sweep.dir=sweep"]
     command = start(*sweep, folder=None)
     job = tmp_path / "sweep" / "0"

@@ -1,4 +1,4 @@
-"""The wheel in an empty folder: commands with their configs, the library, a project of one's own."""
+"""The wheel in an empty folder: commands with their configs, the library, a project of the user."""
 
 import os
 import re

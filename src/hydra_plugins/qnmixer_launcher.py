@@ -20,14 +20,14 @@ class ProcessLauncher(Launcher):
     A failed job returns None to the sweeper, and the other jobs run. `qnmixer.sweeps.sweep` reports the failed jobs.
 
     Args:
-        jobs_at_once: at most this many. None: as many as there are GPUs for; on a CPU one at a time.
+        jobs_at_once: the most jobs at a time. None: as many as there are GPUs for; on a CPU one at a time.
     """
 
     def __init__(self, jobs_at_once: int | None) -> None:
         self.jobs_at_once = jobs_at_once
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Called by the sweeper. Each job finds its task by itself."""
+        """Store the context. The sweeper calls this. Each job finds its task by itself."""
         self.context, self.config = hydra_context, config
         logging.getLogger("optuna").setLevel(logging.WARNING)  # it prints on stderr what the jobs' lines say already
 

@@ -46,7 +46,7 @@ def check(cfg: DictConfig) -> CompareConfig:
         if not any((output / name).exists() for name in ("comparison.json", "evaluations")):  # an earlier comparison
             check_unused("output", output)
     if config.root is not None:
-        check_there("root", config.root, "the folder that holds the slices")
+        check_there("root", config.root, "the folder with the slices")
         check_no_nifti("root", config.root)
     return config
 

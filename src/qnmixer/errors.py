@@ -23,7 +23,7 @@ class GeometryError(UserError):
 
 
 class DataError(UserError):
-    """Input files that are missing, unreadable, or of another kind than expected."""
+    """Input files that are missing, unreadable, or of an unexpected kind."""
 
 
 class CheckpointError(UserError):

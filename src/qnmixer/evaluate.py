@@ -41,7 +41,7 @@ def check(cfg: DictConfig) -> EvaluateConfig:
 
 
 def into_new_folder(overrides: list[str]) -> list[str]:
-    """Return the overrides unchanged. Raises ConfigError if `hydra.run.dir=` names a folder that holds files."""
+    """Return the overrides unchanged. Raises ConfigError if `hydra.run.dir=` names a folder that contains files."""
     if not any(override.startswith("-") for override in overrides):
         folder = folder_of(overrides, "evaluate")
         if folder is not None:

@@ -24,7 +24,7 @@ def default_cache_dir() -> Path:
 
 
 def is_open_to_all(folder: Path) -> bool:
-    """Whether a folder is another user's and everybody may write to it: what it holds may be anybody's."""
+    """Whether a folder is another user's and everybody may write to it. Then anybody may have written its files."""
     if os.name != "posix":
         return False
     stat = folder.stat()
@@ -56,7 +56,7 @@ def is_temporary(path: Path) -> bool:
 
 
 def check_unused(key: str, folder: Path) -> None:
-    """Raise ConfigError if the folder of this key holds files: results never overwrite other results.
+    """Raise ConfigError if the folder of this key contains files: results never overwrite other results.
 
     The files that Hydra, the run lock and a sweep write before a run do not count.
     """
@@ -64,7 +64,7 @@ def check_unused(key: str, folder: Path) -> None:
         left = (path.name for path in folder.iterdir() if not is_temporary(path))
         found = sorted(name for name in left if name not in (".hydra", ".lock", "output.log"))
         if found:
-            raise ConfigError(f"{key}={folder} holds {found[0]} already: give a new folder, or empty this one")
+            raise ConfigError(f"{key}={folder} contains {found[0]} already: give a new folder, or empty this one")
 
 
 def digest(what: Any, length: int = 16, sort_keys: bool = False) -> str:
@@ -102,7 +102,8 @@ def replace(new: Path, path: Path) -> None:
     before = path.with_name(path.name + BEFORE_SUFFIX)
     if path.is_dir() or (new.is_dir() and path.exists()):
         remove(before)
-        path.rename(before)  # os.replace cannot replace a folder that holds files
+        # os.replace cannot replace a folder that contains files. Two renames leave a complete version at any time.
+        path.rename(before)
     os.replace(new, path)
     remove(before)
 
@@ -137,7 +138,7 @@ def check_there(key: str, path: str, what: str) -> None:
 
 
 def check_no_nifti(key: str, path: str) -> None:
-    """Raise DataError for a NIfTI file, or for a folder that holds only NIfTI files, before anything is loaded."""
+    """Raise DataError for a NIfTI file, or for a folder that contains only NIfTI files, before anything is loaded."""
     place = Path(path).expanduser()
     # A generator, so that a folder with other files costs a look at one file only.
     inside = (Path(folder) / name for folder, _, names in os.walk(place) for name in sorted(names))

@@ -14,7 +14,7 @@ TEMPLATE = Path(__file__).parent / "template"
 
 
 def new(folder: Path) -> None:
-    """Write the files of a project. Raises ConfigError before it writes anything if the folder holds files."""
+    """Write the files of a project. Raises ConfigError before it writes anything if the folder contains files."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not empty: give a new folder")
     for path in sorted(TEMPLATE.rglob("*")):

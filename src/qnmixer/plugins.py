@@ -1,6 +1,6 @@
 """Import classes and functions that a config names as `module.name`: of qnmixer, an installed package or a user's file.
 
-A checkpoint also names them, but contains no code. Only code on this machine runs, and only if it is of the expected
+A checkpoint also names classes, but contains no code. Only code on this machine runs, and only if it is of the expected
 kind.
 """
 
@@ -57,8 +57,8 @@ def check_plugin(key: str, target: str) -> None:
         found = False
     if not found:
         raise PluginError(
-            f"{key}={target}: there is no module {module}; put {module.replace('.', '/')}.py into the folder that you "
-            "start from, or install its package"
+            f"{key}={target}, but there is no module {module}: put {module.replace('.', '/')}.py into the folder that "
+            "you start from, or install its package"
         )
 
 

@@ -57,7 +57,7 @@ class Reconstructor(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of the scan's matrices, where everything that uses them is computed."""
+        """The device of the scan's matrices. Everything that uses them is computed there."""
         return next(self.projector.buffers()).device
 
     def forward(self, y: Tensor) -> Tensor:
@@ -68,8 +68,8 @@ class Reconstructor(nn.Module):
     def measure(self, batch: Batch, stream: str) -> Tensor:
         """The noisy sinogram y [B, 1, V, D] of a batch. A sample's noise does not depend on the batch, rank or device.
 
-        A sinogram that the loader simulated, or a scanner measured, already has its noise. With fine images, y is
-        simulated from them. Then no sinogram comes from the matrix that the network uses.
+        A sinogram from the loader or from a scanner already has its noise. With fine images, y is simulated from them.
+        Then no sinogram comes from the matrix that the network uses.
         """
         if "sinogram" in batch:
             return batch["sinogram"]
@@ -81,9 +81,9 @@ class Reconstructor(nn.Module):
     def project(self, image: Tensor, fine: Tensor | None = None) -> Tensor:
         """A x [B, 1, V, D] of images [B, 1, S, S], or of the same images on the finer grid [B, 1, f·S, f·S] if given.
 
-        Images are projected one at a time: a product with more columns rounds differently, and the last bit can change
-        the photon counts that the noise draws. The finer matrix (A only) is built at its first use and is not part of
-        checkpoints.
+        Images are projected one at a time. A product with more columns rounds differently, and the last bit can change
+        the photon counts that the noise draws. The finer matrix (A only) is built when it is first used, and is not
+        part of checkpoints.
         """
         if fine is None:
             return torch.cat([self.projector(x) for x in image.split(1)])
@@ -96,8 +96,8 @@ class Reconstructor(nn.Module):
 class SampleMeasurement:
     """Measures samples on the host, one by one: A x + noise → y. The workers of a loader do it ahead of time.
 
-    Noise is drawn on the host. Of sinograms on a GPU the host would have to wait for each of them. The values are those
-    of `Reconstructor.measure` on a CPU to the last bit.
+    Noise is drawn on the host. With sinograms on a GPU, the host would have to wait for each of them. The values equal
+    those of `Reconstructor.measure` on a CPU to the last bit.
     """
 
     def __init__(self, config: Config, noise: KeyedNoise) -> None:
@@ -113,9 +113,9 @@ class SampleMeasurement:
 
 
 def sample_measurement(config: Config) -> SampleMeasurement | None:
-    """What measures the samples of a run in its loaders; None if there is no noise to draw on the host.
+    """The measurement of a run's samples in its loaders; None if no noise is drawn on the host.
 
-    Neither is there for sinograms that a scanner has measured.
+    It is also None if a scanner has measured the sinograms.
     """
     noise = build_noise(config)
     return None if config.data.measured or isinstance(noise, NoNoise) else SampleMeasurement(config, noise)
@@ -179,7 +179,7 @@ def build_network(config: Config, projector: FanBeamProjector) -> UnrolledNetwor
 
 
 def _variance(config: Config, y: Tensor) -> Tensor:
-    """The variance under the current noise of the config: an evaluation may use another noise than training."""
+    """The noise variance of each ray under the current noise of the config. An evaluation may change the noise."""
     return build_noise(config).variance(y)
 
 

@@ -43,7 +43,7 @@ BUILDS = {
     ),
 }
 ON_PYPI = "cu130"
-"""The build that PyPI holds for Linux. PyPI also holds the only build for macOS, which is for the CPU."""
+"""The build on PyPI for Linux. PyPI also has the only build for macOS, which is for the CPU."""
 
 CHOICES = (ON_PYPI, "cu126", "cpu")
 
@@ -67,8 +67,7 @@ def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
     """Whether a build for these architectures runs on a GPU of this compute capability.
 
     Machine code runs on its own minor version and on later ones of the same major version. PTX runs on all later
-    versions.
-    A name that ends in a letter is for one GPU (a) or one family (f) only.
+    versions. A name that ends in a letter is for one GPU (a) or one family (f) only.
     """
     for name in architectures:
         digits = re.sub(r"\D", "", name)
@@ -99,6 +98,7 @@ def visible_gpus() -> list[GPU]:
             raise NoBuildError(f"nvidia-smi prints {line!r}, which has no compute capability: update the driver")
         major, minor = capability.strip().split(".")
         gpus.append(GPU((int(major), int(minor)), driver.strip() or None))
+    # With equal GPUs it does not matter which of them are visible.
     if visible is None or len(set(gpus)) < 2:
         return gpus
     return _chosen(gpus, visible.split(","))
@@ -156,7 +156,7 @@ def choose(gpus: Sequence[GPU]) -> str:
         if all(gpu.driver is None or _numbers(gpu.driver) >= _numbers(build.driver) for gpu in gpus):
             return build.name
     raise NoBuildError(
-        f"the NVIDIA driver {gpus[0].driver} is too old: on this GPU ({described}) torch {TORCH} needs "
+        f"the NVIDIA driver {gpus[0].driver} is too old for torch {TORCH} on this GPU ({described}), which needs "
         f"{fitting[-1].driver} or newer: update the driver"
     )
 
@@ -179,7 +179,7 @@ def _pinned(build: str) -> list[str]:
 
 
 def installed_build() -> str | None:
-    """The installed build of torch, if it is one of those that are pinned here."""
+    """The installed build of torch, if it is one of the builds in this file."""
     try:
         release, _, local = version("torch").partition("+")
     except PackageNotFoundError:

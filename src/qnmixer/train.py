@@ -65,7 +65,7 @@ def train(*overrides: str) -> Trained:
         Stopped: a KeyboardInterrupt, after Ctrl-C or a stop signal. `train("resume=FOLDER")` resumes the run.
     """
     if flags := [word for word in overrides if word.startswith("-") and "-dir" not in word]:
-        raise ConfigError(f"{flags[0]}: train() takes overrides, KEY=VALUE; for a sweep, python -m qnmixer.train -m")
+        raise ConfigError(f"{flags[0]} is no override (KEY=VALUE): for a sweep, use python -m qnmixer.train -m")
     try:
         words = cli.completed([*overrides], "train", resume_overrides)
         check(compose_as_given("train", words))
@@ -80,7 +80,7 @@ def train(*overrides: str) -> Trained:
 
 
 def run(cfg: DictConfig) -> Trained | float | None:
-    """Train one run, as Hydra's task. Returns the best monitored value for a sweep; None if the run failed."""
+    """Train one run: the task that Hydra calls. Returns the best monitored value for a sweep; None after a failure."""
     hydra_config = HydraConfig.get()
     folder, overrides = Path(hydra_config.runtime.output_dir), overrides_of_job(hydra_config)
     if hydra_config.mode == RunMode.MULTIRUN:  # a job of another launcher than ours, such as submitit
@@ -113,7 +113,7 @@ def run(cfg: DictConfig) -> Trained | float | None:
 
 
 def print_begin(run: Run, hydra_config: HydraConf) -> None:
-    """Print the first line of a run, before PyTorch is loaded: its folder and what it trains."""
+    """Print the first line of a run, before PyTorch is loaded: its folder and its settings."""
     what = "resuming the run" if run.resumes_in_place else "starting a run"
     choices = hydra_config.runtime.choices
     chosen = ", ".join(f"{group}={choices[group]}" for group in ("experiment", "model", "data") if choices.get(group))

@@ -1,4 +1,4 @@
-"""Data and start-up: the loader alone, what of a training step is spent waiting for it, and how soon the first step is.
+"""Data and start-up: the loader alone, the share of a training step that waits for it, and the time to the first step.
 
     python tests/benchmarks/bench_data.py [--root FOLDER_OF_DICOM] [--json PATH]
 

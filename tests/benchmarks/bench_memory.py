@@ -1,4 +1,4 @@
-"""The plan against real steps, and what recomputing costs in time, on this machine: one run, one table each.
+"""Compare the plan with real steps, and measure the time that recomputing costs, on this machine.
 
 On a CPU the memory of a real step is what the process's resident memory grows by, pages of files left out, measured in
 a process of its own whose C library gives freed memory back at once; on CUDA it is torch's own count. A pipeline is

@@ -1,4 +1,4 @@
-"""Speed of A, Aᵀ and FBP on one core, side by side with ASTRA's CPU projector where that is installed.
+"""Speed of A, Aᵀ and FBP on one core, beside ASTRA's CPU projector if it is installed.
 
     python tests/benchmarks/bench_operator.py [--json PATH] [--views 32 64 …] [--beams fan_flat …]
 

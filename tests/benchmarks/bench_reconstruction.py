@@ -1,4 +1,4 @@
-"""A whole series through `qnmixer.reconstruct`: whether time and memory of a slice stay the same to the end.
+"""Reconstruct a whole series by `qnmixer.reconstruct`: time and memory of a slice must not grow.
 
 The command runs as a process of its own, on DICOM slices and on a stack of sinograms, with an untrained network: no
 number depends on the weights. Resident memory is read from /proc while it runs, pages of mapped files included.

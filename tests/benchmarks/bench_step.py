@@ -1,4 +1,4 @@
-"""A training step and an inference of QN-Mixer against a plain implementation, by part, and the floor of each part.
+"""Compare a training step and an inference of QN-Mixer with a plain implementation, part by part.
 
     python tests/benchmarks/bench_step.py [--sizes 64 128 256] [--json PATH]
 

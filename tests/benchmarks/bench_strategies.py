@@ -1,4 +1,4 @@
-"""Step times of the strategies against each other, on four processes (or all GPUs) of this machine: one run, one table.
+"""Compare the step times of the strategies, on four processes (or all GPUs) of this machine.
 
 Every strategy trains the same network on the same samples; seconds are of one optimizer step, ratios are to ddp. On a
 CPU with fewer cores than processes the devices take turns, so that a pipeline's idle devices cost nothing: there the
@@ -111,7 +111,7 @@ def main() -> None:
     common = f"{arguments.overrides} trainer.devices={n} trainer.max_steps={arguments.steps}"
     variants = [f"{common} {VARIANTS[name]}" for name in arguments.variants]
     for overrides in variants:
-        config_of(overrides)  # a wrong one is told before anything is started
+        config_of(overrides)  # a wrong one is refused before anything is started
     with tempfile.TemporaryDirectory() as folder:
         job_path = Path(folder) / "job.json"
         job_path.write_text(json.dumps({"variants": variants, "folder": folder}))

@@ -1,4 +1,4 @@
-"""What the machine at hand can do at most: the floor that the benches hold their times against."""
+"""The fastest that this machine can be: the benches compare their times with it."""
 
 import statistics
 import time

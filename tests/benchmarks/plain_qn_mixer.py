@@ -1,4 +1,4 @@
-"""QN-Mixer as one would write it from the paper's figures in an afternoon: what `bench_step.py` holds ours against.
+"""QN-Mixer as one would write it from the paper's figures in an afternoon. `bench_step.py` compares ours with it.
 
 It computes the same function as `QNMixer` without our additions (`FIGURE`), as a test shows, with no thought of speed
 or memory: sparse matrices as torch makes them, branches joined at full resolution, features of every pixel expanded. In

@@ -1,4 +1,4 @@
-"""Digests of what a change of layout alone must leave as it is: losses, names of weights, and the help of each command.
+"""Digests that a change of layout must not change: of losses, names of weights, and the help of each command.
 
 python tests/benchmarks/prove_values.py > before.txt     # then move things, run it again and compare
 """

@@ -1,4 +1,4 @@
-"""One table of all that `make bench` measured, as Markdown; beside an earlier one, what has changed.
+"""One Markdown table of all results of `make bench`, and the changes since earlier results.
 
     python tests/benchmarks/report.py bench [--before OTHER_BENCH] [--output FILE]
 

@@ -37,7 +37,7 @@ def test_every_figure_is_in_one_table_and_beside_that_of_before(tmp_path: Path) 
     assert "| training step | fsdp, all devices | 2 s | 0.25 ddp |  | 1.00 |" in done.stdout
 
 
-def test_an_empty_folder_is_told(tmp_path: Path) -> None:
+def test_an_empty_folder_is_reported(tmp_path: Path) -> None:
     done = report(tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: {tmp_path} holds nothing that make bench wrote")

@@ -68,22 +68,22 @@ def test_it_says_what_it_was_trained_on_and_for_how_long(tiny_config: TinyConfig
     assert found["sinograms"].startswith("simulated from the grid of the image; noise field: photons 1e+06")
 
 
-def test_few_slices_are_told(tiny_config: TinyConfig, tmp_path: Path) -> None:
+def test_few_slices_are_named(tiny_config: TinyConfig, tmp_path: Path) -> None:
     few = rows(card(tiny_config("data.train_slices=4"), tmp_path))["slices"]
     assert "the same 4 in every epoch" in few
     more_than_there_are = rows(card(tiny_config("data.train_slices=5000"), tmp_path))["slices"]
     assert "the same 8 in every epoch" in more_than_there_are
     dicom = ["data=dicom", "data.root=/ct"]
     files = rows(card(parse(compose("train", dicom)), tmp_path))["slices"]
-    assert files.startswith("slices from files, data=dicom, 256 × 256, split random; how many: unknown")
+    assert files.startswith("slices from files, data=dicom, 256 × 256, split random; number of slices: unknown")
     files = rows(card(parse(compose("train", [*dicom, "data.train_slices=7"])), tmp_path))["slices"]
-    assert files.endswith("; how many: at most 7")
+    assert files.endswith("; number of slices: at most 7")
 
 
 def test_what_nobody_wrote_down_is_unknown(tiny_config: TinyConfig, tmp_path: Path) -> None:
     found = rows(card(tiny_config(), tmp_path, "last"))
     assert found["optimizer steps"] == "8 of unknown: the last of the run"
-    assert {found[key] for key in ("time", "commit", "versions", "begun at", "ended")} == {"unknown"}
+    assert {found[key] for key in ("time", "commit", "versions", "started at", "ended")} == {"unknown"}
     assert found["hardware"].startswith("unknown;")
 
 
@@ -91,12 +91,12 @@ def test_a_checkpoint_that_is_neither_is_called_by_its_name(tiny_config: TinyCon
     assert rows(card(tiny_config(), tmp_path, "step_8"))["optimizer steps"] == "8 of unknown: step_8.ckpt"
 
 
-def test_weights_of_another_run_are_told_also_after_a_resume(tiny_config: TinyConfig, tmp_path: Path) -> None:
+def test_weights_of_another_run_are_named_also_after_a_resume(tiny_config: TinyConfig, tmp_path: Path) -> None:
     resumed = [{"step": 4, "at": "2026-01-01T12:00:00+0000"}]
     keep(tmp_path, **RECORD | {"overrides": ["finetune=runs/a"], "resumed": resumed})
     found = rows(card(tiny_config(), tmp_path))
-    assert found["begun from"].startswith("the weights of another run")
-    assert found["gone on with"] == "after steps 4"
+    assert found["started from"].startswith("the weights of another run")
+    assert found["resumed"] == "after steps 4"
 
 
 def test_every_table_of_these_weights_is_there_and_no_other(tiny_config: TinyConfig, tmp_path: Path) -> None:
@@ -128,8 +128,8 @@ def test_what_training_ends_with_may_be_of_other_weights(
     ("data", "noise", "known", "unknown"),
     [
         ("phantoms", [], [], ["No table above is of real slices", "no table above has other noise"]),
-        ("dicom", [], ["on real slices is in other above"], ["no table above has other noise"]),
-        ("phantoms", ["noise.photons=1e4"], ["other noise does is in other above"], ["No table above is of real"]),
+        ("dicom", [], ["on real slices are in other above"], ["no table above has other noise"]),
+        ("phantoms", ["noise.photons=1e4"], ["with other noise are in other above"], ["No table above is of real"]),
     ],
     ids=str,
 )
@@ -145,7 +145,7 @@ def test_where_it_fails_follows_from_what_was_trained_and_measured(
 
 
 def finetuning(text: str) -> list[str]:
-    """The overrides of the line that goes on training, as a shell has them, but for the weights and the slices."""
+    """The overrides of the training command, as a shell splits them, without the weights and the slices."""
     (line,) = [line for line in text.splitlines() if "finetune=my.safetensors" in line]
     return shlex.split(line)[4:-2]
 
@@ -167,20 +167,18 @@ def test_how_to_use_gives_the_overrides_that_differ_from_the_defaults(tmp_path: 
     assert {*given} <= {*overrides}
 
 
-def test_arguments_of_a_network_of_ones_own_are_told_to_be_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arguments_of_ones_own_network_are_mentioned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "network_of_mine.py").write_text("from qnmixer.models import LEARN as Mine\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     choice = ["model=custom", "model._target_=network_of_mine.Mine"]
     text = card(parse(compose("train", [*choice, "+model.data_term=fbp"])), tmp_path)
     assert finetuning(text) == choice
     assert "+GROUP.KEY=VALUE" in text
-    assert "left out, but arguments of classes of the user's own are not" in text
+    assert "left out. Arguments of the user's own classes are not left out" in text
     assert "user's own" not in card(parse(compose("train", choice)), tmp_path)
 
 
-def test_what_is_shipped_goes_by_its_name(
+def test_shipped_weights_are_called_by_their_name(
     tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SHIPPED", tmp_path / "shipped.safetensors")

@@ -69,7 +69,7 @@ def test_best_and_last_are_found(tiny_module: Build, tmp_path: Path) -> None:
 
 def test_missing_runs(tmp_path: Path) -> None:
     assert "no run folder" in refusal(tmp_path / "nowhere")
-    assert "holds no checkpoints/best.ckpt or last.ckpt" in refusal(tmp_path)
+    assert "has no checkpoints/best.ckpt or last.ckpt" in refusal(tmp_path)
 
 
 class Malicious:
@@ -136,7 +136,7 @@ def test_checkpoints_of_other_programs(tmp_path: Path, content: object) -> None:
     assert "another program" in refusal(path)
 
 
-def test_a_config_of_another_version_is_told(tiny_module: Build, tmp_path: Path) -> None:
+def test_a_config_of_another_version_is_refused(tiny_module: Build, tmp_path: Path) -> None:
     path = save(tiny_module(), tmp_path)
     checkpoint = torch.load(path, weights_only=True)
     checkpoint[CHECKPOINT_KEY]["config"]["model"]["gates"] = 3
@@ -146,7 +146,7 @@ def test_a_config_of_another_version_is_told(tiny_module: Build, tmp_path: Path)
     assert "model.gates" in message
 
 
-def test_weights_that_do_not_fit_their_own_config_are_told(tiny_module: Build, tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_their_own_config_are_refused(tiny_module: Build, tmp_path: Path) -> None:
     path = save(tiny_module(), tmp_path)
     checkpoint = torch.load(path, weights_only=True)
     checkpoint["state_dict"].popitem()
@@ -234,7 +234,7 @@ def same(one: object, other: object) -> bool:
 
 
 @pytest.mark.parametrize("shards", [False, True])
-def test_damage_is_told_or_changes_nothing(tiny_module: Build, tmp_path: Path, shards: bool) -> None:
+def test_damage_is_reported_or_changes_nothing(tiny_module: Build, tmp_path: Path, shards: bool) -> None:
     """Also in what only resume reads, such as the state of the optimizer. 60 times, seeded."""
     file = path = save(tiny_module(), tmp_path)
     whole = torch.load(file, weights_only=True) | {"optimizer_states": {"momentum": torch.rand(5000)}}
@@ -345,7 +345,7 @@ def test_a_small_file_that_unpacks_to_a_large_one_is_refused(tiny_module: Build,
     ],
     ids=str,
 )
-def test_a_record_of_the_split_that_is_none_is_told(tmp_path: Path, record: object) -> None:
+def test_an_unreadable_record_of_the_split_is_refused(tmp_path: Path, record: object) -> None:
     torch.save({RUN_KEY: record}, tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError, match=r"a\.ckpt has a record of its training patients that cannot be read"):
         split_of(tmp_path / "a.ckpt")
@@ -356,7 +356,7 @@ def test_weights_of_another_type_are_refused(tiny_module: Build, tmp_path: Path)
     checkpoint = torch.load(path, weights_only=True)
     checkpoint["state_dict"] = {name: it.to(torch.complex64) for name, it in checkpoint["state_dict"].items()}
     torch.save(checkpoint, path)
-    with pytest.raises(CheckpointError, match=r"best\.ckpt holds complex64 weights"):
+    with pytest.raises(CheckpointError, match=r"best\.ckpt has complex64 weights"):
         load_run(tmp_path)
 
 

@@ -166,7 +166,7 @@ def test_tensors_that_do_not_fit_the_config(module: ReconstructionModule, tmp_pa
         load_run(path)
 
 
-def test_another_run_begins_from_it_but_none_goes_on(
+def test_another_run_starts_from_it_but_none_resumes(
     module: ReconstructionModule, tiny_module: Build, tmp_path: Path
 ) -> None:
     path, other = write(module, tmp_path / "a.safetensors"), tiny_module("noise=none")
@@ -190,7 +190,7 @@ def test_pretrained_is_what_the_package_ships(
         load_run(Path(f"./{PRETRAINED}"))
     Path(PRETRAINED).mkdir()
     check_weights("run", f"./{PRETRAINED}")
-    with pytest.raises(CheckpointError, match="pretrained holds no checkpoints"):
+    with pytest.raises(CheckpointError, match="pretrained has no checkpoints"):
         load_run(f"./{PRETRAINED}")
     with pytest.raises(DataError, match=r"finetune=elsewhere does not exist: .* the word pretrained"):
         check_weights("finetune", "elsewhere")
@@ -206,7 +206,7 @@ def test_what_is_shipped_is_for_256_pixels_and_64_views_and_has_its_card() -> No
     assert "## Where it fails" in text
 
 
-def test_damage_is_told_or_changes_nothing(module: ReconstructionModule, tmp_path: Path) -> None:
+def test_damage_is_reported_or_changes_nothing(module: ReconstructionModule, tmp_path: Path) -> None:
     path = write(module, tmp_path / "a.safetensors")
     content, told = path.read_bytes(), list[str]()
     config, state = read_checkpoint(path)

@@ -1,4 +1,4 @@
-"""Planted faults that the checklist of `qnmixer.doctor` must find and name, and healthy runs that it must not fault."""
+"""Planted faults that the checklist of `qnmixer.doctor` must name, and healthy runs without any FAIL."""
 
 import json
 import os
@@ -114,12 +114,12 @@ def test_a_gpu_that_torch_cannot_use_fails_with_the_fix() -> None:
     check = check_versions(problem, None)
     assert check.status == "FAIL"
     assert check.found.endswith(problem[0])
-    assert check.mend == "make install TORCH=cu126; or trainer.accelerator=cpu"
+    assert check.mend == "make install TORCH=cu126, or trainer.accelerator=cpu"
     assert check_versions(None, "H200").found.endswith("built for H200")
     assert check_versions(None, None).status == "SKIP"
 
 
-def test_a_gpu_without_kernels_is_told_once(
+def test_a_gpu_without_kernels_is_reported_once(
     tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_nvidia_smi(tmp_path, "7.0, 535.104.05")

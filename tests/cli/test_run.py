@@ -94,7 +94,7 @@ def test_a_good_config_reaches_the_task(start: Start) -> None:
     ("error", "message"),
     [
         (ConfigError("seed is odd: give an even one"), "seed is odd: give an even one"),
-        (DataError("a.dcm is bad: mend it"), "a.dcm is bad: mend it"),
+        (DataError("a.dcm is bad: fix it"), "a.dcm is bad: fix it"),
         (OSError(errno.ENOSPC, "No space left", "/d/last.ckpt"), "the disk is full writing /d/last.ckpt: free some"),
         (OSError(errno.ENOSPC, "No space left"), "the disk is full: free some space, or choose another folder"),
         (OSError(errno.EDQUOT, "Quota", "/d/a"), "the disk is full writing /d/a"),
@@ -125,7 +125,7 @@ def test_a_bug_of_ours_keeps_its_traceback(start: Start) -> None:
         start.train(task=task)
 
 
-def test_interruption_is_told_by_the_exit_code(start: Start) -> None:
+def test_interruption_has_its_exit_code(start: Start) -> None:
     def task(cfg: DictConfig) -> None:
         raise KeyboardInterrupt
 
@@ -139,11 +139,11 @@ def test_a_sweep_of_another_command_runs_every_job_and_fails_when_one_did(start:
     def task(cfg: DictConfig) -> None:
         seen.append(cfg.run)
         if cfg.run == "b":
-            raise DataError("second is bad: mend it")
+            raise DataError("second is bad: fix it")
 
     outcome = start("evaluate", "run=a,b,c", "-m", task=task)
     assert seen == ["a", "b", "c"]
-    assert outcome.line == "second is bad: mend it"
+    assert outcome.line == "second is bad: fix it"
 
 
 def test_showing_the_config_runs_nothing(start: Start, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,11 +48,11 @@ def test_configs_from_before_there_were_callbacks_are_read() -> None:
     [
         ("+callbacks.mine.every=5", "callbacks.mine names no class: give +callbacks.mine._target_=my_file.MyClass"),
         ("+callbacks.mine=5", "callbacks.mine names no class"),
-        ("+callbacks.mine._target_=my_fil.Mine", "there is no module my_fil; put my_fil.py into the folder"),
+        ("+callbacks.mine._target_=my_fil.Mine", "there is no module my_fil: put my_fil.py into the folder"),
         ("+callbacks.pictures._args_=[1]", "callbacks.pictures._args_ is not known"),
     ],
 )
-def test_what_is_no_callback_is_told_before_anything_is_loaded(
+def test_a_target_that_is_no_callback_is_refused_before_anything_is_loaded(
     override: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

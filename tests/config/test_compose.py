@@ -1,4 +1,4 @@
-"""An experiment beside other options than its own."""
+"""An experiment together with options that it does not choose itself."""
 
 import pytest
 

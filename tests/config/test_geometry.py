@@ -1,4 +1,4 @@
-"""The scanners in conf/geometry: what their numbers say about the fan, and sparse views of them."""
+"""The scanners in conf/geometry: the fan that their numbers give, and sparse views."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Habits from elsewhere are answered, and nothing that exists here is taken for one."""
+"""Keys of other templates get an answer, and keys that exist here do not."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Loggers as the command line names them, tags, and what is this machine's."""
+"""Loggers as the command line names them, tags, and settings of this machine."""
 
 import shutil
 from pathlib import Path

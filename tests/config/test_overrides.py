@@ -1,4 +1,4 @@
-"""What is read from the words of a command line."""
+"""Keys and values of the overrides of a command line."""
 
 import pytest
 

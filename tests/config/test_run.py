@@ -266,8 +266,10 @@ def test_what_would_break_only_in_the_middle_of_a_run(override: str, words: str)
 
 def test_tags_that_wandb_takes() -> None:
     assert train(f"tags=[{'a' * 64},b]").tags == ["a" * 64, "b"]
-    assert refusal(f"tags=[{'a' * 65}]") == f"tags: '{'a' * 20}' has 65 characters: give each tag 1 to 64"
-    assert refusal("tags=['']") == "tags: '' has 0 characters: give each tag 1 to 64"
+    assert (
+        refusal(f"tags=[{'a' * 65}]") == f"the tag '{'a' * 20}' has 65 characters: give tags=[…] of 1 to 64 characters"
+    )
+    assert refusal("tags=['']") == "the tag '' has 0 characters: give tags=[…] of 1 to 64 characters"
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
@@ -400,7 +402,7 @@ def test_keys_that_are_not_there(override: str, message: str) -> None:
     assert refusal_by_hydra(override).startswith(message)
 
 
-def test_a_checkpoint_of_a_later_version_is_told_by_its_key() -> None:
+def test_a_checkpoint_of_a_later_version_is_refused_by_its_key() -> None:
     plain = to_plain(train())
     plain["model"]["momentum_terms"] = 3
     with pytest.raises(ConfigError, match=r"unknown key model\.momentum_terms"):

@@ -46,7 +46,7 @@ def test_without_there_is_none() -> None:
     assert with_search_path(["seed=1", "-m"]) == ["seed=1", "-m"]
 
 
-def test_packages_are_told_from_folders() -> None:
+def test_packages_are_distinguished_from_folders() -> None:
     overrides = with_search_path(["hydra.searchpath=[pkg://a.b/c]"])
     assert overrides == ["hydra.searchpath=[pkg://a.b/c]"]
     assert [*packages_of(overrides)] == ["a.b.c"]

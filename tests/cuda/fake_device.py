@@ -1,4 +1,4 @@
-"""A CUDA device that is not there: torch's CPU build passes fake tensors on cuda:0, and Lightning trains on it.
+"""A fake CUDA device: torch's CPU build accepts fake tensors on cuda:0, and Lightning trains on it.
 
 Nothing here can be undone, so it belongs into a process of its own: `rehearsal.py`.
 """

@@ -1,4 +1,4 @@
-"""What tests on a GPU measure: one table for people, one JSON file with the same figures."""
+"""The figures that tests on a GPU measure: a table for people, and a JSON file with the same figures."""
 
 import json
 import os

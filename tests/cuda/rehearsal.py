@@ -175,7 +175,7 @@ def _caller() -> str:
 
 
 class _Phases(L.Callback):
-    """Tells the watch where the step is."""
+    """Names the phase of the step for the watch."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch

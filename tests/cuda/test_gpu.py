@@ -1,4 +1,4 @@
-"""What only a GPU can show: values, memory and time there. `make test-gpu` runs it, and ends with one table.
+"""Tests that need a GPU: of its values, memory and time. `make test-gpu` runs them, and ends with one table.
 
 Every body takes the device as a parameter, and runs on the CPU too: none is run first on somebody's GPU.
 """

@@ -1,4 +1,4 @@
-"""Training steps on fake CUDA tensors (`rehearsal.py`): what can be shown about a GPU without one.
+"""Training steps on fake CUDA tensors (`rehearsal.py`): checks for GPUs that need no GPU.
 
 python -m tests.cuda.rehearsal --by-file experiment=demo    # where the operators of a step come from
 """

@@ -1,4 +1,4 @@
-"""DICOM files made on the spot."""
+"""DICOM files that the tests write themselves."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -237,7 +237,7 @@ def test_a_source_of_the_same_size_and_time_is_decoded_again(body_hu: Any, tmp_p
 
 
 def test_no_damaged_byte_is_taken_for_a_slice(body_hu: Any, tmp_path: Path) -> None:
-    """Of the index: it is built again. Of the pixels: it is told, and built again at the next start."""
+    """A damaged index is built again. Damaged pixels raise an error, and are built again at the next start."""
     root, rng = numpy_folder(tmp_path / "root", body_hu), random.Random(0)
 
     def opened() -> list[object]:
@@ -299,7 +299,7 @@ def test_what_a_run_reads_stays_when_another_builds(body_hu: Any, tmp_path: Path
     only_npy(tmp_path / "cache")
 
 
-def test_a_file_that_is_cut_under_a_reader_is_told(body_hu: Any, tmp_path: Path) -> None:
+def test_a_file_that_is_cut_under_a_reader_is_reported(body_hu: Any, tmp_path: Path) -> None:
     cache = open_cache(NumpyReader(), numpy_folder(tmp_path / "root", body_hu), 20, cache_dir=tmp_path / "cache")
     os.truncate(only_npy(tmp_path / "cache"), 200)
     with pytest.raises(DataError, match="has changed on the disk"):

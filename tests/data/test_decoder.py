@@ -1,4 +1,4 @@
-"""Decoders in a process of their own: what they do ends no run."""
+"""Decoders in a separate process: if they crash, the run continues."""
 
 import os
 import signal

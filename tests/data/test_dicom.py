@@ -95,7 +95,7 @@ def test_the_type_of_a_frame_counts(make_ct: Any, body_hu: Any, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("keep", [0, 1, 200, 1500, -1])
-def test_truncated_files_are_told(make_ct: Any, tmp_path: Path, keep: int) -> None:
+def test_truncated_files_are_reported(make_ct: Any, tmp_path: Path, keep: int) -> None:
     make_ct(tmp_path / "a")
     (tmp_path / "a").write_bytes((tmp_path / "a").read_bytes()[:keep])
     with pytest.raises(SkipFile):
@@ -142,7 +142,7 @@ def test_every_real_file_decodes(real_ct: Path) -> None:
         read(real_ct / "dicom_odd/eCT_Supplemental.dcm")
 
 
-def test_wrong_sign_in_the_j2k_stream_is_mended(real_ct: Path) -> None:
+def test_a_wrong_sign_in_the_j2k_stream_is_corrected(real_ct: Path) -> None:
     hu = read(real_ct / "dicom_odd/J2K_pixelrep_mismatch.dcm")[0].hu
     assert hu[0, 0] == -2000
     assert hu[256, 255] == 30
@@ -155,7 +155,7 @@ def test_reading_leaves_no_warning(real_ct: Path, recwarn: pytest.WarningsRecord
     assert not recwarn.list
 
 
-def test_content_not_the_name_tells(make_ct: Any, tmp_path: Path) -> None:
+def test_files_are_recognised_by_content_not_by_name(make_ct: Any, tmp_path: Path) -> None:
     make_ct(tmp_path / "good")
     shutil.copy(tmp_path / "good", tmp_path / "photo.jpg")
     assert len(read(tmp_path / "photo.jpg")) == 1

@@ -115,7 +115,9 @@ def test_settings_that_do_not_fit(written: Path, overrides: list[str], says: str
 
 @pytest.mark.parametrize("overrides", [["geometry.n_views=30"], ["geometry.first_angle=0.0"]])
 def test_views_that_were_not_measured(written: Path, overrides: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"view \d+, at .* is not one of the 1000 measured ones: take geometry"):
+    with pytest.raises(
+        ConfigError, match=r"view \d+ of geometry, at .* is not one of the 1000 measured views: use geometry"
+    ):
         module(written, *overrides).setup()
 
 
@@ -148,10 +150,10 @@ def test_a_damaged_row_is_named(root: Path) -> None:
     y[0, 0, 0] = np.nan
     path = spoil(root, "observation_test_000.hdf5", data=y)
     data = module(root).dataset("test")
-    with pytest.raises(DataError, match=rf"{path}: row 0 has NaN"):
+    with pytest.raises(DataError, match=rf"row 0 of {path} has NaN"):
         data[0]
     path.unlink()
-    with pytest.raises(DataError, match=rf"{path}: row 0 cannot be read"):
+    with pytest.raises(DataError, match=rf"row 0 of {path} cannot be read"):
         data[0]
 
 

@@ -197,7 +197,7 @@ BAD = {
     "data.sources.more.root=/nowhere": r"data.sources.more.root=/nowhere",
     "data.sources.slices.root=null": r"data=numpy needs data.root=FOLDER.*\(data.sources.slices\)",
     "data.sources.slices.split=all": r"no slices for train with data.split=all.*\(data.sources.slices\)",
-    "data.sources.slices.split=explicit data.sources.slices.val_patients=[x]": r"val_patients: x.*\(data.sources",
+    "data.sources.slices.split=explicit data.sources.slices.val_patients=[x]": r"val_patients=x.*\(data.sources",
 }
 
 
@@ -210,7 +210,7 @@ def test_what_makes_no_sense_is_one_line(folders: list[str], words: str) -> None
     assert "\n" not in str(raised.value)
 
 
-def test_a_share_of_nothing_is_told(folders: list[str]) -> None:
+def test_a_share_of_nothing_is_refused(folders: list[str]) -> None:
     shares = [f"data.sources.{name}.share={share}" for name, share in
               (("slices", 0.99), ("phantoms", 0.01), ("more", 0))]  # fmt: skip
     with pytest.raises(DataError, match=r"phantoms.share=0.01 of an epoch of 6 slices is none: raise it"):
@@ -243,7 +243,7 @@ def test_a_plan_needs_no_folder() -> None:
 
 def test_an_own_source_is_found_and_trusted_by_its_key(folders: list[str], tmp_path: Path) -> None:
     own = "+data.sources.mine={share: 0, name: custom, _target_: nowhere.Slices, year: 2016}"
-    with pytest.raises(PluginError, match=r"data.sources.mine._target_=nowhere.Slices: there is no module"):
+    with pytest.raises(PluginError, match=r"data.sources.mine._target_=nowhere.Slices, but there is no module"):
         mixed(folders, own)
     data = mixed(folders, own.replace("nowhere.Slices", "collections.Counter")).config
     changed = AsTrained(_target_=None, simulation_factor=None, disc=None)
@@ -262,7 +262,7 @@ def test_an_evaluation_of_its_folder_keeps_its_split(folders: list[str], tmp_pat
         assert (data.split, data.simulation_factor, data.image_size) == (split, 2, 32)
 
 
-def test_weights_files_tell_of_no_folder_or_patient(folders: list[str], tmp_path: Path) -> None:
+def test_weights_files_name_no_folder_or_patient(folders: list[str], tmp_path: Path) -> None:
     secret = ["data.sources.more.root=/home/secret", "data.sources.slices.root=/secret", "+data.sources.mine="
               "{share: 0, name: custom, _target_: collections.Counter, root: /secret}",
               "data.sources.slices.split=explicit", "data.sources.slices.val_patients=[secret]"]  # fmt: skip

@@ -22,7 +22,7 @@ def names(paths: list[str], **options: Any) -> list[str]:
     return patients_of(infos_of(*paths), **({"patient_from": "tag", "root_name": "root"} | options))
 
 
-def test_empty_tags_are_told_by_folder() -> None:
+def test_patients_without_a_tag_are_split_by_folder() -> None:
     assert names(["a/x", "b/c/y"]) == ["a", "b"]
     assert names(["all/a/s1/x", "all/b/s1/y", "all/b/s2/y"]) == ["a", "b", "b"]
     assert names(["full_3mm/L067/x.IMA", "full_1mm/L067/y.IMA"]) == ["L067", "L067"]

@@ -59,7 +59,7 @@ def root(written: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("mode", [1, 2])
 @pytest.mark.parametrize(("part", "index"), [("train", 0), ("train", 1), ("test", 0)])
 def test_sinograms_are_line_integrals_of_the_references(written: Path, part: str, index: int, mode: int) -> None:
-    """On both sides of the slice since which the detector stood elsewhere, and with the reference's pixel mended."""
+    """Before and after the shift of the detector, and with the shifted pixel of the reference corrected."""
     sample = module(written, f"data.mode={mode}").dataset(part)[index]
     projector = FanBeamProjector(build_geometry(config(written)))
     y = sample["sinogram"]

@@ -1,4 +1,4 @@
-"""DICOM files made on the spot, as the tests of data have them."""
+"""DICOM files that the tests write themselves, as in the tests of data."""
 
 from ..data.conftest import body_hu, make_ct
 

@@ -1,4 +1,4 @@
-"""Files that strangers damaged: each is read right or skipped with a reason, and nothing else happens."""
+"""Damaged files: each is read correctly or skipped with a reason, and nothing else happens."""
 
 import random
 import warnings
@@ -170,7 +170,7 @@ def png_of(width: int, height: int) -> bytes:
 
 
 def test_no_damaged_npy_or_png_ends_a_run(body_hu: Any, tmp_path: Path) -> None:
-    """240 damages, seeded; of the .npy in the header, as nothing tells of other pixels."""
+    """240 damages, seeded. In a .npy only the header is damaged, because nothing shows that pixels have changed."""
     np.save(tmp_path / "good.npy", body_hu(16, 16))
     Image.fromarray((body_hu(16, 16) + 32768).astype(np.uint16)).save(tmp_path / "good.png")
     rng, folder = random.Random(0), tmp_path / "folder"

@@ -123,7 +123,7 @@ def test_rays_of_another_detector_are_found(trained: dict[str, Any], measured: d
 @pytest.mark.parametrize(("trained", "measured"), [(FLAT, PARALLEL), (PARALLEL, CURVED)])
 def test_a_fan_is_no_parallel_beam(trained: dict[str, Any], measured: dict[str, Any]) -> None:
     geometry, other = scanner(**trained), scanner(**measured)
-    with pytest.raises(DataError, match=f"with beam {other.beam}, the run was trained for {geometry.beam}"):
+    with pytest.raises(DataError, match=f"with beam {other.beam}, but the run was trained for {geometry.beam}"):
         fit_scan(scan_of(other), layout_of(other), geometry, "a scan")
 
 

@@ -1,4 +1,4 @@
-"""Batches, memory and precision of a reconstruction; what goes in and out is in tests/test_commands.py."""
+"""Batches, memory and precision of a reconstruction. Its inputs and outputs are tested in tests/test_commands.py."""
 
 import os
 import re
@@ -314,7 +314,7 @@ def test_a_slice_that_does_not_fit_is_one_line(tiny_module: Build, tmp_path: Pat
     assert len(done.stdout.splitlines()) == 1
 
 
-def test_a_dead_network_is_told_of(tiny_module: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dead_network_gives_a_warning(tiny_module: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One whose images are all air; the files are written all the same."""
     module = tiny_module()
     for detail in module.network.details:
@@ -329,9 +329,9 @@ def test_pipes_are_not_opened(tiny_module: Build, tmp_path: Path) -> None:
     for name in ("a.npy", "b.mat"):
         os.mkfifo(tmp_path / name)
         assert not holds_sinograms(tmp_path, module.config, settings())
-        with pytest.raises(DataError, match=r"holds no \.npy file"):
+        with pytest.raises(DataError, match=r"has no \.npy file"):
             measured_scans(tmp_path / name, module, settings())
-    with pytest.raises(DataError, match=r"holds no \.npy file"):
+    with pytest.raises(DataError, match=r"has no \.npy file"):
         measured_scans(tmp_path, module, settings())
 
 
@@ -342,7 +342,7 @@ def test_a_sinogram_of_too_many_views_is_refused(tiny_module: Build, tmp_path: P
         next(scans)
 
 
-def test_odd_names_are_told_as_they_are(tiny_module: Build, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_odd_names_are_printed_unchanged(tiny_module: Build, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     series(tmp_path / "good.npy", 1)
     for name in (b"a[", b"[red]x.txt", b"caf\xe9.txt"):
         (tmp_path / os.fsdecode(name)).mkdir() if name == b"a[" else (tmp_path / os.fsdecode(name)).write_text("x")

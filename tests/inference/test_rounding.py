@@ -1,4 +1,4 @@
-"""What the rounding of a GPU's matrix units does to the shipped network's images, emulated on the CPU."""
+"""The effect of the rounding of a GPU's matrix units on images of the shipped network, emulated on the CPU."""
 
 from collections.abc import Callable
 from typing import Any

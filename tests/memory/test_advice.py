@@ -35,7 +35,7 @@ def planner() -> Planner:
     return Planner(config_of())
 
 
-def test_a_refused_allocation_is_told_from_other_errors() -> None:
+def test_a_refused_allocation_is_distinguished_from_other_errors() -> None:
     with pytest.raises(RuntimeError) as refused:
         torch.empty(2**60)
     assert is_out_of_memory(refused.value)
@@ -127,7 +127,7 @@ def test_the_smallest_are_advised_where_nothing_fits(planner: Planner, monkeypat
     assert f"no simple change fits, the closest are {smallest} (" in line
 
 
-def test_a_failure_with_enough_memory_by_the_plan_is_not_told_as_too_little(planner: Planner) -> None:
+def test_a_failure_with_enough_memory_by_the_plan_is_explained(planner: Planner) -> None:
     assert "gaps between tensors, validation or other programs took the rest" in advice(planner, config_of(), 1000.0)
 
 

@@ -90,7 +90,7 @@ def test_the_tracker_counts_what_tensors_take() -> None:
     assert sum(end.values()) == 5 * MIB
 
 
-def test_gradients_are_told_from_activations_and_counted_once() -> None:
+def test_gradients_are_no_activations_and_count_once() -> None:
     layer = nn.Linear(256, 1024, bias=False)
     tracker = PeakTracker()
     tracker.track(layer)

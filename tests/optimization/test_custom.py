@@ -1,4 +1,4 @@
-"""A loss, an optimizer and a schedule of one's own, and what is said of those that do not fit."""
+"""A loss, an optimizer and a schedule of the user's own, and messages about those that do not fit."""
 
 import types
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""One rank of `test_parity`: train each of some configs by its strategy, and write down what must be the same."""
+"""One rank of `test_parity`: train each of some configs by its strategy, and write the values that must be equal."""
 
 import json
 import sys

@@ -72,7 +72,7 @@ def test_a_gpu_that_torch_cannot_use_is_never_silently_left_out(
     assert line.startswith(f"trainer.accelerator={accelerator}, but torch ")
     assert said in line
     assert fix in line
-    assert line.endswith("; or use trainer.accelerator=cpu")
+    assert line.endswith(", or use trainer.accelerator=cpu")
     assert resolve_devices(tiny_config("trainer.accelerator=cpu")).trainer.accelerator == "cpu"
 
 
@@ -90,7 +90,7 @@ def test_auto_is_the_cpu_where_no_gpu_is_or_all_are_hidden(machine: Path, monkey
 
 def test_a_driver_that_does_not_answer_is_no_reason_for_the_cpu(machine: Path) -> None:
     fake_nvidia_smi(machine, "NVIDIA-SMI has failed because it couldn't communicate", code=9)
-    with pytest.raises(ConfigError, match=r"communicate.*: repair or update the driver; or use accelerator=cpu"):
+    with pytest.raises(ConfigError, match=r"communicate.*: repair or update the driver, or use accelerator=cpu"):
         choose_device("auto")
 
 

@@ -1,4 +1,4 @@
-"""Every strategy against one process: gradients, weights, scaler decisions, and checkpoints under one another.
+"""Compare every strategy with one process: gradients, weights, scaler decisions, and checkpoints of each other.
 
 All in two groups of processes, since starting one takes longer than its training.
 """
@@ -226,7 +226,7 @@ def test_four_devices_are_as_one(recorded: dict[str, list[dict[str, Any]]], name
         for writer, reader in product(["one", *STRATEGIES], repeat=2)
     ],
 )
-def test_a_checkpoint_goes_on_under_every_strategy(
+def test_a_checkpoint_resumes_under_every_strategy(
     recorded: dict[str, list[dict[str, Any]]], writer: str, reader: str
 ) -> None:
     (expected,) = recorded["uninterrupted"]

@@ -1,4 +1,4 @@
-"""The launcher, with ranks that only do what a test asks for."""
+"""The launcher, with ranks that run a line of code from the test."""
 
 import os
 import signal
@@ -52,7 +52,7 @@ def test_ranks_know_their_place_and_nothing_is_left_behind(tmp_path: Path, monke
     [
         ("if here == 2: os.kill(os.getpid(), signal.SIGKILL)", "rank 2 was killed by SIGKILL; the other ranks were"),
         ("if here == 1: os._exit(3)", "rank 1 ended with exit code 3; the other ranks were stopped"),
-        ("if here == 1: raise ValueError('slice 7 is bad: mend it')", "rank 1: slice 7 is bad: mend it"),
+        ("if here == 1: raise ValueError('slice 7 is bad: fix it')", "rank 1: slice 7 is bad: fix it"),
     ],
 )
 def test_the_rank_that_fails_is_named(tmp_path: Path, body: str, line: str) -> None:
@@ -88,11 +88,11 @@ def test_a_bug_comes_with_its_traceback(tmp_path: Path) -> None:
     assert "here / 0" in note
 
 
-def test_what_a_user_can_mend_keeps_its_traceback_for_who_asks(tmp_path: Path) -> None:
-    error = failure(tmp_path, "raise ValueError('bad: mend it')")
+def test_a_user_error_still_has_its_traceback_on_request(tmp_path: Path) -> None:
+    error = failure(tmp_path, "raise ValueError('bad: fix it')")
     assert not hasattr(error, "__notes__")
     assert isinstance(error.__cause__, RankTraceback)
-    assert "raise ValueError('bad: mend it')" in str(error.__cause__)
+    assert "raise ValueError('bad: fix it')" in str(error.__cause__)
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR2])

@@ -21,7 +21,7 @@ def test_a_signal_waits_until_training_asks_and_its_echo_is_none(number: signal.
     ("number", "code"),
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 143), (signal.SIGUSR2, 143)],
 )
-def test_the_exit_code_tells_which(number: signal.Signals, code: int) -> None:
+def test_the_exit_code_names_the_signal(number: signal.Signals, code: int) -> None:
     with pytest.raises(Stopped) as stop, stop_signals():
         signal.raise_signal(number)
     assert stop.value.code == code

@@ -320,7 +320,7 @@ def test_dragging_zooms_all_images_into_a_region(viewer: Viewer, page: Path) -> 
     drag.move_by_offset(round(4 * pixel), 5).move_by_offset(round(4 * pixel), 5).release().perform()
     viewer.shows("FBP", greys(FBP, 40, 400)[4:12, 4:12])
     viewer.shows("QN-Mixer", error_colours(ITERATES[2], TRUTH)[4:12, 4:12], ".error")
-    viewer.shows("truth", greys(TRUTH, 40, 400), ".map")  # tells where the region is
+    viewer.shows("truth", greys(TRUTH, 40, 400), ".map")  # shows the position of the region
     rmse = float((FBP - TRUTH)[4:12, 4:12].square().mean().sqrt())
     assert viewer.texts("figure .shown")[1] == f"RMSE {rmse:.1f} HU"
     ActionChains(viewer.browser, 50).move_to_element(frame).click_and_hold().move_by_offset(
@@ -334,7 +334,7 @@ def test_dragging_zooms_all_images_into_a_region(viewer: Viewer, page: Path) -> 
     assert not viewer["zoom-in"].is_enabled()
 
 
-def test_what_is_not_finite_or_beyond_int16_is_told_apart(viewer: Viewer, tmp_path: Path) -> None:
+def test_values_not_finite_or_beyond_int16_are_distinguished(viewer: Viewer, tmp_path: Path) -> None:
     truth = torch.zeros(H, H)
     odd = truth.clone()
     odd[0, :5] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e6, -1e6])
@@ -482,8 +482,8 @@ def test_an_iterate_that_is_worse_than_fbp_is_explained(viewer: Viewer, sorted_p
     viewer.open(sorted_page, "#slice=2&iterate=1")
     viewer.becomes(
         lambda: viewer["hint"].text,
-        "x₁ of QN-Mixer is worse than FBP (RMSE 30.0 and 10.0 HU): training scores x₃ alone, and the iterates before "
-        "it are steps on the way.",
+        "x₁ of QN-Mixer is worse than FBP (RMSE 30.0 and 10.0 HU): the loss of training uses x₃ only, and earlier "
+        "iterates are intermediate steps.",
     )
     for t in (0, 2, 3):
         viewer.open(sorted_page, f"#slice=2&iterate={t}")
@@ -495,7 +495,7 @@ def test_a_slice_that_was_made_smaller_says_so(viewer: Viewer, sorted_page: Path
     """And gives no RMSE, which would be of the smaller one."""
     viewer.open(sorted_page, "#slice=1")
     viewer.shows("truth", greys(OTHER, -150, 1700))
-    assert "64 × 64 pixels and is kept here at 16 × 16" in viewer["hint"].text
+    assert "64 × 64 pixels and is stored here at 16 × 16" in viewer["hint"].text
     assert viewer.texts("figure .shown") == ["", "", ""]
 
 
@@ -575,7 +575,7 @@ def test_an_image_that_comes_twice_is_stored_once(tmp_path: Path) -> None:
 def test_images_that_do_not_fit_together_are_refused(
     tmp_path: Path, truth: Tensor | None, images: list[Tensor]
 ) -> None:
-    with pytest.raises(DataError, match=r"slice first: LEARN has images of shape \[.*give each"):
+    with pytest.raises(DataError, match=r"slice first of the page: LEARN has images of shape \[.*give each"):
         write_page(tmp_path / "page.html", "t", [], [PageSlice("first", truth, [PageMethod("LEARN", images)])], {})
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""What figures show, and which slices are drawn at each validation."""
+"""The content of figures, and the slices that are drawn at each validation."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

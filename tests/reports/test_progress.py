@@ -1,4 +1,4 @@
-"""Progress in a log, and the bar on a terminal, by a terminal that is one."""
+"""Progress in a log, and the bar on a real terminal."""
 
 import io
 import re
@@ -16,7 +16,7 @@ from ..terminal import in_terminal
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """clock(seconds): go on by so many."""
+    """clock(seconds): move the clock forward."""
     now = [0.0]
 
     def go_on(seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Which jobs run beside which, on what devices. A program of a moment stands for the training."""
+"""Which jobs run at the same time, and on which devices. A short program replaces the training."""
 
 import json
 import os
@@ -66,7 +66,7 @@ def test_every_job_has_gpus_of_its_own(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("program")
-def test_jobs_on_a_cpu_follow_each_other_unless_told_otherwise(tmp_path: Path) -> None:
+def test_jobs_on_a_cpu_run_one_at_a_time_by_default(tmp_path: Path) -> None:
     jobs = [job(tmp_path, n, "trainer.accelerator=cpu", f"seed={n}") for n in range(2)]
     run_jobs(jobs, at_once=None, check=parse)
     assert not overlap(*jobs)
@@ -79,7 +79,7 @@ def test_jobs_on_a_cpu_follow_each_other_unless_told_otherwise(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("program")
-def test_what_is_done_is_not_done_again_and_what_was_begun_goes_on(
+def test_finished_jobs_are_skipped_and_unfinished_ones_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cpu = "trainer.accelerator=cpu"
@@ -90,17 +90,17 @@ def test_what_is_done_is_not_done_again_and_what_was_begun_goes_on(
         (it.folder / "results.json").write_text(json.dumps(record))
     assert run_jobs(jobs, at_once=None, check=parse) == [20.0, 30.0, 30.0]
     assert "job 0: already done with another version of the code, val/psnr 20 in 7 s" in capsys.readouterr().out
-    assert read_results(jobs[1].folder)["where"] == f"hydra.run.dir={jobs[1].folder}"  # where the command goes on
+    assert read_results(jobs[1].folder)["where"] == f"hydra.run.dir={jobs[1].folder}"  # the resumed folder
 
 
 def test_a_folder_of_another_job_is_not_written_into(tmp_path: Path) -> None:
     (tmp_path / "0").mkdir()
     amend(tmp_path / "0", ["seed=1"], status="done", error=None)
-    with pytest.raises(ConfigError, match=r"0 holds another job \(seed=1\): choose another hydra.sweep.dir"):
+    with pytest.raises(ConfigError, match=r"0 has another job \(seed=1\): choose another hydra.sweep.dir"):
         run_jobs([job(tmp_path, 0, "seed=2")], at_once=None, check=parse)
 
 
-def test_a_job_that_could_not_say_how_it_ended_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_without_a_record_is_recorded_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "program"
     monkeypatch.setattr(sys, "executable", str(program))
     for number, (body, error) in enumerate(

@@ -63,7 +63,7 @@ def test_what_a_search_draws_varies(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     search = ["hydra/sweeper=search", "optimizer.lr=interval(1e-4,1e-2)", "model.channels=16,32"]
     folder, varying = described(*search)
     assert varying == ["optimizer.lr", "model.channels"]
-    assert described(*search, "hydra.sweeper.n_trials=40")[0] == folder  # it only goes on for longer
+    assert described(*search, "hydra.sweeper.n_trials=40")[0] == folder  # the same search, only longer
     assert described(*search[:1], "+hydra.sweeper.params.seed='range(0,3)'")[1] == ["seed"]
     with pytest.raises(ConfigError, match=r"set hydra\.sweeper\.direction=minimize"):
         described(*search, "monitor=val/loss")
@@ -105,7 +105,7 @@ def begun(folder: Path, *overrides: str) -> None:
 
 
 def test_a_job_runs_where_it_did_before(tmp_path: Path) -> None:
-    """So that a search, whose draws depend on outcomes, may draw other jobs once a failure is mended."""
+    """A search draws by outcomes, so it may draw other jobs after a failure is fixed."""
     sweep_folder = tmp_path / "sweep"
     begun(sweep_folder)
     jobs = [(["lr=1"], "0"), (["lr=2"], "1"), (["lr=2"], "2")]  # two may well be the same
@@ -124,7 +124,7 @@ def test_a_job_runs_where_it_did_before(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_jobs_that_never_began_are_told_and_others_left_out(tmp_path: Path) -> None:
+def test_jobs_that_never_started_are_listed_and_others_left_out(tmp_path: Path) -> None:
     write_jobs(tmp_path)
     rows = rows_of(tmp_path, {"1": ["strategy=ddp"], "3": ["strategy=fsdp"]}, ["strategy"])
     told = [(row.name, row.values["strategy"], row.status) for row in rows]
@@ -137,7 +137,7 @@ def test_jobs_are_called_by_what_differs() -> None:
     assert name_of_job(info, overrides) == "strategy=ddp, optimizer.lr=0.001252"  # type: ignore[arg-type]  # a TypedDict
 
 
-def test_the_table_tells_how_each_job_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_says_how_each_job_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_jobs(tmp_path)
     write_report(tmp_path, rows_of(tmp_path, None, ["strategy", "optimizer.lr"]))
     printed = capsys.readouterr().out
@@ -187,19 +187,19 @@ def test_who_failed_is_named_whatever_the_sweeper_raises(tmp_path: Path) -> None
         (["strategy=ddp,fsdp", "strategy.static_grap=true,false"], "static_grap"),
     ],
 )
-def test_a_misspelt_value_is_told_before_there_is_a_job(overrides: list[str], message: str) -> None:
+def test_a_misspelt_value_is_refused_before_the_first_job(overrides: list[str], message: str) -> None:
     with pytest.raises(Exception, match=message):
         compose_sweep("train", overrides)
 
 
 def test_a_sweep_does_not_begin_in_a_folder_of_other_files(tmp_path: Path) -> None:
     (tmp_path / "sweep.csv").write_text("mine")
-    with pytest.raises(ConfigError, match=r"holds sweep.csv already: give a new folder"):
+    with pytest.raises(ConfigError, match=r"contains sweep.csv already: give a new folder"):
         described("seed=1,2", f"hydra.sweep.dir={tmp_path}")
 
 
 @pytest.mark.parametrize("text", ['{"overrides": [', "[1, 2]", '{"overrides": []}'])
-def test_a_damaged_record_is_told(tmp_path: Path, text: str) -> None:
+def test_a_damaged_record_is_reported(tmp_path: Path, text: str) -> None:
     (tmp_path / "sweep.json").write_text(text)
     with pytest.raises(DataError, match=r"sweep\.json is damaged"):
         read_sweep(tmp_path)

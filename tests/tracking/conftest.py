@@ -1,4 +1,4 @@
-"""A stand-in for W&B's server, as much of it as a run needs."""
+"""A stand-in for W&B's server, with the parts that a run needs."""
 
 import gzip
 import json

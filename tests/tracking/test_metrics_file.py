@@ -1,4 +1,4 @@
-"""metrics.csv: what it holds after a kill, after going on, and while columns come to it."""
+"""metrics.csv: its rows after a kill, after a resume, and when columns are added."""
 
 import multiprocessing
 import time
@@ -42,7 +42,7 @@ def test_columns_are_added_as_they_come_and_rows_keep_theirs(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
 
 
-def test_going_on_keeps_the_rows_until_the_checkpoint(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_the_rows_up_to_its_checkpoint(tmp_path: Path) -> None:
     logged(tmp_path, 1, 2, 3, 4, 5)
     going_on = MetricsFile(tmp_path, resumed_at=3)
     assert going_on.last_step() == 5

@@ -103,7 +103,7 @@ def test_commit_of_a_clean_tree(checkout: Path) -> None:
 @pytest.mark.parametrize(
     "path", ["src/qnmixer/train.py", "src/qnmixer/new.py", "src/hydra_plugins/a.py", "conf/a.yaml"]
 )
-def test_changes_anywhere_in_the_code_are_told_apart(checkout: Path, path: str) -> None:
+def test_changes_anywhere_in_the_code_are_distinguished(checkout: Path, path: str) -> None:
     found = []
     (checkout / path).parent.mkdir(exist_ok=True)
     (checkout / "conf").mkdir(exist_ok=True)
@@ -175,7 +175,7 @@ def test_no_changes_outside_a_checkout_and_without_git(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("text", ['{"status": "do', "[1, 2]", "", "\x80"])
-def test_a_damaged_record_is_told(tmp_path: Path, text: str) -> None:
+def test_a_damaged_record_is_reported(tmp_path: Path, text: str) -> None:
     (tmp_path / "results.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(DataError, match=r"results\.json is damaged"):
         read_results(tmp_path)

@@ -43,7 +43,7 @@ def test_without_resume_nothing_changes() -> None:
         assert resume_overrides(overrides) == overrides
 
 
-def test_a_run_goes_on_where_it_is_with_its_own_overrides(make: Make) -> None:
+def test_a_run_resumes_in_its_folder_with_its_own_overrides(make: Make) -> None:
     make("a", "seed=1", "trainer.max_steps=9")
     for path in ("runs/a", "runs/a/checkpoints/last.ckpt"):
         assert resume_overrides([f"resume={path}", "trainer.max_steps=20", "memory=recompute"]) == [
@@ -52,7 +52,7 @@ def test_a_run_goes_on_where_it_is_with_its_own_overrides(make: Make) -> None:
 
 
 def test_shipped_weights_are_no_run_to_go_on_with_but_a_folder_of_their_name_is(make: Make) -> None:
-    with pytest.raises(CheckpointError, match=r"resume=pretrained: .* finetune=pretrained"):
+    with pytest.raises(CheckpointError, match=r"resume=pretrained names weights.* finetune=pretrained"):
         resume_overrides(["resume=pretrained"])
     make("a", "seed=1").rename("pretrained")
     assert resume_overrides(["resume=./pretrained"]) == ["seed=1", "resume=pretrained", "hydra.run.dir=pretrained"]
@@ -85,7 +85,7 @@ def test_elsewhere_it_is_a_new_run_that_begins_there(make: Make, how: list[str])
     assert resume_overrides(how) == ["seed=1", *how[1:], how[0]]
 
 
-def test_what_it_was_finetuned_from_is_not_read_again_but_still_told(make: Make) -> None:
+def test_finetune_is_not_read_again_but_still_recorded(make: Make) -> None:
     folder = make("a", "finetune=runs/base", "seed=1")
     now = resume_overrides(["resume=runs/a"])
     assert now == ["finetune=null", "seed=1", "resume=runs/a", "hydra.run.dir=runs/a"]
@@ -103,7 +103,7 @@ def test_one_that_was_killed_before_it_had_results_is_known_by_its_config(make: 
     assert resume_overrides(["resume=latest"]) == ["seed=1", "hydra.run.dir=runs/a"]
 
 
-def test_the_same_command_goes_on_with_what_its_folder_holds(make: Make, tmp_path: Path) -> None:
+def test_the_same_command_resumes_the_run_in_its_folder(make: Make, tmp_path: Path) -> None:
     """As resume= does; also by another name of the folder, and with the same overrides in another order."""
     make("a", "finetune=runs/base", "seed=1", status="running")
     for folder in ("runs/a", "'runs/a'", "runs/../runs/a", str(tmp_path / "runs" / "a")):
@@ -126,16 +126,16 @@ def test_another_run_is_not_begun_where_one_is(make: Make) -> None:
     for overrides, message in (
         (
             ["seed=2", "hydra.run.dir=runs/a"],
-            "runs/a holds a run with seed=1, not seed=2: resume it with resume=runs/a",
+            "runs/a has a run with seed=1, not seed=2: resume it with resume=runs/a",
         ),
-        (["seed=1", "hydra.run.dir=runs/a"], "runs/a holds a run with model=qn_mixer, not without: "),
-        (["seed=1", "model=qn_mixer", "loss=l1", "hydra.run.dir=runs/a"], "runs/a holds a run without loss=l1: "),
+        (["seed=1", "hydra.run.dir=runs/a"], "runs/a has a run with model=qn_mixer, not without: "),
+        (["seed=1", "model=qn_mixer", "loss=l1", "hydra.run.dir=runs/a"], "runs/a has a run without loss=l1: "),
         (
             ["seed=1", "hydra.run.dir=runs/done"],
             "that is done (9 steps): resume it with resume=runs/done trainer.max_steps=…, or",
         ),
-        (["seed=2", "hydra.run.dir=runs/kept"], "runs/kept holds a run with seed=1, not seed=2: "),
-        (["resume=runs/a", "hydra.run.dir=runs/done"], "runs/done holds a run without model=qn_mixer: "),
+        (["seed=2", "hydra.run.dir=runs/kept"], "runs/kept has a run with seed=1, not seed=2: "),
+        (["resume=runs/a", "hydra.run.dir=runs/done"], "runs/done has a run without model=qn_mixer: "),
     ):
         with pytest.raises(ConfigError) as error:
             resume_overrides(overrides)
@@ -150,7 +150,7 @@ def test_where_nothing_was_kept_any_run_may_begin(make: Make, status: str) -> No
         assert resume_overrides([seed, "hydra.run.dir=runs/a"]) == [seed, "hydra.run.dir=runs/a"]
 
 
-def test_a_branch_goes_on_as_such_and_is_told_as_such(make: Make) -> None:
+def test_a_branch_resumes_and_is_recorded_as_a_branch(make: Make) -> None:
     """The command of a run that begins at another one's checkpoint, given twice."""
     make("a", "seed=1")
     command = ["resume=runs/a", "hydra.run.dir=runs/b"]
@@ -176,7 +176,7 @@ def test_ranks_decide_alike_when_the_first_has_gone_ahead(make: Make, tmp_path: 
         assert resume_overrides(command) == first
 
 
-def test_where_a_run_goes_on(make: Make) -> None:
+def test_the_folder_in_which_a_run_resumes(make: Make) -> None:
     folder = make("a")
     for path in ("runs/a", "runs/a/checkpoints/last.ckpt", str(folder.absolute())):
         assert resumes_in_place(folder, path)
@@ -200,7 +200,7 @@ def test_what_a_killed_process_was_writing_is_removed(make: Make) -> None:
 def test_no_run_begins_in_a_folder_of_other_files(make: Make, tmp_path: Path, name: str) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / name).write_text('{"mine": 1}')
-    with pytest.raises(ConfigError, match=f"hydra.run.dir=mine holds {name} already: give a new folder"):
+    with pytest.raises(ConfigError, match=f"hydra.run.dir=mine contains {name} already: give a new folder"):
         resume_overrides(["seed=1", "hydra.run.dir=mine"])
 
 
@@ -215,7 +215,7 @@ def test_latest_is_the_one_in_which_something_happened_last(make: Make, tmp_path
     assert latest() == Path("runs/begun-earlier")
 
 
-def test_what_is_done_is_not_gone_on_with_unless_for_longer(make: Make) -> None:
+def test_a_finished_run_resumes_only_for_longer(make: Make) -> None:
     make("a", age=10)
     make("b", status="done", steps=9)
     with pytest.raises(CheckpointError) as error:
@@ -235,18 +235,18 @@ def test_a_new_length_takes_the_place_of_the_old_one(make: Make) -> None:
 
 
 @pytest.mark.parametrize(("path", "words"), [("latest", "finds no run under"), ("runs/a", "no run folder at")])
-def test_what_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, words: str) -> None:
+def test_a_missing_run_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, words: str) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=words):
         resume_overrides([f"resume={path}"])
 
 
-def test_an_empty_resume_is_told() -> None:
+def test_an_empty_resume_is_refused() -> None:
     with pytest.raises(ConfigError, match="resume= names no run: give resume=latest"):
         resume_overrides(["resume="])
 
 
-def test_only_one_process_trains_in_a_folder_and_a_killed_one_lets_go(make: Make, tmp_path: Path) -> None:
+def test_one_process_holds_the_run_lock_and_a_killed_one_releases_it(make: Make, tmp_path: Path) -> None:
     """Also where it has forked a child, as data workers are, that outlives it."""
     folder = make("a")
     code = """
@@ -308,7 +308,7 @@ def test_configs_of_the_users_own_are_found_again(own_configs: Path) -> None:
 def test_what_they_name_is_not_run_on_a_runs_own_word(own_configs: Path, branch: list[str]) -> None:
     with pytest.raises(PluginError, match=r"^a config of runs/a names loss._target_=evil.loss, .* add trust=evil$"):
         resume_overrides(["resume=runs/a", *branch])
-    with pytest.raises(ConfigError, match=r"holds a run with hydra.searchpath=\S+, not without"):
+    with pytest.raises(ConfigError, match=r"has a run with hydra.searchpath=\S+, not without"):
         resume_overrides(["loss=mine", "hydra.run.dir=runs/a"])
 
 

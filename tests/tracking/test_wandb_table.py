@@ -74,7 +74,7 @@ def test_the_names_of_the_manual_are_logged(runs: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_the_config_the_tags_and_the_name_tell_runs_apart(runs: dict[str, Any]) -> None:
+def test_config_tags_and_name_distinguish_runs(runs: dict[str, Any]) -> None:
     assert {method: run.config["method"] for method, run in runs.items()} == {method: method for method in METHODS}
     assert [run.tags for run in runs.values()] == [
         ["tried", "demo", model, "phantoms", "single"] for model in ("qn_mixer", "fbpconvnet", "tv")

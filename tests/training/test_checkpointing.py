@@ -77,7 +77,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
         ("val", 7, signal.SIGTERM, 7, []),  # after training
     ],
 )
-def test_a_run_that_is_stopped_goes_on_as_if_nothing_had_been(
+def test_a_stopped_run_resumes_as_if_it_had_not_stopped(
     tiny_config: TinyConfig,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""What a run says and does around training."""
+"""The output and the files of a run before and after training."""
 
 import sqlite3
 import sys

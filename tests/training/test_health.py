@@ -1,4 +1,4 @@
-"""Networks that die, planted, and what is told of them; healthy ones, of which nothing is."""
+"""Warnings about networks that die, which the tests plant, and no warning about healthy ones."""
 
 import json
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def run(config: Config, folder: Path, monkeypatch: pytest.MonkeyPatch, fault: st
         ("worse", {"worse_than_fbp"}),
     ],
 )
-def test_a_network_that_dies_is_told_within_fifty_steps(
+def test_a_network_that_dies_is_reported_within_fifty_steps(
     tiny_config: Callable[..., Config],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -83,7 +83,7 @@ def test_a_network_that_dies_is_told_within_fifty_steps(
     assert {f"health/{name}" for name in names} <= told
 
 
-def test_validations_that_stand_still_are_told(
+def test_validations_that_stand_still_are_reported(
     tiny_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_config("trainer.max_steps=4", "optimizer.lr=1e-12", "test_after_training=false")
@@ -107,6 +107,6 @@ def test_a_batch_that_only_fills_a_step_is_left_out(tiny_config: Callable[..., C
     assert json.loads((tmp_path / "results.json").read_text())["status"] == "done"
 
 
-def test_a_healthy_run_is_told_nothing(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
+def test_a_healthy_run_has_no_warning(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
     fit(tiny_config(*LONG), Run(tmp_path))
     assert "warnings" not in json.loads((tmp_path / "results.json").read_text())

@@ -78,7 +78,7 @@ def train(
         ("trainer.accumulate_grad_batches=3 trainer.val_every_n_steps=3", (3, 6)),
     ],
 )
-def test_goes_on_as_if_nothing_had_been(
+def test_a_resumed_run_equals_an_undisturbed_one(
     tiny_config: Callable[..., Config], tmp_path: Path, how: str, places: tuple[int, ...]
 ) -> None:
     """In the middle of an epoch, at its end, just after a validation: same samples, same weights to the last bit."""
@@ -134,7 +134,7 @@ def test_another_way_to_the_same_batch(tiny_config: Callable[..., Config], tmp_p
         (["geometry.n_views=9"], ["geometry.n_views=8, not 9"]),
     ],
 )
-def test_what_cannot_go_on_is_told(
+def test_a_run_that_cannot_resume_is_refused(
     tiny_config: Callable[..., Config], tmp_path: Path, overrides: list[str], words: list[str]
 ) -> None:
     train(tiny_config(*RUN, "trainer.max_steps=1"), tmp_path, save_at=(1,))

@@ -1,4 +1,4 @@
-"""The axes of all metrics: optimizer steps and samples, in every row, and how fast they go by."""
+"""The axes of all metrics: optimizer steps and samples, in every row, and their speed."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a run says of itself while it trains: lines in a log, a bar on a terminal."""
+"""The output of a run while it trains: lines in a log, a bar on a terminal."""
 
 import re
 import sys
@@ -132,7 +132,7 @@ def test_a_network_that_does_not_learn_has_no_steps(tmp_path: Path, capsys: pyte
     assert re.fullmatch(r"val PSNR \d+\.\d\d dB · SSIM \d+\.\d\d", line)
 
 
-def test_a_resumed_run_goes_on_counting(lines: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_a_resumed_run_continues_the_count(lines: Callable[..., list[str]], tmp_path: Path) -> None:
     lines("trainer.max_steps=3", "trainer.val_every_n_steps=10")
     first, *found = lines("trainer.max_steps=5", "trainer.val_every_n_steps=10", resume=tmp_path / "0")
     assert first == "resumed at step 3 of 5"

@@ -1,4 +1,4 @@
-"""The mean of the weights: what it is, and that a run with it goes on as if it had not been stopped."""
+"""The mean of the weights: its values, and that a stopped run with it resumes as if it had not been stopped."""
 
 import signal
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def test_checkpoints_hold_the_mean_and_what_is_trained(tiny_config: TinyConfig, 
 
 
 @pytest.mark.parametrize(("stream", "step"), [("train", 2), ("val", 2)])
-def test_a_stopped_run_goes_on_with_both(
+def test_a_stopped_run_resumes_with_both(
     tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: str, step: int
 ) -> None:
     fit(tiny_config(*RUN), Run(tmp_path / "whole"))

@@ -14,9 +14,10 @@ from qnmixer.files import atomic_file, write_text
 
 
 def export_run(config: ExportConfig) -> None:
-    """Run `qnmixer.export`: write the best weights of a run, or those of a given checkpoint, with a model card.
+    """Run `qnmixer.export`: write weights of a run with a model card.
 
-    Raises CheckpointError for a run without weights, ConfigError if the output exists with other content.
+    These are the best weights, or those of a given checkpoint. Raises CheckpointError for a run without weights,
+    ConfigError if the output exists with other content.
     """
     path, output = find_checkpoint(Path(config.run)), Path(config.output).expanduser()
     if path.parent.name != "checkpoints":
@@ -49,7 +50,7 @@ def export_run(config: ExportConfig) -> None:
 
 
 def _check_free(output: Path, card: Path, content: bytes) -> None:
-    """Raise ConfigError if this would overwrite other weights or texts. The card of the same weights is renewed."""
+    """Raise ConfigError if this would overwrite other weights or texts. A card of the same weights is overwritten."""
     if output.exists():
         if not output.is_file() or output.read_bytes() != content:
             raise ConfigError(f"output={output} exists with other content: remove it, or give another name")

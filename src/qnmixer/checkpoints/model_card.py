@@ -1,6 +1,6 @@
 """The model card of a weights file: what it is, its training, its measured results, and its limits.
 
-Nothing in it is typed by hand. It comes from the checkpoint, results.json and the tables in the run folder.
+No figure in it is typed by hand. The figures come from the checkpoint, results.json and the tables in the run folder.
 """
 
 import json
@@ -34,12 +34,12 @@ class Exported:
 
     Attributes:
         file: the weights file.
-        size: its size in bytes.
-        n_parameters: of the network.
-        config: of the run.
+        size: size of the file in bytes.
+        n_parameters: parameters of the network.
+        config: config of the run.
         run: the run folder.
-        checkpoint: "best", "last" or the name of another.
-        weights: their digest.
+        checkpoint: name of the checkpoint, such as "best" or "last".
+        weights: digest of the weights.
         step: optimizer steps of the checkpoint.
         sources: a Markdown text about the slices: collections and licences.
     """
@@ -67,7 +67,7 @@ class Exported:
 
 @dataclass(kw_only=True)
 class Measured:
-    """One evaluation in a run folder: its name, its table, and its slices and noise according to results.json."""
+    """One evaluation in a run folder: its name and its table. results.json gives its slices and its noise."""
 
     folder: str
     text: str
@@ -79,14 +79,14 @@ def model_card(of: Exported) -> str:
     """The card as Markdown."""
     config, record = of.config, read_results(of.run)
     measured = [*_evaluations(of, record)]
-    but = ", but arguments of classes of the user's own are not" if own_arguments(config) else ""
+    but = ". Arguments of the user's own classes are not left out" if own_arguments(config) else ""
     size = f"{config.data.image_size} × {config.data.image_size} pixels"
     lines = [
         f"# {method_name(config)}, {size}, {config.geometry.n_views} views",
         "",
-        f"`{of.file.name}`: {of.n_parameters:,} parameters in float32, {of.megabytes}. It makes a CT slice of a "
-        f"sparse-view {'parallel' if config.geometry.beam == 'parallel' else 'fan'}-beam sinogram. Not a medical "
-        "device: nothing that it makes is for diagnosis.",
+        f"`{of.file.name}`: {of.n_parameters:,} parameters in float32, {of.megabytes}. It reconstructs a CT slice from "
+        f"a sparse-view {'parallel' if config.geometry.beam == 'parallel' else 'fan'}-beam sinogram. It is not a "
+        "medical device: do not use its images for diagnosis.",
         "",
         "## Network",
         "",
@@ -108,7 +108,7 @@ def model_card(of: Exported) -> str:
         "",
         *(f"- {line}" for line in _limits(config, measured)),
         "",
-        f"The whole configuration of the run is in the file's metadata, under `{CHECKPOINT_KEY}`; folders, patients "
+        f"The metadata of the file has the whole configuration of the run, under `{CHECKPOINT_KEY}`. Folders, patients "
         f"and accounts are left out{but}.",
     ]
     return "\n".join(lines) + "\n"
@@ -141,7 +141,7 @@ def _training(of: Exported, record: dict[str, Any]) -> Iterator[tuple[str, str]]
     config, trainer, batch = of.config, of.config.trainer, effective_batch(of.config)
     yield "slices", _slices(config)
     yield "sinograms", _sinograms(config)
-    yield "begun from", _begun_from(config, record)
+    yield "started from", _started_from(config, record)
     score = f", {record['best'][config.monitor]:.4g}" if of.checkpoint == "best" and "best" in record else ""
     chosen = {"best": f"the best of the run by {config.monitor}{score}", "last": "the last of the run"}
     total = record.get("steps", _UNKNOWN)
@@ -154,9 +154,9 @@ def _training(of: Exported, record: dict[str, Any]) -> Iterator[tuple[str, str]]
     yield "schedule", f"{_settings(config.schedule)}; fractions are of the whole run"
     yield "time", f"{duration(record['seconds'])}, the whole run" if "seconds" in record else _UNKNOWN
     yield "hardware", _hardware(config, record)
-    yield "begun at", str(record.get("started", _UNKNOWN))
+    yield "started at", str(record.get("started", _UNKNOWN))
     if "resumed" in record:
-        yield "gone on with", f"after steps {', '.join(str(one['step']) for one in record['resumed'])}"
+        yield "resumed", f"after steps {', '.join(str(one['step']) for one in record['resumed'])}"
     if record.get("status") != "done":
         yield "ended", str(record.get("status", _UNKNOWN))
     yield "commit", str(record.get("git_commit") or _UNKNOWN)
@@ -164,7 +164,7 @@ def _training(of: Exported, record: dict[str, Any]) -> Iterator[tuple[str, str]]
     yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items()) or _UNKNOWN
 
 
-def _begun_from(config: Config, record: dict[str, Any]) -> str:
+def _started_from(config: Config, record: dict[str, Any]) -> str:
     given = values_of(record.get("overrides", []))  # of the first start, also if the run was resumed later
     if config.finetune or given.get("finetune", "null") != "null":
         return "the weights of another run (finetune), whose training is not in this table"
@@ -179,7 +179,11 @@ def _slices(config: Config) -> str:
         epoch = f" of {data.n_train}" if isinstance(data, PhantomData) else ""
         return _of_source(data, epoch)
     sources = [replace(source, train_slices=None) for source in data.by_section().values()]
-    few = f"; of all together the same {data.train_slices} at most in every epoch" if data.train_slices else ""
+    few = (
+        f"; the same {data.train_slices} slices at most in every epoch, of all sources together"
+        if data.train_slices
+        else ""
+    )
     return (
         "; ".join(
             f"{100 * share:.4g} % {_of_source(source)}"
@@ -201,7 +205,7 @@ def _of_source(data: DataConfig, epoch: str = "") -> str:
         )
     split = f", split {data.split}" if isinstance(data, FolderData) else ""
     number = f"at most {data.train_slices}" if data.train_slices else _UNKNOWN
-    return f"slices from files, data={data.name}, {size}{split}{augmented}; how many: {number}"
+    return f"slices from files, data={data.name}, {size}{split}{augmented}; number of slices: {number}"
 
 
 def _sinograms(config: Config) -> str:
@@ -252,7 +256,7 @@ def _use(of: Exported) -> Iterator[str]:
     name = shlex.quote(of.name)
     words = " ".join([f"finetune={name}", *map(shlex.quote, _of_run(config)), "data=dicom data.root=/path/to/dicom"])
     groups = [group for group in ("model", "noise") if own_arguments(config, group)]
-    own = ", with +GROUP.KEY=VALUE for each argument of its own that is above" if groups else ""
+    own = " (add +GROUP.KEY=VALUE for each argument of its own classes, as listed above)" if groups else ""
     yield "```bash"
     run = shlex.join([f"run={of.name}", *trust_words(built_from(config).values())])
     yield f"python -m qnmixer.reconstruct {run} input=/path/to/dicom output=out"
@@ -261,16 +265,16 @@ def _use(of: Exported) -> Iterator[str]:
     yield "```"
     yield ""
     yield (
-        f"The first puts DICOM slices through it, with {config.geometry.n_views} simulated views; measured sinograms "
-        "are taken as .npy and .mat. The second measures it against FBP. The third goes on training it on your slices"
-        f"{own}."
+        f"The first command reconstructs DICOM slices from {config.geometry.n_views} simulated views. It also takes "
+        "measured sinograms, as .npy and .mat. The second compares the network with FBP. The third trains it further "
+        f"on your slices{own}."
     )
 
 
 def _of_run(config: Config) -> Iterator[str]:
-    """The overrides for `qnmixer.train` to build the same network, scan and noise, where its defaults differ.
+    """The overrides for `qnmixer.train` that build the same network, scan and noise.
 
-    Arguments of the user's own classes are left out.
+    Keys whose default is the same are left out, and so are arguments of the user's own classes.
     """
     usual, ours = compose("train", []), to_plain(config)
     sections = [
@@ -289,7 +293,7 @@ def _of_run(config: Config) -> Iterator[str]:
 
 
 def own_arguments(config: Config, *groups: str) -> dict[str, Any]:
-    """Arguments of the user's own classes and functions, by key; of these groups, or of all groups but data."""
+    """Arguments of the user's own classes and functions, by key: in the given groups, or in all groups but data."""
     names = groups or ("model", "noise", "loss", "optimizer", "schedule")
     sections = {name: getattr(config, name) for name in names}
     return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.arguments.items()}
@@ -298,28 +302,28 @@ def own_arguments(config: Config, *groups: str) -> dict[str, Any]:
 def _limits(config: Config, measured: list[Measured]) -> Iterator[str]:
     g, size = config.geometry, config.data.image_size
     yield (
-        "As any learned reconstruction it can remove small detail, or make detail up that looks right. The tables have "
-        "means over slices, and say nothing of a single lesion."
+        "Like any learned reconstruction, it can remove small details, or invent details that look right. The tables "
+        "are means over slices. They say nothing about a single lesion."
     )
     if isinstance(config.data, PhantomData):
-        yield f"It has seen no patient: it was trained on drawn phantoms alone. {_on_real_slices(measured)}"
+        yield f"It has seen no patient: it was trained on drawn phantoms only. {_on_real_slices(measured)}"
     else:
         yield (
-            f"It was trained on the slices of {_sources(config.data)}. What other scanners, protocols and "
-            "anatomy do to it, only tables of others can tell. It does not know its training slices: in an evaluation "
-            "of a folder that has them, they count as test slices."
+            f"It was trained on slices of {_sources(config.data)}. With other scanners, protocols and anatomy its "
+            "results can be worse: evaluate it on such slices. It does not know its training slices. If you evaluate "
+            "a folder that has them, they count as test slices."
         )
     yield _on_noise(config, measured)
     yield (
-        "Its sinograms were simulated, of monochromatic rays: no scatter, no beam hardening, no motion, no metal "
-        "artefacts. On measured scans it may do worse than any table here says."
+        "Its sinograms were simulated with rays of one energy, without scatter, beam hardening, motion and metal "
+        "artefacts. On measured scans its results may be worse than in every table here."
     )
     yield (
-        f"It is made for one scan and one grid: {g.n_views} views, {g.n_detectors} bins, {size} × {size} pixels of "
-        f"{g.field_of_view / size:.4g} mm. Slices are resampled to that grid; scans of other rays are interpolated to "
-        "its own, which was not measured here."
+        f"It is for one scan and one grid: {g.n_views} views, {g.n_detectors} bins, {size} × {size} pixels of "
+        f"{g.field_of_view / size:.4g} mm. Slices are resampled to that grid. Scans with other rays are interpolated "
+        "to its rays. No table here measures such scans."
     )
-    yield f"It is one run with one seed ({config.seed}): how far another would differ is not known from here."
+    yield f"It is one run with one seed ({config.seed}). How much other seeds differ is not known."
 
 
 def _sources(data: DataConfig) -> str:
@@ -329,12 +333,12 @@ def _sources(data: DataConfig) -> str:
 
 def _on_real_slices(measured: list[Measured]) -> str:
     if found := [one.folder for one in measured if one.data != "phantoms"]:
-        return f"What that does on real slices is in {' and '.join(found)} above."
-    return "No table above is of real slices: how it does there is not known."
+        return f"Its results on real slices are in {', '.join(found)} above."
+    return "No table above is of real slices, so its results there are not known."
 
 
 def _on_noise(config: Config, measured: list[Measured]) -> str:
     trained = "without noise" if config.noise.name == "none" else f"with noise {_settings(config.noise)}"
     if found := [one.folder for one in measured if one.noise != keys_of(config.noise)]:
-        return f"It was trained {trained}. What other noise does is in {' and '.join(found)} above."
-    return f"It was trained {trained}, and no table above has other noise: what that does is not known."
+        return f"It was trained {trained}. Its results with other noise are in {', '.join(found)} above."
+    return f"It was trained {trained}. Its results with other noise are not known, as no table above has other noise."

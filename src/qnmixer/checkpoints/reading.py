@@ -1,4 +1,4 @@
-"""Read checkpoints: of this program, for the right network, and without unpickling code."""
+"""Read checkpoints. A checkpoint must come from this program and fit the network. No code in it is unpickled."""
 
 import pickle
 import warnings
@@ -28,7 +28,7 @@ _NEVER_READ: dict[str, Any] = {"callbacks": {}, "logger": {}}
 
 
 def find_checkpoint(run: str | Path, which: str = "best") -> Path:
-    """checkpoints/best.ckpt of a run folder, or last.ckpt if there is no best; a file is returned unchanged.
+    """The checkpoint of a run folder: best.ckpt, or last.ckpt if there is no best. A file is returned unchanged.
 
     "pretrained" is the weights file that the package ships, as in `located`. Raises CheckpointError if there is no
     file.
@@ -44,7 +44,7 @@ def find_checkpoint(run: str | Path, which: str = "best") -> Path:
         path = newest_complete(run / "checkpoints" / f"{name}.ckpt")
         if path.exists():
             return path
-    raise CheckpointError(f"{run} holds no checkpoints/best.ckpt or last.ckpt: is it a run folder of qnmixer.train?")
+    raise CheckpointError(f"{run} has no checkpoints/best.ckpt or last.ckpt: is it a run folder of qnmixer.train?")
 
 
 def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
@@ -91,9 +91,10 @@ def load_run(run: str | Path, which: str = "best", trust: Collection[str] = ()) 
 
 @contextmanager
 def _no_more_weights_than(state: dict[str, Any], path: Path) -> Iterator[None]:
-    """Raise CheckpointError as soon as a network that is built in the block has more weights than its file.
+    """Raise CheckpointError as soon as a network that the block builds has more weights than its file.
 
-    The config of a file may ask for terabytes. Storage is counted: a tensor of any size can be a view of one number.
+    The config of a file may ask for terabytes. Storage is counted, because a tensor of any size can be a view of one
+    number.
     """
     storages = [tensor.untyped_storage() for tensor in state.values()]
     held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -106,7 +107,7 @@ def _no_more_weights_than(state: dict[str, Any], path: Path) -> Iterator[None]:
         known.add(id(parameter))
         if built > held:
             raise CheckpointError(
-                f"{path} holds weights that do not fit its own config, of a larger network: it is damaged"
+                f"{path} has weights that do not fit its own config, of a larger network: it is damaged"
             )
 
     handle = register_module_parameter_registration_hook(count)
@@ -137,7 +138,7 @@ def load_weights(module: Reconstructor, run: str | Path) -> None:
         other = config.model.choice() if config.model._target_ != module.config.model._target_ else []
         keys = {key: value for key, value in keys_of(config.model).items() if key != "_target_"}
         other += [f"model.{key}={value}" for key, value in keys.items() if now.get(key) != value]
-        raise CheckpointError(f"{path} holds another network: to build the same one, set {' '.join(other)}")
+        raise CheckpointError(f"{path} has another network: to build the same one, set {' '.join(other)}")
     _load_state(module, state, path)
 
 
@@ -149,14 +150,14 @@ def resumable(config: Config, run: Path) -> Path:
     path = find_checkpoint(run, "last")
     if path.suffix == SUFFIX:
         raise CheckpointError(
-            f"{path} holds weights only, without the optimizer state that resume= needs: start a run from them with "
+            f"{path} has weights only, without the optimizer state that resume= needs: start a run from them with "
             "finetune="
         )
     before, _ = read_checkpoint(path)
     if differing := _differences(before, config):
         raise CheckpointError(
-            f"{path} was trained with {differing[0]}: resume= needs the same settings; to start a new run from its "
-            "weights, use finetune="
+            f"{path} was trained with {differing[0]}, and resume= needs the same settings: change them back, or "
+            "start a new run from its weights with finetune="
         )
     if effective_batch(before) != effective_batch(config):
         raise CheckpointError(
@@ -167,7 +168,7 @@ def resumable(config: Config, run: Path) -> Path:
 
 
 def built_from(config: Config, with_slices: bool = False) -> dict[str, str]:
-    """Targets that `Reconstructor` imports, by key; `with_slices`: also the target of its data."""
+    """Targets that `Reconstructor` imports, by key. With `with_slices` also the target of its data."""
     sections = ("model.", "noise.", "data.") if with_slices else ("model.", "noise.")
     return {key: it for key, it in targets_of(config).items() if key.startswith(sections)}
 
@@ -208,17 +209,17 @@ def _differences(before: Config, config: Config) -> list[str]:
 def _load_state(module: Reconstructor, state: dict[str, Any], path: Path) -> None:
     kinds = {name: tensor.dtype for name, tensor in module.state_dict().items()}
     if other := [it.dtype for name, it in state.items() if it.dtype != kinds.get(name, it.dtype)]:
-        raise CheckpointError(f"{path} holds {str(other[0]).removeprefix('torch.')} weights: use one of float32")
+        raise CheckpointError(f"{path} has {str(other[0]).removeprefix('torch.')} weights: use one of float32")
     try:
         module.load_state_dict(state)
     except RuntimeError as error:
         raise CheckpointError(
-            f"{path} holds weights that do not fit its own config: use the qnmixer version that wrote it"
+            f"{path} has weights that do not fit its own config: use the qnmixer version that wrote it"
         ) from error
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Load a file, or a folder of shards, which strategy=fsdp writes with sharded_checkpoint=true."""
+    """Load a checkpoint file, or the folder of shards that strategy=fsdp writes with sharded_checkpoint=true."""
     if path.suffix == SUFFIX:
         return decode(path)
     return merge_shards(path) if path.is_dir() else load_checked(path)

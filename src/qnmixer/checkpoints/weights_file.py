@@ -44,7 +44,7 @@ def _encode(state: dict[str, Tensor], metadata: dict[str, str] | None = None) ->
 
 
 def decode(path: Path) -> dict[str, Any]:
-    """Decode a weights file into a checkpoint's form. The config is None in a file of another program.
+    """Decode a weights file into the form of a checkpoint. The config is None for a file of another program.
 
     Raises safetensors.SafetensorError, ValueError or OSError for a damaged file.
     """

@@ -48,16 +48,17 @@ PATIENCE = {"communication": 60.0, "training": 180.0}
 TOLERANCE = {"32": 1e-4, "16-mixed": 3e-2, "bf16-mixed": 1e-1}
 """Relative error of a gradient, compared with one process."""
 
-# A gradient this much smaller than that of the whole network is held against this part of it: it is mostly rounding.
+# A gradient this much smaller than that of the whole network is mostly rounding. It is compared with this share of the
+# whole gradient.
 _SMALLEST_GRADIENT = 1e-3
 
 _ITERATIONS_ON_CPU = 4
 
 
 def checkup(config: Config, folder: Path) -> Iterator[Check]:
-    """Run every check of a run that would write into `folder`. Yields each one as soon as it is done.
+    """Run every check of a run that would write into `folder`. Yields each check as soon as it is done.
 
-    A check that depends on a failed one is skipped. Raises KeyboardInterrupt on Ctrl-C.
+    A check that depends on a failed check is skipped. Raises KeyboardInterrupt on Ctrl-C.
     """
     on_cuda = config.trainer.accelerator != "cpu" and torch.cuda.is_available()
     gpu = torch.cuda.get_device_name(0) if on_cuda else None
@@ -95,27 +96,27 @@ def checkup(config: Config, folder: Path) -> Iterator[Check]:
 
 
 def check_communication(config: Config, patience: float = PATIENCE["communication"]) -> Check:
-    """Test collectives, and ddp on a linear layer, over all devices, in new processes."""
+    """Test collectives, and ddp on one linear layer. All devices take part, each in a new process."""
     name, n = "communication", config.trainer.devices or 1
     if n == 1:
         return Check(name, "SKIP", "a single device needs no communication")
-    mend = "GLOO_SOCKET_IFNAME=lo in the environment"
+    fix = "GLOO_SOCKET_IFNAME=lo in the environment"
     if config.trainer.accelerator == "cuda":
-        mend = "NCCL_DEBUG=INFO shows why; NCCL_P2P_DISABLE=1 if GPUs cannot reach each other; docker --ipc=host"
+        fix = "NCCL_DEBUG=INFO shows why; NCCL_P2P_DISABLE=1 if GPUs cannot reach each other; docker --ipc=host"
     with tempfile.TemporaryDirectory(prefix="qnmixer-doctor-") as temporary:
         folder = Path(temporary)
         try:
             run_ranks({"accelerator": config.trainer.accelerator, "config": None}, folder, n, patience)
             ranks = [json.loads((folder / f"communication_{rank}.json").read_text()) for rank in range(n)]
         except RankFailed as error:
-            return Check(name, "FAIL", str(error), mend)
+            return Check(name, "FAIL", str(error), fix)
     expected = n * (n + 1) / 2
     if wrong := [rank for rank, found in enumerate(ranks) if found["total"] != [expected, expected]]:
-        return Check(name, "FAIL", f"{named_ranks(wrong)}: a wrong all-reduce, {ranks[wrong[0]]['total']}", mend)
+        return Check(name, "FAIL", f"{named_ranks(wrong)}: a wrong all-reduce, {ranks[wrong[0]]['total']}", fix)
     if wrong := [rank for rank, found in enumerate(ranks) if found["weights"] != ranks[0]["weights"]]:
-        return Check(name, "FAIL", f"{named_ranks(wrong)}: weights differ from rank 0 after three steps of ddp", mend)
+        return Check(name, "FAIL", f"{named_ranks(wrong)}: weights differ from rank 0 after three steps of ddp", fix)
     slowest = max(found["seconds"] for found in ranks)
-    return Check(name, "PASS", f"{n} ranks: sums right, weights equal in ddp; 16 MiB in {1e3 * slowest:.1f} ms")
+    return Check(name, "PASS", f"{n} ranks: sums right, weights equal in ddp, 16 MiB in {1e3 * slowest:.1f} ms")
 
 
 def check_training(config: Config, patience: float = PATIENCE["training"]) -> Iterator[Check]:
@@ -137,8 +138,8 @@ def check_training(config: Config, patience: float = PATIENCE["training"]) -> It
         seconds = time.monotonic() - start
         reports = [read_report(folder, rank) or Report() for rank in range(n)]
         if failure is not None:
-            mend = "see below" if any(report.diverged for report in reports) else "try strategy=single first"
-            yield Check("training", "FAIL", *_split(failure, mend))
+            fix = "see below" if any(report.diverged for report in reports) else "try strategy=single first"
+            yield Check("training", "FAIL", *_split(failure, fix))
         else:
             yield Check("training", "PASS", f"T = {run.model.T}{changes}: {seconds:.0f} s")
         with _silence():
@@ -149,7 +150,7 @@ def check_training(config: Config, patience: float = PATIENCE["training"]) -> It
 
 
 def shortened(config: Config) -> tuple[Config, str]:
-    """The run that is tried, and a text on what is smaller in it: nothing on a GPU, slow parts on a CPU."""
+    """A shorter version of the run, and a text that says what is shorter. On a GPU the run stays as it is."""
     if config.trainer.accelerator == "cuda":
         return config, ""
     strategy, T, batch = config.strategy, _ITERATIONS_ON_CPU, min(config.data.batch_size, 2)
@@ -234,12 +235,12 @@ def check_sharding(run: Config, reports: Sequence[Report]) -> Check:
 
 
 def sharing_problems(shares: Sequence[Sequence[Number]], length: int, together: int = 1) -> list[str]:
-    """Errors in how samples 0 … length − 1 are shared, as texts. Samples of weight 0 only fill batches.
+    """Errors in how ranks share samples 0 … length − 1, as texts. Samples of weight 0 only fill batches.
 
     Args:
         shares: the samples of each rank.
         length: samples of the epoch.
-        together: ranks next to each other that work on the same samples.
+        together: number of neighbouring ranks that work on the same samples.
     """
     problems = []
     holders: dict[int, list[int]] = defaultdict(list)
@@ -281,14 +282,14 @@ def check_growth(reports: Sequence[Report]) -> Check:
 def check_finite(precision: str, reports: Sequence[Report]) -> Check:
     """Check that loss and gradients are finite. A GradScaler may skip some steps, but not all."""
     name = "finite values"
-    mend = "trainer.precision=32, or bf16-mixed if the GPU has it" if precision == "16-mixed" else "look at that module"
+    fix = "trainer.precision=32, or bf16-mixed if the GPU has it" if precision == "16-mixed" else "look at that module"
     for rank, report in enumerate(reports):
         where = f"; the first such output was that of {report.not_finite}" if report.not_finite else ""
         if report.diverged:
-            return Check(name, "FAIL", f"rank {rank}, {precision}: {report.error}{where}", mend)
+            return Check(name, "FAIL", f"rank {rank}, {precision}: {report.error}{where}", fix)
         if report.n_skipped and (precision != "16-mixed" or not report.n_finite):
             what = f"the gradient of {report.bad_gradient} is not finite in {report.n_skipped} of {report.n_skipped}"
-            return Check(name, "FAIL", f"rank {rank}, {precision}: {what} steps{where}", mend)
+            return Check(name, "FAIL", f"rank {rank}, {precision}: {what} steps{where}", fix)
     n_finite, n_skipped = reports[0].n_finite, reports[0].n_skipped
     if not n_finite:
         return Check(name, "SKIP", "training did not get so far")
@@ -298,7 +299,7 @@ def check_finite(precision: str, reports: Sequence[Report]) -> Check:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Hide lines of libraries between the lines of the checklist."""
+    """Hide the output of libraries, which would stand between the lines of the checklist."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
@@ -316,7 +317,7 @@ def _with_trainer(config: Config, **changes: Any) -> Config:
     return replace(config, trainer=replace(config.trainer, **changes))
 
 
-def _split(line: str, mend: str = "") -> tuple[str, str]:
-    """Split the line of an error at its last colon into what is wrong and how to fix it."""
+def _split(line: str, fix: str = "") -> tuple[str, str]:
+    """Split the line of an error at its last colon: before it is what is wrong, after it is how to fix it."""
     found, _, rest = line.rpartition(": ")
-    return (line, mend) if mend or not found else (found, rest)
+    return (line, fix) if fix or not found else (found, rest)

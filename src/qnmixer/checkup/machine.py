@@ -43,10 +43,10 @@ def check_versions(problem: tuple[str, str] | None, gpu: str | None) -> Check:
     """
     found = f"python {platform.python_version()}, torch {torch.__version__}, lightning {version('lightning')}"
     if problem is not None:
-        return Check("versions", "FAIL", f"{found}: {problem[0]}", f"{problem[1]}; or trainer.accelerator=cpu")
+        return Check("versions", "FAIL", f"{found}: {problem[0]}", f"{problem[1]}, or trainer.accelerator=cpu")
     if gpu is not None:
         return Check("versions", "PASS", f"{found}, CUDA {torch.version.cuda}, driver {_driver()}: built for {gpu}")
-    return Check("versions", "SKIP", f"{found}; a CPU needs no kernels for an architecture")
+    return Check("versions", "SKIP", f"{found} on a CPU, which needs no kernels for an architecture")
 
 
 def check_precision(precision: str, card: str | None, bf16: bool) -> Check:
@@ -78,7 +78,7 @@ def shared_memory_needed(config: Config) -> int:
 
 
 def check_shared_memory(free: int | None, needed: int) -> Check:
-    """Check that /dev/shm (None: there is none) has room for so many bytes."""
+    """Check that /dev/shm has room for this number of bytes. `free` None: there is no /dev/shm."""
     name = "shared memory"
     if free is None:
         return Check(name, "SKIP", "this system has no /dev/shm")

@@ -1,7 +1,7 @@
-"""One rank of `qnmixer.doctor`: collectives on a tiny network, or a few real training steps, and a report.
+"""One rank of `qnmixer.doctor`. It runs collectives on a tiny network, or a few real training steps, and reports.
 
-Each rank writes its progress into a file, by which the process that waits finds ranks that hang. Imports for training
-are late: ranks that only communicate start in a third of the time.
+Each rank writes its progress into a file. The process that waits reads these files and finds ranks that hang. Imports
+for training are late: ranks that only communicate start in a third of the time.
 """
 
 import gc
@@ -54,9 +54,9 @@ class Report:
     shares: dict[str, list[Number]] = field(default_factory=dict)  # of an epoch of train and val
     lengths: dict[str, int] = field(default_factory=dict)
     n_finite: int = 0  # optimizer steps with finite gradients
-    n_skipped: int = 0  # optimizer steps without
-    not_finite: str | None = None  # the first module with such an output
-    bad_gradient: str | None = None  # the last parameter found with such a gradient
+    n_skipped: int = 0  # optimizer steps without finite gradients
+    not_finite: str | None = None  # the first module whose output is not finite
+    bad_gradient: str | None = None  # the last parameter whose gradient is not finite
     error: str | None = None
     diverged: bool = False  # the error is a loss that is not finite
     held: tuple[int, int] | None = None  # bytes at the end of an early and of the last step
@@ -74,7 +74,7 @@ def read_report(folder: Path, of: int) -> Report | None:
 
 
 class Progress:
-    """Writes how far this rank is."""
+    """Writes the progress of this rank into a file."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / f"progress_{rank()}.json"
@@ -95,7 +95,7 @@ def communicate(accelerator: str, folder: Path, patience: float) -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     progress("joining the process group")
-    # Longer than the patience of the watching process: it can name the rank that hangs, and a collective cannot.
+    # Longer than the patience of the watching process, which can name the rank that hangs. A collective cannot.
     timeout = timedelta(seconds=2 * patience + 30)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
 
@@ -110,6 +110,7 @@ def communicate(accelerator: str, folder: Path, patience: float) -> None:
     seconds = (time.perf_counter() - start) / 3
 
     progress("training a linear layer")
+    # Different weights on each rank: they become equal only if ddp really broadcasts them.
     torch.manual_seed(rank())
     layer = nn.parallel.DistributedDataParallel(nn.Linear(4, 1).to(device))
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
@@ -125,10 +126,10 @@ def communicate(accelerator: str, folder: Path, patience: float) -> None:
 
 
 def train_a_little(config: Config, folder: Path) -> None:
-    """Run a few steps of a config by its real path, then many of a small network, and write the report of both.
+    """Run a few steps of a config as training runs them, then many steps of a small network. Write a report of both.
 
-    Also writes gradients_RANK.pt, by parameter: of the first step that was not skipped, before clipping. `config` must
-    come from `resolve_devices`. Raises errors of training, and writes the report anyway.
+    Also writes gradients_RANK.pt: the gradients before clipping, by parameter, of the first step that was not skipped.
+    `config` must come from `resolve_devices`. Raises the errors of training, after it wrote the report.
     """
     from lightning.pytorch.callbacks import LambdaCallback
 
@@ -167,7 +168,7 @@ def train_a_little(config: Config, folder: Path) -> None:
 
 
 class StepProbe:
-    """Stores the samples and gradients of a step, this rank's share of an epoch, and what is not finite."""
+    """Stores the samples and gradients of one step, the samples of an epoch on this rank, and what is not finite."""
 
     def __init__(self, report: Report, progress: Progress, folder: Path) -> None:
         self.report, self.progress, self.folder = report, progress, folder
@@ -176,6 +177,7 @@ class StepProbe:
     def start(self, trainer: Any, module: Any) -> None:
         """Count the samples of an epoch without loading them, and watch the outputs of all modules."""
         for part, loader in (("train", trainer.train_dataloader), ("val", trainer.datamodule.val_dataloader())):
+            # The samplers' numbers are enough: loading an epoch of CT would take minutes.
             self.report.shares[part] = [(pick.n, pick.weight) for batch in loader.batch_sampler for pick in batch]
             self.report.lengths[part] = len(loader.dataset)
         for name, child in module.network.named_modules():
@@ -191,7 +193,8 @@ class StepProbe:
         from qnmixer.parallel.fsdp import gather
 
         named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
-        gradients = {name: gather(gradient) for name, gradient in named}  # of fsdp a collective: on every rank
+        # For fsdp this is a collective, so every rank must get here, also one that needs no gradients.
+        gradients = {name: gather(gradient) for name, gradient in named}
         bad = [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
         if bad:
             self.report.n_skipped += 1
@@ -207,7 +210,7 @@ class StepProbe:
         self._window = []
 
     def after_batch(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Stop all ranks together when there are enough steps, or when the GradScaler cannot help."""
+        """Stop all ranks at the same step: when there are enough steps, or when the GradScaler cannot help."""
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         enough = self.report.n_finite >= WINDOWS or (self.report.n_skipped > 0 and not scaled)
         trainer.should_stop = trainer.strategy.reduce_boolean_decision(enough, all=False)
@@ -222,8 +225,8 @@ class StepProbe:
 def short_leak_watch() -> LeakWatch:
     """A leak detector for `GROWTH_STEPS` steps.
 
-    Measured on the CPU over 40 steps: losses stored with their graphs, of which backward has freed the tensors, add 4.8
-    MiB or more; healthy runs add 0.6 at most.
+    The limits were measured on the CPU over 40 steps. Losses that are stored with their graphs add 4.8 MiB or more. The
+    backward pass has freed the tensors of these graphs by then. Healthy runs add 0.6 MiB at most.
     """
     return LeakWatch(warm_up=16, window=10, n_windows=3, floor=2 * MIB, evenness=0.2)
 
@@ -266,7 +269,7 @@ def reference_gradients(config: Config, window: list[Number], scale: float) -> d
     from qnmixer.reconstructor import build_geometry, sample_measurement
 
     device = torch.device(config.trainer.accelerator)
-    # The gradients are bit-identical, and one device has room for what a pipeline splits over several.
+    # One device has no room for the graph that a pipeline spreads over several. The gradients are bit-identical.
     memory: MemoryConfig = RecomputeConfig(name="recompute", segment=1) if device.type == "cuda" else config.memory
     module = untrained(replace(config, memory=memory)).to(device)
     data = SliceDataModule(config.data, measure=sample_measurement(config), geometry=build_geometry(config))
@@ -287,7 +290,7 @@ def reference_gradients(config: Config, window: list[Number], scale: float) -> d
 def untrained(config: Config) -> Any:
     """The ReconstructionModule of a config, the same in every process.
 
-    Its weights are moved off their start, where G is zero and passes no gradient back.
+    Its weights are moved off their initial values, because there G is zero and passes no gradient back.
     """
     import lightning as L
 
@@ -304,7 +307,7 @@ def untrained(config: Config) -> Any:
 
 
 def small_network(config: Config) -> Config:
-    """The same run with a network, a scan and phantoms so small that many of its steps take seconds."""
+    """The same run with a small network, scan and phantoms: many of its steps take seconds."""
     geometry, unit = config.geometry, math.lcm(*config.model.divisors().values())
     T, batch = 2, 1
     strategy = config.strategy
@@ -330,7 +333,7 @@ def small_network(config: Config) -> Config:
 
 
 def _short(config: Config, n_steps: int) -> Config:
-    """A run of so many optimizer steps, without validation and logger."""
+    """A run of the given number of optimizer steps, without validation and logger."""
     trainer = replace(
         config.trainer, max_steps=n_steps, max_epochs=None, val_every_n_steps=None, limit_val_batches=0,
         log_every_n_steps=n_steps,
@@ -339,7 +342,7 @@ def _short(config: Config, n_steps: int) -> Config:
 
 
 def _line(error: BaseException) -> str:
-    """An error in one line; the user's line if the user can fix it."""
+    """An error as one line: its own message if the user can fix it, else with its type."""
     text = explain(error, "doctor") or f"{type(error).__name__}: {error}"
     return text.strip().splitlines()[0]
 

@@ -17,8 +17,8 @@ from qnmixer.processes.launch import launch
 def run_ranks(job: Mapping[str, Any], folder: Path, n: int, patience: float) -> None:
     """Run `qnmixer.checkup.rank` on n ranks.
 
-    Raises RankFailed, naming the rank, if one fails, or if no rank makes progress for `patience` seconds. Then the
-    ranks that are furthest behind hang, and all are killed.
+    Raises RankFailed, which names the rank, if a rank fails. The same if no rank makes progress for `patience` seconds:
+    then the ranks that are furthest behind hang. All ranks are killed.
     """
     path, ended = folder / "job.json", threading.Event()
     path.write_text(json.dumps({**job, "folder": str(folder), "patience": patience}))
@@ -56,7 +56,7 @@ def run_ranks(job: Mapping[str, Any], folder: Path, n: int, patience: float) -> 
 
 
 def _progress(folder: Path, n: int) -> list[tuple[int, str, int]]:
-    """For each rank how many phases it has started, the last one, and its process."""
+    """For each rank: the number of phases that it has started, the last phase, and its process."""
     found = []
     for rank in range(n):
         path = folder / f"progress_{rank}.json"

@@ -1,4 +1,4 @@
-"""The text of `--help`: each group with what each option trades, and each key with its meaning, as conf/ says it.
+"""The text of `--help`: every group with what each option trades, and every key with its meaning, from conf/.
 
 Hydra's own help lists names only, and takes twice as long.
 """
@@ -53,7 +53,7 @@ def _groups(choices: dict[str, str], conf: Path) -> Iterator[str]:
 
 
 def _opening(path: Path) -> str:
-    """The first sentence of a config file. It ends at a full stop before a capital letter or a line's end."""
+    """The first sentence of a config file. It ends at a full stop before a capital letter, or at the end of a line."""
     comments = []
     for line in path.read_text().splitlines():
         if line.startswith("# @package"):

@@ -1,4 +1,4 @@
-"""Start every command, and end every error in one line and a non-zero exit code; a traceback only if asked for."""
+"""Start every command. An error ends in one line and a non-zero exit code; a traceback is printed only if asked for."""
 
 import argparse
 import os
@@ -40,15 +40,15 @@ def run(
     Args:
         task: the command.
         check: raises UserError for a config that the task would refuse.
-        config_name: its file in `conf/`.
-        sweep: a context around several runs of it (`-m`), called with the overrides and the first config; yields one
-            more override. None: the runs only follow each other.
+        config_name: the command's file in `conf/`.
+        sweep: a context around the jobs of a sweep (`-m`). It gets the overrides and the first config, and yields one
+            more override. None: nothing surrounds the jobs.
         complete: maps the given arguments to those that the command runs with.
     """
     wait_briefly()
     asked_for_traceback = os.environ.get(TRACEBACK) == "1"
     try:
-        with _handing_on_exceptions():
+        with _raising_exceptions():
             _run(task, check, config_name, sweep or (lambda *_: nullcontext(_SWEEP_MODE)), complete)
     except KeyboardInterrupt as stop:
         _fail(str(stop) or "interrupted", stop.code if isinstance(stop, Stopped) else 130)
@@ -58,7 +58,7 @@ def run(
         line = explain(error, config_name)
         if line is None:
             raise
-        for note in getattr(error, "__notes__", ()):  # the traceback of the rank
+        for note in getattr(error, "__notes__", ()):  # for a bug in a rank: its traceback
             print(note, file=sys.stderr)
         _fail(f"error: {line}", 1)
 
@@ -81,7 +81,8 @@ def _run(
         print(usage(compose_as_given(config_name, overrides, with_hydra=True), CONF, config_name))
         return
     failures: list[Exception] = []
-    command = hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(_keeping(task, failures))
+    decorate = hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)
+    command = decorate(_storing_errors(task, failures))
     if is_sweep:
         if further := sorted(flags - _SWEEP):
             raise ConfigError(f"a sweep takes no other flags: leave out {' '.join(further)}")
@@ -89,6 +90,7 @@ def _run(
             sys.argv.append(one_more)
             command()
     else:
+        # Checked before Hydra runs the task, because Hydra makes the run folder first.
         if not flags:
             check(compose_as_given(config_name, overrides))
         command()
@@ -147,8 +149,8 @@ def _check_flags(arguments: list[str], config_name: str) -> None:
 
 
 @contextmanager
-def _handing_on_exceptions() -> Iterator[None]:
-    """Make Hydra raise exceptions while the block runs, by its own variable. Else it prints them and exits."""
+def _raising_exceptions() -> Iterator[None]:
+    """Make Hydra raise exceptions while the block runs, by Hydra's own variable. Else Hydra prints them and exits."""
     before = os.environ.get(TRACEBACK)
     os.environ[TRACEBACK] = "1"
     try:
@@ -169,11 +171,12 @@ def _overrides_of_rank(overrides: list[str]) -> list[str]:
             f"this is process {rank()} of {world_size()}, and each would make its own run folder: "
             "give all of them the same hydra.run.dir=FOLDER"
         )
+    # Without this every rank would write .hydra/ into the same folder.
     return overrides if rank() == 0 else [*overrides, "hydra.output_subdir=null"]
 
 
-def _keeping(task: Callable[[DictConfig], object], failures: list[Exception]) -> Callable[[DictConfig], object]:
-    """Store the errors of jobs for `run`: Hydra would print its own lines, and end a sweep at the first failure."""
+def _storing_errors(task: Callable[[DictConfig], object], failures: list[Exception]) -> Callable[[DictConfig], object]:
+    """Store the errors of jobs for `run`. Hydra would print its own lines, and end a sweep at the first failure."""
 
     def job(cfg: DictConfig) -> object:
         try:
@@ -182,6 +185,7 @@ def _keeping(task: Callable[[DictConfig], object], failures: list[Exception]) ->
             failures.append(error)
             return None
 
+    # Hydra takes the name of the job, and so of folders, from this module.
     job.__module__ = task.__module__
     return job
 

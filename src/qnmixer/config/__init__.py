@@ -1,4 +1,4 @@
-"""What a config may say: a file for each folder of conf/, with the same name, and what belongs to all.
+"""The settings of every command: a file for each folder of conf/, with the same name, and what all of them share.
 
 No torch here: a wrong override is answered in a moment.
 """

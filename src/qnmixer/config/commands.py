@@ -176,9 +176,9 @@ def parse_compare(cfg: DictConfig) -> CompareConfig:
     wanted = root.sets if root.tests is None else root.tests
     for name in wanted:
         if name not in root.sets:
-            raise ConfigError(f"tests: {name} is not known: {suggest(name, root.sets)}, or give it to sets.{name}=[…]")
+            raise ConfigError(f"tests={name} is not known: {suggest(name, root.sets)}, or give it to sets.{name}=[…]")
         if root.root is None and root.tests is not None and needs_root(root.sets[name]):
-            raise ConfigError(f"tests: {name} needs a folder of slices: give it as root=/path/to/slices")
+            raise ConfigError(f"tests={name} needs a folder of slices: give it as root=/path/to/slices")
     root.sets = {name: root.sets[name] for name in wanted if root.root is not None or not needs_root(root.sets[name])}
     if not root.sets:
         raise ConfigError("no tests are left: give tests=[as_trained], or leave it out")
@@ -186,7 +186,7 @@ def parse_compare(cfg: DictConfig) -> CompareConfig:
 
 
 def needs_root(overrides: list[str]) -> bool:
-    """Whether a test uses slices from a folder, but its overrides do not name the folder."""
+    """Whether a test needs a folder of slices that its overrides do not name."""
     chosen = dict(override.split("=", 1) for override in overrides if "=" in override)
     return "root" in keys_of_options("data").get(chosen.get("data", ""), ()) and "data.root" not in chosen
 
@@ -244,7 +244,7 @@ def parse_reconstruct(cfg: DictConfig) -> ReconstructConfig:
         raise ConfigError("formats=[] would write nothing: give some of dicom, npy, png")
     for name in config.formats:
         if name not in ("dicom", "npy", "png"):
-            raise ConfigError(f"formats: {name} is not known: {suggest(name, ('dicom', 'npy', 'png'))}")
+            raise ConfigError(f"formats={name} is not known: {suggest(name, ('dicom', 'npy', 'png'))}")
     if config.window is not None:
         check_window("window", config.window)
     return config

@@ -21,7 +21,7 @@ OF_A_RUN = ("train", "plan", "doctor")
 
 
 def compose(config_name: str, overrides: list[str], with_hydra: bool = False) -> DictConfig:
-    """The config of a command, without running anything; `with_hydra`: with Hydra's own part."""
+    """The config of a command, without running anything. `with_hydra`: with Hydra's own part."""
     if config_name in OF_A_RUN:
         overrides = fitted(config_name, with_length(overrides))
     return compose_as_given(config_name, overrides, with_hydra)
@@ -31,9 +31,9 @@ def fitted(config_name: str, overrides: list[str]) -> list[str]:
     """Add overrides that make an experiment fit the options that the command chooses.
 
     `experiment=demo model=tv` is TV in the setting of demo. A key that the experiment sets and the chosen option lacks
-    is deleted (`~GROUP.KEY`). If a model lacks one, all its own sizes stay: T of TV means something else than T of QN-
-    Mixer. An option also keeps its own value of a key if the experiment's value breaks a rule, such as 32 channels in
-    RegFormer. Keys that the command names stay. Nothing is added twice.
+    is deleted (`~GROUP.KEY`). If a model lacks one, it takes all sizes from its own config: T of TV means something
+    else than T of QN-Mixer. An option also takes its own value of a key if the experiment's value breaks a rule, such
+    as 32 channels in RegFormer. Keys that the command names stay. Nothing is added twice.
 
     Args:
         overrides: of a command line. Other words, such as flags, stay unchanged.
@@ -93,9 +93,10 @@ def _is_valid(config: DictConfig) -> bool:
 
 
 def compose_as_given(config_name: str, overrides: list[str], with_hydra: bool = False) -> DictConfig:
-    """Compose as `compose` does, but from exactly these overrides."""
+    """Compose as `compose` does, from exactly these overrides and no others."""
     if not CONF.is_dir():
         raise ConfigError(f"no configs at {CONF}: in a clone, `git config core.symlinks true` and check it out again")
+    # Hydra refuses a second initialisation in one process, and a program may compose many configs.
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         try:
@@ -108,7 +109,7 @@ def compose_as_given(config_name: str, overrides: list[str], with_hydra: bool = 
 def compose_sweep(config_name: str, overrides: list[str]) -> DictConfig:
     """The config of a sweep's first job, with Hydra's own part.
 
-    Every value is tried with the first values of all other keys, so that a misspelt one fails before the first job.
+    Every value is tried with the first values of all other keys. So a misspelt value fails before the first job.
     """
     parsed = OverridesParser.create().parse_overrides(overrides)
     # A glob only finds names that exist.

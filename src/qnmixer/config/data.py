@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 @schema()
 @dataclass(kw_only=True)
 class DataConfig(Target):
-    """What every source has. A class of slices is built with `(part, **arguments)`, see `qnmixer.data.sources`.
+    """The keys of every source. A class of slices is built with `(part, **arguments)`, see `qnmixer.data.sources`.
 
     Attributes:
         image_size: rows and columns that slices are resampled to, S.
         batch_size: slices per device and step.
         num_workers: processes that load slices; 0 loads in the main process.
-        prefetch_factor: batches that each worker holds ready.
-        pin_memory: page-locked host memory for faster copies to a GPU; null decides by whether there is one.
+        prefetch_factor: batches that each worker prepares ahead.
+        pin_memory: page-locked host memory for faster copies to a GPU; null: yes if there is a GPU.
         scaling: "attenuation" (the same for every slice) or "minmax" (per slice, as in the paper).
         hu_max: HU that attenuation scaling maps to 1; −1000 maps to 0.
         augment: random flips and quarter turns of training slices.
-        simulation_factor: sinograms are simulated on a grid so many times finer. Simulation and reconstruction then
-            use different matrices, and scores are not too good. 1: the slice's own grid, as in the field.
-            Phantoms have up to 2; files with fewer pixels than image_size · simulation_factor are upsampled.
+        simulation_factor: sinograms are simulated on a grid this many times finer. Simulation and reconstruction then
+            use different matrices, which keeps scores honest. 1: the grid of the image, as in most papers. Phantoms
+            allow up to 2. Files with fewer pixels than image_size · simulation_factor are upsampled.
         disc: paste a bright disc into every slice, the paper's test out of distribution.
-        train_slices: train on so many different slices only, spread over those there are (of phantoms, over n_train,
-            which then are the same in every epoch).
+        train_slices: train on this many different slices only, evenly spread over all. Phantoms are then the same in
+            every epoch.
         seed: of phantoms, splits, order and augmentation.
     """
 
@@ -55,21 +55,21 @@ class DataConfig(Target):
     seed: int = number(at_least=0, at_most=2**32 - 1)
 
     def keywords(self) -> dict[str, Any]:
-        """The arguments that only the source has."""
+        """The arguments that only this source has."""
         return self.arguments
 
     @property
     def measured(self) -> bool:
-        """Whether its sinograms are measured ones."""
+        """Whether its sinograms were measured by a scanner."""
         return False
 
     @property
     def at_true_size(self) -> bool:
-        """Whether slices have the size that their files give, of any source of the slices."""
+        """Whether a source resamples its slices at the size that their files give."""
         return any(isinstance(it, FolderData) and it.pixel_size == "header" for it in self.by_section().values())
 
     def by_section(self) -> dict[str, "DataConfig"]:
-        """The sources of the slices, by config section: itself, or the several that it mixes."""
+        """The sources of the slices, by config section: this source itself, or each source of a mix."""
         return {"data": self}
 
     def without_places(self) -> Self:
@@ -83,10 +83,10 @@ class PhantomData(DataConfig):
     """Random phantoms: no files needed.
 
     Attributes:
-        n_train: slices that count as one epoch; every epoch brings new ones.
+        n_train: slices that count as one epoch; every epoch has new slices.
         n_val: validation phantoms, always the same.
         n_test: test phantoms, always the same.
-        anatomy_share: part of the phantoms that resemble a body; the rest are ellipses.
+        anatomy_share: share of the phantoms that resemble a body; the rest are ellipses.
     """
 
     simulation_factor: int = number(at_least=1, at_most=2)  # they are painted at twice the image size
@@ -108,23 +108,22 @@ class PhantomData(DataConfig):
 )
 @dataclass(kw_only=True)
 class FolderData(DataConfig):
-    """What every source of files has. Its reader is built with `(**arguments)`.
+    """The keys of every source of files. Its reader is built with `(**arguments)`.
 
     Attributes:
         root: folder that is searched to any depth.
         include: only files whose path below root matches this pattern, such as "*/full_3mm/*".
-        pixel_size: "field_of_view" (every slice is as wide as the scan's field) or "header" (each has the size that
-            its file gives, and what lies outside the field is cut).
-        patient_from: "tag" (the folder where the tag is empty) or "folder", which tells patients of one file
-            format apart.
-        split: "random" (by patient), "aapm" (by the challenge's names), "explicit" (the three lists below),
-            "slices" (blocks of every series: leaks anatomy between the parts) or "all" (everything is test).
-        val_fraction: part of the patients for validation (random), or of each series (slices).
+        pixel_size: "field_of_view" (every slice is as wide as the scan's field) or "header" (each slice has the size
+            that its file gives, and what lies outside the field is cut).
+        patient_from: "tag" (the patient's tag, or the folder if the tag is empty) or "folder".
+        split: "random" (by patient), "aapm" (by the challenge's names), "explicit" (the three lists below), "slices"
+            (blocks of every series: leaks anatomy between the parts) or "all" (everything is test).
+        val_fraction: share of the patients for validation (random), or of each series (slices).
         test_fraction: the same for test.
-        train_patients: for split=explicit; empty takes everybody else.
+        train_patients: for split=explicit; empty: all patients who are in no other list.
         val_patients: for split=explicit.
         test_patients: for split=explicit.
-        cache_dir: where decoded slices are kept; null takes $XDG_CACHE_HOME/qnmixer or ~/.cache/qnmixer.
+        cache_dir: folder of the decoded slices; null: $XDG_CACHE_HOME/qnmixer or ~/.cache/qnmixer.
     """
 
     root: str | None
@@ -147,12 +146,12 @@ class FolderData(DataConfig):
         )  # fmt: skip
 
     def check(self, run: "Config") -> None:
-        """The parts of a split."""
+        """Check the parts of a split."""
         if self.split != "explicit" and (self.train_patients or self.val_patients or self.test_patients):
             raise ConfigError(f"lists of patients are used only with data.split=explicit, not data.split={self.split}")
         if self.val_fraction + self.test_fraction >= 1:
             raise ConfigError(
-                "data.val_fraction and data.test_fraction leave nothing to train on; their sum must be below 1"
+                "data.val_fraction and data.test_fraction leave nothing to train on: their sum must be below 1"
             )
 
 
@@ -162,9 +161,9 @@ class MixedData(DataConfig):
     """Several sources, each with its share of the training samples and its own split.
 
     Attributes:
-        evaluate_on: the source that validation and test slices are of; None: those of all together.
-        sources: by name: share, and a source's target and keys beside the common ones. Instead of a target one may give
-            the option's name (numpy, say), whose defaults it then has. An epoch has each training slice of the first
+        evaluate_on: name of the source that gives the validation and test slices; None: all sources together.
+        sources: by name: a share, a source's target, and its keys beside the common ones. Instead of a target one may
+            give an option's name (numpy, say), which brings its defaults. An epoch has each training slice of the first
             source with a share once.
     """
 
@@ -197,7 +196,7 @@ class MixedData(DataConfig):
         return {name: source.get("share") for name, source in self.sources.items()}
 
     def by_section(self) -> dict[str, DataConfig]:
-        """The sources by their section of the config, as if each were alone. Raises ConfigError."""
+        """The sources by their section of the config, each as it would be alone. Raises ConfigError."""
         return {f"data.sources.{name}": self._source(f"data.sources.{name}", its) for name, its in self.sources.items()}
 
     def _common(self) -> dict[str, Any]:
@@ -233,12 +232,12 @@ class MixedData(DataConfig):
         return {one: value for one, value in values_of_option("data", option).items() if one not in self._common()}
 
     def targets(self) -> dict[str, str]:
-        """Also those of all sources."""
+        """The targets of all sources too."""
         own = {f"{section}.{TARGET}": source._target_ for section, source in self.by_section().items()}
         return super().targets() | own
 
     def without_places(self) -> Self:
-        """Also without those of all sources."""
+        """Also without the private values of all sources."""
         common, sources = self._common(), self.by_section().values()
         kept = [
             {"share": share, **{key: it for key, it in keys_of(source.without_places()).items() if key not in common}}
@@ -247,14 +246,14 @@ class MixedData(DataConfig):
         return replace(super().without_places(), sources=dict(zip(self.sources, kept, strict=True)))
 
     def check(self, run: "Config") -> None:
-        """The rules of each source."""
+        """Check the rules of each source."""
         for source in self.by_section().values():
             source.check(run)
 
 
 @dataclass(kw_only=True)
 class PairData(DataConfig):
-    """What the public sets of sinograms and reference images have.
+    """The keys of the public sets of sinograms and reference images.
 
     Attributes:
         root: folder of the set.
@@ -273,17 +272,17 @@ class PairData(DataConfig):
             check_untouched(self)
 
     def keywords(self) -> dict[str, Any]:
-        """What the set is read by."""
+        """The arguments of the set's reader."""
         common = {f.name for f in fields(DataConfig)}
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in common}
 
     def without_places(self) -> Self:
-        """Without folders."""
+        """Also without folders."""
         places: dict[str, Any] = {f.name: None for f in fields(self) if f.name.endswith(("root", "cache_dir"))}
         return replace(super().without_places(), **places)
 
     def check(self, run: "Config") -> None:
-        """Measured sinograms are of one scan."""
+        """Check that the scan is the one that the sinograms were measured with."""
         if self.scaling != "attenuation":
             raise ConfigError(f"data={self.name} has a scale of its own: leave out data.scaling={self.scaling}")
         for key, value in self.scan.items() if self.measured else ():
@@ -300,7 +299,7 @@ class LodopabData(PairData):
     """LoDoPaB-CT.
 
     Attributes:
-        sinograms: "measured" (the observations) or "simulated" (from the images, as from any slices).
+        sinograms: "measured" (the observations of the set) or "simulated" (from its images).
     """
 
     scan: ClassVar[dict[str, Any]] = {
@@ -313,11 +312,11 @@ class LodopabData(PairData):
 
     @property
     def measured(self) -> bool:
-        """Whether the observations are used."""
+        """Whether the observations of the set are used."""
         return self.sinograms == "measured"
 
     def check(self, run: "Config") -> None:
-        """Its images come with their own unit."""
+        """Check hu_max: the images of the set have a unit of their own."""
         super().check(run)
         if self.hu_max != 3071:
             raise ConfigError(
@@ -332,10 +331,10 @@ class TwoDetectData(PairData):
 
     Attributes:
         reference_root: folder of the reference reconstructions; None: root.
-        mode: of the sinograms.
-        max_attenuation: 1/mm of x = 1.
-        leave_out: numbers of slices.
-        cache_dir: where the chosen views of each slice are kept; None: the default place.
+        mode: mode of the sinograms.
+        max_attenuation: 1/mm that x = 1 means.
+        leave_out: numbers of slices that are skipped.
+        cache_dir: cache folder for the chosen views of each slice; None: the default folder.
     """
 
     scan: ClassVar[dict[str, Any]] = {
@@ -357,7 +356,7 @@ class TwoDetectData(PairData):
 
 
 def check_untouched(config: DataConfig) -> None:
-    """Raise ConfigError for a key that changes images, which measured sinograms would not follow."""
+    """Raise ConfigError for a key that changes images: measured sinograms would not follow."""
     for key, value in {"augment": False, "disc": False, "simulation_factor": 1}.items():
         if (its := getattr(config, key)) != value:
             raise ConfigError(
@@ -367,7 +366,7 @@ def check_untouched(config: DataConfig) -> None:
 
 @dataclass(kw_only=True)
 class AsTrained:
-    """For an evaluation: the run's own slices, with the keys that are not None here."""
+    """For an evaluation: the slices of the run itself. Keys that are not None here replace the run's."""
 
     _target_: str | None
     simulation_factor: int | None = number(at_least=1, at_most=16)
@@ -377,7 +376,7 @@ class AsTrained:
 def check_data(config: DataConfig) -> None:
     """Raise DataError for a folder that does not exist, before its files are searched.
 
-    Raises ConfigError if two sources of a mix share a folder: one's training slices would test the other.
+    Raises ConfigError if two sources of a mix share a folder: training slices of one would test the other.
     """
     if isinstance(config, FolderData | PairData) and config.root is not None:
         _check_root("data.root", config.root)
@@ -392,7 +391,7 @@ def check_data(config: DataConfig) -> None:
                 for other, its in seen.items():
                     if folder.is_relative_to(its) or its.is_relative_to(folder):
                         raise ConfigError(
-                            f"data.sources.{name}.root={root} has slices of data.sources.{other} too; each would "
+                            f"data.sources.{name}.root={root} has slices of data.sources.{other} too, and each would "
                             "split them differently: give each source its own folder"
                         )
                 seen[name] = folder
@@ -402,6 +401,6 @@ def check_data(config: DataConfig) -> None:
 
 
 def _check_root(key: str, root: str) -> None:
-    check_there(key, root, "the folder that holds the slices")
+    check_there(key, root, "the folder with the slices")
     if Path(root).expanduser().is_file():
-        raise DataError(f"{key}={root} is a file; give the folder that holds it")
+        raise DataError(f"{key}={root} is a file: give its folder")

@@ -19,7 +19,7 @@ class DebugConfig:
 
 @dataclass(kw_only=True)
 class FewBatchesConfig(DebugConfig):
-    """The first slices of each split only."""
+    """Only the first slices of each split."""
 
     name: str = "few_batches"
     batches: int = number(at_least=1)
@@ -34,9 +34,9 @@ class ProfileConfig(DebugConfig):
     steps: int = number(at_least=1)
 
     def check(self, run: "Config") -> None:
-        """The run must be long enough."""
+        """Check that the run is long enough."""
         if -1 < run.trainer.max_steps < self.warm_up + self.steps:
             raise ConfigError(
                 f"debug.warm_up={self.warm_up} and debug.steps={self.steps} are more steps than trainer.max_steps="
-                f"{run.trainer.max_steps}: nothing would be profiled; raise trainer.max_steps or lower the two"
+                f"{run.trainer.max_steps}, so nothing would be profiled: raise trainer.max_steps, or lower the two"
             )

@@ -20,7 +20,7 @@ class EvaluationConfig:
     tv_noise_weight: float = number(at_least=0, default=0.0)
 
     def check(self, run: "Config | None" = None) -> None:
-        """A window must be two numbers."""
+        """Check that a window is two numbers."""
         check_window("evaluation.window", self.window)
 
 

@@ -7,9 +7,9 @@ from qnmixer.config.option import number, one_of
 
 @dataclass(kw_only=True)
 class GeometryConfig:
-    """Fan or parallel beam, mm and radians; pixel_size follows as field_of_view / data.image_size.
+    """Fan or parallel beam in mm and radians. pixel_size is field_of_view / data.image_size.
 
-    beam and detector_offset have defaults: a file of one's own may leave them out.
+    beam and detector_offset have defaults: a user's own file may leave them out.
     """
 
     name: str

@@ -47,7 +47,7 @@ _OPTIONS = {
 
 
 def habit(overrides: list[str]) -> str | None:
-    """The answer to the first override that is such a key or option; None if there is none."""
+    """The message for the first override that is such a key or option; None if no override is."""
     for override in overrides:
         given = override.lstrip("+~")
         if fix := _KEYS.get(key_of(override)) or _OPTIONS.get(given):

@@ -31,7 +31,7 @@ class LoggerConfig(Custom):
 
 @dataclass(kw_only=True)
 class WandbConfig:
-    """Weights & Biases."""
+    """The settings of Weights & Biases."""
 
     _target_: str
     mode: str = one_of("offline", "online", "disabled")
@@ -47,9 +47,7 @@ def named_loggers(section: Any) -> dict[str, Mapping[str, Any]]:
     """The sections of the loggers by name.
 
     A `_target_` of the group itself, as in `logger=custom`, is one more logger. Settings of loggers that were not
-    chosen are left out: conf/local may contain them.
-
-    Raises ConfigError for a section that is no logger.
+    chosen are dropped, because conf/local may contain them. Raises ConfigError for a section that is no logger.
     """
     if section is None:
         return {}
@@ -66,7 +64,7 @@ def named_loggers(section: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def section_of(name: str) -> str:
-    """The key of a logger on the command line, from its name."""
+    """The key on the command line of the logger with this name."""
     return "logger" if name == CUSTOM else f"logger.{name}"
 
 

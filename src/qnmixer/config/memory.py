@@ -1,4 +1,4 @@
-"""Schema of `memory`: where the graph of the iterations stays until backward."""
+"""Schema of `memory`: store, recompute or offload the graph of the iterations."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,14 @@ from qnmixer.config.option import number
 
 @dataclass(kw_only=True)
 class MemoryConfig:
-    """Where the graph of the iterations stays until backward; `name` is the mode."""
+    """What happens to the graph of the iterations until the backward pass; `name` is the mode."""
 
     name: str
 
 
 @dataclass(kw_only=True)
 class RecomputeConfig(MemoryConfig):
-    """The graph is computed again in backward."""
+    """The graph is computed again in the backward pass."""
 
     name: str = "recompute"
     segment: int = number(at_least=1)

@@ -32,7 +32,7 @@ class ModelConfig(Target):
         return self
 
     def check(self, run: "Config") -> None:
-        """The image size must be a multiple of the sizes that the network divides it into."""
+        """Check that the network's patches, windows or levels divide the image size."""
         size = run.data.image_size
         for key, part in self.divisors().items():
             if size % part:
@@ -62,24 +62,24 @@ class TVConfig(ModelConfig):
 
     @property
     def T(self) -> int:
-        """As configured."""
+        """The configured number of iterations."""
         return self.n_iterations
 
 
 @schema()
 @dataclass(kw_only=True)
 class LearnedConfig(ModelConfig):
-    """A network with weights, of one iteration."""
+    """A network with weights. It has one iteration, unless it has a key for T."""
 
     channels: int = number(at_least=1, at_most=1024)
 
     @property
     def T(self) -> int:
-        """One, always."""
+        """Always one."""
         return 1
 
     def smallest(self) -> Self:
-        """Eight channels."""
+        """The same network with eight channels."""
         return replace(self, channels=8)
 
 
@@ -92,14 +92,14 @@ class FBPConvNetConfig(LearnedConfig):
     depth: int = number(at_least=1, at_most=10)
 
     def divisors(self) -> dict[str, int]:
-        """Each level halves the image."""
+        """2 to the power of the number of levels: each level halves the image."""
         return {"depth": 2**self.depth}
 
 
 @schema()
 @dataclass(kw_only=True)
 class UnrolledConfig(LearnedConfig):
-    """A network with a choice of T; its memory grows evenly for each `period` iterations."""
+    """A network with a chosen T. Its memory grows by the same amount for each `period` iterations."""
 
     period: ClassVar[int] = 1
 
@@ -107,7 +107,7 @@ class UnrolledConfig(LearnedConfig):
 
     @property
     def T(self) -> int:
-        """As configured."""
+        """The configured number of iterations."""
         return self.n_iterations
 
 
@@ -143,20 +143,20 @@ class RegFormerConfig(UnrolledConfig):
         return math.lcm(2, self.n_heads)
 
     def divisors(self) -> dict[str, int]:
-        """The image is divided into windows."""
+        """The window size."""
         return {"window_size": self.window_size}
 
     def smallest(self) -> Self:
-        """The fewest channels that its heads can share."""
+        """The same network with the fewest channels that its heads can share."""
         return replace(self, channels=self._unit)
 
     def check(self, run: "Config") -> None:
-        """Half of the channels go to the next iteration, and the heads share them."""
+        """Check the channels: half of them go to the next iteration, and the heads share them."""
         super().check(run)
         if self.channels % self._unit:
             raise ConfigError(
-                f"model.channels={self.channels} is not a multiple of {self._unit}: half of them go to the next "
-                f"iteration, and model.n_heads={self.n_heads} divide them; choose "
+                f"model.channels={self.channels} is not a multiple of {self._unit}. Half of them go to the next "
+                f"iteration, and model.n_heads={self.n_heads} must divide them: choose "
                 f"model.channels={-(-self.channels // self._unit) * self._unit}"
             )
 
@@ -187,23 +187,23 @@ class QNMixerConfig(UnrolledConfig):
     learned_trust: bool
 
     def divisors(self) -> dict[str, int]:
-        """The image is divided into patches and into latent cells."""
+        """The patch size and the latent cell size."""
         return {"patch_size": self.patch_size, "latent_factor": self.latent_factor}
 
     def smallest(self) -> Self:
-        """Also a single layer."""
+        """The same network, smaller, with a single layer."""
         return replace(super().smallest(), n_mixer_layers=1)
 
     def check(self, run: "Config") -> None:
-        """The rules of its inception, codec and regulariser."""
+        """Check the rules of its inception, codec and regulariser."""
         super().check(run)
         factor = self.latent_factor
         if self.channels % 4:
             raise ConfigError(f"model.channels={self.channels} is not a multiple of 4: the inception has four branches")
         if self.codec == "orthonormal" and self.latent_channels > factor**2:
             raise ConfigError(
-                f"model.latent_channels={self.latent_channels} is more than latent_factor² = {factor**2}: "
-                "an orthonormal codec cannot have more; lower it or raise model.latent_factor"
+                f"model.latent_channels={self.latent_channels} is more than latent_factor² = {factor**2}, "
+                "the most that an orthonormal codec can have: lower it, or raise model.latent_factor"
             )
         if self.codec == "strided" and (factor < 2 or factor & (factor - 1)):
             raise ConfigError(f"model.latent_factor={factor} does not fit model.codec=strided: choose 2, 4, 8 or 16")

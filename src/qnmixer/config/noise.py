@@ -39,7 +39,7 @@ class PhysicalNoiseConfig(NoiseConfig):
     fewest_counts: float = number(above=0, default=1.0)  # of a bin without any
 
     def check(self, run: "Config") -> None:
-        """Counts make sense only if all slices have the same scale."""
+        """Check the scaling: photon counts make sense only if all slices have the same scale."""
         if run.data.scaling == "minmax":
             raise ConfigError(
                 f"noise={self.name} needs the same attenuation scale in all slices: use data.scaling=attenuation, or "
@@ -50,7 +50,7 @@ class PhysicalNoiseConfig(NoiseConfig):
 @schema("qnmixer.physics.MixedNoise")
 @dataclass(kw_only=True)
 class MixedNoiseConfig(PhysicalNoiseConfig):
-    """The field's noise for some samples, photon counts for the others."""
+    """The field's noise for a share of the samples, photon counts for the others."""
 
     physical_share: float = number(at_least=0, at_most=1)
     field_photons: float = number(above=0, at_most=1e15)

@@ -20,7 +20,7 @@ class OptimizerConfig(Target):
     Attributes:
         lr: learning rate of the weights.
         weight_decay: of the weights; each parameter group has its own.
-        step_size_lr_factor: the scalars λ_t learn at lr times this.
+        step_size_lr_factor: the learning rate of the scalars λ_t is lr times this factor.
     """
 
     group: ClassVar[str] = "optimizer"
@@ -43,11 +43,11 @@ class AdamWConfig(OptimizerConfig):
     betas: list[float]
 
     def keywords(self) -> dict[str, Any]:
-        """With betas as a tuple, as torch stores them in checkpoints."""
+        """All arguments, with betas as a tuple, as torch stores them in checkpoints."""
         return super().keywords() | {"betas": tuple(self.betas)}
 
     def check(self, run: "Config") -> None:
-        """betas must be two numbers."""
+        """Check that betas are two numbers."""
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"optimizer.betas={self.betas} is not two numbers from 0 to below 1: give [0.9,0.999]")
 
@@ -66,7 +66,7 @@ class AdafactorConfig(OptimizerConfig):
     """torch.optim.Adafactor."""
 
     def check(self, run: "Config") -> None:
-        """Needs full weights, not shards."""
+        """Check that weights are not in shards: Adafactor needs full weights."""
         if isinstance(run.strategy, FSDPConfig):
             raise ConfigError(
                 "optimizer=adafactor does not work with sharded weights (a limit of torch): choose optimizer=adamw or "

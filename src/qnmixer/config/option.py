@@ -52,7 +52,7 @@ def check_bounds(prefix: str, section: Any) -> None:
 
 
 def suggest(word: str, choices: Collection[str], most: int = 12) -> str:
-    """How to fix an unknown word: the nearest choice, or a list of all if there are at most `most`."""
+    """How to fix an unknown word: the nearest choice, or a list of all choices if there are at most `most`."""
     near = difflib.get_close_matches(word, [c for c in choices if c != word], n=1, cutoff=0.6)
     if near:
         return f"did you mean {near[0]}?"

@@ -29,12 +29,12 @@ def key_of(override: str) -> str:
 
 
 def of_hydra(override: str) -> bool:
-    """Whether an override is for Hydra itself, also as hydra={…} or as a package (…@hydra.…)."""
+    """Whether an override is for Hydra itself, also in the forms hydra={…} and …@hydra.…."""
     return re.search(r"(^|@)\s*hydra\b", key_of(override)) is not None
 
 
 def looks_up(text: str) -> bool:
-    """Whether OmegaConf would call a resolver for a text, such as ${oc.env:NAME}. Names of other keys do not count."""
+    """Whether OmegaConf would call a resolver for a text, such as ${oc.env:NAME}. Names of keys do not count."""
     return _LOOKUP.search(text.replace("\\", "")) is not None  # Hydra removes the backslashes
 
 
@@ -46,7 +46,7 @@ def looks_elsewhere(override: str) -> bool:
 
 
 def with_length(overrides: list[str]) -> list[str]:
-    """Overrides in which `max_epochs` alone is not cut short by the `max_steps` of a config file."""
+    """The overrides, with max_steps=-1 if they set max_epochs only: max_steps of a config file must not end the run."""
     given = values_of(overrides)
     if given.get("trainer.max_epochs", "null") in ("null", "") or "trainer.max_steps" in given:
         return overrides

@@ -1,6 +1,6 @@
 """The config of a training run, and all checks before it starts.
 
-The values are in `conf/`. Here are their types, their bounds and the rules between them.
+The values are in `conf/`. This file has their types, their bounds and the rules between them.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ from qnmixer.config.trainer import TrainerConfig, gathered
 from qnmixer.errors import ConfigError
 from qnmixer.plugins import check_plugin
 
-_ALWAYS_THERE = ("lightning.", "qnmixer.", "torch.")  # not imported for the check: that takes seconds
+_ALWAYS_THERE = ("lightning.", "qnmixer.", "torch.")  # the check does not import these, which would take seconds
 MAX_SEED = 2**32 - 1
 """The largest seed of numpy."""
 
@@ -81,7 +81,7 @@ class Config(RunConfig):
 def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
     """Parse and check a config: a composed one, or the result of `to_plain`.
 
-    Raises ConfigError, naming the key and how to fix it.
+    Raises ConfigError, which names the key and how to fix it.
     """
     config = parse_file(cfg)
     check_targets(targets_of(config))
@@ -89,9 +89,9 @@ def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
 
 
 def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
-    """Parse the config in a file, such as a checkpoint, without a check that the modules that it names exist.
+    """Parse the config in a file, such as a checkpoint. It does not check that the modules that it names exist.
 
-    Raises ConfigError, naming the key and how to fix it.
+    Raises ConfigError, which names the key and how to fix it.
     """
     values = plain_values(cfg)
     if "trainer" in values:
@@ -113,7 +113,7 @@ def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
 
 
 def schema_of(section: str, value: Any) -> type:
-    """The dataclass of a config section: that of its target or name, or the base class of its group.
+    """The dataclass of a config section. Its target or name decides; without them it is the base class of the group.
 
     Raises ConfigError for an option that does not exist.
     """
@@ -167,7 +167,9 @@ def validate(config: Config) -> None:
     trainer = config.trainer
     for tag in config.tags:
         if not 1 <= len(tag) <= LONGEST_TAG:
-            raise ConfigError(f"tags: {tag[:20]!r} has {len(tag)} characters: give each tag 1 to {LONGEST_TAG}")
+            raise ConfigError(
+                f"the tag {tag[:20]!r} has {len(tag)} characters: give tags=[…] of 1 to {LONGEST_TAG} characters"
+            )
     if config.finetune is not None and config.resume is not None:
         raise ConfigError("finetune= starts a new run from weights, resume= continues a run: give only one of them")
     if trainer.max_steps == -1 and trainer.max_epochs is None:
@@ -180,7 +182,7 @@ def devices_per_replica(config: Config) -> int:
 
 
 def batch_of_replica(config: Config) -> int:
-    """Samples that such devices get together. data.batch_size is for one device."""
+    """Samples that the devices of one replica get together. data.batch_size is for one device."""
     return config.data.batch_size * devices_per_replica(config)
 
 
@@ -212,7 +214,7 @@ def override(config: Config, overrides: str) -> Config:
 
 
 def section(group: str, option: str, *, seed: int = 42, **keys: Any) -> Any:
-    """The section that `GROUP=OPTION` gives, with other values of some keys; for programs.
+    """The section that `GROUP=OPTION` gives, with other values of some keys. For programs.
 
     Raises ConfigError for a value that is out of bounds.
     """
@@ -226,7 +228,7 @@ def _resolved(group: str, option: str, seed: int, keys: Mapping[str, Any]) -> An
 
 
 def to_plain(config: Config) -> dict[str, Any]:
-    """The config as numbers, strings, lists and dicts, which a checkpoint can store; `parse` reads it back."""
+    """The config as numbers, strings, lists and dicts, which a checkpoint can store. `parse` reads it back."""
     values = vars(config) | {"logger": {name: keys_of(logger) for name, logger in config.logger.items()}}
     return {key: keys_of(value) if is_dataclass(value) else value for key, value in values.items()}
 
@@ -234,8 +236,8 @@ def to_plain(config: Config) -> dict[str, Any]:
 def without_places(config: Config) -> Config:
     """The config for sharing: the same network, scan and training, without private values.
 
-    Folders, names of patients, the runs that it started from and the logger's account are left out. Arguments of the
-    user's own classes stay, because a network may need them; those of slices are left out.
+    Folders, names of patients, earlier runs and the logger's account are left out. Arguments of the user's own classes
+    stay, because a network may need them. Arguments of the user's own slices are left out.
     """
     data = config.data.without_places()
     return replace(config, data=data, logger={}, callbacks={}, tags=[], finetune=None, resume=None)

@@ -13,7 +13,7 @@ class ScheduleConfig(Target):
     """A function `(step, n_steps, **arguments)` → factor on the learning rate, after a warm-up.
 
     Attributes:
-        warmup: share of all optimizer steps, in which the rate rises to lr.
+        warmup: share of all optimizer steps in which the rate rises to lr.
     """
 
     group: ClassVar[str] = "schedule"

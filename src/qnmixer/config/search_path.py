@@ -19,7 +19,7 @@ _FILE, _PACKAGE = "file://", "pkg://"
 def with_search_path(arguments: list[str]) -> list[str]:
     """Put all config folders into one override, `hydra.searchpath=[…]`, with absolute paths.
 
-    Then the record of a run has it, as any other override. Raises ConfigError for a folder that does not exist.
+    The record of a run then has it, like any other override. Raises ConfigError for a folder that does not exist.
     """
     rest, folders, given = [], [], ""
     words = iter(arguments)

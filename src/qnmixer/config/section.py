@@ -52,7 +52,7 @@ def parse_section(section: str, schema: type, value: Any, values: Mapping[str, A
 
 
 def _as_text(value: Any) -> Any:
-    """Values that OmegaConf will not resolve. Any ${…} to resolve was resolved in `plain_values` before."""
+    """Values with every ${…} as plain text, which OmegaConf will not resolve. `plain_values` resolved the others."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
     if isinstance(value, Mapping):

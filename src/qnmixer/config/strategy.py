@@ -17,8 +17,8 @@ class StrategyConfig:
     """How a run uses several devices.
 
     Attributes:
-        planned_as: how the plan counts the memory of a device: a `replica` of the whole network, one of its `shards`,
-            or a part of a `pipeline`. None: the plan refuses it.
+        planned_as: what the plan counts on a device: a `replica` of the whole network, one of its `shards`, or a part
+            of a `pipeline`. None: the plan refuses the strategy.
     """
 
     planned_as: ClassVar[str | None] = None
@@ -30,7 +30,7 @@ class StrategyConfig:
         return 1
 
     def check(self, run: "Config") -> None:
-        """strategy=single needs one device; all others need a network with weights."""
+        """Check the devices: strategy=single needs one device, and all others need a network with weights."""
         trainer = run.trainer
         if self.name != "single" and not isinstance(run.model, LearnedConfig):
             raise ConfigError(
@@ -62,7 +62,7 @@ class DDPConfig(StrategyConfig):
     static_graph: bool
 
     def check(self, run: "Config") -> None:
-        """torch's static graph allows one backward pass per step."""
+        """Check static_graph: torch's static graph allows one backward pass per step."""
         super().check(run)
         if self.static_graph and run.trainer.accumulate_grad_batches > 1:
             raise ConfigError(
@@ -100,7 +100,7 @@ class PipelineConfig(StrategyConfig):
         return self.devices_per_pipeline or trainer.devices or 1
 
     def check(self, run: "Config") -> None:
-        """Stages, devices and micro-batches must fit together."""
+        """Check that stages, devices and micro-batches fit together."""
         super().check(run)
         T = run.model.T
         if not isinstance(run.model, UnrolledConfig):

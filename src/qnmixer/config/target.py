@@ -1,7 +1,7 @@
 """Config sections that name what they build: `_target_`, with its arguments as keys beside it.
 
 A schema has the types, bounds and rules of these keys. It is in the file of its group, and is found by the target. The
-options of a group are the files of its folder in conf/; no other list exists.
+options of a group are the files of its folder in conf/. No other list exists.
 """
 
 import re
@@ -30,7 +30,7 @@ class Custom:
 
     Attributes:
         _target_: module.name of the class or function.
-        arguments: keys of the section that are not in its schema. The target gets them by name.
+        arguments: keys of the section that are not in its schema. They become keyword arguments of the target.
     """
 
     _target_: str
@@ -47,7 +47,7 @@ def split_arguments(schema: type[Custom], value: Mapping[str, Any]) -> tuple[dic
 
 
 def keys_of(section: Any) -> dict[str, Any]:
-    """The keys of a section as on a command line: arguments of the target stand beside the others."""
+    """The keys of a section as on a command line: arguments of the target stand beside the other keys."""
     keys = asdict(section)
     return keys | keys.pop("arguments") if isinstance(section, Custom) else keys
 
@@ -93,7 +93,7 @@ _OPEN: list[type[Target]] = []
 
 
 def schema(*targets: str) -> Callable[[type[_T]], type[_T]]:
-    """Register a dataclass as the schema of these targets; without targets, of all others in its group."""
+    """Register a dataclass as the schema of these targets. Without targets it is that of all others in its group."""
 
     def register(cls: type[_T]) -> type[_T]:
         _SCHEMAS.update(dict.fromkeys(targets, cls))
@@ -105,12 +105,13 @@ def schema(*targets: str) -> Callable[[type[_T]], type[_T]]:
 
 
 def schema_of_target(group: type[Target], section: Mapping[str, Any]) -> type[Target]:
-    """The schema of a section: that of its target, or the one without a target that shares the most keys.
+    """The schema of a section with this target.
+
+    Without a schema of its own, it is the schema without a target that shares the most keys. Raises ConfigError for a
+    section without a target.
 
     Args:
         group: the base class of the group's schemas.
-
-    Raises ConfigError for a section without a target.
     """
     target = section.get(TARGET)
     if not isinstance(target, str):
@@ -123,6 +124,7 @@ def schema_of_target(group: type[Target], section: Mapping[str, Any]) -> type[Ta
         if not issubclass(_SCHEMAS[target], group):
             raise ConfigError(f"{group.group}.{TARGET}={target} is no {group.group}: choose another")
         return _SCHEMAS[target]
+    # A user's own reader of files has the schema of our readers. Its keys, such as root and split, show that it is one.
     known = sorted((it for it in _OPEN if issubclass(it, group)), key=lambda it: len(_needed(it)))
     return next((it for it in reversed(known) if _needed(it) <= section.keys()), known[0])
 
@@ -132,10 +134,9 @@ def _needed(cls: type[Target]) -> set[str]:
 
 
 def check_arguments(cls: type[Target], target: str, arguments: Mapping[str, Any]) -> str | None:
-    """The first argument that a section cannot have, or None: not in its schema, or a key of another option.
+    """The first argument that a section cannot have: not in its schema, or a key of another option. None if all fit.
 
     Schemas of qnmixer's own classes know all keys. For other targets, the signature is checked when they are built.
-
     Raises ConfigError for Hydra's own keys that have no use here.
     """
     if odd := next((key for key in arguments if key.startswith("_")), None):
@@ -193,7 +194,7 @@ def keys_of_options(group: str) -> dict[str, Collection[str]]:
 
 @cache
 def _by_target(group: str) -> dict[str, str]:
-    """Option by target. If several have the same target, the shortest name: qn_mixer, not qn_mixer_paper."""
+    """Option by target. If several have the same target, the shortest name wins: qn_mixer, not qn_mixer_paper."""
     found = {}
     for option in sorted(options(group), key=len, reverse=True):
         if line := re.search(rf"^{TARGET}: (\S+)", (CONF / group / f"{option}.yaml").read_text(), re.MULTILINE):

@@ -73,7 +73,7 @@ class TrainerConfig:
     extra: dict[str, Any] = field(default_factory=dict)  # from PASSED_ON
 
     def check(self, run: "Config") -> None:
-        """The arguments that are passed on must have the types and values that Lightning's Trainer accepts."""
+        """Check the arguments that are passed on: Lightning's Trainer must accept their types and values."""
         if self.cuda_graph:
             self._check_cuda_graph(run)
         for name, value in self.extra.items():

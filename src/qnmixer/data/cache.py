@@ -1,10 +1,10 @@
-"""Folders of slices, decoded once: one float32 memory map [N, S, S] in HU and an index beside it.
+"""The cache of decoded slices: one float32 memory map [N, S, S] in HU for a folder, and an index beside it.
 
-The index is written last, by an atomic rename. A cache without an index is built again, and so is one whose sources,
-format or size differ from its index. One process builds it under a lock file; the others wait and then read.
+The index is written last, by an atomic rename. A cache is built again if it has no index, or if its sources, format or
+size differ from its index. One process builds it under a lock file. The others wait and then read.
 
-The index has a digest of itself and one of each slice, which is checked when the slice is read: 0.3 ms for 256 × 256
-pixels. Checking all slices at the start would read the whole file.
+The index has a digest of itself and a digest of each slice. The latter is checked when the slice is read, in 0.3 ms for
+256 × 256 pixels. A check of all slices at the start would read the whole file.
 """
 
 import io
@@ -57,7 +57,7 @@ class Reader(Protocol):
     wanted: str
 
     def read(self, root: Path, path: str) -> Iterator[Slice]:
-        """Slices of one file. Raises SkipFile if it cannot be used."""
+        """The slices of one file. Raises SkipFile if the file cannot be used."""
         ...
 
 
@@ -65,8 +65,8 @@ class Reader(Protocol):
 class SourceFile:
     """A source file at the time when the cache was built.
 
-    A program can set mtime, the time of the last change, as `cp -p` does. No program can set ctime, which any change
-    sets.
+    A program can set mtime, the time of the last change, as `cp -p` does. No program can set ctime, which every change
+    updates.
     """
 
     path: str
@@ -80,10 +80,10 @@ class SliceCache:
 
     Attributes:
         infos: the origin of each slice.
-        digests: of the pixels of each slice.
+        digests: digests of the pixels of each slice.
         skipped: (name, reason) of files that could not be used.
         hu_range: smallest and largest value of all slices.
-        cut: what of the slices lies outside the field of view; nothing unless they are at their true size.
+        cut: the parts of slices outside the field of view; nothing unless slices have their true size.
     """
 
     endless = False
@@ -119,7 +119,7 @@ class SliceCache:
         return self.infos[index].name
 
     def __getstate__(self) -> dict[str, Any]:
-        """Give workers the file's name only: the open file belongs to this process."""
+        """Give workers only the name of the file: the open file belongs to this process."""
         return {**self.__dict__, "_stream": None}
 
     def _opened(self) -> IO[bytes]:
@@ -148,13 +148,14 @@ def _remove_unread(file: Path) -> None:
 def list_files(
     root: Path, include: str = "*", *, leave_out: Path | None = None, key: str = "data.root"
 ) -> list[SourceFile]:
-    """Every file below root, to any depth, hidden ones left out, sorted; DataError (which names key) if there
-    are none.
+    """Every file below root, to any depth, sorted. Hidden files are left out.
+
+    Raises DataError, which names the key, if there are none.
     """
     if root.is_file():
-        raise DataError(f"{key}={root} is a file; give the folder that holds it")
+        raise DataError(f"{key}={root} is a file: give its folder")
     if not root.is_dir():
-        raise DataError(f"{key}={root} does not exist; give the folder that holds the slices")
+        raise DataError(f"{key}={root} does not exist: give the folder with the slices")
     found, seen = [], set()
     for folder, subfolders, files in os.walk(root, followlinks=True):
         real = os.path.realpath(folder)
@@ -170,7 +171,7 @@ def list_files(
                 below = path.relative_to(root).as_posix()
                 found.append(SourceFile(below, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
     if not found:
-        raise DataError(f"{key}={root} is empty: no file in it at any depth; give the folder that holds the slices")
+        raise DataError(f"{key}={root} is empty (no file at any depth): give the folder with the slices")
     chosen = [file for file in found if fnmatch(file.path, include)]
     if not chosen:
         raise DataError(
@@ -188,7 +189,7 @@ def open_cache(
     cache_dir: Path | None = None,
     field_of_view: float | None = None,
 ) -> SliceCache:
-    """The decoded slices of a folder, from the cache if it is complete and up to date; otherwise they are decoded now.
+    """The decoded slices of a folder: from the cache if it is complete and up to date, else decoded now.
 
     Args:
         reader: decodes its files.
@@ -196,7 +197,7 @@ def open_cache(
         image_size: rows and columns that slices are resampled to.
         include: only files whose path below root matches.
         cache_dir: where caches are; None: the default place.
-        field_of_view: mm that an image covers, each slice at its true size; None: it covers the whole slice.
+        field_of_view: mm that an image covers, each slice at its true size; None: a slice fills the whole image.
 
     Raises:
         DataError: the folder is missing, empty, or contains no usable slice; or other users may write to the cache.
@@ -212,8 +213,8 @@ def open_cache(
     for its in (cache_dir, folder):
         if is_open_to_all(its):
             raise DataError(
-                f"{its} is another user's, and everybody may write to it: slices in it may be anybody's; give a folder "
-                "of your own, data.cache_dir=…"
+                f"{its} is another user's, and everybody may write to it, so its slices may be anybody's: give a "
+                "folder of your own, data.cache_dir=…"
             )
     with FileLock(folder / "lock"):
         index = _read_index(folder, fingerprint)
@@ -245,6 +246,7 @@ def _build(
     reader: Reader, root: Path, files: Sequence[SourceFile], grid: Grid, folder: Path, fingerprint: str
 ) -> dict[str, Any]:
     """Decode all files into a new cache file, then commit it by writing the index. Returns the index."""
+    # A killed process may have left these. The caller holds the lock, so nobody else writes here.
     for stale in filter(is_temporary, folder.iterdir()):
         stale.unlink()
     with atomic_file(_pixels(folder, fingerprint)) as stream:
@@ -258,7 +260,7 @@ def _build(
 
 
 def _header(count: int, size: int) -> bytes:
-    """Header of a `.npy` file of float32 [count, size, size]. numpy pads it, so its length is fixed."""
+    """Header of a `.npy` file of float32 [count, size, size]. numpy pads it to the same length for every count."""
     stream = io.BytesIO()
     described = {"descr": _ROW.str, "fortran_order": False, "shape": (count, size, size)}
     np.lib.format.write_array_header_1_0(stream, described)
@@ -269,6 +271,7 @@ def _decode_all(
     reader: Reader, root: Path, files: Sequence[SourceFile], grid: Grid, stream: IO[bytes]
 ) -> dict[str, Any]:
     """Decode the files one by one into the stream. Returns their index, sorted by patient, series and position."""
+    # The number of slices is known at the end only. The header is then written again, in the same length.
     stream.write(_header(0, grid.size))
     infos: list[SliceInfo] = []
     digests: list[int] = []
@@ -300,6 +303,7 @@ def _decode_all(
     header = _header(len(infos), grid.size)
     stream.seek(0)
     stream.write(header)
+    # Pixels stay in the order of decoding: sorting them would need all of them in memory. `rows` has the order.
     order = sorted(range(len(infos)), key=lambda row: infos[row].order)
     slices = [asdict(infos[row]) for row in order]
     in_order = [digests[row] for row in order]
@@ -312,17 +316,17 @@ def _require_slices(
     """Raise DataError if there is no usable slice, or if the values cannot be HU."""
     if not count:
         reasons = {reason for _, reason in skipped}
-        mend = f"give a folder with {reader.wanted}"
+        fix = f"give a folder with {reader.wanted}"
         if any("RescaleSlope" in reason for reason in reasons):
-            mend = "pixels are HU only by (0028,1053) RescaleSlope and (0028,1052) RescaleIntercept: add these tags"
+            fix = "add the tags (0028,1053) RescaleSlope and (0028,1052) RescaleIntercept, which give HU"
         elif any("RescaleType" in reason for reason in reasons):
-            mend = "where they are HU, set (0028,1054) RescaleType to HU"
+            fix = "if they are in HU, set (0028,1054) RescaleType to HU"
         elif any(NO_SPACING in reason for reason in reasons):
-            mend = "data.pixel_size=header takes the size from (0028,0030) PixelSpacing of DICOM: leave it out"
-        raise DataError(f"data.root has no usable slice: {summarise_skipped(str(root), skipped)}; {mend}")
+            fix = "leave out data.pixel_size=header, which needs the tag (0028,0030) PixelSpacing of DICOM"
+        raise DataError(f"data.root has no usable slice ({summarise_skipped(str(root), skipped)}): {fix}")
     low, high = hu_range
     if low >= -1 and high <= 2:
         raise DataError(
-            f"data.root={root}: values run from {low:g} to {high:g}, which is not HU (air −1000, water 0); "
+            f"data.root={root} has values from {low:g} to {high:g}, which are not HU (air −1000, water 0): "
             "save the slices in HU"
         )

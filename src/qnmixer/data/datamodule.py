@@ -24,20 +24,21 @@ from qnmixer.processes.signals import SIGNALS
 
 
 class SliceDataModule(LightningDataModule):
-    """Slices of a source or a mix, split into train, val and test; see `qnmixer.config.data` for what can be set.
+    """Slices of a source or a mix, split into train, val and test. `qnmixer.config.data` has the settings.
 
-    Batches are dicts: image [B, 1, S, S] float32, hu_offset [B], hu_scale [B], sample [B] int64, weight [B], name
-    (list of B), and fine [B, 1, f·S, f·S] with simulation_factor = f above 1; or sinogram [B, 1, V, D] in its place.
-    Training order and new phantoms follow the epoch; validation and test are the same every time and leave nothing out.
+    Batches are dicts: image [B, 1, S, S] float32, hu_offset [B], hu_scale [B], sample [B] int64, weight [B] and name
+    (list of B). With simulation_factor = f above 1 they also have fine [B, 1, f·S, f·S], or sinogram [B, 1, V, D] in
+    its place. Training order and new phantoms depend on the epoch. Validation and test are always the same, and
+    complete.
 
     Args:
         config: of the source.
-        first: only so many slices of each part.
-        overfit: train on so many slices over and over, and validate on the same.
+        first: number of slices to use of each part; None: all.
+        overfit: train on this number of slices again and again, and validate on the same slices.
         batches: of each process in an epoch of training, or the share of them; None: all.
         split: the patients of each split; None: it is drawn.
-        measure: simulates the sinogram of a sample in the loader's workers; None: samples have no sinogram.
-            Sinograms that were measured are taken as they are.
+        measure: simulates the sinogram of a sample in the loader's workers; None: samples have no sinogram. Measured
+            sinograms are taken as they are.
         geometry: the scan, which slices at their true size and measured sinograms need.
     """
 
@@ -65,7 +66,7 @@ class SliceDataModule(LightningDataModule):
         self.setup()
 
     def setup(self, stage: str | None = None) -> None:
-        """Find and split the slices, and print a description. Does nothing the second time."""
+        """Find and split the slices, and print a description. A second call does nothing."""
         if self.parts:
             return
         self.parts = parts_of(self.config, self.split, self.geometry)
@@ -94,15 +95,15 @@ class SliceDataModule(LightningDataModule):
         )
 
     def train_dataloader(self) -> DataLoader[Sample]:
-        """Shuffled batches."""
+        """Shuffled training batches."""
         return self.loader("train")
 
     def val_dataloader(self) -> DataLoader[Sample]:
-        """The same slices in the same order every time."""
+        """Validation batches: the same slices in the same order every time."""
         return self.loader("val")
 
     def test_dataloader(self) -> DataLoader[Sample]:
-        """The same slices in the same order every time."""
+        """Test batches: the same slices in the same order every time."""
         return self.loader("test")
 
     def loader(self, part: str) -> DataLoader[Sample]:
@@ -134,7 +135,7 @@ class SliceDataModule(LightningDataModule):
             sampler=sampler,
             num_workers=workers,
             worker_init_fn=_end_with_parent_only,
-            generator=torch.Generator(),  # else each iterator would use up random numbers of dropout
+            generator=torch.Generator(),  # without it each new iterator draws a number that dropout would get
             pin_memory=pin,
             **only_with_workers,
         )
@@ -145,26 +146,26 @@ class SliceDataModule(LightningDataModule):
         return super().transfer_batch_to_device(rest, device, dataloader_idx) | {"sample": batch["sample"]}
 
     def start_at(self, epoch: int, n_batches: int) -> None:
-        """Start training in the middle of an epoch, after so many batches of this process."""
+        """Start training in the middle of an epoch, after this number of batches of this process."""
         self._start = (epoch, n_batches)
 
     def describe(self) -> str:
-        """One line: slices and patients of each part."""
+        """One line: the number of slices and patients in each part."""
         self.setup()
         counts = [f"{name} {part}" for name, part in self.parts.items()]
         return f"data={self.config.name}, {self.config.image_size} × {self.config.image_size}: {', '.join(counts)}"
 
 
 class _Loader(DataLoader[Any]):
-    """A loader whose workers ignore stop signals: Ctrl-C and SLURM send them to all processes of a run.
+    """A loader whose workers ignore stop signals. Ctrl-C and SLURM send these signals to all processes of a run.
 
-    The run needs its workers to finish the current step. Its own process also ends them with SIGTERM, which they obey.
+    The run needs its workers to finish the current step. Its own process ends them with SIGTERM, which they obey.
     """
 
     def __iter__(self) -> Any:
         if not hasattr(signal, "sigwaitinfo"):
             return super().__iter__()
-        # Blocked before a worker starts, so that all its threads inherit this, whichever library starts them.
+        # Blocked before a worker starts, so all threads of the worker inherit it, whichever library starts them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             return super().__iter__()

@@ -1,4 +1,4 @@
-"""Slices in the form that the network needs: scaled and square, with the way back to HU."""
+"""Slices in the form that the network needs: scaled and square. Each sample has what converts it back to HU."""
 
 from collections.abc import Callable
 from typing import NotRequired, TypedDict
@@ -18,11 +18,11 @@ _SUBPIXELS = 8
 
 
 class Sample(TypedDict):
-    """One slice: image [1, S, S] float32 in [0, 1]; HU = hu_offset + hu_scale · image; n; where it came from.
+    """One slice: image [1, S, S] float32 in [0, 1], its number n and its name. HU = hu_offset + hu_scale · image.
 
-    `fine`: the same [1, f·S, f·S] with the same offset and scale, to simulate from; only where there is one.
-    `sinogram`: [1, V, D], value × mm, in place of `fine`: measured, or with noise where the dataset simulates it.
-    `weight`: its weight in the loss or the metric; 0 for a sample that only fills a batch.
+    `fine`: the same slice [1, f·S, f·S] with the same offset and scale, from which sinograms are simulated. `sinogram`:
+    [1, V, D], value × mm, in place of `fine`: measured by a scanner, or simulated with noise by the dataset. `weight`:
+    its weight in the loss or the metric; 0 for a sample that only fills a batch.
     """
 
     image: Tensor
@@ -36,7 +36,7 @@ class Sample(TypedDict):
 
 
 class SliceView:
-    """A part of a source, as a source."""
+    """A part of a source. It is a source itself."""
 
     endless = False
 
@@ -51,7 +51,7 @@ class SliceView:
         return self.source.load(self.indices[index])
 
     def name(self, index: int) -> str:
-        """File or phantom name."""
+        """The name of the file or phantom."""
         return self.source.name(self.indices[index])
 
 
@@ -59,14 +59,14 @@ class SliceDataset(Dataset[Sample]):
     """Slices by global sample number n = epoch · length + index.
 
     Args:
-        source: slices [S, S] in HU. An endless one is asked for slice n, so that every epoch brings new ones.
+        source: slices [S, S] in HU. An endless source is asked for slice n, so every epoch has new slices.
         scaling: HU to [0, 1].
         augment: flip and turn by (seed, n).
         seed: of the augmentation.
-        fine: the same slices on a finer grid [f·S, f·S], as `fine` of the samples.
+        fine: the same slices on a finer grid [f·S, f·S], for `fine` of the samples.
         disc: paste a disc of the slice's largest value at its lower left.
         measure: makes the sinogram of a sample, in place of `fine`.
-        measured: the sinograms [V, D] of the same slices, value × mm, which nothing then has to make.
+        measured: measured sinograms [V, D] of the same slices, value × mm. Nothing is simulated then.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class SliceDataset(Dataset[Sample]):
             sample["sinogram"] = _to_tensor(self.measured.load(index))
         elif self.measure is not None:
             sample["sinogram"] = self.measure(sample)
-            sample.pop("fine", None)
+            sample.pop("fine", None)  # large, and no longer needed: workers would send it to the training process
         return sample
 
     def _prepare(self, hu: FloatArray, n: int) -> FloatArray:

@@ -1,4 +1,4 @@
-"""Compressed DICOM pixels, decoded in a child process. A C decoder that aborts or hangs then ends only the child.
+"""Decode compressed DICOM pixels in a child process. If a decoder in C aborts or hangs, only the child ends.
 
 The child lives as long as this process, and is started again if it dies. It runs `python -m qnmixer.data.decoder`.
 """
@@ -24,7 +24,7 @@ _MEMORY = 2 * 2**30
 
 
 def decode_apart(path: str, frame: int, seconds: int = SECONDS) -> np.ndarray[Any, Any]:
-    """Stored values [H, W] of one frame of a DICOM file. SkipFile if the decoder fails, dies or takes too long."""
+    """Stored values [H, W] of one frame of a DICOM file. Raises SkipFile if the decoder fails, dies or is too slow."""
     child = _Child.of_this_process()
     try:
         child.pipe.send((os.path.abspath(path), frame, seconds))
@@ -44,7 +44,8 @@ class _Child:
 
     def __init__(self) -> None:
         self.pipe, theirs = Pipe()
-        # One thread, because each reserves address space, which is limited. The child imports this process's modules.
+        # One thread, because each thread reserves address space, which is limited below. The child must import the same
+        # modules as this process.
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         command = [sys.executable, "-P", "-m", "qnmixer.data.decoder", str(theirs.fileno())]
@@ -65,7 +66,7 @@ class _Child:
 
     def end(self) -> None:
         """End the child. The next frame starts a new one."""
-        if self.owner == os.getpid():
+        if self.owner == os.getpid():  # a forked data worker must not end the child of its parent
             self.pipe.close()
             self.process.kill()
             self.process.wait()
@@ -74,7 +75,7 @@ class _Child:
 
 
 def _serve(pipe: Connection) -> None:
-    """In the child: decode frames until the parent ends."""
+    """Decode frames in the child until the parent ends."""
     from pydicom import dcmread
     from pydicom.pixels.utils import pixel_array
 

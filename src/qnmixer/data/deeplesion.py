@@ -37,7 +37,7 @@ class DeepLesionReader:
     wanted = "16-bit PNG slices"
 
     def read(self, root: Path, path: str) -> Iterator[Slice]:
-        """The slice of a file `…/<patient>_<study>_<series>/<slice>.png`. Raises SkipFile if it has none."""
+        """The slice of a file `…/<patient>_<study>_<series>/<slice>.png`. Raises SkipFile if the file has none."""
         hu = read_hu_png(root / path)
         folder, _, file = path.rpartition("/")
         series = folder.rpartition("/")[2] or root.name

@@ -1,4 +1,4 @@
-"""CT in DICOM: which files are CT images, their pixels in HU, their patient and position."""
+"""CT in DICOM: find CT images among files, and read their pixels in HU, their patient and their position."""
 
 import io
 import math
@@ -29,7 +29,7 @@ CT_CLASSES = {
 }
 _PIXELS = "PixelData", "FloatPixelData", "DoubleFloatPixelData"
 _NAMES = "PatientID", "StudyInstanceUID", "SeriesInstanceUID", "SOPInstanceUID", "InstanceNumber"
-"""What tells patients, series and slices apart: a file where one of these cannot be read is not used."""
+"""Tags that identify patient, series and slice. A file in which one of these is unreadable is not used."""
 
 
 def open_ct(path: Path) -> FileDataset:
@@ -63,7 +63,7 @@ def _require_ct(dataset: FileDataset) -> None:
 
 
 def _require_frames(dataset: FileDataset) -> None:
-    """Raise SkipFile if the pixel data is too short for the frames that a file claims: trying each could take hours."""
+    """Raise SkipFile if the pixel data is too short for the frames that a file claims. Trying each could take hours."""
     pixels = next(dataset[keyword].value for keyword in _PIXELS if keyword in dataset)
     if _is_compressed(dataset):
         stream = io.BytesIO(pixels)
@@ -85,7 +85,7 @@ def frame_count(dataset: Dataset) -> int:
 
 
 def functional_group(dataset: Dataset, frame: int, sequence: str) -> Dataset | None:
-    """Item of a functional group of an enhanced image: of the frame, else the shared one, else None."""
+    """Item of a functional group of an enhanced image: that of the frame, else the shared one, else None."""
     per_frame, shared = (dataset.get("PerFrameFunctionalGroupsSequence"), dataset.get("SharedFunctionalGroupsSequence"))
     for groups in ([per_frame[frame]] if per_frame and frame < len(per_frame) else [], shared or []):
         for group in groups:
@@ -96,7 +96,10 @@ def functional_group(dataset: Dataset, frame: int, sequence: str) -> Dataset | N
 
 
 def frame_tag(dataset: Dataset, frame: int, sequence: str, keyword: str) -> Any:
-    """A value that is in a functional group of enhanced images and at the top level of plain ones; None without it."""
+    """The value of a tag for a frame; None if there is none.
+
+    Enhanced images have it in a functional group, plain images at the top level.
+    """
     group = functional_group(dataset, frame, sequence)
     value = group.get(keyword) if group is not None else None
     return dataset.get(keyword) if value is None else value
@@ -105,7 +108,7 @@ def frame_tag(dataset: Dataset, frame: int, sequence: str, keyword: str) -> Any:
 def rescale_of(dataset: Dataset, frame: int) -> tuple[float, float]:
     """(slope, intercept) from stored values of a frame to HU. Raises SkipFile if the file has none."""
     kind = str(frame_tag(dataset, frame, "PixelValueTransformationSequence", "RescaleType") or "HU").strip()
-    # US is unspecified. GDCM, and so ITK, writes it into every CT image without a type; those of a scanner are HU.
+    # US means unspecified. GDCM, and so ITK, writes it into every CT image without a type. A scanner uses HU.
     if not (kind == "HU" or (kind == "US" and _is_original(dataset, frame))):
         raise SkipFile(f"RescaleType {kind}, not HU")
     slope = frame_tag(dataset, frame, "PixelValueTransformationSequence", "RescaleSlope")
@@ -119,7 +122,7 @@ def rescale_of(dataset: Dataset, frame: int) -> tuple[float, float]:
 
 
 def _is_original(dataset: Dataset, frame: int) -> bool:
-    """Whether a frame is a scanner's own image: of these DICOM (CT Image Module) has output units of HU only."""
+    """Whether a frame is an original image of the scanner. Only these must be in HU (DICOM, CT Image Module)."""
     kind = frame_tag(dataset, frame, "CTImageFrameTypeSequence", "FrameType") or dataset.get("ImageType") or ""
     first = kind if isinstance(kind, str) else kind[0]
     return first == "ORIGINAL" and dataset.get("MultienergyCTAcquisition") != "YES"
@@ -151,9 +154,10 @@ def decode_frame(dataset: FileDataset, frame: int) -> FloatArray:
 
 
 def slice_position(dataset: Dataset, frame: int) -> float:
-    """Position of a frame along the patient in mm; InstanceNumber or the frame number if the file has no position.
+    """Position of a frame along the patient in mm.
 
-    Raises SkipFile if the position is not a number.
+    If the file has no position, the result is InstanceNumber or the frame number. Raises SkipFile if the position is
+    not a number.
     """
     position = frame_tag(dataset, frame, "PlanePositionSequence", "ImagePositionPatient")
     orientation = frame_tag(dataset, frame, "PlaneOrientationSequence", "ImageOrientationPatient")
@@ -167,7 +171,7 @@ def slice_position(dataset: Dataset, frame: int) -> float:
 
 
 def pixel_spacing(dataset: Dataset, frame: int) -> tuple[float, float] | None:
-    """Millimetres between the rows of a frame, and between its columns; None where the file says none of CT."""
+    """Millimetres between the rows of a frame, and between its columns; None if the file has no plausible values."""
     with suppress(Exception):  # a damaged tag makes pydicom raise anything
         rows, columns = (float(it) for it in frame_tag(dataset, frame, "PixelMeasuresSequence", "PixelSpacing"))
         if all(_SPACINGS[0] <= it <= _SPACINGS[1] for it in (rows, columns)):
@@ -182,7 +186,7 @@ class DicomReader:
     wanted = "CT images in DICOM"
 
     def read(self, root: Path, path: str) -> Iterator[Slice]:
-        """Slices of one file. `patient` is the PatientID, or empty. Raises SkipFile if there are no slices."""
+        """Slices of one file. `patient` is the PatientID, or empty. Raises SkipFile if the file has no slices."""
         dataset = open_ct(root / path)
         n_frames = frame_count(dataset)
         patient = str(dataset.get("PatientID") or "").strip()

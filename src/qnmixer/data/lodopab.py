@@ -28,12 +28,12 @@ _MM = 1000.0
 class LodopabSource:
     """One split of the set: images in their own HU, and observations as sinograms [V, 513] of the scan's views.
 
-    The number of images is the number of observations: the last file of images may be longer. Files are opened for each
-    sample only, so that no process has an open file when others are started.
+    The number of images is the number of observations, because the last file of images may be longer. Files are opened
+    for each sample only: a process that is started later must not inherit an open file.
 
     Args:
         part: train, val or test.
-        image_size: rows and columns that images are resampled to; their own are 362.
+        image_size: rows and columns that images are resampled to; in the files they have 362.
         geometry: the scan.
         root: folder with all files.
         sinograms: "measured" or "simulated".
@@ -90,9 +90,11 @@ class LodopabSource:
             with _h5py().File(files[file], "r") as stream:
                 values = np.asarray(stream["data"][row], np.float32)
         except (OSError, KeyError, ValueError) as error:
-            raise DataError(f"{files[file]}: row {row} cannot be read ({first_line(error)}): unzip it again") from error
+            raise DataError(
+                f"row {row} of {files[file]} cannot be read ({first_line(error)}): unzip it again"
+            ) from error
         if not np.isfinite(values).all():
-            raise DataError(f"{files[file]}: row {row} has NaN or infinite values: unzip it again")
+            raise DataError(f"row {row} of {files[file]} has NaN or infinite values: unzip it again")
         return values
 
     def _files(self, kind: str, shape: tuple[int, int]) -> tuple[list[Path], list[int]]:

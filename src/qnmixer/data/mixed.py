@@ -10,13 +10,13 @@ from qnmixer.data.slices import FloatArray, SliceSource
 class MixedSource:
     """A fixed number of slices per epoch from each of several sources, evenly interleaved.
 
-    Slice n is in epoch n // length, and n alone decides which slice it is: no process or worker can change it. An
-    endless source gives new slices in each epoch. The slices of any other source are repeated in a new order each time.
+    Slice n is in epoch n // length. The number n alone decides which slice it is: no process or worker can change that.
+    An endless source gives new slices in each epoch. Slices of any other source are repeated in a new order each time.
 
     Args:
         sources: slices [S, S] in HU.
-        counts: slices of each in an epoch; 0 for an empty one.
-        seed: of these orders.
+        counts: slices of each source in an epoch; 0 for an empty source.
+        seed: of the orders.
     """
 
     endless = True
@@ -56,7 +56,7 @@ class MixedSource:
 
 
 def counts_of(shares: Sequence[float], lengths: Sequence[int]) -> list[int]:
-    """Slices of each source in an epoch. The first source with a share occurs once completely; shares add up to 1."""
+    """Slices of each source in an epoch. The first source with a share is used exactly once; shares add up to 1."""
     length = next(round(n / share) for share, n in zip(shares, lengths, strict=True) if share)
     ends = [round(length * end) for end in np.cumsum(shares)]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]

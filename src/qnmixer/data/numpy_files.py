@@ -22,7 +22,7 @@ def open_stack(path: Path) -> np.ndarray[Any, Any]:
 
 
 def open_slices(path: Path) -> np.ndarray[Any, Any]:
-    """As `open_stack`, for slices: also raises SkipFile if they are too small or too large."""
+    """Do what `open_stack` does, for slices. Also raises SkipFile if the slices are too small or too large."""
     stack = open_stack(path)
     require_size(*stack.shape[1:])
     return stack
@@ -31,7 +31,7 @@ def open_slices(path: Path) -> np.ndarray[Any, Any]:
 def read_frame(path: Path, frame: int) -> FloatArray:
     """Slice [H, W] of a file that `open_stack` accepts. Raises SkipFile if the file has changed since.
 
-    The file is mapped for this slice only: all pages read through a map count as memory of the process.
+    The file is mapped for this slice only, because all pages read through a map count as memory of the process.
     """
     return np.array(open_stack(path)[frame], np.float32)
 
@@ -43,7 +43,7 @@ class NumpyReader:
     wanted = ".npy slices in HU"
 
     def read(self, root: Path, path: str) -> Iterator[Slice]:
-        """Slices of one file. `patient` is empty, so the folder decides. Raises SkipFile if there are none."""
+        """Slices of one file. `patient` is empty, so the folder decides. Raises SkipFile if the file has none."""
         if not path.lower().endswith((".npy", ".npz")):
             raise SkipFile("not .npy")
         stack = open_slices(root / path)

@@ -23,7 +23,9 @@ def optional(module: str, extra: str) -> Any:
 
 
 def views_of(geometry: FanBeamGeometry, first: float, step: float, count: int, extra: str) -> list[int]:
-    """Indices of the measured views that the scan has, in its order. Raises ConfigError if one was not measured.
+    """Indices of the measured views that the scan has, in the order of the scan.
+
+    Raises ConfigError if a view was not measured.
 
     Args:
         geometry: the scan.
@@ -39,8 +41,8 @@ def views_of(geometry: FanBeamGeometry, first: float, step: float, count: int, e
     if (wrong := np.flatnonzero((np.abs(place - nearest) > _SAME) | (index < 0) | (index >= count))).size:
         j = int(wrong[0])
         raise ConfigError(
-            f"geometry: view {j}, at {np.degrees(geometry.angles()[j]):.4g}°, is not one of the {count} measured ones: "
-            f"take geometry={extra} with n_views a divisor of {count}, or first_angle and angle_span in whole steps of "
-            f"{np.degrees(step):.3g}°"
+            f"view {j} of geometry, at {np.degrees(geometry.angles()[j]):.4g}°, is not one of the {count} measured "
+            f"views: use geometry={extra} with n_views a divisor of {count}, or first_angle and angle_span in whole "
+            f"steps of {np.degrees(step):.3g}°"
         )
     return [int(it) for it in index]

@@ -1,10 +1,9 @@
 """Random phantoms in Hounsfield units: cross-sections that resemble a body, and plain ellipses. Endless; no files.
 
-A phantom is a function of (seed, part, index) alone, so that workers, ranks and epochs cannot change it. Shapes are
-painted on a canvas of twice the resolution, in coordinates that a smooth random field bends, then averaged 2 × 2: edges
-get partial values as in a scanner. Coordinates run over [−1, 1], x to the right and y *down*: the front of a
-body is up. HU of tissues: air −1000, lung −870 … −720, fat −120 … −80, soft 0 … 80, contrast 150 … 350, bone
-300 … 1500.
+A phantom is a function of (seed, part, index) alone, so workers, ranks and epochs cannot change it. Shapes are painted
+on a canvas of twice the resolution, in coordinates that a smooth random field bends. Then 2 × 2 pixels are averaged, so
+edges get partial values as in a scanner. Coordinates run over [−1, 1], x to the right and y *down*: the front of a body
+is up. HU of tissues: air −1000, lung −870 … −720, fat −120 … −80, soft 0 … 80, contrast 150 … 350, bone 300 … 1500.
 """
 
 import zlib
@@ -31,9 +30,9 @@ def _refine(field: FloatArray) -> FloatArray:
 
 
 def smooth_field(rng: np.random.Generator, cells: int, size: int) -> FloatArray:
-    """Random field [size, size] of mean 0 and standard deviation ≈ 1 whose features are about size/cells pixels wide.
+    """Random field [size, size] of mean 0 and standard deviation ≈ 1. Its features are about size/cells pixels wide.
 
-    Additions only: a matrix product would start threads, which data workers must not.
+    It needs additions only. A matrix product would start threads, which data workers must not do.
     """
     doublings = max(round(np.log2(size / cells)), 0)
     start = -(-size // 2**doublings) + 4
@@ -80,7 +79,7 @@ class Canvas:
         return bool(self.rng.random() < probability)
 
     def box(self, x: float, y: float, radius: float) -> tuple[slice, slice]:
-        """Rows and columns that hold everything within radius of (x, y), bending included."""
+        """Rows and columns that contain every point within radius of (x, y), bending included."""
         px = self.zoom * (self._cos * x - self._sin * y) + self.shift[0]
         py = self.zoom * (self._sin * x + self._cos * y) + self.shift[1]
         reach = self.zoom * (radius + self._margin)
@@ -104,9 +103,9 @@ class Canvas:
         square: float = 0.0,
         within: BoolArray | None = None,
     ) -> tuple[tuple[slice, slice], BoolArray]:
-        """Paint an ellipse of half axes a, b; wobble roughens its edge, square (0 … 1) makes it boxier.
+        """Paint an ellipse of half axes a, b. `wobble` roughens its edge, `square` (0 … 1) makes it more like a box.
 
-        Returns the box that was touched and the mask of painted pixels inside it.
+        Returns the box of changed pixels and the mask of painted pixels in that box.
         """
         box = self.box(x, y, max(a, b) * (1 + 0.25 * (square > 0)) * (1 + 1.5 * wobble))
         dx, dy = self.x[box] - np.float32(x), self.y[box] - np.float32(y)
@@ -131,7 +130,7 @@ class Canvas:
         return box, mask
 
     def region(self, painted: tuple[tuple[slice, slice], BoolArray]) -> BoolArray:
-        """What `ellipse` returned, as one mask of the whole canvas."""
+        """The result of `ellipse` as one mask of the whole canvas."""
         whole = np.zeros((self.n, self.n), bool)
         whole[painted[0]] = painted[1]
         return whole
@@ -140,14 +139,14 @@ class Canvas:
 def _bone(
     c: Canvas, x: float, y: float, a: float, b: float, *, angle: float = 0.0, shell: float = 0.01, wobble: float = 0.0
 ) -> None:
-    """A bone: a cortical shell about a softer inside."""
+    """Paint a bone: a cortical shell around a softer inside."""
     c.ellipse(x, y, a, b, c.uniform(500, 1300), angle=angle, wobble=wobble)
     if min(a, b) > 1.5 * shell:
         c.ellipse(x, y, a - shell, b - shell, c.uniform(120, 380), angle=angle, wobble=wobble)
 
 
 def _spine(c: Canvas, y: float, size: float) -> None:
-    """A vertebra centred on the midline, its canal and its processes behind it."""
+    """Paint a vertebra at the midline, with its canal and its processes behind it."""
     for side in (-1, 1):
         _bone(c, side * size * 0.62, y + size * 0.95, size * 0.22, size * 0.5, angle=-side * 0.5, shell=0.008)
         _bone(
@@ -168,8 +167,9 @@ def _spine(c: Canvas, y: float, size: float) -> None:
 
 
 def _torso(c: Canvas, a: float, b: float) -> tuple[float, float, float]:
-    """Skin, fat and muscle of a trunk with half axes a, b; returns the half axes inside the muscle and its
-    centre's y.
+    """Paint skin, fat and muscle of a trunk with half axes a, b.
+
+    Returns the half axes inside the muscle, and the y of its centre.
     """
     square = c.uniform(0.1, 0.6)
     fat = c.uniform(0.015, 0.06) if c.chance(0.6) else c.uniform(0.06, 0.2) * b
@@ -183,7 +183,7 @@ def _torso(c: Canvas, a: float, b: float) -> tuple[float, float, float]:
 
 
 def _ribs(c: Canvas, a: float, b: float, y: float, *, spread: tuple[float, float] = (0.15, 0.95)) -> None:
-    """Ribs cut aslant, on both sides along the ellipse a, b; spread is the part of each half turn that has them."""
+    """Paint ribs cut at an angle, on both sides along the ellipse a, b. `spread`: part of each half turn with ribs."""
     count = int(c.rng.integers(5, 9))
     for side in (-1, 1):
         for k in range(count):
@@ -196,7 +196,10 @@ def _ribs(c: Canvas, a: float, b: float, y: float, *, spread: tuple[float, float
 
 
 def _lung_texture(c: Canvas, lungs: BoolArray) -> None:
-    """Vessels (ridges of smooth fields, and dots where they run through the plane), some haze, in place."""
+    """Add vessels and some haze to the lungs, in place.
+
+    Vessels are ridges of smooth fields, and dots where they cross the plane.
+    """
     n = c.n
     rows, columns = np.flatnonzero(lungs.any(1)), np.flatnonzero(lungs.any(0))
     if not len(rows):
@@ -217,7 +220,7 @@ def _lung_texture(c: Canvas, lungs: BoolArray) -> None:
 
 
 def _lungs(c: Canvas, a: float, b: float, y: float, *, size: float = 1.0) -> BoolArray:
-    """Two lungs inside the cavity a, b; returns their mask."""
+    """Paint two lungs inside the cavity a, b. Returns their mask."""
     cavity = c.region(c.ellipse(0, y, a, b, c.uniform(-100, -60), square=0.25))
     c.ellipse(0, y + 0.2 * b, 0.45 * a, 0.8 * b, c.uniform(-90, 50), wobble=0.1)
     lungs = np.zeros((c.n, c.n), bool)
@@ -241,7 +244,7 @@ def _lungs(c: Canvas, a: float, b: float, y: float, *, size: float = 1.0) -> Boo
 
 
 def _vessel(c: Canvas, x: float, y: float, radius: float, value: float, *, calcified: float = 0.15) -> None:
-    """A vessel cut across, sometimes with a calcified spot in its wall."""
+    """Paint the cross-section of a vessel, sometimes with a calcified spot in its wall."""
     c.ellipse(x, y, radius, radius * c.uniform(0.8, 1.1), value)
     if c.chance(calcified):
         t = c.uniform(0, 2 * np.pi)
@@ -251,7 +254,7 @@ def _vessel(c: Canvas, x: float, y: float, radius: float, value: float, *, calci
 
 
 def _chest(c: Canvas) -> None:
-    """A chest: ribs, lungs with vessels, heart or great vessels, spine, sternum, shoulder blades."""
+    """Paint a chest: ribs, lungs with vessels, heart or great vessels, spine, sternum, shoulder blades."""
     a = c.uniform(0.72, 0.92)
     ai, bi, y = _torso(c, a, a * c.uniform(0.58, 0.76))
     _ribs(c, ai + 0.01, bi + 0.01, y)
@@ -289,7 +292,7 @@ def _chest(c: Canvas) -> None:
 
 
 def _lung_findings(c: Canvas, lungs: BoolArray, a: float, b: float, y: float) -> None:
-    """Nodules, consolidations and fluid, now and then."""
+    """Paint nodules, consolidations and fluid in some of the lungs."""
     for _ in range(int(c.rng.poisson(0.8))):
         radius = c.uniform(0.008, 0.04)
         c.ellipse(c.uniform(-a, a), y + c.uniform(-b, b), radius, radius, c.uniform(-100, 60), wobble=0.2, within=lungs)
@@ -303,7 +306,7 @@ def _lung_findings(c: Canvas, lungs: BoolArray, a: float, b: float, y: float) ->
 
 
 def _bowel(c: Canvas, x: float, y: float, radius: float) -> None:
-    """A bowel loop: wall, and gas, fluid, contrast or stool within."""
+    """Paint a bowel loop: its wall, and gas, fluid, contrast or stool inside."""
     b, angle = radius * c.uniform(0.55, 1.0), c.uniform(0, np.pi)
     c.ellipse(x, y, radius, b, c.uniform(20, 90), angle=angle, wobble=0.15)
     wall = c.uniform(0.007, 0.014)
@@ -319,7 +322,7 @@ def _bowel(c: Canvas, x: float, y: float, radius: float) -> None:
 
 
 def _kidney(c: Canvas, side: int, y: float) -> None:
-    """A kidney with its sinus open towards the midline."""
+    """Paint a kidney. Its sinus opens towards the midline."""
     x, size, lean = side * c.uniform(0.28, 0.38), c.uniform(0.085, 0.125), side * c.uniform(0.1, 0.8)
     cortex = c.uniform(120, 260) if c.chance(0.6) else c.uniform(25, 45)
     c.ellipse(x, y, size * 0.85, size * 1.15, cortex, angle=lean, wobble=0.08)
@@ -332,7 +335,7 @@ def _kidney(c: Canvas, side: int, y: float) -> None:
 
 
 def _liver(c: Canvas, a: float, b: float, y: float, inside: BoolArray) -> None:
-    """Liver with vessels and low-contrast lesions, in the left half of the picture."""
+    """Paint a liver with vessels and low-contrast lesions, in the left half of the picture."""
     value = c.uniform(45, 125)
     size = c.uniform(0.45, 0.7)
     painted = c.ellipse(
@@ -352,7 +355,7 @@ def _liver(c: Canvas, a: float, b: float, y: float, inside: BoolArray) -> None:
 
 
 def _abdomen(c: Canvas) -> None:
-    """An abdomen: liver, spleen, kidneys, stomach, bowel, vessels, spine, psoas; sometimes ribs and lung bases."""
+    """Paint an abdomen: liver, spleen, kidneys, stomach, bowel, vessels, spine, psoas; maybe ribs and lung bases."""
     a = c.uniform(0.62, 0.92)
     ai, bi, y = _torso(c, a, a * c.uniform(0.6, 0.82))
     upper = c.chance(0.6)
@@ -395,7 +398,7 @@ def _abdomen(c: Canvas) -> None:
 
 
 def _pelvis(c: Canvas) -> None:
-    """A pelvis: hip bones or femoral heads, sacrum, bladder, bowel, gluteal muscles."""
+    """Paint a pelvis: hip bones or femoral heads, sacrum, bladder, bowel, gluteal muscles."""
     a = c.uniform(0.7, 0.92)
     ai, bi, y = _torso(c, a, a * c.uniform(0.55, 0.7))
     inside = c.region(c.ellipse(0, y, ai, bi, c.uniform(-110, -90), square=0.4))
@@ -429,7 +432,7 @@ def _pelvis(c: Canvas) -> None:
 
 
 def _shoulders(c: Canvas) -> None:
-    """A cut through the shoulders: arm bones and shoulder blades at the sides, windpipe, spine, sometimes lung tips."""
+    """Paint a slice through the shoulders: arm bones and shoulder blades, windpipe, spine, sometimes lung tips."""
     a = c.uniform(0.85, 1.05)
     ai, bi, y = _torso(c, a, a * c.uniform(0.32, 0.45))
     for _ in range(int(c.rng.integers(8, 18))):
@@ -453,7 +456,7 @@ def _shoulders(c: Canvas) -> None:
 
 
 def _brain(c: Canvas, a: float, b: float, y: float) -> None:
-    """Grey and white matter, furrows, ventricles, midline, and now and then a bleeding or a calcification."""
+    """Paint grey and white matter, furrows, ventricles, the midline, and sometimes a bleeding or a calcification."""
     box, mask = c.ellipse(0, y, a, b, c.uniform(32, 42))
     folds = np.abs(smooth_field(c.rng, 22, c.n)[box])
     rim = mask & (c.y[box] ** 2 / b**2 + c.x[box] ** 2 / a**2 > c.uniform(0.5, 0.75))
@@ -470,7 +473,7 @@ def _brain(c: Canvas, a: float, b: float, y: float) -> None:
 
 
 def _face(c: Canvas, a: float, b: float) -> None:
-    """The base of the skull: sinuses, nose, eyes, petrous bone with air cells, jaw joints."""
+    """Paint the base of the skull: sinuses, nose, eyes, petrous bone with air cells, jaw joints."""
     for side in (-1, 1):
         lean = side * c.uniform(0.3, 0.8)
         x, y = side * a * c.uniform(0.6, 0.75), b * c.uniform(0.1, 0.3)
@@ -493,7 +496,7 @@ def _face(c: Canvas, a: float, b: float) -> None:
 
 
 def _head(c: Canvas) -> None:
-    """A head: scalp, two-layered skull, brain; or the base of the skull with its air spaces."""
+    """Paint a head: scalp, two-layered skull and brain; or the base of the skull with its air spaces."""
     a = c.uniform(0.55, 0.78)
     b = a * c.uniform(1.1, 1.3)
     scalp, skull = c.uniform(0.02, 0.05), c.uniform(0.02, 0.05)
@@ -514,7 +517,7 @@ def _head(c: Canvas) -> None:
 
 
 def _ellipses(c: Canvas) -> None:
-    """Ellipses of any size and value inside one large one; the class of shapes that tomography codes are tried on."""
+    """Paint ellipses of any size and value inside one large ellipse. Tomography codes are often tried on these."""
     a, b = c.uniform(0.5, 0.95), c.uniform(0.4, 0.95)
     base = c.uniform(-200, 120)
     inside = c.region(c.ellipse(0, 0, a, b, base, square=c.uniform(0, 0.5)))
@@ -529,7 +532,7 @@ def _ellipses(c: Canvas) -> None:
 
 
 def _arms(c: Canvas) -> None:
-    """Two arms beside the trunk, partly outside the picture."""
+    """Paint two arms beside the trunk, partly outside the picture."""
     y = c.uniform(0.1, 0.4)
     for side in (-1, 1):
         x, size = side * c.uniform(0.9, 1.05), c.uniform(0.13, 0.2)
@@ -541,7 +544,7 @@ def _arms(c: Canvas) -> None:
 
 
 def _table(c: Canvas) -> None:
-    """The couch under the body: one or two curved shells of a few pixels, and a mat or clothes as faint lines."""
+    """Paint the table under the body: one or two curved shells of a few pixels, and a mat or clothes as faint lines."""
     top, curve = c.uniform(0.62, 0.85), c.uniform(-0.35, 0.12)
     width, shell, value = c.uniform(0.6, 1.0), c.uniform(0.004, 0.012), c.uniform(-350, 300)
     curved = c.axis[:, None] - (np.float32(top) + np.float32(curve) * c.axis[None, :] ** 2)
@@ -556,7 +559,7 @@ def _table(c: Canvas) -> None:
 
 
 def _tissue(c: Canvas) -> None:
-    """Uneven tissue, fat strands between muscles, trabeculae in bone, in place."""
+    """Add uneven tissue, fat between muscles and trabeculae in bone, in place."""
     slow, fast = smooth_field(c.rng, 14, c.n), smooth_field(c.rng, 40, c.n)
     soft = (c.hu > -150) & (c.hu < 200)
     c.hu[soft & (c.hu > 34) & (c.hu < 71) & (np.abs(slow + np.float32(0.3) * fast) < c.uniform(0, 0.05))] = -60
@@ -568,7 +571,7 @@ def _tissue(c: Canvas) -> None:
 
 
 def _clutter(c: Canvas) -> None:
-    """Small unnamed structures: strands of fat, slips of muscle, little vessels, in the soft parts only."""
+    """Paint small structures without a name, in soft parts only: strands of fat and muscle, small vessels."""
     soft = (c.hu > -150) & (c.hu < 100)
     for _ in range(int(c.rng.integers(8, 36))):
         length = float(np.exp(c.uniform(np.log(0.015), np.log(0.12))))
@@ -591,7 +594,7 @@ _ANATOMIES: tuple[tuple[float, _Painter], ...] = (
 
 
 def _scan(image: FloatArray, rng: np.random.Generator) -> FloatArray:
-    """What a scanner adds to a picture [S, S]: blur of under a pixel, correlated noise, a round field of view."""
+    """Add the effects of a scanner to a picture [S, S]: slight blur, correlated noise, a round field of view."""
     blur = np.float32(rng.uniform(0.04, 0.25))
     image = _blur(image, blur)
     if rng.random() < 0.9:
@@ -655,10 +658,10 @@ def phantom(
         size: rows and columns.
         seed: of the whole set.
         part: "train", "val" or "test"; their phantoms never coincide.
-        index: which one of the part; any non-negative integer.
-        anatomy_share: probability that it resembles a body, the rest are ellipses.
-        fine: give it as [2·size, 2·size]: outlines as they were painted, and the scanner's blur and noise the same in
-            every 2 × 2 pixels, so that their mean is the phantom of `size`.
+        index: number in the part; any non-negative integer.
+        anatomy_share: probability that it resembles a body; the others are ellipses.
+        fine: return [2·size, 2·size]. Outlines then have the full resolution. Blur and noise of the scanner are equal
+            in every 2 × 2 pixels, whose mean is the phantom of `size`.
     """
     rng = np.random.Generator(np.random.SFC64([seed, zlib.crc32(part.encode()), index]))
     body = _body(size, rng, anatomy_share)
@@ -671,7 +674,7 @@ def phantom(
 
 
 class PhantomSource:
-    """Phantoms of one part as a source of slices; `load` takes any index ≥ 0, `len` is what counts as one epoch."""
+    """Phantoms of one part as a source of slices. `load` takes any index ≥ 0; `len` is the length of one epoch."""
 
     endless = True
 
@@ -695,7 +698,7 @@ class PhantomSource:
         return self.length
 
     def load(self, index: int) -> FloatArray:
-        """Phantom number index [S, S], or fine [2S, 2S], in HU."""
+        """Phantom [S, S] of this number in HU; with `fine` [2S, 2S]."""
         return phantom(
             self.image_size,
             seed=self.seed,

@@ -19,9 +19,7 @@ def square_padding(shape: tuple[int, int]) -> tuple[int, int, int]:
 
 
 def to_square(hu: FloatArray, size: int) -> FloatArray:
-    """Pad [H, W] with air to a square, then resample bilinearly with antialiasing, as the field does, to
-    [size, size].
-    """
+    """Pad [H, W] with air to a square, then resample to [size, size]: bilinear with antialiasing, as in most papers."""
     side, top, left = square_padding((hu.shape[0], hu.shape[1]))
     square = np.full((side, side), AIR, np.float32)
     square[top : top + hu.shape[0], left : left + hu.shape[1]] = hu
@@ -34,9 +32,9 @@ def to_square(hu: FloatArray, size: int) -> FloatArray:
 
 
 def to_field(hu: FloatArray, spacing: tuple[float, float], size: int, field_of_view: float) -> FloatArray:
-    """[H, W] at its true size in the middle of a square field, [size, size]: bilinearly with antialiasing.
+    """[H, W] at its true size in the middle of a square field [size, size], bilinear with antialiasing.
 
-    What lies outside the field is cut, what the slice does not cover is air.
+    Parts of the slice outside the field are cut. Pixels that the slice does not cover are air.
 
     Args:
         hu: the slice.
@@ -50,7 +48,10 @@ def to_field(hu: FloatArray, spacing: tuple[float, float], size: int, field_of_v
 
 
 def _weights(n: int, mm: float, size: int, step: float) -> FloatArray:
-    """What each of n pixels of `mm` gives to each of `size` pixels of `step`, both rows centred on 0; [size, n]."""
+    """The weight of each of n pixels of `mm` in each of `size` pixels of `step`, [size, n].
+
+    Both rows of pixels are centred on 0.
+    """
     wanted = (np.arange(size) - (size - 1) / 2) * (step / mm) + (n - 1) / 2  # in pixels of the slice
     reach = max(1.0, step / mm)
     pixels = np.ceil(wanted - reach).astype(int)[:, None] + np.arange(int(2 * reach) + 1)
@@ -64,11 +65,11 @@ def _weights(n: int, mm: float, size: int, step: float) -> FloatArray:
 
 @dataclass
 class CutTissue:
-    """How much of the slices lies outside a field, and is cut.
+    """The tissue outside the field of view, which is cut.
 
     Attributes:
-        tissue: mm² of all slices that are tissue.
-        outside: mm² of these that lie outside the field.
+        tissue: mm² of tissue in all slices.
+        outside: mm² of it outside the field.
         n_cut: slices that lose tissue.
         n: slices.
         widest: mm of the widest slice.
@@ -96,7 +97,7 @@ class CutTissue:
         self.widest = max(self.widest, hu.shape[0] * spacing[0], hu.shape[1] * spacing[1])
 
     def line(self, root: str, field_of_view: float) -> str | None:
-        """What is said of it; None where nothing is cut."""
+        """The warning about cut tissue; None if nothing is cut."""
         if not self.outside:
             return None
         return (
@@ -107,11 +108,11 @@ class CutTissue:
 
 
 class Grid:
-    """The pixels of the network, and how slices come onto them.
+    """The pixel grid of the network, and how slices are resampled onto it.
 
     Args:
         size: rows and columns.
-        field_of_view: mm that they cover, each slice at its true size; None: they cover the whole slice.
+        field_of_view: mm that they cover, each slice at its true size; None: a slice fills the whole image.
     """
 
     def __init__(self, size: int, field_of_view: float | None) -> None:
@@ -119,7 +120,7 @@ class Grid:
         self.cut = CutTissue()
 
     def place(self, hu: FloatArray, spacing: tuple[float, float] | None) -> FloatArray:
-        """A slice [H, W] as [size, size]; one of unknown spacing covers them all."""
+        """A slice [H, W] as [size, size]. A slice of unknown spacing fills the whole image."""
         if self.field_of_view is None or spacing is None:
             return to_square(hu, self.size)
         self.cut.add(hu, spacing, self.field_of_view)

@@ -15,7 +15,7 @@ class Pick(NamedTuple):
 
 
 class _Numbered(Dataset[int]):
-    """A stand-in for a dataset with a length, which is all that the base class needs."""
+    """A stand-in for a dataset with a length. The base class needs nothing else."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -27,17 +27,17 @@ class _Numbered(Dataset[int]):
 class EpochSampler(DistributedSampler[Pick]):
     """Shares an epoch so that optimizer step k sees the same samples with any number of processes.
 
-    Step k takes the next num_replicas · batch_size · accumulate samples of the epoch's order. Of each batch over all
-    processes the first process gets the first batch_size samples, and so on. No sample is left out or counted twice. If
-    a process has no sample in a batch of the others, it gets samples of weight 0, so that it takes part in their
-    collectives. They also fill a step with too few batches.
+    Step k takes the next num_replicas · batch_size · accumulate samples of the epoch's order. In each batch over all
+    processes the first process gets the first batch_size samples, and so on. No sample is left out or counted twice. A
+    process without a sample gets samples of weight 0, so it takes part in the collectives of the others. Such samples
+    also fill a step with too few batches.
 
     Weights are such that Σ weight · loss / batch_size, averaged over processes and accumulated batches, is the mean
-    over the samples of the step. In the last, smaller step of an epoch they are above 1. Everything random is keyed by
-    n, so workers have no state.
+    over the samples of the step. In the last, smaller step of an epoch they are above 1. All random numbers are keyed
+    by n, so workers have no state.
 
-    Lightning does not replace it, because it is a DistributedSampler, and calls `set_epoch`. Lightning's own sampler
-    would pad and reshuffle.
+    Lightning does not replace this sampler, because it is a DistributedSampler, and calls its `set_epoch`. Lightning's
+    own sampler would pad and reshuffle.
 
     Args:
         length: samples of one epoch.
@@ -45,11 +45,12 @@ class EpochSampler(DistributedSampler[Pick]):
         batch_size: of one process.
         seed: of the order.
         fixed: the same numbers every epoch, and every sample of weight 1: for validation and test.
-        num_replicas: processes that share the samples; 1 for a single one.
+        num_replicas: processes that share the samples; 1 for a single process.
         rank: the number of this process.
         accumulate: batches of an optimizer step.
-        overfit: use only the first so many samples, again and again, with the same numbers.
-        batches: an epoch ends after so many batches of each process, or after this share of its steps; None: never.
+        overfit: use only this number of samples, again and again, with the same numbers.
+        batches: an epoch ends after this number of batches of each process, or after this share of its steps; None:
+            never.
         fill: fill the last batch with samples of weight 0, for code that needs fixed shapes.
     """
 
@@ -85,7 +86,7 @@ class EpochSampler(DistributedSampler[Pick]):
         self.epoch, self._start = epoch, (epoch, n_batches)
 
     def samples_until(self, step: int) -> int:
-        """Samples that all processes together have got after so many optimizer steps of a run."""
+        """Samples that all processes together have had after this number of optimizer steps of a run."""
         epochs, steps = divmod(step, self.steps)
         return epochs * min(self.length, self.steps * self.step_size) + steps * self.step_size
 
@@ -97,11 +98,12 @@ class EpochSampler(DistributedSampler[Pick]):
             order = np.random.default_rng([self.seed, self.epoch]).permutation(self.length)
         first = 0 if self.fixed or self.overfit is not None else self.epoch * self.length
         skipped = self._start[1] if self.epoch == self._start[0] else 0
+        # Skipped by number, so a resumed run loads nothing that it will not use.
         for position in list(self._positions())[skipped * self.batch_size :]:
             yield Pick(first + int(order[min(position, self.length - 1)]), self._weight(position))
 
     def _positions(self) -> Iterator[int]:
-        """Positions of this process's samples in the epoch's order; those from `length` on are fillers."""
+        """Positions of this process's samples in the epoch's order. Positions from `length` on are fillers."""
         stride = self.num_replicas * self.batch_size
         for start in range(self.rank * self.batch_size, self.steps * self.step_size, stride):
             end = start + self.batch_size

@@ -42,7 +42,7 @@ class MinMaxScaling:
 
 
 class OwnScaling:
-    """x = (HU − offset) / scale, nothing cut: of images that come with a unit of their own."""
+    """x = (HU − offset) / scale, without clipping, for images that have a unit of their own."""
 
     def __init__(self, offset: float, scale: float) -> None:
         self.offset, self.scale = offset, scale
@@ -53,7 +53,7 @@ class OwnScaling:
 
 
 def scaled_like(hu: FloatArray, offset: float, scale: float) -> FloatArray:
-    """x in [0, 1] by the (offset, scale) that `to_unit` gave for the same slice at another resolution."""
+    """x in [0, 1] of a slice at another resolution, by the (offset, scale) that `to_unit` gave for the slice."""
     return np.clip((hu - np.float32(offset)) / np.float32(scale), 0, 1)
 
 

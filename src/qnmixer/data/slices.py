@@ -27,7 +27,7 @@ class SkipFile(Exception):
 
 @contextmanager
 def reading(problem: str) -> Iterator[None]:
-    """Turn any error of the block into SkipFile with this problem: on damaged files libraries raise anything.
+    """Turn any error of the block into SkipFile with this problem: on damaged files libraries raise any type.
 
     MemoryError stays MemoryError. Warnings of libraries are hidden.
     """
@@ -57,7 +57,7 @@ class SliceInfo:
         n_frames: frames in the file.
         patient: the patient's name or number.
         series: the scan of the patient.
-        position: sorts the slices of a series: position along the patient in mm, or a number, or 0.
+        position: sorts the slices of a series. It is the position along the patient in mm, or a number, or 0.
     """
 
     path: str
@@ -69,7 +69,7 @@ class SliceInfo:
 
     @property
     def name(self) -> str:
-        """Name for tables: the path, and the frame if there are several."""
+        """Name for tables: the path, and the frame if the file has several."""
         return f"{self.path}#{self.frame}" if self.n_frames > 1 else self.path
 
     @property
@@ -93,7 +93,7 @@ class Slice:
 class SliceSource(Protocol):
     """Slices in HU, by number.
 
-    `endless` sources accept any index; `len` is then the length of one epoch.
+    An `endless` source accepts any index; its `len` is the length of one epoch.
     """
 
     endless: bool
@@ -105,7 +105,7 @@ class SliceSource(Protocol):
         ...
 
     def name(self, index: int) -> str:
-        """File or phantom name, for tables."""
+        """The name of the file or phantom, for tables."""
         ...
 
 
@@ -119,7 +119,7 @@ def clean_hu(hu: FloatArray) -> FloatArray:
 
 
 def require_content(hu: FloatArray) -> None:
-    """Raise SkipFile for a slice of only air, or of one constant value."""
+    """Raise SkipFile for a slice of air only, or of one constant value."""
     if hu.max() < NO_AIR:
         raise SkipFile("nothing but air in the slice")
     if hu.max() == hu.min():

@@ -1,12 +1,13 @@
-"""The slices of each split (train, val, test), from the class that `data._target_` names: slices or a reader.
+"""The slices of each split (train, val, test), from the class that `data._target_` names.
 
-A class of slices is built with `(part, **arguments)`. It has `__len__`, `load(index)` → [H, W] in HU, and optionally
-`name(index)`. Its slices are resampled to the size of the network. A class that takes `image_size` draws them in that
-size. If it also takes `fine`, then fine=True must give the same slices on a finer grid.
+This is a class of slices or a reader of files. A class of slices is built with `(part, **arguments)`. It has `__len__`,
+`load(index)` → [H, W] in HU, and optionally `name(index)`. Its slices are resampled to the size of the network. A class
+with an argument `image_size` draws its slices in that size. If it also has an argument `fine`, then fine=True must give
+the same slices on a finer grid.
 
-With a method `sinogram(index)` → [V, D], value × mm, nothing is simulated: these are measured, and no noise is added. A
-class that takes `geometry` gets the scan, `hu_max` that key. It may have `scaling`, see `qnmixer.data.scaling`, and
-`warnings`, lines that are said once.
+With a method `sinogram(index)` → [V, D], value × mm, the sinograms are measured: nothing is simulated, and no noise is
+added. An argument `geometry` gets the scan, `hu_max` gets that key. The class may have `scaling`, see
+`qnmixer.data.scaling`, and `warnings`, lines that are printed once.
 
 A reader decodes the files of a folder, see `qnmixer.data.cache.Reader`.
 """
@@ -45,22 +46,23 @@ READER = Kind(
 
 @dataclass(frozen=True)
 class Part:
-    """Slices of train, val or test, the number of the patient that each shows, and the slices on a finer grid.
+    """Slices of train, val or test, the number of the patient that each shows, and the same slices on a finer grid.
 
-    `patients`: None for a phantom; empty if none is told. `told`: how many slices each source of a mix has in an epoch.
-    `scaling`: that of slices with a unit of their own. `measured`: their sinograms [V, D], if these are not simulated.
+    `patients`: None for a phantom; empty if the source does not know them. `shares`: the slices of each source of a mix
+    in an epoch, as text. `scaling`: that of slices with a unit of their own. `measured`: measured sinograms [V, D]; None
+    if sinograms are simulated.
     """
 
     source: SliceSource
     patients: Sequence[int | None] = ()
     fine: SliceSource | None = None
-    told: str = ""
+    shares: str = ""
     scaling: Scaling | None = None
     measured: SliceSource | None = None
 
     def __str__(self) -> str:
-        if self.told:
-            return f"{len(self.source)} slices an epoch ({self.told})"
+        if self.shares:
+            return f"{len(self.source)} slices an epoch ({self.shares})"
         n = len({*self.patients} - {None})
         people = f" of {n} patient{'s' * (n > 1)}" if n else ""
         return f"{len(self.source)} slices{people}"
@@ -82,20 +84,20 @@ class Part:
             patients=[self.patients[i] for i in indices] if self.patients else (),
             fine=self.fine and SliceView(self.fine, indices),
             measured=self.measured and SliceView(self.measured, indices),
-            told="",
+            shares="",
         )
 
 
 def parts_of(
     config: DataConfig, split: RunSplit, geometry: FanBeamGeometry | None = None, section: str = "data"
 ) -> dict[str, Part]:
-    """train, val and test. Raises PluginError for a class that does not fit, DataError for what cannot be read.
+    """train, val and test. Raises PluginError for a class that does not fit, DataError for files that cannot be read.
 
     Args:
         config: of the slices.
-        split: who is in which part; it learns what is drawn.
-        geometry: the scan; None where nothing asks for it.
-        section: where the config stands.
+        split: the patients of each part. It records a split that is drawn here.
+        geometry: the scan; None if nothing needs it.
+        section: section of the config.
     """
     if isinstance(config, MixedData):
         return _of_mix(config, split, geometry)
@@ -139,9 +141,9 @@ class Sinograms:
 
     Args:
         slices: has `sinogram(index)`.
-        key: what named its class, for messages.
-        name: of a slice, by its number.
-        geometry: the scan; None where it is not known.
+        key: the config key of its class, for messages.
+        name: gives the name of a slice from its number.
+        geometry: the scan; None if it is not known.
     """
 
     endless = False
@@ -153,7 +155,7 @@ class Sinograms:
         return len(self.slices)
 
     def load(self, index: int) -> FloatArray:
-        """Sinogram [V, D]. Raises DataError for what is none of the scan."""
+        """Sinogram [V, D]. Raises DataError for one that does not fit the scan."""
         y = np.asarray(self.slices.sinogram(index), np.float32)
         shape = y.shape if self.geometry is None else (self.geometry.n_views, self.geometry.n_detectors)
         if y.shape != shape or not np.isfinite(y).all():
@@ -188,10 +190,10 @@ class Resampled:
                 raise SkipFile("it is no array [H, W]")
             return to_square(clean_hu(hu), self.size)
         except SkipFile as reason:
-            raise DataError(f"{self.key}: {self.name(index)} cannot be used: {reason}") from None
+            raise DataError(f"{self.key}: {self.name(index)} cannot be used ({reason})") from None
 
     def name(self, index: int) -> str:
-        """The name that its class gives, or its number."""
+        """The name that its class gives, or the number of the slice."""
         named = getattr(self.slices, "name", None)
         return named(index) if named else f"{self.part} {index}"
 
@@ -247,7 +249,7 @@ def _warn(line: str) -> None:
 def _open(config: FolderData, reader: Reader, image_size: int, field_of_view: float | None) -> SliceCache:
     """The decoded slices of a folder, [image_size, image_size]."""
     if not config.root:
-        raise ConfigError(f"data={config.name} needs data.root=FOLDER, the folder that holds the slices")
+        raise ConfigError(f"data={config.name} needs data.root=FOLDER, the folder with the slices")
     cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else None
     root = Path(config.root).expanduser()
     return open_cache(
@@ -270,7 +272,7 @@ def _of_mix(config: MixedData, split: RunSplit, geometry: FanBeamGeometry | None
     for (name, share), count in zip(config.shares.items(), counts, strict=True):
         if share and not count:
             raise DataError(f"data.sources.{name}.share={share} of an epoch of {sum(counts)} slices is none: raise it")
-    told = "; ".join(
+    shares = "; ".join(
         f"{share:.4g} {name}: {count} {'new ones' if part.source.endless else f'of {part}'}"
         for (name, share), count, part in zip(config.shares.items(), counts, train, strict=True)
         if share
@@ -281,7 +283,7 @@ def _of_mix(config: MixedData, split: RunSplit, geometry: FanBeamGeometry | None
             return sources[f"data.sources.{config.evaluate_on}"][name]
         return _whole_mix([parts[name] for parts in sources.values()], config.seed)
 
-    return {"train": replace(_mix(train, counts, config.seed), told=told)} | {n: measured(n) for n in PARTS[1:]}
+    return {"train": replace(_mix(train, counts, config.seed), shares=shares)} | {n: measured(n) for n in PARTS[1:]}
 
 
 def _mix(parts: Sequence[Part], counts: Sequence[int], seed: int) -> Part:
@@ -300,7 +302,7 @@ def _whole_mix(parts: Sequence[Part], seed: int) -> Part:
 
 @contextmanager
 def _of_section(key: str) -> Iterator[None]:
-    """Add the source of a mix to an error."""
+    """Name the source of a mix in an error of the block."""
     try:
         yield
     except UserError as error:

@@ -1,4 +1,4 @@
-"""The split into training, validation and test: by patient, so that no anatomy is in two of them.
+"""The split into training, validation and test. It is by patient, so no anatomy is in two parts.
 
 A checkpoint has the record of its run's split. So files that are added, removed or renamed move no patient.
 """
@@ -35,7 +35,7 @@ class RunSplit:
 
     Args:
         before: of the checkpoint that the run resumes from or that is evaluated; None for a new run.
-        base: slices that its first weights were trained on.
+        base: slices that its initial weights were trained on.
     """
 
     def __init__(self, before: SplitRecord | None = None, base: Tensor | None = None) -> None:
@@ -56,13 +56,13 @@ class RunSplit:
     def settle(
         self, section: str, infos: Sequence[SliceInfo], patients: Sequence[str], digests: Sequence[int], its: FolderData
     ) -> tuple[Split, list[str]]:
-        """Indices of the slices of each part, and the patients of no part: those that the record does not know.
+        """Indices of the slices of each part, and the patients in no part, because the record does not know them.
 
         Args:
             section: of the config. It separates the sources of a mix, which may have patients of the same name.
             infos: of all slices.
-            patients: who each of them shows.
-            digests: of the pixels of each of them.
+            patients: the patient of each slice.
+            digests: digest of the pixels of each slice.
             its: the source.
         """
         names = [digest_of_bytes(f"{section}\0{patient}".encode(errors="replace")) for patient in patients]
@@ -77,7 +77,7 @@ class RunSplit:
         return split, sorted(new)
 
     def trained(self, part: str, record: SplitRecord) -> int:
-        """How many slices of a split were used to train a run, whatever their files are called."""
+        """The number of slices of a split that a run was trained on, whatever the names of their files are."""
         return int(torch.isin(_int64(self._slices[part]), seen_by(record)).sum())
 
     def _drawn(
@@ -95,6 +95,7 @@ class RunSplit:
             split = split_slices(infos, patients, its)
         except DataError:  # for example, too few patients are left
             return None
+        # The rule may give another split than at the run's start, because files were added, removed or renamed.
         for part, indices in split.items():
             for key, of in (("patients", names), ("slices", digests)):
                 if not {of[i] for i in indices} <= {*self._before[part][key].tolist()}:
@@ -104,12 +105,13 @@ class RunSplit:
     def _as_before(
         self, patients: Sequence[str], names: Sequence[int], digests: Sequence[int], by_slice: bool
     ) -> Split:
-        """Each patient, or each slice, in the part that the record has it in, by its name or any of its slices.
+        """Each patient, or each slice, in its part by the record. Its name or any of its slices may be in the record.
 
-        Where these are several, it counts as trained: a file may have got the name of another.
+        If the record gives several parts, it counts as trained: a file may have got the name of another file.
         """
         assert self._before is not None
         by_name = {name: part for part in PARTS for name in self._before[part]["patients"].tolist()}
+        # By pixels too: a renamed patient must not move from training to test.
         by_digest: dict[int, set[str]] = {}
         for part in PARTS:
             for number in self._before[part]["slices"].tolist():
@@ -124,7 +126,7 @@ class RunSplit:
 
 
 def is_split_record(found: Any) -> TypeGuard[SplitRecord]:
-    """Whether what a file has is a record of this program."""
+    """Whether an object from a file is a record of this program."""
     if not (isinstance(found, dict) and {*PARTS} <= {*found} <= {*PARTS, "base"}):
         return False
     keys = {part: {"patients", "slices"} if part in PARTS else {"slices"} for part in found}
@@ -137,15 +139,16 @@ def is_split_record(found: Any) -> TypeGuard[SplitRecord]:
 
 
 def seen_by(record: SplitRecord) -> Tensor:
-    """The slices that the weights were trained on, in this run or in that of `finetune`."""
+    """The slices that the weights were trained on, in this run or in the run that `finetune` names."""
     return torch.cat([record[key]["slices"] for key in ("train", "base") if key in record])
 
 
 def patients_of(infos: Sequence[SliceInfo], *, patient_from: str, root_name: str) -> list[str]:
-    """Who each slice shows: the patient that the file names, or else the folder that tells patients apart.
+    """The patient of each slice: the patient that the file names, or else a folder.
 
-    That folder is one named like L067 (AAPM-Mayo) if there is one, else the first below what all files have in common.
-    Without such a folder a `.npy` file is a patient of its own, and other files share the folder that they lie in.
+    That folder has a name like L067 (AAPM-Mayo), or else it is the first folder below the common part of all paths.
+    Without such a folder each `.npy` file is a patient of its own, and other files belong to the folder that contains
+    them.
     """
     folders = [PurePosixPath(info.path).parent.parts for info in infos]
     common = 0
@@ -190,7 +193,7 @@ def _by_part(patients: Sequence[str], part_of: dict[str, str]) -> Split:
 
 
 def _random(patients: Sequence[str], config: FolderData) -> Split:
-    """Split patients at random by the seed. Each split gets at least one; the patient with the most slices trains."""
+    """Split patients at random by the seed. Each split gets at least one. The patient with the most slices trains."""
     counts = Counter(patients)
     names = sorted(counts)
     if len(names) < 3:
@@ -223,7 +226,7 @@ def _aapm(infos: Sequence[SliceInfo], patients: Sequence[str], config: FolderDat
     if missing:
         raise DataError(
             f"data.split=aapm finds nothing for {', '.join(missing)} below {config.root}: it needs {AAPM_VAL} (val), "
-            f"{AAPM_TEST} (test) and one of the other eight; found {few(sorted(set(names)))}"
+            f"{AAPM_TEST} (test) and one of the other eight, but there are {few(sorted(set(names)))}"
         )
     return split
 
@@ -238,9 +241,9 @@ def _explicit(patients: Sequence[str], config: FolderData) -> Split:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
                 hint = f"did you mean {near[0]}?" if near else f"there are {few(known)}"
-                raise DataError(f"data.{part}_patients: {name} is no patient below {config.root}; {hint}")
+                raise DataError(f"data.{part}_patients={name} is no patient below {config.root}: {hint}")
             if name in part_of:
-                raise DataError(f"data.{part}_patients: {name} is also in data.{part_of[name]}_patients; name it once")
+                raise DataError(f"data.{part}_patients={name} is also in data.{part_of[name]}_patients: name it once")
             part_of[name] = part
     if not config.train_patients:
         part_of = dict.fromkeys(known, "train") | part_of
@@ -254,7 +257,7 @@ def _explicit(patients: Sequence[str], config: FolderData) -> Split:
 
 
 def _blocks(infos: Sequence[SliceInfo], patients: Sequence[str], config: FolderData) -> Split:
-    """Contiguous blocks of every series: train, then val, then test. Neighbouring slices are similar: this leaks."""
+    """Contiguous blocks of every series: train, then val, then test. This leaks: neighbouring slices are similar."""
     series: dict[tuple[str, str], list[int]] = {}
     for i, (info, patient) in enumerate(zip(infos, patients, strict=True)):
         series.setdefault((patient, info.series), []).append(i)
@@ -271,8 +274,8 @@ def _blocks(infos: Sequence[SliceInfo], patients: Sequence[str], config: FolderD
         split["test"] += members[n_train + min(n_val, len(members) - n_train - 1) :]
     if not split["val"]:
         raise DataError(
-            f"data.split=slices needs a series of 3 slices or more below {config.root}; the longest has "
-            f"{max(map(len, series.values()))}: add slices, or take data.split=all to evaluate only"
+            f"data.split=slices needs a series of 3 slices or more below {config.root}, but the longest has "
+            f"{max(map(len, series.values()))}: add slices, or use data.split=all to evaluate only"
         )
     return split
 

@@ -1,6 +1,6 @@
 """2DeteCT: measured fan-beam CT of mixed objects in TIFF (Kiss et al., Scientific Data 2023).
 
-Sinograms are converted to line integrals as in the authors' script, which made the data of their references.
+Sinograms are converted to line integrals like in the authors' script, which made their reference images.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,11 +38,11 @@ _NUMBER = np.dtype("<f4")
 class TwoDetectSource:
     """One split of the set: references of mode 2 as images, and sinograms [V, 956] of a mode at the scan's views.
 
-    A slice is decoded at its first use. The part that the scan needs is then cached.
+    A slice is decoded when it is first used. The part that the scan needs is then cached.
 
     Args:
         part: train, val or test, as in the benchmark.
-        image_size: rows and columns that references are resampled to; their own are 1024.
+        image_size: rows and columns that references are resampled to; in the files they have 1024.
         geometry: the scan.
         hu_max: HU of x = 1; air is −1000.
         root: folder with slice00001/mode1/sinogram.tif and so on, at most two folders down.
@@ -50,7 +50,7 @@ class TwoDetectSource:
         mode: of the sinograms.
         max_attenuation: 1/mm of x = 1.
         leave_out: numbers of slices to skip.
-        cache_dir: None: the default place.
+        cache_dir: folder of the cache; None: the default folder.
 
     Raises:
         DataError: tifffile is missing, or there is no slice.
@@ -114,7 +114,7 @@ class TwoDetectSource:
         return {**self.__dict__, "_last": None}
 
     def _pair(self, index: int) -> tuple[FloatArray, FloatArray]:
-        """Reference [S, S] in 1/mm and line integrals [V, 956], from the cache if they are in it."""
+        """Reference [S, S] in 1/mm and line integrals [V, 956]: from the cache if it has them."""
         if self._last is None or self._last[0] != index:
             self._last = (index, *self._kept(self._numbers[index]))
         return self._last[1:]
@@ -150,7 +150,8 @@ class TwoDetectSource:
             return image, line_integrals(sinogram, dark, flats, self._views, moved=moved)
         except SkipFile as reason:
             raise DataError(
-                f"{self._files[number][file]}: {reason}: copy it again, or leave it out with data.leave_out=[{number}]"
+                f"{self._files[number][file]} cannot be used ({reason}): copy it again, or leave it out with "
+                f"data.leave_out=[{number}]"
             ) from None
 
     def _about_scale(self) -> list[str]:
@@ -198,7 +199,7 @@ class _Files:
 
 
 def _folders(root: Path) -> dict[int, list[Path]]:
-    """The folders of each slice, by its number. With archives side by side a slice may have several."""
+    """The folders of each slice, by its number. A slice has several if archives were unpacked side by side."""
     found: dict[int, list[Path]] = {}
     for level in ("", "*/", "*/*/"):
         for folder in sorted(root.glob(f"{level}slice[0-9][0-9][0-9][0-9][0-9]")):
@@ -218,7 +219,7 @@ def _read(path: Path) -> np.ndarray[Any, Any]:
 
 
 def _binned(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Add neighbouring pixels of the detector, as the authors intend: [..., 1912] → [..., 956]."""
+    """Add neighbouring pixels of the detector in pairs, as the authors intend: [..., 1912] → [..., 956]."""
     return values.reshape(*values.shape[:-1], -1, 2).sum(axis=-1, dtype=np.float64)
 
 

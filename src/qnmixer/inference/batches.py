@@ -1,4 +1,4 @@
-"""Reconstruct scans in batches: smaller ones if memory is short, in half precision if no pixel shows it."""
+"""Reconstruct scans in batches: smaller batches if memory is short, half precision if it changes no pixel visibly."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ _REFILLS = 2
 class BatchedNetwork:
     """x_T of scans, `batch_size` at a time, in the given precision if the images allow it.
 
-    Some batches are computed in both precisions: the first few, then one of so many. Half precision is used only from
-    that iteration on where it changes no pixel of these by more than `MAX_HU`. Their float32 images are the result;
-    also those of a batch in which half precision overflows.
+    Some batches are computed in both precisions: the first few, then one of so many. Half precision starts at the first
+    iteration from which it changes no pixel of these batches by more than `MAX_HU`. The result of these batches is the
+    float32 image. It is also the result of a batch in which half precision overflows.
 
     Raises ConfigError for a precision that the device does not support.
     """
@@ -40,7 +40,7 @@ class BatchedNetwork:
 
     @torch.no_grad()
     def __call__(self, scans: Sequence[Scan]) -> list[FloatArray]:
-        """Images of scans in HU, [S, S] each. Raises OutOfMemory if the memory is too small for a single one."""
+        """Images of scans in HU, [S, S] each. Raises OutOfMemory if the memory is too small for a single scan."""
         images: list[FloatArray] = []
         while len(images) < len(scans):
             part = scans[len(images) : len(images) + self.batch_size]
@@ -50,7 +50,7 @@ class BatchedNetwork:
                 if not is_out_of_memory(error):
                     raise
                 self._halve(len(part), error)
-                continue
+                continue  # with the same scans, in smaller batches
             images += [(s.offset + s.scale * image).astype(np.float32) for s, image in zip(part, x, strict=True)]
         return images
 
@@ -65,10 +65,11 @@ class BatchedNetwork:
         warn(f"out of memory with {tried} slices at once: continuing with batch_size={self.batch_size}")
 
     def _images(self, scans: Sequence[Scan]) -> Tensor:
-        """x_T [B, 1, S, S] in the chosen precision; for one in so many batches in float32, to check that choice."""
+        """x_T [B, 1, S, S] in the chosen precision. Some batches are in float32, to check that choice."""
         y = sinograms_of(self.module, scans)
         n, number = self.module.network.n_iterations, self._n_batches
         self._n_batches += 1
+        # Differences grow with contrast, which a series may show late. So checks never end, but become rare.
         is_power_of_two = number & (number - 1) == 0
         if self._first_half == n or (number % _CHECKED and not is_power_of_two):
             x = self._run(scans, y, self._first_half)
@@ -89,6 +90,7 @@ class BatchedNetwork:
         before, n = self._first_half, self.module.network.n_iterations
         if is_same(before):
             return
+        # By bisection, because each try runs the whole network.
         self._first_half = bisect_left(range(n), True, lo=before + 1, key=is_same)
         where = "all" if self._first_half == n else f"the first {self._first_half}"
         warn(
@@ -97,9 +99,9 @@ class BatchedNetwork:
         )
 
     def _run(self, scans: Sequence[Scan], y: Tensor, first_half: int) -> Tensor:
-        """x_T, in half precision from an iteration on.
+        """x_T, in half precision from a given iteration on.
 
-        Missing views are replaced by A x_T in further passes, so that their interpolation matters less.
+        Missing views are replaced by A x_T in further passes. Their interpolated values then matter less.
         """
         x = self._pass(y, first_half)
         gaps = {

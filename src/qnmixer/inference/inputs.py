@@ -1,4 +1,5 @@
-"""The inputs of a reconstruction, read one by one: slices (with simulated sparse views), or measured sinograms."""
+"""The inputs of a reconstruction, read one by one: slices, from which sparse views are simulated, or measured
+sinograms."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,8 @@ from qnmixer.physics import FanBeamGeometry
 from qnmixer.physics.noise import attenuation_per_value
 from qnmixer.reconstructor import STREAMS, Reconstructor
 
-# Limits of line integrals of attenuation: above them no photon would be counted, below them the scan is wrong.
+# Limits of line integrals of attenuation. Above the upper one no photon would be counted. Below the lower one the scan
+# is wrong.
 MAX_ATTENUATION, MIN_ATTENUATION = 14.0, -0.5
 _SCANS = (".npy", ".mat")
 
@@ -35,7 +37,7 @@ _SCANS = (".npy", ".mat")
 class Scan:
     """The input of one image, in HU = offset + scale · x. Its arrays are on the CPU.
 
-    `field_of_view`: mm that the image covers, with its template in true size; None: it covers the whole template.
+    `field_of_view`: mm that the image covers, if its template has true size; None: it covers the whole template.
     """
 
     name: str
@@ -48,7 +50,7 @@ class Scan:
 
 @dataclass(kw_only=True)
 class SimulatedScan(Scan):
-    """A slice in the network's values."""
+    """A slice, scaled for the network. Its sinogram will be simulated."""
 
     number: int  # keys its noise
     image: FloatArray  # [S, S]
@@ -57,7 +59,7 @@ class SimulatedScan(Scan):
 
 @dataclass(kw_only=True)
 class MeasuredScan(Scan):
-    """A sinogram on the network's rays, in its units."""
+    """A measured sinogram, resampled to the network's rays and converted to its units."""
 
     sinogram: FloatArray  # [V, D], the network's value × mm
     missing: npt.NDArray[np.bool_]  # [V], views that it has by interpolation only
@@ -78,7 +80,7 @@ def sinograms_of(module: Reconstructor, scans: Sequence[Scan]) -> Tensor:
 
 
 def simulated_scans(path: Path, module: Reconstructor) -> tuple[int, Iterator[Scan]]:
-    """The number of files, and their slices, for the views and the noise of the network's training."""
+    """The number of files, and their slices as scans with the views and the noise of the network's training."""
     slices = InputSlices(path, true_size=module.config.data.at_true_size)
     config, scaling = module.config, build_scaling(module.config.data.scaling, module.config.data.hu_max)
     size, factor = config.data.image_size, config.data.simulation_factor
@@ -110,7 +112,7 @@ def simulated_scans(path: Path, module: Reconstructor) -> tuple[int, Iterator[Sc
 
 
 def measured_scans(path: Path, module: Reconstructor, config: ReconstructConfig) -> tuple[int, Iterator[Scan]]:
-    """The number of files, and the sinograms [v, d] in them, from .npy ([v, d] or [N, v, d]) or .mat."""
+    """The number of files, and their sinograms [v, d], from .npy ([v, d] or [N, v, d]) or .mat."""
     trained = module.config
     if trained.data.scaling != "attenuation":
         raise ConfigError(
@@ -123,7 +125,7 @@ def measured_scans(path: Path, module: Reconstructor, config: ReconstructConfig)
     files = _scan_files(path)
     if not files:
         raise DataError(
-            f"input={path} holds no .npy file and no .mat: give sinograms as .npy, [views, bins] or [N, views, bins]"
+            f"input={path} has no .npy file and no .mat: give sinograms as .npy, [views, bins] or [N, views, bins]"
         )
 
     def scans() -> Iterator[Scan]:
@@ -142,15 +144,16 @@ def measured_scans(path: Path, module: Reconstructor, config: ReconstructConfig)
 def _scans_of(
     file: Path, name: str, per_value: float, module: Reconstructor, config: ReconstructConfig
 ) -> Iterator[Scan]:
-    """The sinograms of one file. Raises DataError before the first one if any of them is unusable.
+    """The sinograms of one file. If any of them is unusable, raises DataError before the first.
 
-    So each is read twice: first all are checked, then they are used one by one. Only one is in memory at a time.
+    So each sinogram is read twice: first all are checked, then they are used one by one. Only one is in memory at a
+    time.
     """
     scans = _ScanFile(file, per_value, module, config)
     for k in range(scans.count):
         scans.check(k)
     if abs(turned := scans.layout.angles[0] - module.projector.geometry.first_angle) > 1e-6:
-        warn(f"{file}: its first view is at {np.degrees(turned):.4g}° from the run's, and the image turned by that")
+        warn(f"{file} starts {np.degrees(turned):.4g}° from the run's first view, so the image is turned by that angle")
     for k in range(scans.count):
         sinogram, missing = scans.fitted(k)
         yield MeasuredScan(
@@ -183,7 +186,7 @@ class _ScanFile:
         return fit_scan(sinogram, self.layout, self.module.projector.geometry, str(self.file))
 
     def check(self, k: int) -> None:
-        """Raise DataError for a sinogram that is no −log of transmission in the given unit. Warns about gaps."""
+        """Raise DataError for a sinogram that is no −log of transmission in the given unit. Warn about gaps."""
         sinogram, missing = self.fitted(k)
         _check_unit(self.file, sinogram, self.per_value, self.module, self.config)
         if missing.any():
@@ -198,9 +201,9 @@ def warn(line: str) -> None:
 
 
 def holds_sinograms(path: Path, trained: Config, config: ReconstructConfig) -> bool:
-    """Whether an input of kind=auto is a scan: as is told, as .mat, or as .npy of the shape of the run's sinograms.
+    """Whether an input of kind=auto is a scan: by the keys given, by .mat, or by the shape of a .npy.
 
-    DataError if it is nothing.
+    Raises DataError for a .npy that is neither a slice nor a sinogram of the run.
     """
     if path.suffix == ".mat" or config.detector_pitch is not None or config.angle_span is not None:
         return True
@@ -214,9 +217,8 @@ def holds_sinograms(path: Path, trained: Config, config: ReconstructConfig) -> b
             if stack[0].min() > -500:  # no air: hardly a slice
                 views, bins = _scan_shape(trained)
                 raise DataError(
-                    f"{file}, {list(stack.shape)}, has no air (−1000 HU), and sinograms of this run are "
-                    f"[{views}, {bins}]: say kind=slices if it is a slice in HU; a sinogram must come from the "
-                    "geometry of the run"
+                    f"{file}, {list(stack.shape)}, is no slice (it has no air, −1000 HU) and no sinogram of this run "
+                    f"([{views}, {bins}]): give kind=slices if it is a slice, or a sinogram of the run's geometry"
                 )
             return False
     return False
@@ -247,20 +249,20 @@ def _layout(n_views: int, geometry: FanBeamGeometry, config: ReconstructConfig) 
 def _scan_count(file: Path, geometry: FanBeamGeometry, config: ReconstructConfig) -> tuple[int, int]:
     """(N, v) of the sinograms [N, v, d] of a .npy.
 
-    Those of another shape than the run's are taken only as far as the config tells what they are.
+    Sinograms of another shape than the run's are accepted only if the config gives the keys that describe them.
     """
     try:
         shape = open_stack(file).shape
         require_size(shape[1], shape[2], least=1)
     except SkipFile as reason:
-        raise DataError(f"{file} cannot be used: {reason}; give sinograms as .npy") from reason
+        raise DataError(f"{file} cannot be used ({reason}): give sinograms as .npy") from reason
     views, bins = geometry.n_views, geometry.n_detectors
     other_views = shape[-2] != views and config.angle_span is None
     if other_views or (shape[-1] != bins and config.detector_pitch is None):
         raise DataError(
             f"{file} has shape {list(shape)}, but the run was trained on {views} views × {bins} detector bins: "
-            f"give [{views}, {bins}] or [N, {views}, {bins}], with rows of NaN for missing views, say what it is with "
-            "angle_span= and detector_pitch=, or train with geometry.n_views and geometry.n_detectors"
+            f"give [{views}, {bins}] or [N, {views}, {bins}] (rows of NaN for missing views), or give its angle_span= "
+            "and detector_pitch=, or train with geometry.n_views and geometry.n_detectors"
         )
     return shape[0], shape[1]
 
@@ -283,6 +285,6 @@ def _check_unit(
     if not 0.05 < densest < 3.0:
         hu = densest * (module.config.data.hu_max + 1000) - 1000
         raise DataError(
-            f"{file}: its densest parts would be at {hu:.0f} HU, so it is not in unit={config.unit}: give −log of "
+            f"{file} would have its densest parts at {hu:.0f} HU, so it is not in unit={config.unit}: give −log of "
             "transmission (unit=attenuation), or the network's value × mm (unit=value)"
         )

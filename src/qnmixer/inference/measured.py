@@ -27,13 +27,13 @@ _SAME = 1e-3
 
 @dataclass(frozen=True)
 class ScanLayout:
-    """Where the rays of a sinogram [v, d] ran, in the convention of `FanBeamGeometry`.
+    """The rays of a sinogram [v, d], in the convention of `FanBeamGeometry`.
 
     Attributes:
         angles: of each view in radians, [v].
         detector_pitch: mm.
-        source_to_axis: mm; of no meaning for a parallel beam.
-        source_to_detector: mm; of no meaning for a parallel beam.
+        source_to_axis: mm; not used for a parallel beam.
+        source_to_detector: mm; not used for a parallel beam.
         beam: fan_flat, fan_curved or parallel.
         detector_centre: u of the middle of the detector in mm.
     """
@@ -49,16 +49,18 @@ class ScanLayout:
 def read_mat(path: Path) -> tuple[FloatArray, ScanLayout]:
     """The sinogram [v, d] (−log of transmission) and the layout of a MATLAB file in the form of the Helsinki scans.
 
-    That is a struct with `sinogram` and `parameters` (angles in degrees, distances in mm, pixelSizePost), as HelTomo
-    takes and the Helsinki tomography challenge 2022 gives; its angles are those of ASTRA's `fanflat`.
+    That is a struct with `sinogram` and `parameters` (angles in degrees, distances in mm, pixelSizePost). HelTomo reads
+    this form, and the Helsinki tomography challenge 2022 publishes it. The angles are those of ASTRA's `fanflat`.
 
     Raises:
-        DataError: scipy is not there, or the file is not such a one.
+        DataError: scipy is not installed, or the file has another form.
     """
     try:
         loadmat = importlib.import_module("scipy.io").loadmat
     except ImportError as error:
-        raise DataError(f"{path}: .mat files are read by scipy: pip install scipy, or save the scan as .npy") from error
+        raise DataError(
+            f"{path} needs scipy, which is not installed: pip install scipy, or save the scan as .npy"
+        ) from error
     try:
         content: dict[str, Any] = loadmat(path, simplify_cells=True)
     except NotImplementedError as error:
@@ -82,13 +84,13 @@ def read_mat(path: Path) -> tuple[FloatArray, ScanLayout]:
     distances = layout.detector_pitch, layout.source_to_axis, layout.source_to_detector
     if not (np.isfinite(layout.angles).all() and all(0 < it < math.inf for it in distances)):
         raise DataError(
-            f"{path}: its angles, pixelSizePost, distanceSourceOrigin and distanceSourceDetector must be finite, and "
-            "the last three above 0: save its sinogram as .npy"
+            f"the angles, pixelSizePost, distanceSourceOrigin and distanceSourceDetector of {path} must be finite, and "
+            "the last three above 0: correct them, or save its sinogram as .npy"
         )
     if sinogram.ndim != 2 or len(layout.angles) != len(sinogram) or parameters.get("distanceUnit", "mm") != "mm":
         raise DataError(
-            f"{path}: its sinogram {list(sinogram.shape)} must be [views, bins] with {len(layout.angles)} angles, and "
-            "its distances in mm: save the sinogram as .npy"
+            f"the sinogram of {path}, {list(sinogram.shape)}, must be [views, bins] with {len(layout.angles)} angles, "
+            "and its distances in mm: save it as .npy"
         )
     return sinogram, layout
 
@@ -96,15 +98,16 @@ def read_mat(path: Path) -> tuple[FloatArray, ScanLayout]:
 def fit_scan(
     sinogram: FloatArray, layout: ScanLayout, geometry: FanBeamGeometry, name: str
 ) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
-    """A sinogram [v, d], rows of NaN for missing views, as `geometry` has it [V, D]; and which of these are missing.
+    """Fit a sinogram [v, d] to the rays of a geometry. Returns [V, D], and which of its views are missing.
 
-    Along the detector rows are interpolated linearly, or averaged where bins become wider. Views at angles that were
-    not measured are interpolated linearly between their neighbours, and missing if the nearest is not near. The first
-    view becomes that of the geometry, so the image comes out turned by the difference of the two angles.
+    Missing views are rows of NaN. Along the detector, rows are interpolated linearly, or averaged if bins become wider.
+    Views at angles that were not measured are interpolated linearly between their neighbours. They count as missing if
+    the nearest view is far. The first view becomes that of the geometry, so the image is turned by the difference of
+    the two angles.
 
     Args:
         sinogram: of any size.
-        layout: where its rays ran.
+        layout: its rays.
         geometry: that of the network.
         name: of the file, for errors.
 
@@ -114,20 +117,20 @@ def fit_scan(
     """
     missing = np.isnan(sinogram).all(axis=1)
     if not np.isfinite(sinogram[~missing]).all():
-        raise DataError(f"{name} holds NaN or infinite values in part of a view: interpolate the dead bins first")
+        raise DataError(f"{name} has NaN or infinite values in part of a view: interpolate the dead bins first")
     if (layout.beam == "parallel") == geometry.is_fan:
         raise DataError(
-            f"{name} was measured with beam {layout.beam}, the run was trained for {geometry.beam}: train with the "
-            "geometry of the scanner"
+            f"{name} was measured with beam {layout.beam}, but the run was trained for {geometry.beam}: train with "
+            "the geometry of the scanner"
         )
     if geometry.is_fan and abs(layout.source_to_axis / geometry.source_to_axis - 1) > _SAME:
         raise DataError(
-            f"{name} was taken with the source {layout.source_to_axis:g} mm from the axis, the run was trained for "
-            f"{geometry.source_to_axis:g} mm: train with the geometry of the scanner"
+            f"{name} was measured with the source {layout.source_to_axis:g} mm from the axis, but the run was trained "
+            f"for {geometry.source_to_axis:g} mm: train with the geometry of the scanner"
         )
     if np.count_nonzero(~missing) < _FEWEST_VIEWS * geometry.n_views:
         raise DataError(
-            f"{name} has {np.count_nonzero(~missing)} measured views, the run was trained for {geometry.n_views}: "
+            f"{name} has {np.count_nonzero(~missing)} measured views, but the run was trained for {geometry.n_views}: "
             "train with geometry.n_views as measured"
         )
     rows = _fit_bins(sinogram[~missing], layout, geometry, name)
@@ -136,7 +139,7 @@ def fit_scan(
 
 
 def _fit_bins(rows: FloatArray, layout: ScanLayout, geometry: FanBeamGeometry, name: str) -> FloatArray:
-    """Rows [v, d] at the geometry's rays, [v, D]; air beyond their ends."""
+    """Rows [v, d] at the geometry's rays, [v, D], with air beyond the ends of the detector."""
     n, pitch = rows.shape[1], layout.detector_pitch
     centres = (np.arange(n) - (n - 1) / 2) * pitch + layout.detector_centre
     u, half_bin = geometry.bin_positions(), geometry.detector_pitch / 2
@@ -150,7 +153,7 @@ def _fit_bins(rows: FloatArray, layout: ScanLayout, geometry: FanBeamGeometry, n
     cut_last = centres[-1] + pitch / 2 < right[-1] - slack and rows[:, -1].max() > air
     if cut_first or cut_last:
         raise DataError(
-            f"{name}: its detector is narrower than that of the run, and cuts the object off: train with "
+            f"{name} has a narrower detector than the run, which cuts the object off: train with "
             "geometry.n_detectors and geometry.detector_pitch as measured"
         )
     if widths.mean() <= pitch:
@@ -164,7 +167,7 @@ def _fit_bins(rows: FloatArray, layout: ScanLayout, geometry: FanBeamGeometry, n
 def _arrive_at(u: npt.NDArray[np.float64], layout: ScanLayout, geometry: FanBeamGeometry) -> npt.NDArray[np.float64]:
     """Detector coordinate in mm of a measured scan at which the geometry's rays of coordinate u arrive.
 
-    Rays of two fans are the same at equal angles; how far away the detectors are does not matter.
+    Two fans have the same rays at equal angles. The distance of the detectors does not matter.
     """
     if not geometry.is_fan:
         return u
@@ -177,7 +180,7 @@ def _arrive_at(u: npt.NDArray[np.float64], layout: ScanLayout, geometry: FanBeam
 def _fit_views(
     rows: FloatArray, angles: npt.NDArray[np.float64], geometry: FanBeamGeometry, name: str
 ) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
-    """Rows [v, D] at angles from the first view on, as the geometry's views [V, D]; and which of them are missing."""
+    """Rows [v, D] as views [V, D] of the geometry, and which views are missing. Angles start at the first view."""
     turn = 2 * np.pi
     order = np.argsort(angles % turn)
     at = np.concatenate([(angles % turn)[order] + k * turn for k in (-1, 0, 1)])
@@ -189,9 +192,9 @@ def _fit_views(
     if (wide := (nearest > _SAME * step) & (high - low > (_WIDEST_GAP + _SAME) * step)).any():
         raise DataError(
             f"{name} has no views near {np.count_nonzero(wide)} of the {geometry.n_views} that the run was trained "
-            f"for (the first is number {int(np.flatnonzero(wide)[0])}), and only gaps between views can be filled, of "
-            f"up to {_WIDEST_GAP * np.degrees(step):.3g}°: train with geometry.n_views and geometry.angle_span as "
-            "measured"
+            f"for (the first is number {int(np.flatnonzero(wide)[0])}). Only gaps between views of up to "
+            f"{_WIDEST_GAP * np.degrees(step):.3g}° can be filled: train with geometry.n_views and "
+            "geometry.angle_span as measured"
         )
     weight = ((wanted - low) / (high - low)).astype(np.float32)[:, None]
     before, behind = (rows[order[k % len(order)]] for k in (after - 1, after))

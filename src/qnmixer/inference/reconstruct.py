@@ -1,4 +1,5 @@
-"""Slices or measured sinograms in, reconstructions in HU out as DICOM, NumPy, PNG. Memory holds one batch at a time."""
+"""From slices or measured sinograms to reconstructions in HU, as DICOM, NumPy and PNG. Memory holds one batch at a
+time."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ _FBP = "_fbp"
 
 
 def reconstruct_input(config: ReconstructConfig) -> int:
-    """Run `qnmixer.reconstruct`: reconstruct every slice or sinogram of the input. Returns how many.
+    """Run `qnmixer.reconstruct`: reconstruct every slice or sinogram of the input. Returns their number.
 
     Raises CheckpointError, DataError (bad input), OutOfMemory, OSError (full disk; no half-written file stays).
     """
@@ -48,19 +49,19 @@ def reconstruct_input(config: ReconstructConfig) -> int:
             writer.write(batch, network(batch))
             progress.advance(task, len(batch))
     if not writer.count:
-        raise DataError(f"input={path} holds nothing that could be reconstructed: see the warning above")
+        raise DataError(f"input={path} has nothing to reconstruct: see the warning above")
     if writer.n_constant:
         warn(
-            f"{writer.n_constant} of {writer.count} reconstructions are constant, the same HU in every pixel: the "
-            "network is dead, or these sinograms are empty; evaluate the run before you use it"
+            f"{writer.n_constant} of {writer.count} reconstructions are constant: every pixel has the same HU. The "
+            "network is dead, or these sinograms are empty: evaluate the run before you use it"
         )
     console.print(f"{writer.count} reconstruction(s) as {', '.join(config.formats)} in {config.output}", soft_wrap=True)
     if sinograms:
         console.print(f"FBP of the same scans beside them: NAME{_FBP}", soft_wrap=True)
     if sinograms and "png" in config.formats and config.window is None:
         console.print(
-            "PNG: each from the 1st (black) to the 99th percentile (white) of its reconstruction; "
-            f"for a window in HU give window=[{_ABDOMEN[0]:g},{_ABDOMEN[1]:g}]",
+            "PNG: black is the 1st and white the 99th percentile of each reconstruction. "
+            f"For a window in HU give window=[{_ABDOMEN[0]:g},{_ABDOMEN[1]:g}]",
             soft_wrap=True, highlight=False, markup=False,
         )  # fmt: skip
     return writer.count
@@ -93,9 +94,9 @@ class _Writer:
         self._written: set[Path] = set()
 
     def write(self, scans: Sequence[Scan], images: Sequence[FloatArray]) -> None:
-        """Every format of every image, HU [S, S]; they are numbered from 1 where the source has no number.
+        """Write images, HU [S, S], in every format. They are numbered from 1 if the source has no number.
 
-        Of a measured scan the FBP too, in the same window: there is no truth to hold the image against.
+        For a measured scan it also writes the FBP in the same window, because there is no truth to compare with.
         """
         for scan, hu in zip(scans, images, strict=True):
             self.count += 1
@@ -108,7 +109,7 @@ class _Writer:
                 self._write(_beside(target), scan, fbp_of(self.module, scan), "FBP", window)
 
     def _new_target(self, scan: Scan) -> Path:
-        """A path without a file. If two inputs have one name, such as a.dcm and a.npy, it gets a number."""
+        """A path without a file. If two inputs have one name, such as a.dcm and a.npy, the second gets a number."""
         name = Path(self.config.output) / _file_name(scan.name)
         for target in chain([name], (name.with_name(f"{name.name}_{n}") for n in count(self.count))):
             wanted = {target, _beside(target)} if isinstance(scan, MeasuredScan) else {target}
@@ -153,7 +154,7 @@ def fbp_of(module: Reconstructor, scan: MeasuredScan) -> FloatArray:
 
 
 def _series_uid(call_uid: str, scan: Scan, method: str) -> str:
-    """One new series for each series of the input and each method; where it names none, for each folder."""
+    """One new series for each series of the input and each method. Inputs without a series: one for each folder."""
     source = scan.template
     keys = [str((source and source.get(tag)) or "") for tag in ("PatientID", "StudyInstanceUID", "SeriesInstanceUID")]
     return generate_uid(entropy_srcs=[call_uid, method, *keys, "" if keys[-1] else str(Path(scan.name).parent)])

@@ -23,10 +23,10 @@ class InputSlice:
 
     Attributes:
         hu: [H, W] float32, padding set to air.
-        name: file relative to the folder asked for, and `#frame` where it has several.
-        template: the DICOM file that it came from, for `write_dicom`; None for other formats.
-        frame: which frame of the file.
-        spacing: mm between its rows and between its columns; None where the file does not say.
+        name: file relative to the given folder, and `#frame` if the file has several frames.
+        template: the DICOM file of the slice, for `write_dicom`; None for other formats.
+        frame: number of the frame in the file.
+        spacing: mm between its rows and between its columns; None if the file has none.
     """
 
     hu: FloatArray
@@ -43,8 +43,8 @@ class InputSlices:
     left out and listed in `skipped` (`warnings` puts them into one line).
 
     Args:
-        path: what there is to read.
-        true_size: leave out DICOM that does not say its pixel size.
+        path: a file or folder.
+        true_size: leave out DICOM without a pixel size.
 
     Raises:
         DataError: the path is missing, or contains nothing usable.
@@ -66,10 +66,10 @@ class InputSlices:
                 yield piece
         if not found:
             why = summarise_skipped(str(self.path), self.skipped)
-            raise DataError(f"input has no usable slice: {why}; give CT in DICOM, HU in .npy or 16-bit PNG")
+            raise DataError(f"input has no usable slice ({why}): give CT in DICOM, HU in .npy or 16-bit PNG")
 
     def read(self, file: str) -> Iterator[InputSlice]:
-        """Slices of one of `files`. An unusable one is added to `skipped`."""
+        """The slices of one of `files`. If the file is unusable, it is added to `skipped`."""
         try:
             n_frames, template, decode = _open(self.root / file)
         except SkipFile as reason:
@@ -99,13 +99,13 @@ class InputSlices:
         """Record an unusable file of a folder. Raises for a file that is named directly."""
         if self.single:
             raise DataError(
-                f"input={self.path}: {name} cannot be used: {reason}; give CT in DICOM, HU in .npy or 16-bit PNG"
+                f"input={self.path}: {name} cannot be used ({reason}): give CT in DICOM, HU in .npy or 16-bit PNG"
             )
         self.skipped.append((name, str(reason)))
 
 
 def _open(path: Path) -> tuple[int, FileDataset | None, Callable[[int], FloatArray]]:
-    """(number of slices, DICOM dataset if it is one, decoder of slice i), the format told by the first bytes."""
+    """(number of slices, DICOM dataset if it is one, decoder of slice i). The first bytes show the format."""
     with path.open("rb") as stream:
         magic = stream.read(8)
     if magic.startswith(_NPY_MAGIC):

@@ -26,8 +26,8 @@ from qnmixer.files import atomic_file
 CT_IMAGE = "1.2.840.10008.5.1.4.1.1.2"
 _INTERCEPT = -1024
 
-# What holds of the patient, the study, the scanner and the place of the slice, whoever's pixels are shown. All else may
-# describe the source's pixels, name its patient otherwise (OriginalAttributesSequence), or be unknown here.
+# Tags of the patient, the study, the scanner and the place of the slice: they are also true for a reconstruction. Other
+# tags may describe the source's pixels, name the patient elsewhere (OriginalAttributesSequence), or be unknown here.
 _KEPT = {
     "SpecificCharacterSet", "TimezoneOffsetFromUTC",
     "PatientName", "PatientID", "IssuerOfPatientID", "OtherPatientIDs", "PatientBirthDate", "PatientBirthTime",
@@ -52,7 +52,7 @@ _KEPT = {
     "BurnedInAnnotation", "LossyImageCompression", "LossyImageCompressionRatio", "LossyImageCompressionMethod",
 }  # fmt: skip
 
-# Functional groups of enhanced images whose values a plain CT image keeps at its top level.
+# Functional groups of enhanced images. A plain CT image has their values at its top level.
 _TO_TOP_LEVEL = (
     ("PixelMeasuresSequence", ("PixelSpacing", "SliceThickness", "SpacingBetweenSlices")),
     ("PlanePositionSequence", ("ImagePositionPatient",)),
@@ -70,7 +70,7 @@ def write_npy(path: Path, hu: FloatArray) -> None:
 
 
 def write_png(path: Path, hu: FloatArray, *, window: tuple[float, float] = (-160.0, 240.0)) -> None:
-    """HU [H, W] as an 8-bit PNG to look at, from black to white in the window; its Description says which one."""
+    """HU [H, W] as an 8-bit PNG, from black to white in the window. Its Description gives the window."""
     low, high = window
     pixels = np.rint(np.clip((hu - low) / (high - low), 0, 1) * 255).astype(np.uint8)
     said, encoded = PngInfo(), io.BytesIO()
@@ -80,15 +80,15 @@ def write_png(path: Path, hu: FloatArray, *, window: tuple[float, float] = (-160
 
 
 def window_of(hu: FloatArray) -> tuple[float, float]:
-    """The window in which a reconstruction shows all that it holds: from its 1st to its 99th percentile, in HU."""
+    """The window that shows almost all values of a reconstruction: from its 1st to its 99th percentile, in HU."""
     finite = hu[np.isfinite(hu)]
     low, high = np.percentile(finite, (1, 99)).round().tolist() if finite.size else (0.0, 0.0)
     return low, max(high, low + 1)
 
 
 def _save(path: Path, encoded: io.BytesIO) -> None:
-    """Write at once what was encoded in memory: a full disk then shows as the plain OSError, errno and all."""
-    if path.exists():  # as of another process that writes to the same folder
+    """Write an encoded file in one piece. A full disk then raises the plain OSError with its errno."""
+    if path.exists():  # for example, written by another process
         raise DataError(f"{path} exists already and is not overwritten: give another output=")
     with atomic_file(path) as stream:
         stream.write(encoded.getbuffer())
@@ -106,29 +106,29 @@ def write_dicom(
     field_of_view: float | None = None,
     instance_number: int | None = None,
 ) -> None:
-    """HU [S, S] as a CT image that keeps the patient's and the study's tags and says that it is derived.
+    """Write HU [S, S] as a CT image with the tags of the patient and the study. The image is marked as derived.
 
-    Spacing and position follow from what the picture covers of the source slice.
-    Rounding is at most 0.5 HU.
+    Spacing and position follow from the part of the source slice that the image covers. Rounding is at most 0.5 HU.
 
     Args:
         path: file to write.
         hu: the reconstruction.
-        series_uid: of the new series: one for each source series; a study that the template lacks follows from it.
-        description: what was done, for DerivationDescription; SeriesDescription gets what stands before a semicolon.
-        template: the source; without it a minimal image of an anonymous patient is written.
+        series_uid: of the new series, one for each source series. If the template has no study, its UID is made from
+            this.
+        description: what was done, for DerivationDescription. The text before a semicolon is the SeriesDescription.
+        template: the source; None: a minimal image of an anonymous patient is written.
         frame: of the template, for multi-frame sources.
         pixel_spacing: mm, used only without a template.
-        field_of_view: mm of a square in the middle of the template, which the picture covers (`to_field`); None: it
+        field_of_view: mm of a square in the middle of the template, which the image covers (`to_field`); None: it
             covers the template, padded to a square (`to_square`).
-        instance_number: overrides the template's, or its frame's.
+        instance_number: replaces that of the template or its frame.
 
     Raises:
-        DataError: hu holds NaN or infinite values.
-        OSError: the disk is full; no half-written file is left.
+        DataError: hu has NaN or infinite values.
+        OSError: the disk is full. No half-written file stays.
     """
     if not np.isfinite(hu).all():
-        raise DataError(f"{path}: the reconstruction holds NaN or infinite values and was not written")
+        raise DataError(f"{path}: the reconstruction has NaN or infinite values and was not written")
     encoded = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of odd values in the source
@@ -146,7 +146,7 @@ def write_dicom(
 
 
 def _anonymous(series_uid: str, pixel_spacing: float) -> Dataset:
-    """What a CT image must have, for a patient that nothing is known of; one study for each series."""
+    """The tags that a CT image must have, for an unknown patient. Each series is a study of its own."""
     dataset = Dataset()
     dataset.PatientName, dataset.PatientID = "Anonymous", "ANONYMOUS"
     dataset.PatientBirthDate = dataset.PatientSex = dataset.StudyDate = dataset.StudyTime = ""
@@ -165,7 +165,7 @@ def _anonymous(series_uid: str, pixel_spacing: float) -> Dataset:
 def _from_template(
     template: Dataset, frame: int, shape: tuple[int, ...], field_of_view: float | None, series_uid: str
 ) -> Dataset:
-    """Tags of the source that still hold for one derived slice of this shape."""
+    """Tags of the source that are also true for one derived slice of this shape."""
     dataset = Dataset()
     for keyword in _KEPT:
         if keyword in template:
@@ -188,7 +188,8 @@ def _from_template(
 
 
 def _leave_out_unwritable(dataset: Dataset) -> None:
-    """Remove what a damaged source says in a way that pydicom reads but does not write."""
+    """Remove elements of a damaged source that pydicom can read but cannot write."""
+    # Written one by one, because pydicom names no element when a whole file fails.
     for element in [*dataset]:
         stream = DicomBytesIO()
         stream.is_little_endian, stream.is_implicit_VR = True, False
@@ -199,7 +200,7 @@ def _leave_out_unwritable(dataset: Dataset) -> None:
 
 
 def _set_source(dataset: Dataset, template: Dataset, frame: int) -> None:
-    """Refer to the image, and the frame, that this one is derived from."""
+    """Refer to the source image and the source frame."""
     meta = getattr(template, "file_meta", Dataset())
     instance = template.get("SOPInstanceUID") or meta.get("MediaStorageSOPInstanceUID")
     if not instance:
@@ -213,7 +214,7 @@ def _set_source(dataset: Dataset, template: Dataset, frame: int) -> None:
 
 
 def _set_grid(dataset: Dataset, source: tuple[int, int], shape: tuple[int, ...], field_of_view: float | None) -> None:
-    """Spacing and first pixel's centre of the resampled grid, and what it covers: see `write_dicom`."""
+    """Set the spacing and the centre of the first pixel of the resampled grid, see `write_dicom`."""
     spacing = _numbers(dataset, "PixelSpacing", 2)
     position = _numbers(dataset, "ImagePositionPatient", 3)
     orientation = _numbers(dataset, "ImageOrientationPatient", 6)
@@ -237,7 +238,7 @@ def _set_grid(dataset: Dataset, source: tuple[int, int], shape: tuple[int, ...],
 
 
 def _numbers(dataset: Dataset, keyword: str, count: int) -> list[float]:
-    """The numbers of a tag; of one that has not so many finite ones none, and then it is left out."""
+    """The numbers of a tag; [] if it does not have this many finite numbers. The tag is then left out."""
     with suppress(TypeError, ValueError):
         values = [float(value) for value in dataset.get(keyword) or ()]
         if len(values) == count and np.isfinite(values).all():
@@ -248,7 +249,7 @@ def _numbers(dataset: Dataset, keyword: str, count: int) -> list[float]:
 
 
 def _mark_as_derived(dataset: Dataset, series_uid: str, description: str) -> None:
-    """New identity, and the words that tell a reader what this is."""
+    """Give the image a new identity, and the tags that say that it is derived."""
     now = datetime.datetime.now()
     dataset.SOPClassUID = CT_IMAGE
     dataset.SOPInstanceUID = generate_uid()

@@ -1,4 +1,4 @@
-"""The last line of a run that is out of memory: its need, the free memory, and changes that would fit."""
+"""The last line of a run that is out of memory: the memory it needs, the free memory, and changes that would fit."""
 
 import time
 
@@ -12,9 +12,9 @@ _SECONDS = 20.0
 
 
 def advice(planner: Planner, config: Config, available: float) -> str:
-    """One line with the three mildest changes that fit by the plan into `available` MiB, or else come nearest to it.
+    """One line with the three mildest changes that fit into `available` MiB by the plan, or the closest ones.
 
-    Those that were planned within `_SECONDS`: other ranks are waiting for this one.
+    Planning stops after `_SECONDS`, because other ranks are waiting for this rank.
     """
     end = time.monotonic() + _SECONDS
     needed = planner.estimate(config).peak / MIB
@@ -26,6 +26,7 @@ def advice(planner: Planner, config: Config, available: float) -> str:
     fitting = [change for change, peak in peaks.items() if peak <= available]
     chosen = fitting or sorted(peaks, key=peaks.__getitem__)[:3]
     options = ", or ".join(f"{change} ({peaks[change]:,.0f} MiB)" for change in chosen)
+    # By the plan the step fits. So something that the plan does not count took the memory.
     why = "" if needed > available else " (gaps between tensors, validation or other programs took the rest)"
     return (
         f"out of memory: a step of this run needs {needed:,.0f} MiB by the plan, but {available:,.0f} MiB were free"
@@ -34,7 +35,7 @@ def advice(planner: Planner, config: Config, available: float) -> str:
 
 
 def changes(config: Config) -> list[str]:
-    """Changes that make a step smaller at the same effective batch, mildest first, without those made already."""
+    """Changes that make a step smaller at the same effective batch, mildest first, except those already made."""
     batch = config.data.batch_size
     recompute = "" if config.memory.name == "recompute" else "memory=recompute"
     half = "" if config.trainer.precision != "32" else "trainer.precision=16-mixed"

@@ -7,7 +7,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on the device at the peak of a training step, by kind; `host`: bytes that offloading moved away.
+    """Bytes on the device at the peak of a training step, by kind. `host`: bytes that offloading moved to the host.
 
     `strategy`: the copies that a strategy adds (messages, receive buffers, gathered weights); 0 for single.
     """
@@ -26,11 +26,11 @@ class Footprint:
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        """The summands of `peak`."""
+        """The kinds whose sum is `peak`."""
         return {name: value for name, value in vars(self).items() if name != "host"}
 
     def moved(self, steps: float, towards: "Footprint") -> "Footprint":
-        """The footprint so many steps further along the line through this one and another."""
+        """The footprint a number of steps further along the line through this footprint and another one."""
         return Footprint(*(a + steps * (b - a) for a, b in zip(astuple(self), astuple(towards), strict=True)))
 
 
@@ -45,10 +45,10 @@ class DevicePlan:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The footprint of a run, on the device that holds most; bytes that each further iteration adds to it there.
+    """The footprint of a run on its fullest device, and the bytes that each further iteration adds to it.
 
-    None for the latter: the network's T is fixed. `devices`: all that work on one batch, first stage first; one, unless
-    the run is a pipeline.
+    The latter is None if the network's T is fixed. `devices`: all that work on one batch, first stage first. Only a
+    pipeline has several.
     """
 
     footprint: Footprint

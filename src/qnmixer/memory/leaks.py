@@ -27,18 +27,18 @@ class Leak:
 class LeakWatch:
     """Detects a leak among the ups and downs of a healthy run, from the memory at the end of each step.
 
-    The lowest value of each window of steps counts. A leak adds the same to every window. A jump (the first validation,
-    a picture) adds to one window, and the noise after it can rise by chance. So the last `n_windows` must all rise,
-    none by less than `evenness` of their mean, by `floor` in total, and above all earlier values. Garbage in cycles
-    grows like a leak until Python collects it. So it is then collected, and only if memory rises once more it is a
-    leak.
+    It looks at the lowest value of each window of steps. A leak adds the same to every window. A jump (the first
+    validation, a picture) adds to one window, and the noise after it can rise by chance. So the last `n_windows` must
+    all rise above all earlier values. Each must rise by at least `evenness` of their mean, and together they must rise
+    by `floor`. Garbage in cycles grows like a leak until Python collects it. So a suspect makes it collect. If memory
+    rises once more, it is a leak.
 
     Args:
         warm_up: first steps, which are left out: buffers, caches and the optimizer state are made in them.
         window: steps in a window.
-        n_windows: how many must rise, one after another.
-        floor: bytes; over 4 windows of 20 it is 0.1 MiB a step. Healthy runs on the CPU, garbage apart, rose evenly
-            over 4 windows by 0.5 MiB at most (measured), unevenly by 19.
+        n_windows: number of windows in a row that must rise.
+        floor: bytes; over 4 windows of 20 it is 0.1 MiB a step. Measured over 4 windows on the CPU without garbage,
+            healthy runs rose evenly by 0.5 MiB at most, and unevenly by 19.
         evenness: least rise of a window, as a share of the mean rise.
         collect: frees garbage that is in cycles.
     """
@@ -63,7 +63,7 @@ class LeakWatch:
         self._reported = False
 
     def update(self, bytes_held: int) -> Leak | None:
-        """Add the memory at the end of a step. Returns a leak when it is found, and only once."""
+        """Add the memory at the end of a step. Returns a leak once, when it is found."""
         self._step += 1
         if self._reported or self._step <= self.warm_up:
             return None

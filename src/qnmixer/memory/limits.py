@@ -1,4 +1,4 @@
-"""How much memory there is to have, and how an allocation says that there was not enough."""
+"""The memory that a process can use, and whether an error means that an allocation failed."""
 
 import os
 
@@ -16,7 +16,7 @@ _SURE = (
     "insufficient resources when calling",
     "failed to cuda calloc",  # NCCL
 )
-# Said for want of memory, but for other reasons too.
+# Texts of errors that mean too little memory, but can have other causes too.
 _UNSURE = (
     "cufft_internal_error",
     "cublas_status_not_initialized",
@@ -28,11 +28,11 @@ _LITTLE = 0.05
 
 
 def is_out_of_memory(error: BaseException, free: float | None = None) -> bool:
-    """Whether an allocation failed, on a GPU (torch's, CUDA's or a library's) or on the host.
+    """Whether an error means that an allocation failed, on a GPU (torch's, CUDA's or a library's) or on the host.
 
     Args:
-        error: what was raised.
-        free: share of the GPU's memory that is free; None: it is asked for if the error's words leave it open.
+        error: the exception.
+        free: free share of the GPU's memory; None: it is read if the text of the error leaves it open.
     """
     said = str(error).lower()
     if isinstance(error, MemoryError) or any(words in said for words in _SURE):
@@ -43,22 +43,24 @@ def is_out_of_memory(error: BaseException, free: float | None = None) -> bool:
 
 
 def _free_share() -> float:
-    """Free share of the current GPU, with what torch's cache could give back; 1 without a GPU."""
+    """Free share of the current GPU, including the cache that torch could free; 1 without a GPU."""
     if not torch.cuda.is_available():
         return 1.0
     free, total = torch.cuda.mem_get_info()
+    # torch frees its cache before it gives up, so memory in the cache was not missing.
     cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return (free + cached) / total
 
 
 def memory_of(device: torch.device) -> float:
-    """MiB that a process can use: on CUDA the free memory, on a CPU its share of all memory, or less by its limit."""
+    """MiB that a process can use. On CUDA: the free memory. On a CPU: its share of all memory, or a lower limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] / MIB
     import resource  # not on Windows, where reconstruct needs this file
 
     page = os.sysconf("SC_PAGE_SIZE")
     total = os.sysconf("SC_PHYS_PAGES") * page // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # A limit counts address space, of which the libraries have taken some.
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
         with open("/proc/self/statm") as file:

@@ -1,4 +1,4 @@
-"""Where the graph of the T iterations stays until backward: stored, recomputed, or moved to the host.
+"""Memory modes: the graph of the T iterations is stored, recomputed, or moved to the host until the backward pass.
 
 All three give the same loss and the same gradients. They trade device memory for time.
 """
@@ -51,15 +51,16 @@ _MODES = {"keep": _keep, "recompute": _recompute, "offload": _offload}
 
 
 def _recomputed_forward(part: nn.Module, *inputs: Tensor) -> Tensor:
-    """The output of `part`. One function for all parts, so that torch.compile makes one graph."""
+    """The output of `part`. All parts share this function, so torch.compile makes one graph."""
+    # These parts draw no random numbers, so no state of a generator must be saved and restored.
     return checkpoint(type(part).forward, part, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def _recomputing_loop(network: UnrolledNetwork[S], iterations: range, y: Tensor, state: S, segment: int) -> S:
-    """Some iterations, of which only the state before each segment is kept; of the network's last segment, the graph.
+    """Run some iterations in segments, and store only the state before each segment.
 
-    That one backward starts with. Not the reentrant kind of checkpoint: x₀, H₀ and r₀ need no gradient, and it would
-    return none for anything.
+    The last segment of the network stores its graph, because the backward pass starts there. The reentrant kind of
+    checkpoint would give no gradients at all: x₀, H₀ and r₀ need none.
     """
     T, weights = network.n_iterations, network.shared_weights(iterations)
     for first in range(iterations.start, iterations.stop, segment):
@@ -79,7 +80,7 @@ def offloading_loop(
     pack: Callable[[Tensor], Any],
     unpack: Callable[[Any], Tensor],
 ) -> S:
-    """Run some iterations; `pack` moves away the tensors that backward will need."""
+    """Run some iterations. `pack` moves the tensors away that the backward pass needs."""
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         return network.run(iterations, y, state)
 
@@ -97,8 +98,8 @@ def stays(tensor: Tensor) -> bool:
 def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
     if stays(tensor):
         return tensor.device, tensor
-    # Torch keeps pinned memory that is free again, and gives it out only when copies from and to it are done. So from
-    # the second step on no page is pinned anew, and the host waits for no copy. Strides stay, and so does the rounding.
+    # torch caches pinned memory, and reuses it only when all copies from and to it are done. So from the second step on
+    # no page is pinned again, and the host waits for no copy. Strides stay, and so the rounding stays too.
     host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
     return tensor.device, host.copy_(tensor, non_blocking=True)
 

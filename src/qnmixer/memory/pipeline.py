@@ -1,4 +1,4 @@
-"""The memory of each device of a pipeline: its stages one by one, then the order in which it runs them."""
+"""The memory of each device of a pipeline: first of its stages one by one, then in the order in which it runs them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from qnmixer.reconstructor import Reconstructor
 
 
 def cut_of(config: Config) -> list[int]:
-    """Iterations of each stage of a pipeline, evenly if they are still to be measured."""
+    """Iterations of each stage of a pipeline. They count as equal if the cost is not measured yet."""
     assert isinstance(config.strategy, PipelineConfig)
     n_stages = devices_per_replica(config) * config.strategy.stages_per_device
     return list(config.strategy.cut or cut_evenly(config.model.T, n_stages))
@@ -33,7 +33,7 @@ def n_microbatches(config: Config) -> int:
 def idle(config: Config) -> float:
     """Share of device time that a pipeline waits, if all iterations cost the same.
 
-    Backward counts as two forwards; as three if it runs them again.
+    The backward pass counts as two forward passes; as three if it runs them again.
     """
     assert isinstance(config.strategy, PipelineConfig)
     return idle_share(
@@ -48,7 +48,7 @@ def idle(config: Config) -> float:
 
 @dataclass(frozen=True)
 class StageCost:
-    """Bytes of a stage for one micro-batch, beside its input. Sinogram and images are not counted."""
+    """Bytes of a stage for one micro-batch. Its input, sinogram and images are not counted."""
 
     received: int  # the state that comes in; the gradient that goes out is of this size too
     sent: int  # the state that goes out, and the gradient that comes in
@@ -63,7 +63,7 @@ class StageCost:
 
 
 def track_stages(config: Config, projector: FanBeamProjector, wanted: Iterable[range]) -> dict[range, StageCost]:
-    """The cost of some stages of a pipeline, by their iterations, run on fake tensors."""
+    """The cost of some stages of a pipeline, by their iterations. The stages run on fake tensors."""
     assert isinstance(config.strategy, PipelineConfig)
     b, size = config.strategy.microbatch_size, config.data.image_size
     hosted = Hosted()
@@ -106,7 +106,9 @@ def _track_stage(
     network.zero_grad()
     tracker = PeakTracker()
     tracker.track(module, y, image, weight, positions, *received)
-    with tracker, torch.autocast("cpu", enabled=False):  # the outer one of a pipeline: casts outlive a micro-batch
+    # An outer autocast, as in training: it keeps half-precision copies of weights from one micro-batch to the next. The
+    # first forward pass makes these copies, so they are counted apart.
+    with tracker, torch.autocast("cpu", enabled=False):
         if module.config.trainer.precision != "32":
             forward()
         casts = tracker.active
@@ -138,11 +140,11 @@ def _track_stage(
 def plan_device(
     config: Config, cut: list[int], costs: dict[range, StageCost], fixed: Footprint, device: int
 ) -> DevicePlan:
-    """The memory of one device of a pipeline, going through its actions in order.
+    """The memory of one device of a pipeline. It follows the device's actions in their order.
 
-    Beside the stages it counts: the whole batch, which every device gets; torch's buffers for received states and
-    gradients, one for each micro-batch; sent input gradients until torch frees them; and at the end the message in
-    which gradients are summed.
+    Beside the stages it counts four things. Every device gets the whole batch. torch has a buffer for each received
+    state and gradient of each micro-batch. Sent input gradients stay until torch frees them. At the end there is the
+    message in which gradients are summed.
     """
     assert isinstance(config.strategy, PipelineConfig)
     schedule, n_devices, n = config.strategy.schedule, devices_per_replica(config), n_microbatches(config)
@@ -169,6 +171,7 @@ def plan_device(
         gradients |= stage.weights
         made = stage.first_backward - stage.backward if first else sum(gradients.values())
         most = max(most, (held + sent + stage.backward, made), key=sum)
+        # torch frees sent gradients late: 1f1b at its next message, gpipe and interleaved at the end of the batch.
         sent = 0 if schedule == "sequential" else stage.received + (0 if schedule == "1f1b" else sent)
     step = replace(fixed, activations=most[0] + batch, gradients=most[1], strategy=buffers, host=float(most_host))
     summing = replace(fixed, activations=images, strategy=buffers + fixed.parameters, host=float(most_host))

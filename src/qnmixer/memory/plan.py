@@ -1,9 +1,9 @@
 """The memory of a training step on each device, computed without the devices and without that memory.
 
 The step itself runs on fake tensors, which have shapes but no data. Only the operator is real. After the first few
-iterations memory is affine in T, so two short steps give a long one (tests compare them with whole steps). Each stage
-of a pipeline runs like this with one micro-batch. The order in which a device runs its stages then gives how much of
-that memory it needs at once.
+iterations memory is affine in T, so two short steps predict a long one. Tests compare this with whole steps. For a
+pipeline, each stage runs like this with one micro-batch. The order in which a device runs its stages then gives the
+memory that it needs at once.
 """
 
 import math
@@ -52,7 +52,7 @@ ASSUMED_DEVICES = 4
 
 
 class Planner:
-    """Predicts the footprint of configs with the same scan. Results of its runs are stored.
+    """Predicts the footprint of configs with the same scan. It stores the results of its runs.
 
     Raises ConfigError for a config that leaves the number of devices open and cannot run on `ASSUMED_DEVICES`.
     """
@@ -65,7 +65,7 @@ class Planner:
         self._known_stages: dict[str, StageCost] = {}
 
     def predict(self, config: Config) -> Prediction:
-        """The footprint of a run on its fullest device, and what each further iteration adds."""
+        """The footprint of a run on its fullest device, and the bytes of each further iteration."""
         config = with_assumed_devices(config)
         if config.strategy.planned_as == "pipeline":
             return self._predict_pipeline(config)
@@ -80,7 +80,7 @@ class Planner:
     def estimate(self, config: Config) -> Footprint:
         """The footprint of a run on its fullest device, from two steps with few iterations.
 
-        For a pipeline all iterations are run: a stage is short, and its incoming state grows.
+        For a pipeline all iterations are run, because a stage is short and its incoming state grows.
         """
         config = with_assumed_devices(config)
         if config.strategy.planned_as == "pipeline":
@@ -92,7 +92,7 @@ class Planner:
         return small.moved((T - first) / width, larger)
 
     def devices(self, config: Config) -> tuple[DevicePlan, ...]:
-        """The plan of each device that works on one batch, first stage first; one device, unless it is a pipeline."""
+        """The plan of each device that works on one batch, first stage first. Only a pipeline has several."""
         config = with_assumed_devices(config)
         if config.strategy.planned_as != "pipeline":
             return (DevicePlan((range(config.model.T),), 1, self.estimate(config)),)
@@ -126,7 +126,7 @@ class Planner:
         return Prediction(footprint, (peak - footprint.peak) / width, devices)
 
     def _fixed(self, config: Config) -> Footprint:
-        """The memory of every device of a pipeline in all its actions; gradients: when all exist."""
+        """The memory that every device of a pipeline needs during all its actions. `gradients`: after all exist."""
         key = f"fixed {config.model} {config.optimizer}"
         if key not in self._known:
             with without_data():
@@ -179,13 +179,13 @@ def with_assumed_devices(config: Config) -> Config:
 
 
 def _width(config: Config) -> int:
-    """Iterations by which memory grows evenly: a segment that is recomputed together, in whole periods."""
+    """The number of iterations by which memory grows evenly: whole segments in whole periods."""
     segment = config.memory.segment if isinstance(config.memory, RecomputeConfig) else 1
     return math.lcm(segment, config.model.period) if isinstance(config.model, UnrolledConfig) else segment
 
 
 def _first(config: Config) -> int:
-    """The fewest iterations from which memory is affine in T, in whole widths below the T of a config."""
+    """The fewest iterations from which memory is affine in T: a multiple of the width, below the T of a config."""
     width, plain = _width(config), config.memory.name == "keep" and config.trainer.precision == "32"
     fewest = max(_FEWEST_KEPT if plain else _FEWEST_ITERATIONS, 2 * width)
     return fewest + (config.model.T - fewest) % width
@@ -200,10 +200,10 @@ def _n_shards(config: Config) -> int:
 def track_step(config: Config, projector: FanBeamProjector) -> Footprint:
     """The footprint of a whole training step on fake tensors, for single, ddp or fsdp.
 
-    ddp's gradients are views of its buckets, which stay when gradients are cleared. While it accumulates, gradients are
-    outside of the buckets, and `strategy` counts them as a copy.
+    Gradients of ddp are views of its buckets, which stay when gradients are cleared. While it accumulates, gradients
+    are outside the buckets. `strategy` counts them as a copy.
     """
-    n_batches = min(2, config.trainer.accumulate_grad_batches)  # from the second on, there are gradients all along
+    n_batches = min(2, config.trainer.accumulate_grad_batches)  # all later batches need the same memory as the second
     hosted = Hosted()
     with without_data():
         module = Reconstructor(config, projector)
@@ -228,7 +228,7 @@ def track_step(config: Config, projector: FanBeamProjector) -> Footprint:
                 with autocast(config):
                     loss = batch_loss(config)(network(y), image, weight)
                 if k == 0:
-                    optimizer.zero_grad()  # where Lightning does it: those of the step before live until here
+                    optimizer.zero_grad()  # as in Lightning: the gradients of the step before exist until here
                 if buckets is not None:
                     buckets.in_use = k == n_batches - 1
                 loss.backward()
@@ -246,11 +246,12 @@ def track_step(config: Config, projector: FanBeamProjector) -> Footprint:
 def _sharded(
     footprint: Footprint, config: Config, network: UnrolledNetwork[Any], optimizer: torch.optim.Optimizer
 ) -> Footprint:
-    """The footprint of a step on one device under fsdp, by arithmetic; rather too large than too small.
+    """The footprint of a step on one device under fsdp, by arithmetic. It is too large rather than too small.
 
     Weights, gradients and optimizer state are cut along their first dimension, rounded up. `strategy` counts the full
-    tensors that exist at once: the weights of the root unit and of one block (of all, if they stay gathered), twice the
-    largest unit (the messages that gather weights and reduce gradients), and all gradients while accumulating.
+    tensors that exist at once. These are the weights of the root unit and of one block (of all blocks, if they stay
+    gathered). Messages that gather weights and reduce gradients are twice the largest unit. While accumulating, all
+    gradients are full.
     """
     assert isinstance(config.strategy, FSDPConfig)
     n_shards = _n_shards(config)

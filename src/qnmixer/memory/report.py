@@ -64,7 +64,7 @@ def print_plan(config: PlanConfig) -> None:
 
 
 def as_object(config: Config, prediction: Prediction, devices: list[str]) -> dict[str, object]:
-    """The plan as plain data, in MiB. `fits` says for some kinds of device whether the run fits into them."""
+    """The plan as plain data, in MiB. `fits` says for some devices whether the run fits into them."""
     footprint, grows = prediction.footprint, prediction.per_iteration
     plan: dict[str, object] = {
         "strategy": config.strategy.name,
@@ -81,7 +81,7 @@ def as_object(config: Config, prediction: Prediction, devices: list[str]) -> dic
 
 
 def levers_table(config: Config, planner: Planner, levers: Mapping[str, str] = LEVERS) -> str:
-    """A Markdown table of what each lever by itself makes of a run's peak, of those that the run allows."""
+    """A Markdown table of levers: the run's peak with each lever alone. Levers that the run refuses are left out."""
     base = planner.estimate(config).peak
     rows = []
     for overrides, cost in levers.items():
@@ -206,7 +206,7 @@ def _print_tables(console: Console, config: PlanConfig, planner: Planner) -> Non
 
 
 def _print_optimizers(console: Console, config: Config, planner: Planner) -> None:
-    """Print state and peak by optimizer. A user's own one is shown only if it is chosen."""
+    """Print state and peak by optimizer. A user's own optimizer is shown only if it is chosen."""
     rows = []
     base, chosen = planner.estimate(config), config.optimizer.name
     for name in dict.fromkeys([*options("optimizer"), chosen]):

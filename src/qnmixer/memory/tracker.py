@@ -1,4 +1,4 @@
-"""Counts the bytes of tensors, fake or real, and stands in for ddp's buckets and for the host on fake ones."""
+"""Counts the bytes of fake or real tensors. Replaces ddp's buckets and the host memory when tensors are fake."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -35,13 +35,13 @@ def batch_loss(config: Config) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 def autocast(config: Config) -> torch.autocast:
-    """The autocast of a run's precision, on the CPU. Lightning's, too, casts a weight again each time it is used."""
+    """The autocast of a run's precision, on the CPU. Like Lightning's, it casts a weight again at each use."""
     dtype = AUTOCAST[config.trainer.precision]
     return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False)
 
 
 class NormsInFull(TorchFunctionMode):
-    """Norms take and give float32 while it is active, as under autocast on a GPU; on a CPU they stay in half."""
+    """Makes norms take and give float32, as under autocast on a GPU. On a CPU they would stay in half precision."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (F.layer_norm, F.group_norm):
@@ -61,9 +61,9 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer, n_shards: int) -> float:
 
 
 def step_all_at_once(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer update all weights together, as torch does by default on a GPU but not on a CPU.
+    """Make an optimizer update all weights together, which needs a temporary of the size of all weights.
 
-    That needs a temporary of the size of all weights.
+    torch does so by default on a GPU but not on a CPU.
     """
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None:
@@ -78,19 +78,20 @@ def without_data() -> Iterator[None]:
 
 
 class PeakTracker(TorchDispatchMode):
-    """Counts the bytes of all tensors while it is active, and the most there were at once.
+    """Counts the bytes of all tensors in the block, and the largest sum of these bytes: the peak.
 
-    A storage counts once, however many tensors share it, until it is freed. What was there before counts if `track` was
-    told of it. The same code counts fake tensors (the plan) and real ones (a training step on a CPU). It sees no buffer
-    that C++ code takes for itself: workspaces of convolutions, messages of ddp, all that torch.compile has compiled.
+    A storage counts once until it is freed, however many tensors share it. Tensors from before the block count only
+    after `track`. The same code counts fake tensors (the plan) and real ones (a training step on a CPU). Buffers that
+    C++ code allocates by itself do not count: workspaces of convolutions, messages of ddp, everything that
+    torch.compile compiled.
 
-    Torch has such a tracker too, `torch.distributed._tools.mem_tracker`. Its import alone takes a second, it takes
-    twice as long for each operator, and its hooks on modules keep graphs alive.
+    torch has a similar tracker, `torch.distributed._tools.mem_tracker`. Its import alone takes a second. It takes twice
+    as long for each operator, and its hooks on modules prevent that graphs are freed.
 
     Attributes:
-        peak: bytes by kind (parameters, gradients, optimizer, operator, activations) when their sum was highest.
-        most: most bytes of activations since the start or `restart`.
-        most_with_gradients: the same, with the gradients of weights.
+        peak: bytes by kind (parameters, gradients, optimizer, operator, activations) when their sum was largest.
+        most: largest number of bytes of activations since the start or `restart`.
+        most_with_gradients: the same, for activations and gradients of weights together.
     """
 
     def __init__(self) -> None:
@@ -105,7 +106,7 @@ class PeakTracker(TorchDispatchMode):
     def track(self, *things: nn.Module | torch.optim.Optimizer | Tensor) -> None:
         """Count tensors that exist already: weights, gradients and buffers of modules, states of optimizers, tensors.
 
-        Gradients that modules get later are not counted as activations.
+        Later gradients of these modules count as gradients, not as activations.
         """
         for thing in things:
             if isinstance(thing, nn.Module):
@@ -125,7 +126,7 @@ class PeakTracker(TorchDispatchMode):
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that existed at once."""
+        """The largest number of bytes at once."""
         return sum(self.peak.values())
 
     @property
@@ -142,7 +143,7 @@ class PeakTracker(TorchDispatchMode):
         if func is torch.ops.prim.device.default:  # more than half of all calls; fake tensors ask for it
             return args[0].fake_device
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # such a tensor takes itself apart, and its parts come here
+            return NotImplemented  # a wrapper calls this again with the tensors inside it
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if isinstance(value, Tensor):
@@ -161,6 +162,7 @@ class PeakTracker(TorchDispatchMode):
         if key in self._alive:
             return
         self._kinds[key] = kind
+        # Of the storage, not the tensor: views share it, and it is freed with the last of them.
         self._alive[key] = weakref.ref(storage, partial(self._forget, key, size))
         self.now[kind] += size
         self._note()
@@ -173,6 +175,7 @@ class PeakTracker(TorchDispatchMode):
         if parameter.grad is None:
             return
         self._count(parameter.grad, "gradients")
+        # The backward pass made it as a result like any other, so it was counted as an activation.
         storage = parameter.grad.untyped_storage()
         before, self._kinds[storage._cdata] = self._kinds[storage._cdata], "gradients"
         self.now[before] -= storage.nbytes()
@@ -186,16 +189,16 @@ class PeakTracker(TorchDispatchMode):
 
 
 class _ShapesAlone(FakeTensorMode):
-    """Fake tensors, whose value, which optimizers ask for, is any number: no shape depends on it."""
+    """Fake tensors with a value. Optimizers ask for values; any number will do, because no shape depends on it."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The result without data; not a mode of its own above this one, which would cost a second for each plan."""
+        """The result without data. A mode of its own above this one would cost a second for each plan."""
         is_value = func is torch.ops.aten._local_scalar_dense.default
         return 1.0 if is_value else super().dispatch(func, types, args, kwargs)
 
 
 class Buckets:
-    """ddp's buckets, made of the gradients there are; while `in_use`, each gradient that backward made goes there."""
+    """ddp's buckets, made of the existing gradients. While `in_use`, each new gradient is copied into its bucket."""
 
     def __init__(self, network: UnrolledNetwork[Any]) -> None:
         self.in_use = True
@@ -212,7 +215,7 @@ class Buckets:
 
 
 class Hosted:
-    """Saved tensors that offloading moves to the host: shapes only, so that the tracker sees them leave."""
+    """Saved tensors that offloading moves to the host. It stores shapes only, so the tracker sees the tensors leave."""
 
     def __init__(self) -> None:
         self.bytes = 0

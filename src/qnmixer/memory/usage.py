@@ -13,7 +13,7 @@ _FIELDS = re.compile(rb"^(VmHWM|VmRSS|RssAnon):\s+(\d+) kB", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Usage:
-    """Bytes in use. A leak adds to `allocated`; other programs cannot use what is `reserved`."""
+    """Bytes in use. A leak adds to `allocated`. Other programs cannot use bytes that are `reserved`."""
 
     allocated: int  # CUDA: in tensors; CPU: resident without file-backed pages, as mapped data comes and goes
     peak: int  # CUDA: highest of allocated; CPU: highest of reserved; both since the last `reset_peak`
@@ -22,12 +22,12 @@ class Usage:
 
 
 def read_usage(device: torch.device) -> Usage:
-    """Read the current use; cheap enough for every step (CPU: 25 µs, 150 in a process whose caches are cold)."""
+    """Read the current use. It is cheap enough for every step: 25 µs on a CPU, 150 if the caches are cold."""
     return _cuda_usage(device) if device.type == "cuda" else _cpu_usage()
 
 
 def reset_peak(device: torch.device) -> None:
-    """Start the peak again from the current use. On a CPU it stays if the system does not allow a reset."""
+    """Start the peak again from the current use. If the system of a CPU does not allow a reset, the peak stays."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:

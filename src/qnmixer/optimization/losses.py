@@ -1,4 +1,4 @@
-"""Training losses. Each image of a batch has its own loss, so that a batch can weight its images."""
+"""Training losses. Each image of a batch has a loss of its own, so a batch can weight its images."""
 
 from collections.abc import Callable
 
@@ -21,8 +21,8 @@ LOSS = Kind(
 def build_loss(config: LossConfig) -> Loss:
     """Build the loss that `loss` names, with a check of its output. Raises PluginError for a target that does not fit.
 
-    It may be a torch module. Then it is no child of the Lightning module, so `state_dict` does not contain it. It
-    follows the images to their device, and it is not trained.
+    A loss that is a torch module is no child of the Lightning module, so `state_dict` does not contain it. It follows
+    the images to their device. It is not trained.
     """
     key, target, loss, keywords = "loss._target_", config._target_, load(config, LOSS), config.keywords()
     module: nn.Module | None = None
@@ -45,7 +45,7 @@ def build_loss(config: LossConfig) -> Loss:
 
 
 def weighted(loss: Loss, image: Tensor, truth: Tensor, weight: Tensor, batch: int) -> Tensor:
-    """Σ weight · loss / batch. `EpochSampler` says which mean this is."""
+    """Σ weight · loss / batch. `EpochSampler` explains of what this is the mean."""
     return (weight * loss(image, truth)).sum() / batch
 
 

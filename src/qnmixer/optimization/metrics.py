@@ -1,10 +1,10 @@
 """PSNR and SSIM of single images, over the whole range and inside a HU window.
 
-The data range is 1 (the slice's full scale, or the window). SSIM uses a 7 × 7 uniform window (the paper's author). Some
-of the field uses a data range of 2, which inflates SSIM: compare with care.
+The data range is 1 (the slice's full scale, or the window). SSIM uses a 7 × 7 uniform window, as the paper's author
+does. Some papers use a data range of 2, which inflates SSIM: compare with care.
 
-LoDoPaB-CT and 2DeteCT are scored otherwise: by the range of each reference, and with the SSIM of skimage. That one has
-the sample covariance and leaves out a border of 3 pixels. `own_range` gives those numbers.
+LoDoPaB-CT and 2DeteCT have other rules: `own_range` gives their numbers. The data range is that of each reference. SSIM
+is that of skimage, with the sample covariance and without a border of 3 pixels.
 """
 
 import torch
@@ -46,6 +46,7 @@ def _range(truth: Tensor) -> Tensor:
 
 def _ssim_of_skimage(image: Tensor, truth: Tensor) -> Tensor:
     """`skimage.metrics.structural_similarity` with its defaults and the truth's range."""
+    # float64, as in skimage: variances are small differences of large means.
     x, y = image.double(), truth.double()
 
     def mean(values: Tensor) -> Tensor:

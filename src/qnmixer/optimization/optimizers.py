@@ -12,10 +12,10 @@ OPTIMIZER = subclass_of(Optimizer, "torch.optim.Optimizer")
 
 
 def build_optimizer(config: OptimizerConfig, network: nn.Module) -> Optimizer:
-    """Build the optimizer that `optimizer` names.
+    """Build the optimizer that `optimizer` names. Raises PluginError for a target that does not fit.
 
     Weights have weight decay. The scalars λ_t, β_t and τ_t, biases and norms have none. The learning rate of those
-    scalars is lr · step_size_lr_factor. Raises PluginError for a target that does not fit.
+    scalars is lr · step_size_lr_factor.
     """
     step_sizes: list[nn.Parameter] = []
     decaying: list[nn.Parameter] = []

@@ -37,7 +37,7 @@ def learning_rate_factor(config: ScheduleConfig, n_steps: float) -> Callable[[in
 
 
 def constant(step: int, n_steps: float) -> float:
-    """The same rate in all steps."""
+    """The same learning rate in all steps."""
     return 1.0
 
 

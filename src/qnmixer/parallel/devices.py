@@ -48,8 +48,8 @@ def resolve_devices(config: Config) -> Config:
 def cpu_threads(config: Config, free: float | None, recorded: int | None) -> Iterator[str]:
     """Let torch use only the cores that other programs leave free, while the block runs on a CPU.
 
-    A user's OMP_NUM_THREADS is kept. The number of threads changes the last bits of sums. So it is chosen once, and a
-    resumed run has the number that is recorded.
+    A user's OMP_NUM_THREADS is respected. The number of threads changes the last bits of sums. So it is chosen once,
+    and a resumed run uses the recorded number.
 
     Args:
         config: a resolved config.
@@ -74,8 +74,8 @@ def cpu_threads(config: Config, free: float | None, recorded: int | None) -> Ite
 def choose_device(accelerator: str, key: str = "accelerator") -> torch.device:
     """The device of an accelerator. `auto` means the CPU only on a machine without an NVIDIA GPU.
 
-    From here on float32 is float32 on this device; training may allow TF32 later. Raises ConfigError, naming the key,
-    for a GPU that does not exist or that this torch cannot use.
+    From here on float32 products are exact on this device; training may allow TF32 later. Raises ConfigError, which
+    names the key, for a GPU that does not exist or that this torch cannot use.
     """
     allow_tf32(False)
     if accelerator == "cpu":
@@ -90,11 +90,11 @@ def choose_device(accelerator: str, key: str = "accelerator") -> torch.device:
 
 
 def _unusable(accelerator: str, key: str, problem: tuple[str, str]) -> ConfigError:
-    return ConfigError(f"{key}={accelerator}, but {problem[0]}: {problem[1]}; or use {key}=cpu")
+    return ConfigError(f"{key}={accelerator}, but {problem[0]}: {problem[1]}, or use {key}=cpu")
 
 
 def gpu_problem(n_devices: int = 1) -> tuple[str, str] | None:
-    """Why torch cannot use the first GPUs of this machine, and how to fix it. None: it can, or there is no GPU."""
+    """Why torch cannot use the first GPUs of this machine, and how to fix it. None: no problem, or no GPU."""
     version = f"torch {torch.__version__}"
     if torch.cuda.is_available():
         if torch.version.cuda is None:  # ROCm names its architectures differently
@@ -119,20 +119,20 @@ def gpu_problem(n_devices: int = 1) -> tuple[str, str] | None:
 
 
 def check_precision(device: torch.device, precision: str, key: str = "precision") -> None:
-    """Raise ConfigError, naming the key, for a precision that the device does not support."""
+    """Raise ConfigError, which names the key, for a precision that the device does not support."""
     if precision == "bf16-mixed" and device.type == "cuda" and not has_bf16():
         raise ConfigError(f"{key}={precision}, but {torch.cuda.get_device_name()} has no bf16: use {key}=16-mixed")
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Whether GPUs may round the factors of float32 products and convolutions to TF32, 10 bits in place of 23.
+    """Allow or forbid TF32: GPUs then round the factors of float32 products and convolutions to 10 bits instead of 23.
 
-    Torch's default is no for products and yes for convolutions, so that "32" would be something else on each GPU.
+    torch's default is no for products and yes for convolutions. "32" would then mean something else on each GPU.
     """
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
 
 
 def has_bf16() -> bool:
-    """Whether the GPU computes in bf16. On other GPUs torch would emulate it."""
+    """Whether the GPU has units for bf16. On other GPUs torch would emulate it."""
     return torch.cuda.is_bf16_supported(including_emulation=False)

@@ -1,4 +1,4 @@
-"""FSDP2: weights, gradients and optimizer state in shards over the devices; each regulariser is one unit.
+"""FSDP2: weights, gradients and optimizer state in shards over the devices. Each regulariser is one unit.
 
 The rest of the network is another unit. Checkpoints are those of one device: full tensors, and the optimizer state with
 torch's numbering. On request a checkpoint is a folder with the shards of each rank, which `merge_shards` joins.
@@ -24,9 +24,10 @@ from qnmixer.parallel.shards import SHARD
 
 
 class ShardedStrategy(ModelParallelStrategy):
-    """Lightning's strategy for FSDP2. It sends no gradients while accumulating, and writes standard checkpoints."""
+    """Lightning's strategy for FSDP2. It sends no gradients while it accumulates, and writes standard checkpoints."""
 
     def __init__(self, n_processes: int, options: FSDPConfig, timeout: timedelta) -> None:
+        # One file, as with the other strategies: Lightning's distributed checkpoint is a folder that only FSDP2 reads.
         super().__init__(
             data_parallel_size=n_processes,
             tensor_parallel_size=1,
@@ -37,7 +38,7 @@ class ShardedStrategy(ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Keep full gradients on each device. Lightning enters this in every batch of a window but the last."""
+        """Store full gradients on each device. Lightning enters this in every batch of a window except the last."""
         # Without this FSDP2 reduces the gradients in every backward pass, and accumulating saves no traffic.
         units = self._units()
         for unit in units:
@@ -54,11 +55,11 @@ class ShardedStrategy(ModelParallelStrategy):
         return self.model.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As above."""
+        """The optimizer state in shards of this rank, too."""
         return optimizer.state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write one full file by rank 0, or a folder with the shards of each rank, completely or not at all."""
+        """Write one full file on rank 0, or a folder with the shards of each rank: completely or not at all."""
         path = Path(self.broadcast(filepath))
         if not self.options.sharded_checkpoint:
             gathered = tree_map(_gathered, checkpoint)
@@ -69,14 +70,14 @@ class ShardedStrategy(ModelParallelStrategy):
         if self.is_global_zero:
             remove(folder)
             folder.mkdir(parents=True)
-        self.barrier()
+        self.barrier()  # the folder exists
         self.checkpoint_io.save_checkpoint(tree_map(_local, checkpoint), folder / f"rank_{self.global_rank:04d}.pt")
-        self.barrier()
+        self.barrier()  # all shards are written, so the folder may get its name
         if self.is_global_zero:
             replace(folder, path)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Every rank reads the full file."""
+        """Read the full file on every rank."""
         return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
 
     @property
@@ -85,13 +86,13 @@ class ShardedStrategy(ModelParallelStrategy):
         return True
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Each rank takes its shards."""
+        """Load the shards of this rank from the full weights."""
         assert self.model is not None
         ours = self.model.state_dict()
         self.model.load_state_dict({k: _as(ours.get(k), v) for k, v in checkpoint["state_dict"].items()}, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Each rank takes its shards."""
+        """Load the shards of this rank from the full optimizer state."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -106,17 +107,19 @@ class ShardedStrategy(ModelParallelStrategy):
 
 
 def shard(network: UnrolledNetwork[Any], mesh: Any, options: FSDPConfig) -> None:
-    """Put the parts of a network that iterations call, and then the rest, into shards over a mesh, in place."""
+    """Put the blocks of a network, and then the rest of it, into shards over a mesh, in place."""
     if isinstance(network, FSDPModule):  # Lightning calls `configure_model` again before validation and test
         return
+    # Blocks first: the last call takes all weights that are in no unit yet.
     for block in network.blocks():
         fully_shard(block, mesh=mesh, reshard_after_forward=options.reshard_after_forward)
     fully_shard(network, mesh=mesh)
+    # FSDP2 gathers weights before `forward` only. Any other entry point must be registered.
     register_fsdp_forward_method(network, "trajectory")
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """The full tensor. A tensor in shards is gathered, so all devices must call this together."""
+    """The full tensor. If the tensor is in shards, all devices must call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -126,6 +129,7 @@ def _gathered(value: Any) -> Any:
 
 def _local(value: Any) -> Any:
     if isinstance(value, DTensor):
+        # A clone, because torch.save writes the whole storage behind a view.
         return {SHARD: list(value.shape), "local": value.to_local().cpu().clone()}
     return value
 

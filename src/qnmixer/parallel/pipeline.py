@@ -1,8 +1,8 @@
 """The pipeline over iterations: each device runs some of the T iterations and sends the state to the next device.
 
-As in ddp, every device holds all weights, and gradients are summed over all devices before the optimizer step. So
-weights shared by iterations stay equal, clipping uses the norm of the full gradient, and all GradScalers see the same
-overflow. A checkpoint is that of one device, and every device validates by itself.
+Like in ddp, every device holds all weights, and gradients are summed over all devices before the optimizer step. So
+weights that iterations share stay equal, clipping uses the norm of the full gradient, and all GradScalers see the same
+overflow. A checkpoint is that of one device. Every device validates by itself.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from qnmixer.parallel.stages import Context, Packing, Stage, cut_by_cost, cut_ev
 
 
 class Trained(Protocol):
-    """The methods that a LightningModule needs for training by stages."""
+    """The methods that a LightningModule needs for training in stages."""
 
     network: UnrolledNetwork[Any]
 
@@ -43,11 +43,11 @@ class Trained(Protocol):
 
 
 class PipelineStrategy(DDPStrategy):
-    """Trains by stages within each group of devices, and by batches over the groups.
+    """Trains in stages within each group of devices, and on different batches in each group.
 
     A stage may run the backward pass of the first micro-batch before the forward pass of the last one. So
     `training_step` does both passes, and Lightning's `backward` does nothing. Lightning clears gradients between the
-    two passes; here they are cleared after the optimizer step.
+    two passes. Here they are cleared after the optimizer step.
     """
 
     def __init__(self, config: Config, timeout: timedelta) -> None:
@@ -61,7 +61,7 @@ class PipelineStrategy(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """All devices of a pipeline get the full batch, of fixed size."""
+        """Give all devices of a pipeline the full batch, of fixed size."""
         return {
             "num_replicas": self.world_size // self.n_devices,
             "rank": self.global_rank // self.n_devices,
@@ -70,7 +70,7 @@ class PipelineStrategy(DDPStrategy):
         }
 
     def configure_ddp(self) -> None:
-        """No DDP wrapper: `optimizer_step` sums the gradients."""
+        """Add no DDP wrapper: `optimizer_step` sums the gradients."""
         for first in range(0, self.world_size, self.n_devices):
             # Every rank must make every group, also those that it is not in; otherwise `new_group` hangs.
             group = dist.new_group(list(range(first, first + self.n_devices)), timeout=self._timeout)
@@ -81,7 +81,7 @@ class PipelineStrategy(DDPStrategy):
         self.lightning_module.optimizer_zero_grad = lambda *args, **kwargs: None  # type: ignore[method-assign]  # a hook
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Run forward and backward of a batch through all stages. Returns its loss."""
+        """Run the forward and backward pass of a batch through all stages. Returns its loss."""
         module: Any = self.lightning_module
         y = module.measure(batch, "train")
         if self._pipeline is None:
@@ -94,12 +94,13 @@ class PipelineStrategy(DDPStrategy):
         return loss
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Do nothing: `training_step` has run backward already."""
+        """Do nothing: `training_step` has run the backward pass already."""
         return closure_loss
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """After the last batch of the window, sum the gradients over the devices, take the step, and clear them."""
+        """Take a step after the last batch of a window, with gradients summed over the devices. Then clear them."""
 
+        # In the closure: the GradScaler looks for overflow right after it, and all ranks must decide alike.
         def through_all_devices() -> Any:
             result = closure()
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -176,6 +177,7 @@ class Pipeline:
         iterations, n_stages = ranges(self.cut)[index], len(self.cut)
         first, last = index == 0, index == n_stages - 1
 
+        # With shapes given, torch does not run all stages once more to find them.
         def meta(iteration: int) -> Tensor:
             packing = packings[iteration]
             return torch.empty(len(y), packing.width, dtype=packing.dtype, device="meta", requires_grad=True)
@@ -193,7 +195,7 @@ class Pipeline:
         )
 
     def step(self, y: Tensor, batch: Any, factor: Tensor) -> Tensor:
-        """Add the gradients of factor · loss of a batch to those of this device's stages. Returns the loss.
+        """Add the gradients of factor · loss of a batch to the gradients of this device's stages. Returns the loss.
 
         Raises FloatingPointError on the device of the last stage if the loss is not finite.
         """
@@ -208,6 +210,7 @@ class Pipeline:
         if self._losses:
             loss = torch.stack(self._losses).sum().float()
             self.module.check_loss(loss, batch)
+        # Only the device of the last stage knows the loss, but every rank logs it.
         dist.broadcast(loss, group_src=dist.get_world_size(self.group) - 1, group=self.group)
         return loss
 
@@ -219,7 +222,7 @@ class Pipeline:
 
 
 class _Autocast(torch.nn.Module):
-    """A stage that runs its forward pass, and nothing else, in the context of the precision."""
+    """A stage whose forward pass, and nothing else, runs in the context of the precision."""
 
     def __init__(self, stage: Stage, context: Context) -> None:
         super().__init__()
@@ -232,6 +235,7 @@ class _Autocast(torch.nn.Module):
 
 def sum_gradients(parameters: list[torch.nn.Parameter], divisor: int) -> None:
     """Sum every gradient over all processes and divide by `divisor`, in one message. A missing gradient is 0."""
+    # Hundreds of small messages would cost more than their bytes.
     flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
     dist.all_reduce(flat)
     flat /= divisor

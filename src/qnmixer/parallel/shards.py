@@ -1,4 +1,4 @@
-"""Merge checkpoints in shards. Plain torch: its distributed tensors take long to import."""
+"""Merge checkpoints in shards. Plain torch, because its distributed tensors take long to import."""
 
 import zipfile
 from pathlib import Path
@@ -14,7 +14,7 @@ _MOST_VALUES, _DEEPEST = 1_000_000, 32
 def load_checked(path: Path) -> dict[str, Any]:
     """Load a file of torch.save. Raises zipfile.BadZipFile if a byte has changed, which torch.load does not notice.
 
-    torch.save writes a checksum of each tensor. Checking them costs 0.3 s for 1 GB. It compresses nothing, so a file
+    torch.save writes a checksum of each tensor. Checking them costs 0.3 s for 1 GB. It compresses nothing. So a file
     that grows when it is read is refused: 1 MB could become 1 GB.
     """
     if zipfile.is_zipfile(path):

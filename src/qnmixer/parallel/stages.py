@@ -17,10 +17,10 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 
 class Stage(nn.Module):
-    """Consecutive iterations: one packed state [b, K] in (none for the first stage), one out; x_T for the last.
+    """Consecutive iterations. The input and the output are one packed state [b, K]; y is an extra input.
 
-    The state is packed into one tensor, because every tensor costs a message each way. A state of t iterations has 12 t
-    tensors.
+    The first stage has no incoming state. The last stage returns x_T. The state is packed into one tensor, because
+    every tensor costs a message each way. A state of t iterations has 12 t tensors.
 
     Attributes:
         incoming: the layout of the incoming state; None for the first stage.
@@ -63,17 +63,17 @@ class Packing:
 
     @property
     def width(self) -> int:
-        """K."""
+        """K, the number of values for each sample."""
         return sum(part.shape.numel() for part in self.parts)
 
     def pack(self, state: Any) -> Tensor:
-        """[b, K]."""
+        """Pack a state into [b, K]."""
         leaves, _ = tree_flatten(state)
         parts = {place: leaf for place, leaf in zip(self.places, leaves, strict=True) if place >= 0}
         return torch.cat([parts[k].reshape(len(parts[k]), -1).to(self.dtype) for k in range(len(parts))], dim=1)
 
     def unpack(self, packed: Tensor) -> Any:
-        """The state. Constants are again tensors that need no gradient."""
+        """Unpack the state. Constants become tensors that need no gradient again."""
         pieces = packed.split([part.shape.numel() for part in self.parts], dim=1)
         made = []
         for piece, part in zip(pieces, self.parts, strict=True):
@@ -95,7 +95,7 @@ def cut_evenly(n_iterations: int, n_stages: int) -> list[int]:
 
 
 def cut_by_cost(costs: Sequence[float], n_stages: int) -> list[int]:
-    """Iterations of each stage, so that the most expensive stage costs as little as possible."""
+    """Iterations of each stage, so that the cost of the most expensive stage is as low as possible."""
     total = [0.0, *accumulate(costs)]
     T = len(costs)
     # best[t]: the cost of the dearest stage, then the sum of squares, for the first t iterations; and their cut.
@@ -127,7 +127,7 @@ class Action(NamedTuple):
 
 
 def actions(schedule: str, device: int, n_devices: int, n_microbatches: int, per_device: int = 1) -> list[Action]:
-    """The order of one device's work in one batch: the schedules of torch.distributed.pipelining (a test compares)."""
+    """The order of one device's work in one batch, as torch.distributed.pipelining schedules it (a test compares)."""
     if schedule == "sequential":
         return [Action(kind, device, k) for k in range(n_microbatches) for kind in ("F", "B")]
     if schedule == "gpipe":
@@ -141,7 +141,7 @@ def actions(schedule: str, device: int, n_devices: int, n_microbatches: int, per
         ahead = min(total, (per_device - 1) * in_round + 2 * (n_devices - 1 - device))
 
     def action(kind: Literal["F", "B"], step: int) -> Action:
-        """The step-th forward or backward: in_round micro-batches through one local stage, then through the next."""
+        """The step-th forward or backward pass: in_round micro-batches through one local stage, then the next stage."""
         turn, k = divmod(step, in_round)
         turns, local = divmod(turn, per_device)
         if kind == "B":
@@ -194,10 +194,12 @@ def _ready(
 def survey(
     network: UnrolledNetwork[Any], y: Tensor, context: Context, timed: bool
 ) -> tuple[list[Packing], list[float]]:
-    """The layout of the state before each iteration (T + 1 of them), and the seconds of each, forward and backward.
+    """The layout of the state before each iteration (T + 1 of them), and the seconds of each iteration, both passes.
 
-    Iterations run one at a time, so this needs the memory of one. The first includes the start, the last the image.
+    Iterations run one at a time, so this needs the memory of one iteration. The first one includes the start, the last
+    one the image.
     """
+    # autograd.grad, not backward: the survey must leave no gradients behind.
     parameters = [p for p in network.parameters() if p.requires_grad]
     packings, costs = [], []
 

@@ -38,7 +38,7 @@ def build_strategy(config: Config) -> Strategy | str:
 
 
 def build_precision(config: Config, accelerator: str) -> Precision:
-    """Autocast, and a GradScaler for fp16; on a CPU too, where Lightning would silently use bf16 for 16-mixed."""
+    """Autocast, and a GradScaler for fp16, on a CPU too: there Lightning would silently use bf16 for 16-mixed."""
     precision = config.trainer.precision
     # A plugin, because the Trainer's own `precision="16-mixed"` is refused by Lightning's FSDP2 strategy.
     return Precision() if precision == "32" else MixedPrecision(precision, accelerator)  # type: ignore[arg-type]  # a choice

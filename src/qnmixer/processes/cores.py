@@ -1,7 +1,7 @@
 """Share the CPU cores with other programs. No torch import.
 
-PyTorch starts a thread for each core. A thread that waits for another one spins, and so keeps its core from the thread
-that it waits for. Beside one busy program on two cores, a step of the demo took twenty times as long.
+PyTorch starts a thread for each core. A waiting thread spins, so the thread that it waits for may get no core. Beside
+one busy program on two cores, a step of the demo took twenty times as long.
 """
 
 import os
@@ -14,9 +14,9 @@ _SET_BY_USER = {_SPINS, "OMP_WAIT_POLICY", "GOMP_CPU_AFFINITY"}
 
 
 def wait_briefly() -> None:
-    """Let threads of GNU OpenMP sleep after some ten microseconds of waiting, unless the user has set how they wait.
+    """Let threads of GNU OpenMP sleep after ten microseconds of waiting, unless the user has set how they wait.
 
-    It must be called before torch is loaded. Sleeping at once costs more: a quiet demo step then takes twice as long.
+    It must be called before torch is loaded. If threads sleep at once, a quiet demo step takes twice as long.
     """
     if _SET_BY_USER.isdisjoint(os.environ):
         os.environ[_SPINS] = "10000"
@@ -29,9 +29,9 @@ class CoreUse:
         self._before = _seconds()
 
     def free(self) -> float | None:
-        """The mean number of cores since then that other programs did not use; None where the system does not say it.
+        """The mean number of cores that other programs have left free since then; None if the system does not say.
 
-        Cores that this process may not use do not count: on a cluster they belong to others.
+        Cores that this process may not use do not count, because on a cluster they belong to others.
         """
         now = _seconds()
         if now is None or self._before is None or now[2] <= self._before[2]:

@@ -1,6 +1,6 @@
 """Launch one process for each device with torch's elastic agent, as torchrun does.
 
-The process that the user started does not train. It watches the ranks, stops all if one fails, and names that rank.
+The process that the user started does not train. It watches the ranks. If one fails, it stops all and names that rank.
 """
 
 import logging
@@ -37,15 +37,15 @@ def launch(
     n_processes: int,
     ask_to_stop: Callable[[], bool] | None = None,
 ) -> None:
-    """Run `python *arguments` once a rank and wait for all of them; the ranks share the cores.
+    """Run `python *arguments` once for each rank and wait for all ranks. They share the CPU cores.
 
     Args:
-        arguments: of python; what they run ends by `qnmixer.processes.ranks.leave` when it fails.
-        n_processes: how many ranks.
+        arguments: of python. A rank that fails must end by `qnmixer.processes.ranks.leave`.
+        n_processes: number of ranks.
         ask_to_stop: called on the first signal of `signals.SIGNALS`; True: the ranks will end by themselves.
 
     Raises RankFailed if a rank fails; the others are stopped, and a note has the traceback of a bug. Raises Stopped
-    after a stop signal. Without `ask_to_stop` SIGUSR1 and SIGUSR2 do not stop.
+    after a stop signal. Without `ask_to_stop`, SIGUSR1 and SIGUSR2 do not stop the ranks.
     """
     _quieten_agent()
     stop = _AskToStop(ask_to_stop)
@@ -70,7 +70,7 @@ def launch(
 
 
 def _quieten_agent() -> None:
-    """Switch off the loggers of torch's agent: RankFailed says the same in fewer lines."""
+    """Switch off the loggers of torch's agent. RankFailed says the same in fewer lines."""
     for name in list(logging.root.manager.loggerDict):  # each logger has its own level, so their parent is not enough
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -82,7 +82,7 @@ def _launch_config(n_processes: int, log_dir: str) -> LaunchConfig:
         max_nodes=1,
         nproc_per_node=n_processes,
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_endpoint="localhost:0",  # port 0: the system chooses a free one, for several runs on one machine
         local_addr="localhost",
         max_restarts=0,
         run_id=uuid.uuid4().hex,
@@ -91,7 +91,7 @@ def _launch_config(n_processes: int, log_dir: str) -> LaunchConfig:
 
 
 class _AskToStop:
-    """Handler of stop signals: ask the ranks to stop, or raise if they cannot or after a second signal."""
+    """Handler of stop signals: ask the ranks to stop. Raise if they cannot stop, or after a second signal."""
 
     def __init__(self, ask: Callable[[], bool] | None) -> None:
         self.ask, self.echo = ask, Echo()
@@ -99,6 +99,7 @@ class _AskToStop:
 
     def __call__(self, number: int, _: FrameType | None) -> None:
         again, self.first = self.first is not None, self.first or number
+        # A terminal sends Ctrl-C to every process of its group, and a parent may send it once more.
         if self.echo.of(number) or (again and number in _WARNINGS):
             return
         if again or self.ask is None or not self.ask():
@@ -119,7 +120,8 @@ def _threads(n: int) -> Iterator[None]:
 
 
 def _rank_failed(failures: dict[int, ProcessFailure]) -> RankFailed:
-    """The error of the rank that failed first, which made the others fail."""
+    """The error of the rank that failed first. Its failure made the others fail."""
+    # A rank that ended because of the failure may be seen first. The records of the ranks show which one failed.
     rank, failure = min(failures.items(), key=lambda item: _order(item[1]))
     record = failure.error_file_data
     if "traceback" in record:

@@ -1,4 +1,4 @@
-"""The rank of this process among several, and how a rank ends. No torch import."""
+"""The number of this process among several (its rank), and how a rank ends. No torch import."""
 
 import ctypes
 import json
@@ -18,7 +18,7 @@ from qnmixer.errors import Stopped
 
 
 class Record(TypedDict):
-    """How a rank ended, for torch's elastic agent (ours or torchrun's), which reads the first two."""
+    """How a rank ended, for torch's elastic agent (ours or torchrun's). The agent reads the first two fields."""
 
     message: str  # the line for the user
     timestamp: int  # seconds since 1970
@@ -39,7 +39,7 @@ _SECONDS_TO_LEAVE_BY_ITSELF = 2
 _stop_requested = threading.Event()
 _another_failed = threading.Event()
 
-# Errors of a rank whose partner has gone: the error of the partner is the one to show.
+# Errors of a rank whose partner has ended. The user should see the error of the partner.
 _LOST_CONTACT = ("connection closed by peer", "connection reset by peer", "broken pipe", "gloo", "nccl")
 
 
@@ -49,12 +49,12 @@ def is_rank() -> bool:
 
 
 def by_srun() -> bool:
-    """Whether srun has started this rank itself; not our launcher or torchrun inside a SLURM job."""
+    """Whether srun itself has started this rank, and not our launcher or torchrun inside a SLURM job."""
     return not _by_agent() and _slurm_tasks() > 1
 
 
 def rank() -> int:
-    """Number of this process among all ranks; 0 of a single process."""
+    """Number of this process among all ranks; 0 for a single process."""
     return int(os.environ["RANK" if _by_agent() else "SLURM_PROCID"]) if is_rank() else 0
 
 
@@ -77,9 +77,9 @@ def _slurm_tasks() -> int:
 def end_with_the_others(parent: int | None = None) -> None:
     """End this rank and its child processes within seconds of SIGTERM or of the parent's death.
 
-    This works even inside a collective that hangs. From our launcher SIGTERM means that another rank has failed, or,
-    together with SIGUSR1, that the run shall stop. From other launchers it can mean both. First
-    `qnmixer.processes.signals` reacts. A rank that is still there after its time is killed. Call it in the main thread.
+    This works even inside a collective that hangs. From our launcher SIGTERM means that another rank has failed.
+    Together with SIGUSR1 it means that the run shall stop. From other launchers it can mean both. First
+    `qnmixer.processes.signals` reacts. A rank that does not end in time is killed. Call this in the main thread.
 
     Args:
         parent: as in `die_with_parent`, for a rank of our launcher.
@@ -89,12 +89,14 @@ def end_with_the_others(parent: int | None = None) -> None:
 
     def before_fork() -> None:
         nonlocal forking
+        # Asked before the fork: in the child the parent may be dead, and getppid names another process.
         forking = os.getpid()
 
     def in_fork() -> None:
         os.setpgid(0, 0)  # keep signals to the group away: a data worker that dies of one is an extra error of its rank
         signal.set_wakeup_fd(-1)
         sys.excepthook = _after_a_moment(sys.excepthook)
+        # The system clears this setting in a fork.
         die_with_parent(forking)
 
     os.register_at_fork(before=before_fork, after_in_child=in_fork)
@@ -104,12 +106,13 @@ def end_with_the_others(parent: int | None = None) -> None:
     listen, notify = os.pipe()
     os.set_blocking(notify, False)
     signal.set_wakeup_fd(notify, warn_on_full_buffer=False)
+    # By default SIGTERM ends the process at once, before it has closed its loggers.
     signal.signal(signal.SIGTERM, lambda *_: None)
     threading.Thread(target=_end_when_signalled, args=(listen, parent is not None), daemon=True).start()
 
 
 def _after_a_moment(show: Callable[..., object]) -> Callable[..., None]:
-    """Delay the traceback of a data worker that lost its rank: it is killed before it prints."""
+    """Delay the traceback of a data worker that lost its rank. The worker is killed before it prints."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, ConnectionError | EOFError):
@@ -120,7 +123,7 @@ def _after_a_moment(show: Callable[..., object]) -> Callable[..., None]:
 
 
 def another_rank_failed() -> bool:
-    """Whether another rank has failed: then there is nothing to wait for."""
+    """Whether another rank has failed. If so, there is nothing to wait for."""
     return _another_failed.is_set()
 
 
@@ -130,12 +133,14 @@ def _end_when_signalled(listen: int, launched: bool) -> None:
         heard.update(os.read(listen, 1))
     _stop_requested.set()
     code = 128 + ending.pop()
+    # A rank that lost contact may be closing its loggers already. A SIGUSR1 in this time means a stop, not a failure.
     end = time.monotonic() + _SECONDS_TO_LEAVE_BY_ITSELF
     while launched and signal.SIGUSR1 not in heard and (left := end - time.monotonic()) > 0:
         if select.select([listen], [], [], left)[0]:
             heard.update(os.read(listen, 1))
     if launched and signal.SIGUSR1 not in heard:
         _another_failed.set()
+        # A thread cannot raise an exception in the main thread. The handler of a signal can.
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(_SECONDS_TO_LEAVE)
     else:
@@ -147,7 +152,7 @@ def die_with_parent(parent: int | None = None) -> None:
     """Make the system kill this process when its parent dies, for any reason (Linux only).
 
     Args:
-        parent: the process that started this one. It may be dead by now. None: the current parent.
+        parent: the process that started this one, which may be dead already. None: the current parent.
     """
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
@@ -163,9 +168,10 @@ def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn
 
     Args:
         error: the exception; a KeyboardInterrupt if a signal stopped the rank.
-        line: its line for the user; None for a bug, for which the user gets the traceback.
-        say: print it too, because no launcher will. A rank that ends because of another one prints nothing.
+        line: its line for the user; None for a bug, whose traceback the user gets.
+        say: also print the line, because no launcher will. A rank that ends because of another rank prints nothing.
     """
+    # A second signal must not interrupt this function: the record would be lost.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     stopped, now = isinstance(error, KeyboardInterrupt), time.time()
@@ -179,6 +185,7 @@ def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn
         "stopped": isinstance(error, Stopped) and error.together,
     }
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # The agent may read at any time, and must not find half a record.
         temporary = Path(f"{path}.tmp")
         temporary.write_text(json.dumps(record))
         temporary.replace(path)

@@ -26,7 +26,7 @@ _deferred = False
 def handle_signals(
     numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object] | None
 ) -> Iterator[list[signal.Signals]]:
-    """Handle signals by `handler` while the block runs, then restore the handlers from before.
+    """Handle signals by `handler` while the block runs, then restore the earlier handlers.
 
     A signal that is ignored stays ignored: nohup ignores SIGHUP. Yields the other signals. Without a `handler` the
     block may install its own.
@@ -43,13 +43,13 @@ def handle_signals(
 
 
 class Echo:
-    """Recognises a signal that arrives twice: from the process group, and from a parent process."""
+    """Recognises a signal that arrives twice: once from the process group, once from a parent process."""
 
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None
 
     def of(self, number: int) -> bool:
-        """Whether this is the first signal once more."""
+        """Whether this is the first signal again."""
         now = time.monotonic()
         if self._first is None:
             self._first = number, now
@@ -62,8 +62,8 @@ def stop_signals() -> Iterator[None]:
     """Turn stop signals into Stopped while the block runs.
 
     After `defer_stop(True)` a signal is only recorded, and the training loop asks `stop_requested()` between steps. A
-    second signal raises at once. It does not in a rank, as the launcher sends a second one too. Does nothing outside
-    the main thread.
+    second signal raises at once. In a rank it does not, because the launcher sends a second signal too. Does nothing
+    outside the main thread.
     """
     global _requested
     if threading.current_thread() is not threading.main_thread():
@@ -73,8 +73,9 @@ def stop_signals() -> Iterator[None]:
 
     def stop(number: int, _: FrameType | None) -> None:
         global _requested
-        if os.getpid() != owner:  # a data worker that has only just been forked
+        if os.getpid() != owner:  # a data worker: a fork inherits this handler
             return
+        # Ctrl-C comes twice: from the terminal, and from the launcher.
         if echo.of(number) and not another_rank_failed():
             return
         again, _requested = _requested is not None, _requested or number
@@ -95,14 +96,14 @@ def stop_requested() -> int | None:
 
 
 def defer_stop(on: bool) -> None:
-    """Only record stop signals from now on, because `stop_requested` is asked soon; or raise again."""
+    """True: only record stop signals from now on, because `stop_requested` is asked soon. False: raise again."""
     global _deferred
     _deferred = on
 
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """End the process at once on Ctrl-C while libraries load: torch aborts if an exception is raised inside it."""
+    """End the process at once on Ctrl-C while libraries load. torch aborts if its import raises an exception."""
 
     def end(*_: object) -> None:
         if not is_rank():

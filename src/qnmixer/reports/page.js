@@ -7,21 +7,21 @@ const presets = [
   ["soft tissue", [40, 400]],
   ["lung", [-600, 1500]],
   ["bone", [400, 1800]],
-  ["full range", null], // of the slice at hand
+  ["full range", null], // of the shown slice
 ];
 const SMALLEST_REGION = 8; // pixels
-const KEPT_SLICES = 4; // unpacked ones: 14 MB each at 256 x 256, 7 methods, 15 iterates
+const CACHED_SLICES = 4; // slices that stay unpacked: 14 MB each at 256 x 256, 7 methods, 15 iterates
 
-// What is shown. The address holds it too; iterate is the last where it is Infinity, region and pinned may be null.
+// What is shown. The address has it too. An iterate of Infinity is the last one. region and pinned may be null.
 const initial = {
   slice: settings.opened, iterate: Infinity, preset: 0, level: presets[0][1][0], width: presets[0][1][1],
   errorLimit: settings.errorLimit, show: "both",
-  region: null, // [column, row, width] of its pixels; all regions have the shape of the slice
-  pinned: null, // [column, row] that is read until it is let go
+  region: null, // [column, row, width] in pixels; every region has the shape of the slice
+  pinned: null, // [column, row] whose value stays on show
 };
 let state = { ...initial };
 let hovered = null; // [column, row] under the mouse
-let pixels = null; // of the slice that is shown: Int16Array [N, H, W], HU
+let pixels = null; // of the shown slice: Int16Array [N, H, W], HU
 const unpacked = new Map();
 let panels = []; // {method, figure, …}, truth first
 
@@ -52,8 +52,8 @@ async function unpack(n) {
   if (unpacked.has(n)) return unpacked.get(n);
   const images = new Int16Array(await inflate(`pixels-${n}`));
   const size = slices[n].width * slices[n].height;
-  for (let k = size; k < images.length; k++) images[k] += images[k - size]; // they are stored as differences
-  if (unpacked.size >= KEPT_SLICES) unpacked.delete(unpacked.keys().next().value);
+  for (let k = size; k < images.length; k++) images[k] += images[k - size]; // images are stored as differences
+  if (unpacked.size >= CACHED_SLICES) unpacked.delete(unpacked.keys().next().value);
   unpacked.set(n, images);
   return images;
 }
@@ -64,7 +64,7 @@ async function openSlice() {
   showControls();
   try {
     const images = await unpack(n);
-    if (n !== state.slice) return; // another was chosen meanwhile
+    if (n !== state.slice) return; // the user has chosen another slice meanwhile
     pixels = images;
     byId("message").hidden = true;
   } catch (error) {
@@ -110,11 +110,11 @@ async function showThumbnails() {
 function markThumbnail() {
   const buttons = byId("thumbnails").children, atFirst = !byId("thumbnails").querySelector("[aria-current]");
   for (const [n, button] of [...buttons].entries()) {
-    button.tabIndex = n === state.slice ? 0 : -1; // one stop for the tab key; arrows go on from there
+    button.tabIndex = n === state.slice ? 0 : -1; // the tab key stops once; arrow keys choose the next
     button.setAttribute("aria-current", n === state.slice);
   }
   const box = byId("thumbnails"), chosen = buttons[state.slice];
-  if (atFirst || !chosen) return; // at first it shows where the order begins
+  if (atFirst || !chosen) return; // at first, the list shows its beginning
   box.scrollLeft = clamp(box.scrollLeft, chosen.offsetLeft + chosen.offsetWidth - box.clientWidth, chosen.offsetLeft);
   box.scrollTop = clamp(box.scrollTop, chosen.offsetTop + chosen.offsetHeight - box.clientHeight, chosen.offsetTop);
 }
@@ -125,7 +125,7 @@ byId("thumbnails").addEventListener("keydown", (event) => {
   chooseSlice(to);
   byId("thumbnails").children[state.slice].focus({ preventScroll: true });
   event.preventDefault();
-  event.stopPropagation(); // elsewhere they choose iterates
+  event.stopPropagation(); // outside the list these keys choose iterates
 });
 
 // ---- panels ----
@@ -152,11 +152,11 @@ function iterateOf(method) { return Math.min(state.iterate, method.iterates.leng
 function numberOf(method) { return method.iterates[iterateOf(method)]; }
 
 const GAP = 12; // between panels, and 4 between an image and its error map
-const LEAST = 140; // pixels that a panel is wide where there are too many for the window
-const BESIDE = 1.2; // error maps go below their images only where these become so many times as large
-const ROOM = 300; // pixels of height: with less below the controls, the reader scrolls down to the images
+const NARROWEST = 140; // width of a panel in pixels if the window is too small for all
+const BESIDE = 1.2; // error maps go below their images only if these become this many times larger
+const ROOM = 300; // pixels of height: with less room below the controls, the reader scrolls down to the images
 
-// Error maps beside their images or below them, and in so many columns that the images are as large as the window allows.
+// Place error maps beside their images or below them, with the number of columns that makes the images largest.
 function lay() {
   const both = state.show === "both" && slice().truth !== null, { width, height } = slice();
   const box = byId("panels"), room = box.clientWidth, tall = heightLeft();
@@ -167,8 +167,8 @@ function lay() {
     for (let columns = Math.max(...units); columns <= units.reduce((a, b) => a + b); columns++) {
       const rows = rowsOf(units, columns), widest = Math.floor((room - GAP * (columns - 1)) / columns);
       const highest = (shown) => Math.floor(((tall / shown - caption) / high) * (width / height));
-      const fits = Math.min(widest, highest(rows)) >= LEAST;
-      const panel = Math.min(widest, fits ? highest(rows) : Math.max(highest(1), LEAST));
+      const fits = Math.min(widest, highest(rows)) >= NARROWEST;
+      const panel = Math.min(widest, fits ? highest(rows) : Math.max(highest(1), NARROWEST));
       const found = { beside, rows, panel, fits, needed: rows * (caption + (high * panel * height) / width) };
       if (better(found, best)) best = found;
     }
@@ -178,11 +178,11 @@ function lay() {
   return best.panel;
 }
 
-function better(found, best) { // what fits in the window, as large as can be; or else is least to scroll through
+function better(found, best) { // the largest layout that fits into the window; if none fits, the one with the least scrolling
   if (best === null || found.fits !== best.fits) return best === null || found.fits;
-  const small = found.panel < LEAST || best.panel < LEAST, bonus = best.beside && !found.beside ? BESIDE : 1;
+  const small = found.panel < NARROWEST || best.panel < NARROWEST, bonus = best.beside && !found.beside ? BESIDE : 1;
   if (!found.fits && !small) return bonus * found.needed < best.needed;
-  const fewerRows = found.beside === best.beside && found.rows < best.rows; // they use the width
+  const fewerRows = found.beside === best.beside && found.rows < best.rows; // they use the width of the window
   return found.panel > (fewerRows ? 0.9 : bonus) * best.panel;
 }
 
@@ -195,7 +195,7 @@ function rowsOf(units, columns) {
   return rows;
 }
 
-function heightLeft() { // below what stands above the images; where that is too little, below the bar
+function heightLeft() { // below the controls; if that is too little, below the bar
   const above = byId("panels").getBoundingClientRect().top + scrollY;
   const bar = (document.querySelector(".bars").offsetHeight || document.querySelector(".bar").offsetHeight) + 8;
   return innerHeight - (innerHeight - above < ROOM ? bar : above);
@@ -238,7 +238,7 @@ function drawNow() {
     const rmse = errors && !slice().fullShape ? `RMSE ${rootMeanSquare(hu, reference)} HU` : "";
     panel.shown.textContent = [behind ? `${name}, its last` : name, rmse].filter(Boolean).join(" · ");
     label(panel.imageFrame, `${method.name} ${name} of slice ${slice().name}, HU`);
-    label(panel.map, "Where the region is");
+    label(panel.map, "Position of the region");
     label(panel.errorFrame, `Error of ${method.name} ${name} of slice ${slice().name}, HU`);
   }
   showHint();
@@ -246,11 +246,11 @@ function drawNow() {
   writeAddress();
 }
 
-// What a reader of these images would ask.
+// Remarks on what may surprise a reader of these images.
 function showHint() {
   const { truth, methods, fullShape, height, width } = slice(), hints = [];
   if (fullShape) {
-    hints.push(`This slice has ${fullShape.join(" × ")} pixels and is kept here at ${height} × ${width}, so its errors ` +
+    hints.push(`This slice has ${fullShape.join(" × ")} pixels and is stored here at ${height} × ${width}, so its errors ` +
       "look smaller than they are.");
   }
   const fbp = methods.find((method) => method.name === "FBP");
@@ -258,8 +258,8 @@ function showHint() {
     const t = iterateOf(method), last = method.iterates.length - 1;
     const [its, other] = [method, fbp].map((of) => rootMeanSquare(image(numberOf(of)), image(truth)));
     if (t > 0 && t < last && Number(its) > Number(other)) {
-      hints.push(`x${subscript(t)} of ${method.name} is worse than FBP (RMSE ${its} and ${other} HU): training scores ` +
-        `x${subscript(last)} alone, and the iterates before it are steps on the way.`);
+      hints.push(`x${subscript(t)} of ${method.name} is worse than FBP (RMSE ${its} and ${other} HU): the loss of training ` +
+        `uses x${subscript(last)} only, and earlier iterates are intermediate steps.`);
     }
   }
   byId("hint").textContent = hints.join(" ");
@@ -294,7 +294,7 @@ function paint(frame, width, colour, { x, y, w, h }) {
   for (let row = 0, k = 0; row < h; row++) {
     for (let i = (y + row) * slice().width + x, end = i + w; i < end; i++) out[k++] = colour(i);
   }
-  canvas.getContext("2d", { willReadFrequently: true }).putImageData(picture, 0, 0); // in memory: no GPU has a part
+  canvas.getContext("2d", { willReadFrequently: true }).putImageData(picture, 0, 0); // in memory, without a GPU
   frame.classList.toggle("reduced", width * devicePixelRatio < w);
 }
 
@@ -375,7 +375,7 @@ function setInput(id, value) {
 }
 
 function applyPreset() {
-  if (state.preset < 0) return; // level and width as given
+  if (state.preset < 0) return; // keep the given level and width
   [state.level, state.width] = presets[state.preset][1] ?? fullRange();
 }
 
@@ -433,14 +433,14 @@ byId("whole").addEventListener("click", () => choose({ region: null }));
 for (const [id, key] of [["level", "level"], ["width", "width"], ["error-limit", "errorLimit"]]) {
   byId(id).addEventListener("input", (event) => {
     const value = event.target.valueAsNumber;
-    if (!Number.isFinite(value) || (key !== "level" && value <= 0)) return; // half typed
+    if (!Number.isFinite(value) || (key !== "level" && value <= 0)) return; // the user is still typing
     choose(key === "errorLimit" ? { errorLimit: value } : { preset: -1, [key]: value });
   });
 }
 
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.altKey || event.metaKey || byId("viewer").hidden) return;
-  if (event.target.matches("input, select, summary, .wide")) return; // they have keys of their own
+  if (event.target.matches("input, select, summary, .wide")) return; // these elements use the keys themselves
   const arrow = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
   const inPanels = document.activeElement === byId("panels");
   if (arrow && event.shiftKey) movePlace(arrow);
@@ -505,7 +505,7 @@ byId("panels").addEventListener("pointermove", (event) => {
   if (pixels) showPlace();
 });
 
-function selection(event) { // from where the drag began towards the mouse, in the shape of the slice
+function selection(event) { // from the start of the drag to the mouse, in the shape of the slice
   const [x0, y0] = drag.from, [x1, y1] = placeIn(drag.frame, event), { width, height } = slice();
   const w = Math.max(Math.abs(x1 - x0), (Math.abs(y1 - y0) * width) / height);
   return [x1 < x0 ? x0 - w : x0, y1 < y0 ? y0 - (w * height) / width : y0, w];
@@ -603,8 +603,8 @@ function start() {
   nameTheme();
   if (slices.length === 0) return;
   if (typeof DecompressionStream === "undefined") {
-    return say("This browser cannot unpack the slices (it has no DecompressionStream): " +
-      "Chrome 80, Firefox 113, Safari 16.4 or any newer one can.");
+    return say("This browser cannot unpack the slices (it has no DecompressionStream): use Chrome 80, " +
+      "Firefox 113, Safari 16.4, or a newer version.");
   }
   byId("viewer").hidden = false;
   byId("browser").hidden = slices.length === 1;

@@ -57,8 +57,8 @@ class PageSlice:
         name: of the slice.
         truth: [H, W] in HU; None if it is not known, as for a measured scan.
         methods: in display order; the thumbnail shows the last one.
-        psnr: in dB, the text of the thumbnail; None: the name is shown.
-        full_shape: H and W before the images were made smaller; None: they were not.
+        psnr: in dB, for the text of the thumbnail; None: the name is shown.
+        full_shape: H and W before the images were made smaller; None: images have their full size.
     """
 
     name: str
@@ -102,7 +102,7 @@ def write_page(
 ) -> None:
     """Write tables, slices and their provenance as one HTML file, completely or not at all.
 
-    Pixels are rounded to whole HU; those that are not finite are shown in magenta. All text is escaped. Paths in it
+    Pixels are rounded to whole HU. Pixels that are not finite are shown in magenta. All text is escaped. Paths in it
     lose their folders.
 
     Args:
@@ -190,8 +190,8 @@ def _csp_hash(text: str) -> str:
 def _pack(slice_: PageSlice) -> tuple[dict[str, Any], str]:
     """A slice as a description, which names images by number, and the images [N, H, W] as base64 text.
 
-    An image that occurs twice is stored once, such as the FBP that several methods start from. Each image but the first
-    is stored as the difference from the one before, which compresses best.
+    An image that occurs twice is stored once, such as the FBP from which several methods start. Each image except the
+    first is stored as the difference from the one before, which compresses best.
     """
     height, width = _shape(slice_)
     stored: dict[bytes, int] = {}
@@ -218,7 +218,7 @@ def _pack(slice_: PageSlice) -> tuple[dict[str, Any], str]:
 
 
 def _thumbnail(slice_: PageSlice) -> npt.NDArray[np.uint8]:
-    """[h, w], the image of the last method in the display window; at most 64 pixels on the longer side."""
+    """The image of the last method in the display window, [h, w]: at most 64 pixels on the longer side."""
     image = slice_.methods[-1].iterates[-1].detach().to("cpu", torch.float32).nan_to_num(0.0)
     factor = min(1.0, _THUMBNAIL / max(image.shape))
     height, width = (max(1, round(n * factor)) for n in image.shape)
@@ -235,11 +235,12 @@ def _shape(slice_: PageSlice) -> tuple[int, int]:
     for name, images in given:
         if not images or len(shape) != 2 or any(image.shape != shape for image in images):
             raise DataError(
-                f"page: slice {slice_.name}: {name} has images of shape {[list(image.shape) for image in images]}: "
-                "give each method at least one image [H, W], all of the same size as the truth"
+                f"slice {slice_.name} of the page: {name} has images of shape "
+                f"{[list(image.shape) for image in images]}: give each method one image [H, W] or more, all of the "
+                "size of the truth"
             )
     if not slice_.methods:
-        raise DataError(f"page: slice {slice_.name} has no methods: give it at least one, or leave it out")
+        raise DataError(f"slice {slice_.name} of the page has no methods: give it one or more, or leave it out")
     return shape[0], shape[1]
 
 

@@ -103,7 +103,7 @@ def draw_curves(path: Path, curves: Sequence[Curve], levels: Mapping[str, float]
 def draw_methods(path: Path, rows: Sequence[Row]) -> None:
     """Draw slices × methods: images with an enlarged part, and error maps below. Writes a PNG.
 
-    The enlarged part lies inside the body, where all methods but the worst one have the largest error.
+    The enlarged part lies inside the body, at the largest error of all methods except the worst.
     """
     size, gap, headings, bar = 1.7, 0.03, 0.5, 0.1  # inches
     n_columns, block = 1 + max(len(row.panels) for row in rows), headings + 2 * size
@@ -139,7 +139,7 @@ def _worst_part(images: Sequence[Tensor], truth: Tensor) -> tuple[int, int]:
 
 
 def _show_enlarged(axes: Axes, hu: Tensor, title: str, corner: tuple[int, int]) -> None:
-    """Draw an image and a part of it at twice the size, in the corner farthest from that part. Both have a frame."""
+    """Draw an image, and a part of it at twice the size in the farthest corner. Both parts have a frame."""
     _show_hu(axes, hu, title)
     (row, column), size = corner, hu.shape[0] // 4
     x, y = (0.0 if 2 * column + size > hu.shape[1] else 0.5), (0.5 if 2 * row + size > hu.shape[0] else 0.0)

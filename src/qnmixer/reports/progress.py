@@ -23,7 +23,7 @@ def takes_a_bar(console: Console) -> bool:
 
 
 class Pace:
-    """Decides when the next line is due: after 10 s, later after a tenth of the elapsed time, at most after 60 s."""
+    """Decides when the next line is due: after 10 s, later after a tenth of the elapsed time, 60 s at most."""
 
     def __init__(self) -> None:
         self._start = self._last = time.monotonic()
@@ -37,15 +37,15 @@ class Pace:
         return True
 
     def printed(self) -> None:
-        """Count from now: a line was printed, even if none was due."""
+        """Start to count from now: a line was printed, even if none was due."""
         self._last = time.monotonic()
 
 
 class Bar:
     """One line at the bottom of a terminal. All printed text goes above it. `end` removes it.
 
-    rich has such a bar too. Three things are different here. A user's W&B logger, which records all output, does not
-    see this bar: it would record its control characters. No thread draws it: data workers are forked, and would inherit
+    rich has such a bar too. Three things are different here. A user's W&B logger records all output, and would record
+    control characters; it does not see this bar. No thread draws this bar: data workers are forked, and would inherit
     the lock of such a thread. The cursor stays visible, so a killed run leaves the terminal usable.
 
     Args:
@@ -67,7 +67,7 @@ class Bar:
         return time.monotonic() - self._last > _REDRAW
 
     def draw(self, before: str, after: str, done: float, total: float | None) -> None:
-        """Draw it: text, the bar, text. Without a total there is only text."""
+        """Draw the line: text, the bar, text. Without a total there is only text."""
         self._last = time.monotonic()
         line = Table.grid(expand=True, padding=(0, 1, 0, 0))
         line.add_column(no_wrap=True)
@@ -93,6 +93,7 @@ class Bar:
         """Remove the bar."""
         self._clear()
         self._line = ""
+        # Somebody else may have replaced the streams since, and still use them.
         if (sys.stdout, sys.stderr) == self._above:
             sys.stdout, sys.stderr = self._streams
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 
 def csv_table(rows: Iterable[Sequence[Any]]) -> str:
-    """Rows as CSV, the headings first. A text that a spreadsheet would read as a formula gets a ' before it."""
+    """Rows as CSV, headings first. A text that a spreadsheet would read as a formula gets a ' before it."""
     stream = io.StringIO()
     csv.writer(stream, lineterminator="\n").writerows([_unlike_a_formula(cell) for cell in row] for row in rows)
     return stream.getvalue()

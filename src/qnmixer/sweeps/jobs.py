@@ -38,7 +38,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Its number, and the overrides that differ from other jobs."""
+        """The number of the job, and its overrides that differ from other jobs."""
         found = sweep_of(self.folder)
         differs = name_of_job(found[1], self.overrides) if found else ""
         return f"job {self.folder.name}" + f" ({differs})" * bool(differs)
@@ -62,10 +62,10 @@ def run_jobs(jobs: list[Job], check: Callable[[DictConfig], Config], at_once: in
 
     Args:
         jobs: in the order in which they start.
-        check: builds the config of a job. It raises UserError for a bad config, so that no process is started for it.
-        at_once: at most this many. None: as many as there are GPUs for; without a GPU one at a time.
+        check: builds the config of a job. It raises UserError for a bad config, and then no process is started.
+        at_once: the most jobs at a time. None: as many as there are GPUs for; without a GPU one at a time.
 
-    Raises ConfigError if a folder holds another job; KeyboardInterrupt or SystemExit after all jobs have ended.
+    Raises ConfigError if a folder has another job; KeyboardInterrupt or SystemExit after all jobs have ended.
     """
     waiting = [(job, config) for job in jobs if not _is_done(job) and (config := _checked(job, check))]
     gpus = _gpus() if any(config.trainer.accelerator != "cpu" for _, config in waiting) else []
@@ -85,7 +85,9 @@ def run_jobs(jobs: list[Job], check: Callable[[DictConfig], Config], at_once: in
             if waiting and len(running) < limit:
                 job, config = waiting[0]
                 needed = _n_gpus(config, len(gpus))
-                if needed <= len(free) or not running:  # asking for too many GPUs is the job's own error
+                # Jobs start in order: a large job would wait forever if small ones could overtake it. With nothing
+                # running it starts in any case, and asking for too many GPUs is its own error.
+                if needed <= len(free) or not running:
                     n_threads = _threads(config, limit, len(gpus)) if limit > 1 else None
                     running.append(_start(job, free[:needed], n_threads))
                     waiting.pop(0)
@@ -115,10 +117,11 @@ def _is_done(job: Job) -> bool:
     before = read_results(job.folder)
     if before and before["overrides"] != job.overrides:
         raise ConfigError(
-            f"{job.folder} holds another job ({' '.join(before['overrides'])}): choose another hydra.sweep.dir=FOLDER"
+            f"{job.folder} has another job ({' '.join(before['overrides'])}): choose another hydra.sweep.dir=FOLDER"
         )
     if before.get("status") != "done":
         return False
+    # Results of another version count as done: a sweep of days must survive a changed comment.
     changed = before.get("git_commit") != git_commit()
     _say(f"{job.name}: already done{' with another version of the code' * changed}, {outcome(before)}")
     return True
@@ -151,14 +154,14 @@ def _n_gpus(config: Config, n_gpus: int) -> int:
 
 
 def _threads(config: Config, limit: int, n_gpus: int) -> int:
-    """Threads for each process of a job. Jobs that run side by side share the cores, so that none waits for others."""
+    """Threads for each process of a job. Jobs that run side by side share the cores, so no job waits for another."""
     processes = n_gpus or limit * (config.trainer.devices or 1)
     return max(1, (os.cpu_count() or 1) // processes)
 
 
 def _start(job: Job, gpus: list[str], n_threads: int | None) -> _Running:
     job.folder.mkdir(parents=True, exist_ok=True)
-    if read_results(job.folder):  # a resumed job: its old end is not its new one
+    if read_results(job.folder):  # a resumed job must not show the end of its first part
         amend(job.folder, job.overrides, status="running", error=None)
     environment = {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}  # set by cli
     if gpus:
@@ -223,7 +226,7 @@ def _stop(running: list[_Running], number: int) -> None:
     for it in running:
         with suppress(subprocess.TimeoutExpired):
             it.process.wait(max(0, deadline - time.monotonic()))
-        it.process.kill()  # its ranks and data workers die with it
+        it.process.kill()  # its ranks and data workers end with it, see `die_with_parent`
         it.process.wait()
         if read_results(it.job.folder).get("status") in (None, "running"):
             amend(it.job.folder, it.job.overrides, status="interrupted", error=None)

@@ -1,4 +1,4 @@
-"""A sweep (`qnmixer.train -m …`): its folder, what varies in it, and its final report. No torch import.
+"""A sweep (`qnmixer.train -m …`): its folder, the keys that vary, and its final report. No torch import.
 
 The folder records everything. results.json of each job says how that job ended, with every launcher and on every
 machine. If the same sweep starts again, it finds there which jobs are done.
@@ -30,9 +30,9 @@ def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
 
     Args:
         overrides: of the command line.
-        config: the config from those overrides that do not vary, with Hydra's own part.
+        config: the config from the overrides that do not vary, with Hydra's own part.
 
-    Yields the override that makes Hydra use the folder. At the end it raises SweepFailed, naming each failed job.
+    Yields the override that makes Hydra use the folder. At the end it raises SweepFailed, which names each failed job.
     Raises ConfigError if a search would optimise in the wrong direction.
     """
     varying = _varying(overrides, config)
@@ -41,6 +41,7 @@ def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
     folder = Path(config.hydra.sweep.dir) if given else Path("runs") / "sweeps" / _name(overrides, varying)
     described: Sweep = {"overrides": overrides, "varying": varying, "git_commit": git_commit(), "jobs": None}
     with run_lock(folder):
+        # Results of something else would be counted as jobs of this sweep.
         if not (folder / SWEEP).is_file():
             check_unused(FOLDER, folder)
         write_sweep(folder, described)
@@ -52,7 +53,7 @@ def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
             error = raised
         except KeyboardInterrupt:
             raise KeyboardInterrupt("interrupted; the same command runs the jobs that are not done") from None
-        finally:
+        finally:  # also after Ctrl-C: the table shows what is done so far
             rows = rows_of(folder, read_sweep(folder)["jobs"], varying)
             write_report(folder, rows)
         failed = [row.name for row in rows if row.status != "done"]
@@ -60,7 +61,7 @@ def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
             raise SweepFailed(f"no job has written anything into {folder}: can all machines see this folder?")
         if failed:
             raise SweepFailed(
-                f"{len(failed)} of {len(rows)} jobs failed: {', '.join(failed)} (see {folder}/sweep.md); fix the "
+                f"{len(failed)} of {len(rows)} jobs failed: {', '.join(failed)} (see {folder}/sweep.md). Fix the "
                 "cause, then run the same command again: it runs only the jobs that are not done"
             ) from error
         if error is not None:
@@ -70,8 +71,8 @@ def sweep(overrides: list[str], config: DictConfig) -> Iterator[str]:
 def place_jobs(folder: Path, jobs: list[tuple[list[str], str]]) -> list[Path]:
     """Choose the folder of each job, and record it in sweep.json.
 
-    A job goes where a job with the same overrides ran before. Else it gets the folder that Hydra chose, or the next
-    free number if that is taken: a search that repeats failed jobs then draws other jobs than before.
+    A job gets the folder in which a job with the same overrides ran before. Else it gets the folder that Hydra chose.
+    If that is taken, it gets the next free number: a search that repeats failed jobs then draws other jobs than before.
 
     Args:
         folder: of the sweep.
@@ -100,7 +101,7 @@ def place_jobs(folder: Path, jobs: list[tuple[list[str], str]]) -> list[Path]:
 
 def _check(overrides: list[str], config: DictConfig) -> None:
     if any(override.startswith("resume=") for override in overrides):
-        raise ConfigError("resume= resumes one run; to resume a sweep, give its own command again")
+        raise ConfigError("resume= resumes one run, not a sweep: to resume a sweep, give its own command again")
     sweeper = config.hydra.sweeper
     wanted = "minimize" if config.monitor == "val/loss" else "maximize"
     if "direction" in sweeper and getattr(sweeper.direction, "name", sweeper.direction) != wanted:
@@ -116,6 +117,7 @@ def _varying(overrides: list[str], config: DictConfig) -> list[str]:
 
 def _name(overrides: list[str], varying: list[str]) -> str:
     """Name of the sweep's folder: the same for the same sweep on any machine, and for a search with more trials."""
+    # These do not change the results of a job.
     no_matter = ("hydra.launcher", "hydra/launcher", "hydra.sweeper.n_trials")
     what = [override for override in overrides if not override.startswith(no_matter)]
     digest = hashlib.sha256("\n".join(what).encode()).hexdigest()
@@ -128,7 +130,7 @@ def find_sweep(text: str) -> Path:
         found = [path.parent for path in RUNS.glob(f"**/{SWEEP}")]
         if not found:
             raise ConfigError(
-                f"sweep=latest finds no sweep under {RUNS.absolute()}: give its folder, sweep=DIR, or run one: "
+                f"sweep=latest finds no sweep under {RUNS.absolute()}: give its folder, sweep=DIR, or run one with "
                 "python -m qnmixer.train -m experiment=compare_small"
             )
         return max(found, key=lambda sweep: last_change(sweep / SWEEP, *sweep.glob("*/results.json")))

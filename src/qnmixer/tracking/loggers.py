@@ -39,10 +39,10 @@ DONE, FAILED, INTERRUPTED = 0, 1, 255
 
 _LOGGER = subclass_of(Logger, "lightning.pytorch.loggers.Logger")
 _STEP = "trainer/global_step"  # as Lightning's logger calls it
-# Only one kind of network has these: a curve each, but no column in the table of runs.
+# Only one kind of network has these. They get a curve, but no column in the table of runs.
 _CURVES_ONLY = ("train/lambda_", "val/cosine_zs", "val/skipped_pairs")
 _SECONDS_TO_START = 30
-# Less than the time that a rank has to stop (qnmixer.processes.ranks). What is not sent by then stays on this disk.
+# Less than the time that a rank has to stop (qnmixer.processes.ranks). Data that is not sent by then stays here.
 _SECONDS_TO_FINISH = 20
 
 
@@ -75,7 +75,7 @@ def build_loggers(config: Config, folder: Path, overrides: list[str], resumed_at
 
 
 def _build(section: str, config: Config, options: LoggerConfig, folder: Path) -> Logger:
-    """Build a logger of Lightning or of the user, and log the config. It gets the run folder if it takes one."""
+    """Build a logger of Lightning or of the user, and log the config. It gets the run folder if it can take one."""
     key, target = f"{section}._target_", options._target_
     arguments = {name: value for name, value in options.arguments.items() if value is not None}
     cls = load_plugin(key, target, _LOGGER)
@@ -111,7 +111,8 @@ def close_loggers(loggers: Mapping[str, WandbConfig | LoggerConfig], exit_code: 
         run.finish(exit_code=exit_code)
     except TimeoutError:
         warnings.warn(
-            f"W&B: the network is slow or lost, some data is not sent yet: wandb sync --include-online {folder}",
+            f"W&B did not get all data, as the network is slow or lost: send it with "
+            f"wandb sync --include-online {folder}",
             stacklevel=2,
         )
 
@@ -129,10 +130,10 @@ def log_checkpoint(loggers: list[Logger], checkpoint: Path, metadata: Mapping[st
 
 
 class WandbRun(WandbLogger):
-    """Lightning's logger, which also uses optimizer steps as W&B's own steps.
+    """Lightning's logger, but W&B's own steps are optimizer steps.
 
-    Then all values of one step share a row. Steps that a resumed run repeats are not logged twice, also if the two
-    parts are joined later by `wandb sync`.
+    Then all values of one step share a row. Steps that a resumed run repeats are not logged twice, also if `wandb sync`
+    joins the two parts later.
 
     Args:
         run: of `wandb.init`.
@@ -173,7 +174,7 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
     arguments: dict[str, Any] = {
         "mode": options.mode,
         "id": run_id,
-        "resume": "allow",
+        "resume": "allow",  # "must" would fail for a run that was offline before
         "project": options.project,
         "entity": options.entity,
         "group": options.group or group,
@@ -186,8 +187,8 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
             init_timeout=_SECONDS_TO_START,
             finish_timeout=_SECONDS_TO_FINISH,
             finish_timeout_raises=True,
-            x_disable_meta=True,  # command line, paths, user, remote of git
-            host="",
+            x_disable_meta=True,  # it has the command line, paths, the user and the remote of git
+            host="",  # the name of this machine is private
             console="off",  # console lines name folders; `TrainingProgress` logs the progress
         ),
     }
@@ -206,8 +207,8 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
         for begun in set(id_file.parent.glob(f"run-*-{run_id}")) - earlier:
             shutil.rmtree(begun)  # or `wandb sync` would send an empty run
         warnings.warn(
-            f"W&B cannot be reached, or refuses the run ({first_line(error)}). The run continues offline; send it "
-            f"later with: wandb sync {folder}/wandb/offline-run-*",
+            f"W&B cannot be reached, or refuses the run ({first_line(error)}). The run continues offline: send it "
+            f"later with wandb sync {folder}/wandb/offline-run-*",
             stacklevel=2,
         )
         run = wandb.init(**(arguments | {"mode": "offline"}))
@@ -225,7 +226,7 @@ def _new_id() -> str:
 
 
 def _place(config: Config, folder: Path, overrides: list[str]) -> tuple[str | None, str]:
-    """Group and name of a run. In a sweep: the sweep, and what only this job overrides. Else: None, and the setting."""
+    """Group and name of a run. In a sweep: the sweep, and the job's own overrides. Else: None, and the setting."""
     own = name_of_run(folder)
     if (found := sweep_of(folder)) is None:
         what = with_names(to_plain(config))
@@ -258,7 +259,7 @@ def _described(config: Config) -> dict[str, Any]:
 
 
 def _anonymous(value: Any) -> Any:
-    """The same values, with folders cut out of their texts: arguments of a user's classes may name some."""
+    """The same values without folders in their texts: arguments of a user's classes may contain some."""
     if isinstance(value, dict):
         return {key: _anonymous(it) for key, it in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""metrics.csv: one row each time metrics are logged, written at once."""
+"""metrics.csv: one row for each call that logs metrics, written at once."""
 
 import csv
 import io
@@ -17,13 +17,13 @@ FIRST = ("step", "samples")
 class MetricsFile(Logger):
     """Logger for metrics.csv of a run folder. If the process is killed, at most the last row is lost.
 
-    Lightning's CSVLogger does not fit: it deletes an earlier file, and no file exists while it adds a column.
+    Lightning's CSVLogger does not fit. It deletes an earlier file, and while it adds a column there is no file.
 
-    `step` is the number of optimizer steps done when a row was logged, as `global_step` in a checkpoint.
+    `step` of a row is the number of optimizer steps done by then, like `global_step` in a checkpoint.
 
     Args:
         folder: the run folder.
-        resumed_at: optimizer steps of the checkpoint that the run resumes from; later rows are dropped. None: a new
+        resumed_at: optimizer steps of the checkpoint that the run resumes from. Later rows are dropped. None: a new
             run, which replaces the file.
     """
 
@@ -39,7 +39,7 @@ class MetricsFile(Logger):
 
     @property
     def version(self) -> str:
-        """Empty, too."""
+        """Empty, for the same reason."""
         return ""
 
     @property
@@ -82,6 +82,7 @@ class MetricsFile(Logger):
 
     def _rewrite(self, rows: list[dict[str, str]], new: dict[str, Any]) -> None:
         names = dict.fromkeys([*FIRST, *(name for row in [*rows[:1], new] for name in row)])
+        # Every row read from the file has all its columns, so the first one stands for all.
         self._columns = [name for name in names if any(name in row for row in (*rows[:1], new))]
         header = dict(zip(self._columns, self._columns, strict=True))
         write_text(self.path, _lines(self._columns, [header, *rows, new]))
@@ -90,6 +91,7 @@ class MetricsFile(Logger):
 def read_metrics(path: Path) -> list[dict[str, str]]:
     """Rows of a metrics.csv, each with all columns, without an incomplete last line; [] if there is no file."""
     text = path.read_text() if path.is_file() else ""
+    # A kill in the middle of a write leaves half a line.
     return list(csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1])))
 
 

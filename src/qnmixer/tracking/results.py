@@ -27,8 +27,8 @@ PACKAGES = ("torch", "lightning", "hydra-core", "torchmetrics", "wandb", "qnmixe
 def results(folder: Path, overrides: list[str], resumes: bool = False) -> Iterator[dict[str, Any]]:
     """Write results.json: `status` is running while the block runs, then done, failed or interrupted.
 
-    The yielded dict takes metrics and paths. It is written at the end, also if the block fails. `seconds` in it are
-    those of earlier parts of the run. With `resumes` the dict starts from the results.json that is there.
+    Yields a dict for metrics and paths. It is written at the end, also if the block fails. Its `seconds` include
+    earlier parts of the run. With `resumes` the dict starts from the results.json that exists.
     """
     before = read_results(folder) if resumes else {}
     record: dict[str, Any] = before | {
@@ -38,7 +38,7 @@ def results(folder: Path, overrides: list[str], resumes: bool = False) -> Iterat
         "versions": versions(),
         "started": before.get("started", now()),
     }
-    record.pop("error", None)
+    record.pop("error", None)  # of the part before the resume
     start = time.monotonic()
     write_results(folder, record)
     try:
@@ -66,7 +66,7 @@ def read_results(folder: Path) -> dict[str, Any]:
 
 
 def amend(folder: Path, overrides: list[str], *, status: str, error: str | None) -> None:
-    """Set the end of a run in its results.json, if its own process could not."""
+    """Set the end of a run in its results.json, if the run's own process could not."""
     record = (read_results(folder) or {"overrides": overrides}) | {"status": status, "error": error}
     write_results(folder, {key: value for key, value in record.items() if value is not None})
 
@@ -79,7 +79,7 @@ def duration(seconds: float) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that the numbers of a run depend on."""
+    """Versions of Python and of the packages that can change the numbers of a run."""
     return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
 
 
@@ -105,6 +105,7 @@ def git_diff() -> str:
             index = {"GIT_INDEX_FILE": str(Path(temporary) / "index")}
             _git(root, "read-tree", "HEAD", **index)
             new = _git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", *parts).split("\0")
+            # Without this, git diff leaves out files that were never added.
             if code := [name for name in new if Path(name).suffix in _CODE and not _PRIVATE.search(name)]:
                 _git(root, "add", "--intent-to-add", "--", *code, **index)
             return _git(root, "diff", "--no-ext-diff", "--no-color", "HEAD", "--", *parts, **index)
@@ -122,9 +123,9 @@ def _package() -> Path:
 
 
 def _checkout() -> Path:
-    """The repository that holds this code. Raises CalledProcessError or OSError without one.
+    """The repository that contains this code. Raises CalledProcessError or OSError if there is none.
 
-    A wheel may be installed inside somebody else's repository: then git does not track this file.
+    A wheel may be installed inside somebody else's repository. Then git does not track this file.
     """
     _git(_package(), "ls-files", "--error-unmatch", "tracking/results.py")
     return Path(_git(_package(), "rev-parse", "--show-toplevel").strip())

@@ -1,6 +1,6 @@
-"""Resume: which run a command continues, with which overrides, and whether in the run's own folder.
+"""Resume: the run that a command continues, its overrides, and whether it continues in the run's own folder.
 
-No torch import: this is known before Hydra composes anything.
+No torch import: this is known before Hydra composes a config.
 """
 
 import re
@@ -34,16 +34,19 @@ def resume_overrides(overrides: list[str]) -> list[str]:
     """Replace `resume` of a training command by the overrides of the run that it names.
 
     `resume=latest` and `resume=DIR` resume a run in its folder, with its overrides; those of the command win. With
-    another `hydra.run.dir=`, and from a checkpoint other than last.ckpt, a new run starts from that checkpoint. If the
-    folder of a command holds its own unfinished run, it resumes that run: SLURM requeues a job with the same command.
+    another `hydra.run.dir=`, and from a checkpoint other than last.ckpt, a new run starts from that checkpoint. A
+    command whose folder has its own unfinished run resumes that run, because SLURM requeues a job with the same
+    command.
 
     A run may name the user's own code. It is resumed only if this command names the module too, or has `trust=MODULE`.
     `trust` is not a key of the config.
 
-    Raises CheckpointError if there is no such run, or it is done; ConfigError if another process writes to it, or if
-    the folder of a new run holds another run; PluginError for code that this command does not allow.
+    Raises:
+        CheckpointError: there is no such run, or it is done.
+        ConfigError: another process writes to the run, or the folder of a new run has another run.
+        PluginError: the run names code that this command does not allow.
     """
-    if any(override.startswith("-") for override in overrides):
+    if any(override.startswith("-") for override in overrides):  # --help, or a sweep, whose jobs get here alone
         return overrides
     typed, overrides = overrides, _without(overrides, "trust")
     asked = values_of(overrides).get("resume", "null")
@@ -72,7 +75,7 @@ def _asked_path(asked: str) -> Path:
     path = latest() if asked == "latest" else Path(asked).expanduser()
     if run_of(path) is None and not path.is_file():
         if asked == PRETRAINED:
-            raise CheckpointError(f"resume={PRETRAINED}: these are weights, not a run: use finetune={PRETRAINED}")
+            raise CheckpointError(f"resume={PRETRAINED} names weights, not a run: use finetune={PRETRAINED}")
         raise CheckpointError(f"no run folder at {path}: give the folder that training printed, resume=runs/…")
     return path
 
@@ -94,7 +97,7 @@ def latest() -> Path:
 def recorded_overrides(folder: Path, overrides: list[str]) -> list[str]:
     """The overrides for results.json: those that define the run, without `resume` if it resumes in its folder.
 
-    `finetune` of the first start stays, and so does `resume` of a run that started from another run's checkpoint.
+    `finetune` of the first start stays. So does `resume` of a run that started from another run's checkpoint.
     """
     if not resumes_in_place(folder, values_of(overrides).get("resume")):
         return overrides
@@ -126,7 +129,7 @@ def _named(run: Path) -> list[str]:
 
 
 def _targets(overrides: list[str], but: Collection[str] = ()) -> dict[str, str]:
-    """Classes and functions that overrides name, by key, except those in `but`; also inside of values."""
+    """Classes and functions that overrides name, by key, also inside values. Those in `but` are left out."""
     named = values_of([it for it in overrides if it not in but and not it.startswith("~")])
     found = {key: value for key, value in named.items() if _NAMES_CODE.search(f"{key}={value}")}
     return {key: value for key, value in found.items() if value != "null"}
@@ -143,16 +146,18 @@ def _check_trusted(run: Path, merged: list[str], given: list[str], trust: Collec
         )
     named = _targets(merged, but=given)
     check_trusted(str(run), named, trust)
+    # The user has named the folder in this command, or there is none but conf/.
     if search_path_in(given) or not search_path_in(merged):
         return
     for package in packages_of(merged):
         check_trusted(str(run), {SEARCH_PATH: f"{package}.configs"}, trust)
     config = compose("train", with_search_path(merged), with_hydra=True)
     ours = compose("train", [], with_hydra=True)
+    # Configs in the run's own folders may have changed since. Hydra would import and call what these keys name.
     for key in _LETS_HYDRA_RUN_CODE:
         if OmegaConf.select(config.hydra, key) != OmegaConf.select(ours.hydra, key):
             raise ConfigError(
-                f"{run} was started with configs that set hydra.{key}: if you trust them, repeat their folder: "
+                f"{run} was started with configs that set hydra.{key}: if you trust them, repeat their folder by "
                 "--config-dir=FOLDER"
             )
     values = OmegaConf.to_container(OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))
@@ -162,7 +167,7 @@ def _check_trusted(run: Path, merged: list[str], given: list[str], trust: Collec
         if looks_up(text) and text not in usual:
             raise ConfigError(
                 f"a config of {run} has {key}={text}, which reads other values of this machine: if you trust it, "
-                "repeat the folder: --config-dir=FOLDER"
+                "repeat the folder by --config-dir=FOLDER"
             )
 
 
@@ -195,21 +200,22 @@ def _modules_trusted(overrides: list[str]) -> list[str]:
 
 
 def _overrides_in_place(run: Path, path: Path, given: list[str]) -> list[str]:
-    """The overrides that resume a run in its folder from `path`, with those given now on top."""
+    """The overrides that resume a run in its folder from `path`. Overrides given now replace those of the run."""
     before, where = overrides_of(run), [] if folder_of(given) else [f"hydra.run.dir={quoted(run)}"]
     if not has_checkpoint(run):  # killed before its first checkpoint: it starts from step 0
         return [*_merged(before, given), *where]
+    # The checkpoint has the weights. Reading those of finetune again could fail, and would be overwritten.
     begun = ["finetune=null" if key_of(override) == "finetune" else override for override in _without(before, "resume")]
     return [*_merged(begun, given), f"resume={quoted(path)}", *where]
 
 
 def _unless_begun(overrides: list[str]) -> list[str]:
-    """The overrides of a new run; those that resume it in place if its folder holds the same run, unfinished.
+    """The overrides of a new run. If its folder has the same run, unfinished: those that resume it in place.
 
     Each rank decides this by itself, maybe after rank 0 has started. This is safe: rank 0 then has written the same
     overrides and `running`, and it writes no checkpoint before all ranks have joined.
 
-    Raises ConfigError if the folder holds another run, or if the run is done.
+    Raises ConfigError if the folder has another run, or if the run is done.
     """
     run = folder_of(overrides)
     if run is None:
@@ -217,7 +223,7 @@ def _unless_begun(overrides: list[str]) -> list[str]:
     record = read_results(run)
     is_done = record.get("status") == "done"
     if not is_done and not has_checkpoint(run):
-        if "overrides" in record:  # our own run without a checkpoint: nothing is lost
+        if "overrides" in record:  # the same run without a checkpoint: starting again loses nothing
             _check_free(run)
         elif rank() == 0:
             check_unused("hydra.run.dir", run)
@@ -233,15 +239,14 @@ def _unless_begun(overrides: list[str]) -> list[str]:
             how = f"without {now[differing]}"
         longer = " trainer.max_steps=…" if is_done else ""
         raise ConfigError(
-            f"{run} holds a run {how}: resume it with resume={quoted(run)}{longer}, or give another "
-            "hydra.run.dir=FOLDER"
+            f"{run} has a run {how}: resume it with resume={quoted(run)}{longer}, or give another hydra.run.dir=FOLDER"
         )
     _check_free(run)
     return _overrides_in_place(run, run, [override for override in overrides if of_hydra(override)])
 
 
 def _by_key(overrides: list[str]) -> dict[str, str]:
-    """The overrides that define a run, by key: without resume=null, and of Hydra's keys only the search path."""
+    """The overrides that define a run, by key. resume=null is left out, and so are Hydra's keys but the search path."""
     of_run = [it for it in overrides if not of_hydra(it) or key_of(it) == SEARCH_PATH]
     return {key_of(it): it for it in of_run if it != "resume=null"}
 
@@ -272,7 +277,7 @@ def _check_open(run: Path, given: dict[str, str]) -> None:
 
 def _check_free(run: Path) -> None:
     """Raise ConfigError if another process writes to the folder."""
-    if rank() == 0:  # the other ranks may get here when rank 0 holds the lock already
+    if rank() == 0:  # the other ranks may get here when rank 0 has the lock already
         with run_lock(run):
             pass
 

@@ -1,4 +1,4 @@
-"""A training run: its folder, run lock, overrides, record, and what it resumes. No torch import."""
+"""A training run: its folder, run lock, overrides and record, and the run that it resumes. No torch import."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,15 +15,15 @@ from qnmixer.tracking.run_folder import clean, run_lock
 
 
 class Run:
-    """One training run. Every process of it has one; only rank 0 takes the lock, prints and writes the record.
+    """One training run. Each of its processes has one; only rank 0 takes the lock, prints and writes the record.
 
     Args:
-        folder: the run folder, for everything that the run leaves.
+        folder: the run folder. All files of the run go into it.
         overrides: of the command line, or of a job in a sweep.
         resume: `resume` of the config: a run folder, a checkpoint, or None.
 
     Attributes:
-        console: for lines to the user.
+        console: prints lines for the user.
         record: results.json, for metrics and paths; written at the end of `recording`.
         resumed_at: optimizer steps of the checkpoint, if the run resumes in its folder.
     """
@@ -37,12 +37,12 @@ class Run:
 
     @cached_property
     def overrides(self) -> list[str]:
-        """The overrides that results.json names."""
+        """The overrides for results.json."""
         return recorded_overrides(self.folder, self._given)
 
     @cached_property
     def resumes_in_place(self) -> bool:
-        """Whether the run continues its own logs and best value; a run that starts from another one does not."""
+        """Whether the run continues its own logs and best value. A run that starts from another run does not."""
         return resumes_in_place(self.folder, self.resume)
 
     @property
@@ -71,13 +71,13 @@ class Run:
             yield
 
     def note(self, key: str, entry: dict[str, Any]) -> None:
-        """Add an entry with its time to a list of the record, and write it at once: the run may be killed."""
+        """Add an entry with its time to a list of the record. It is written at once, because the run may be killed."""
         self.record[key] = [*self.record.get(key, []), entry | {"at": now()}]
         if rank() == 0:
             write_results(self.folder, self.record)
 
     def record_resume(self, step: int) -> None:
-        """Record that the run resumes in its folder from a checkpoint of so many optimizer steps."""
+        """Record that the run resumes in its folder from a checkpoint of this optimizer step."""
         self.resumed_at = step
         self.note("resumed", {"step": step})
 

@@ -28,7 +28,7 @@ def run_lock(folder: Path) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / _LOCK
-    # Not flock, which filelock uses: data workers inherit such a lock, and live seconds longer than a killed process.
+    # Not flock, which filelock uses: data workers inherit it, and live some seconds longer than a killed process.
     with path.open("a+") as stream:
         try:
             fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -48,7 +48,7 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 def clean(folder: Path) -> None:
-    """Remove half-written files of a killed process from a run folder whose lock is held."""
+    """Remove half-written files of a killed process from a run folder. The caller holds the run lock."""
     for left in filter(is_temporary, folder.rglob(".*")):
         left.unlink(missing_ok=True)
 

@@ -43,7 +43,7 @@ def name_of_run(run: Path) -> str:
 
 
 def name_of_job(sweep: Sweep, overrides: list[str]) -> str:
-    """The overrides that make a job differ from the others, as "optimizer.lr=0.001, strategy=ddp"."""
+    """The overrides that make a job differ from the others, such as "optimizer.lr=0.001, strategy=ddp"."""
     pairs = [override.lstrip("+").partition("=") for override in overrides]
     return ", ".join(f"{key}={readable(value)}" for key, _, value in pairs if key in sweep["varying"])
 
@@ -52,7 +52,7 @@ def read_sweep(folder: Path) -> Sweep:
     """Read sweep.json of a folder. Raises DataError if it is damaged."""
     record = read_record(folder / SWEEP)
     if missing := sorted(Sweep.__required_keys__ - record.keys()):
-        raise DataError(f"{folder / SWEEP} is damaged: it has no {missing[0]}; start the sweep again in a new folder")
+        raise DataError(f"{folder / SWEEP} is damaged (it has no {missing[0]}): start the sweep again in a new folder")
     return cast(Sweep, record)
 
 
@@ -62,7 +62,7 @@ def write_sweep(folder: Path, sweep: Sweep) -> None:
 
 
 def readable(value: str) -> str:
-    """A value, rounded to four digits if it is long: a search draws numbers with many digits."""
+    """A value, rounded to four digits if it is long: the numbers that a search draws have many digits."""
     number = as_number(value)
     return value if number is None or len(value) <= 8 else f"{number:.4g}"
 

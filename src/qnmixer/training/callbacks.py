@@ -65,7 +65,7 @@ class IteratePictures(Callback):
     """Draws x₀ … x_T of the first validation slices with error maps, and logs the health of H, at each validation.
 
     Args:
-        n_slices: how many of the slices.
+        n_slices: the number of slices.
         folder: of the pictures; None: pictures/ of the run folder.
     """
 
@@ -82,7 +82,7 @@ class IteratePictures(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Run the batches with those slices again and store the iterates; on all processes, because fsdp needs all."""
+        """Run the batches with those slices again and store the iterates. All processes do it, as fsdp requires."""
         assert isinstance(pl_module, ReconstructionModule)
         sampler = trainer.val_dataloaders.sampler  # type: ignore[union-attr]  # it has been made
         if batch_idx * sampler.num_replicas * sampler.batch_size >= self.n_slices:
@@ -104,6 +104,7 @@ class IteratePictures(Callback):
         rows, self._rows = self._rows, {}
         if dist.is_initialized():
             shares: list[dict[int, Row]] = [{}] * dist.get_world_size()
+            # Rank 0 has only its own share of the validation slices.
             dist.all_gather_object(shares, rows)
             rows = {n: row for share in shares for n, row in share.items()}
         if not trainer.is_global_zero:
@@ -138,11 +139,11 @@ def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, folder: Pa
             logger.log_image("test/picture", [str(folder / PICTURE)], step)
             for name in (PICTURE, PAGE):
                 logger.experiment.save(str(folder / name), base_path=str(folder.parent), policy="now")
-        logger.save()  # some loggers write at intervals, and Lightning will not call them again
+        logger.save()  # Lightning will not call them again, and some loggers write at intervals only
 
 
 def _log_table(logger: WandbLogger, evaluation: Evaluation, step: int) -> None:
-    """Log the table as a file of this run only: W&B's own way also makes an artifact, which names the home folder."""
+    """Log the table as a file of this run only. W&B's own way also makes an artifact, which names the home folder."""
     import wandb
 
     headings, rows = numbers_of(evaluation)

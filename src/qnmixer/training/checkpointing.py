@@ -1,7 +1,7 @@
-"""Checkpointing: best.ckpt and last.ckpt, with the state that Lightning leaves out, and stops between two steps.
+"""Checkpointing: write best.ckpt and last.ckpt, with state that Lightning leaves out, and stop between two steps.
 
-A checkpoint is written between two optimizer steps, after all rows of the last step are logged: before the next batch,
-at the end of a validation, or at the end of training. A stop signal takes effect at the same points.
+A checkpoint is written between two optimizer steps, after all rows of the last step are logged. That is before the next
+batch, at the end of a validation, or at the end of training. A stop signal takes effect at the same points.
 """
 
 import io
@@ -33,9 +33,9 @@ class Checkpointing(Checkpoint):
     """Writes best.ckpt and last.ckpt, and stops training after a stop signal.
 
     Args:
-        run: the checkpoints go into its folder. If it resumes there, it continues with its best value.
+        run: the checkpoints go into its folder. If it resumes there, its best value is used too.
         monitor: the metric of the best checkpoint: the lowest val/loss, or the highest of any other.
-        every_n_steps: optimizer steps between two last.ckpt, beside those at validations; None: validations only.
+        every_n_steps: write last.ckpt every n optimizer steps, and at validations; None: at validations only.
     """
 
     def __init__(self, run: Run, monitor: str, every_n_steps: int | None) -> None:
@@ -43,19 +43,19 @@ class Checkpointing(Checkpoint):
         self._sign = -1 if monitor == "val/loss" else 1
         self.best: float | None = None
         self.validated = 0  # optimizer steps at the last validation
-        self.seconds = 0.0  # of the run before it was resumed
+        self.seconds = 0.0  # of earlier parts of a resumed run
         self._start = time.monotonic()
         self._saved = 0
         self._ranks = Agreement()
         self._restored: dict[str, Any] = {}
-        self._random: dict[str, Any] | None = None  # before the current validation
+        self._random: dict[str, Any] | None = None  # states at the start of a validation that is running
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Connect the ranks."""
+        """Make the process group in which ranks agree to stop."""
         self._ranks.connect()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Restore the random states; repeat a validation that a stop interrupted."""
+        """Restore the random states. Repeat a validation that a stop interrupted."""
         defer_stop(True)
         self._restore_random(trainer)
         if self._restored.get("validating"):
@@ -65,7 +65,7 @@ class Checkpointing(Checkpoint):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Between two steps: write last.ckpt if it is due, and stop if a rank was asked to."""
+        """Between two steps: write last.ckpt if it is due, and stop if a rank has a stop signal."""
         if batch_idx % trainer.accumulate_grad_batches:
             return
         step = trainer.global_step
@@ -76,14 +76,14 @@ class Checkpointing(Checkpoint):
             self._stop(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Store the random states. An interrupted validation starts again from them."""
+        """Store the random states. An interrupted validation starts again with them."""
         self._restore_random(trainer)  # a resumed run that only lacks its last validation
         self._random = random_state(trainer.strategy.root_device)
 
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Stop if a rank was asked to."""
+        """Stop if a rank has a stop signal."""
         if trainer.state.fn == TrainerFn.FITTING and self._ranks.stop(stop_requested() is not None):
             self._stop(trainer)
 
@@ -124,7 +124,7 @@ class Checkpointing(Checkpoint):
         }
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Read that state."""
+        """Read the state that Lightning leaves out."""
         state = checkpoint[RUN_KEY]
         self._restored = dict(state)
         self.validated, self._saved = state["validated"], checkpoint["global_step"]
@@ -140,6 +140,7 @@ class Checkpointing(Checkpoint):
         best.ckpt is written first: after a crash, last.ckpt must not name a best value whose file does not exist.
         """
         score = self._score(trainer)
+        # The ranks must agree, or one would wait for the others inside `save`.
         if trainer.strategy.reduce_boolean_decision(self._is_best(score)):
             self.best = score
             self.save(trainer, "best")
@@ -147,6 +148,7 @@ class Checkpointing(Checkpoint):
 
     def save(self, trainer: L.Trainer, name: str) -> None:
         """Write NAME.ckpt."""
+        # Every rank must get here: Lightning gathers the state with collectives, and rank 0 writes.
         trainer.save_checkpoint(self.run.folder / "checkpoints" / f"{name}.ckpt")
         if name == "last":
             self._saved = trainer.global_step
@@ -172,9 +174,9 @@ class Checkpointing(Checkpoint):
 
 
 class Agreement:
-    """Agree among the ranks, without waiting, to stop at the same point if any rank has received a signal.
+    """Lets ranks agree, without waiting, to stop at the same point if any rank has a stop signal.
 
-    A question at one point is answered at the next, so the message has a step's time to arrive.
+    A question at one point is answered at the next. So its message has the time of a step to arrive.
     """
 
     def __init__(self) -> None:
@@ -185,10 +187,11 @@ class Agreement:
     def connect(self) -> None:
         """Make a process group of all ranks, if there are several."""
         if dist.is_initialized() and self._group is None:
+            # gloo, because its messages do not wait for the work that is queued on a GPU.
             self._group = dist.new_group(backend="gloo")
 
     def stop(self, mine: bool) -> bool:
-        """Whether any rank had a signal at the point before; `mine`: whether this rank has one now."""
+        """Whether any rank had a signal at the point before. `mine`: whether this rank has a signal now."""
         if self._group is None:
             return mine
         if self._answer():
@@ -197,7 +200,7 @@ class Agreement:
         return False
 
     def stop_now(self, mine: bool) -> bool:
-        """Whether any rank has a signal now; all ranks wait for the answer."""
+        """Whether any rank has a signal now. All ranks wait for the answer."""
         if self._group is None:
             return mine
         before = self._answer()
@@ -217,11 +220,12 @@ class Agreement:
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint completely or not at all: on a full disk the previous one stays."""
+    """Writes a checkpoint completely or not at all. On a full disk the previous checkpoint stays."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write to a temporary file beside path, then rename."""
         path, encoded = Path(path), io.BytesIO()
+        # Into memory first: on a full disk torch.save raises a RuntimeError that does not name the cause.
         torch.save(checkpoint, encoded)
         of_shards = path.is_dir()  # a rename cannot replace a folder by a file
         target = path.with_name(path.name + PART_SUFFIX) if of_shards else path

@@ -7,9 +7,9 @@ from torch import Tensor
 class FiniteCheck:
     """Raises for a loss that is not finite, once the device has computed it.
 
-    To read a number from a GPU, the host waits for all queued work, and then the GPU waits for the host. So the answer
-    is copied to the host in the background, and `raise_if_not` waits for that copy only. Call it when the whole
-    backward pass is queued behind the copy, so that the GPU has work meanwhile, and before the weights change.
+    If the host reads a number from a GPU, it waits for all queued work, and then the GPU waits for the host. So the
+    answer is copied to the host in the background, and `raise_if_not` waits for that copy only. Call it before the
+    weights change, when the whole backward pass is queued behind the copy. The GPU then has work meanwhile.
     """
 
     def __init__(self) -> None:

@@ -55,13 +55,13 @@ from qnmixer.training.trainer import build_trainer
 def fit(config: Config, run: Run) -> float:
     """Train a network, evaluate its best checkpoint, and return the best monitored value.
 
-    Every rank calls it. All files go into the run folder; rank 0 prints and writes. Raises UserError for what the user
-    can fix, and Stopped after a stop signal.
+    Every rank calls it. All files go into the run folder. Rank 0 prints and writes. Raises UserError for errors that
+    the user can fix, and Stopped after a stop signal.
     """
     with session(config, run):
         quieten()
         L.seed_everything(config.seed, workers=True, verbose=False)
-        require_memory(config)  # before any of it is taken
+        require_memory(config)  # before the run allocates any
         module = build_module(config)  # scan, noise, network, loss
         checkpoint = resume_checkpoint(config, run)  # None for a new run
         data = build_data(config, checkpoint)
@@ -117,10 +117,10 @@ def stopping_together(run: Run) -> Iterator[None]:
 
 
 def require_memory(config: Config) -> None:
-    """Raise OutOfMemory for a step that a CPU has no memory for, by the plan.
+    """Raise OutOfMemory for a step that does not fit into the memory of a CPU, by the plan.
 
-    Linux would give it, fill the swap, and kill the process without a word. CUDA refuses by itself. The plan takes
-    seconds: it is asked only where a rough count, of the features of all iterations and of their weights, is large.
+    Linux would allow it, fill the swap, and kill the process without a message. CUDA refuses by itself. The plan takes
+    seconds. So it runs only if a rough count, of the features of all iterations and of their weights, is large.
     """
     model, data = config.model, config.data
     if config.trainer.accelerator != "cpu" or not isinstance(model, LearnedConfig):
@@ -156,7 +156,7 @@ def resume_checkpoint(config: Config, run: Run) -> Path | None:
 
 
 def build_data(config: Config, checkpoint: Path | None) -> SliceDataModule:
-    """Build the LightningDataModule with its training and validation slices; for a resumed run, the same as before."""
+    """Build the LightningDataModule with its training and validation slices. A resumed run gets the same slices."""
     batch, debug = effective_batch(config), config.debug
     data = SliceDataModule(
         config.data,
@@ -167,12 +167,12 @@ def build_data(config: Config, checkpoint: Path | None) -> SliceDataModule:
         measure=sample_measurement(config),
         geometry=build_geometry(config),
     )
-    data.setup("fit")
+    data.setup("fit")  # here, so that bad slices end the run before its loggers start
     return data
 
 
 def split_to_train(config: Config, checkpoint: Path | None) -> RunSplit:
-    """The split of the checkpoint to resume from; for a new run, one that is still to be drawn."""
+    """The split of the checkpoint to resume from. A new run gets a split that is still to be drawn."""
     if checkpoint is not None:
         return RunSplit(split_of(checkpoint))
     base = None if config.finetune is None else split_of(find_checkpoint(config.finetune))
@@ -185,7 +185,7 @@ def learns(module: ReconstructionModule) -> bool:
 
 
 def save_code_diff(run: Run) -> None:
-    """Write code.diff, the changes of the code since its commit. Removes that of an earlier start."""
+    """Write code.diff, the changes of the code since its commit. The code.diff of an earlier start is removed."""
     if rank() != 0:
         return
     if diff := git_diff():
@@ -215,13 +215,14 @@ def out_of_memory_advice(config: Config, module: ReconstructionModule, trainer: 
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        traceback.clear_frames(error.__traceback__)  # the frames hold the tensors that filled the memory
+        # Frames of the error own the tensors that filled the memory. The plan needs that memory.
+        traceback.clear_frames(error.__traceback__)
         raise OutOfMemory(advice(Planner(config, module.projector.cpu()), config, available)) from error
 
 
 @contextmanager
 def interrupts_as_raised() -> Iterator[None]:
-    """Raise the KeyboardInterrupt again that Lightning turned into a SystemExit."""
+    """Raise KeyboardInterrupt if Lightning has turned one into a SystemExit."""
     try:
         yield
     except SystemExit as end:

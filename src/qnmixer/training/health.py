@@ -47,8 +47,8 @@ class Errors:
 class HealthMonitor(Callback):
     """Checks the gradient and a batch's images every `EVERY` steps, and the PSNR at each validation.
 
-    A network whose start is far worse than FBP is refused before its first step. Each later warning is given once: in
-    the terminal, in results.json, and to the loggers as health/NAME = 1 (in W&B also as an alert).
+    A network whose start is far worse than FBP is refused before its first step. Each later warning is given once. It
+    goes to the terminal, to results.json, and to the loggers as health/NAME = 1 (in W&B also as an alert).
 
     Args:
         run: for its console and its record, which gets each warning as {step, name, warning}.
@@ -70,7 +70,7 @@ class HealthMonitor(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
-        """Make the module store its images if a check is due."""
+        """Tell the module to store its images if a check is due."""
         assert isinstance(pl_module, ReconstructionModule)
         pl_module.keeps_output = trainer.global_step % EVERY == 0
         self._batch = batch
@@ -84,6 +84,7 @@ class HealthMonitor(Callback):
             return
         norm, step = float(pl_module.gradient_norm), trainer.global_step
         errors = _errors(pl_module, self._batch)
+        # Released at once: these images would else stay on the device until the next check.
         pl_module.keeps_output, pl_module.output, self._batch = False, None, None
         if errors is None:
             return
@@ -128,7 +129,7 @@ class HealthMonitor(Callback):
 def _errors(module: ReconstructionModule, batch: Batch) -> Errors | None:
     """Errors of the images that the module has stored. In a pipeline the device of the last stage has them.
 
-    None if the last batch of a step has only samples of weight 0, which fill it.
+    None if the last batch of a step has only samples of weight 0, which fill the step.
     """
     sums = torch.zeros(5, dtype=torch.float32, device=module.device)
     if module.output is not None:

@@ -1,4 +1,4 @@
-"""Every use of Lightning's private names and loops. If a new version of Lightning breaks something, look here first."""
+"""All uses of Lightning's private names and loops. If a new version of Lightning breaks something, look here first."""
 
 from typing import Any
 
@@ -12,15 +12,15 @@ from qnmixer.data.datamodule import SliceDataModule
 def disable_signal_handling() -> None:
     """Switch off Lightning's handling of signals.
 
-    Its handler of SIGTERM broadcasts, which waits for ranks that have ended. A broadcast before every batch waits for
-    the device. Its handler of SIGUSR1 has SLURM start the job again, from a checkpoint of Lightning's own.
+    On SIGTERM it broadcasts, and so waits for ranks that have ended. Before every batch it broadcasts too, and waits
+    for the device. On SIGUSR1 it lets SLURM start the job again, from a checkpoint of Lightning's own.
     """
     _SignalConnector.register_signal_handlers = lambda self: None  # type: ignore[method-assign]  # off
     _TrainingEpochLoop._broadcast_sigterm_tensor = lambda self: None  # type: ignore[method-assign]  # off
 
 
 def number_rows(trainer: L.Trainer, step: int) -> None:
-    """Set the step of the next rows in the logs, which Lightning counts wrongly after a resume."""
+    """Set the step of the next rows in the logs. Lightning counts it wrongly after a resume."""
     trainer.fit_loop.epoch_loop._batches_that_stepped = step
 
 
@@ -48,6 +48,7 @@ def restore_position(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
     n_batches = step * accumulate
     data.start_at(epoch, n_batches)
 
+    # In the middle of an epoch, Lightning counts that epoch as started but not as completed.
     begun = epoch + (step > 0)
     epochs = {"ready": begun, "started": begun, "processed": epoch, "completed": epoch}
     checkpoint["loops"]["fit_loop"] |= {

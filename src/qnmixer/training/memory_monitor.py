@@ -18,20 +18,20 @@ from qnmixer.reconstructor import Batch
 
 
 class MemoryMonitor(Callback):
-    """Logs memory at each optimizer step, measures what a step needs, and warns about a leak.
+    """Logs memory at each optimizer step, measures the memory of a step, and warns about a leak.
 
-    The memory of a step is the figure that the terminal, results.json, sweeps and comparisons show, and that
-    `qnmixer.plan` predicts. It is the most bytes of tensors on the fullest device during an optimizer step, with
-    weights, gradients, optimizer state and the scan's matrices. It is measured at the second step, because the
-    optimizer state exists from then on. On CUDA torch's allocator counts. On a CPU the tracker of the plan counts the
-    real tensors; fsdp and compile=true hide theirs from it, so there is no figure.
+    The memory of a step is the figure in the terminal, results.json, sweeps and comparisons. `qnmixer.plan` predicts
+    it. It is the largest number of bytes of tensors on the fullest device during an optimizer step. These are weights,
+    gradients, optimizer state, graph and the scan's matrices. It is measured at the second step, because the optimizer
+    state exists from then on. On CUDA torch's allocator counts. On a CPU the tracker of the plan counts the real
+    tensors. It cannot see those of fsdp and compile=true, so there is no figure then.
 
-    The metric memory/peak_mib has the same figure: on CUDA for every step, on a CPU for the second step. Other counters
+    The metric memory/peak_mib is the same figure: on CUDA for every step, on a CPU for the second step. Other counters
     of the process help to find a leak: memory/allocated_mib and memory/reserved_mib, on CUDA also
     memory/device_used_mib. `Usage` defines them. On a CPU they include Python and all libraries.
 
     Args:
-        console: for the lines.
+        console: prints the lines.
     """
 
     def __init__(self, console: Console) -> None:
@@ -59,7 +59,7 @@ class MemoryMonitor(Callback):
             self._between_steps = False
             if pl_module.device.type == "cuda":
                 reset_peak(pl_module.device)
-            elif self._n_steps == 1 and _shows_tensors(pl_module):
+            elif self._n_steps == 1 and _shows_tensors(pl_module):  # one step only: the tracker slows it down
                 self._tracker = self._tracking.enter_context(PeakTracker())
                 tensors = [value for value in batch.values() if isinstance(value, Tensor)]
                 self._tracker.track(pl_module, *trainer.optimizers, *tensors)
@@ -86,6 +86,7 @@ class MemoryMonitor(Callback):
             pl_module.log(f"memory/{name}_mib", value / MIB, batch_size=1, on_step=True, on_epoch=False)
         if own is not None and self._n_steps == 2:
             peak = torch.tensor(own / MIB, device=pl_module.device)
+            # Of the fullest device: this is what must fit.
             self.measured_mib = float(trainer.strategy.reduce(peak, reduce_op="max"))
             self._print(f"memory: {self.measured_mib:,.0f} MiB in tensors at the peak of a step")
         if leak := self._watch.update(usage.allocated):
@@ -100,7 +101,7 @@ class MemoryMonitor(Callback):
         """The entry for results.json: `measured_step`, the memory of a step in MiB.
 
         Args:
-            before: the entry from before the run was resumed, since a resumed run may train no further step.
+            before: the entry from before the run was resumed. A resumed run may train no further step.
         """
         return {"measured_step": self.measured_mib or (before or {}).get("measured_step")}
 
@@ -118,6 +119,6 @@ class MemoryMonitor(Callback):
 
 
 def _shows_tensors(module: L.LightningModule) -> bool:
-    """Whether the tracker sees a run's tensors: fsdp frees storages unseen, and compiled code makes its own."""
+    """Whether the tracker sees a run's tensors. It sees neither storages that fsdp frees nor compiled code."""
     config = getattr(module, "config", None)
     return isinstance(config, Config) and config.strategy.planned_as != "shards" and not config.compile

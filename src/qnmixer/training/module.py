@@ -46,7 +46,8 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
             shard(self.network, self.device_mesh["data_parallel"], self.config.strategy)
 
     def setup(self, stage: str) -> None:
-        """Build the metrics that count over processes. Not before, because a plan does not need them."""
+        """Build the metrics, which count over processes. A plan does not need them, so they are not built earlier."""
+        # Sums over processes, because a mean of means would count fillers of the last batch. NaN must stay NaN.
         self.means.update({name: MeanMetric(nan_strategy="disable") for name in ("loss", "psnr", "ssim")})
 
     def on_fit_start(self) -> None:
@@ -65,19 +66,19 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
         return loss
 
     def batch_loss(self, image: Tensor, truth: Tensor, weight: Tensor) -> Tensor:
-        """Σ weight · loss / batch size. `EpochSampler` says which mean this is."""
+        """Σ weight · loss / batch size. `EpochSampler` explains of what this is the mean."""
         if self.keeps_output:
             self.output = image.detach()
         return weighted(self.loss, image, truth, weight, batch_of_replica(self.config))
 
     def check_loss(self, loss: Tensor, batch: Batch) -> None:
-        """Raise FloatingPointError, naming step and slices, for a loss that is not finite.
+        """Raise FloatingPointError, which names step and slices, for a loss that is not finite.
 
-        On a GPU only after backward, and before the weights change: see `FiniteCheck`.
+        On a GPU this happens after the backward pass, and before the weights change: see `FiniteCheck`.
         """
-        self._finite.raise_if_not()  # of the batch before, where gradients are accumulated
+        self._finite.raise_if_not()  # with accumulation, the loss of the batch before is still unchecked
         self._finite.ask(loss, f"at step {self.global_step} (slices: {', '.join(batch['name'])})")
-        if not loss.is_cuda:
+        if not loss.is_cuda:  # a CPU has the number already
             self._finite.raise_if_not()
 
     def log_loss(self, loss: Tensor, batch_idx: int) -> None:
@@ -105,14 +106,16 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check the loss. Log the gradient norm before clipping, its maximum in the run, lr and the mean of λ_t."""
         self._finite.raise_if_not()
+        # The norm of shards is itself in shards: gather gives that of all ranks.
         norm = gather(torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
         self.gradient_norm = norm
         self._largest_norm = torch.maximum(norm, torch.as_tensor(self._largest_norm, device=norm.device))
         self.log("train/grad_norm", norm)
         self.log("train/grad_norm_max", self._largest_norm)
+        # As a tensor in float64: Lightning would round a Python float to float32.
         self.log("train/lr", torch.tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64))
         if (self.trainer.global_step + 1) % self.config.trainer.log_every_n_steps:
-            return  # a dozen small operators that no logger would see
+            return  # no logger would see these values, and each costs small operators on the GPU
         for t, step_size in enumerate(self.network.step_sizes):
             self.log(f"train/lambda_{t}", gather(step_size.detach()).mean())
 

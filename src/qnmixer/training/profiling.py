@@ -26,22 +26,22 @@ def describe(config: Config) -> str | None:
     """One line on how a debug mode changes the run; None for debug=off."""
     debug, batch = config.debug, effective_batch(config)
     if isinstance(debug, FewBatchesConfig):
-        return f"debug=few_batches: {debug.batches * batch} slices of each split at most; the numbers mean nothing"
+        return f"debug=few_batches: {debug.batches * batch} slices of each split at most, and the numbers mean nothing"
     if isinstance(debug, ProfileConfig):
         return f"debug=profile: {debug.steps} steps are recorded, after {debug.warm_up} without recording"
     return {
-        "overfit": f"debug=overfit: the same {batch} slices at every step and in validation; the loss must fall far",
-        "anomaly": "debug=anomaly: a gradient that becomes NaN ends the run with the operator; slower",
+        "overfit": f"debug=overfit: the same {batch} slices in training and validation, and the loss must fall far",
+        "anomaly": "debug=anomaly: a gradient that becomes NaN ends the run and names the operator. Steps are slower",
     }.get(debug.name)
 
 
 class Profile(Callback):
-    """Records some optimizer steps with torch's profiler: a trace for a viewer, and a table of the costliest operators.
+    """Records some optimizer steps with torch's profiler. Writes a trace for a viewer and a table of operators.
 
     Args:
         folder: gets rank_0.json.gz, and one file for each other process.
-        config: how many steps, and after how many.
-        console: for the table.
+        config: the number of steps, and of steps before them.
+        console: prints the table, costliest operators first.
     """
 
     def __init__(self, folder: Path, config: ProfileConfig, console: Console) -> None:
@@ -77,7 +77,7 @@ class Profile(Callback):
         recorded.export_chrome_trace(str(path))
         self.console.print(self._table(recorded))
         self.console.print(
-            f"profile: {path} (load it at https://ui.perfetto.dev or in chrome://tracing; a file a process)",
+            f"profile: {path}, one file for each process (load it at https://ui.perfetto.dev or in chrome://tracing)",
             highlight=False,
             soft_wrap=True,
         )
@@ -105,6 +105,7 @@ def naming_nan_gradients() -> Iterator[None]:
         warnings.filterwarnings("always", message="Error detected in")
         show = warnings.showwarning
 
+        # torch names the code line in a warning only. The error that follows names the operator.
         def keep(
             message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any, **more: Any
         ) -> None:

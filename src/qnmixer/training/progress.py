@@ -36,8 +36,8 @@ class Stopwatch:
 class ProgressMetrics(Callback):
     """Logs `step` and `samples` with each row, train/samples_per_second and, under 16-mixed, train/loss_scale.
 
-    `step` is the number of optimizer steps done; Lightning uses it as the step of the row. `samples` is the number of
-    slices seen by all devices together. The speed is that since the previous row, with data loading but without
+    `step` is the number of optimizer steps done. Lightning uses it as the step of the row. `samples` is the number of
+    slices seen by all devices together. The speed is measured since the previous row, with data loading but without
     validation.
     """
 
@@ -92,7 +92,7 @@ class ProgressMetrics(Callback):
             self._log_place(pl_module, on_epoch=True)
 
     def _log_place(self, pl_module: L.LightningModule, *, on_epoch: bool) -> int:
-        """Log step and samples, and return the samples. They are on the CPU, so that no device is waited for."""
+        """Log step and samples, and return the samples. They are on the CPU, so the host waits for no device."""
         assert self._sampler is not None
         samples = self._sampler.samples_until(self._step)
         for name, value in (("step", self._step), ("samples", samples)):

@@ -26,10 +26,10 @@ _RECENT_STEPS = 100  # the speed is measured over these
 class TrainingProgress(Callback):
     """Shows the step of all steps, the loss, the last val/psnr, samples a second and the time left.
 
-    On a terminal there is one bar for the whole run; a validation is a phase of it and leaves one line above it. In a
-    log lines are printed at intervals and at each validation; W&B's output gets them too. Steps are optimizer steps.
-    The loss is the mean over the last 20 steps. The speed is that of the last 100 steps, without validations. The time
-    left counts validations with the time they took so far. Values logged with `prog_bar=True` are shown too.
+    A terminal has one bar for the whole run. A validation is a phase of it and leaves one line above it. A log has
+    lines at intervals and at each validation, and so has W&B's output. Steps are optimizer steps. The loss is the mean
+    over the last 20 steps. The speed is that of the last 100 steps, without validations. The time left includes
+    validations, by the time that they took so far. Values logged with `prog_bar=True` are shown too.
 
     Args:
         console: that of the whole run, so that other lines go above the bar. A quiet one shows nothing.
@@ -51,7 +51,7 @@ class TrainingProgress(Callback):
         self._bar: Bar | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Print where a resumed run starts; start the bar and the clock."""
+        """Print the step at which a resumed run starts. Start the bar and the clock."""
         sampler = trainer.train_dataloader.sampler  # type: ignore[union-attr]  # it has been made
         assert isinstance(sampler, EpochSampler)
         self._sampler, self._total = sampler, trainer.estimated_stepping_batches
@@ -79,6 +79,7 @@ class TrainingProgress(Callback):
         if trainer.global_step == self._step or self._sampler is None:
             return
         self._step = trainer.global_step
+        # As a tensor: to read its value here would make the host wait for the GPU at every step.
         self._losses.append(trainer.callback_metrics["train/loss"])
         self._marks.append((self._training.seconds, self._step, self._sampler.samples_until(self._step)))
         self._show(trainer)
@@ -147,7 +148,7 @@ class TrainingProgress(Callback):
             self._bar = Bar(self.console)
         psnr = [] if self._psnr is None else [f"val/psnr {self._psnr:.2f}"]
         words = " · ".join([*self._now(trainer, phase), *psnr, *self._speed(trainer, short=True)])
-        total = None if self._is_open(trainer) else self._total
+        total = None if self._open_end(trainer) else self._total
         self._bar.draw(self._place(trainer), words, self._step, total)
 
     def _end(self) -> None:
@@ -166,7 +167,7 @@ class TrainingProgress(Callback):
         _to_wandb(trainer, line)
 
     def _place(self, trainer: L.Trainer) -> str:
-        return f"step {self._step}" if self._is_open(trainer) else f"step {self._step}/{self._total:.0f}"
+        return f"step {self._step}" if self._open_end(trainer) else f"step {self._step}/{self._total:.0f}"
 
     def _now(self, trainer: L.Trainer, phase: str | None) -> list[str]:
         """The phase, or the loss and other values that are logged for the bar."""
@@ -201,7 +202,7 @@ class TrainingProgress(Callback):
                 by_time = min(by_time, max(0.0, left))
         return by_steps, by_time
 
-    def _is_open(self, trainer: L.Trainer) -> bool:
+    def _open_end(self, trainer: L.Trainer) -> bool:
         """Whether the number of steps is unknown: there is no limit, or the time limit comes first."""
         by_steps, by_time = self._left(trainer)
         return math.isinf(self._total) or by_time < by_steps

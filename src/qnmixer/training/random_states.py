@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """The states of Python, NumPy, torch, and of the device if it is a GPU."""
+    # Lists and tensors only: a checkpoint with other objects does not load with weights_only=True.
     version, words, gauss = random.getstate()
     name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 - the global one is what libraries draw from
     return {

@@ -1,4 +1,4 @@
-"""The lines of a run before and after training, and the warnings that it hides."""
+"""The lines of a run before and after training, and the library warnings that it hides."""
 
 import logging
 import sys
@@ -26,14 +26,14 @@ _NOT_FOR_USERS = (
     "(?s)You're resuming from a checkpoint that ended before the epoch ended",  # the sampler knows where it was
     "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
     "It is recommended to use `self.log\\('(step|samples)', ..., sync_dist=True",  # every rank has the same
-    # A dimension of size 1, as in the weights of convolutions from one channel, has no stride to speak of: the gradient
-    # lies in memory as its bucket does, and only torch's comparison of the numbers says otherwise.
+    # The stride of a dimension of size 1 means nothing, as in weights of convolutions from one channel. The gradient
+    # has the memory layout of its bucket. Only torch's comparison of the numbers says otherwise.
     "Grad strides do not match bucket view strides",
 )
 
 
 def quieten() -> None:
-    """Hide lines of libraries that a user cannot act on."""
+    """Hide lines of libraries about which a user can do nothing."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     for message in _NOT_FOR_USERS:
@@ -88,7 +88,7 @@ def steps_per_epoch(config: Config, n_slices: int) -> int:
 
 
 def _length(t: TrainerConfig, steps_an_epoch: int) -> str:
-    """The limit that ends a run."""
+    """The text on the limit that ends a run."""
     if t.max_epochs is None:
         return f"training ends after {t.max_steps:,} steps ({t.max_steps / steps_an_epoch:.3g} epochs)"
     by_epochs = t.max_epochs * steps_an_epoch

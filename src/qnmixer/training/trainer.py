@@ -30,16 +30,17 @@ def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], l
         devices=t.devices or 1,
         num_nodes=t.num_nodes,
         strategy=build_strategy(config),
+        # Not precision=: Lightning turns fp16 into bf16 on a CPU, and refuses it with FSDP2.
         plugins=[AtomicCheckpointIO(), build_precision(config, t.accelerator)],
         max_steps=t.max_steps,
         max_epochs=-1 if t.max_epochs is None else t.max_epochs,
         accumulate_grad_batches=t.accumulate_grad_batches,
         gradient_clip_val=t.gradient_clip_val,
-        num_sanity_val_steps=0,
+        num_sanity_val_steps=0,  # callbacks would count it as a validation
         log_every_n_steps=t.log_every_n_steps,
         deterministic=t.deterministic,
         detect_anomaly=config.debug.name == "anomaly",
-        use_distributed_sampler=False,
+        use_distributed_sampler=False,  # Lightning's pads with slices that count twice, and shuffles always
         logger=list(loggers),
         callbacks=list(callbacks),
         enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),

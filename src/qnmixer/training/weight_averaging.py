@@ -15,7 +15,7 @@ _KEY = "trained_weights"
 
 
 class MeanWeights(Callback):
-    """Validation and checkpoints use the mean of the weights; training continues with the weights themselves.
+    """Validation and checkpoints use the mean of the weights. Training continues with the weights themselves.
 
     Lightning's own callback would copy the scan's matrix too. It also swaps the two sets of weights in a checkpoint
     that is written during a validation.
@@ -58,6 +58,7 @@ class MeanWeights(Callback):
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
+        # Before `start` the mean follows the weights, because a mean of bad first weights would last long.
         share = 1.0 if self._step <= self.start else 1 - self.decay
         for name, parameter in pl_module.named_parameters():
             self._mean[name].lerp_(parameter, share)
@@ -73,7 +74,7 @@ class MeanWeights(Callback):
         self._swapped = not self._swapped
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Save the mean as the weights, for everyone who reads a checkpoint, and the trained weights beside it."""
+        """Save the mean as the weights, for every reader of a checkpoint, and the trained weights beside it."""
         if not self._mean:
             return
         now = {name: p.detach() for name, p in pl_module.named_parameters()}

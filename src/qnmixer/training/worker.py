@@ -58,8 +58,9 @@ def check_srun() -> None:
 def fit_in_processes(config: Config, run: Run) -> float:
     """Run `fit` in one process for each device. Returns the best monitored value.
 
-    Raises UserError before any rank starts if data or checkpoints are missing, and RankFailed, with the rank's number,
-    afterwards. results.json then says failed, or interrupted after Ctrl-C and SIGTERM, whatever the ranks wrote.
+    Raises UserError before any rank starts if data or checkpoints are missing. Raises RankFailed, with the rank's
+    number, if a rank fails. results.json then says failed, or interrupted after Ctrl-C and SIGTERM, whatever the ranks
+    wrote.
     """
     from qnmixer.processes.launch import launch
 
@@ -117,11 +118,11 @@ def _write_job(folder: Path, config: Config, run: Run) -> Path:
 
 
 def _ask_to_stop(job: Path, n_ranks: int) -> bool:
-    """Ask all ranks to stop between two steps. False if some have not started: killing them loses nothing."""
+    """Ask all ranks to stop between two steps. False if some have not started; then killing them loses nothing."""
     pids = [int(path.read_text()) for path in job.glob("*.pid")]
     if len(pids) < n_ranks:
         return False
-    for pid in pids:
+    for pid in pids:  # not SIGTERM: for a rank it means that another one has failed
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
     return True
@@ -139,7 +140,7 @@ def _fit(config: Config, run: Run, job: Path | None) -> float:
 def _check_inputs(config: Config, run: Run) -> None:
     """Raise UserError once, here, for callbacks, data and checkpoints that would fail in every rank.
 
-    Loads Lightning only for the user's own callbacks: its import takes seconds, and this process does not train.
+    Lightning is loaded only for the user's own callbacks: its import takes seconds, and this process does not train.
     """
     from qnmixer.checkpoints.reading import find_checkpoint, read_checkpoint, resumable, split_of
     from qnmixer.data.sources import parts_of

@@ -25,13 +25,13 @@ def located(run: str | Path) -> Path:
         return Path(run)
     if not SHIPPED.is_file():
         raise CheckpointError(
-            f"{PRETRAINED}: this installation ships no weights ({SHIPPED.name} is missing): give a run folder of "
-            f"qnmixer.train or a {SUFFIX} file"
+            f"{PRETRAINED} cannot be loaded, as this installation ships no weights ({SHIPPED.name} is missing): give a "
+            f"run folder of qnmixer.train or a {SUFFIX} file"
         )
     return SHIPPED
 
 
 def check_weights(key: str, given: str) -> None:
-    """Raise CheckpointError or DataError if a key names no weights."""
+    """Raise CheckpointError or DataError if the value of a key names no weights."""
     what = f"a run folder of qnmixer.train, a checkpoint, a {SUFFIX} file or the word {PRETRAINED}"
     check_there(key, str(located(given)) if given else "", what)
