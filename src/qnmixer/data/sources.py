@@ -49,8 +49,8 @@ class Part:
     """Slices of train, val or test, the number of the patient that each shows, and the same slices on a finer grid.
 
     `patients`: None for a phantom; empty if the source does not know them. `shares`: the slices of each source of a mix
-    in an epoch, as text. `scaling`: that of slices with a unit of their own. `measured`: their sinograms [V, D]; None if
-    these are simulated.
+    in an epoch, as text. `scaling`: that of slices with a unit of their own. `measured`: their sinograms [V, D]; None
+    if these are simulated.
     """
 
     source: SliceSource
