@@ -27,7 +27,7 @@ from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import ConfigError
 from qnmixer.evaluation import compare as comparison_measuring
 from qnmixer.evaluation.evaluate import evaluate
-from qnmixer.evaluation.methods import tested_scan
+from qnmixer.evaluation.methods import scan_under_test
 
 from .warm import Warm
 
@@ -255,7 +255,7 @@ def test_a_comparison_sweeps_over_all_its_methods(experiment: str) -> None:
 
 def test_what_only_training_sees_makes_no_other_test() -> None:
     def scan(*overrides: str) -> object:
-        return tested_scan(parse(compose("train", ["experiment=compare_few", *overrides])))
+        return scan_under_test(parse(compose("train", ["experiment=compare_few", *overrides])))
 
     assert compose("train", ["experiment=compare_few"], with_hydra=True).hydra.sweeper.params["data.train_slices"]
     assert scan("data.train_slices=10") == scan("data.train_slices=100") == scan("seed=3", "data.num_workers=2")

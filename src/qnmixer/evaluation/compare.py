@@ -26,7 +26,7 @@ from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.splits import RunSplit
 from qnmixer.errors import CheckpointError, ConfigError, DataError, first_line
 from qnmixer.evaluation.evaluate import ImageScore, caption_of, evaluate, shown_iterates
-from qnmixer.evaluation.methods import ComparedJob, ComparedMethod, Comparison, Cost, methods_of, tested_scan
+from qnmixer.evaluation.methods import ComparedJob, ComparedMethod, Comparison, Cost, methods_of, scan_under_test
 from qnmixer.evaluation.slices import other_slices, pictured
 from qnmixer.files import digest, write_text
 from qnmixer.optimization.metrics import psnr, ssim
@@ -105,7 +105,7 @@ class _Measuring:
             n_before += before
             by_name = {name: [s for s in scores if s.method == name] for name in (FBP, method_name(config))}
             method.measured.setdefault(test, {})[job.seeds] = by_name[method_name(config)]
-            method.scans[test] = digest(tested_scan(config), sort_keys=True)
+            method.scans[test] = digest(scan_under_test(config), sort_keys=True)
             if self._fbp is not None:
                 self._fbp.measured.setdefault(test, {(0, 0): by_name[FBP]})
                 self._fbp.scans.setdefault(test, method.scans[test])

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import inf
 from statistics import mean, median_high
 
-from qnmixer.evaluation.methods import ComparedJob, ComparedMethod, tested_scan
+from qnmixer.evaluation.methods import ComparedJob, ComparedMethod, scan_under_test
 from qnmixer.evaluation.slices import kind_of
 from qnmixer.evaluation.statistics import Seeds
 from qnmixer.files import digest
@@ -84,4 +84,4 @@ def median_step(steps: Sequence[int | None]) -> str:
 
 def _scan(job: ComparedJob) -> str:
     assert job.config is not None
-    return digest(tested_scan(job.config), sort_keys=True)
+    return digest(scan_under_test(job.config), sort_keys=True)

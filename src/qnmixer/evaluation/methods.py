@@ -142,7 +142,7 @@ def methods_of(sweeps: Sequence[Path], checkpoint: str = "best", trust: Collecti
     ]
 
 
-def tested_scan(config: Config) -> object:
+def scan_under_test(config: Config) -> object:
     """The settings behind the sinograms of a test that all compared methods must share."""
     plain = to_plain(config)
     data = {key: value for key, value in plain["data"].items() if key not in _NOT_OF_TEST}
