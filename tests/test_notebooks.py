@@ -91,7 +91,8 @@ def check_comparison(found: Namespace) -> None:
     assert {*psnr} == {"FBP", "TV", "FBPConvNet", "LEARN", "QN-Mixer"}
     assert found["ranked"][-1] == "FBP"
     assert psnr["QN-Mixer"].mean > psnr["FBP"].mean + 2
-    slices = {title: {*found["scores"](title, "psnr")[found["config"].seed]} for title in psnr}
+    seeds = (found["config"].seed, found["config"].data.seed)
+    slices = {title: {*found["scores"](title, "psnr")[seeds]} for title in psnr}
     assert len(slices["FBP"]) == 12
     assert all(its == slices["FBP"] for its in slices.values())
     assert found["n_parameters"]["TV"] == 0 < found["n_parameters"]["QN-Mixer"]

@@ -93,7 +93,7 @@ def _work(geometry: FanBeamGeometry) -> int:
 
 
 def _folder() -> Path:
-    """Where the files are. Raises OSError where they may be anybody's."""
+    """The folder of the files. Raises OSError if other users may write to it."""
     folder = default_cache_dir() / "matrices"
     for its in (folder.parent, folder):
         if its.is_dir() and is_open_to_all(its):
