@@ -86,7 +86,7 @@ def test_tables_of_the_weights_come_onto_the_card(tmp_path: Path) -> None:
         assert code == 0, stderr
     assert run(export, check, "export", f"run={folder}", f"output={output}")[0] == 0
     text = output.with_suffix(".md").read_text()
-    assert "What other noise does is in noisy above" in text
+    assert "Its results with other noise are in noisy above." in text
     assert (folder / "plain" / "table.md").read_text() in text
     save(folder, *TINY, seed=1)
     assert run(export, check, "export", f"run={folder}", f"output={tmp_path}/other.safetensors")[0] == 0

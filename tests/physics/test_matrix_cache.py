@@ -225,7 +225,11 @@ def test_another_layout_needs_another_format() -> None:
     projector = FanBeamProjector(GEOMETRY)
     digest = hashlib.sha256()
     stored = ("starts", "pixels", "values", "starts_t", "rays", "values_t")
-    for buffer in (b for name, b in projector.named_buffers() if name.rpartition(".")[2] in stored):
+    for name, buffer in projector.named_buffers():
+        if name.rpartition(".")[2] not in stored:
+            continue
+        if name.endswith(".starts"):
+            buffer = buffer[:-1]  # the empty row behind it is made anew
         # Of the values what rounding leaves alone.
         content = buffer if not buffer.is_floating_point() else buffer.double().sum(0, keepdim=True).round(decimals=1)
         digest.update(content.numpy().tobytes())
