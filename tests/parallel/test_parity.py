@@ -215,8 +215,8 @@ def test_four_devices_are_as_one(recorded: dict[str, list[dict[str, Any]]], name
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
         for what in ("gradients", "weights"):
             assert overall(found[what], expected[what]) < 1e-5
-            # Of a single tensor, as τ_t is, the gradient may be a sum that cancels, of which rounding leaves less.
-            assert difference(found[what], expected[what]) < 5e-5
+            # Of a single tensor, as τ_t and λ are, the gradient may be a sum that cancels, of which rounding leaves less.
+            assert difference(found[what], expected[what]) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -286,8 +286,8 @@ def test_what_is_measured_is_what_one_process_measures(recorded: dict[str, list[
             if not key.startswith("val/cosine"):  # of the first batch, which is smaller on each of four
                 assert found["validation"][key] == pytest.approx(value, rel=1e-5)
         assert [row[:3] for row in found["test"]] == [row[:3] for row in expected["test"]]
-        values = [[row[3:] for row in of["test"]] for of in (found, expected)]
-        torch.testing.assert_close(torch.tensor(values[0]), torch.tensor(values[1]), rtol=1e-4, atol=1e-4)
+        for row, wanted in zip(found["test"], expected["test"], strict=True):
+            assert row[3:] == pytest.approx(wanted[3:], rel=1e-4, abs=1e-4)
         assert found["rows"] == expected["rows"]
 
 
