@@ -171,7 +171,7 @@ def test_a_terminal_has_one_bar_over_the_run_its_interruption_and_its_resume(
     bars = [line for screen in seen.screens for line in screen.splitlines() if "━" in line]
     assert all(re.match(r"step \d+/5000 ", line) for line in bars)
     assert any(re.search(r"━ loss 0\.\S+ · val/psnr \d\d\.\d\d · \S+ samples/s · [\d:]+ left$", line) for line in bars)
-    assert any("━ validating 1/1 · " in line for line in bars)
+    assert any(re.search(r"━ validating [01]/1 · ", line) for line in bars)  # often too fast to show both
     assert {sum("━" in line for line in screen.splitlines()) for screen in seen.screens} == {0, 1}
 
     lines = [line for line in seen.text.splitlines() if line]
