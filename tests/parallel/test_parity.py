@@ -215,7 +215,7 @@ def test_four_devices_are_as_one(recorded: dict[str, list[dict[str, Any]]], name
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
         for what in ("gradients", "weights"):
             assert overall(found[what], expected[what]) < 1e-5
-            # Of a single tensor, as τ_t and λ are, the gradient may be a sum that cancels, of which rounding leaves less.
+            # Of a single tensor, as τ_t and λ are, the gradient may be a sum that cancels, and rounding leaves less.
             assert difference(found[what], expected[what]) < 1e-4
 
 
