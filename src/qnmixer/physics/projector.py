@@ -17,7 +17,7 @@ from qnmixer.physics.geometry import FanBeamGeometry
 from qnmixer.physics.matrix_cache import load_or_compute
 from qnmixer.physics.rays import system_matrix
 from qnmixer.physics.scan import from_columns, to_columns
-from qnmixer.physics.sparse import FullPrecisionModule, apply_linear, symmetric_residual
+from qnmixer.physics.sparse import FullPrecisionModule, apply_linear, full_product, symmetric_residual
 
 _BYTES = 24
 """Of the matrices, for each pixel of a side, distinct view, and bin or pixel of a side: measured, 20 to 24."""
@@ -53,8 +53,8 @@ class FanBeamProjector(nn.Module):
         lacking = even.n_detectors - geometry.n_detectors
         sides = (lacking, 0) if geometry.detector_offset > 0 else (0, lacking)
         self._filter = _RampFilter(ray_weights(geometry), response, sides)
-        self._matched_filter = _RampFilter(None, matched_gain(geometry) * ramp_response(geometry, fbp_filter))
-        self._padded = _Padded(*self._rays.padded(self._matched_filter.length))
+        matched_response = matched_gain(geometry) * ramp_response(geometry, fbp_filter)
+        self._matched_ramp = _MatchedRamp(matched_response, *self._rays.bins_first())
         self._norms: dict[str, float] = {}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,11 +106,11 @@ class FanBeamProjector(nn.Module):
 
     def filtered_residual_columns(self, images: Tensor, y: Tensor | None) -> Tensor:
         """The same for columns [H·W, B], which iterations can use without conversion to images; not differentiable."""
-        geometry, n = self.geometry, self._matched_filter.length
-        rows = from_columns(self._rays.project(images, self._padded.order), (1, geometry.n_views, n))
+        ramp = self._matched_ramp
+        rays = self._rays.project(images, ramp.order)
         if y is not None:
-            rows[..., : geometry.n_detectors] -= y
-        return self._rays.backproject(to_columns(self._matched_filter.ramp(rows)), self._padded.table)
+            rays.view(*reversed(y.shape[2:]), -1).sub_(y[:, 0].permute(2, 1, 0))
+        return self._rays.backproject(ramp(rays), ramp.table)
 
     def safe_step_size(self) -> float:
         """1 over the largest eigenvalue of A†A, by power iteration from a fixed start; computed once.
@@ -164,10 +164,10 @@ class FanBeamProjector(nn.Module):
         return from_columns(self.filtered_residual_columns(to_columns(x), y), x.shape[1:])
 
     def _filtered_adjoint(self, y: Tensor) -> Tensor:
-        return self._rays.transpose(self._matched_filter(y))
+        return self._rays.transpose(self._matched_ramp.of_rows(y))
 
     def _filtered_adjoint_transpose(self, x: Tensor) -> Tensor:
-        return self._matched_filter.transpose(self._rays(x))
+        return self._matched_ramp.of_rows(self._rays(x))
 
     def _fbp_transpose(self, x: Tensor) -> Tensor:
         return self._filter.transpose(self._backprojection(x))
@@ -204,50 +204,64 @@ def _memory() -> int | None:
     return None
 
 
-class _Padded(FullPrecisionModule):
-    """Where rays are in rows as long as the ramp's FFT. So the FFT needs no copy for padding, and none for cutting."""
+class _MatchedRamp(FullPrecisionModule):
+    """The ramp as a symmetric matrix [D, D], for sinograms with the bins first: one product filters a whole batch.
 
+    Iterations start this operator most often. An FFT would take three, and two copies that put the bins last.
+
+    Args:
+        response: of the ramp, [n/2 + 1].
+        order, table: of `ScanMatrix.bins_first`.
+    """
+
+    matrix: Tensor
     order: Tensor
     table: Tensor
 
-    def __init__(self, order: Tensor, table: Tensor) -> None:
+    def __init__(self, response: np.ndarray, order: Tensor, table: Tensor, n_detectors: int) -> None:
         super().__init__()
-        self.register_buffer("order", order, persistent=False)
-        self.register_buffer("table", table, persistent=False)
+        bins = np.arange(n_detectors)
+        matrix = np.fft.irfft(response)[np.abs(bins[:, None] - bins)]
+        for name, tensor in {"matrix": torch.from_numpy(matrix).float(), "order": order, "table": table}.items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    def forward(self, rays: Tensor) -> Tensor:
+        """Filter columns [D·V, B]."""
+        return full_product(self.matrix, rays.view(len(self.matrix), -1)).view(rays.shape)
+
+    def of_rows(self, y: Tensor) -> Tensor:
+        """Filter sinograms [B, 1, V, D]."""
+        return full_product(y.reshape(-1, len(self.matrix)), self.matrix).view(y.shape)
 
 
 class _RampFilter(FullPrecisionModule):
-    """Ray weights, then the ramp along the detector by zero-padded FFT.
+    """Ray weights, then the ramp of FBP along the detector by zero-padded FFT.
 
     Args:
-        weights: of the rays, to be broadcast to [V, D]; None: 1.
+        weights: of the rays, to be broadcast to [V, D].
         response: of the ramp, [n/2 + 1].
         sides: how many bins without rays are added before and after each row.
     """
 
-    weights: Tensor | None
+    weights: Tensor
     response: Tensor
 
-    def __init__(self, weights: np.ndarray | None, response: np.ndarray, sides: tuple[int, int] = (0, 0)) -> None:
+    def __init__(self, weights: np.ndarray, response: np.ndarray, sides: tuple[int, int]) -> None:
         super().__init__()
         self._sides = sides
-        self.length = 2 * (len(response) - 1)
-        of_rays = None if weights is None else torch.from_numpy(weights).float()
-        self.register_buffer("weights", of_rays, persistent=False)
+        self.register_buffer("weights", torch.from_numpy(weights).float(), persistent=False)
         self.register_buffer("response", torch.from_numpy(response).float(), persistent=False)
 
     def forward(self, y: Tensor) -> Tensor:
         """Weight and filter the rows of y [..., V, D]; they become as much longer as `sides` says."""
-        rows = y if self.weights is None else y * self.weights
-        padded = pad(rows, self._sides) if any(self._sides) else rows
-        return self.ramp(padded)[..., : padded.shape[-1]]
+        rows = y * self.weights
+        return self._ramp(pad(rows, self._sides) if any(self._sides) else rows)
 
     def transpose(self, y: Tensor) -> Tensor:
         """Transpose of `forward`; the ramp itself is symmetric."""
         first, last = self._sides
-        rows = self.ramp(y)[..., first : y.shape[-1] - last]
-        return rows if self.weights is None else rows * self.weights
+        return self._ramp(y)[..., first : y.shape[-1] - last] * self.weights
 
-    def ramp(self, rows: Tensor) -> Tensor:
-        """Rows filtered, as long as the FFT: behind their own length is what wraps around."""
-        return torch.fft.irfft(torch.fft.rfft(rows, self.length).mul_(self.response), self.length)
+    def _ramp(self, rows: Tensor) -> Tensor:
+        n = 2 * (len(self.response) - 1)
+        return torch.fft.irfft(torch.fft.rfft(rows, n).mul_(self.response), n)[..., : rows.shape[-1]]

@@ -164,7 +164,6 @@ class ScanMatrix(FullPrecisionModule):
         self._quarters, self._sums_middle = layout.quarters, layout.sums_middle
         self._image_shape = (1, geometry.image_size, geometry.image_size)
         self._sinogram_shape = (1, geometry.n_views, geometry.n_detectors)
-        forward = forward._replace(starts=np.append(forward.starts, forward.starts[-1]))  # an empty row, for `padded`
         arrays = dict(zip(("starts", "pixels", "values"), forward, strict=True))
         arrays |= dict(zip(("starts_t", "rays", "values_t"), backward, strict=True))
         for name, array in arrays.items():
@@ -202,13 +201,11 @@ class ScanMatrix(FullPrecisionModule):
             middle[0] = middle.sum(0)
         return product.index_select(0, self.image_order)
 
-    def padded(self, length: int) -> tuple[Tensor, Tensor]:
-        """The order of `project` and the table of `backproject` for rows of so many entries: D bins, and zeros."""
+    def bins_first(self) -> tuple[Tensor, Tensor, int]:
+        """The order of `project` and the table of `backproject` for sinograms as [D, V], and D."""
         views, bins = self._sinogram_shape[1:]
-        nothing = (len(self.starts) - 2) * self._quarters  # the empty row
-        order = torch.full((views, length), nothing, dtype=torch.int32)
-        order[:, :bins] = self.sinogram_order.view(views, bins)
-        return order.view(-1), self.sinogram_table + self.sinogram_table // bins * (length - bins)
+        order = self.sinogram_order.view(views, bins).t().flatten()
+        return order, self.sinogram_table % bins * views + self.sinogram_table // bins, bins
 
     def _product(self, matrix: tuple[Tensor, Tensor, Tensor], turned: Tensor) -> Tensor:
         """[rows · Q, B] of columns in all turns [columns · Q, B]."""

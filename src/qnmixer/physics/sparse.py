@@ -73,7 +73,23 @@ def _define(name: str, arguments: str, product: Callable[..., Tensor], shape: Ca
     torch.library.register_fake(f"qnmixer::{name}", shape)
 
 
+def _full_product(a: Tensor, b: Tensor) -> Tensor:
+    """A B of matrices. TF32, if it is allowed, is for convolutions and the products of networks only."""
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        return a @ b
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+def full_product(a: Tensor, b: Tensor) -> Tensor:
+    """A B of matrices, each number rounded as its dtype says; without a graph."""
+    return torch.ops.qnmixer.full_product(a, b)
+
+
 _define("csr_product", "Tensor starts, Tensor indices, Tensor values, Tensor x", _csr_product, _csr_product_shape)
+_define("full_product", "Tensor a, Tensor b", _full_product, lambda a, b: a.new_empty(len(a), b.shape[1]))
 
 
 class _ApplyLinear(torch.autograd.Function):
