@@ -47,12 +47,12 @@ class _Descent(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             image = to_columns(x)
             gradients = image.new_empty(len(step_sizes), *image.shape)
-            gradients[0] = _gradient(projector, kind, image, y)
+            _gradient(projector, kind, image, y, gradients[0])
             for step_size, before, after in zip(step_sizes, gradients, gradients[1:], strict=False):
                 curvature = _gradient(projector, kind, before, None)
                 torch.addcmul(before, step_size, curvature, value=-1, out=after)
             ctx.save_for_backward(y, step_sizes, gradients)
-            return from_columns(_weighted_sum(step_sizes, gradients), x.shape[1:])
+            return _images(_weighted_sum(step_sizes, gradients), x.shape)
 
     @staticmethod
     @once_differentiable
@@ -61,15 +61,15 @@ class _Descent(torch.autograd.Function):
         projector, kind, of_x, of_y = ctx.projector, ctx.kind, None, None
         with torch.autocast(y.device.type, enabled=False):
             v = torch.empty_like(gradients)
-            v[-1] = to_columns(cotangent)
+            v[-1] = cotangent.reshape(len(cotangent), -1).t()
             for k in range(len(v) - 1, 0, -1):
                 torch.addcmul(v[k], step_sizes[k], _gradient(projector, kind, v[k], None), value=-1, out=v[k - 1])
             if ctx.needs_input_grad[0]:  # x₀ of FBP is a constant
                 last = torch.addcmul(v[0], step_sizes[0], _gradient(projector, kind, v[0], None), value=-1)
-                of_x = cotangent - from_columns(last, cotangent.shape[1:])
+                of_x = cotangent - _images(last, cotangent.shape)
             of_step_sizes = torch.bmm(v.view(len(v), 1, -1), gradients.view(len(v), -1, 1)).view(-1)
             if ctx.needs_input_grad[2]:
-                image = from_columns(_weighted_sum(step_sizes, v), cotangent.shape[1:])
+                image = _images(_weighted_sum(step_sizes, v), cotangent.shape)
                 with torch.enable_grad():
                     measured = y.detach().requires_grad_()
                     linear = data_gradient(projector, kind, torch.zeros_like(image), measured)
@@ -77,12 +77,20 @@ class _Descent(torch.autograd.Function):
         return of_x, of_step_sizes, of_y, None, None
 
 
-def _gradient(projector: FanBeamProjector, kind: str, columns: Tensor, y: Tensor | None) -> Tensor:
-    """`data_gradient` of columns."""
+def _gradient(
+    projector: FanBeamProjector, kind: str, columns: Tensor, y: Tensor | None, out: Tensor | None = None
+) -> Tensor:
+    """`data_gradient` of columns; out: where to put it."""
     if kind == "fbp":
-        return projector.filtered_residual_columns(columns, y)
+        return projector.filtered_residual_columns(columns, y, out)
     size = projector.geometry.image_size
-    return to_columns(data_gradient(projector, kind, from_columns(columns, (1, size, size)), y))
+    result = to_columns(data_gradient(projector, kind, from_columns(columns, (1, size, size)), y))
+    return result if out is None else out.copy_(result)
+
+
+def _images(columns: Tensor, shape: torch.Size) -> Tensor:
+    """[B, 1, H, W] as a view of columns: what adds it to images need not wait for a copy."""
+    return columns.t().view(shape)
 
 
 def _weighted_sum(weights: Tensor, columns: Tensor) -> Tensor:

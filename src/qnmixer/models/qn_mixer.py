@@ -192,7 +192,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         regularization = self.regularizers[t % len(self.regularizers)](x)
         if self.details:
             regularization = self.details[t](x, regularization)
-        return data_descent(self.projector, self.data_term, x, y, step_sizes) + regularization
+        return regularization + data_descent(self.projector, self.data_term, x, y, step_sizes)
 
     def diagnostics(self, state: QNState) -> dict[str, Tensor]:
         """Mean cos(z, s) and the share of pairs that the safeguard skipped. They show problems first."""

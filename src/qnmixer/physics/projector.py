@@ -104,13 +104,16 @@ class FanBeamProjector(nn.Module):
         )
         return result if x.dtype == dtype else result.float()
 
-    def filtered_residual_columns(self, images: Tensor, y: Tensor | None) -> Tensor:
-        """The same for columns [H·W, B], which iterations can use without conversion to images; not differentiable."""
+    def filtered_residual_columns(self, images: Tensor, y: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """The same for columns [H·W, B], which iterations can use without conversion to images; not differentiable.
+
+        out: where to put the result.
+        """
         ramp = self._matched_ramp
         rays = self._rays.project(images, ramp.order)
         if y is not None:
             rays.view(*reversed(y.shape[2:]), -1).sub_(y[:, 0].permute(2, 1, 0))
-        return self._rays.backproject(ramp(rays), ramp.table)
+        return self._rays.backproject(ramp(rays), ramp.table, out)
 
     def safe_step_size(self) -> float:
         """1 over the largest eigenvalue of A†A, by power iteration from a fixed start; computed once.

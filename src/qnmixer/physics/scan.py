@@ -188,10 +188,11 @@ class ScanMatrix(FullPrecisionModule):
         product = self._product((self.starts, self.pixels, self.values), turned)
         return product.index_select(0, order)
 
-    def backproject(self, sinograms: Tensor, table: Tensor) -> Tensor:
-        """Mᵀ y, columns [H·W, B], of columns that hold y where the table says."""
+    def backproject(self, sinograms: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
+        """Mᵀ y, columns [H·W, B], of columns that hold y where the table says; out: where to put them."""
         if (at_most := _COLUMNS // self._quarters) < sinograms.shape[1]:
-            return torch.cat([self.backproject(part.contiguous(), table) for part in sinograms.split(at_most, 1)], 1)
+            parts = [self.backproject(part.contiguous(), table) for part in sinograms.split(at_most, 1)]
+            return torch.cat(parts, 1, out=out)
         turned = sinograms.index_select(0, table)
         if self.gaps is not None:
             turned *= self.gaps
@@ -199,7 +200,7 @@ class ScanMatrix(FullPrecisionModule):
         if self._sums_middle:  # the four corners of an odd image share the middle pixel
             middle = product[-self._quarters :]
             middle[0] = middle.sum(0)
-        return product.index_select(0, self.image_order)
+        return torch.index_select(product, 0, self.image_order, out=out)
 
     def bins_first(self) -> tuple[Tensor, Tensor, int]:
         """The order of `project` and the table of `backproject` for sinograms as [D, V], and D."""
