@@ -60,7 +60,7 @@ class History:
 
     Attributes:
         rows: [B, n, L].
-        scales: what the rows were divided by, and its inverse, of the s and of the z: [B, 2, 2, T].
+        scales: what the rows were divided by, of the s and of the z: [B, 2, T].
         ends_with_code: whether the last row is a code.
     """
 
@@ -72,7 +72,7 @@ class History:
     @staticmethod
     def begin(s: Tensor, n_iterations: int) -> "History":
         """The first step [B, L], with memory for the rows of so many iterations."""
-        scales = s.new_zeros(len(s), 2, 2, n_iterations)
+        scales = s.new_zeros(len(s), 2, n_iterations)
         return History(s.new_empty(len(s), 0, s.shape[1]), scales).append(s)
 
     def append(self, v: Tensor) -> "History":
@@ -140,18 +140,18 @@ class _Buffer:
         self.rows = rows.new_empty(batch, 2 * scales.shape[-1], length)
         self.rows[:, :n] = rows.detach()
         self.scales = scales.clone()
+        self.unit = torch.eye(2, dtype=rows.dtype, device=rows.device)[0]
         self._place = 2 * n - ends_with_code
 
     def write(self, v: Tensor, n: int) -> None:
         """Make v [B, L] row n."""
         if self._has(2 * n + 2):
             return
-        largest, inverse = self.scales[:, n % 2, :, n // 2].unbind(1)
-        torch.linalg.vector_norm(v, torch.inf, dim=1, out=largest)
+        scale = self.scale(n)
+        torch.linalg.vector_norm(v, torch.inf, dim=1, keepdim=True, out=scale)
         bits, exponent = _EXPONENT[v.dtype]
-        largest.view(bits).bitwise_and_(exponent)
-        torch.reciprocal(largest.clamp_min(_SMALLEST), out=inverse)
-        torch.mul(v, inverse[:, None], out=self.rows[:, n]).nan_to_num_(0.0)
+        scale.view(bits).bitwise_and_(exponent)
+        torch.div(v, scale.clamp_min_(_SMALLEST), out=self.rows[:, n]).nan_to_num_(0.0)
         self._place = 2 * n + 2
 
     def write_code(self, r: Tensor, n: int) -> None:
@@ -176,13 +176,13 @@ class _Buffer:
             raise RuntimeError("a history is continued once: call the methods of the one that the last method gave")
         return True
 
-    def inverse(self, n: int) -> Tensor:
-        """What row n was multiplied by [B, 1]."""
-        return self.scales[:, n % 2, 1, n // 2, None]
+    def scale(self, n: int) -> Tensor:
+        """What row n was divided by [B, 1]."""
+        return self.scales[:, n % 2, n // 2, None]
 
     def steps(self, n: int) -> Tensor:
         """Scales [B, t] of the steps among the first n rows."""
-        return self.scales[:, 0, 0, : (n + 1) // 2]
+        return self.scales[:, 0, : (n + 1) // 2]
 
     def first(self, n: int) -> Tensor:
         """The first n rows, for autograd to follow. No view to it: what is written behind them does not matter."""
@@ -196,10 +196,12 @@ class _Pairs(NamedTuple):
     """
 
     skipped: Tensor  # bool [B, t]
+    ss: Tensor  # sᵀs [B, t]; at least 0.5, which keeps pairs finite that are skipped because s is shorter
     slope: Tensor  # zᵀs / sᵀs [B, t]
     mu: Tensor  # N_s / N_z [B, t]
     N: Tensor  # [B, t, 2]
     gamma: Tensor  # [B, t]
+    gamma_D: Tensor  # [B, t]
     R: Tensor  # [B, t, t]; below its diagonal is what is not looked at
 
     @staticmethod
@@ -207,20 +209,22 @@ class _Pairs(NamedTuple):
         """From the inner products of the rows s_0, z_0, s_1, … [B, 2t, 2t]."""
         t = gram.shape[1] // 2
         squares = gram.diagonal(dim1=1, dim2=2)
-        ss, zz = squares[:, 0::2], squares[:, 1::2]
+        zz, ss = squares[:, 1::2], squares[:, 0::2].clamp_min(0.5)
         slope = gram.diagonal(1, 1, 2)[:, 0::2] / ss
-        ratio = (scales[:, 0, 0, :t] * scales[:, 1, 1, :t]).nan_to_num_(0.0).clamp_max_(_RATIO_MAX)
+        ratio = (scales[:, 0, :t] / scales[:, 1, :t]).nan_to_num_(0.0).clamp_max_(_RATIO_MAX)
         # θz + (1 − θ)s is, up to a factor, z + μs; μ = 0 where zᵀs is large enough already.
         mu = torch.sub(slope, ratio, alpha=DAMPING).clamp_max_(0.0).mul_(-1 / (1 - DAMPING))
-        across = torch.addcmul(zz / ss, slope, slope, value=-1)
-        straight = (slope + mu).square_().mul_(MIN_COSINE**-2 - 1) > across
-        skipped = torch.logical_and(straight, ss > 0.5).logical_not_()  # of zero, or near it, no row is 1 long
-        mu.masked_fill_(skipped, 0.0)
-        N_z = (mu + 1).reciprocal_().masked_fill_(skipped, 0.0)  # so that Y is as long as a row, whatever μ
-        N = torch.stack([N_z * mu, N_z], 2)
+        across, damped = torch.addcmul(zz / ss, slope, slope, value=-1), slope + mu
+        skipped = across.addcmul_(damped, damped, value=1 - MIN_COSINE**-2) >= 0
+        skipped.logical_or_(ss <= 0.5)  # of zero, or near it, no row is 1 long
+        N = gram.new_empty(*mu.shape, 2)
+        N_s, N_z = N.unbind(2)
+        torch.reciprocal(mu + 1, out=N_z).masked_fill_(skipped, 0.0)  # so that Y is as long as a row, whatever μ
+        torch.mul(N_z, mu, out=N_s)
         R = (gram.view(-1, t, 2, t, 2)[:, :, 0] * N[:, None]).sum(3)
-        R.diagonal(dim1=1, dim2=2).masked_fill_(skipped, 1.0)
-        return _Pairs(skipped, slope, mu, N, ratio.add_(mu).mul_(N_z), R)
+        D = R.diagonal(dim1=1, dim2=2).masked_fill_(skipped, 1.0)
+        gamma = ratio.add_(mu).mul_(N_z)
+        return _Pairs(skipped, ss, slope, mu, N, gamma, gamma * D, R)
 
 
 class _Solved(NamedTuple):
@@ -235,20 +239,18 @@ class _Solved(NamedTuple):
     @staticmethod
     def of(r: Tensor, s_r: Tensor, vectors: Tensor, pairs: _Pairs) -> "_Solved":
         """From r [B, L], Sᵀ r [B, t] and the rows s_0, z_0, s_1, … [B, 2t, L]."""
-        _, _, _, N, gamma, R = pairs
+        N, R = pairs.N, pairs.R
         w = _solve(R, s_r, upper=True)
         of_q = w[..., None] * N
         q = torch.baddbmm(r[:, None], of_q.view(len(r), 1, -1), vectors, alpha=-1)[:, 0]
         inner = torch.bmm(vectors, q[..., None]).view_as(N)
         y_q = (inner * N).sum(2)
-        c = _solve(R.mT, y_q.addcmul_(gamma * R.diagonal(dim1=1, dim2=2), w, value=-1), upper=False)
+        c = _solve(R.mT, y_q.addcmul_(pairs.gamma_D, w, value=-1), upper=False)
         return _Solved(w, of_q, q, inner, c)
 
-    def coefficients(self) -> Tensor:
-        """Those f [B, 2t] of r − H r = Σ f_k v_k, for the rows s_0, z_0, s_1, …"""
-        f = self.of_q.clone()
-        f[..., 0] += self.c
-        return f.flatten(1)
+    def coefficients(self, unit: Tensor) -> Tensor:
+        """Those f [B, 2t] of r − H r = Σ f_k v_k, for the rows s_0, z_0, s_1, …; unit: 1, 0."""
+        return torch.addcmul(self.of_q, self.c[..., None], unit).flatten(1)
 
 
 def _solve(triangle: Tensor, b: Tensor, upper: bool) -> Tensor:
@@ -272,7 +274,7 @@ class _Append(torch.autograd.Function):
         (of_rows,), n = gradients, ctx.n
         if of_rows is None:
             return None, None, None, None
-        of_v = of_rows[:, n] if ctx.is_code else of_rows[:, n] * ctx.buffer.inverse(n)
+        of_v = of_rows[:, n] if ctx.is_code else of_rows[:, n] / ctx.buffer.scale(n)
         return of_rows[:, :n], of_v, None, None
 
 
@@ -292,7 +294,7 @@ class _Change(torch.autograd.Function):
         (of_rows,), last = gradients, ctx.n - 1
         if of_rows is None:
             return None, None, None
-        of_r = of_rows[:, last] * ctx.buffer.inverse(last)
+        of_r = of_rows[:, last] / ctx.buffer.scale(last)
         torch.neg(of_r, out=of_rows[:, last])
         return of_rows, of_r, None
 
@@ -321,8 +323,8 @@ class _Way(torch.autograd.Function):
 class _Step(torch.autograd.Function):
     """s = −(r + τ (H r − r)) from the rows s_0, z_0, …, s_{t−1}, z_{t−1} [B, 2t, L].
 
-    Backward: H is symmetric, so it is applied to the cotangent v = −τ s̄ of H r too. With e, p and b for v what w, q and
-    c are for r, vᵀ H r = pᵀ q + eᵀ γD w, and its derivatives are
+    Backward: H is symmetric, so it is applied to v = τ s̄ too; the cotangent of H r is −v. With e, p and b for v what w,
+    q and c are for r, vᵀ H r = pᵀ q + eᵀ γD w, and its derivatives are
 
         Ȳ = −(q eᵀ + p wᵀ),   S̄ = v cᵀ + r bᵀ,   R̄ = −triu(c eᵀ + b wᵀ) + diag(γ e w),   γ̄ = D e w.
     """
@@ -338,7 +340,7 @@ class _Step(torch.autograd.Function):
         pairs = _Pairs.of(gram, buffer.scales)
         s_r = torch.bmm(vectors[:, 0::2], r[..., None])[..., 0]
         solved = _Solved.of(r, s_r, vectors, pairs)
-        f = solved.coefficients()
+        f = solved.coefficients(buffer.unit)
         ctx.buffer, ctx.n, ctx.constant = buffer, n, constant
         ctx.save_for_backward(r, trust, gram, f, *pairs, *solved)
         trusted = f if trust is None else trust * f
@@ -355,25 +357,27 @@ class _Step(torch.autograd.Function):
         vectors = ctx.buffer.rows[:, : ctx.n]
         inner = torch.bmm(vectors, of_s[..., None])[..., 0]
         of_trust = None if trust is None else torch.dot(f.flatten(), inner.flatten()).view(1)
-        v, s_v = (-of_s, -inner[:, 0::2]) if trust is None else (of_s * -trust, inner[:, 0::2] * -trust)
+        v, s_v = of_s, inner[:, 0::2]
+        if trust is not None:
+            v, s_v = v * trust, s_v * trust
         back = _Solved.of(v, s_v, vectors, pairs)
-        of_r = torch.baddbmm(of_s[:, None], back.coefficients()[:, None], vectors, beta=-1, alpha=-1)[:, 0]
+        of_r = torch.baddbmm(of_s[:, None], back.coefficients(ctx.buffer.unit)[:, None], vectors, beta=-1)[:, 0]
         if not ctx.constant:
             if own is None:
                 own = torch.zeros_like(vectors)
-            _add_gradients(own, vectors, gram, r, v, pairs, solved, back)
+            _subtract_gradients(own, vectors, gram, r, v, pairs, solved, back)
         return own, of_r, of_trust, None, None
 
 
-def _add_gradients(
+def _subtract_gradients(
     own: Tensor, vectors: Tensor, gram: Tensor, r: Tensor, v: Tensor, pairs: _Pairs, solved: _Solved, back: _Solved
 ) -> None:
-    """Add the derivatives of vᵀ H r to those of the rows s_0, z_0, s_1, …, [B, 2t, L]."""
-    skipped, slope, mu, N, gamma, R = pairs
+    """Subtract the derivatives of vᵀ H r from those of the rows s_0, z_0, s_1, …, [B, 2t, L]."""
+    _, ss, slope, mu, N, gamma, _, R = pairs
     t, of_s = N.shape[1], own[:, 0::2]
-    own.baddbmm_(torch.stack([back.of_q, solved.of_q], 3).flatten(1, 2), torch.stack([solved.q, back.q], 1), alpha=-1)
+    own.baddbmm_(torch.stack([back.of_q, solved.of_q], 3).flatten(1, 2), torch.stack([solved.q, back.q], 1))
     cb, ew = torch.stack([solved.c, back.c], 2), torch.stack([back.w, solved.w], 2)
-    of_s.baddbmm_(cb, torch.stack([v, r], 1), alpha=-1)
+    of_s.baddbmm_(cb, torch.stack([v, r], 1))
 
     of_D = back.w * solved.w
     of_R = torch.bmm(cb, ew.mT).triu_()
@@ -382,13 +386,12 @@ def _add_gradients(
     products = gram.view(-1, t, 2, t, 2)[:, :, 0]
     of_mu = (products[..., 0] * of_R).sum(1).addcmul_(R.diagonal(dim1=1, dim2=2), of_D)
     of_mu = of_mu.addcmul_(solved.inner[..., 0], back.w, value=-1).addcmul_(back.inner[..., 0], solved.w, value=-1)
-    ss = products.diagonal(dim1=1, dim2=2)[:, 0]
-    of_sz = of_mu.mul_(N[..., 1]).mul_(mu > 0).div_(ss * -(1 - DAMPING)).masked_fill_(skipped, 0.0)
+    of_mu = of_mu.mul_(N[..., 1]).div_(ss).masked_fill_(mu <= 0, 0.0)
     of_products = of_R[..., None] * N[:, None]
     diagonal = of_products.diagonal(dim1=1, dim2=2)
-    diagonal[:, 1] += of_sz
-    diagonal[:, 0].addcmul_(of_sz, slope.masked_fill(skipped, 0.0), value=-1)
+    diagonal[:, 1].sub_(of_mu, alpha=1 / (1 - DAMPING))
+    diagonal[:, 0].addcmul_(of_mu, slope, value=1 / (1 - DAMPING))
 
     of_products = of_products.flatten(2)
-    of_s.baddbmm_(of_products, vectors)
-    own.baddbmm_(of_products.mT, vectors[:, 0::2])
+    of_s.baddbmm_(of_products, vectors, alpha=-1)
+    own.baddbmm_(of_products.mT, vectors[:, 0::2], alpha=-1)
