@@ -4,7 +4,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from qnmixer.errors import ConfigError
-from qnmixer.models.incept_mixer import InceptionPatches, InceptMixer, Maximum3x3, MixerLayer, PatchExpansion
+from qnmixer.models.incept_mixer import (
+    InceptionPatches,
+    InceptMixer,
+    Maximum3x3,
+    MixerLayer,
+    PatchExpansion,
+    convolved,
+    multiplied,
+)
 
 
 def regulariser_of(channels: int) -> InceptMixer:
@@ -67,3 +75,13 @@ def test_branches_in_patches_equal_the_figure_joined_then_cut() -> None:
     kernel = torch.cat([branch[-1].weight for branch in branches], dim=1)
     expected = F.conv2d(features, kernel, stride=4) + embedding.bias[:, None, None]
     torch.testing.assert_close(embedding(x), expected)
+
+
+@pytest.mark.parametrize("axis", [1, 2, 3])
+def test_a_gpus_convolution_is_the_cpus_product(axis: int) -> None:
+    """Values and gradients."""
+    leaves = [torch.randn(*shape).requires_grad_() for shape in ((2, 4, 4, 4), (6, 4), (6,))]
+    found = [apply(axis, *leaves) for apply in (convolved, multiplied)]
+    torch.testing.assert_close(*found)
+    weights = torch.randn_like(found[0])
+    torch.testing.assert_close(*(torch.autograd.grad((y * weights).sum(), leaves) for y in found))

@@ -39,6 +39,14 @@ def relu_in_place(x: Tensor) -> Tensor:
     return _ReluInPlace.apply(x)
 
 
+class ReluInPlace(nn.Module):
+    """`relu_in_place` as a layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """max(0, x)."""
+        return relu_in_place(x)
+
+
 class Maximum3x3(nn.Module):
     """The largest of each pixel's 3 × 3 neighbourhood, [B, 1, H, W]: along rows, then along columns.
 
@@ -99,8 +107,8 @@ class InceptionPatches(nn.Module):
         self.branches = nn.ModuleList(
             [
                 nn.Sequential(Stem(width, patchify)),
-                nn.Sequential(Stem(width, partial(spatial, 3)), nn.ReLU(inplace=True), patchify()),
-                nn.Sequential(Stem(width, partial(spatial, 5)), nn.ReLU(inplace=True), patchify()),
+                nn.Sequential(Stem(width, partial(spatial, 3)), ReluInPlace(), patchify()),
+                nn.Sequential(Stem(width, partial(spatial, 5)), ReluInPlace(), patchify()),
                 nn.Sequential(Maximum3x3(), Stem(width, patchify)),
             ]
         )
@@ -132,20 +140,34 @@ class AxisMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x with its `axis` mixed."""
         first, activation, last = self.layers
-        if self.axis == 3:  # a CPU takes twice as long for GELU with channels last than for the same in a plain order
-            hidden = activation(_convolved(first, x.movedim(3, 1)).movedim(1, 3))
-            return _convolved(last, hidden.movedim(3, 1)).movedim(1, 3)
-        maps = x.movedim(self.axis, 1)
-        return _convolved(last, activation(_convolved(first, maps))).movedim(1, self.axis)
+        assert isinstance(first, nn.Linear) and isinstance(last, nn.Linear)
+        hidden = activation(along(self.axis, x, first.weight, first.bias))
+        return along(self.axis, hidden, last.weight, last.bias)
 
 
-def _convolved(linear: nn.Module, maps: Tensor) -> Tensor:
-    """W x + b for each column x of maps [B, size, …, …].
+def along(axis: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """W v + b for each vector v along an axis of x [B, h, w, C], which is not the first.
 
-    Backward of this convolution is one operator, that of a product is three or four, in the same time.
+    Backward of a convolution is one operator, that of a product three or four. So a GPU, which waits for the host to
+    start them, convolves. A CPU with several threads would take up to twice as long for that.
     """
-    assert isinstance(linear, nn.Linear)
-    return F.conv2d(maps, linear.weight[:, :, None, None], linear.bias)
+    return (convolved if x.is_cuda else multiplied)(axis, x, weight, bias)
+
+
+def convolved(axis: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The same, by a 1 × 1 convolution."""
+    return F.conv2d(x.movedim(axis, 1), weight[:, :, None, None], bias).movedim(1, axis)
+
+
+def multiplied(axis: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The same, by products of matrices."""
+    if axis == 3:
+        return F.linear(x, weight, bias)
+    assert bias is not None
+    # The axis as the rows of matrices: nothing is transposed in memory.
+    columns = x.flatten(2) if axis == 1 else x.flatten(0, 1)
+    product = torch.baddbmm(bias[:, None], weight.expand(len(columns), -1, -1), columns)
+    return product.view(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
 class MixerLayer(nn.Module):
@@ -184,7 +206,7 @@ class PatchExpansion(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The image that the patches stand for."""
         weight = (self.project[:, None] * self.expand).sum(1)
-        return F.pixel_shuffle(F.conv2d(x.permute(0, 3, 1, 2), weight[:, :, None, None]), self.patch_size)
+        return F.pixel_shuffle(along(3, x, weight, None).permute(0, 3, 1, 2), self.patch_size)
 
 
 class FeatureExpansion(nn.Module):
@@ -199,7 +221,8 @@ class FeatureExpansion(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Features of each pixel's surroundings."""
-        return F.pixel_shuffle(_convolved(self.expand, x.permute(0, 3, 1, 2)), self.patch_size)
+        wide = along(3, x, self.expand.weight, self.expand.bias)
+        return F.pixel_shuffle(wide.permute(0, 3, 1, 2), self.patch_size)
 
 
 class DetailConvolutions(nn.Module):
