@@ -140,7 +140,8 @@ class AxisMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x with its `axis` mixed."""
         first, activation, last = self.layers
-        assert isinstance(first, nn.Linear) and isinstance(last, nn.Linear)
+        assert isinstance(first, nn.Linear)
+        assert isinstance(last, nn.Linear)
         hidden = activation(along(self.axis, x, first.weight, first.bias))
         return along(self.axis, hidden, last.weight, last.bias)
 
