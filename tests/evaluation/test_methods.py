@@ -148,6 +148,26 @@ def test_the_slices_of_a_patient_count_as_one() -> None:
     assert "t(1) · s/√2" in quality.note
 
 
+def test_a_patient_in_the_test_slices_of_two_seeds_is_one_patient() -> None:
+    """Each seed has split the patients anew, so the slice of a patient has another number in each split."""
+
+    def split(values: dict[str, float]) -> list[ImageScore]:
+        return [ImageScore(k, f"{name}/0", "A", v, v, v, v, patient=k) for k, (name, v) in enumerate(values.items())]
+
+    a, b, c, tv = (ComparedMethod(name, [], name, {}, {"as_trained": "x"}) for name in ("A", "B", "C", TV))
+    a.measured["as_trained"] = {(1, 1): split({"p": 30.0, "q": 32.0}), (2, 2): split({"q": 34.0, "p": 36.0})}
+    tv.measured["as_trained"] = {(1, 1): split({"p": 29.0, "q": 30.0}), (2, 2): split({"q": 32.0, "p": 35.0})}
+    b.measured["as_trained"] = {(3, 3): split({"r": 40.0})}  # a seed whose test patients no other has
+    found = Comparison([Path("sweep")], ["as_trained"], [a, b, c, tv], {}, [], "a processor")
+    assert a.scores("as_trained", "psnr") == {(1, 1): {"p/0": 30.0, "q/0": 32.0}, (2, 2): {"q/0": 34.0, "p/0": 36.0}}
+    gains = over_tv(found, a, "as_trained")
+    assert gains is not None
+    assert (gains["psnr"].mean, gains["psnr"].n_patients) == (1.5, 2)
+    assert over_tv(found, b, "as_trained") is None
+    assert pairs_of(found, "as_trained") == [(a, tv)]
+    assert tables_of(found)[0].title == "as_trained: 2 slices of 2 patients"
+
+
 def test_the_step_from_which_on_a_method_stays_above_total_variation(tmp_path: Path) -> None:
     config = parse(compose("train", ["model=learn", "trainer.max_steps=30", "seed=1"]))
     metrics = "step,samples,train/samples_per_second,val/psnr\n"

@@ -3,7 +3,7 @@
 import json
 import time
 from dataclasses import asdict, replace
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from statistics import mean
 from textwrap import fill
@@ -92,11 +92,7 @@ def over_tv(comparison: Comparison, method: ComparedMethod, test: str) -> dict[s
     rivals = [
         other
         for other in comparison.methods
-        if other is not method
-        and method.measured.get(test)
-        and other.network == TV
-        and other.measured.get(test)
-        and other.scans[test] == method.scans.get(test)
+        if other is not method and other.network == TV and _on_the_same(method, other, test)
     ]
     if not rivals:
         return None
@@ -115,7 +111,16 @@ def pairs_of(comparison: Comparison, test: str) -> list[tuple[ComparedMethod, Co
     for method in comparison.methods:
         if method.measured.get(test) and method.network != FBP:
             by_scan.setdefault(method.scans[test], []).append(method)
-    return [pair for methods in by_scan.values() for pair in combinations(methods[:_DRAWN], 2)]
+    pairs = [pair for methods in by_scan.values() for pair in combinations(methods[:_DRAWN], 2)]
+    return [pair for pair in pairs if _on_the_same(*pair, test)]
+
+
+def _on_the_same(one: ComparedMethod, other: ComparedMethod, test: str) -> bool:
+    """Whether two methods were measured on the same sinograms, and have at least one patient in common."""
+    if not (one.measured.get(test) and other.measured.get(test) and one.scans[test] == other.scans[test]):
+        return False
+    mine, its = ({*chain(*method.scores(test, "psnr").values())} for method in (one, other))
+    return not mine.isdisjoint(its)
 
 
 def _quality(comparison: Comparison) -> PageTable:

@@ -1,5 +1,6 @@
 """Compare a network with FBP, and on request total variation, on a split: scores per image, a table, a picture."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -70,11 +71,19 @@ class ImageScore:
 
 
 def by_patient(scores: Sequence[ImageScore], metric: str) -> dict[str, float]:
-    """The mean of each patient. It is named by its first slice, with the number of that: slices may share a name."""
-    slices: dict[int | str, list[ImageScore]] = {}
+    """The mean of each patient, by the name of the patient's first slice.
+
+    The number of that slice is added only if patients share a name: it changes if a seed splits the patients anew.
+    """
+    patients: dict[int | str, list[ImageScore]] = {}
     for score in scores:
-        slices.setdefault(f"slice {score.number}" if score.patient is None else score.patient, []).append(score)
-    return {f"{its[0].number} {its[0].slice}": mean(getattr(it, metric) for it in its) for its in slices.values()}
+        patients.setdefault(f"slice {score.number}" if score.patient is None else score.patient, []).append(score)
+    n_named = Counter(its[0].slice for its in patients.values())
+    means = {}
+    for first, *others in patients.values():
+        name = first.slice if n_named[first.slice] == 1 else f"{first.number} {first.slice}"
+        means[name] = mean(getattr(it, metric) for it in (first, *others))
+    return means
 
 
 @dataclass
