@@ -11,6 +11,7 @@ from rich.console import Console
 from qnmixer.config import parse
 from qnmixer.config.commands import parse_compare
 from qnmixer.config.compose import compose
+from qnmixer.evaluation.compare import split_anew
 from qnmixer.evaluation.comparison_report import TV, differences, over_tv, pairs_of, tables_of, write_comparison
 from qnmixer.evaluation.curves import Level, Validation, curve_of, first_above, median_step
 from qnmixer.evaluation.evaluate import ImageScore
@@ -166,6 +167,9 @@ def test_a_patient_in_the_test_slices_of_two_seeds_is_one_patient() -> None:
     assert over_tv(found, b, "as_trained") is None
     assert pairs_of(found, "as_trained") == [(a, tv)]
     assert tables_of(found)[0].title == "as_trained: 2 slices of 2 patients"
+    assert split_anew([a, tv], "as_trained")
+    del a.measured["as_trained"][2, 2], tv.measured["as_trained"][2, 2]
+    assert not split_anew([a, c, tv], "as_trained")
 
 
 def test_the_step_from_which_on_a_method_stays_above_total_variation(tmp_path: Path) -> None:
@@ -189,6 +193,20 @@ def test_the_step_from_which_on_a_method_stays_above_total_variation(tmp_path: P
     assert [first_above(curve[:n], 5.5) for n in (1, 2, 3, 4)] == [1, None, 3, None]
     texts = {median_step(steps) for steps in ([1500], [2000, 1500, None], [None, 1500, None], [None])}
     assert texts == {"1,500", "2,000 (2 of 3)", "none (1 of 3)", "none"}
+
+
+def test_a_job_that_its_epochs_limit_has_the_steps_that_it_took() -> None:
+    for overrides, steps in ((["trainer.max_epochs=2"], 16), (["trainer.max_steps=20"], 20)):
+        config = parse(compose("train", ["model=learn", *overrides]))
+        assert ComparedJob(Path("0"), [], {"steps": 16}, config, "").steps == steps
+        assert ComparedJob(Path("0"), [], {"steps": 0}, config, "").steps is None
+
+
+def test_a_seed_that_two_sweeps_trained_counts_once() -> None:
+    a = method("A", {1: [30.0, 32.0], 2: [31.0, 33.0]})
+    a.jobs.append(ComparedJob(Path("other/0"), [], {}, None, ""))  # seed 1 again
+    quality, *_ = tables_of(Comparison([Path("sweep")], ["as_trained"], [a], {}, [], "a processor"))
+    assert quality.rows[0][1] == "2 of 3"
 
 
 def test_a_method_with_no_job_and_no_measure_has_a_row(comparison: Comparison) -> None:

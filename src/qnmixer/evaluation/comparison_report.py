@@ -130,7 +130,7 @@ def _quality(comparison: Comparison) -> PageTable:
     has_tv = any(gains.values())
     other_steps = len({method.steps for method in comparison.methods} - {None}) > 1
     for method in comparison.methods:
-        row = [method.name, _seeds(method)]
+        row = [method.name, _seeds(method, test)]
         for metric in ("psnr", "ssim"):
             found = _spread(method, test, metric)
             row += [_with_seeds(found), _NOTHING if found is None else _number(found.over_patients)]
@@ -270,10 +270,10 @@ def _job(comparison: Comparison, job: ComparedJob) -> str:
     return f"{job.folder.parent.name}/{job.folder.name}" if several else job.folder.name
 
 
-def _seeds(method: ComparedMethod) -> str:
+def _seeds(method: ComparedMethod, test: str) -> str:
     if not method.jobs:
         return _NOTHING
-    n, of = len(method.done), len(method.jobs)
+    n, of = len(method.measured.get(test, {})), len(method.jobs)
     return str(n) if n == of else f"{n} of {of}"
 
 

@@ -51,7 +51,10 @@ class ComparedJob:
     @property
     def steps(self) -> int | None:
         """The number of optimizer steps that it was to train for; None: its method learns nothing."""
-        return self.config.trainer.max_steps if self.config is not None and self.results.get("steps") else None
+        done = self.results.get("steps")
+        if self.config is None or not done:
+            return None
+        return done if self.config.trainer.max_steps == -1 else self.config.trainer.max_steps
 
 
 @dataclass(frozen=True)
