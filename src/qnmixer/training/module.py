@@ -104,13 +104,13 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
             self.log(f"val/{name}", mean, on_step=False, on_epoch=True)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check the loss. Log the gradient norm before clipping, its largest finite value, lr and the mean of λ_t."""
+        """Check the loss. Log the gradient norm before clipping, its maximum in the run, lr and the mean of λ_t."""
         self._finite.raise_if_not()
         # The norm of shards is itself in shards: gather gives that of all ranks.
         norm = gather(torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
         self.gradient_norm = norm
-        # 16-mixed skips a step whose gradient overflows. That norm would be the largest for the rest of the run.
-        counted = norm.nan_to_num(nan=0.0, posinf=0.0)
+        # The scaler skips a step whose gradient overflows. That norm would be the largest for the rest of the run.
+        counted = norm.nan_to_num(nan=0.0, posinf=0.0) if self.config.trainer.precision == "16-mixed" else norm
         self._largest_norm = torch.maximum(counted, torch.as_tensor(self._largest_norm, device=norm.device))
         self.log("train/grad_norm", norm)
         self.log("train/grad_norm_max", self._largest_norm)
