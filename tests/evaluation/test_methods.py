@@ -172,6 +172,23 @@ def test_a_patient_in_the_test_slices_of_two_seeds_is_one_patient() -> None:
     assert not split_anew([a, c, tv], "as_trained")
 
 
+def test_slices_with_nothing_in_the_window_are_left_out(comparison: Comparison, tmp_path: Path) -> None:
+    a, b, *_ = comparison.methods
+    b.network = TV
+    for of_method in (a, b):
+        for first, *_ in of_method.measured["as_trained"].values():
+            first.window_psnr = first.window_ssim = None
+    assert differences(a, b, "as_trained")["window_psnr"].n_patients == 1
+    for of_seed in b.measured["as_trained"].values():
+        for score in of_seed:
+            score.window_psnr = score.window_ssim = None
+    assert differences(a, b, "as_trained").keys() == {"psnr", "ssim"}
+    with Console(quiet=True) as console:
+        write_comparison(tmp_path, comparison, parse_compare(compose("compare", ["tests=[as_trained]"])), console)
+    record = json.loads((tmp_path / "comparison.json").read_text())
+    assert [it["tests"]["as_trained"]["window_psnr"] is None for it in record["methods"][:2]] == [False, True]
+
+
 def test_the_step_from_which_on_a_method_stays_above_total_variation(tmp_path: Path) -> None:
     config = parse(compose("train", ["model=learn", "trainer.max_steps=30", "seed=1"]))
     metrics = "step,samples,train/samples_per_second,val/psnr\n"

@@ -317,8 +317,8 @@ def _limits(config: Config, measured: list[Measured]) -> Iterator[str]:
         )
     if config.data.measured:
         yield (
-            f"It was trained on the sinograms of one set (data={config.data.name}), with the noise and the errors of that "
-            "set. On other scans its results may be worse than in every table here."
+            f"It was trained on the sinograms of one set (data={config.data.name}), with that set's noise and errors. "
+            "On other scans its results may be worse than in every table here."
         )
     else:
         yield _on_noise(config, measured)

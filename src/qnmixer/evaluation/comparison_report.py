@@ -101,8 +101,12 @@ def over_tv(comparison: Comparison, method: ComparedMethod, test: str) -> dict[s
 
 
 def differences(one: ComparedMethod, other: ComparedMethod, test: str) -> dict[str, Difference]:
-    """`one` minus `other` by metric."""
-    return {metric: difference(one.scores(test, metric), other.scores(test, metric)) for metric in METRICS}
+    """`one` minus `other` by metric; without a metric that no patient has."""
+    return {
+        metric: difference(one.scores(test, metric), other.scores(test, metric))
+        for metric in METRICS
+        if _on_the_same(one, other, test, metric)
+    }
 
 
 def pairs_of(comparison: Comparison, test: str) -> list[tuple[ComparedMethod, ComparedMethod]]:
@@ -115,11 +119,11 @@ def pairs_of(comparison: Comparison, test: str) -> list[tuple[ComparedMethod, Co
     return [pair for pair in pairs if _on_the_same(*pair, test)]
 
 
-def _on_the_same(one: ComparedMethod, other: ComparedMethod, test: str) -> bool:
-    """Whether two methods were measured on the same sinograms, and have at least one patient in common."""
+def _on_the_same(one: ComparedMethod, other: ComparedMethod, test: str, metric: str = "psnr") -> bool:
+    """Whether two methods were measured on the same sinograms of at least one patient."""
     if not (one.measured.get(test) and other.measured.get(test) and one.scans[test] == other.scans[test]):
         return False
-    mine, its = ({*chain(*method.scores(test, "psnr").values())} for method in (one, other))
+    mine, its = ({*chain(*method.scores(test, metric).values())} for method in (one, other))
     return not mine.isdisjoint(its)
 
 
@@ -362,7 +366,8 @@ def _method_record(comparison: Comparison, method: ComparedMethod, level: Level)
     tests: dict[str, Any] = {}
     for test in comparison.tests:
         if method.measured.get(test):
-            tests[test] = {metric: asdict(spread(method.scores(test, metric))) for metric in METRICS}
+            spreads = {metric: _spread(method, test, metric) for metric in METRICS}
+            tests[test] = {metric: found and asdict(found) for metric, found in spreads.items()}
             tests[test]["scan"] = method.scans[test]
             if (gains := over_tv(comparison, method, test)) is not None:
                 tests[test]["over_tv"] = {metric: asdict(gain) for metric, gain in gains.items()}
@@ -401,7 +406,9 @@ def _lines(comparison: Comparison) -> list[list[Any]]:
                 first and max(map(len, method.measured[test].values())), first and first.n_patients,
                 *(value for s in spreads for value in ((s.mean, s.over_seeds, s.over_patients) if s else [None] * 3)),
                 *(value for metric in METRICS
-                  for value in ((found[metric].mean, found[metric].over_patients) if found else [None] * 2)),
+                  for value in (
+                      (found[metric].mean, found[metric].over_patients) if found and metric in found else [None] * 2
+                  )),
                 median_step(steps) if steps else None,
                 *(getattr(method.cost, name, None) for name in costs),
                 _joined(job.results.get("git_commit") for job in method.jobs),

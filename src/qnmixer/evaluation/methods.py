@@ -97,7 +97,8 @@ class ComparedMethod:
 
     def scores(self, test: str, metric: str) -> Scores:
         """One metric on one test, by patient; empty if nothing was measured."""
-        return {seeds: by_patient(scores, metric) for seeds, scores in self.measured.get(test, {}).items()}
+        found = {seeds: by_patient(scores, metric) for seeds, scores in self.measured.get(test, {}).items()}
+        return {seeds: by_name for seeds, by_name in found.items() if by_name}
 
 
 @dataclass
