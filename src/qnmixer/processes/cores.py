@@ -13,6 +13,16 @@ _SPINS = "GOMP_SPINCOUNT"
 _SET_BY_USER = {_SPINS, "OMP_WAIT_POLICY", "GOMP_CPU_AFFINITY"}
 
 
+def n_cores() -> int:
+    """The CPU cores that this process may use: on a cluster those of its job, not all of the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_each(n_processes: int) -> int:
+    """Threads for each of some processes that share these cores."""
+    return max(1, n_cores() // n_processes)
+
+
 def wait_briefly() -> None:
     """Let threads of GNU OpenMP sleep after ten microseconds of waiting, unless the user has set how they wait.
 
@@ -37,7 +47,7 @@ class CoreUse:
         if now is None or self._before is None or now[2] <= self._before[2]:
             return None
         everybody, own, wall = (after - before for after, before in zip(now, self._before, strict=True))
-        cores = len(os.sched_getaffinity(0))
+        cores = n_cores()
         return min(cores, max(0.0, cores - (everybody - own) / wall))
 
 
