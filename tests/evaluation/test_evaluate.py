@@ -140,6 +140,8 @@ def test_a_gain_over_patients_has_an_interval(scores: Evaluation) -> None:
     text = _gain(of_two)  # 10.5 and 9: 9.75, and 12.7062 · 1.5 / 2
     assert "; over FBP, mean over 2 patients ± half of its 95 % interval: PSNR +9.75 ± 9.53, SSIM × 100 +36.00 " in text
     assert "patients" not in _gain(scores)
+    with_phantoms = [*of_two.scores, *(replace(score, number=score.number + 2) for score in scores.scores)]
+    assert "patients" not in _gain(Evaluation(with_phantoms, []))  # as in a mix with evaluate_on=null
 
 
 def test_means(scores: Evaluation) -> None:

@@ -120,8 +120,9 @@ class Evaluation:
 
     @property
     def n_patients(self) -> int:
-        """How many patients the slices show; 0 if that is not known."""
-        return len({score.patient for score in self.scores} - {None})
+        """How many patients the slices show; 0 if that is not known of each slice."""
+        patients = {score.patient for score in self.scores}
+        return 0 if None in patients else len(patients)
 
     @property
     def methods(self) -> list[str]:
