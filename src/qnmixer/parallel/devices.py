@@ -46,7 +46,7 @@ def resolve_devices(config: Config) -> Config:
 
 @contextmanager
 def cpu_threads(config: Config, free: float | None, recorded: int | None) -> Iterator[str]:
-    """Let torch use only the cores that other programs leave free, while the block runs on a CPU.
+    """Let torch use only the cores that the machine has free for it, while the block runs on a CPU.
 
     A user's OMP_NUM_THREADS is respected. The number of threads changes the last bits of sums. So it is chosen once,
     and a resumed run uses the recorded number.
@@ -64,7 +64,7 @@ def cpu_threads(config: Config, free: float | None, recorded: int | None) -> Ite
         return
     n = min(every, recorded or (every if free is None else max(1, round(free))))
     torch.set_num_threads(n)
-    why = "as before it stopped" if recorded else "as other programs use the other cores"
+    why = "as before it stopped" if recorded else "as no more cores are free"
     try:
         yield f"CPU: {n} of {every} threads, {why} ({THREADS}={every}: all)" if n < every else ""
     finally:
