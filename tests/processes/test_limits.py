@@ -9,6 +9,7 @@ import torch
 
 from qnmixer.memory.footprint import MIB
 from qnmixer.memory.limits import memory_of
+from qnmixer.parallel.devices import choose_device
 from qnmixer.processes import limits
 from qnmixer.processes.cores import CoreUse, n_cores
 from qnmixer.processes.limits import cpu_limit, memory_limit
@@ -49,5 +50,13 @@ def test_limits(
     if math.isfinite(cores):
         assert n_cores() == 1
         assert (CoreUse().free() or 0.0) <= 1
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        before = torch.get_num_threads()
+        try:
+            torch.set_num_threads(4)
+            choose_device("cpu")
+            assert torch.get_num_threads() == 1
+        finally:
+            torch.set_num_threads(before)
     if math.isfinite(memory):
         assert memory_of(torch.device("cpu")) * MIB <= memory // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
