@@ -11,7 +11,7 @@ from rich.console import Console
 from qnmixer.config import parse
 from qnmixer.config.commands import parse_compare
 from qnmixer.config.compose import compose
-from qnmixer.evaluation.compare import split_anew
+from qnmixer.evaluation.compare import _Measuring, split_anew
 from qnmixer.evaluation.comparison_report import TV, differences, over_tv, pairs_of, tables_of, write_comparison
 from qnmixer.evaluation.curves import Level, Validation, curve_of, first_above, median_step
 from qnmixer.evaluation.evaluate import ImageScore
@@ -210,6 +210,13 @@ def test_the_step_from_which_on_a_method_stays_above_total_variation(tmp_path: P
     assert [first_above(curve[:n], 5.5) for n in (1, 2, 3, 4)] == [1, None, 3, None]
     texts = {median_step(steps) for steps in ([1500], [2000, 1500, None], [None, 1500, None], [None])}
     assert texts == {"1,500", "2,000 (2 of 3)", "none (1 of 3)", "none"}
+
+
+def test_other_noise_is_no_test_of_measured_sinograms(tmp_path: Path) -> None:
+    measuring = _Measuring(parse_compare(compose("compare", ["accelerator=cpu"])), tmp_path, [])
+    config = parse(compose("train", ["experiment=lodopab", "data.root=/x"]))
+    job = ComparedJob(tmp_path, [], {}, config, "")
+    assert measuring._config(job, "field_noise") == measuring._config(job, "as_trained")
 
 
 def test_a_job_that_its_epochs_limit_has_the_steps_that_it_took() -> None:

@@ -177,6 +177,8 @@ class _Measuring:
                 config = override(trained, " ".join(overrides))
         except ConfigError as error:
             raise ConfigError(f"{error} (sets.{test})") from error
+        if config.data.measured:  # a scanner's sinograms have their own noise
+            config.noise = trained.noise
         if isinstance(config.data, PhantomData):
             config.data = replace(config.data, seed=self.config.seed)
         return replace(config, seed=self.config.seed), own
