@@ -192,7 +192,7 @@ def split_of(path: Path) -> SplitRecord | None:
 
 
 def _differences(before: Config, config: Config) -> list[str]:
-    """The settings of network, slices, scan, loss and optimizer that differ, as overrides."""
+    """The settings of network, slices, scan, loss, optimizer and seed that differ, as overrides."""
     old, new = _that_count(before), _that_count(config)
     found = []
     for section in ("model", "data", "geometry", "noise", "loss", "optimizer"):
@@ -203,7 +203,7 @@ def _differences(before: Config, config: Config) -> list[str]:
                     found.append(f"{section}={getattr(before, section).name}, not {getattr(config, section).name}")
                 else:
                     found.append(f"{section}.{key}={value}, not {now}")
-    return found
+    return found if before.seed == config.seed else [*found, f"seed={before.seed}, not {config.seed}"]
 
 
 def _that_count(config: Config) -> dict[str, Any]:
