@@ -12,7 +12,15 @@ from qnmixer.config import parse
 from qnmixer.config.commands import parse_compare
 from qnmixer.config.compose import compose
 from qnmixer.evaluation.compare import _Measuring, split_anew
-from qnmixer.evaluation.comparison_report import TV, differences, over_tv, pairs_of, tables_of, write_comparison
+from qnmixer.evaluation.comparison_report import (
+    TV,
+    config_digest,
+    differences,
+    over_tv,
+    pairs_of,
+    tables_of,
+    write_comparison,
+)
 from qnmixer.evaluation.curves import Level, Validation, curve_of, first_above, median_step
 from qnmixer.evaluation.evaluate import ImageScore
 from qnmixer.evaluation.methods import ComparedJob, ComparedMethod, Comparison, Cost, methods_of
@@ -224,6 +232,14 @@ def test_a_job_that_its_epochs_limit_has_the_steps_that_it_took() -> None:
         config = parse(compose("train", ["model=learn", *overrides]))
         assert ComparedJob(Path("0"), [], {"steps": 16}, config, "").steps == steps
         assert ComparedJob(Path("0"), [], {"steps": 0}, config, "").steps is None
+
+
+def test_a_resumed_job_has_the_config_of_the_others() -> None:
+    first, resumed, other = (
+        config_digest(ComparedJob(Path("0"), [], {}, parse(compose("train", words)), ""))
+        for words in ([], ["resume=runs/0", "seed=2"], ["optimizer.lr=1"])
+    )
+    assert first == resumed != other
 
 
 def test_a_seed_that_two_sweeps_trained_counts_once() -> None:

@@ -245,7 +245,7 @@ def _sources(comparison: Comparison) -> PageTable:
             method.name,
             ", ".join(_job(comparison, job) for job in method.jobs) or "made here",
             _joined(_short_commit(job) for job in method.jobs),
-            _joined(_config_digest(job) for job in method.jobs),
+            _joined(config_digest(job) for job in method.jobs),
             _joined(_hardware(job) for job in method.jobs),
             "; ".join(f"job {_job(comparison, job)}: {job.problem}" for job in method.jobs if job.problem) or _NOTHING,
         ]
@@ -316,12 +316,12 @@ def _short_commit(job: ComparedJob) -> str:
     return commit[:9] + changed + "changes" * bool(changed)
 
 
-def _config_digest(job: ComparedJob) -> str:
-    """A digest that is equal for jobs that differ only in their seed."""
+def config_digest(job: ComparedJob) -> str:
+    """A digest that is equal for jobs that differ only in their seed, or in whether they were stopped and resumed."""
     if job.config is None:
         return ""
     plain = to_plain(job.config)
-    plain["seed"] = plain["data"]["seed"] = None
+    plain["seed"] = plain["data"]["seed"] = plain["resume"] = None
     return digest(plain, 8, sort_keys=True)
 
 
@@ -372,7 +372,7 @@ def _method_record(comparison: Comparison, method: ComparedMethod, level: Level)
             if (gains := over_tv(comparison, method, test)) is not None:
                 tests[test]["over_tv"] = {metric: asdict(gain) for metric, gain in gains.items()}
     jobs = [
-        {"folder": job.folder, "status": job.problem or "done", "config_digest": _config_digest(job)}
+        {"folder": job.folder, "status": job.problem or "done", "config_digest": config_digest(job)}
         | {"overrides": job.overrides, "seed": job.config and job.config.seed}
         | {key: job.results.get(key) for key in ("git_commit", "versions", "device", "threads", "started", "steps",
                                                  "seconds", "memory", "best")}
@@ -412,7 +412,7 @@ def _lines(comparison: Comparison) -> list[list[Any]]:
                 median_step(steps) if steps else None,
                 *(getattr(method.cost, name, None) for name in costs),
                 _joined(job.results.get("git_commit") for job in method.jobs),
-                _joined(map(_config_digest, method.jobs)), _joined(map(_hardware, method.jobs)),
+                _joined(map(config_digest, method.jobs)), _joined(map(_hardware, method.jobs)),
                 " ".join(_job(comparison, job) for job in method.jobs),
             ])  # fmt: skip
     return lines
