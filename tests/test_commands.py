@@ -1087,7 +1087,8 @@ def test_no_patient_is_tested_who_was_trained_on(ten: tuple[Path, list[str], str
         assert outcome.code == 0, outcome.stderr
         assert measured_slices(tmp_path / change) == [name]
         assert "were trained on" not in outcome.text
-    resumed = run("train", f"resume={tmp_path}/run", f"trainer.max_steps={STEPS + 2}")
+    moved = root.rename(tmp_path / "moved")  # as the scratch folder of another job of a cluster
+    resumed = run("train", f"resume={tmp_path}/run", f"data.root={moved}", f"trainer.max_steps={STEPS + 2}")
     assert resumed.code == 0, resumed.stderr
     assert measured_slices(tmp_path / "run" / "evaluation") == [name]
 

@@ -82,6 +82,8 @@ def test_the_command_line_wins_over_an_experiment(experiment: str) -> None:
     values = compose("train", overrides)
     assert (values.trainer.max_steps, values.seed, list(values.logger)) == (3, 5, ["csv"])
     assert values.noise._target_ == "qnmixer.physics.PhysicalNoise"
+    if experiment in ("compare_real", "second_order"):  # a seed that splits the patients anew is compared on others
+        assert values.data.seed == compose("train", with_root([f"experiment={experiment}"])).data.seed
 
 
 @pytest.mark.parametrize(("group", "option"), [pair for pair in OPTIONS if pair[0] in TARGETS], ids=str)

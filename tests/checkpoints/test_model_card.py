@@ -144,6 +144,13 @@ def test_where_it_fails_follows_from_what_was_trained_and_measured(
     assert "16 × 16 pixels of 25 mm" in limits
 
 
+def test_measured_sinograms_are_not_called_simulated(tmp_path: Path) -> None:
+    text = card(parse(compose("train", ["experiment=lodopab", "data.root=/x"])), tmp_path)
+    assert rows(text)["sinograms"] == "those of data=lodopab, to which no noise was added"
+    assert "simulated" not in text[text.index("## Where it fails") :]
+    assert "trained with noise" not in text
+
+
 def finetuning(text: str) -> list[str]:
     """The overrides of the training command, as a shell splits them, without the weights and the slices."""
     (line,) = [line for line in text.splitlines() if "finetune=my.safetensors" in line]

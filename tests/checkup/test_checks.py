@@ -150,12 +150,16 @@ def test_a_backend_that_is_not_there(tiny_config: TinyConfig) -> None:
 
 
 def test_shared_memory_for_the_batches_of_all_workers(tiny_config: TinyConfig) -> None:
-    config = tiny_config("strategy=ddp", "trainer.devices=2", "data.num_workers=3", "data.prefetch_factor=4")
-    needed = shared_memory_needed(config)
+    given = ["strategy=ddp", "trainer.devices=2", "data.num_workers=3", "data.prefetch_factor=4"]
+    needed = shared_memory_needed(tiny_config(*given))
     assert needed == 2 * 3 * 4 * (2 + 2) * 4 * 16 * 16  # batches of 2 for training and for validation
     assert check_shared_memory(needed, needed).status == "PASS"
     assert "--shm-size" in check_shared_memory(needed - 1, needed).mend
     assert check_shared_memory(None, needed).status == "SKIP"
+    # Slices come with finer ones to simulate from, or with their noisy sinograms.
+    assert shared_memory_needed(tiny_config(*given, "data.simulation_factor=2")) == 5 * needed
+    noisy = tiny_config(*given, "data.simulation_factor=2", "noise=field", "geometry.n_detectors=64")
+    assert shared_memory_needed(noisy) == needed + needed * 8 * 64 // 16**2
 
 
 def test_disk_for_weights_and_optimizer(tiny_config: TinyConfig, tmp_path: Path) -> None:

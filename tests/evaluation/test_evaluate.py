@@ -1,4 +1,5 @@
 import csv
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -139,6 +140,8 @@ def test_a_gain_over_patients_has_an_interval(scores: Evaluation) -> None:
     text = _gain(of_two)  # 10.5 and 9: 9.75, and 12.7062 · 1.5 / 2
     assert "; over FBP, mean over 2 patients ± half of its 95 % interval: PSNR +9.75 ± 9.53, SSIM × 100 +36.00 " in text
     assert "patients" not in _gain(scores)
+    with_phantoms = [*of_two.scores, *(replace(score, number=score.number + 2) for score in scores.scores)]
+    assert "patients" not in _gain(Evaluation(with_phantoms, []))  # as in a mix with evaluate_on=null
 
 
 def test_means(scores: Evaluation) -> None:
@@ -210,6 +213,29 @@ def test_one_slice_has_no_deviation(scores: Evaluation, tiny_config: Callable[..
     one = Evaluation(scores.scores[:2], scores.slices[:1], [0])
     write_evaluation(tmp_path, one, "one", tiny_config(), torch.device("cpu"), Console(quiet=True), tmp_path)
     assert "20.00 ± 0.00" in (tmp_path / "table.csv").read_text()
+
+
+def test_a_slice_with_nothing_in_the_window_has_no_window_scores(module: ReconstructionModule) -> None:
+    data = SliceDataModule(section("data", "phantoms", image_size=16, num_workers=0, n_test=2))
+    settings = EvaluationConfig(window=[2500.0, 3000.0], n_pictures=1)
+    evaluation = evaluate(module, data, "test", settings, torch.device("cpu"))
+    assert {(score.window_psnr, score.window_ssim) for score in evaluation.scores} == {(None, None)}
+    assert all(math.isfinite(score.psnr) for score in evaluation.scores)
+
+
+def test_means_leave_out_what_is_not_in_the_window_and_show_what_is_no_number(
+    scores: Evaluation, tiny_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    fbp, ours, *others = (replace(score, patient=score.number) for score in scores.scores)
+    first = [replace(score, window_psnr=None, window_ssim=None) for score in (fbp, replace(ours, psnr=math.nan))]
+    found = replace(scores, scores=[*first, *others])
+    write_evaluation(tmp_path, found, "two", tiny_config(), torch.device("cpu"), Console(quiet=True), tmp_path)
+    assert found.means()["FBP"] == {"psnr": 21.0, "ssim": 55.0, "window_psnr": 12.0, "window_ssim": 44.0}
+    table = (tmp_path / "table.md").read_text()
+    assert "| QN-Mixer | nan ± nan | 91.00 ± 1.41 | 22.00 ± 0.00 | 82.00 ± 0.00 |" in table
+    assert "**Warning: QN-Mixer gives NaN or infinite pixels for 1 of 2 slices" in table
+    nothing = [replace(score, window_psnr=None, window_ssim=None) for score in scores.scores]
+    assert math.isnan(replace(scores, scores=nothing).means()["FBP"]["window_psnr"])
 
 
 def row(n_panels: int, size: int = 20) -> Row:

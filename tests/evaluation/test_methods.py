@@ -11,7 +11,16 @@ from rich.console import Console
 from qnmixer.config import parse
 from qnmixer.config.commands import parse_compare
 from qnmixer.config.compose import compose
-from qnmixer.evaluation.comparison_report import TV, differences, over_tv, pairs_of, tables_of, write_comparison
+from qnmixer.evaluation.compare import _Measuring, split_anew
+from qnmixer.evaluation.comparison_report import (
+    TV,
+    config_digest,
+    differences,
+    over_tv,
+    pairs_of,
+    tables_of,
+    write_comparison,
+)
 from qnmixer.evaluation.curves import Level, Validation, curve_of, first_above, median_step
 from qnmixer.evaluation.evaluate import ImageScore
 from qnmixer.evaluation.methods import ComparedJob, ComparedMethod, Comparison, Cost, methods_of
@@ -148,6 +157,46 @@ def test_the_slices_of_a_patient_count_as_one() -> None:
     assert "t(1) · s/√2" in quality.note
 
 
+def test_a_patient_in_the_test_slices_of_two_seeds_is_one_patient() -> None:
+    """Each seed has split the patients anew, so the slice of a patient has another number in each split."""
+
+    def split(values: dict[str, float]) -> list[ImageScore]:
+        return [ImageScore(k, f"{name}/0", "A", v, v, v, v, patient=k) for k, (name, v) in enumerate(values.items())]
+
+    a, b, c, tv = (ComparedMethod(name, [], name, {}, {"as_trained": "x"}) for name in ("A", "B", "C", TV))
+    a.measured["as_trained"] = {(1, 1): split({"p": 30.0, "q": 32.0}), (2, 2): split({"q": 34.0, "p": 36.0})}
+    tv.measured["as_trained"] = {(1, 1): split({"p": 29.0, "q": 30.0}), (2, 2): split({"q": 32.0, "p": 35.0})}
+    b.measured["as_trained"] = {(3, 3): split({"r": 40.0})}  # a seed whose test patients no other has
+    found = Comparison([Path("sweep")], ["as_trained"], [a, b, c, tv], {}, [], "a processor")
+    assert a.scores("as_trained", "psnr") == {(1, 1): {"p/0": 30.0, "q/0": 32.0}, (2, 2): {"q/0": 34.0, "p/0": 36.0}}
+    gains = over_tv(found, a, "as_trained")
+    assert gains is not None
+    assert (gains["psnr"].mean, gains["psnr"].n_patients) == (1.5, 2)
+    assert over_tv(found, b, "as_trained") is None
+    assert pairs_of(found, "as_trained") == [(a, tv)]
+    assert tables_of(found)[0].title == "as_trained: 2 slices of 2 patients"
+    assert split_anew([a, tv], "as_trained")
+    del a.measured["as_trained"][2, 2], tv.measured["as_trained"][2, 2]
+    assert not split_anew([a, c, tv], "as_trained")
+
+
+def test_slices_with_nothing_in_the_window_are_left_out(comparison: Comparison, tmp_path: Path) -> None:
+    a, b, *_ = comparison.methods
+    b.network = TV
+    for of_method in (a, b):
+        for first, *_ in of_method.measured["as_trained"].values():
+            first.window_psnr = first.window_ssim = None
+    assert differences(a, b, "as_trained")["window_psnr"].n_patients == 1
+    for of_seed in b.measured["as_trained"].values():
+        for score in of_seed:
+            score.window_psnr = score.window_ssim = None
+    assert differences(a, b, "as_trained").keys() == {"psnr", "ssim"}
+    with Console(quiet=True) as console:
+        write_comparison(tmp_path, comparison, parse_compare(compose("compare", ["tests=[as_trained]"])), console)
+    record = json.loads((tmp_path / "comparison.json").read_text())
+    assert [it["tests"]["as_trained"]["window_psnr"] is None for it in record["methods"][:2]] == [False, True]
+
+
 def test_the_step_from_which_on_a_method_stays_above_total_variation(tmp_path: Path) -> None:
     config = parse(compose("train", ["model=learn", "trainer.max_steps=30", "seed=1"]))
     metrics = "step,samples,train/samples_per_second,val/psnr\n"
@@ -169,6 +218,35 @@ def test_the_step_from_which_on_a_method_stays_above_total_variation(tmp_path: P
     assert [first_above(curve[:n], 5.5) for n in (1, 2, 3, 4)] == [1, None, 3, None]
     texts = {median_step(steps) for steps in ([1500], [2000, 1500, None], [None, 1500, None], [None])}
     assert texts == {"1,500", "2,000 (2 of 3)", "none (1 of 3)", "none"}
+
+
+def test_other_noise_is_no_test_of_measured_sinograms(tmp_path: Path) -> None:
+    measuring = _Measuring(parse_compare(compose("compare", ["accelerator=cpu"])), tmp_path, [])
+    config = parse(compose("train", ["experiment=lodopab", "data.root=/x"]))
+    job = ComparedJob(tmp_path, [], {}, config, "")
+    assert measuring._config(job, "field_noise") == measuring._config(job, "as_trained")
+
+
+def test_a_job_that_its_epochs_limit_has_the_steps_that_it_took() -> None:
+    for overrides, steps in ((["trainer.max_epochs=2"], 16), (["trainer.max_steps=20"], 20)):
+        config = parse(compose("train", ["model=learn", *overrides]))
+        assert ComparedJob(Path("0"), [], {"steps": 16}, config, "").steps == steps
+        assert ComparedJob(Path("0"), [], {"steps": 0}, config, "").steps is None
+
+
+def test_a_resumed_job_has_the_config_of_the_others() -> None:
+    first, resumed, other = (
+        config_digest(ComparedJob(Path("0"), [], {}, parse(compose("train", words)), ""))
+        for words in ([], ["resume=runs/0", "seed=2"], ["optimizer.lr=1"])
+    )
+    assert first == resumed != other
+
+
+def test_a_seed_that_two_sweeps_trained_counts_once() -> None:
+    a = method("A", {1: [30.0, 32.0], 2: [31.0, 33.0]})
+    a.jobs.append(ComparedJob(Path("other/0"), [], {}, None, ""))  # seed 1 again
+    quality, *_ = tables_of(Comparison([Path("sweep")], ["as_trained"], [a], {}, [], "a processor"))
+    assert quality.rows[0][1] == "2 of 3"
 
 
 def test_a_method_with_no_job_and_no_measure_has_a_row(comparison: Comparison) -> None:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from qnmixer.processes.cores import CoreUse, wait_briefly
+from qnmixer.processes.cores import CoreUse, threads_each, wait_briefly
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how busy each core is")
 
@@ -32,6 +32,15 @@ def test_a_busy_program_takes_a_core_and_our_own_work_takes_none() -> None:
     # Other tests may run meanwhile. So a machine that is full shows no difference.
     assert 0 <= free_beside <= cores - 0.4
     assert free_beside < free_alone + 0.1
+
+
+@linux
+def test_cores_of_others_on_a_cluster_are_not_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6})
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert [threads_each(n) for n in (1, 2, 3, 4)] == [3, 1, 1, 1]
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    assert threads_each(4) == 16
 
 
 def test_a_system_that_does_not_say_it(monkeypatch: pytest.MonkeyPatch) -> None:

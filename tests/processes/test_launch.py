@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from qnmixer.errors import RankFailed, Stopped
+from qnmixer.processes.cores import threads_each
 from qnmixer.processes.launch import RankTraceback, launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launch")]
@@ -41,7 +42,7 @@ def test_ranks_know_their_place_and_nothing_is_left_behind(tmp_path: Path, monke
     monkeypatch.delenv("OMP_NUM_THREADS")
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
     run(tmp_path, f"open(f'{tmp_path}/{{here}}', 'w').write(os.environ['OMP_NUM_THREADS'])")
-    threads = str(max(1, (os.cpu_count() or 1) // 3))
+    threads = str(threads_each(3))
     assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == [threads] * 3
     assert "OMP_NUM_THREADS" not in os.environ
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)] == handlers

@@ -123,6 +123,19 @@ def test_a_parent_that_died_before_is_noticed() -> None:
     assert process.returncode == 1
 
 
+@pytest.mark.parametrize(("ended", "line"), [("", "error: rank 0: NCCL error"), ("signal.raise_signal(15)", "")])
+def test_a_rank_that_lost_contact_speaks_if_nobody_ends_it(ended: str, line: str) -> None:
+    """As under srun, where no launcher shows an error of all ranks, such as a network that does not work."""
+    process = begin(f"""
+sys.stderr = sys.stdout
+ranks.end_with_the_others()
+{ended}
+ranks.leave(RuntimeError("NCCL error: unhandled system error"), "NCCL error", say=True)
+""")
+    assert process.communicate(timeout=30)[0].strip() == line
+    assert process.returncode == 1
+
+
 def test_a_fork_that_loses_its_rank_in_mid_sentence_says_nothing() -> None:
     process = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", """

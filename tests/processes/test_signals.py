@@ -1,11 +1,12 @@
 import contextlib
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from qnmixer.errors import Stopped
 from qnmixer.processes import signals
-from qnmixer.processes.signals import SIGNALS, defer_stop, handle_signals, stop_requested, stop_signals
+from qnmixer.processes.signals import SIGNALS, defer_stop, handle_signals, loading, stop_requested, stop_signals
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -75,6 +76,17 @@ def test_handlers_are_restored_also_those_of_the_block() -> None:
         assert [signal.getsignal(number) for number in SIGNALS] == before
         signal.signal(signal.SIGUSR1, handler)
     assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_another_thread_than_the_main_one_leaves_signals_alone() -> None:
+    """As `qnmixer.train.train` in a thread of a user's program: Python lets only the main thread handle signals."""
+
+    def found() -> list[signal.Signals]:
+        with loading(), stop_signals(), handle_signals(SIGNALS, None) as handled:
+            return handled
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(found).result() == []
 
 
 def test_ignored_signals_are_not_handled() -> None:

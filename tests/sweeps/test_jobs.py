@@ -13,6 +13,7 @@ import pytest
 from qnmixer.config import parse
 from qnmixer.config.compose import compose
 from qnmixer.errors import ConfigError
+from qnmixer.processes.cores import threads_each
 from qnmixer.sweeps.jobs import Job, objective, run_jobs
 from qnmixer.tracking.results import amend, read_results
 
@@ -75,7 +76,7 @@ def test_jobs_on_a_cpu_run_one_at_a_time_by_default(tmp_path: Path) -> None:
     jobs = [job(tmp_path / "more", n, "trainer.accelerator=cpu", f"seed={n}") for n in range(2)]
     run_jobs(jobs, at_once=2, check=parse)
     assert overlap(*jobs)
-    assert read_results(jobs[0].folder)["threads"] == str(max(1, (os.cpu_count() or 1) // 2))
+    assert read_results(jobs[0].folder)["threads"] == str(threads_each(2))
 
 
 @pytest.mark.usefixtures("program")

@@ -210,6 +210,10 @@ def test_latest_is_the_one_in_which_something_happened_last(make: Make, tmp_path
     make("sweep/1", age=30, status="done")
     (tmp_path / "runs" / "sweep" / "sweep.json").write_text("{}")
     assert latest() == job
+    evaluation = make("evaluation", "run=runs/begun-earlier", age=-9, checkpoint=False, status="done") / ".hydra"
+    evaluation.mkdir()
+    (evaluation / "overrides.yaml").write_text("- data=dicom\n- run=runs/begun-earlier\n")
+    assert latest() == job
     last = make("begun-earlier", age=60) / "checkpoints" / "last.ckpt"
     os.utime(last, (1e9, 1e9))
     assert latest() == Path("runs/begun-earlier")

@@ -50,9 +50,11 @@ def test_the_start_says_which_limit_ends_a_run(
 
 
 def test_an_epoch_of_fewer_batches(tiny_config: TinyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = ["+trainer.limit_train_batches=3", "trainer.max_epochs=2", "trainer.max_steps=-1"]
+    overrides = ["data.n_train=7", "+trainer.limit_train_batches=3", "trainer.max_epochs=2", "trainer.max_steps=-1"]
     fit(tiny_config(*overrides, "trainer.val_every_n_steps=null", "test_after_training=false"), Run(tmp_path))
-    assert "2 epochs (6 steps)" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "2 epochs (6 steps)" in printed
+    assert "3 steps an epoch\n" in printed
     rows = read_metrics(tmp_path / "metrics.csv")
     assert [int(row["step"]) for row in rows if row["val/psnr"]] == [3, 6]
     assert float(rows[-1]["samples"]) == 12

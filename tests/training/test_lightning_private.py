@@ -130,6 +130,7 @@ def test_another_way_to_the_same_batch(tiny_config: Callable[..., Config], tmp_p
         (["optimizer=sgd"], ["optimizer=adamw, not sgd", "finetune="]),
         (["optimizer.lr=0.1"], ["optimizer.lr=", "not 0.1", "finetune="]),
         (["seed=1"], ["data.seed=42, not 1", "finetune="]),
+        (["seed=1", "data.seed=42"], ["with seed=42, not 1"]),  # noise and weights would be those of another run
         (["data.image_size=32"], ["data.image_size=16, not 32"]),
         (["geometry.n_views=9"], ["geometry.n_views=8, not 9"]),
     ],

@@ -1,5 +1,6 @@
 """The axes of all metrics: optimizer steps and samples, in every row, and their speed."""
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import lightning as L
 import pytest
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 
 from qnmixer.config import Config
 from qnmixer.data.datamodule import SliceDataModule
@@ -36,11 +37,11 @@ class Validated(Callback):
         self.rows.setdefault(trainer.global_step, read_metrics(self.path))
 
 
-def train(config: Config, folder: Path, seconds: float = 0.0) -> Validated:
+def train(config: Config, folder: Path, seconds: float = 0.0, *more: Callback) -> Validated:
     watch = Validated(folder, seconds)
     L.seed_everything(0, verbose=False)
     trainer = build_trainer(
-        config, folder, [watch, *build_callbacks(config.callbacks)], build_loggers(config, folder, [])
+        config, folder, [watch, *more, *build_callbacks(config.callbacks)], build_loggers(config, folder, [])
     )
     trainer.fit(ReconstructionModule(config), datamodule=SliceDataModule(config.data))
     return watch
@@ -96,11 +97,21 @@ def test_speed_is_that_of_training_alone(tiny_config: Callable[..., Config], tmp
 def test_the_scale_is_there_where_there_is_a_scaler(
     tiny_config: Callable[..., Config], tmp_path: Path, precision: str, scaled: bool
 ) -> None:
-    train(tiny_config(f"trainer.precision={precision}", "trainer.max_steps=2"), tmp_path)
-    first, *_ = read_metrics(tmp_path / "metrics.csv")
+    overflow = LambdaCallback(on_after_backward=_overflow_at_the_second_step)
+    train(tiny_config(f"trainer.precision={precision}", "trainer.max_steps=3"), tmp_path, 0.0, *[overflow] * scaled)
+    first, *others = (row for row in read_metrics(tmp_path / "metrics.csv") if row["train/grad_norm"])
     assert ("train/loss_scale" in first) == scaled
     if scaled:
         assert float(first["train/loss_scale"]) == 65536
     assert float(first["train/lr"]) == pytest.approx(1e-3)
     for name in ("train/grad_norm", "train/lambda_0", "train/samples_per_second"):
         assert float(first[name]) > 0
+    norms = [float(row["train/grad_norm"]) for row in (first, *others)]
+    assert [math.isfinite(norm) for norm in norms] == [True, not scaled, True]
+    # The scaler skips a step that overflows.
+    assert float(others[-1]["train/grad_norm_max"]) == max(filter(math.isfinite, norms))
+
+
+def _overflow_at_the_second_step(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    if trainer.global_step == 1:
+        next(p for p in pl_module.parameters() if p.grad is not None).grad.fill_(math.inf)

@@ -209,6 +209,8 @@ def _of_source(data: DataConfig, epoch: str = "") -> str:
 
 
 def _sinograms(config: Config) -> str:
+    if config.data.measured:
+        return f"those of data={config.data.name}, to which no noise was added"
     factor = config.data.simulation_factor
     grid = f"a {factor} times finer grid" if factor > 1 else "the grid of the image"
     return f"simulated from {grid}; noise {_settings(config.noise)}"
@@ -313,11 +315,17 @@ def _limits(config: Config, measured: list[Measured]) -> Iterator[str]:
             "results can be worse: evaluate it on such slices. It does not know its training slices. If you evaluate "
             "a folder that has them, they count as test slices."
         )
-    yield _on_noise(config, measured)
-    yield (
-        "Its sinograms were simulated with rays of one energy, without scatter, beam hardening, motion and metal "
-        "artefacts. On measured scans its results may be worse than in every table here."
-    )
+    if config.data.measured:
+        yield (
+            f"It was trained on the sinograms of one set (data={config.data.name}), with that set's noise and errors. "
+            "On other scans its results may be worse than in every table here."
+        )
+    else:
+        yield _on_noise(config, measured)
+        yield (
+            "Its sinograms were simulated with rays of one energy, without scatter, beam hardening, motion and metal "
+            "artefacts. On measured scans its results may be worse than in every table here."
+        )
     yield (
         f"It is for one scan and one grid: {g.n_views} views, {g.n_detectors} bins, {size} × {size} pixels of "
         f"{g.field_of_view / size:.4g} mm. Slices are resampled to that grid. Scans with other rays are interpolated "

@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY, RUN_KEY, decode
 from qnmixer.config import Config, effective_batch, to_plain
+from qnmixer.config.data import FolderData, PairData
 from qnmixer.config.run import parse_file, targets_of
 from qnmixer.config.target import keys_of
 from qnmixer.data.splits import SplitRecord, is_split_record
@@ -191,19 +192,31 @@ def split_of(path: Path) -> SplitRecord | None:
 
 
 def _differences(before: Config, config: Config) -> list[str]:
-    """The settings of network, slices, scan, loss and optimizer that differ, as overrides."""
-    old, new = to_plain(before), to_plain(config)
-    loading = {"batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir"}
+    """The settings of network, slices, scan, loss, optimizer and seed that differ, as overrides."""
+    old, new = _that_count(before), _that_count(config)
     found = []
     for section in ("model", "data", "geometry", "noise", "loss", "optimizer"):
         for key in old[section] | new[section]:
             value, now = old[section].get(key), new[section].get(key)
-            if value != now and not (section == "data" and key in loading):
+            if value != now:
                 if key == "_target_":
                     found.append(f"{section}={getattr(before, section).name}, not {getattr(config, section).name}")
                 else:
                     found.append(f"{section}.{key}={value}, not {now}")
-    return found
+    return found if before.seed == config.seed else [*found, f"seed={before.seed}, not {config.seed}"]
+
+
+def _that_count(config: Config) -> dict[str, Any]:
+    """The config, without how slices are loaded and from which folder: the record of the split has their pixels."""
+    plain = to_plain(config)
+    data = plain["data"]
+    for key in ("batch_size", "num_workers", "prefetch_factor", "pin_memory"):
+        del data[key]
+    for section, source in config.data.by_section().items():
+        its = data if section == "data" else data["sources"][section.removeprefix("data.sources.")]
+        for key in ("cache_dir", "root", "reference_root") if isinstance(source, FolderData | PairData) else ():
+            its.pop(key, None)
+    return plain
 
 
 def _load_state(module: Reconstructor, state: dict[str, Any], path: Path) -> None:

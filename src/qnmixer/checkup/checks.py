@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import os
 import tempfile
 import time
 import warnings
@@ -40,6 +39,7 @@ from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import RankFailed, UserError
 from qnmixer.memory.footprint import MIB
 from qnmixer.parallel.devices import gpu_problem, has_bf16, resolve_devices
+from qnmixer.processes.cores import n_cores
 from qnmixer.reconstructor import build_geometry
 
 PATIENCE = {"communication": 60.0, "training": 180.0}
@@ -77,7 +77,7 @@ def checkup(config: Config, folder: Path) -> Iterator[Check]:
         yield first[-1]
     else:
         n = config.trainer.devices or 1
-        what = f"{n} × {gpu}" if gpu else f"{n} on {os.cpu_count()} CPU cores"
+        what = f"{n} × {gpu}" if gpu else f"{n} on {n_cores()} CPU cores"
         nodes = "" if asked.trainer.num_nodes == 1 else f"; this node of {asked.trainer.num_nodes} only"
         yield Check("devices", "PASS", f"strategy={config.strategy.name}, {what}{nodes}")
         first.append(check_backend(config, dist.is_nccl_available(), dist.is_gloo_available()))

@@ -72,9 +72,14 @@ def check_backend(config: Config, nccl: bool, gloo: bool) -> Check:
 
 def shared_memory_needed(config: Config) -> int:
     """Bytes of batches that all data workers of a node prepare, in training and validation."""
-    workers = (config.trainer.devices or 1) * config.data.num_workers
-    image = 4 * config.data.image_size**2
-    return workers * config.data.prefetch_factor * (batch_of_replica(config) + config.data.batch_size) * image
+    data, geometry = config.data, config.geometry
+    workers = (config.trainer.devices or 1) * data.num_workers
+    values = data.image_size**2
+    if data.measured or config.noise.name != "none":  # with its sinogram, as the workers draw the noise
+        values += geometry.n_views * geometry.n_detectors
+    elif data.simulation_factor > 1:  # with a finer image, to simulate from
+        values += (data.simulation_factor * data.image_size) ** 2
+    return workers * data.prefetch_factor * (batch_of_replica(config) + data.batch_size) * 4 * values
 
 
 def check_shared_memory(free: int | None, needed: int) -> Check:

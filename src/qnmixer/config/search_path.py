@@ -36,7 +36,7 @@ def with_search_path(arguments: list[str]) -> list[str]:
 
 
 def search_path_in(overrides: list[str]) -> list[str]:
-    """The override that names the config folders; None if there is none."""
+    """The override that names the config folders, in a list; [] if there is none."""
     return [override for override in overrides if key_of(override) == SEARCH_PATH]
 
 

@@ -62,6 +62,11 @@ def compare(config: CompareConfig, sweeps: list[Path], output: Path, console: Co
         try:
             line = measuring.run(test, console)
             tests.append(test)
+            if split_anew(methods, test):
+                notes.append(
+                    f"{test}: its jobs have different test slices, because data.seed splits the patients: data.seed=1 "
+                    "gives all seeds the same"
+                )
         except (CheckpointError, ConfigError, DataError) as error:
             line = f"{test} is left out: {first_line(error)}"
             notes.append(line)
@@ -75,6 +80,16 @@ def compare(config: CompareConfig, sweeps: list[Path], output: Path, console: Co
     methods.sort(key=lambda method: (method.steps not in usual, -method.psnr(tests[0])))
     slices = measuring.look(tests)
     return Comparison(sweeps, tests, methods, slices, notes, device_name(measuring.device.type))
+
+
+def split_anew(methods: list[ComparedMethod], test: str) -> bool:
+    """Whether jobs of the same scan were tested on different slices."""
+    scores = [(method.scans[test], its) for method in methods for its in method.measured.get(test, {}).values()]
+    return len({(scan, *_slices(its)) for scan, its in scores}) > len({scan for scan, _ in scores})
+
+
+def _slices(scores: list[ImageScore]) -> list[str]:
+    return [score.slice for score in scores]
 
 
 class _Measuring:
@@ -107,7 +122,9 @@ class _Measuring:
             method.measured.setdefault(test, {})[job.seeds] = by_name[method_name(config)]
             method.scans[test] = digest(scan_under_test(config), sort_keys=True)
             if self._fbp is not None:
-                self._fbp.measured.setdefault(test, {(0, 0): by_name[FBP]})
+                known, its = self._fbp.measured.setdefault(test, {}), by_name[FBP]
+                if _slices(its) not in map(_slices, known.values()):
+                    known[job.seeds] = its
                 self._fbp.scans.setdefault(test, method.scans[test])
         if self._fbp is not None and len({method.scans[test] for method in self.methods if method.measured}) > 1:
             self._fbp.measured.pop(test)  # it would be only one of several FBPs
@@ -160,6 +177,8 @@ class _Measuring:
                 config = override(trained, " ".join(overrides))
         except ConfigError as error:
             raise ConfigError(f"{error} (sets.{test})") from error
+        if config.data.measured:  # a scanner's sinograms have their own noise
+            config.noise = trained.noise
         if isinstance(config.data, PhantomData):
             config.data = replace(config.data, seed=self.config.seed)
         return replace(config, seed=self.config.seed), own

@@ -3,7 +3,7 @@
 import json
 import time
 from dataclasses import asdict, replace
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from statistics import mean
 from textwrap import fill
@@ -92,11 +92,7 @@ def over_tv(comparison: Comparison, method: ComparedMethod, test: str) -> dict[s
     rivals = [
         other
         for other in comparison.methods
-        if other is not method
-        and method.measured.get(test)
-        and other.network == TV
-        and other.measured.get(test)
-        and other.scans[test] == method.scans.get(test)
+        if other is not method and other.network == TV and _on_the_same(method, other, test)
     ]
     if not rivals:
         return None
@@ -105,8 +101,12 @@ def over_tv(comparison: Comparison, method: ComparedMethod, test: str) -> dict[s
 
 
 def differences(one: ComparedMethod, other: ComparedMethod, test: str) -> dict[str, Difference]:
-    """`one` minus `other` by metric."""
-    return {metric: difference(one.scores(test, metric), other.scores(test, metric)) for metric in METRICS}
+    """`one` minus `other` by metric; without a metric that no patient has."""
+    return {
+        metric: difference(one.scores(test, metric), other.scores(test, metric))
+        for metric in METRICS
+        if _on_the_same(one, other, test, metric)
+    }
 
 
 def pairs_of(comparison: Comparison, test: str) -> list[tuple[ComparedMethod, ComparedMethod]]:
@@ -115,7 +115,16 @@ def pairs_of(comparison: Comparison, test: str) -> list[tuple[ComparedMethod, Co
     for method in comparison.methods:
         if method.measured.get(test) and method.network != FBP:
             by_scan.setdefault(method.scans[test], []).append(method)
-    return [pair for methods in by_scan.values() for pair in combinations(methods[:_DRAWN], 2)]
+    pairs = [pair for methods in by_scan.values() for pair in combinations(methods[:_DRAWN], 2)]
+    return [pair for pair in pairs if _on_the_same(*pair, test)]
+
+
+def _on_the_same(one: ComparedMethod, other: ComparedMethod, test: str, metric: str = "psnr") -> bool:
+    """Whether two methods were measured on the same sinograms of at least one patient."""
+    if not (one.measured.get(test) and other.measured.get(test) and one.scans[test] == other.scans[test]):
+        return False
+    mine, its = ({*chain(*method.scores(test, metric).values())} for method in (one, other))
+    return not mine.isdisjoint(its)
 
 
 def _quality(comparison: Comparison) -> PageTable:
@@ -125,7 +134,7 @@ def _quality(comparison: Comparison) -> PageTable:
     has_tv = any(gains.values())
     other_steps = len({method.steps for method in comparison.methods} - {None}) > 1
     for method in comparison.methods:
-        row = [method.name, _seeds(method)]
+        row = [method.name, _seeds(method, test)]
         for metric in ("psnr", "ssim"):
             found = _spread(method, test, metric)
             row += [_with_seeds(found), _NOTHING if found is None else _number(found.over_patients)]
@@ -236,7 +245,7 @@ def _sources(comparison: Comparison) -> PageTable:
             method.name,
             ", ".join(_job(comparison, job) for job in method.jobs) or "made here",
             _joined(_short_commit(job) for job in method.jobs),
-            _joined(_config_digest(job) for job in method.jobs),
+            _joined(config_digest(job) for job in method.jobs),
             _joined(_hardware(job) for job in method.jobs),
             "; ".join(f"job {_job(comparison, job)}: {job.problem}" for job in method.jobs if job.problem) or _NOTHING,
         ]
@@ -265,10 +274,10 @@ def _job(comparison: Comparison, job: ComparedJob) -> str:
     return f"{job.folder.parent.name}/{job.folder.name}" if several else job.folder.name
 
 
-def _seeds(method: ComparedMethod) -> str:
+def _seeds(method: ComparedMethod, test: str) -> str:
     if not method.jobs:
         return _NOTHING
-    n, of = len(method.done), len(method.jobs)
+    n, of = len(method.measured.get(test, {})), len(method.jobs)
     return str(n) if n == of else f"{n} of {of}"
 
 
@@ -307,12 +316,12 @@ def _short_commit(job: ComparedJob) -> str:
     return commit[:9] + changed + "changes" * bool(changed)
 
 
-def _config_digest(job: ComparedJob) -> str:
-    """A digest that is equal for jobs that differ only in their seed."""
+def config_digest(job: ComparedJob) -> str:
+    """A digest that is equal for jobs that differ only in their seed, or in whether they were stopped and resumed."""
     if job.config is None:
         return ""
     plain = to_plain(job.config)
-    plain["seed"] = plain["data"]["seed"] = None
+    plain["seed"] = plain["data"]["seed"] = plain["resume"] = None
     return digest(plain, 8, sort_keys=True)
 
 
@@ -357,12 +366,13 @@ def _method_record(comparison: Comparison, method: ComparedMethod, level: Level)
     tests: dict[str, Any] = {}
     for test in comparison.tests:
         if method.measured.get(test):
-            tests[test] = {metric: asdict(spread(method.scores(test, metric))) for metric in METRICS}
+            spreads = {metric: _spread(method, test, metric) for metric in METRICS}
+            tests[test] = {metric: found and asdict(found) for metric, found in spreads.items()}
             tests[test]["scan"] = method.scans[test]
             if (gains := over_tv(comparison, method, test)) is not None:
                 tests[test]["over_tv"] = {metric: asdict(gain) for metric, gain in gains.items()}
     jobs = [
-        {"folder": job.folder, "status": job.problem or "done", "config_digest": _config_digest(job)}
+        {"folder": job.folder, "status": job.problem or "done", "config_digest": config_digest(job)}
         | {"overrides": job.overrides, "seed": job.config and job.config.seed}
         | {key: job.results.get(key) for key in ("git_commit", "versions", "device", "threads", "started", "steps",
                                                  "seconds", "memory", "best")}
@@ -396,11 +406,13 @@ def _lines(comparison: Comparison) -> list[list[Any]]:
                 first and max(map(len, method.measured[test].values())), first and first.n_patients,
                 *(value for s in spreads for value in ((s.mean, s.over_seeds, s.over_patients) if s else [None] * 3)),
                 *(value for metric in METRICS
-                  for value in ((found[metric].mean, found[metric].over_patients) if found else [None] * 2)),
+                  for value in (
+                      (found[metric].mean, found[metric].over_patients) if found and metric in found else [None] * 2
+                  )),
                 median_step(steps) if steps else None,
                 *(getattr(method.cost, name, None) for name in costs),
                 _joined(job.results.get("git_commit") for job in method.jobs),
-                _joined(map(_config_digest, method.jobs)), _joined(map(_hardware, method.jobs)),
+                _joined(map(config_digest, method.jobs)), _joined(map(_hardware, method.jobs)),
                 " ".join(_job(comparison, job) for job in method.jobs),
             ])  # fmt: skip
     return lines

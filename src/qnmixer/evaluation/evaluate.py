@@ -1,9 +1,11 @@
 """Compare a network with FBP, and on request total variation, on a split: scores per image, a table, a picture."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf, isnan, nan
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from qnmixer.config.target import keys_of
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.splits import RunSplit
 from qnmixer.evaluation.slices import Gallery, as_trained, kind_of, other_slices
-from qnmixer.evaluation.statistics import half_width, with_deviation
+from qnmixer.evaluation.statistics import deviation, half_width, with_deviation
 from qnmixer.files import write_text
 from qnmixer.models import TotalVariation, UnrolledNetwork
 from qnmixer.optimization.metrics import psnr, ssim, to_window
@@ -55,7 +57,8 @@ class ImageScore:
     """The scores of one method on one slice; SSIM × 100.
 
     `number` is the slice's number in its split, used by pages and pictures; `slice`, its file, may name a patient.
-    `patient` is a number too, counted within the split; None: not known, as of phantoms.
+    `patient` is a number too, counted within the split; None: not known, as of phantoms. The scores inside the HU
+    window are None for a slice that has nothing in it.
     """
 
     number: int
@@ -63,18 +66,27 @@ class ImageScore:
     method: str
     psnr: float
     ssim: float
-    window_psnr: float
-    window_ssim: float
+    window_psnr: float | None
+    window_ssim: float | None
     constant: bool = False
     patient: int | None = None
 
 
 def by_patient(scores: Sequence[ImageScore], metric: str) -> dict[str, float]:
-    """The mean of each patient. It is named by its first slice, with the number of that: slices may share a name."""
-    slices: dict[int | str, list[ImageScore]] = {}
+    """The mean of each patient, by the name of the patient's first slice.
+
+    The number of that slice is added only if patients share a name: it changes if a seed splits the patients anew.
+    """
+    patients: dict[int | str, list[ImageScore]] = {}
     for score in scores:
-        slices.setdefault(f"slice {score.number}" if score.patient is None else score.patient, []).append(score)
-    return {f"{its[0].number} {its[0].slice}": mean(getattr(it, metric) for it in its) for its in slices.values()}
+        patients.setdefault(f"slice {score.number}" if score.patient is None else score.patient, []).append(score)
+    n_named = Counter(its[0].slice for its in patients.values())
+    means = {}
+    for its in patients.values():
+        name = its[0].slice if n_named[its[0].slice] == 1 else f"{its[0].number} {its[0].slice}"
+        if values := [value for it in its if (value := getattr(it, metric)) is not None]:
+            means[name] = mean(values)
+    return means
 
 
 @dataclass
@@ -102,13 +114,15 @@ class Evaluation:
         ]
 
     def values(self, method: str, metric: str) -> list[float]:
-        """One metric of one method, over the images."""
-        return [getattr(score, metric) for score in self.scores if score.method == method]
+        """One metric of one method, over the images that have it. [NaN] if none has."""
+        values = [getattr(score, metric) for score in self.scores if score.method == method]
+        return [value for value in values if value is not None] or [nan]
 
     @property
     def n_patients(self) -> int:
-        """How many patients the slices show; 0 if that is not known."""
-        return len({score.patient for score in self.scores} - {None})
+        """How many patients the slices show; 0 if that is not known of each slice."""
+        patients = {score.patient for score in self.scores}
+        return 0 if None in patients else len(patients)
 
     @property
     def methods(self) -> list[str]:
@@ -308,10 +322,18 @@ def _score(batch: Batch, method: str, image: Tensor, window: list[float], own_ra
         100 * ssim(image, truth, own_range=own_range),
         psnr(windowed, windowed_truth),
         100 * ssim(windowed, windowed_truth),
-        image.flatten(1).amax(1) == image.flatten(1).amin(1),
+        _is_constant(image),
     ]
     rows = zip(batch["sample"].tolist(), batch["name"], *(column.tolist() for column in columns), strict=True)
-    return [ImageScore(number, name, method, *row) for number, name, *row in rows]
+    scores = [ImageScore(number, name, method, *row) for number, name, *row in rows]
+    for score, is_empty in zip(scores, _is_constant(windowed_truth).tolist(), strict=True):
+        if is_empty:  # a reconstruction that has nothing there either would be infinitely good
+            score.window_psnr = score.window_ssim = None
+    return scores
+
+
+def _is_constant(image: Tensor) -> Tensor:
+    return image.flatten(1).amax(1) == image.flatten(1).amin(1)
 
 
 def caption_of(decibels: float, percent: float) -> str:
@@ -323,7 +345,7 @@ def table_of(evaluation: Evaluation) -> tuple[list[str], list[list[str]]]:
     """Headings and rows of the table, a row for each method."""
     columns = {m: [evaluation.values(m, metric) for metric in METRICS] for m in evaluation.methods}
     body = [
-        [m, *(with_deviation(mean(values), stdev(values) if len(values) > 1 else 0) for values in of_metrics)]
+        [m, *(with_deviation(mean(values), deviation(values) or 0) for values in of_metrics)]
         for m, of_metrics in columns.items()
     ]
     return ["method", *METRICS.values()], body
@@ -335,7 +357,7 @@ def numbers_of(evaluation: Evaluation) -> tuple[list[str], list[list[str | float
     body: list[list[str | float]] = []
     for method in evaluation.methods:
         values = [evaluation.values(method, metric) for metric in METRICS]
-        body.append([method, *(it for of in values for it in (mean(of), stdev(of) if len(of) > 1 else 0.0))])
+        body.append([method, *(it for of in values for it in (mean(of), deviation(of) or 0.0))])
     return headings, body
 
 
@@ -356,8 +378,9 @@ def _patient_gain(evaluation: Evaluation, other: str) -> str:
             by_patient([score for score in evaluation.scores if score.method == method], metric)
             for method in (last, other)
         )
-        differences = [mine[patient] - its[patient] for patient in mine]
-        gains.append(f"{heading.partition(',')[0]} {with_deviation(mean(differences), half_width(differences), '+')}")
+        if differences := [mine[patient] - its[patient] for patient in mine]:
+            gain = with_deviation(mean(differences), half_width(differences), "+")
+            gains.append(f"{heading.partition(',')[0]} {gain}")
     return f"over {other}, mean over {evaluation.n_patients} patients ± half of its 95 % interval: {', '.join(gains)}"
 
 
@@ -374,6 +397,9 @@ def warnings_of(evaluation: Evaluation) -> list[str]:
         if constant := sum(score.constant for score in evaluation.scores if score.method == method):
             of = len(evaluation.values(method, "psnr"))
             lines.append(f"{method} gives a constant image for {constant} of {of} slices: the network is dead")
+        if bad := sum(isnan(value) or value == -inf for value in evaluation.values(method, "psnr")):
+            of = len(evaluation.values(method, "psnr"))
+            lines.append(f"{method} gives NaN or infinite pixels for {bad} of {of} slices, which images.csv names")
     return lines
 
 

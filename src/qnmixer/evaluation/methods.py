@@ -51,7 +51,10 @@ class ComparedJob:
     @property
     def steps(self) -> int | None:
         """The number of optimizer steps that it was to train for; None: its method learns nothing."""
-        return self.config.trainer.max_steps if self.config is not None and self.results.get("steps") else None
+        done = self.results.get("steps")
+        if self.config is None or not done:
+            return None
+        return done if self.config.trainer.max_steps == -1 else self.config.trainer.max_steps
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,8 @@ class ComparedMethod:
 
     def scores(self, test: str, metric: str) -> Scores:
         """One metric on one test, by patient; empty if nothing was measured."""
-        return {seeds: by_patient(scores, metric) for seeds, scores in self.measured.get(test, {}).items()}
+        found = {seeds: by_patient(scores, metric) for seeds, scores in self.measured.get(test, {}).items()}
+        return {seeds: by_name for seeds, by_name in found.items() if by_name}
 
 
 @dataclass

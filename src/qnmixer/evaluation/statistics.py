@@ -45,13 +45,20 @@ def with_deviation(value: float, deviation: float | None, sign: str = "") -> str
     return f"{value:{sign}.2f}" + ("" if deviation is None else f" ± {deviation:.2f}")
 
 
+def deviation(values: Sequence[float]) -> float | None:
+    """The standard deviation. None for a single value; NaN for values that are not finite, which `stdev` refuses."""
+    if len(values) < 2:
+        return None
+    return stdev(values) if all(map(math.isfinite, values)) else math.nan
+
+
 def spread(scores: Scores) -> Spread:
     """Mean and standard deviations of one method."""
     seeds, patients = [mean(of_seed.values()) for of_seed in scores.values()], [*_patient_means(scores).values()]
     return Spread(
         mean(seeds),
-        stdev(seeds) if len(seeds) > 1 else None,
-        stdev(patients) if len(patients) > 1 else None,
+        deviation(seeds),
+        deviation(patients),
         len(seeds),
         len(patients),
     )
@@ -79,8 +86,8 @@ def difference(one: Scores, other: Scores) -> Difference:
 
 def half_width(values: Sequence[float]) -> float | None:
     """Half-width of the 95 % interval of a mean: t·s/√n with n − 1 degrees of freedom. None for a single value."""
-    n = len(values)
-    return student_quantile(n - 1) * stdev(values) / math.sqrt(n) if n > 1 else None
+    n, found = len(values), deviation(values)
+    return None if found is None else student_quantile(n - 1) * found / math.sqrt(n)
 
 
 def student_quantile(freedom: int) -> float:

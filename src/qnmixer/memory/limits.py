@@ -5,6 +5,7 @@ import os
 import torch
 
 from qnmixer.memory.footprint import MIB
+from qnmixer.processes.limits import memory_limit
 
 _SURE = (
     "out of memory",
@@ -53,13 +54,16 @@ def _free_share() -> float:
 
 
 def memory_of(device: torch.device) -> float:
-    """MiB that a process can use. On CUDA: the free memory. On a CPU: its share of all memory, or a lower limit."""
+    """MiB that a process can use. On CUDA: the free memory. On a CPU: its share of all memory, or a lower limit.
+
+    Such a limit is that of a container, of a job on a cluster, or of the shell (ulimit -v).
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] / MIB
     import resource  # not on Windows, where reconstruct needs this file
 
     page = os.sysconf("SC_PAGE_SIZE")
-    total = os.sysconf("SC_PHYS_PAGES") * page // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    total = min(os.sysconf("SC_PHYS_PAGES") * page, memory_limit()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     # A limit counts address space, of which the libraries have taken some.
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:

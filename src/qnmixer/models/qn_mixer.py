@@ -100,9 +100,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         check_choice("hessian", hessian, ("bfgs", "identity", "momentum"))
         check_choice("hessian_gradient", hessian_gradient, ("full", "detach"))
         if regularizer is not None and detail_channels:  # its image would be taken for their features
-            raise ConfigError(
-                f"regularizer takes the place of the details too: set detail_channels=0, not {detail_channels}"
-            )
+            raise ConfigError(f"your regularizer replaces the details: set detail_channels=0, not {detail_channels}")
         image_size = projector.geometry.image_size
         self.projector = projector
         self.data_term = data_term

@@ -11,7 +11,7 @@ from qnmixer.config import Config
 from qnmixer.config.run import validate
 from qnmixer.errors import ConfigError
 from qnmixer.parallel.compilation import check_compiler
-from qnmixer.processes.cores import THREADS
+from qnmixer.processes.cores import THREADS, n_cores
 from qnmixer.torch_builds import GPU, NoBuildError, fix, runs_on, visible_gpus
 
 
@@ -46,7 +46,7 @@ def resolve_devices(config: Config) -> Config:
 
 @contextmanager
 def cpu_threads(config: Config, free: float | None, recorded: int | None) -> Iterator[str]:
-    """Let torch use only the cores that other programs leave free, while the block runs on a CPU.
+    """Let torch use only the cores that the machine has free for it, while the block runs on a CPU.
 
     A user's OMP_NUM_THREADS is respected. The number of threads changes the last bits of sums. So it is chosen once,
     and a resumed run uses the recorded number.
@@ -64,7 +64,7 @@ def cpu_threads(config: Config, free: float | None, recorded: int | None) -> Ite
         return
     n = min(every, recorded or (every if free is None else max(1, round(free))))
     torch.set_num_threads(n)
-    why = "as before it stopped" if recorded else "as other programs use the other cores"
+    why = "as before it stopped" if recorded else "as no more cores are free"
     try:
         yield f"CPU: {n} of {every} threads, {why} ({THREADS}={every}: all)" if n < every else ""
     finally:
@@ -74,10 +74,13 @@ def cpu_threads(config: Config, free: float | None, recorded: int | None) -> Ite
 def choose_device(accelerator: str, key: str = "accelerator") -> torch.device:
     """The device of an accelerator. `auto` means the CPU only on a machine without an NVIDIA GPU.
 
-    From here on float32 products are exact on this device; training may allow TF32 later. Raises ConfigError, which
-    names the key, for a GPU that does not exist or that this torch cannot use.
+    From here on float32 products are exact on this device; training may allow TF32 later. On a CPU torch has no more
+    threads than it has cores. Raises ConfigError, which names the key, for a GPU that does not exist or that
+    this torch cannot use.
     """
     allow_tf32(False)
+    if THREADS not in os.environ:  # torch starts a thread for each core of the machine, also in a container with few
+        torch.set_num_threads(min(torch.get_num_threads(), n_cores()))
     if accelerator == "cpu":
         return torch.device("cpu")
     if (problem := gpu_problem()) is not None:

@@ -20,7 +20,7 @@ class Stage(nn.Module):
     """Consecutive iterations. The input and the output are one packed state [b, K]; y is an extra input.
 
     The first stage has no incoming state. The last stage returns x_T. The state is packed into one tensor, because
-    every tensor costs a message each way. A state of t iterations has 12 t tensors.
+    every tensor costs a message each way.
 
     Attributes:
         incoming: the layout of the incoming state; None for the first stage.

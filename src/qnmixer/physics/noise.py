@@ -79,8 +79,8 @@ class NoNoise(KeyedNoise):
 class FieldNoise(KeyedNoise):
     """The field's noise: p' = −log(Poisson(I₀ e^{−p/p_max})/I₀)·p_max, then + N(0, σ²).
 
-    p_max is the sample's largest line integral, so the noise does not depend on the unit, nor is it a model of dose. A
-    bin without counts is taken to have one. An all-air sample (p_max ≤ 0) gets the Gaussian part only.
+    p_max is the sample's largest line integral. So the Poisson part does not depend on the unit of y. It is no model of
+    dose. A bin without counts is taken to have one. A sample of air only (p_max ≤ 0) gets the Gaussian part only.
 
     Args:
         photons: I₀, counts of an unattenuated ray.

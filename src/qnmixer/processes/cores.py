@@ -8,9 +8,22 @@ import os
 import sys
 from pathlib import Path
 
+from qnmixer.processes.limits import cpu_limit
+
 THREADS = "OMP_NUM_THREADS"
 _SPINS = "GOMP_SPINCOUNT"
 _SET_BY_USER = {_SPINS, "OMP_WAIT_POLICY", "GOMP_CPU_AFFINITY"}
+
+
+def n_cores() -> int:
+    """The CPU cores that this process may use: those of its container or of its job on a cluster."""
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min(there, cpu_limit())))
+
+
+def threads_each(n_processes: int) -> int:
+    """Threads for each of some processes that share these cores."""
+    return max(1, n_cores() // n_processes)
 
 
 def wait_briefly() -> None:
@@ -37,8 +50,8 @@ class CoreUse:
         if now is None or self._before is None or now[2] <= self._before[2]:
             return None
         everybody, own, wall = (after - before for after, before in zip(now, self._before, strict=True))
-        cores = len(os.sched_getaffinity(0))
-        return min(cores, max(0.0, cores - (everybody - own) / wall))
+        idle = len(os.sched_getaffinity(0)) - (everybody - own) / wall
+        return min(n_cores(), max(0.0, idle))
 
 
 def _seconds() -> tuple[float, float, float] | None:

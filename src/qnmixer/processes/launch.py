@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from qnmixer.errors import RankFailed, Stopped
-from qnmixer.processes.cores import THREADS
+from qnmixer.processes.cores import THREADS, threads_each
 from qnmixer.processes.signals import SIGNALS, Echo, handle_signals
 
 # A rank whose partner died may end with these: NCCL's watchdog aborts, and the agent sends SIGTERM.
@@ -52,7 +52,7 @@ def launch(
     with (
         tempfile.TemporaryDirectory(prefix="qnmixer-ranks-") as log_dir,
         handle_signals(SIGNALS, stop if ask_to_stop else None) as handled,
-        _threads(max(1, (os.cpu_count() or 1) // n_processes)),
+        _threads(threads_each(n_processes)),
     ):
         config = _launch_config(n_processes, log_dir)
         # The agent ends the ranks on these signals. torch before 2.9 has no such field and handles all.

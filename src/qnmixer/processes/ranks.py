@@ -169,7 +169,7 @@ def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn
     Args:
         error: the exception; a KeyboardInterrupt if a signal stopped the rank.
         line: its line for the user; None for a bug, whose traceback the user gets.
-        say: also print the line, because no launcher will. A rank that ends because of another rank prints nothing.
+        say: also print the line, because no launcher will. A rank that ends because another one ended prints nothing.
     """
     # A second signal must not interrupt this function: the record would be lost.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -189,14 +189,16 @@ def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn
         temporary = Path(f"{path}.tmp")
         temporary.write_text(json.dumps(record))
         temporary.replace(path)
-    if say and not record["secondary"]:
+    shows = say and not record["secondary"]
+    if record["secondary"] and not record["stopped"]:
+        # The first failed rank must end first. If nobody ends this rank then, all ranks may have lost contact.
+        shows = not _stop_requested.wait(_SECONDS_TO_LEAVE_BY_ITSELF) and say and not stopped
+    if shows:
         print(f"{record['traceback'] * record['bug']}error: rank {rank()}: {record['message']}", file=sys.stderr)
     elif say and record["stopped"] and rank() == 0:
         print(error, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    if record["secondary"] and not record["stopped"]:
-        _stop_requested.wait(_SECONDS_TO_LEAVE_BY_ITSELF)  # the first failed rank must end first
     os._exit(error.code if isinstance(error, Stopped) else 130 if stopped else 1)
 
 

@@ -29,8 +29,11 @@ def handle_signals(
     """Handle signals by `handler` while the block runs, then restore the earlier handlers.
 
     A signal that is ignored stays ignored: nohup ignores SIGHUP. Yields the other signals. Without a `handler` the
-    block may install its own.
+    block may install its own. Does nothing outside the main thread, where Python allows no handlers.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield []
+        return
     before = {number: signal.getsignal(number) for number in numbers}
     handled = [number for number, old in before.items() if old is not signal.SIG_IGN]
     for number in handled if handler else []:
@@ -66,9 +69,6 @@ def stop_signals() -> Iterator[None]:
     outside the main thread.
     """
     global _requested
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     owner, echo = os.getpid(), Echo()
 
     def stop(number: int, _: FrameType | None) -> None:

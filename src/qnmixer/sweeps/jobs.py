@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from qnmixer.config import Config
 from qnmixer.config.overrides import quoted
 from qnmixer.errors import ConfigError, UserError, first_line
-from qnmixer.processes.cores import THREADS
+from qnmixer.processes.cores import THREADS, threads_each
 from qnmixer.processes.ranks import die_with_parent
 from qnmixer.processes.signals import SIGNALS, handle_signals
 from qnmixer.tracking.results import amend, duration, git_commit, read_results
@@ -155,8 +155,7 @@ def _n_gpus(config: Config, n_gpus: int) -> int:
 
 def _threads(config: Config, limit: int, n_gpus: int) -> int:
     """Threads for each process of a job. Jobs that run side by side share the cores, so no job waits for another."""
-    processes = n_gpus or limit * (config.trainer.devices or 1)
-    return max(1, (os.cpu_count() or 1) // processes)
+    return threads_each(n_gpus or limit * (config.trainer.devices or 1))
 
 
 def _start(job: Job, gpus: list[str], n_threads: int | None) -> _Running:

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def versions() -> dict[str, str]:
 def git_commit() -> str | None:
     """Commit of this code, with "+changes" and a digest if it was changed since; None outside a checkout."""
     try:
-        head = _git(_checkout(), "rev-parse", "HEAD").strip()
+        head = _git(_checkout(_package()), "rev-parse", "HEAD").strip()
     except (OSError, subprocess.CalledProcessError):
         return None
     diff = git_diff()
@@ -99,7 +100,7 @@ def git_diff() -> str:
     Includes new files if they are code or configs. Hidden files and files named *local* stay out.
     """
     try:
-        root = _checkout()
+        root = _checkout(_package())
         parts = [str(path) for path in (_package().parent, root / "conf") if path.exists()]
         with tempfile.TemporaryDirectory() as temporary:  # a temporary index, so that the user's own stays unchanged
             index = {"GIT_INDEX_FILE": str(Path(temporary) / "index")}
@@ -122,13 +123,14 @@ def _package() -> Path:
     return Path(__file__).parents[1]
 
 
-def _checkout() -> Path:
-    """The repository that contains this code. Raises CalledProcessError or OSError if there is none.
+@cache
+def _checkout(package: Path) -> Path:
+    """The repository that contains this package. Raises CalledProcessError or OSError if there is none.
 
     A wheel may be installed inside somebody else's repository. Then git does not track this file.
     """
-    _git(_package(), "ls-files", "--error-unmatch", "tracking/results.py")
-    return Path(_git(_package(), "rev-parse", "--show-toplevel").strip())
+    _git(package, "ls-files", "--error-unmatch", "tracking/results.py")
+    return Path(_git(package, "rev-parse", "--show-toplevel").strip())
 
 
 def _git(folder: Path | str, *arguments: str, **environment: str) -> str:

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,7 +71,14 @@ def runs_in(folder: Path) -> Iterator[Path]:
         here = Path(path)
         if is_run(here) and not (here / SWEEP).is_file():
             folders.clear()
-            yield here
+            if not _is_evaluation(here):
+                yield here
+
+
+def _is_evaluation(folder: Path) -> bool:
+    """Whether a folder is of `qnmixer.evaluate`, which also writes results.json and .hydra/."""
+    overrides = folder / _OVERRIDES
+    return overrides.is_file() and re.search("^- '?run=", overrides.read_text(), re.MULTILINE) is not None
 
 
 def last_touched(run: Path) -> float:

@@ -109,7 +109,9 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
         # The norm of shards is itself in shards: gather gives that of all ranks.
         norm = gather(torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
         self.gradient_norm = norm
-        self._largest_norm = torch.maximum(norm, torch.as_tensor(self._largest_norm, device=norm.device))
+        # The scaler skips a step whose gradient overflows. That norm would be the largest for the rest of the run.
+        counted = norm.nan_to_num(nan=0.0, posinf=0.0) if self.config.trainer.precision == "16-mixed" else norm
+        self._largest_norm = torch.maximum(counted, torch.as_tensor(self._largest_norm, device=norm.device))
         self.log("train/grad_norm", norm)
         self.log("train/grad_norm_max", self._largest_norm)
         # As a tensor in float64: Lightning would round a Python float to float32.

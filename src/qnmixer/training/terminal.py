@@ -54,7 +54,7 @@ def print_start(
     t, batch, steps = config.trainer, effective_batch(config), steps_per_epoch(config, len(data.dataset("train")))
     nodes = f" × {t.num_nodes} nodes" if t.num_nodes > 1 else ""
     devices = f" × {t.devices} devices{nodes}" if config.strategy.name != "single" else ""
-    last = f", the last of {n_slices % batch}" if n_slices % batch else ""
+    last = f", the last of {n_slices % batch}" if steps * batch > n_slices else ""
     noise = "measured" if config.data.measured else f"noise {config.noise.name}"
     lines = [
         f"{module.network.title}, T = {module.network.n_iterations}, {n_parameters:,} parameters, "
