@@ -120,12 +120,8 @@ class InceptionPatches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Patch features of x."""
-        plain, three, five, pooled = self.branches
-        *layers, patchify = three.children()
-        assert isinstance(patchify, nn.Conv2d)
-        features = nn.Sequential(*layers)(x)
-        joined = F.conv2d(features, patchify.weight, self.bias, patchify.stride)  # one of them adds the bias
-        return joined + plain(x) + five(x) + pooled(x)
+        # The bias keeps the sum in float32 under autocast; within a convolution it would not.
+        return sum((branch(x) for branch in self.branches), self.bias[:, None, None])
 
 
 class AxisMLP(nn.Module):
@@ -150,9 +146,11 @@ def along(axis: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """W v + b for each vector v along an axis of x [B, h, w, C], which is not the first.
 
     Backward of a convolution is one operator, that of a product three or four. So a GPU, which waits for the host to
-    start them, convolves. A CPU with several threads would take up to twice as long for that.
+    start them, convolves. A CPU with several threads would take up to twice as long for that. Autocast would copy the
+    weight for each of many products, so it convolves too.
     """
-    return (convolved if x.is_cuda else multiplied)(axis, x, weight, bias)
+    by_convolution = x.is_cuda or torch.is_autocast_enabled(x.device.type)
+    return (convolved if by_convolution else multiplied)(axis, x, weight, bias)
 
 
 def convolved(axis: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
