@@ -18,7 +18,7 @@ from PIL import Image
 
 from qnmixer import cli
 from qnmixer.checkpoints.reading import load_run
-from qnmixer.compare import check, compare
+from qnmixer.compare import check, compare, usual_output
 from qnmixer.config import parse
 from qnmixer.config.commands import parse_compare
 from qnmixer.config.compose import compose
@@ -185,6 +185,12 @@ def test_a_second_report_measures_nothing_again_and_says_the_same(sweep: Path, m
     checkpoint["state_dict"]["network.step_sizes.0"] *= 0.5
     torch.save(checkpoint, path)
     assert "as_trained: 4 jobs on 3 slices (3 of them before)" in run(arguments[0], "tests=[as_trained]")[1]
+
+
+def test_a_comparison_of_several_sweeps_leaves_that_of_the_first_alone() -> None:
+    one, other = Path("runs/one"), Path("runs/other")
+    assert usual_output([one]) == one / "comparison"
+    assert usual_output([one, other]) == one / "comparison_other"
 
 
 def test_slices_of_a_folder_and_tests_that_cannot_be_made(sweep: Path, tmp_path: Path) -> None:

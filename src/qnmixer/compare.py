@@ -30,8 +30,13 @@ def compare(cfg: DictConfig) -> None:
     console = Console()
     if not console.is_terminal:  # rich would wrap a log at 80 columns
         console = Console(width=120)
-    output = sweeps[0] / "comparison" if config.output is None else Path(config.output).expanduser()
+    output = usual_output(sweeps) if config.output is None else Path(config.output).expanduser()
     write_comparison(output, compare(config, sweeps, output, console), config, console)
+
+
+def usual_output(sweeps: list[Path]) -> Path:
+    """The folder of a comparison. That of several sweeps leaves the comparison of the first alone."""
+    return sweeps[0] / "_".join(["comparison", *(sweep.name for sweep in sweeps[1:])])
 
 
 def check(cfg: DictConfig) -> CompareConfig:

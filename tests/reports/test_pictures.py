@@ -1,5 +1,6 @@
 """The content of figures, and the slices that are drawn at each validation."""
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from PIL import Image
 
 from qnmixer.config import Config
 from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.reports.pictures import Panel, Row, draw_iterates
+from qnmixer.reports.pictures import Curve, Panel, Row, draw_curves, draw_iterates
 from qnmixer.tracking.loggers import build_loggers
 from qnmixer.training import callbacks
 from qnmixer.training.callbacks import build_callbacks
@@ -52,6 +53,13 @@ def test_a_strip_shows_each_iterate_over_its_error(tmp_path: Path) -> None:
     assert image[below, column[0]] < 20  # no error is black
     assert image[below, column[1]] > 150
     assert image[below, column[2]] == 255  # the truth has no error map
+
+
+def test_a_validation_that_is_no_number_is_a_gap_of_its_curve(tmp_path: Path) -> None:
+    bad = Curve("bad", [[(1, 1.0, 30.0), (2, 2.0, math.nan), (3, 3.0, 31.0)], [(1, 1.0, math.nan)]])
+    for curves in ([bad], [Curve("dead", [[(1, 1.0, math.nan), (2, 2.0, -math.inf)]])]):
+        draw_curves(tmp_path / "curves.png", curves, {"TV": 33.0}, "dB")
+        assert np.asarray(Image.open(tmp_path / "curves.png")).std() > 10
 
 
 @pytest.mark.parametrize(("batch_size", "n_pictures"), [(1, 3), (2, 3), (4, 1), (2, 9)])

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import nan
+from math import isfinite, nan
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -68,14 +68,17 @@ class Curve:
 def draw_curves(path: Path, curves: Sequence[Curve], levels: Mapping[str, float], quantity: str) -> None:
     """Draw dB over steps and over training time: thin lines for seeds, a thick one for their mean. Writes a PNG.
 
+    A validation that is not a finite number is a gap.
+
     Args:
         path: of the picture.
         curves: of the methods that learn, at least one.
         levels: dB of the others, as {"TV": 35.1}; a level far below the curves stands in the legend only.
         quantity: what the dB are of.
     """
-    ends = [seed[-1][2] for curve in curves for seed in curve.seeds]
-    top = max([db for curve in curves for seed in curve.seeds for _, _, db in seed] + [*levels.values()])
+    seeds = [[db for _, _, db in seed if isfinite(db)] for curve in curves for seed in curve.seeds]
+    ends = [seed[-1] for seed in seeds if seed] or [0.0]
+    top = max([*ends, *(db for seed in seeds for db in seed), *levels.values()])
     near = [db for db in levels.values() if db > min(ends) - 4]
     bottom = min([*ends, *near]) - max(1.0, (top - min([*ends, *near])) / 2)
     longest = max(seed[-1][1] for curve in curves for seed in curve.seeds)
