@@ -224,10 +224,10 @@ def test_half_precision_in_the_last_iterations_alone(
 
 
 def dtypes_of(module: ReconstructionModule) -> set[torch.dtype]:
-    """A set that fills with the dtypes that the network's linear layers give."""
+    """A set that fills with the dtypes that the activations of the network's mixer give."""
     seen: set[torch.dtype] = set()
     for layer in module.network.modules():
-        if isinstance(layer, torch.nn.Linear):
+        if isinstance(layer, torch.nn.GELU):
             layer.register_forward_hook(lambda _, __, output: seen.add(output.dtype))
     return seen
 
