@@ -146,17 +146,20 @@ class PlainInceptMixer(nn.Module):
     @torch.no_grad()
     def take_weights(self, other: InceptMixer) -> None:
         """Become the same function as one of ours."""
+        of_patchify = []
         for mine, theirs in zip(
             [self.inception.branch1, self.inception.branch2, self.inception.branch3, self.inception.branch4],
             other.embedding.branches,
             strict=True,
         ):
-            mine_convolutions = [m for m in mine.modules() if isinstance(m, nn.Conv2d)]
-            their_convolutions = [m for m in theirs.modules() if isinstance(m, nn.Conv2d)]
-            for a, b in zip(mine_convolutions, their_convolutions, strict=False):  # the last cuts theirs into patches
-                a.load_state_dict(b.state_dict())
-        last = [[m for m in b.modules() if isinstance(m, nn.Conv2d)][-1] for b in other.embedding.branches]
-        self.patchify.weight.copy_(torch.cat([m.weight for m in last], dim=1))
+            pixel, *spatial = (m for m in mine.modules() if isinstance(m, nn.Conv2d))
+            pixel.weight.copy_(theirs.pixel.weight[..., None, None])
+            pixel.bias.copy_(theirs.pixel.bias)
+            for convolution in spatial:
+                convolution.load_state_dict(theirs.spatial.state_dict())
+            channels, _, size, _ = self.patchify.weight.shape
+            of_patchify.append(theirs.patchify.weight.view(channels, size, size, -1).permute(0, 3, 1, 2))
+        self.patchify.weight.copy_(torch.cat(of_patchify, dim=1))
         self.patchify.bias.copy_(other.embedding.bias)
         for mine_layer, their_layer in zip(self.layers, other.mixer, strict=True):
             for a, b in zip(mine_layer.parameters(), _in_order(their_layer), strict=True):
@@ -179,7 +182,7 @@ class PlainQNMixer(nn.Module):
         (G,) = ours.regularizers
         assert isinstance(G, InceptMixer)
         assert isinstance(ours.codec, OrthonormalCodec)
-        channels, _, patch_size, _ = G.embedding.branches[0][-1][-1].weight.shape
+        channels, patch_size = len(G.embedding.bias), G.embedding.patch_size
         self.operator, self.T = operator, ours.n_iterations
         self.G = PlainInceptMixer(operator.geometry.image_size, channels, patch_size)
         self.G.take_weights(G)

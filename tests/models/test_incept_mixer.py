@@ -1,18 +1,16 @@
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from qnmixer.errors import ConfigError
 from qnmixer.models.incept_mixer import (
-    InceptionPatches,
     InceptMixer,
-    Maximum3x3,
     MixerLayer,
     PatchExpansion,
     convolved,
     multiplied,
 )
+from qnmixer.models.inception import InceptionPatches, Maximum3x3
 
 
 def regulariser_of(channels: int) -> InceptMixer:
@@ -65,16 +63,22 @@ def test_maximum_along_rows_then_columns_equals_the_pool() -> None:
 
 
 def test_branches_in_patches_equal_the_figure_joined_then_cut() -> None:
-    """The lean sum against the join to C channels at full resolution and one P × P convolution."""
-    embedding = InceptionPatches(channels=8, patch_size=4)
-    x = torch.rand(2, 1, 16, 16)
-    branches = [
-        nn.Sequential(*(m for m in branch.modules() if not list(m.children()))) for branch in embedding.branches
-    ]
-    features = torch.cat([branch[:-1](x) for branch in branches], dim=1)
-    kernel = torch.cat([branch[-1].weight for branch in branches], dim=1)
-    expected = F.conv2d(features, kernel, stride=4) + embedding.bias[:, None, None]
-    torch.testing.assert_close(embedding(x), expected)
+    """The lean sum against the join to C channels at full resolution and one P × P convolution; gradients too."""
+    embedding = InceptionPatches(channels=8, patch_size=4).double()
+    x = torch.rand(2, 1, 16, 24, dtype=torch.float64, requires_grad=True)
+    features, kernels = [], []
+    for branch, image in zip(embedding.branches, (x, x, x, F.max_pool2d(x, 3, stride=1, padding=1)), strict=True):
+        pixel, pixel_bias, kernel, kernel_bias, patchify = branch.weights()
+        image = F.conv2d(image, pixel[..., None, None], pixel_bias).relu()
+        if kernel is not None:
+            image = F.conv2d(image, kernel, kernel_bias, padding="same").relu()
+        features.append(image)
+        kernels.append(patchify.view(8, 4, 4, 2).permute(0, 3, 1, 2))
+    expected = F.conv2d(torch.cat(features, 1), torch.cat(kernels, 1), embedding.bias, stride=4).permute(0, 2, 3, 1)
+    found = embedding(x)
+    torch.testing.assert_close(found, expected)
+    leaves, weights = [x, *embedding.parameters()], torch.randn_like(found)
+    torch.testing.assert_close(*(torch.autograd.grad((y * weights).sum(), leaves) for y in (found, expected)))
 
 
 @pytest.mark.parametrize("axis", [1, 2, 3])

@@ -3,8 +3,6 @@
 Patches cost edges, so G may end with convolutions at full resolution, which get the mixer's features (ours).
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from qnmixer.errors import ConfigError
+from qnmixer.models.inception import InceptionPatches
 
 
 class _ReluInPlace(torch.autograd.Function):
@@ -39,89 +38,15 @@ def relu_in_place(x: Tensor) -> Tensor:
     return _ReluInPlace.apply(x)
 
 
-class ReluInPlace(nn.Module):
-    """`relu_in_place` as a layer."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """max(0, x)."""
-        return relu_in_place(x)
-
-
-class Maximum3x3(nn.Module):
-    """The largest of each pixel's 3 × 3 neighbourhood, [B, 1, H, W]: along rows, then along columns.
-
-    Torch pools one channel on one core only; lines as channels are pooled on all of them, in a fifth of the time.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The image of maxima."""
-        along_rows = F.max_pool1d(x.squeeze(1), 3, stride=1, padding=1)
-        return F.max_pool1d(along_rows.mT, 3, stride=1, padding=1).mT.unsqueeze(1)
-
-
-class Stem(nn.Sequential):
-    """1×1 convolution of the image to `width` features, ReLU, and the convolution that takes these in."""
-
-    def __init__(self, width: int, convolution: Callable[[], nn.Module]) -> None:
-        super().__init__(nn.Conv2d(1, width, 1), nn.ReLU(), convolution())
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Features of x [B, 1, H, W].
-
-        The features of single pixels are an outer product. On a CPU it takes a fraction of the convolution's time. It
-        also puts the channels last in memory, which halves the time of the next convolutions.
-        """
-        pixel, _, convolution = self
-        assert isinstance(pixel, nn.Conv2d)
-        batch, _, height, width = x.shape
-        assert pixel.bias is not None
-        features = torch.addmm(pixel.bias, x.reshape(-1, 1), pixel.weight.view(1, -1))
-        features = relu_in_place(features).view(batch, height, width, -1)
-        return convolution(features.permute(0, 3, 1, 2))
-
-
-class InceptionPatches(nn.Module):
-    """Inception and patchify: [B, 1, H, W] → [B, C, H/P, W/P] (figure).
-
-    Four branches of C/4 channels: [1×1], [1×1 → 3×3], [1×1 → 5×5], [3×3 pool → 1×1]. Each convolution is followed by
-    ReLU (ours: without it the network loses 1.4 dB). The pool takes the maximum (inferred: the figure says "pool").
-
-    The figure joins the branches to C channels and cuts them into patches by one P×P convolution of stride P. Here each
-    branch has its own P×P convolution, and their results are added. This is the same map, because a convolution of
-    joined channels is the sum of the convolutions of its parts. It needs no tensor of C channels at full resolution.
-    """
+class Patches(nn.Conv2d):
+    """[B, 1, H, W] → [B, H/P, W/P, C] without an inception."""
 
     def __init__(self, channels: int, patch_size: int) -> None:
-        super().__init__()
-        width = channels // 4
-
-        def patchify() -> nn.Module:
-            convolution = nn.Conv2d(width, channels, patch_size, stride=patch_size, bias=False)
-            with torch.no_grad():
-                convolution.weight.mul_(0.5)  # the start that torch gives the one convolution that the four stand for
-            return convolution
-
-        def spatial(size: int) -> nn.Module:
-            return nn.Conv2d(width, width, size, padding=size // 2)
-
-        self.branches = nn.ModuleList(
-            [
-                nn.Sequential(Stem(width, patchify)),
-                nn.Sequential(Stem(width, partial(spatial, 3)), ReluInPlace(), patchify()),
-                nn.Sequential(Stem(width, partial(spatial, 5)), ReluInPlace(), patchify()),
-                nn.Sequential(Maximum3x3(), Stem(width, patchify)),
-            ]
-        )
-        self.bias = nn.Parameter(torch.zeros(channels))
-
-    def stems(self) -> list[nn.Module]:
-        """Of each branch, its features of single pixels and the convolution that takes them in."""
-        return [layer for branch in self.branches for layer in branch.children() if isinstance(layer, Stem)]
+        super().__init__(1, channels, patch_size, stride=patch_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """Patch features of x."""
-        # The bias keeps the sum in float32 under autocast; within a convolution it would not.
-        return sum((branch(x) for branch in self.branches), self.bias[:, None, None])
+        return super().forward(x).permute(0, 2, 3, 1)
 
 
 class AxisMLP(nn.Module):
@@ -274,9 +199,7 @@ class InceptMixer(nn.Module):
         super().__init__()
         if channels < 4 or channels % 4:  # or there would be fewer features than asked for
             raise ConfigError(f"channels={channels} is not a multiple of 4: the inception has four branches")
-        self.embedding = (
-            InceptionPatches(channels, patch_size) if inception else nn.Conv2d(1, channels, patch_size, patch_size)
-        )
+        self.embedding = InceptionPatches(channels, patch_size) if inception else Patches(channels, patch_size)
         self.mixer = nn.Sequential(
             *(MixerLayer(image_size // patch_size, channels, mlp_ratio) for _ in range(n_layers))
         )
@@ -286,5 +209,4 @@ class InceptMixer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """G(x), or its features."""
-        patches = self.embedding(x).permute(0, 2, 3, 1)
-        return self.expansion(self.mixer(patches))
+        return self.expansion(self.mixer(self.embedding(x)))

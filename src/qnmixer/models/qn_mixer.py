@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from qnmixer.errors import ConfigError
 from qnmixer.models.codec import OrthonormalCodec, StridedCodec
 from qnmixer.models.data_term import DATA_TERMS, data_descent, safe_step_size
-from qnmixer.models.incept_mixer import DetailConvolutions, InceptionPatches, InceptMixer
+from qnmixer.models.incept_mixer import DetailConvolutions, InceptMixer
 from qnmixer.models.latent_bfgs import History
 from qnmixer.models.nonnegative import nonnegative
 from qnmixer.models.unrolled import UnrolledNetwork, check_choice
@@ -198,10 +198,6 @@ class QNMixer(UnrolledNetwork[QNState]):
             return {}
         used, cosine = state.history.curvature()
         return {"cosine_zs": cosine.mean(), "skipped_pairs": (~used).to(cosine.dtype).mean()}
-
-    def recomputed_parts(self) -> list[nn.Module]:
-        """The stems of the inceptions: features of every pixel, of which only the first convolution has a use."""
-        return [stem for module in self.modules() if isinstance(module, InceptionPatches) for stem in module.stems()]
 
     def blocks(self) -> list[nn.Module]:
         """The regularisers."""

@@ -1,0 +1,204 @@
+"""The inception of Incept-Mixer, cut into patches, with a backward pass by hand.
+
+At full resolution, time and memory go into features of single pixels. They are cheap, so backward makes them again. If
+they are made patch by patch, cutting them into patches is a product of matrices.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+
+class InceptionPatches(nn.Module):
+    """Inception and patchify: [B, 1, H, W] → [B, H/P, W/P, C] (figure).
+
+    Four branches of C/4 channels: [1×1], [1×1 → 3×3], [1×1 → 5×5], [3×3 pool → 1×1]. Each convolution is followed by
+    ReLU (ours: without it the network loses 1.4 dB). The pool takes the maximum (inferred: the figure says "pool").
+
+    The figure joins the branches to C channels and cuts them into patches by one P×P convolution of stride P. Here each
+    branch is cut by itself, and the results are added. This is the same map, because a convolution of joined channels
+    is the sum of the convolutions of its parts. It needs no tensor of C channels at full resolution.
+    """
+
+    def __init__(self, channels: int, patch_size: int) -> None:
+        super().__init__()
+        self.patch_size = patch_size
+        self.pool = Maximum3x3()
+        self.branches = nn.ModuleList(Branch(channels, patch_size, size) for size in (None, 3, 5, None))
+        self.bias = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Patch features of x."""
+        weights = [weight for branch in self.branches for weight in branch.weights()]  # type: ignore[operator]
+        return _Inception.apply(x, self.pool(x), self.bias, self.patch_size, *weights)
+
+
+class Maximum3x3(nn.Module):
+    """The largest of each pixel's 3 × 3 neighbourhood, [B, 1, H, W]: along rows, then along columns.
+
+    Torch pools one channel on one core only; lines as channels are pooled on all of them, in a fifth of the time.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The image of maxima."""
+        along_rows = F.max_pool1d(x.squeeze(1), 3, stride=1, padding=1)
+        return F.max_pool1d(along_rows.mT, 3, stride=1, padding=1).mT.unsqueeze(1)
+
+
+class BranchWeights(NamedTuple):
+    """The weights of a branch."""
+
+    pixel: Tensor  # [c, 1]
+    pixel_bias: Tensor  # [c]
+    kernel: Tensor | None  # [c, c, k, k]
+    kernel_bias: Tensor | None  # [c]
+    patchify: Tensor  # [C, P² · c]
+
+
+class Branch(nn.Module):
+    """One branch of c = C/4 features: 1×1 convolution, perhaps a k×k convolution, patchify.
+
+    It holds weights alone: `InceptionPatches` uses them. Patchify takes the pixels of a patch row by row.
+    """
+
+    def __init__(self, channels: int, patch_size: int, size: int | None) -> None:
+        super().__init__()
+        width = channels // 4
+        self.pixel = nn.Linear(1, width)
+        self.spatial = None if size is None else nn.Conv2d(width, width, size)
+        self.patchify = nn.Linear(patch_size**2 * width, channels, bias=False)
+        with torch.no_grad():
+            self.patchify.weight.mul_(0.5)  # the start that torch gives the one convolution that the four stand for
+
+    def weights(self) -> BranchWeights:
+        """All of them."""
+        kernel, bias = (None, None) if self.spatial is None else (self.spatial.weight, self.spatial.bias)
+        return BranchWeights(self.pixel.weight, self.pixel.bias, kernel, bias, self.patchify.weight)
+
+
+class _Layout(NamedTuple):
+    """Images as rows [n, c] of their pixels, row by row or patch by patch."""
+
+    batch: int
+    height: int
+    width: int
+    patch_size: int
+
+    @property
+    def grid(self) -> torch.Size:
+        """B, h and w of the patches."""
+        return torch.Size([self.batch, self.height // self.patch_size, self.width // self.patch_size])
+
+    def cut(self, image: Tensor) -> Tensor:
+        """An image [B, c, H, W] patch by patch."""
+        _, h, w = self.grid
+        patches = image.permute(0, 2, 3, 1).unflatten(2, (w, -1)).unflatten(1, (h, -1)).transpose(2, 3)
+        return patches.reshape(-1, image.shape[1])
+
+    def join(self, rows: Tensor) -> Tensor:
+        """Row by row what is patch by patch."""
+        return rows.view(*self.grid, self.patch_size, self.patch_size, -1).transpose(2, 3).reshape(rows.shape)
+
+    def image(self, rows: Tensor) -> Tensor:
+        """[B, c, H, W] of what is row by row; channels last in memory."""
+        return rows.view(self.batch, self.height, self.width, -1).permute(0, 3, 1, 2)
+
+
+class _Inception(torch.autograd.Function):
+    """Of x and its maxima [B, 1, H, W] the patch features [B, H/P, W/P, C].
+
+    A branch with a k×k convolution begins with the pixels row by row, another one patch by patch. Under autocast the
+    products are in half precision, their sum is not.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, maxima: Tensor, bias: Tensor, patch_size: int, *weights: Tensor | None) -> Tensor:
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        layout = _Layout(len(x), x.shape[2], x.shape[3], patch_size)
+        with torch.autocast(device, enabled=False):
+            image, maxima = (image.detach().to(dtype) for image in (x, maxima))
+            inputs = layout.cut(image), image.reshape(-1, 1), layout.cut(maxima)
+            cast = [None if weight is None else weight.to(dtype) for weight in weights]
+            patches, convolved = bias, []
+            for pixels, branch in _branches(inputs, cast):
+                features = _features(pixels, branch)
+                if branch.kernel is not None:
+                    image = F.conv2d(layout.image(features), branch.kernel, branch.kernel_bias, padding="same")
+                    features = layout.cut(image).relu_()
+                    convolved.append(features)
+                patches = _add_product(patches, features.view(layout.grid.numel(), -1), branch.patchify.t())
+            ctx.layout, ctx.dtype = layout, x.dtype
+            ctx.save_for_backward(*inputs, *convolved, *cast)
+            return patches.view(*layout.grid, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        layout, saved = ctx.layout, ctx.saved_tensors
+        inputs, convolved, weights = saved[:3], iter(saved[3:5]), saved[5:]
+        gradient = gradients[0].flatten(0, 2)
+        of_patches = gradient.to(inputs[0].dtype)
+        of_inputs: list[Tensor] = []
+        of_weights: list[Tensor | None] = []
+        for pixels, branch in _branches(inputs, weights):
+            of_features, of_kernel, of_kernel_bias = of_patches @ branch.patchify, None, None
+            if branch.kernel is None:
+                features = in_patches = _features(pixels, branch)
+                of_features = of_features.view_as(features)
+            else:
+                in_patches = next(convolved)
+                of_features = _relu_backward(of_features.view_as(in_patches), in_patches)
+                features = _features(pixels, branch)
+                of_features, of_kernel, of_kernel_bias = _convolution_backward(
+                    layout.image(layout.join(of_features)), layout.image(features), branch.kernel
+                )
+                of_features = of_features.permute(0, 2, 3, 1).reshape(features.shape)
+            of_features = _relu_backward(of_features, features)
+            of_patchify = of_patches.t() @ in_patches.view(len(of_patches), -1)
+            of_weights += [of_features.t() @ pixels, of_features.sum(0), of_kernel, of_kernel_bias, of_patchify]
+            if not ctx.needs_input_grad[0]:  # x₀ of FBP is a constant
+                continue
+            if branch.kernel is None:
+                of_inputs.append(layout.join(of_features @ branch.pixel).to(ctx.dtype))
+            else:  # another use of x
+                of_inputs[0] = _add_product(of_inputs[0], of_features, branch.pixel)
+        of_images = [layout.image(rows) for rows in of_inputs] or [None, None]
+        return *of_images, gradient.sum(0), None, *(None if of is None else of.to(ctx.dtype) for of in of_weights)
+
+
+def _branches(inputs: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Iterator[tuple[Tensor, BranchWeights]]:
+    """Of each branch the pixels that it begins with and the weights; inputs: x by patches, x, and its maxima."""
+    in_patches, rows, maxima = inputs
+    n = len(BranchWeights._fields)
+    for k, pixels in enumerate((in_patches, rows, rows, maxima)):
+        yield pixels, BranchWeights._make(weights[k * n : (k + 1) * n])
+
+
+def _features(pixels: Tensor, branch: BranchWeights) -> Tensor:
+    """Features [n, c] of single pixels [n, 1]."""
+    # With ReLU; on a GPU this is one kernel.
+    return torch._addmm_activation(branch.pixel_bias, pixels, branch.pixel.t())
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """total + a b, in the precision of the total."""
+    return torch.addmm(total, a, b) if a.dtype == total.dtype else total + a @ b
+
+
+def _relu_backward(gradient: Tensor, result: Tensor) -> Tensor:
+    """The gradient of ReLU's input, over that of its result."""
+    return torch.ops.aten.threshold_backward.grad_input(gradient, result, 0, grad_input=gradient)
+
+
+def _convolution_backward(gradient: Tensor, x: Tensor, kernel: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the input, the kernel and the bias of a convolution that keeps the size."""
+    padding = [size // 2 for size in kernel.shape[2:]]
+    one, none = [1, 1], [0, 0]
+    return torch.ops.aten.convolution_backward(
+        gradient, x, kernel, [len(kernel)], one, padding, one, False, none, 1, [True, True, True]
+    )
