@@ -1074,21 +1074,22 @@ def measured_slices(folder: Path) -> list[str]:
 def test_no_patient_is_tested_who_was_trained_on(ten: tuple[Path, list[str], str], tmp_path: Path) -> None:
     root, _, name = ten
     others = sorted(path.name for path in root.iterdir() if path.name != name)
-    for change in ("remove", "add", "rename"):
+    for change in ("remove", "add", "rename and move"):
         if change == "remove":
             (root / others[0]).unlink()
         elif change == "add":
             for more in range(10, 20):
                 np.save(root / f"P{more}.npy", slice_hu(more))
-        else:
+        else:  # as to the scratch folder of another job of a cluster
             (root / name).rename(root / "renamed.npy")
-            name = "renamed.npy"
-        outcome = run("evaluate", f"run={tmp_path}/run", "accelerator=cpu", f"hydra.run.dir={tmp_path}/{change}")
+            root, name = root.rename(tmp_path / "moved"), "renamed.npy"
+        words = [f"data.root={root}"] * (change == "rename and move")
+        folder = f"hydra.run.dir='{tmp_path}/{change}'"
+        outcome = run("evaluate", f"run={tmp_path}/run", "accelerator=cpu", folder, *words)
         assert outcome.code == 0, outcome.stderr
         assert measured_slices(tmp_path / change) == [name]
         assert "were trained on" not in outcome.text
-    moved = root.rename(tmp_path / "moved")  # as the scratch folder of another job of a cluster
-    resumed = run("train", f"resume={tmp_path}/run", f"data.root={moved}", f"trainer.max_steps={STEPS + 2}")
+    resumed = run("train", f"resume={tmp_path}/run", f"data.root={root}", f"trainer.max_steps={STEPS + 2}")
     assert resumed.code == 0, resumed.stderr
     assert measured_slices(tmp_path / "run" / "evaluation") == [name]
 

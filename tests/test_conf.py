@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from qnmixer import models
 from qnmixer.config import Config, parse
@@ -44,10 +44,13 @@ def relative(path: Path) -> str:
     return str(path.relative_to(CONF))
 
 
-def with_root(overrides: list[str]) -> list[str]:
-    """Give a root to every folder of the data that these overrides choose."""
-    missing = sorted(OmegaConf.missing_keys(compose("train", overrides)))
-    return [*overrides, *(f"{key}=/ct" for key in missing if key.endswith(".root"))]
+def composed(overrides: list[str]) -> DictConfig:
+    """The config of a training run, with a root for every folder of its data that has none."""
+    found = compose("train", overrides)
+    for key in OmegaConf.missing_keys(found):
+        if key.endswith(".root"):
+            OmegaConf.update(found, key, "/ct")
+    return found
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
@@ -62,7 +65,7 @@ def test_files_are_short_and_say_what_they_are(path: Path) -> None:
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids=str)
 def test_every_option_composes_and_parses(group: str, option: str) -> None:
-    config = parse(compose("train", with_root([f"{group}={option}", *NEEDS.get((group, option), [])])))
+    config = parse(composed([f"{group}={option}", *NEEDS.get((group, option), [])]))
     assert config.trainer.max_steps > 0
 
 
@@ -73,17 +76,16 @@ def test_experiments_are_there() -> None:
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_composes_and_parses(experiment: str) -> None:
-    parse(compose("train", with_root([f"experiment={experiment}"])))
+    parse(composed([f"experiment={experiment}"]))
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_the_command_line_wins_over_an_experiment(experiment: str) -> None:
-    overrides = with_root([f"experiment={experiment}", "trainer.max_steps=3", "seed=5", "logger=csv", "noise=physical"])
-    values = compose("train", overrides)
+    values = composed([f"experiment={experiment}", "trainer.max_steps=3", "seed=5", "logger=csv", "noise=physical"])
     assert (values.trainer.max_steps, values.seed, list(values.logger)) == (3, 5, ["csv"])
     assert values.noise._target_ == "qnmixer.physics.PhysicalNoise"
     if experiment in ("compare_real", "second_order"):  # a seed that splits the patients anew is compared on others
-        assert values.data.seed == compose("train", with_root([f"experiment={experiment}"])).data.seed
+        assert values.data.seed == composed([f"experiment={experiment}"]).data.seed
 
 
 @pytest.mark.parametrize(("group", "option"), [pair for pair in OPTIONS if pair[0] in TARGETS], ids=str)

@@ -1,24 +1,33 @@
 """Training on measured pairs from end to end: both public sets, in small."""
 
 import csv
+import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from qnmixer.checkpoints.reading import load_run
 from qnmixer.config import parse
+from qnmixer.config.commands import parse_compare, parse_evaluate
 from qnmixer.config.compose import compose
 from qnmixer.config.run import section
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import ConfigError, DataError
+from qnmixer.evaluation.compare import _Measuring
+from qnmixer.evaluation.evaluate import evaluate_run, title_of
+from qnmixer.evaluation.methods import ComparedJob
 from qnmixer.reconstructor import build_geometry
 from qnmixer.train import train
 from qnmixer.training.module import ReconstructionModule
+from qnmixer.training.terminal import print_start
+from qnmixer.training.trainer import build_trainer
 
 from .conftest import TINY
 from .sets import write_lodopab, write_two_detect
@@ -78,6 +87,9 @@ def test_a_run_trains_resumes_and_is_scored_as_the_set_is(
 
     module = load_run(tmp_path / "run").eval()
     data = SliceDataModule(module.config.data, geometry=module.projector.geometry)
+    noisy = parse_evaluate(compose("evaluate", [f"run={tmp_path / 'run'}", "noise=field", "accelerator=cpu"]))
+    with pytest.raises(ConfigError, match=r"noise=field has no effect on the sinograms of data=.*: leave it out"):
+        evaluate_run(noisy, tmp_path / "noisy", [])
     found = scores(tmp_path / "run" / "evaluation")
     assert len(found) == 2 * 3
     for batch in data.test_dataloader():
@@ -123,8 +135,17 @@ def custom(**keys: Any) -> SliceDataModule:
     return SliceDataModule(config, geometry=build_geometry(parse(compose("train", TINY))))
 
 
-def test_a_class_of_ones_own_brings_sinograms() -> None:
-    (batch,) = custom().test_dataloader()
+def test_a_class_of_ones_own_brings_sinograms(tmp_path: Path) -> None:
+    data = custom()
+    (batch,) = data.test_dataloader()
+    config = parse(compose("train", [*TINY, "trainer.accelerator=cpu", "logger=csv"]))
+    assert title_of(config, data, "test").endswith("8 views, measured")
+    trainer, text = build_trainer(config, tmp_path, [], []), io.StringIO()
+    print_start(config, ReconstructionModule(config), data, trainer, Console(file=text))
+    assert "8 views × 24 detector bins, measured\n" in text.getvalue()
+    job = ComparedJob(tmp_path, [], {}, replace(config, data=data.config), "")
+    measuring = _Measuring(parse_compare(compose("compare", ["accelerator=cpu"])), tmp_path, [])
+    assert measuring._config(job, "field_noise") == measuring._config(job, "as_trained")
     assert batch["sinogram"].shape == (3, 1, 8, 24)
     assert batch["sinogram"][:, 0, 0, 0].tolist() == [0, 1, 2]
     module = custom(train_slices=2)

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from qnmixer import cli
 from qnmixer.config.commands import EvaluateConfig, parse_evaluate
 from qnmixer.config.data import DataConfig, check_data
-from qnmixer.files import check_unused
+from qnmixer.files import check_there, check_unused
 from qnmixer.tracking.resume import folder_of
 from qnmixer.tracking.run_folder import run_lock
 from qnmixer.weights import check_weights
@@ -37,6 +37,8 @@ def check(cfg: DictConfig) -> EvaluateConfig:
     check_weights("run", config.run)
     if isinstance(config.data, DataConfig):
         check_data(config.data)
+    elif config.data.root is not None:
+        check_there("data.root", config.data.root, "the folder with the run's slices")
     return config
 
 

@@ -10,6 +10,7 @@ from qnmixer.checkpoints import model_card as module
 from qnmixer.checkpoints.model_card import Exported, model_card
 from qnmixer.config import Config, parse
 from qnmixer.config.compose import compose
+from qnmixer.config.run import parse_file
 from qnmixer.config.target import keys_of
 
 TinyConfig = Callable[..., Config]
@@ -145,10 +146,15 @@ def test_where_it_fails_follows_from_what_was_trained_and_measured(
 
 
 def test_measured_sinograms_are_not_called_simulated(tmp_path: Path) -> None:
-    text = card(parse(compose("train", ["experiment=lodopab", "data.root=/x"])), tmp_path)
-    assert rows(text)["sinograms"] == "those of data=lodopab, to which no noise was added"
-    assert "simulated" not in text[text.index("## Where it fails") :]
-    assert "trained with noise" not in text
+    keep(tmp_path / "mine", **RECORD, sinograms="measured")
+    of_mine = ["data=custom", "data._target_=my.Pairs"]
+    for name, run, words in (
+        ("lodopab", tmp_path, ["experiment=lodopab", "data.root=/x"]), ("my.Pairs", tmp_path / "mine", of_mine),
+    ):  # fmt: skip
+        text = card(parse_file(compose("train", words)), run)
+        assert rows(text)["sinograms"] == f"those of data={name}, to which no noise was added"
+        assert "simulated" not in text[text.index("## Where it fails") :]
+        assert "trained with noise" not in text
 
 
 def finetuning(text: str) -> list[str]:

@@ -411,7 +411,7 @@ def test_a_checkpoint_of_a_later_version_is_refused_by_its_key() -> None:
 
 def test_evaluate_as_trained_and_otherwise() -> None:
     as_trained = parse_evaluate(compose("evaluate", ["run=runs/x"]))
-    assert as_trained.data == AsTrained(_target_=None, simulation_factor=None, disc=None)
+    assert as_trained.data == AsTrained(_target_=None, root=None, simulation_factor=None, disc=None)
     assert (as_trained.noise, as_trained.split) == (None, "test")
     other = parse_evaluate(compose("evaluate", ["run=runs/x", "data=dicom", "data.root=/ct", "noise=field"]))
     assert isinstance(other.data, FolderData)

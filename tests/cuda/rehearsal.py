@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from qnmixer.config import Config, parse
+from qnmixer.config import Config, override, parse
 from qnmixer.config.compose import compose
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
@@ -200,7 +201,7 @@ class _Phases(L.Callback):
 
 def rehearse(overrides: list[str], by_file: bool = False, n_steps: int = 2) -> Rehearsal:
     """Some steps of a config; the last, as it was counted."""
-    config = parse(compose("train", overrides))
+    config = _config(*overrides)
     key = repr((config.geometry, config.data.image_size))
     planner = _PLANNERS.setdefault(key, _PLANNERS.get(key) or Planner(config))  # with norms, which need real numbers
     planned = track_step(config, planner.projector).peak
@@ -235,6 +236,17 @@ def rehearse(overrides: list[str], by_file: bool = False, n_steps: int = 2) -> R
         planned,
         next((f"{a}, not {b}" for a, b in zip_longest(watch.trace, watch.before) if a != b), None),
     )
+
+
+@cache
+def _composed(*overrides: str) -> Config:
+    return parse(compose("train", [*overrides]))
+
+
+def _config(*overrides: str) -> Config:
+    """The config of a command line. Memory modes and precisions share a composition, which takes as long as a step."""
+    last = [word for word in overrides if word.startswith(("memory=", "trainer.precision="))]
+    return override(_composed(*(word for word in overrides if word not in last)), last)
 
 
 def _module(config: Config, mode: FakeTensorMode, projector: FanBeamProjector) -> ReconstructionModule:

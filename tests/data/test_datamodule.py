@@ -2,6 +2,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from PIL import Image
 from qnmixer.config.run import section
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler, Pick
+from qnmixer.data.splits import PARTS, RunSplit, SplitRecord
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.processes.signals import SIGNALS
 
@@ -255,7 +257,12 @@ def test_all_slices_for_test_and_nothing_to_train_on(body_hu: Any, tmp_path: Pat
     assert batch["image"].min() == 0
     assert batch["image"].max() == 1
     assert len(module.test_dataloader()) == 3
-    with pytest.raises(DataError, match="no slices for train"):
+    with pytest.raises(DataError, match=r"no slices for train with data\.split=all; choose another split"):
+        module.train_dataloader()
+    record: SplitRecord = {part: {key: torch.tensor([1]) for key in ("patients", "slices")} for part in PARTS}
+    module = SliceDataModule(replace(config, split="random"), split=RunSplit(record))
+    message = rf"data\.root={tmp_path} has none of the run's slices for train: give the folder that has them \(evaluate"
+    with pytest.warns(UserWarning, match="not there when the run began"), pytest.raises(DataError, match=message):
         module.train_dataloader()
 
 

@@ -1,6 +1,7 @@
 """Several sources in one training: shares, order, splits, and the same samples whatever runs them."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from qnmixer.config.data import AsTrained, FolderData, MixedData, check_data
 from qnmixer.config.run import section
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.mixed import counts_of
-from qnmixer.errors import ConfigError, DataError, PluginError
+from qnmixer.errors import CheckpointError, ConfigError, DataError, PluginError
 from qnmixer.evaluation.slices import as_trained, kind_of, other_slices
 
 N_PATIENTS, N_EACH = 5, 2
@@ -246,10 +247,12 @@ def test_an_own_source_is_found_and_trusted_by_its_key(folders: list[str], tmp_p
     with pytest.raises(PluginError, match=r"data.sources.mine._target_=nowhere.Slices, but there is no module"):
         mixed(folders, own)
     data = mixed(folders, own.replace("nowhere.Slices", "collections.Counter")).config
-    changed = AsTrained(_target_=None, simulation_factor=None, disc=None)
+    changed = AsTrained(_target_=None, root=None, simulation_factor=None, disc=None)
     with pytest.raises(PluginError, match=r"names data.sources.mine._target_=collections.Counter.*trust=collections"):
         as_trained(str(tmp_path), changed, data)
     assert as_trained(str(tmp_path), changed, data, ["collections"]) == data
+    with pytest.raises(CheckpointError, match=r"data.root=/a is for a run on one folder, but .* with data=mixed"):
+        as_trained(str(tmp_path), replace(changed, root="/a"), data, ["collections"])
 
 
 def test_an_evaluation_of_its_folder_keeps_its_split(folders: list[str], tmp_path: Path) -> None:

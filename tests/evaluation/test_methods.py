@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -155,6 +156,11 @@ def test_the_slices_of_a_patient_count_as_one() -> None:
     assert quality.headings[3] == "patients"
     assert quality.rows[0][-2:] == ["+1.50 ± 6.35", "+3.00 ± 12.71"]  # of 1 and 2, with one degree of freedom
     assert "t(1) · s/√2" in quality.note
+    for of in (a, tv):
+        of.measured["drawn"], of.scans["drawn"] = scores({1: values}, None), "y"
+    for tests, units in ((["as_trained", "drawn"], "patients or slices"), (["drawn", "drawn"], "slices")):
+        _, _, every, *_ = tables_of(Comparison([Path("sweep")], tests, [a, tv], {}, [], "a processor"))
+        assert f"mean over {units} ± standard deviation" in every.note
 
 
 def test_a_patient_in_the_test_slices_of_two_seeds_is_one_patient() -> None:
@@ -214,6 +220,8 @@ def test_the_step_from_which_on_a_method_stays_above_total_variation(tmp_path: P
     assert level.crossings(a) == [10, None]
     assert level.crossings(tv) == []
     assert Level("FBP", [a, tv]).crossings(a) == []
+    config.data = replace(config.data, n_val=3)  # of all three jobs
+    assert level.crossings(a) == []
     curve = [Validation(step, 0.0, psnr) for step, psnr in ((1, 9.0), (2, 5.0), (3, 6.0), (4, math.nan))]
     assert [first_above(curve[:n], 5.5) for n in (1, 2, 3, 4)] == [1, None, 3, None]
     texts = {median_step(steps) for steps in ([1500], [2000, 1500, None], [None, 1500, None], [None])}
@@ -225,6 +233,8 @@ def test_other_noise_is_no_test_of_measured_sinograms(tmp_path: Path) -> None:
     config = parse(compose("train", ["experiment=lodopab", "data.root=/x"]))
     job = ComparedJob(tmp_path, [], {}, config, "")
     assert measuring._config(job, "field_noise") == measuring._config(job, "as_trained")
+    measuring.config.sets["moved"] = ["data.root='/a b'", "data.num_workers=0"]
+    assert measuring._config(job, "moved")[0].data == replace(config.data, root="/a b", num_workers=0)
 
 
 def test_a_job_that_its_epochs_limit_has_the_steps_that_it_took() -> None:

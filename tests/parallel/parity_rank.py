@@ -45,7 +45,7 @@ class Record(Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._step = trainer.global_step
         if self.scale:
-            _precision(trainer).scaler = torch.amp.GradScaler("cpu", init_scale=self.scale, growth_interval=3)
+            _precision(trainer).scaler = torch.amp.GradScaler("cpu", init_scale=self.scale, growth_interval=2)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         if not self.gradients:
@@ -77,8 +77,12 @@ def train(
     scale: float | None = None,
     measure: bool = False,
     keep: bool = False,
+    save: bool = True,
 ) -> dict[str, Any]:
-    """Train a config in this process, as one rank of its strategy; what was recorded. `keep`: as runs keep theirs."""
+    """Train a config in this process, as one rank of its strategy; what was recorded.
+
+    `keep`: with the checkpoints of a run. `save`: write last.ckpt.
+    """
     L.seed_everything(1, verbose=False)
     module = ReconstructionModule(config)
     for p in module.parameters():  # away from the start, where G is zero and nothing flows back through it
@@ -93,7 +97,7 @@ def train(
     )
     data = SliceDataModule(config.data)
     trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
-    for _ in range(2):  # over the one before, which may be a folder of shards
+    for _ in range(2 * save):  # over the one before, which may be a folder of shards
         trainer.save_checkpoint(folder / "last.ckpt")
     found = {key: getattr(record, key) for key in ("gradients", "losses", "scales", "weights", "local")}
     if measure:
@@ -110,7 +114,7 @@ def main(job: Path) -> None:
     for k, task in enumerate(json.loads(job.read_text())):
         folder = Path(task["folder"])
         resume = Path(task["resume"]) if task["resume"] else None
-        found = train(parse(task["config"]), folder, resume, task["scale"], task["measure"], task["keep"])
+        found = train(parse(task["config"]), folder, resume, task["scale"], task["measure"], task["keep"], task["save"])
         torch.save(found, folder / f"rank_{rank()}.pt")
         print(k, task["folder"], flush=True)
 

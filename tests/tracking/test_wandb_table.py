@@ -13,6 +13,8 @@ from qnmixer.config.search_path import CONF
 
 from ..warm import Warm
 
+pytestmark = pytest.mark.xdist_group("wandb_table")  # else each worker would train the three methods
+
 MANUAL = CONF.parent / "docs" / "wandb.md"
 SETTING = [
     "experiment=demo", "data.image_size=32", "geometry.n_detectors=48", "geometry.detector_pitch=20",

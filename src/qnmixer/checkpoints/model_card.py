@@ -106,7 +106,7 @@ def model_card(of: Exported) -> str:
         "",
         "## Where it fails",
         "",
-        *(f"- {line}" for line in _limits(config, measured)),
+        *(f"- {line}" for line in _limits(config, measured, record)),
         "",
         f"The metadata of the file has the whole configuration of the run, under `{CHECKPOINT_KEY}`. Folders, patients "
         f"and accounts are left out{but}.",
@@ -140,7 +140,7 @@ def _beam(g: GeometryConfig) -> str:
 def _training(of: Exported, record: dict[str, Any]) -> Iterator[tuple[str, str]]:
     config, trainer, batch = of.config, of.config.trainer, effective_batch(of.config)
     yield "slices", _slices(config)
-    yield "sinograms", _sinograms(config)
+    yield "sinograms", _sinograms(config, record)
     yield "started from", _started_from(config, record)
     score = f", {record['best'][config.monitor]:.4g}" if of.checkpoint == "best" and "best" in record else ""
     chosen = {"best": f"the best of the run by {config.monitor}{score}", "last": "the last of the run"}
@@ -208,8 +208,13 @@ def _of_source(data: DataConfig, epoch: str = "") -> str:
     return f"slices from files, data={data.name}, {size}{split}{augmented}; number of slices: {number}"
 
 
-def _sinograms(config: Config) -> str:
-    if config.data.measured:
+def _were_measured(config: Config, record: dict[str, Any]) -> bool:
+    """Whether a scanner measured the sinograms. Of a class of the user's own only the record says so."""
+    return config.data.measured or record.get("sinograms") == "measured"
+
+
+def _sinograms(config: Config, record: dict[str, Any]) -> str:
+    if _were_measured(config, record):
         return f"those of data={config.data.name}, to which no noise was added"
     factor = config.data.simulation_factor
     grid = f"a {factor} times finer grid" if factor > 1 else "the grid of the image"
@@ -301,7 +306,7 @@ def own_arguments(config: Config, *groups: str) -> dict[str, Any]:
     return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.arguments.items()}
 
 
-def _limits(config: Config, measured: list[Measured]) -> Iterator[str]:
+def _limits(config: Config, measured: list[Measured], record: dict[str, Any]) -> Iterator[str]:
     g, size = config.geometry, config.data.image_size
     yield (
         "Like any learned reconstruction, it can remove small details, or invent details that look right. The tables "
@@ -315,7 +320,7 @@ def _limits(config: Config, measured: list[Measured]) -> Iterator[str]:
             "results can be worse: evaluate it on such slices. It does not know its training slices. If you evaluate "
             "a folder that has them, they count as test slices."
         )
-    if config.data.measured:
+    if _were_measured(config, record):
         yield (
             f"It was trained on the sinograms of one set (data={config.data.name}), with that set's noise and errors. "
             "On other scans its results may be worse than in every table here."

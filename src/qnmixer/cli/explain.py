@@ -43,7 +43,7 @@ def explain(error: BaseException, config_name: str) -> str | None:
         return f"W&B: {error}: run `wandb login` once, or leave logger.wandb.mode=offline"
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("qnmixer"):
         return f"{first_line(error)}: install it, or do not use the option that needs it"
-    if isinstance(error, RuntimeError) and "srun" in str(error):  # from submitit, the SLURM launcher
+    if isinstance(error, RuntimeError) and 'Could not detect "srun"' in str(error):  # from submitit
         return "hydra/launcher=slurm needs SLURM, but this machine has no srun: use it on a cluster, or leave it out"
     if isinstance(error, HydraException | OmegaConfBaseException):
         return _explain_composition(error, config_name)

@@ -369,6 +369,7 @@ class AsTrained:
     """For an evaluation: the slices of the run itself. Keys that are not None here replace the run's."""
 
     _target_: str | None
+    root: str | None
     simulation_factor: int | None = number(at_least=1, at_most=16)
     disc: bool | None
 

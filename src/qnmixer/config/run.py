@@ -3,7 +3,7 @@
 The values are in `conf/`. This file has their types, their bounds and the rules between them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, get_type_hints
@@ -199,10 +199,13 @@ def with_iterations(config: Config, T: int) -> Config:
     return replace(config, model=replace(config.model, n_iterations=T))
 
 
-def override(config: Config, overrides: str) -> Config:
-    """The config with overrides as on a command line: keys, and groups ("memory=recompute") with their options."""
+def override(config: Config, overrides: str | Sequence[str]) -> Config:
+    """The config with overrides as on a command line: keys, and groups ("memory=recompute") with their options.
+
+    A text is split at its blanks; give a list if a value has some.
+    """
     values = OmegaConf.create(to_plain(config))
-    for item in overrides.split():
+    for item in overrides.split() if isinstance(overrides, str) else overrides:
         key, _, value = item.partition("=")
         if (CONF / key).is_dir():
             values[key] = _resolved(key, value, config.seed, {})

@@ -75,6 +75,12 @@ class SliceDataModule(LightningDataModule):
         if self.first is not None:
             self.parts = {name: part.first(self.first) for name, part in self.parts.items()}
 
+    @property
+    def measured(self) -> bool:
+        """Whether the sinograms were measured, also those of a class of the user's own."""
+        self.setup()
+        return any(part.measured is not None for part in self.parts.values())
+
     def dataset(self, part: str) -> SliceDataset:
         """Slices of train, val or test. Raises DataError if there are none."""
         self.setup()

@@ -313,7 +313,12 @@ def nothing_for(part: str, config: DataConfig) -> str:
     """The message for a split without slices."""
     hint = ""
     if isinstance(config, FolderData):
-        hint = f" with data.split={config.split}; choose another split"
+        if config.split != "all":  # only the record of a run leaves a part empty
+            return (
+                f"data.root={config.root} has none of the run's slices for {part}: give the folder that has them "
+                f"(evaluate takes other slices with data={config.name} data.root=FOLDER)"
+            )
+        hint = " with data.split=all; choose another split"
     elif isinstance(config, MixedData):
         hint = f" with data.evaluate_on={config.evaluate_on}; choose a source that has some"
     return f"data={config.name} has no slices for {part}{hint}"

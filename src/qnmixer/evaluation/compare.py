@@ -174,10 +174,11 @@ class _Measuring:
                 config = replace(trained, data=data, noise=chosen.noise or trained.noise)
                 config.noise.check(config)
             else:
-                config = override(trained, " ".join(overrides))
+                config = override(trained, overrides)
         except ConfigError as error:
             raise ConfigError(f"{error} (sets.{test})") from error
-        if config.data.measured:  # a scanner's sinograms have their own noise
+        of_own_class = type(config.data) is DataConfig and self._slices(job, config, False).measured
+        if config.data.measured or of_own_class:  # a scanner's sinograms have their own noise
             config.noise = trained.noise
         if isinstance(config.data, PhantomData):
             config.data = replace(config.data, seed=self.config.seed)

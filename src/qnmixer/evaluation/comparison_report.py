@@ -198,7 +198,8 @@ def _all_tests(comparison: Comparison) -> PageTable:
                    else _NOTHING for t in comparison.tests)]
         for m in comparison.methods
     ]  # fmt: skip
-    note = "PSNR, dB / SSIM × 100, each the mean over seeds of the mean over patients ± standard deviation over seeds."
+    units = " or ".join(dict.fromkeys(_unit(comparison, test)[0] for test in comparison.tests))
+    note = f"PSNR, dB / SSIM × 100, each the mean over seeds of the mean over {units} ± standard deviation over seeds."
     return PageTable("All tests", ["method", *comparison.tests], rows, note)
 
 

@@ -83,5 +83,6 @@ def median_step(steps: Sequence[int | None]) -> str:
 
 
 def _scan(job: ComparedJob) -> str:
+    """A digest of what its validation sinograms come from. Their number counts too, as the mean is over all of them."""
     assert job.config is not None
-    return digest(scan_under_test(job.config), sort_keys=True)
+    return digest([scan_under_test(job.config), getattr(job.config.data, "n_val", None)], sort_keys=True)

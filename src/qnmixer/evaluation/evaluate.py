@@ -24,6 +24,7 @@ from qnmixer.config.run import targets_of
 from qnmixer.config.target import keys_of
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.splits import RunSplit
+from qnmixer.errors import ConfigError
 from qnmixer.evaluation.slices import Gallery, as_trained, kind_of, other_slices
 from qnmixer.evaluation.statistics import deviation, half_width, with_deviation
 from qnmixer.files import write_text
@@ -143,7 +144,7 @@ class Evaluation:
 def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> Evaluation:
     """Run `qnmixer.evaluate`: compare a run with FBP, and write table, picture and results.json.
 
-    Raises CheckpointError or DataError.
+    Raises CheckpointError, ConfigError or DataError.
     """
     console = Console()
     trust = [*config.trust, *map(module_of, targets_of(config).values())]
@@ -162,11 +163,16 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
         trained.noise.check(trained)
         module.noise = build_noise(trained)
     with results(folder, overrides) as record:
+        if config.noise is not None and slices.measured:
+            raise ConfigError(
+                f"noise={config.noise.name} has no effect on the sinograms of data={data.name}, which were measured: "
+                "leave it out"
+            )
         device = choose_device(config.accelerator)
         evaluation = evaluate(module, slices, config.split, config.evaluation, device)
         evaluation.n_trained = slices.split.trained(config.split, before) if before else 0
         record |= {config.split: evaluation.means(), "evaluated": what_was_evaluated(module, data)}
-        title = title_of(trained, data, config.split)
+        title = title_of(trained, slices, config.split)
         measured = replace(trained, data=data, evaluation=config.evaluation)
         record["picture"] = str(
             write_evaluation(folder, evaluation, title, measured, device, console, located(config.run))
@@ -181,12 +187,13 @@ def what_was_evaluated(module: Reconstructor, data: DataConfig) -> dict[str, Any
     return {"weights": weights, "data": kind_of(data), "noise": keys_of(module.config.noise)}
 
 
-def title_of(trained: Config, data: DataConfig, split: str) -> str:
+def title_of(trained: Config, module: SliceDataModule, split: str) -> str:
     """The title of a table."""
+    data = module.config
     slices = "all slices" if isinstance(data, FolderData) and data.split == "all" else f"{split} split"
     finer = f", simulated on a {data.simulation_factor} times finer grid" if data.simulation_factor > 1 else ""
     disc = ", with a bright disc" if data.disc else ""
-    noise = "measured" if data.measured else f"noise {trained.noise.name}"
+    noise = "measured" if module.measured else f"noise {trained.noise.name}"
     return f"{slices} of {kind_of(data)}{disc}, {trained.geometry.n_views} views{finer}, {noise}"
 
 

@@ -28,14 +28,20 @@ _N_WORST = 3
 def as_trained(run: str, changed: AsTrained, data: DataConfig, trust: Collection[str] = ()) -> DataConfig:
     """The run's own slices, with the changes that an evaluation may ask for.
 
-    Raises CheckpointError for a weights file that was trained on files, because it does not name their folder. Raises
-    PluginError if the class of the slices is in no module of `trust`.
+    Raises CheckpointError for a weights file that was trained on files, because it does not name their folder. Also for
+    another folder, if the run had none or several. Raises PluginError if the class of the slices is in no module of
+    `trust`.
     """
     for source in data.by_section().values():
         if located(run).suffix == SUFFIX and not isinstance(source, PhantomData):
             where = [*source.choice(), *(["data.root=FOLDER"] if isinstance(source, FolderData | PairData) else [])]
             raise CheckpointError(f"{run} does not say where its slices are: give {' '.join(where)}")
     check_trusted(run, data.targets(), trust)
+    if changed.root is not None and not isinstance(data, FolderData | PairData):
+        raise CheckpointError(
+            f"data.root={changed.root} is for a run on one folder, but {run} was trained with data={data.name}: leave "
+            "it out, or choose other slices with data=dicom too"
+        )
     changes = {key: value for key, value in vars(changed).items() if key != "_target_" and value is not None}
     data = replace(data, **changes)
     for source in data.by_section().values():

@@ -71,6 +71,7 @@ def fit(config: Config, run: Run) -> float:
         save_code_diff(run)  # W&B sends it
         loggers = build_loggers(config, run.folder, run.overrides, run.resumed_at)
         trainer = build_trainer(config, run.folder, callbacks, loggers)
+        run.record["sinograms"] = "measured" if data.measured else "simulated"
         print_start(config, module, data, trainer, run.console)
         with recording_training(run, trainer, checkpointing, memory), out_of_memory_advice(config, module, trainer):
             train(config, trainer, module, data, checkpoint)
@@ -266,7 +267,7 @@ def evaluate_best(
         return
     evaluation.n_trained = data.split.trained("test", data.split.record)
     run.record["test"] = evaluation.means()
-    title = title_of(config, config.data, "test")
+    title = title_of(config, data, "test")
     picture = write_evaluation(run.folder / "evaluation", evaluation, title, config, device, run.console, run.folder)
     run.record |= {"picture": str(picture), "evaluated": what_was_evaluated(trained, config.data)}
     sampler = data.train_dataloader().sampler

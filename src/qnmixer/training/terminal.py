@@ -55,7 +55,7 @@ def print_start(
     nodes = f" × {t.num_nodes} nodes" if t.num_nodes > 1 else ""
     devices = f" × {t.devices} devices{nodes}" if config.strategy.name != "single" else ""
     last = f", the last of {n_slices % batch}" if steps * batch > n_slices else ""
-    noise = "measured" if config.data.measured else f"noise {config.noise.name}"
+    noise = "measured" if data.measured else f"noise {config.noise.name}"
     lines = [
         f"{module.network.title}, T = {module.network.n_iterations}, {n_parameters:,} parameters, "
         f"on {trainer.strategy.root_device}{devices}, strategy {config.strategy.name}",
