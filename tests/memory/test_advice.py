@@ -146,9 +146,9 @@ import resource, runpy
 resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit}))
 runpy.run_module("qnmixer.train", run_name="__main__", alter_sys=True)
 """
-    command = ["-c", limited, *TINY, "data.image_size=128", "data.batch_size=64", "logger=csv"]
+    command = ["-c", limited, *TINY, "data.image_size=128", "data.batch_size=96", "logger=csv"]
     command += ["model.channels=64", "data.num_workers=0", "trainer.max_steps=2", "trainer.accelerator=cpu"]
-    command += ["data.n_train=64", "data.n_val=1", "data.n_test=1", f"hydra.run.dir={tmp_path}"]
+    command += ["data.n_train=96", "data.n_val=1", "data.n_test=1", f"hydra.run.dir={tmp_path}"]
     done = warm.run(*command, cwd=tmp_path)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()

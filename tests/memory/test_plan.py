@@ -384,7 +384,7 @@ def test_the_run_is_planned_by_its_fullest_device(planner: Planner) -> None:
 @pytest.mark.parametrize(
     ("alone", "together", "share"),
     [
-        ("data.batch_size=1", "data.batch_size=1 strategy.schedule=sequential", 0.37),
+        ("data.batch_size=1", "data.batch_size=1 strategy.schedule=sequential", 0.38),
         pytest.param(
             "model.n_iterations=16 data.batch_size=8",
             "model.n_iterations=16 data.batch_size=2 memory=recompute",
