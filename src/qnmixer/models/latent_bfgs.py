@@ -30,9 +30,10 @@ MIN_COSINE = 0.3
 _RATIO_MAX = 1e12
 """Bound on ‖s‖/‖z‖: beyond it damping decides the result anyway."""
 _SMALLEST = 2.0**-100
-"""Largest entry of the smallest vector with a direction; of smaller ones gradients would leave the range of float32."""
+"""A vector whose largest entry is smaller counts as 0: its gradients would leave the range of float32."""
 _EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}
-"""The bits of a number that are its exponent: without the others it is a power of two, and what is none is infinite."""
+"""Of each dtype the integers of its size, and the bits of the exponent. If only these stay, a number is rounded down to
+a power of two, and NaN becomes infinite."""
 _TORCH = ModuleTracker()  # says whether backward runs
 
 

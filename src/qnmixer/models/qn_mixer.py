@@ -35,10 +35,13 @@ class QNMixer(UnrolledNetwork[QNState]):
     (figure, exact) with the curvature pair formed at the start of iteration t instead of the end of t − 1, so
     that each iteration is one call of G, E and D and nothing is computed that goes unused.
 
-    Four things are ours, and the defaults are those of `model=qn_mixer`, not of the figure. G ends with convolutions at
-    full resolution, each iteration's own. λ_t A†(A x_t − y) is the way down that several such steps take, which cost
-    little beside G. H_t is held to (1 − τ_t) I + τ_t H_t with a learned τ_t from 0, so that training begins at first
-    order and takes from the curvature what helps. Negative values are left out of the image, as attenuation has none.
+    Four things are ours, and the defaults are those of `model=qn_mixer`, not of the figure:
+
+    - G ends with convolutions at full resolution. Each iteration has its own.
+    - Several data-fit steps λ_t A†(A x_t − y) are taken in a row, and their sum stands in the formula. They cost little
+      beside G.
+    - H_t is replaced by (1 − τ_t) I + τ_t H_t with a learned τ_t. It begins at 0, so training begins at first order.
+    - Negative values of the image are set to 0, because attenuation is never negative.
 
     Args:
         projector: A, Aᵀ and FBP of the scan; its geometry sets the image size.
