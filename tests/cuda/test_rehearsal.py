@@ -18,7 +18,7 @@ import torch
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fake_cuda")]
 
 BUDGET = {
-    "demo": 1850,
+    "demo": 1800,
     "qn_mixer": 910,
     "qn_mixer_paper": 605,
     "learn": 175,

@@ -94,14 +94,13 @@ class _Layout(NamedTuple):
         return torch.Size([self.batch, self.height // self.patch_size, self.width // self.patch_size])
 
     def cut(self, image: Tensor) -> Tensor:
-        """An image [B, c, H, W] patch by patch."""
+        """An image [B, c, H, W] patch by patch: a view [B, h, w, P, P, c]."""
         _, h, w = self.grid
-        patches = image.permute(0, 2, 3, 1).unflatten(2, (w, -1)).unflatten(1, (h, -1)).transpose(2, 3)
-        return patches.reshape(-1, image.shape[1])
+        return image.permute(0, 2, 3, 1).unflatten(2, (w, -1)).unflatten(1, (h, -1)).transpose(2, 3)
 
     def join(self, rows: Tensor) -> Tensor:
-        """Row by row what is patch by patch."""
-        return rows.view(*self.grid, self.patch_size, self.patch_size, -1).transpose(2, 3).reshape(rows.shape)
+        """Row by row what is patch by patch: a view [B, h, P, w, P, c]."""
+        return rows.view(*self.grid, self.patch_size, self.patch_size, -1).transpose(2, 3)
 
     def image(self, rows: Tensor) -> Tensor:
         """[B, c, H, W] of what is row by row; channels last in memory."""
@@ -122,14 +121,14 @@ class _Inception(torch.autograd.Function):
         layout = _Layout(len(x), x.shape[2], x.shape[3], patch_size)
         with torch.autocast(device, enabled=False):
             image, maxima = (image.detach().to(dtype) for image in (x, maxima))
-            inputs = layout.cut(image), image.reshape(-1, 1), layout.cut(maxima)
+            inputs = layout.cut(image).reshape(-1, 1), image.reshape(-1, 1), layout.cut(maxima).reshape(-1, 1)
             cast = [None if weight is None else weight.to(dtype) for weight in weights]
             patches, convolved = bias, []
             for pixels, branch in _branches(inputs, cast):
                 features = _features(pixels, branch)
                 if branch.kernel is not None:
                     image = F.conv2d(layout.image(features), branch.kernel, branch.kernel_bias, padding="same")
-                    features = layout.cut(image).relu_()
+                    features = _relu(layout.cut(image))
                     convolved.append(features)
                 patches = _add_product(patches, features.view(layout.grid.numel(), -1), branch.patchify.t())
             ctx.layout, ctx.dtype = layout, x.dtype
@@ -152,10 +151,10 @@ class _Inception(torch.autograd.Function):
                 of_features = of_features.view_as(features)
             else:
                 in_patches = next(convolved)
-                of_features = _relu_backward(of_features.view_as(in_patches), in_patches)
+                of_features = _relu_backward(layout.join(of_features), layout.join(in_patches))
                 features = _features(pixels, branch)
                 of_features, of_kernel, of_kernel_bias = _convolution_backward(
-                    layout.image(layout.join(of_features)), layout.image(features), branch.kernel
+                    layout.image(of_features), layout.image(features), branch.kernel
                 )
                 of_features = of_features.permute(0, 2, 3, 1).reshape(features.shape)
             of_features = _relu_backward(of_features, features)
@@ -164,7 +163,7 @@ class _Inception(torch.autograd.Function):
             if not ctx.needs_input_grad[0]:  # x₀ of FBP is a constant
                 continue
             if branch.kernel is None:
-                of_inputs.append(layout.join(of_features @ branch.pixel).to(ctx.dtype))
+                of_inputs.append(layout.join(of_features @ branch.pixel).reshape(-1, 1).to(ctx.dtype))
             else:  # another use of x
                 of_inputs[0] = _add_product(of_inputs[0], of_features, branch.pixel)
         of_images = [layout.image(rows) for rows in of_inputs] or [None, None]
@@ -190,9 +189,19 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.addmm(total, a, b) if a.dtype == total.dtype else total + a @ b
 
 
+def _relu(x: Tensor) -> Tensor:
+    """ReLU of [..., c] as rows [n, c]; in one pass it makes them contiguous too."""
+    if torch.compiler.is_compiling():  # torch.compile makes one pass of it anyway, and loses the strides of out=
+        return x.relu().reshape(-1, x.shape[-1])
+    return torch.clamp_min(x, 0, out=x.new_empty(x.shape)).flatten(0, -2)
+
+
 def _relu_backward(gradient: Tensor, result: Tensor) -> Tensor:
-    """The gradient of ReLU's input, over that of its result."""
-    return torch.ops.aten.threshold_backward.grad_input(gradient, result, 0, grad_input=gradient)
+    """The gradient of ReLU's input as rows [n, c], from gradient and result [..., c] of its output."""
+    if torch.compiler.is_compiling():
+        return torch.ops.aten.threshold_backward(gradient, result, 0).reshape(-1, result.shape[-1])
+    rows = gradient if gradient.is_contiguous() else gradient.new_empty(gradient.shape)
+    return torch.ops.aten.threshold_backward.grad_input(gradient, result, 0, grad_input=rows).flatten(0, -2)
 
 
 def _convolution_backward(gradient: Tensor, x: Tensor, kernel: Tensor) -> tuple[Tensor, Tensor, Tensor]:

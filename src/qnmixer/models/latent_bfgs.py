@@ -377,11 +377,11 @@ def _subtract_gradients(
     _, ss, slope, mu, N, gamma, _, R = pairs
     t, of_s = N.shape[1], own[:, 0::2]
     own.baddbmm_(torch.stack([back.of_q, solved.of_q], 3).flatten(1, 2), torch.stack([solved.q, back.q], 1))
-    cb, ew = torch.stack([solved.c, back.c], 2), torch.stack([back.w, solved.w], 2)
-    of_s.baddbmm_(cb, torch.stack([v, r], 1))
+    of_s.baddbmm_(solved.c[..., None], v[:, None]).baddbmm_(back.c[..., None], r[:, None])
 
     of_D = back.w * solved.w
-    of_R = torch.bmm(cb, ew.mT).triu_()
+    of_R = torch.bmm(solved.c[..., None], back.w[:, None])
+    of_R.baddbmm_(back.c[..., None], solved.w[:, None]).triu_()
     of_R.diagonal(dim1=1, dim2=2).addcmul_(gamma, of_D)
     # Of N_s = μ N_z and γ = N_z (ratio + μ); N_z is a factor of Y, a constant like any. Then of μ by the slope.
     products = gram.view(-1, t, 2, t, 2)[:, :, 0]
