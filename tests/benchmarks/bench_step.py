@@ -256,14 +256,16 @@ def bench(size: int, variants: list[str], T: int, rounds: int, device: torch.dev
         nn.init.normal_(p, std=0.02)
     first = Step(ours, ours.projector, base, x)
     parts = parts_of(ours, plain, first, plain_step)
-    flat = {f"{name} {k}": pair[k] for name, pair in parts.items() for k in (0, 1)}
-    # Warm, or the second of two alike would look faster: it finds its data in the cache.
-    found = medians(flat, 3 * rounds, device, warm=True)  # type: ignore[arg-type]  # the first two of each are calls
+    # Pairs take turns among themselves: what runs before a short call decides its time.
+    found = {
+        name: medians({"ours": call, "plain": other}, 3 * rounds, device, warm=True)
+        for name, (call, other, _) in parts.items()
+    }
     bandwidth, rate = copy_bandwidth(device), matrix_rate(device, torch.float32)
     rows = []
     for name, (call, _, times) in parts.items():
         floor, bound = floor_of(name, call, ours, bandwidth, rate)
-        here, there = found[f"{name} 0"] * times, found[f"{name} 1"] * times
+        here, there = found[name]["ours"] * times, found[name]["plain"] * times
         rows.append(
             {"part": name, "seconds": here, "plain": there, "ratio": there / here, "floor": floor * times,
              "over_floor": here / (floor * times), "bound": bound, "of_step": here / seconds["keep"]}
