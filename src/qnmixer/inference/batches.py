@@ -17,16 +17,16 @@ from qnmixer.reconstructor import AUTOCAST, Reconstructor
 MAX_HU = 1.0
 """The most that half precision may change a pixel."""
 _CHECKED = 16
-"""One in so many batches is computed in both precisions; of the first so many: 1, 2, 3, 5, 9."""
+"""One in this many batches is computed in both precisions, and before that batches 1, 2, 3, 5 and 9."""
 _REFILLS = 2
 
 
 class BatchedNetwork:
     """x_T of scans, `batch_size` at a time, in the given precision if the images allow it.
 
-    Some batches are computed in both precisions: the first few, then one of so many. Half precision starts at the first
-    iteration from which it changes no pixel of these batches by more than `MAX_HU`. The result of these batches is the
-    float32 image. It is also the result of a batch in which half precision overflows.
+    Some batches are computed in both precisions: a few of the first, then one in `_CHECKED`. Half precision starts
+    at the first iteration from which it changes no pixel of these batches by more than `MAX_HU`. The result of these
+    batches is the float32 image. It is also the result of a batch in which half precision overflows.
 
     Raises ConfigError for a precision that the device does not support.
     """

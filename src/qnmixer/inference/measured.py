@@ -18,9 +18,11 @@ _WIDEST_GAP = 4.0
 _FEWEST_VIEWS = 0.75
 """The fewest measured views, as a share of the views in training."""
 _NEAR = 0.75
-"""Steps between views: those of a scan with as many or more views are all nearer than half a step."""
+"""In steps between views: a view counts as missing if the nearest measured view is farther away.
+
+With as many measured views as views in training, or more, the nearest one is within half a step."""
 _AIR = 0.05
-"""Of the largest value: more at the end of a detector, and it cuts the object off."""
+"""Share of the largest value. If an end of the detector has more, it cuts the object off."""
 _SAME = 1e-3
 """Share of a step, or of a distance, that counts as equal."""
 
@@ -102,8 +104,8 @@ def fit_scan(
 
     Missing views are rows of NaN. Along the detector, rows are interpolated linearly, or averaged if bins become wider.
     Views at angles that were not measured are interpolated linearly between their neighbours. They count as missing if
-    the nearest view is far. The first view becomes that of the geometry, so the image is turned by the difference of
-    the two angles.
+    the nearest measured view is too far. The first view becomes that of the geometry, so the image is turned by the
+    difference of the two angles.
 
     Args:
         sinogram: of any size.

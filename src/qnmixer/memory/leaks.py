@@ -57,7 +57,7 @@ class LeakWatch:
         self._evenness, self._collect = evenness, collect
         self._minima: deque[int] = deque(maxlen=n_windows + 1)
         self._held: list[int] = []
-        self._highest = 0  # of the windows before those
+        self._highest = 0  # of the minima before those
         self._step = 0
         self._suspected = False
         self._reported = False

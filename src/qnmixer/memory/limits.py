@@ -25,7 +25,7 @@ _UNSURE = (
     "no execution plans support the graph",
 )
 _LITTLE = 0.05
-"""Free share of a GPU from which down unsure words are taken for want of memory."""
+"""Below this free share of a GPU, an unsure text counts as out of memory."""
 
 
 def is_out_of_memory(error: BaseException, free: float | None = None) -> bool:

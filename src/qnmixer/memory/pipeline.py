@@ -48,17 +48,17 @@ def idle(config: Config) -> float:
 
 @dataclass(frozen=True)
 class StageCost:
-    """Bytes of a stage for one micro-batch. Its input, sinogram and images are not counted."""
+    """Bytes of a stage for one micro-batch. Only `casts` includes its input state, sinogram and images."""
 
     received: int  # the state that comes in; the gradient that goes out is of this size too
     sent: int  # the state that goes out, and the gradient that comes in
     sinogram: int
-    casts: int  # weights in half precision, which all micro-batches share; with the buffers of one micro-batch
+    casts: int  # weights in half precision, which all micro-batches share, and the inputs of one micro-batch
     forward: int  # most during forward
     held: int  # between forward and backward
     backward: int  # most during backward, gradients of weights left out
-    first_backward: int  # most during backward with those, when it is the one that makes them
-    weights: dict[str, int]  # bytes of those that get a gradient
+    first_backward: int  # the same with gradients of weights, if this backward makes them
+    weights: dict[str, int]  # bytes of the weights that get a gradient, by name
     host: int  # what offloading moves away
 
 

@@ -126,7 +126,7 @@ class Planner:
         return Prediction(footprint, (peak - footprint.peak) / width, devices)
 
     def _fixed(self, config: Config) -> Footprint:
-        """The memory that every device of a pipeline needs during all its actions. `gradients`: after all exist."""
+        """The memory that every device of a pipeline needs during all its actions. `gradients`: when all exist."""
         key = f"fixed {config.model} {config.optimizer}"
         if key not in self._known:
             with without_data():

@@ -10,12 +10,12 @@ _WIDTH = 16  # feature channels between the convolutions of the strided codec
 
 
 class OrthonormalCodec(nn.Module):
-    """PixelUnshuffle and a convolution; D starts as the transpose of E, so D(E(·)) starts as a projection.
+    """PixelUnshuffle, then a convolution. D starts as the transpose of E, so D(E(·)) starts as a projection.
 
-    With `channels` = factor², the most there can be, nothing is lost: D(E(g)) = g at the start, and the first steps of
-    training already move the image along its true gradient. A kernel of 3 sees the neighbouring cells too, with weights
-    that start at zero. Inferred, not drawn in the paper; it trained best of what was tried.
-    `encode`: [B, 1, H, W] → [B, channels, H/factor, W/factor]; `decode` back.
+    `channels` is at most factor². With this value E loses nothing at the start: D(E(g)) = g. The first training steps
+    then move the image along its true gradient. A kernel of 3 also sees the neighbouring cells; these weights start at
+    zero. Inferred: the paper does not draw it. It trained best of the codecs that were tried.
+    `encode`: [B, 1, H, W] → [B, channels, H/factor, W/factor]; `decode` goes back.
     """
 
     def __init__(self, factor: int, channels: int, kernel_size: int) -> None:
@@ -41,12 +41,12 @@ class OrthonormalCodec(nn.Module):
 
 
 class StridedCodec(nn.Module):
-    """Stride-2 convolutions down, stride-2 transposed convolutions up, after the paper's words.
+    """Stride-2 convolutions down and stride-2 transposed convolutions up, as in the paper's text.
 
-    A latent smaller than the image, as the paper asks for; weak evidence in its figures speaks against more than
-    two transposed convolutions in a row (factor 4). It trains to lower quality than `OrthonormalCodec` (ours).
-    Linear, with D starting as Eᵀ and ‖E‖ ≤ 1 (ours): the first steps then descend, where random ones diverge.
-    Shapes as there; the factor is a power of two.
+    The latent can be smaller than the image, as the paper asks. Its figures weakly suggest at most two transposed
+    convolutions in a row (factor 4). It trained to lower quality than `OrthonormalCodec`. E and D are linear. D starts
+    as Eᵀ, with ‖E‖ ≤ 1 (ours). The first steps then descend; with random weights they diverge.
+    Shapes are as in `OrthonormalCodec`. The factor is a power of two.
     """
 
     def __init__(self, factor: int, channels: int) -> None:

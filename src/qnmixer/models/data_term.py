@@ -10,11 +10,11 @@ from qnmixer.physics import FanBeamProjector
 from qnmixer.physics.scan import from_columns, to_columns
 
 DATA_TERMS = ("fbp", "adjoint")
-"""What A† may be: filtered back-projection by the exact transpose (`filtered_adjoint`), or Aᵀ/‖A‖²."""
+"""The kinds of A†. fbp: filtered back-projection by the exact transpose (`filtered_adjoint`). adjoint: Aᵀ/‖A‖²."""
 
 
 def data_gradient(projector: FanBeamProjector, kind: str, x: Tensor, y: Tensor | None) -> Tensor:
-    """A†(A x − y), [B, 1, H, W]; in float32 whatever the autocast. y=None: 0."""
+    """A†(A x − y), [B, 1, H, W], in float32 also under autocast. y=None means y = 0."""
     if kind == "fbp":
         return projector.filtered_residual(x, y)
     sinogram = projector(x)
@@ -22,9 +22,10 @@ def data_gradient(projector: FanBeamProjector, kind: str, x: Tensor, y: Tensor |
 
 
 def data_descent(projector: FanBeamProjector, kind: str, x: Tensor, y: Tensor, step_sizes: Tensor) -> Tensor:
-    """x − u_K, [B, 1, H, W], where u_0 = x and u_{k+1} = u_k − λ_k A†(A u_k − y), for λ [K]; λ_0 A†(A x − y) for K = 1.
+    """x − u_K after K data-fit steps u_{k+1} = u_k − λ_k A†(A u_k − y) from u_0 = x. For K = 1 it is λ_0 A†(A x − y).
 
-    Differentiable once. Backward keeps one image for each of the K steps.
+    Shapes: x and the result [B, 1, H, W], y [B, 1, V, D], `step_sizes` λ [K]. It can be differentiated once. Backward
+    stores one image for each of the K steps.
     """
     return _Descent.apply(x, step_sizes, y, projector, kind)
 
@@ -33,7 +34,7 @@ class _Descent(torch.autograd.Function):
     """x − u_K = Σ λ_k g_k, where g_k = A†(A u_k − y) is the gradient at u_k.
 
     Only g_0 needs y: as A†A is linear, g_{k+1} = g_k − λ_k A†A g_k. This also rounds less, because no image is
-    subtracted from another. Backward is the same kind of descent, as the derivative of u_K is Π (I − λ_k A†A), whose
+    subtracted from another. Backward is a descent of the same kind: the derivative of u_K is Π (I − λ_k A†A), and its
     factors are symmetric. For a cotangent ḡ: v_{K−1} = ḡ, and v_{k−1} = v_k − λ_k A†A v_k down to v_{−1}. Then
 
         x̄ = ḡ − v_{−1},  λ‾_k = v_kᵀ g_k,  ȳ = −A†ᵀ Σ λ_k v_k.
@@ -64,7 +65,7 @@ class _Descent(torch.autograd.Function):
             v[-1] = cotangent.reshape(len(cotangent), -1).t()
             for k in range(len(v) - 1, 0, -1):
                 torch.addcmul(v[k], step_sizes[k], _gradient(projector, kind, v[k], None), value=-1, out=v[k - 1])
-            if ctx.needs_input_grad[0]:  # x₀ of FBP is a constant
+            if ctx.needs_input_grad[0]:  # not in iteration 0: x₀ = FBP(y) is a constant
                 last = torch.addcmul(v[0], step_sizes[0], _gradient(projector, kind, v[0], None), value=-1)
                 of_x = cotangent - _images(last, cotangent.shape)
             of_step_sizes = torch.bmm(v.view(len(v), 1, -1), gradients.view(len(v), -1, 1)).view(-1)
@@ -80,7 +81,7 @@ class _Descent(torch.autograd.Function):
 def _gradient(
     projector: FanBeamProjector, kind: str, columns: Tensor, y: Tensor | None, out: Tensor | None = None
 ) -> Tensor:
-    """`data_gradient` of columns; out: where to put it."""
+    """`data_gradient` for columns [H·W, B]; out: the tensor for the result."""
     if kind == "fbp":
         return projector.filtered_residual_columns(columns, y, out)
     size = projector.geometry.image_size
@@ -89,7 +90,7 @@ def _gradient(
 
 
 def _images(columns: Tensor, shape: torch.Size) -> Tensor:
-    """[B, 1, H, W] as a view of columns: what adds it to images need not wait for a copy."""
+    """[B, 1, H, W] as a view of columns, without a copy."""
     return columns.t().view(shape)
 
 
@@ -99,8 +100,8 @@ def _weighted_sum(weights: Tensor, columns: Tensor) -> Tensor:
 
 
 def safe_step_size(projector: FanBeamProjector, kind: str) -> float:
-    """1 over the spectral radius of A†A, half the largest λ at which x − λ A†(A x − y) converges.
+    """1 over the spectral radius of A†A. The descent x ← x − λ A†(A x − y) converges for λ below twice this value.
 
-    Both kinds of A†A are symmetric and positive, so this radius alone bounds the step: on no grid does an error grow.
+    Both kinds of A†A are symmetric and positive, so this bound holds on every grid.
     """
     return projector.safe_step_size() if kind == "fbp" else 1.0

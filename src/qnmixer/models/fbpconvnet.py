@@ -11,7 +11,7 @@ from qnmixer.physics import FanBeamProjector
 
 
 class FBPConvNet(UnrolledNetwork[Tensor]):
-    """x₀ = FBP(y), x₁ = x₀ + U-Net(x₀): one iteration, which does not look at y again.
+    """x₀ = FBP(y), x₁ = x₀ + U-Net(x₀): one iteration, which does not use y.
 
     Args:
         projector: FBP of the scan.
@@ -44,14 +44,14 @@ class FBPConvNet(UnrolledNetwork[Tensor]):
 
 
 class UNet(nn.Module):
-    """[B, 1, H, W] → [B, 1, H, W] as the authors' public code has it, but for the norm.
+    """[B, 1, H, W] → [B, 1, H, W], as in the authors' public code except for the norm.
 
-    Three convolutions at the first level, two at each other; 3×3, zero-padded, each with norm and ReLU; max-pooling
-    down, transposed 3×3 convolutions of stride 2 (with norm and ReLU) up, features of equal size joined; a 1×1
-    convolution last. Weights from N(0, 0.01²); the last convolution starts at zero, so that the network starts as FBP
-    (ours). The authors use batch norm and train with one image at a time. Its statistics depend on the batch of a
-    device, so each strategy and micro-batch size would train another network. Here it is a norm over eight groups of
-    channels of one image.
+    The first level has three convolutions, every other level two: 3×3, zero-padded, each with norm and ReLU.
+    Max-pooling leads down. Transposed 3×3 convolutions of stride 2, with norm and ReLU, lead up. Features of equal size
+    are joined. A 1×1 convolution comes last. Weights start from N(0, 0.01²). The last convolution starts at zero, so
+    the network starts as FBP (ours). The authors use batch norm and train with one image at a time. Its statistics
+    depend on the batch of a device, so each strategy and micro-batch size would train another network. Here the norm is
+    over eight groups of channels of one image.
     """
 
     def __init__(self, channels: int, depth: int) -> None:

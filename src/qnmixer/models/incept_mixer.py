@@ -1,6 +1,6 @@
 """Incept-Mixer, the learned regulariser G of QN-Mixer: inception features, then an MLP-Mixer over their patches.
 
-Patches cost edges, so G may end with convolutions at full resolution, which get the mixer's features (ours).
+Patches lose edges. So G may end with convolutions at full resolution, which also get the mixer's features (ours).
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from qnmixer.models.inception import InceptionPatches
 
 
 class _ReluInPlace(torch.autograd.Function):
-    """max(0, x), over x, and its gradient over that of the result."""
+    """max(0, x), written over x. Backward writes its gradient over the gradient of the result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def relu_in_place(x: Tensor) -> Tensor:
 
 
 class Patches(nn.Conv2d):
-    """[B, 1, H, W] → [B, H/P, W/P, C] without an inception."""
+    """Patches of the image itself, without an inception: [B, 1, H, W] → [B, H/P, W/P, C]."""
 
     def __init__(self, channels: int, patch_size: int) -> None:
         super().__init__(1, channels, patch_size, stride=patch_size)
@@ -50,7 +50,7 @@ class Patches(nn.Conv2d):
 
 
 class AxisMLP(nn.Module):
-    """Linear, GELU, Linear along one axis of a [B, h, w, C] map, the other axes sharing the weights."""
+    """Linear, GELU, Linear along one axis of a map [B, h, w, C]. All positions share the weights."""
 
     def __init__(self, size: int, ratio: float, axis: int) -> None:
         super().__init__()
@@ -68,27 +68,27 @@ class AxisMLP(nn.Module):
 
 
 def along(axis: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """W v + b for each vector v along an axis of x [B, h, w, C], which is not the first.
+    """W v + b for each vector v along an axis (1, 2 or 3) of x [B, h, w, C].
 
-    Backward of a convolution is one operator, that of a product three or four. So a GPU, which waits for the host to
-    start them, convolves. A CPU with several threads would take up to twice as long for that. Autocast would copy the
-    weight for each of many products, so it convolves too.
+    The backward pass of a convolution is one operator, that of a matrix product three or four. A GPU waits for the host
+    to start operators, so it convolves. On a CPU with several threads convolutions take up to twice as long. Under
+    autocast each of many products would copy the weight, so there convolutions are used too.
     """
     by_convolution = x.is_cuda or torch.is_autocast_enabled(x.device.type)
     return (convolved if by_convolution else multiplied)(axis, x, weight, bias)
 
 
 def convolved(axis: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same, by a 1 × 1 convolution."""
+    """`along`, by a 1 × 1 convolution."""
     return F.conv2d(x.movedim(axis, 1), weight[:, :, None, None], bias).movedim(1, axis)
 
 
 def multiplied(axis: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same, by products of matrices."""
+    """`along`, by products of matrices."""
     if axis == 3:
         return F.linear(x, weight, bias)
     assert bias is not None
-    # The axis as the rows of matrices: nothing is transposed in memory.
+    # The axis becomes the rows of matrices, so nothing is transposed in memory.
     columns = x.flatten(2) if axis == 1 else x.flatten(0, 1)
     product = torch.baddbmm(bias[:, None], weight.expand(len(columns), -1, -1), columns)
     return product.view(*x.shape[:axis], -1, *x.shape[axis + 1 :])
@@ -114,9 +114,9 @@ class MixerLayer(nn.Module):
 class PatchExpansion(nn.Module):
     """[B, h, w, C] → [B, 1, P·h, P·w]: Linear to P²·C/4, pixel shuffle, 1×1 to one channel (Swin-style, field).
 
-    Nothing non-linear stands between the two, so they are applied as their product: no feature of more than one
-    channel is ever made at full resolution. The second starts at zero, so G starts as 0 and x_t as gradient
-    descent on the data alone (ours: the largest single gain found).
+    Linear and 1×1 are both linear, so they are applied as their product. No features of several channels exist at full
+    resolution. The 1×1 starts at zero, so G starts as 0 and x_t as descent on the data term alone (ours: the largest
+    single gain found).
     """
 
     def __init__(self, channels: int, patch_size: int) -> None:
@@ -128,13 +128,13 @@ class PatchExpansion(nn.Module):
         nn.init.normal_(self.expand, std=channels**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The image that the patches stand for."""
+        """The image [B, 1, P·h, P·w] from the features of its patches."""
         weight = (self.project[:, None] * self.expand).sum(1)
         return F.pixel_shuffle(along(3, x, weight, None).permute(0, 3, 1, 2), self.patch_size)
 
 
 class FeatureExpansion(nn.Module):
-    """[B, h, w, C] → [B, features, P·h, P·w], for `DetailConvolutions` to finish; starts at zero (ours)."""
+    """[B, h, w, C] → [B, features, P·h, P·w], an input of `DetailConvolutions`; starts at zero (ours)."""
 
     def __init__(self, channels: int, patch_size: int, features: int) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class FeatureExpansion(nn.Module):
         nn.init.zeros_(self.expand.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features of each pixel's surroundings."""
+        """Features of each pixel's neighbourhood, [B, features, P·h, P·w]."""
         wide = along(3, x, self.expand.weight, self.expand.bias)
         return F.pixel_shuffle(wide.permute(0, 3, 1, 2), self.patch_size)
 
@@ -152,7 +152,7 @@ class FeatureExpansion(nn.Module):
 class DetailConvolutions(nn.Module):
     """Three 5×5 convolutions at full resolution with ReLU between them, 1 → d → d → 1 channels, as LEARN's (ours).
 
-    The mixer's features, of as many channels, are added to those of the first. The last starts at zero, so G does.
+    The mixer's d features are added to the output of the first. The last starts at zero, so G starts at zero.
     """
 
     def __init__(self, channels: int) -> None:
@@ -165,7 +165,7 @@ class DetailConvolutions(nn.Module):
 
     def forward(self, x: Tensor, context: Tensor) -> Tensor:
         """G(x) [B, 1, H, W] from x and the mixer's features of it [B, d, H, W]."""
-        # Channels last halves the time on a CPU. For one channel that is another view, which `.to` would copy.
+        # Channels last halves the time on a CPU. For one channel it is only another view, but `.to` would copy it.
         x = x.reshape(len(x), *x.shape[2:], 1).permute(0, 3, 1, 2)
         features = relu_in_place(self.first(x).add_(context))
         return self.last(relu_in_place(self.second(features)))
@@ -178,12 +178,12 @@ class InceptMixer(nn.Module):
         image_size: H = W.
         channels: C.
         patch_size: P.
-        n_layers, mlp_ratio: depth of the mixer, and hidden width of its MLPs in widths of what they mix.
-        inception: without it (ablation), the patches are cut from the image itself.
-        features: give so many features for `DetailConvolutions` in place of G; 0: G.
+        n_layers, mlp_ratio: depth of the mixer, and hidden width of its MLPs as a multiple of the mixed axis.
+        inception: False: the patches are cut from the image itself (ablation).
+        features: the number of features that it returns for `DetailConvolutions`; 0: it returns G(x).
 
     Raises:
-        ConfigError: the channels do not divide into four branches.
+        ConfigError: channels is not a multiple of 4.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class InceptMixer(nn.Module):
         features: int,
     ) -> None:
         super().__init__()
-        if channels < 4 or channels % 4:  # or there would be fewer features than asked for
+        if channels < 4 or channels % 4:  # else the branches would have fewer features together
             raise ConfigError(f"channels={channels} is not a multiple of 4: the inception has four branches")
         self.embedding = InceptionPatches(channels, patch_size) if inception else Patches(channels, patch_size)
         self.mixer = nn.Sequential(
@@ -208,5 +208,5 @@ class InceptMixer(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """G(x), or its features."""
+        """G(x) [B, 1, H, W], or features [B, features, H, W]."""
         return self.expansion(self.mixer(self.embedding(x)))

@@ -1,7 +1,7 @@
 """The inception of Incept-Mixer, cut into patches, with a backward pass by hand.
 
-At full resolution, time and memory go into features of single pixels. They are cheap, so backward makes them again. If
-they are made patch by patch, cutting them into patches is a product of matrices.
+At full resolution, features of single pixels fill the memory. They are cheap, so backward computes them again. They are
+stored patch by patch, so that patchify is a product of matrices.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,7 +40,7 @@ class InceptionPatches(nn.Module):
 class Maximum3x3(nn.Module):
     """The largest of each pixel's 3 × 3 neighbourhood, [B, 1, H, W]: along rows, then along columns.
 
-    Torch pools one channel on one core only; lines as channels are pooled on all of them, in a fifth of the time.
+    torch pools one channel on one core only. With lines as channels it uses all cores, and a fifth of the time.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class BranchWeights(NamedTuple):
 class Branch(nn.Module):
     """One branch of c = C/4 features: 1×1 convolution, perhaps a k×k convolution, patchify.
 
-    It holds weights alone: `InceptionPatches` uses them. Patchify takes the pixels of a patch row by row.
+    It only holds the weights, for `InceptionPatches`. Patchify takes the pixels of a patch row by row.
     """
 
     def __init__(self, channels: int, patch_size: int, size: int | None) -> None:
@@ -72,7 +72,7 @@ class Branch(nn.Module):
         self.spatial = None if size is None else nn.Conv2d(width, width, size)
         self.patchify = nn.Linear(patch_size**2 * width, channels, bias=False)
         with torch.no_grad():
-            self.patchify.weight.mul_(0.5)  # the start that torch gives the one convolution that the four stand for
+            self.patchify.weight.mul_(0.5)  # torch's range for one convolution of all four branches: 4 times the inputs
 
     def weights(self) -> BranchWeights:
         """All of them."""
@@ -81,7 +81,7 @@ class Branch(nn.Module):
 
 
 class _Layout(NamedTuple):
-    """Images as rows [n, c] of their pixels, row by row or patch by patch."""
+    """Images as rows [n, c], one for each pixel, in row order or in patch order."""
 
     batch: int
     height: int
@@ -94,24 +94,24 @@ class _Layout(NamedTuple):
         return torch.Size([self.batch, self.height // self.patch_size, self.width // self.patch_size])
 
     def cut(self, image: Tensor) -> Tensor:
-        """An image [B, c, H, W] patch by patch: a view [B, h, w, P, P, c]."""
+        """An image [B, c, H, W] in patch order: a view [B, h, w, P, P, c]."""
         _, h, w = self.grid
         return image.permute(0, 2, 3, 1).unflatten(2, (w, -1)).unflatten(1, (h, -1)).transpose(2, 3)
 
     def join(self, rows: Tensor) -> Tensor:
-        """Row by row what is patch by patch: a view [B, h, P, w, P, c]."""
+        """Rows in patch order, put into row order: a view [B, h, P, w, P, c]."""
         return rows.view(*self.grid, self.patch_size, self.patch_size, -1).transpose(2, 3)
 
     def image(self, rows: Tensor) -> Tensor:
-        """[B, c, H, W] of what is row by row; channels last in memory."""
+        """Rows in row order as an image [B, c, H, W], with channels last in memory."""
         return rows.view(self.batch, self.height, self.width, -1).permute(0, 3, 1, 2)
 
 
 class _Inception(torch.autograd.Function):
-    """Of x and its maxima [B, 1, H, W] the patch features [B, H/P, W/P, C].
+    """Patch features [B, H/P, W/P, C] from x and its maxima, [B, 1, H, W] each.
 
-    A branch with a k×k convolution begins with the pixels row by row, another one patch by patch. Under autocast the
-    products are in half precision, their sum is not.
+    A branch with a k×k convolution takes the pixels in row order, the others in patch order. Under autocast the
+    products are in half precision, but their sum is not.
     """
 
     @staticmethod
@@ -160,18 +160,18 @@ class _Inception(torch.autograd.Function):
             of_features = _relu_backward(of_features, features)
             of_patchify = of_patches.t() @ in_patches.view(len(of_patches), -1)
             of_weights += [of_features.t() @ pixels, of_features.sum(0), of_kernel, of_kernel_bias, of_patchify]
-            if not ctx.needs_input_grad[0]:  # x₀ of FBP is a constant
+            if not ctx.needs_input_grad[0]:  # not in iteration 0: x₀ = FBP(y) is a constant
                 continue
             if branch.kernel is None:
                 of_inputs.append(layout.join(of_features @ branch.pixel).reshape(-1, 1).to(ctx.dtype))
-            else:  # another use of x
+            else:  # these branches use x too
                 of_inputs[0] = _add_product(of_inputs[0], of_features, branch.pixel)
         of_images = [layout.image(rows) for rows in of_inputs] or [None, None]
         return *of_images, gradient.sum(0), None, *(None if of is None else of.to(ctx.dtype) for of in of_weights)
 
 
 def _branches(inputs: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Iterator[tuple[Tensor, BranchWeights]]:
-    """Of each branch the pixels that it begins with and the weights; inputs: x by patches, x, and its maxima."""
+    """Input pixels and weights of each branch. inputs: x in patch order, x in row order, maxima in patch order."""
     in_patches, rows, maxima = inputs
     n = len(BranchWeights._fields)
     for k, pixels in enumerate((in_patches, rows, rows, maxima)):
@@ -180,7 +180,7 @@ def _branches(inputs: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Ite
 
 def _features(pixels: Tensor, branch: BranchWeights) -> Tensor:
     """Features [n, c] of single pixels [n, 1]."""
-    # With ReLU; on a GPU this is one kernel.
+    # It applies ReLU too, and is one kernel on a GPU.
     return torch._addmm_activation(branch.pixel_bias, pixels, branch.pixel.t())
 
 
@@ -190,7 +190,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _relu(x: Tensor) -> Tensor:
-    """ReLU of [..., c] as rows [n, c]; in one pass it makes them contiguous too."""
+    """ReLU of [..., c] as contiguous rows [n, c], in one pass."""
     if torch.compiler.is_compiling():  # torch.compile makes one pass of it anyway, and loses the strides of out=
         return x.relu().reshape(-1, x.shape[-1])
     return torch.clamp_min(x, 0, out=x.new_empty(x.shape)).flatten(0, -2)
@@ -205,7 +205,7 @@ def _relu_backward(gradient: Tensor, result: Tensor) -> Tensor:
 
 
 def _convolution_backward(gradient: Tensor, x: Tensor, kernel: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the input, the kernel and the bias of a convolution that keeps the size."""
+    """Gradients of the input, the kernel and the bias of a convolution that does not change H and W."""
     padding = [size // 2 for size in kernel.shape[2:]]
     one, none = [1, 1], [0, 0]
     return torch.ops.aten.convolution_backward(

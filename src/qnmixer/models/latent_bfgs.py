@@ -1,4 +1,4 @@
-"""The inverse Hessian H of QN-Mixer, held as the pairs that made it, never as an L × L matrix.
+"""The inverse Hessian H of QN-Mixer, stored as its pairs (s, z), never as an L × L matrix.
 
 With H₀ = I, the dense recursion of the paper, H_{t+1} = (I − ρ s zᵀ) H_t (I − ρ z sᵀ) + ρ s sᵀ with ρ = 1/(zᵀs), is
 exactly
@@ -8,10 +8,10 @@ exactly
 where the columns of S and Z are all steps s and gradient changes z, R is the upper triangle of SᵀZ and D its diagonal
 (Byrd, Nocedal, Schnabel 1994, eq. 2.6, arranged as the two-loop recursion).
 
-Steps and changes are rows of one buffer, so that an iteration takes the same number of operators whatever the number of
-pairs. Each vector is divided by the power of two of its largest entry. That is exact, and keeps the arithmetic safe: no
-product of two can overflow or vanish. H depends on a pair only through the two directions and γ = ‖s‖/‖z‖, which turns
-D into γD.
+Steps and changes are rows of one buffer, so an iteration takes the same number of operators for any number of pairs.
+Each vector is divided by a power of two, which puts its largest entry between 1 and 2. That is exact, and no product of
+two vectors can overflow or vanish. H depends on a pair only through the two directions and γ = ‖s‖/‖z‖, which turns D
+into γD.
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import register_pytree_node
 from torch.utils.module_tracker import ModuleTracker
 
-# Found by experiment to hold where a bare skip, or Powell's usual 0.2, let training blow up.
+# Found by experiment. Training diverged with Powell's usual 0.2, and with skipping alone.
 DAMPING = 0.5
 MIN_COSINE = 0.3
 
@@ -32,8 +32,8 @@ _RATIO_MAX = 1e12
 _SMALLEST = 2.0**-100
 """A vector whose largest entry is smaller counts as 0: its gradients would leave the range of float32."""
 _EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}
-"""Of each dtype the integers of its size, and the bits of the exponent. If only these stay, a number is rounded down to
-a power of two, and NaN becomes infinite."""
+"""For each dtype: the integer type of its size, and the mask of its exponent bits. With these bits alone a number is
+rounded down to a power of two, and NaN becomes infinite."""
 _TORCH = ModuleTracker()  # says whether backward runs
 
 
@@ -47,21 +47,21 @@ class Curvature(NamedTuple):
 class History:
     """s_0, z_0, s_1, z_1, …: all steps s, and the changes z of the gradient code between them.
 
-    A vector is stored as a row with entries up to 2 and a scale. The scale is a constant to differentiation. If a
-    vector is not finite, its row is zero, which leaves H sound. Its scale is infinite, so the way becomes NaN.
+    A vector is stored as a row with entries up to 2 and a scale. Differentiation treats the scale as a constant. If a
+    vector is not finite, its row is zero, so H stays finite. Its scale is infinite, so the sum of the steps is NaN.
 
-    All rows are in one buffer. Each row is written once and stays in its place. So autograd never copies a row, and
-    backward needs the buffer only, although the rows are used T² times. The gradients of all rows are one tensor, to
-    which the backward of each method adds in place. So call each method on the history that the last method returned.
-    A history can be continued only once.
+    All rows are in one buffer. A step or change is written once and stays in its place. So autograd never copies a row,
+    and backward needs only the buffer, although the rows are used T² times. The gradients of all rows are one tensor,
+    and the backward of each method adds to it in place. So call each method on the history that the last method
+    returned. A history can be continued only once.
 
     Between two iterations the last row is the gradient code r_{t−1}. The next code r_t turns it in place into the
     change z_{t−1} = r_t − r_{t−1}. A separate tensor for the code would cost one more vector an iteration when
-    recomputing, and the code cannot be the sum of the changes: late in the iterations, rounding would hide the change.
+    recomputing. The sum of the changes cannot replace the code: rounding would hide the small, late changes.
 
     Attributes:
         rows: [B, n, L].
-        scales: what the rows were divided by, of the s and of the z: [B, 2, T].
+        scales: [B, 2, T], the divisors of the steps s and of the changes z.
         ends_with_code: whether the last row is a code.
     """
 
@@ -77,42 +77,42 @@ class History:
         return History(s.new_empty(len(s), 0, s.shape[1]), scales).append(s)
 
     def append(self, v: Tensor) -> "History":
-        """With one more vector [B, L]."""
+        """The history with one more vector v [B, L]."""
         buffer = self._room()
         return History(_Append.apply(self.rows, v, buffer, False), buffer.scales, False, buffer)
 
     def append_code(self, r: Tensor) -> "History":
-        """With the gradient code r_{t−1} [B, L], for `change`."""
+        """The history with the gradient code r_{t−1} [B, L] as its last row, for `change`."""
         buffer = self._room()
         return History(_Append.apply(self.rows, r, buffer, True), buffer.scales, True, buffer)
 
     def change(self, r: Tensor) -> "History":
-        """With z_{t−1} in place of r_{t−1}; r: r_t, the next gradient code [B, L]."""
+        """The history with z_{t−1} in place of r_{t−1}. r is r_t, the next gradient code [B, L]."""
         buffer = self._room()
         return History(_Change.apply(self.rows, r, buffer), buffer.scales, False, buffer)
 
     def way(self) -> tuple["History", Tensor]:
-        """The same, and the way from the start Σ s [B, L]."""
+        """The history, and the sum of its steps Σ s [B, L]."""
         buffer = self._room()
         rows, way = _Way.apply(self.rows, buffer)
         return History(rows, buffer.scales, self.ends_with_code, buffer), way
 
     def step(self, r: Tensor, trust: Tensor | None = None, constant: bool = False) -> tuple["History", Tensor]:
-        """The same, and s = −(r + τ (H r − r)) [B, L] of all pairs; trust: τ [1], or None for 1.
+        """The history, and s = −(r + τ (H r − r)) [B, L] with H of all pairs. trust: τ [1]; None: τ = 1.
 
         Damping: z ← θz + (1 − θ)s with the largest θ ≤ 1 for which zᵀs ≥ DAMPING · sᵀs. Then the pair of a sample is
-        skipped where zᵀs ≤ MIN_COSINE · ‖z‖‖s‖, where s is zero, and where s or z is not finite. No finite or
-        non-finite input makes NaN of H or of its gradient. Source: ours, after Powell 1978 (the paper draws no
-        safeguard); idle, it changes nothing.
+        skipped where zᵀs ≤ MIN_COSINE · ‖z‖‖s‖, where s is zero, and where s or z is not finite. No input, finite or
+        not, makes H or its gradient NaN. Source: ours, after Powell 1978 (the paper draws no safeguard). Good pairs are
+        not changed.
 
-        constant: pairs are constants to differentiation.
+        constant: differentiation treats the pairs as constants.
         """
         buffer = self._room()
         rows, s = _Step.apply(self.rows, r, trust, buffer, constant)
         return History(rows, buffer.scales, False, buffer), s
 
     def curvature(self) -> Curvature:
-        """How good the pairs are; a last step without a change is none."""
+        """How good the pairs are. A last step without a change is not a pair yet."""
         n_pairs = (self.rows.shape[1] - self.ends_with_code) // 2
         vectors = self.rows.detach()[:, : 2 * n_pairs]
         gram = torch.bmm(vectors, vectors.mT)
@@ -121,7 +121,7 @@ class History:
         return Curvature(~_Pairs.of(gram, self.scales).skipped, cosine)
 
     def _room(self) -> "_Buffer":
-        """The buffer; a new one each time for a history that came from elsewhere, as to a stage of a pipeline."""
+        """The buffer. A history that a pipeline stage receives has none: each method then copies it into a new one."""
         return self._buffer or _Buffer(self.rows, self.scales, self.ends_with_code)
 
 
@@ -145,7 +145,7 @@ class _Buffer:
         self._place = 2 * n - ends_with_code
 
     def write(self, v: Tensor, n: int) -> None:
-        """Make v [B, L] row n."""
+        """Store v [B, L] as row n, with its scale."""
         if self._has(2 * n + 2):
             return
         scale = self.scale(n)
@@ -156,29 +156,29 @@ class _Buffer:
         self._place = 2 * n + 2
 
     def write_code(self, r: Tensor, n: int) -> None:
-        """Make r [B, L] row n, as it is."""
+        """Store the code r [B, L] as row n, without a scale."""
         if not self._has(2 * n + 1):
             self.rows[:, n] = r
             self._place = 2 * n + 1
 
     def write_change(self, r: Tensor, n: int) -> None:
-        """Make row n the difference of r [B, L] and the code there."""
+        """Replace the code in row n by r [B, L] minus this code."""
         if not self._has(2 * n + 2):
             self.write(r - self.rows[:, n], n)
 
     def _has(self, place: int) -> bool:
-        """Whether this row is written already. Then backward is recomputing, and must not write.
+        """Whether this row is written already. Then the backward pass recomputes the iteration, and must not write.
 
-        The code that the change followed from is gone by then, but the change itself is in the buffer.
+        The code r_{t−1} is gone by then, but its change is in the buffer.
         """
         if place > self._place:
             return False
         if not _TORCH.is_bw:
-            raise RuntimeError("a history is continued once: call the methods of the one that the last method gave")
+            raise RuntimeError("a history can be continued once: call methods of the one that the last method gave")
         return True
 
     def scale(self, n: int) -> Tensor:
-        """What row n was divided by [B, 1]."""
+        """The divisor of row n, [B, 1]."""
         return self.scales[:, n % 2, n // 2, None]
 
     def steps(self, n: int) -> Tensor:
@@ -186,24 +186,24 @@ class _Buffer:
         return self.scales[:, 0, : (n + 1) // 2]
 
     def first(self, n: int) -> Tensor:
-        """The first n rows, for autograd to follow. No view to it: what is written behind them does not matter."""
+        """The first n rows. `.data` hides from autograd that they are a view, so it allows later writes behind them."""
         return self.rows[:, :n].data
 
 
 class _Pairs(NamedTuple):
-    """What R, Y and G of t pairs follow from, where Y = S N_s + Z N_z is some multiple of the damped Z.
+    """What the formula needs of t pairs. Y = S N_s + Z N_z is the damped Z with a factor for each column.
 
-    A skipped pair has N = γ = 0, and a column of the identity in R: nothing comes of it.
+    A skipped pair has N = γ = 0, and a column of the identity in R. So it adds nothing.
     """
 
     skipped: Tensor  # bool [B, t]
-    ss: Tensor  # sᵀs [B, t]; at least 0.5, which keeps pairs finite that are skipped because s is shorter
+    ss: Tensor  # sᵀs [B, t]; at least 0.5, so that pairs which are skipped for a zero s stay finite
     slope: Tensor  # zᵀs / sᵀs [B, t]
     mu: Tensor  # N_s / N_z [B, t]
     N: Tensor  # [B, t, 2]
     gamma: Tensor  # [B, t]
     gamma_D: Tensor  # [B, t]
-    R: Tensor  # [B, t, t]; below its diagonal is what is not looked at
+    R: Tensor  # [B, t, t]; the part below its diagonal is not used
 
     @staticmethod
     def of(gram: Tensor, scales: Tensor) -> "_Pairs":
@@ -217,10 +217,10 @@ class _Pairs(NamedTuple):
         mu = torch.sub(slope, ratio, alpha=DAMPING).clamp_max_(0.0).mul_(-1 / (1 - DAMPING))
         across, damped = torch.addcmul(zz / ss, slope, slope, value=-1), slope + mu
         skipped = across.addcmul_(damped, damped, value=1 - MIN_COSINE**-2) >= 0
-        skipped.logical_or_(ss <= 0.5)  # of zero, or near it, no row is 1 long
+        skipped.logical_or_(ss <= 0.5)  # a row is shorter than 1 only if its vector counts as 0
         N = gram.new_empty(*mu.shape, 2)
         N_s, N_z = N.unbind(2)
-        torch.reciprocal(mu + 1, out=N_z).masked_fill_(skipped, 0.0)  # so that Y is as long as a row, whatever μ
+        torch.reciprocal(mu + 1, out=N_z).masked_fill_(skipped, 0.0)  # Y is as long as a row for any μ
         torch.mul(N_z, mu, out=N_s)
         R = (gram.view(-1, t, 2, t, 2)[:, :, 0] * N[:, None]).sum(3)
         D = R.diagonal(dim1=1, dim2=2).masked_fill_(skipped, 1.0)
@@ -229,13 +229,13 @@ class _Pairs(NamedTuple):
 
 
 class _Solved(NamedTuple):
-    """H r of one r, by parts."""
+    """The parts of H r for one r."""
 
     w: Tensor  # [B, t]
     of_q: Tensor  # N w [B, t, 2]
     q: Tensor  # r − Y w [B, L]
     inner: Tensor  # inner products of the rows with q [B, t, 2]
-    c: Tensor  # R⁻ᵀ (Yᵀ q − γ D w) [B, t]: minus that of the formula
+    c: Tensor  # R⁻ᵀ (Yᵀ q − γ D w) [B, t]: minus the c above
 
     @staticmethod
     def of(r: Tensor, s_r: Tensor, vectors: Tensor, pairs: _Pairs) -> "_Solved":
@@ -250,12 +250,12 @@ class _Solved(NamedTuple):
         return _Solved(w, of_q, q, inner, c)
 
     def coefficients(self, unit: Tensor) -> Tensor:
-        """Those f [B, 2t] of r − H r = Σ f_k v_k, for the rows s_0, z_0, s_1, …; unit: 1, 0."""
+        """f [B, 2t] in r − H r = Σ f_k v_k, where v are the rows s_0, z_0, s_1, …; unit: the vector (1, 0)."""
         return torch.addcmul(self.of_q, self.c[..., None], unit).flatten(1)
 
 
 def _solve(triangle: Tensor, b: Tensor, upper: bool) -> Tensor:
-    """Solve one triangular system a sample, [B, t, t] and [B, t]; the other triangle is not looked at."""
+    """Solve a triangular system for each sample, [B, t, t] and [B, t]. The other triangle is not used."""
     return torch.linalg.solve_triangular(triangle, b[..., None], upper=upper)[..., 0]
 
 
@@ -280,7 +280,7 @@ class _Append(torch.autograd.Function):
 
 
 class _Change(torch.autograd.Function):
-    """rows [B, n, L], of which the last is a code, and the next code [B, L] → rows with the change of the code."""
+    """rows [B, n, L] that end with a code, and the next code [B, L] → rows [B, n, L] that end with their change."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, r: Tensor, buffer: _Buffer) -> Tensor:
@@ -301,7 +301,7 @@ class _Change(torch.autograd.Function):
 
 
 class _Way(torch.autograd.Function):
-    """Of rows s_0, z_0, …, s_t [B, 2t + 1, L] and their scales the sum of the steps."""
+    """rows s_0, z_0, …, s_t, … [B, n, L] → the same rows, and the sum of the steps times their scales [B, L]."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, buffer: _Buffer) -> tuple[Tensor, Tensor]:
@@ -324,8 +324,8 @@ class _Way(torch.autograd.Function):
 class _Step(torch.autograd.Function):
     """s = −(r + τ (H r − r)) from the rows s_0, z_0, …, s_{t−1}, z_{t−1} [B, 2t, L].
 
-    Backward: H is symmetric, so it is applied to v = τ s̄ too; the cotangent of H r is −v. With e, p and b for v what w,
-    q and c are for r, vᵀ H r = pᵀ q + eᵀ γD w, and its derivatives are
+    Backward: H is symmetric, so it is applied to v = τ s̄ too; the cotangent of H r is −v. Let e, p
+    and b be for v what w, q and c are for r. Then vᵀ H r = pᵀ q + eᵀ γD w, and its derivatives are
 
         Ȳ = −(q eᵀ + p wᵀ),   S̄ = v cᵀ + r bᵀ,   R̄ = −triu(c eᵀ + b wᵀ) + diag(γ e w),   γ̄ = D e w.
     """
@@ -383,7 +383,7 @@ def _subtract_gradients(
     of_R = torch.bmm(solved.c[..., None], back.w[:, None])
     of_R.baddbmm_(back.c[..., None], solved.w[:, None]).triu_()
     of_R.diagonal(dim1=1, dim2=2).addcmul_(gamma, of_D)
-    # Of N_s = μ N_z and γ = N_z (ratio + μ); N_z is a factor of Y, a constant like any. Then of μ by the slope.
+    # By N_s = μ N_z and γ = N_z (ratio + μ). N_z only scales Y, so it counts as a constant. Then of μ by the slope.
     products = gram.view(-1, t, 2, t, 2)[:, :, 0]
     of_mu = (products[..., 0] * of_R).sum(1).addcmul_(R.diagonal(dim1=1, dim2=2), of_D)
     of_mu = of_mu.addcmul_(solved.inner[..., 0], back.w, value=-1).addcmul_(back.inner[..., 0], solved.w, value=-1)

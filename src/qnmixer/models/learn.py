@@ -15,19 +15,19 @@ class LEARN(UnrolledNetwork[Tensor]):
     """x₀ = FBP(y); x_{t+1} = relu(x_t − λ_t A†(A x_t − y) − G_t(x_t)).
 
     G_t is three 5×5 convolutions, 1 → C → C → 1 channels, with ReLU between them and weights of its own in each
-    iteration. As in the authors' public training code: λ_t from 0, weights from N(0, 0.01²), biases from 0, and a ReLU
-    that closes every iteration (attenuation is not negative). That of the last is `nonnegative`, so that a black image
+    iteration. As in the authors' public training code, λ_t and biases start at 0, and weights from N(0, 0.01²). A ReLU
+    ends every iteration, because attenuation is not negative. The last one is `nonnegative`, so that a black image
     still gets a gradient.
 
     Args:
         projector: A, Aᵀ and FBP of the scan.
         n_iterations: T (authors' code: 50; in comparisons of the field 30 to 50).
         channels: C (paper: 48).
-        data_term: A† = "adjoint", Aᵀ/‖A‖² (paper, which leaves the scale to λ_t), or "fbp" (field), here by
-            the exact transpose.
+        data_term: "adjoint": A† = Aᵀ/‖A‖² (in the paper λ_t contains the scale). "fbp": filtered back-projection
+            (field), here by the exact transpose.
 
     Raises:
-        ConfigError: the data term is none of these.
+        ConfigError: data_term is not known.
     """
 
     title = "LEARN"

@@ -19,17 +19,17 @@ class PrimalDualState(NamedTuple):
 class LearnedPrimalDual(UnrolledNetwork[PrimalDualState]):
     """h ← h + Γ_t(h, A f⁽²⁾, y); f ← f + Λ_t(f, Aᵀ h⁽¹⁾); h from zero, f from FBP(y); x_t = f⁽¹⁾.
 
-    f is n_primal images, h n_dual sinograms, and an upper index picks one of them. Γ_t and Λ_t are three 3×3
+    f is n_primal images, h is n_dual sinograms, and an upper index picks one of them. Γ_t and Λ_t are three 3×3
     convolutions with PReLU, C channels between them, and weights of their own in each iteration. A, Aᵀ and y are all
-    divided by ‖A‖, as in the authors' public code, from which are also the Xavier start of the weights, biases from 0,
-    and one slope of PReLU a channel, from 0. Ours: f starts as n_primal copies of FBP(y) in place of zeros, and the
+    divided by ‖A‖. As in the authors' public code, weights have a Xavier start and biases start at 0. PReLU has one
+    slope for each channel, which starts at 0. Ours: f starts as n_primal copies of FBP(y) in place of zeros, and the
     last convolution of each Λ_t at zero. So the network starts as FBP, as all others here do.
 
     Args:
         projector: A and Aᵀ of the scan.
         n_iterations: T (paper: 10).
         channels: C (paper: 32).
-        n_primal, n_dual: images and sinograms carried along (paper: 5, 5); at least 2 and 1.
+        n_primal, n_dual: number of images and of sinograms in the state (paper: 5, 5); at least 2 and 1.
     """
 
     title = "Learned PD"

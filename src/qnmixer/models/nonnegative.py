@@ -1,4 +1,4 @@
-"""max(0, x) with a gradient that training can recover by: attenuation is not negative."""
+"""max(0, x), because attenuation is not negative, with a gradient for images that became black."""
 
 from typing import Any
 
@@ -23,16 +23,16 @@ class _Nonnegative(torch.autograd.Function):
 
 
 def nonnegative(x: Tensor) -> Tensor:
-    """max(0, x), with a gradient where a pixel below 0 ought to rise.
+    """max(0, x), with a gradient also at pixels below 0 that should rise.
 
-    The derivative of max(0, x) is 0 below 0, so an image that one bad step has pushed below 0 everywhere gets no
-    gradient and stays black for good. Here the gradient passes wherever descent along it raises the pixel. It is the
-    true gradient elsewhere, and zero at a pixel that is black and ought to be (ours; a one-sided form of the
-    straight-through estimator of Bengio, Léonard and Courville 2013).
+    The derivative of max(0, x) is 0 below 0. So an image that one bad step has pushed below 0 everywhere gets no
+    gradient and stays black. Here the gradient of a black pixel passes if descent would raise the pixel. It is 0 if
+    descent would lower the pixel. Above 0 it is the true gradient (ours; a one-sided form of the straight-through
+    estimator of Bengio, Léonard and Courville 2013).
     """
     return _Nonnegative.apply(x)
 
 
 def rectified(x: Tensor, last: bool) -> Tensor:
-    """max(0, x) that closes an iteration; of the last one `nonnegative`, as only its image gets the loss's gradient."""
+    """max(0, x) at the end of an iteration; in the last one `nonnegative`, because its image is that of the loss."""
     return nonnegative(x) if last else torch.relu(x)

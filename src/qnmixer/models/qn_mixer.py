@@ -17,29 +17,29 @@ from qnmixer.physics import FanBeamProjector
 
 
 class QNState(NamedTuple):
-    """What iteration t gets from those before: the start, and what x_t and H_t follow from.
+    """The state before iteration t: x₀, and the vectors from which x_t and H_t are computed.
 
-    Carrying x_t too would cost one more image an iteration.
+    x_t itself is not in it, because it would cost one more image an iteration.
     """
 
     x0: Tensor  # [B, 1, H, W]
-    history: History | None = None  # of bfgs: pairs and r_{t−1}; None before the first iteration
-    way: Tensor | None = None  # of first order: s_0 + … + s_{t−1} [B, L]
-    step: Tensor | None = None  # of momentum: s_{t−1} [B, L]
+    history: History | None = None  # bfgs: pairs and r_{t−1}; None before the first iteration
+    way: Tensor | None = None  # identity and momentum: s_0 + … + s_{t−1} [B, L]
+    step: Tensor | None = None  # momentum: s_{t−1} [B, L]
 
 
 class QNMixer(UnrolledNetwork[QNState]):
     """x₀ = FBP(y); r_t = E(λ_t A†(A x_t − y) + G(x_t)); s_t = −H_t r_t; x_{t+1} = x_t + D(s_t).
 
-    H₀ = I, and H_t follows from (s_{t−1}, z_{t−1} = r_t − r_{t−1}) by the BFGS formula. The loop is the paper's
-    (figure, exact) with the curvature pair formed at the start of iteration t instead of the end of t − 1, so
-    that each iteration is one call of G, E and D and nothing is computed that goes unused.
+    H₀ = I, and H_t follows from (s_{t−1}, z_{t−1} = r_t − r_{t−1}) by the BFGS formula. The loop is exactly that of the
+    paper's figure, but the curvature pair is formed at the start of iteration t, not at the end of t − 1. So each
+    iteration calls G, E and D once, and every result is used.
 
     Four things are ours, and the defaults are those of `model=qn_mixer`, not of the figure:
 
     - G ends with convolutions at full resolution. Each iteration has its own.
-    - Several data-fit steps λ_t A†(A x_t − y) are taken in a row, and their sum stands in the formula. They cost little
-      beside G.
+    - Several data-fit steps λ_t A†(A x_t − y) are taken in a row, and the formula has their sum. They cost little
+      compared with G.
     - H_t is replaced by (1 − τ_t) I + τ_t H_t with a learned τ_t. It begins at 0, so training begins at first order.
     - Negative values of the image are set to 0, because attenuation is never negative.
 
@@ -58,17 +58,17 @@ class QNMixer(UnrolledNetwork[QNState]):
         shared_step_size: one λ for all iterations (figure), or one each.
         data_term: A† = "fbp" (author, field), here by the exact transpose, or "adjoint", Aᵀ/‖A‖².
         data_steps: steps along the data term in an iteration, each with a λ of its own (figure: 1).
-        nonnegative: the image is max(0, x_t) but for FBP, x₀; iterations go on from x_t. False: x_t (figure).
-        hessian: "bfgs"; or, of first order, "identity" (H_t = I), and "momentum" (H_t = I, and s_t = −r_t + β_t s_{t−1}
-            with a learned β_t per iteration, from 0; ours, the control for any gain of BFGS).
+        nonnegative: the image is max(0, x_t) for t ≥ 1. The next iteration still starts from x_t. False: x_t (figure).
+        hessian: "bfgs"; or, of first order, "identity" (H_t = I) or "momentum" (H_t = I, and s_t = −r_t + β_t s_{t−1}
+            with a learned β_t per iteration, from 0; ours, to compare BFGS with).
         hessian_gradient: "full" differentiates through H; "detach" treats its pairs as constants.
-        learned_trust: τ_t, with hessian="bfgs"; False: H_t as it is (figure).
-        regularizer: makes a module x → G(x) of another kind of (image_size, channels), in place of the Incept-Mixer;
-            with detail_channels=0.
+        learned_trust: use τ_t, with hessian="bfgs". False: H_t itself (figure).
+        regularizer: a function (image_size, channels) → module x → G(x), in place of the Incept-Mixer. It needs
+            detail_channels=0.
 
     Raises:
-        ConfigError: a word is none of the above, the channels do not divide into four branches, or a regulariser is
-            given beside details.
+        ConfigError: a word is not known, channels is not a multiple of 4, or `regularizer` is given with
+            detail_channels above 0.
     """
 
     title = "QN-Mixer"
@@ -133,7 +133,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         )
 
         def scalars(wanted: bool) -> nn.ParameterList:
-            """One for each iteration that has another before it."""
+            """One for each iteration except the first."""
             return nn.ParameterList(torch.zeros(1) for _ in range(n_iterations - 1 if wanted else 0))
 
         self.momenta = scalars(hessian == "momentum")
@@ -155,7 +155,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         """x_t = x₀ + D(s_0 + … + s_{t−1}), as D is linear."""
         if way is None:
             return x0
-        with torch.autocast(x0.device.type, enabled=False):  # late, small steps would drown in half precision
+        with torch.autocast(x0.device.type, enabled=False):  # half precision would round late, small steps away
             return x0 + self.codec.decode(way.view(self._latent_shape(x0)))
 
     def step(self, t: int, y: Tensor, state: QNState) -> QNState:
@@ -184,7 +184,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         return QNState(state.x0, way=way, step=s if self.momenta else None)
 
     def _code(self, t: int, x: Tensor, y: Tensor) -> Tensor:
-        """r_t = E(∇J_t(x_t)), [B, L]; H works in the precision of the image, whatever the autocast."""
+        """r_t = E(∇J_t(x_t)), [B, L], in the precision of the image also under autocast, because H needs it."""
         return self.codec.encode(self.objective_gradient(t, x, y)).flatten(1).to(x.dtype)
 
     def objective_gradient(self, t: int, x: Tensor, y: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         return regularization + data_descent(self.projector, self.data_term, x, y, step_sizes)
 
     def diagnostics(self, state: QNState) -> dict[str, Tensor]:
-        """Mean cos(z, s) and the share of pairs that the safeguard skipped. They show problems first."""
+        """Mean cos(z, s) and the share of pairs that the safeguard skipped. They show problems early."""
         if state.history is None or self.n_iterations == 1:
             return {}
         used, cosine = state.history.curvature()
@@ -207,7 +207,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         return [*self.regularizers, *self.details]
 
     def shared(self) -> list[nn.Module]:
-        """The codec, and one regulariser or step size of all iterations."""
+        """The codec, and the regulariser and step sizes if all iterations use the same."""
         of_all = [parts for parts in (self.regularizers, self.step_sizes) if len(parts) == 1]
         return [self.codec, *of_all]
 

@@ -25,10 +25,11 @@ class RegFormerState(NamedTuple):
 class RegFormer(UnrolledNetwork[RegFormerState]):
     """x₀ = FBP(y); x_{t+1} = relu(x_t − λ_t FBP(A x_t − y) + R_t(x_t, z_t)), and z_{t+1} from the features of R_t.
 
-    R_t is by turns local, three 5×5 convolutions, and non-local, two layers of a Swin transformer at full resolution;
-    λ_t starts from 0. All as in the authors' public code, but for three things. The last convolution of each R_t
-    starts at zero, so that the network starts as FBP. FBP of A x_t − y is by the exact transpose (`filtered_adjoint`).
-    There is no stochastic depth (0.1 in the second Swin layer): what it drops would differ between strategies.
+    For even t, R_t is local: three 5×5 convolutions. For odd t it is non-local: two layers of a Swin transformer at
+    full resolution. λ_t starts at 0. All is as in the authors' public code, except for three things. The last
+    convolution of each R_t starts at zero, so the network starts as FBP. FBP of A x_t − y is by the exact transpose
+    (`filtered_adjoint`). There is no stochastic depth (0.1 in the second Swin layer): its random numbers would differ
+    between strategies.
 
     Args:
         projector: A and FBP of the scan.
@@ -82,7 +83,7 @@ class RegFormer(UnrolledNetwork[RegFormerState]):
 class LocalBlock(nn.Module):
     """R_t of three 5×5 convolutions: x and the features of the previous iteration → an image, and new features.
 
-    Of the C features half come from x and half from the previous iteration; in the first block all come from x. The
+    Half of the C features come from x, and half from the previous iteration. In the first block all come from x. The
     last block returns no features.
     """
 
@@ -185,20 +186,20 @@ class WindowAttention(nn.Module):
         return rows.transpose(2, 3).flatten(3, 4).flatten(1, 2)
 
     def _join(self, windows: Tensor, height: int, width: int) -> Tensor:
-        """The map that `_cut` has cut."""
+        """The inverse of `_cut`: [B, windows, pixels of a window, C] → [B, H, W, C]."""
         size = self.window_size
         grid = windows.unflatten(2, (size, size)).unflatten(1, (height // size, width // size))
         return grid.transpose(2, 3).flatten(3, 4).flatten(1, 2)
 
     def _regions(self, image_size: int) -> Tensor:
-        """For each window and pixel, which part of the rolled map it is of: [windows, pixels]."""
+        """For each window and pixel, the part of the rolled map that it belongs to: [windows, pixels]."""
         place = torch.arange(image_size)
         part = (place >= image_size - self.window_size).int() + (place >= image_size - self.shift).int()
         return self._cut((3 * part[:, None] + part)[None, :, :, None])[0, :, :, 0].to(torch.uint8)
 
 
 def _to_image(channels: int, kernel_size: int) -> nn.Conv2d:
-    """The convolution that R_t ends with; from zero."""
+    """The last convolution of R_t, which starts at zero."""
     convolution = nn.Conv2d(channels, 1, kernel_size, padding=kernel_size // 2)
     for parameter in convolution.parameters():
         nn.init.zeros_(parameter)
@@ -206,7 +207,7 @@ def _to_image(channels: int, kernel_size: int) -> nn.Conv2d:
 
 
 def _relative_positions(window_size: int) -> Tensor:
-    """For each two pixels of a window the number of their relative position, [pixels, pixels]."""
+    """The number of the relative position of each two pixels of a window, [pixels, pixels]."""
     place = torch.arange(window_size)
     row, column = place.repeat_interleave(window_size), place.repeat(window_size)
     down, right = (axis[:, None] - axis + window_size - 1 for axis in (row, column))

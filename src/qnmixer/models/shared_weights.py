@@ -45,7 +45,7 @@ class SharedWeights:
                 owner._parameters[name] = weight
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add the gradients of one iteration; None where it has none."""
+        """Add the gradients of one iteration; None for a weight without one."""
         if not self._sums:
             self._sums = list(gradients)
             return
@@ -61,7 +61,7 @@ class SharedWeights:
             self._sums[k] = value
 
     def take(self) -> list[Tensor | None]:
-        """The sums; the next backward pass begins anew."""
+        """Return the sums, and clear them for the next backward pass."""
         sums, self._sums = self._sums, []
         return sums or [None] * len(self._places)
 

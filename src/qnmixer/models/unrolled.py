@@ -52,7 +52,7 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         return {}
 
     def recomputed_parts(self) -> list[nn.Module]:
-        """Parts with large inner features that are cheap to compute again; without random numbers."""
+        """Parts with large inner features that are cheap to compute again. They must draw no random numbers."""
         return []
 
     def blocks(self) -> list[nn.Module]:
@@ -64,11 +64,11 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         return []
 
     def shared_weights(self, iterations: range) -> SharedWeights:
-        """Their weights, for a pass through some iterations."""
+        """The weights of the parts of `shared`, for a pass through some iterations."""
         return SharedWeights(self.shared() if len(iterations) > 1 else [])
 
     def states(self, y: Tensor) -> Iterator[S]:
-        """All states, T + 1 of them, from that of x₀ on."""
+        """Yield the T + 1 states, from that of x₀ on."""
         state = self.start(y)
         yield state
         for t in range(self.n_iterations):
@@ -76,7 +76,7 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
             yield state
 
     def trajectory(self, y: Tensor, shown: Container[int] | None = None) -> tuple[S, list[Tensor]]:
-        """The last state, and every x_t, or only those to show: a solver may take hundreds of iterations."""
+        """The last state, and x_t for each t, or for each t in `shown`: a solver may take thousands of iterations."""
         images = []
         for t, state in enumerate(self.states(y)):
             if shown is None or t in shown:
@@ -92,7 +92,7 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         return self.image(self.loop(self, range(self.n_iterations), y, self.start(y)))
 
     def run(self, iterations: range, y: Tensor, state: S, weights: SharedWeights | None = None) -> S:
-        """The state after some consecutive iterations; weights: those of a longer pass that they belong to."""
+        """The state after some consecutive iterations. weights: of a longer pass that contains these iterations."""
         weights = weights or self.shared_weights(iterations)
         for t in iterations:
             with weights.in_use():
@@ -101,6 +101,6 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
 
 
 def check_choice(argument: str, value: str, choices: Collection[str]) -> None:
-    """Raise ConfigError for a word that is none of the choices; otherwise it would silently mean one of them."""
+    """Raise ConfigError if a value is not one of the choices. Without the check it would silently mean one of them."""
     if value not in choices:
         raise ConfigError(f"{argument}={value} is not known: choose {' or '.join(choices)}")

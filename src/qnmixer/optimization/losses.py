@@ -45,7 +45,7 @@ def build_loss(config: LossConfig) -> Loss:
 
 
 def weighted(loss: Loss, image: Tensor, truth: Tensor, weight: Tensor, batch: int) -> Tensor:
-    """Σ weight · loss / batch. `EpochSampler` explains of what this is the mean."""
+    """Σ weight · loss / batch. `EpochSampler` explains which mean this is."""
     return (weight * loss(image, truth)).sum() / batch
 
 

@@ -4,10 +4,10 @@ Blocks are compiled in place: their weights keep their names, so ddp, fsdp and r
 iterations share the code of a block: a few graphs serve any T.
 
 Larger parts were tried, with torch 2.13 on a CPU. The whole network becomes one graph, with keep and with recompute,
-if BFGS writes its rows in another way. But torch unrolls the T iterations, so the time to compile grows with T, from
-several times that of the blocks on; a step is no faster than with compiled blocks. One iteration is no graph for all:
-each has its own weights, and a history that is longer. Torch refuses the rows of the history as its input, as they
-share their memory. What is left between the blocks are launches: `cuda_graph` removes them.
+if BFGS writes its rows in another way. But torch unrolls the T iterations, so the time to compile grows with T. It is
+several times that of the blocks or more, and a step is no faster than with compiled blocks. One graph cannot serve all
+iterations: each has its own weights, and a longer history. torch also refuses the rows of the history as an input,
+because they share their memory. Between the blocks only the launches of operators cost time: `cuda_graph` removes them.
 """
 
 import os

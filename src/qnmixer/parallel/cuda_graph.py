@@ -27,12 +27,12 @@ def replay_training(
         y: a sinogram batch; its values do not matter.
         precision: the autocast of the forward pass.
 
-    Raises ConfigError for a network that waits for the GPU, or does what a graph cannot hold.
+    Raises ConfigError for a network that waits for the GPU, or has an operation that a graph cannot contain.
     """
     as_before, shape = network.forward, y.shape
 
     def in_precision(y: Tensor) -> Tensor:
-        """The precision is not around the capture, because backward would get it too."""
+        """Run the network in its precision. Autocast around the capture would change the backward pass too."""
         with precision():
             return as_before(y)
 

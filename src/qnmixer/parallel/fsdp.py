@@ -55,7 +55,7 @@ class ShardedStrategy(ModelParallelStrategy):
         return self.model.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer state in shards of this rank, too."""
+        """The optimizer state of this rank, in shards too."""
         return optimizer.state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

@@ -19,7 +19,7 @@ from qnmixer.parallel.pipeline import PipelineStrategy
 # Long, because ranks wait while one of them evaluates, plans or writes.
 _TIMEOUT = timedelta(minutes=30)
 
-# Else ddp sends the operator at every forward, 30 MB at the default size. Every process has built the same one.
+# Else ddp sends the scan's matrices at every forward, 30 MB at the default size. Every process has built the same.
 _SYNC = "forward_sync_buffers"  # called broadcast_buffers before torch 2.13
 _NO_BUFFERS: dict[str, Any] = {
     _SYNC if _SYNC in signature(DistributedDataParallel).parameters else "broadcast_buffers": False

@@ -29,15 +29,16 @@ FBP_WINDOWS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 _TAPER = math.radians(10)
 """Width of the smooth ends of a partial turn (the value that Noo et al. use)."""
 _SIDE_TAPER = 8
-"""Width of the smooth end of a detector with an offset, in offsets; at most all bins that are seen from both sides."""
+"""Width of the smooth end of a detector with an offset, in offsets; at most the bins that are seen from both sides."""
 _CHUNK = 2**17
 """Values computed at a time: few enough for the CPU's cache, and for little memory."""
 
 
 def ray_weights(geometry: FanBeamGeometry) -> np.ndarray:
-    """Cosine times redundancy weight of each ray, float64 [V or 1, D]; the weights of all copies of a line sum to 1.
+    """Cosine times redundancy weight of each ray, float64 [V, D], or [1, D] for a full turn.
 
-    The line of ray (β, γ) is seen from the other side by the ray (β + π − 2γ, −γ).
+    The redundancy weights of all rays along the same line sum to 1. The ray (β + π − 2γ, −γ) sees the line of ray
+    (β, γ) from the other side.
     """
     fan = geometry.fan_angles()[None, :]
     bins = geometry.bin_positions()[None, :] / geometry.detector_pitch
@@ -54,18 +55,18 @@ def ray_weights(geometry: FanBeamGeometry) -> np.ndarray:
 def matched_gain(geometry: FanBeamGeometry) -> float:
     """The factor on Aᵀ after the ramp that gives it the gain of FBP.
 
-    Aᵀ sums intersection lengths: a view adds pixel²/pitch of a row to each pixel, where back-projection adds the angle
-    between views. A line that is seen from both sides counts half.
+    Aᵀ sums intersection lengths: each view adds its row to a pixel, times pixel²/pitch. Back-projection adds the row
+    times the angle between views. A line that is seen from both sides counts half.
     """
     redundancy = min(1.0, math.pi / abs(geometry.angle_span))
     return redundancy * abs(geometry.angle_step) * geometry.pitch_at_axis / geometry.pixel_size**2
 
 
 def with_even_sides(geometry: FanBeamGeometry) -> FanBeamGeometry:
-    """The scan with bins added on the shorter side of a detector with an offset, as many whole ones as it lacks.
+    """The scan with whole bins added on the shorter side of a detector with an offset, until the sides are even.
 
-    A row that ends within the object must be filtered, and back-projected, as far as the detector reaches on the other
-    side: without that the image is 7 % too bright.
+    A row that ends within the object must be filtered and back-projected as far as the detector reaches on the other
+    side. Without this the image is 7 % too bright.
     """
     lacking = int(2 * abs(geometry.detector_offset))
     offset = geometry.detector_offset - math.copysign(lacking / 2, geometry.detector_offset)
@@ -73,15 +74,15 @@ def with_even_sides(geometry: FanBeamGeometry) -> FanBeamGeometry:
 
 
 def ramp_response(geometry: FanBeamGeometry, filter_name: str, on_arc: bool = False) -> np.ndarray:
-    """Frequency response of the ramp at the axis, real float64 [n/2 + 1] for padded rows of n samples.
+    """Frequency response of the ramp at the axis in mm⁻¹, real float64 [n/2 + 1] for padded rows of n samples.
 
-    It is the transform of the band-limited ramp's samples, which is right at frequency zero; a sampled |f| is not.
-    n is the power of two that keeps the convolution free of wrap-around.
+    It is the Fourier transform of the samples of the band-limited ramp. This is right at frequency zero, where a
+    sampled |f| is not. n is a power of two, large enough that the convolution does not wrap around.
 
     Args:
         geometry: the scan.
-        filter_name: of the window.
-        on_arc: take the ramp of FBP for equal steps of the fan angle; it is not positive.
+        filter_name: a key of `FBP_WINDOWS`.
+        on_arc: take the ramp for equal steps of the fan angle, as FBP of a curved detector needs.
     """
     n = 2 ** math.ceil(math.log2(max(2 * geometry.n_detectors, 2)))
     lag = np.fft.fftfreq(n, 1 / n)
@@ -112,9 +113,10 @@ def backprojection_matrix(geometry: FanBeamGeometry) -> ScanMatrix:
 def _by_pixels(geometry: FanBeamGeometry) -> Csr:
     """Weighted pixel-driven back-projection of the distinct views: rows are pixels, columns rays, as in `Numbering`.
 
-    Each pixel takes from each view the filtered row where the ray through its centre meets the detector, linearly
-    interpolated, times the angle between views. A fan beam has the factor (source_to_axis / distance)² besides: the
-    distance from the source along the central ray for a flat detector, to the pixel itself for a curved one.
+    From each view a pixel gets the value of the filtered row at the point where the ray through its centre meets the
+    detector, linearly interpolated, times the angle between views. A fan beam also has the factor (source_to_axis /
+    distance)². This is the distance from the source: along the central ray for a flat detector, to the pixel itself for
+    a curved one.
     """
     layout = Numbering(geometry)
     n_views, n_detectors, size = geometry.n_distinct_views, geometry.n_detectors, geometry.image_size
@@ -144,11 +146,11 @@ def _by_pixels(geometry: FanBeamGeometry) -> Csr:
 
 
 def _seen(t: np.ndarray, v: np.ndarray, geometry: FanBeamGeometry) -> tuple[np.ndarray, np.ndarray]:
-    """Detector coordinate u in mm of the rays through points, and the factor that FBP gives to what they bring.
+    """Detector coordinate u in mm of the rays through points, and the weight of these rays in FBP.
 
     Args:
-        t: the points' coordinate along the detector in mm, 0 on the central ray.
-        v: that along the central ray, 0 at the axis.
+        t: coordinate of the points along the detector in mm, 0 on the central ray.
+        v: their coordinate along the central ray in mm, 0 at the axis.
         geometry: the scan.
     """
     if not geometry.is_fan:
@@ -160,10 +162,10 @@ def _seen(t: np.ndarray, v: np.ndarray, geometry: FanBeamGeometry) -> tuple[np.n
 
 
 def _smooth_side(bins: np.ndarray, geometry: FanBeamGeometry) -> np.ndarray:
-    """How far a bin is on a detector with an offset: 0 beyond its shorter side, smoothly up to 1 from there.
+    """Smooth weight of bins on a detector with an offset: 0 beyond its shorter side, and up to 1 from there.
 
-    With a large offset the weight of a full turn becomes Wang's; with one of a quarter bin only the last bins differ
-    from 1/2, since all others are seen from both sides.
+    With a large offset, a full turn has Wang's weights. With an offset of a quarter bin, only the last bins of a full
+    turn differ from 1/2, because all others are seen from both sides.
 
     Args:
         bins: coordinate along the detector in bins, 0 on the central ray.
@@ -179,7 +181,7 @@ def _smooth_side(bins: np.ndarray, geometry: FanBeamGeometry) -> np.ndarray:
 
 
 def _smooth_ends(beta: np.ndarray, geometry: FanBeamGeometry) -> np.ndarray:
-    """Noo's c(β): 1 within the scanned range, cos² down to 0 at its ends, 0 outside. Each view stands for its step."""
+    """Noo's c(β): 1 within the scanned range, cos² down to 0 at its ends, 0 outside. A view covers its step."""
     span = abs(geometry.angle_span)
     middle = geometry.first_angle + (geometry.angle_span - geometry.angle_step) / 2
     taper = min(_TAPER, span / 4)

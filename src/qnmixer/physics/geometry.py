@@ -45,7 +45,7 @@ class FanBeamGeometry:
         first_angle: β of view 0 in radians.
         angle_span: radians from view 0 to where view n_views would be; negative turns clockwise.
         beam: fan_flat, fan_curved or parallel.
-        detector_offset: how far all bins are moved along u, in bins; a quarter samples a full turn twice as finely.
+        detector_offset: shift of all bins along u, in bins; a quarter gives a full turn twice as fine samples.
 
     Raises:
         GeometryError: if a value is impossible or no ray can see the object.
@@ -156,7 +156,7 @@ class FanBeamGeometry:
 
     @property
     def mirrored_bins(self) -> np.ndarray:
-        """The bin at −u of each bin u in which a symmetric half turn sees the same lines; −1 for none: int64 [D]."""
+        """For each bin at u, the bin at −u, which sees the same lines in a symmetric half turn; −1: none. int64 [D]."""
         bins = np.arange(self.n_detectors)
         twice = 2 * self.detector_offset
         if self.is_full_turn or not self.has_quarter_turn_symmetry or twice != round(twice):

@@ -1,9 +1,9 @@
 """Large matrices on disk. They are built once; later processes map them into memory and share the pages.
 
 There is one file per matrix, below `$XDG_CACHE_HOME/qnmixer/matrices` (or `~/.cache`): a header, then the arrays. A
-file is written beside and renamed. One process builds while others wait. Checksums of header and arrays are checked
-when a file is opened, 0.05 s for 100 MB; a file that fails is built again. If the disk is full or read-only, only the
-caching is lost. Nothing here is needed to understand the mathematics.
+file is written under a temporary name, then renamed. One process builds while others wait. Checksums of header and
+arrays are checked when a file is opened, which takes 0.05 s for 100 MB. A damaged file is built again. If the disk is
+full or read-only, only the caching is lost. Nothing here is needed to understand the mathematics.
 """
 
 import errno
@@ -29,13 +29,13 @@ from qnmixer.physics.sparse import Csr
 FORMAT = 2
 """Raise it when the layout or the values of the matrices change, or the layout of the files."""
 WORTH_CACHING = 2**20
-"""A matrix with so many rays times pixels of a side is cached: it takes about 0.1 s to build and 10 MB."""
+"""From this number of rays times pixels of a side on, a matrix is cached. It takes about 0.1 s to build, and 10 MB."""
 LONG = 2**25
-"""A matrix with so many rays times pixels of a side takes seconds; a line on the terminal says so."""
+"""From this number of rays times pixels of a side on, building takes seconds, and a line on the terminal says so."""
 LIMIT = 16 * 2**30
-"""Bytes of all files. The least recently used go first, but none that was used within `IN_USE`."""
+"""Most bytes of all files. The least recently used are removed first, but none that was used within `IN_USE`."""
 IN_USE = 7 * 24 * 3600
-"""Seconds: who has a file mapped keeps it, but not one on a network file system that another machine removes."""
+"""Seconds. A process loses a file that it has mapped if another machine removes it from a network file system."""
 _MAGIC = b"qnmixer matrix\n\0"
 _ALIGNMENT = 64
 _LENGTH = struct.Struct("<Q")

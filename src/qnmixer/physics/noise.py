@@ -47,7 +47,7 @@ class KeyedNoise(ABC):
         return torch.zeros_like(y)
 
     def __call__(self, y: Tensor, keys: Sequence[Key]) -> Tensor:
-        """Add noise to y, computed in float64 on the CPU."""
+        """Add noise to y, in float64 on the CPU. Raises PluginError if `sample` returns another shape."""
         if len(keys) != len(y):
             raise ValueError(f"{len(keys)} keys for a batch of {len(y)}: give one per sample")
         rows = y.detach().double().cpu().numpy()
@@ -108,15 +108,15 @@ class FieldNoise(KeyedNoise):
 class PhysicalNoise(KeyedNoise):
     """Counting noise of a real dose: N = Poisson(I₀ e^{−μp}) + N(0, σₑ²), p' = −log(N/I₀)/μ.
 
-    μ turns value × mm into attenuation, see `attenuation_per_value`. Counts are floored, at c say, so a starved bin
-    saturates at log(I₀/c)/μ.
+    μ turns value × mm into attenuation, see `attenuation_per_value`. Counts below c are set to c, so a starved bin
+    has the value log(I₀/c)/μ.
 
     Args:
         photons: I₀, counts of an unattenuated ray.
-        water_attenuation: of water in mm⁻¹, here at about 70 keV.
+        water_attenuation: of water in mm⁻¹; the default is that at about 70 keV.
         electronic_sigma: σₑ, standard deviation of the electronic noise in counts.
         hu_max: HU of x = 1; 0 where x = 1 is water.
-        fewest_counts: c, what a bin without counts is taken to have.
+        fewest_counts: c, the lower limit of counts.
     """
 
     photons: float = 1e5
@@ -159,7 +159,7 @@ class MixedNoise(PhysicalNoise):
         return self._field().sample(p, rng)
 
     def variance(self, y: Tensor) -> Tensor:
-        """The mean of both variances by their shares: a sinogram does not show which noise it has."""
+        """The mean of both variances, weighted by their shares: a sinogram does not show which noise it has."""
         share = self.physical_share
         return share * super().variance(y) + (1 - share) * self._field().variance(y)
 

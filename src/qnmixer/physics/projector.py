@@ -20,7 +20,7 @@ from qnmixer.physics.scan import from_columns, to_columns
 from qnmixer.physics.sparse import FullPrecisionModule, apply_linear, full_product, symmetric_residual
 
 _BYTES = 24
-"""Of the matrices, for each pixel of a side, distinct view, and bin or pixel of a side: measured, 20 to 24."""
+"""Bytes of the matrices per (distinct view × pixel of a side × bin or pixel of a side). Measured: 20 to 24."""
 
 
 class FanBeamProjector(nn.Module):
@@ -30,8 +30,9 @@ class FanBeamProjector(nn.Module):
     float32, whatever the autocast or the input's dtype; in float64 if the module (`.double()`) and the input are.
     Nothing of it is in `state_dict`: the matrices follow from the geometry.
 
-    Where the views of a full turn come in fours, the matrices hold a quarter of them and serve the image turned by 0,
-    90, 180 and 270 degrees as four columns: a quarter of the memory and at least twice the speed.
+    If the number of views of a full turn is a multiple of four, the matrices hold a quarter of the views. The image,
+    turned by 0, 90, 180 and 270 degrees, is then four columns. This takes a quarter of the memory, and is at least
+    twice as fast. A parallel beam over π with an even number of views and symmetric bins gains the same.
 
     Args:
         geometry: the scan.
@@ -68,8 +69,8 @@ class FanBeamProjector(nn.Module):
     def fbp(self, y: Tensor) -> Tensor:
         """Filtered back-projection [B, 1, H, W] of the sinogram y [B, 1, V, D], with unit gain: fbp(A x) ≈ x.
 
-        Partial turns are weighted by redundancy; under 180° plus the fan the image lacks what was not measured. A
-        detector narrower than the object truncates the rows: the result is finite, but biased, most at its rim.
+        Partial turns are weighted by redundancy. Below 180° plus the fan angle, the image is incomplete. A detector
+        narrower than the object truncates the rows: the result is finite, but biased, most at its rim.
         """
         return self._apply_linear(y, "sinogram", self._fbp, self._fbp_transpose)
 
@@ -105,9 +106,9 @@ class FanBeamProjector(nn.Module):
         return result if x.dtype == dtype else result.float()
 
     def filtered_residual_columns(self, images: Tensor, y: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """The same for columns [H·W, B], which iterations can use without conversion to images; not differentiable.
+        """`filtered_residual` of columns [H·W, B] and y [B, 1, V, D]: columns [H·W, B]. It is not differentiable.
 
-        out: where to put the result.
+        Iterations can use columns without a conversion to images. out: the tensor for the result.
         """
         ramp = self._matched_ramp
         rays = self._rays.project(images, ramp.order)
@@ -118,7 +119,8 @@ class FanBeamProjector(nn.Module):
     def safe_step_size(self) -> float:
         """1 over the largest eigenvalue of A†A, by power iteration from a fixed start; computed once.
 
-        Power iteration comes from below, and x − λ A†(A x − y) never grows an error for λ up to twice this.
+        Power iteration slightly underestimates the eigenvalue. Descent x − λ A†(A x − y) is safe for λ up to twice
+        this value, so that does no harm.
         """
         if "filtered" not in self._norms:
             self._norms["filtered"] = load_or_compute(
@@ -195,13 +197,13 @@ def _require_memory(geometry: FanBeamGeometry) -> None:
 
 
 def _bytes_of_matrices(geometry: FanBeamGeometry, image_size: int) -> int:
-    """Of A, of back-projection, and of their transposes."""
+    """Bytes of A, of back-projection, and of their transposes."""
     rays = geometry.n_distinct_views * len(geometry.distinct_bins)
     return int(_BYTES * rays * image_size * (1 + image_size / geometry.n_detectors))
 
 
 def _memory() -> int | None:
-    """Bytes of this machine; None if the system does not say, as Windows."""
+    """Bytes of memory of this machine; None if the system does not report them, as on Windows."""
     with suppress(AttributeError, ValueError):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return None
@@ -210,7 +212,7 @@ def _memory() -> int | None:
 class _MatchedRamp(FullPrecisionModule):
     """The ramp as a symmetric matrix [D, D], for sinograms with the bins first: one product filters a whole batch.
 
-    Iterations start this operator most often. An FFT would take three, and two copies that put the bins last.
+    Iterations use this filter most often. An FFT would take three operators, and two copies that put the bins last.
 
     Args:
         response: of the ramp, [n/2 + 1].
@@ -256,7 +258,7 @@ class _RampFilter(FullPrecisionModule):
         self.register_buffer("response", torch.from_numpy(response).float(), persistent=False)
 
     def forward(self, y: Tensor) -> Tensor:
-        """Weight and filter the rows of y [..., V, D]; they become as much longer as `sides` says."""
+        """Weight the rows of y [..., V, D], add the bins of `sides`, and filter."""
         rows = y * self.weights
         return self._ramp(pad(rows, self._sides) if any(self._sides) else rows)
 

@@ -45,9 +45,10 @@ def _by_rays(geometry: FanBeamGeometry) -> Csr:
 
 
 def _rays(geometry: FanBeamGeometry) -> tuple[np.ndarray, np.ndarray]:
-    """Nearest point to the axis and unit direction of each ray of the distinct views, as (column, row) in pixels.
+    """For each ray of the distinct views, the point nearest to the axis and the unit direction, as (column, row).
 
-    Float64 [2, V/Q · D] each. Pixel (row i, column j) covers [j, j + 1] × [i, i + 1]; rows grow downwards.
+    In pixels, float64 [2, distinct views · D] each. Pixel (row i, column j) covers [j, j + 1] × [i, i + 1]; rows grow
+    downwards.
     """
     phi = geometry.angles()[: geometry.n_distinct_views, None] - geometry.fan_angles()
     cos, sin = np.cos(phi), np.sin(phi)

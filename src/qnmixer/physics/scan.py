@@ -1,4 +1,4 @@
-"""A matrix between image and sinogram, of a quarter of the rays where a quarter turn maps the scan onto itself."""
+"""A matrix between image and sinogram. If a quarter turn maps the scan onto itself, it has a quarter of the rays."""
 
 import numpy as np
 import torch
@@ -10,24 +10,25 @@ from qnmixer.physics.sparse import Csr, FullPrecisionModule
 _PADDING = 4
 """Unused numbers after each row of a corner: rows a power of two apart would share cache lines, 15 % slower."""
 _FAN = 16
-"""Neighbouring bins whose rays are followed through all views before the next bins': they meet the same pixels."""
+"""Neighbouring bins that are numbered together through all views, before the next bins: they meet the same pixels."""
 _COLUMNS = 32
-"""Columns of a product; of more, the values that the rows share leave the cache."""
+"""Most columns of one product. With more, values that several rows need would leave the cache."""
 
 
 class Numbering:
-    """How the rows and columns of a matrix between pixels and rays are numbered, with the symmetry and without.
+    """The numbers of the rows and columns of a matrix between pixels and rays, with the symmetry and without.
 
-    With the symmetry, the first views serve all: what a ray sees in the image turned back by k quarters, the ray that
-    is turned by k quarters sees in the image. So rays are taken in orbits of four turns, and pixels in four corners
-    that the turns carry into each other: pixel p of corner q is, in the image turned by k, pixel p of corner q + k.
-    Without it, Q is 1, and the one corner is the image.
+    With the symmetry, the first views are enough. A ray that is turned by k quarters sees in the image what the ray
+    itself sees in the image turned back by k quarters. So the four turns of a ray form an orbit. Pixels are in four
+    corners, which the turns map onto each other: if the image is turned by k, pixel p of corner q becomes pixel p of
+    corner q + k. Without the symmetry Q is 1, and the only corner is the image.
 
     In a full turn, ray (view j, bin i) turned by k is (j + k·V/4, i). A parallel beam over π has views for one turn:
-    (j, i), then (j + V/2, i), then the same two lines from the other side, in the bins that lie mirrored. Where these
-    are no bins of the detector, the orbit has two rays, and two gaps.
+    the orbit is (j, i), then (j + V/2, i), then the same two lines from the other side, in the mirrored bins. If the
+    detector does not have these bins, the orbit has two rays and two gaps.
 
-    Pixels are numbered row by row of a corner, rays fan by fan: `_FAN` bins of each view, then the next bins.
+    Pixels are numbered row by row in a corner. Rays are numbered fan by fan: `_FAN` bins of each view, then the next
+    bins.
 
     Attributes:
         quarters: Q, 4 or 1.
@@ -47,11 +48,11 @@ class Numbering:
         self.n_pixels = height * (width + _PADDING) + self.sums_middle
 
     def pixel_numbers(self) -> np.ndarray:
-        """q·P + p of each pixel in row-major order, int64 [H·W]; the middle of an odd image is that of corner 0."""
+        """q·P + p of each pixel in row-major order, int64 [H·W]; the middle of an odd image has that of corner 0."""
         return _flat_places(self.corner_pixels().T)
 
     def corner_pixels(self) -> np.ndarray:
-        """The pixel, in row-major order, that each p of each corner is, −1 for none: int64 [P, Q]."""
+        """The row-major index of pixel p of each corner, −1 for padding: int64 [P, Q]."""
         image = np.arange(self._size**2).reshape(self._size, -1)
         pixels = np.full((self.n_pixels, self.quarters), -1)
         for q, corner in enumerate(self._corners()):
@@ -62,7 +63,7 @@ class Numbering:
         return pixels
 
     def ray_numbers(self) -> np.ndarray:
-        """The number of each ray of the distinct views, −1 if another stands for its orbit: int64 [V/Q, D]."""
+        """The number of each ray of the distinct views, −1 if another ray has that of its orbit: int64 [views, D]."""
         place = np.arange(len(self._bins))
         numbers = np.full((self._n_views, self._n_detectors), -1)
         first = np.arange(self._n_views)[:, None] * _FAN
@@ -70,9 +71,9 @@ class Numbering:
         return numbers
 
     def turned_rays(self) -> np.ndarray:
-        """The ray, in row-major order of the sinogram, that each orbit is at each turn, −1 for none: int64 [R, Q].
+        """The row-major index in the sinogram of each orbit's ray at each turn, −1 for none: int64 [R, Q].
 
-        No ray is there twice: one through the axis is its own mirror image.
+        No ray occurs twice: a ray through the axis is its own mirror image, so its orbit has gaps.
         """
         rays = np.full((self.n_rays, self.quarters), -1)
         numbers = self.ray_numbers()
@@ -92,8 +93,8 @@ class Numbering:
     def gathers(self) -> dict[str, Tensor]:
         """The indices of the gathers before and after a product, int32, by name.
 
-        Entries without a pixel or ray may come from anywhere if the matrix has no value for them. For the gaps in
-        orbits of rays the matrix has values, so these entries must be zero.
+        An entry without a pixel or ray may point anywhere if the matrix has no value for it. For the gaps in orbits the
+        matrix has values, so `gaps` must set these entries to zero.
         """
         pixels, rays = self.corner_pixels(), self.turned_rays()
         tables = {
@@ -133,10 +134,11 @@ class Numbering:
 class ScanMatrix(FullPrecisionModule):
     """M, a sparse matrix that takes images [B, 1, H, W] to sinograms [B, 1, V, D], and Mᵀ, both stored.
 
-    By corner q the matrix of the first V/Q views is [M_0 … M_{Q−1}]. Quarter k of the sinogram of the corners c is
-    Σ_q M_q c_{q+k}, and corner j of Mᵀ y is Σ_q M_qᵀ y_{j−q}, with y by quarters: either way one sparse matrix
-    times a table of the columns in all turns. A gather makes the table, another puts the product in order: three
-    operators for one image, where starting an operator costs more than its work on small images.
+    The matrix of the distinct views has a block for each corner: [M_0 … M_{Q−1}]. For an image with corners c_q,
+    quarter k of the sinogram is Σ_q M_q c_{q+k}. For a sinogram y with quarters y_k, corner j of Mᵀ y is
+    Σ_q M_qᵀ y_{j−q}. Both are one sparse matrix times a table of the columns in all turns. One gather makes the table,
+    another puts the product in order. That is three operators for one image. On small images, starting an operator
+    costs more than its work.
 
     Values are float32 (float64 after `.double()`), indices int32; nothing is in `state_dict`.
 
@@ -181,7 +183,7 @@ class ScanMatrix(FullPrecisionModule):
         return from_columns(self.backproject(to_columns(y), self.sinogram_table), self._image_shape)
 
     def project(self, images: Tensor, order: Tensor) -> Tensor:
-        """M x of columns x [H·W, B], in some order: [entries of order, B]."""
+        """M x for columns x [H·W, B], with the rays in the given order: [rays, B]."""
         if (at_most := _COLUMNS // self._quarters) < images.shape[1]:
             return torch.cat([self.project(part.contiguous(), order) for part in images.split(at_most, 1)], 1)
         turned = images.index_select(0, self.image_table)
@@ -189,7 +191,7 @@ class ScanMatrix(FullPrecisionModule):
         return product.index_select(0, order)
 
     def backproject(self, sinograms: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
-        """Mᵀ y, columns [H·W, B], of columns that hold y where the table says; out: where to put them."""
+        """Mᵀ y [H·W, B] for columns y [V·D, B]; table: where y has each ray; out: the tensor for the result."""
         if (at_most := _COLUMNS // self._quarters) < sinograms.shape[1]:
             parts = [self.backproject(part.contiguous(), table) for part in sinograms.split(at_most, 1)]
             return torch.cat(parts, 1, out=out)
@@ -209,23 +211,23 @@ class ScanMatrix(FullPrecisionModule):
         return order, self.sinogram_table % bins * views + self.sinogram_table // bins, bins
 
     def _product(self, matrix: tuple[Tensor, Tensor, Tensor], turned: Tensor) -> Tensor:
-        """[rows · Q, B] of columns in all turns [columns · Q, B]."""
+        """The product [rows · Q, B] of a matrix with columns in all turns [columns · Q, B]."""
         batch = turned.shape[1]
         return torch.ops.qnmixer.csr_product(*matrix, turned.view(-1, batch * self._quarters)).view(-1, batch)
 
 
 def to_columns(batch: Tensor) -> Tensor:
-    """[B, …] → [n, B]; a view of one sample."""
+    """[B, …] → [n, B]; for one sample it is a view."""
     return batch.reshape(len(batch), -1).t().contiguous()
 
 
 def from_columns(columns: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """[n, B] → [B, *shape]; a view of one sample."""
+    """[n, B] → [B, *shape]; for one sample it is a view."""
     return columns.t().contiguous().view(-1, *shape)
 
 
 def _all_turns(columns: np.ndarray, direction: int) -> np.ndarray:
-    """Of columns [n, Q] the table [Q·n, Q], flat, whose block q has them moved on by q quarters, or back."""
+    """The flat table [Q·n, Q] of columns [n, Q]: block q has them rolled by q quarters, back if direction is 1."""
     return np.concatenate([np.roll(columns, -direction * q, axis=1) for q in range(columns.shape[1])]).ravel()
 
 

@@ -13,7 +13,7 @@ from torch.nn.functional import embedding_bag
 
 LinearMap = Callable[[Tensor], Tensor]
 Residual = Callable[[Tensor, Tensor | None], Tensor]
-"""B (A x − y) of x and y; None: 0."""
+"""The map from x and y to B (A x − y). None as y means 0."""
 
 _INT32_MAX = 2**31 - 1
 _CHUNK = 2**21
@@ -52,9 +52,9 @@ def _csr_product(starts: Tensor, indices: Tensor, values: Tensor, x: Tensor) -> 
 
 
 def _reproducible_product(starts: Tensor, indices: Tensor, values: Tensor, x: Tensor) -> Tensor:
-    """The same, each row summed in one order: cuSPARSE promises no equal bits for what torch calls.
+    """The same product, with each row summed in a fixed order: torch's calls of cuSPARSE do not give equal bits.
 
-    It takes a temporary of one number for each value of M and column of X.
+    It needs a temporary tensor with one number for each value of M and each column of X.
     """
     return torch.segment_reduce(
         values[:, None] * x[indices], "sum", offsets=starts.to(indices.dtype), axis=0, initial=0, unsafe=True
@@ -84,7 +84,7 @@ def _full_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def full_product(a: Tensor, b: Tensor) -> Tensor:
-    """A B of matrices, each number rounded as its dtype says; without a graph."""
+    """A B of matrices in the full precision of their dtype, without TF32. It is not differentiable."""
     return torch.ops.qnmixer.full_product(a, b)
 
 
@@ -158,12 +158,12 @@ def index_type(n_values: int) -> type[np.int32] | type[np.int64]:
 
 
 def stack_rows(make: Callable[[int, int], Csr], n_rows: int, step: int, n_columns: int, at_most: int) -> Csr:
-    """The matrix that make(first, last) gives by parts of `step` rows, made in as many threads as torch has.
+    """Build a matrix from its parts make(first, last) of `step` rows, in as many threads as torch has.
 
     Args:
         make: rows of the matrix, their indices in any order; called in several threads at once.
         n_rows, n_columns: shape of the matrix.
-        at_most: no fewer values than it has; memory is taken for those that it has.
+        at_most: an upper bound on its number of values. The unused part costs no memory.
     """
     starts = np.zeros(n_rows + 1, dtype=np.int64)
     # Linux gives memory to pages when they are first written, so that those beyond the end cost nothing.
@@ -182,7 +182,7 @@ def stack_rows(make: Callable[[int, int], Csr], n_rows: int, step: int, n_column
 
 
 def _made_ahead(make: Callable[[int, int], Csr], n_rows: int, step: int) -> Iterator[tuple[int, Csr]]:
-    """First row and part of each part, in order; of those to come, as many are made as there are threads."""
+    """Yield the first row and the matrix of each part, in order. As many parts are made ahead as there are threads."""
     ahead: deque[tuple[int, Future[Csr]]] = deque()
     with ThreadPoolExecutor(n_threads := torch.get_num_threads()) as pool:
         for first in range(0, n_rows, step):
@@ -205,7 +205,7 @@ def transpose_csr(matrix: Csr, n_columns: int, n_blocks: int = 1) -> Csr:
     n_rows, n_values = len(matrix.starts) - 1, len(matrix.values)
     counts = _counts(matrix.indices, n_blocks * n_columns).reshape(n_blocks, n_columns)
     ends = np.cumsum(counts.T.ravel())
-    # Where the next value of each column of each block belongs.
+    # The place of the next value of each column of each block.
     free = (ends.reshape(n_columns, n_blocks).T - counts).ravel()
     indices = np.empty(n_values, dtype=index_type(max(n_values, n_blocks * n_rows)))
     starts = np.concatenate([[0], ends[n_blocks - 1 :: n_blocks]]).astype(indices.dtype)

@@ -20,7 +20,7 @@ EVERY = 10
 _CONFIRMED = 3
 """Equal checks in a row before a warning. In fp16 single steps overflow in healthy runs too."""
 _FAR = 10.0
-"""A start is refused from this many times the error of an empty image, or of FBP if that is larger."""
+"""A start with more than this many times the error of an empty image, or of FBP if that is larger, is refused."""
 _CONSTANT = 1e-6
 _SAME_DB = 1e-4
 

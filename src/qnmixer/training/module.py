@@ -37,7 +37,7 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
         self._step_loss: Tensor | float = 0.0
         self.gradient_norm: Tensor | float = 0.0  # of the last step, before clipping
         self.keeps_output = False  # set for a step whose images are checked
-        self.output: Tensor | None = None  # those of its last batch, [B, 1, S, S]
+        self.output: Tensor | None = None  # x_T of the last batch of that step, [B, 1, S, S]
 
     def configure_model(self) -> None:
         """Shard the network for fsdp, in the hook that Lightning has for it."""
@@ -66,7 +66,7 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
         return loss
 
     def batch_loss(self, image: Tensor, truth: Tensor, weight: Tensor) -> Tensor:
-        """Σ weight · loss / batch size. `EpochSampler` explains of what this is the mean."""
+        """Σ weight · loss / batch size. `EpochSampler` explains which mean this is."""
         if self.keeps_output:
             self.output = image.detach()
         return weighted(self.loss, image, truth, weight, batch_of_replica(self.config))

@@ -1,6 +1,6 @@
 """One run in several processes: the launcher starts a rank for each device, and each rank calls `fit`.
 
-Modules that load torch are imported late, so that a rank can be stopped before.
+Modules that load torch are imported late, so that a rank can be stopped before they load.
 """
 
 import json
