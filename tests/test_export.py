@@ -125,7 +125,7 @@ def test_arguments_of_a_network_of_ones_own_are_pointed_out(tmp_path: Path, monk
     words = [f"run={folder}", f"output={tmp_path}/my.safetensors", "trust=exported_own"]
     code, stdout, stderr = run(export, check, "export", *words)
     assert code == 0, stderr
-    assert "in both as they are: model.width=12" in stdout
+    assert "your arguments, in both files: model.width=12" in stdout
 
 
 @pytest.mark.parametrize("what", ["pretrained", "my.safetensors"])

@@ -35,7 +35,7 @@ def compare(cfg: DictConfig) -> None:
 
 
 def usual_output(sweeps: list[Path]) -> Path:
-    """The folder of a comparison. That of several sweeps leaves the comparison of the first alone."""
+    """The default output folder. Several sweeps have one of their own, beside the comparison of the first sweep."""
     return sweeps[0] / "_".join(["comparison", *(sweep.name for sweep in sweeps[1:])])
 
 

@@ -214,7 +214,7 @@ def test_what_makes_no_sense_is_one_line(folders: list[str], words: str) -> None
 def test_a_share_of_nothing_is_refused(folders: list[str]) -> None:
     shares = [f"data.sources.{name}.share={share}" for name, share in
               (("slices", 0.99), ("phantoms", 0.01), ("more", 0))]  # fmt: skip
-    with pytest.raises(DataError, match=r"phantoms.share=0.01 of an epoch of 6 slices is none: raise it"):
+    with pytest.raises(DataError, match=r"phantoms.share=0.01 gives no slice in an epoch of 6: raise it"):
         mixed(folders, *shares).setup()
 
 

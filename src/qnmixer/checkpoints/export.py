@@ -45,7 +45,7 @@ def export_run(config: ExportConfig) -> None:
     write_text(card, text)
     lines = [f"weights: {output} ({exported.megabytes})"]
     if own := own_arguments(trained):
-        lines.append(f"in both as they are: {', '.join(f'{key}={value}' for key, value in own.items())}")
+        lines.append(f"your arguments, in both files: {', '.join(f'{key}={value}' for key, value in own.items())}")
     Console().print(*lines, f"card: {card}", sep="\n", soft_wrap=True, highlight=False, markup=False)
 
 

@@ -207,7 +207,7 @@ def _differences(before: Config, config: Config) -> list[str]:
 
 
 def _that_count(config: Config) -> dict[str, Any]:
-    """The config, without how slices are loaded and from which folder: the record of the split has their pixels."""
+    """The config without folders and keys of loading. The record of the split identifies slices by their pixels."""
     plain = to_plain(config)
     data = plain["data"]
     for key in ("batch_size", "num_workers", "prefetch_factor", "pin_memory"):

@@ -42,7 +42,7 @@ _MOST_SKIPPED = 10  # by a GradScaler; it starts at 2^16
 _MESSAGE = 2**22  # numbers, 16 MiB
 
 Number = tuple[int, float]
-"""A global sample number, and what the sample counts for."""
+"""A global sample number, and the weight of the sample."""
 
 
 @dataclass

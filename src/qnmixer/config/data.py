@@ -360,7 +360,7 @@ def check_untouched(config: DataConfig) -> None:
     for key, value in {"augment": False, "disc": False, "simulation_factor": 1}.items():
         if (its := getattr(config, key)) != value:
             raise ConfigError(
-                f"data.{key}={its} changes images, and a measured sinogram is of its image as it is: leave it out"
+                f"data.{key}={its} changes images, and a measured sinogram cannot change with its image: leave it out"
             )
 
 

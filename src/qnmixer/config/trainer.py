@@ -93,7 +93,7 @@ class TrainerConfig:
             )
 
     def _check_cuda_graph(self, run: "Config") -> None:
-        """What is captured is one device's forward and backward, as it is."""
+        """Check that a CUDA graph can record the step: forward and backward of one device, without the host."""
         refused = {
             f"strategy={run.strategy.name}": run.strategy.name != "single",
             f"memory={run.memory.name}": run.memory.name != "keep",  # both others use the host in backward

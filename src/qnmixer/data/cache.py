@@ -213,8 +213,8 @@ def open_cache(
     for its in (cache_dir, folder):
         if is_open_to_all(its):
             raise DataError(
-                f"{its} is another user's, and everybody may write to it, so its slices may be anybody's: give a "
-                "folder of your own, data.cache_dir=…"
+                f"{its} is another user's, and everybody may write to it, so anybody may have changed its slices: "
+                "give a folder of your own, data.cache_dir=…"
             )
     with FileLock(folder / "lock"):
         index = _read_index(folder, fingerprint)

@@ -19,9 +19,9 @@ from qnmixer.data.decoder import decode_apart
 from qnmixer.data.slices import AIR, FloatArray, SkipFile, Slice, SliceInfo, reading, require_size
 
 _SLOPES = 1e-3, 1e3
-"""Outside of these 16 bits hold no HU."""
+"""The range of plausible rescale slopes. With any other slope 16 bits cannot hold HU."""
 _SPACINGS = 0.01, 20.0
-"""Millimetres: outside of these a pixel is none of CT."""
+"""The range of plausible pixel sizes of CT, in mm."""
 CT_CLASSES = {
     "1.2.840.10008.5.1.4.1.1.2": "CT Image",
     "1.2.840.10008.5.1.4.1.1.2.1": "Enhanced CT Image",

@@ -9,7 +9,7 @@ from torch.nn import functional
 from qnmixer.data.slices import AIR, FloatArray
 
 TISSUE = -300.0
-"""HU: what is denser counts as tissue."""
+"""HU. Denser pixels count as tissue."""
 
 
 def square_padding(shape: tuple[int, int]) -> tuple[int, int, int]:

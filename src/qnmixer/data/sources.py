@@ -39,7 +39,7 @@ SLICES = Kind(
     lambda it: isinstance(it, type) and hasattr(it, "__len__") and hasattr(it, "load"),
 )
 READER = Kind(
-    "a class with kind, wanted and read, which data=custom does without",
+    "a class with kind, wanted and read, which data=custom does not need",
     lambda it: isinstance(it, type) and all(hasattr(it, name) for name in ("kind", "wanted", "read")),
 )
 
@@ -264,14 +264,14 @@ def _of_mix(config: MixedData, split: RunSplit, geometry: FanBeamGeometry | None
         with _of_section(key):
             sources[key] = parts = parts_of(source, split, geometry, key)
             if parts["train"].measured is not None:
-                raise ConfigError(f"data={config.name} has no use for measured sinograms: take their source alone")
+                raise ConfigError(f"data={config.name} cannot use measured sinograms: take their source alone")
             if not len(parts["train"].source) and config.shares[key.rpartition(".")[2]]:
                 raise DataError(f"{nothing_for('train', source)}, or share=0")
     train = [parts["train"] for parts in sources.values()]
     counts = counts_of(list(config.shares.values()), [len(part.source) for part in train])
     for (name, share), count in zip(config.shares.items(), counts, strict=True):
         if share and not count:
-            raise DataError(f"data.sources.{name}.share={share} of an epoch of {sum(counts)} slices is none: raise it")
+            raise DataError(f"data.sources.{name}.share={share} gives no slice in an epoch of {sum(counts)}: raise it")
     shares = "; ".join(
         f"{share:.4g} {name}: {count} {'new ones' if part.source.endless else f'of {part}'}"
         for (name, share), count, part in zip(config.shares.items(), counts, train, strict=True)

@@ -147,7 +147,7 @@ def _quality(comparison: Comparison) -> PageTable:
         rows.append(row)
     each = ", each the mean of its slices" if unit == "patients" else ""
     note = (
-        f"Mean over seeds of the mean over {n} {unit}{each}, ± standard deviation over seeds; then that over {unit}. "
+        f"Mean over seeds of the mean over {n} {unit}{each}, ± standard deviation over seeds. Next: that over {unit}. "
     )
     if has_tv:
         note += f"Over {TV}: the mean over {unit} of the paired difference, averaged over seeds" + (
@@ -187,8 +187,8 @@ def _pairs(comparison: Comparison) -> PageTable:
         ["method", "minus", "PSNR, dB", "seeds", "SSIM × 100", "seeds", f"{unit}, seeds"],
         rows,
         f"Mean difference on the same {unit}, ± half of its 95 % interval for other {unit} (each averaged over seeds). "
-        f"Then that for other seeds (each averaged over {unit}). Last: how many {unit} and seeds. A difference is "
-        f"clear if it is larger than both. The best {_DRAWN} methods, without FBP.",
+        f"Next: the interval for other seeds (each averaged over {unit}). Last: how many {unit} and seeds. "
+        f"A difference is clear if it is larger than both intervals. The best {_DRAWN} methods, without FBP.",
     )
 
 
@@ -256,7 +256,7 @@ def _sources(comparison: Comparison) -> PageTable:
         "Where the rows come from",
         ["method", "jobs", "commit", "config", "trained on", "not measured"],
         rows,
-        "Config: a digest of all of it but for the seed. comparison.json has overrides, versions and whole commits.",
+        "Config: a digest of the config without the seed. comparison.json has overrides, versions and whole commits.",
     )
 
 

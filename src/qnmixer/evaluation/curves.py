@@ -39,7 +39,7 @@ class Level:
     def of(self, job: ComparedJob) -> float | None:
         """Its PSNR on the slices and sinograms that a job was validated on; None if it has no job for these.
 
-        On slices from files, other seeds only change the noise: without a job of the same seeds the mean of all counts.
+        On slices from files, other seeds only change the noise. If no job has the same seeds, the mean of all is taken.
         """
         assert job.config is not None
         levels = self.found.get(_scan(job), {})

@@ -50,7 +50,7 @@ class ComparedJob:
 
     @property
     def steps(self) -> int | None:
-        """The number of optimizer steps that it was to train for; None: its method learns nothing."""
+        """The configured number of optimizer steps; None: its method learns nothing."""
         done = self.results.get("steps")
         if self.config is None or not done:
             return None
@@ -87,7 +87,7 @@ class ComparedMethod:
 
     @property
     def steps(self) -> int | None:
-        """The number of optimizer steps that its jobs were to train for; None: it learns nothing."""
+        """The configured number of optimizer steps of its jobs; None: it learns nothing."""
         return next((job.steps for job in self.done), None)
 
     def psnr(self, test: str) -> float:

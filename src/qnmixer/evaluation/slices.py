@@ -29,7 +29,7 @@ def as_trained(run: str, changed: AsTrained, data: DataConfig, trust: Collection
     """The run's own slices, with the changes that an evaluation may ask for.
 
     Raises CheckpointError for a weights file that was trained on files, because it does not name their folder. Also for
-    another folder, if the run had none or several. Raises PluginError if the class of the slices is in no module of
+    data.root, if the run had no folder or several. Raises PluginError if the class of the slices is in no module of
     `trust`.
     """
     for source in data.by_section().values():

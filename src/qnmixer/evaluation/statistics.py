@@ -68,7 +68,7 @@ def difference(one: Scores, other: Scores) -> Difference:
     """`one` minus `other`, paired by patient and by seed.
 
     The interval over patients says what other patients would give with these networks. The interval over seeds says
-    what other trainings would give on these patients. A method with one seed is held against every seed of the other.
+    what other trainings would give on these patients. A method with one seed is compared with every seed of the other.
 
     Raises ValueError if they have no patient in common.
     """

@@ -93,10 +93,10 @@ def end_with_the_others(parent: int | None = None) -> None:
         forking = os.getpid()
 
     def in_fork() -> None:
-        os.setpgid(0, 0)  # keep signals to the group away: a data worker that dies of one is an extra error of its rank
+        os.setpgid(0, 0)  # a group of its own: a data worker that dies of a signal adds an error to that of its rank
         signal.set_wakeup_fd(-1)
         sys.excepthook = _after_a_moment(sys.excepthook)
-        # The system clears this setting in a fork.
+        # A fork does not inherit the setting of the parent's death.
         die_with_parent(forking)
 
     os.register_at_fork(before=before_fork, after_in_child=in_fork)

@@ -97,7 +97,7 @@ def git_commit() -> str | None:
 def git_diff() -> str:
     """Changes of code and configs since the commit, for `git apply`; empty without changes or without git.
 
-    Includes new files if they are code or configs. Hidden files and files named *local* stay out.
+    Includes new files if they are code or configs. Hidden files and names such as *local* and *secret* stay out.
     """
     try:
         root = _checkout(_package())
