@@ -1,6 +1,7 @@
 """The lines of a run before and after training, and the library warnings that it hides."""
 
 import logging
+import shlex
 import sys
 import warnings
 
@@ -9,6 +10,7 @@ from rich.console import Console
 
 from qnmixer.checkpoints.reading import built_from
 from qnmixer.config import Config, effective_batch
+from qnmixer.config.overrides import quoted
 from qnmixer.config.trainer import TrainerConfig
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
@@ -73,11 +75,11 @@ def print_start(
 
 def print_end(config: Config, run: Run) -> None:
     """Print where the results are, and how to try the network on other slices."""
-    run.console.print(f"run folder: {run.folder}", soft_wrap=True)
+    run.console.print(f"run folder: {run.folder}", soft_wrap=True, markup=False)
     if picture := run.record.get("picture"):
-        words = [f"run={run.folder}", *trust_words(built_from(config).values()), "data=dicom data.root=/path/to/dicom"]
-        next_step = f"python -m qnmixer.evaluate {' '.join(words)}"
-        run.console.print(f"on your own slices: {next_step}\npicture: {picture}", soft_wrap=True, highlight=False)
+        words = [f"run={quoted(run.folder)}", *trust_words(built_from(config).values()), "data=dicom"]
+        lines = f"on your own slices: python -m qnmixer.evaluate {shlex.join(words)} data.root=/path/to/dicom"
+        run.console.print(f"{lines}\npicture: {picture}", soft_wrap=True, highlight=False, markup=False)
 
 
 def steps_per_epoch(config: Config, n_slices: int) -> int:
