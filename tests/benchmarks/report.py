@@ -1,9 +1,8 @@
-"""One Markdown table of all results of `make bench`, and the changes since earlier results.
+"""All results of `make bench` as Markdown tables, and the changes since earlier results.
 
     python tests/benchmarks/report.py bench [--before OTHER_BENCH] [--output FILE]
 
-"× as fast" is against what the row names, measured in the same run; "× floor" is how many times longer than the memory
-or the arithmetic of this machine allows.
+"× the floor" is how many times longer it takes than the memory or the arithmetic of this machine allows.
 """
 
 import argparse
@@ -18,74 +17,76 @@ MACHINE = ("processor", "cores", "threads", "torch")
 
 
 class Row(NamedTuple):
-    """One figure."""
+    """One figure: a cell of a table."""
 
-    what: str
-    setting: str
+    title: str  # of the table
+    line: str
+    column: str
     value: float
     unit: str
-    faster: float | None = None  # × as fast as `than`
-    than: str = ""
+    faster: float | None = None  # × as fast as what the title names
     floor: float | None = None  # × the floor
 
 
 def step_rows(found: dict[str, Any]) -> Iterator[Row]:
     """Of bench_step."""
-    for size in found["sizes"]:
-        setting = f"{size['size']}², T = {size['T']}, batch 1"
-        for kind, what in (("steps", "training step"), ("inference", "inference")):
+    for kind, title in (("steps", "A training step"), ("inference", "An inference")):
+        for size in found["sizes"]:
+            of = f"{title} of QN-Mixer, T = {size['T']}, batch 1: × as fast as the plain network"
             for name, row in size[kind].items():
-                yield Row(f"{what}: {name}", setting, row["seconds"], "s", row["times_as_fast"], "plain")
+                yield Row(of, name, f"{size['size']}²", row["seconds"], "s", row["times_as_fast"])
+    for size in found["sizes"]:
         for row in size["parts"]:
-            name = f"of a step: {row['part']}"
-            yield Row(name, setting, row["seconds"] * 1e3, "ms", row["ratio"], "plain", row["over_floor"])
+            of = "The parts of that training step: × as fast as those of the plain network, (× the floor)"
+            yield Row(of, row["part"], f"{size['size']}²", row["seconds"] * 1e3, "ms", row["ratio"], row["over_floor"])
 
 
 def operator_rows(found: dict[str, Any]) -> Iterator[Row]:
     """Of bench_operator."""
+    of = "An image of 256 × 256 pixels, 512 bins, one core: × as fast as ASTRA, (× the floor)"
     for row in found["rows"]:
-        setting = f"{row['beam']}, 256², {row['views']} views, batch {row['batch']}, one core"
-        ms, floor = row["ms_per_image"], row["times_floor"]
-        yield Row(f"{row['operator']}, an image", setting, ms, "ms", row["times_faster"], "ASTRA", floor)
-        if "times_bytes" in row:  # older files have none
-            yield Row(f"{row['operator']}, bytes : those of a kernel without matrix", setting, row["times_bytes"], "")
+        line = f"{row['beam']}, {row['views']} views, batch {row['batch']}"
+        yield Row(of, line, row["operator"], row["ms_per_image"], "ms", row["times_faster"], row["times_floor"])
+        if row["operator"] == "A":
+            yield Row(of, line, "A, bytes : those of a kernel without a matrix", row["times_bytes"], "")
 
 
 def data_rows(found: dict[str, Any]) -> Iterator[Row]:
     """Of bench_data."""
     for row in found["loader"]:
-        setting = f"{row['source']}, {row['image_size']}², {row['workers']} workers"
-        yield Row("loader alone", setting, row["slices_per_second"], "slices/s")
+        line = f"{row['source']}, {row['image_size']}²"
+        yield Row("The loader alone", line, f"{row['workers']} workers", row["slices_per_second"], "slices/s")
     for row in found["training"]:
-        setting = f"{row['training']}, {row['image_size']}², T = {row['iterations']}, batch {row['batch']}"
-        yield Row("waiting for data, of a step", setting, 100 * row["waiting_share"], "%")
-    yield Row("--help", "train", found["start"]["help_s"], "s")
+        line = f"{row['training']}, {row['image_size']}², T = {row['iterations']}, batch {row['batch']}"
+        yield Row("Waiting for data", line, "of a step", 100 * row["waiting_share"], "%")
+    yield Row("The start of python", "train --help", "until its end", found["start"]["help_s"], "s")
     for name, seconds in found["start"]["first_step_s"].items():
-        yield Row("start of python to first step", name, seconds, "s")
+        yield Row("The start of python", f"train, {name}", "until the first step", seconds, "s")
 
 
 def reconstruction_rows(found: dict[str, Any]) -> Iterator[Row]:
     """Of bench_reconstruction."""
     for row in found["series"]:
-        setting = f"{row['slices']:,} {row['input']}, {found['network']}"
-        yield Row("reconstruct", setting, row["slices_per_second"], "slices/s")
-        yield Row("its memory, last tenth : first", setting, row["ratio"], "")
+        of, line = f"reconstruct, {found['network']}", f"{row['slices']:,} {row['input']}"
+        yield Row(of, line, "speed", row["slices_per_second"], "slices/s")
+        yield Row(of, line, "memory, last tenth : first", row["ratio"], "")
     for row in found["large"]:
-        setting = f"512², 512 views, 1,024 bins, batch {row['batch']}"
-        yield Row(f"{row['operator']}, a slice", setting, row["ms_per_slice"], "ms")
-        yield Row(f"{row['operator']}, memory of a slice", setting, row["mib_per_slice"], "MiB")
+        of, line = "A slice of 512 × 512 pixels, 512 views, 1,024 bins", f"batch {row['batch']}"
+        yield Row(of, line, row["operator"], row["ms_per_slice"], "ms")
+        yield Row(of, line, f"{row['operator']}, memory", row["mib_per_slice"], "MiB")
 
 
 def memory_rows(found: dict[str, Any]) -> Iterator[Row]:
     """Of bench_memory."""
     for row in found["plan"]:
-        yield Row("plan : measured memory", row["overrides"], row["ratio"], "")
+        yield Row("The plan of memory", row["overrides"], "plan : measured", row["ratio"], "")
 
 
 def strategy_rows(found: list[dict[str, Any]]) -> Iterator[Row]:
     """Of bench_strategies."""
     for row in found:
-        yield Row("training step", f"{row['variant']}, all devices", row["seconds"], "s", 1 / row["ratio"], "ddp")
+        of = "A training step on all devices: × as fast as ddp"
+        yield Row(of, row["variant"], "step", row["seconds"], "s", 1 / row["ratio"])
 
 
 READERS = {
@@ -114,26 +115,33 @@ def read(folder: Path) -> tuple[list[Row], str]:
 
 
 def markdown(rows: list[Row], machine: str, before: list[Row] | None) -> str:
-    """The table."""
-    earlier = {(row.what, row.setting): row.value for row in before or []}
-    names = ["", "setting", "measured", "× as fast as", "× floor"] + (["of before"] if before else [])
-    lines = [f"`make bench`, one run: {machine}.", "", f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
-    for row in rows:
-        faster = f"{row.faster:.2f} {row.than}" if row.faster is not None else ""
-        floor = f"{row.floor:.1f}" if row.floor is not None else ""
-        cells = [row.what, row.setting, f"{row.value:.3g} {row.unit}".strip(), faster, floor]
-        if before:
-            then = earlier.get((row.what, row.setting))
-            cells.append(f"{row.value / then:.2f}" if then else "")
-        lines.append(f"| {' | '.join(cells)} |")
+    """A table for each title."""
+    earlier = {row[:3]: row.value for row in before or []}
+    lines = [f"`make bench` on one machine: {machine}. The ratios of a table are of one run."]
+    for title in dict.fromkeys(row.title for row in rows):
+        table = [row for row in rows if row.title == title]
+        columns = dict.fromkeys(row.column for row in table)
+        lines += ["", f"## {title}", "", f"| {' | '.join(['', *columns])} |", f"|{'---|' * (len(columns) + 1)}"]
+        cells = {(row.line, row.column): cell(row, earlier.get(row[:3])) for row in table}
+        for line in dict.fromkeys(row.line for row in table):
+            lines.append(f"| {' | '.join([line, *(cells.get((line, column), '') for column in columns)])} |")
     return "\n".join(lines) + "\n"
+
+
+def cell(row: Row, before: float | None) -> str:
+    """The figure, its ratios, and what it is of the figure of before."""
+    number = f"{row.value:.3g}" if row.value < 1000 else f"{row.value:,.0f}"
+    faster = f", {row.faster:.2f} ×" if row.faster is not None else ""
+    floor = f" ({row.floor:.1f})" if row.floor is not None else ""
+    change = f"; {row.value / before:.2f} of before" if before else ""
+    return f"{number} {row.unit}".strip() + faster + floor + change
 
 
 def main() -> None:
     """Read, and print or write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--before", type=Path, help="the same of another commit: a column of what has changed")
+    parser.add_argument("--before", type=Path, help="the same of another commit: each figure says what has changed")
     parser.add_argument("--output", type=Path, help="file to write to")
     arguments = parser.parse_args()
     rows, machine = read(arguments.folder)

@@ -25,16 +25,16 @@ def report(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, REPORT, *map(str, arguments)], capture_output=True, text=True)
 
 
-def test_every_figure_is_in_one_table_and_beside_that_of_before(tmp_path: Path) -> None:
+def test_every_figure_is_in_a_table_and_beside_that_of_before(tmp_path: Path) -> None:
     after, before = bench(tmp_path / "after", 1.5), bench(tmp_path / "before", 2.0)
     output = tmp_path / "new" / "bench.md"
     done = report(after, "--before", before, "--output", output)
     assert done.returncode == 0, done.stderr
     assert done.stdout == output.read_text()
     assert "processor abacus, threads 2, torch 2" in done.stdout
-    assert "| training step: keep | 256², T = 14, batch 1 | 1.5 s | 2.00 plain |  | 0.75 |" in done.stdout
-    assert "| of a step: codec | 256², T = 14, batch 1 | 20 ms | 0.50 plain | 7.0 | 1.00 |" in done.stdout
-    assert "| training step | fsdp, all devices | 2 s | 0.25 ddp |  | 1.00 |" in done.stdout
+    assert "| keep | 1.5 s, 2.00 ×; 0.75 of before |" in done.stdout
+    assert "| codec | 20 ms, 0.50 × (7.0); 1.00 of before |" in done.stdout
+    assert "| fsdp | 2 s, 0.25 ×; 1.00 of before |" in done.stdout
 
 
 def test_an_empty_folder_is_reported(tmp_path: Path) -> None:
