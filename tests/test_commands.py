@@ -541,7 +541,7 @@ def reconstruction(run_folder: Path, source: Path, output: Path, *options: str) 
 def test_dicom_folder_in_dicom_npy_and_png_out(noise_free: Path, ct: Path, tmp_path: Path) -> None:
     outcome = reconstruction(noise_free, ct, tmp_path)
     assert outcome.code == 0, outcome.stderr
-    assert "6 reconstruction(s)" in outcome.stdout
+    assert "reconstructions: 6, as" in outcome.stdout
     assert "skipped 2" in outcome.stderr
     names = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert names == {f"{p}/{k}.{end}" for p in "ABC" for k in range(2) for end in ("dcm", "npy", "png")}
@@ -580,11 +580,11 @@ def test_hu_are_those_of_the_network_and_near_the_truth(noise_free: Path, tmp_pa
 
 def test_a_single_file_and_a_stack(noise_free: Path, ct: Path, tmp_path: Path) -> None:
     outcome = reconstruction(noise_free, ct / "B" / "1.dcm", tmp_path / "one", "formats=[dicom]")
-    assert "1 reconstruction(s) as dicom" in outcome.stdout
+    assert "reconstructions: 1, as dicom" in outcome.stdout
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["1.dcm"]
     np.save(tmp_path / "stack.npy", np.stack([slice_hu(k) for k in range(3)]))
     outcome = reconstruction(noise_free, tmp_path / "stack.npy", tmp_path / "stack", "formats=[npy,dicom]")
-    assert "3 reconstruction(s)" in outcome.stdout
+    assert "reconstructions: 3, as" in outcome.stdout
     names = [f"stack_{k}.{end}" for k in range(3) for end in ("dcm", "npy")]
     assert sorted(path.name for path in (tmp_path / "stack").iterdir()) == names
     found = [pydicom.dcmread(tmp_path / "stack" / f"stack_{k}.dcm") for k in range(3)]
@@ -965,7 +965,7 @@ def test_matlab_scans(noise_free: Path, measured: Measured, tmp_path: Path) -> N
     outcome = reconstruction(noise_free, folder / "0.mat", tmp_path / "one", "formats=[npy]")
     assert outcome.code == 0, outcome.stderr
     outcome = reconstruction(noise_free, folder, tmp_path / "out", "formats=[npy]", "kind=sinograms")
-    assert "2 reconstruction(s)" in outcome.stdout
+    assert "reconstructions: 2, as" in outcome.stdout
     assert "0.mat starts 45° from the run's first view" in outcome.stderr
     assert "skipped" in outcome.stderr
     for k, hu in enumerate(measured.hu):
@@ -1021,7 +1021,7 @@ def test_scans_of_one_name_are_all_kept(noise_free: Path, measured: Measured, tm
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         np.save(tmp_path / "in" / f"{name}.npy", measured.y[0])
     options = ["kind=sinograms", "unit=value", "formats=[npy]"]
-    assert "3 reconstruction(s)" in reconstruction(noise_free, tmp_path / "in", tmp_path / "out", *options).stdout
+    assert "reconstructions: 3, as" in reconstruction(noise_free, tmp_path / "in", tmp_path / "out", *options).stdout
     names = [f"{name}{end}.npy" for name in ("a/scan", "a/scan_3", "b/scan") for end in ("", "_fbp")]
     assert sorted(contents(tmp_path / "out")) == sorted(names)
 

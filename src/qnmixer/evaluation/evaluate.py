@@ -177,7 +177,7 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
         record["picture"] = str(
             write_evaluation(folder, evaluation, title, measured, device, console, located(config.run))
         )
-    console.print(f"picture: {record['picture']}\nto look through: {folder / PAGE}", soft_wrap=True)
+    console.print(f"picture: {record['picture']}\nto look through: {folder / PAGE}", soft_wrap=True, markup=False)
     return evaluation
 
 
@@ -287,7 +287,7 @@ def write_evaluation(
     _write_page(folder / PAGE, evaluation, title, config, device, run)
 
     for line in warnings:
-        console.print(f"warning: {line}", style="bold red", highlight=False, soft_wrap=True)
+        console.print(f"warning: {line}", style="bold red", highlight=False, soft_wrap=True, markup=False)
     console.print(terminal_table(headings, body, title=title, caption=gain))
     return picture
 

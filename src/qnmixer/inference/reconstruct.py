@@ -55,7 +55,8 @@ def reconstruct_input(config: ReconstructConfig) -> int:
             f"{writer.n_constant} of {writer.count} reconstructions are constant: every pixel has the same HU. The "
             "network is dead, or these sinograms are empty: evaluate the run before you use it"
         )
-    console.print(f"{writer.count} reconstruction(s) as {', '.join(config.formats)} in {config.output}", soft_wrap=True)
+    line = f"reconstructions: {writer.count:,}, as {', '.join(config.formats)}, in {config.output}"
+    console.print(line, soft_wrap=True, markup=False)
     if sinograms:
         console.print(f"FBP of the same scans beside them: NAME{_FBP}", soft_wrap=True)
     if sinograms and "png" in config.formats and config.window is None:

@@ -64,7 +64,7 @@ def print_start(
         f"{config.geometry.n_views} views × {config.geometry.n_detectors} detector bins, {noise}",
         data.describe(),
         f"batch {config.data.batch_size}{devices} × accumulation {t.accumulate_grad_batches} = {batch} slices "
-        f"an optimizer step; {steps:,} steps an epoch{last}",
+        f"an optimizer step; {steps:,} step{'s' * (steps > 1)} an epoch{last}",
     ]
     if n_parameters:
         lines.append(_length(t, steps))
@@ -92,7 +92,8 @@ def steps_per_epoch(config: Config, n_slices: int) -> int:
 def _length(t: TrainerConfig, steps_an_epoch: int) -> str:
     """The text on the limit that ends a run."""
     if t.max_epochs is None:
-        return f"training ends after {t.max_steps:,} steps ({t.max_steps / steps_an_epoch:.3g} epochs)"
+        epochs = t.max_steps / steps_an_epoch
+        return f"training ends after {t.max_steps:,} steps ({epochs:,.{'0f' if epochs >= 1000 else '3g'}} epochs)"
     by_epochs = t.max_epochs * steps_an_epoch
     if -1 < t.max_steps < by_epochs:
         return (
