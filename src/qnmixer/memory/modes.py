@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
@@ -63,34 +64,38 @@ def _recomputing_loop(network: UnrolledNetwork[S], iterations: range, y: Tensor,
     The last segment of the network stores its graph, because the backward pass starts there.
     """
     T, weights = network.n_iterations, network.shared_weights(iterations)
+    sharded = any(map(is_traceable_wrapper_subclass, network.parameters()))
     for first in range(iterations.start, iterations.stop, segment):
         part = range(first, min(first + segment, iterations.stop))
+        run = partial(network.run, part, y)
         if part.stop == T or not torch.is_grad_enabled():
-            state = network.run(part, y, state, weights)
+            state = run(state, weights)
+        elif sharded:  # FSDP2 expects all calls of a module in one graph
+            state = checkpoint(run, state, weights, use_reentrant=False)
         else:
-            state = _recomputed(partial(network.run, part, y), state, weights)
+            state = _recomputed(run, state, weights)
     return state
 
 
 def _recomputed(run: Callable[[S, SharedWeights], S], state: S, weights: SharedWeights) -> S:
-    """The state after `run`, whose graph is made in backward.
+    """The state after `run`, whose graph is made in backward only.
 
-    Checkpoints of this kind, called reentrant, make no graph in forward. This saves a tenth of the time of a step on
-    small images. They need tensors as inputs and outputs, and one that requires a gradient: x₀ and H₀ require none.
+    The other kind of checkpoint makes a graph in forward too, and takes a tenth more time for a step on small images.
+    This kind needs tensors as inputs and outputs. One input must require a gradient: x₀ and the empty history do not.
     """
     inputs, spec = tree_flatten(state)
-    layout: list[tuple[TreeSpec, list[int | None]]] = []
+    places: list[int | None] = []
+    specs: list[TreeSpec] = []
 
     def on_leaves(end: Tensor, *leaves: Any) -> tuple[Any, ...]:
         results, of_result = tree_flatten(run(tree_unflatten(leaves, spec), weights.ending_at(end)))
-        # As an output of the checkpoint, a constant input such as x₀ would require a gradient.
-        places = [next((k for k, leaf in enumerate(leaves) if leaf is result), None) for result in results]
-        layout[:] = [(of_result, places)]
+        # A constant such as x₀ is passed by: as an output of the checkpoint it would require a gradient.
+        places[:] = [next((k for k, leaf in enumerate(leaves) if leaf is result), None) for result in results]
+        specs[:] = [of_result]
         return tuple(result for result, place in zip(results, places, strict=True) if place is None)
 
     outputs = iter(checkpoint(on_leaves, weights.end, *inputs, use_reentrant=True))
-    ((of_result, places),) = layout
-    return tree_unflatten([next(outputs) if place is None else inputs[place] for place in places], of_result)
+    return tree_unflatten([next(outputs) if place is None else inputs[place] for place in places], specs[0])
 
 
 def offloading_loop(
