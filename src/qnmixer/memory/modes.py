@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
@@ -64,13 +63,14 @@ def _recomputing_loop(network: UnrolledNetwork[S], iterations: range, y: Tensor,
     The last segment of the network stores its graph, because the backward pass starts there.
     """
     T, weights = network.n_iterations, network.shared_weights(iterations)
-    sharded = any(map(is_traceable_wrapper_subclass, network.parameters()))
+    # ddp and fsdp have hooks on weights, and expect all uses of a weight in one graph.
+    one_graph = torch.distributed.is_available() and torch.distributed.is_initialized()
     for first in range(iterations.start, iterations.stop, segment):
         part = range(first, min(first + segment, iterations.stop))
         run = partial(network.run, part, y)
         if part.stop == T or not torch.is_grad_enabled():
             state = run(state, weights)
-        elif sharded:  # FSDP2 expects all calls of a module in one graph
+        elif one_graph:
             state = checkpoint(run, state, weights, use_reentrant=False)
         else:
             state = _recomputed(run, state, weights)
