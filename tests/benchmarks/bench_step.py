@@ -121,7 +121,7 @@ def forward_and_backward(function: Callable[..., Tensor], *inputs: Tensor) -> Ca
 
 def our_latent_loop(codes: list[Tensor]) -> Tensor:
     """H of T gradient codes, as in `QNMixer`; the sum of the steps."""
-    history = History.begin(-codes[0], len(codes))
+    history = History.begin(codes[0], len(codes)).append(-codes[0])
     for before, r in pairwise(codes):
         history, _ = history.way()
         history, s = history.append(r - before).step(r)

@@ -24,7 +24,7 @@ def dense_update(H: Tensor, s: Tensor, z: Tensor) -> Tensor:
 
 def history_of(pairs: Pairs) -> History:
     (s, z), *others = pairs
-    history = History.begin(s, len(pairs)).append(z)
+    history = History.begin(s, len(pairs)).append(s).append(z)
     for s, z in others:
         history = history.append(s).append(z)
     return history
@@ -185,7 +185,7 @@ def test_what_is_not_finite_shows_in_the_way_of_its_sample_only(value: float) ->
     result, good = history.step(s2)[1], history_of([(s, z), (s2, z2)]).step(s2)[1]
     torch.testing.assert_close(result[[0, 2]], good[[0, 2]])
     torch.testing.assert_close(result[1], -apply_inverse_hessian([(s2, z2)], s2)[1])
-    way = History.begin(bad, 2).append(z).append(s2).way()[1]
+    way = History.begin(bad, 2).append(bad).append(z).append(s2).way()[1]
     assert way.isfinite().all(1).tolist() == [True, False, True]
 
 
@@ -231,6 +231,11 @@ def test_random_pairs_of_any_scale_keep_h_bounded_and_positive() -> None:
         assert ((r * result).sum(-1) > 0).all()
 
 
+def sent(history: History) -> History:
+    """The history as it goes from one stage of a pipeline to the next: tensors only."""
+    return tree_map(lambda part: part * 1.0 if isinstance(part, Tensor) else None, history)
+
+
 def iterate(history: History, r: Tensor, trust: Tensor, constant: bool) -> History:
     """One iteration: from the history before, which ends with r_{t−1}, to that after."""
     history, _ = history.way()
@@ -240,10 +245,10 @@ def iterate(history: History, r: Tensor, trust: Tensor, constant: bool) -> Histo
 
 def descend(codes: list[Tensor], trust: Tensor, constant: bool = False, how: str = "kept") -> Tensor:
     """The way that iterations with these gradient codes go."""
-    history = History.begin(-codes[0], len(codes)).append_code(codes[0])
+    history = History.begin(codes[0], len(codes)).append(-codes[0]).append_code(codes[0])
     for r in codes[1:]:
-        if "packed" in how:  # as it goes from one stage to the next
-            history = tree_map(lambda v: v * 1.0, history)
+        if "packed" in how:
+            history = sent(history)
         if "recomputed" in how:
             history = checkpoint(iterate, history, r, trust, constant, use_reentrant=False)
         else:
@@ -290,8 +295,8 @@ def test_a_history_gives_the_values_and_gradients_of_autograd(constant: bool, ho
 def test_a_history_is_continued_once() -> None:
     """Its code is gone then. What it says of the way so far stays true; one that was packed has a buffer of its own."""
     codes, trust = codes_of(5, 12)
-    history = History.begin(-codes[0], 5).append_code(codes[0])
-    packed = tree_map(lambda v: v * 1.0, history)
+    history = History.begin(codes[0], 5).append(-codes[0]).append_code(codes[0])
+    packed = sent(history)
     _, way = history.way()
     iterate(history, codes[1], trust, False)
     assert torch.equal(history.way()[1], way)

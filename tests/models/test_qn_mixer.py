@@ -247,8 +247,8 @@ def test_autocast_leaves_physics_hessian_and_image_in_float32(projector: FanBeam
         iterates = [network.image(state) for state in states]
         assert network.regularizers[0](iterates[0]).dtype == dtype
     assert all(x.dtype == torch.float32 for x in iterates)
-    for tensor in tree_leaves(states[1:]):
-        assert tensor is None or tensor.dtype == torch.float32
+    for leaf in tree_leaves(states[1:]):
+        assert not isinstance(leaf, Tensor) or leaf.dtype == torch.float32
     torch.testing.assert_close(iterates[-1], network(y), rtol=0.05, atol=0.05)
 
 

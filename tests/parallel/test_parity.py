@@ -24,11 +24,12 @@ from ..warm import Warm
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parity")]
 
 RANK = Path(__file__).with_name("parity_rank.py")
+LR = 1e-3
 TINY = (
     "data.image_size=16 geometry.n_views=8 geometry.n_detectors=24 geometry.detector_pitch=40 data.n_val=6 "
     "data.n_test=5 evaluation.n_pictures=2 data.num_workers=0 trainer.accelerator=cpu logger=csv trainer.max_steps=4 "
     "trainer.val_every_n_steps=100 trainer.log_every_n_steps=1 trainer.gradient_clip_val=0.01 noise=field "
-    "optimizer.lr=1e-3"
+    f"optimizer.lr={LR}"
 )
 MODEL = "model.n_iterations=4 model.channels=4 model.n_mixer_layers=1"
 COMPETITORS = {
@@ -221,9 +222,8 @@ def test_four_devices_are_as_one(recorded: dict[str, list[dict[str, Any]]], name
             assert overall(found[what], expected[what]) < 1e-5
             assert found[what].keys() == expected[what].keys()
             for of, wanted in expected[what].items():
-                # Of a single tensor, as τ_t is, the gradient may be a sum that cancels, of which rounding leaves less.
-                bound = 1e-4 if ".step_sizes." in of else 5e-5  # λ's is a sum over all pixels
-                assert difference({of: found[what][of]}, {of: wanted}) < bound, of
+                # A gradient may be a sum that cancels, of which rounding leaves less: up to 8e-5 was seen.
+                assert difference({of: found[what][of]}, {of: wanted}) < 2e-4, of
 
 
 @pytest.mark.parametrize(
@@ -239,8 +239,10 @@ def test_a_checkpoint_resumes_under_every_strategy(
     (expected,) = recorded["uninterrupted"]
     for found in recorded[f"from {writer} to {reader}"]:
         assert found["losses"] == pytest.approx(expected["losses"][5:], rel=1e-5)
-        assert overall(found["weights"], expected["weights"]) < 1e-6
-        assert difference(found["weights"], expected["weights"]) < 5e-5  # a τ_t passes zero: 2e-8 of it is as much
+        # AdamW makes a step of lr of every gradient, also of one that rounding has decided: up to 2 % of lr was seen.
+        # What is wrong after a resume, such as a lost moment, moves most weights by all of it.
+        assert overall(found["weights"], expected["weights"]) < 5e-5
+        assert max(abs(found["weights"][n] - w).max() for n, w in expected["weights"].items()) < 0.1 * LR
 
 
 def test_shards_are_read_by_every_command(folder: Path, recorded: dict[str, list[dict[str, Any]]]) -> None:
@@ -270,11 +272,12 @@ def test_half_precision(recorded: dict[str, list[dict[str, Any]]], name: str) ->
     (expected,) = recorded["one half"]
     for found in recorded[f"{name} half"]:
         assert overall(found["gradients"], expected["gradients"]) < 2e-3
-        assert difference(found["gradients"], expected["gradients"]) < 3e-2  # sums that cancel, as above
+        # Sums that cancel, as above: fp16 alone moves one by up to 6 %. The lost share of a rank would be 25 %.
+        assert difference(found["gradients"], expected["gradients"]) < 0.15
         assert overall(found["weights"], expected["weights"]) < 1e-3
         # AdamW makes a step of lr of every gradient, also of one that rounding has decided: few weights differ by that.
         moved = torch.cat([(found["weights"][n] - w).flatten() for n, w in expected["weights"].items()]).abs()
-        assert float((moved > 0.3 * 1e-3).float().mean()) < 2e-3
+        assert float((moved > 0.3 * LR).float().mean()) < 2e-3
         assert found["scales"] == expected["scales"]
     first, *others = recorded[f"{name} skipping"]
     assert first["scales"][0] < TOO_LARGE  # the first step was skipped

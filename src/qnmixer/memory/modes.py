@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from qnmixer.config.memory import MemoryConfig, RecomputeConfig
 from qnmixer.config.option import suggest
 from qnmixer.errors import ConfigError
-from qnmixer.models.shared_weights import is_shared_weight
+from qnmixer.models.shared_weights import SharedWeights, is_shared_weight
 from qnmixer.models.unrolled import S, UnrolledNetwork
 
 # Copying smaller tensors to the host and back costs more than it frees.
@@ -59,17 +60,42 @@ def _recomputed_forward(part: nn.Module, *inputs: Tensor) -> Tensor:
 def _recomputing_loop(network: UnrolledNetwork[S], iterations: range, y: Tensor, state: S, segment: int) -> S:
     """Run some iterations in segments, and store only the state before each segment.
 
-    The last segment of the network stores its graph, because the backward pass starts there. The reentrant kind of
-    checkpoint would give no gradients at all: x₀, H₀ and r₀ need none.
+    The last segment of the network stores its graph, because the backward pass starts there.
     """
     T, weights = network.n_iterations, network.shared_weights(iterations)
+    # ddp and fsdp have hooks on weights, and expect all uses of a weight in one graph.
+    one_graph = torch.distributed.is_available() and torch.distributed.is_initialized()
     for first in range(iterations.start, iterations.stop, segment):
         part = range(first, min(first + segment, iterations.stop))
-        if part.stop == T:
-            state = network.run(part, y, state, weights)
+        run = partial(network.run, part, y)
+        if part.stop == T or not torch.is_grad_enabled():
+            state = run(state, weights)
+        elif one_graph:
+            state = checkpoint(run, state, weights, use_reentrant=False)
         else:
-            state = checkpoint(network.run, part, y, state, weights, use_reentrant=False)
+            state = _recomputed(run, state, weights)
     return state
+
+
+def _recomputed(run: Callable[[S, SharedWeights], S], state: S, weights: SharedWeights) -> S:
+    """The state after `run`, whose graph is made in backward only.
+
+    The other kind of checkpoint makes a graph in forward too, and takes a tenth more time for a step on small images.
+    This kind needs tensors as inputs and outputs. One input must require a gradient: x₀ and the empty history do not.
+    """
+    inputs, spec = tree_flatten(state)
+    places: list[int | None] = []
+    specs: list[TreeSpec] = []
+
+    def on_leaves(end: Tensor, *leaves: Any) -> tuple[Any, ...]:
+        results, of_result = tree_flatten(run(tree_unflatten(leaves, spec), weights.ending_at(end)))
+        # A constant such as x₀ is passed by: as an output of the checkpoint it would require a gradient.
+        places[:] = [next((k for k, leaf in enumerate(leaves) if leaf is result), None) for result in results]
+        specs[:] = [of_result]
+        return tuple(result for result, place in zip(results, places, strict=True) if place is None)
+
+    outputs = iter(checkpoint(on_leaves, weights.end, *inputs, use_reentrant=True))
+    return tree_unflatten([next(outputs) if place is None else inputs[place] for place in places], specs[0])
 
 
 def offloading_loop(

@@ -71,10 +71,15 @@ class History:
         self.rows, self.scales, self.ends_with_code, self._buffer = rows, scales, ends_with_code, buffer
 
     @staticmethod
-    def begin(s: Tensor, n_iterations: int) -> "History":
-        """The first step [B, L], with memory for the rows of so many iterations."""
-        scales = s.new_zeros(len(s), 2, n_iterations)
-        return History(s.new_empty(len(s), 0, s.shape[1]), scales).append(s)
+    def begin(like: Tensor, n_iterations: int) -> "History":
+        """No rows yet, with memory for those of so many iterations. `like` is any vector [B, L]."""
+        history = History(like.new_empty(len(like), 0, like.shape[1]), like.new_zeros(len(like), 2, n_iterations))
+        return History(history.rows, history.scales, buffer=history._room())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no row yet, as before the first iteration."""
+        return self.rows.shape[1] == 0
 
     def append(self, v: Tensor) -> "History":
         """The history with one more vector v [B, L]."""
@@ -126,11 +131,16 @@ class History:
 
 
 def _unpacked(parts: Iterable[Any], ends_with_code: bool) -> History:
-    rows, scales = parts
-    return History(rows, scales, ends_with_code)
+    rows, scales, buffer = parts
+    return History(rows, scales, ends_with_code, buffer)
 
 
-register_pytree_node(History, lambda h: ([h.rows, h.scales], h.ends_with_code), _unpacked)
+def _parts(history: History) -> tuple[list[Any], bool]:
+    # `.data`, as in `_Buffer.first`: later iterations write behind the scales of this one.
+    return [history.rows, history.scales.data, history._buffer], history.ends_with_code
+
+
+register_pytree_node(History, _parts, _unpacked)
 
 
 class _Buffer:

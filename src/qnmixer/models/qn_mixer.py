@@ -23,7 +23,7 @@ class QNState(NamedTuple):
     """
 
     x0: Tensor  # [B, 1, H, W]
-    history: History | None = None  # bfgs: pairs and r_{t−1}; None before the first iteration
+    history: History | None = None  # bfgs: pairs and r_{t−1}
     way: Tensor | None = None  # identity and momentum: s_0 + … + s_{t−1} [B, L]
     step: Tensor | None = None  # momentum: s_{t−1} [B, L]
 
@@ -141,13 +141,16 @@ class QNMixer(UnrolledNetwork[QNState]):
 
     def start(self, y: Tensor) -> QNState:
         """x₀ = FBP(y), and H₀ = I."""
-        return QNState(self.projector.fbp(y))
+        x0 = self.projector.fbp(y)
+        if self.hessian != "bfgs":
+            return QNState(x0)
+        return QNState(x0, History.begin(x0.new_empty(self._latent_shape(x0)).flatten(1), self.n_iterations))
 
     def image(self, state: QNState) -> Tensor:
         """x_t, or max(0, x_t) after an iteration."""
-        if state.history is None and state.way is None:
+        way = state.way if state.history is None or state.history.is_empty else state.history.way()[1]
+        if way is None:
             return state.x0
-        way = state.way if state.history is None else state.history.way()[1]
         x = self._iterate(state.x0, way)
         return nonnegative(x) if self.nonnegative else x
 
@@ -160,13 +163,14 @@ class QNMixer(UnrolledNetwork[QNState]):
 
     def step(self, t: int, y: Tensor, state: QNState) -> QNState:
         """Iteration t: gradient, its code, the inverse Hessian, the step."""
-        if self.hessian != "bfgs":
+        history = state.history
+        if history is None:
             return self._first_order_step(t, y, state)
-        if state.history is None:
+        if history.is_empty:
             r = self._code(t, state.x0, y)
-            history = History.begin(-r, self.n_iterations)
+            history = history.append(-r)
         else:
-            history, way = state.history.way()
+            history, way = history.way()
             r = self._code(t, self._iterate(state.x0, way), y)
             constant = self.hessian_gradient == "detach"
             with torch.autocast(r.device.type, enabled=False):

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from copy import copy
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,24 +26,39 @@ class SharedWeights:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         owners = [owner for module in modules for owner in module.modules()]
         self._places = [(owner, name) for owner in owners for name, p in owner._parameters.items() if _takes_part(p)]
-        self._sums: list[Tensor | None] = []
+        self._sums = _Sums(len(self._places))
         weights = [owner._parameters[name] for owner, name in self._places]
-        self._end = _End.apply(self, *weights) if weights and torch.is_grad_enabled() else None
+        self.end = _End.apply(self._sums, *weights) if weights else torch.empty(0, requires_grad=True)
+        """The output of the last node: an empty tensor."""
+
+    def ending_at(self, end: Tensor) -> Self:
+        """The same sums for a graph of its own, which ends at `end`. The caller connects it with `self.end`."""
+        other = copy(self)
+        other.end = end
+        return other
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Let the modules use aliases of their weights while the block runs. Enter it once for each iteration."""
-        if self._end is None:
+        if not self._places or not torch.is_grad_enabled():
             yield
             return
         weights = [owner._parameters[name] for owner, name in self._places]
         try:
-            for (owner, name), alias in zip(self._places, _Use.apply(self._end, self, weights), strict=True):
+            for (owner, name), alias in zip(self._places, _Use.apply(self.end, self._sums, weights), strict=True):
                 owner._parameters[name] = alias
             yield
         finally:
             for (owner, name), weight in zip(self._places, weights, strict=True):
                 owner._parameters[name] = weight
+
+
+class _Sums:
+    """The sums of the gradients of n weights."""
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+        self._sums: list[Tensor | None] = []
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of one iteration; None for a weight without one."""
@@ -63,7 +79,7 @@ class SharedWeights:
     def take(self) -> list[Tensor | None]:
         """Return the sums, and clear them for the next backward pass."""
         sums, self._sums = self._sums, []
-        return sums or [None] * len(self._places)
+        return sums or [None] * self._n
 
 
 def is_shared_weight(tensor: Tensor) -> bool:
@@ -80,28 +96,28 @@ class _End(torch.autograd.Function):
     """An empty tensor that depends on the weights. Backward gives them their sums."""
 
     @staticmethod
-    def forward(ctx: Any, shared: SharedWeights, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, sums: _Sums, *weights: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.shared = shared
+        ctx.sums = sums
         return weights[0].new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *ctx.shared.take()
+        return None, *ctx.sums.take()
 
 
 class _Use(torch.autograd.Function):
     """Aliases of weights, for one iteration. Backward adds their gradients to the sums."""
 
     @staticmethod
-    def forward(ctx: Any, end: Tensor, shared: SharedWeights, weights: list[Tensor]) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, end: Tensor, sums: _Sums, weights: list[Tensor]) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.shared = shared
+        ctx.sums = sums
         return tuple(weight.detach() for weight in weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
-        ctx.shared.add(gradients)
+        ctx.sums.add(gradients)
         return None, None, None

@@ -232,10 +232,10 @@ def survey(
 
 
 def _as_leaves(state: Any) -> Any:
-    """The same state, detached from its graph."""
+    """The tensors of a state, detached from its graph, as another device would receive it."""
     leaves, spec = tree_flatten(state)
     known: dict[int, Tensor] = {}
     for leaf in leaves:
         if isinstance(leaf, Tensor) and id(leaf) not in known:
             known[id(leaf)] = leaf.detach().requires_grad_(leaf.requires_grad)
-    return tree_unflatten([known[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+    return tree_unflatten([known[id(leaf)] if isinstance(leaf, Tensor) else None for leaf in leaves], spec)
