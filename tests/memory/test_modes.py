@@ -15,7 +15,7 @@ from qnmixer.errors import ConfigError
 from qnmixer.memory import modes as memory
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import track_step
-from qnmixer.models import QNMixer
+from qnmixer.models import LEARN, QNMixer
 from qnmixer.models.shared_weights import is_shared_weight
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
@@ -98,6 +98,53 @@ def test_loss_and_gradients_are_those_of_the_plain_network(
     assert torch.equal(loss, other_loss)
     for gradient, other in zip(gradients, other_gradients, strict=True):
         assert torch.equal(gradient, other)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_that_a_network_does_not_name_as_shared_lose_no_gradient(
+    projector: FanBeamProjector, mode: str, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autocast keeps half-precision copies of them: those of a pass without a graph would cut the next graph."""
+    monkeypatch.setattr(QNMixer, "shared", lambda network: [])
+    network = network_of(projector, dropout=False)
+    loss, gradients = loss_and_gradients(network, KEEP, dtype)
+    other_loss, other_gradients = loss_and_gradients(network, MODES[mode], dtype)
+    assert torch.equal(loss, other_loss)
+    found, expected = (torch.cat([g.flatten() for g in them]) for them in (other_gradients, gradients))
+    # Autograd adds the gradients of all iterations in half precision, or in single. One of four would be a quarter.
+    assert (found - expected).norm() < (1e-6 if dtype is None else 0.02) * expected.norm()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_frozen_iterations_need_no_gradient(projector: FanBeamProjector, mode: str) -> None:
+    """Neither the first, to which nothing flows back, nor one behind which something does."""
+    torch.manual_seed(0)
+    network = LEARN(projector, n_iterations=4, channels=4)
+    for k in (0, 2):
+        network.regularizers[k].requires_grad_(False)
+        network.step_sizes[k].requires_grad_(False)
+    other = copy.deepcopy(network)
+    apply_memory_mode(other, MODES[mode])
+    y = projector(torch.rand(1, 1, 32, 32))
+    for it in (network, other):
+        it(y).square().mean().backward()
+    for p, q in zip(network.parameters(), other.parameters(), strict=True):
+        assert (q.grad is None) == (p.grad is None) == (not p.requires_grad)
+        assert p.grad is None or torch.equal(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_gradient_of_the_sinogram_is_that_of_the_plain_network(projector: FanBeamProjector, mode: str) -> None:
+    network = network_of(projector, dropout=False)
+    measured, gradients = projector(torch.rand(1, 1, 32, 32)).requires_grad_(), []
+    for config in (KEEP, MODES[mode]):
+        other = copy.deepcopy(network)
+        apply_memory_mode(other, config)
+        measured.grad = None
+        other(2 * measured).square().mean().backward()
+        gradients.append(measured.grad)
+    torch.testing.assert_close(gradients[1], gradients[0])
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -67,35 +67,39 @@ def _recomputing_loop(network: UnrolledNetwork[S], iterations: range, y: Tensor,
     one_graph = torch.distributed.is_available() and torch.distributed.is_initialized()
     for first in range(iterations.start, iterations.stop, segment):
         part = range(first, min(first + segment, iterations.stop))
-        run = partial(network.run, part, y)
+        run = partial(network.run, part)
         if part.stop == T or not torch.is_grad_enabled():
-            state = run(state, weights)
+            state = run(y, state, weights)
         elif one_graph:
-            state = checkpoint(run, state, weights, use_reentrant=False)
+            state = checkpoint(run, y, state, weights, use_reentrant=False)
         else:
-            state = _recomputed(run, state, weights)
+            state = _recomputed(run, y, state, weights)
     return state
 
 
-def _recomputed(run: Callable[[S, SharedWeights], S], state: S, weights: SharedWeights) -> S:
+def _recomputed(run: Callable[[Tensor, S, SharedWeights], S], y: Tensor, state: S, weights: SharedWeights) -> S:
     """The state after `run`, whose graph is made in backward only.
 
     The other kind of checkpoint makes a graph in forward too, and takes a tenth more time for a step on small images.
-    This kind needs tensors as inputs and outputs. One input must require a gradient: x₀ and the empty history do not.
+    This kind needs tensors as inputs and outputs. An input and an output must require a gradient: x₀ and frozen weights
+    do not, so the end of the weights goes in and out.
     """
     inputs, spec = tree_flatten(state)
     places: list[int | None] = []
     specs: list[TreeSpec] = []
 
-    def on_leaves(end: Tensor, *leaves: Any) -> tuple[Any, ...]:
-        results, of_result = tree_flatten(run(tree_unflatten(leaves, spec), weights.ending_at(end)))
+    def on_leaves(end: Tensor, y: Tensor, *leaves: Any) -> tuple[Any, ...]:
+        results, of_result = tree_flatten(run(y, tree_unflatten(leaves, spec), weights.ending_at(end)))
         # A constant such as x₀ is passed by: as an output of the checkpoint it would require a gradient.
         places[:] = [next((k for k, leaf in enumerate(leaves) if leaf is result), None) for result in results]
         specs[:] = [of_result]
-        return tuple(result for result, place in zip(results, places, strict=True) if place is None)
+        return end.clone(), *(result for result, place in zip(results, places, strict=True) if place is None)
 
-    outputs = iter(checkpoint(on_leaves, weights.end, *inputs, use_reentrant=True))
-    return tree_unflatten([next(outputs) if place is None else inputs[place] for place in places], specs[0])
+    _, *outputs = checkpoint(on_leaves, weights.end, y, *inputs, use_reentrant=True)
+    # Autocast keeps half-precision copies of weights. In older torch, copies made without a graph cut later graphs.
+    torch.clear_autocast_cache()
+    new = iter(outputs)
+    return tree_unflatten([next(new) if place is None else inputs[place] for place in places], specs[0])
 
 
 def offloading_loop(
