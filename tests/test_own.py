@@ -133,7 +133,9 @@ def test_it_is_planned(command: Callable[..., Done]) -> None:
     assert json.loads(planned.stdout)["peak_mib"] > 0
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.long), "pipeline"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.long) for name in ("fsdp", "pipeline"))]
+)
 def test_over_two_processes(here: Path, command: Callable[..., Done], strategy: str) -> None:
     callback = ["+callbacks.mine._target_=own.Counting", f"+callbacks.mine.path={strategy}.txt"]
     # Its iterations share weights that it does not name: ddp needs all uses of them in one graph.

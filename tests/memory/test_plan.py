@@ -194,7 +194,7 @@ def test_planning_leaves_random_numbers_and_the_operator_as_they_were() -> None:
     assert norms == (planner.projector.safe_step_size(), planner.projector.operator_norm())
 
 
-@pytest.mark.parametrize("limit", [20.0, 60.0])
+@pytest.mark.parametrize("limit", [20.0, pytest.param(60.0, marks=pytest.mark.long)])
 def test_the_largest_batch_fits_and_one_more_does_not(planner: Planner, limit: float) -> None:
     def peak(batch: int) -> float:
         return planner.estimate(config_of(f"model.n_iterations=2 data.batch_size={batch}")).peak / MIB

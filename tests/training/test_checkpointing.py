@@ -73,8 +73,9 @@ def rows(folder: Path) -> list[dict[str, str]]:
         ("train", 4, signal.SIGUSR1, 5, ["trainer.accumulate_grad_batches=2", "data.batch_size=1"]),
         ("train", 6, signal.SIGINT, 7, []),  # the last step
         ("val", 3, signal.SIGTERM, 3, []),
-        ("val", 4, signal.SIGTERM, 4, ["trainer.val_every_n_steps=null"]),  # at the end of an epoch
-        ("val", 7, signal.SIGTERM, 7, []),  # after training
+        # At the end of an epoch, and after training.
+        pytest.param("val", 4, signal.SIGTERM, 4, ["trainer.val_every_n_steps=null"], marks=pytest.mark.long),
+        pytest.param("val", 7, signal.SIGTERM, 7, [], marks=pytest.mark.long),
     ],
 )
 def test_a_stopped_run_resumes_as_if_it_had_not_stopped(
