@@ -220,11 +220,15 @@ def out_of_memory_advice(config: Config, module: ReconstructionModule, trainer: 
 
 @contextmanager
 def interrupts_as_raised() -> Iterator[None]:
-    """Raise KeyboardInterrupt if Lightning has turned one into a SystemExit."""
+    """Raise KeyboardInterrupt if Lightning has turned one into a SystemExit, or failed to tear down after one."""
     try:
         yield
     except SystemExit as end:
         raise end.__context__ or end from None
+    except Exception as error:  # its loops are half set up while the data workers start
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise error.__context__ from None
+        raise
 
 
 def train(
