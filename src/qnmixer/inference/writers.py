@@ -113,8 +113,8 @@ def write_dicom(
     Args:
         path: file to write.
         hu: the reconstruction.
-        series_uid: of the new series, one for each source series. If the template has no study or frame of reference, its
-            UID is made from this.
+        series_uid: of the new series, one for each source series. If it has no study or frame of reference,
+            that UID is made from this one.
         description: what was done, for DerivationDescription. The text before a semicolon is the SeriesDescription.
         template: the source; None: a minimal image of an anonymous patient is written.
         frame: of the template, for multi-frame sources.
