@@ -148,6 +148,7 @@ TRAIN = {
     "--lr=3": "lr is not known here: use optimizer.lr=…",
     "seed=[1,2": "seed=[1,2",
     "seed=1)": "seed=1)",
+    "data=dicom data.root=/home/josé": "put quotes around the value: 'data.root=\"/home/josé\"'",
     "seed = 3": "seed is not KEY=VALUE",
     "=3": "=3",
     "logger.wandb.project='a": "logger.wandb.project='a",

@@ -196,3 +196,10 @@ def test_shipped_weights_are_called_by_their_name(
 ) -> None:
     monkeypatch.setattr(module, "SHIPPED", tmp_path / "shipped.safetensors")
     assert "run=pretrained input=" in card(tiny_config(), tmp_path, file=tmp_path / "shipped.safetensors")
+
+
+def test_its_commands_can_be_read_for_any_name(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    text = card(tiny_config(), tmp_path, file=tmp_path / "it's jürgen.safetensors")
+    (line,) = [line for line in text.splitlines() if "qnmixer.evaluate run=" in line or "evaluate 'run=" in line]
+    given = next(word for word in shlex.split(line) if word.startswith("run="))
+    assert compose("evaluate", [given]).run == "it's jürgen.safetensors"

@@ -32,7 +32,9 @@ from qnmixer.checkup.machine import (
 from qnmixer.checkup.rank import GROWTH_STEPS, Report, short_leak_watch, small_network
 from qnmixer.config import parse, to_plain
 from qnmixer.data.sampler import EpochSampler
+from qnmixer.errors import DataError
 from qnmixer.models.incept_mixer import InceptMixer
+from qnmixer.parallel.devices import resolve_devices
 
 from ..conftest import TINY_RUN, TinyConfig
 from ..nvidia import fake_nvidia_smi
@@ -107,6 +109,17 @@ def by_name(checks: list[Check]) -> dict[str, Check]:
         assert (check.status == "FAIL") == bool(check.mend), check.line()
         assert "\n" not in check.line()
     return {check.name: check for check in checks}
+
+
+def test_slices_that_cannot_be_read_fail_with_their_own_fix(
+    tiny_config: TinyConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_slices(*_: object) -> None:
+        raise DataError("data.root=/ct has no usable slice: give another folder")
+
+    monkeypatch.setattr("qnmixer.checkup.checks.train_a_little", without_slices)
+    first = next(check_training(resolve_devices(tiny_config())))
+    assert (first.status, first.mend) == ("FAIL", "give another folder")
 
 
 def test_a_gpu_that_torch_cannot_use_fails_with_the_fix() -> None:

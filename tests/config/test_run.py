@@ -347,6 +347,10 @@ def test_wrong_types_name_the_key(override: str) -> None:
         (["evaluation.window=[1]"], ["evaluation.window", "[low, high]"]),
         (["evaluation.window=[5,5]"], ["evaluation.window", "[low, high]"]),
         (["evaluation.window=[240,-160]"], ["evaluation.window", "[low, high]"]),
+        (["evaluation.window=[nan,1]"], ["evaluation.window", "[low, high]"]),
+        (["evaluation.window=[0,inf]"], ["evaluation.window", "[low, high]"]),
+        (["tags=paper"], ["tags=paper is not a list: write tags=[paper]"]),
+        (["evaluation.window=40"], ["evaluation.window=40 is not a list"]),
         (["noise=physical", "data.scaling=minmax"], ["noise=physical", "data.scaling=attenuation", "noise=field"]),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from pydicom import dcmread
 from pydicom.dataset import Dataset
-from pydicom.uid import generate_uid
+from pydicom.uid import UID, generate_uid
 
 from qnmixer.data.resample import to_square
 from qnmixer.data.slices import FloatArray
@@ -91,6 +91,18 @@ def test_multi_frame_source_gives_single_frames(make_ct: Any, body_hu: Any, tmp_
     assert out.SourceImageSequence[0].ReferencedFrameNumber == 2
     assert out.RescaleIntercept == -1024
     assert np.abs(hu_of(tmp_path / "out.dcm") - noise(40)).max() <= 0.5
+
+
+@pytest.mark.parametrize("keyword", ["StudyInstanceUID", "FrameOfReferenceUID"])
+def test_slices_without_a_uid_that_an_archive_needs_get_one_for_their_series(
+    make_ct: Any, tmp_path: Path, keyword: str
+) -> None:
+    make_ct(tmp_path / "in.dcm", **{keyword: ""})
+    for name, series in ("a", "1.2"), ("b", "1.2"), ("c", "1.3"):
+        write_dicom(tmp_path / name, noise(20), template=dcmread(tmp_path / "in.dcm"), series_uid=series, **WORDS)
+    a, b, c = (str(dcmread(tmp_path / name)[keyword].value) for name in "abc")
+    assert a == b != c
+    assert UID(a).is_valid
 
 
 def test_dicom_without_a_source(tmp_path: Path) -> None:

@@ -282,7 +282,7 @@ with run_lock(Path("runs/a")):
 
 
 def test_any_path_is_taken_by_hydra_as_it_is(tmp_path: Path) -> None:
-    for name in ("a", "a b", "lr=0.1,seed=2", "it's", "ü{1}", "a\\b"):
+    for name in ("a", "a b", "lr=0.1,seed=2", "it's", "ü{1}", "jürgen", "日本", "a\\b"):
         assert compose("train", [f"resume={quoted(tmp_path / name)}"]).resume == str(tmp_path / name)
 
 

@@ -36,6 +36,18 @@ def test_a_run_is_recorded_while_it_goes_and_resumed_with_what_it_knew(tmp_path:
     assert (record["warnings"][0]["step"], record["resumed"][0]["step"]) == (3, 5)
 
 
+def test_a_refused_resume_leaves_the_overrides_of_the_run(tmp_path: Path) -> None:
+    with Run(tmp_path, ["seed=1"]).recording():
+        pass
+    again = Run(tmp_path, ["seed=2", f"resume={tmp_path}"], str(tmp_path))
+    with contextlib.suppress(ValueError), again.recording():
+        raise ValueError
+    assert (read(tmp_path)["status"], read(tmp_path)["overrides"]) == ("failed", ["seed=1"])
+    with again.recording():
+        again.record_resume(5)
+    assert read(tmp_path)["overrides"] == ["seed=2"]
+
+
 def test_a_run_from_the_checkpoint_of_another_one_has_a_record_of_its_own(tmp_path: Path) -> None:
     with Run(tmp_path / "a").recording():
         pass

@@ -1,5 +1,6 @@
 """The output and the files of a run before and after training."""
 
+import signal
 import sqlite3
 import sys
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import pytest
 
 from qnmixer.checkpoints.reading import read_checkpoint
 from qnmixer.config import Config
-from qnmixer.errors import OutOfMemory, PluginError
+from qnmixer.errors import CheckpointError, DataError, OutOfMemory, PluginError, Stopped
 from qnmixer.tracking.metrics_file import read_metrics
 from qnmixer.tracking.results import read_results
 from qnmixer.tracking.run import Run
@@ -137,6 +138,41 @@ def test_tensorboard_and_mlflow_get_every_number(tiny_config: TinyConfig, tmp_pa
     with sqlite3.connect(tmp_path / "mlflow.db") as database:
         assert {name for (name,) in database.execute("select distinct key from metrics")} == names
         assert database.execute("select status from runs").fetchall() == [("FINISHED",)]
+
+
+def test_a_refused_resume_leaves_what_the_run_is(
+    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resume(*overrides: str) -> None:
+        words = [*overrides, f"resume={tmp_path}"]
+        fit(tiny_config("test_after_training=false", *words), Run(tmp_path, words, str(tmp_path)))
+
+    fit(tiny_config("test_after_training=false"), Run(tmp_path, ["trainer.max_steps=2"]))
+    with pytest.raises(CheckpointError, match=r"optimizer\.lr"):
+        resume("optimizer.lr=0.5")
+    with monkeypatch.context() as other:
+        other.setattr("qnmixer.training.fit.build_data", raising(DataError("no slices")))
+        with pytest.raises(DataError):
+            resume("trainer.max_steps=5")
+    assert read_results(tmp_path)["overrides"] == ["trainer.max_steps=2"]
+    resume("trainer.max_steps=6")
+    assert read_results(tmp_path)["overrides"] == ["trainer.max_steps=6"]
+
+
+def raising(error: BaseException) -> Callable[..., None]:
+    def function(*_: object) -> None:
+        raise error
+
+    return function
+
+
+def test_a_stop_while_the_data_workers_start(
+    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qnmixer.data.datamodule._Loader.__iter__", raising(Stopped(signal.SIGINT)))
+    with pytest.raises(Stopped):  # Lightning's teardown fails then
+        fit(tiny_config("test_after_training=false"), Run(tmp_path))
+    assert read_results(tmp_path)["status"] == "interrupted"
 
 
 def test_a_bad_logger_is_one_line(tiny_config: TinyConfig, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from qnmixer.config import Config, effective_batch, to_plain
 from qnmixer.config.compose import compose
 from qnmixer.config.data import DataConfig, FolderData, MixedData, PhantomData
 from qnmixer.config.geometry import GeometryConfig
-from qnmixer.config.overrides import values_of
+from qnmixer.config.overrides import quoted, values_of
 from qnmixer.config.target import TARGET, keys_of
 from qnmixer.plugins import trust_words
 from qnmixer.reconstructor import method_name
@@ -260,12 +260,11 @@ def _measured(measured: list[Measured]) -> Iterator[str]:
 
 def _use(of: Exported) -> Iterator[str]:
     config = of.config
-    name = shlex.quote(of.name)
-    words = " ".join([f"finetune={name}", *map(shlex.quote, _of_run(config)), "data=dicom data.root=/path/to/dicom"])
+    words = shlex.join([f"finetune={quoted(of.name)}", *_of_run(config), "data=dicom", "data.root=/path/to/dicom"])
     groups = [group for group in ("model", "noise") if own_arguments(config, group)]
     own = " (add +GROUP.KEY=VALUE for each argument of its own classes, as listed above)" if groups else ""
     yield "```bash"
-    run = shlex.join([f"run={of.name}", *trust_words(built_from(config).values())])
+    run = shlex.join([f"run={quoted(of.name)}", *trust_words(built_from(config).values())])
     yield f"python -m qnmixer.reconstruct {run} input=/path/to/dicom output=out"
     yield f"python -m qnmixer.evaluate {run} data=dicom data.root=/path/to/dicom"
     yield f"python -m qnmixer.train {words}"

@@ -124,7 +124,7 @@ def check_training(config: Config, patience: float = PATIENCE["training"]) -> It
     run, changes = shortened(config)
     n, start = run.trainer.devices or 1, time.monotonic()
     with tempfile.TemporaryDirectory(prefix="qnmixer-doctor-") as temporary:
-        folder, failure = Path(temporary), None
+        folder, failure, fix = Path(temporary), None, "try strategy=single first"
         try:
             with _silence():
                 SliceDataModule(run.data, geometry=build_geometry(run)).prepare_data()
@@ -135,11 +135,13 @@ def check_training(config: Config, patience: float = PATIENCE["training"]) -> It
                     run_ranks(job, folder, n, patience)
         except Exception as error:
             failure = explain(error, "doctor") or f"{type(error).__name__}: {' '.join(str(error).split())}"
+            if isinstance(error, UserError) and not isinstance(error, RankFailed):
+                fix = ""  # its line says it
         seconds = time.monotonic() - start
         reports = [read_report(folder, rank) or Report() for rank in range(n)]
         if failure is not None:
-            fix = "see below" if any(report.diverged for report in reports) else "try strategy=single first"
-            yield Check("training", "FAIL", *_split(failure, fix))
+            diverged = any(report.diverged for report in reports)
+            yield Check("training", "FAIL", *_split(failure, "see below" if diverged else fix))
         else:
             yield Check("training", "PASS", f"T = {run.model.T}{changes}: {seconds:.0f} s")
         with _silence():

@@ -55,6 +55,9 @@ def _explain_composition(error: Exception, config_name: str) -> str:
         word = str(error.override)
         if "missing EQUAL" in error.message or "/" in word.partition("=")[0]:
             return f"{word} is not KEY=VALUE: {_meant(word, config_name)}"
+        key, _, value = word.partition("=")
+        if key and value and not re.search(r"""[\[\]{},'"]""", value):  # no list, and no quotes of the user
+            return f"{word} cannot be read: put quotes around the value: '{key}=\"{value}\"'"
         return f"{word} cannot be read: put quotes around a value with brackets, commas or quotes: 'key=\"a,b\"'"
     text = " ".join(str(error).split())
     if found := re.search(r"Could not load '(hydra/\w+)/(optuna|submitit|ray)", text):

@@ -1,5 +1,6 @@
 """Schema of `evaluation`: which scores are computed, and what is drawn."""
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,5 +27,5 @@ class EvaluationConfig:
 
 def check_window(key: str, window: list[float]) -> None:
     """Raise ConfigError unless this is [low, high]."""
-    if len(window) != 2 or window[0] >= window[1]:
+    if len(window) != 2 or not -math.inf < window[0] < window[1] < math.inf:
         raise ConfigError(f"{key}={window} is not [low, high] in HU: give for example [-160,240]")

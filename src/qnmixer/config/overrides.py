@@ -12,7 +12,7 @@ _PATHS = ("finetune", "resume", "tags")
 def quoted(path: Path | str) -> str:
     """A path or address, quoted for Hydra's command line."""
     text = str(path)
-    if all(c.isalnum() or c in "/-_.:" for c in text):
+    if all((c.isascii() and c.isalnum()) or c in "/-_.:" for c in text):  # Hydra's grammar knows ASCII letters only
         return text
     return "'" + text.replace("'", "\\'") + "'"
 

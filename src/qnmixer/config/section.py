@@ -46,6 +46,11 @@ def parse_section(section: str, schema: type, value: Any, values: Mapping[str, A
         raise ConfigError(f"{prefix}{error.full_key} has no value: give one with {prefix}{error.full_key}=…") from error
     except OmegaConfBaseException as error:
         reason = str(error.msg or error).splitlines()[0]
+        if "is not a ListConfig" in reason:
+            its = value.get(error.full_key) if isinstance(value, Mapping) else None
+            raise ConfigError(
+                f"{prefix}{error.full_key}={its} is not a list: write {prefix}{error.full_key}=[{its}]"
+            ) from error
         raise ConfigError(f"{prefix}{error.full_key or ''}: {reason}") from error
     check_bounds(prefix, parsed)
     return replace(parsed, arguments=arguments) if isinstance(parsed, Custom) else parsed

@@ -113,8 +113,8 @@ def write_dicom(
     Args:
         path: file to write.
         hu: the reconstruction.
-        series_uid: of the new series, one for each source series. If the template has no study, its UID is made from
-            this.
+        series_uid: of the new series, one for each source series. If it has no study or frame of reference,
+            that UID is made from this one.
         description: what was done, for DerivationDescription. The text before a semicolon is the SeriesDescription.
         template: the source; None: a minimal image of an anonymous patient is written.
         frame: of the template, for multi-frame sources.
@@ -151,8 +151,7 @@ def _anonymous(series_uid: str, pixel_spacing: float) -> Dataset:
     dataset.PatientName, dataset.PatientID = "Anonymous", "ANONYMOUS"
     dataset.PatientBirthDate = dataset.PatientSex = dataset.StudyDate = dataset.StudyTime = ""
     dataset.AccessionNumber = dataset.ReferringPhysicianName = dataset.StudyID = dataset.Manufacturer = ""
-    dataset.StudyInstanceUID = generate_uid(entropy_srcs=[series_uid, "study"])
-    dataset.FrameOfReferenceUID = generate_uid(entropy_srcs=[series_uid, "frame of reference"])
+    _name_study(dataset, series_uid)
     dataset.PositionReferenceIndicator = dataset.PatientPosition = ""
     dataset.KVP = dataset.AcquisitionNumber = dataset.SliceThickness = None
     dataset.InstanceNumber = 1
@@ -182,9 +181,15 @@ def _from_template(
         dataset.InstanceNumber = frame + 1
     _set_source(dataset, template, frame)
     _set_grid(dataset, (int(template.Rows), int(template.Columns)), shape, field_of_view)
-    if not dataset.get("StudyInstanceUID"):
-        dataset.StudyInstanceUID = generate_uid(entropy_srcs=[series_uid, "study"])
+    _name_study(dataset, series_uid)
     return dataset
+
+
+def _name_study(dataset: Dataset, series_uid: str) -> None:
+    """Give an image without a study or frame of reference one for its series. Archives refuse an empty UID."""
+    for keyword, what in (("StudyInstanceUID", "study"), ("FrameOfReferenceUID", "frame of reference")):
+        if not dataset.get(keyword):
+            setattr(dataset, keyword, generate_uid(entropy_srcs=[series_uid, what]))
 
 
 def _leave_out_unwritable(dataset: Dataset) -> None:

@@ -29,12 +29,13 @@ def results(folder: Path, overrides: list[str], resumes: bool = False) -> Iterat
     """Write results.json: `status` is running while the block runs, then done, failed or interrupted.
 
     Yields a dict for metrics and paths. It is written at the end, also if the block fails. Its `seconds` include
-    earlier parts of the run. With `resumes` the dict starts from the results.json that exists.
+    earlier parts of the run. With `resumes` the dict starts from the results.json that exists, with its
+    overrides: a refused resume must not change what the run is.
     """
     before = read_results(folder) if resumes else {}
     record: dict[str, Any] = before | {
         "status": "running",
-        "overrides": overrides,
+        "overrides": before.get("overrides", overrides),  # until they are accepted
         "git_commit": git_commit(),
         "versions": versions(),
         "started": before.get("started", now()),

@@ -77,8 +77,9 @@ class Run:
             write_results(self.folder, self.record)
 
     def record_resume(self, step: int) -> None:
-        """Record that the run resumes in its folder from a checkpoint of this optimizer step."""
+        """Record that the run resumes in its folder from a checkpoint of this optimizer step, with its overrides."""
         self.resumed_at = step
+        self.record["overrides"] = self.overrides
         self.note("resumed", {"step": step})
 
     def record_end(self, status: str, error: BaseException | None = None) -> None:

@@ -65,6 +65,8 @@ def fit(config: Config, run: Run) -> float:
         module = build_module(config)  # scan, noise, network, loss
         checkpoint = resume_checkpoint(config, run)  # None for a new run
         data = build_data(config, checkpoint)
+        if checkpoint is not None and run.resumes_in_place:  # nothing has refused its settings
+            run.record_resume(steps_of(checkpoint))
         checkpointing = Checkpointing(run, config.monitor, config.trainer.save_every_n_steps)
         memory = MemoryMonitor(run.console)
         callbacks = [checkpointing, memory, *console_callbacks(config, run), *build_callbacks(config.callbacks)]
@@ -148,12 +150,7 @@ def build_module(config: Config) -> ReconstructionModule:
 
 def resume_checkpoint(config: Config, run: Run) -> Path | None:
     """The checkpoint to resume from; None for a new run. Raises CheckpointError if it does not fit the config."""
-    if run.resume is None:
-        return None
-    checkpoint = resumable(config, Path(run.resume))
-    if run.resumes_in_place:
-        run.record_resume(steps_of(checkpoint))
-    return checkpoint
+    return None if run.resume is None else resumable(config, Path(run.resume))
 
 
 def build_data(config: Config, checkpoint: Path | None) -> SliceDataModule:
@@ -223,11 +220,15 @@ def out_of_memory_advice(config: Config, module: ReconstructionModule, trainer: 
 
 @contextmanager
 def interrupts_as_raised() -> Iterator[None]:
-    """Raise KeyboardInterrupt if Lightning has turned one into a SystemExit."""
+    """Raise KeyboardInterrupt if Lightning has turned one into a SystemExit, or failed to tear down after one."""
     try:
         yield
     except SystemExit as end:
         raise end.__context__ or end from None
+    except Exception as error:  # its loops are half set up while the data workers start
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise error.__context__ from None
+        raise
 
 
 def train(
