@@ -112,6 +112,7 @@ def test_it_is_resumed_and_exported_where_its_code_is_trusted(here: Path, comman
     assert "qnmixer.reconstruct run=a.safetensors trust=own" in card
 
 
+@pytest.mark.long
 def test_a_sweep_of_it(here: Path, command: Callable[..., Done]) -> None:
     own = ["+schedule.peak=0.3,0.6" if word == "+schedule.peak=0.3" else word for word in OWN]
     sweep = ["-m", *SMALL, *own, "trainer.max_steps=2", "hydra.sweep.dir=sweep"]

@@ -157,6 +157,7 @@ def kill_and_go_on(
     assert not list(killed.rglob("*.tmp"))
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_twice_comes_to_the_same(warm: Warm, tmp_path: Path) -> None:
     """Once between checkpoints, once while one is written."""
     overrides = ["trainer.max_steps=60", "trainer.save_every_n_steps=3"]

@@ -78,6 +78,7 @@ LONG = {
 }
 LONG |= {f"{name} 4 recompute" for name in STRATEGIES}
 LONG |= {f"{model} by {name}" for model in COMPETITORS for name in STRATEGIES if name != "ddp"}
+LONG |= {"learn by ddp", "regformer by ddp"}
 LONG |= {f"from {name}" for name in ("ddp", "pipeline")}
 LONG |= {f"from {writer} to {reader}" for writer in ("ddp", "pipeline") for reader in ("one", *STRATEGIES)}
 
