@@ -33,7 +33,7 @@ class InceptionPatches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Patch features of x."""
-        weights = [weight for branch in self.branches for weight in branch.weights()]  # type: ignore[operator]
+        weights = [weight for branch in self.branches for weight in branch.weights()]  # type: ignore[operator]  # a Branch
         return _Inception.apply(x, self.pool(x), self.bias, self.patch_size, *weights)
 
 

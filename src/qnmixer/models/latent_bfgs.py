@@ -73,8 +73,9 @@ class History:
     @staticmethod
     def begin(like: Tensor, n_iterations: int) -> "History":
         """No rows yet, with memory for those of so many iterations. `like` is any vector [B, L]."""
-        history = History(like.new_empty(len(like), 0, like.shape[1]), like.new_zeros(len(like), 2, n_iterations))
-        return History(history.rows, history.scales, buffer=history._room())
+        rows = like.new_empty(len(like), 0, like.shape[1])
+        buffer = _Buffer(rows, like.new_zeros(len(like), 2, n_iterations), ends_with_code=False)
+        return History(rows, buffer.scales, buffer=buffer)
 
     @property
     def is_empty(self) -> bool:

@@ -23,7 +23,7 @@ class QNState(NamedTuple):
     """
 
     x0: Tensor  # [B, 1, H, W]
-    history: History | None = None  # bfgs: pairs and r_{t−1}
+    history: History | None = None  # bfgs: pairs and r_{t−1}; empty before the first iteration
     way: Tensor | None = None  # identity and momentum: s_0 + … + s_{t−1} [B, L]
     step: Tensor | None = None  # momentum: s_{t−1} [B, L]
 

@@ -28,7 +28,8 @@ class SharedWeights:
         self._places = [(owner, name) for owner in owners for name, p in owner._parameters.items() if _takes_part(p)]
         self._sums = _Sums(len(self._places))
         weights = [owner._parameters[name] for owner, name in self._places]
-        self.end = _End.apply(self._sums, *weights) if weights else torch.empty(0, requires_grad=True)
+        has_graph = weights and torch.is_grad_enabled()
+        self.end = _End.apply(self._sums, *weights) if has_graph else torch.empty(0, requires_grad=True)
         """The output of the last node: an empty tensor."""
 
     def ending_at(self, end: Tensor) -> Self:
