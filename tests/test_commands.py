@@ -761,7 +761,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
-@pytest.mark.parametrize("kilobytes", [40, 150])
+@pytest.mark.parametrize("kilobytes", [40, pytest.param(150, marks=pytest.mark.long)])
 def test_a_really_full_disk_leaves_nothing_half_written(tmp_path: Path, kilobytes: int) -> None:
     """A run folder on a file system that is too small for the first checkpoint, or for the second."""
     mount, copy = tmp_path / "small", tmp_path / "copy"

@@ -80,6 +80,7 @@ def test_a_nan_on_one_rank_ends_the_run(start: Start, warm: Warm, tmp_path: Path
     assert len(command.losses()) == 2  # where the line sends the user
 
 
+@pytest.mark.long  # test_launch has it with ranks that load nothing
 def test_a_bug_shows_one_traceback(start: Start, warm: Warm, tmp_path: Path) -> None:
     environment = change_loss(tmp_path, "raise ZeroDivisionError('a bug')")
     command = start("strategy=ddp", "trainer.devices=2", env=environment, under=warm.under)

@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ COMMANDS = {
     "train": ["finetune=a.ckpt", "experiment=demo", "trainer.accelerator=cpu", "trainer.max_steps=1", "logger=csv"],
     "train again": ["resume=a.ckpt", "experiment=demo", "trainer.accelerator=cpu", "trainer.max_steps=1", "logger=csv"],
 }
+READ_ALIKE = {"evaluate as trained", "train", "train again"}
+"""They read a checkpoint as `evaluate` does."""
 
 
 @pytest.fixture
@@ -80,8 +83,17 @@ def looks_up_a_word(config: dict[str, Any]) -> None:
     config["model"]["codec"] = LOOKUP
 
 
-@pytest.mark.parametrize("change", [names_code, names_code_of_slices, looks_up, looks_up_a_word])
-@pytest.mark.parametrize("command", COMMANDS)
+ATTEMPTS = [
+    pytest.param(
+        command,
+        change,
+        marks=[pytest.mark.long] * (change in (names_code_of_slices, looks_up_a_word) and command in READ_ALIKE),
+    )
+    for command, change in product(COMMANDS, [names_code, names_code_of_slices, looks_up, looks_up_a_word])
+]
+
+
+@pytest.mark.parametrize(("command", "change"), ATTEMPTS)
 def test_a_checkpoint_names_code_and_variables_in_vain(
     attempt: Callable[..., Done], tmp_path: Path, command: str, change: Callable[[dict[str, Any]], None]
 ) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,7 @@ def machine(template: Path, tmp_path: Path) -> Callable[..., Machine]:
     return make
 
 
+long = partial(pytest.param, marks=pytest.mark.long)
 COMMON = {"filelock": "3.13", "mini": "1.0"}
 CPU = COMMON | {"torch": f"{TORCH}+cpu"}
 CU126 = COMMON | {"torch": f"{TORCH}+cu126", "nvidia_cudnn_cu12": "9.20", "cudnn": "nvidia-cudnn-cu12 9.20"}
@@ -152,12 +154,12 @@ CU130 = COMMON | {"torch": TORCH, "nvidia_cudnn_cu13": "9.20", "cudnn": "nvidia-
     ("gpus", "build", "installed", "said"),
     [
         ([V100] * 4, "cu126", CU126, "compute capability 7.0, driver 580.65.06"),
-        (["6.0, 535.104.05"], "cu126", CU126, "compute capability 6.0, driver 535.104.05"),
-        (["7.5, 580.65.06"], "cu130", CU130, "compute capability 7.5, driver 580.65.06"),
+        long(["6.0, 535.104.05"], "cu126", CU126, "compute capability 6.0, driver 535.104.05"),
+        long(["7.5, 580.65.06"], "cu130", CU130, "compute capability 7.5, driver 580.65.06"),
         ([A100], "cu130", CU130, "compute capability 8.0, driver 580.65.06"),
         (["8.0, 550.54.15"], "cu126", CU126, "compute capability 8.0, driver 550.54.15"),  # too old for cu130
-        ([RTX_5090], "cu130", CU130, "compute capability 12.0, driver 580.65.06"),
-        ([V100, A100], "cu126", CU126, "compute capability 7.0, compute capability 8.0, driver 580.65.06"),
+        long([RTX_5090], "cu130", CU130, "compute capability 12.0, driver 580.65.06"),
+        long([V100, A100], "cu126", CU126, "compute capability 7.0, compute capability 8.0, driver 580.65.06"),
         ([], "cpu", CPU, "no NVIDIA GPU here"),
     ],
     ids=["V100", "P100", "RTX 2080", "A100", "A100, older driver", "RTX 5090", "V100 and A100", "none"],

@@ -214,6 +214,7 @@ def test_a_run_of_ones_own_configs_is_resumed_with_them(with_configs: Path, comm
     assert evaluated.returncode == 0, evaluated.stderr
 
 
+@pytest.mark.long
 def test_a_sweep_with_ones_own_configs(with_configs: Path, command_there: Callable[..., Done]) -> None:
     words = ["-m", "--config-dir", "my_conf", *SMALL, "loss=huber,mse", "trainer.max_steps=1", "hydra.sweep.dir=sweep"]
     done = command_there("train", *words)

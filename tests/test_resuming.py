@@ -164,23 +164,34 @@ def test_a_run_that_is_killed_twice_comes_to_the_same(warm: Warm, tmp_path: Path
     kill_and_go_on(Runs(tmp_path, warm, drawing=True), [("training", 0.4), ("writing", 0.2)], *overrides)
 
 
-def test_a_mix_is_the_same_after_a_kill_and_by_two_processes(warm: Warm, tmp_path: Path) -> None:
-    """Epochs of four steps, the last of one slice; the last losses are of a later epoch than the first."""
+@pytest.fixture
+def mix(tmp_path: Path) -> list[str]:
+    """Overrides for slices and phantoms: epochs of four steps, the last of one slice."""
     for k in range(5):
         hu = np.random.default_rng(k).uniform(-1000, 1500, (2, 32, 32)).astype(np.float32)
         (tmp_path / "ct").mkdir(exist_ok=True)
         np.save(tmp_path / "ct" / f"{k}.npy", hu)
-    slices = [
+    return [
         "data=mixed", "data.sources.slices.name=numpy", f"data.sources.slices.root={tmp_path / 'ct'}",
         "data.sources.slices.share=0.9", "data.sources.phantoms.share=0.1", "data.augment=true",
         "data.simulation_factor=2",
     ]  # fmt: skip
-    runs, overrides = Runs(tmp_path, warm, drawing=False), ["trainer.max_steps=40", "trainer.save_every_n_steps=3"]
-    kill_and_go_on(runs, [("training", 0.1)], *overrides, slices=slices)
+
+
+def test_a_mix_is_the_same_after_a_kill(warm: Warm, tmp_path: Path, mix: list[str]) -> None:
+    """The last losses are of a later epoch than the first."""
+    overrides = ["trainer.max_steps=40", "trainer.save_every_n_steps=3"]
+    kill_and_go_on(Runs(tmp_path, warm, drawing=False), [("training", 0.1)], *overrides, slices=mix)
+
+
+@pytest.mark.long
+def test_a_mix_is_the_same_by_two_processes(warm: Warm, tmp_path: Path, mix: list[str]) -> None:
+    runs, overrides = Runs(tmp_path, warm, drawing=False), [*RUN, *mix, "trainer.max_steps=40"]
+    runs.run(*overrides, f"hydra.run.dir={tmp_path / 'one'}")
     two = ["strategy=ddp", "trainer.devices=2", "data.batch_size=1", f"hydra.run.dir={tmp_path / 'two'}"]
-    runs.run(*RUN, *slices, *overrides, *two)
+    runs.run(*overrides, *two)
     alone, shared = ([float(row["train/loss"]) for row in rows(tmp_path / run) if row["train/loss"]]
-                     for run in ("whole", "two"))  # fmt: skip
+                     for run in ("one", "two"))  # fmt: skip
     assert len(alone) == 40
     assert shared == pytest.approx(alone, rel=1e-4)
 

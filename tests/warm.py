@@ -1,9 +1,10 @@
 """A Python that has loaded its libraries and forks for each command: to load them takes longer than most commands.
 
-`Warm` starts it and runs commands by it, each in a process of its own, in the folder and with the environment, the
-output and the exit code that `python ARGUMENTS` has. What such a command starts by `sys.executable` is forked too, but
-for the ranks of a run. Other than of a real command, its parent is not who asked for it, it gets no signals, /proc
-knows nothing of its environment, and there is no sitecustomize: what these decide is tested by real commands.
+`Warm` starts it and runs commands by it. Each has a process of its own, with the folder, environment, output and exit
+code of `python ARGUMENTS`. What it starts by `sys.executable` is forked too, except ranks of training and doctor.
+
+A forked command differs from a real one: its parent is the server, it gets no signals, /proc does not know its
+environment, and there is no sitecustomize. What these decide is tested by real commands.
 """
 
 import contextlib
@@ -25,10 +26,10 @@ from typing import BinaryIO
 COMMANDS = ["train", "evaluate", "reconstruct", "compare", "export", "plan", "doctor"]
 """Each is run as a file of its own, so only what it imports is loaded beforehand, and what these import late."""
 
-# In place of Python, for who starts one by its path. A rank looks after its parent, so that is a real one.
+# Stands in for Python where a command starts one by its path. A rank of ours (-m) needs its real parent, so it is real.
 PYTHON = """#!{python} -IS
 import json, os, signal, socket, sys
-if "TORCHELASTIC_RUN_ID" in os.environ:
+if "TORCHELASTIC_RUN_ID" in os.environ and sys.argv[1] == "-m":
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})

@@ -41,7 +41,6 @@ SMALL = [
 VARIANTS = [
     "",
     "memory=recompute trainer.precision=16-mixed",
-    "memory=offload trainer.precision=bf16-mixed data.image_size=64 data.batch_size=4",
     "model=learn strategy=ddp trainer.devices=2",
 ]
 
@@ -50,6 +49,7 @@ RARER = [
     "model=regformer model.channels=18 model.n_heads=3",
     "model=qn_mixer_paper strategy=fsdp trainer.devices=4 trainer.accumulate_grad_batches=2",
     "memory=offload data.image_size=64 data.batch_size=8",
+    "memory=offload trainer.precision=bf16-mixed data.image_size=64 data.batch_size=4",
     "memory=keep trainer.precision=bf16-mixed loss=ssim_mix",
     "memory=recompute trainer.precision=16-mixed trainer.accumulate_grad_batches=4 optimizer=adafactor",
     "memory=recompute memory.segment=2 model.n_iterations=9 model.hessian_gradient=detach",
@@ -354,9 +354,10 @@ def real_peak(config: Config, device: int) -> int:
     ("overrides", "device"),
     [
         ("data.batch_size=2 memory=recompute strategy.microbatch_size=2 strategy.schedule=gpipe", 3),
-        (
+        pytest.param(
             "data.batch_size=1 trainer.precision=bf16-mixed strategy.schedule=interleaved strategy.stages_per_device=2",
             0,
+            marks=pytest.mark.long,
         ),
     ],
 )

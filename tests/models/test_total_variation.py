@@ -60,7 +60,7 @@ def test_the_objective_comes_near_its_minimum(scan: FanBeamProjector, blocks: Te
 
 
 @pytest.mark.parametrize("gap", [0.3, 0.03])
-@pytest.mark.parametrize("weight", [1e-4, 1e-2])
+@pytest.mark.parametrize("weight", [1e-4, pytest.param(1e-2, marks=pytest.mark.long)])
 def test_the_gap_is_a_bound_on_the_distance_to_the_minimum(
     scan: FanBeamProjector, blocks: Tensor, weight: float, gap: float
 ) -> None:

@@ -4,9 +4,11 @@ All in two groups of processes, since starting one takes longer than its trainin
 """
 
 import json
+import sys
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -71,12 +73,13 @@ LONG = {
     "gpipe",
     "static",
     "interleaved",
+    "own regularisers",
     "own regularisers by stages",
     "compiled",
     "compiled shards",
     "compiled stages",
 }
-LONG |= {f"{name} 4 recompute" for name in STRATEGIES}
+LONG |= {"fsdp 1 keep", *(f"{name} 4 recompute" for name in STRATEGIES)}
 LONG |= {f"{model} by {name}" for model in COMPETITORS for name in STRATEGIES if name != "ddp"}
 LONG |= {"learn by ddp", "regformer by ddp"}
 LONG |= {f"from {name}" for name in ("ddp", "pipeline")}
@@ -120,7 +123,8 @@ def run(folder: Path, n_processes: int, tasks: list[Task], warm: Warm) -> dict[s
         done = warm.run(str(RANK), str(path), cwd=folder, timeout=900)
         assert done.returncode == 0, done.stderr
     else:
-        launch([str(RANK), str(path)], n_processes)
+        with mock.patch.object(sys, "executable", str(warm.python)):
+            launch([str(RANK), str(path)], n_processes)
     return {
         task.name: [torch.load(folder / task.name / f"rank_{rank}.pt") for rank in range(n_processes)] for task in tasks
     }

@@ -188,7 +188,7 @@ def test_agrees_with_astra_sinograms(real_ct: Path, views: int) -> None:
     assert relative_error(FanBeamProjector(geometry)(image[None, None])[0, 0], expected) <= 5e-3
 
 
-@pytest.mark.parametrize("fbp_filter", FBP_WINDOWS)
+@pytest.mark.parametrize("fbp_filter", ["ramp", pytest.param("hamming", marks=pytest.mark.long)])
 def test_fbp_has_unit_gain(fbp_filter: str) -> None:
     geometry = FanBeamGeometry.paper(512, image_size=256 if fbp_filter == "ramp" else 128)
     x = ellipse_image(geometry)
@@ -214,7 +214,15 @@ def test_softer_filters_give_less_noise() -> None:
     assert all(softer < sharper for sharper, softer in pairwise(spread))
 
 
-@pytest.mark.parametrize(("degrees", "first"), [(235.0, 0.0), (-240.0, 1.0), (300.0, -2.0), (355.0, 0.3)])
+@pytest.mark.parametrize(
+    ("degrees", "first"),
+    [
+        (235.0, 0.0),
+        (-240.0, 1.0),
+        pytest.param(300.0, -2.0, marks=pytest.mark.long),
+        pytest.param(355.0, 0.3, marks=pytest.mark.long),
+    ],
+)
 def test_short_scans_keep_the_gain(degrees: float, first: float) -> None:
     """180° plus the fan (twice 28.3° here, a little less over the ellipses) and more, either way round."""
     geometry = replace(FanBeamGeometry.paper(180, image_size=128), first_angle=first, angle_span=math.radians(degrees))

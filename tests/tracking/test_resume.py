@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -282,8 +283,13 @@ with run_lock(Path("runs/a")):
 
 
 def test_any_path_is_taken_by_hydra_as_it_is(tmp_path: Path) -> None:
-    for name in ("a", "a b", "lr=0.1,seed=2", "it's", "ü{1}", "jürgen", "日本", "a\\b"):
-        assert compose("train", [f"resume={quoted(tmp_path / name)}"]).resume == str(tmp_path / name)
+    for name in ("a", "a b", "lr=0.1,seed=2", "it's", 'a "b" c', "ü{1}", "jürgen", "日本", "a\\b"):
+        override = f"resume={quoted(tmp_path / name)}"
+        assert compose("train", [override]).resume == values_of([override])["resume"] == str(tmp_path / name)
+
+
+def test_a_path_with_spaces_is_readable_in_a_shell_command() -> None:
+    assert shlex.join([f"resume={quoted('/a b')}"]) == """'resume="/a b"'"""
 
 
 @pytest.fixture

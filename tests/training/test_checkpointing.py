@@ -71,7 +71,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
     ("stream", "step", "number", "kept_at", "more"),
     [
         ("train", 4, signal.SIGUSR1, 5, ["trainer.accumulate_grad_batches=2", "data.batch_size=1"]),
-        ("train", 6, signal.SIGINT, 7, []),  # the last step
+        pytest.param("train", 6, signal.SIGINT, 7, [], marks=pytest.mark.long),  # the last step
         ("val", 3, signal.SIGTERM, 3, []),
         # At the end of an epoch, and after training.
         pytest.param("val", 4, signal.SIGTERM, 4, ["trainer.val_every_n_steps=null"], marks=pytest.mark.long),

@@ -73,7 +73,7 @@ def train(
     ("how", "places"),
     [
         ("", (1, 3, 4)),
-        ("trainer.accumulate_grad_batches=3 data.num_workers=1", (1, 2, 5)),
+        pytest.param("trainer.accumulate_grad_batches=3 data.num_workers=1", (1, 2, 5), marks=pytest.mark.long),
         ("trainer.max_epochs=4 trainer.max_steps=-1", (4, 6)),
         ("trainer.accumulate_grad_batches=3 trainer.val_every_n_steps=3", (3, 6)),
     ],

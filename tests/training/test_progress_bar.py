@@ -205,6 +205,7 @@ def test_a_terminal_has_one_bar_over_the_run_its_interruption_and_its_resume(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_of_several_processes_one_speaks(start: Callable[..., Command]) -> None:
     options = ["strategy=ddp", "trainer.devices=2", "trainer.val_every_n_steps=4", "data.n_train=6"]
     code, stdout, stderr = start(*options).outcome()

@@ -14,13 +14,13 @@ def quoted(path: Path | str) -> str:
     text = str(path)
     if all((c.isascii() and c.isalnum()) or c in "/-_.:" for c in text):  # Hydra's grammar knows ASCII letters only
         return text
-    return "'" + text.replace("'", "\\'") + "'"
+    return '"' + text.replace('"', '\\"') + '"'  # single quotes are for the shell around it
 
 
 def values_of(overrides: list[str]) -> dict[str, str]:
     """Values of overrides by key, without quotes."""
     pairs = [(key_of(override), override.partition("=")[2]) for override in overrides]
-    return {key: value.strip("'\"").replace("\\'", "'") for key, value in pairs}
+    return {key: value.strip("'\"").replace("\\'", "'").replace('\\"', '"') for key, value in pairs}
 
 
 def key_of(override: str) -> str:

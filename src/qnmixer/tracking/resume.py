@@ -237,10 +237,8 @@ def _unless_begun(overrides: list[str]) -> list[str]:
             how = f"with {before[differing]}, not {now.get(differing, 'without')}"
         else:
             how = f"without {now[differing]}"
-        longer = " trainer.max_steps=…" if is_done else ""
-        raise ConfigError(
-            f"{run} has a run {how}: resume it with resume={quoted(run)}{longer}, or give another hydra.run.dir=FOLDER"
-        )
+        resume = shlex.quote(f"resume={quoted(run)}") + (" trainer.max_steps=…" if is_done else "")
+        raise ConfigError(f"{run} has a run {how}: resume it with {resume}, or give another hydra.run.dir=FOLDER")
     _check_free(run)
     return _overrides_in_place(run, run, [override for override in overrides if of_hydra(override)])
 
