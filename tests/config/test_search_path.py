@@ -27,7 +27,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_every_way_is_one_override(here: Path, arguments: list[str]) -> None:
     found = with_search_path(arguments)
-    assert found == [f"hydra.searchpath=['file://{here}/my conf, 1']", "seed=1"]
+    assert found == [f'hydra.searchpath=["file://{here}/my conf, 1"]', "seed=1"]
     assert with_search_path(found) == found
 
 

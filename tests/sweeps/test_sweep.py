@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from qnmixer.config.compose import compose_sweep
+from qnmixer.config.overrides import values_of
 from qnmixer.errors import ConfigError, DataError, SweepFailed
 from qnmixer.sweeps.report import rows_of, write_report
 from qnmixer.sweeps.sweep import place_jobs, sweep
@@ -34,7 +35,7 @@ def described(*overrides: str) -> tuple[Path, list[str]]:
     """The folder that a sweep is given, and what varies in it."""
     # Nobody runs any job.
     with suppress(SweepFailed), sweep(list(overrides), compose_sweep("train", list(overrides))) as override:
-        folder = Path(override.removeprefix("hydra.sweep.dir=").strip("'"))
+        folder = Path(values_of([override])["hydra.sweep.dir"])
         found = sweep_of(folder / "0")
     assert found is not None
     assert found[0] == folder
