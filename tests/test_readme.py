@@ -91,6 +91,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
 def run(command: str, place: Path, warm: Warm) -> None:
     """Run a command in `place`, its paths replaced and its sizes made tiny."""
     paths = {"/path/to/dicom": "aapm", "/path/to/aapm": "aapm", "runs/DIR": "run", "runs/compare_small": "sweep"}
+    paths |= {"runs/compare_real": "sweep_of_ct", "runs/longer": "sweep"}
     for path, its in paths.items():
         command = command.replace(path, str(place / its))
     command = command.replace("model.n_iterations=10", "model.n_iterations=3")
@@ -101,8 +102,9 @@ def run(command: str, place: Path, warm: Warm) -> None:
         tiny = [*TINY, *TINY_PHANTOMS, "model.n_iterations=2", f"hydra.run.dir={place}/made"]
         if words[1] == "compare":
             sizes = [word for word in TINY if not word.startswith("model.")]
-            tiny = ["experiment/small=fbp,learn", "seed=1", *sizes, *TINY_PHANTOMS]
-            words += [f"SWEEP={place}/sweep", "COMPARE=tests=[as_trained,disc]"]
+            of_ct = "CT=" in command
+            tiny = ["experiment/small=fbp,learn", "seed=1", *sizes, *([] if of_ct else TINY_PHANTOMS)]
+            words += [f"SWEEP={place}/sweep{'_of_ct' * of_ct}", "COMPARE=tests=[as_trained,disc]"]
         # A Python of the environment that runs this test stands in for .venv, which make would install otherwise.
         stand_in = ["-C", str(ROOT), "-o", ".venv/.installed", f"BIN={warm.python.parent}"]
         dry = ["--dry-run"] if words[1] == "test" else []  # or it would run itself
