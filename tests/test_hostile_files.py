@@ -3,7 +3,6 @@
 import os
 import shutil
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,6 @@ COMMANDS = {
     "train": ["finetune=a.ckpt", "experiment=demo", "trainer.accelerator=cpu", "trainer.max_steps=1", "logger=csv"],
     "train again": ["resume=a.ckpt", "experiment=demo", "trainer.accelerator=cpu", "trainer.max_steps=1", "logger=csv"],
 }
-READ_ALIKE = {"evaluate as trained", "train", "train again"}
-"""They read a checkpoint as `evaluate` does."""
 
 
 @pytest.fixture
@@ -83,17 +80,8 @@ def looks_up_a_word(config: dict[str, Any]) -> None:
     config["model"]["codec"] = LOOKUP
 
 
-ATTEMPTS = [
-    pytest.param(
-        command,
-        change,
-        marks=[pytest.mark.long] * (change in (names_code_of_slices, looks_up_a_word) and command in READ_ALIKE),
-    )
-    for command, change in product(COMMANDS, [names_code, names_code_of_slices, looks_up, looks_up_a_word])
-]
-
-
-@pytest.mark.parametrize(("command", "change"), ATTEMPTS)
+@pytest.mark.parametrize("change", [names_code, names_code_of_slices, looks_up, looks_up_a_word])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_checkpoint_names_code_and_variables_in_vain(
     attempt: Callable[..., Done], tmp_path: Path, command: str, change: Callable[[dict[str, Any]], None]
 ) -> None:

@@ -33,33 +33,35 @@ def table(sweep: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
+@pytest.mark.parametrize("devices", ["21", pytest.param("212", marks=pytest.mark.long)])
 def test_jobs_of_several_processes_follow_each_other(
-    start: Start, warm: Warm, tmp_path: Path, offline_runs: Callable[[Path], list[Any]]
+    start: Start, warm: Warm, tmp_path: Path, offline_runs: Callable[[Path], list[Any]], devices: str
 ) -> None:
-    """Of two processes and then of one: what Hydra and Lightning by themselves deadlock on."""
-    sweep = ["-m", *DDP, "trainer.devices=2,1", "optimizer.lr=1e-3"]
+    """Of two processes, of one, and of two again: what Hydra and Lightning by themselves deadlock on."""
+    sweep = ["-m", *DDP, f"trainer.devices={','.join(devices)}", "optimizer.lr=1e-3"]
     code, stdout, stderr = start(*sweep, folder=None, under=warm.under).outcome()
     assert (code, stderr) == (0, "")
     (folder,) = (tmp_path / "runs" / "sweeps").iterdir()
     assert folder.name.startswith("devices-")
-    assert [job["status"] for job in jobs(folder)] == ["done"] * 2
-    assert [line["trainer.devices"] for line in table(folder)] == ["2", "1"]
+    assert [job["status"] for job in jobs(folder)] == ["done"] * len(devices)
+    assert [line["trainer.devices"] for line in table(folder)] == [*devices]
     assert "on cpu × 1 devices" in stdout
-    first, second = (float(line["val/psnr"]) for line in table(folder))
+    first, second, *third = (float(line["val/psnr"]) for line in table(folder))
     assert first != second  # twice the batch
+    assert third == [first] * (len(devices) - 2)
 
     runs = offline_runs(folder)
-    assert sorted(run.name for run in runs) == ["trainer.devices=1", "trainer.devices=2"]
+    assert sorted(run.name for run in runs) == sorted(f"trainer.devices={n}" for n in devices)
     assert {run.group for run in runs} == {folder.name}
-    assert [run.exit_code for run in runs] == [0, 0]
+    assert [run.exit_code for run in runs] == [0] * len(devices)
     for run in runs:
         assert run.config["trainer"]["devices"] == int(run.name[-1])
         steps = [row["trainer/global_step"] for row in run.history if "train/loss" in row]
         assert steps == [1, 2, 3, 4]  # of one job, once
 
     code, stdout, stderr = start(*sweep, folder=None, under=warm.under).outcome()
-    assert (code, stderr, stdout.count("already done")) == (0, "", 2)
-    assert len([*folder.rglob("offline-run-*/*.wandb")]) == 2
+    assert (code, stderr, stdout.count("already done")) == (0, "", len(devices))
+    assert len([*folder.rglob("offline-run-*/*.wandb")]) == len(devices)
 
 
 @pytest.mark.long

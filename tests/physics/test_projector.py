@@ -188,7 +188,9 @@ def test_agrees_with_astra_sinograms(real_ct: Path, views: int) -> None:
     assert relative_error(FanBeamProjector(geometry)(image[None, None])[0, 0], expected) <= 5e-3
 
 
-@pytest.mark.parametrize("fbp_filter", ["ramp", pytest.param("hamming", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "fbp_filter", [pytest.param(it, marks=[pytest.mark.long] * (it != "ramp")) for it in FBP_WINDOWS]
+)
 def test_fbp_has_unit_gain(fbp_filter: str) -> None:
     geometry = FanBeamGeometry.paper(512, image_size=256 if fbp_filter == "ramp" else 128)
     x = ellipse_image(geometry)

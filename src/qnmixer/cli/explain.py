@@ -2,6 +2,7 @@
 
 import errno
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from qnmixer.config.compose import OF_A_RUN, compose
 from qnmixer.config.keys import flat_keys, unknown_key
 from qnmixer.config.option import suggest
+from qnmixer.config.overrides import quoted
 from qnmixer.config.search_path import CONF
 from qnmixer.config.target import options, values_of_option
 from qnmixer.errors import UserError, first_line
@@ -57,7 +59,7 @@ def _explain_composition(error: Exception, config_name: str) -> str:
             return f"{word} is not KEY=VALUE: {_meant(word, config_name)}"
         key, _, value = word.partition("=")
         if key and value and not re.search(r"""[\[\]{},'"]""", value):  # no list, and no quotes of the user
-            return f"{word} cannot be read: put quotes around the value: '{key}=\"{value}\"'"
+            return f"{word} cannot be read: put quotes around the value: {shlex.quote(f'{key}={quoted(value)}')}"
         return f"{word} cannot be read: put quotes around a value with brackets, commas or quotes: 'key=\"a,b\"'"
     text = " ".join(str(error).split())
     if found := re.search(r"Could not load '(hydra/\w+)/(optuna|submitit|ray)", text):
