@@ -10,6 +10,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -25,7 +26,6 @@ if "XDG_CACHE_HOME" not in os.environ:
 import lightning as L
 import pytest
 import torch
-from omegaconf import DictConfig
 
 from qnmixer.config import Config, parse
 from qnmixer.config.compose import compose
@@ -51,13 +51,13 @@ TinyConfig = Callable[..., Config]
 
 
 @cache
-def _composed(*overrides: str) -> DictConfig:
+def _parsed(*overrides: str) -> Config:
     """Hydra takes a tenth of a second, and many tests ask for the same."""
-    return compose("train", [*overrides])
+    return parse(compose("train", [*overrides]))
 
 
 def _config(*overrides: str) -> Config:
-    return parse(_composed(*TINY_RUN, *overrides))
+    return deepcopy(_parsed(*TINY_RUN, *overrides))
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def other_config() -> TinyConfig:
 
     def config(*overrides: str) -> Config:
         words = [word for word in TINY_RUN if not word.startswith("model.n_mixer")]
-        return parse(_composed(*words, *overrides))
+        return deepcopy(_parsed(*words, *overrides))
 
     return config
 

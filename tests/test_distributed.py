@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from .conftest import Command
-from .warm import Warm
+from .warm import FORK_RANKS, Warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
 
@@ -48,22 +48,19 @@ def test_a_rank_that_is_killed_ends_the_run(start: Start) -> None:
 
 
 def change_loss(folder: Path, body: str) -> dict[str, str]:
-    """Environment in which, from step 2 on, every rank computes the loss of a batch by `body`."""
+    """Environment in which, from step 2 on, every rank computes the loss of a batch by `body`. The ranks are forked."""
     (folder / "sitecustomize.py").write_text(f"""
-import os, sys
-class WhenTrainingIsLoaded:
-    def find_spec(name, path=None, target=None):
-        if name == "qnmixer.training.fit" and "RANK" in os.environ:
-            from qnmixer.training.module import ReconstructionModule as Module
-            def batch_loss(self, image, truth, weight):
-                rank, loss = int(os.environ["RANK"]), original(self, image, truth, weight)
-                if self.global_step < 2:
-                    return loss
-                {body}
-            original, Module.batch_loss = Module.batch_loss, batch_loss
-sys.meta_path.insert(0, WhenTrainingIsLoaded)
+import os
+if "RANK" in os.environ:
+    from qnmixer.training.module import ReconstructionModule as Module
+    def batch_loss(self, image, truth, weight):
+        rank, loss = int(os.environ["RANK"]), original(self, image, truth, weight)
+        if self.global_step < 2:
+            return loss
+        {body}
+    original, Module.batch_loss = Module.batch_loss, batch_loss
 """)
-    return {"PYTHONPATH": str(folder)}
+    return {"PYTHONPATH": str(folder), **FORK_RANKS}
 
 
 def test_a_nan_on_one_rank_ends_the_run(start: Start, warm: Warm, tmp_path: Path) -> None:

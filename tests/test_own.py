@@ -16,7 +16,7 @@ from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
 from qnmixer.config import to_plain
 from qnmixer.config.run import parse_file
 
-from .warm import Done, Warm
+from .warm import FORK_RANKS, Done, Warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("own")]
 
@@ -67,7 +67,7 @@ def real(folder: Path, name: str, *words: str) -> subprocess.CompletedProcess[st
 @pytest.fixture
 def command(warm: Warm, here: Path) -> Callable[..., Done]:
     """command(name, *words): in that folder, by a Python that has loaded its libraries."""
-    return lambda name, *words: warm.run("-m", f"qnmixer.{name}", *words, cwd=here, env=environment())
+    return lambda name, *words: warm.run("-m", f"qnmixer.{name}", *words, cwd=here, env=environment() | FORK_RANKS)
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_it_is_resumed_and_exported_where_its_code_is_trusted(here: Path, comman
     refused = command("train", *longer)
     assert refused.returncode == 1
     assert refused.stderr.endswith("which is not part of qnmixer: if you trust that code, add trust=own\n")
-    resumed = real(here, "train", *longer, "trust=own")
+    resumed = command("train", *longer, "trust=own")
     assert resumed.returncode == 0, resumed.stderr
     record = json.loads((here / "run" / "results.json").read_text())
     assert (record["status"], record["steps"], record["resumed"][0]["step"]) == ("done", 3, 2)
@@ -170,7 +170,7 @@ def test_errors_are_one_line(command: Callable[..., Done], words: list[str], mes
 
 
 @pytest.fixture(scope="module")
-def with_configs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def with_configs(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
     """A folder with one file of code, one config file for each group, and a run of two steps of them."""
     folder = tmp_path_factory.mktemp("configs")
     shutil.copy(Path(__file__).with_name("own.py"), folder)
@@ -179,7 +179,7 @@ def with_configs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n")
     words = ["--config-dir", "my_conf", *CHOSEN, *SMALL, "trainer.max_steps=2", "hydra.run.dir=run"]
-    done = real(folder, "train", *words)
+    done = warm.run("-m", "qnmixer.train", *words, cwd=folder, env=environment())
     assert done.returncode == 0, done.stderr
     return folder
 

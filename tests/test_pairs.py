@@ -31,6 +31,7 @@ from qnmixer.training.trainer import build_trainer
 
 from .conftest import TINY
 from .sets import write_lodopab, write_two_detect
+from .warm import Warm
 
 VIEWS = 8
 WORDS = [
@@ -65,7 +66,7 @@ def scores(folder: Path) -> dict[tuple[str, str], tuple[float, float]]:
     ("files", "reader"), [(lodopab, "h5py"), pytest.param(two_detect, "tifffile", marks=pytest.mark.long)]
 )
 def test_a_run_trains_resumes_and_is_scored_as_the_set_is(
-    files: Callable[[Path], list[str]], reader: str, tmp_path: Path
+    files: Callable[[Path], list[str]], reader: str, tmp_path: Path, warm: Warm
 ) -> None:
     """Two steps alone, two more on two processes, which measure as one process does, and as skimage does."""
     pytest.importorskip(reader)
@@ -80,7 +81,8 @@ def test_a_run_trains_resumes_and_is_scored_as_the_set_is(
         "data.num_workers=1",
         "test_after_training=true",
     ]
-    train(*overrides, f"resume={tmp_path / 'run'}", *more)
+    with warm.forking_ranks():
+        train(*overrides, f"resume={tmp_path / 'run'}", *more)
     record = json.loads((tmp_path / "run" / "results.json").read_text())
     assert (record["status"], record["steps"]) == ("done", 4)
     assert "measured" in (tmp_path / "run" / "evaluation" / "table.md").read_text()

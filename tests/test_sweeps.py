@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from qnmixer.config.compose import compose
 
-from .warm import Warm
+from .warm import FORK_RANKS, Warm
 
 pytestmark = [pytest.mark.slow]
 
@@ -39,7 +39,7 @@ def test_jobs_of_several_processes_follow_each_other(
 ) -> None:
     """Of two processes, of one, and of two again: what Hydra and Lightning by themselves deadlock on."""
     sweep = ["-m", *DDP, f"trainer.devices={','.join(devices)}", "optimizer.lr=1e-3"]
-    code, stdout, stderr = start(*sweep, folder=None, under=warm.under).outcome()
+    code, stdout, stderr = start(*sweep, folder=None, under=warm.under, env=FORK_RANKS).outcome()
     assert (code, stderr) == (0, "")
     (folder,) = (tmp_path / "runs" / "sweeps").iterdir()
     assert folder.name.startswith("devices-")

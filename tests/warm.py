@@ -1,13 +1,15 @@
 """A Python that has loaded its libraries and forks for each command: to load them takes longer than most commands.
 
 `Warm` starts it and runs commands by it. Each has a process of its own, with the folder, environment, output and exit
-code of `python ARGUMENTS`. What it starts by `sys.executable` is forked too, except ranks of training and doctor.
+code of `python ARGUMENTS`. What it starts by `sys.executable` is forked too; ranks of training and doctor only with
+`FORK_RANKS` in the environment.
 
-A forked command differs from a real one: its parent is the server, it gets no signals, /proc does not know its
-environment, and there is no sitecustomize. What these decide is tested by real commands.
+A forked command differs from a real one: its parent is the server, which ends it with who asked for it; /proc does not
+know its environment; sitecustomize runs after the imports. What these decide is tested by real commands.
 """
 
 import contextlib
+import importlib
 import json
 import os
 import resource
@@ -18,24 +20,32 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
+from unittest import mock
 
 COMMANDS = ["train", "evaluate", "reconstruct", "compare", "export", "plan", "doctor"]
 """Each is run as a file of its own, so only what it imports is loaded beforehand, and what these import late."""
 
+FORK_RANKS = {"QNMIXER_TEST_FORK_RANKS": "1"}
+"""For the environment of a command whose ranks may be forked: they do not notice that their launcher dies."""
+
 # Stands in for Python where a command starts one by its path. A rank of ours (-m) needs its real parent, so it is real.
 PYTHON = """#!{python} -IS
 import json, os, signal, socket, sys
-if "TORCHELASTIC_RUN_ID" in os.environ and sys.argv[1] == "-m":
+if "TORCHELASTIC_RUN_ID" in os.environ and sys.argv[1] == "-m" and "QNMIXER_TEST_FORK_RANKS" not in os.environ:
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
 socket.send_fds(server, [b" "], [0, 1, 2])
 server.sendall(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode() + b"\\n")
-code = json.loads(server.makefile().readline())[0]
+answer = server.makefile()
+command = json.loads(answer.readline())
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, lambda number, _: os.kill(command, number))
+code, _ = json.loads(answer.readline())
 if code < 0:
     signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
@@ -84,6 +94,12 @@ class Warm:
         self.process.terminate()
         self.process.communicate()
 
+    @contextlib.contextmanager
+    def forking_ranks(self) -> Iterator[None]:
+        """Let this process launch ranks that are forked."""
+        with mock.patch.object(sys, "executable", str(self.python)), mock.patch.dict(os.environ, FORK_RANKS):
+            yield
+
     def run(self, *arguments: str, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 300) -> Done:
         """`python *arguments` in this folder; env=None: in the environment of this process."""
         with (
@@ -98,6 +114,7 @@ class Warm:
             environment = dict(os.environ if env is None else env)
             server.sendall(json.dumps([arguments, str(cwd), environment]).encode() + b"\n")
             with server.makefile() as answer:
+                answer.readline()  # the process id
                 code, seconds = json.loads(answer.readline())
             return Done(code, _text(stdout), _text(stderr), seconds)
 
@@ -142,6 +159,7 @@ def _attend(client: socket.socket) -> list[str]:
         return arguments
     for descriptor in descriptors:
         os.close(descriptor)
+    client.sendall(f"{command}\n".encode())
     ended = os.pidfd_open(command)
     if ended not in select.select([ended, client], [], [])[0]:  # who asked for it has gone
         os.kill(command, signal.SIGKILL)
@@ -171,7 +189,6 @@ def _die_with(parent: int) -> None:
 def _preload(modules: list[str]) -> None:
     """Import them, and what the commands import; the commands themselves are imported anew by who runs or asks them."""
     import gc
-    import importlib
 
     import qnmixer
 
@@ -188,10 +205,17 @@ def _become(arguments: list[str]) -> None:
     """What Python does with these arguments, of which the first is -m, -c or a file."""
     path = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     sys.path[:0] = [os.path.abspath(part) for part in path if part not in sys.path]
+    if any(os.path.exists(os.path.join(part, "sitecustomize.py")) for part in path):
+        sys.modules.pop("sitecustomize", None)
+        importlib.import_module("sitecustomize")
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank, whose parent is not its launcher
+        ranks = importlib.import_module("qnmixer.processes.ranks")
+        ranks.die_with_parent = lambda parent=None: None
     match arguments:
         case ["-m", module, *rest]:
             sys.path.insert(0, os.getcwd())
             sys.argv = [module, *rest]
+            sys.modules.pop(module, None)  # runpy warns of one that is loaded
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         case ["-c", code, *rest]:
             sys.path.insert(0, "")

@@ -38,7 +38,7 @@ from qnmixer.parallel.devices import resolve_devices
 
 from ..conftest import TINY_RUN, TinyConfig
 from ..nvidia import fake_nvidia_smi
-from ..warm import Warm
+from ..warm import FORK_RANKS, Warm
 
 NAMES = [
     "versions", "precision", "devices", "backend", "shared memory", "disk", "communication", "training", "gradients",
@@ -61,8 +61,24 @@ class Planter:
 
 sys.meta_path.insert(0, Planter())
 """
+AT_ONCE = """
+for name in PLANTS.keys() & sys.modules.keys():  # in a Python that has loaded them
+    PLANTS[name](sys.modules[name])
+"""
+IN_TRAINING = """
+def in_training(*plants):
+    left = [*plants]
+    def plant(module):
+        build = module.build_trainer
+        def build_trainer(*args):
+            while left:
+                left.pop()()
+            return build(*args)
+        module.build_trainer = build_trainer
+    return plant
+"""
 UNREDUCED = """
-def unreduced(module):
+def unreduced():
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel as DDP
     start = DDP.__init__
@@ -77,30 +93,32 @@ def unreduced(module):
     DDP.__init__ = init
 """
 LEAKING = """
-def leaking(module):
-    batch_loss, kept = module.ReconstructionModule.batch_loss, []
+def leaking():
+    from qnmixer.training.module import ReconstructionModule
+    batch_loss, kept = ReconstructionModule.batch_loss, []
     def keeping(self, *args):
         loss = batch_loss(self, *args)
         if RANK == "0":
             kept.append(loss)
         return loss
-    module.ReconstructionModule.batch_loss = keeping
+    ReconstructionModule.batch_loss = keeping
 """
 DUPLICATED = """
-def duplicated(module):
-    order = module.EpochSampler.__iter__
+def duplicated():
+    from qnmixer.data.sampler import EpochSampler
+    order = EpochSampler.__iter__
     def twice(self):
         picks = list(order(self))
         if RANK == "1" and self.shuffle:
             picks[-1] = picks[-1]._replace(n=picks[0].n)
         return iter(picks)
-    module.EpochSampler.__iter__ = twice
+    EpochSampler.__iter__ = twice
 """
 
 
 def plant(folder: Path, code: str) -> dict[str, str]:
     """What to add to the environment so that this code runs at the start of each process."""
-    (folder / "sitecustomize.py").write_text(PLANTER + code)
+    (folder / "sitecustomize.py").write_text(f"{PLANTER}{code}\n{AT_ONCE}")
     return {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
 
@@ -259,10 +277,8 @@ def test_what_is_tried_is_a_valid_run(tiny_config: TinyConfig, overrides: str) -
 @pytest.mark.xdist_group("processes")
 def test_faults_of_single_ranks_are_found_and_named(warm: Warm, tmp_path: Path) -> None:
     """A gradient that one rank does not reduce, a sample that one has twice, losses that one keeps with graphs."""
-    plants = (
-        "PLANTS = {'qnmixer.training.module': lambda m: (unreduced(m), leaking(m)), 'qnmixer.data.sampler': duplicated}"
-    )
-    environment = plant(tmp_path, UNREDUCED + LEAKING + DUPLICATED + plants)
+    plants = "PLANTS = {'qnmixer.training.trainer': in_training(unreduced, leaking, duplicated)}"
+    environment = plant(tmp_path, IN_TRAINING + UNREDUCED + LEAKING + DUPLICATED + plants) | FORK_RANKS
     command = ["-m", "qnmixer.doctor", *TINY_RUN, "strategy=ddp", "trainer.devices=2", "format=json"]
     result = warm.run(*command, env={**os.environ, **environment}, cwd=tmp_path)
     assert result.returncode == 1, result.stderr

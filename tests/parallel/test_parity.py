@@ -4,11 +4,9 @@ All in two groups of processes, since starting one takes longer than its trainin
 """
 
 import json
-import sys
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -123,7 +121,7 @@ def run(folder: Path, n_processes: int, tasks: list[Task], warm: Warm) -> dict[s
         done = warm.run(str(RANK), str(path), cwd=folder, timeout=900)
         assert done.returncode == 0, done.stderr
     else:
-        with mock.patch.object(sys, "executable", str(warm.python)):
+        with warm.forking_ranks():
             launch([str(RANK), str(path)], n_processes)
     return {
         task.name: [torch.load(folder / task.name / f"rank_{rank}.pt") for rank in range(n_processes)] for task in tasks

@@ -21,6 +21,7 @@ from qnmixer.training.fit import fit
 
 from ..conftest import PHANTOMS, TINY, Command
 from ..terminal import in_terminal
+from ..warm import Warm
 
 TinyConfig = Callable[..., Config]
 
@@ -156,18 +157,19 @@ class Noisy(Callback):
 
 @pytest.mark.slow
 def test_a_terminal_has_one_bar_over_the_run_its_interruption_and_its_resume(
-    tmp_path: Path, offline_runs: Callable[[Path], list[Any]]
+    tmp_path: Path, offline_runs: Callable[[Path], list[Any]], warm: Warm
 ) -> None:
     """The real command, stopped by Ctrl-C; W&B gets the lines of a log, and no other."""
     (tmp_path / "noisy.py").write_text(NOISY)
-    train = [sys.executable, "-m", "qnmixer.train"]
+    train = ["-m", "qnmixer.train"]
     environment = {"OMP_NUM_THREADS": "1"}
     words = [  # so many slices to validate that it takes longer than a bar waits to be drawn again
         *TINY, "data.n_train=8", "data.n_val=80", "data.n_test=2",
         "logger=wandb", "trainer.max_steps=5000", "trainer.val_every_n_steps=10",
         "+callbacks.noisy._target_=noisy.Noisy", "hydra.run.dir=run",
     ]  # fmt: skip
-    seen = in_terminal([*train, *words], cwd=tmp_path, env=environment, interrupt_at=r"step 2[1-9]/5000 .*loss")
+    alone = [sys.executable, *train, *words]
+    seen = in_terminal(alone, cwd=tmp_path, env=environment, interrupt_at=r"step 2[1-9]/5000 .*loss")
     assert seen.code == 130
     bars = [line for screen in seen.screens for line in screen.splitlines() if "━" in line]
     assert all(re.match(r"step \d+/5000 ", line) for line in bars)
@@ -184,9 +186,8 @@ def test_a_terminal_has_one_bar_over_the_run_its_interruption_and_its_resume(
     assert [line.split(" · ")[:1] for line in lines if "val PSNR" in line][:2] == [["step 10/5000"], ["step 20/5000"]]
     (end,) = re.findall(r"^interrupted after step (\d+), to resume: ", lines[-1])
 
-    again = in_terminal(
-        [*train, "resume=run", f"trainer.max_steps={int(end) + 5}", "trust=noisy"], cwd=tmp_path, env=environment
-    )
+    more = ["resume=run", f"trainer.max_steps={int(end) + 5}", "trust=noisy"]
+    again = in_terminal([*warm.under, *train, *more], cwd=tmp_path, env=environment)
     assert again.code == 0, again.text
     lines = again.text.splitlines()
     assert lines[0].startswith("resuming the run in ")

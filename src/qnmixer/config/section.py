@@ -38,7 +38,7 @@ def parse_section(section: str, schema: type, value: Any, values: Mapping[str, A
     if issubclass(schema, Target) and (odd := check_arguments(schema, value[TARGET], arguments)):
         raise unknown_key(f"{prefix}{odd}", list(flat_keys(values)))
     try:
-        typed = OmegaConf.merge(OmegaConf.structured(schema), _as_text(value))
+        typed = OmegaConf.unsafe_merge(OmegaConf.structured(schema), _as_text(value))  # merge copies both first
         parsed = OmegaConf.to_object(typed)
     except ConfigKeyError as error:
         raise unknown_key(f"{prefix}{error.full_key}", list(flat_keys(values))) from error
