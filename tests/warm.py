@@ -210,7 +210,8 @@ def _become(arguments: list[str]) -> None:
         importlib.import_module("sitecustomize")
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank, whose parent is not its launcher
         ranks = importlib.import_module("qnmixer.processes.ranks")
-        ranks.die_with_parent = lambda parent=None: None
+        die_with_parent = ranks.die_with_parent
+        ranks.die_with_parent = lambda parent=None: die_with_parent()
     match arguments:
         case ["-m", module, *rest]:
             sys.path.insert(0, os.getcwd())

@@ -37,8 +37,8 @@ def test_a_run_is_recorded_while_it_goes_and_resumed_with_what_it_knew(tmp_path:
 
 
 def test_a_refused_resume_leaves_the_overrides_of_the_run(tmp_path: Path) -> None:
-    with Run(tmp_path, ["seed=1"]).recording():
-        pass
+    with contextlib.suppress(KeyboardInterrupt), Run(tmp_path, ["seed=1"]).recording():
+        raise KeyboardInterrupt
     again = Run(tmp_path, ["seed=2", f"resume={tmp_path}"], str(tmp_path))
     with contextlib.suppress(ValueError), again.recording():
         raise ValueError
@@ -46,6 +46,25 @@ def test_a_refused_resume_leaves_the_overrides_of_the_run(tmp_path: Path) -> Non
     with again.recording():
         again.record_resume(5)
     assert read(tmp_path)["overrides"] == ["seed=2"]
+
+
+def test_a_refused_resume_leaves_a_run_that_is_done_as_it_was(tmp_path: Path) -> None:
+    """Else `compare` and the table of a sweep would leave it out."""
+    with Run(tmp_path, ["seed=1"]).recording():
+        pass
+    done = read(tmp_path)
+    again = Run(tmp_path, ["seed=2", f"resume={tmp_path}"], str(tmp_path))
+    with contextlib.suppress(ValueError), again.recording():
+        assert read(tmp_path)["status"] == "running"
+        raise ValueError
+    assert read(tmp_path) == done
+    again.record_end("failed", ValueError())  # as the process does that watches the ranks
+    assert read(tmp_path) == done
+    with contextlib.suppress(ValueError), again.recording():
+        again.record_resume(5)
+        raise ValueError
+    again.record_end("failed", ValueError("rank 1"))
+    assert (read(tmp_path)["status"], read(tmp_path)["error"]) == ("failed", "ValueError: rank 1")
 
 
 def test_a_run_from_the_checkpoint_of_another_one_has_a_record_of_its_own(tmp_path: Path) -> None:

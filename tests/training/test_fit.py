@@ -155,6 +155,7 @@ def test_a_refused_resume_leaves_what_the_run_is(
         with pytest.raises(DataError):
             resume("trainer.max_steps=5")
     assert read_results(tmp_path)["overrides"] == ["trainer.max_steps=2"]
+    assert read_results(tmp_path)["status"] == "done"
     resume("trainer.max_steps=6")
     assert read_results(tmp_path)["overrides"] == ["trainer.max_steps=6"]
 

@@ -30,7 +30,7 @@ def results(folder: Path, overrides: list[str], resumes: bool = False) -> Iterat
 
     Yields a dict for metrics and paths. It is written at the end, also if the block fails. Its `seconds` include
     earlier parts of the run. With `resumes` the dict starts from the results.json that exists, with its
-    overrides: a refused resume must not change what the run is.
+    overrides: a refused resume must not change what the run is. One of a run that is done leaves it done.
     """
     before = read_results(folder) if resumes else {}
     record: dict[str, Any] = before | {
@@ -56,8 +56,11 @@ def results(folder: Path, overrides: list[str], resumes: bool = False) -> Iterat
         record["status"] = "done"
     finally:
         record["seconds"] = round(record.get("seconds", 0.0) + time.monotonic() - start, 1)
-        if record["status"] != "done" and (before := read_results(folder)).get("status") == "failed":
-            record |= {key: before[key] for key in ("status", "error")}  # another rank recorded the cause before
+        if record["status"] != "done":
+            if (since := read_results(folder)).get("status") == "failed":
+                record |= {key: since[key] for key in ("status", "error")}  # another rank recorded the cause before
+            if before.get("status") == "done" and record.get("resumed") == before.get("resumed"):
+                record = before
         write_results(folder, record)
 
 

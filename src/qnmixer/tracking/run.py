@@ -34,6 +34,7 @@ class Run:
         self.console = Console(quiet=rank() != 0)
         self.record: dict[str, Any] = {}
         self.resumed_at: int | None = None
+        self._before = read_results(folder) if self.resumes_in_place else {}
 
     @cached_property
     def overrides(self) -> list[str]:
@@ -83,6 +84,12 @@ class Run:
         self.note("resumed", {"step": step})
 
     def record_end(self, status: str, error: BaseException | None = None) -> None:
-        """Set the end of the run in results.json, if `recording` could not."""
+        """Set the end of the run in results.json, if `recording` could not.
+
+        A run that was done stays done if it has not been continued: its resume was refused.
+        """
+        before = self._before
+        if before.get("status") == "done" and read_results(self.folder).get("resumed") == before.get("resumed"):
+            return
         line = None if error is None else f"{type(error).__name__}: {error}"
         amend(self.folder, self.overrides, status=status, error=line)
