@@ -67,7 +67,7 @@ for name in PLANTS.keys() & sys.modules.keys():  # in a Python that has loaded t
 """
 IN_TRAINING = """
 def in_training(*plants):
-    left = [*plants]
+    left = [*plants]  # a checkup builds several trainers
     def plant(module):
         build = module.build_trainer
         def build_trainer(*args):
