@@ -59,9 +59,14 @@ def results(folder: Path, overrides: list[str], resumes: bool = False) -> Iterat
         if record["status"] != "done":
             if (since := read_results(folder)).get("status") == "failed":
                 record |= {key: since[key] for key in ("status", "error")}  # another rank recorded the cause before
-            if before.get("status") == "done" and record.get("resumed") == before.get("resumed"):
+            if was_refused(before, record):
                 record = before
         write_results(folder, record)
+
+
+def was_refused(before: dict[str, Any], record: dict[str, Any]) -> bool:
+    """Whether a run that was done before has not been continued since. Then it is still done, whatever was tried."""
+    return before.get("status") == "done" and record.get("resumed") == before.get("resumed")
 
 
 def read_results(folder: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from qnmixer.processes.ranks import rank
-from qnmixer.tracking.results import amend, now, read_results, results, write_results
+from qnmixer.tracking.results import amend, now, read_results, results, was_refused, write_results
 from qnmixer.tracking.resume import recorded_overrides, resumes_in_place
 from qnmixer.tracking.run_folder import clean, run_lock
 
@@ -84,12 +84,8 @@ class Run:
         self.note("resumed", {"step": step})
 
     def record_end(self, status: str, error: BaseException | None = None) -> None:
-        """Set the end of the run in results.json, if `recording` could not.
-
-        A run that was done stays done if it has not been continued: its resume was refused.
-        """
-        before = self._before
-        if before.get("status") == "done" and read_results(self.folder).get("resumed") == before.get("resumed"):
+        """Set the end of the run in results.json, if `recording` could not. A refused resume leaves a done run done."""
+        if was_refused(self._before, read_results(self.folder)):
             return
         line = None if error is None else f"{type(error).__name__}: {error}"
         amend(self.folder, self.overrides, status=status, error=line)
