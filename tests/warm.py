@@ -5,9 +5,11 @@ code of `python ARGUMENTS`. What it starts by `sys.executable` is forked too; ra
 `FORK_RANKS` in the environment.
 
 A forked command differs from a real one: its parent is the server, which ends it with who asked for it; /proc does not
-know its environment; sitecustomize runs after the imports. What these decide is tested by real commands.
+know its environment; sitecustomize runs after the imports; at its end objects are not destroyed. What these decide is
+tested by real commands.
 """
 
+import atexit
 import contextlib
 import importlib
 import json
@@ -20,10 +22,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from unittest import mock
 
 COMMANDS = ["train", "evaluate", "reconstruct", "compare", "export", "plan", "doctor"]
@@ -228,6 +231,20 @@ def _become(arguments: list[str]) -> None:
             runpy.run_path(file, run_name="__main__")
 
 
+def _leave(code: Any) -> None:
+    """End as Python does, but leave all objects as they are: to destroy those of the server copies its memory."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    atexit._run_exitfuncs()
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    except OSError:  # of which Python tells
+        sys.exit(code)
+    if code is None or isinstance(code, int):
+        os._exit((code or 0) & 0xFF)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
     owner, address, python, *modules = sys.argv[1:]
     del sys.path[0]  # this folder, for this file
@@ -235,4 +252,9 @@ if __name__ == "__main__":
     _preload(modules)
     todo = serve(address)
     sys.executable = python
-    _become(todo)
+    exit_code: Any = None
+    try:
+        _become(todo)
+    except SystemExit as end:
+        exit_code = end.code
+    _leave(exit_code)
