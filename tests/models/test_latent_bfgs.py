@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from qnmixer.models import latent_bfgs
 from qnmixer.models.latent_bfgs import DAMPING, MIN_COSINE, Curvature, History
@@ -388,3 +389,15 @@ def test_an_iteration_takes_the_same_operators_whatever_came_before() -> None:
 
     three, four, thirteen, fourteen = map(n_operators, (3, 4, 13, 14))
     assert fourteen - thirteen == four - three < 125
+
+
+def test_inner_products_of_a_pair_are_computed_once() -> None:
+    """So arithmetic grows with T² in forward, not with T³."""
+
+    def n_flops(n_codes: int) -> int:
+        codes, trust = codes_of(n_codes, 500)
+        with FlopCounterMode(display=False) as counter:
+            descend(codes, trust)
+        return counter.get_total_flops()
+
+    assert n_flops(40) < 4.2 * n_flops(20)

@@ -145,7 +145,7 @@ register_pytree_node(History, _parts, _unpacked)
 
 
 class _Buffer:
-    """Memory for the rows of a history, [B, 2T, L], and for their scales."""
+    """Memory for the rows of a history, [B, 2T, L], for their scales, and for their inner products, [B, 2T, 2T]."""
 
     def __init__(self, rows: Tensor, scales: Tensor, ends_with_code: bool) -> None:
         batch, n, length = rows.shape
@@ -154,6 +154,8 @@ class _Buffer:
         self.scales = scales.clone()
         self.unit = torch.eye(2, dtype=rows.dtype, device=rows.device)[0]
         self._place = 2 * n - ends_with_code
+        self._gram = rows.new_zeros(batch, self.rows.shape[1], self.rows.shape[1])
+        self._known = 0  # rows whose products with all rows before them are in the Gram matrix
 
     def write(self, v: Tensor, n: int) -> None:
         """Store v [B, L] as row n, with its scale."""
@@ -196,6 +198,13 @@ class _Buffer:
         """Scales [B, t] of the steps among the first n rows."""
         return self.scales[:, 0, : (n + 1) // 2]
 
+    def gram(self, n: int) -> Tensor:
+        """Inner products of the first n rows [B, n, n], on the diagonal and above it. Only new rows are multiplied."""
+        if n > self._known:
+            torch.bmm(self.rows[:, :n], self.rows[:, self._known : n].mT, out=self._gram[:, :n, self._known : n])
+            self._known = n
+        return self._gram[:, :n, :n]
+
     def first(self, n: int) -> Tensor:
         """The first n rows. `.data` hides from autograd that they are a view, so it allows later writes behind them."""
         return self.rows[:, :n].data
@@ -218,7 +227,7 @@ class _Pairs(NamedTuple):
 
     @staticmethod
     def of(gram: Tensor, scales: Tensor) -> "_Pairs":
-        """From the inner products of the rows s_0, z_0, s_1, … [B, 2t, 2t]."""
+        """From the inner products of the rows s_0, z_0, s_1, … [B, 2t, 2t]; only its upper triangle is used."""
         t = gram.shape[1] // 2
         squares = gram.diagonal(dim1=1, dim2=2)
         zz, ss = squares[:, 1::2], squares[:, 0::2].clamp_min(0.5)
@@ -348,13 +357,12 @@ class _Step(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         n = rows.shape[1]
         vectors = buffer.rows[:, :n]
-        gram = torch.bmm(vectors, vectors.mT)
-        pairs = _Pairs.of(gram, buffer.scales)
+        pairs = _Pairs.of(buffer.gram(n), buffer.scales)
         s_r = torch.bmm(vectors[:, 0::2], r[..., None])[..., 0]
         solved = _Solved.of(r, s_r, vectors, pairs)
         f = solved.coefficients(buffer.unit)
         ctx.buffer, ctx.n, ctx.constant = buffer, n, constant
-        ctx.save_for_backward(r, trust, gram, f, *pairs, *solved)
+        ctx.save_for_backward(r, trust, f, *pairs, *solved)
         trusted = f if trust is None else trust * f
         return buffer.first(n), torch.baddbmm(r[:, None], trusted[:, None], vectors, beta=-1)[:, 0]
 
@@ -364,7 +372,7 @@ class _Step(torch.autograd.Function):
         own, of_s = gradients
         if of_s is None:
             return own, None, None, None, None
-        r, trust, gram, f, *others = ctx.saved_tensors
+        r, trust, f, *others = ctx.saved_tensors
         pairs, solved = _Pairs(*others[: len(_Pairs._fields)]), _Solved(*others[len(_Pairs._fields) :])
         vectors = ctx.buffer.rows[:, : ctx.n]
         inner = torch.bmm(vectors, of_s[..., None])[..., 0]
@@ -377,7 +385,7 @@ class _Step(torch.autograd.Function):
         if not ctx.constant:
             if own is None:
                 own = torch.zeros_like(vectors)
-            _subtract_gradients(own, vectors, gram, r, v, pairs, solved, back)
+            _subtract_gradients(own, vectors, ctx.buffer.gram(ctx.n), r, v, pairs, solved, back)
         return own, of_r, of_trust, None, None
 
 
