@@ -41,7 +41,9 @@ class Rounding(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (F.conv2d, F.linear, torch.matmul, torch.bmm, torch.baddbmm, torch.einsum):
             self.count += 1
-            args, kwargs = tree_map_only(Tensor, self.to_format, (args, kwargs))
+            out = {"out": kwargs["out"]} if kwargs and "out" in kwargs else {}  # no factor: the result goes there
+            args, kwargs = tree_map_only(Tensor, self.to_format, (args, kwargs or {}))
+            kwargs |= out
         return func(*args, **(kwargs or {}))
 
 
