@@ -235,13 +235,11 @@ def _leave(code: Any) -> None:
     """End as Python does, but leave all objects as they are: to destroy those of the server copies its memory."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
     atexit._run_exitfuncs()
-    try:
+    with contextlib.suppress(OSError):  # of which Python tells
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-    except OSError:  # of which Python tells
-        sys.exit(code)
-    if code is None or isinstance(code, int):
-        os._exit((code or 0) & 0xFF)
+        if code is None or isinstance(code, int):
+            os._exit((code or 0) & 0xFF)
     sys.exit(code)
 
 

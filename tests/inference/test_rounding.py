@@ -39,12 +39,12 @@ class Rounding(TorchFunctionMode):
         self.count = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func in (F.conv2d, F.linear, torch.matmul, torch.bmm, torch.baddbmm, torch.einsum):
             self.count += 1
-            out = {"out": kwargs["out"]} if kwargs and "out" in kwargs else {}  # no factor: the result goes there
-            args, kwargs = tree_map_only(Tensor, self.to_format, (args, kwargs or {}))
-            kwargs |= out
-        return func(*args, **(kwargs or {}))
+            args, factors = tree_map_only(Tensor, self.to_format, (args, kwargs))
+            kwargs = factors | {name: kwargs[name] for name in kwargs if name == "out"}  # no factor: the result's place
+        return func(*args, **kwargs)
 
 
 @pytest.fixture(scope="module")

@@ -201,6 +201,7 @@ class _Buffer:
     def gram(self, n: int) -> Tensor:
         """Inner products of the first n rows [B, n, n], on the diagonal and above it. Only new rows are multiplied."""
         if n > self._known:
+            # Into its place: a copy would be one more operator an iteration.
             torch.bmm(self.rows[:, :n], self.rows[:, self._known : n].mT, out=self._gram[:, :n, self._known : n])
             self._known = n
         return self._gram[:, :n, :n]
