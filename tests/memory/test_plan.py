@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from qnmixer.config import Config, override, parse
-from qnmixer.config.commands import device_memory
+from qnmixer.config.commands import device_memory, parse_plan
 from qnmixer.config.compose import compose
 from qnmixer.config.run import batch_of_replica
 from qnmixer.config.strategy import PipelineConfig
@@ -19,7 +19,7 @@ from qnmixer.memory.footprint import MIB, Footprint
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.pipeline import cut_of, n_microbatches
 from qnmixer.memory.plan import Planner, track_step
-from qnmixer.memory.report import _largest_batch, as_object, levers_table, schedules, usable
+from qnmixer.memory.report import _largest_batch, as_object, levers_table, print_plan, schedules, usable
 from qnmixer.memory.tracker import PeakTracker, autocast, make_state, n_bytes, optimizer_bytes, without_data
 from qnmixer.optimization.optimizers import build_optimizer
 from qnmixer.parallel.stages import Stage, actions, ranges, survey
@@ -410,6 +410,23 @@ def test_schedules_that_a_batch_does_not_allow_are_left_out() -> None:
     assert isinstance(config.strategy, PipelineConfig)
     names = [variant.strategy.schedule for variant in schedules(config, config.strategy)]
     assert names == ["sequential", "gpipe", "1f1b"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shown", "refused"),
+    [
+        ("strategy=fsdp trainer.devices=2", {"keep", "recompute", "offload", "adamw"}, {"adafactor"}),
+        ("trainer.cuda_graph=true", {"keep", "adamw", "adafactor"}, {"recompute", "offload"}),
+    ],
+)
+def test_rows_that_a_run_does_not_allow_are_left_out(
+    capsys: pytest.CaptureFixture[str], overrides: str, shown: set[str], refused: set[str]
+) -> None:
+    small = [*SMALL, "model=learn", "model.n_iterations=1", *overrides.split()]
+    print_plan(parse_plan(compose("plan", small)))
+    rows = {line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")}
+    assert shown <= rows
+    assert not refused & rows
 
 
 @pytest.mark.slow

@@ -85,14 +85,21 @@ def levers_table(config: Config, planner: Planner, levers: Mapping[str, str] = L
     base = planner.estimate(config).peak
     rows = []
     for overrides, cost in levers.items():
-        try:
-            changed = override(config, overrides)
-        except ConfigError:
+        changed = _changed(config, overrides)
+        if changed is None:
             continue
         peak = planner.estimate(changed).peak
         rows.append([f"`{overrides}`", f"{peak / MIB:,.0f}", f"{1 - peak / base:.2%}", cost])
     table = markdown_table(["lever", "peak, MiB", "saves", "costs"], rows)
     return f"**{_setting(config)}: {base / MIB:,.0f} MiB**\n\n{table}"
+
+
+def _changed(config: Config, overrides: str) -> Config | None:
+    """The config with overrides; None if it refuses them."""
+    try:
+        return override(config, overrides)
+    except ConfigError:
+        return None
 
 
 def _setting(config: Config, assumed: str = "") -> str:
@@ -187,7 +194,10 @@ def _print_tables(console: Console, config: PlanConfig, planner: Planner) -> Non
         for memory, precisions in variants:
             # A given segment stays.
             group = "" if memory == config.run.memory.name else f"memory={memory} "
-            run = override(config.run, f"{group}trainer.precision={precisions[0]}")
+            run = _changed(config.run, f"{group}trainer.precision={precisions[0]}")
+            if run is None:
+                progress.advance(planning, len(batches))
+                continue
             of = {}
             for batch in batches:
                 of[batch] = planner.estimate(replace(run, data=replace(run.data, batch_size=batch))).peak / MIB
@@ -210,7 +220,9 @@ def _print_optimizers(console: Console, config: Config, planner: Planner) -> Non
     rows = []
     base, chosen = planner.estimate(config), config.optimizer.name
     for name in dict.fromkeys([*options("optimizer"), chosen]):
-        run = config if name == chosen else override(config, f"optimizer={name}")
+        run = config if name == chosen else _changed(config, f"optimizer={name}")
+        if run is None:
+            continue
         state = planner.optimizer_state(run)
         rows.append([name, f"{state / MIB:,.1f}", f"{(base.peak - base.optimizer + state) / MIB:,.1f}"])
     headings = ["optimizer", "state", "peak of a training step"]
