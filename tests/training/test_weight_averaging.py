@@ -41,11 +41,12 @@ def test_checkpoints_hold_the_mean_and_what_is_trained(tiny_config: TinyConfig, 
         torch.testing.assert_close(mean[name], expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("stream", "step"), [("train", 2), ("val", 2)])
+@pytest.mark.parametrize(("stream", "step", "batches"), [("train", 2, 1), ("val", 2, 1), ("train", 2, 2)])
 def test_a_stopped_run_resumes_with_both(
-    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: str, step: int
+    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: str, step: int, batches: int
 ) -> None:
-    fit(tiny_config(*RUN), Run(tmp_path / "whole"))
+    overrides = [*RUN, f"trainer.accumulate_grad_batches={batches}"]
+    fit(tiny_config(*overrides), Run(tmp_path / "whole"))
     sent: list[int] = []
 
     def measure(self: ReconstructionModule, batch: Any, of: Any) -> torch.Tensor:
@@ -57,8 +58,8 @@ def test_a_stopped_run_resumes_with_both(
     monkeypatch.setattr(ReconstructionModule, "measure", measure)
     folder = tmp_path / "stopped"
     with pytest.raises(Stopped):
-        fit(tiny_config(*RUN), Run(folder))
-    fit(tiny_config(*RUN, f"resume={folder}"), Run(folder, resume=str(folder)))
+        fit(tiny_config(*overrides), Run(folder))
+    fit(tiny_config(*overrides, f"resume={folder}"), Run(folder, resume=str(folder)))
     for name in ("last", "best"):
         ours, theirs = kept(folder, name), kept(tmp_path / "whole", name)
         for part in ("state_dict", "trained_weights"):

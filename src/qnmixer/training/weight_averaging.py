@@ -48,7 +48,11 @@ class MeanWeights(Callback):
         self._mean = {name: p.detach().clone() for name, p in parameters.items()}  # a checkpoint's are the mean
         for name, value in self._trained.items():
             parameters[name].copy_(value)
-        self._trained, self._step = {}, trainer.global_step
+        self._trained = {}
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take the step of a resumed run, which Lightning restores after `on_fit_start`."""
+        self._step = trainer.global_step
 
     @torch.no_grad()
     def on_train_batch_end(
