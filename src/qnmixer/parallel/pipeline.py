@@ -234,7 +234,11 @@ class _Autocast(torch.nn.Module):
 
 
 def sum_gradients(parameters: list[torch.nn.Parameter], divisor: int) -> None:
-    """Sum every gradient over all processes and divide by `divisor`, in one message. A missing gradient is 0."""
+    """Sum every gradient over all processes and divide by `divisor`, in one message. A missing gradient is 0.
+
+    Frozen parameters get none: with a gradient of 0, weight decay would change them.
+    """
+    parameters = [p for p in parameters if p.requires_grad]
     # Hundreds of small messages would cost more than their bytes.
     flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
     dist.all_reduce(flat)
