@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from qnmixer.config import Config, parse, to_plain
 from qnmixer.config.compose import compose
+from qnmixer.config.search_path import CONF
 from qnmixer.reconstructor import build_geometry
 
 
@@ -33,6 +35,15 @@ def test_a_scanner_by_name(name: str, fan: float, field_of_view: float, sparse: 
     few = build_geometry(config(f"geometry={name}", f"geometry.n_views={sparse}"))
     np.testing.assert_allclose(few.angles(), whole.angles()[:: whole.n_views // sparse])
     assert few.has_quarter_turn_symmetry
+
+
+@pytest.mark.parametrize("line", ["", "name: my_scanner\n"])
+def test_a_scanner_in_a_file_of_ones_own(tmp_path: Path, line: str) -> None:
+    (tmp_path / "geometry").mkdir()
+    ours = (CONF / "geometry" / "paper.yaml").read_text().replace("name: fan_beam\n", line)
+    (tmp_path / "geometry" / "mine.yaml").write_text(ours.replace("n_detectors: 512", "n_detectors: 300"))
+    mine = config(f"hydra.searchpath=[file://{tmp_path}]", "geometry=mine")
+    assert mine.geometry.n_detectors == 300
 
 
 def test_the_short_scan_of_the_file_is_long_enough() -> None:

@@ -9,10 +9,10 @@ from qnmixer.config.option import number, one_of
 class GeometryConfig:
     """Fan or parallel beam in mm and radians. pixel_size is field_of_view / data.image_size.
 
-    beam and detector_offset have defaults: a user's own file may leave them out.
+    name, beam and detector_offset have defaults: a user's own file may leave them out.
     """
 
-    name: str
+    name: str = ""  # for the reader of a config; nothing depends on it
     field_of_view: float = number(above=0)
     n_views: int = number(at_least=1, at_most=8192)
     n_detectors: int = number(at_least=1, at_most=8192)

@@ -120,12 +120,12 @@ def schema_of(section: str, value: Any) -> type:
     base, names = _hints()[section], names_of(section)
     if isinstance(value, Mapping) and issubclass(base, Target):
         return schema_of_target(base, value)
-    if isinstance(value, Mapping) and not names:
+    schemas: list[type] = base.__subclasses__()
+    if isinstance(value, Mapping) and not (names and schemas):
         return base
     name = str(value.get("name")) if isinstance(value, Mapping) else str(value)
     if name not in names:
         raise ConfigError(f"{section}={name} is not known: {suggest(name, names or options(section))}")
-    schemas: list[type] = base.__subclasses__()
     for schema in schemas:
         if getattr(schema, "name", None) == name:
             return schema
