@@ -83,6 +83,16 @@ def test_a_network_that_dies_is_reported_within_fifty_steps(
     assert {f"health/{name}" for name in names} <= told
 
 
+def test_the_warm_up_of_a_run_of_epochs_is_waited_for(
+    tiny_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epoch = ["trainer.max_epochs=1", "trainer.max_steps=-1", "data.n_train=60", "data.batch_size=1"]
+    slow = ["schedule=cosine", "schedule.warmup=0.9", "optimizer.lr=1e-9", "trainer.val_every_n_steps=60"]
+    record = run(tiny_config(*epoch, *slow, "test_after_training=false"), tmp_path, monkeypatch, "worse")
+    assert record["steps"] == 60
+    assert "warnings" not in record
+
+
 def test_validations_that_stand_still_are_reported(
     tiny_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,12 +10,17 @@ from qnmixer.plugins import Kind, check_call, load, taken
 SCHEDULE = Kind("a function (step, n_steps)", lambda it: callable(it) and not isinstance(it, type))
 
 
-def learning_rate_factor(config: ScheduleConfig, n_steps: float) -> Callable[[int], float]:
+def warm_up_steps(config: ScheduleConfig, n_steps: int) -> int:
+    """The steps of the warm-up. n_steps is the length of the run."""
+    return round(config.warmup * n_steps)
+
+
+def learning_rate_factor(config: ScheduleConfig, n_steps: int) -> Callable[[int], float]:
     """The function from an optimizer step to the factor on the learning rate. n_steps is the length of the run.
 
-    n_steps may be infinite for a constant rate. Raises PluginError for a schedule that does not fit.
+    Raises PluginError for a schedule that does not fit.
     """
-    n_warmup = round(config.warmup * n_steps) if config.warmup and math.isfinite(n_steps) else 0
+    n_warmup = warm_up_steps(config, n_steps)
     key, target, function = "schedule._target_", config._target_, load(config, SCHEDULE)
     keywords = config.keywords()
     ours = taken(function, {"n_warmup": n_warmup})
@@ -36,17 +41,17 @@ def learning_rate_factor(config: ScheduleConfig, n_steps: float) -> Callable[[in
     return factor
 
 
-def constant(step: int, n_steps: float) -> float:
+def constant(step: int, n_steps: int) -> float:
     """The same learning rate in all steps."""
     return 1.0
 
 
-def cosine(step: int, n_steps: float, n_warmup: int) -> float:
+def cosine(step: int, n_steps: int, n_warmup: int) -> float:
     """A cosine from 1, after the n_warmup steps of the warm-up, to 0 at the end."""
     progress = min(1.0, (step - n_warmup) / max(1, n_steps - n_warmup))
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def step(step: int, n_steps: float, at: float, factor: float) -> float:
+def step(step: int, n_steps: int, at: float, factor: float) -> float:
     """1, then `factor` after the share `at` of the run."""
     return factor if step >= at * n_steps else 1.0

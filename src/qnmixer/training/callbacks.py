@@ -42,10 +42,9 @@ def build_callbacks(callbacks: Mapping[str, Mapping[str, Any]]) -> list[Callback
 
 def console_callbacks(config: Config, run: Run) -> list[Callback]:
     """Build the callbacks that print: progress, warnings about a network that does not learn, profile."""
-    warm_up = max(20, round(config.schedule.warmup * max(0, config.trainer.max_steps)))
     shows = config.trainer.extra.get("enable_progress_bar") is not False
     progress = TrainingProgress(run.console, run.folder / "metrics.csv", shows)
-    callbacks: list[Callback] = [progress, HealthMonitor(run, warm_up)]
+    callbacks: list[Callback] = [progress, HealthMonitor(run)]
     if isinstance(config.debug, ProfileConfig):
         callbacks.append(Profile(run.folder / "profile", config.debug, run.console))
     return callbacks

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 
 from qnmixer.errors import UnstableNetwork
+from qnmixer.optimization.schedules import warm_up_steps
 from qnmixer.reconstructor import Batch
 from qnmixer.tracking.loggers import WandbRun
 from qnmixer.tracking.run import Run
@@ -17,6 +18,8 @@ from qnmixer.training.module import ReconstructionModule
 
 EVERY = 10
 """Optimizer steps between two checks."""
+_SHORTEST = 20
+"""Optimizer steps in which a network may be worse than FBP, also without a warm-up."""
 _CONFIRMED = 3
 """Equal checks in a row before a warning. In fp16 single steps overflow in healthy runs too."""
 _FAR = 10.0
@@ -52,20 +55,22 @@ class HealthMonitor(Callback):
 
     Args:
         run: for its console and its record, which gets each warning as {step, name, warning}.
-        warm_up: optimizer steps in which the network may be worse than FBP.
     """
 
-    def __init__(self, run: Run, warm_up: int) -> None:
-        self.run, self.warm_up = run, warm_up
+    def __init__(self, run: Run) -> None:
+        self.run = run
         self._begins = False
+        self._warm_up = _SHORTEST
         self._batch: Batch | None = None
         self._in_a_row: Counter[str] = Counter()
         self._warned: set[str] = set()
         self._validated: tuple[int, float] | None = None  # step and PSNR
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Check the start of a new run."""
+        """Prepare to check the start of a new run, and the steps after the warm-up."""
+        assert isinstance(pl_module, ReconstructionModule)
         self._begins = trainer.global_step == 0
+        self._warm_up = max(_SHORTEST, warm_up_steps(pl_module.config.schedule, pl_module.n_steps()))
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
@@ -95,7 +100,7 @@ class HealthMonitor(Callback):
             "zero_gradient": norm == 0,
             "gradient_not_finite": not norm < float("inf"),
             "constant_output": errors.constant == 1,
-            "worse_than_fbp": errors.network > errors.fbp and step > self.warm_up,
+            "worse_than_fbp": errors.network > errors.fbp and step > self._warm_up,
         }
         for name, wrong in found.items():
             self._in_a_row[name] = self._in_a_row[name] + 1 if wrong else 0

@@ -124,17 +124,17 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
     def configure_optimizers(self) -> Any:
         """Build the optimizer and its schedule, which changes at every optimizer step."""
         optimizer = build_optimizer(self.config.optimizer, self.network)
-        schedule = LambdaLR(optimizer, learning_rate_factor(self.config.schedule, self._n_steps()))
+        schedule = LambdaLR(optimizer, learning_rate_factor(self.config.schedule, self.n_steps()))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def _n_steps(self) -> float:
+    def n_steps(self) -> int:
         """Optimizer steps of the whole run. Lightning's count would load the data too early for a resumed run."""
         trainer = self.config.trainer
-        by_steps = math.inf if trainer.max_steps == -1 else trainer.max_steps
         if trainer.max_epochs is None:
-            return by_steps
+            return trainer.max_steps
         n_batches = len(self.trainer.datamodule.train_dataloader())  # type: ignore[attr-defined]  # Lightning's, untyped
-        return min(by_steps, trainer.max_epochs * n_batches // trainer.accumulate_grad_batches)
+        by_epochs = trainer.max_epochs * n_batches // trainer.accumulate_grad_batches
+        return by_epochs if trainer.max_steps == -1 else min(trainer.max_steps, by_epochs)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the config as plain data, so that a checkpoint is complete by itself.
