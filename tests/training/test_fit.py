@@ -160,6 +160,20 @@ def test_a_refused_resume_leaves_what_the_run_is(
     assert read_results(tmp_path)["overrides"] == ["trainer.max_steps=6"]
 
 
+def test_a_resume_that_fails_before_its_first_step_keeps_the_figures(
+    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit(tiny_config("test_after_training=false"), Run(tmp_path, ["trainer.max_steps=2"]))
+    before = read_results(tmp_path)
+    monkeypatch.setattr("qnmixer.training.fit.train", raising(RuntimeError("the device is busy")))
+    words = ["trainer.max_steps=6", f"resume={tmp_path}"]
+    with pytest.raises(RuntimeError):
+        fit(tiny_config("test_after_training=false", *words), Run(tmp_path, words, str(tmp_path)))
+    after = read_results(tmp_path)
+    assert (after["status"], after["steps"]) == ("failed", before["steps"])
+    assert after["seconds"] >= before["seconds"]
+
+
 def raising(error: BaseException) -> Callable[..., None]:
     def function(*_: object) -> None:
         raise error

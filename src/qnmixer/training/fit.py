@@ -201,7 +201,8 @@ def recording_training(
         yield
     finally:
         run.record["memory"] = memory.record(run.record.get("memory"))
-        run.record |= {"steps": trainer.global_step, "seconds": checkpointing.seconds}
+        if trainer.global_step or run.resumed_at is None:  # else it failed before Lightning read its checkpoint
+            run.record |= {"steps": trainer.global_step, "seconds": checkpointing.seconds}
 
 
 @contextmanager
