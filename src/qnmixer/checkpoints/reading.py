@@ -146,7 +146,8 @@ def load_weights(module: Reconstructor, run: str | Path) -> None:
 def resumable(config: Config, run: Path) -> Path:
     """The checkpoint that a run resumes from: last.ckpt of a run folder, or the given file.
 
-    Raises CheckpointError if the two runs differ in more than hardware, memory settings and length.
+    Raises CheckpointError if network, slices, scan, noise, loss, optimizer, seed or the slices of an optimizer step
+    differ. Everything else may change: length, schedule, hardware, memory settings, callbacks.
     """
     path = find_checkpoint(run, "last")
     if path.suffix == SUFFIX:

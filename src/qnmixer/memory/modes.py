@@ -90,7 +90,7 @@ def _recomputed(run: Callable[[Tensor, S, SharedWeights], S], y: Tensor, state: 
 
     def on_leaves(end: Tensor, y: Tensor, *leaves: Any) -> tuple[Any, ...]:
         results, of_result = tree_flatten(run(y, tree_unflatten(leaves, spec), weights.ending_at(end)))
-        # A constant such as x₀ is passed by: as an output of the checkpoint it would require a gradient.
+        # A constant such as x₀ is taken from the input: as an output of the checkpoint it would require a gradient.
         places[:] = [next((k for k, leaf in enumerate(leaves) if leaf is result), None) for result in results]
         specs[:] = [of_result]
         return end.clone(), *(result for result, place in zip(results, places, strict=True) if place is None)

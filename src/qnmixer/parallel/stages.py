@@ -169,16 +169,14 @@ def idle_share(
     busy = sum(n_microbatches * cost * (1 + backward) for cost in costs)
     while any(todo):
         for device, queue in enumerate(todo):
-            while queue and (ready := _ready(queue[0], n_stages, n_microbatches, schedule, done)) is not None:
+            while queue and (ready := _ready(queue[0], n_stages, schedule, done)) is not None:
                 action = queue.pop(0)
                 cost = costs[action.stage] * (1.0 if action.kind == "F" else backward)
                 clock[device] = done[action] = max(clock[device], ready) + cost
     return 1 - busy / (n_devices * max(clock))
 
 
-def _ready(
-    action: Action, n_stages: int, n_microbatches: int, schedule: str, done: dict[Action, float]
-) -> float | None:
+def _ready(action: Action, n_stages: int, schedule: str, done: dict[Action, float]) -> float | None:
     """The time when the input of an action is ready; None if that is not known yet."""
     kind, stage, k = action
     needed = []
