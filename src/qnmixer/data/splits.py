@@ -76,6 +76,10 @@ class RunSplit:
         new = {patients[i] for i in range(len(patients)) if i not in kept} if self._before is not None else set()
         return split, sorted(new)
 
+    def digests(self, part: str) -> list[int]:
+        """Digests of the pixels of each slice of a split; empty for slices that are not from a folder."""
+        return self._slices[part]
+
     def trained(self, part: str, record: SplitRecord) -> int:
         """The number of slices of a split that a run was trained on, whatever the names of their files are."""
         return int(torch.isin(_int64(self._slices[part]), seen_by(record)).sum())

@@ -20,8 +20,9 @@ from qnmixer.checkpoints.weights_file import digest_of_weights
 from qnmixer.config import Config, effective_batch, override, to_plain
 from qnmixer.config.commands import CompareConfig, needs_root, parse_evaluate
 from qnmixer.config.compose import compose
-from qnmixer.config.data import DataConfig, PhantomData
+from qnmixer.config.data import DataConfig, PairData, PhantomData
 from qnmixer.config.overrides import quoted
+from qnmixer.data.cache import list_files
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.splits import RunSplit
 from qnmixer.errors import CheckpointError, ConfigError, DataError, first_line
@@ -46,8 +47,8 @@ _SECONDS_TO_TIME = 10.0
 def compare(config: CompareConfig, sweeps: list[Path], output: Path, console: Console) -> Comparison:
     """Evaluate every finished job of a sweep, or of several together.
 
-    Scores of a network are stored below `output`. They are used again while its weights, the test and the code of this
-    repository are unchanged. If you change your own files, delete them.
+    Scores of a network are stored below `output`. They are used again while its weights, the test, its slices and the
+    code of this repository are unchanged. If you change classes of your own, or their files, delete the scores.
 
     Raises ConfigError if no job is done, DataError if no test is possible.
     """
@@ -189,11 +190,11 @@ class _Measuring:
         split, window = self.config.split, self.config.evaluation.window
         checkpoint = find_checkpoint(job.folder, self.config.checkpoint)
         weights = digest_of_weights(read_checkpoint(checkpoint)[1])
-        what = [self._code, weights, to_plain(config), split, window, self.device.type]
+        data = self._slices(job, config, own)
+        what = [self._code, weights, to_plain(config), split, window, self.device.type, _identity(data, split)]
         path = self.kept / f"{digest(what, sort_keys=True)}.json"
         if (before := _scores_of(path)) is not None:
             return before, True
-        data = self._slices(job, config, own)
         scores = evaluate(self._module(job, config), data, split, self.config.evaluation, self.device).scores
         record = [asdict(score) for score in scores]
         write_text(path, json.dumps({"scores": record, "digest": digest(record)}) + "\n")
@@ -207,6 +208,22 @@ class _Measuring:
         module = Reconstructor(config)
         load_weights(module, find_checkpoint(job.folder, self.config.checkpoint))
         return module.to(self.device).eval()
+
+
+def _identity(data: SliceDataModule, split: str) -> list[object]:
+    """What tells the slices of a split from others in the same place: names, patients, digests of pixels, files.
+
+    Only folders of slices have digests, and only the public sets a list of files.
+    """
+    data.setup()
+    part, places = data.parts[split], []
+    if isinstance(data.config, PairData):
+        places = [
+            Path(root).expanduser() for key, root in data.config.keywords().items() if key.endswith("root") and root
+        ]
+    files = [asdict(file) for place in places for file in list_files(place)]
+    names = [part.source.name(index) for index in range(len(part.source))]
+    return [names, part.patients, data.split.digests(split), files]
 
 
 @torch.no_grad()
