@@ -110,3 +110,13 @@ def test_a_public_set_is_known_by_its_files(tmp_path: Path) -> None:
     assert identity() == before
     write_lodopab(tmp_path, geometry, {"test": 1})  # with other times
     assert identity() != before
+
+
+def test_a_test_on_training_slices_says_so(sweep: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_patient(tmp_path / "others" / "a", 10)
+    assert sweep.compare(tmp_path / "others", capsys)[0].notes == []
+    patient = sweep.slices / sweep.patients["train"][0]
+    for again in (False, True):
+        comparison, said = sweep.compare(patient, capsys)
+        assert ("(1 of them before)" in said) == again
+        assert comparison.notes == ["mine, QN-Mixer: 1 of the slices were used in training: the scores are too good"]

@@ -26,7 +26,7 @@ from qnmixer.data.cache import list_files
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.splits import RunSplit
 from qnmixer.errors import CheckpointError, ConfigError, DataError, first_line
-from qnmixer.evaluation.evaluate import ImageScore, caption_of, evaluate, shown_iterates
+from qnmixer.evaluation.evaluate import ImageScore, caption_of, evaluate, shown_iterates, used_in_training
 from qnmixer.evaluation.methods import ComparedJob, ComparedMethod, Comparison, Cost, methods_of, scan_under_test
 from qnmixer.evaluation.slices import other_slices, pictured
 from qnmixer.files import digest, write_text
@@ -63,6 +63,8 @@ def compare(config: CompareConfig, sweeps: list[Path], output: Path, console: Co
         try:
             line = measuring.run(test, console)
             tests.append(test)
+            if (trained := measuring.trained.get(test)) is not None:
+                notes.append(f"{test}, {', '.join(trained)}: {used_in_training(max(trained.values()))}")
             if split_anew(methods, test):
                 notes.append(
                     f"{test}: its jobs have different test slices, because data.seed splits the patients: data.seed=1 "
@@ -99,6 +101,7 @@ class _Measuring:
     def __init__(self, config: CompareConfig, kept: Path, methods: list[ComparedMethod]) -> None:
         self.config, self.kept, self.methods = config, kept, methods
         self.device = choose_device(config.accelerator)
+        self.trained: dict[str, dict[str, int]] = {}  # test → method → the most slices that a job was trained on
         self._tested: dict[str, list[dict[str, Any]]] = {}  # test → the config of each job
         self._code = git_commit() or versions()["qnmixer"]
         self._fbp = None if FBP in {method.network for method in methods} else ComparedMethod(FBP, [], FBP)
@@ -117,7 +120,10 @@ class _Measuring:
             raise ConfigError(f"for this sweep it is the same as {same}")
         self._tested[test] = what
         for method, job, config, own in progress(jobs, test, "job", console):
-            scores, before = self._scores(job, config, own)
+            scores, before, n_trained = self._scores(job, config, own)
+            if n_trained and method.steps is not None:  # TV and FBP learn nothing
+                of_test = self.trained.setdefault(test, {})
+                of_test[method.name] = max(n_trained, of_test.get(method.name, 0))
             n_before += before
             by_name = {name: [s for s in scores if s.method == name] for name in (FBP, method_name(config))}
             method.measured.setdefault(test, {})[job.seeds] = by_name[method_name(config)]
@@ -185,20 +191,22 @@ class _Measuring:
             config.data = replace(config.data, seed=self.config.seed)
         return replace(config, seed=self.config.seed), own
 
-    def _scores(self, job: ComparedJob, config: Config, own: bool) -> tuple[list[ImageScore], bool]:
-        """The scores of a job on one test, and whether they were stored before."""
+    def _scores(self, job: ComparedJob, config: Config, own: bool) -> tuple[list[ImageScore], bool, int]:
+        """The scores of a job on one test, whether they were stored before, and how many slices it was trained on."""
         split, window = self.config.split, self.config.evaluation.window
         checkpoint = find_checkpoint(job.folder, self.config.checkpoint)
         weights = digest_of_weights(read_checkpoint(checkpoint)[1])
         data = self._slices(job, config, own)
         what = [self._code, weights, to_plain(config), split, window, self.device.type, _identity(data, split)]
         path = self.kept / f"{digest(what, sort_keys=True)}.json"
+        record = split_of(checkpoint)
+        n_trained = data.split.trained(split, record) if record else 0
         if (before := _scores_of(path)) is not None:
-            return before, True
+            return before, True, n_trained
         scores = evaluate(self._module(job, config), data, split, self.config.evaluation, self.device).scores
-        record = [asdict(score) for score in scores]
-        write_text(path, json.dumps({"scores": record, "digest": digest(record)}) + "\n")
-        return scores, False
+        plain = [asdict(score) for score in scores]
+        write_text(path, json.dumps({"scores": plain, "digest": digest(plain)}) + "\n")
+        return scores, False, n_trained
 
     def _slices(self, job: ComparedJob, config: Config, own: bool) -> SliceDataModule:
         record = split_of(find_checkpoint(job.folder, self.config.checkpoint)) if own else None

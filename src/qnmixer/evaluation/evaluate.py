@@ -394,7 +394,7 @@ def _patient_gain(evaluation: Evaluation, other: str) -> str:
 def warnings_of(evaluation: Evaluation) -> list[str]:
     """Warnings above the table: a network below another method, a constant image, slices of the training set."""
     *others, last = evaluation.methods
-    lines = [f"{n} of the slices were used in training: the scores are too good"] if (n := evaluation.n_trained) else []
+    lines = [used_in_training(n)] if (n := evaluation.n_trained) else []
     lines += [
         f"{last} is BELOW {other} by {-gain:.2f} dB: it has not learned enough, or was trained for other data"
         for other in others
@@ -408,6 +408,11 @@ def warnings_of(evaluation: Evaluation) -> list[str]:
             of = len(evaluation.values(method, "psnr"))
             lines.append(f"{method} gives NaN or infinite pixels for {bad} of {of} slices, which images.csv names")
     return lines
+
+
+def used_in_training(n: int) -> str:
+    """The warning about n slices of a test that a network was trained on."""
+    return f"{n} of the slices were used in training: the scores are too good"
 
 
 def _mean_gain(evaluation: Evaluation, other: str) -> float:
