@@ -13,10 +13,12 @@ from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY, RUN_KEY
 from qnmixer.config import parse, to_plain
 from qnmixer.config.commands import parse_compare
 from qnmixer.config.compose import compose
+from qnmixer.config.data import FolderData
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.phantoms import phantom
 from qnmixer.evaluation import compare as measuring
 from qnmixer.evaluation.compare import _identity, compare
+from qnmixer.evaluation.comparison_report import tables_of
 from qnmixer.evaluation.methods import Comparison
 from qnmixer.reconstructor import build_geometry
 from qnmixer.training.module import ReconstructionModule
@@ -93,6 +95,14 @@ def test_scores_are_measured_again_when_the_slices_change(
     assert psnrs(sweep.slices, "(1 of them before)") == before
     write_patient(sweep.slices / sweep.patients["test"][0], 14)
     assert psnrs(sweep.slices, "1 jobs on 1 slices") != before
+
+
+def test_sets_with_a_range_of_their_own_say_so(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(FolderData, "own_range", True)
+    found, _ = sweep.compare(sweep.slices, capsys)
+    assert tables_of(found)[0].note.endswith("Data range of each reference, SSIM as skimage's.")
 
 
 def test_a_public_set_is_known_by_its_files(tmp_path: Path) -> None:

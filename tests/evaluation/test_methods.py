@@ -145,6 +145,24 @@ def test_tables(comparison: Comparison) -> None:
     assert sources.rows[1][-1] == "job j9: failed: FloatingPointError: the loss became nan"
 
 
+def test_the_data_range_is_that_of_each_method(comparison: Comparison) -> None:
+    a, b, *_, not_measured = comparison.methods
+
+    def said() -> str:
+        return tables_of(comparison)[0].note.partition("Data range")[2]
+
+    assert said() == " 1."
+    not_measured.own_range.add("as_trained")
+    assert said() == " 1."
+    b.own_range.add("as_trained")
+    assert said() == " 1; of B: data range of each reference, SSIM as skimage's."
+    for method in comparison.methods:
+        method.own_range.add("as_trained")
+    assert said() == " of each reference, SSIM as skimage's."
+    a.own_range.clear()
+    assert said() == " 1; of B, of another scan: data range of each reference, SSIM as skimage's."
+
+
 def test_the_slices_of_a_patient_count_as_one() -> None:
     """Three slices of one patient, and one of another."""
     values, patients = [30.0, 31.0, 32.0, 40.0], [0, 0, 0, 1]

@@ -128,7 +128,10 @@ class _Measuring:
             by_name = {name: [s for s in scores if s.method == name] for name in (FBP, method_name(config))}
             method.measured.setdefault(test, {})[job.seeds] = by_name[method_name(config)]
             method.scans[test] = digest(scan_under_test(config), sort_keys=True)
+            if config.data.own_range:
+                method.own_range.add(test)
             if self._fbp is not None:
+                self._fbp.own_range |= method.own_range
                 known, its = self._fbp.measured.setdefault(test, {}), by_name[FBP]
                 if _slices(its) not in map(_slices, known.values()):
                     known[job.seeds] = its

@@ -16,7 +16,7 @@ from qnmixer.config import to_plain
 from qnmixer.config.commands import CompareConfig
 from qnmixer.evaluation.compare import FBP
 from qnmixer.evaluation.curves import Level, curve_of, median_step
-from qnmixer.evaluation.evaluate import METRICS
+from qnmixer.evaluation.evaluate import METRICS, data_range
 from qnmixer.evaluation.methods import ComparedJob, ComparedMethod, Comparison
 from qnmixer.evaluation.statistics import Difference, Spread, difference, spread, with_deviation
 from qnmixer.files import digest, write_text
@@ -161,8 +161,17 @@ def _quality(comparison: Comparison) -> PageTable:
         + ["over TV, dB", "over TV, SSIM"] * has_tv
         + ["steps", "training"] * other_steps,
         rows,
-        f"{note}Data range 1.",
+        note + _data_range(comparison, test),
     )
+
+
+def _data_range(comparison: Comparison, test: str) -> str:
+    """The data range of a test. Methods that were trained on several sets may have several."""
+    measured = [method for method in comparison.methods if method.measured.get(test)]
+    own = [method.name for method in measured if test in method.own_range]
+    if 0 < len(own) < len(measured):
+        return f"Data range 1; of {', '.join(own)}: {data_range(own=True)}."
+    return f"{data_range(bool(own))}.".replace("data", "Data", 1)
 
 
 def _unit(comparison: Comparison, test: str) -> tuple[str, int, int]:

@@ -372,9 +372,15 @@ def _gain(evaluation: Evaluation) -> str:
     *others, last = evaluation.methods
     n = len(evaluation.values(last, "psnr"))
     over = ", ".join(f"over {other}: {_mean_gain(evaluation, other):+.2f} dB" for other in others)
-    which = "of each reference, SSIM as skimage's" if evaluation.own_range else "1"
-    line = f"{last} {over}, mean over {n} images (data range {which})".removeprefix("" if over else f"{last} , ")
+    line = f"{last} {over}, mean over {n} images ({data_range(evaluation.own_range)})".removeprefix(
+        "" if over else f"{last} , "
+    )
     return "; ".join([line, *(_patient_gain(evaluation, other) for other in others if evaluation.n_patients > 1)])
+
+
+def data_range(own: bool) -> str:
+    """The data range of PSNR and SSIM in words. `own`: that of each reference."""
+    return "data range of each reference, SSIM as skimage's" if own else "data range 1"
 
 
 def _patient_gain(evaluation: Evaluation, other: str) -> str:

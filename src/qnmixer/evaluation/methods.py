@@ -79,6 +79,7 @@ class ComparedMethod:
     measured: dict[str, dict[Seeds, list[ImageScore]]] = field(default_factory=dict)  # test → seeds → images
     scans: dict[str, str] = field(default_factory=dict)  # test → digest of what its sinograms come from
     cost: Cost | None = None
+    own_range: set[str] = field(default_factory=set)  # tests whose references each have their own data range
 
     @property
     def done(self) -> list[ComparedJob]:
