@@ -9,6 +9,7 @@ from qnmixer.config import parse
 from qnmixer.config.commands import parse_evaluate
 from qnmixer.config.compose import compose
 from qnmixer.config.data import DataConfig, FolderData
+from qnmixer.errors import ConfigError
 from qnmixer.evaluation import slices
 from qnmixer.evaluation.slices import Gallery, other_slices, pictured
 from qnmixer.reports.page import PageMethod, PageSlice
@@ -96,3 +97,37 @@ def test_slices_have_their_true_size_where_the_run_was_trained_so() -> None:
         data, own = other_slices(chosen.data, trained, overrides)
         assert isinstance(data, FolderData)
         assert (data.pixel_size, own) == (expected, False)
+
+
+def own_folder(*given: str) -> FolderData:
+    """The slices of an evaluation on the folder of a run, in which some keys are given."""
+    words = ["data=dicom", "data.root=/ct", "data.batch_size=3", "data.include='*.dcm'"]
+    trained = parse(compose("train", words))
+    overrides = ["data=dicom", "data.root=/ct", *given]
+    chosen = parse_evaluate(compose("evaluate", ["run=.", *overrides]))
+    assert isinstance(chosen.data, DataConfig)
+    data, own = other_slices(chosen.data, trained, overrides)
+    assert isinstance(data, FolderData)
+    assert own
+    return data
+
+
+def test_how_slices_of_the_run_are_loaded_can_be_changed() -> None:
+    loading = ["data.num_workers=0", "data.prefetch_factor=5", "data.pin_memory=false", "data.cache_dir='~/c'"]
+    data = own_folder(*loading, "data.disc=true")
+    assert (data.num_workers, data.prefetch_factor, data.pin_memory, data.cache_dir) == (0, 5, False, "~/c")
+    assert (data.batch_size, data.include, data.disc) == (3, "*.dcm", True)
+    assert own_folder("data.batch_size=1").batch_size == 1
+
+
+@pytest.mark.parametrize(
+    "key", ["data.include='*'", "data.patient_from=folder", "data.val_fraction=0.2", "data.seed=5", "data.augment=true"]
+)
+def test_other_keys_of_the_slices_of_the_run_are_refused(key: str) -> None:
+    name = key.partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"^data.root=/ct is the run's own folder.*: leave out {name}"):
+        own_folder(key)
+
+
+def test_a_key_that_says_what_the_run_has_is_taken() -> None:
+    assert own_folder("data.include='*.dcm'", "data.patient_from=tag").include == "*.dcm"

@@ -13,6 +13,9 @@ from qnmixer.files import check_no_nifti, check_there
 if TYPE_CHECKING:
     from qnmixer.config.run import Config
 
+LOADING = "batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir"
+"""Keys of how slices are loaded. They change no slice."""
+
 
 @schema()
 @dataclass(kw_only=True)

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from qnmixer.checkpoints.reading import built_from, find_checkpoint, read_checkpoint
 from qnmixer.config import Config, to_plain
 from qnmixer.config.compose import compose
+from qnmixer.config.data import LOADING
 from qnmixer.config.overrides import looks_elsewhere, of_hydra
 from qnmixer.config.run import parse_file
 from qnmixer.errors import UserError, first_line
@@ -28,8 +29,7 @@ from qnmixer.tracking.sweep_file import read_sweep
 
 _SEEDS = ("seed", "data.seed")
 # Keys of the data config that do not change a test slice.
-_NOT_OF_TEST = {"batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir", "seed", "augment"}
-_NOT_OF_TEST |= {"n_train", "n_val", "train_slices"}
+_NOT_OF_TEST = {*LOADING, "seed", "augment", "n_train", "n_val", "train_slices"}
 
 
 @dataclass

@@ -9,10 +9,20 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 from qnmixer.config import Config
-from qnmixer.config.data import AsTrained, DataConfig, FolderData, MixedData, PairData, PhantomData, TwoDetectData
+from qnmixer.config.data import (
+    LOADING,
+    AsTrained,
+    DataConfig,
+    FolderData,
+    MixedData,
+    PairData,
+    PhantomData,
+    TwoDetectData,
+)
 from qnmixer.config.option import check_bounds
 from qnmixer.config.overrides import values_of
-from qnmixer.errors import CheckpointError
+from qnmixer.config.target import keys_of
+from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.plugins import check_trusted
 from qnmixer.reports.page import PageSlice
 from qnmixer.weights import SUFFIX, located
@@ -21,6 +31,8 @@ _ROOM = 12 * 2**20
 """Bytes of a page's pixels before compression. Slices that are stored in full come on top."""
 _SMALLEST = 64
 """Pixels. No slice is made smaller than this; the page then has fewer slices."""
+_OF_TEST = "simulation_factor", "disc", "pixel_size"
+"""Keys that turn the run's own slices into another test."""
 _N_WORST = 3
 """So many of the worst slices are stored in full."""
 
@@ -52,9 +64,10 @@ def as_trained(run: str, changed: AsTrained, data: DataConfig, trust: Collection
 def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> tuple[DataConfig, bool]:
     """Slices that the run was not trained on, in the form that its network needs; all of them, if no split is given.
 
-    Also returns whether they are the run's own slices after all; then its split says which are test slices.
+    Also returns whether they are the run's own slices after all; then its split says which are test slices. Raises
+    ConfigError for a key that would change these, and CheckpointError for one that the network cannot use.
     """
-    given = values_of(overrides)
+    given, asked = values_of(overrides), keys_of(data)
     fixed = {key: getattr(trained.data, key) for key in ("image_size", "scaling", "hu_max")}
     for key, value in fixed.items():
         if f"data.{key}" in given and getattr(data, key) != value:
@@ -70,8 +83,15 @@ def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> tup
         for source in trained.data.by_section().values():
             if isinstance(source, FolderData) and _folder(data) == _folder(source):
                 # else the evaluation would use slices that the network was trained on
-                its = {key: getattr(data, key) for key in ("simulation_factor", "disc", "pixel_size")}
-                return replace(source, **its), True
+                changed = [*_OF_TEST, *(key for key in LOADING if f"data.{key}" in given)]
+                own = replace(source, **{key: getattr(data, key) for key in changed})
+                for key, value in asked.items():
+                    if f"data.{key}" in given and key != "root" and value != (its := keys_of(own).get(key)):
+                        raise ConfigError(
+                            f"data.root={data.root} is the run's own folder, whose slices have data.{key}={its}: "
+                            f"leave out data.{key}, or give data.split=all too for other slices of the folder"
+                        )
+                return own, True
         data = replace(data, split="all")
     data.check(trained)
     return data, False
