@@ -17,14 +17,17 @@ from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
 from qnmixer.config import parse, to_plain
 from qnmixer.config.commands import ReconstructConfig, parse_reconstruct
 from qnmixer.config.compose import compose
+from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.phantoms import phantom
 from qnmixer.errors import DataError
 from qnmixer.inference.batches import MAX_HU, BatchedNetwork
-from qnmixer.inference.inputs import holds_sinograms, measured_scans, simulated_scans
+from qnmixer.inference.inputs import MeasuredScan, holds_sinograms, measured_scans, simulated_scans
 from qnmixer.inference.reconstruct import reconstruct_input
+from qnmixer.reconstructor import to_hu
 from qnmixer.training.module import ReconstructionModule
 
 from ..conftest import TINY
+from ..sets import write_lodopab, write_two_detect
 
 Build = Callable[..., ReconstructionModule]
 
@@ -93,6 +96,37 @@ def test_only_scans_with_missing_views_get_further_passes(tiny_module: Build, tm
     with torch.no_grad():
         plain = module.network(torch.from_numpy(y[[0, 2]])[:, None])[:, 0].numpy() * 3000 - 1000
     np.testing.assert_allclose(together[::2], plain, atol=0.05)
+
+
+@pytest.mark.parametrize("reader", [("lodopab", "h5py"), ("two_detect", "tifffile")], ids=lambda its: its[0])
+def test_a_sinogram_of_a_public_set_is_reconstructed_as_it_is_evaluated(
+    reader: tuple[str, str], tmp_path: Path
+) -> None:
+    """The network gets the values of its training, and the HU are those of the set."""
+    name, library = reader
+    pytest.importorskip(library)
+    words = ["model=fbp", f"data={name}", f"geometry={name}", f"data.root={tmp_path}", "geometry.n_views=8"]
+    keys = ["data.image_size=32", "data.num_workers=0", "logger=csv"]
+    config = parse(compose("train", [*words, *keys]))
+    module = ReconstructionModule(config).eval()
+    if name == "lodopab":
+        write_lodopab(tmp_path, module.projector.geometry, {"test": 1})
+        of_one = 0.08135858
+    else:
+        write_two_detect(tmp_path, tmp_path, module.projector.geometry, [4531])
+        of_one = config.data.max_attenuation
+    (batch,) = SliceDataModule(config.data, geometry=module.projector.geometry).test_dataloader()
+    y = batch["sinogram"]
+    with torch.no_grad():
+        expected = to_hu(batch, module.network(y))[0, 0].numpy()
+    for unit, per_value in (("attenuation", of_one), ("value", 1.0)):
+        np.save(tmp_path / f"{unit}.npy", y[0, 0].numpy() * per_value)
+        _, scans = measured_scans(tmp_path / f"{unit}.npy", module, settings(unit=unit, water_attenuation=0.03))
+        (scan,) = scans
+        assert isinstance(scan, MeasuredScan)
+        np.testing.assert_allclose(scan.sinogram, y[0, 0], rtol=1e-5, atol=1e-4)
+        (hu,) = BatchedNetwork(module, 1, "32")([scan])
+        np.testing.assert_allclose(hu, expected, atol=0.05)
 
 
 def test_half_precision_where_it_is_the_same(

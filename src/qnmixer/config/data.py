@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 
 LOADING = "batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir"
 """Keys of how slices are loaded. They change no slice."""
+_WATER, _AIR, _LARGEST = 20.0, 0.02, 81.35858
+"""Attenuation in 1/m in LoDoPaB-CT: x = (HU·(water − air)/1000 + water)/largest."""
+_PER_HU = (_WATER - _AIR) / 1000
+LODOPAB_HU = -_WATER / _PER_HU, _LARGEST / _PER_HU
+"""(offset, scale) of HU = offset + scale · x in LoDoPaB-CT."""
 
 
 @schema()
@@ -65,6 +70,16 @@ class DataConfig(Target):
     def measured(self) -> bool:
         """Whether its sinograms were measured by a scanner."""
         return False
+
+    @property
+    def attenuation_of_one(self) -> float | None:
+        """Attenuation in 1/mm that x = 1 means; None: that of hu_max, which depends on the attenuation of water."""
+        return None
+
+    @property
+    def hu_scaling(self) -> tuple[float, float]:
+        """(offset, scale) of HU = offset + scale · x with scaling=attenuation, the same for every slice."""
+        return -1000.0, self.hu_max + 1000.0
 
     @property
     def at_true_size(self) -> bool:
@@ -318,6 +333,16 @@ class LodopabData(PairData):
         """Whether the observations of the set are used."""
         return self.sinograms == "measured"
 
+    @property
+    def attenuation_of_one(self) -> float:
+        """That of the set, whose water has a fixed attenuation."""
+        return _LARGEST / 1000
+
+    @property
+    def hu_scaling(self) -> tuple[float, float]:
+        """That of the set: its air is not quite −1000 HU at x = 0."""
+        return LODOPAB_HU
+
     def check(self, run: "Config") -> None:
         """Check hu_max: the images of the set have a unit of their own."""
         super().check(run)
@@ -356,6 +381,11 @@ class TwoDetectData(PairData):
     def measured(self) -> bool:
         """Always."""
         return True
+
+    @property
+    def attenuation_of_one(self) -> float:
+        """That of the key: the references are attenuations, and their HU follow from it."""
+        return self.max_attenuation
 
 
 def check_untouched(config: DataConfig) -> None:

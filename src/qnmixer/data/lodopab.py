@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from qnmixer.config.data import LODOPAB_HU
 from qnmixer.data.pairs import optional, views_of
 from qnmixer.data.resample import to_square
 from qnmixer.data.scaling import OwnScaling
@@ -18,9 +19,6 @@ from qnmixer.physics import FanBeamGeometry
 _NAMES = {"train": "train", "val": "validation", "test": "test"}
 _IMAGES = {"train": 35820, "val": 3522, "test": 3553}
 _VIEWS, _BINS, _SIZE = 1000, 513, 362
-_WATER, _AIR, _LARGEST = 20.0, 0.02, 81.35858
-"""Attenuation in 1/m: x = (HU·(water − air)/1000 + water)/largest."""
-_PER_HU = (_WATER - _AIR) / 1000
 _MM = 1000.0
 """Millimetres in a metre: observations are line integrals of x over metres."""
 
@@ -44,7 +42,7 @@ class LodopabSource:
     """
 
     endless = False
-    scaling = OwnScaling(-_WATER / _PER_HU, _LARGEST / _PER_HU)
+    scaling = OwnScaling(*LODOPAB_HU)
 
     def __init__(self, part: str, image_size: int, geometry: FanBeamGeometry, *, root: str, sinograms: str) -> None:
         self.part, self.image_size, self.root = part, image_size, Path(root).expanduser()

@@ -119,9 +119,7 @@ def measured_scans(path: Path, module: Reconstructor, config: ReconstructConfig)
             f"run={config.run} was trained with data.scaling={trained.data.scaling}, which leaves a measured sinogram "
             "without a scale: use a run with data.scaling=attenuation"
         )
-    per_value = (
-        attenuation_per_value(config.water_attenuation, trained.data.hu_max) if config.unit == "attenuation" else 1.0
-    )
+    per_value = _attenuation_of_one(trained, config) if config.unit == "attenuation" else 1.0
     files = _scan_files(path)
     if not files:
         raise DataError(
@@ -141,6 +139,12 @@ def measured_scans(path: Path, module: Reconstructor, config: ReconstructConfig)
     return len(files), scans()
 
 
+def _attenuation_of_one(trained: Config, config: ReconstructConfig) -> float:
+    """Attenuation in 1/mm that x = 1 means for a network. Some sets fix it, whatever that of water is."""
+    its = trained.data.attenuation_of_one
+    return attenuation_per_value(config.water_attenuation, trained.data.hu_max) if its is None else its
+
+
 def _scans_of(
     file: Path, name: str, per_value: float, module: Reconstructor, config: ReconstructConfig
 ) -> Iterator[Scan]:
@@ -154,11 +158,12 @@ def _scans_of(
         scans.check(k)
     if abs(turned := scans.layout.angles[0] - module.projector.geometry.first_angle) > 1e-6:
         warn(f"{file} starts {np.degrees(turned):.4g}° from the run's first view, so the image is turned by that angle")
+    offset, scale = module.config.data.hu_scaling
     for k in range(scans.count):
         sinogram, missing = scans.fitted(k)
         yield MeasuredScan(
             name=f"{name}#{k}" if scans.count > 1 else name,
-            offset=-1000.0, scale=module.config.data.hu_max + 1000.0,
+            offset=offset, scale=scale,
             sinogram=sinogram / np.float32(per_value), missing=missing,
         )  # fmt: skip
 
@@ -272,8 +277,7 @@ def _check_unit(
 ) -> None:
     """Refuse counts, transmissions, and a wrong unit (value × mm instead of attenuation, or the reverse)."""
     low, high = float(sinogram.min()), float(sinogram.max())
-    of_value = attenuation_per_value(config.water_attenuation, module.config.data.hu_max)
-    factor = 1.0 if config.unit == "attenuation" else of_value
+    factor = 1.0 if config.unit == "attenuation" else _attenuation_of_one(module.config, config)
     if not MIN_ATTENUATION <= factor * low <= factor * high <= MAX_ATTENUATION:
         other = "value if it is the network's value × mm" if factor == 1.0 else "attenuation if it is that"
         raise DataError(
@@ -283,7 +287,8 @@ def _check_unit(
     y = torch.from_numpy(sinogram / np.float32(per_value))[None, None].to(module.device)
     densest = float(torch.quantile(module.projector.fbp(y), 0.99))
     if not 0.05 < densest < 3.0:
-        hu = densest * (module.config.data.hu_max + 1000) - 1000
+        offset, scale = module.config.data.hu_scaling
+        hu = offset + scale * densest
         raise DataError(
             f"{file} would have its densest parts at {hu:.0f} HU, so it is not in unit={config.unit}: give −log of "
             "transmission (unit=attenuation), or the network's value × mm (unit=value)"
