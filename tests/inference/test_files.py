@@ -147,7 +147,7 @@ def test_nan_is_not_written(tmp_path: Path) -> None:
 
 def test_pictures(tmp_path: Path) -> None:
     hu = np.array([[-200.0, 40.0], [240.0, 3000.0]], np.float32)
-    write_png(tmp_path / "a.png", hu)
+    write_png(tmp_path / "a.png", hu, window=(-160, 240))
     with Image.open(tmp_path / "a.png") as picture:
         assert np.asarray(picture).tolist() == [[0, 128], [255, 255]]
         assert picture.info["Description"] == "-160 HU is black, 240 HU is white"
@@ -182,7 +182,8 @@ def test_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
         "hu, path = np.random.default_rng(0).uniform(-1000, 1000, (99, 99)).astype('f4'), Path(sys.argv[1])\n"
         "def dicom(path, hu): write_dicom(path, hu, series_uid='1.2', description='x')\n"
-        "for write in (write_npy, write_png, dicom):\n"
+        "def png(path, hu): write_png(path, hu, window=(-160, 240))\n"
+        "for write in (write_npy, png, dicom):\n"
         "    try: write(path, hu)\n"
         "    except OSError as error: print(error.errno)\n"
     )

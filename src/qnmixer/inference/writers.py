@@ -69,7 +69,7 @@ def write_npy(path: Path, hu: FloatArray) -> None:
     _save(path, encoded)
 
 
-def write_png(path: Path, hu: FloatArray, *, window: tuple[float, float] = (-160.0, 240.0)) -> None:
+def write_png(path: Path, hu: FloatArray, *, window: tuple[float, float]) -> None:
     """HU [H, W] as an 8-bit PNG, from black to white in the window. Its Description gives the window."""
     low, high = window
     pixels = np.rint(np.clip((hu - low) / (high - low), 0, 1) * 255).astype(np.uint8)
