@@ -578,6 +578,30 @@ def test_hu_are_those_of_the_network_and_near_the_truth(noise_free: Path, tmp_pa
     assert np.corrcoef(ours.ravel(), hu.ravel())[0, 1] > 0.9
 
 
+def test_a_tilde_is_the_home_folder(noise_free: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quoted, because Hydra refuses it otherwise, and shells replace it only at the start of a word."""
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir()
+    here.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    (home / "run").symlink_to(noise_free)
+    np.save(home / "a.npy", slice_hu(3, SIZE))
+    words = ["run='~/run'", "input='~/a.npy'", "output='~/out'", "formats=[npy]", "accelerator=cpu"]
+    outcome = run("reconstruct", *words)
+    assert outcome.code == 0, outcome.stderr
+    assert [path.name for path in (home / "out").iterdir()] == ["a.npy"]
+    assert "contains a.npy already" in run("reconstruct", *words).error
+    assert not list(here.iterdir())
+    outcome = training(tmp_path / "finetuned", "finetune='~/run'", "test_after_training=false")
+    assert outcome.code == 0, outcome.stderr
+    assert (
+        "run=~nobody_has_this_name/run does not exist"
+        in run("reconstruct", "run='~nobody_has_this_name/run'", *words[1:]).error
+    )
+    assert not list(here.iterdir())
+
+
 def test_a_single_file_and_a_stack(noise_free: Path, ct: Path, tmp_path: Path) -> None:
     outcome = reconstruction(noise_free, ct / "B" / "1.dcm", tmp_path / "one", "formats=[dicom]")
     assert "reconstructions: 1, as dicom" in outcome.stdout

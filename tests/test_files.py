@@ -13,7 +13,7 @@ def test_a_name_that_is_not_utf8_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "a.csv").read_text() == "caf?.npy, 1"
 
 
-@pytest.mark.parametrize("name", ["nowhere", "a" * 300, "", "b/" * 200])
+@pytest.mark.parametrize("name", ["nowhere", "a" * 300, "", "b/" * 200, "~nobody_has_this_name/a"])
 def test_a_missing_path_is_reported_by_its_key(name: str) -> None:
     with pytest.raises(DataError, match=r"^run=.{0,61} does not exist: give a folder$"):
         check_there("run", name, "a folder")

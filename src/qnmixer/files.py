@@ -131,7 +131,7 @@ def check_there(key: str, path: str, what: str) -> None:
     """Raise DataError if the path of this key does not exist. `what` says what it should be."""
     try:
         there = path != "" and Path(path).expanduser().exists()
-    except OSError:  # the name is too long
+    except (OSError, RuntimeError):  # the name is too long; there is no such user
         there = False
     if not there:
         raise DataError(f"{key}={path if len(path) < 200 else f'{path[:60]}…'} does not exist: give {what}")

@@ -20,7 +20,9 @@ def reconstruct(cfg: DictConfig) -> None:
     print(f"reconstructing {cfg.input} by {cfg.run} (loading PyTorch …)", flush=True)
     from qnmixer.inference.reconstruct import reconstruct_input
 
-    reconstruct_input(check(cfg))  # checked here as well: a sweep does not check its jobs
+    config = check(cfg)  # checked here as well: a sweep does not check its jobs
+    Path(config.output).mkdir(parents=True, exist_ok=True)  # one that cannot be made is reported before the work
+    reconstruct_input(config)
 
 
 def check(cfg: DictConfig) -> ReconstructConfig:
@@ -29,7 +31,7 @@ def check(cfg: DictConfig) -> ReconstructConfig:
     check_weights("run", config.run)
     check_there("input", config.input, "a file or folder of DICOM, .npy or 16-bit PNG")
     check_no_nifti("input", config.input)
-    input_, output = (Path(path).expanduser().resolve() for path in (config.input, config.output))
+    input_, output = (Path(path).resolve() for path in (config.input, config.output))
     if input_.is_dir() and output.is_relative_to(input_):  # the next call would read these results as input slices
         raise ConfigError(f"output={config.output} lies in input={config.input}: give a folder outside of it")
     check_unused("output", Path(config.output))

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, fields
+from os.path import expanduser
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -240,6 +241,7 @@ def parse_reconstruct(cfg: DictConfig) -> ReconstructConfig:
     """Parse and check the config of `qnmixer.reconstruct`. Raises ConfigError."""
     values = _with_lists(plain_values(cfg))
     config: ReconstructConfig = parse_section("", ReconstructConfig, values, values)
+    config.input, config.output = map(expanduser, (config.input, config.output))
     if not config.formats:
         raise ConfigError("formats=[] would write nothing: give some of dicom, npy, png")
     for name in config.formats:

@@ -1,5 +1,6 @@
 """The weights that the package ships, and the values of `run=` and `finetune=`. No torch import."""
 
+from os.path import expanduser
 from pathlib import Path
 
 from qnmixer.errors import CheckpointError
@@ -15,14 +16,14 @@ SUFFIX = ".safetensors"
 
 
 def located(run: str | Path) -> Path:
-    """The path that `run=` or `finetune=` names: the shipped weights for "pretrained", else the path unchanged.
+    """The path that `run=` or `finetune=` names: the shipped weights for "pretrained", else the path; ~ is the home.
 
     The name must be a string. A Path, which may come from ./pretrained, is always a path.
 
     Raises CheckpointError if this installation has no shipped weights.
     """
     if run != PRETRAINED:
-        return Path(run)
+        return Path(expanduser(run))  # pathlib's raises an error for a user that does not exist
     if not SHIPPED.is_file():
         raise CheckpointError(
             f"{PRETRAINED} cannot be loaded, as this installation ships no weights ({SHIPPED.name} is missing): give a "
