@@ -132,6 +132,25 @@ def test_nan_frame_of_a_stack_is_skipped_the_others_stay(body_hu: Any, tmp_path:
     assert cache.skipped == [("a.npy#1", "NaN or infinite pixels")]
 
 
+@pytest.mark.parametrize("field_of_view", [None, 40.0])
+def test_every_size_keeps_the_same_slices(
+    make_ct: Any, body_hu: Any, tmp_path: Path, field_of_view: float | None
+) -> None:
+    """A simulation on a finer grid takes slices by their number, so all sizes must have the same."""
+    line, beside = np.full((64, 64), -1000), np.full((64, 64), -1000)
+    line[30:32] = -450  # on a coarse grid it is thinner than air: below −500 HU
+    beside[:, :8] = 40  # outside a field of 40 mm
+    for name, hu in {"a": body_hu(64, 64), "b": line, "c": beside, "d": body_hu(64, 64)}.items():
+        make_ct(tmp_path / "root" / name, hu, PatientID=name, PixelSpacing=[1, 1])
+    kept = ["a", "b", "d"] if field_of_view else ["a", "b", "c", "d"]
+    for size in (16, 32, 64, 128):
+        cache = open_cache(
+            DicomReader(), tmp_path / "root", size, cache_dir=tmp_path / "cache", field_of_view=field_of_view
+        )
+        assert [info.path for info in cache.infos] == kept
+        assert np.isfinite([cache.load(index) for index in range(len(cache))]).all()
+
+
 def test_numpy_files_that_are_no_slices(tmp_path: Path, body_hu: Any) -> None:
     root = tmp_path / "r"
     root.mkdir()

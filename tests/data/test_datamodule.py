@@ -13,6 +13,7 @@ from lightning import LightningModule, Trainer
 from PIL import Image
 
 from qnmixer.config.run import section
+from qnmixer.data.cache import SliceCache, open_cache
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler, Pick
 from qnmixer.data.splits import PARTS, RunSplit, SplitRecord
@@ -365,6 +366,41 @@ def test_fine_slices_of_a_folder(tmp_path: Path, scaling: str) -> None:
         hu = np.load(tmp_path / f"{k}.npy")
         x = (hu - float(finer["hu_offset"][k])) / float(finer["hu_scale"][k])
         np.testing.assert_allclose(finer["fine"][k, 0], np.clip(x, 0, 1), atol=1e-5)
+
+
+@pytest.mark.parametrize("scaling", ["attenuation", "minmax"])
+def test_a_fine_slice_is_that_of_its_image(body_hu: Any, tmp_path: Path, scaling: str) -> None:
+    """Also behind a slice that is almost air on the coarse grid."""
+    thin = np.full((64, 64), -1000.0)
+    thin[30:32] = -450
+    np.save(tmp_path / "a.npy", np.stack([thin, body_hu(64, 64), np.roll(body_hu(64, 64), 20, 0)]))
+    config = section(
+        "data", "numpy", root=str(tmp_path), split="all", image_size=16, num_workers=0, batch_size=3,
+        simulation_factor=4, scaling=scaling, cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    (batch,) = SliceDataModule(config).test_dataloader()
+    assert batch["name"] == ["a.npy#0", "a.npy#1", "a.npy#2"]
+    mean = torch.nn.functional.avg_pool2d(batch["fine"], 4)[None]
+    differences = (mean - batch["image"][:, None]).abs().mean((2, 3, 4))  # of each fine slice from each image
+    assert (differences.argmin(0) == torch.arange(3)).all()
+    assert (differences.diag() < 0.06).all()  # minmax clips the fine line to the values of the coarse one
+
+
+def test_files_that_change_between_two_sizes(body_hu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.save(tmp_path / "b.npy", np.stack([body_hu()] * 3))
+
+    def opened(*arguments: Any, **options: Any) -> SliceCache:
+        cache = open_cache(*arguments, **options)
+        np.save(tmp_path / "a.npy", body_hu())
+        return cache
+
+    monkeypatch.setattr("qnmixer.data.sources.open_cache", opened)
+    config = section(
+        "data", "numpy", root=str(tmp_path), split="all", image_size=16, num_workers=0, simulation_factor=2,
+        cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    with pytest.raises(DataError, match=rf"^data\.root={tmp_path} changed while .*: start again$"):
+        SliceDataModule(config).setup()
 
 
 def test_phantoms_have_no_more_detail_than_twice_their_size() -> None:

@@ -45,7 +45,8 @@ from qnmixer.files import (
     write_text,
 )
 
-_FORMAT = 2
+_FORMAT = 3
+"""Raise it when caches get other slices or other values, or another layout."""
 _ROW = np.dtype("<f4")
 _INDEX = "index.json"
 
@@ -288,7 +289,8 @@ def _decode_all(
                         if grid.field_of_view is not None and piece.spacing is None:
                             raise SkipFile(NO_SPACING)
                         image = grid.place(hu, piece.spacing)
-                        require_content(image)  # all of it may lie outside the field
+                        # All of it may lie outside the field. Not by the image: every size must keep the same slices.
+                        require_content(grid.seen(hu, piece.spacing))
                     except SkipFile as reason:
                         skipped.append((piece.info.name, str(reason)))
                         continue

@@ -63,6 +63,15 @@ def _weights(n: int, mm: float, size: int, step: float) -> FloatArray:
     return found
 
 
+def inside(hu: FloatArray, spacing: tuple[float, float], field_of_view: float) -> FloatArray:
+    """The pixels of a slice [H, W] whose centres lie in the field; those in its middle if the field is narrower."""
+    rows, columns = (
+        np.abs(np.arange(n) - (n - 1) / 2) * mm <= max(field_of_view, mm) / 2
+        for n, mm in zip(hu.shape, spacing, strict=True)
+    )
+    return hu[rows][:, columns]
+
+
 @dataclass
 class CutTissue:
     """The tissue outside the field of view, which is cut.
@@ -83,13 +92,8 @@ class CutTissue:
 
     def add(self, hu: FloatArray, spacing: tuple[float, float], field_of_view: float) -> None:
         """Count a slice [H, W]."""
-        rows, columns = (
-            np.abs(np.arange(n) - (n - 1) / 2) * mm <= field_of_view / 2
-            for n, mm in zip(hu.shape, spacing, strict=True)
-        )
-        tissue = hu > TISSUE
-        area, total = spacing[0] * spacing[1], int(tissue.sum())
-        outside = total - int((tissue & rows[:, None] & columns).sum())
+        area, total = spacing[0] * spacing[1], int((hu > TISSUE).sum())
+        outside = total - int((inside(hu, spacing, field_of_view) > TISSUE).sum())
         self.tissue += area * total
         self.outside += area * outside
         self.n_cut += outside > 0
@@ -125,3 +129,9 @@ class Grid:
             return to_square(hu, self.size)
         self.cut.add(hu, spacing, self.field_of_view)
         return to_field(hu, spacing, self.size, self.field_of_view)
+
+    def seen(self, hu: FloatArray, spacing: tuple[float, float] | None) -> FloatArray:
+        """The pixels of a slice [H, W] that the grid covers. They are the same for every size."""
+        if self.field_of_view is None or spacing is None:
+            return hu
+        return inside(hu, spacing, self.field_of_view)

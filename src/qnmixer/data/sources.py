@@ -224,6 +224,8 @@ def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | No
         )
     factor = config.simulation_factor
     fine = None if factor == 1 else _open(config, reader, config.image_size * factor, field_of_view)
+    if fine is not None and fine.infos != cache.infos:  # its slices are taken by their number
+        raise DataError(f"data.root={config.root} changed while its slices were read at two sizes: start again")
     return {
         part: Part(
             SliceView(cache, split[part]),
