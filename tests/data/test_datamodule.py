@@ -267,6 +267,23 @@ def test_all_slices_for_test_and_nothing_to_train_on(body_hu: Any, tmp_path: Pat
         module.train_dataloader()
 
 
+@pytest.mark.parametrize("n_frames", [1, 2])
+def test_files_that_a_random_split_takes_for_patients(
+    body_hu: Any, tmp_path: Path, n_frames: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    for k in range(4):
+        np.save(tmp_path / f"p01_{k}.npy", np.stack([body_hu()] * n_frames))
+    keys = {"root": str(tmp_path), "image_size": 16, "num_workers": 0, "cache_dir": str(tmp_path / "c")}
+    SliceDataModule(section("data", "numpy", split="all", **keys)).setup()
+    assert not recwarn.list
+    SliceDataModule(section("data", "numpy", **keys)).setup()
+    lines = [str(it.message) for it in recwarn.list]
+    assert lines == [
+        f"{tmp_path}: each of 4 files with one slice counts as a patient (p01_0.npy, p01_1.npy, p01_2.npy, p01_3.npy): "
+        "if several are of one patient, make a folder for each patient, or scores will be too good"
+    ] * (n_frames == 1)
+
+
 def test_values_without_air_are_doubted(body_hu: Any, tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.clip(body_hu(), 0, None))
     config = section(

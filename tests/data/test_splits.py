@@ -5,7 +5,16 @@ import pytest
 
 from qnmixer.config.run import section
 from qnmixer.data.slices import SliceInfo
-from qnmixer.data.splits import AAPM_PATIENTS, PARTS, RunSplit, Split, SplitRecord, patients_of, split_slices
+from qnmixer.data.splits import (
+    AAPM_PATIENTS,
+    PARTS,
+    RunSplit,
+    Split,
+    SplitRecord,
+    files_as_patients,
+    patients_of,
+    split_slices,
+)
 from qnmixer.errors import DataError
 
 
@@ -29,6 +38,18 @@ def test_patients_without_a_tag_are_split_by_folder() -> None:
     assert names(["L333/full_3mm/x.IMA"]) == ["L333"]
     assert names(["x", "y"]) == ["root", "root"]
     assert names(["x.npy", "y.npy"]) == ["x", "y"]
+
+
+def test_files_of_one_slice_are_told_from_patients_with_a_folder_or_a_stack() -> None:
+    def lone(*infos: SliceInfo) -> list[str]:
+        return files_as_patients(infos, patients_of(infos, patient_from="tag", root_name="root"))
+
+    assert lone(*infos_of("p1_0.npy", "p1_1.npy", "p2_0.NPY")) == ["p1_0.npy", "p1_1.npy", "p2_0.NPY"]
+    assert lone(*infos_of("all/p1_0.npy", "all/p1_1.npy")) == ["all/p1_0.npy", "all/p1_1.npy"]
+    assert lone(*infos_of("p1/p1.npy", "p2/s/p2.npy", "L067/L067.npy")) == []
+    assert lone(*infos_of("x", "y")) == []
+    assert lone(*infos_of("x.npy", patient="x"), *infos_of("y.npy", patient="y")) == []
+    assert lone(*(SliceInfo(f"{k}.npy", 0, 2, "", f"{k}.npy", 0.0) for k in "ab")) == []
 
 
 def test_tags_win_unless_the_folder_is_asked_for() -> None:

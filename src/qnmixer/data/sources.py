@@ -28,7 +28,7 @@ from qnmixer.data.mixed import MixedSource, counts_of
 from qnmixer.data.resample import to_square
 from qnmixer.data.scaling import Scaling
 from qnmixer.data.slices import NO_AIR, FloatArray, SkipFile, SliceSource, clean_hu, doubt, summarise_skipped
-from qnmixer.data.splits import PARTS, RunSplit, few, patients_of
+from qnmixer.data.splits import PARTS, RunSplit, few, files_as_patients, patients_of
 from qnmixer.errors import ConfigError, DataError, UserError
 from qnmixer.physics import FanBeamGeometry
 from qnmixer.plugins import Kind, build, load, taken
@@ -216,6 +216,11 @@ def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | No
         _warn("data.split=slices puts neighbouring slices into train and test: scores will be too good")
     root_name = Path(str(config.root)).resolve().name
     patients = patients_of(cache.infos, patient_from=config.patient_from, root_name=root_name)
+    if config.split == "random" and len(files := files_as_patients(cache.infos, patients)) > 1:
+        _warn(
+            f"{config.root}: each of {len(files)} files with one slice counts as a patient ({few(files)}): if several "
+            "are of one patient, make a folder for each patient, or scores will be too good"
+        )
     split, new = run.settle(section, cache.infos, patients, cache.digests, config)
     if new:
         _warn(

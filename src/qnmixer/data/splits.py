@@ -175,6 +175,17 @@ def patients_of(infos: Sequence[SliceInfo], *, patient_from: str, root_name: str
     ]
 
 
+def files_as_patients(infos: Sequence[SliceInfo], patients: Sequence[str]) -> list[str]:
+    """The `.npy` files with one slice that `patients_of` takes for a patient each: no tag and no folder names one."""
+    return [
+        info.path
+        for info, patient in zip(infos, patients, strict=True)
+        if info.n_frames == 1
+        and info.path.lower().endswith(".npy")
+        and patient not in (info.patient, *PurePosixPath(info.path).parent.parts)
+    ]
+
+
 def split_slices(infos: Sequence[SliceInfo], patients: Sequence[str], config: FolderData) -> Split:
     """Indices of the slices of each split, by the rule that `config.split` names."""
     rules: dict[str, Callable[[], Split]] = {
