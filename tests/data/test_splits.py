@@ -1,3 +1,4 @@
+import re
 from collections import Counter
 from typing import Any
 
@@ -81,6 +82,26 @@ def test_three_patients_go_one_to_each_part_and_the_largest_trains(fraction: flo
 def test_too_few_patients_says_what_to_do() -> None:
     with pytest.raises(DataError, match=r"2 patient\(s\) \(a, b\), too few.*data\.split=slices"):
         split(["a", "a", "b"])
+
+
+def test_too_few_patients_by_tag_may_have_a_folder_each() -> None:
+    """As de-identified files, whose tag is the same for all."""
+
+    def message(*paths: str, **options: Any) -> str:
+        infos = infos_of(*paths, patient="ANON")
+        config = section("data", "dicom", root="somewhere", **options)
+        with pytest.raises(DataError) as caught:
+            split_slices(infos, patients_of(infos, patient_from=config.patient_from, root_name="r"), config)
+        return str(caught.value)
+
+    three = message("a/x", "b/x", "c/x", "c/y")
+    assert re.search(
+        r"1 patient\(s\) \(ANON\).*data\.patient_from=folder if each folder is a patient \(a, b, c\).*data\.split=",
+        three,
+    )
+    assert "\n" not in three
+    assert "patient_from" not in message("a/x", "b/x", "b/y")
+    assert "patient_from" not in message("a/x", "b/x", patient_from="folder")
 
 
 def test_aapm_split_by_name() -> None:

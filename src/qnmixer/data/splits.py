@@ -189,7 +189,7 @@ def files_as_patients(infos: Sequence[SliceInfo], patients: Sequence[str]) -> li
 def split_slices(infos: Sequence[SliceInfo], patients: Sequence[str], config: FolderData) -> Split:
     """Indices of the slices of each split, by the rule that `config.split` names."""
     rules: dict[str, Callable[[], Split]] = {
-        "random": lambda: _random(patients, config),
+        "random": lambda: _random(infos, patients, config),
         "aapm": lambda: _aapm(infos, patients, config),
         "explicit": lambda: _explicit(patients, config),
         "slices": lambda: _blocks(infos, patients, config),
@@ -207,14 +207,18 @@ def _by_part(patients: Sequence[str], part_of: dict[str, str]) -> Split:
     return split
 
 
-def _random(patients: Sequence[str], config: FolderData) -> Split:
+def _random(infos: Sequence[SliceInfo], patients: Sequence[str], config: FolderData) -> Split:
     """Split patients at random by the seed. Each split gets at least one. The patient with the most slices trains."""
     counts = Counter(patients)
     names = sorted(counts)
     if len(names) < 3:
+        folders = sorted({*patients_of(infos, patient_from="folder", root_name="")})
+        hint = ""
+        if config.patient_from == "tag" and len(folders) >= 3:  # de-identified files may all have the same tag
+            hint = f"take data.patient_from=folder if each folder is a patient ({few(folders)}), or "
         raise DataError(
             f"data.root={config.root} shows {len(names)} patient(s) ({', '.join(names)}), too few for train, val and "
-            "test by patient: add patients, or take data.split=slices, which leaks anatomy between the parts, "
+            f"test by patient: {hint}add patients, or take data.split=slices, which leaks anatomy between the parts, "
             "or data.split=all to evaluate only"
         )
     largest = max(names, key=lambda name: counts[name])
