@@ -6,7 +6,7 @@ one thing it is better than the figures: they draw H as a matrix, which nobody c
 image; it gets the two-loop recursion over all pairs that any textbook has.
 """
 
-from dataclasses import replace
+from dataclasses import asdict
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +26,18 @@ FIGURE = (
 """Overrides that make of the default the network that the figures draw, but for the size of its latent."""
 
 
+class EveryView(FanBeamGeometry):
+    """The scan without its symmetry."""
+
+    has_quarter_turn_symmetry = False
+
+
 class PlainOperator:
     """A, Aᵀ and FBP by torch's sparse matrices: float32 values, int64 indices, one row for each ray."""
 
     def __init__(self, geometry: FanBeamGeometry, device: torch.device) -> None:
         self.geometry = geometry
-        # It misses a full turn by so little that only its symmetry is gone.
-        every_view = replace(geometry, angle_span=geometry.angle_span * (1 - 1e-7))
+        every_view = EveryView(**asdict(geometry))
         self.A, self.At = _both(system_matrix(every_view), every_view, device)
         self.B, self.Bt = _both(backprojection_matrix(every_view), every_view, device)
         self.response = torch.from_numpy(ramp_response(geometry, "ramp")).float().to(device)

@@ -1,6 +1,7 @@
 """The scan's description: what it computes and what it refuses."""
 
 import math
+import re
 from dataclasses import FrozenInstanceError, replace
 
 import numpy as np
@@ -41,6 +42,39 @@ def test_geometry_is_frozen() -> None:
 )
 def test_quarter_turn_symmetry(views: int, span: float, symmetric: bool) -> None:
     assert replace(PAPER, n_views=views, angle_span=span).has_quarter_turn_symmetry is symmetric
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    ("beam", "rounded", "exact"),
+    [
+        ("fan_flat", (6.28318531, 6.2831853, 6.283185, 6.283186), 2 * math.pi),
+        ("parallel", (6.28318531, 6.2831853, 6.283185, 6.283186), 2 * math.pi),
+        ("parallel", (3.14159265, 3.1415927, 3.141593), math.pi),
+    ],
+)
+def test_a_turn_that_is_typed_with_six_decimals_is_the_exact_one(
+    beam: str, rounded: tuple[float, ...], exact: float, sign: int
+) -> None:
+    """Then it has the same matrices, also on the disk."""
+    whole = replace(PAPER, beam=beam, angle_span=sign * exact)
+    for span in rounded:
+        its = replace(whole, angle_span=sign * span)
+        assert its == whole
+        assert its.has_quarter_turn_symmetry
+    for other in (exact - 1e-5, 1.0):
+        assert replace(whole, angle_span=sign * other).angle_span == sign * other
+
+
+def test_the_turn_in_the_message_is_accepted() -> None:
+    with pytest.raises(GeometryError, match="at most a full turn") as caught:
+        replace(PAPER, angle_span=6.284)
+    (number,) = re.findall(r"full turn \(([\d.]+)\)", str(caught.value))
+    assert replace(PAPER, angle_span=float(number)).is_full_turn
+
+
+def test_a_fan_over_half_a_turn_stays_as_it_is() -> None:
+    assert replace(PAPER, angle_span=3.14159265).angle_span == 3.14159265
 
 
 @pytest.mark.parametrize("distance", [0.0, -100.0])

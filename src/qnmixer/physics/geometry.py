@@ -11,7 +11,8 @@ FULL_TURN = 2 * math.pi
 """Radians of a full turn."""
 BEAMS = ("fan_flat", "fan_curved", "parallel")
 """Kinds of beam by name."""
-_ANGLE_TOLERANCE = 1e-9
+_ANGLE_TOLERANCE = 1e-6
+"""Radians: π with six decimals counts as π. In an image of 1024 × 1024 a corner moves by less than 0.001 pixels."""
 
 PAPER_FIELD_OF_VIEW = 400.0
 """Image width of the paper's geometry in mm (inferred: the convention of DuDoTrans)."""
@@ -43,7 +44,8 @@ class FanBeamGeometry:
         axis_to_detector: distance of the detector from the axis in mm; 0 is a virtual detector through the axis. A
             parallel beam ignores it.
         first_angle: β of view 0 in radians.
-        angle_span: radians from view 0 to where view n_views would be; negative turns clockwise.
+        angle_span: radians from view 0 to where view n_views would be; negative turns clockwise. A rounded full turn,
+            or half turn of a parallel beam, becomes the exact one.
         beam: fan_flat, fan_curved or parallel.
         detector_offset: shift of all bins along u, in bins; a quarter gives a full turn twice as fine samples.
 
@@ -75,8 +77,11 @@ class FanBeamGeometry:
         if not 0 < abs(self.angle_span) <= FULL_TURN + _ANGLE_TOLERANCE:
             raise GeometryError(
                 f"angle_span={self.angle_span} is outside (0, 2π]: give radians, at most a full turn "
-                f"({FULL_TURN:.4f}); degrees must be converted"
+                f"({FULL_TURN:.6f}); degrees must be converted"
             )
+        for turn in (FULL_TURN,) if self.is_fan else (FULL_TURN, FULL_TURN / 2):
+            if abs(abs(self.angle_span) - turn) <= _ANGLE_TOLERANCE:  # symmetric matrices are right for exact ones only
+                object.__setattr__(self, "angle_span", math.copysign(turn, self.angle_span))
         if self.is_fan:
             self._require_source()
         self._require_sight()
@@ -131,12 +136,12 @@ class FanBeamGeometry:
     @property
     def is_full_turn(self) -> bool:
         """Whether the views cover a full turn. Then each line is seen from both sides."""
-        return abs(abs(self.angle_span) - FULL_TURN) <= _ANGLE_TOLERANCE
+        return abs(self.angle_span) == FULL_TURN
 
     @property
     def is_parallel_half_turn(self) -> bool:
         """Whether a parallel beam turns by π. Then each line is seen once."""
-        return not self.is_fan and abs(abs(self.angle_span) - FULL_TURN / 2) <= _ANGLE_TOLERANCE
+        return not self.is_fan and abs(self.angle_span) == FULL_TURN / 2
 
     @property
     def has_quarter_turn_symmetry(self) -> bool:
