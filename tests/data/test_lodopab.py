@@ -113,7 +113,16 @@ def test_settings_that_do_not_fit(written: Path, overrides: list[str], says: str
         config(written, *overrides)
 
 
-@pytest.mark.parametrize("overrides", [["geometry.n_views=30"], ["geometry.first_angle=0.0"]])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["geometry.n_views=30"],
+        ["geometry.first_angle=0.0"],
+        ["geometry.angle_span=-3.141592653589793"],
+        ["geometry.first_angle=-1.57236712"],  # one step before the first view
+        ["geometry.first_angle=1.5723671231216916"],  # its lines are those of view 0, but its bins are mirrored
+    ],
+)
 def test_views_that_were_not_measured(written: Path, overrides: list[str]) -> None:
     with pytest.raises(
         ConfigError, match=r"view \d+ of geometry, at .* is not one of the 1000 measured views: use geometry"

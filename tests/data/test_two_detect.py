@@ -13,6 +13,7 @@ import torch
 from qnmixer.config import parse
 from qnmixer.config.compose import compose
 from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.data.pairs import views_of
 from qnmixer.data.slices import SkipFile
 from qnmixer.data.two_detect import line_integrals
 from qnmixer.errors import ConfigError, DataError
@@ -70,6 +71,32 @@ def test_sinograms_are_line_integrals_of_the_references(written: Path, part: str
     ]
     assert misfit[0] < 0.01
     assert min(misfit[1:]) > 2 * misfit[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "first", "second"),
+    [
+        (["geometry.angle_span=-6.283185307179586"], 0, 3300),
+        (["geometry.first_angle=-0.5235987755982988"], 3300, 0),
+        (["geometry.first_angle=6.283185307179586"], 0, 300),
+        (["geometry.first_angle=-7.330382858376184", "geometry.angle_span=-3.141592653589793"], 3000, 2850),
+    ],
+)
+def test_a_view_has_many_angles(written: Path, overrides: list[str], first: int, second: int) -> None:
+    """Clockwise, or from an angle outside of 0 to 360°: the set has all views of a turn."""
+    its = build_geometry(config(written, *overrides))
+    views = views_of(its, 0.0, 2 * np.pi / 3600, 3600, "two_detect")
+    assert views[:2] == [first, second]
+    turned = np.degrees(its.angles()) - np.array(views) / 10
+    np.testing.assert_allclose(turned / 360, np.rint(turned / 360), atol=1e-9)
+
+
+def test_clockwise_sinograms_are_line_integrals_of_the_references(written: Path) -> None:
+    overrides = ["geometry.angle_span=-6.283185307179586"]
+    sample = module(written, *overrides).dataset("test")[0]
+    y = sample["sinogram"]
+    projected = FanBeamProjector(build_geometry(config(written, *overrides)))(sample["image"][None])[0]
+    assert float((projected - y).norm() / y.norm()) < 0.01
 
 
 def test_one_bin_is_seen(written: Path) -> None:

@@ -30,15 +30,15 @@ def views_of(geometry: FanBeamGeometry, first: float, step: float, count: int, e
     Args:
         geometry: the scan.
         first: angle of the first measured view in radians.
-        step: angle between measured views.
+        step: angle between measured views, a divisor of a full turn.
         count: number of measured views.
         extra: the set's option of `geometry`, for the message.
     """
-    turn = 2 * np.pi / step
+    turn = round(2 * np.pi / step)
     place = (geometry.angles() - first) / step
     nearest = np.rint(place)
-    index = np.where(np.abs(nearest) < count, nearest, np.mod(nearest, turn)).astype(int)
-    if (wrong := np.flatnonzero((np.abs(place - nearest) > _SAME) | (index < 0) | (index >= count))).size:
+    index = np.mod(nearest, turn).astype(int)  # −6° is 354°
+    if (wrong := np.flatnonzero((np.abs(place - nearest) > _SAME) | (index >= count))).size:
         j = int(wrong[0])
         raise ConfigError(
             f"view {j} of geometry, at {np.degrees(geometry.angles()[j]):.4g}°, is not one of the {count} measured "
