@@ -34,14 +34,11 @@ def first_lines(folder: Path, *arguments: str, **more: str) -> tuple[list[str], 
     return lines, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def test_a_run_soon_says_where_it_is_and_what_it_trains(tmp_path: Path) -> None:
-    """It took 6 to 8 times as long as to import Hydra: 1 to 2 seconds, by machine."""
+def test_a_run_says_within_two_seconds_where_it_is_and_what_it_trains(tmp_path: Path) -> None:
     (line,), seconds = first_lines(tmp_path, "qnmixer.train", "experiment=demo", "model=learn", "hydra.run.dir=my/run")
     where = tmp_path / "my" / "run"
     assert line == f"starting a run in {where}: experiment=demo, model=learn, data=phantoms (loading PyTorch …)"
-    (tmp_path / "hydra_alone.py").write_text("import hydra\nimport torch\n")
-    _, of_hydra = first_lines(tmp_path, "hydra_alone")
-    assert seconds < 12 * of_hydra
+    assert seconds < 2
 
 
 def test_a_resumed_run_says_that_it_is(tmp_path: Path) -> None:
