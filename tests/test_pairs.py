@@ -23,6 +23,7 @@ from qnmixer.errors import ConfigError, DataError
 from qnmixer.evaluation.compare import _Measuring
 from qnmixer.evaluation.evaluate import evaluate_run, title_of
 from qnmixer.evaluation.methods import ComparedJob
+from qnmixer.physics import FanBeamProjector
 from qnmixer.reconstructor import build_geometry
 from qnmixer.train import train
 from qnmixer.training.module import ReconstructionModule
@@ -152,6 +153,37 @@ def test_a_class_of_ones_own_brings_sinograms(tmp_path: Path) -> None:
     assert batch["sinogram"][:, 0, 0, 0].tolist() == [0, 1, 2]
     module = custom(train_slices=2)
     assert sorted(int(it["sinogram"][0, 0, 0]) for it in map(module.dataset("train").__getitem__, range(2))) == [0, 1]
+
+
+class Water:
+    """A square of water, with its sinogram times a factor."""
+
+    def __init__(self, part: str, factor: float) -> None:
+        self.factor = factor
+
+    def __len__(self) -> int:
+        return 1
+
+    def load(self, index: int) -> Any:
+        return np.pad(np.zeros((8, 8), np.float32), 4, constant_values=-1000)
+
+    def sinogram(self, index: int) -> Any:
+        projector = FanBeamProjector(build_geometry(parse(compose("train", TINY))))
+        return self.factor * projector(torch.from_numpy(self.load(0) / 3000 + 1 / 3)[None, None])[0, 0].numpy()
+
+
+def test_sinograms_in_another_unit_are_doubted(tmp_path: Path) -> None:
+    config = parse(compose("train", [*TINY, "trainer.accelerator=cpu", "logger=csv"]))
+    module, trainer = ReconstructionModule(config), build_trainer(config, tmp_path, [], [])
+
+    def printed(factor: float) -> str:
+        data, text = custom(_target_=f"{__name__}.Water", factor=factor), io.StringIO()
+        print_start(config, module, data, trainer, Console(file=text))
+        return text.getvalue()
+
+    assert "warning" not in printed(1.0)
+    assert "warning: FBP of the sinogram of train 0 is 0.0" in printed(0.06)
+    assert "times its image" in printed(10.0)
 
 
 def test_sinograms_of_another_scan_and_images_that_change_are_refused() -> None:

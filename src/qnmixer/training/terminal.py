@@ -71,6 +71,21 @@ def print_start(
     if line := describe(config):
         lines.append(line)
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
+    if data.measured and (doubt := _other_unit(module, data)):
+        console.print(f"warning: {doubt}", style="bold red", highlight=False, soft_wrap=True, markup=False)
+
+
+def _other_unit(module: ReconstructionModule, data: SliceDataModule) -> str | None:
+    """A line if the first measured sinogram is in another unit than its image, as −log of transmission is."""
+    sample = data.dataset("train")[0]
+    x, fbp = sample["image"].flatten(), module.projector.fbp(sample["sinogram"][None]).flatten()
+    gain = float(fbp @ x / (x @ x).clamp_min(1e-12))
+    if 1 / 3 < gain < 3:
+        return None
+    return (
+        f"FBP of the sinogram of {sample['name']} is {gain:.2g} times its image: measured sinograms are line integrals "
+        "of (HU + 1000) / (data.hu_max + 1000) in mm, not −log of transmission (docs/make_it_yours.md)"
+    )
 
 
 def print_end(config: Config, run: Run) -> None:
