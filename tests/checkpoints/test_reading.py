@@ -9,13 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 from tests.limits import within_limits
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from qnmixer.checkpoints.reading import find_checkpoint, load, load_run, load_weights, read_checkpoint, split_of
-from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY, RUN_KEY
+from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY, RUN_KEY, encode
 from qnmixer.config import Config, to_plain
 from qnmixer.data.splits import PARTS
 from qnmixer.errors import CheckpointError, UserError
 from qnmixer.files import replace
+from qnmixer.models import UnrolledNetwork
+from qnmixer.physics import FanBeamProjector
+from qnmixer.plugins import module_of
 from qnmixer.training.checkpointing import AtomicCheckpointIO
 from qnmixer.training.module import ReconstructionModule
 
@@ -411,6 +416,42 @@ def test_a_network_that_is_larger_than_its_file_is_not_built(
     with within_limits(), pytest.raises(CheckpointError, match=r"do not fit its own config|cannot be built") as error:
         load_run(tmp_path / "a.ckpt")
     assert "\n" not in str(error.value)
+
+
+class Odd(UnrolledNetwork[Tensor]):
+    """A user's network that drops weights while it is built, and counts in whole numbers."""
+
+    def __init__(self, projector: FanBeamProjector, n_iterations: int, channels: int, kind: str) -> None:
+        super().__init__(n_iterations)
+        self.projector = projector
+        layers = [nn.Conv2d(1, channels, 3), nn.Conv2d(channels, channels, 3), nn.Conv2d(channels, channels, 3)]
+        if kind == "normalised":
+            layers[1] = parametrizations.weight_norm(layers[1])
+        if kind == "counting":
+            layers.append(nn.BatchNorm2d(channels))  # type: ignore[arg-type]
+        self.layers = nn.Sequential(*layers)
+        if kind == "tied":
+            self.layers[1].weight = self.layers[2].weight
+        if kind == "replaced":
+            self.layers[1] = nn.Identity()
+
+    def start(self, y: Tensor) -> Tensor:
+        return self.projector.fbp(y)
+
+    def step(self, t: int, y: Tensor, state: Tensor) -> Tensor:
+        return state
+
+
+@pytest.mark.parametrize("kind", ["normalised", "tied", "replaced", "counting"])
+def test_any_network_of_a_user_comes_back_from_both_files(
+    other_config: Callable[..., Config], tmp_path: Path, kind: str
+) -> None:
+    words = ["model=custom", f"model._target_={__name__}.Odd", "model.channels=8", f"+model.kind={kind}"]
+    module = ReconstructionModule(other_config(*words))
+    (tmp_path / "a.safetensors").write_bytes(encode(module.config, module.state_dict()))
+    for path in (save(module, tmp_path), tmp_path / "a.safetensors"):
+        again = load_run(path, trust=[module_of(f"{__name__}.Odd")]).state_dict()
+        assert same(dict(again), dict(module.state_dict()))
 
 
 @pytest.mark.parametrize("config", [None, [1, 2], "text"])

@@ -24,6 +24,8 @@ from qnmixer.plugins import check_trusted
 from qnmixer.reconstructor import Reconstructor
 from qnmixer.weights import SUFFIX, located
 
+_DROPPED = 64 * 2**20
+"""Bytes of weights that a small network may drop while it is built."""
 _NEVER_READ: dict[str, Any] = {"callbacks": {}, "logger": {}}
 """Keys that are dropped from the config of a file: only the command line may name callbacks and loggers."""
 
@@ -92,21 +94,21 @@ def load_run(run: str | Path, which: str = "best", trust: Collection[str] = ()) 
 
 @contextmanager
 def _no_more_weights_than(state: dict[str, Any], path: Path) -> Iterator[None]:
-    """Raise CheckpointError as soon as a network that the block builds has more weights than its file.
+    """Raise CheckpointError as soon as a network that the block builds has far more weights than its file.
 
     The config of a file may ask for terabytes. Storage is counted, because a tensor of any size can be a view of one
-    number.
+    number. A network may drop weights while it is built: it replaces a layer, ties or normalises weights.
     """
     storages = [tensor.untyped_storage() for tensor in state.values()]
     held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-    built = 0
+    most, built = 4 * held + _DROPPED, 0
     known: set[int] = set()
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         nonlocal built
         built += parameter.nbytes * (id(parameter) not in known)
         known.add(id(parameter))
-        if built > held:
+        if built > most:
             raise CheckpointError(
                 f"{path} has weights that do not fit its own config, of a larger network: it is damaged"
             )

@@ -19,7 +19,7 @@ RUN_KEY = "qnmixer_run"
 
 
 def encode(config: Config, state: dict[str, Tensor]) -> bytes:
-    """Encode a weights file: float32 tensors by their state-dict names, and the config of the checkpoint.
+    """Encode a weights file: tensors by their state-dict names, half precision as float32, and the config.
 
     The same weights and config give the same bytes. The metadata also has a digest of both.
     """
@@ -38,8 +38,10 @@ def digest_of_weights(state: dict[str, Tensor]) -> str:
 
 
 def _encode(state: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
-    # Copies, because safetensors refuses two names for one tensor.
-    tensors = {name: tensor.to(torch.float32, copy=True).contiguous() for name, tensor in state.items()}
+    # Copies, because safetensors refuses two names for one tensor. A module may count in whole numbers: they stay.
+    half = torch.float16, torch.bfloat16
+    full = {name: torch.float32 if tensor.dtype in half else tensor.dtype for name, tensor in state.items()}
+    tensors = {name: tensor.to(full[name], copy=True).contiguous() for name, tensor in state.items()}
     return safetensors.torch.save(tensors, metadata)
 
 
