@@ -48,6 +48,12 @@ def test_an_option_keeps_its_own_value_where_it_cannot_take_that_of_the_experime
         parse_file(compose("train", [*overrides, "model.channels=32"]))
 
 
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_a_folder_that_is_still_missing_hides_no_rule(command: str) -> None:
+    config = compose(command, ["experiment=compare_real", "model=regformer"])
+    assert config.model.channels == compose(command, ["model=regformer"]).model.channels
+
+
 def test_keys_that_are_typed_still_fail() -> None:
     with pytest.raises(ConfigError, match=r"^model.channels works with model=\S+ or .* only"):
         parse_file(compose("train", ["experiment=demo", "model=tv", "model.channels=3"]))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from os.path import expanduser
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from qnmixer.config.data import AsTrained, DataConfig
 from qnmixer.config.evaluation import EvaluationConfig, check_window
@@ -16,6 +16,7 @@ from qnmixer.config.run import (
     MAX_SEED,
     Config,
     check_targets,
+    fill_roots,
     parse,
     schema_of,
     targets_of,
@@ -194,10 +195,7 @@ def needs_root(overrides: list[str]) -> bool:
 
 def parse_plan(cfg: DictConfig) -> PlanConfig:
     """Parse and check the config of `qnmixer.plan`. Raises ConfigError."""
-    if isinstance(data := cfg.get("data"), DictConfig):
-        for source in (data, *data.get("sources", {}).values()):
-            if isinstance(source, DictConfig) and OmegaConf.is_missing(source, "root"):
-                source.root = "."  # a plan reads no data
+    fill_roots(cfg)
     values = plain_values(cfg)
     own = {f.name: values.pop(f.name) for f in fields(PlanRootConfig) if f.name in values}
     root: PlanRootConfig = parse_section("", PlanRootConfig, own, own)

@@ -12,7 +12,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override, ValueType
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from qnmixer.config.overrides import key_of, values_of, with_length
-from qnmixer.config.run import Config, parse_file
+from qnmixer.config.run import Config, fill_roots, parse_file
 from qnmixer.config.search_path import CONF
 from qnmixer.errors import ConfigError
 
@@ -85,8 +85,10 @@ def _own_instead(config: DictConfig, kept: list[tuple[str, str, Any]]) -> list[s
 
 def _is_valid(config: DictConfig) -> bool:
     """Whether the sections of a training run break no rule."""
+    sections = OmegaConf.masked_copy(config, [field.name for field in fields(Config)])
+    fill_roots(sections)
     try:
-        parse_file(OmegaConf.masked_copy(config, [field.name for field in fields(Config)]))
+        parse_file(sections)
     except ConfigError:
         return False
     return True

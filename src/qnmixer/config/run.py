@@ -88,6 +88,14 @@ def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
     return config
 
 
+def fill_roots(config: DictConfig) -> None:
+    """Give each source of slices that lacks its folder the folder `.`, for what reads no slices."""
+    if isinstance(data := config.get("data"), DictConfig):
+        for source in (data, *data.get("sources", {}).values()):
+            if isinstance(source, DictConfig) and OmegaConf.is_missing(source, "root"):
+                source.root = "."
+
+
 def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
     """Parse the config in a file, such as a checkpoint. It does not check that the modules that it names exist.
 
