@@ -97,6 +97,6 @@ def test_a_project_of_ones_own_trains(run: Run, tmp_path: Path) -> None:
 
 def test_ten_lines_of_plain_pytorch(run: Run, tmp_path: Path) -> None:
     (ten_lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL)
-    more = "import sys; print(qnmixer.__file__, 'lightning' in sys.modules)"
+    more = "import sys; print(qnmixer.__file__, {'lightning', 'hydra'} & {*sys.modules})"
     last = run("python", "-c", ten_lines + more, cwd=tmp_path).splitlines()[-1]
-    assert re.fullmatch(r"\S+/site-packages/qnmixer/__init__.py False", last)
+    assert re.fullmatch(r"\S+/site-packages/qnmixer/__init__.py set\(\)", last)

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from qnmixer.config.compose import compose
-from qnmixer.config.search_path import packages_of, with_search_path
+from qnmixer.config.search_path import CONF, packages_of, with_search_path
 from qnmixer.errors import ConfigError
 
 
@@ -56,6 +56,15 @@ def test_packages_are_distinguished_from_folders() -> None:
 def test_a_folder_that_is_missing_is_named(word: str) -> None:
     with pytest.raises(ConfigError, match=r"^no config folder at \S+: give it as --config-dir FOLDER"):
         with_search_path([word])
+
+
+def test_a_file_with_the_name_of_one_of_ours_is_refused(here: Path) -> None:
+    """Hydra takes the first that it finds, which is ours."""
+    (here / "other" / "loss").mkdir()
+    (here / "other" / "loss" / "mse.yaml").write_text("name: mine\n")
+    with pytest.raises(ConfigError, match=r"^other/loss/mse.yaml has the name of a file of qnmixer"):
+        with_search_path(["--config-dir=other"])
+    assert with_search_path([f"--config-dir={CONF}"])
 
 
 def test_a_value_that_is_no_list_is_refused() -> None:

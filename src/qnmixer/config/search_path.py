@@ -4,8 +4,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-
 from qnmixer.config.overrides import key_of, quoted
 from qnmixer.errors import ConfigError
 
@@ -19,7 +17,8 @@ _FILE, _PACKAGE = "file://", "pkg://"
 def with_search_path(arguments: list[str]) -> list[str]:
     """Put all config folders into one override, `hydra.searchpath=[…]`, with absolute paths.
 
-    The record of a run then has it, like any other override. Raises ConfigError for a folder that does not exist.
+    The record of a run then has it, like any other override. Raises ConfigError for a folder that does not exist, or
+    that has a file with the name of one of ours: Hydra would take ours.
     """
     rest, folders, given = [], [], ""
     words = iter(arguments)
@@ -44,6 +43,8 @@ def places_of(override: str) -> list[str]:
     """The folders that such an override names; [] if it is empty. Raises ConfigError if it is no list of texts."""
     if not override:
         return []
+    from hydra.core.override_parser.overrides_parser import OverridesParser  # the library loads without Hydra
+
     (parsed,) = OverridesParser.create().parse_overrides([override])
     value = parsed.value()
     if not isinstance(value, list):
@@ -65,4 +66,7 @@ def _located(place: str) -> str:
     folder = Path(place.removeprefix(_FILE)).expanduser()
     if not place or not folder.is_dir():
         raise ConfigError(f"no config folder at {place or folder}: give it as --config-dir FOLDER")
+    ours = [path.relative_to(CONF) for path in sorted(CONF.rglob("*.yaml")) if folder.resolve() != CONF]
+    if same := next((path for path in ours if (folder / path).is_file()), None):
+        raise ConfigError(f"{folder / same} has the name of a file of qnmixer, which would be used instead: rename it")
     return _FILE + os.path.abspath(folder)
