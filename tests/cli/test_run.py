@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import DictConfig
 
 from qnmixer import cli
+from qnmixer.cli.explain import explain
 from qnmixer.config import parse
 from qnmixer.config.commands import parse_evaluate, parse_reconstruct
 from qnmixer.errors import ConfigError, DataError
@@ -115,6 +117,27 @@ def test_what_goes_wrong_in_a_task_is_one_line(start: Start, error: Exception, m
 
     outcome = start.train(task=task)
     assert outcome.line.startswith(message)
+
+
+def test_out_of_memory_names_what_the_command_takes() -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+    lines = {name: explain(error, name) for name in ("train", "evaluate", "compare", "reconstruct")}
+    assert lines.pop("train").endswith(
+        "GiB): lower data.batch_size, model.n_iterations or model.channels, or set trainer.precision=16-mixed"
+    )
+    assert {*lines.values()} == {"out of memory (CUDA out of memory. Tried to allocate 2 GiB): set accelerator=cpu"}
+
+
+@pytest.mark.parametrize("flags", [[], ["--cfg", "job"]])
+def test_a_group_without_an_option_is_one_line(start: Start, flags: list[str]) -> None:
+    assert "the name of one" in start("train", "noise=null", *flags).line
+
+
+def test_home_is_the_users(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(start.folder))
+    quoted = f"{start.folder}/a b"
+    assert cli.completed(['hydra.run.dir="~/a b"'], "train") == [f'hydra.run.dir="{quoted}"']
+    assert cli.completed(['hydra.sweep.dir="~/a b"', "-m"], "train") == ["-m", f'hydra.sweep.dir="{quoted}"']
 
 
 def test_a_bug_of_ours_keeps_its_traceback(start: Start) -> None:

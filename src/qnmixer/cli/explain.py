@@ -31,10 +31,8 @@ def explain(error: BaseException, config_name: str) -> str | None:
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return f"the name {str(error.filename)[:60]}… is too long: choose a shorter hydra.run.dir or hydra.sweep.subdir"
     if type(error).__name__ == "OutOfMemoryError":  # torch's class, compared by name: importing torch takes seconds
-        return (
-            f"out of memory ({str(error).splitlines()[0]}): lower data.batch_size, model.n_iterations or "
-            "model.channels, or set trainer.precision=16-mixed"
-        )
+        smaller = "lower data.batch_size, model.n_iterations or model.channels, or set trainer.precision=16-mixed"
+        return f"out of memory ({first_line(error)}): {smaller if config_name in OF_A_RUN else 'set accelerator=cpu'}"
     if isinstance(error, FileExistsError | NotADirectoryError):
         return f"{error.filename} is a file, but must be a folder: choose another (hydra.run.dir=…, output=…)"
     if isinstance(error, OSError) and error.filename:
@@ -47,6 +45,8 @@ def explain(error: BaseException, config_name: str) -> str | None:
         return f"{first_line(error)}: install it, or do not use the option that needs it"
     if isinstance(error, RuntimeError) and 'Could not detect "srun"' in str(error):  # from submitit
         return "hydra/launcher=slurm needs SLURM, but this machine has no srun: use it on a cluster, or leave it out"
+    if isinstance(error, ValueError) and str(error).startswith("Config group override must be"):  # from Hydra
+        return "a group has no option of that name: give it the name of one, as in data=dicom"
     if isinstance(error, HydraException | OmegaConfBaseException):
         return _explain_composition(error, config_name)
     return None

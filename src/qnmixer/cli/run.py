@@ -17,7 +17,7 @@ from qnmixer.cli.help import usage
 from qnmixer.config.compose import OF_A_RUN, compose_as_given, compose_sweep, fitted
 from qnmixer.config.habits import habit
 from qnmixer.config.keys import unknown_key
-from qnmixer.config.overrides import with_length
+from qnmixer.config.overrides import with_home, with_length
 from qnmixer.config.search_path import CONF, with_search_path
 from qnmixer.errors import ConfigError, Stopped
 from qnmixer.processes.cores import wait_briefly
@@ -100,7 +100,7 @@ def _run(
 
 def completed(arguments: list[str], config_name: str, complete: Callable[[list[str]], list[str]] = list) -> list[str]:
     """The arguments for Hydra, from those that the user gave. `complete` and the errors are as in `run`."""
-    arguments = accepted(arguments)
+    arguments = with_home(accepted(arguments))
     if config_name in OF_A_RUN and (way := habit(arguments)):
         raise ConfigError(way)
     arguments = with_search_path(arguments)

@@ -1,6 +1,7 @@
 """Overrides of a command line: their keys and values, and how to write a path as a value."""
 
 import re
+from os.path import expanduser
 from pathlib import Path
 
 LENGTH = ("trainer.max_steps", "trainer.max_epochs")
@@ -21,6 +22,16 @@ def values_of(overrides: list[str]) -> dict[str, str]:
     """Values of overrides by key, without quotes."""
     pairs = [(key_of(override), override.partition("=")[2]) for override in overrides]
     return {key: value.strip("'\"").replace("\\'", "'").replace('\\"', '"') for key, value in pairs}
+
+
+def with_home(overrides: list[str]) -> list[str]:
+    """The overrides, with the user's folder for ~ in the folders of runs and sweeps. Hydra would make a folder `~`."""
+    found = []
+    for override in overrides:
+        ((key, value),) = values_of([override]).items()
+        home = key in ("hydra.run.dir", "hydra.sweep.dir") and value.startswith("~")
+        found.append(f"{key}={quoted(expanduser(value))}" if home else override)
+    return found
 
 
 def key_of(override: str) -> str:
