@@ -1,44 +1,37 @@
 """The first line of a run, before PyTorch is loaded."""
 
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from .heavy import LOADED, path_without
 from .warm import Warm
 
 pytestmark = pytest.mark.slow
 
-TORCH = "import os\nprint('torch was imported', flush=True)\nos._exit(99)\n"
 
-
-def first_lines(folder: Path, *arguments: str, **more: str) -> tuple[list[str], float]:
-    """What a command prints until it imports torch, and CPU seconds until then."""
-    (folder / "torch.py").write_text(TORCH)
+def first_lines(folder: Path, *arguments: str, **more: str) -> list[str]:
+    """What a command prints until it imports the first large library."""
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("HYDRA", "SLURM", "TORCHELASTIC"))
     }
-    path = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-m", *arguments], cwd=folder, capture_output=True, text=True, timeout=60,
-        env=kept | {"PYTHONPATH": path} | more,
+        env=kept | {"PYTHONPATH": path_without(folder)} | more,
     )  # fmt: skip
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert (done.returncode, done.stderr) == (99, "")
+    assert (done.returncode, done.stderr) == (LOADED, "")
     *lines, last = done.stdout.splitlines()
-    assert last == "torch was imported"
-    return lines, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert last.endswith(" was imported")
+    return lines
 
 
-def test_a_run_says_within_two_seconds_where_it_is_and_what_it_trains(tmp_path: Path) -> None:
-    (line,), seconds = first_lines(tmp_path, "qnmixer.train", "experiment=demo", "model=learn", "hydra.run.dir=my/run")
+def test_a_run_says_at_once_where_it_is_and_what_it_trains(tmp_path: Path) -> None:
+    (line,) = first_lines(tmp_path, "qnmixer.train", "experiment=demo", "model=learn", "hydra.run.dir=my/run")
     where = tmp_path / "my" / "run"
     assert line == f"starting a run in {where}: experiment=demo, model=learn, data=phantoms (loading PyTorch …)"
-    assert seconds < 2
 
 
 def test_a_resumed_run_says_that_it_is(tmp_path: Path) -> None:
@@ -46,7 +39,7 @@ def test_a_resumed_run_says_that_it_is(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / "last.ckpt").touch()
     (tmp_path / "run" / "results.json").write_text('{"status": "interrupted", "overrides": []}')
-    (line,), _ = first_lines(tmp_path, "qnmixer.train", "resume=run")
+    (line,) = first_lines(tmp_path, "qnmixer.train", "resume=run")
     assert line == f"resuming the run in {tmp_path / 'run'}: model=qn_mixer, data=phantoms (loading PyTorch …)"
 
 
@@ -64,10 +57,9 @@ def test_a_resumed_run_says_that_it_is(tmp_path: Path) -> None:
 )
 def test_experiments_start_beside_other_options(tmp_path: Path, cold: Warm, overrides: str) -> None:
     """What an experiment sets and the chosen option cannot have stops no command; the checks are before this line."""
-    (tmp_path / "torch.py").write_text(TORCH)
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    environment = os.environ | {"PYTHONPATH": path_without(tmp_path)}
     done = cold.run("-m", "qnmixer.train", *overrides.split(), "hydra.run.dir=run", cwd=tmp_path, env=environment)
-    assert (done.returncode, done.stderr) == (99, "")
+    assert (done.returncode, done.stderr) == (LOADED, "")
     line, last = done.stdout.splitlines()
     words = ", ".join(word for word in overrides.split() if not word.startswith("data.root"))
     assert line.startswith(f"starting a run in {tmp_path / 'run'}: ")
@@ -78,7 +70,7 @@ def test_experiments_start_beside_other_options(tmp_path: Path, cold: Warm, over
 @pytest.mark.parametrize(("rank", "n_lines"), [("0", 1), ("1", 0)])
 def test_of_several_processes_the_first_says_it(tmp_path: Path, rank: str, n_lines: int) -> None:
     by_torchrun = {"TORCHELASTIC_RUN_ID": "x", "RANK": rank, "WORLD_SIZE": "2"}
-    lines, _ = first_lines(tmp_path, "qnmixer.train", "strategy=ddp", "hydra.run.dir=run", **by_torchrun)
+    lines = first_lines(tmp_path, "qnmixer.train", "strategy=ddp", "hydra.run.dir=run", **by_torchrun)
     assert len(lines) == n_lines
 
 
@@ -96,9 +88,9 @@ def test_of_several_processes_the_first_says_it(tmp_path: Path, rank: str, n_lin
 def test_other_commands_say_what_they_do(tmp_path: Path, arguments: str, line: str) -> None:
     (tmp_path / "a_sweep").mkdir()
     (tmp_path / "a_sweep" / "sweep.json").touch()
-    assert first_lines(tmp_path, *arguments.split())[0] == [line]
+    assert first_lines(tmp_path, *arguments.split()) == [line]
 
 
 @pytest.mark.parametrize("command", ["qnmixer.plan", "qnmixer.doctor"])
 def test_json_has_no_line_before_it(tmp_path: Path, command: str) -> None:
-    assert first_lines(tmp_path, command, "format=json")[0] == []
+    assert first_lines(tmp_path, command, "format=json") == []

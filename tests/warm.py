@@ -14,7 +14,6 @@ import contextlib
 import importlib
 import json
 import os
-import resource
 import runpy
 import select
 import signal
@@ -48,7 +47,7 @@ answer = server.makefile()
 command = json.loads(answer.readline())
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, lambda number, _: os.kill(command, number))
-code, _ = json.loads(answer.readline())
+code = json.loads(answer.readline())
 if code < 0:
     signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
@@ -63,8 +62,6 @@ class Done:
     returncode: int
     stdout: str
     stderr: str
-    seconds: float
-    """Of CPU, with those of what it has waited for."""
 
 
 class Warm:
@@ -82,8 +79,7 @@ class Warm:
         command = [sys.executable, __file__, str(os.getpid()), self.address, str(self.python), *preload]
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
         assert self.process.stdout is not None
-        self.seconds = float(self.process.stdout.readline())
-        """Of CPU that it took to load what commands are spared to load."""
+        self.process.stdout.readline()  # it listens
 
     @property
     def under(self) -> tuple[str, ...]:
@@ -118,8 +114,8 @@ class Warm:
             server.sendall(json.dumps([arguments, str(cwd), environment]).encode() + b"\n")
             with server.makefile() as answer:
                 answer.readline()  # the process id
-                code, seconds = json.loads(answer.readline())
-            return Done(code, _text(stdout), _text(stderr), seconds)
+                code = json.loads(answer.readline())
+            return Done(code, _text(stdout), _text(stderr))
 
 
 def _text(file: BinaryIO) -> str:
@@ -133,7 +129,7 @@ def serve(address: str) -> list[str]:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
-        print(_seconds(resource.RUSAGE_SELF), flush=True)
+        print("ready", flush=True)
         while True:
             client, _ = listener.accept()
             if os.fork() == 0:
@@ -168,7 +164,7 @@ def _attend(client: socket.socket) -> list[str]:
         os.kill(command, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(command, 0)[1])
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        client.sendall(json.dumps([code, _seconds(resource.RUSAGE_CHILDREN)]).encode() + b"\n")
+        client.sendall(f"{code}\n".encode())
     os._exit(0)
 
 
@@ -176,11 +172,6 @@ def _reap(*_: object) -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-
-
-def _seconds(who: int) -> float:
-    usage = resource.getrusage(who)
-    return usage.ru_utime + usage.ru_stime
 
 
 def _die_with(parent: int) -> None:
