@@ -115,3 +115,39 @@ def test_ranks_that_are_not_there_to_be_asked_are_ended(tmp_path: Path) -> None:
     with pytest.raises(Stopped) as stop:
         run(tmp_path, body, n_processes=1, ask_to_stop=lambda: False)
     assert stop.value.code == 129
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGUSR1, 143)])
+def test_ranks_that_end_where_they_are_are_stopped_too(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    """Before the first step, or after the last, no rank waits for the end of a step."""
+
+    def ask() -> bool:
+        for path in tmp_path.glob("*.pid"):
+            os.kill(int(path.read_text()), signal.SIGUSR1)
+        return True
+
+    body = f"""
+from pathlib import Path
+from qnmixer.processes.signals import stop_signals
+with stop_signals():
+    Path(f'{tmp_path}/{{here}}.pid').write_text(str(os.getpid()))
+    while len(list(Path({str(tmp_path)!r}).glob('*.pid'))) < 3:
+        time.sleep(0.01)
+    if here == 0:
+        time.sleep(0.5)
+        os.kill(os.getppid(), {int(number)})
+    time.sleep(60)"""
+    with pytest.raises(Stopped) as stop:
+        run(tmp_path, body, ask_to_stop=ask)
+    assert stop.value.code == code
+
+
+def test_a_rank_that_fails_while_the_others_stop_is_named(tmp_path: Path) -> None:
+    body = """
+if here == 1:
+    os.kill(os.getppid(), signal.SIGUSR1)
+    time.sleep(0.5)
+    raise ValueError("the disk is full")
+time.sleep(60)"""
+    with pytest.raises(RankFailed, match="rank 1: the disk is full"):
+        run(tmp_path, body, ask_to_stop=lambda: True)

@@ -61,7 +61,10 @@ def launch(
         try:
             elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
-            if all(failure.error_file_data.get("stopped") for failure in error.failures.values()):
+            records = [failure.error_file_data for failure in error.failures.values()]
+            # Before the first step and after the last, ranks end where they are, so each is secondary.
+            kind = "stopped" if stop.first is None else "secondary"
+            if all(record.get(kind) for record in records):
                 raise Stopped(stop.first, together=True) from None
             failed = _rank_failed(error.failures)
             raise failed from failed.__cause__
