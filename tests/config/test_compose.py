@@ -29,6 +29,11 @@ def test_keys_that_the_chosen_option_lacks_are_dropped(overrides: list[str], dro
     assert fitted("train", [*overrides, *more]) == [*overrides, *more]
 
 
+def test_flags_stay_at_the_end() -> None:
+    flags = ["--cfg", "job"]
+    assert fitted("train", ["experiment=demo", "model=regformer", *flags])[-3:] == ["model.channels=96", *flags]
+
+
 def test_a_model_that_lacks_a_key_keeps_its_own_sizes() -> None:
     own = compose("train", ["model=tv"])
     fit = compose("train", ["experiment=demo", "model=tv"])
@@ -52,6 +57,31 @@ def test_an_option_keeps_its_own_value_where_it_cannot_take_that_of_the_experime
 def test_a_folder_that_is_still_missing_hides_no_rule(command: str) -> None:
     config = compose(command, ["experiment=compare_real", "model=regformer"])
     assert config.model.channels == compose(command, ["model=regformer"]).model.channels
+
+
+@pytest.mark.parametrize(
+    ("experiment", "chosen", "of_experiment"),
+    [
+        ("demo", "geometry=htc2022", {"n_views": 16}),
+        ("demo", "geometry=ge_lightspeed", {"n_views": 16}),
+        ("demo", "optimizer=sgd", {}),
+        ("demo", "optimizer=adafactor", {}),
+        ("demo", "geometry=paper", {"n_views": 16, "n_detectors": 128, "detector_pitch": 7.5}),
+        ("demo", "optimizer=adamw", {"lr": 3e-3}),
+        ("measured", "geometry=htc2022", {"n_detectors": 280, "detector_pitch": 0.4}),
+    ],
+)
+def test_another_scanner_or_optimizer_keeps_its_own_values(
+    experiment: str, chosen: str, of_experiment: dict[str, float]
+) -> None:
+    """An experiment's detector is that of its own scanner, and its rate that of its own optimizer."""
+    group, overrides = chosen.partition("=")[0], [f"experiment={experiment}", chosen]
+    assert compose("train", overrides)[group] == {**compose("train", [chosen])[group], **of_experiment}
+    typed = f"{group}.{'lr' if group == 'optimizer' else 'detector_pitch'}=0.5"
+    assert compose("train", [*overrides, typed])[group] == {
+        **compose("train", [chosen, typed])[group],
+        **{key: value for key, value in of_experiment.items() if not typed.startswith(f"{group}.{key}=")},
+    }
 
 
 def test_keys_that_are_typed_still_fail() -> None:

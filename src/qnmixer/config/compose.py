@@ -19,6 +19,9 @@ from qnmixer.errors import ConfigError
 OF_A_RUN = ("train", "plan", "doctor")
 """Commands with the full config of a run; the others read it from a run folder."""
 
+_OF_ONE_OPTION = {"geometry": ["n_views"], "optimizer": []}
+"""Groups whose values belong to one option, as a bin's width to a scanner; the keys whose values fit every option."""
+
 
 def compose(config_name: str, overrides: list[str], with_hydra: bool = False) -> DictConfig:
     """The config of a command, without running anything. `with_hydra`: with Hydra's own part."""
@@ -32,8 +35,9 @@ def fitted(config_name: str, overrides: list[str]) -> list[str]:
 
     `experiment=demo model=tv` is TV in the setting of demo. A key that the experiment sets and the chosen option lacks
     is deleted (`~GROUP.KEY`). If a model lacks one, it takes all sizes from its own config: T of TV means something
-    else than T of QN-Mixer. An option also takes its own value of a key if the experiment's value breaks a rule, such
-    as 32 channels in RegFormer. Keys that the command names stay. Nothing is added twice.
+    else than T of QN-Mixer. A scanner or optimizer that is not the experiment's keeps its own values, except the number
+    of views. An option also takes its own value of a key if the experiment's value breaks a rule, such as 32 channels
+    in RegFormer. Keys that the command names stay. Nothing is added twice.
 
     Args:
         overrides: of a command line. Other words, such as flags, stay unchanged.
@@ -45,8 +49,10 @@ def fitted(config_name: str, overrides: list[str]) -> list[str]:
     if not sections or not any(key.partition("/")[0] == "experiment" for key in given):
         return words
     search = [it for it in overrides if key_of(it) == "hydra.searchpath"]
-    with_experiment = compose_as_given(config_name, overrides)
-    alone = compose_as_given(config_name, [*search, *(it for it in chosen if key_of(it) != "experiment")])
+    experiment = [it for it in chosen if key_of(it) == "experiment"]
+    with_experiment = compose_as_given(config_name, overrides, with_hydra=True)
+    alone = compose_as_given(config_name, [*search, *(it for it in chosen if it not in experiment)])
+    own_choices = compose_as_given(config_name, [*search, *experiment], with_hydra=True).hydra.runtime.choices
     more: list[str] = []
     kept: list[tuple[str, str, Any]] = []
     for section in sections:
@@ -58,12 +64,17 @@ def fitted(config_name: str, overrides: list[str]) -> list[str]:
             for key in surplus:
                 del found[key]
         more += [f"~{section}.{key}" for key in surplus]
+        is_another = with_experiment.hydra.runtime.choices[section] != own_choices[section]
+        restored: list[str] = []
         if section == "model" and surplus:
-            found.update({key: own[key] for key in differing})
-            more += [f"{section}.{key}={own[key]}" for key in differing]
-        else:
-            kept += [(section, key, own[key]) for key in differing]
-    return [*words, *more, *_own_instead(with_experiment, kept)]
+            restored = differing
+        elif section in _OF_ONE_OPTION and is_another:
+            restored = [key for key in differing if key not in _OF_ONE_OPTION[section]]
+        found.update({key: own[key] for key in restored})
+        more += [_override(section, key, own[key]) for key in restored]
+        kept += [(section, key, own[key]) for key in differing if key not in restored]
+    end = 1 + max(i for i, word in enumerate(words) if word in overrides)  # argparse takes no override after a flag
+    return [*words[:end], *more, *_own_instead(with_experiment, kept), *words[end:]]
 
 
 def _own_instead(config: DictConfig, kept: list[tuple[str, str, Any]]) -> list[str]:
@@ -79,8 +90,12 @@ def _own_instead(config: DictConfig, kept: list[tuple[str, str, Any]]) -> list[s
         changed = copy.deepcopy(config)
         changed[section][key] = own
         if _is_valid(changed):
-            return [f"{section}.{key}={'null' if own is None else own}"]
+            return [_override(section, key, own)]
     return []
+
+
+def _override(section: str, key: str, value: Any) -> str:
+    return f"{section}.{key}={'null' if value is None else value}"
 
 
 def _is_valid(config: DictConfig) -> bool:
