@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from qnmixer.config.compose import OF_A_RUN, compose
 from qnmixer.config.keys import flat_keys, unknown_key
 from qnmixer.config.option import suggest
-from qnmixer.config.overrides import quoted
+from qnmixer.config.overrides import key_of, quoted
 from qnmixer.config.search_path import CONF
 from qnmixer.config.target import options, values_of_option
 from qnmixer.errors import UserError, first_line
@@ -85,9 +85,12 @@ def _explain_composition(error: Exception, config_name: str) -> str:
             return f"{found_there[1]} exists already: leave out the + before it"
         key = found.group(1).lstrip("+~").split("=")[0].split("@")[0]
         groups = [path.name for path in CONF.iterdir() if path.is_dir()]
-        if config_name not in OF_A_RUN and key.split(".")[0] in groups:
-            way = ", or choose other slices with data=dicom" if key.startswith("data.") else ""
-            return f"{key} comes from the run and cannot change in {config_name}: leave it out{way}"
+        if config_name not in OF_A_RUN and (group := key.split(".")[0]) in groups:
+            of_command = group in known_keys(config_name)
+            chosen = not (CONF / group / "as_trained.yaml").is_file() or group in map(key_of, sys.argv)
+            if not (of_command and chosen):
+                way = ", or choose other slices with data=dicom" if of_command and group == "data" else ""
+                return f"{key} comes from the run and cannot change in {config_name}: leave it out{way}"
         ready = dict(_keys_of_ready())
         if key in ready:
             return f"{key} works with {ready[key]} only: choose that, or leave {key} out"
