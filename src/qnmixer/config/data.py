@@ -265,8 +265,11 @@ class MixedData(DataConfig):
 
     def check(self, run: "Config") -> None:
         """Check the rules of each source."""
-        for source in self.by_section().values():
-            source.check(run)
+        for section, source in self.by_section().items():
+            try:
+                source.check(run)
+            except ConfigError as error:
+                raise ConfigError(str(error).replace("data.", f"{section}.")) from error
 
 
 @dataclass(kw_only=True)
