@@ -27,9 +27,9 @@ def compare(cfg: DictConfig) -> None:
     from qnmixer.evaluation.compare import compare
     from qnmixer.evaluation.comparison_report import write_comparison
 
-    console = Console()
+    console = Console(markup=False)
     if not console.is_terminal:  # rich would wrap a log at 80 columns
-        console = Console(width=120)
+        console = Console(width=120, markup=False)
     output = usual_output(sweeps) if config.output is None else Path(config.output).expanduser()
     write_comparison(output, compare(config, sweeps, output, console), config, console)
 

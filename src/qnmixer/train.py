@@ -117,9 +117,7 @@ def print_begin(run: Run, hydra_config: HydraConf) -> None:
     what = "resuming the run" if run.resumes_in_place else "starting a run"
     choices = hydra_config.runtime.choices
     chosen = ", ".join(f"{group}={choices[group]}" for group in ("experiment", "model", "data") if choices.get(group))
-    run.console.print(
-        f"{what} in {run.folder}: {chosen} (loading PyTorch …)", highlight=False, soft_wrap=True, markup=False
-    )
+    run.console.print(f"{what} in {run.folder}: {chosen} (loading PyTorch …)", highlight=False, soft_wrap=True)
 
 
 def overrides_of_job(hydra_config: HydraConf) -> list[str]:

@@ -46,7 +46,7 @@ def export_run(config: ExportConfig) -> None:
     lines = [f"weights: {output} ({exported.megabytes})"]
     if own := own_arguments(trained):
         lines.append(f"your arguments, in both files: {', '.join(f'{key}={value}' for key, value in own.items())}")
-    Console().print(*lines, f"card: {card}", sep="\n", soft_wrap=True, highlight=False, markup=False)
+    Console(markup=False).print(*lines, f"card: {card}", sep="\n", soft_wrap=True, highlight=False)
 
 
 def _check_free(output: Path, card: Path, content: bytes) -> None:

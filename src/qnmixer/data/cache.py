@@ -278,7 +278,7 @@ def _decode_all(
     digests: list[int] = []
     skipped: list[tuple[str, str]] = []
     low, high = np.inf, -np.inf
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         for file in progress.track(files, description=f"Decoding {root.name}"):
             try:

@@ -75,7 +75,7 @@ def compare(config: CompareConfig, sweeps: list[Path], output: Path, console: Co
             notes.append(line)
             for method in methods:
                 method.measured.pop(test, None)
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+        console.print(line, highlight=False, soft_wrap=True)
     if not tests:
         raise DataError(notes[0])
     steps = [method.steps for method in methods if method.steps is not None]

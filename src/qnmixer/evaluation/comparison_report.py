@@ -72,7 +72,7 @@ def write_comparison(folder: Path, comparison: Comparison, config: CompareConfig
         _print(table, console)
     written = ["comparison.html", "comparison.md", "comparison.csv", "comparison.json", *pictures, "images.csv"]
     lines = [*(f"note: {note}" for note in notes), f"comparison: {folder} ({', '.join(written)})"]
-    console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)
+    console.print("\n".join(lines), soft_wrap=True, highlight=False)
 
 
 def _names(comparison: Comparison) -> str:

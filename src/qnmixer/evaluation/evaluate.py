@@ -146,7 +146,7 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
 
     Raises CheckpointError, ConfigError or DataError.
     """
-    console = Console()
+    console = Console(markup=False)
     trust = [*config.trust, *map(module_of, targets_of(config).values())]
     module = load_run(config.run, config.checkpoint, trust)
     trained = module.config
@@ -177,7 +177,7 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
         record["picture"] = str(
             write_evaluation(folder, evaluation, title, measured, device, console, located(config.run))
         )
-    console.print(f"picture: {record['picture']}\nto look through: {folder / PAGE}", soft_wrap=True, markup=False)
+    console.print(f"picture: {record['picture']}\nto look through: {folder / PAGE}", soft_wrap=True)
     return evaluation
 
 
@@ -221,7 +221,7 @@ def evaluate(
     gallery = Gallery(n_images, config.n_pictures, size, len(methods), n_iterates)
     found: dict[int, list[ImageScore]] = {}
     batches: DataLoader[Any] = data.loader(split)
-    for host_batch in progress(batches, "evaluating", "batch", Console(quiet=rank() != 0)):
+    for host_batch in progress(batches, "evaluating", "batch", Console(quiet=rank() != 0, markup=False)):
         numbers, weights = host_batch["sample"].tolist(), host_batch["weight"].tolist()
         batch: Batch = data.transfer_batch_to_device(host_batch, device, 0)
         with torch.no_grad():
@@ -287,7 +287,7 @@ def write_evaluation(
     _write_page(folder / PAGE, evaluation, title, config, device, run)
 
     for line in warnings:
-        console.print(f"warning: {line}", style="bold red", highlight=False, soft_wrap=True, markup=False)
+        console.print(f"warning: {line}", style="bold red", highlight=False, soft_wrap=True)
     console.print(terminal_table(headings, body, title=title, caption=gain))
     return picture
 

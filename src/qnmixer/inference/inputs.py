@@ -202,7 +202,7 @@ class _ScanFile:
 
 def warn(line: str) -> None:
     """Print a line on standard error."""
-    Console(stderr=True).print(f"warning: {line}", soft_wrap=True, highlight=False, markup=False)
+    Console(stderr=True, markup=False).print(f"warning: {line}", soft_wrap=True, highlight=False)
 
 
 def holds_sinograms(path: Path, trained: Config, config: ReconstructConfig) -> bool:

@@ -36,7 +36,7 @@ def reconstruct_input(config: ReconstructConfig) -> int:
 
     Raises CheckpointError, DataError (bad input), OutOfMemory, OSError (full disk; no half-written file stays).
     """
-    console = Console()
+    console = Console(markup=False)
     module = load_run(config.run, config.checkpoint, config.trust).to(choose_device(config.accelerator)).eval()
     path = Path(config.input)
     sinograms = config.kind == "sinograms" or (config.kind == "auto" and holds_sinograms(path, module.config, config))
@@ -56,14 +56,14 @@ def reconstruct_input(config: ReconstructConfig) -> int:
             "network is dead, or these sinograms are empty: evaluate the run before you use it"
         )
     line = f"reconstructions: {writer.count:,}, as {', '.join(config.formats)}, in {config.output}"
-    console.print(line, soft_wrap=True, markup=False)
+    console.print(line, soft_wrap=True)
     if sinograms:
         console.print(f"FBP of the same scans beside them: NAME{_FBP}", soft_wrap=True)
     if sinograms and "png" in config.formats and config.window is None:
         console.print(
             "PNG: black is the 1st and white the 99th percentile of each reconstruction. "
             f"For a window in HU give window=[{_ABDOMEN[0]:g},{_ABDOMEN[1]:g}]",
-            soft_wrap=True, highlight=False, markup=False,
+            soft_wrap=True, highlight=False,
         )  # fmt: skip
     return writer.count
 

@@ -55,7 +55,7 @@ def print_plan(config: PlanConfig) -> None:
     if config.format == "json":
         print(json.dumps(as_object(config.run, prediction, _devices(config))))
         return
-    console = Console()
+    console = Console(markup=False)
     _print_run(console, config.run, prediction, assumed)
     if isinstance(config.run.strategy, PipelineConfig):
         _print_pipeline(console, config.run, config.run.strategy, prediction, planner)

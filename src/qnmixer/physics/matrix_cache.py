@@ -119,7 +119,7 @@ def _line(text: str) -> Any:
     """Show a line on the terminal, if there is one, while the block runs."""
     from rich.console import Console  # slow to import, and needed for large matrices only
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
     return console.status(text) if console.is_terminal else nullcontext()
 
 

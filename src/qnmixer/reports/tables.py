@@ -5,8 +5,8 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 
 def csv_table(rows: Iterable[Sequence[Any]]) -> str:
@@ -32,7 +32,7 @@ def terminal_table(headings: Sequence[str], rows: Iterable[Sequence[str]], words
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number < words else "right")
     for row in rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*map(Text, row))
     return table
 
 

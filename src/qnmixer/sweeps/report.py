@@ -72,7 +72,7 @@ def write_report(folder: Path, rows: list[JobRow]) -> None:
     write_text(folder / "sweep.csv", csv_table([headings, *lines]))
     drawn = _draw(folder / "sweep.png", [row for row in rows if row.best is not None], monitor)
 
-    console = Console()
+    console = Console(markup=False)
     console.print(terminal_table(columns, cells, words=len(columns) - 3))
     files = ["sweep.csv", "sweep.md", *["sweep.png"] * drawn]
     console.print("\n".join([*errors, f"sweep folder: {folder} ({', '.join(files)})"]), soft_wrap=True, highlight=False)

@@ -31,7 +31,7 @@ class Run:
     def __init__(self, folder: Path, overrides: Sequence[str] = (), resume: str | None = None) -> None:
         self.folder, self.resume = folder, resume
         self._given = list(overrides)
-        self.console = Console(quiet=rank() != 0)
+        self.console = Console(quiet=rank() != 0, markup=False)
         self.record: dict[str, Any] = {}
         self.resumed_at: int | None = None
         self._before = read_results(folder) if self.resumes_in_place else {}

@@ -122,7 +122,7 @@ class HealthMonitor(Callback):
         self._warned.add(name)
         step = trainer.global_step
         line = f"{MESSAGES[name]} (seen at step {step}). {_REMEDY}"
-        self.run.console.print(f"warning: {line}", style="bold red", highlight=False, soft_wrap=True, markup=False)
+        self.run.console.print(f"warning: {line}", style="bold red", highlight=False, soft_wrap=True)
         self.run.note("warnings", {"step": step, "name": name, "warning": line})
         for logger in trainer.loggers:
             logger.log_metrics({f"health/{name}": 1.0}, step)

@@ -162,7 +162,7 @@ class TrainingProgress(Callback):
         return self.enabled and trainer.progress_bar_callback is None
 
     def _print(self, trainer: L.Trainer, line: str) -> None:
-        self.console.print(line, highlight=False, soft_wrap=True, markup=False)
+        self.console.print(line, highlight=False, soft_wrap=True)
         self._pace.printed()
         _to_wandb(trainer, line)
 

@@ -72,7 +72,7 @@ def print_start(
         lines.append(line)
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
     if data.measured and (doubt := _other_unit(module, data)):
-        console.print(f"warning: {doubt}", style="bold red", highlight=False, soft_wrap=True, markup=False)
+        console.print(f"warning: {doubt}", style="bold red", highlight=False, soft_wrap=True)
 
 
 def _other_unit(module: ReconstructionModule, data: SliceDataModule) -> str | None:
@@ -90,11 +90,11 @@ def _other_unit(module: ReconstructionModule, data: SliceDataModule) -> str | No
 
 def print_end(config: Config, run: Run) -> None:
     """Print where the results are, and how to try the network on other slices."""
-    run.console.print(f"run folder: {run.folder}", soft_wrap=True, markup=False)
+    run.console.print(f"run folder: {run.folder}", soft_wrap=True)
     if picture := run.record.get("picture"):
         words = [f"run={quoted(run.folder)}", *trust_words(built_from(config).values()), "data=dicom"]
         lines = f"on your own slices: python -m qnmixer.evaluate {shlex.join(words)} data.root=/path/to/dicom"
-        run.console.print(f"{lines}\npicture: {picture}", soft_wrap=True, highlight=False, markup=False)
+        run.console.print(f"{lines}\npicture: {picture}", soft_wrap=True, highlight=False)
 
 
 def steps_per_epoch(config: Config, n_slices: int) -> int:
