@@ -34,7 +34,7 @@ TRAIN = {
     # keys of another option
     "data.root=/ct": "data.root works with data=deeplesion or dicom or lodopab or numpy or two_detect only",
     "+loss.ssim_weight=0.3": "loss.ssim_weight works with loss=ssim_mix only",
-    "data=mixed data.sources.slices.root=. data.sources.slices.val_patients=[a]": "with data.sources.slices.split=explicit",
+    "data=mixed data.sources.slices.root=. data.sources.slices.val_patients=[a]": "data.sources.slices.split=explicit",
     "data=mixed data.sources.slices.root=. data.sources.slices.val_fraction=0.9": (
         "data.sources.slices.val_fraction and data.sources.slices.test_fraction leave nothing to train on"
     ),

@@ -206,6 +206,15 @@ def test_inputs_of_a_folder(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
     assert "c.txt" in " ".join(inputs.warnings())
 
 
+def test_a_file_that_cannot_be_opened_is_skipped(body_hu: Any, tmp_path: Path) -> None:
+    for name in ("a.npy", "b.npy"):
+        np.save(tmp_path / name, body_hu())
+    inputs = InputSlices(tmp_path)
+    (tmp_path / "a.npy").unlink()
+    assert [piece.name for piece in inputs] == ["b.npy"]
+    assert "unreadable" in " ".join(inputs.warnings())
+
+
 @pytest.mark.parametrize("kind", ["missing", "empty", "text", "nan", "useless"])
 def test_inputs_of_no_use(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "in"

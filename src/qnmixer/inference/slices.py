@@ -11,7 +11,7 @@ from qnmixer.data.cache import list_files
 from qnmixer.data.deeplesion import read_hu_png
 from qnmixer.data.dicom import decode_frame, frame_count, open_ct, pixel_spacing
 from qnmixer.data.numpy_files import open_slices, read_frame
-from qnmixer.data.slices import NO_AIR, NO_SPACING, FloatArray, SkipFile, clean_hu, doubt, summarise_skipped
+from qnmixer.data.slices import NO_AIR, NO_SPACING, FloatArray, SkipFile, clean_hu, doubt, reading, summarise_skipped
 from qnmixer.errors import DataError
 
 _NPY_MAGIC, _PNG_MAGIC = b"\x93NUMPY", b"\x89PNG\r\n\x1a\n"
@@ -106,7 +106,7 @@ class InputSlices:
 
 def _open(path: Path) -> tuple[int, FileDataset | None, Callable[[int], FloatArray]]:
     """(number of slices, DICOM dataset if it is one, decoder of slice i). The first bytes show the format."""
-    with path.open("rb") as stream:
+    with reading("unreadable"), path.open("rb") as stream:
         magic = stream.read(8)
     if magic.startswith(_NPY_MAGIC):
         return len(open_slices(path)), None, lambda frame: read_frame(path, frame)
