@@ -117,8 +117,18 @@ def test_ranks_that_are_not_there_to_be_asked_are_ended(tmp_path: Path) -> None:
     assert stop.value.code == 129
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGUSR1, 143)])
-def test_ranks_that_end_where_they_are_are_stopped_too(tmp_path: Path, number: signal.Signals, code: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "wait"),
+    [
+        (signal.SIGINT, 130, "time.sleep(60)"),
+        (signal.SIGUSR1, 143, "time.sleep(60)"),
+        # As in a collective that hangs, here without the 25 s that a rank gets to stop.
+        (signal.SIGINT, 130, "time.sleep(60) if here else os._exit(143)"),
+    ],
+)
+def test_ranks_that_end_where_they_are_are_stopped_too(
+    tmp_path: Path, number: signal.Signals, code: int, wait: str
+) -> None:
     """Before the first step, or after the last, no rank waits for the end of a step."""
 
     def ask() -> bool:
@@ -136,7 +146,7 @@ with stop_signals():
     if here == 0:
         time.sleep(0.5)
         os.kill(os.getppid(), {int(number)})
-    time.sleep(60)"""
+    {wait}"""
     with pytest.raises(Stopped) as stop:
         run(tmp_path, body, ask_to_stop=ask)
     assert stop.value.code == code

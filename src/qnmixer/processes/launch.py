@@ -61,10 +61,7 @@ def launch(
         try:
             elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
-            records = [failure.error_file_data for failure in error.failures.values()]
-            # Before the first step and after the last, ranks end where they are, so each is secondary.
-            kind = "stopped" if stop.first is None else "secondary"
-            if all(record.get(kind) for record in records):
+            if all(_has_stopped(failure, stop.first) for failure in error.failures.values()):
                 raise Stopped(stop.first, together=True) from None
             failed = _rank_failed(error.failures)
             raise failed from failed.__cause__
@@ -136,6 +133,16 @@ def _rank_failed(failures: dict[int, ProcessFailure]) -> RankFailed:
     if failure.exitcode < 0:
         return RankFailed(f"rank {rank} was killed by {failure.signal_name()}; the other ranks were stopped")
     return RankFailed(f"rank {rank} ended with exit code {failure.exitcode}; the other ranks were stopped")
+
+
+def _has_stopped(failure: ProcessFailure, asked: int | None) -> bool:
+    """Whether a rank ended because of a stop signal. `asked`: the signal that made us ask the ranks to stop."""
+    record = failure.error_file_data
+    if asked is None:
+        return bool(record.get("stopped"))
+    # Before the first step and after the last, ranks end where they are: the first one makes the others secondary. A
+    # rank that hangs meanwhile in a collective writes no record, and ends with the code of its signal.
+    return bool(record.get("secondary", failure.exitcode > 128))
 
 
 def _order(failure: ProcessFailure) -> tuple[bool, float]:
