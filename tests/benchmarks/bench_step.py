@@ -227,6 +227,7 @@ def network_of(config: Config, weights: dict[str, Tensor] | None, device: torch.
 
 def bench(size: int, variants: list[str], T: int, rounds: int, device: torch.device) -> dict[str, Any]:
     """Steps, inferences and parts at one size."""
+    torch.compiler.reset()  # else it compiles a second size for any size, and stops compiling at the eighth graph
     torch.manual_seed(0)
     x = torch.rand(1, 1, size, size, device=device)
     base = config_of(size, T, "")
