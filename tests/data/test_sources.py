@@ -1,3 +1,5 @@
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import torch
 
 from qnmixer.config.run import section
 from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.data.numpy_files import NumpyReader
 from qnmixer.errors import DataError, PluginError
 
 MINE = """
@@ -86,6 +89,53 @@ def test_a_class_that_takes_the_size_draws_at_it() -> None:
 def test_what_is_no_slice_is_named(target: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         next(iter(module(target).test_dataloader()))
+
+
+READER = """
+import numpy as np
+from qnmixer.data.numpy_files import NumpyReader
+from qnmixer.data.slices import Slice
+
+class Phase(NumpyReader):
+    def __init__(self, phase=0):
+        self.phase = phase
+
+    def read(self, root, path):
+        for piece in super().read(root, path):
+            yield Slice(piece.info, piece.hu + np.float32(10 * self.phase + 1))
+
+class Plain(NumpyReader):
+    pass
+"""
+
+
+def test_readers_of_ones_own_share_no_slices(tmp_path: Path, body_hu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither with our reader that they derive from, nor with themselves, with other arguments or before a change."""
+    (tmp_path / "root").mkdir()
+    np.save(tmp_path / "root" / "a.npy", body_hu(16, 16))
+    code = tmp_path / "reader_of_mine.py"
+    code.write_text(READER)
+
+    def tissue(**keys: Any) -> float:
+        its = {"root": str(tmp_path / "root"), "split": "all", "image_size": 16, "cache_dir": str(tmp_path / "cache")}
+        data = SliceDataModule(section("data", "numpy", num_workers=0, **its, **keys))
+        data.setup()
+        return float(data.parts["test"].source.load(0)[8, 5])
+
+    mine = {"_target_": "reader_of_mine.Phase"}
+    ours = tissue()
+    for _ in range(2):  # decoded, then from the cache
+        assert [tissue(), tissue(_target_="reader_of_mine.Plain")] == [ours, ours]
+        assert [tissue(**mine, phase=phase) - ours for phase in (0, 1, 2)] == [1, 11, 21]
+    n_caches = len([*(tmp_path / "cache").glob("*/*.npy")])
+    code.write_text(READER.replace("10 *", "100 *"))
+    sys.modules.pop("reader_of_mine")
+    importlib.invalidate_caches()
+    assert tissue(**mine, phase=1) - ours == 101
+    assert len([*(tmp_path / "cache").glob("*/*.npy")]) == n_caches  # of an earlier version nothing stays
+    with monkeypatch.context() as patch:
+        patch.setattr(NumpyReader, "read", lambda *_: pytest.fail("decoded again"))
+        assert [tissue(), tissue(**mine, phase=1) - ours] == [ours, 101]
 
 
 def test_arguments_that_it_does_not_take() -> None:

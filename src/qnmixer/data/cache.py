@@ -1,12 +1,14 @@
 """The cache of decoded slices: one float32 memory map [N, S, S] in HU for a folder, and an index beside it.
 
 The index is written last, by an atomic rename. A cache is built again if it has no index, or if its sources, format or
-size differ from its index. One process builds it under a lock file. The others wait and then read.
+size differ from its index, or the file of a reader of the user's own. One process builds it under
+a lock file. The others wait and then read.
 
 The index has a digest of itself and a digest of each slice. The latter is checked when the slice is read, in 0.3 ms for
 256 × 256 pixels. A check of all slices at the start would read the whole file.
 """
 
+import inspect
 import io
 import json
 import os
@@ -189,6 +191,7 @@ def open_cache(
     include: str = "*",
     cache_dir: Path | None = None,
     field_of_view: float | None = None,
+    own: Sequence[Any] = (),
 ) -> SliceCache:
     """The decoded slices of a folder: from the cache if it is complete and up to date, else decoded now.
 
@@ -199,6 +202,7 @@ def open_cache(
         include: only files whose path below root matches.
         cache_dir: where caches are; None: the default place.
         field_of_view: mm that an image covers, each slice at its true size; None: a slice fills the whole image.
+        own: target and arguments of a reader of the user's own, whose code may change; empty for our readers.
 
     Raises:
         DataError: the folder is missing, empty, or contains no usable slice; or other users may write to the cache.
@@ -208,8 +212,11 @@ def open_cache(
     files = list_files(root, include, leave_out=cache_dir)
     what = [reader.kind, str(root.resolve()), include, image_size]
     what += [] if field_of_view is None else [f"{field_of_view:.9g} mm"]
+    what += own
     folder = cache_dir / f"{root.resolve().name}-{reader.kind}-{image_size}-{digest(what)}"
-    fingerprint = digest([_FORMAT, what, [asdict(file) for file in files]])
+    # Not in `what`: after a change of the code the old cache makes way for the new one.
+    code = [digest_of_bytes(Path(inspect.getfile(type(reader))).read_bytes())] if own else []
+    fingerprint = digest([_FORMAT, what, [asdict(file) for file in files], *code])
     folder.mkdir(parents=True, exist_ok=True)
     for its in (cache_dir, folder):
         if is_open_to_all(its):

@@ -259,8 +259,9 @@ def _open(config: FolderData, reader: Reader, image_size: int, field_of_view: fl
         raise ConfigError(f"data={config.name} needs data.root=FOLDER, the folder with the slices")
     cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else None
     root = Path(config.root).expanduser()
+    own = [] if config._target_.startswith("qnmixer.") else [config._target_, sorted(config.arguments.items())]
     return open_cache(
-        reader, root, image_size, include=config.include, cache_dir=cache_dir, field_of_view=field_of_view
+        reader, root, image_size, include=config.include, cache_dir=cache_dir, field_of_view=field_of_view, own=own
     )
 
 
