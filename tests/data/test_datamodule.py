@@ -224,6 +224,15 @@ def test_dicom_folder_end_to_end(make_ct: Any, body_hu: Any, tmp_path: Path) -> 
     assert hu[0, 0, 12, 5] == pytest.approx(41, abs=0.01)
 
 
+def test_flat_files_of_aapm_are_of_the_patients_in_their_names(body_hu: Any, tmp_path: Path) -> None:
+    for patient in ("L333", "L310", "L067"):
+        for k in range(2):
+            np.save(tmp_path / f"{patient}_{k}_target.npy", body_hu())
+    keys = {"root": str(tmp_path), "image_size": 16, "num_workers": 0, "cache_dir": str(tmp_path / "c")}
+    text = SliceDataModule(section("data", "numpy", split="aapm", **keys)).describe()
+    assert text.endswith(", ".join(f"{part} 2 slices of 1 patient" for part in PARTS))
+
+
 def test_deeplesion_folder(body_hu: Any, tmp_path: Path) -> None:
     for patient in ("000001", "000002", "000003"):
         folder = tmp_path / "Images_png" / f"{patient}_01_02"

@@ -29,7 +29,7 @@ def split(patients: list[str], **options: Any) -> Split:
 
 
 def names(paths: list[str], **options: Any) -> list[str]:
-    return patients_of(infos_of(*paths), **({"patient_from": "tag", "root_name": "root"} | options))
+    return patients_of(infos_of(*paths), section("data", "dicom", root="somewhere/root", **options))
 
 
 def test_patients_without_a_tag_are_split_by_folder() -> None:
@@ -43,7 +43,7 @@ def test_patients_without_a_tag_are_split_by_folder() -> None:
 
 def test_files_of_one_slice_are_told_from_patients_with_a_folder_or_a_stack() -> None:
     def lone(*infos: SliceInfo) -> list[str]:
-        return files_as_patients(infos, patients_of(infos, patient_from="tag", root_name="root"))
+        return files_as_patients(infos, patients_of(infos, section("data", "dicom", root="root")))
 
     assert lone(*infos_of("p1_0.npy", "p1_1.npy", "p2_0.NPY")) == ["p1_0.npy", "p1_1.npy", "p2_0.NPY"]
     assert lone(*infos_of("all/p1_0.npy", "all/p1_1.npy")) == ["all/p1_0.npy", "all/p1_1.npy"]
@@ -55,8 +55,8 @@ def test_files_of_one_slice_are_told_from_patients_with_a_folder_or_a_stack() ->
 
 def test_tags_win_unless_the_folder_is_asked_for() -> None:
     infos = infos_of("a/x", "b/y", patient="ANON")
-    assert patients_of(infos, patient_from="tag", root_name="r") == ["ANON", "ANON"]
-    assert patients_of(infos, patient_from="folder", root_name="r") == ["a", "b"]
+    assert patients_of(infos, section("data", "dicom", root="r")) == ["ANON", "ANON"]
+    assert patients_of(infos, section("data", "dicom", root="r", patient_from="folder")) == ["a", "b"]
 
 
 def test_random_split_keeps_patients_apart_and_gives_each_part_one() -> None:
@@ -91,7 +91,7 @@ def test_too_few_patients_by_tag_may_have_a_folder_each() -> None:
         infos = infos_of(*paths, patient="ANON")
         config = section("data", "dicom", root="somewhere", **options)
         with pytest.raises(DataError) as caught:
-            split_slices(infos, patients_of(infos, patient_from=config.patient_from, root_name="r"), config)
+            split_slices(infos, patients_of(infos, config), config)
         return str(caught.value)
 
     three = message("a/x", "b/x", "c/x", "c/y")
@@ -115,9 +115,23 @@ def test_aapm_split_by_name() -> None:
 
 
 def test_aapm_names_are_found_in_tags_and_paths() -> None:
-    infos = infos_of("L333/full_3mm/L333_FD_3_1.IMA", "L310/x.IMA", "L067/x.IMA", patient="Anonymous")
-    parts = split_slices(infos, ["Anonymous"] * 3, section("data", "dicom", root="r", split="aapm"))
-    assert parts == {"val": [0], "test": [1], "train": [2]}
+    infos = infos_of("L333/full_3mm/L333_FD_3_1.IMA", "L310/x.IMA", "L067/x.IMA", "y.IMA", patient="Anonymous")
+    config = section("data", "dicom", root="r", split="aapm")
+    patients = patients_of(infos, config)
+    assert patients == ["L333", "L310", "L067", "Anonymous"]
+    assert split_slices(infos, patients, config) == {"val": [0], "test": [1], "train": [2]}
+    flat = infos_of("L310_1_target.npy", "L310_2_target.npy", "L3100.npy")
+    assert patients_of(flat, config) == ["L310", "L310", "L3100"]
+    assert patients_of(infos_of("L310/a.IMA", patient="mayo-L067-x"), config) == ["L067"]
+
+
+def test_an_aapm_split_is_kept_where_all_have_one_tag() -> None:
+    """At another pixel size the digests of the slices differ, so only names tell the patients apart."""
+    infos = infos_of(*(f"{name}/{k}.IMA" for name in AAPM_PATIENTS for k in range(2)), patient="Anonymous")
+    config = section("data", "dicom", root="r", split="aapm")
+    patients, run = patients_of(infos, config), RunSplit()
+    split, _ = run.settle("data", infos, patients, [*range(20)], config)
+    assert RunSplit(run.record).settle("data", infos, patients, [*range(100, 120)], config) == (split, [])
 
 
 def test_explicit_lists() -> None:

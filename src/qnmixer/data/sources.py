@@ -214,8 +214,7 @@ def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | No
         _warn(line)
     if config.split == "slices":
         _warn("data.split=slices puts neighbouring slices into train and test: scores will be too good")
-    root_name = Path(str(config.root)).resolve().name
-    patients = patients_of(cache.infos, patient_from=config.patient_from, root_name=root_name)
+    patients = patients_of(cache.infos, config)
     if config.split == "random" and len(files := files_as_patients(cache.infos, patients)) > 1:
         _warn(
             f"{config.root}: each of {len(files)} files with one slice counts as a patient ({few(files)}): if several "

@@ -7,7 +7,8 @@ import difflib
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import PurePosixPath
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -147,14 +148,15 @@ def seen_by(record: SplitRecord) -> Tensor:
     return torch.cat([record[key]["slices"] for key in ("train", "base") if key in record])
 
 
-def patients_of(infos: Sequence[SliceInfo], *, patient_from: str, root_name: str) -> list[str]:
+def patients_of(infos: Sequence[SliceInfo], config: FolderData) -> list[str]:
     """The patient of each slice: the patient that the file names, or else a folder.
 
     That folder has a name like L067 (AAPM-Mayo), or else it is the first folder below the common part of all paths.
     Without such a folder each `.npy` file is a patient of its own, and other files belong to the folder that contains
-    them.
+    them. With split=aapm a name like L067 anywhere in this patient or in the path is the patient.
     """
     folders = [PurePosixPath(info.path).parent.parts for info in infos]
+    root_name = Path(str(config.root)).resolve().name
     common = 0
     while all(len(parts) > common and parts[common] == folders[0][common] for parts in folders):
         common += 1
@@ -169,10 +171,14 @@ def patients_of(infos: Sequence[SliceInfo], *, patient_from: str, root_name: str
             return PurePosixPath(info.path).stem
         return parts[-1] if parts else root_name
 
-    return [
-        info.patient if info.patient and patient_from == "tag" else by_folder(info, parts)
+    patients = [
+        info.patient if info.patient and config.patient_from == "tag" else by_folder(info, parts)
         for info, parts in zip(infos, folders, strict=True)
     ]
+    if config.split == "aapm":
+        found = [_AAPM_NAME.search(f"{patient} {info.path}") for patient, info in zip(patients, infos, strict=True)]
+        return [name.group() if name else patient for name, patient in zip(found, patients, strict=True)]
+    return patients
 
 
 def files_as_patients(infos: Sequence[SliceInfo], patients: Sequence[str]) -> list[str]:
@@ -190,7 +196,7 @@ def split_slices(infos: Sequence[SliceInfo], patients: Sequence[str], config: Fo
     """Indices of the slices of each split, by the rule that `config.split` names."""
     rules: dict[str, Callable[[], Split]] = {
         "random": lambda: _random(infos, patients, config),
-        "aapm": lambda: _aapm(infos, patients, config),
+        "aapm": lambda: _aapm(patients, config),
         "explicit": lambda: _explicit(patients, config),
         "slices": lambda: _blocks(infos, patients, config),
         "all": lambda: {"train": [], "val": [], "test": list(range(len(infos)))},
@@ -212,7 +218,7 @@ def _random(infos: Sequence[SliceInfo], patients: Sequence[str], config: FolderD
     counts = Counter(patients)
     names = sorted(counts)
     if len(names) < 3:
-        folders = sorted({*patients_of(infos, patient_from="folder", root_name="")})
+        folders = sorted({*patients_of(infos, replace(config, patient_from="folder"))})
         hint = ""
         if config.patient_from == "tag" and len(folders) >= 3:  # de-identified files may all have the same tag
             hint = f"take data.patient_from=folder if each folder is a patient ({few(folders)}), or "
@@ -233,19 +239,15 @@ def _random(infos: Sequence[SliceInfo], patients: Sequence[str], config: FolderD
     return _by_part(patients, part_of)
 
 
-def _aapm(infos: Sequence[SliceInfo], patients: Sequence[str], config: FolderData) -> Split:
+def _aapm(patients: Sequence[str], config: FolderData) -> Split:
     """Split of the AAPM 2016 Low-Dose challenge: L333 validates, L310 tests, the other eight train."""
-    names = []
-    for info, patient in zip(infos, patients, strict=True):
-        found = _AAPM_NAME.search(patient) or _AAPM_NAME.search(info.path)
-        names.append(found.group() if found else patient)
     part_of = dict.fromkeys(AAPM_PATIENTS, "train") | {AAPM_VAL: "val", AAPM_TEST: "test"}
-    split = _by_part(names, part_of)
+    split = _by_part(patients, part_of)
     missing = [part for part in PARTS if not split[part]]
     if missing:
         raise DataError(
             f"data.split=aapm finds nothing for {', '.join(missing)} below {config.root}: it needs {AAPM_VAL} (val), "
-            f"{AAPM_TEST} (test) and one of the other eight, but there are {few(sorted(set(names)))}"
+            f"{AAPM_TEST} (test) and one of the other eight, but there are {few(sorted(set(patients)))}"
         )
     return split
 
