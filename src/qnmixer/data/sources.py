@@ -215,10 +215,11 @@ def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | No
     if config.split == "slices":
         _warn("data.split=slices puts neighbouring slices into train and test: scores will be too good")
     patients = patients_of(cache.infos, config)
-    if config.split == "random" and len(files := files_as_patients(cache.infos, patients)) > 1:
+    too = {"random": "scores will be too good", "all": "intervals will be too narrow"}.get(config.split)
+    if too and len(files := files_as_patients(cache.infos, patients)) > 1:
         _warn(
             f"{config.root}: each of {len(files)} files with one slice counts as a patient ({few(files)}): if several "
-            "are of one patient, make a folder for each patient, or scores will be too good"
+            f"are of one patient, make a folder for each patient, or {too}"
         )
     split, new = run.settle(section, cache.infos, patients, cache.digests, config)
     if new:
