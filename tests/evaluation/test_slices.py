@@ -9,7 +9,7 @@ from qnmixer.config import parse
 from qnmixer.config.commands import parse_evaluate
 from qnmixer.config.compose import compose
 from qnmixer.config.data import DataConfig, FolderData
-from qnmixer.errors import ConfigError
+from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.evaluation import slices
 from qnmixer.evaluation.slices import Gallery, other_slices, pictured
 from qnmixer.reports.page import PageMethod, PageSlice
@@ -85,6 +85,31 @@ def test_in_processes_as_in_one(monkeypatch: pytest.MonkeyPatch, room: float) ->
 def test_what_has_no_psnr_is_worst(monkeypatch: pytest.MonkeyPatch) -> None:
     found = filled(gallery(4, 40, monkeypatch), [30.0, math.nan, math.inf, 20.0]).found
     assert [*found] == [1, 3, 0, 2]
+
+
+def others(trained: list[str], overrides: list[str]) -> DataConfig:
+    """The slices of an evaluation, beside those of a run with these overrides."""
+    chosen = parse_evaluate(compose("evaluate", ["run=.", *overrides]))
+    assert isinstance(chosen.data, DataConfig)
+    data, own = other_slices(chosen.data, parse(compose("train", trained)), overrides)
+    assert not own
+    return data
+
+
+def test_phantoms_have_the_seed_that_is_given_else_that_of_the_run() -> None:
+    assert others(["seed=7"], ["data=phantoms"]).seed == 7
+    assert others(["seed=7"], ["data=phantoms", "data.seed=1"]).seed == 1
+
+
+def test_another_scale_than_that_of_the_network_is_refused() -> None:
+    trained = ["experiment=two_detect", "data.root=/set", "data.max_attenuation=0.07"]
+    words = ["data=two_detect", "data.root=/other"]
+    for given in ([], ["data.max_attenuation=0.07"]):
+        assert others(trained, [*words, *given]).attenuation_of_one == 0.07
+    with pytest.raises(
+        CheckpointError, match=r"trained with data\.max_attenuation=0\.07: leave data\.max_attenuation out"
+    ):
+        others(trained, [*words, "data.max_attenuation=0.06"])
 
 
 def test_slices_have_their_true_size_where_the_run_was_trained_so() -> None:

@@ -68,15 +68,17 @@ def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> tup
     ConfigError for a key that would change these, and CheckpointError for one that the network cannot use.
     """
     given, asked = values_of(overrides), keys_of(data)
-    fixed = {key: getattr(trained.data, key) for key in ("image_size", "scaling", "hu_max")}
+    names = ["image_size", "scaling", "hu_max"]
+    if isinstance(data, TwoDetectData) and isinstance(trained.data, TwoDetectData):
+        names.append("max_attenuation")
+    fixed = {key: getattr(trained.data, key) for key in names}
     for key, value in fixed.items():
         if f"data.{key}" in given and getattr(data, key) != value:
             raise CheckpointError(
                 f"the run was trained with data.{key}={value}: leave data.{key} out, or train another network"
             )
-    data = replace(data, **fixed, seed=trained.data.seed)
-    if isinstance(data, TwoDetectData) and isinstance(trained.data, TwoDetectData):
-        data = replace(data, max_attenuation=trained.data.max_attenuation)
+    seed = data.seed if "data.seed" in given else trained.data.seed
+    data = replace(data, **fixed, seed=seed)
     if isinstance(data, FolderData) and "data.pixel_size" not in given and trained.data.at_true_size:
         data = replace(data, pixel_size="header")
     if isinstance(data, FolderData) and "data.split" not in given:
