@@ -59,7 +59,7 @@ def test_what_is_cut_is_counted() -> None:
     assert line is not None
     assert "60 % of the tissue" in line  # 4,800 of 8,000 mm²
     assert "in 1 of 2 slices" in line
-    assert "geometry.field_of_view=80 cuts nothing" in line
+    assert "train with geometry.field_of_view=80 to cut nothing" in line
 
 
 def folder(make_ct: Any, root: Path) -> Path:
@@ -90,7 +90,7 @@ def test_the_header_decides_where_it_is_asked(make_ct: Any, tmp_path: Path, recw
     SliceDataModule(data, geometry=scan(40.0)).setup()
     (line,) = {str(it.message) for it in recwarn.list}
     assert "lies outside geometry.field_of_view=40 mm and is cut, in 3 of 3 slices" in line
-    assert "geometry.field_of_view=90 cuts nothing" in line
+    assert "train with geometry.field_of_view=90 to cut nothing" in line
 
 
 def test_without_being_asked_every_slice_fills_the_field(make_ct: Any, tmp_path: Path) -> None:
@@ -113,7 +113,9 @@ def test_slices_without_a_size_are_left_out(
 def test_files_that_never_say_a_size(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", disc(64, 1.0, 40.0))
     data = section("data", "numpy", root=str(tmp_path), pixel_size="header", cache_dir=str(tmp_path / "c"))
-    with pytest.raises(DataError, match=r"no pixel size in the file.*leave out data\.pixel_size=header"):
+    with pytest.raises(
+        DataError, match=r"no pixel size in the file.*give data\.pixel_size=field_of_view, because header needs"
+    ):
         SliceDataModule(data, geometry=scan(60.0)).setup()
     with pytest.raises(ConfigError, match="geometry"):
         SliceDataModule(data).setup()

@@ -112,16 +112,44 @@ def test_another_scale_than_that_of_the_network_is_refused() -> None:
         others(trained, [*words, "data.max_attenuation=0.06"])
 
 
-def test_slices_have_their_true_size_where_the_run_was_trained_so() -> None:
-    words = ["data=dicom", "data.root=/ct", "geometry.field_of_view=500"]
-    trained = parse(compose("train", [*words, "data.pixel_size=header"]))
-    for given, expected in ((["data.root=/other"], "header"), (["data.pixel_size=field_of_view"], "field_of_view")):
-        overrides = ["data=dicom", "data.root=/other", *given]
+SIZED = ["data=dicom", "data.root=/ct", "geometry.field_of_view=500", "data.pixel_size=header"]
+
+
+def test_slices_have_their_true_size_where_the_run_was_trained_so(recwarn: pytest.WarningsRecorder) -> None:
+    for given, expected in (([], "header"), (["data.pixel_size=field_of_view"], "field_of_view")):
+        data = others(SIZED, ["data=dicom", "data.root=/other", *given])
+        assert isinstance(data, FolderData)
+        assert data.pixel_size == expected
+    own_reader = ["data=numpy", "data._target_=collections.Counter"]
+    data = others([*own_reader, *SIZED[1:]], [*own_reader, "data.root=/other"])
+    assert isinstance(data, FolderData)
+    assert data.pixel_size == "header"
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("option", ["numpy", "deeplesion"])
+def test_files_that_never_say_a_size_fill_the_field(option: str, recwarn: pytest.WarningsRecorder) -> None:
+    for given, expected in (([], "field_of_view"), (["data.pixel_size=header"], "header")):
+        data = others(SIZED, [f"data={option}", "data.root=/other", *given])
+        assert isinstance(data, FolderData)
+        assert data.pixel_size == expected
+    assert [str(it.message) for it in recwarn.list] == [
+        f"each slice of data={option} is taken to be 500 mm wide: data.pixel_size=header, as in the run, needs files "
+        "with a pixel size"
+    ]
+
+
+def test_slices_of_a_source_have_the_size_of_that_source() -> None:
+    """Of a mix, where another source has its true size."""
+    trained = ["data=mixed", "data.sources.slices.root=/a", "+data.sources.more={share: 0, name: dicom, root: /b, "
+               "pixel_size: header}"]  # fmt: skip
+    for root, expected in (("/a", "field_of_view"), ("/b", "header")):
+        overrides = ["data=dicom", f"data.root={root}"]
         chosen = parse_evaluate(compose("evaluate", ["run=.", *overrides]))
         assert isinstance(chosen.data, DataConfig)
-        data, own = other_slices(chosen.data, trained, overrides)
+        data, own = other_slices(chosen.data, parse(compose("train", trained)), overrides)
         assert isinstance(data, FolderData)
-        assert (data.pixel_size, own) == (expected, False)
+        assert (data.pixel_size, own) == (expected, True)
 
 
 def own_folder(*given: str) -> FolderData:

@@ -331,7 +331,7 @@ def _require_slices(
         elif any("RescaleType" in reason for reason in reasons):
             fix = "if they are in HU, set (0028,1054) RescaleType to HU"
         elif any(NO_SPACING in reason for reason in reasons):
-            fix = "leave out data.pixel_size=header, which needs the tag (0028,0030) PixelSpacing of DICOM"
+            fix = "give data.pixel_size=field_of_view, because header needs the tag (0028,0030) PixelSpacing of DICOM"
         raise DataError(f"data.root has no usable slice ({summarise_skipped(str(root), skipped)}): {fix}")
     low, high = hu_range
     if low >= -1 and high <= 2:

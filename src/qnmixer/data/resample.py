@@ -107,7 +107,7 @@ class CutTissue:
         return (
             f"{root}: {100 * self.outside / self.tissue:.2g} % of the tissue (above −300 HU) lies outside "
             f"geometry.field_of_view={field_of_view:g} mm and is cut, in {self.n_cut} of {self.n} slices: "
-            f"geometry.field_of_view={np.ceil(round(self.widest, 3)):g} cuts nothing"
+            f"train with geometry.field_of_view={np.ceil(round(self.widest, 3)):g} to cut nothing"
         )
 
 

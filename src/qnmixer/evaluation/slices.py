@@ -1,6 +1,7 @@
 """The slices of an evaluation, and which of them are drawn or stored for the page."""
 
 import math
+import warnings
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ _ROOM = 12 * 2**20
 """Bytes of a page's pixels before compression. Slices that are stored in full come on top."""
 _SMALLEST = 64
 """Pixels. No slice is made smaller than this; the page then has fewer slices."""
-_OF_TEST = "simulation_factor", "disc", "pixel_size"
+_OF_TEST = "simulation_factor", "disc"
 """Keys that turn the run's own slices into another test."""
 _N_WORST = 3
 """So many of the worst slices are stored in full."""
@@ -79,13 +80,11 @@ def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> tup
             )
     seed = data.seed if "data.seed" in given else trained.data.seed
     data = replace(data, **fixed, seed=seed)
-    if isinstance(data, FolderData) and "data.pixel_size" not in given and trained.data.at_true_size:
-        data = replace(data, pixel_size="header")
     if isinstance(data, FolderData) and "data.split" not in given:
         for source in trained.data.by_section().values():
             if isinstance(source, FolderData) and _folder(data) == _folder(source):
                 # else the evaluation would use slices that the network was trained on
-                changed = [*_OF_TEST, *(key for key in LOADING if f"data.{key}" in given)]
+                changed = [*_OF_TEST, *(key for key in ("pixel_size", *LOADING) if f"data.{key}" in given)]
                 own = replace(source, **{key: getattr(data, key) for key in changed})
                 for key, value in asked.items():
                     if f"data.{key}" in given and key != "root" and value != (its := keys_of(own).get(key)):
@@ -95,6 +94,15 @@ def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> tup
                         )
                 return own, True
         data = replace(data, split="all")
+    if isinstance(data, FolderData) and "data.pixel_size" not in given and trained.data.at_true_size:
+        if data.name in ("dicom", *(it.name for it in trained.data.by_section().values() if it.at_true_size)):
+            data = replace(data, pixel_size="header")
+        else:
+            warnings.warn(
+                f"each slice of data={data.name} is taken to be {trained.geometry.field_of_view:g} mm wide: "
+                "data.pixel_size=header, as in the run, needs files with a pixel size",
+                stacklevel=1,
+            )
     data.check(trained)
     return data, False
 
