@@ -155,6 +155,22 @@ def test_blocks_are_contiguous_and_disjoint() -> None:
         split(["a", "b"], split="slices")
 
 
+def test_blocks_of_files_with_one_slice_are_of_their_folder() -> None:
+    """Each such file in .npy is a patient, but their folder is one series."""
+    infos = infos_of(*(f"x_{k:02}.npy" for k in range(10)))
+    config = section("data", "numpy", root="somewhere", split="slices")
+    parts = split_slices(infos, patients_of(infos, config), config)
+    assert parts == {"train": [*range(8)], "val": [8], "test": [9]}
+
+
+def test_blocks_are_of_one_patient() -> None:
+    """De-identified files may have the same series for all."""
+    infos = [SliceInfo(f"{name}/{k}", 0, 1, name, "1.2", float(k)) for name in "ab" for k in range(3)]
+    config = section("data", "dicom", root="somewhere", split="slices")
+    parts = split_slices(infos, patients_of(infos, config), config)
+    assert parts == {"train": [0, 3], "val": [1, 4], "test": [2, 5]}
+
+
 def test_all_is_test() -> None:
     assert split(["a", "a"], split="all") == {"train": [], "val": [], "test": [0, 1]}
 

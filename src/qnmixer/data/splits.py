@@ -198,7 +198,7 @@ def split_slices(infos: Sequence[SliceInfo], patients: Sequence[str], config: Fo
         "random": lambda: _random(infos, patients, config),
         "aapm": lambda: _aapm(patients, config),
         "explicit": lambda: _explicit(patients, config),
-        "slices": lambda: _blocks(infos, patients, config),
+        "slices": lambda: _blocks(infos, config),
         "all": lambda: {"train": [], "val": [], "test": list(range(len(infos)))},
     }
     return rules[config.split]()
@@ -277,11 +277,11 @@ def _explicit(patients: Sequence[str], config: FolderData) -> Split:
     return split
 
 
-def _blocks(infos: Sequence[SliceInfo], patients: Sequence[str], config: FolderData) -> Split:
+def _blocks(infos: Sequence[SliceInfo], config: FolderData) -> Split:
     """Contiguous blocks of every series: train, then val, then test. This leaks: neighbouring slices are similar."""
     series: dict[tuple[str, str], list[int]] = {}
-    for i, (info, patient) in enumerate(zip(infos, patients, strict=True)):
-        series.setdefault((patient, info.series), []).append(i)
+    for i, info in enumerate(infos):  # the tag: `patients_of` may take each file of a series for a patient
+        series.setdefault((info.patient, info.series), []).append(i)
     split: Split = {part: [] for part in PARTS}
     for members in series.values():
         if len(members) < 3:
