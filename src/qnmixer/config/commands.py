@@ -174,6 +174,11 @@ def parse_compare(cfg: DictConfig) -> CompareConfig:
     values = _with_lists(plain_values(cfg))
     evaluation: EvaluationConfig = parse_section("evaluation", EvaluationConfig, values.pop("evaluation"), values)
     evaluation.check()
+    if evaluation.tv_weight is not None:
+        raise ConfigError(
+            f"evaluation.tv_weight={evaluation.tv_weight:g} has no effect in compare: leave it out, and train model=tv "
+            "in the sweep for total variation"
+        )
     root: CompareRootConfig = parse_section("", CompareRootConfig, values, values)
     wanted = root.sets if root.tests is None else root.tests
     for name in wanted:
