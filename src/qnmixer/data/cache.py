@@ -1,8 +1,8 @@
 """The cache of decoded slices: one float32 memory map [N, S, S] in HU for a folder, and an index beside it.
 
 The index is written last, by an atomic rename. A cache is built again if it has no index, or if its sources, format or
-size differ from its index, or the file of a reader of the user's own. One process builds it under
-a lock file. The others wait and then read.
+size, or the code of the user's own reader, differ from its index. One process builds it under a lock file. The others
+wait and then read.
 
 The index has a digest of itself and a digest of each slice. The latter is checked when the slice is read, in 0.3 ms for
 256 × 256 pixels. A check of all slices at the start would read the whole file.
