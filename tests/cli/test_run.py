@@ -2,6 +2,7 @@ import errno
 import os
 import subprocess
 import sys
+import warnings
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from qnmixer.cli.explain import explain
 from qnmixer.config import parse
 from qnmixer.config.commands import parse_evaluate, parse_reconstruct
 from qnmixer.errors import ConfigError, DataError
+
+from ..warm import Warm
 
 CHECKS = {"train": parse, "evaluate": parse_evaluate, "reconstruct": parse_reconstruct}
 
@@ -138,6 +141,29 @@ def test_home_is_the_users(start: Start, monkeypatch: pytest.MonkeyPatch) -> Non
     quoted = f"{start.folder}/a b"
     assert cli.completed(['hydra.run.dir="~/a b"'], "train") == [f'hydra.run.dir="{quoted}"']
     assert cli.completed(['hydra.sweep.dir="~/a b"', "-m"], "train") == ["-m", f'hydra.sweep.dir="{quoted}"']
+
+
+WARNINGS = """
+import warnings
+from qnmixer.cli import warnings_in_one_line
+from qnmixer.files import __file__ as ours
+warnings.simplefilter("always")
+with warnings_in_one_line():
+    warnings.warn_explicit("few slices", UserWarning, ours, 1)
+    warnings.warn_explicit("old", DeprecationWarning, ours, 2)
+    warnings.warn("of another library")
+warnings.warn_explicit("after", UserWarning, ours, 3)
+"""
+
+
+def test_our_warnings_are_one_line(cold: Warm, tmp_path: Path, start: Start) -> None:
+    done = cold.run("-c", WARNINGS, cwd=tmp_path)
+    shown = [line.rpartition("/")[2] for line in done.stderr.splitlines() if not line.startswith(" ")]
+    assert shown == ["warning: few slices", "files.py:2: DeprecationWarning: old",
+                     "<string>:9: UserWarning: of another library", "files.py:3: UserWarning: after"]  # fmt: skip
+    forms: list[str] = []
+    start.train(task=lambda _: forms.append(warnings.formatwarning("few", UserWarning, cli.__file__, 1)))
+    assert forms == ["warning: few\n"]
 
 
 def test_a_bug_of_ours_keeps_its_traceback(start: Start) -> None:

@@ -1,10 +1,13 @@
 """Turn an error into one line: what is wrong, and how to fix it."""
 
 import errno
+import os
 import re
 import shlex
 import sys
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
@@ -50,6 +53,22 @@ def explain(error: BaseException, config_name: str) -> str | None:
     if isinstance(error, HydraException | OmegaConfBaseException):
         return _explain_composition(error, config_name)
     return None
+
+
+@contextmanager
+def warnings_in_one_line() -> Iterator[None]:
+    """Print warnings of this package as `warning: …` while the block runs. Python adds its file and a line of code."""
+    package, as_python_does = os.path.dirname(os.path.dirname(__file__)), warnings.formatwarning
+
+    def of(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+        ours = category is UserWarning and filename.startswith(package + os.sep)
+        return f"warning: {message}\n" if ours else as_python_does(message, category, filename, lineno, line)
+
+    warnings.formatwarning = of
+    try:
+        yield
+    finally:
+        warnings.formatwarning = as_python_does
 
 
 def _explain_composition(error: Exception, config_name: str) -> str:

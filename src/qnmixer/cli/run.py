@@ -12,7 +12,7 @@ import hydra
 from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig
 
-from qnmixer.cli.explain import explain, known_keys
+from qnmixer.cli.explain import explain, known_keys, warnings_in_one_line
 from qnmixer.cli.help import usage
 from qnmixer.config.compose import OF_A_RUN, compose_as_given, compose_sweep, fitted
 from qnmixer.config.habits import habit
@@ -48,7 +48,7 @@ def run(
     wait_briefly()
     asked_for_traceback = os.environ.get(TRACEBACK) == "1"
     try:
-        with _raising_exceptions():
+        with _raising_exceptions(), warnings_in_one_line():
             _run(task, check, config_name, sweep or (lambda *_: nullcontext(_SWEEP_MODE)), complete)
     except KeyboardInterrupt as stop:
         _fail(str(stop) or "interrupted", stop.code if isinstance(stop, Stopped) else 130)

@@ -12,7 +12,7 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-from qnmixer.cli import explain
+from qnmixer.cli import explain, warnings_in_one_line
 from qnmixer.config import Config, parse, to_plain
 from qnmixer.config.target import TARGET
 from qnmixer.errors import ConfigError, RankFailed, Stopped
@@ -104,7 +104,8 @@ def main(path: Path) -> None:
     end_with_the_others(job["launcher"])
     try:
         config = parse(job["config"])
-        _fit(config, Run(Path(job["folder"]), job["overrides"], config.resume), path.parent)
+        with warnings_in_one_line():
+            _fit(config, Run(Path(job["folder"]), job["overrides"], config.resume), path.parent)
     except BaseException as error:
         leave(error, explain(error, "train"))
 
