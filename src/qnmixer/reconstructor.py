@@ -45,7 +45,11 @@ class Batch(TypedDict):
 
 
 class Reconstructor(nn.Module):
-    """A network with its scan and its noise, as the config says: x → A x + noise → y → x_T."""
+    """A network with its scan and its noise, as the config says: x → A x + noise → y → x_T.
+
+    Attributes:
+        fine_matrix: A of the finer grid, from its first use on.
+    """
 
     def __init__(self, config: Config, projector: FanBeamProjector | None = None) -> None:
         super().__init__()
@@ -53,7 +57,7 @@ class Reconstructor(nn.Module):
         self.projector = projector or build_projector(config)
         self.network = build_network(config, self.projector)
         self.noise = build_noise(config)
-        self._fine_matrix: ScanMatrix | None = None
+        self.fine_matrix: ScanMatrix | None = None
 
     @property
     def device(self) -> torch.device:
@@ -87,9 +91,9 @@ class Reconstructor(nn.Module):
         """
         if fine is None:
             return torch.cat([self.projector(x) for x in image.split(1)])
-        if self._fine_matrix is None:
-            self._fine_matrix = system_matrix_at(self.config, fine.shape[-1])
-        matrix = self._fine_matrix.to(fine.device)
+        if self.fine_matrix is None:
+            self.fine_matrix = system_matrix_at(self.config, fine.shape[-1])
+        matrix = self.fine_matrix.to(fine.device)
         return torch.cat([apply_linear(x, matrix, matrix.transpose) for x in fine.split(1)])
 
 
@@ -119,6 +123,16 @@ def sample_measurement(config: Config) -> SampleMeasurement | None:
     """
     noise = build_noise(config)
     return None if config.data.measured or isinstance(noise, NoNoise) else SampleMeasurement(config, noise)
+
+
+def fine_size(config: Config) -> int:
+    """The size of the images from which a device of a run simulates on a finer grid; 0 if it does not.
+
+    With noise, the loaders simulate. Nothing does if a scanner has measured the sinograms.
+    """
+    data = config.data
+    by_device = data.simulation_factor > 1 and not data.measured and isinstance(build_noise(config), NoNoise)
+    return data.simulation_factor * data.image_size if by_device else 0
 
 
 def system_matrix_at(config: Config, image_size: int) -> ScanMatrix:

@@ -23,7 +23,7 @@ from qnmixer.memory.report import _largest_batch, as_object, levers_table, print
 from qnmixer.memory.tracker import PeakTracker, autocast, make_state, n_bytes, optimizer_bytes, without_data
 from qnmixer.optimization.optimizers import build_optimizer
 from qnmixer.parallel.stages import Stage, actions, ranges, survey
-from qnmixer.reconstructor import build_projector
+from qnmixer.reconstructor import build_projector, system_matrix_at
 from qnmixer.training.module import ReconstructionModule
 
 from ..warm import Warm
@@ -154,6 +154,22 @@ def test_short_steps_give_long_ones_within_half_a_percent(planner: Planner, over
     if config.data.image_size != 32:
         planner = Planner(config)
     assert planner.estimate(config).peak == pytest.approx(track_step(config, planner.projector).peak, rel=0.005)
+
+
+@pytest.mark.parametrize("strategy", ["single", "pipeline trainer.devices=4 strategy.microbatch_size=3"])
+def test_a_finer_grid_counts_where_a_device_simulates_from_it(planner: Planner, strategy: str) -> None:
+    """With noise the workers of the loader simulate."""
+
+    def of(overrides: str) -> Footprint:
+        return planner.estimate(config_of(f"model.n_iterations=4 strategy={strategy} {overrides}"))
+
+    finer = config_of("data.simulation_factor=2")
+    matrix = n_bytes(system_matrix_at(finer, 64).buffers())
+    images = batch_of_replica(config_of(f"strategy={strategy}")) * 4 * 64**2
+    coarse, fine = of(""), of("data.simulation_factor=2")
+    assert fine.operator - coarse.operator == matrix
+    assert fine.activations - coarse.activations == images
+    assert of("data.simulation_factor=2 noise=field") == of("noise=field")
 
 
 def test_growth_is_what_an_iteration_more_adds(planner: Planner) -> None:

@@ -222,8 +222,11 @@ def test_with_accumulation_it_is_optimizer_steps_that_count(tiny_module: TinyMod
     assert len(lines(watching)) == 1
 
 
-def test_after_the_second_step_a_line_says_what_the_plan_says_too(tiny_module: TinyModule, tmp_path: Path) -> None:
-    watching, module = monitor(), tiny_module("model.n_iterations=4")
+@pytest.mark.parametrize("overrides", [[], ["data.simulation_factor=2"]])
+def test_after_the_second_step_a_line_says_what_the_plan_says_too(
+    tiny_module: TinyModule, tmp_path: Path, overrides: list[str]
+) -> None:
+    watching, module = monitor(), tiny_module("model.n_iterations=4", *overrides)
     rows = train(module, tmp_path, watching, max_steps=4, gradient_clip_val=1.0)
     assert watching.measured_mib is not None
     assert lines(watching) == [f"memory: {watching.measured_mib:.0f} MiB in tensors at the peak of a step"]

@@ -14,7 +14,7 @@ from qnmixer.memory.footprint import DevicePlan, Footprint
 from qnmixer.memory.tracker import Hosted, PeakTracker, apply_hosted_mode, autocast, batch_loss, n_bytes, without_data
 from qnmixer.parallel.stages import Packing, Stage, actions, cut_evenly, idle_share, ranges, survey
 from qnmixer.physics import FanBeamProjector
-from qnmixer.reconstructor import Reconstructor
+from qnmixer.reconstructor import Reconstructor, fine_size
 
 
 def cut_of(config: Config) -> list[int]:
@@ -151,7 +151,7 @@ def plan_device(
     own = [costs[iterations] for iterations in ranges(cut)[device::n_devices]]
     at_once = 1 if schedule == "sequential" else n  # micro-batches of one call of torch's schedule
     buffers = at_once * sum(stage.received + stage.sent for stage in own)
-    images = batch_of_replica(config) * 4 * (config.data.image_size**2 + 1)
+    images = batch_of_replica(config) * 4 * (config.data.image_size**2 + fine_size(config) ** 2 + 1)
     batch = images + n * own[0].sinogram + max(stage.casts for stage in own)
 
     gradients: dict[str, int] = {}

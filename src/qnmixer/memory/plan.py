@@ -39,7 +39,8 @@ from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.optimization.optimizers import build_optimizer
 from qnmixer.parallel.stages import ranges
 from qnmixer.physics import FanBeamProjector
-from qnmixer.reconstructor import AUTOCAST, Reconstructor, build_projector
+from qnmixer.physics.scan import ScanMatrix
+from qnmixer.reconstructor import AUTOCAST, Reconstructor, build_projector, fine_size, system_matrix_at
 
 # From here on memory was seen to be affine in T. Until then the peak moves within the step, but not with memory=keep in
 # full precision: there each iteration after the second adds its graph and nothing else.
@@ -61,6 +62,7 @@ class Planner:
         self.projector = projector or build_projector(config)
         self.projector.safe_step_size()  # networks ask for these numbers, which fake tensors could not give
         self.projector.operator_norm()
+        self._fine: dict[int, ScanMatrix] = {}  # by the size of the image
         self._known: dict[str, Footprint] = {}
         self._known_stages: dict[str, StageCost] = {}
 
@@ -127,10 +129,12 @@ class Planner:
 
     def _fixed(self, config: Config) -> Footprint:
         """The memory that every device of a pipeline needs during all its actions. `gradients`: when all exist."""
-        key = f"fixed {config.model} {config.optimizer}"
+        key = f"fixed {config.model} {config.optimizer} {fine_size(config)}"
         if key not in self._known:
+            fine = self._fine_matrix(config)
             with without_data():
                 module = Reconstructor(config, self.projector)
+                module.fine_matrix = fine
                 weights, operator = n_bytes(module.parameters()), n_bytes(module.buffers())
             self._known[key] = Footprint(weights, weights, self.optimizer_state(config), 0, operator)
         return self._known[key]
@@ -151,10 +155,17 @@ class Planner:
         key = repr((config.model, config.data.batch_size, config.memory, config.optimizer, config.loss))
         dtype = AUTOCAST[config.trainer.precision]
         key += f"{dtype and dtype.itemsize} {config.trainer.accumulate_grad_batches > 1}"
-        key += f"{config.strategy} {_n_shards(config)}"
+        key += f"{config.strategy} {_n_shards(config)} {fine_size(config)}"
         if key not in self._known:
-            self._known[key] = track_step(config, self.projector)
+            self._known[key] = track_step(config, self.projector, self._fine_matrix(config))
         return self._known[key]
+
+    def _fine_matrix(self, config: Config) -> ScanMatrix | None:
+        """A of the finer grid, if the devices simulate on it. It takes as long to build as in the run."""
+        size = fine_size(config)
+        if size and size not in self._fine:
+            self._fine[size] = system_matrix_at(config, size)
+        return self._fine.get(size)
 
 
 _COUNTED_AS = ("replica", "shards", "pipeline")
@@ -197,8 +208,10 @@ def _n_shards(config: Config) -> int:
     return (config.trainer.devices or 1) * config.trainer.num_nodes if sharded else 1
 
 
-def track_step(config: Config, projector: FanBeamProjector) -> Footprint:
+def track_step(config: Config, projector: FanBeamProjector, fine_matrix: ScanMatrix | None = None) -> Footprint:
     """The footprint of a whole training step on fake tensors, for single, ddp or fsdp.
+
+    With `fine_matrix`, which is A of the finer grid, the step simulates from images on that grid.
 
     Gradients of ddp are views of its buckets, which stay when gradients are cleared. While it accumulates, gradients
     are outside the buckets. `strategy` counts them as a copy.
@@ -207,6 +220,7 @@ def track_step(config: Config, projector: FanBeamProjector) -> Footprint:
     hosted = Hosted()
     with without_data():
         module = Reconstructor(config, projector)
+        module.fine_matrix = fine_matrix
         network = module.network
         apply_hosted_mode(network, config, hosted)
         optimizer = build_optimizer(config.optimizer, network)
@@ -217,14 +231,15 @@ def track_step(config: Config, projector: FanBeamProjector) -> Footprint:
         buckets = Buckets(network) if isinstance(config.strategy, DDPConfig) else None
         tracker = PeakTracker()
         tracker.track(module, optimizer)
-        size = config.data.image_size
+        size, finer = config.data.image_size, config.data.image_size * config.data.simulation_factor
         norms = NormsInFull() if on_gpu and config.trainer.precision != "32" else nullcontext()
         with tracker, norms:
             for k in range(n_batches):
                 image = torch.rand(config.data.batch_size, 1, size, size)
+                fine = torch.rand(config.data.batch_size, 1, finer, finer) if fine_matrix is not None else None
                 weight = torch.ones(config.data.batch_size)
                 with torch.no_grad():
-                    y = projector(image)
+                    y = module.project(image, fine)
                 with autocast(config):
                     loss = batch_loss(config)(network(y), image, weight)
                 if k == 0:
@@ -232,7 +247,7 @@ def track_step(config: Config, projector: FanBeamProjector) -> Footprint:
                 if buckets is not None:
                     buckets.in_use = k == n_batches - 1
                 loss.backward()
-                del loss, y, image, weight
+                del loss, y, image, fine, weight
             torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             optimizer.step()
         footprint = Footprint(**tracker.peak, host=hosted.bytes)
