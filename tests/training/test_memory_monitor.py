@@ -215,6 +215,15 @@ def test_each_step_is_in_the_metrics(tiny_module: TinyModule, tmp_path: Path) ->
         assert 50 < float(row["memory/allocated_mib"]) <= float(row["memory/reserved_mib"])
 
 
+def test_the_peak_is_in_the_metrics_also_of_epochs_that_are_shorter_than_a_row(
+    tiny_module: TinyModule, tmp_path: Path
+) -> None:
+    """Epochs of four steps, a row every five. On a CPU one step is measured."""
+    watching = monitor()
+    rows = train(tiny_module(), tmp_path, watching, max_steps=15, log_every_n_steps=5)
+    assert [float(row["memory/peak_mib"]) for row in rows] == [pytest.approx(watching.measured_mib)] * 3
+
+
 def test_with_accumulation_it_is_optimizer_steps_that_count(tiny_module: TinyModule, tmp_path: Path) -> None:
     watching = monitor()
     rows = train(tiny_module(), tmp_path, watching, max_steps=3, accumulate_grad_batches=2)

@@ -26,8 +26,8 @@ class MemoryMonitor(Callback):
     state exists from then on. On CUDA torch's allocator counts. On a CPU the tracker of the plan counts the real
     tensors. It cannot see those of fsdp and compile=true, so there is no figure then.
 
-    The metric memory/peak_mib is the same figure: on CUDA for every step, on a CPU for the second step. Other counters
-    of the process help to find a leak: memory/allocated_mib and memory/reserved_mib, on CUDA also
+    The metric memory/peak_mib is the same figure: on CUDA of every step, on a CPU of the second step in every row. Other
+    counters of the process help to find a leak: memory/allocated_mib and memory/reserved_mib, on CUDA also
     memory/device_used_mib. `Usage` defines them. On a CPU they include Python and all libraries.
 
     Args:
@@ -39,6 +39,7 @@ class MemoryMonitor(Callback):
         self.measured_mib: float | None = None  # of the second step, on the fullest device
         self.leak: Leak | None = None
         self._watch = LeakWatch()
+        self._peak: int | None = None  # bytes, as memory/peak_mib
         self._tracker: PeakTracker | None = None
         self._tracking = ExitStack()
         self._n_steps = 0
@@ -48,7 +49,7 @@ class MemoryMonitor(Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start to count steps."""
         self._watch = LeakWatch()
-        self._n_steps, self._global_step = 0, trainer.global_step
+        self._peak, self._n_steps, self._global_step = None, 0, trainer.global_step
         self._between_steps = True
 
     def on_train_batch_start(
@@ -78,14 +79,16 @@ class MemoryMonitor(Callback):
         values = {"allocated": usage.allocated, "reserved": usage.reserved}
         if usage.device_used is not None:
             values["device_used"] = usage.device_used
-        own = usage.peak if on_cuda else self._tracker.peak_bytes if self._tracker else None
-        self._tracker = None
-        if own is not None:
-            values["peak"] = own
+        if on_cuda:
+            self._peak = usage.peak
+        elif self._tracker is not None:
+            self._peak, self._tracker = self._tracker.peak_bytes, None
+        if self._peak is not None:
+            values["peak"] = self._peak  # at each step: Lightning forgets a value at the end of its epoch
         for name, value in values.items():
             pl_module.log(f"memory/{name}_mib", value / MIB, batch_size=1, on_step=True, on_epoch=False)
-        if own is not None and self._n_steps == 2:
-            peak = torch.tensor(own / MIB, device=pl_module.device)
+        if self._peak is not None and self._n_steps == 2:
+            peak = torch.tensor(self._peak / MIB, device=pl_module.device)
             # Of the fullest device: this is what must fit.
             self.measured_mib = float(trainer.strategy.reduce(peak, reduce_op="max"))
             self._print(f"memory: {self.measured_mib:,.0f} MiB in tensors at the peak of a step")
