@@ -45,6 +45,8 @@ class Planted(UnrolledNetwork[Tensor]):
             return x.mean((1, 2, 3), keepdim=True).expand_as(x)
         if self.fault == "worse":
             return x + 0.3 * torch.ones_like(x)
+        if self.fault == "still" and self.calls <= 21:
+            return x.detach() + 0 * x
         return 1e4 * x if self.fault == "far" else x
 
 
@@ -81,6 +83,14 @@ def test_a_network_that_dies_is_reported_within_fifty_steps(
     assert all(warning["warning"] in capsys.readouterr().out for warning in record["warnings"][:1])
     told = {name for row in read_metrics(tmp_path / "metrics.csv") for name in row if row[name] == "1.0"}
     assert {f"health/{name}" for name in names} <= told
+
+
+def test_it_is_the_gradient_of_the_step_that_is_checked(
+    tiny_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is zero in the checks at steps 10 and 20, and not in those before and after: too few for a warning."""
+    record = run(tiny_config(*LONG, "trainer.max_steps=40"), tmp_path, monkeypatch, "still", after=1)
+    assert "zero_gradient" not in {warning["name"] for warning in record.get("warnings", [])}
 
 
 def test_the_warm_up_of_a_run_of_epochs_is_waited_for(

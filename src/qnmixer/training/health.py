@@ -87,7 +87,6 @@ class HealthMonitor(Callback):
         assert isinstance(pl_module, ReconstructionModule)
         if not pl_module.keeps_output or self._batch is None:
             return
-        norm, step = float(pl_module.gradient_norm), trainer.global_step
         errors = _errors(pl_module, self._batch)
         # Released at once: these images would else stay on the device until the next check.
         pl_module.keeps_output, pl_module.output, self._batch = False, None, None
@@ -96,6 +95,7 @@ class HealthMonitor(Callback):
         if self._begins:
             self._begins = False
             _refuse_bad_start(errors)
+        norm, step = float(pl_module.gradient_norm()), trainer.global_step
         found = {
             "zero_gradient": norm == 0,
             "gradient_not_finite": not norm < float("inf"),

@@ -35,7 +35,7 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
         self._finite = FiniteCheck()
         self._largest_norm: Tensor | float = 0.0
         self._step_loss: Tensor | float = 0.0
-        self.gradient_norm: Tensor | float = 0.0  # of the last step, before clipping
+        self._norm: Tensor | None = None  # of the gradient of this step, if a callback has asked for it
         self.keeps_output = False  # set for a step whose images are checked
         self.output: Tensor | None = None  # x_T of the last batch of that step, [B, 1, S, S]
 
@@ -103,12 +103,21 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
             mean.update(value[batch["weight"] > 0])
             self.log(f"val/{name}", mean, on_step=False, on_epoch=True)
 
+    def gradient_norm(self) -> Tensor:
+        """The norm of the gradient of this step, before clipping. It is computed once.
+
+        For callbacks, whose `on_before_optimizer_step` comes before that of the module.
+        """
+        if self._norm is None:
+            # The norm of shards is itself in shards: gather gives that of all ranks.
+            gradients = [p.grad for p in self.parameters() if p.grad is not None]
+            self._norm = gather(torch.nn.utils.get_total_norm(gradients))
+        return self._norm
+
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check the loss. Log the gradient norm before clipping, its maximum in the run, lr and the mean of λ_t."""
         self._finite.raise_if_not()
-        # The norm of shards is itself in shards: gather gives that of all ranks.
-        norm = gather(torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
-        self.gradient_norm = norm
+        norm, self._norm = self.gradient_norm(), None
         # The scaler skips a step whose gradient overflows. That norm would be the largest for the rest of the run.
         counted = norm.nan_to_num(nan=0.0, posinf=0.0) if self.config.trainer.precision == "16-mixed" else norm
         self._largest_norm = torch.maximum(counted, torch.as_tensor(self._largest_norm, device=norm.device))
