@@ -262,6 +262,7 @@ def test_steps_that_a_scaler_may_skip() -> None:
         "strategy=pipeline strategy.schedule=interleaved strategy.stages_per_device=3",
         "strategy=ddp data.batch_size=8 trainer.accumulate_grad_batches=4 model=qn_mixer_paper noise=physical",
         "strategy=fsdp model.patch_size=8 data.image_size=24 model.latent_factor=3 model.latent_channels=9",
+        "strategy=ddp +trainer.limit_train_batches=3 trainer.accumulate_grad_batches=3",
     ],
 )
 def test_what_is_tried_is_a_valid_run(tiny_config: TinyConfig, overrides: str) -> None:

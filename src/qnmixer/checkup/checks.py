@@ -168,12 +168,14 @@ def shortened(config: Config) -> tuple[Config, str]:
         "data.batch_size": (batch, config.data.batch_size),
         "accumulate_grad_batches": (accumulate, config.trainer.accumulate_grad_batches),
     }
+    # Nothing here uses it, and it may be no multiple of the smaller number of batches.
+    extra = {name: value for name, value in config.trainer.extra.items() if name != "limit_train_batches"}
     changes = [f"{name} {before}" for name, (now, before) in values.items() if now != before]
     run = replace(
         with_iterations(config, T),
         strategy=strategy,
         data=replace(config.data, batch_size=batch),
-        trainer=replace(config.trainer, accumulate_grad_batches=accumulate),
+        trainer=replace(config.trainer, accumulate_grad_batches=accumulate, extra=extra),
     )
     validate(run)
     return run, f" (shortened on a CPU, from {', '.join(changes)})" if changes else ""
