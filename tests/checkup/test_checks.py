@@ -252,6 +252,8 @@ def test_steps_that_a_scaler_may_skip() -> None:
     assert check.status == "FAIL"
     assert "rank 1" in check.found
     assert "mixer (MLP)" in check.found
+    without_scaler = check_finite("32", [Report(n_finite=4, n_skipped=1, bad_gradient="w")])
+    assert "the gradient of w is not finite in 1 of 5 steps" in without_scaler.found
     assert check_finite("32", [Report()]).status == "SKIP"
 
 

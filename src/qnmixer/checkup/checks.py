@@ -292,8 +292,9 @@ def check_finite(precision: str, reports: Sequence[Report]) -> Check:
         if report.diverged:
             return Check(name, "FAIL", f"rank {rank}, {precision}: {report.error}{where}", fix)
         if report.n_skipped and (precision != "16-mixed" or not report.n_finite):
-            what = f"the gradient of {report.bad_gradient} is not finite in {report.n_skipped} of {report.n_skipped}"
-            return Check(name, "FAIL", f"rank {rank}, {precision}: {what} steps{where}", fix)
+            steps = f"{report.n_skipped} of {report.n_skipped + report.n_finite} steps"
+            what = f"the gradient of {report.bad_gradient} is not finite in {steps}"
+            return Check(name, "FAIL", f"rank {rank}, {precision}: {what}{where}", fix)
     n_finite, n_skipped = reports[0].n_finite, reports[0].n_skipped
     if not n_finite:
         return Check(name, "SKIP", "training did not get so far")
