@@ -100,6 +100,14 @@ def test_weights_of_another_run_are_named_also_after_a_resume(tiny_config: TinyC
     assert found["resumed"] == "after steps 4"
 
 
+def test_a_run_from_the_checkpoint_of_another_one_has_its_steps_and_not_its_time(
+    tiny_config: TinyConfig, tmp_path: Path
+) -> None:
+    keep(tmp_path, **RECORD | {"overrides": ["resume=runs/a/checkpoints/best.ckpt"]})
+    expected = "a checkpoint of another run (resume), whose steps are in this table, but not its time"
+    assert rows(card(tiny_config(), tmp_path))["started from"] == expected
+
+
 def test_every_table_of_these_weights_is_there_and_no_other(tiny_config: TinyConfig, tmp_path: Path) -> None:
     ours = evaluated(tiny_config())
     keep(tmp_path, **RECORD | ours)

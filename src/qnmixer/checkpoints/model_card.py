@@ -169,7 +169,7 @@ def _started_from(config: Config, record: dict[str, Any]) -> str:
     if config.finetune or given.get("finetune", "null") != "null":
         return "the weights of another run (finetune), whose training is not in this table"
     if given.get("resume", "null") != "null":
-        return "a checkpoint of another run (resume), whose steps and time are in this table too"
+        return "a checkpoint of another run (resume), whose steps are in this table, but not its time"
     return "random weights"
 
 
