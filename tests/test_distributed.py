@@ -102,7 +102,7 @@ def test_a_run_can_be_stopped(start: Start, number: signal.Signals, code: int) -
     assert (ended, stderr) == (code, line)
     assert seconds < 20
     assert command.record()["status"] == "interrupted"
-    assert command.record()["steps"] == step
+    assert (command.record()["steps"], command.record()["processes"]) == (step, 2)
     assert "error" not in command.record()
     assert len(command.losses()) == step
 

@@ -67,6 +67,16 @@ def test_a_refused_resume_leaves_a_run_that_is_done_as_it_was(tmp_path: Path) ->
     assert (read(tmp_path)["status"], read(tmp_path)["error"]) == ("failed", "ValueError: rank 1")
 
 
+@pytest.mark.parametrize(("processes", "threads"), [(1, 2), (4, None)])
+def test_a_resumed_run_keeps_the_threads_of_a_single_process(
+    tmp_path: Path, processes: int, threads: int | None
+) -> None:
+    """Several processes share the cores: one alone would train on a part of them."""
+    (tmp_path / "results.json").write_text(json.dumps({"threads": 2, "processes": processes}))
+    assert Run(tmp_path, [f"resume={tmp_path}"], str(tmp_path)).threads == threads
+    assert Run(tmp_path / "new").threads is None
+
+
 def test_a_run_from_the_checkpoint_of_another_one_has_a_record_of_its_own(tmp_path: Path) -> None:
     with Run(tmp_path / "a").recording():
         pass

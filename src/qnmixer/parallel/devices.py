@@ -54,7 +54,7 @@ def cpu_threads(config: Config, free: float | None, recorded: int | None) -> Ite
     Args:
         config: a resolved config.
         free: the number of cores that other programs leave free; None if it is not known.
-        recorded: the number of threads of the run that is resumed; None for a new run.
+        recorded: the number of threads of the run that is resumed; None for a new run, and after several processes.
 
     Yields a line for the user; "" if torch has all its threads.
     """

@@ -48,8 +48,10 @@ class Run:
 
     @property
     def threads(self) -> int | None:
-        """The CPU threads of the run that this one continues; None for a new run."""
-        threads = read_results(self.folder).get("threads") if self.resumes_in_place else None
+        """The CPU threads of the single process that this run continues; None for a new run, and after several."""
+        before = read_results(self.folder) if self.resumes_in_place else {}
+        # Each of several processes had its share of the cores: one alone would keep the others idle.
+        threads = before.get("threads") if before.get("processes") == 1 else None
         return threads if isinstance(threads, int) and threads > 0 else None
 
     @contextmanager

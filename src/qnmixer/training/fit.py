@@ -26,7 +26,7 @@ from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import Planner
 from qnmixer.parallel.compilation import compile_blocks
 from qnmixer.parallel.devices import allow_tf32
-from qnmixer.processes.ranks import another_rank_failed, rank
+from qnmixer.processes.ranks import another_rank_failed, rank, world_size
 from qnmixer.processes.signals import stop_signals
 from qnmixer.reconstructor import Reconstructor, build_geometry, sample_measurement
 from qnmixer.tracking.loggers import (
@@ -92,6 +92,7 @@ def session(config: Config, run: Run) -> Iterator[None]:
     exit_code = FAILED
     with stopping_together(run), stop_signals(), run.recording():
         run.record |= {"device": device_name(config.trainer.accelerator), "threads": torch.get_num_threads()}
+        run.record["processes"] = world_size()  # each has so many threads
         if config.tags:
             run.record["tags"] = config.tags
         try:
