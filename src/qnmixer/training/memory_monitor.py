@@ -26,8 +26,8 @@ class MemoryMonitor(Callback):
     state exists from then on. On CUDA torch's allocator counts. On a CPU the tracker of the plan counts the real
     tensors. It cannot see those of fsdp and compile=true, so there is no figure then.
 
-    The metric memory/peak_mib is the same figure: on CUDA of every step, on a CPU of the second step in every row. Other
-    counters of the process help to find a leak: memory/allocated_mib and memory/reserved_mib, on CUDA also
+    The metric memory/peak_mib is the same figure. On CUDA it is that of each step, on a CPU always that of the second.
+    Other counters of the process help to find a leak: memory/allocated_mib and memory/reserved_mib, on CUDA also
     memory/device_used_mib. `Usage` defines them. On a CPU they include Python and all libraries.
 
     Args:
