@@ -16,6 +16,7 @@ ROOT = "data.root=/ct"
         (["experiment=demo", "model=fbpconvnet"], {"~model.n_iterations"}),
         (["experiment=demo", "model=learn"], set()),
         (["experiment=demo", "data=numpy", ROOT], set()),
+        (["experiment=demo", "logger=[wandb,tensorboard]"], set()),
         (["experiment=pretrained", "data=dicom", ROOT], set()),
         (["experiment=measured", "data=numpy", ROOT], {"~data.n_val", "~data.n_test", "~data.anatomy_share"}),
         (["experiment=compare_small", "data=dicom", ROOT], {"~data.n_val", "~data.n_test"}),

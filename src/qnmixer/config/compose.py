@@ -64,11 +64,10 @@ def fitted(config_name: str, overrides: list[str]) -> list[str]:
             for key in surplus:
                 del found[key]
         more += [f"~{section}.{key}" for key in surplus]
-        is_another = with_experiment.hydra.runtime.choices[section] != own_choices[section]
         restored: list[str] = []
         if section == "model" and surplus:
             restored = differing
-        elif section in _OF_ONE_OPTION and is_another:
+        elif section in _OF_ONE_OPTION and with_experiment.hydra.runtime.choices[section] != own_choices[section]:
             restored = [key for key in differing if key not in _OF_ONE_OPTION[section]]
         found.update({key: own[key] for key in restored})
         more += [_override(section, key, own[key]) for key in restored]
