@@ -50,9 +50,8 @@ def fitted(config_name: str, overrides: list[str]) -> list[str]:
         return words
     search = [it for it in overrides if key_of(it) == "hydra.searchpath"]
     experiment = [it for it in chosen if key_of(it) == "experiment"]
-    with_experiment = compose_as_given(config_name, overrides, with_hydra=True)
+    with_experiment = compose_as_given(config_name, overrides)
     alone = compose_as_given(config_name, [*search, *(it for it in chosen if it not in experiment)])
-    own_choices = compose_as_given(config_name, [*search, *experiment], with_hydra=True).hydra.runtime.choices
     more: list[str] = []
     kept: list[tuple[str, str, Any]] = []
     for section in sections:
@@ -67,13 +66,19 @@ def fitted(config_name: str, overrides: list[str]) -> list[str]:
         restored: list[str] = []
         if section == "model" and surplus:
             restored = differing
-        elif section in _OF_ONE_OPTION and with_experiment.hydra.runtime.choices[section] != own_choices[section]:
+        elif section in _OF_ONE_OPTION and given[section] != _choice(config_name, [*search, *experiment], section):
             restored = [key for key in differing if key not in _OF_ONE_OPTION[section]]
         found.update({key: own[key] for key in restored})
         more += [_override(section, key, own[key]) for key in restored]
         kept += [(section, key, own[key]) for key in differing if key not in restored]
     end = 1 + max(i for i, word in enumerate(words) if word in overrides)  # argparse takes no override after a flag
     return [*words[:end], *more, *_own_instead(with_experiment, kept), *words[end:]]
+
+
+def _choice(config_name: str, overrides: list[str], group: str) -> str:
+    """The option of a group that these overrides choose, or that is the default."""
+    config = compose_as_given(config_name, overrides, with_hydra=True)
+    return str(config.hydra.runtime.choices[group])
 
 
 def _own_instead(config: DictConfig, kept: list[tuple[str, str, Any]]) -> list[str]:
