@@ -104,18 +104,17 @@ def _explain_composition(error: Exception, config_name: str) -> str:
             return f"{found_there[1]} exists already: leave out the + before it"
         key = found.group(1).lstrip("+~").split("=")[0].split("@")[0]
         groups = [path.name for path in CONF.iterdir() if path.is_dir()]
-        if config_name not in OF_A_RUN and (group := key.split(".")[0]) in groups:
-            of_command = group in known_keys(config_name)
-            chosen = not (CONF / group / "as_trained.yaml").is_file() or group in map(key_of, sys.argv)
-            if not (of_command and chosen):
-                way = ", or choose other slices with data=dicom" if of_command and group == "data" else ""
-                return f"{key} comes from the run and cannot change in {config_name}: leave it out{way}"
+        known, group = known_keys(config_name), key.split(".")[0]
+        as_trained = (CONF / group / "as_trained.yaml").is_file() and group not in map(key_of, sys.argv)
+        if config_name not in OF_A_RUN and group in groups and (group not in known or as_trained):
+            way = ", or choose other slices with data=dicom" if group == "data" and group in known else ""
+            return f"{key} comes from the run and cannot change in {config_name}: leave it out{way}"
         ready = dict(_keys_of_ready())
         if key in ready:
             return f"{key} works with {ready[key]} only: choose that, or leave {key} out"
         own = f"{key.split('.')[0]}=custom" in sys.argv  # then it may be an argument of the target
         hint = f" An argument of your own takes a plus: +{key}=…" if own else ""
-        return f"{unknown_key(key, [*groups, *known_keys(config_name), *ready])}{hint}"
+        return f"{unknown_key(key, [*groups, *known, *ready])}{hint}"
     return text
 
 
