@@ -31,6 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from qnmixer.config import Config, override, parse
 from qnmixer.config.compose import compose
+from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.files import write_text
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.models import QNMixer
@@ -229,8 +230,9 @@ def bench(size: int, variants: list[str], T: int, rounds: int, device: torch.dev
     """Steps, inferences and parts at one size."""
     torch.compiler.reset()  # else it compiles a second size for any size, and stops compiling at the eighth graph
     torch.manual_seed(0)
-    x = torch.rand(1, 1, size, size, device=device)
     base = config_of(size, T, "")
+    # An image as in training: how far its values reach decides how many features a CPU computes (`models.narrowing`).
+    x = SliceDataModule(base.data).dataset("train")[0]["image"][None].to(device)
     ours = network_of(base, None, device)
     weights = {name: value.clone() for name, value in ours.state_dict().items()}
     plain = Plain(ours, x)

@@ -4,13 +4,15 @@ At full resolution, features of single pixels fill the memory. They are cheap, s
 stored patch by patch, so that patchify is a product of matrices.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from qnmixer.models.narrowing import BranchWeights, narrowings
 
 
 class InceptionPatches(nn.Module):
@@ -47,16 +49,6 @@ class Maximum3x3(nn.Module):
         """The image of maxima."""
         along_rows = F.max_pool1d(x.squeeze(1), 3, stride=1, padding=1)
         return F.max_pool1d(along_rows.mT, 3, stride=1, padding=1).mT.unsqueeze(1)
-
-
-class BranchWeights(NamedTuple):
-    """The weights of a branch."""
-
-    pixel: Tensor  # [c, 1]
-    pixel_bias: Tensor  # [c]
-    kernel: Tensor | None  # [c, c, k, k]
-    kernel_bias: Tensor | None  # [c]
-    patchify: Tensor  # [C, P² · c]
 
 
 class Branch(nn.Module):
@@ -124,7 +116,10 @@ class _Inception(torch.autograd.Function):
             inputs = layout.cut(image).reshape(-1, 1), image.reshape(-1, 1), layout.cut(maxima).reshape(-1, 1)
             cast = [None if weight is None else weight.to(dtype) for weight in weights]
             patches, convolved = bias, []
-            for pixels, branch in _branches(inputs, cast):
+            branches = _branches(cast)
+            ctx.narrowings = narrowings(inputs[1], branches)  # the maxima are in the range of x
+            for pixels, branch, narrowing in zip(_inputs(inputs), branches, ctx.narrowings, strict=True):
+                branch = branch if narrowing is None else narrowing.narrow(branch)
                 features = _features(pixels, branch)
                 if branch.kernel is not None:
                     image = F.conv2d(layout.image(features), branch.kernel, branch.kernel_bias, padding="same")
@@ -144,7 +139,8 @@ class _Inception(torch.autograd.Function):
         of_patches = gradient.to(inputs[0].dtype)
         of_inputs: list[Tensor] = []
         of_weights: list[Tensor | None] = []
-        for pixels, branch in _branches(inputs, weights):
+        for pixels, wide, narrowing in zip(_inputs(inputs), _branches(weights), ctx.narrowings, strict=True):
+            branch = wide if narrowing is None else narrowing.narrow(wide)
             of_features, of_kernel, of_kernel_bias = of_patches @ branch.patchify, None, None
             if branch.kernel is None:
                 features = in_patches = _features(pixels, branch)
@@ -159,7 +155,10 @@ class _Inception(torch.autograd.Function):
                 of_features = of_features.permute(0, 2, 3, 1).reshape(features.shape)
             of_features = _relu_backward(of_features, features)
             of_patchify = of_patches.t() @ in_patches.view(len(of_patches), -1)
-            of_weights += [of_features.t() @ pixels, of_features.sum(0), of_kernel, of_kernel_bias, of_patchify]
+            of_branch = BranchWeights(
+                of_features.t() @ pixels, of_features.sum(0), of_kernel, of_kernel_bias, of_patchify
+            )
+            of_weights += of_branch if narrowing is None else narrowing.widen(of_branch, wide)
             if not ctx.needs_input_grad[0]:  # not in iteration 0: x₀ = FBP(y) is a constant
                 continue
             if branch.kernel is None:
@@ -170,12 +169,16 @@ class _Inception(torch.autograd.Function):
         return *of_images, gradient.sum(0), None, *(None if of is None else of.to(ctx.dtype) for of in of_weights)
 
 
-def _branches(inputs: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Iterator[tuple[Tensor, BranchWeights]]:
-    """Input pixels and weights of each branch. inputs: x in patch order, x in row order, maxima in patch order."""
+def _inputs(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Input pixels of each branch. inputs: x in patch order, x in row order, maxima in patch order."""
     in_patches, rows, maxima = inputs
+    return in_patches, rows, rows, maxima
+
+
+def _branches(weights: Sequence[Tensor | None]) -> list[BranchWeights]:
+    """The weights of each branch."""
     n = len(BranchWeights._fields)
-    for k, pixels in enumerate((in_patches, rows, rows, maxima)):
-        yield pixels, BranchWeights._make(weights[k * n : (k + 1) * n])
+    return [BranchWeights._make(weights[k : k + n]) for k in range(0, len(weights), n)]
 
 
 def _features(pixels: Tensor, branch: BranchWeights) -> Tensor:

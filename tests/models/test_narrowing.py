@@ -1,0 +1,100 @@
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from qnmixer.models import inception, narrowing
+from qnmixer.models.inception import InceptionPatches
+
+
+@pytest.fixture
+def widths(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int | None]]:
+    """The number of features of each branch that was looked at; None for one that was left as it is."""
+    found: list[int | None] = []
+
+    def spy(pixels: Tensor, branches: list[narrowing.BranchWeights]) -> list[narrowing.Narrowing | None]:
+        result = narrowing.narrowings(pixels, branches)
+        found.extend(None if it is None else len(it.pixel) for it in result)
+        return result
+
+    monkeypatch.setattr(narrowing, "_FEWEST", 1)
+    monkeypatch.setattr(inception, "narrowings", spy)
+    return found
+
+
+def embedding(channels: int = 64) -> InceptionPatches:
+    torch.manual_seed(0)
+    return InceptionPatches(channels, patch_size=4).double()
+
+
+def image(low: float = -0.1, high: float = 1.1) -> Tensor:
+    return (low + (high - low) * torch.rand(2, 1, 16, 24, dtype=torch.float64)).requires_grad_()
+
+
+def with_gradients(net: InceptionPatches, x: Tensor) -> list[Tensor]:
+    y = net(x)
+    return [y, *torch.autograd.grad((y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum(), [x, *net.parameters()])]
+
+
+def in_full(net: InceptionPatches, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    with monkeypatch.context() as patch:
+        patch.setattr(narrowing, "_FEWEST", 10**9)
+        return with_gradients(net, x)
+
+
+@pytest.mark.parametrize("low", [-0.8, -0.1, 0.4])
+def test_a_narrow_branch_has_the_result_and_the_gradients_of_all_its_features(
+    widths: list[int | None], monkeypatch: pytest.MonkeyPatch, low: float
+) -> None:
+    net, x = embedding(), image(low, low + 1.2)
+    found = with_gradients(net, x)
+    assert all(width is not None and 2 < width < 16 for width in widths)  # some bend, others are linear or zero
+    for a, b in zip(found, in_full(net, x, monkeypatch), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_an_image_of_one_value_has_its_gradient(widths: list[int | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = embedding(), torch.full((1, 1, 8, 8), 0.3, dtype=torch.float64, requires_grad=True)
+    found = with_gradients(net, x)
+    assert widths == [2] * 4  # nothing bends
+    assert found[1].abs().min() > 0
+    for a, b in zip(found, in_full(net, x, monkeypatch), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_a_value_that_is_not_a_number_is_not_lost(widths: list[int | None]) -> None:
+    net, x = embedding(), image().detach()
+    with torch.no_grad():
+        net.branches[1].pixel.weight[3] = float("nan")
+    assert net(x).isnan().all()
+    assert None not in widths  # the branch is narrow, and keeps that feature
+    x[0, 0, 0, 0] = float("nan")
+    widths.clear()
+    assert embedding()(x).isnan().any()
+    assert widths == [None] * 4
+
+
+def test_all_features_are_computed_where_values_must_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("it looked at values")
+
+    monkeypatch.setattr(narrowing, "_FEWEST", 1)
+    monkeypatch.setattr(narrowing, "_narrowing", refuse)
+    net, x = embedding().float(), image().detach().float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        net(x)
+    torch.compile(net, backend="eager")(x)
+    with FakeTensorMode():  # the plan
+        InceptionPatches(64, 4)(torch.rand(2, 1, 16, 24))
+    with pytest.raises(AssertionError, match="it looked"):
+        net(x)
+
+
+def test_few_pixels_are_not_worth_it(widths: list[int | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(narrowing, "_FEWEST", 2 * 16 * 24 * 16)
+    embedding()(image())
+    embedding()(image()[:1])
+    assert None not in widths[:4]
+    assert widths[4:] == [None] * 4
