@@ -220,7 +220,8 @@ def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | No
     if config.split == "slices":
         _warn("data.split=slices puts neighbouring slices into train and test: scores will be too good")
     patients = patients_of(cache.infos, config)
-    too = {"random": "scores will be too good", "all": "intervals will be too narrow"}.get(config.split)
+    good, narrow = "scores will be too good", "intervals will be too narrow"
+    too = {"random": good, "explicit": good, "all": narrow}.get(config.split)
     if too and len(files := files_as_patients(cache.infos, patients)) > 1:
         _warn(
             f"{config.root}: each of {len(files)} files with one slice counts as a patient ({few(files)}): if several "
