@@ -111,7 +111,6 @@ class Evaluation:
         return [
             Row(of.name, of.truth, [Panel(f"{m.name}\n{m.caption}", m.iterates[-1]) for m in of.methods])
             for of in (self.slices[n] for n in self.pictured)
-            if of.truth is not None
         ]
 
     def values(self, method: str, metric: str) -> list[float]:
