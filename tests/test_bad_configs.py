@@ -171,6 +171,7 @@ OTHERS = {
     "evaluate run=. noise=field noise.photon=5": "unknown key noise.photon: did you mean noise.photons?",
     "evaluate run=. evaluation.n_picture=5": "unknown key evaluation.n_picture: did you mean evaluation.n_pictures?",
     "compare sweep=. evaluation.n_picture=5": "unknown key evaluation.n_picture: did you mean evaluation.n_pictures?",
+    "compare sweep=. evaluation.tv_noise_weight=0": "evaluation.tv_noise_weight=0 has no effect in compare: leave it",
     "compare sweep=. evaluation.tv_weight=9e-5": "evaluation.tv_weight=9e-05 has no effect in compare: leave it out",
     "evaluate run=. data.root=nowhere": "data.root=nowhere does not exist: give the folder with the run's slices",
     "evaluate run=. noise=fielt": "noise=fielt does not exist: did you mean field?",

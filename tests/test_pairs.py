@@ -118,8 +118,8 @@ def test_nothing_is_added_to_what_was_measured() -> None:
 class Pairs:
     """A user's own: slices in HU, with what was measured of them."""
 
-    def __init__(self, part: str, bins: int = 24) -> None:
-        self.bins = bins
+    def __init__(self, part: str, bins: int = 24, value: float = 1.0) -> None:
+        self.bins, self.value = bins, value
 
     def __len__(self) -> int:
         return 3
@@ -128,7 +128,7 @@ class Pairs:
         return np.full((20, 20), 100.0 * index, np.float32)
 
     def sinogram(self, index: int) -> Any:
-        return np.full((8, self.bins), float(index))
+        return np.full((8, self.bins), self.value * index)
 
 
 def custom(**keys: Any) -> SliceDataModule:
@@ -189,8 +189,11 @@ def test_sinograms_in_another_unit_are_doubted(tmp_path: Path) -> None:
 def test_sinograms_of_another_scan_and_images_that_change_are_refused() -> None:
     with pytest.raises(DataError, match=r"sinogram of test 0 has the shape \[8, 23\], not \[8, 24\]"):
         custom(bins=23).dataset("test")[0]
-    with pytest.raises(ConfigError, match=r"data\.augment=True changes images"):
-        custom(augment=True).setup()
+    with pytest.raises(DataError, match=r"sinogram of test 0 has NaN or infinite values$"):
+        custom(value=np.nan).dataset("test")[0]
+    for key, value in {"augment": True, "scaling": "minmax"}.items():
+        with pytest.raises(ConfigError, match=rf"data\.{key}={value} changes images"):
+            custom(**{key: value}).setup()
 
 
 def test_public_sets_stand_alone() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pydicom
 import pytest
+import torch
 
 from qnmixer import cli
 from qnmixer.config import parse
@@ -23,6 +24,7 @@ from qnmixer.inference.writers import write_dicom
 from qnmixer.memory.plan import Planner
 from qnmixer.memory.report import LEVERS, levers_table
 from qnmixer.new import new
+from qnmixer.reconstructor import build_projector
 from qnmixer.tracking.resume import latest
 
 from .warm import Warm
@@ -85,7 +87,18 @@ def place(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
     (yaml,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "make_it_yours.md").read_text(), re.DOTALL)
     (place / "my_conf" / "loss").mkdir(parents=True)
     (place / "my_conf" / "loss" / "huber.yaml").write_text(yaml)
+    (place / "my_scans.py").write_text(own_scans())
+    for part in ("train", "val", "test"):
+        (place / "scans" / part).mkdir(parents=True)
+        np.save(place / "scans" / part / "1_hu.npy", phantom(32, seed=0, part=part, index=0))
+        np.save(place / "scans" / part / "1_scan.npy", np.full((16, 48), 2.0, np.float32))
     return place
+
+
+def own_scans() -> str:
+    """The class of measured sinograms in the docs."""
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "make_it_yours.md").read_text(), re.DOTALL)
+    return str(block)
 
 
 def run(command: str, place: Path, warm: Warm) -> None:
@@ -114,7 +127,7 @@ def run(command: str, place: Path, warm: Warm) -> None:
         words += ["model.n_iterations=4" if "strategy=pipeline" in command else "model.n_iterations=2"]
     elif words[2] == "qnmixer.train":
         phantoms = not any(word.startswith(("data=", "experiment=paper")) for word in words)
-        words += [*TINY, *(TINY_PHANTOMS if phantoms else ["data.cache_dir=cache"])]
+        words += [*TINY, *(TINY_PHANTOMS if phantoms else ["data.cache_dir=cache"] * ("data=custom" not in words))]
         if "model.n_iterations" not in command:
             words.append("model.n_iterations=2")
         if "hydra/sweeper=search" in command:
@@ -212,6 +225,20 @@ def test_the_table_of_levers_is_what_the_plan_says() -> None:
 @pytest.mark.parametrize("command", [marked(command) for command in commands()])
 def test_command(command: str, place: Path, warm: Warm) -> None:
     run(command, place, warm)
+
+
+def test_the_sinograms_of_the_docs_are_those_of_the_images(tmp_path: Path) -> None:
+    """−log of transmission behind water of 0.0206 /mm, as a scanner measures it."""
+    hu, projector = phantom(32, seed=0, part="test", index=0), build_projector(parse(compose("train", TINY)))
+    attenuation = torch.from_numpy(0.0206 * (hu + 1000) / 1000)[None, None]
+    (tmp_path / "test").mkdir()
+    np.save(tmp_path / "test" / "1_hu.npy", hu)
+    np.save(tmp_path / "test" / "1_scan.npy", projector(attenuation)[0, 0].numpy())
+    found: dict[str, Any] = {}
+    exec(own_scans(), found)
+    slices = found["MyScans"]("test", tmp_path, 2000.0, water=0.0206)
+    x = torch.from_numpy(slices.load(0) + 1000)[None, None] / 3000
+    np.testing.assert_allclose(slices.sinogram(0), projector(x)[0, 0], rtol=1e-4, atol=1e-2)
 
 
 def test_ten_lines_of_the_library() -> None:

@@ -277,7 +277,12 @@ def test_all_slices_for_test_and_nothing_to_train_on(body_hu: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("split", "what"), [("random", "scores will be too good"), ("all", "intervals will be too narrow")]
+    ("split", "what"),
+    [
+        ("random", "scores will be too good"),
+        ("explicit", "scores will be too good"),
+        ("all", "intervals will be too narrow"),
+    ],
 )
 @pytest.mark.parametrize("n_frames", [1, 2])
 def test_files_that_count_as_patients(
@@ -286,7 +291,8 @@ def test_files_that_count_as_patients(
     for k in range(4):
         np.save(tmp_path / f"p01_{k}.npy", np.stack([body_hu()] * n_frames))
     keys = {"root": str(tmp_path), "image_size": 16, "num_workers": 0, "cache_dir": str(tmp_path / "c")}
-    SliceDataModule(section("data", "numpy", split=split, **keys)).setup()
+    lists = {f"{part}_patients": [f"p01_{k}"] for k, part in enumerate(["val", "test"])} if split == "explicit" else {}
+    SliceDataModule(section("data", "numpy", split=split, **lists, **keys)).setup()
     lines = [str(it.message) for it in recwarn.list]
     assert lines == [
         f"{tmp_path}: each of 4 files with one slice counts as a patient (p01_0.npy, p01_1.npy, p01_2.npy, p01_3.npy): "

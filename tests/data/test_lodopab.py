@@ -105,7 +105,8 @@ def test_noise_of_the_set_has_its_largest_value(written: Path) -> None:
         (["data.augment=true"], r"data\.augment=True changes images"),
         (["data.simulation_factor=2"], r"data\.simulation_factor=2 changes images"),
         (["data.hu_max=2000"], r"data\.hu_max=2000 is not that of data=lodopab, 3071"),
-        (["data.scaling=minmax"], r"scale of its own"),
+        (["data.scaling=minmax"], r"data\.scaling=minmax changes images"),
+        (["data.scaling=minmax", "data.sinograms=simulated"], r"scale of its own"),
     ],
 )
 def test_settings_that_do_not_fit(written: Path, overrides: list[str], says: str) -> None:

@@ -13,6 +13,8 @@ from qnmixer.data.numpy_files import NumpyReader
 from qnmixer.errors import DataError, PluginError
 
 MINE = """
+from pathlib import Path
+
 import numpy as np
 
 class Mine:
@@ -43,6 +45,14 @@ class Named(Mine):
 
     def name(self, index):
         return f"mine {index}"
+
+class Scaled(Mine):
+    def load(self, index):
+        return np.eye(16)
+
+class Filed(Mine):
+    def name(self, index):
+        return Path("scans") / f"{index}.npy"
 """
 
 
@@ -67,6 +77,11 @@ def test_slices_of_any_shape_come_square_and_scaled() -> None:
     assert batch["name"] == ["val 0", "val 1"]
 
 
+def test_a_name_may_be_a_path() -> None:
+    (batch,) = module("Filed", batch_size=2).val_dataloader()
+    assert batch["name"] == ["scans/0.npy", "scans/1.npy"]
+
+
 def test_on_a_finer_grid_too() -> None:
     (batch,) = module("Mine", simulation_factor=2).test_dataloader()
     assert batch["fine"].shape == (1, 1, 32, 32)
@@ -84,6 +99,7 @@ def test_a_class_that_takes_the_size_draws_at_it() -> None:
     [
         ("Flat", r"slices_of_mine\.Flat: test 0 cannot be used \(it is no array"),
         ("Named", r"mine 0 cannot be used \(NaN"),
+        ("Scaled", r"test 0 cannot be used \(values from 0 to 1, which are not HU, air −1000 and water 0\)"),
     ],
 )
 def test_what_is_no_slice_is_named(target: str, message: str) -> None:

@@ -212,7 +212,7 @@ def test_the_name_of_a_run_has_no_folders(tmp_path: Path) -> None:
 def test_one_slice_has_no_deviation(scores: Evaluation, tiny_config: Callable[..., Config], tmp_path: Path) -> None:
     one = Evaluation(scores.scores[:2], scores.slices[:1], [0])
     write_evaluation(tmp_path, one, "one", tiny_config(), torch.device("cpu"), Console(quiet=True), tmp_path)
-    assert "20.00 ± 0.00" in (tmp_path / "table.csv").read_text()
+    assert (tmp_path / "table.csv").read_text().splitlines()[1].startswith("FBP,20.00,50.00,")
 
 
 def test_a_slice_with_nothing_in_the_window_has_no_window_scores(module: ReconstructionModule) -> None:
@@ -232,7 +232,7 @@ def test_means_leave_out_what_is_not_in_the_window_and_show_what_is_no_number(
     write_evaluation(tmp_path, found, "two", tiny_config(), torch.device("cpu"), Console(quiet=True), tmp_path)
     assert found.means()["FBP"] == {"psnr": 21.0, "ssim": 55.0, "window_psnr": 12.0, "window_ssim": 44.0}
     table = (tmp_path / "table.md").read_text()
-    assert "| QN-Mixer | nan ± nan | 91.00 ± 1.41 | 22.00 ± 0.00 | 82.00 ± 0.00 |" in table
+    assert "| QN-Mixer | nan ± nan | 91.00 ± 1.41 | 22.00 | 82.00 |" in table
     assert "**Warning: QN-Mixer gives NaN or infinite pixels for 1 of 2 slices" in table
     nothing = [replace(score, window_psnr=None, window_ssim=None) for score in scores.scores]
     assert math.isnan(replace(scores, scores=nothing).means()["FBP"]["window_psnr"])

@@ -22,7 +22,7 @@ from qnmixer.config.run import (
     targets_of,
 )
 from qnmixer.config.section import parse_section, plain_values
-from qnmixer.config.target import TARGET, keys_of_options
+from qnmixer.config.target import TARGET, keys_of_options, values_of_option
 from qnmixer.errors import ConfigError
 from qnmixer.files import check_there
 from qnmixer.weights import SUFFIX
@@ -174,11 +174,13 @@ def parse_compare(cfg: DictConfig) -> CompareConfig:
     values = _with_lists(plain_values(cfg))
     evaluation: EvaluationConfig = parse_section("evaluation", EvaluationConfig, values.pop("evaluation"), values)
     evaluation.check()
-    if evaluation.tv_weight is not None:
-        raise ConfigError(
-            f"evaluation.tv_weight={evaluation.tv_weight:g} has no effect in compare: leave it out, and train model=tv "
-            "in the sweep for total variation"
-        )
+    usual = values_of_option("evaluation", "default")
+    for key in ("tv_weight", "tv_noise_weight"):
+        if (value := getattr(evaluation, key)) != usual[key]:
+            raise ConfigError(
+                f"evaluation.{key}={value:g} has no effect in compare: leave it out, and train model=tv in the sweep "
+                "for total variation"
+            )
     root: CompareRootConfig = parse_section("", CompareRootConfig, values, values)
     wanted = root.sets if root.tests is None else root.tests
     for name in wanted:

@@ -393,7 +393,7 @@ class TwoDetectData(PairData):
 
 def check_untouched(config: DataConfig) -> None:
     """Raise ConfigError for a key that changes images: measured sinograms would not follow."""
-    for key, value in {"augment": False, "disc": False, "simulation_factor": 1}.items():
+    for key, value in {"augment": False, "disc": False, "simulation_factor": 1, "scaling": "attenuation"}.items():
         if (its := getattr(config, key)) != value:
             raise ConfigError(
                 f"data.{key}={its} changes images, and a measured sinogram cannot change with its image: leave it out"

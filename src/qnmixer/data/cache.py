@@ -33,6 +33,7 @@ from qnmixer.data.slices import (
     Slice,
     SliceInfo,
     clean_hu,
+    is_no_hu,
     require_content,
     summarise_skipped,
 )
@@ -334,7 +335,7 @@ def _require_slices(
             fix = "give data.pixel_size=field_of_view, because header needs the tag (0028,0030) PixelSpacing of DICOM"
         raise DataError(f"data.root has no usable slice ({summarise_skipped(str(root), skipped)}): {fix}")
     low, high = hu_range
-    if low >= -1 and high <= 2:
+    if is_no_hu(low, high):
         raise DataError(
             f"data.root={root} has values from {low:g} to {high:g}, which are not HU (air −1000, water 0): "
             "save the slices in HU"

@@ -126,6 +126,11 @@ def require_content(hu: FloatArray) -> None:
         raise SkipFile("all pixels have the same value")
 
 
+def is_no_hu(low: float, high: float) -> bool:
+    """Whether slices with this range are in another unit, such as attenuation or x in [0, 1]."""
+    return low >= -1 and high <= 2
+
+
 def doubt(root: str) -> str:
     """The warning about slices without a pixel below `NO_AIR`."""
     return f"{root}: no pixel is below −500 HU; is this really in HU (air −1000, water 0)?"

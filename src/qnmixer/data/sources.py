@@ -27,7 +27,7 @@ from qnmixer.data.dataset import SliceView
 from qnmixer.data.mixed import MixedSource, counts_of
 from qnmixer.data.resample import to_square
 from qnmixer.data.scaling import Scaling
-from qnmixer.data.slices import NO_AIR, FloatArray, SkipFile, SliceSource, clean_hu, doubt, summarise_skipped
+from qnmixer.data.slices import NO_AIR, FloatArray, SkipFile, SliceSource, clean_hu, doubt, is_no_hu, summarise_skipped
 from qnmixer.data.splits import PARTS, RunSplit, few, files_as_patients, patients_of
 from qnmixer.errors import ConfigError, DataError, UserError
 from qnmixer.physics import FanBeamGeometry
@@ -159,8 +159,9 @@ class Sinograms:
         y = np.asarray(self.slices.sinogram(index), np.float32)
         shape = y.shape if self.geometry is None else (self.geometry.n_views, self.geometry.n_detectors)
         if y.shape != shape or not np.isfinite(y).all():
-            what = f"has the shape {[*y.shape]}, not {[*shape]}" if y.shape != shape else "has NaN or infinite values"
-            raise DataError(f"{self.key}: the sinogram of {self.name(index)} {what}, as geometry has views and bins")
+            fits = f"has the shape {[*y.shape]}, not {[*shape]}, as geometry has views and bins"
+            what = fits if y.shape != shape else "has NaN or infinite values"
+            raise DataError(f"{self.key}: the sinogram of {self.name(index)} {what}")
         return y
 
 
@@ -188,14 +189,18 @@ class Resampled:
         try:
             if getattr(hu, "ndim", None) != 2:
                 raise SkipFile("it is no array [H, W]")
-            return to_square(clean_hu(hu), self.size)
+            hu = clean_hu(hu)
+            low, high = float(hu.min()), float(hu.max())
+            if low < high and is_no_hu(low, high) and not hasattr(self.slices, "scaling"):
+                raise SkipFile(f"values from {low:g} to {high:g}, which are not HU, air −1000 and water 0")
+            return to_square(hu, self.size)
         except SkipFile as reason:
             raise DataError(f"{self.key}: {self.name(index)} cannot be used ({reason})") from None
 
     def name(self, index: int) -> str:
         """The name that its class gives, or the number of the slice."""
         named = getattr(self.slices, "name", None)
-        return named(index) if named else f"{self.part} {index}"
+        return str(named(index)) if named else f"{self.part} {index}"
 
 
 def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | None, section: str) -> dict[str, Part]:
@@ -215,7 +220,8 @@ def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | No
     if config.split == "slices":
         _warn("data.split=slices puts neighbouring slices into train and test: scores will be too good")
     patients = patients_of(cache.infos, config)
-    too = {"random": "scores will be too good", "all": "intervals will be too narrow"}.get(config.split)
+    good, narrow = "scores will be too good", "intervals will be too narrow"
+    too = {"random": good, "explicit": good, "all": narrow}.get(config.split)
     if too and len(files := files_as_patients(cache.infos, patients)) > 1:
         _warn(
             f"{config.root}: each of {len(files)} files with one slice counts as a patient ({few(files)}): if several "

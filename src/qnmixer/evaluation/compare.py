@@ -161,7 +161,7 @@ class _Measuring:
                     if method.cost is None:
                         method.cost = _cost(method, module, y)
                     of = slices.setdefault((test, index), PageSlice(name, truth, []))
-                    if of.name == name and of.truth is not None and of.truth.shape == truth.shape:
+                    if of.name == name and of.truth.shape == truth.shape:
                         of.methods.append(_reconstructed(method, module, batch, y))
         return {
             test: [replace(it, name=f"slice {n}") for (of, n), it in slices.items() if of == test] for test in tests

@@ -479,7 +479,6 @@ def _draw_curves(path: Path, comparison: Comparison) -> bool:
 
 def _row(name: str, slice_: PageSlice) -> Row:
     """A row of the picture: FBP, and the best methods that there is room for."""
-    assert slice_.truth is not None
     shown = _in_order(slice_, _DRAWN)
     return Row(name, slice_.truth, [Panel(f"{fill(m.name, 26)}\n{m.caption}", m.iterates[-1]) for m in shown])
 

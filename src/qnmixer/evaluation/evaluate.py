@@ -111,7 +111,6 @@ class Evaluation:
         return [
             Row(of.name, of.truth, [Panel(f"{m.name}\n{m.caption}", m.iterates[-1]) for m in of.methods])
             for of in (self.slices[n] for n in self.pictured)
-            if of.truth is not None
         ]
 
     def values(self, method: str, metric: str) -> list[float]:
@@ -352,7 +351,7 @@ def table_of(evaluation: Evaluation) -> tuple[list[str], list[list[str]]]:
     """Headings and rows of the table, a row for each method."""
     columns = {m: [evaluation.values(m, metric) for metric in METRICS] for m in evaluation.methods}
     body = [
-        [m, *(with_deviation(mean(values), deviation(values) or 0) for values in of_metrics)]
+        [m, *(with_deviation(mean(values), deviation(values)) for values in of_metrics)]
         for m, of_metrics in columns.items()
     ]
     return ["method", *METRICS.values()], body

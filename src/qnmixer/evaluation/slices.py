@@ -184,7 +184,7 @@ def _smaller(slice_: PageSlice, size: int) -> PageSlice:
     image = slice_.methods[-1].iterates[-1]
     return replace(
         slice_,
-        truth=None if slice_.truth is None else pooled(slice_.truth),
+        truth=pooled(slice_.truth),
         methods=[replace(method, iterates=[pooled(method.iterates[-1])]) for method in slice_.methods],
         full_shape=(image.shape[0], image.shape[1]) if image.shape[0] > size else slice_.full_shape,
     )

@@ -133,7 +133,7 @@ byId("thumbnails").addEventListener("keydown", (event) => {
 function buildPanels() {
   const { truth, methods } = slice();
   const shown = methods.map((method) => ({ ...method, truth: false }));
-  if (truth !== null) shown.unshift({ name: "truth", caption: "", iterates: [truth], truth: true });
+  shown.unshift({ name: "truth", caption: "", iterates: [truth], truth: true });
   panels = shown.map((method) => {
     const figure = byId("panel").content.firstElementChild.cloneNode(true);
     const part = (selector) => figure.querySelector(selector);
@@ -144,7 +144,6 @@ function buildPanels() {
     };
   });
   byId("panels").replaceChildren(...panels.map((panel) => panel.figure));
-  for (const element of document.querySelectorAll(".with-truth")) element.hidden = truth === null;
 }
 
 function subscript(number) { return [...String(number)].map((digit) => "₀₁₂₃₄₅₆₇₈₉"[digit]).join(""); }
@@ -158,7 +157,7 @@ const ROOM = 300; // pixels of height: with less room below the controls, the re
 
 // Place error maps beside their images or below them, with the number of columns that makes the images largest.
 function lay() {
-  const both = state.show === "both" && slice().truth !== null, { width, height } = slice();
+  const both = state.show === "both", { width, height } = slice();
   const box = byId("panels"), room = box.clientWidth, tall = heightLeft();
   let best = null;
   for (const beside of both ? [true, false] : [false]) {
@@ -217,11 +216,11 @@ function drawNow() {
   showControls();
   const width = lay();
   const greys = greyOfHu(), colours = colourOfError();
-  const reference = slice().truth === null ? null : image(slice().truth);
+  const reference = image(slice().truth);
   for (const panel of panels) {
     const { method } = panel, hu = image(numberOf(method));
     const last = method.iterates.length - 1, t = iterateOf(method), name = last ? `x${subscript(t)}` : "";
-    const errors = reference !== null && !method.truth;
+    const errors = !method.truth;
     const grey = (k) => greys[hu[k] + 32768];
     const colour = (k) => (
       hu[k] === settings.notANumber || reference[k] === settings.notANumber
@@ -254,7 +253,7 @@ function showHint() {
       "look smaller than they are.");
   }
   const fbp = methods.find((method) => method.name === "FBP");
-  for (const method of truth === null || !fbp ? [] : methods) {
+  for (const method of fbp ? methods : []) {
     const t = iterateOf(method), last = method.iterates.length - 1;
     const [its, other] = [method, fbp].map((of) => rootMeanSquare(image(numberOf(of)), image(truth)));
     if (t > 0 && t < last && Number(its) > Number(other)) {
@@ -321,11 +320,11 @@ function showPlace() {
   if (state.region) showBox(x, y, w);
   byId("where").textContent = place ? `column ${place[0]}, row ${place[1]}${state.pinned ? " (kept)" : ""}` : "";
   const at = place ? place[1] * slice().width + place[0] : 0;
-  const reference = slice().truth === null ? null : image(slice().truth)[at];
+  const reference = image(slice().truth)[at];
   for (const { method, value } of panels) {
     const hu = image(numberOf(method))[at];
     const known = hu !== settings.notANumber && reference !== settings.notANumber;
-    const error = reference === null || method.truth || !known ? "" : ` (${signed(hu - reference)})`;
+    const error = method.truth || !known ? "" : ` (${signed(hu - reference)})`;
     value.textContent = place ? (hu === settings.notANumber ? "not a number" : `${minus(hu)} HU${error}`) : "";
   }
   if (!inside) return;
@@ -380,9 +379,8 @@ function applyPreset() {
 }
 
 function fullRange() {
-  const all = slice().truth === null ? pixels : image(slice().truth);
   let low = 32767, high = -32767;
-  for (const hu of all) {
+  for (const hu of image(slice().truth)) {
     if (hu === settings.notANumber) continue;
     if (hu < low) low = hu;
     if (hu > high) high = hu;
@@ -450,7 +448,7 @@ document.addEventListener("keydown", (event) => {
   else if (event.key === "-") zoom(1 / 2);
   else if (event.key === "0") choose({ region: null });
   else if (/^[1-9]$/.test(event.key)) choosePreset(Number(event.key) - 1);
-  else if (event.key.toLowerCase() === "e" && slice().truth !== null) nextShow();
+  else if (event.key.toLowerCase() === "e") nextShow();
   else if (event.key === "Escape") choose(state.pinned ? { pinned: null } : { region: null });
   else return;
   event.preventDefault();

@@ -55,14 +55,14 @@ class PageSlice:
 
     Args:
         name: of the slice.
-        truth: [H, W] in HU; None if it is not known, as for a measured scan.
+        truth: [H, W] in HU.
         methods: in display order; the thumbnail shows the last one.
         psnr: in dB, for the text of the thumbnail; None: the name is shown.
         full_shape: H and W before the images were made smaller; None: images have their full size.
     """
 
     name: str
-    truth: Tensor | None
+    truth: Tensor
     methods: list[PageMethod]
     psnr: float | None = None
     full_shape: tuple[int, int] | None = None
@@ -206,7 +206,7 @@ def _pack(slice_: PageSlice) -> tuple[dict[str, Any], str]:
         "psnr": None if slice_.psnr is None else f"{slice_.psnr:.1f}",
         "fullShape": slice_.full_shape,
         "thumbnail": _thumbnail(slice_).shape,
-        "truth": None if slice_.truth is None else numbers([slice_.truth])[0],
+        "truth": numbers([slice_.truth])[0],
         "methods": [
             {"name": without_folders(m.name), "caption": m.caption, "iterates": numbers(m.iterates)}
             for m in slice_.methods
@@ -229,9 +229,8 @@ def _thumbnail(slice_: PageSlice) -> npt.NDArray[np.uint8]:
 
 def _shape(slice_: PageSlice) -> tuple[int, int]:
     """H and W of all images of a slice. Raises DataError if it has none, or they differ."""
-    given = [] if slice_.truth is None else [("the truth", [slice_.truth])]
-    given += [(method.name, method.iterates) for method in slice_.methods]
-    shape = next((image.shape for _, images in given for image in images), torch.Size())
+    given = [("the truth", [slice_.truth]), *((method.name, method.iterates) for method in slice_.methods)]
+    shape = slice_.truth.shape
     for name, images in given:
         if not images or len(shape) != 2 or any(image.shape != shape for image in images):
             raise DataError(
