@@ -146,6 +146,8 @@ def test_the_footprint_of_a_known_network(planner: Planner) -> None:
     assert footprint.optimizer == pytest.approx(2 * footprint.parameters, rel=0.01)  # AdamW's two moments
     assert footprint.operator == sum(b.nbytes for b in planner.projector.buffers())
     assert footprint.peak == sum(footprint.parts().values())
+    averaging = track_step(config_of("model.n_iterations=2 callbacks=ema"), planner.projector)
+    assert averaging.peak - footprint.peak == footprint.parameters  # the mean of the weights
 
 
 @pytest.mark.parametrize("overrides", [*VARIANTS, *(pytest.param(rarer, marks=pytest.mark.long) for rarer in RARER)])

@@ -45,8 +45,9 @@ def begin(body: str) -> subprocess.Popen[str]:
     """A process that runs a body, after it has said that it is about to."""
     code = f"""
 import ctypes, os, signal, sys, time
-from qnmixer.processes import ranks
-ranks._SECONDS_TO_LEAVE = ranks._SECONDS_TO_LEAVE_BY_ITSELF = ranks._SECONDS_TO_STOP = 0.3
+from qnmixer.errors import Stopped
+from qnmixer.processes import ranks, signals
+ranks._SECONDS_TO_LEAVE = ranks._SECONDS_TO_LEAVE_BY_ITSELF = ranks._SECONDS_TO_STOP = ranks._SECONDS_TO_HEAR = 0.3
 {body}
 """
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -73,10 +74,17 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_what_hangs_outside_python_is_ended_all_the_same(number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("training", "most"),
+    [(True, "ranks._SECONDS_TO_HEAR = 60"), (False, "ranks._SECONDS_TO_STOP = 60")],
+    ids=["in a step", "before the first step"],
+)
+def test_what_hangs_outside_python_is_ended_all_the_same(number: signal.Signals, training: bool, most: str) -> None:
     """As in a collective that waits for a rank that is gone; here in a mutex that is locked twice."""
-    process = begin("""
+    process = begin(f"""
+{most}
 ranks.end_with_the_others()
+signals.defer_stop({training})
 mutex = ctypes.create_string_buffer(256)
 print("ready", flush=True)
 for _ in range(2):
@@ -134,6 +142,18 @@ ranks.leave(RuntimeError("NCCL error: unhandled system error"), "NCCL error", sa
 """)
     assert process.communicate(timeout=30)[0].strip() == line
     assert process.returncode == 1
+
+
+@pytest.mark.parametrize(("number", "line"), [(signal.SIGINT, "to resume: …"), (signal.SIGTERM, "")])
+def test_a_rank_says_how_to_resume_after_ctrl_c(number: signal.Signals, line: str) -> None:
+    """Under torchrun, also outside of training. Its SIGTERM can mean that another rank has failed."""
+    process = begin(f"""
+sys.stderr = sys.stdout
+ranks._stop_requested.set()
+ranks.leave(Stopped({int(number)}, "to resume: …"), None, say=True)
+""")
+    assert process.communicate(timeout=30)[0].strip() == line
+    assert process.returncode == 128 + number
 
 
 def test_a_fork_that_loses_its_rank_in_mid_sentence_says_nothing() -> None:

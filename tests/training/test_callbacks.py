@@ -100,6 +100,13 @@ def test_early_stopping_ends_a_run_in_order(tiny_config: TinyConfig, tmp_path: P
     assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 4
 
 
+def test_early_stopping_waits_for_a_validation(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    """Doctor has none, and a run that ends within its first epoch has one after training only."""
+    of_epochs = ["callbacks=early_stopping", "trainer.val_every_n_steps=null", "test_after_training=false"]
+    fit(tiny_config(*of_epochs, "trainer.max_steps=2"), Run(tmp_path))
+    assert read_results(tmp_path)["status"] == "done"
+
+
 def test_ready_callbacks_log_beside_ours(tiny_config: TinyConfig, tmp_path: Path) -> None:
     fit(tiny_config("callbacks=[lr_monitor,device_stats]", "test_after_training=false"), Run(tmp_path))
     rows = read_metrics(tmp_path / "metrics.csv")

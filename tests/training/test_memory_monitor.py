@@ -23,6 +23,7 @@ from qnmixer.reconstructor import Batch
 from qnmixer.training.callbacks import IteratePictures
 from qnmixer.training.memory_monitor import MemoryMonitor
 from qnmixer.training.module import ReconstructionModule
+from qnmixer.training.weight_averaging import MeanWeights
 
 MIB = 2**20
 LEVEL = 400.0  # MiB
@@ -231,12 +232,13 @@ def test_with_accumulation_it_is_optimizer_steps_that_count(tiny_module: TinyMod
     assert len(lines(watching)) == 1
 
 
-@pytest.mark.parametrize("overrides", [[], ["data.simulation_factor=2"]])
+@pytest.mark.parametrize("overrides", [[], ["data.simulation_factor=2"], ["callbacks=ema"]])
 def test_after_the_second_step_a_line_says_what_the_plan_says_too(
     tiny_module: TinyModule, tmp_path: Path, overrides: list[str]
 ) -> None:
     watching, module = monitor(), tiny_module("model.n_iterations=4", *overrides)
-    rows = train(module, tmp_path, watching, max_steps=4, gradient_clip_val=1.0)
+    averaging = [MeanWeights()] if "ema" in module.config.callbacks else []
+    rows = train(module, tmp_path, watching, *averaging, max_steps=4, gradient_clip_val=1.0)
     assert watching.measured_mib is not None
     assert lines(watching) == [f"memory: {watching.measured_mib:.0f} MiB in tensors at the peak of a step"]
     assert watching.record() == {"measured_step": watching.measured_mib}

@@ -104,6 +104,17 @@ def test_a_profile_is_a_trace_that_viewers_open(
 
 
 @pytest.mark.slow
+def test_a_profile_of_too_few_steps_is_none(
+    tiny_config: TinyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its table would divide by steps that were not there, and count the validation after training."""
+    options = ["debug.warm_up=3", "debug.steps=2", "trainer.max_steps=-1", "trainer.max_epochs=1"]
+    trained(tiny_config("debug=profile", *options), tmp_path)
+    assert not (tmp_path / "profile").exists()
+    assert "profile: none, as training ended after 4 steps" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_anomaly_detection_names_the_operator_and_the_line(
     tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

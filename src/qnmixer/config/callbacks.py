@@ -9,6 +9,8 @@ from typing import Any
 from qnmixer.config.target import TARGET
 from qnmixer.errors import ConfigError
 
+_MEAN_WEIGHTS = "qnmixer.training.weight_averaging.MeanWeights"
+
 
 def parse_callbacks(callbacks: Any) -> dict[str, dict[str, Any]]:
     """Callbacks by name, without those that are null. Raises ConfigError for one without a class."""
@@ -20,6 +22,11 @@ def parse_callbacks(callbacks: Any) -> dict[str, dict[str, Any]]:
             _check(f"callbacks.{name}", given)
             parsed[str(name)] = dict(given)
     return parsed
+
+
+def averages_weights(callbacks: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether a callback keeps a mean of the weights on the device, as callbacks=ema does."""
+    return any(given[TARGET] == _MEAN_WEIGHTS for given in callbacks.values())
 
 
 def _check(key: str, given: Any) -> None:

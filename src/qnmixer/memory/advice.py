@@ -48,7 +48,7 @@ def changes(config: Config) -> list[str]:
     wanted = [recompute, smaller, half, f"{recompute} {half}", f"{recompute} {single}", f"{recompute} {half} {single}"]
     wanted += [_one_in_flight(config), fewer, thinner, f"{recompute} {half} {single} {thinner}"]
     changed = dict.fromkeys(change for change in (" ".join(c.split()) for c in wanted) if change)
-    return [change for change in changed if _is_possible(config, change)]
+    return [change for change in changed if changed_to(config, change) not in (None, config)]
 
 
 def _one_in_flight(config: Config) -> str:
@@ -59,11 +59,12 @@ def _one_in_flight(config: Config) -> str:
     return f"{group}strategy.schedule=sequential strategy.stages_per_device=1"
 
 
-def _is_possible(config: Config, change: str) -> bool:
+def changed_to(config: Config, overrides: str) -> Config | None:
+    """The config with overrides; None if it refuses them."""
     try:
-        return override(config, change) != config
+        return override(config, overrides)
     except ConfigError:
-        return False
+        return None
 
 
 def _of_batches(config: Config, sizes: list[int]) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from qnmixer.config import Config
+from qnmixer.config.callbacks import averages_weights
 from qnmixer.config.memory import RecomputeConfig
 from qnmixer.config.model import UnrolledConfig
 from qnmixer.config.run import devices_per_replica, validate, with_iterations
@@ -155,7 +156,7 @@ class Planner:
         key = repr((config.model, config.data.batch_size, config.memory, config.optimizer, config.loss))
         dtype = AUTOCAST[config.trainer.precision]
         key += f"{dtype and dtype.itemsize} {config.trainer.accumulate_grad_batches > 1}"
-        key += f"{config.strategy} {_n_shards(config)} {fine_size(config)}"
+        key += f"{config.strategy} {_n_shards(config)} {fine_size(config)} {averages_weights(config.callbacks)}"
         if key not in self._known:
             self._known[key] = track_step(config, self.projector, self._fine_matrix(config))
         return self._known[key]
@@ -251,6 +252,8 @@ def track_step(config: Config, projector: FanBeamProjector, fine_matrix: ScanMat
             torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             optimizer.step()
         footprint = Footprint(**tracker.peak, host=hosted.bytes)
+        if averages_weights(config.callbacks):
+            footprint = replace(footprint, parameters=2 * footprint.parameters)
         if buckets is not None:
             loose = max(0.0, footprint.gradients - buckets.bytes)
             footprint = replace(footprint, gradients=footprint.gradients - loose, strategy=loose)

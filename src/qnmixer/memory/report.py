@@ -8,13 +8,14 @@ from dataclasses import replace
 from rich.console import Console
 from rich.progress import Progress
 
-from qnmixer.config import Config, effective_batch, override
+from qnmixer.config import Config, effective_batch
 from qnmixer.config.commands import DEVICES, PlanConfig, device_memory
 from qnmixer.config.model import LearnedConfig
 from qnmixer.config.run import validate
 from qnmixer.config.strategy import PipelineConfig
 from qnmixer.config.target import options
 from qnmixer.errors import ConfigError
+from qnmixer.memory.advice import changed_to
 from qnmixer.memory.footprint import MIB, Prediction
 from qnmixer.memory.pipeline import cut_of, idle, n_microbatches
 from qnmixer.memory.plan import Planner, with_assumed_devices
@@ -85,21 +86,13 @@ def levers_table(config: Config, planner: Planner, levers: Mapping[str, str] = L
     base = planner.estimate(config).peak
     rows = []
     for overrides, cost in levers.items():
-        changed = _changed(config, overrides)
+        changed = changed_to(config, overrides)
         if changed is None:
             continue
         peak = planner.estimate(changed).peak
         rows.append([f"`{overrides}`", f"{peak / MIB:,.0f}", f"{1 - peak / base:.2%}", cost])
     table = markdown_table(["lever", "peak, MiB", "saves", "costs"], rows)
     return f"**{_setting(config)}: {base / MIB:,.0f} MiB**\n\n{table}"
-
-
-def _changed(config: Config, overrides: str) -> Config | None:
-    """The config with overrides; None if it refuses them."""
-    try:
-        return override(config, overrides)
-    except ConfigError:
-        return None
 
 
 def _setting(config: Config, assumed: str = "") -> str:
@@ -194,7 +187,7 @@ def _print_tables(console: Console, config: PlanConfig, planner: Planner) -> Non
         for memory, precisions in variants:
             # A given segment stays.
             group = "" if memory == config.run.memory.name else f"memory={memory} "
-            run = _changed(config.run, f"{group}trainer.precision={precisions[0]}")
+            run = changed_to(config.run, f"{group}trainer.precision={precisions[0]}")
             if run is None:
                 progress.advance(planning, len(batches))
                 continue
@@ -220,7 +213,7 @@ def _print_optimizers(console: Console, config: Config, planner: Planner) -> Non
     rows = []
     base, chosen = planner.estimate(config), config.optimizer.name
     for name in dict.fromkeys([*options("optimizer"), chosen]):
-        run = config if name == chosen else _changed(config, f"optimizer={name}")
+        run = config if name == chosen else changed_to(config, f"optimizer={name}")
         if run is None:
             continue
         state = planner.optimizer_state(run)

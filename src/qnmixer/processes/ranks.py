@@ -33,11 +33,15 @@ class Record(TypedDict):
 _SECONDS_TO_LEAVE = 10
 # Time for a rank to finish its step and write a checkpoint: torchrun and SLURM kill it after 30 s.
 _SECONDS_TO_STOP = 25
+# Time for the main thread to hear a signal. If it does not, it hangs outside Python, as while the ranks connect.
+_SECONDS_TO_HEAR = 3
 # Time for a rank that lost contact and already closes its loggers when SIGTERM arrives.
 _SECONDS_TO_LEAVE_BY_ITSELF = 2
 
 _stop_requested = threading.Event()
 _another_failed = threading.Event()
+stops_in_order = threading.Event()
+"""Set while the main thread finishes its step before it stops, and once it has heard a signal to stop."""
 
 # Errors of a rank whose partner has ended. The user should see the error of the partner.
 _LOST_CONTACT = ("connection closed by peer", "connection reset by peer", "broken pipe", "gloo", "nccl")
@@ -143,7 +147,7 @@ def _end_when_signalled(listen: int, launched: bool) -> None:
         # A thread cannot raise an exception in the main thread. The handler of a signal can.
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(_SECONDS_TO_LEAVE)
-    else:
+    elif stops_in_order.wait(_SECONDS_TO_HEAR):
         time.sleep(_SECONDS_TO_STOP)
     os._exit(code)
 
@@ -190,12 +194,13 @@ def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn
         temporary.write_text(json.dumps(record))
         temporary.replace(path)
     shows = say and not record["secondary"]
+    interrupted = record["stopped"] or (isinstance(error, Stopped) and error.number == signal.SIGINT)
     if record["secondary"] and not record["stopped"]:
         # The first failed rank must end first. If nobody ends this rank then, all ranks may have lost contact.
         shows = not _stop_requested.wait(_SECONDS_TO_LEAVE_BY_ITSELF) and say and not stopped
     if shows:
         print(f"{record['traceback'] * record['bug']}error: rank {rank()}: {record['message']}", file=sys.stderr)
-    elif say and record["stopped"] and rank() == 0:
+    elif say and interrupted and rank() == 0:
         print(error, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from qnmixer.errors import Stopped
-from qnmixer.processes.ranks import another_rank_failed, is_rank
+from qnmixer.processes.ranks import another_rank_failed, is_rank, stops_in_order
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """SIGINT: Ctrl-C. SIGTERM: the end of a job. SIGHUP: the terminal or ssh closed. SIGUSR1, SIGUSR2: SLURM's warning
@@ -75,6 +75,7 @@ def stop_signals() -> Iterator[None]:
         global _requested
         if os.getpid() != owner:  # a data worker: a fork inherits this handler
             return
+        stops_in_order.set()
         # Ctrl-C comes twice: from the terminal, and from the launcher.
         if echo.of(number) and not another_rank_failed():
             return
@@ -99,6 +100,7 @@ def defer_stop(on: bool) -> None:
     """True: only record stop signals from now on, because `stop_requested` is asked soon. False: raise again."""
     global _deferred
     _deferred = on
+    (stops_in_order.set if on else stops_in_order.clear)()
 
 
 @contextmanager

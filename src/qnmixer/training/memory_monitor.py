@@ -15,6 +15,7 @@ from qnmixer.memory.leaks import Leak, LeakWatch
 from qnmixer.memory.tracker import PeakTracker
 from qnmixer.memory.usage import read_usage, reset_peak
 from qnmixer.reconstructor import Batch
+from qnmixer.training.weight_averaging import MeanWeights
 
 
 class MemoryMonitor(Callback):
@@ -63,6 +64,8 @@ class MemoryMonitor(Callback):
             elif self._n_steps == 1 and _shows_tensors(pl_module):  # one step only: the tracker slows it down
                 self._tracker = self._tracking.enter_context(PeakTracker())
                 tensors = [value for value in batch.values() if isinstance(value, Tensor)]
+                averaging = [it for it in trainer.callbacks if isinstance(it, MeanWeights)]  # type: ignore[attr-defined]
+                tensors += [mean for it in averaging for mean in it.mean.values()]
                 self._tracker.track(pl_module, *trainer.optimizers, *tensors)
 
     def on_train_batch_end(

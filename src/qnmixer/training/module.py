@@ -23,6 +23,7 @@ from qnmixer.physics import FanBeamProjector
 from qnmixer.reconstructor import Batch, Reconstructor
 from qnmixer.training.finite_check import FiniteCheck
 from qnmixer.training.lightning_private import restore_position
+from qnmixer.training.weight_averaging import MEAN_KEY, TRAINED_KEY
 
 
 class ReconstructionModule(Reconstructor, L.LightningModule):
@@ -156,6 +157,9 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
         checkpoint[CHECKPOINT_KEY] = {"format": 1, "config": to_plain(self.config), "largest_norm": largest_norm}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Resume at the same place in the data, whatever the strategy."""
+        """Resume at the same place in the data, whatever the strategy, and with the weights that were trained."""
         self._largest_norm = checkpoint[CHECKPOINT_KEY]["largest_norm"]
         restore_position(self.trainer, checkpoint)
+        # A run may resume without callbacks=ema, which saves the mean as the weights.
+        checkpoint[MEAN_KEY], trained = checkpoint["state_dict"], checkpoint.get(TRAINED_KEY, {})
+        checkpoint["state_dict"] = checkpoint[MEAN_KEY] | trained

@@ -46,6 +46,7 @@ class Profile(Callback):
 
     def __init__(self, folder: Path, config: ProfileConfig, console: Console) -> None:
         self.folder, self.console, self.n_steps = folder, console, config.steps
+        self._needed = config.warm_up + config.steps
         self._global_step = 0
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes to the terminal
         self._profile = profile(
@@ -68,7 +69,11 @@ class Profile(Callback):
             self._profile.step()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """End the profile and write its results."""
+        """End the profile. One of too few steps would count what comes after them, such as a validation."""
+        if (n := self._profile.step_num) < self._needed:
+            self._profile.on_trace_ready = None
+            line = f"profile: none, as training ended after {n} steps: debug.warm_up + debug.steps are {self._needed}"
+            self.console.print(line, highlight=False, soft_wrap=True)
         self._profile.stop()
 
     def _write(self, recorded: profile) -> None:

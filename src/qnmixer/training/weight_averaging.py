@@ -11,7 +11,8 @@ from torch import Tensor
 from qnmixer.errors import ConfigError
 from qnmixer.parallel.pipeline import PipelineStrategy
 
-_KEY = "trained_weights"
+TRAINED_KEY, MEAN_KEY = "trained_weights", "mean_weights"
+"""Keys of a checkpoint: the first in its file, the second while it is read."""
 
 
 class MeanWeights(Callback):
@@ -29,8 +30,7 @@ class MeanWeights(Callback):
         if not 0 <= decay < 1 or start < 0:
             raise ValueError("decay must be from 0 to below 1, and start must be 0 or more")
         self.decay, self.start = decay, start
-        self._mean: dict[str, Tensor] = {}
-        self._trained: dict[str, Tensor] = {}  # of a checkpoint
+        self.mean: dict[str, Tensor] = {}
         self._swapped = False
         self._step = 0
 
@@ -43,12 +43,9 @@ class MeanWeights(Callback):
 
     @torch.no_grad()
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start from the weights of the network, or from the two sets of weights in a checkpoint."""
-        parameters = dict(pl_module.named_parameters())
-        self._mean = {name: p.detach().clone() for name, p in parameters.items()}  # a checkpoint's are the mean
-        for name, value in self._trained.items():
-            parameters[name].copy_(value)
-        self._trained = {}
+        """Start from the mean in the checkpoint, or from the weights of the network."""
+        weights = {name: p.detach() for name, p in pl_module.named_parameters()}
+        self.mean = {name: self.mean.get(name, p).to(p.device, copy=True) for name, p in weights.items()}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take the step of a resumed run, which Lightning restores after `on_fit_start`."""
@@ -65,7 +62,7 @@ class MeanWeights(Callback):
         # Before `start` the mean follows the weights, because a mean of bad first weights would last long.
         share = 1.0 if self._step <= self.start else 1 - self.decay
         for name, parameter in pl_module.named_parameters():
-            self._mean[name].lerp_(parameter, share)
+            self.mean[name].lerp_(parameter, share)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Put the mean into the network."""
@@ -79,21 +76,21 @@ class MeanWeights(Callback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save the mean as the weights, for every reader of a checkpoint, and the trained weights beside it."""
-        if not self._mean:
+        if not self.mean:
             return
         now = {name: p.detach() for name, p in pl_module.named_parameters()}
-        trained, mean = (self._mean, now) if self._swapped else (now, self._mean)
-        checkpoint[_KEY] = trained
+        trained, mean = (self.mean, now) if self._swapped else (now, self.mean)
+        checkpoint[TRAINED_KEY] = trained
         checkpoint["state_dict"] = checkpoint["state_dict"] | mean
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Read the weights that training resumes with; `on_fit_start` puts them in."""
-        self._trained = checkpoint.get(_KEY, {})
+        """Read the mean; the weights themselves in a checkpoint of a run without this callback."""
+        self.mean = checkpoint[MEAN_KEY]
 
     @torch.no_grad()
     def _swap(self, pl_module: L.LightningModule) -> None:
         for name, parameter in pl_module.named_parameters():
-            if name in self._mean:
+            if name in self.mean:
                 before = parameter.detach().clone()
-                parameter.copy_(self._mean[name])
-                self._mean[name].copy_(before)
+                parameter.copy_(self.mean[name])
+                self.mean[name].copy_(before)
