@@ -111,6 +111,14 @@ def test_what_the_run_has_already_is_not_advised() -> None:
     assert changes(config) == ["model.n_iterations=1", "model.channels=8"]
 
 
+def test_half_precision_on_a_cpu_is_bf16() -> None:
+    """A CPU computes fp16 ten times slower than fp32."""
+    config = config_of()
+    assert not [change for change in changes(override(config, "trainer.accelerator=cpu")) if "=16-mixed" in change]
+    assert "trainer.precision=bf16-mixed" in changes(override(config, "trainer.accelerator=cpu"))
+    assert "trainer.precision=16-mixed" in changes(override(config, "trainer.accelerator=gpu"))
+
+
 def test_the_mildest_that_fit_are_advised(planner: Planner) -> None:
     config = config_of()
     needed = planner.estimate(config).peak / MIB

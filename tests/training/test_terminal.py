@@ -1,15 +1,20 @@
-"""The lines after training can be copied into a shell."""
+"""The lines before training are those of the method, and those after it can be copied into a shell."""
 
+import io
 import shlex
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from qnmixer.config import parse
 from qnmixer.config.commands import parse_evaluate
 from qnmixer.config.compose import compose
+from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.tracking.run import Run
-from qnmixer.training.terminal import print_end
+from qnmixer.training.module import ReconstructionModule
+from qnmixer.training.terminal import print_end, print_start
+from qnmixer.training.trainer import build_trainer
 
 
 def test_a_folder_with_spaces_and_brackets_is_printed_as_a_shell_and_hydra_read_it(
@@ -23,3 +28,15 @@ def test_a_folder_with_spaces_and_brackets_is_printed_as_a_shell_and_hydra_read_
     assert (place, picture) == (f"run folder: {folder}", f"picture: {folder / 'picture.png'}")
     words = shlex.split(hint.partition("qnmixer.evaluate ")[2])
     assert parse_evaluate(compose("evaluate", words)).run == str(folder)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "said"), [("qn_mixer", 1, " = 1 slice an "), ("qn_mixer", 2, " = 2 slices an "), ("fbp", 1, "")]
+)
+def test_the_batch_of_a_step_is_printed_for_what_is_trained(tmp_path: Path, model: str, batch: int, said: str) -> None:
+    sizes = ["data.image_size=32", f"data.batch_size={batch}", "geometry.n_detectors=48", "geometry.detector_pitch=20"]
+    config = parse(compose("train", [*sizes, f"model={model}", "trainer.accelerator=cpu", "logger=csv"]))
+    module, data, text = ReconstructionModule(config), SliceDataModule(config.data), io.StringIO()
+    print_start(config, module, data, build_trainer(config, tmp_path, [], []), Console(file=text))
+    assert ("an optimizer step" in text.getvalue()) is bool(said)
+    assert said in text.getvalue()

@@ -63,11 +63,14 @@ def print_start(
         f"on {trainer.strategy.root_device}{devices}, strategy {config.strategy.name}",
         f"{config.geometry.n_views} views × {config.geometry.n_detectors} detector bins, {noise}",
         data.describe(),
-        f"batch {config.data.batch_size}{devices} × accumulation {t.accumulate_grad_batches} = {batch} slices "
-        f"an optimizer step; {steps:,} step{'s' * (steps > 1)} an epoch{last}",
     ]
     if n_parameters:
-        lines.append(_length(t, steps))
+        of_a_step = f"{batch} slice{'s' * (batch > 1)} an optimizer step"
+        lines += [
+            f"batch {config.data.batch_size}{devices} × accumulation {t.accumulate_grad_batches} = {of_a_step}; "
+            f"{steps:,} step{'s' * (steps > 1)} an epoch{last}",
+            _length(t, steps),
+        ]
     if line := describe(config):
         lines.append(line)
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
