@@ -23,6 +23,7 @@ from qnmixer.memory.report import _largest_batch, as_object, levers_table, print
 from qnmixer.memory.tracker import PeakTracker, autocast, make_state, n_bytes, optimizer_bytes, without_data
 from qnmixer.optimization.optimizers import build_optimizer
 from qnmixer.parallel.stages import Stage, actions, ranges, survey
+from qnmixer.physics import FanBeamProjector
 from qnmixer.reconstructor import build_projector, system_matrix_at
 from qnmixer.training.module import ReconstructionModule
 
@@ -172,6 +173,16 @@ def test_a_finer_grid_counts_where_a_device_simulates_from_it(planner: Planner, 
     assert fine.operator - coarse.operator == matrix
     assert fine.activations - coarse.activations == images
     assert of("data.simulation_factor=2 noise=field") == of("noise=field")
+
+
+def test_a_large_batch_is_planned_as_fast_as_a_small_one(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device simulates slice by slice; the plan did too, which took minutes for some thousands."""
+    projected, forward = [], FanBeamProjector.forward
+    monkeypatch.setattr(FanBeamProjector, "forward", lambda it, x: projected.append(len(x)) or forward(it, x))
+    small, large = (planner.estimate(config_of(f"data.batch_size={batch}")).peak for batch in (50, 100))
+    assert 0 < sum(projected) < 20
+    alone = planner.estimate(config_of("data.batch_size=25")).peak
+    assert large - small == pytest.approx(2 * (small - alone), rel=1e-3)
 
 
 def test_growth_is_what_an_iteration_more_adds(planner: Planner) -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from qnmixer.config import Config
 from qnmixer.config.callbacks import averages_weights
@@ -240,7 +241,7 @@ def track_step(config: Config, projector: FanBeamProjector, fine_matrix: ScanMat
                 fine = torch.rand(config.data.batch_size, 1, finer, finer) if fine_matrix is not None else None
                 weight = torch.ones(config.data.batch_size)
                 with torch.no_grad():
-                    y = module.project(image, fine)
+                    y = _simulated(module, image, fine)
                 with autocast(config):
                     loss = batch_loss(config)(network(y), image, weight)
                 if k == 0:
@@ -259,6 +260,13 @@ def track_step(config: Config, projector: FanBeamProjector, fine_matrix: ScanMat
             footprint = replace(footprint, gradients=footprint.gradients - loose, strategy=loose)
         sharded = config.strategy.planned_as == "shards"
         return _sharded(footprint, config, network, optimizer) if sharded else footprint
+
+
+def _simulated(module: Reconstructor, image: Tensor, fine: Tensor | None) -> Tensor:
+    """The sinograms of a batch. A run makes them one by one. All take the same, so the plan makes one."""
+    scan = module.projector.geometry
+    others = torch.empty(len(image) - 1, 1, scan.n_views, scan.n_detectors)
+    return torch.cat([others, module.project(image[-1:], None if fine is None else fine[-1:])])
 
 
 def _sharded(
