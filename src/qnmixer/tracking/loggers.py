@@ -110,10 +110,12 @@ def close_loggers(loggers: Mapping[str, WandbConfig | LoggerConfig], exit_code: 
     of_wandb = any("wandb" in options._target_.lower() for options in loggers.values())
     if wandb is None or not of_wandb or (run := wandb.run) is None:
         return
-    folder = Path(run.dir).parent
+    folder, n_known = Path(run.dir).parent, run.step + 1
     # Without `finish` the next run of this process would log into this one. Without a code it would record success.
     try:
         run.finish(exit_code=exit_code)
+        if (ours := folder.with_name(KNOWN_UNTIL.name)).is_file():  # of the user's own logger there is none
+            write_text(ours, str(max(n_known, int(ours.read_text()))))  # this part may have repeated steps only
     except TimeoutError:
         warnings.warn(
             f"W&B did not get all data, as the network is slow or lost: send it with "
