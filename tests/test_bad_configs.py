@@ -30,6 +30,7 @@ TRAIN = {
     "+optimiser=adamw": "unknown key optimiser: did you mean optimizer?",
     "hydra.foo=3": "unknown key hydra.foo",
     "foo=1": "unknown key foo",
+    "evaluation.foo=1": "unknown key evaluation.foo: choose evaluation.n_pictures, ",
     "seed.x=1": "seed",
     # keys of another option
     "data.root=/ct": "data.root works with data=deeplesion or dicom or lodopab or numpy or two_detect only",

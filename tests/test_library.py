@@ -70,6 +70,15 @@ def test_train_returns_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(CheckpointError, match="is done"):
         train("resume=runs/mine")
 
+    hydra, steps = trained.folder / ".hydra", f"trainer.max_steps={2 * record['steps']}"
+    before = {path.name: path.read_bytes() for path in hydra.iterdir()}
+    with pytest.raises(CheckpointError, match="resume= needs the same settings"):
+        train("resume=runs/mine", steps, "model.channels=8")
+    assert {path.name: path.read_bytes() for path in hydra.iterdir()} == before
+    train("resume=runs/mine", steps)
+    assert steps in (hydra / "overrides.yaml").read_text()
+    assert [path.name for path in trained.folder.glob(".hydra*")] == [".hydra"]
+
 
 @pytest.mark.parametrize(
     ("word", "message"),

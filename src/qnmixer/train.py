@@ -24,6 +24,7 @@ from qnmixer.config import Config, parse
 from qnmixer.config.compose import compose_as_given
 from qnmixer.config.data import check_data
 from qnmixer.config.logger import check_loggers
+from qnmixer.config.overrides import values_of
 from qnmixer.config.search_path import CONF, search_path_in
 from qnmixer.errors import ConfigError, UserError
 from qnmixer.processes.cores import CoreUse
@@ -31,8 +32,9 @@ from qnmixer.processes.ranks import is_rank
 from qnmixer.processes.signals import loading
 from qnmixer.sweeps.jobs import Job, run_jobs
 from qnmixer.sweeps.sweep import sweep
-from qnmixer.tracking.resume import resume_overrides
+from qnmixer.tracking.resume import folder_of, resume_overrides, resumes_in_place
 from qnmixer.tracking.run import Run
+from qnmixer.tracking.run_folder import NEXT_HYDRA
 from qnmixer.training.worker import check_processes, check_srun, fit_as_rank, fit_in_processes
 from qnmixer.weights import check_weights
 
@@ -67,7 +69,7 @@ def train(*overrides: str) -> Trained:
     if flags := [word for word in overrides if word.startswith("-") and "-dir" not in word]:
         raise ConfigError(f"{flags[0]} is no override (KEY=VALUE): for a sweep, use python -m qnmixer.train -m")
     try:
-        words = cli.completed([*overrides], "train", resume_overrides)
+        words = cli.completed([*overrides], "train", complete)
         check(compose_as_given("train", words))
     except HydraException as error:  # an unknown key
         raise ConfigError(cli.explain(error, "train")) from error
@@ -125,6 +127,14 @@ def overrides_of_job(hydra_config: HydraConf) -> list[str]:
     return [*search_path_in([*hydra_config.overrides.hydra]), *hydra_config.overrides.task]
 
 
+def complete(overrides: list[str]) -> list[str]:
+    """Replace `resume` by the run's overrides. A resume may still be refused, so Hydra writes its files elsewhere."""
+    found = resume_overrides(overrides)
+    folder = folder_of(found)
+    in_place = folder is not None and resumes_in_place(folder, values_of(found).get("resume"))
+    return [*found, f"hydra.output_subdir={NEXT_HYDRA}"] if in_place else found
+
+
 def check(cfg: DictConfig) -> Config:
     """Parse and check the config of a run. Raises UserError. Needs no torch, so a typo is answered within a second."""
     config = parse(cfg)
@@ -139,7 +149,7 @@ def check(cfg: DictConfig) -> Config:
 
 def main() -> None:
     """Run the command. It is also installed as `qnmixer-train`, so that a shell can complete its keys."""
-    cli.run(run, check, "train", sweep, resume_overrides)
+    cli.run(run, check, "train", sweep, complete)
 
 
 if __name__ == "__main__":

@@ -143,6 +143,14 @@ def test_home_is_the_users(start: Start, monkeypatch: pytest.MonkeyPatch) -> Non
     assert cli.completed(['hydra.sweep.dir="~/a b"', "-m"], "train") == ["-m", f'hydra.sweep.dir="{quoted}"']
 
 
+def test_flags_and_overrides_stand_in_any_order() -> None:
+    given = ["experiment=demo", "--cfg", "job", "model=regformer", "trainer.max_epochs=2"]
+    own = ["model.channels=96", "trainer.max_steps=-1"]
+    completed = cli.completed(given, "train")
+    assert completed[-2:] == ["--cfg", "job"]
+    assert {*completed[:-2]} == {given[0], *given[3:], *own}
+
+
 WARNINGS = """
 import warnings
 from qnmixer.cli import warnings_in_one_line

@@ -30,9 +30,9 @@ def test_keys_that_the_chosen_option_lacks_are_dropped(overrides: list[str], dro
     assert fitted("train", [*overrides, *more]) == [*overrides, *more]
 
 
-def test_flags_stay_at_the_end() -> None:
-    flags = ["--cfg", "job"]
-    assert fitted("train", ["experiment=demo", "model=regformer", *flags])[-3:] == ["model.channels=96", *flags]
+def test_a_deleted_group_is_no_choice() -> None:
+    """As users of Hydra leave out a group."""
+    assert parse_file(compose("train", ["experiment=demo", "~logger"])).logger == {}
 
 
 def test_a_model_that_lacks_a_key_keeps_its_own_sizes() -> None:

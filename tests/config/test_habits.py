@@ -21,6 +21,7 @@ def test_no_habit_is_a_key_or_an_option_here() -> None:
     [
         (["seed=1", "+ckpt_path=a.ckpt"], "ckpt_path is not known here: resume=RUN_FOLDER"),
         (["trainer=ddp", "seed=1"], "trainer=ddp is not known here: use strategy=ddp"),
+        (["trainer.devices=auto"], "trainer.devices=auto is not known here: leave it out"),
         (["trainer=slurm", "optimizer.lr=1", "-m"], None),
     ],
 )

@@ -1,5 +1,6 @@
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -121,12 +122,61 @@ def test_a_resumed_run_is_the_same_wandb_run_and_logs_nothing_twice(tmp_path: Pa
     """Steps 3 and 4 were done after the checkpoint, and are done again."""
     run_in(tmp_path / "a", 1, 2, 3, 4, exit_code=INTERRUPTED)
     time.sleep(1)  # wandb names folders by the second
+    run_in(tmp_path / "a", 3, resumed_at=2, exit_code=INTERRUPTED)
+    time.sleep(1)
     run_in(tmp_path / "a", 3, 4, 5, resumed_at=2)
-    first, second = offline_runs(tmp_path)
+    first, between, second = offline_runs(tmp_path)
+    assert not between.history
     assert first.id == second.id
     assert [row["_step"] for row in first.history] == [1, 2, 3, 4]
-    assert [row["_step"] for row in second.history] == [4, 5]  # the last may not have been written whole
+    assert [row["_step"] for row in second.history] == [5]
     assert [row["step"] for row in read_metrics(tmp_path / "a" / "metrics.csv")] == ["1", "2", "3", "4", "5"]
+
+
+_KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+from qnmixer.config import parse
+from qnmixer.config.compose import compose
+from qnmixer.tracking.loggers import build_loggers
+config = parse(compose("train", ["trainer.accelerator=cpu", "trainer.devices=1"]))
+loggers = build_loggers(config, Path(sys.argv[1]), [])
+for step in range(1, 5):
+    for logger in loggers:
+        logger.log_metrics({"of/a": step}, step)
+time.sleep(1.5)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_run_lacks_no_row_in_wandb(tmp_path: Path, offline_runs: OfflineRuns) -> None:
+    """Its checkpoint is of its last step, which the resumed run does not repeat."""
+    folder = tmp_path / "a"
+    folder.mkdir()
+    alone = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+    killed = subprocess.run([sys.executable, "-c", _KILLED, str(folder)], env=alone, check=False, timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    run_in(folder, 5, resumed_at=4)
+    first, second = offline_runs(tmp_path)
+    rows = {row["_step"]: row["of/a"] for row in [*first.history, *second.history]}
+    assert rows == {1: 1, 2: 2, 3: 3, 4: 4, 5: 5}
+
+
+def test_a_resumed_run_that_ends_earlier_has_its_test_in_wandb(tmp_path: Path, offline_runs: OfflineRuns) -> None:
+    """W&B knows step 3 already, but not of a last validation and a test."""
+    run_in(tmp_path / "a", 1, 2, 3, 4, exit_code=INTERRUPTED)
+    time.sleep(1)
+    loggers = build_loggers(OFFLINE, tmp_path / "a", [], resumed_at=2)
+    for logger in loggers:
+        logger.log_metrics({"of/a": 3}, 3)
+        logger.finalize("success")  # by Lightning, when training has ended
+        logger.log_metrics({"val/psnr_best": 30.0}, 3)
+        logger.log_metrics({"test/psnr": 31.0}, 3)
+    close_loggers(OFFLINE.logger, DONE)
+    second = offline_runs(tmp_path)[1]
+    assert second.summary["test/psnr"] == 31.0
+    assert second.summary["val/psnr_best"] == 30.0
+    assert [(row["_step"], row["trainer/global_step"]) for row in second.history] == [(6, 3)]
 
 
 def test_a_resumed_run_can_start_to_use_wandb(tmp_path: Path, offline_runs: OfflineRuns) -> None:

@@ -17,7 +17,7 @@ from qnmixer.cli.help import usage
 from qnmixer.config.compose import OF_A_RUN, compose_as_given, compose_sweep, fitted
 from qnmixer.config.habits import habit
 from qnmixer.config.keys import unknown_key
-from qnmixer.config.overrides import with_home, with_length
+from qnmixer.config.overrides import is_override, with_home, with_length
 from qnmixer.config.search_path import CONF, with_search_path
 from qnmixer.errors import ConfigError, Stopped
 from qnmixer.processes.cores import wait_briefly
@@ -111,7 +111,8 @@ def completed(arguments: list[str], config_name: str, complete: Callable[[list[s
     arguments = with_search_path(complete(arguments))  # again: a resumed run may bring its own
     if is_rank():
         arguments = _overrides_of_rank(arguments)
-    arguments = sorted(arguments, key=lambda argument: argument not in _SWEEP)  # Hydra wants these flags first
+    # Hydra wants these flags first, and takes no override after another flag.
+    arguments = sorted(arguments, key=lambda word: (word not in _SWEEP, not is_override(word)))
     _check_flags(arguments, config_name)
     return arguments
 

@@ -11,7 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, ValueType
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from qnmixer.config.overrides import key_of, values_of, with_length
+from qnmixer.config.overrides import is_override, key_of, values_of, with_length
 from qnmixer.config.run import Config, fill_roots, parse_file
 from qnmixer.config.search_path import CONF
 from qnmixer.errors import ConfigError
@@ -42,9 +42,9 @@ def fitted(config_name: str, overrides: list[str]) -> list[str]:
     Args:
         overrides: of a command line. Other words, such as flags, stay unchanged.
     """
-    words, overrides = overrides, [it for it in overrides if not it.startswith("-") and ("=" in it or it[:1] == "~")]
+    words, overrides = overrides, [*filter(is_override, overrides)]
     given = values_of(overrides)
-    chosen = [it for it in overrides if (CONF / key_of(it)).is_dir() and "/" not in key_of(it)]
+    chosen = [it for it in overrides if (CONF / key_of(it)).is_dir() and "/" not in key_of(it) and it[:1] != "~"]
     sections = [key for key in map(key_of, chosen) if key != "experiment"]
     if not sections or not any(key.partition("/")[0] == "experiment" for key in given):
         return words
@@ -71,8 +71,7 @@ def fitted(config_name: str, overrides: list[str]) -> list[str]:
         found.update({key: own[key] for key in restored})
         more += [_override(section, key, own[key]) for key in restored]
         kept += [(section, key, own[key]) for key in differing if key not in restored]
-    end = 1 + max(i for i, word in enumerate(words) if word in overrides)  # argparse takes no override after a flag
-    return [*words[:end], *more, *_own_instead(with_experiment, kept), *words[end:]]
+    return [*words, *more, *_own_instead(with_experiment, kept)]
 
 
 def _choice(config_name: str, overrides: list[str], group: str) -> str:

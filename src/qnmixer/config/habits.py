@@ -26,6 +26,9 @@ _KEYS = {
     "logger.wandb.log_model": "use logger.wandb.log_checkpoint=true",
 }
 _OPTIONS = {
+    "trainer.devices=auto": "leave it out: strategy=ddp, fsdp and pipeline take all GPUs",
+    "trainer.devices=-1": "leave it out: strategy=ddp, fsdp and pipeline take all GPUs",
+    "trainer.gradient_clip_val=0": "use trainer.gradient_clip_val=null",
     "trainer=cpu": "use trainer.accelerator=cpu",
     "trainer=gpu": "it is the default where there is a GPU; trainer.accelerator=gpu asks for one",
     "trainer=mps": "Apple's GPUs are not supported: use trainer.accelerator=cpu",

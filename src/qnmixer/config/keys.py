@@ -38,6 +38,8 @@ def unknown_key(key: str, known: Collection[str]) -> ConfigError:
     siblings = {k.partition(".")[2]: k for k in everything if name and k.startswith(f"{section}.")}
     if near := difflib.get_close_matches(name, siblings, n=1):
         return ConfigError(f"unknown key {key}: did you mean {siblings[near[0]]}?")
+    if siblings:  # by its section alone, the whole key is near to any sibling
+        return ConfigError(f"unknown key {key}: {suggest(name, sorted(siblings.values()))}")
     return ConfigError(f"unknown key {key}: {suggest(key, [k for k in everything if ('.' in k) == ('.' in key)])}")
 
 

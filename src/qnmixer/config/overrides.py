@@ -34,6 +34,11 @@ def with_home(overrides: list[str]) -> list[str]:
     return found
 
 
+def is_override(word: str) -> bool:
+    """Whether a word of a command line is an override: KEY=VALUE or ~KEY, no flag and no value of a flag."""
+    return not word.startswith("-") and ("=" in word or word.startswith("~"))
+
+
 def key_of(override: str) -> str:
     """The key of an override, without Hydra's signs before it."""
     return override.lstrip("+~").partition("=")[0]

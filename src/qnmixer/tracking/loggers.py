@@ -42,6 +42,7 @@ _STEP = "trainer/global_step"  # as Lightning's logger calls it
 # Only one kind of network has these. They get a curve, but no column in the table of runs.
 _CURVES_ONLY = ("train/lambda_", "val/cosine_zs", "val/skipped_pairs")
 _SECONDS_TO_START = 30
+_SECONDS_TO_DISK = 0.1  # W&B's default is 15. A kill loses these rows, and the resumed run does not repeat them
 # Less than the time that a rank has to stop (qnmixer.processes.ranks). Data that is not sent by then stays here.
 _SECONDS_TO_FINISH = 20
 
@@ -70,7 +71,11 @@ def build_loggers(config: Config, folder: Path, overrides: list[str], resumed_at
             known_until = max(file.last_step() or 0, _known_until(folder)) if resumes else 0
             write_text(folder / KNOWN_UNTIL, str(known_until))
             run = _start(config, options, folder, overrides, resumes)
-            loggers.append(WandbRun(run, known_until, options.log_checkpoint))
+            wandb_run = WandbRun(run, known_until, options.log_checkpoint)
+            for row in file.rows_before() if resumes else ():  # W&B may lack the last one, which is not repeated
+                values = {name: float(text) for name, text in row.items() if text and name != "step"}
+                wandb_run.log_metrics(values, int(row["step"]))
+            loggers.append(wandb_run)
     return loggers
 
 
@@ -105,10 +110,12 @@ def close_loggers(loggers: Mapping[str, WandbConfig | LoggerConfig], exit_code: 
     of_wandb = any("wandb" in options._target_.lower() for options in loggers.values())
     if wandb is None or not of_wandb or (run := wandb.run) is None:
         return
-    folder = Path(run.dir).parent
+    folder, n_known = Path(run.dir).parent, run.step + 1
     # Without `finish` the next run of this process would log into this one. Without a code it would record success.
     try:
         run.finish(exit_code=exit_code)
+        if (ours := folder.with_name(KNOWN_UNTIL.name)).is_file():  # of the user's own logger there is none
+            write_text(ours, str(max(n_known, int(ours.read_text()))))  # this part may have repeated steps only
     except TimeoutError:
         warnings.warn(
             f"W&B did not get all data, as the network is slow or lost: send it with "
@@ -133,7 +140,7 @@ class WandbRun(WandbLogger):
     """Lightning's logger, but W&B's own steps are optimizer steps.
 
     Then all values of one step share a row. Steps that a resumed run repeats are not logged twice, also if `wandb sync`
-    joins the two parts later.
+    joins the two parts later. What comes after training is new, even if the run now ends at an earlier step.
 
     Args:
         run: of `wandb.init`.
@@ -145,18 +152,25 @@ class WandbRun(WandbLogger):
         super().__init__(experiment=run)
         self.known_until, self.log_best = known_until, log_best
         self._curves: set[str] = set()
+        self._trained = False
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Note that training has ended: Lightning calls this."""
+        self._trained = True
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Add values to the row of a step."""
         assert step is not None
-        if step < self.known_until:
+        if step < self.known_until and not self._trained:
             return
         for name in metrics.keys() - self._curves:
             if name.startswith(_CURVES_ONLY):  # by its full name: if two globs match, wandb picks one at random
                 self.experiment.define_metric(name, step_metric=_STEP, step_sync=True, summary="none")
                 self._curves.add(name)
-        self.experiment.log({**metrics, _STEP: step}, step=step)
+        row = step if step >= self.known_until else self.known_until + 1  # W&B's steps only rise
+        self.experiment.log({**metrics, _STEP: step}, step=row)
 
 
 def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[str], resumes: bool) -> Any:
@@ -190,6 +204,7 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
             x_disable_meta=True,  # it has the command line, paths, the user and the remote of git
             host="",  # the name of this machine is private
             console="off",  # console lines name folders; `TrainingProgress` logs the progress
+            x_transaction_log_flush_interval=_SECONDS_TO_DISK,
         ),
     }
     try:

@@ -63,7 +63,7 @@ class MetricsFile(Logger):
         row = {"step": step, **metrics}
         if self._columns is None:
             self._columns = []
-            self._rewrite(self._rows_before(), row)
+            self._rewrite(self.rows_before(), row)
         elif not row.keys() <= set(self._columns):
             self._rewrite(read_metrics(self.path), row)
         else:
@@ -74,8 +74,8 @@ class MetricsFile(Logger):
         """The last step that has a row."""
         return max((int(row["step"]) for row in read_metrics(self.path)), default=None)
 
-    def _rows_before(self) -> list[dict[str, str]]:
-        """The rows up to the step that the run resumes from."""
+    def rows_before(self) -> list[dict[str, str]]:
+        """The rows up to the step that the run resumes from; [] for a new run."""
         if self.resumed_at is None:
             return []
         return [row for row in read_metrics(self.path) if int(row["step"]) <= self.resumed_at]

@@ -8,10 +8,11 @@ from typing import Any
 
 from rich.console import Console
 
+from qnmixer.files import remove, replace
 from qnmixer.processes.ranks import rank
 from qnmixer.tracking.results import amend, now, read_results, results, was_refused, write_results
 from qnmixer.tracking.resume import recorded_overrides, resumes_in_place
-from qnmixer.tracking.run_folder import clean, run_lock
+from qnmixer.tracking.run_folder import HYDRA, NEXT_HYDRA, clean, run_lock
 
 
 class Run:
@@ -62,7 +63,10 @@ class Run:
             return
         with run_lock(self.folder):
             clean(self.folder)
-            yield
+            try:
+                yield
+            finally:
+                remove(self.folder / NEXT_HYDRA)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -84,6 +88,8 @@ class Run:
         self.resumed_at = step
         self.record["overrides"] = self.overrides
         self.note("resumed", {"step": step})
+        if rank() == 0 and (accepted := self.folder / NEXT_HYDRA).is_dir():
+            replace(accepted, self.folder / HYDRA)
 
     def record_end(self, status: str, error: BaseException | None = None) -> None:
         """Set the end of the run in results.json, if `recording` could not. A refused resume leaves a done run done."""

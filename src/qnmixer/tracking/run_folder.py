@@ -18,7 +18,10 @@ from qnmixer.tracking.sweep_file import SWEEP
 
 RUNS = Path("runs")
 _LOCK = ".lock"
-_OVERRIDES = Path(".hydra") / "overrides.yaml"
+HYDRA = ".hydra"
+NEXT_HYDRA = ".hydra.next"
+"""Where Hydra writes its files if a run resumes: they take the place of the others when the resume is accepted."""
+_OVERRIDES = Path(HYDRA) / "overrides.yaml"
 
 
 @contextmanager
