@@ -158,7 +158,10 @@ def test_over_two_processes(here: Path, command: Callable[..., Done], strategy: 
         (["+loss.delat=3"], "loss.delat: own.huber has no such argument, only delta"),
         (["schedule._target_=own.Lion"], "schedule._target_=own.Lion is not a function (step, n_steps)"),
         (["model.target=own.MyNetwork"], "unknown key model.target: did you mean model._target_?"),
-        (["loss.beta=1"], "unknown key loss.beta: did you mean loss._target_? An argument of your own takes a plus: +"),
+        (
+            ["loss.beta=1"],
+            "unknown key loss.beta: choose loss._target_, loss.ssim_weight. An argument of your own takes",
+        ),
         (["+loss.delta=1"], "loss.delta exists already: leave out the + before it"),
     ],
 )

@@ -113,8 +113,10 @@ def _explain_composition(error: Exception, config_name: str) -> str:
         if key in ready:
             return f"{key} works with {ready[key]} only: choose that, or leave {key} out"
         own = f"{key.split('.')[0]}=custom" in sys.argv  # then it may be an argument of the target
-        hint = f" An argument of your own takes a plus: +{key}=…" if own else ""
-        return f"{unknown_key(key, [*groups, *known, *ready])}{hint}"
+        line = str(unknown_key(key, [*groups, *known, *ready]))
+        if not own:
+            return line
+        return f"{line}{'' if line.endswith('?') else '.'} An argument of your own takes a plus: +{key}=…"
     return text
 
 

@@ -103,7 +103,7 @@ class _Inception(torch.autograd.Function):
     """Patch features [B, H/P, W/P, C] from x and its maxima, [B, 1, H, W] each.
 
     A branch with a k×k convolution takes the pixels in row order, the others in patch order. Under autocast the
-    products are in half precision, but their sum is not.
+    products are in half precision, but their sum is not. On a CPU a branch computes fewer features: see `narrowing`.
     """
 
     @staticmethod
