@@ -112,7 +112,7 @@ def test_what_the_run_has_already_is_not_advised() -> None:
 
 
 def test_half_precision_on_a_cpu_is_bf16() -> None:
-    """A CPU computes fp16 ten times slower than fp32."""
+    """A CPU computes fp16 far slower than fp32."""
     config = config_of()
     assert not [change for change in changes(override(config, "trainer.accelerator=cpu")) if "=16-mixed" in change]
     assert "trainer.precision=bf16-mixed" in changes(override(config, "trainer.accelerator=cpu"))

@@ -38,7 +38,7 @@ def changes(config: Config) -> list[str]:
     """Changes that make a step smaller at the same effective batch, mildest first, except those already made."""
     batch = config.data.batch_size
     recompute = "" if config.memory.name == "recompute" else "memory=recompute"
-    kind = "bf16" if config.trainer.accelerator == "cpu" else "16"  # a CPU is ten times slower in fp16
+    kind = "bf16" if config.trainer.accelerator == "cpu" else "16"  # fp16 is far slower on a CPU
     half = "" if config.trainer.precision != "32" else f"trainer.precision={kind}-mixed"
     divisors = [size for size in range(batch - 1, 0, -1) if batch % size == 0]
     smaller, single = (_of_batches(config, sizes) for sizes in (divisors[:1], divisors[-1:]))
