@@ -52,7 +52,7 @@ def graphs_on_the_cpu() -> Iterator[list[CPUGraph]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "CUDAGraph", new)
-        patch.setattr(torch.cuda, "graph", lambda graph, pool: graph)
+        patch.setattr(torch.cuda, "graph", lambda graph, **_: graph)
         patch.setattr(torch.cuda, "synchronize", lambda: None)
         patch.setattr(torch.cuda, "Stream", lambda: None)
         patch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
