@@ -72,7 +72,7 @@ def build_loggers(config: Config, folder: Path, overrides: list[str], resumed_at
             write_text(folder / KNOWN_UNTIL, str(known_until))
             run = _start(config, options, folder, overrides, resumes)
             wandb_run = WandbRun(run, known_until, options.log_checkpoint)
-            for row in file.rows_before() if resumes else ():  # W&B may lack the last one, which is not repeated
+            for row in file.rows_before()[-1:] if resumes else ():  # W&B may lack it, and training does not repeat it
                 values = {name: float(text) for name, text in row.items() if text and name != "step"}
                 wandb_run.log_metrics(values, int(row["step"]))
             loggers.append(wandb_run)
