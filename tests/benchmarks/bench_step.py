@@ -16,7 +16,6 @@ import platform
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -122,11 +121,10 @@ def forward_and_backward(function: Callable[..., Tensor], *inputs: Tensor) -> Ca
 
 def our_latent_loop(codes: list[Tensor]) -> Tensor:
     """H of T gradient codes, as in `QNMixer`; the sum of the steps."""
-    history = History.begin(codes[0], len(codes)).append(-codes[0])
-    for before, r in pairwise(codes):
+    history = History.begin(codes[0], len(codes)).advance(codes[0])
+    for r in codes[1:]:
         history, _ = history.way()
-        history, s = history.append(r - before).step(r)
-        history = history.append(s)
+        history = history.advance(r)
     return history.way()[1]
 
 

@@ -230,7 +230,7 @@ def test_the_largest_batch_fits_and_one_more_does_not(planner: Planner, limit: f
 
     batch = int(_largest_batch({1: peak(1), 8: peak(8)}, limit))
     # A line through two batches: which tensors make the peak may differ between them.
-    assert peak(batch) <= 1.01 * limit < 1.01 * peak(batch + 1)
+    assert peak(batch) <= 1.02 * limit < 1.02 * peak(batch + 1)
 
 
 def test_no_batch_fits_into_too_little() -> None:

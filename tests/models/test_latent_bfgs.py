@@ -24,16 +24,24 @@ def dense_update(H: Tensor, s: Tensor, z: Tensor) -> Tensor:
 
 
 def history_of(pairs: Pairs) -> History:
-    (s, z), *others = pairs
-    history = History.begin(s, len(pairs)).append(s).append(z)
-    for s, z in others:
-        history = history.append(s).append(z)
-    return history
+    """Of given pairs (s, z), as if iterations had gone that way; the scales are constants."""
+    rows = torch.stack([v for pair in pairs for v in pair], 1)
+    buffer = latent_bfgs._Buffer(rows, rows.new_zeros(len(rows), 2 * len(pairs) + 1))
+    for n in range(rows.shape[1]):
+        buffer._normalize(n)
+    scaled = [(rows[:, n] / buffer.scale(n)).nan_to_num(0.0) for n in range(rows.shape[1])]
+    return History(torch.stack(scaled, 1), buffer.scales)
+
+
+def last_step(history: History) -> Tensor:
+    """s_t."""
+    n = (history.rows.shape[1] - 1) // 2 * 2
+    return history.rows[:, n] * history.scales[:, n : n + 1]
 
 
 def apply_inverse_hessian(pairs: Pairs, r: Tensor) -> Tensor:
     """H r of pairs (s, z)."""
-    return -history_of(pairs).step(r)[1]
+    return -last_step(history_of(pairs).advance(r))
 
 
 def curvature(pairs: Pairs) -> Curvature:
@@ -183,10 +191,10 @@ def test_what_is_not_finite_shows_in_the_way_of_its_sample_only(value: float) ->
     bad = s.clone()
     bad[1, 0] = value
     history = history_of([(bad, z), (s2, z2)])
-    result, good = history.step(s2)[1], history_of([(s, z), (s2, z2)]).step(s2)[1]
+    result, good = (last_step(history.advance(s2)), last_step(history_of([(s, z), (s2, z2)]).advance(s2)))
     torch.testing.assert_close(result[[0, 2]], good[[0, 2]])
     torch.testing.assert_close(result[1], -apply_inverse_hessian([(s2, z2)], s2)[1])
-    way = History.begin(bad, 2).append(bad).append(z).append(s2).way()[1]
+    way = history.way()[1]
     assert way.isfinite().all(1).tolist() == [True, False, True]
 
 
@@ -240,13 +248,12 @@ def sent(history: History) -> History:
 def iterate(history: History, r: Tensor, trust: Tensor, constant: bool) -> History:
     """One iteration: from the history before, which ends with r_{t−1}, to that after."""
     history, _ = history.way()
-    history, s = history.change(r.detach() if constant else r).step(r, trust, constant)
-    return history.append(s).append_code(r)
+    return history.advance(r, trust, constant)
 
 
 def descend(codes: list[Tensor], trust: Tensor, constant: bool = False, how: str = "kept") -> Tensor:
     """The way that iterations with these gradient codes go."""
-    history = History.begin(codes[0], len(codes)).append(-codes[0]).append_code(codes[0])
+    history = History.begin(codes[0], len(codes)).advance(codes[0])
     for r in codes[1:]:
         if "packed" in how:
             history = sent(history)
@@ -296,7 +303,7 @@ def test_a_history_gives_the_values_and_gradients_of_autograd(constant: bool, ho
 def test_a_history_is_continued_once() -> None:
     """Its code is gone then. What it says of the way so far stays true; one that was packed has a buffer of its own."""
     codes, trust = codes_of(5, 12)
-    history = History.begin(codes[0], 5).append(-codes[0]).append_code(codes[0])
+    history = History.begin(codes[0], 5).advance(codes[0])
     packed = sent(history)
     _, way = history.way()
     iterate(history, codes[1], trust, False)
@@ -360,8 +367,8 @@ def test_recomputing_takes_no_buffer_of_its_own(monkeypatch: pytest.MonkeyPatch)
     made = []
 
     class Counted(latent_bfgs._Buffer):
-        def __init__(self, rows: Tensor, scales: Tensor, ends_with_code: bool) -> None:
-            super().__init__(rows, scales, ends_with_code)
+        def __init__(self, rows: Tensor, scales: Tensor) -> None:
+            super().__init__(rows, scales)
             made.append(rows)
 
     monkeypatch.setattr(latent_bfgs, "_Buffer", Counted)

@@ -60,7 +60,8 @@ def test_one_addition_an_iteration_and_one_gradient_for_hooks() -> None:
             p.register_post_accumulate_grad_hook(lambda _, name=name: hooks.update([name]))
     with Operators() as operators:
         gradients(layers, x, 5, share=True)
-    assert operators.names["aten._foreach_add"] == 4
+    assert operators.names["aten._foreach_add"] == 1
+    assert operators.names["aten._foreach_add_"] == 3  # in place: these sums are no other tensors
     assert set(hooks.values()) == {1}
 
 
@@ -86,3 +87,29 @@ def test_weights_are_in_their_places_afterwards() -> None:
     with torch.no_grad(), SharedWeights([layers]).in_use():
         assert layers[0].weight is before["0.weight"]
     assert not passed(layers, x, 2, SharedWeights([])).isnan().any()
+
+
+def test_a_gradient_of_the_first_iteration_is_not_overwritten() -> None:
+    """It may be the gradient of another tensor too."""
+    weight = nn.ParameterList([torch.ones(3)])
+    shared = SharedWeights([weight])
+    x, uses = torch.zeros(3, requires_grad=True), []
+    for _ in range(3):
+        with shared.in_use():
+            uses.append(weight[0] + x)  # one gradient for both
+    torch.stack(uses).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [3.0] * 3
+    assert weight[0].grad is not None
+    assert weight[0].grad.tolist() == [3.0] * 3
+
+
+def test_a_weight_that_only_some_iterations_use() -> None:
+    layers = nn.ParameterList([torch.ones(2), torch.ones(2)])
+    shared = SharedWeights([layers])
+    uses = []
+    for k in (0, 1, 1, 0):
+        with shared.in_use():
+            uses.append(layers[k] * (k + 1.0))
+    torch.stack(uses).sum().backward()
+    assert [p.grad.tolist() for p in layers if p.grad is not None] == [[2.0] * 2, [4.0] * 2]

@@ -61,7 +61,7 @@ class History:
 
     Attributes:
         rows: [B, n, L].
-        scales: [B, 2, T], the divisors of the steps s and of the changes z.
+        scales: [B, 2T − 1], the divisors of the rows.
         ends_with_code: whether the last row is a code.
     """
 
@@ -74,7 +74,7 @@ class History:
     def begin(like: Tensor, n_iterations: int) -> "History":
         """No rows yet, with memory for those of so many iterations. `like` is any vector [B, L]."""
         rows = like.new_empty(len(like), 0, like.shape[1])
-        buffer = _Buffer(rows, like.new_zeros(len(like), 2, n_iterations), ends_with_code=False)
+        buffer = _Buffer(rows, like.new_zeros(len(like), 2 * n_iterations - 1))
         return History(rows, buffer.scales, buffer=buffer)
 
     @property
@@ -82,40 +82,27 @@ class History:
         """Whether there is no row yet, as before the first iteration."""
         return self.rows.shape[1] == 0
 
-    def append(self, v: Tensor) -> "History":
-        """The history with one more vector v [B, L]."""
-        buffer = self._room()
-        return History(_Append.apply(self.rows, v, buffer, False), buffer.scales, False, buffer)
-
-    def append_code(self, r: Tensor) -> "History":
-        """The history with the gradient code r_{t−1} [B, L] as its last row, for `change`."""
-        buffer = self._room()
-        return History(_Append.apply(self.rows, r, buffer, True), buffer.scales, True, buffer)
-
-    def change(self, r: Tensor) -> "History":
-        """The history with z_{t−1} in place of r_{t−1}. r is r_t, the next gradient code [B, L]."""
-        buffer = self._room()
-        return History(_Change.apply(self.rows, r, buffer), buffer.scales, False, buffer)
-
     def way(self) -> tuple["History", Tensor]:
         """The history, and the sum of its steps Σ s [B, L]."""
         buffer = self._room()
         rows, way = _Way.apply(self.rows, buffer)
         return History(rows, buffer.scales, self.ends_with_code, buffer), way
 
-    def step(self, r: Tensor, trust: Tensor | None = None, constant: bool = False) -> tuple["History", Tensor]:
-        """The history, and s = −(r + τ (H r − r)) [B, L] with H of all pairs. trust: τ [1]; None: τ = 1.
+    def advance(self, r: Tensor, trust: Tensor | None = None, constant: bool = False) -> "History":
+        """The history after an iteration with the gradient code r = r_t [B, L].
+
+        It forms z_{t−1}, takes the step s_t = −(r + τ (H r − r)) with H of all pairs, and keeps r for the next
+        iteration, if there is one. trust: τ [1]; None: τ = 1. constant: differentiation treats the pairs as constants.
 
         Damping: z ← θz + (1 − θ)s with the largest θ ≤ 1 for which zᵀs ≥ DAMPING · sᵀs. Then the pair of a sample is
         skipped where zᵀs ≤ MIN_COSINE · ‖z‖‖s‖, where s is zero, and where s or z is not finite. No input, finite or
         not, makes H or its gradient NaN. Source: ours, after Powell 1978 (the paper draws no safeguard). Good pairs are
         not changed.
-
-        constant: differentiation treats the pairs as constants.
         """
         buffer = self._room()
-        rows, s = _Step.apply(self.rows, r, trust, buffer, constant)
-        return History(rows, buffer.scales, False, buffer), s
+        with torch.autocast(r.device.type, enabled=False):
+            rows = _Advance.apply(self.rows, r, trust, buffer, self.ends_with_code, constant)
+        return History(rows, buffer.scales, rows.shape[1] % 2 == 0, buffer)
 
     def curvature(self) -> Curvature:
         """How good the pairs are. A last step without a change is not a pair yet."""
@@ -128,7 +115,7 @@ class History:
 
     def _room(self) -> "_Buffer":
         """The buffer. A history that a pipeline stage receives has none: each method then copies it into a new one."""
-        return self._buffer or _Buffer(self.rows, self.scales, self.ends_with_code)
+        return self._buffer or _Buffer(self.rows, self.scales)
 
 
 def _unpacked(parts: Iterable[Any], ends_with_code: bool) -> History:
@@ -145,58 +132,70 @@ register_pytree_node(History, _parts, _unpacked)
 
 
 class _Buffer:
-    """Memory for the rows of a history, [B, 2T, L], for their scales, and for their inner products, [B, 2T, 2T]."""
+    """Memory for the rows of a history, [B, 2T − 1, L], their scales, and their inner products [B, 2T − 1, 2T − 1]."""
 
-    def __init__(self, rows: Tensor, scales: Tensor, ends_with_code: bool) -> None:
+    def __init__(self, rows: Tensor, scales: Tensor) -> None:
         batch, n, length = rows.shape
-        self.rows = rows.new_empty(batch, 2 * scales.shape[-1], length)
+        self.rows = rows.new_empty(batch, scales.shape[1], length)
         self.rows[:, :n] = rows.detach()
         self.scales = scales.clone()
         self.unit = torch.eye(2, dtype=rows.dtype, device=rows.device)[0]
-        self._place = 2 * n - ends_with_code
+        self._bits, exponent = _EXPONENT[rows.dtype]
+        self._exponent = torch.full((), exponent, dtype=self._bits, device=rows.device)
+        self._n = n
         self._gram = rows.new_zeros(batch, self.rows.shape[1], self.rows.shape[1])
         self._known = 0  # rows whose products with all rows before them are in the Gram matrix
+        self._pairs: dict[int, _Pairs] = {}
 
-    def write(self, v: Tensor, n: int) -> None:
-        """Store v [B, L] as row n, with its scale."""
-        if self._has(2 * n + 2):
-            return
-        scale = self.scale(n)
-        torch.linalg.vector_norm(v, torch.inf, dim=1, keepdim=True, out=scale)
-        bits, exponent = _EXPONENT[v.dtype]
-        scale.view(bits).bitwise_and_(exponent)
-        torch.div(v, scale.clamp_min_(_SMALLEST), out=self.rows[:, n]).nan_to_num_(0.0)
-        self._place = 2 * n + 2
+    def is_last(self, n: int) -> bool:
+        """Whether n rows are the last rows so far.
 
-    def write_code(self, r: Tensor, n: int) -> None:
-        """Store the code r [B, L] as row n, without a scale."""
-        if not self._has(2 * n + 1):
-            self.rows[:, n] = r
-            self._place = 2 * n + 1
-
-    def write_change(self, r: Tensor, n: int) -> None:
-        """Replace the code in row n by r [B, L] minus this code."""
-        if not self._has(2 * n + 2):
-            self.write(r - self.rows[:, n], n)
-
-    def _has(self, place: int) -> bool:
-        """Whether this row is written already. Then the backward pass recomputes the iteration, and must not write.
-
-        The code r_{t−1} is gone by then, but its change is in the buffer.
+        If not, the backward pass recomputes an iteration and must not write: its code r_{t−1} is gone by then.
         """
-        if place > self._place:
-            return False
-        if not _TORCH.is_bw:
+        if n < self._n and not _TORCH.is_bw:
             raise RuntimeError("a history can be continued once: call methods of the one that the last method gave")
-        return True
+        return n == self._n
+
+    def write_change(self, r: Tensor) -> None:
+        """Replace the code in the last row by r [B, L] minus this code."""
+        row = self.rows[:, self._n - 1]
+        torch.sub(r, row, out=row)
+        self._normalize(self._n - 1)
+
+    def write_step(self, r: Tensor, f: Tensor | None) -> None:
+        """Store the step Σ f_k v_k − r as a new row, where v are all rows, and r as one more, except after the last.
+
+        Shapes: r [B, 1, L], f [B, 1, n]; None: no rows yet.
+        """
+        n, row = self._n, self.rows[:, self._n : self._n + 1]
+        if f is None:
+            torch.neg(r, out=row)
+        else:
+            torch.baddbmm(r, f, self.rows[:, :n], beta=-1, out=row)
+        self._normalize(n)
+        self._n = self.n_after(n)
+        if self._n > n + 1:
+            self.rows[:, n + 1 : self._n] = r
+
+    def n_after(self, n: int) -> int:
+        """The number of rows after an iteration, from that before it."""
+        return min(n + 2, self.rows.shape[1])
+
+    def _normalize(self, n: int) -> None:
+        """Divide row n by its scale."""
+        row, scale = self.rows[:, n], self.scale(n)
+        # Not `vector_norm`: on a CPU the largest entry then takes 14 times as long.
+        torch.amax(row.abs(), 1, keepdim=True, out=scale)
+        scale.view(self._bits).bitwise_and_(self._exponent)
+        row.div_(scale.clamp_min_(_SMALLEST)).nan_to_num_(0.0)
 
     def scale(self, n: int) -> Tensor:
         """The divisor of row n, [B, 1]."""
-        return self.scales[:, n % 2, n // 2, None]
+        return self.scales[:, n : n + 1]
 
     def steps(self, n: int) -> Tensor:
         """Scales [B, t] of the steps among the first n rows."""
-        return self.scales[:, 0, : (n + 1) // 2]
+        return self.scales[:, :n:2]
 
     def gram(self, n: int) -> Tensor:
         """Inner products of the first n rows [B, n, n], on the diagonal and above it. Only new rows are multiplied."""
@@ -205,6 +204,12 @@ class _Buffer:
             torch.bmm(self.rows[:, :n], self.rows[:, self._known : n].mT, out=self._gram[:, :n, self._known : n])
             self._known = n
         return self._gram[:, :n, :n]
+
+    def pairs(self, n: int) -> "_Pairs":
+        """What the formula needs of the pairs in the first n rows. It is small, so it is kept for backward."""
+        if n not in self._pairs:
+            self._pairs[n] = _Pairs.of(self.gram(n), self.scales)
+        return self._pairs[n]
 
     def first(self, n: int) -> Tensor:
         """The first n rows. `.data` hides from autograd that they are a view, so it allows later writes behind them."""
@@ -223,7 +228,7 @@ class _Pairs(NamedTuple):
     mu: Tensor  # N_s / N_z [B, t]
     N: Tensor  # [B, t, 2]
     gamma: Tensor  # [B, t]
-    gamma_D: Tensor  # [B, t]
+    gamma_D: Tensor  # [B, t, 1]
     R: Tensor  # [B, t, t]; the part below its diagonal is not used
 
     @staticmethod
@@ -231,14 +236,15 @@ class _Pairs(NamedTuple):
         """From the inner products of the rows s_0, z_0, s_1, … [B, 2t, 2t]; only its upper triangle is used."""
         t = gram.shape[1] // 2
         squares = gram.diagonal(dim1=1, dim2=2)
-        zz, ss = squares[:, 1::2], squares[:, 0::2].clamp_min(0.5)
-        slope = gram.diagonal(1, 1, 2)[:, 0::2] / ss
-        ratio = (scales[:, 0, :t] / scales[:, 1, :t]).nan_to_num_(0.0).clamp_max_(_RATIO_MAX)
+        ss, sz, zz = squares[:, 0::2], gram.diagonal(1, 1, 2)[:, 0::2], squares[:, 1::2]
+        positive_ss = ss.clamp_min(0.5)
+        slope = sz / positive_ss
+        ratio = (scales[:, 0 : 2 * t : 2] / scales[:, 1 : 2 * t : 2]).nan_to_num_(0.0).clamp_max_(_RATIO_MAX)
         # θz + (1 − θ)s is, up to a factor, z + μs; μ = 0 where zᵀs is large enough already.
         mu = torch.sub(slope, ratio, alpha=DAMPING).clamp_max_(0.0).mul_(-1 / (1 - DAMPING))
-        across, damped = torch.addcmul(zz / ss, slope, slope, value=-1), slope + mu
+        # By Pythagoras, with the part of z across s. For s = 0 both sides are 0.
+        across, damped = torch.addcmul(zz * ss, sz, sz, value=-1), torch.addcmul(sz, mu, ss)
         skipped = across.addcmul_(damped, damped, value=1 - MIN_COSINE**-2) >= 0
-        skipped.logical_or_(ss <= 0.5)  # a row is shorter than 1 only if its vector counts as 0
         N = gram.new_empty(*mu.shape, 2)
         N_s, N_z = N.unbind(2)
         torch.reciprocal(mu + 1, out=N_z).masked_fill_(skipped, 0.0)  # Y is as long as a row for any μ
@@ -246,79 +252,34 @@ class _Pairs(NamedTuple):
         R = (gram.view(-1, t, 2, t, 2)[:, :, 0] * N[:, None]).sum(3)
         D = R.diagonal(dim1=1, dim2=2).masked_fill_(skipped, 1.0)
         gamma = ratio.add_(mu).mul_(N_z)
-        return _Pairs(skipped, ss, slope, mu, N, gamma, gamma * D, R)
+        return _Pairs(skipped, positive_ss, slope, mu, N, gamma, (gamma * D).unsqueeze(2), R)
 
 
 class _Solved(NamedTuple):
     """The parts of H r for one r."""
 
-    w: Tensor  # [B, t]
+    w: Tensor  # [B, t, 1]
     of_q: Tensor  # N w [B, t, 2]
-    q: Tensor  # r − Y w [B, L]
+    q: Tensor  # r − Y w [B, 1, L]
     inner: Tensor  # inner products of the rows with q [B, t, 2]
-    c: Tensor  # R⁻ᵀ (Yᵀ q − γ D w) [B, t]: minus the c above
+    c: Tensor  # R⁻ᵀ (Yᵀ q − γ D w) [B, t, 1]: minus the c above
+    of_s: Tensor  # (c, 0) [B, t, 2]
 
     @staticmethod
-    def of(r: Tensor, s_r: Tensor, vectors: Tensor, pairs: _Pairs) -> "_Solved":
-        """From r [B, L], Sᵀ r [B, t] and the rows s_0, z_0, s_1, … [B, 2t, L]."""
+    def of(r: Tensor, s_r: Tensor, vectors: Tensor, pairs: _Pairs, unit: Tensor) -> "_Solved":
+        """From r [B, 1, L], Sᵀ r [B, t, 1], the rows s_0, z_0, s_1, … [B, 2t, L], and the vector (1, 0)."""
         N, R = pairs.N, pairs.R
-        w = _solve(R, s_r, upper=True)
-        of_q = w[..., None] * N
-        q = torch.baddbmm(r[:, None], of_q.view(len(r), 1, -1), vectors, alpha=-1)[:, 0]
-        inner = torch.bmm(vectors, q[..., None]).view_as(N)
-        y_q = (inner * N).sum(2)
-        c = _solve(R.mT, y_q.addcmul_(pairs.gamma_D, w, value=-1), upper=False)
-        return _Solved(w, of_q, q, inner, c)
+        w = torch.linalg.solve_triangular(R, s_r, upper=True)  # the other triangle is not used
+        of_q = w * N
+        q = torch.baddbmm(r, of_q.view(len(r), 1, -1), vectors, alpha=-1)
+        inner = torch.bmm(vectors, q.mT).view_as(N)
+        y_q = (inner * N).sum(2, keepdim=True).addcmul_(pairs.gamma_D, w, value=-1)
+        c = torch.linalg.solve_triangular(R.mT, y_q, upper=False)
+        return _Solved(w, of_q, q, inner, c, c * unit)
 
-    def coefficients(self, unit: Tensor) -> Tensor:
-        """f [B, 2t] in r − H r = Σ f_k v_k, where v are the rows s_0, z_0, s_1, …; unit: the vector (1, 0)."""
-        return torch.addcmul(self.of_q, self.c[..., None], unit).flatten(1)
-
-
-def _solve(triangle: Tensor, b: Tensor, upper: bool) -> Tensor:
-    """Solve a triangular system for each sample, [B, t, t] and [B, t]. The other triangle is not used."""
-    return torch.linalg.solve_triangular(triangle, b[..., None], upper=upper)[..., 0]
-
-
-class _Append(torch.autograd.Function):
-    """rows [B, n, L] and v [B, L] → rows [B, n + 1, L]."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, v: Tensor, buffer: _Buffer, is_code: bool) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.buffer, ctx.n, ctx.is_code = buffer, rows.shape[1], is_code
-        (buffer.write_code if is_code else buffer.write)(v, ctx.n)
-        return buffer.first(ctx.n + 1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
-        (of_rows,), n = gradients, ctx.n
-        if of_rows is None:
-            return None, None, None, None
-        of_v = of_rows[:, n] if ctx.is_code else of_rows[:, n] / ctx.buffer.scale(n)
-        return of_rows[:, :n], of_v, None, None
-
-
-class _Change(torch.autograd.Function):
-    """rows [B, n, L] that end with a code, and the next code [B, L] → rows [B, n, L] that end with their change."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, r: Tensor, buffer: _Buffer) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.buffer, ctx.n = buffer, rows.shape[1]
-        buffer.write_change(r, ctx.n - 1)
-        return buffer.first(ctx.n)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
-        (of_rows,), last = gradients, ctx.n - 1
-        if of_rows is None:
-            return None, None, None
-        of_r = of_rows[:, last] / ctx.buffer.scale(last)
-        torch.neg(of_r, out=of_rows[:, last])
-        return of_rows, of_r, None
+    def coefficients(self) -> Tensor:
+        """f [B, 1, 2t] in r − H r = Σ f_k v_k, where v are the rows s_0, z_0, s_1, …."""
+        return (self.of_q + self.of_s).view(len(self.q), 1, -1)
 
 
 class _Way(torch.autograd.Function):
@@ -338,12 +299,12 @@ class _Way(torch.autograd.Function):
         (own, of_way), buffer, n = gradients, ctx.buffer, ctx.n
         if of_way is not None:
             own = torch.zeros_like(buffer.rows[:, :n]) if own is None else own
-            own[:, 0::2].baddbmm_(buffer.steps(n)[..., None], of_way[:, None])
+            own[:, 0::2].baddbmm_(buffer.steps(n).unsqueeze(2), of_way.unsqueeze(1))
         return own, None
 
 
-class _Step(torch.autograd.Function):
-    """s = −(r + τ (H r − r)) from the rows s_0, z_0, …, s_{t−1}, z_{t−1} [B, 2t, L].
+class _Advance(torch.autograd.Function):
+    """From the rows s_0, z_0, …, s_{t−1}, r_{t−1} [B, 2t, L] and r_t to s_0, z_0, …, s_{t−1}, z_{t−1}, s_t, r_t.
 
     Backward: H is symmetric, so it is applied to v = τ s̄ too; the cotangent of H r is −v. Let e, p
     and b be for v what w, q and c are for r. Then vᵀ H r = pᵀ q + eᵀ γD w, and its derivatives are
@@ -353,41 +314,54 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, r: Tensor, trust: Tensor | None, buffer: _Buffer, constant: bool
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, rows: Tensor, r: Tensor, trust: Tensor | None, buffer: _Buffer, has_code: bool, constant: bool
+    ) -> Tensor:
         ctx.set_materialize_grads(False)
-        n = rows.shape[1]
-        vectors = buffer.rows[:, :n]
-        pairs = _Pairs.of(buffer.gram(n), buffer.scales)
-        s_r = torch.bmm(vectors[:, 0::2], r[..., None])[..., 0]
-        solved = _Solved.of(r, s_r, vectors, pairs)
-        f = solved.coefficients(buffer.unit)
-        ctx.buffer, ctx.n, ctx.constant = buffer, n, constant
-        ctx.save_for_backward(r, trust, f, *pairs, *solved)
-        trusted = f if trust is None else trust * f
-        return buffer.first(n), torch.baddbmm(r[:, None], trusted[:, None], vectors, beta=-1)[:, 0]
+        ctx.buffer, ctx.n, ctx.has_code, ctx.constant = buffer, rows.shape[1], has_code, constant
+        is_new, f = buffer.is_last(ctx.n), None
+        if is_new and has_code:
+            buffer.write_change(r)
+        row = r.unsqueeze(1)
+        if ctx.n:
+            vectors, pairs = buffer.rows[:, : ctx.n], buffer.pairs(ctx.n)
+            solved = _Solved.of(row, torch.bmm(vectors[:, 0::2], row.mT), vectors, pairs, buffer.unit)
+            f = solved.coefficients()
+            ctx.save_for_backward(r, trust, f, *solved)
+            if trust is not None:
+                f = trust * f
+        if is_new:
+            buffer.write_step(row, f)
+        return buffer.first(buffer.n_after(ctx.n))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        own, of_s = gradients
-        if of_s is None:
-            return own, None, None, None, None
-        r, trust, f, *others = ctx.saved_tensors
-        pairs, solved = _Pairs(*others[: len(_Pairs._fields)]), _Solved(*others[len(_Pairs._fields) :])
-        vectors = ctx.buffer.rows[:, : ctx.n]
-        inner = torch.bmm(vectors, of_s[..., None])[..., 0]
-        of_trust = None if trust is None else torch.dot(f.flatten(), inner.flatten()).view(1)
-        v, s_v = of_s, inner[:, 0::2]
-        if trust is not None:
-            v, s_v = v * trust, s_v * trust
-        back = _Solved.of(v, s_v, vectors, pairs)
-        of_r = torch.baddbmm(of_s[:, None], back.coefficients(ctx.buffer.unit)[:, None], vectors, beta=-1)[:, 0]
-        if not ctx.constant:
-            if own is None:
-                own = torch.zeros_like(vectors)
-            _subtract_gradients(own, vectors, ctx.buffer.gram(ctx.n), r, v, pairs, solved, back)
-        return own, of_r, of_trust, None, None
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        (own,), buffer, n = gradients, ctx.buffer, ctx.n
+        if own is None:
+            return None, None, None, None, None, None
+        own, of_s, of_code = own.tensor_split((n, n + 1), 1)
+        of_s, of_trust = of_s / buffer.scale(n).unsqueeze(2), None
+        if not n:
+            of_r = -of_s
+        else:
+            r, trust, f, *others = ctx.saved_tensors
+            vectors, pairs, solved = buffer.rows[:, :n], buffer.pairs(n), _Solved(*others)
+            inner = torch.bmm(vectors, of_s.mT)
+            v, s_v = of_s, inner[:, 0::2]
+            if trust is not None:
+                of_trust = torch.dot(f.flatten(), inner.flatten()).view(1)
+                v, s_v = v * trust, s_v * trust
+            back = _Solved.of(v, s_v, vectors, pairs, buffer.unit)
+            of_r = torch.baddbmm(of_s, back.coefficients(), vectors, beta=-1)
+            if not ctx.constant:
+                _subtract_gradients(own, vectors, buffer.gram(n), r.unsqueeze(1), v, pairs, solved, back)
+                if ctx.has_code:
+                    of_z = own[:, -1:].div_(buffer.scale(n - 1).unsqueeze(2))
+                    of_r += of_z
+                    of_z.neg_()  # now it is the gradient of r_{t−1}
+        if of_code.shape[1]:
+            of_r += of_code
+        return own, of_r.squeeze(1), of_trust, None, None, None
 
 
 def _subtract_gradients(
@@ -395,24 +369,24 @@ def _subtract_gradients(
 ) -> None:
     """Subtract the derivatives of vᵀ H r from those of the rows s_0, z_0, s_1, …, [B, 2t, L]."""
     _, ss, slope, mu, N, gamma, _, R = pairs
-    t, of_s = N.shape[1], own[:, 0::2]
-    own.baddbmm_(torch.stack([back.of_q, solved.of_q], 3).flatten(1, 2), torch.stack([solved.q, back.q], 1))
-    of_s.baddbmm_(solved.c[..., None], v[:, None]).baddbmm_(back.c[..., None], r[:, None])
+    factors = torch.stack([back.of_q, solved.of_q, solved.of_s, back.of_s], 3)
+    own.baddbmm_(factors.flatten(1, 2), torch.cat([solved.q, back.q, v, r], 1))
 
-    of_D = back.w * solved.w
-    of_R = torch.bmm(solved.c[..., None], back.w[:, None])
-    of_R.baddbmm_(back.c[..., None], solved.w[:, None]).triu_()
+    w_w = back.w * solved.w
+    of_D = w_w.squeeze(2)
+    of_R = torch.bmm(solved.c, back.w.mT).baddbmm_(back.c, solved.w.mT).triu_()
     of_R.diagonal(dim1=1, dim2=2).addcmul_(gamma, of_D)
     # By N_s = μ N_z and γ = N_z (ratio + μ). N_z only scales Y, so it counts as a constant. Then of μ by the slope.
-    products = gram.view(-1, t, 2, t, 2)[:, :, 0]
-    of_mu = (products[..., 0] * of_R).sum(1).addcmul_(R.diagonal(dim1=1, dim2=2), of_D)
-    of_mu = of_mu.addcmul_(solved.inner[..., 0], back.w, value=-1).addcmul_(back.inner[..., 0], solved.w, value=-1)
+    t = N.shape[1]
+    of_mu = (gram.view(-1, t, 2, t, 2)[:, :, 0, :, 0] * of_R).sum(1).addcmul_(R.diagonal(dim1=1, dim2=2), of_D)
+    of_mu = of_mu.unsqueeze(2).addcmul_(solved.inner[..., :1], back.w, value=-1)
+    of_mu = of_mu.addcmul_(back.inner[..., :1], solved.w, value=-1).squeeze(2)
     of_mu = of_mu.mul_(N[..., 1]).div_(ss).masked_fill_(mu <= 0, 0.0)
-    of_products = of_R[..., None] * N[:, None]
+    # M in M V, the derivatives of the inner products for all rows V. Its even rows are those of the steps.
+    M = torch.zeros_like(gram)
+    of_products = M.view(-1, t, 2, t, 2)[:, :, 0]
+    torch.mul(of_R.unsqueeze(3), N.unsqueeze(1), out=of_products)
     diagonal = of_products.diagonal(dim1=1, dim2=2)
     diagonal[:, 1].sub_(of_mu, alpha=1 / (1 - DAMPING))
     diagonal[:, 0].addcmul_(of_mu, slope, value=1 / (1 - DAMPING))
-
-    of_products = of_products.flatten(2)
-    of_s.baddbmm_(of_products, vectors, alpha=-1)
-    own.baddbmm_(of_products.mT, vectors[:, 0::2], alpha=-1)
+    own.baddbmm_(M + M.mT, vectors, alpha=-1)

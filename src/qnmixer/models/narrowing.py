@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,28 +35,43 @@ class BranchWeights(NamedTuple):
 
 
 class Narrowing(NamedTuple):
-    """How the c features of a branch follow from k + 2 features: the k that bend, x − shift, and 1."""
+    """How the c features of a branch follow from n features: those that bend, x − shift, and 1."""
 
-    pixel: Tensor  # [k + 2, 1], of the k + 2 features
-    pixel_bias: Tensor  # [k + 2]
-    matrix: Tensor  # [c, k + 2]
-    of_linear: Tensor  # [c, 2]: (1, shift) for a linear feature, else (0, 0)
+    pixel: Tensor  # [n, 1], of the n features
+    pixel_bias: Tensor  # [n]
+    matrix: Tensor  # [c, n]
+    of_linear: Tensor  # [2, c]: (1, shift) for a linear feature, else (0, 0)
 
     def narrow(self, branch: BranchWeights) -> BranchWeights:
-        """Weights for k + 2 features that give the result of the branch."""
-        weights = _features_last(branch, len(self.matrix)) @ self.matrix
-        return _with_features_last(branch, weights)._replace(pixel=self.pixel, pixel_bias=self.pixel_bias)
+        """Weights for n features that give the result of the branch."""
+        narrow, matrix = branch._replace(pixel=self.pixel, pixel_bias=self.pixel_bias), self.matrix.t()
+        # Many small products: with one large product of so few columns, a CPU takes four times as long.
+        if branch.kernel is not None:
+            outputs, _, *size = branch.kernel.shape
+            kernel = torch.bmm(matrix.expand(outputs, -1, -1), branch.kernel.flatten(2))
+            return narrow._replace(kernel=kernel.unflatten(2, size))
+        of_pixels = branch.patchify.unflatten(1, (-1, matrix.shape[1])).permute(1, 2, 0)
+        patchify = torch.bmm(matrix.expand(len(of_pixels), -1, -1), of_pixels)
+        return narrow._replace(patchify=patchify.flatten(0, 1).t())
 
     def widen(self, gradient: BranchWeights, branch: BranchWeights) -> BranchWeights:
         """The gradient of the weights of the branch, from that of its narrow weights."""
         c, n = self.matrix.shape
-        of_weights = _features_last(gradient, n)
-        of_matrix = _features_last(branch, c).reshape(-1, c).t() @ of_weights.reshape(-1, n)
+        if branch.kernel is not None:
+            assert gradient.kernel is not None
+            of_kernel = gradient.kernel.permute(0, 2, 3, 1) @ self.matrix.t()
+            wide = gradient._replace(kernel=of_kernel.permute(0, 3, 1, 2))
+            linear = gradient.kernel[:, -2:].flatten(2)
+            of_linear = torch.bmm(linear, branch.kernel.flatten(2).mT).sum(0)
+        else:
+            of_pixels = gradient.patchify.view(-1, n)
+            wide = gradient._replace(patchify=(of_pixels @ self.matrix.t()).view_as(branch.patchify))
+            of_linear = of_pixels[:, -2:].t().contiguous() @ branch.patchify.view(-1, c)
         # The matrix has w and b + shift · w in the row of a linear feature, and a 1 in the row of one that bends.
-        bent, of_w, of_b = self.matrix[:, :-2], of_matrix[:, -2:] * self.of_linear, of_matrix[:, -1]
-        of_pixel = torch.addmm(of_w.sum(1, keepdim=True), bent, gradient.pixel[:-2])
-        of_pixel_bias = torch.addmv(of_b * self.of_linear[:, 0], bent, gradient.pixel_bias[:-2])
-        wide = _with_features_last(gradient, of_weights @ self.matrix.t())
+        bent, (of_w, of_b) = self.matrix[:, :-2], of_linear
+        one, shift = self.of_linear
+        of_pixel = torch.addmv(of_w * one + of_b * shift, bent, gradient.pixel[:-2, 0]).unsqueeze(1)
+        of_pixel_bias = torch.addmv(of_b * one, bent, gradient.pixel_bias[:-2])
         return wide._replace(pixel=of_pixel, pixel_bias=of_pixel_bias)
 
 
@@ -67,44 +83,24 @@ def narrowings(pixels: Tensor, branches: Sequence[BranchWeights]) -> list[Narrow
     if pixels.device.type == "cpu" and has_values and full_precision and features >= _FEWEST:
         low, high = (float(value) for value in pixels.aminmax())
         if math.isfinite(high - low):
-            return [_narrowing(low, high, branch) for branch in branches]
+            with np.errstate(all="ignore"):  # weights may be infinite
+                return [_narrowing(low, high, branch) for branch in branches]
     return [None] * len(branches)
 
 
 def _narrowing(low: float, high: float, branch: BranchWeights) -> Narrowing | None:
-    # In Python's numbers: so few take less time than operators on them.
-    weights, biases = branch.pixel.flatten().tolist(), branch.pixel_bias.tolist()
-    linear, bent = [], []
-    for k, (w, b) in enumerate(zip(weights, biases, strict=True)):
-        ends = w * low + b, w * high + b
-        if min(ends) > 0:
-            linear.append(k)
-        elif not max(ends) <= 0:  # it bends, or it is NaN
-            bent.append(k)
-    c, n = len(biases), len(bent) + 2
+    # By NumPy: on so few numbers, torch's operators take longer.
+    w, b = branch.pixel[:, 0].numpy(), branch.pixel_bias.numpy()
+    ends = w * low + b, w * high + b
+    linear, zero = np.minimum(*ends) > 0, np.maximum(*ends) <= 0
+    (bent,) = (~(linear | zero)).nonzero()  # a feature that is NaN counts as one that bends
+    c, n = len(w), len(bent) + 2
     if n > _LARGEST_SHARE * c:
         return None
     shift = low - ((high - low) or 1.0)  # far enough below all pixels: at x − shift = 0 the gradient would be lost
-    matrix, of_linear = [[0.0] * n for _ in range(c)], [[0.0, 0.0] for _ in range(c)]
-    for column, k in enumerate(bent):
-        matrix[k][column] = 1.0
-    for k in linear:
-        matrix[k][-2:] = weights[k], biases[k] + shift * weights[k]
-        of_linear[k] = [1.0, shift]
-    tensor = branch.pixel.new_tensor
-    pixel, pixel_bias = [[weights[k]] for k in bent] + [[1.0], [0.0]], [biases[k] for k in bent] + [-shift, 1.0]
-    return Narrowing(tensor(pixel), tensor(pixel_bias), tensor(matrix), tensor(of_linear))
-
-
-def _features_last(branch: BranchWeights, c: int) -> Tensor:
-    """The weights that take the c features of a branch: [C/4, k, k, c], or [C, P², c] without a kernel."""
-    if branch.kernel is None:
-        return branch.patchify.view(len(branch.patchify), -1, c)
-    return branch.kernel.permute(0, 2, 3, 1)
-
-
-def _with_features_last(branch: BranchWeights, weights: Tensor) -> BranchWeights:
-    """The branch with other weights, which are as `_features_last` gives them."""
-    if branch.kernel is None:
-        return branch._replace(patchify=weights.flatten(1))
-    return branch._replace(kernel=weights.permute(0, 3, 1, 2))
+    pixel, pixel_bias, matrix, of_linear = (np.zeros(shape, w.dtype) for shape in ((n, 1), n, (c, n), (2, c)))
+    pixel[:-2, 0], pixel_bias[:-2], matrix[bent, np.arange(n - 2)] = w[bent], b[bent], 1.0
+    pixel[-2], pixel_bias[-2], pixel_bias[-1] = 1.0, -shift, 1.0
+    matrix[linear, -2], matrix[linear, -1] = w[linear], (b + shift * w)[linear]
+    of_linear[0], of_linear[1] = linear, shift * linear
+    return Narrowing(*map(torch.from_numpy, (pixel, pixel_bias, matrix, of_linear)))

@@ -166,18 +166,12 @@ class QNMixer(UnrolledNetwork[QNState]):
         history = state.history
         if history is None:
             return self._first_order_step(t, y, state)
-        if history.is_empty:
-            r = self._code(t, state.x0, y)
-            history = history.append(-r)
-        else:
+        way = None
+        if not history.is_empty:
             history, way = history.way()
-            r = self._code(t, self._iterate(state.x0, way), y)
-            constant = self.hessian_gradient == "detach"
-            with torch.autocast(r.device.type, enabled=False):
-                history = history.change(r.detach() if constant else r)
-                history, s = history.step(r, self.trust[t - 1] if self.trust else None, constant)
-                history = history.append(s)
-        return QNState(state.x0, history.append_code(r) if t + 1 < self.n_iterations else history)
+        r = self._code(t, self._iterate(state.x0, way), y)
+        trust = self.trust[t - 1] if self.trust and t else None
+        return QNState(state.x0, history.advance(r, trust, constant=self.hessian_gradient == "detach"))
 
     def _first_order_step(self, t: int, y: Tensor, state: QNState) -> QNState:
         """Iteration t with H = I."""

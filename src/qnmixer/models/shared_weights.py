@@ -60,26 +60,34 @@ class _Sums:
     def __init__(self, n: int) -> None:
         self._n = n
         self._sums: list[Tensor | None] = []
+        self._own: set[int] = set()  # the sums that are no other tensor's
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of one iteration; None for a weight without one."""
         if not self._sums:
             self._sums = list(gradients)
             return
-        both = [
-            (k, a, b)
-            for k, (a, b) in enumerate(zip(self._sums, gradients, strict=True))
-            if a is not None and b is not None
-        ]
+        sums, others, places = [], [], []
+        for k, (total, gradient) in enumerate(zip(self._sums, gradients, strict=True)):
+            if total is None:
+                self._sums[k] = gradient
+            elif gradient is not None:
+                sums.append(total)
+                others.append(gradient)
+                places.append(k)
+        if not places:
+            return
+        if self._own.issuperset(places):
+            torch._foreach_add_(sums, others)
+            return
         # Not in place: a gradient of the first iteration may be the gradient of another tensor too.
-        added = torch._foreach_add([a for _, a, _ in both], [b for _, _, b in both]) if both else []
-        self._sums = [b if a is None else a for a, b in zip(self._sums, gradients, strict=True)]
-        for (k, _, _), value in zip(both, added, strict=True):
-            self._sums[k] = value
+        for k, total in zip(places, torch._foreach_add(sums, others), strict=True):
+            self._sums[k] = total
+        self._own = set(places)
 
     def take(self) -> list[Tensor | None]:
         """Return the sums, and clear them for the next backward pass."""
-        sums, self._sums = self._sums, []
+        sums, self._sums, self._own = self._sums, [], set()
         return sums or [None] * self._n
 
 
