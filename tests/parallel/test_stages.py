@@ -104,7 +104,7 @@ def test_a_state_comes_out_of_its_packing_as_it_went_in(overrides: tuple[str, ..
     assert isinstance(module.network, QNMixer)
     assert Packing.of(back) == packing
     assert torch.equal(packing.pack(back), packed)
-    large, small = {"identity": (1, 0), "bfgs": (4 + 3 + 1, 2 * 5 - 1)}[module.network.hessian]
+    large, small = {"identity": (1, 0), "bfgs": (4 + 3 + 1, 5)}[module.network.hessian]
     assert packing.width == (1 + large) * 256 + small  # x₀; s_0 + …, or four s, three z, r, and their scales
 
 

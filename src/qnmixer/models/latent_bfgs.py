@@ -9,9 +9,8 @@ where the columns of S and Z are all steps s and gradient changes z, R is the up
 (Byrd, Nocedal, Schnabel 1994, eq. 2.6, arranged as the two-loop recursion).
 
 Steps and changes are rows of one buffer, so an iteration takes the same number of operators for any number of pairs.
-Each vector is divided by a power of two, which puts its largest entry between 1 and 2. That is exact, and no product of
-two vectors can overflow or vanish. H depends on a pair only through the two directions and γ = ‖s‖/‖z‖, which turns D
-into γD.
+H does not change if the s and z of a pair are multiplied by the same number. So both are divided by a power of two,
+which puts the largest entry of s between 1 and 2. That is exact, and no product of two vectors can overflow.
 """
 
 from collections.abc import Iterable
@@ -27,10 +26,10 @@ from torch.utils.module_tracker import ModuleTracker
 DAMPING = 0.5
 MIN_COSINE = 0.3
 
-_RATIO_MAX = 1e12
-"""Bound on ‖s‖/‖z‖: beyond it damping decides the result anyway."""
+_LARGEST = 2.0**40
+"""Bound on the entries of z, as multiples of the largest entry of s: their squares must stay finite in float32."""
 _SMALLEST = 2.0**-100
-"""A vector whose largest entry is smaller counts as 0: its gradients would leave the range of float32."""
+"""A step whose largest entry is not larger counts as 0: its gradients would leave the range of float32."""
 _EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}
 """For each dtype: the integer type of its size, and the mask of its exponent bits. With these bits alone a number is
 rounded down to a power of two, and NaN becomes infinite."""
@@ -47,8 +46,8 @@ class Curvature(NamedTuple):
 class History:
     """s_0, z_0, s_1, z_1, …: all steps s, and the changes z of the gradient code between them.
 
-    A vector is stored as a row with entries up to 2 and a scale. Differentiation treats the scale as a constant. If a
-    vector is not finite, its row is zero, so H stays finite. Its scale is infinite, so the sum of the steps is NaN.
+    The rows of a pair are s and z, divided by the scale of the step s. Differentiation treats the scale as a constant.
+    If s is not finite, its row is zero, so H stays finite. Its scale is infinite, so the sum of the steps is NaN.
 
     All rows are in one buffer. A step or change is written once and stays in its place. So autograd never copies a row,
     and backward needs only the buffer, although the rows are used T² times. The gradients of all rows are one tensor,
@@ -61,7 +60,7 @@ class History:
 
     Attributes:
         rows: [B, n, L].
-        scales: [B, 2T − 1], the divisors of the rows.
+        scales: [B, T, 1], of the steps.
         ends_with_code: whether the last row is a code.
     """
 
@@ -74,7 +73,7 @@ class History:
     def begin(like: Tensor, n_iterations: int) -> "History":
         """No rows yet, with memory for those of so many iterations. `like` is any vector [B, L]."""
         rows = like.new_empty(len(like), 0, like.shape[1])
-        buffer = _Buffer(rows, like.new_zeros(len(like), 2 * n_iterations - 1))
+        buffer = _Buffer(rows, like.new_zeros(len(like), n_iterations, 1))
         return History(rows, buffer.scales, buffer=buffer)
 
     @property
@@ -95,8 +94,8 @@ class History:
         iteration, if there is one. trust: τ [1]; None: τ = 1. constant: differentiation treats the pairs as constants.
 
         Damping: z ← θz + (1 − θ)s with the largest θ ≤ 1 for which zᵀs ≥ DAMPING · sᵀs. Then the pair of a sample is
-        skipped where zᵀs ≤ MIN_COSINE · ‖z‖‖s‖, where s is zero, and where s or z is not finite. No input, finite or
-        not, makes H or its gradient NaN. Source: ours, after Powell 1978 (the paper draws no safeguard). Good pairs are
+        skipped where zᵀs ≤ MIN_COSINE · ‖z‖‖s‖, and where s is zero or not finite. No input, finite or not, makes H or
+        its gradient NaN. Source: ours, after Powell 1978 (the paper draws no safeguard). Good pairs are
         not changed.
         """
         buffer = self._room()
@@ -110,8 +109,8 @@ class History:
         vectors = self.rows.detach()[:, : 2 * n_pairs]
         gram = torch.bmm(vectors, vectors.mT)
         lengths = gram.diagonal(dim1=1, dim2=2).sqrt()
-        cosine = gram.diagonal(1, 1, 2)[:, 0::2] / (lengths[:, 0::2] * lengths[:, 1::2]).clamp_min(0.5)
-        return Curvature(~_Pairs.of(gram, self.scales).skipped, cosine)
+        cosine = gram.diagonal(1, 1, 2)[:, 0::2] / (lengths[:, 0::2] * lengths[:, 1::2])
+        return Curvature(~_Pairs.of(gram).skipped, cosine.nan_to_num_(0.0))
 
     def _room(self) -> "_Buffer":
         """The buffer. A history that a pipeline stage receives has none: each method then copies it into a new one."""
@@ -136,7 +135,7 @@ class _Buffer:
 
     def __init__(self, rows: Tensor, scales: Tensor) -> None:
         batch, n, length = rows.shape
-        self.rows = rows.new_empty(batch, scales.shape[1], length)
+        self.rows = rows.new_empty(batch, 2 * scales.shape[1] - 1, length)
         self.rows[:, :n] = rows.detach()
         self.scales = scales.clone()
         self.unit = torch.eye(2, dtype=rows.dtype, device=rows.device)[0]
@@ -157,10 +156,10 @@ class _Buffer:
         return n == self._n
 
     def write_change(self, r: Tensor) -> None:
-        """Replace the code in the last row by r [B, L] minus this code."""
-        row = self.rows[:, self._n - 1]
+        """Replace the code in the last row by r [B, 1, L] minus this code, divided by the scale of the step before."""
+        row = self.rows[:, self._n - 1 : self._n]
         torch.sub(r, row, out=row)
-        self._normalize(self._n - 1)
+        row.div_(self.scale(self._n - 1)).nan_to_num_(0.0).clamp_(-_LARGEST, _LARGEST)
 
     def write_step(self, r: Tensor, f: Tensor | None) -> None:
         """Store the step Σ f_k v_k − r as a new row, where v are all rows, and r as one more, except after the last.
@@ -182,20 +181,21 @@ class _Buffer:
         return min(n + 2, self.rows.shape[1])
 
     def _normalize(self, n: int) -> None:
-        """Divide row n by its scale."""
-        row, scale = self.rows[:, n], self.scale(n)
+        """Divide the step in row n by its scale, which is set here."""
+        row, scale = self.rows[:, n : n + 1], self.scale(n)
         # Not `vector_norm`: on a CPU the largest entry then takes 14 times as long.
-        torch.amax(row.abs(), 1, keepdim=True, out=scale)
+        torch.amax(row.abs(), 2, keepdim=True, out=scale)
         scale.view(self._bits).bitwise_and_(self._exponent)
-        row.div_(scale.clamp_min_(_SMALLEST)).nan_to_num_(0.0)
+        torch.threshold_(scale, _SMALLEST, 2.0**127)  # so the row of a smaller step is 0
+        row.div_(scale).nan_to_num_(0.0)
 
     def scale(self, n: int) -> Tensor:
-        """The divisor of row n, [B, 1]."""
-        return self.scales[:, n : n + 1]
+        """The divisor of row n, [B, 1, 1]."""
+        return self.scales[:, n // 2 : n // 2 + 1]
 
     def steps(self, n: int) -> Tensor:
-        """Scales [B, t] of the steps among the first n rows."""
-        return self.scales[:, :n:2]
+        """Scales [B, t, 1] of the steps among the first n rows."""
+        return self.scales[:, : (n + 1) // 2]
 
     def gram(self, n: int) -> Tensor:
         """Inner products of the first n rows [B, n, n], on the diagonal and above it. Only new rows are multiplied."""
@@ -208,7 +208,7 @@ class _Buffer:
     def pairs(self, n: int) -> "_Pairs":
         """What the formula needs of the pairs in the first n rows. It is small, so it is kept for backward."""
         if n not in self._pairs:
-            self._pairs[n] = _Pairs.of(self.gram(n), self.scales)
+            self._pairs[n] = _Pairs.of(self.gram(n))
         return self._pairs[n]
 
     def first(self, n: int) -> Tensor:
@@ -217,42 +217,40 @@ class _Buffer:
 
 
 class _Pairs(NamedTuple):
-    """What the formula needs of t pairs. Y = S N_s + Z N_z is the damped Z with a factor for each column.
+    """What the formula needs of t pairs. Y = S N_s + Z N_z is the damped Z: N_z = θ and N_s = 1 − θ.
 
-    A skipped pair has N = γ = 0, and a column of the identity in R. So it adds nothing.
+    A skipped pair has N = D = 0, and a column of the identity in R. So it adds nothing.
     """
 
     skipped: Tensor  # bool [B, t]
-    ss: Tensor  # sᵀs [B, t]; at least 0.5, so that pairs which are skipped for a zero s stay finite
+    ss: Tensor  # sᵀs [B, t]; 0.5 for a zero s, so that skipped pairs stay finite
     slope: Tensor  # zᵀs / sᵀs [B, t]
     mu: Tensor  # N_s / N_z [B, t]
     N: Tensor  # [B, t, 2]
-    gamma: Tensor  # [B, t]
-    gamma_D: Tensor  # [B, t, 1]
+    D: Tensor  # [B, t, 1]
     R: Tensor  # [B, t, t]; the part below its diagonal is not used
 
     @staticmethod
-    def of(gram: Tensor, scales: Tensor) -> "_Pairs":
+    def of(gram: Tensor) -> "_Pairs":
         """From the inner products of the rows s_0, z_0, s_1, … [B, 2t, 2t]; only its upper triangle is used."""
-        t = gram.shape[1] // 2
-        squares = gram.diagonal(dim1=1, dim2=2)
+        t, squares = gram.shape[1] // 2, gram.diagonal(dim1=1, dim2=2)
         ss, sz, zz = squares[:, 0::2], gram.diagonal(1, 1, 2)[:, 0::2], squares[:, 1::2]
         positive_ss = ss.clamp_min(0.5)
         slope = sz / positive_ss
-        ratio = (scales[:, 0 : 2 * t : 2] / scales[:, 1 : 2 * t : 2]).nan_to_num_(0.0).clamp_max_(_RATIO_MAX)
-        # θz + (1 − θ)s is, up to a factor, z + μs; μ = 0 where zᵀs is large enough already.
-        mu = torch.sub(slope, ratio, alpha=DAMPING).clamp_max_(0.0).mul_(-1 / (1 - DAMPING))
+        # θz + (1 − θ)s is θ (z + μs); μ = 0 where zᵀs is large enough already.
+        mu = slope.sub(DAMPING).clamp_max_(0.0).mul_(-1 / (1 - DAMPING))
         # By Pythagoras, with the part of z across s. For s = 0 both sides are 0.
         across, damped = torch.addcmul(zz * ss, sz, sz, value=-1), torch.addcmul(sz, mu, ss)
         skipped = across.addcmul_(damped, damped, value=1 - MIN_COSINE**-2) >= 0
         N = gram.new_empty(*mu.shape, 2)
         N_s, N_z = N.unbind(2)
-        torch.reciprocal(mu + 1, out=N_z).masked_fill_(skipped, 0.0)  # Y is as long as a row for any μ
+        torch.reciprocal(mu + 1, out=N_z).masked_fill_(skipped, 0.0)
         torch.mul(N_z, mu, out=N_s)
-        R = (gram.view(-1, t, 2, t, 2)[:, :, 0] * N[:, None]).sum(3)
-        D = R.diagonal(dim1=1, dim2=2).masked_fill_(skipped, 1.0)
-        gamma = ratio.add_(mu).mul_(N_z)
-        return _Pairs(skipped, positive_ss, slope, mu, N, gamma, (gamma * D).unsqueeze(2), R)
+        R = (gram.view(-1, t, 2, t, 2)[:, :, 0] * N.unsqueeze(1)).sum(3)
+        diagonal = R.diagonal(dim1=1, dim2=2)
+        D = diagonal.clone()
+        diagonal.masked_fill_(skipped, 1.0)
+        return _Pairs(skipped, positive_ss, slope, mu, N, D.unsqueeze(2), R)
 
 
 class _Solved(NamedTuple):
@@ -262,7 +260,7 @@ class _Solved(NamedTuple):
     of_q: Tensor  # N w [B, t, 2]
     q: Tensor  # r − Y w [B, 1, L]
     inner: Tensor  # inner products of the rows with q [B, t, 2]
-    c: Tensor  # R⁻ᵀ (Yᵀ q − γ D w) [B, t, 1]: minus the c above
+    c: Tensor  # R⁻ᵀ (Yᵀ q − D w) [B, t, 1]: minus the c above
     of_s: Tensor  # (c, 0) [B, t, 2]
 
     @staticmethod
@@ -273,7 +271,7 @@ class _Solved(NamedTuple):
         of_q = w * N
         q = torch.baddbmm(r, of_q.view(len(r), 1, -1), vectors, alpha=-1)
         inner = torch.bmm(vectors, q.mT).view_as(N)
-        y_q = (inner * N).sum(2, keepdim=True).addcmul_(pairs.gamma_D, w, value=-1)
+        y_q = (inner * N).sum(2, keepdim=True).addcmul_(pairs.D, w, value=-1)
         c = torch.linalg.solve_triangular(R.mT, y_q, upper=False)
         return _Solved(w, of_q, q, inner, c, c * unit)
 
@@ -290,7 +288,7 @@ class _Way(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.n, ctx.buffer = rows.shape[1], buffer
         with torch.autocast(rows.device.type, enabled=False):
-            way = torch.bmm(buffer.steps(ctx.n)[:, None], buffer.rows[:, : ctx.n : 2])[:, 0]
+            way = torch.bmm(buffer.steps(ctx.n).mT, buffer.rows[:, : ctx.n : 2]).squeeze(1)
         return buffer.first(ctx.n), way
 
     @staticmethod
@@ -299,7 +297,7 @@ class _Way(torch.autograd.Function):
         (own, of_way), buffer, n = gradients, ctx.buffer, ctx.n
         if of_way is not None:
             own = torch.zeros_like(buffer.rows[:, :n]) if own is None else own
-            own[:, 0::2].baddbmm_(buffer.steps(n).unsqueeze(2), of_way.unsqueeze(1))
+            own[:, 0::2].baddbmm_(buffer.steps(n), of_way.unsqueeze(1))
         return own, None
 
 
@@ -307,9 +305,9 @@ class _Advance(torch.autograd.Function):
     """From the rows s_0, z_0, …, s_{t−1}, r_{t−1} [B, 2t, L] and r_t to s_0, z_0, …, s_{t−1}, z_{t−1}, s_t, r_t.
 
     Backward: H is symmetric, so it is applied to v = τ s̄ too; the cotangent of H r is −v. Let e, p
-    and b be for v what w, q and c are for r. Then vᵀ H r = pᵀ q + eᵀ γD w, and its derivatives are
+    and b be for v what w, q and c are for r. Then vᵀ H r = pᵀ q + eᵀ D w, and its derivatives are
 
-        Ȳ = −(q eᵀ + p wᵀ),   S̄ = v cᵀ + r bᵀ,   R̄ = −triu(c eᵀ + b wᵀ) + diag(γ e w),   γ̄ = D e w.
+        Ȳ = −(q eᵀ + p wᵀ),   S̄ = v cᵀ + r bᵀ,   R̄ = −triu(c eᵀ + b wᵀ) + diag(e w).
     """
 
     @staticmethod
@@ -319,9 +317,9 @@ class _Advance(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.buffer, ctx.n, ctx.has_code, ctx.constant = buffer, rows.shape[1], has_code, constant
         is_new, f = buffer.is_last(ctx.n), None
-        if is_new and has_code:
-            buffer.write_change(r)
         row = r.unsqueeze(1)
+        if is_new and has_code:
+            buffer.write_change(row)
         if ctx.n:
             vectors, pairs = buffer.rows[:, : ctx.n], buffer.pairs(ctx.n)
             solved = _Solved.of(row, torch.bmm(vectors[:, 0::2], row.mT), vectors, pairs, buffer.unit)
@@ -340,7 +338,7 @@ class _Advance(torch.autograd.Function):
         if own is None:
             return None, None, None, None, None, None
         own, of_s, of_code = own.tensor_split((n, n + 1), 1)
-        of_s, of_trust = of_s / buffer.scale(n).unsqueeze(2), None
+        of_s, of_trust = of_s / buffer.scale(n), None
         if not n:
             of_r = -of_s
         else:
@@ -356,7 +354,7 @@ class _Advance(torch.autograd.Function):
             if not ctx.constant:
                 _subtract_gradients(own, vectors, buffer.gram(n), r.unsqueeze(1), v, pairs, solved, back)
                 if ctx.has_code:
-                    of_z = own[:, -1:].div_(buffer.scale(n - 1).unsqueeze(2))
+                    of_z = own[:, -1:].div_(buffer.scale(n - 1))
                     of_r += of_z
                     of_z.neg_()  # now it is the gradient of r_{t−1}
         if of_code.shape[1]:
@@ -368,20 +366,18 @@ def _subtract_gradients(
     own: Tensor, vectors: Tensor, gram: Tensor, r: Tensor, v: Tensor, pairs: _Pairs, solved: _Solved, back: _Solved
 ) -> None:
     """Subtract the derivatives of vᵀ H r from those of the rows s_0, z_0, s_1, …, [B, 2t, L]."""
-    _, ss, slope, mu, N, gamma, _, R = pairs
+    _, ss, slope, mu, N, D, R = pairs
     factors = torch.stack([back.of_q, solved.of_q, solved.of_s, back.of_s], 3)
     own.baddbmm_(factors.flatten(1, 2), torch.cat([solved.q, back.q, v, r], 1))
 
-    w_w = back.w * solved.w
-    of_D = w_w.squeeze(2)
+    of_D = back.w * solved.w
     of_R = torch.bmm(solved.c, back.w.mT).baddbmm_(back.c, solved.w.mT).triu_()
-    of_R.diagonal(dim1=1, dim2=2).addcmul_(gamma, of_D)
-    # By N_s = μ N_z and γ = N_z (ratio + μ). N_z only scales Y, so it counts as a constant. Then of μ by the slope.
+    of_R.diagonal(dim1=1, dim2=2).add_(of_D.squeeze(2))
+    # H does not change with the length of y, if D does not: let y = z + μs, and D = (1 + μ) sᵀy. Then θ is a constant.
     t = N.shape[1]
-    of_mu = (gram.view(-1, t, 2, t, 2)[:, :, 0, :, 0] * of_R).sum(1).addcmul_(R.diagonal(dim1=1, dim2=2), of_D)
-    of_mu = of_mu.unsqueeze(2).addcmul_(solved.inner[..., :1], back.w, value=-1)
-    of_mu = of_mu.addcmul_(back.inner[..., :1], solved.w, value=-1).squeeze(2)
-    of_mu = of_mu.mul_(N[..., 1]).div_(ss).masked_fill_(mu <= 0, 0.0)
+    of_mu = (gram.view(-1, t, 2, t, 2)[:, :, 0, :, 0] * of_R).sum(1, keepdim=True).mT.addcmul_(D, of_D)
+    of_mu.addcmul_(solved.inner[..., :1], back.w, value=-1).addcmul_(back.inner[..., :1], solved.w, value=-1)
+    of_mu = of_mu.squeeze(2).mul_(N[..., 1]).div_(ss).masked_fill_(mu <= 0, 0.0)
     # M in M V, the derivatives of the inner products for all rows V. Its even rows are those of the steps.
     M = torch.zeros_like(gram)
     of_products = M.view(-1, t, 2, t, 2)[:, :, 0]
