@@ -366,7 +366,7 @@ def _subtract_gradients(
     own: Tensor, vectors: Tensor, gram: Tensor, r: Tensor, v: Tensor, pairs: _Pairs, solved: _Solved, back: _Solved
 ) -> None:
     """Subtract the derivatives of vᵀ H r from those of the rows s_0, z_0, s_1, …, [B, 2t, L]."""
-    _, ss, slope, mu, N, D, R = pairs
+    _, ss, slope, mu, N, D, _ = pairs
     factors = torch.stack([back.of_q, solved.of_q, solved.of_s, back.of_s], 3)
     own.baddbmm_(factors.flatten(1, 2), torch.cat([solved.q, back.q, v, r], 1))
 
