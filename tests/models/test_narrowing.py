@@ -76,6 +76,15 @@ def test_a_value_that_is_not_a_number_is_not_lost(widths: list[int | None]) -> N
     assert widths == [None] * 4
 
 
+def test_an_infinite_weight_is_not_lost_and_does_not_warn(widths: list[int | None]) -> None:
+    net, x = embedding(), image(low=0.0).detach()
+    x[0, 0, 0, 0] = 0.0  # ∞ · 0
+    with torch.no_grad():
+        net.branches[1].pixel.weight[3] = float("inf")
+    assert not net(x).isfinite().all()
+    assert None not in widths
+
+
 def test_all_features_are_computed_where_values_must_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("it looked at values")

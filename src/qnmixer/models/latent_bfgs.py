@@ -95,8 +95,7 @@ class History:
 
         Damping: z ← θz + (1 − θ)s with the largest θ ≤ 1 for which zᵀs ≥ DAMPING · sᵀs. Then the pair of a sample is
         skipped where zᵀs ≤ MIN_COSINE · ‖z‖‖s‖, and where s is zero or not finite. No input, finite or not, makes H or
-        its gradient NaN. Source: ours, after Powell 1978 (the paper draws no safeguard). Good pairs are
-        not changed.
+        its gradient NaN. Source: ours, after Powell 1978 (the paper draws no safeguard). Good pairs are not changed.
         """
         buffer = self._room()
         with torch.autocast(r.device.type, enabled=False):
@@ -304,8 +303,8 @@ class _Way(torch.autograd.Function):
 class _Advance(torch.autograd.Function):
     """From the rows s_0, z_0, …, s_{t−1}, r_{t−1} [B, 2t, L] and r_t to s_0, z_0, …, s_{t−1}, z_{t−1}, s_t, r_t.
 
-    Backward: H is symmetric, so it is applied to v = τ s̄ too; the cotangent of H r is −v. Let e, p
-    and b be for v what w, q and c are for r. Then vᵀ H r = pᵀ q + eᵀ D w, and its derivatives are
+    Backward: H is symmetric, so it is applied to v = τ s̄ too; the cotangent of H r is −v. Let e, p and b be for v what
+    w, q and c are for r. Then vᵀ H r = pᵀ q + eᵀ D w, and its derivatives are
 
         Ȳ = −(q eᵀ + p wᵀ),   S̄ = v cᵀ + r bᵀ,   R̄ = −triu(c eᵀ + b wᵀ) + diag(e w).
     """
@@ -373,7 +372,8 @@ def _subtract_gradients(
     of_D = back.w * solved.w
     of_R = torch.bmm(solved.c, back.w.mT).baddbmm_(back.c, solved.w.mT).triu_()
     of_R.diagonal(dim1=1, dim2=2).add_(of_D.squeeze(2))
-    # H does not change with the length of y, if D does not: let y = z + μs, and D = (1 + μ) sᵀy. Then θ is a constant.
+    # Let H have γD in place of D, with γ = θ (1 + μ) = 1, and Y = θ (z + μs). It is then the same for any other number
+    # in place of θ, so θ counts as a constant.
     t = N.shape[1]
     of_mu = (gram.view(-1, t, 2, t, 2)[:, :, 0, :, 0] * of_R).sum(1, keepdim=True).mT.addcmul_(D, of_D)
     of_mu.addcmul_(solved.inner[..., :1], back.w, value=-1).addcmul_(back.inner[..., :1], solved.w, value=-1)
