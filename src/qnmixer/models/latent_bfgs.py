@@ -27,7 +27,7 @@ DAMPING = 0.5
 MIN_COSINE = 0.3
 
 _LARGEST = 2.0**40
-"""Bound on the entries of z, as multiples of the largest entry of s: their squares must stay finite in float32."""
+"""A larger entry of z, as a multiple of the scale of s, is cut off: squares must stay finite in float32."""
 _SMALLEST = 2.0**-100
 """A step whose largest entry is not larger counts as 0: its gradients would leave the range of float32."""
 _EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}
