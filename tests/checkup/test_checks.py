@@ -194,8 +194,11 @@ def test_shared_memory_for_the_batches_of_all_workers(tiny_config: TinyConfig) -
 
 
 def test_disk_for_weights_and_optimizer(tiny_config: TinyConfig, tmp_path: Path) -> None:
-    adamw, sgd = (checkpoint_bytes(tiny_config(f"optimizer={name}")) for name in ("adamw", "sgd"))
+    adamw, sgd, ema = (
+        checkpoint_bytes(tiny_config(given)) for given in ("optimizer=adamw", "optimizer=sgd", "callbacks=ema")
+    )
     assert adamw == pytest.approx(1.5 * sgd, rel=0.02)  # three numbers a weight, and two
+    assert ema == pytest.approx(2 * sgd, rel=0.02)
     assert check_disk(3 * adamw, adamw, tmp_path).status == "PASS"
     assert check_disk(3 * adamw - 1, adamw, tmp_path).status == "FAIL"
 

@@ -484,6 +484,8 @@ PIPELINE = ["strategy=pipeline", "trainer.devices=4"]
     [
         (["trainer.num_nodes=2"], ["trainer.num_nodes=2", "strategy=ddp, fsdp or pipeline"]),
         (["strategy=ddp", "strategy.static_graph=true", "trainer.accumulate_grad_batches=2"], ["static_graph"]),
+        (["strategy=fsdp", "callbacks=ema"], ["callbacks=ema", "strategy=fsdp", "strategy=ddp"]),
+        ([*PIPELINE, "callbacks=ema"], ["callbacks=ema", "strategy=pipeline", "strategy=ddp"]),
         (["strategy=fsdp", "optimizer=adafactor"], ["optimizer=adafactor", "optimizer=adamw", "strategy=ddp"]),
         (["strategy=pipeline", "trainer.devices=1"], ["strategy=pipeline", "trainer.devices", "strategy=single"]),
         (["strategy=pipeline", "trainer.devices=15"], ["15 stages", "model.n_iterations=14"]),

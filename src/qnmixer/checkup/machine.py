@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from qnmixer.config import Config
+from qnmixer.config.callbacks import averages_weights
 from qnmixer.config.run import batch_of_replica
 from qnmixer.memory.footprint import MIB
 from qnmixer.memory.plan import Planner
@@ -94,10 +95,11 @@ def check_shared_memory(free: int | None, needed: int) -> Check:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Bytes of weights and optimizer state."""
+    """Bytes of weights, of their mean if there is one, and of the optimizer state."""
     projector = build_projector(config)
-    weights = Reconstructor(config, projector).state_dict().values()
-    return sum(tensor.nbytes for tensor in weights) + int(Planner(config, projector).optimizer_state(config))
+    weights = sum(tensor.nbytes for tensor in Reconstructor(config, projector).state_dict().values())
+    sets = 2 if averages_weights(config.callbacks) else 1
+    return sets * weights + int(Planner(config, projector).optimizer_state(config))
 
 
 def check_disk(free: int | None, checkpoint: int, folder: Path) -> Check:

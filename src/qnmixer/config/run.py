@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
-from qnmixer.config.callbacks import parse_callbacks
+from qnmixer.config.callbacks import averages_weights, parse_callbacks
 from qnmixer.config.data import DataConfig
 from qnmixer.config.debug import DebugConfig
 from qnmixer.config.evaluation import EvaluationConfig
@@ -178,6 +178,11 @@ def validate(config: Config) -> None:
             raise ConfigError(
                 f"the tag {tag[:20]!r} has {len(tag)} characters: give tags=[…] of 1 to {LONGEST_TAG} characters"
             )
+    if averages_weights(config.callbacks) and config.strategy.planned_as != "replica":
+        raise ConfigError(
+            f"callbacks=ema needs all weights on each device, but strategy={config.strategy.name} spreads them: use "
+            "strategy=single or strategy=ddp"
+        )
     if config.finetune is not None and config.resume is not None:
         raise ConfigError("finetune= starts a new run from weights, resume= continues a run: give only one of them")
     if trainer.max_steps == -1 and trainer.max_epochs is None:
