@@ -15,11 +15,14 @@ from rich.progress import Progress
 from qnmixer.checkpoints.reading import load_run
 from qnmixer.config import Config
 from qnmixer.config.commands import ReconstructConfig
+from qnmixer.config.data import DataConfig
+from qnmixer.config.model import LearnedConfig
 from qnmixer.data.slices import FloatArray
 from qnmixer.errors import DataError
 from qnmixer.inference.batches import BatchedNetwork
 from qnmixer.inference.inputs import MeasuredScan, Scan, holds_sinograms, measured_scans, simulated_scans, warn
 from qnmixer.inference.writers import window_of, write_dicom, write_npy, write_png
+from qnmixer.models import FBP
 from qnmixer.parallel.devices import choose_device
 from qnmixer.reconstructor import Reconstructor
 
@@ -107,7 +110,7 @@ class _Writer:
             window = self._window or (window_of(hu) if measured else _ABDOMEN)
             self._write(target, scan, hu, self.module.network.title, window)
             if isinstance(scan, MeasuredScan):
-                self._write(_beside(target), scan, fbp_of(self.module, scan), "FBP", window)
+                self._write(_beside(target), scan, fbp_of(self.module, scan), FBP.title, window)
 
     def _new_target(self, scan: Scan) -> Path:
         """A path without a file. If two inputs have one name, such as a.dcm and a.npy, the second gets a number."""
@@ -171,7 +174,14 @@ def _file_name(name: str) -> Path:
 
 def _description(method: str, config: Config, views: str) -> str:
     """The description of an image. The text before the semicolon becomes the name of the DICOM series."""
-    return (
-        f"{method}, {config.geometry.n_views} {views} views, not for diagnosis; "
-        f"{config.data.image_size} pixels, trained with noise {config.noise.name}"
+    description = (
+        f"{method}, {config.geometry.n_views} {views} views, not for diagnosis; {config.data.image_size} pixels"
     )
+    if method == FBP.title or not isinstance(config.model, LearnedConfig):
+        return description
+    if config.data.measured:
+        return f"{description}, trained on measured sinograms"
+    if type(config.data) is DataConfig:  # a class of the user's own: only its run says whether they were measured
+        return description
+    noise = "without noise" if config.noise.name == "none" else f"with noise {config.noise.name}"
+    return f"{description}, trained {noise}"
