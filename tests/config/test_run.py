@@ -476,6 +476,11 @@ def test_reconstruct_refuses(overrides: list[str], words: str) -> None:
     assert words in str(error.value)
 
 
+def test_a_wrong_value_is_named_by_the_key_that_was_given() -> None:
+    """Not by a key that follows it."""
+    assert refusal_by_hydra("seed=null").startswith("seed: ")
+
+
 PIPELINE = ["strategy=pipeline", "trainer.devices=4"]
 
 

@@ -113,8 +113,8 @@ def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
     sections = {f.name for f in fields(Config)} - root - {"callbacks", "logger"}
     for key in sections - values.keys():
         raise ConfigError(f"the config has no {key}: choose one with {key}=…")
-    parsed = {key: parse_section(key, schema_of(key, values[key]), values[key], values) for key in sorted(sections)}
     rest = parse_section("", RunConfig, {k: v for k, v in values.items() if k not in sections}, values)
+    parsed = {key: parse_section(key, schema_of(key, values[key]), values[key], values) for key in sorted(sections)}
     config = Config(**{key: getattr(rest, key) for key in root}, **parsed, logger=loggers, callbacks=callbacks)
     validate(config)
     return config
