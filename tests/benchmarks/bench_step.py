@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from hardware import copy_bandwidth, matrix_rate
+from hardware import copy_bandwidth, matrix_rate, slowdown_beside_busy_core
 from plain_qn_mixer import FIGURE, PlainOperator, PlainQNMixer, two_loops
 from rich.console import Console
 from rich.table import Table
@@ -276,6 +276,7 @@ def bench(size: int, variants: list[str], T: int, rounds: int, device: torch.dev
         "T": T,
         "bandwidth": bandwidth,
         "matrix_rate": rate,
+        "slowdown_beside_busy_core": slowdown_beside_busy_core(),
         "steps": {name: {"seconds": s, "times_as_fast": seconds["plain"] / s} for name, s in seconds.items()},
         "inference": {name: {"seconds": s, "times_as_fast": inferred["plain"] / s} for name, s in inferred.items()},
         "parts": rows,
@@ -297,7 +298,8 @@ def show(found: dict[str, Any], console: Console) -> None:
     table = Table("part", "ms", "of step", "plain", "× as fast", "floor", "× above", "bound by")
     table.title = (
         f"By part, forward and backward, ms; floors at {found['bandwidth'] / 1e9:.1f} GB/s and "
-        f"{found['matrix_rate'] / 1e9:.0f} GFLOP/s"
+        f"{found['matrix_rate'] / 1e9:.0f} GFLOP/s. Beside a busy core a loop takes "
+        f"{found['slowdown_beside_busy_core']:.2f} times as long"
     )
     for row in found["parts"]:
         table.add_row(

@@ -1,6 +1,8 @@
-"""The fastest that this machine can be: the benches compare their times with it."""
+"""What this machine can do: the benches compare their times with it, and show how quiet it was."""
 
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -24,6 +26,29 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Operations (multiplications and additions) per second of a large matrix product, by torch's threads."""
     a, b = (torch.rand(SIDE, SIDE, device=device).to(dtype) for _ in range(2))
     return 2 * SIDE**3 / _median_seconds(lambda: a @ b, device)
+
+
+def slowdown_beside_busy_core() -> float:
+    """How many times as long a loop takes while this machine has another busy core.
+
+    1: the cores are independent. More: they are two threads of one core, or other programs need them.
+    """
+    alone = _loop_seconds()
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        beside = _loop_seconds()
+        other.kill()
+    return beside / alone
+
+
+def _loop_seconds() -> float:
+    """Median duration of a loop that needs no memory."""
+    times = []
+    for _ in range(20 * ROUNDS):
+        start = time.perf_counter()
+        for _ in range(100_000):
+            pass
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 def _median_seconds(call: Callable[[], object], device: torch.device) -> float:

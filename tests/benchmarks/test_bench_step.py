@@ -61,3 +61,4 @@ def test_bench_measures_and_writes_what_it_shows(warm: Warm, tmp_path: Path) -> 
     ]  # fmt: skip
     assert all(row["over_floor"] == row["seconds"] / row["floor"] > 0 for row in found["parts"])
     assert f"{found['steps']['keep']['seconds']:.3f}" in done.stdout
+    assert f"{found['slowdown_beside_busy_core']:.2f} times as long" in " ".join(done.stdout.split())

@@ -15,6 +15,7 @@ def bench(folder: Path, seconds: float) -> Path:
     }
     part = {"part": "codec", "seconds": 0.02, "ratio": 0.5, "over_floor": 7.0}
     size = {"size": 256, "T": 14, "steps": steps, "inference": {}, "parts": [part]}
+    size |= {"bandwidth": 4e10, "matrix_rate": 1.8e11, "slowdown_beside_busy_core": 1.25}
     machine = {"processor": "abacus", "threads": 2, "torch": "2"}
     (folder / "step.json").write_text(json.dumps({"machine": machine, "sizes": [size]}))
     (folder / "strategies.json").write_text(json.dumps([{"variant": "fsdp", "seconds": 2.0, "ratio": 4.0}]))
@@ -34,6 +35,8 @@ def test_every_figure_is_in_a_table_and_beside_that_of_before(tmp_path: Path) ->
     assert "processor abacus, threads 2, torch 2" in done.stdout
     assert "| keep | 1.5 s, 2.00 ×; 0.75 of before |" in done.stdout
     assert "| codec | 20 ms, 0.50 × (7.0); 1.00 of before |" in done.stdout
+    assert "| a large copy | 40 GB/s; 1.00 of before |" in done.stdout
+    assert "| a loop beside a busy core : alone | 1.25; 1.00 of before |" in done.stdout
     assert "| fsdp | 2 s, 0.25 ×; 1.00 of before |" in done.stdout
 
 
