@@ -1,5 +1,6 @@
 """What this machine can do: the benches compare their times with it, and show how quiet it was."""
 
+import signal
 import statistics
 import subprocess
 import sys
@@ -33,22 +34,26 @@ def slowdown_beside_busy_core() -> float:
 
     1: the cores are independent. More: they are two threads of one core, or other programs need them.
     """
-    alone = _loop_seconds()
+    alone, beside = [], []
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
-        beside = _loop_seconds()
+        for _ in range(ROUNDS):  # in turns, as neighbours come and go
+            other.send_signal(signal.SIGSTOP)
+            alone += _loops()
+            other.send_signal(signal.SIGCONT)
+            beside += _loops()
         other.kill()
-    return beside / alone
+    return statistics.median(beside) / statistics.median(alone)
 
 
-def _loop_seconds() -> float:
-    """Median duration of a loop that needs no memory."""
+def _loops() -> list[float]:
+    """Durations of loops that need no memory."""
     times = []
-    for _ in range(20 * ROUNDS):
+    for _ in range(50):
         start = time.perf_counter()
         for _ in range(100_000):
             pass
         times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return times
 
 
 def _median_seconds(call: Callable[[], object], device: torch.device) -> float:
