@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qnmixer.config import Config
-from qnmixer.errors import Stopped
+from qnmixer.errors import ConfigError, Stopped
 from qnmixer.tracking.run import Run
 from qnmixer.training.fit import fit
 from qnmixer.training.module import ReconstructionModule
@@ -79,6 +79,9 @@ def test_a_run_can_resume_without_it(tiny_config: TinyConfig, tmp_path: Path) ->
     assert "trained_weights" not in kept(folder)
 
 
-def test_a_wrong_decay_is_refused() -> None:
+def test_what_cannot_be_averaged_is_refused() -> None:
     with pytest.raises(ValueError, match="decay must be from 0 to below 1"):
         MeanWeights(decay=1.0)
+    trainer: Any = type("Trainer", (), {"strategy": object()})
+    with pytest.raises(ConfigError, match="strategy=single or strategy=ddp"):
+        MeanWeights().setup(trainer, None, "fit")  # type: ignore[arg-type]  # not looked at

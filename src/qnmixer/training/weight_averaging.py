@@ -5,7 +5,11 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
+
+from qnmixer.errors import ConfigError
+from qnmixer.parallel.pipeline import PipelineStrategy
 
 TRAINED_KEY, MEAN_KEY = "trained_weights", "mean_weights"
 """Keys of a checkpoint: the first in its file, the second while it is read."""
@@ -29,6 +33,13 @@ class MeanWeights(Callback):
         self.mean: dict[str, Tensor] = {}
         self._swapped = False
         self._step = 0
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuse a strategy whose devices do not hold all weights. The config knows this class only, not a subclass."""
+        if isinstance(trainer.strategy, PipelineStrategy) or not isinstance(
+            trainer.strategy, SingleDeviceStrategy | DDPStrategy
+        ):
+            raise ConfigError("callbacks=ema needs all weights on each device: use strategy=single or strategy=ddp")
 
     @torch.no_grad()
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
