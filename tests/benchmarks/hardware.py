@@ -36,12 +36,14 @@ def slowdown_beside_busy_core() -> float:
     """
     alone, beside = [], []
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
-        for _ in range(ROUNDS):  # in turns, as neighbours come and go
-            other.send_signal(signal.SIGSTOP)
-            alone += _loops()
-            other.send_signal(signal.SIGCONT)
-            beside += _loops()
-        other.kill()
+        try:
+            for _ in range(ROUNDS):  # in turns, as neighbours come and go
+                other.send_signal(signal.SIGSTOP)
+                alone += _loops()
+                other.send_signal(signal.SIGCONT)
+                beside += _loops()
+        finally:
+            other.kill()  # after Ctrl-C too, or the block would wait for it for ever
     return statistics.median(beside) / statistics.median(alone)
 
 

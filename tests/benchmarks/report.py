@@ -40,10 +40,8 @@ def step_rows(found: dict[str, Any]) -> Iterator[Row]:
             of = "The parts of that training step: × as fast as those of the plain network, (× the floor)"
             yield Row(of, row["part"], f"{size['size']}²", row["seconds"] * 1e3, "ms", row["ratio"], row["over_floor"])
     for size in found["sizes"]:
-        of, column = (
-            "The machine meanwhile (quiet: a loop takes as long beside a busy core as alone)",
-            f"{size['size']}²",
-        )
+        of = "The machine meanwhile (quiet: a loop takes as long beside a busy core as alone)"
+        column = f"{size['size']}²"
         yield Row(of, "a large copy", column, size["bandwidth"] / 1e9, "GB/s")
         yield Row(of, "a large product of matrices", column, size["matrix_rate"] / 1e9, "GFLOP/s")
         yield Row(of, "a loop beside a busy core : alone", column, size["slowdown_beside_busy_core"], "")
