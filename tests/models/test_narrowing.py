@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qnmixer.models import inception, narrowing
 from qnmixer.models.inception import InceptionPatches
+from qnmixer.models.shared_weights import SharedWeights
 
 
 @pytest.fixture
@@ -14,8 +15,10 @@ def widths(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int | None]]:
     """The number of features of each branch that was looked at; None for one that was left as it is."""
     found: list[int | None] = []
 
-    def spy(pixels: Tensor, branches: list[narrowing.BranchWeights]) -> list[narrowing.Narrowing | None]:
-        result = narrowing.narrowings(pixels, branches)
+    def spy(
+        pixels: Tensor, branches: list[narrowing.BranchWeights], known: narrowing.Known
+    ) -> list[narrowing.Narrowing | None]:
+        result = narrowing.narrowings(pixels, branches, known)
         found.extend(None if it is None else len(it.pixel) for it in result)
         return result
 
@@ -55,6 +58,36 @@ def test_a_narrow_branch_has_the_result_and_the_gradients_of_all_its_features(
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
+def test_iterations_of_a_pass_share_narrowings(widths: list[int | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    net = embedding()
+    images = [image(low, high) for low, high in ((-0.3, 1.2), (-0.28, 1.19), (-0.1, 1.0), (-0.29, 1.21), (0.4, 0.5))]
+    images.append(torch.full_like(images[0], 0.3).requires_grad_())
+
+    def gradients(share: bool) -> list[Tensor]:
+        weights = SharedWeights([net] if share else [])
+        total = torch.zeros((), dtype=torch.float64)
+        for x in images:
+            with weights.in_use():
+                y = net(x)
+            total = total + (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum()
+        return [total, *torch.autograd.grad(total, [*images, *net.parameters()])]
+
+    with monkeypatch.context() as patch:
+        found: list[int] = []
+        make = narrowing._narrowing
+        patch.setattr(narrowing, "_narrowing", lambda *arguments: (found.append(1), make(*arguments))[1])
+        shared = gradients(True)
+        n_shared, of_shared = len(found), widths[:]
+        widths.clear()
+        gradients(False)
+        assert len(found) - n_shared == 4 * len(images)  # outside a pass, each call looks for itself
+    assert of_shared == widths  # a shared narrowing has no more features than one of its own
+    assert n_shared < 4 * (len(images) - 1)
+    monkeypatch.setattr(narrowing, "_FEWEST", 10**9)
+    for a, b in zip(shared, gradients(True), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
 def test_an_image_of_one_value_has_its_gradient(widths: list[int | None], monkeypatch: pytest.MonkeyPatch) -> None:
     net, x = embedding(), torch.full((1, 1, 8, 8), 0.3, dtype=torch.float64, requires_grad=True)
     found = with_gradients(net, x)
@@ -82,6 +115,17 @@ def test_an_infinite_weight_is_not_lost_and_does_not_warn(widths: list[int | Non
     with torch.no_grad():
         net.branches[1].pixel.weight[3] = float("inf")
     assert not net(x).isfinite().all()
+    assert None not in widths
+
+
+def test_an_infinite_gradient_does_not_warn(widths: list[int | None]) -> None:
+    net = embedding()
+    with torch.no_grad():
+        for branch in net.branches:
+            branch.patchify.weight.abs_()  # so that no ∞ − ∞ is NaN, which never warns
+    y = net(image())
+    y.backward(torch.full_like(y, float("inf")))
+    assert not net.branches[0].pixel.weight.grad.isfinite().all()
     assert None not in widths
 
 

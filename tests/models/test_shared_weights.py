@@ -1,11 +1,12 @@
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qnmixer.models.shared_weights import SharedWeights, is_shared_weight
+from qnmixer.models.shared_weights import CachingModule, SharedWeights, is_shared_weight
 
 
 class Operators(TorchDispatchMode):
@@ -113,3 +114,19 @@ def test_a_weight_that_only_some_iterations_use() -> None:
             uses.append(layers[k] * (k + 1.0))
     torch.stack(uses).sum().backward()
     assert [p.grad.tolist() for p in layers if p.grad is not None] == [[2.0] * 2, [4.0] * 2]
+
+
+def test_a_cache_lives_as_long_as_a_pass() -> None:
+    module = CachingModule()
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            weights = SharedWeights([nn.Sequential(module)])
+            with weights.in_use():
+                assert module.cache == {}
+                module.cache["found"] = 1
+            assert module.cache is None
+            # As in backward, if iterations are recomputed.
+            with suppress(RuntimeError), weights.ending_at(torch.empty(0)).in_use():
+                assert module.cache == {"found": 1}
+                raise RuntimeError
+            assert module.cache is None

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from qnmixer.models.narrowing import BranchWeights, narrowings
+from qnmixer.models.narrowing import BranchWeights, Known, narrowings
+from qnmixer.models.shared_weights import CachingModule
 
 
-class InceptionPatches(nn.Module):
+class InceptionPatches(CachingModule):
     """Inception and patchify: [B, 1, H, W] → [B, H/P, W/P, C] (figure).
 
     Four branches of C/4 channels: [1×1], [1×1 → 3×3], [1×1 → 5×5], [3×3 pool → 1×1]. Each convolution is followed by
@@ -36,7 +37,9 @@ class InceptionPatches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Patch features of x."""
         weights = [weight for branch in self.branches for weight in branch.weights()]  # type: ignore[operator]  # a Branch
-        return _Inception.apply(x, self.pool(x), self.bias, self.patch_size, *weights)
+        # torch.compile would compile again for each cache, and does not use it.
+        known: Known = {} if torch.compiler.is_compiling() or self.cache is None else self.cache
+        return _Inception.apply(x, self.pool(x), self.bias, self.patch_size, known, *weights)
 
 
 class Maximum3x3(nn.Module):
@@ -107,7 +110,9 @@ class _Inception(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, maxima: Tensor, bias: Tensor, patch_size: int, *weights: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, maxima: Tensor, bias: Tensor, patch_size: int, known: Known, *weights: Tensor | None
+    ) -> Tensor:
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         layout = _Layout(len(x), x.shape[2], x.shape[3], patch_size)
@@ -117,7 +122,7 @@ class _Inception(torch.autograd.Function):
             cast = [None if weight is None else weight.to(dtype) for weight in weights]
             patches, convolved = bias, []
             branches = _branches(cast)
-            ctx.narrowings = narrowings(inputs[1], branches)  # the maxima are in the range of x
+            ctx.narrowings = narrowings(inputs[1], branches, known)  # the maxima are in the range of x
             for pixels, branch, narrowing in zip(_inputs(inputs), branches, ctx.narrowings, strict=True):
                 branch = branch if narrowing is None else narrowing.narrow(branch)
                 features = _features(pixels, branch)
@@ -166,7 +171,7 @@ class _Inception(torch.autograd.Function):
             else:  # these branches use x too
                 of_inputs[0] = _add_product(of_inputs[0], of_features, branch.pixel)
         of_images = [layout.image(rows) for rows in of_inputs] or [None, None]
-        return *of_images, gradient.sum(0), None, *(None if of is None else of.to(ctx.dtype) for of in of_weights)
+        return *of_images, gradient.sum(0), None, None, *(None if of is None else of.to(ctx.dtype) for of in of_weights)
 
 
 def _inputs(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -183,8 +188,10 @@ def _branches(weights: Sequence[Tensor | None]) -> list[BranchWeights]:
 
 def _features(pixels: Tensor, branch: BranchWeights) -> Tensor:
     """Features [n, c] of single pixels [n, 1]."""
-    # It applies ReLU too, and is one kernel on a GPU.
-    return torch._addmm_activation(branch.pixel_bias, pixels, branch.pixel.t())
+    if pixels.is_cuda:  # one kernel, ReLU too
+        return torch._addmm_activation(branch.pixel_bias, pixels, branch.pixel.t())
+    # On a CPU a product with a matrix of one column takes twice as long.
+    return torch.addcmul(branch.pixel_bias, pixels, branch.pixel.t()).relu_()
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -11,6 +11,13 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
+class CachingModule(nn.Module):
+    """A module that keeps what it computes from its weights, for the other iterations of a pass."""
+
+    cache: dict[Any, Any] | None = None
+    """Empty when a pass begins; None outside a pass, where the weights may change between two calls."""
+
+
 class SharedWeights:
     """The weights of some modules during one pass through the iterations.
 
@@ -26,6 +33,7 @@ class SharedWeights:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         owners = [owner for module in modules for owner in module.modules()]
         self._places = [(owner, name) for owner in owners for name, p in owner._parameters.items() if _takes_part(p)]
+        self._caches = [(owner, dict[Any, Any]()) for owner in owners if isinstance(owner, CachingModule)]
         self._sums = _Sums(len(self._places))
         weights = [owner._parameters[name] for owner, name in self._places]
         has_graph = weights and torch.is_grad_enabled()
@@ -40,18 +48,21 @@ class SharedWeights:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Let the modules use aliases of their weights while the block runs. Enter it once for each iteration."""
-        if not self._places or not torch.is_grad_enabled():
-            yield
-            return
-        weights = [owner._parameters[name] for owner, name in self._places]
+        """Let the modules use aliases of their weights, and their caches, while the block runs: one iteration."""
+        places = self._places if torch.is_grad_enabled() else []
+        weights = [owner._parameters[name] for owner, name in places]
         try:
-            for (owner, name), alias in zip(self._places, _Use.apply(self.end, self._sums, weights), strict=True):
-                owner._parameters[name] = alias
+            for module, cache in self._caches:
+                module.cache = cache
+            if places:
+                for (owner, name), alias in zip(places, _Use.apply(self.end, self._sums, weights), strict=True):
+                    owner._parameters[name] = alias
             yield
         finally:
-            for (owner, name), weight in zip(self._places, weights, strict=True):
+            for (owner, name), weight in zip(places, weights, strict=True):
                 owner._parameters[name] = weight
+            for module, _ in self._caches:
+                module.cache = None
 
 
 class _Sums:
