@@ -75,6 +75,8 @@ def _define(name: str, arguments: str, product: Callable[..., Tensor], shape: Ca
 
 def _full_product(a: Tensor, b: Tensor) -> Tensor:
     """A B of matrices. TF32, if it is allowed, is for convolutions and the products of networks only."""
+    if not a.is_cuda:
+        return a @ b
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
