@@ -146,10 +146,15 @@ def parts_of(ours: QNMixer, plain: Plain, step: Step, plain_step: Step) -> dict[
     x, T = step.x, ours.n_iterations
     y = ours.projector(x)
     (G,) = ours.regularizers
+    weights = ours.shared_weights(range(T))
     plain_net, operator = plain.net, plain.operator
     latent = ours.codec.encode(x)
     codes = [torch.randn_like(latent) for _ in range(T)]
     flat = [code.flatten(1) for code in codes]
+
+    def regularization(x: Tensor) -> Tensor:
+        with weights.in_use():  # as an iteration after the first
+            return G(x)
 
     def plain_gradient(x: Tensor) -> Tensor:
         return operator.filtered_adjoint(operator.forward(x) - y)
@@ -160,7 +165,7 @@ def parts_of(ours: QNMixer, plain: Plain, step: Step, plain_step: Step) -> dict[
             forward_and_backward(plain_gradient, x),
             T,
         ),
-        "regulariser": (forward_and_backward(G, x), forward_and_backward(plain_net.G, x), T),
+        "regulariser": (forward_and_backward(regularization, x), forward_and_backward(plain_net.G, x), T),
         "codec": (
             forward_and_backward(lambda x: ours.codec.decode(ours.codec.encode(x)), x),
             forward_and_backward(
