@@ -319,7 +319,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="*", default=[64, 128, 256])
     parser.add_argument("--iterations", type=int, default=14, help="T")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="at the largest size; smaller ones get more")
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, help="of ours; default: all at the largest size")
     parser.add_argument("--json", type=Path, help="where to write the results too")
     arguments = parser.parse_args()
@@ -328,7 +328,8 @@ def main() -> None:
     results = []
     for size in arguments.sizes:
         every = list(VARIANTS) if size == max(arguments.sizes) else ["keep", "recompute"]
-        results.append(bench(size, arguments.variants or every, arguments.iterations, arguments.rounds, device))
+        rounds = arguments.rounds * max(arguments.sizes) // size  # short steps differ more from each other
+        results.append(bench(size, arguments.variants or every, arguments.iterations, rounds, device))
         show(results[-1], console)
     if arguments.json is not None:
         machine = {
