@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -73,14 +74,12 @@ def test_iterations_of_a_pass_share_narrowings(widths: list[int | None], monkeyp
         return [total, *torch.autograd.grad(total, [*images, *net.parameters()])]
 
     with monkeypatch.context() as patch:
-        found: list[int] = []
-        make = narrowing._narrowing
-        patch.setattr(narrowing, "_narrowing", lambda *arguments: (found.append(1), make(*arguments))[1])
+        patch.setattr(narrowing, "_narrowing", spy := Mock(wraps=narrowing._narrowing))
         shared = gradients(True)
-        n_shared, of_shared = len(found), widths[:]
+        n_shared, of_shared = spy.call_count, widths[:]
         widths.clear()
         gradients(False)
-        assert len(found) - n_shared == 4 * len(images)  # outside a pass, each call looks for itself
+        assert spy.call_count - n_shared == 4 * len(images)  # outside a pass, each call looks for itself
     assert of_shared == widths  # a shared narrowing has no more features than one of its own
     assert n_shared < 4 * (len(images) - 1)
     monkeypatch.setattr(narrowing, "_FEWEST", 10**9)

@@ -116,7 +116,7 @@ def _narrowing(low: float, high: float, branch: BranchWeights) -> _Known:
     linear, zero = np.minimum(*ends) > 0, np.maximum(*ends) <= 0
     bends = ~(linear | zero)  # also a feature that is NaN
     shift = low - ((high - low) or 1.0)  # far enough below all pixels: at x − shift = 0 the gradient would be lost
-    # The same features bend as long as neither end of the pixels crosses a bend.
+    # The same features bend as long as neither end of the pixels crosses a bend. And x − shift must stay well above 0.
     at = -b / w
     inside, outside, middle = at[bends], at[~bends], (low + high) / 2
     lows = np.fmax.reduce(outside[outside < middle], initial=(low + shift) / 2), np.fmin.reduce(inside, initial=np.inf)

@@ -48,7 +48,7 @@ class SharedWeights:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Let the modules use aliases of their weights, and their caches, while the block runs: one iteration."""
+        """Let the modules use aliases of their weights, and caches, in the block. Enter it once for each iteration."""
         places = self._places if torch.is_grad_enabled() else []
         weights = [owner._parameters[name] for owner, name in places]
         try:
