@@ -1,8 +1,11 @@
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from qnmixer.errors import ConfigError
+from qnmixer.models import incept_mixer
 from qnmixer.models.incept_mixer import (
     InceptMixer,
     MixerLayer,
@@ -11,6 +14,7 @@ from qnmixer.models.incept_mixer import (
     multiplied,
 )
 from qnmixer.models.inception import InceptionPatches, Maximum3x3
+from qnmixer.models.shared_weights import SharedWeights
 
 
 def regulariser_of(channels: int) -> InceptMixer:
@@ -38,6 +42,23 @@ def test_patch_expansion_equals_linear_shuffle_and_one_by_one() -> None:
     full = F.pixel_shuffle(wide.flatten(1, 2), 4)  # [B, C/4, P·h, P·w]
     expected = torch.einsum("bkhw,k->bhw", full, expansion.project)[:, None]
     torch.testing.assert_close(expansion(x), expected)
+
+
+def test_patch_expansion_makes_its_product_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    expansion, x = PatchExpansion(channels=8, patch_size=4), torch.randn(2, 3, 5, 8)
+    torch.nn.init.normal_(expansion.project)
+    monkeypatch.setattr(incept_mixer, "_product", product := Mock(wraps=incept_mixer._product))
+    weights = SharedWeights([expansion])
+    images = []
+    for _ in range(4):
+        with weights.in_use():
+            images.append(expansion(x))
+    torch.stack(images).sum().backward()
+    assert product.call_count == 2  # forward and backward
+    shared = [p.grad.clone() for p in expansion.parameters()]
+    expansion.zero_grad()
+    (4 * expansion(x)).sum().backward()
+    torch.testing.assert_close(shared, [p.grad for p in expansion.parameters()])
 
 
 def test_mixer_layer_follows_the_figure() -> None:

@@ -2,11 +2,13 @@ from collections import Counter
 from contextlib import suppress
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
-from qnmixer.models.shared_weights import CachingModule, SharedWeights, is_shared_weight
+from qnmixer.models.shared_weights import DerivingModule, SharedWeights, is_shared_weight
 
 
 class Operators(TorchDispatchMode):
@@ -116,17 +118,123 @@ def test_a_weight_that_only_some_iterations_use() -> None:
     assert [p.grad.tolist() for p in layers if p.grad is not None] == [[2.0] * 2, [4.0] * 2]
 
 
+class Scaled(DerivingModule):
+    """Multiplies by weights that are derived from `left`, `right` and, every second time, from `right` and `bias`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.left = nn.Parameter(torch.randn(3, 2, dtype=torch.float64))
+        self.right = nn.Parameter(torch.randn(2, 3, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.randn(3, dtype=torch.float64))
+        self.calls: Counter[str] = Counter()
+
+    def product(self, left: Tensor, right: Tensor) -> list[Tensor]:
+        self.calls["product"] += 1
+        return [(left @ right).tanh()]
+
+    def shift(self, right: Tensor, bias: Tensor) -> list[Tensor]:
+        self.calls["shift"] += 1
+        return [right.sum(0) * bias, bias.exp(), right]  # one with the storage of a weight
+
+    def forward(self, x: Tensor, k: int) -> Tensor:
+        derived = [self.derive("product", self.product, self.left, self.right)]
+        if k % 2:
+            derived.append(self.derive("shift", self.shift, self.right, self.bias))
+        product, *others = self.used(derived)
+        x = x @ product + self.bias
+        return torch.tanh(x * others[0] + others[1] + others[2][0] if others else x)
+
+
+def derived_gradients(module: Scaled, T: int, share: bool, reentrant: bool | None = None) -> list[Tensor | None]:
+    """The loss and the gradients; each iteration in a checkpoint, unless reentrant is None."""
+    x = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3).requires_grad_()
+    image, weights = x, SharedWeights([module] if share else [])
+    for k in range(T):
+
+        def iteration(x: Tensor, end: Tensor, k: int = k) -> Tensor:
+            with weights.ending_at(end).in_use():
+                return module(x, k)
+
+        if reentrant is None:
+            image = iteration(image, weights.end)
+        else:
+            image = checkpoint(iteration, image, weights.end, use_reentrant=reentrant)
+    loss = image.square().sum()
+    leaves = [x, *(p for p in module.parameters() if p.requires_grad)]
+    for leaf in leaves:
+        leaf.grad = None
+    loss.backward()
+    return [loss.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("frozen", ["", "right", "bias", "left right", "left right bias"])
+@pytest.mark.parametrize("reentrant", [None, True, False])
+@pytest.mark.parametrize("T", [1, 2, 5])
+def test_gradients_go_through_derived_weights(T: int, reentrant: bool | None, frozen: str) -> None:
+    module = Scaled()
+    for name in frozen.split():
+        getattr(module, name).requires_grad_(False)
+    found = derived_gradients(module, T, True, reentrant)
+    for a, b in zip(found, derived_gradients(module, T, False), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_weights_are_derived_once_forward_and_once_backward() -> None:
+    module = Scaled()
+    derived_gradients(module, 5, True)
+    assert module.calls == {"product": 2, "shift": 2}
+    module.calls.clear()
+    derived_gradients(module, 5, False)  # outside a pass the weights may change between two calls
+    assert module.calls == {"product": 5, "shift": 2}
+    module.calls.clear()
+    with torch.inference_mode():
+        weights = SharedWeights([module])
+        for k in range(5):
+            with weights.in_use():
+                module(torch.ones(2, 3, dtype=torch.float64), k)
+    assert module.calls == {"product": 1, "shift": 1}
+
+
+def test_backward_may_be_run_again_with_derived_weights() -> None:
+    module, x = Scaled(), torch.ones(2, 3, dtype=torch.float64)
+    weights = SharedWeights([module])
+    for k in range(4):
+        with weights.in_use():
+            x = module(x, k)
+    weights_of = [module.left, module.right, module.bias]
+    wanted = torch.autograd.grad(x.sum(), weights_of, retain_graph=True)
+    for leaves in (weights_of[1:], weights_of[2:], weights_of):
+        found = torch.autograd.grad(x.sum(), leaves, retain_graph=True)
+        for a, b in zip(found, wanted[-len(leaves) :], strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_weight_that_autograd_knows_the_way_from_keeps_it() -> None:
+    """As the whole weights of FSDP2."""
+    module, x = Scaled(), torch.ones(2, 3, dtype=torch.float64)
+    weights = SharedWeights([module])
+    with weights.in_use():
+        derived = module.derive("product", module.product, 2 * module.left, module.right)
+        (product,) = module.used([derived])
+    (x @ product).sum().backward()
+    wanted = torch.autograd.functional.jacobian(
+        lambda left, right: (x @ (2 * left @ right).tanh()).sum(), (module.left.detach(), module.right.detach())
+    )
+    torch.testing.assert_close([module.left.grad, module.right.grad], list(wanted))
+
+
 def test_a_cache_lives_as_long_as_a_pass() -> None:
-    module = CachingModule()
+    module = DerivingModule()
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
             weights = SharedWeights([nn.Sequential(module)])
             with weights.in_use():
-                assert module.cache == {}
-                module.cache["found"] = 1
-            assert module.cache is None
+                assert module.cache() == {}
+                module.cache()["found"] = 1
             # As in backward, if iterations are recomputed.
             with suppress(RuntimeError), weights.ending_at(torch.empty(0)).in_use():
-                assert module.cache == {"found": 1}
+                assert module.cache() == {"found": 1}
                 raise RuntimeError
-            assert module.cache is None
+            module.cache()["found"] = 2
+            assert module.cache() == {}

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from qnmixer.errors import ConfigError
 from qnmixer.models.inception import InceptionPatches
+from qnmixer.models.shared_weights import DerivingModule
 
 
 class _ReluInPlace(torch.autograd.Function):
@@ -111,7 +112,7 @@ class MixerLayer(nn.Module):
         return x + self.channel_mlp(self.channel_norm(x))
 
 
-class PatchExpansion(nn.Module):
+class PatchExpansion(DerivingModule):
     """[B, h, w, C] → [B, 1, P·h, P·w]: Linear to P²·C/4, pixel shuffle, 1×1 to one channel (Swin-style, field).
 
     Linear and 1×1 are both linear, so they are applied as their product. No features of several channels exist at full
@@ -129,8 +130,13 @@ class PatchExpansion(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The image [B, 1, P·h, P·w] from the features of its patches."""
-        weight = (self.project[:, None] * self.expand).sum(1)
+        (weight,) = self.used([self.derive("weight", _product, self.expand, self.project)])
         return F.pixel_shuffle(along(3, x, weight, None).permute(0, 3, 1, 2), self.patch_size)
+
+
+def _product(expand: Tensor, project: Tensor) -> tuple[Tensor]:
+    """The weight of `PatchExpansion`, [P², C]."""
+    return ((project[:, None] * expand).sum(1),)
 
 
 class FeatureExpansion(nn.Module):

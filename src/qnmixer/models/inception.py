@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from qnmixer.models.narrowing import BranchWeights, Known, narrowings
-from qnmixer.models.shared_weights import CachingModule
+from qnmixer.models.narrowing import BranchWeights, narrowing_of, value_range
+from qnmixer.models.shared_weights import DerivingModule
 
 
-class InceptionPatches(CachingModule):
+class InceptionPatches(DerivingModule):
     """Inception and patchify: [B, 1, H, W] → [B, H/P, W/P, C] (figure).
 
     Four branches of C/4 channels: [1×1], [1×1 → 3×3], [1×1 → 5×5], [3×3 pool → 1×1]. Each convolution is followed by
@@ -36,10 +36,25 @@ class InceptionPatches(CachingModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Patch features of x."""
-        weights = [weight for branch in self.branches for weight in branch.weights()]  # type: ignore[operator]  # a Branch
-        # torch.compile would compile again for each cache, and does not use it.
-        known: Known = {} if torch.compiler.is_compiling() or self.cache is None else self.cache
-        return _Inception.apply(x, self.pool(x), self.bias, self.patch_size, known, *weights)
+        branches = self._narrow(x.detach(), [branch.weights() for branch in self.branches])  # type: ignore[operator]
+        weights = [weight for branch in branches for weight in branch]
+        return _Inception.apply(x, self.pool(x), self.bias, self.patch_size, *weights)
+
+    def _narrow(self, x: Tensor, branches: list[BranchWeights]) -> list[BranchWeights]:
+        """Weights for fewer features, if these are enough for the pixels of x."""
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+            return branches
+        ends = value_range(x, len(branches[0].pixel_bias))  # the maxima are in the range of x
+        if ends is None:
+            return branches
+        narrow = {}
+        for k, branch in enumerate(branches):
+            if (found := narrowing_of(branch, *ends, self.cache().setdefault(k, []))) is not None:
+                narrow[k] = self.derive(found, found.narrow, *branch.of_features())
+        weights = self.used(list(narrow.values()))
+        for place, k in enumerate(narrow):
+            branches[k] = branches[k].with_features(*weights[3 * place : 3 * place + 3])
+        return branches
 
 
 class Maximum3x3(nn.Module):
@@ -106,13 +121,11 @@ class _Inception(torch.autograd.Function):
     """Patch features [B, H/P, W/P, C] from x and its maxima, [B, 1, H, W] each.
 
     A branch with a k×k convolution takes the pixels in row order, the others in patch order. Under autocast the
-    products are in half precision, but their sum is not. On a CPU a branch computes fewer features: see `narrowing`.
+    products are in half precision, but their sum is not.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, maxima: Tensor, bias: Tensor, patch_size: int, known: Known, *weights: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, maxima: Tensor, bias: Tensor, patch_size: int, *weights: Tensor | None) -> Tensor:
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         layout = _Layout(len(x), x.shape[2], x.shape[3], patch_size)
@@ -121,10 +134,7 @@ class _Inception(torch.autograd.Function):
             inputs = layout.cut(image).reshape(-1, 1), image.reshape(-1, 1), layout.cut(maxima).reshape(-1, 1)
             cast = [None if weight is None else weight.to(dtype) for weight in weights]
             patches, convolved = bias, []
-            branches = _branches(cast)
-            ctx.narrowings = narrowings(inputs[1], branches, known)  # the maxima are in the range of x
-            for pixels, branch, narrowing in zip(_inputs(inputs), branches, ctx.narrowings, strict=True):
-                branch = branch if narrowing is None else narrowing.narrow(branch)
+            for pixels, branch in zip(_inputs(inputs), _branches(cast), strict=True):
                 features = _features(pixels, branch)
                 if branch.kernel is not None:
                     image = F.conv2d(layout.image(features), branch.kernel, branch.kernel_bias, padding="same")
@@ -144,8 +154,7 @@ class _Inception(torch.autograd.Function):
         of_patches = gradient.to(inputs[0].dtype)
         of_inputs: list[Tensor] = []
         of_weights: list[Tensor | None] = []
-        for pixels, wide, narrowing in zip(_inputs(inputs), _branches(weights), ctx.narrowings, strict=True):
-            branch = wide if narrowing is None else narrowing.narrow(wide)
+        for pixels, branch in zip(_inputs(inputs), _branches(weights), strict=True):
             of_features, of_kernel, of_kernel_bias = of_patches @ branch.patchify, None, None
             if branch.kernel is None:
                 features = in_patches = _features(pixels, branch)
@@ -160,10 +169,7 @@ class _Inception(torch.autograd.Function):
                 of_features = of_features.permute(0, 2, 3, 1).reshape(features.shape)
             of_features = _relu_backward(of_features, features)
             of_patchify = of_patches.t() @ in_patches.view(len(of_patches), -1)
-            of_branch = BranchWeights(
-                of_features.t() @ pixels, of_features.sum(0), of_kernel, of_kernel_bias, of_patchify
-            )
-            of_weights += of_branch if narrowing is None else narrowing.widen(of_branch, wide)
+            of_weights += of_features.t() @ pixels, of_features.sum(0), of_kernel, of_kernel_bias, of_patchify
             if not ctx.needs_input_grad[0]:  # not in iteration 0: x₀ = FBP(y) is a constant
                 continue
             if branch.kernel is None:
@@ -171,7 +177,7 @@ class _Inception(torch.autograd.Function):
             else:  # these branches use x too
                 of_inputs[0] = _add_product(of_inputs[0], of_features, branch.pixel)
         of_images = [layout.image(rows) for rows in of_inputs] or [None, None]
-        return *of_images, gradient.sum(0), None, None, *(None if of is None else of.to(ctx.dtype) for of in of_weights)
+        return *of_images, gradient.sum(0), None, *(None if of is None else of.to(ctx.dtype) for of in of_weights)
 
 
 def _inputs(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:

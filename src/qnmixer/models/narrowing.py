@@ -11,12 +11,13 @@ is for CPUs.
 """
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 _FEWEST = 2**16
 """With fewer pixels × features, it takes longer to find what bends than it saves."""
@@ -33,85 +34,112 @@ class BranchWeights(NamedTuple):
     kernel_bias: Tensor | None  # [C/4]
     patchify: Tensor  # [C, P² · C/4]; without a kernel [C, P² · c]
 
+    def of_features(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The weights that make the features, and the weight that takes them."""
+        return self.pixel, self.pixel_bias, self.patchify if self.kernel is None else self.kernel
 
-class Narrowing(NamedTuple):
+    def with_features(self, pixel: Tensor, pixel_bias: Tensor, next_weight: Tensor) -> "BranchWeights":
+        """The branch with other features."""
+        other = self._replace(pixel=pixel, pixel_bias=pixel_bias)
+        return other._replace(patchify=next_weight) if self.kernel is None else other._replace(kernel=next_weight)
+
+
+@dataclass(frozen=True, eq=False)
+class Narrowing:
     """How the c features of a branch follow from n features: those that bend, x − shift, and 1."""
 
     pixel: Tensor  # [n, 1], of the n features
     pixel_bias: Tensor  # [n]
     matrix: Tensor  # [c, n]
-    next_weight: Tensor  # the kernel for n features; for a branch without a kernel, patchify
     bent: np.ndarray  # [n − 2], the numbers of those that bend
     linear: np.ndarray  # [2, c]: (1, shift) for a linear feature, else (0, 0)
 
-    def narrow(self, branch: BranchWeights) -> BranchWeights:
-        """Weights for n features that give the result of the branch."""
-        narrow = branch._replace(pixel=self.pixel, pixel_bias=self.pixel_bias)
-        if branch.kernel is None:
-            return narrow._replace(patchify=self.next_weight)
-        return narrow._replace(kernel=self.next_weight)
+    def narrow(self, pixel: Tensor, pixel_bias: Tensor, wide: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Narrow forms of `BranchWeights.of_features`. With them the result and its gradients stay the same."""
+        return _Narrow.apply(self, pixel, pixel_bias, wide)
 
-    def widen(self, gradient: BranchWeights, branch: BranchWeights) -> BranchWeights:
-        """The gradient of the weights of the branch, from that of its narrow weights."""
-        if branch.kernel is not None:
-            assert gradient.kernel is not None
-            of_kernel = gradient.kernel.flatten(2)
-            of_wide = torch.bmm(self.matrix.expand(len(of_kernel), -1, -1), of_kernel)
-            wide = gradient._replace(kernel=of_wide.view_as(branch.kernel))
-            of_linear = torch.bmm(of_kernel[:, -2:], branch.kernel.flatten(2).mT).sum(0)
+
+class _Narrow(torch.autograd.Function):
+    """The weights of n features from those of c: of the pixels [c, 1], their bias [c], and the next weight.
+
+    The next weight takes the features: it is the kernel [C/4, c, k, k], or patchify [C, P² · c].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, narrowing: Narrowing, pixel: Tensor, pixel_bias: Tensor, wide: Tensor) -> tuple[Tensor, ...]:
+        ctx.narrowing = narrowing
+        ctx.save_for_backward(wide)
+        matrix = narrowing.matrix
+        # Many small products: with one large product of so few columns, a CPU takes four times as long.
+        if wide.dim() == 4:
+            narrow = torch.bmm(matrix.t().expand(len(wide), -1, -1), wide.flatten(2)).unflatten(2, wide.shape[2:])
         else:
-            c, n = self.matrix.shape
-            of_pixels = gradient.patchify.view(-1, n)
-            wide = gradient._replace(patchify=(of_pixels @ self.matrix.t()).view_as(branch.patchify))
-            of_linear = of_pixels[:, -2:].t().contiguous() @ branch.patchify.view(-1, c)
+            of_pixels = wide.unflatten(1, (-1, len(matrix))).permute(1, 2, 0)
+            narrow = torch.bmm(matrix.t().expand(len(of_pixels), -1, -1), of_pixels).flatten(0, 1).t()
+        return narrowing.pixel.detach(), narrowing.pixel_bias.detach(), narrow
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (pixel, pixel_bias, narrow), (wide,), narrowing = gradients, ctx.saved_tensors, ctx.narrowing
+        matrix = narrowing.matrix
+        c, n = matrix.shape
+        if wide.dim() == 4:
+            narrow = narrow.flatten(2)
+            of_wide = torch.bmm(matrix.expand(len(narrow), -1, -1), narrow)
+            of_linear = torch.bmm(narrow[:, -2:], wide.flatten(2).mT).sum(0)
+        else:
+            narrow = narrow.reshape(-1, n)
+            of_wide = narrow @ matrix.t()
+            of_linear = narrow[:, -2:].t().contiguous() @ wide.view(-1, c)
         # The matrix has w and b + shift · w in the row of a linear feature, and a 1 in the row of one that bends.
-        (of_w, of_b), (one, shift) = of_linear.numpy(), self.linear
+        (of_w, of_b), (one, shift) = of_linear.numpy(), narrowing.linear
         with np.errstate(all="ignore"):  # gradients may be infinite
             of_pixel, of_pixel_bias = of_w * one + of_b * shift, of_b * one
-        of_pixel[self.bent] = gradient.pixel[:-2, 0].numpy()
-        of_pixel_bias[self.bent] = gradient.pixel_bias[:-2].numpy()
-        return wide._replace(pixel=torch.from_numpy(of_pixel[:, None]), pixel_bias=torch.from_numpy(of_pixel_bias))
+        of_pixel[narrowing.bent] = pixel[:-2, 0].numpy()
+        of_pixel_bias[narrowing.bent] = pixel_bias[:-2].numpy()
+        return None, torch.from_numpy(of_pixel[:, None]), torch.from_numpy(of_pixel_bias), of_wide.view_as(wide)
 
 
-class _Known(NamedTuple):
-    """The narrowing of a branch. It serves pixels with their least and largest value within these bounds."""
+class Known(NamedTuple):
+    """The narrowing of a branch; None: leave it as it is.
+
+    It serves pixels with their least and largest value within these bounds.
+    """
 
     low: tuple[float, float]
     high: tuple[float, float]
     narrowing: Narrowing | None
 
 
-Known = dict[int, list[_Known]]
-"""What is known of the branches of one inception, by their number, while its weights stay as they are."""
-
-
-def narrowings(pixels: Tensor, branches: Sequence[BranchWeights], known: Known) -> list[Narrowing | None]:
-    """How to narrow each branch for these pixels [n, 1], and for others in their range; None: not at all.
-
-    The same features bend in most iterations of a pass. So a narrowing is found once, and `known` keeps it.
-    """
-    features = pixels.numel() * len(branches[0].pixel_bias)
-    has_values = type(pixels) is Tensor and not torch.compiler.is_compiling()  # fake tensors have none
+def value_range(pixels: Tensor, features: int) -> tuple[float, float] | None:
+    """The least and the largest of some pixels, if they are to decide how many of their features are computed."""
+    has_values = type(pixels) is Tensor  # fake tensors have none
     full_precision = pixels.dtype in (torch.float32, torch.float64)
-    if pixels.device.type == "cpu" and has_values and full_precision and features >= _FEWEST:
+    if pixels.device.type == "cpu" and has_values and full_precision and pixels.numel() * features >= _FEWEST:
         low, high = (float(value) for value in pixels.aminmax())
         if math.isfinite(high - low):
-            return [_find(low, high, branch, known.setdefault(k, [])) for k, branch in enumerate(branches)]
-    return [None] * len(branches)
+            return low, high
+    return None
 
 
-def _find(low: float, high: float, branch: BranchWeights, known: list[_Known]) -> Narrowing | None:
+def narrowing_of(branch: BranchWeights, low: float, high: float, known: list[Known]) -> Narrowing | None:
+    """How to narrow a branch for pixels between low and high; None: not at all.
+
+    The same features bend in most iterations of a pass. So a narrowing is found once, and `known` keeps it while the
+    weights stay as they are.
+    """
     for it in known:
         if it.low[0] < low < it.low[1] and it.high[0] < high < it.high[1]:
             return it.narrowing
     with np.errstate(all="ignore"):  # weights may be zero or infinite
-        known.append(_narrowing(low, high, branch))
+        known.append(_find(branch, low, high))
     return known[-1].narrowing
 
 
-def _narrowing(low: float, high: float, branch: BranchWeights) -> _Known:
+def _find(branch: BranchWeights, low: float, high: float) -> Known:
     # By NumPy: on so few numbers, torch's operators take longer.
-    w, b = branch.pixel[:, 0].numpy(), branch.pixel_bias.numpy()
+    w, b = branch.pixel.detach()[:, 0].numpy(), branch.pixel_bias.detach().numpy()
     ends = w * low + b, w * high + b
     linear, zero = np.minimum(*ends) > 0, np.maximum(*ends) <= 0
     bends = ~(linear | zero)  # also a feature that is NaN
@@ -132,15 +160,5 @@ def _narrowing(low: float, high: float, branch: BranchWeights) -> _Known:
         matrix[linear, -2], matrix[linear, -1] = w[linear], (b + shift * w)[linear]
         of_linear = np.stack([linear, shift * linear]).astype(w.dtype)
         tensors = torch.from_numpy(pixel), torch.from_numpy(pixel_bias), torch.from_numpy(matrix)
-        narrowing = Narrowing(*tensors, _next_weight(branch, tensors[2]), bent, of_linear)
-    return _Known((float(lows[0]), float(lows[1])), (float(highs[0]), float(highs[1])), narrowing)
-
-
-def _next_weight(branch: BranchWeights, matrix: Tensor) -> Tensor:
-    """The weight of the branch that takes its features, for those of which the matrix makes them."""
-    # Many small products: with one large product of so few columns, a CPU takes four times as long.
-    if branch.kernel is not None:
-        outputs, _, *size = branch.kernel.shape
-        return torch.bmm(matrix.t().expand(outputs, -1, -1), branch.kernel.flatten(2)).unflatten(2, size)
-    of_pixels = branch.patchify.unflatten(1, (-1, len(matrix))).permute(1, 2, 0)
-    return torch.bmm(matrix.t().expand(len(of_pixels), -1, -1), of_pixels).flatten(0, 1).t()
+        narrowing = Narrowing(*tensors, bent, of_linear)
+    return Known((float(lows[0]), float(lows[1])), (float(highs[0]), float(highs[1])), narrowing)

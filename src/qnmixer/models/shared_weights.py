@@ -1,21 +1,54 @@
 """Weights that every iteration uses: their gradients are summed first, and reach the weights once a backward pass."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from typing import Any, Self
+from itertools import repeat
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+Function = Callable[..., Sequence[Tensor]]
+"""From weights to further weights.
 
-class CachingModule(nn.Module):
-    """A module that keeps what it computes from its weights, for the other iterations of a pass."""
+Backward calls it outside autocast. So it has no operator that autocast casts.
+"""
 
-    cache: dict[Any, Any] | None = None
-    """Empty when a pass begins; None outside a pass, where the weights may change between two calls."""
+
+class Derived(NamedTuple):
+    """The results of a function of weights."""
+
+    values: Sequence[Tensor]
+    places: Sequence[int] | None = None
+    """Where their gradients are summed; None: autograd goes through the function by itself."""
+
+
+class DerivingModule(nn.Module):
+    """A module that derives further weights from its weights: once for all iterations of a pass."""
+
+    of_pass: "SharedWeights | None" = None
+    """None outside a pass, where the weights may change between two calls."""
+
+    def cache(self) -> dict[Hashable, Any]:
+        """What it keeps for the other iterations of a pass."""
+        return {} if self.of_pass is None else self.of_pass.caches[self]
+
+    def derive(self, key: Hashable, function: Function, *weights: Tensor) -> Derived:
+        """function(*weights). In a pass, forward calls it once for each key, and backward too."""
+        if torch.compiler.is_compiling() or self.of_pass is None:
+            return Derived(function(*weights))
+        return self.of_pass.derive(self.cache(), key, function, weights)
+
+    def used(self, derived: Sequence[Derived]) -> list[Tensor]:
+        """The values of all. Their gradients are summed over the iterations, then go through the functions."""
+        values = [value for it in derived for value in it.values]
+        places = [place for it in derived for place in it.places or repeat(None, len(it.values))]
+        if self.of_pass is None or not torch.is_grad_enabled() or all(place is None for place in places):
+            return values
+        return self.of_pass.used(values, places)
 
 
 class SharedWeights:
@@ -33,7 +66,9 @@ class SharedWeights:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         owners = [owner for module in modules for owner in module.modules()]
         self._places = [(owner, name) for owner in owners for name, p in owner._parameters.items() if _takes_part(p)]
-        self._caches = [(owner, dict[Any, Any]()) for owner in owners if isinstance(owner, CachingModule)]
+        self.caches: dict[DerivingModule, dict[Hashable, Any]] = {
+            owner: {} for owner in owners if isinstance(owner, DerivingModule)
+        }
         self._sums = _Sums(len(self._places))
         weights = [owner._parameters[name] for owner, name in self._places]
         has_graph = weights and torch.is_grad_enabled()
@@ -49,57 +84,127 @@ class SharedWeights:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Let the modules use aliases of their weights, and caches, in the block. Enter it once for each iteration."""
-        places = self._places if torch.is_grad_enabled() else []
-        weights = [owner._parameters[name] for owner, name in places]
+        weights = [owner._parameters[name] for owner, name in self._places]
+        aliases = weights
         try:
-            for module, cache in self._caches:
-                module.cache = cache
-            if places:
-                for (owner, name), alias in zip(places, _Use.apply(self.end, self._sums, weights), strict=True):
+            for module in self.caches:
+                module.of_pass = self
+            if weights and torch.is_grad_enabled():
+                aliases = _Use.apply(self.end, self._sums, range(len(weights)), weights)
+                for (owner, name), alias in zip(self._places, aliases, strict=True):
                     owner._parameters[name] = alias
+            self._numbers = {id(weight): k for k, weight in enumerate(aliases)}
             yield
         finally:
-            for (owner, name), weight in zip(places, weights, strict=True):
-                owner._parameters[name] = weight
-            for module, _ in self._caches:
-                module.cache = None
+            if aliases is not weights:
+                for (owner, name), weight in zip(self._places, weights, strict=True):
+                    owner._parameters[name] = weight
+            for module in self.caches:
+                module.of_pass = None
+
+    def derive(
+        self, cache: dict[Hashable, Any], key: Hashable, function: Function, weights: Sequence[Tensor]
+    ) -> Derived:
+        """See `DerivingModule`."""
+        places = [self._numbers.get(id(weight)) for weight in weights]
+        if any(weight.requires_grad and place is None for weight, place in zip(weights, places, strict=True)):
+            return Derived(function(*weights))  # whole weights of FSDP2: only autograd knows the way to the shards
+        if key not in cache:
+            cache[key] = self._sums.derive(function, weights, places)
+        found: Derived = cache[key]
+        return found
+
+    def used(self, values: Sequence[Tensor], places: Sequence[int | None]) -> list[Tensor]:
+        """Aliases of the values that have a place, and the others."""
+        summed = [(place, value) for place, value in zip(places, values, strict=True) if place is not None]
+        aliases = iter(_Use.apply(self.end, self._sums, *zip(*summed, strict=True)))
+        return [value if place is None else next(aliases) for place, value in zip(places, values, strict=True)]
+
+
+class _Derivation(NamedTuple):
+    """A function of weights, and the places of its weights and results.
+
+    A weight that needs no gradient has no place.
+    """
+
+    function: Function
+    weights: Sequence[Tensor]
+    from_places: Sequence[int | None]
+    to_places: range
 
 
 class _Sums:
-    """The sums of the gradients of n weights."""
+    """The sums of the gradients of weights, by their places.
+
+    The first n places are those of the weights of a pass. Those of derived weights follow.
+    """
 
     def __init__(self, n: int) -> None:
-        self._n = n
-        self._sums: list[Tensor | None] = []
-        self._own: set[int] = set()  # the sums that are no other tensor's
+        self._n = self._n_places = n
+        self._sums: dict[int, Tensor] = {}
+        self._own: set[int] = set()  # the places of sums that are no other tensor's
+        self._derivations: list[_Derivation] = []
 
-    def add(self, gradients: Sequence[Tensor | None]) -> None:
+    def derive(self, function: Function, weights: Sequence[Tensor], places: Sequence[int | None]) -> Derived:
+        """The results of a function of weights with these places.
+
+        The function leaves no graph, and backward calls it again. In a graph it would save tensors in one iteration
+        only. So a checkpoint would find others when it recomputes this iteration.
+        """
+        weights = [weight.detach() for weight in weights]
+        with torch.no_grad():
+            values = function(*weights)
+        if all(place is None for place in places):
+            return Derived(values)
+        to_places = range(self._n_places, self._n_places + len(values))
+        self._n_places = to_places.stop
+        self._derivations.append(_Derivation(function, weights, places, to_places))
+        return Derived(values, to_places)
+
+    def add(self, places: Iterable[int], gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of one iteration; None for a weight without one."""
-        if not self._sums:
-            self._sums = list(gradients)
-            return
-        sums, others, places = [], [], []
-        for k, (total, gradient) in enumerate(zip(self._sums, gradients, strict=True)):
-            if total is None:
-                self._sums[k] = gradient
-            elif gradient is not None:
+        sums, others, again = [], [], []
+        for place, gradient in zip(places, gradients, strict=True):
+            if gradient is None:
+                continue
+            if (total := self._sums.get(place)) is None:
+                self._sums[place] = gradient
+            else:
                 sums.append(total)
                 others.append(gradient)
-                places.append(k)
-        if not places:
+                again.append(place)
+        if not again:
             return
-        if self._own.issuperset(places):
+        if self._own.issuperset(again):
             torch._foreach_add_(sums, others)
             return
         # Not in place: a gradient of the first iteration may be the gradient of another tensor too.
-        for k, total in zip(places, torch._foreach_add(sums, others), strict=True):
-            self._sums[k] = total
-        self._own = set(places)
+        self._sums.update(zip(again, torch._foreach_add(sums, others), strict=True))
+        self._own.update(again)
 
     def take(self) -> list[Tensor | None]:
-        """Return the sums, and clear them for the next backward pass."""
-        sums, self._sums, self._own = self._sums, [], set()
-        return sums or [None] * self._n
+        """Return the sums of the weights of the pass, and clear all for the next backward pass."""
+        self._through_functions()
+        sums = [self._sums.get(place) for place in range(self._n)]
+        self._sums, self._own = {}, set()
+        return sums
+
+    def _through_functions(self) -> None:
+        """Add what the gradients of derived weights give to the weights."""
+        leaves: dict[int, Tensor] = {}
+        results: list[tuple[Tensor, Tensor]] = []
+        for function, weights, from_places, to_places in self._derivations:
+            inputs = [
+                weight if place is None else leaves.setdefault(place, weight.detach().requires_grad_())
+                for weight, place in zip(weights, from_places, strict=True)
+            ]
+            with torch.enable_grad():
+                values = function(*inputs)
+            gradients = [self._sums.get(place) for place in to_places]
+            results += [(v, g) for v, g in zip(values, gradients, strict=True) if g is not None and v.requires_grad]
+        if results:
+            outputs, of_outputs = zip(*results, strict=True)
+            self.add(leaves, torch.autograd.grad(outputs, list(leaves.values()), of_outputs, allow_unused=True))
 
 
 def is_shared_weight(tensor: Tensor) -> bool:
@@ -131,13 +236,15 @@ class _Use(torch.autograd.Function):
     """Aliases of weights, for one iteration. Backward adds their gradients to the sums."""
 
     @staticmethod
-    def forward(ctx: Any, end: Tensor, sums: _Sums, weights: list[Tensor]) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, end: Tensor, sums: _Sums, places: Iterable[int], weights: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.sums = sums
+        ctx.sums, ctx.places = sums, places
         return tuple(weight.detach() for weight in weights)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
-        ctx.sums.add(gradients)
-        return None, None, None
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None, None]:
+        ctx.sums.add(ctx.places, gradients)
+        return None, None, None, None
