@@ -5,12 +5,13 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 _WIDTH = 16  # feature channels between the convolutions of the strided codec
 
 
 class OrthonormalCodec(nn.Module):
-    """PixelUnshuffle, then a convolution. D starts as the transpose of E, so D(E(·)) starts as a projection.
+    """Pixel unshuffle, then a convolution. D starts as the transpose of E, so D(E(·)) starts as a projection.
 
     `channels` is at most factor². With this value E loses nothing at the start: D(E(g)) = g. The first training steps
     then move the image along its true gradient. A kernel of 3 also sees the neighbouring cells; these weights start at
@@ -20,8 +21,7 @@ class OrthonormalCodec(nn.Module):
 
     def __init__(self, factor: int, channels: int, kernel_size: int) -> None:
         super().__init__()
-        self.unshuffle = nn.PixelUnshuffle(factor)
-        self.shuffle = nn.PixelShuffle(factor)
+        self.factor = factor
         basis = nn.init.orthogonal_(torch.empty(channels, factor**2))
         middle = kernel_size // 2
         self.encoder = nn.Conv2d(factor**2, channels, kernel_size, padding=middle, bias=False)
@@ -33,11 +33,11 @@ class OrthonormalCodec(nn.Module):
 
     def encode(self, g: Tensor) -> Tensor:
         """E(g)."""
-        return self.encoder(self.unshuffle(g))
+        return self.encoder(F.pixel_unshuffle(g, self.factor))
 
     def decode(self, s: Tensor) -> Tensor:
         """D(s)."""
-        return self.shuffle(self.decoder(s))
+        return F.pixel_shuffle(self.decoder(s), self.factor)
 
 
 class StridedCodec(nn.Module):
