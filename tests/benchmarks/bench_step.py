@@ -271,7 +271,7 @@ def bench(size: int, variants: list[str], T: int, rounds: int, device: torch.dev
     # Pairs take turns among themselves: what runs before a short call decides its time.
     found = {}
     for name, (call, other, _) in parts.items():
-        short = name != "regulariser"
+        short = name != "regulariser"  # whose call is T of them
         found[name] = medians({"ours": call, "plain": other}, 3 * rounds if short else rounds, device, warm=short)
     bandwidth, rate = copy_bandwidth(device), matrix_rate(device, torch.float32)
     rows = []

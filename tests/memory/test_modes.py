@@ -3,6 +3,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from qnmixer.errors import ConfigError
 from qnmixer.memory import modes as memory
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import track_step
-from qnmixer.models import LEARN, QNMixer
+from qnmixer.models import LEARN, QNMixer, narrowing
 from qnmixer.models.shared_weights import is_shared_weight
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
@@ -54,9 +55,9 @@ class Dropping(nn.Module):
         return self.dropout(self.regularizer(x))
 
 
-def network_of(projector: FanBeamProjector, dropout: bool, **options: Any) -> QNMixer:
+def network_of(projector: FanBeamProjector, dropout: bool, channels: int = 16, **options: Any) -> QNMixer:
     torch.manual_seed(0)
-    network = QNMixer(projector, n_iterations=4, channels=16, **FIGURE, **options)
+    network = QNMixer(projector, n_iterations=4, channels=channels, **FIGURE, **options)
     for k, regularizer in enumerate(network.regularizers):
         nn.init.normal_(regularizer.expansion.project, std=0.02)
         if dropout:
@@ -95,6 +96,24 @@ def test_loss_and_gradients_are_those_of_the_plain_network(
     network = network_of(projector, dropout, **options)
     loss, gradients = loss_and_gradients(network, KEEP, dtype)
     other_loss, other_gradients = loss_and_gradients(network, MODES[mode], dtype)
+    assert torch.equal(loss, other_loss)
+    for gradient, other in zip(gradients, other_gradients, strict=True):
+        assert torch.equal(gradient, other)
+
+
+@pytest.mark.usefixtures("everything_offloaded")
+@pytest.mark.parametrize("mode", MODES)
+def test_they_are_also_where_a_branch_is_narrow(
+    projector: FanBeamProjector, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, and in fact narrow: weights of fewer features are derived once a pass."""
+    monkeypatch.setattr(narrowing, "_FEWEST", 1)
+    network = network_of(projector, dropout=False, channels=64)
+    with monkeypatch.context() as patch:
+        patch.setattr(narrowing, "_Narrow", spy := Mock(wraps=narrowing._Narrow))
+        loss, gradients = loss_and_gradients(network, KEEP, None)
+        assert spy.apply.call_count
+    other_loss, other_gradients = loss_and_gradients(network, MODES[mode], None)
     assert torch.equal(loss, other_loss)
     for gradient, other in zip(gradients, other_gradients, strict=True):
         assert torch.equal(gradient, other)

@@ -196,6 +196,54 @@ def test_weights_are_derived_once_forward_and_once_backward() -> None:
     assert module.calls == {"product": 1, "shift": 1}
 
 
+def test_one_addition_an_iteration_for_derived_weights_too() -> None:
+    with Operators() as operators:
+        derived_gradients(Scaled(), 6, True)
+    # Weights that are used directly, and derived ones: each for itself. Those of `shift` in three iterations only.
+    assert operators.names["aten._foreach_add"] == 1 + 2
+    assert operators.names["aten._foreach_add_"] == 4 + 4
+
+
+def test_a_function_without_a_gradient_is_not_called_in_backward() -> None:
+    module = Scaled()
+    weights = SharedWeights([module])
+    for k in range(2):
+        with weights.in_use():
+            image = module(torch.ones(2, 3, dtype=torch.float64), k)
+            if k == 0:
+                loss = image.sum()
+    loss.backward()
+    assert module.calls == {"product": 2, "shift": 1}
+
+
+def test_two_passes_may_run_side_by_side() -> None:
+    """As the micro-batches of a pipeline."""
+    module = Scaled()
+    wanted = derived_gradients(module, 4, True)
+    images = [torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)] * 2
+    passes = [SharedWeights([module]) for _ in images]
+    for k in range(4):
+        for i, weights in enumerate(passes):
+            with weights.in_use():
+                images[i] = module(images[i], k)
+    module.zero_grad()
+    for image in images:
+        image.square().sum().backward()
+    for p, gradient in zip(module.parameters(), wanted[2:], strict=True):
+        assert gradient is not None
+        torch.testing.assert_close(p.grad, 2 * gradient)
+
+
+def test_a_weight_that_changes_before_backward_is_refused() -> None:
+    module, x = Scaled(), torch.ones(2, 3, dtype=torch.float64)
+    with SharedWeights([module]).in_use():
+        (product,) = module.used([module.derive("product", module.product, module.left, module.right)])
+    with torch.no_grad():
+        module.left.mul_(2)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        (x @ product).sum().backward()
+
+
 def test_backward_may_be_run_again_with_derived_weights() -> None:
     module, x = Scaled(), torch.ones(2, 3, dtype=torch.float64)
     weights = SharedWeights([module])
@@ -222,6 +270,15 @@ def test_a_weight_that_autograd_knows_the_way_from_keeps_it() -> None:
         lambda left, right: (x @ (2 * left @ right).tanh()).sum(), (module.left.detach(), module.right.detach())
     )
     torch.testing.assert_close([module.left.grad, module.right.grad], list(wanted))
+
+
+def test_a_module_that_was_made_in_inference_mode_still_computes() -> None:
+    with torch.inference_mode():
+        module, x = Scaled(), torch.ones(2, 3, dtype=torch.float64)
+        expected = module(x, 1)
+    for mode in (torch.inference_mode(), torch.no_grad()):
+        with mode, SharedWeights([module]).in_use():
+            assert torch.equal(module(x, 1), expected)
 
 
 def test_a_cache_lives_as_long_as_a_pass() -> None:

@@ -5,6 +5,7 @@ stored patch by patch, so that patchify is a product of matrices.
 """
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,7 @@ class InceptionPatches(DerivingModule):
 
     def _narrow(self, x: Tensor, branches: list[BranchWeights]) -> list[BranchWeights]:
         """Weights for fewer features, if these are enough for the pixels of x."""
+        # When torch compiles, x has no values. Autocast rounds pixels, so they may lie outside the range of x.
         if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
             return branches
         ends = value_range(x, len(branches[0].pixel_bias))  # the maxima are in the range of x
@@ -51,9 +53,9 @@ class InceptionPatches(DerivingModule):
         for k, branch in enumerate(branches):
             if (found := narrowing_of(branch, *ends, self.cache().setdefault(k, []))) is not None:
                 narrow[k] = self.derive(found, found.narrow, *branch.of_features())
-        weights = self.used(list(narrow.values()))
-        for place, k in enumerate(narrow):
-            branches[k] = branches[k].with_features(*weights[3 * place : 3 * place + 3])
+        weights = iter(self.used(list(narrow.values())))
+        for k in narrow:
+            branches[k] = branches[k].with_features(*islice(weights, 3))
         return branches
 
 

@@ -46,7 +46,10 @@ class BranchWeights(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Narrowing:
-    """How the c features of a branch follow from n features: those that bend, x − shift, and 1."""
+    """How the c features of a branch follow from n features: those that bend, x − shift, and 1.
+
+    Two of them are never equal, so that each can be a key.
+    """
 
     pixel: Tensor  # [n, 1], of the n features
     pixel_bias: Tensor  # [n]
@@ -76,28 +79,29 @@ class _Narrow(torch.autograd.Function):
         else:
             of_pixels = wide.unflatten(1, (-1, len(matrix))).permute(1, 2, 0)
             narrow = torch.bmm(matrix.t().expand(len(of_pixels), -1, -1), of_pixels).flatten(0, 1).t()
+        # Detached: a result gets this node as its `grad_fn`, and the narrowing must not hold the node.
         return narrowing.pixel.detach(), narrowing.pixel_bias.detach(), narrow
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (pixel, pixel_bias, narrow), (wide,), narrowing = gradients, ctx.saved_tensors, ctx.narrowing
+        (of_bent, of_bent_bias, of_narrow), (wide,), narrowing = gradients, ctx.saved_tensors, ctx.narrowing
         matrix = narrowing.matrix
         c, n = matrix.shape
         if wide.dim() == 4:
-            narrow = narrow.flatten(2)
-            of_wide = torch.bmm(matrix.expand(len(narrow), -1, -1), narrow)
-            of_linear = torch.bmm(narrow[:, -2:], wide.flatten(2).mT).sum(0)
+            of_narrow = of_narrow.flatten(2)
+            of_wide = torch.bmm(matrix.expand(len(of_narrow), -1, -1), of_narrow)
+            of_linear = torch.bmm(of_narrow[:, -2:], wide.flatten(2).mT).sum(0)
         else:
-            narrow = narrow.reshape(-1, n)
-            of_wide = narrow @ matrix.t()
-            of_linear = narrow[:, -2:].t().contiguous() @ wide.view(-1, c)
+            of_narrow = of_narrow.reshape(-1, n)
+            of_wide = of_narrow @ matrix.t()
+            of_linear = of_narrow[:, -2:].t().contiguous() @ wide.view(-1, c)
         # The matrix has w and b + shift · w in the row of a linear feature, and a 1 in the row of one that bends.
         (of_w, of_b), (one, shift) = of_linear.numpy(), narrowing.linear
         with np.errstate(all="ignore"):  # gradients may be infinite
             of_pixel, of_pixel_bias = of_w * one + of_b * shift, of_b * one
-        of_pixel[narrowing.bent] = pixel[:-2, 0].numpy()
-        of_pixel_bias[narrowing.bent] = pixel_bias[:-2].numpy()
+        of_pixel[narrowing.bent] = of_bent[:-2, 0].numpy()
+        of_pixel_bias[narrowing.bent] = of_bent_bias[:-2].numpy()
         return None, torch.from_numpy(of_pixel[:, None]), torch.from_numpy(of_pixel_bias), of_wide.view_as(wide)
 
 

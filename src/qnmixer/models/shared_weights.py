@@ -1,4 +1,7 @@
-"""Weights that every iteration uses: their gradients are summed first, and reach the weights once a backward pass."""
+"""Weights that every iteration uses: their gradients are summed first, and reach the weights once a backward pass.
+
+So do the gradients of further weights, which follow from these by a function: see `DerivingModule`.
+"""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +17,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 Function = Callable[..., Sequence[Tensor]]
 """From weights to further weights.
 
-Backward calls it outside autocast. So it has no operator that autocast casts.
+Backward calls it again, outside autocast. So it must draw no random numbers, and use no operator that autocast casts.
+Its gradients must reach its arguments only.
 """
 
 
@@ -23,32 +27,35 @@ class Derived(NamedTuple):
 
     values: Sequence[Tensor]
     places: Sequence[int] | None = None
-    """Where their gradients are summed; None: autograd goes through the function by itself."""
+    """Where their gradients are summed. None: they need none, or autograd goes through the function by itself."""
 
 
 class DerivingModule(nn.Module):
     """A module that derives further weights from its weights: once for all iterations of a pass."""
 
     of_pass: "SharedWeights | None" = None
-    """None outside a pass, where the weights may change between two calls."""
+    """The pass that runs now. None outside a pass, where the weights may change between two calls."""
 
     def cache(self) -> dict[Hashable, Any]:
         """What it keeps for the other iterations of a pass."""
         return {} if self.of_pass is None else self.of_pass.caches[self]
 
     def derive(self, key: Hashable, function: Function, *weights: Tensor) -> Derived:
-        """function(*weights). In a pass, forward calls it once for each key, and backward too."""
+        """function(*weights). In a pass, forward calls it once for each key, and backward too.
+
+        All calls with one key must have the same function and weights.
+        """
         if torch.compiler.is_compiling() or self.of_pass is None:
             return Derived(function(*weights))
-        return self.of_pass.derive(self.cache(), key, function, weights)
+        return self.of_pass.derive(self, key, function, weights)
 
     def used(self, derived: Sequence[Derived]) -> list[Tensor]:
         """The values of all. Their gradients are summed over the iterations, then go through the functions."""
         values = [value for it in derived for value in it.values]
-        places = [place for it in derived for place in it.places or repeat(None, len(it.values))]
-        if self.of_pass is None or not torch.is_grad_enabled() or all(place is None for place in places):
+        # torch.compile must not read `of_pass`: it would compile again for each kind of value.
+        if torch.compiler.is_compiling() or self.of_pass is None or not torch.is_grad_enabled():
             return values
-        return self.of_pass.used(values, places)
+        return self.of_pass.used(values, [k for it in derived for k in it.places or repeat(None, len(it.values))])
 
 
 class SharedWeights:
@@ -61,6 +68,8 @@ class SharedWeights:
     backward adds all their gradients to the sums by one operator. Each of these nodes has an edge to a last node.
     Autograd runs the last node after all of them. It returns the sums as the gradients of the weights. So hooks on
     weights, which ddp needs, run once for each weight.
+
+    Weights that are derived from these have sums too. The last node takes them through the functions.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -93,7 +102,8 @@ class SharedWeights:
                 aliases = _Use.apply(self.end, self._sums, range(len(weights)), weights)
                 for (owner, name), alias in zip(self._places, aliases, strict=True):
                     owner._parameters[name] = alias
-            self._numbers = {id(weight): k for k, weight in enumerate(aliases)}
+            # By identity: a module names a weight by what stands in its place now.
+            self._place_of = {id(weight): place for place, weight in enumerate(aliases)}
             yield
         finally:
             if aliases is not weights:
@@ -102,22 +112,21 @@ class SharedWeights:
             for module in self.caches:
                 module.of_pass = None
 
-    def derive(
-        self, cache: dict[Hashable, Any], key: Hashable, function: Function, weights: Sequence[Tensor]
-    ) -> Derived:
-        """See `DerivingModule`."""
-        places = [self._numbers.get(id(weight)) for weight in weights]
+    def derive(self, module: DerivingModule, key: Hashable, function: Function, weights: Sequence[Tensor]) -> Derived:
+        """`DerivingModule.derive` in this pass."""
+        places = [self._place_of.get(id(weight)) for weight in weights]
         if any(weight.requires_grad and place is None for weight, place in zip(weights, places, strict=True)):
             return Derived(function(*weights))  # whole weights of FSDP2: only autograd knows the way to the shards
+        cache = self.caches[module]
         if key not in cache:
-            cache[key] = self._sums.derive(function, weights, places)
+            cache[key] = self._sums.record(function, weights, places)
         found: Derived = cache[key]
         return found
 
     def used(self, values: Sequence[Tensor], places: Sequence[int | None]) -> list[Tensor]:
         """Aliases of the values that have a place, and the others."""
         summed = [(place, value) for place, value in zip(places, values, strict=True) if place is not None]
-        aliases = iter(_Use.apply(self.end, self._sums, *zip(*summed, strict=True)))
+        aliases = iter(_Use.apply(self.end, self._sums, *zip(*summed, strict=True)) if summed else ())
         return [value if place is None else next(aliases) for place, value in zip(places, values, strict=True)]
 
 
@@ -129,6 +138,7 @@ class _Derivation(NamedTuple):
 
     function: Function
     weights: Sequence[Tensor]
+    versions: Sequence[int]
     from_places: Sequence[int | None]
     to_places: range
 
@@ -142,23 +152,23 @@ class _Sums:
     def __init__(self, n: int) -> None:
         self._n = self._n_places = n
         self._sums: dict[int, Tensor] = {}
-        self._own: set[int] = set()  # the places of sums that are no other tensor's
+        self._own: set[int] = set()  # the places of sums that may be written
         self._derivations: list[_Derivation] = []
 
-    def derive(self, function: Function, weights: Sequence[Tensor], places: Sequence[int | None]) -> Derived:
-        """The results of a function of weights with these places.
+    def record(self, function: Function, weights: Sequence[Tensor], places: Sequence[int | None]) -> Derived:
+        """The results of a function of weights with these places. Backward calls the function again.
 
-        The function leaves no graph, and backward calls it again. In a graph it would save tensors in one iteration
-        only. So a checkpoint would find others when it recomputes this iteration.
+        It leaves no graph here. Otherwise the iteration that calls it would save more tensors than when a checkpoint
+        recomputes it, because the results are then in the cache. torch does not allow this.
         """
         weights = [weight.detach() for weight in weights]
-        with torch.no_grad():
-            values = function(*weights)
-        if all(place is None for place in places):
-            return Derived(values)
+        values = function(*weights)
+        if all(place is None for place in places) or any(weight.is_inference() for weight in weights):
+            return Derived(values)  # no backward
         to_places = range(self._n_places, self._n_places + len(values))
         self._n_places = to_places.stop
-        self._derivations.append(_Derivation(function, weights, places, to_places))
+        versions = [weight._version for weight in weights]
+        self._derivations.append(_Derivation(function, weights, versions, places, to_places))
         return Derived(values, to_places)
 
     def add(self, places: Iterable[int], gradients: Sequence[Tensor | None]) -> None:
@@ -193,14 +203,18 @@ class _Sums:
         """Add what the gradients of derived weights give to the weights."""
         leaves: dict[int, Tensor] = {}
         results: list[tuple[Tensor, Tensor]] = []
-        for function, weights, from_places, to_places in self._derivations:
+        for function, weights, versions, from_places, to_places in self._derivations:
+            gradients = [self._sums.get(place) for place in to_places]
+            if all(gradient is None for gradient in gradients):
+                continue
+            if versions != [weight._version for weight in weights]:
+                raise RuntimeError("a weight was modified by an inplace operation between forward and backward")
             inputs = [
                 weight if place is None else leaves.setdefault(place, weight.detach().requires_grad_())
                 for weight, place in zip(weights, from_places, strict=True)
             ]
             with torch.enable_grad():
                 values = function(*inputs)
-            gradients = [self._sums.get(place) for place in to_places]
             results += [(v, g) for v, g in zip(values, gradients, strict=True) if g is not None and v.requires_grad]
         if results:
             outputs, of_outputs = zip(*results, strict=True)
@@ -208,7 +222,7 @@ class _Sums:
 
 
 def is_shared_weight(tensor: Tensor) -> bool:
-    """Whether a tensor is an alias of a weight."""
+    """Whether a tensor is an alias of a weight, or of a derived weight."""
     return isinstance(tensor.grad_fn, _Use._backward_cls)
 
 
