@@ -84,6 +84,12 @@ def loss_and_gradients(network: QNMixer, mode: MemoryConfig, dtype: torch.dtype 
     return loss.detach(), [g for g in gradients if g is not None]
 
 
+def assert_equal(found: tuple[Tensor, list[Tensor]], expected: tuple[Tensor, list[Tensor]]) -> None:
+    """Loss and gradients, bit for bit."""
+    for a, b in zip([found[0], *found[1]], [expected[0], *expected[1]], strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.usefixtures("everything_offloaded")
 @pytest.mark.parametrize("options", [{}, {"shared_regularizer": False}, {"hessian_gradient": "detach"}], ids=str)
 @pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropout"])
@@ -94,11 +100,8 @@ def test_loss_and_gradients_are_those_of_the_plain_network(
 ) -> None:
     """Bit for bit: the same operations run again on the same numbers."""
     network = network_of(projector, dropout, **options)
-    loss, gradients = loss_and_gradients(network, KEEP, dtype)
-    other_loss, other_gradients = loss_and_gradients(network, MODES[mode], dtype)
-    assert torch.equal(loss, other_loss)
-    for gradient, other in zip(gradients, other_gradients, strict=True):
-        assert torch.equal(gradient, other)
+    expected = loss_and_gradients(network, KEEP, dtype)
+    assert_equal(loss_and_gradients(network, MODES[mode], dtype), expected)
 
 
 @pytest.mark.usefixtures("everything_offloaded")
@@ -111,12 +114,9 @@ def test_they_are_also_where_a_branch_is_narrow(
     network = network_of(projector, dropout=False, channels=64)
     with monkeypatch.context() as patch:
         patch.setattr(narrowing, "_Narrow", spy := Mock(wraps=narrowing._Narrow))
-        loss, gradients = loss_and_gradients(network, KEEP, None)
+        expected = loss_and_gradients(network, KEEP, None)
         assert spy.apply.call_count
-    other_loss, other_gradients = loss_and_gradients(network, MODES[mode], None)
-    assert torch.equal(loss, other_loss)
-    for gradient, other in zip(gradients, other_gradients, strict=True):
-        assert torch.equal(gradient, other)
+    assert_equal(loss_and_gradients(network, MODES[mode], None), expected)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)

@@ -37,8 +37,8 @@ class InceptionPatches(DerivingModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Patch features of x."""
-        branches = self._narrow(x.detach(), [branch.weights() for branch in self.branches])  # type: ignore[operator]
-        weights = [weight for branch in branches for weight in branch]
+        branches = [branch.weights() for branch in self.branches]  # type: ignore[operator]  # a Branch
+        weights = [weight for branch in self._narrow(x.detach(), branches) for weight in branch]
         return _Inception.apply(x, self.pool(x), self.bias, self.patch_size, *weights)
 
     def _narrow(self, x: Tensor, branches: list[BranchWeights]) -> list[BranchWeights]:
