@@ -39,7 +39,7 @@ TRAIN = {
     "data=mixed data.sources.slices.root=. data.sources.slices.val_fraction=0.9": (
         "data.sources.slices.val_fraction and data.sources.slices.test_fraction leave nothing to train on"
     ),
-    "optimizer=sgd optimizer.betas=[0.9,0.99]": "optimizer.betas works with optimizer=adamw only",
+    "optimizer=sgd optimizer.betas=[0.9,0.99]": "optimizer.betas works with optimizer=adamw or muon only",
     "debug.steps=3": "debug.steps works with debug=profile only",
     # options and groups that are not there
     "data=dicm": "data=dicm does not exist: did you mean dicom?",

@@ -185,6 +185,12 @@ def test_a_mix_is_the_same_after_a_kill(warm: Warm, tmp_path: Path, mix: list[st
 
 
 @pytest.mark.long
+def test_muon_is_the_same_after_a_kill(warm: Warm, tmp_path: Path) -> None:
+    overrides = ["optimizer=muon", "trainer.max_steps=40", "trainer.save_every_n_steps=3"]
+    kill_and_go_on(Runs(tmp_path, warm, drawing=False), [("training", 0.1)], *overrides)
+
+
+@pytest.mark.long
 def test_a_mix_is_the_same_by_two_processes(warm: Warm, tmp_path: Path, mix: list[str]) -> None:
     runs, overrides = Runs(tmp_path, warm, drawing=False), [*RUN, *mix, "trainer.max_steps=40"]
     runs.run(*overrides, f"hydra.run.dir={tmp_path / 'one'}")

@@ -2,42 +2,32 @@
 
 The command runs as a process of its own, on DICOM slices and on a stack of sinograms, with an untrained network: no
 number depends on the weights. Resident memory is read from /proc while it runs, pages of mapped files included.
-`--large`: A and FBP of 512 × 512 pixels, 512 views and 1,024 bins too, up to 40 slices at once (minutes, 10 GB).
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
-from torch import Tensor
+from report import Row, finish
 
 from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
 from qnmixer.config import parse, to_plain
 from qnmixer.config.compose import compose
 from qnmixer.data.phantoms import phantom
-from qnmixer.files import write_text
 from qnmixer.inference.writers import write_dicom
-from qnmixer.memory.usage import read_usage, reset_peak
-from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.training.module import ReconstructionModule
 
-MIB = 2**20
 _PHANTOMS = 20  # different ones; the series repeats them
 _SECONDS = 0.05  # between two looks at the process
-_BATCHES = (1, 8, 40)  # of the large geometry
 
 
 @dataclass
@@ -100,105 +90,47 @@ def resident(pid: int) -> float:
     return sum(float(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS:"))
 
 
-def row(kind: str, samples: list[Sample], count: int) -> dict[str, Any]:
-    """What the samples of a series say: its first and its last tenth, and their ratio."""
-    first = [sample for sample in samples if sample.slices <= count / 10] or samples[:1]
-    last = [sample for sample in samples if sample.slices >= 0.9 * count]
-    early, late = mean(s.mib for s in first), mean(s.mib for s in last)
-    half = next(sample for sample in samples if sample.slices >= count / 2)
+def rows_of(title: str, line: str, samples: list[Sample], count: int) -> Iterator[Row]:
+    """What the samples of a series say: its speed, its memory, and whether either grows."""
+    first = [sample.mib for sample in samples if sample.slices <= count / 10] or [samples[0].mib]
+    last = [sample.mib for sample in samples if sample.slices >= 0.9 * count]
     begin, end = samples[0], next(sample for sample in samples if sample.slices == samples[-1].slices)
-    halves = [(b.seconds - a.seconds) / max(1, b.slices - a.slices) for a, b in ((begin, half), (half, end))]
-    return {
-        "input": kind, "slices": count,
-        "slices_per_second": (end.slices - begin.slices) / max(_SECONDS, end.seconds - begin.seconds),
-        "seconds_ratio": halves[1] / halves[0] if halves[0] else None,
-        "mib_first_tenth": early, "mib_last_tenth": late, "mib_peak": max(s.mib for s in samples),
-        "ratio": late / early,
-    }  # fmt: skip
+    half = next(sample for sample in samples if sample.slices >= count / 2)
+    early, late = ((b.seconds - a.seconds) / max(1, b.slices - a.slices) for a, b in ((begin, half), (half, end)))
+    speed = (end.slices - begin.slices) / max(_SECONDS, end.seconds - begin.seconds)
+    yield Row(title, line, "speed", speed, "slices/s")
+    yield Row(title, line, "time, second half : first", late / early if early else "too short")
+    yield Row(title, line, "resident at the end", mean(last), "MiB")
+    yield Row(title, line, "memory, last tenth : first", mean(last) / mean(first))
 
 
-def time_series(kind: str, count: int, overrides: list[str], options: list[str]) -> dict[str, Any]:
+def series_rows(kind: str, count: int, overrides: str, options: list[str]) -> Iterator[Row]:
     """One series through the command, in a folder that is gone afterwards."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        module = make_run(folder / "run.ckpt", overrides)
+        module = make_run(folder / "run.ckpt", overrides.split())
         source = folder / ("scans.npy" if kind == "sinograms" else "slices")
         if kind == "sinograms":
             make_stack(source, count, module)
+            options = [*options, "unit=value"]
         else:
             make_slices(source, count, module.config.data.image_size)
         given = [f"run={folder / 'run.ckpt'}", f"input={source}", f"output={folder / 'out'}", f"kind={kind}"]
-        unit = ["unit=value"] if kind == "sinograms" else []
-        command = ["qnmixer.reconstruct", *given, *unit, *options]
-        return row(kind, watch(command, folder / "out"), count)
-
-
-def measure_large() -> list[dict[str, Any]]:
-    """Milliseconds and MiB of a slice through A and FBP, by how many go at once."""
-    geometry = FanBeamGeometry(512, 400 / 512, 512, 1024, 0.75, 595.0, 490.6)
-    start = time.perf_counter()
-    projector = FanBeamProjector(geometry)
-    built = time.perf_counter() - start
-    with torch.no_grad():  # once, for the pages of the mapped matrices to be there
-        projector.fbp(projector(torch.rand(1, 1, 512, 512)))
-    rows = []
-    for batch in _BATCHES:
-        x = torch.rand(batch, 1, 512, 512)
-        y = torch.rand(batch, 1, 512, 1024)
-        for name, apply, argument in (("A", projector, x), ("FBP", projector.fbp, y)):
-            seconds, mib = cost(apply, argument)
-            rows.append(
-                {"operator": name, "batch": batch, "ms_per_slice": 1e3 * seconds / batch, "mib_per_slice": mib / batch,
-                 "build_seconds": built}
-            )  # fmt: skip
-    return rows
-
-
-def cost(apply: Callable[[Tensor], Tensor], argument: Tensor) -> tuple[float, float]:
-    """Seconds of one application, and by how many MiB it made this process grow."""
-    with torch.no_grad():
-        reset_peak(argument.device)
-        before, start = read_usage(argument.device).reserved, time.perf_counter()
-        apply(argument)
-        return time.perf_counter() - start, (read_usage(argument.device).peak - before) / MIB
-
-
-def show(result: dict[str, Any]) -> None:
-    """The tables."""
-    names = ("input", "slices", "slices/s", "time a slice, 2nd half : 1st", "MiB first tenth", "last", "ratio", "peak")
-    table = Table(*names, title=result["network"])
-    for r in result["series"]:
-        table.add_row(
-            r["input"], f"{r['slices']:,}", f"{r['slices_per_second']:.1f}",
-            f"{r['seconds_ratio']:.2f}" if r["seconds_ratio"] else "", f"{r['mib_first_tenth']:.1f}",
-            f"{r['mib_last_tenth']:.1f}", f"{r['ratio']:.3f}", f"{r['mib_peak']:.1f}",
-        )  # fmt: skip
-    console = Console()
-    console.print(table)
-    if result["large"]:
-        title = f"512 × 512, 512 views, 1,024 bins; built in {result['large'][0]['build_seconds']:.0f} s"
-        table = Table("operator", "slices at once", "ms a slice", "MiB a slice", title=title)
-        for r in result["large"]:
-            table.add_row(r["operator"], str(r["batch"]), f"{r['ms_per_slice']:.0f}", f"{r['mib_per_slice']:.1f}")
-        console.print(table)
+        samples = watch(["qnmixer.reconstruct", *given, *options], folder / "out")
+    yield from rows_of(f"reconstruct, {overrides}", f"{count:,} {kind}", samples, count)
 
 
 def main() -> None:
-    """Run the series, and what else was asked for."""
+    """Run the series that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--slices", type=int, default=1000)
+    parser.add_argument("--slices", type=int, default=400)
     parser.add_argument("--inputs", nargs="*", default=["slices", "sinograms"], choices=["slices", "sinograms"])
     parser.add_argument("--overrides", default="data.image_size=64 model.n_iterations=4 model.channels=16 noise=field")
     parser.add_argument("--options", nargs="*", default=[], help="of reconstruct, as in batch_size=8")
-    parser.add_argument("--large", action="store_true", help="A and FBP of a large geometry too")
     parser.add_argument("--json", type=Path, help="where to write the results too")
     arguments = parser.parse_args()
-    overrides = arguments.overrides.split()
-    series = [time_series(kind, arguments.slices, overrides, arguments.options) for kind in arguments.inputs]
-    result = {"network": arguments.overrides, "series": series, "large": measure_large() if arguments.large else []}
-    show(result)
-    if arguments.json is not None:
-        write_text(arguments.json, json.dumps(result, indent=2) + "\n")
+    given = arguments.slices, arguments.overrides, arguments.options
+    finish([row for kind in arguments.inputs for row in series_rows(kind, *given)], arguments.json)
 
 
 if __name__ == "__main__":

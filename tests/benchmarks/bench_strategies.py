@@ -16,13 +16,12 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
-from rich.console import Console
-from rich.table import Table
+from lightning.pytorch.profilers import Profiler
+from report import Row, finish
 
 from qnmixer.config import Config, parse
 from qnmixer.config.compose import compose
 from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.files import write_text
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.parallel.devices import resolve_devices
 from qnmixer.processes.launch import launch
@@ -34,61 +33,59 @@ from qnmixer.training.trainer import build_trainer
 
 VARIANTS = {
     "ddp": "strategy=ddp",
-    "ddp, static graph": "strategy=ddp strategy.static_graph=true",
     "ddp, recompute": "strategy=ddp memory=recompute",
     "fsdp": "strategy=fsdp",
-    "fsdp, weights stay": "strategy=fsdp strategy.reshard_after_forward=false",
     "pipeline, 1f1b": "strategy=pipeline",
-    "pipeline, gpipe": "strategy=pipeline strategy.schedule=gpipe",
     "pipeline, interleaved": "strategy=pipeline strategy.schedule=interleaved strategy.stages_per_device=2",
     "pipeline, sequential": "strategy=pipeline strategy.schedule=sequential",
     "pipeline, 1f1b, recompute": "strategy=pipeline memory=recompute",
     "two pipelines of two": "strategy=pipeline strategy.devices_per_pipeline=2",
 }
+WARM_UP = 2  # steps
 
 
 class Clock(Callback):
-    """Seconds of every optimizer step."""
+    """Seconds from the end of one batch to the end of the next; the first from the start of training."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
-        self._start = 0.0
+        self._before = 0.0
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        self._start = self._now(pl_module)
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._before = time.perf_counter()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        self.seconds.append(self._now(pl_module) - self._start)
-
-    @staticmethod
-    def _now(pl_module: L.LightningModule) -> float:
         if pl_module.device.type == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter()
+        self._before, before = time.perf_counter(), self._before
+        self.seconds.append(self._before - before)
 
 
 def config_of(overrides: str) -> Config:
     """A checked config that trains and does nothing else."""
-    bare = "data.num_workers=0 trainer.val_every_n_steps=1000000 logger=csv"
-    return resolve_devices(parse(compose("train", f"{bare} {overrides}".split())))
+    return resolve_devices(parse(compose("train", f"trainer.val_every_n_steps=1000000 logger=csv {overrides}".split())))
+
+
+def fit(overrides: str, folder: Path, clock: Clock, profiler: Profiler | None = None) -> Config:
+    """Train as the command does; the config."""
+    config = config_of(overrides)
+    L.seed_everything(1, verbose=False)
+    module = ReconstructionModule(config)
+    apply_memory_mode(module.network, config.memory)
+    callbacks = [clock, *build_callbacks(config.callbacks)]
+    trainer = build_trainer(config, folder, callbacks, build_loggers(config, folder, []))
+    if profiler is not None:
+        trainer.profiler = profiler
+    trainer.fit(module, datamodule=SliceDataModule(config.data))
+    return config
 
 
 def time_here(variants: list[str], folder: Path) -> list[float]:
-    """As one rank: median seconds of a step of each variant, the first two left out."""
+    """As one rank: median seconds of a step of each variant, without the first ones."""
     medians = []
     for k, overrides in enumerate(variants):
-        config, clock = config_of(overrides), Clock()
-        L.seed_everything(1, verbose=False)
-        module = ReconstructionModule(config)
-        apply_memory_mode(module.network, config.memory)
-        trainer = build_trainer(
-            config,
-            folder / str(k),
-            [clock, *build_callbacks(config.callbacks)],
-            build_loggers(config, folder / str(k), []),
-        )
-        trainer.fit(module, datamodule=SliceDataModule(config.data))
-        medians.append(median(clock.seconds[2:]))
+        fit(overrides, folder / str(k), clock := Clock())
+        medians.append(median(clock.seconds[WARM_UP:]))
     return medians
 
 
@@ -108,7 +105,7 @@ def main() -> None:
             (Path(job["folder"]) / "medians.json").write_text(json.dumps(medians))
         return
     n = torch.cuda.device_count() if torch.cuda.is_available() else 4
-    common = f"{arguments.overrides} trainer.devices={n} trainer.max_steps={arguments.steps}"
+    common = f"{arguments.overrides} data.num_workers=0 trainer.devices={n} trainer.max_steps={arguments.steps}"
     variants = [f"{common} {VARIANTS[name]}" for name in arguments.variants]
     for overrides in variants:
         config_of(overrides)  # a wrong one is refused before anything is started
@@ -117,18 +114,9 @@ def main() -> None:
         job_path.write_text(json.dumps({"variants": variants, "folder": folder}))
         launch([__file__, "--rank", str(job_path)], n)
         medians = json.loads((Path(folder) / "medians.json").read_text())
-    rows = [
-        {"variant": name, "seconds": seconds, "ratio": seconds / medians[0]}
-        for name, seconds in zip(arguments.variants, medians, strict=True)
-    ]
-    table = Table(
-        "strategy", "seconds a step", f"of {arguments.variants[0]}", title=f"{n} devices, {arguments.overrides}"
-    )
-    for row in rows:
-        table.add_row(str(row["variant"]), f"{row['seconds']:.3f}", f"{row['ratio']:.2f}")
-    Console().print(table)
-    if arguments.json is not None:
-        write_text(arguments.json, json.dumps(rows, indent=2) + "\n")
+    title = f"A training step on {n} devices, {arguments.overrides} (× as long as {arguments.variants[0]})"
+    pairs = zip(arguments.variants, medians, strict=True)
+    finish([Row(title, name, "step", seconds, "s", seconds / medians[0]) for name, seconds in pairs], arguments.json)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,11 @@ REPORT = Path(__file__).with_name("report.py")
 def bench(folder: Path, seconds: float) -> Path:
     """A folder with what two of the benches write."""
     folder.mkdir()
-    steps = {
-        "plain": {"seconds": 3.0, "times_as_fast": 1.0},
-        "keep": {"seconds": seconds, "times_as_fast": 3 / seconds},
-    }
-    part = {"part": "codec", "seconds": 0.02, "ratio": 0.5, "over_floor": 7.0}
-    size = {"size": 256, "T": 14, "steps": steps, "inference": {}, "parts": [part]}
-    size |= {"bandwidth": 4e10, "matrix_rate": 1.8e11, "slowdown_beside_busy_core": 1.25}
-    machine = {"processor": "abacus", "threads": 2, "torch": "2"}
-    (folder / "step.json").write_text(json.dumps({"machine": machine, "sizes": [size]}))
-    (folder / "strategies.json").write_text(json.dumps([{"variant": "fsdp", "seconds": 2.0, "ratio": 4.0}]))
+    title = "A step (× ours)"
+    step = [[title, "ours", "64²", 1.0, "s", 1.0], [title, "theirs", "64²", seconds, "s", seconds]]
+    step.append([title, "absent", "64²", "not installed", "s", None])
+    for name, rows in {"step": step, "memory": [["The plan", "demo", "peak", 1234.5, "MiB", None]]}.items():
+        (folder / f"{name}.json").write_text(json.dumps({"machine": "abacus, 2 cores", "rows": rows}))
     return folder
 
 
@@ -32,12 +27,10 @@ def test_every_figure_is_in_a_table_and_beside_that_of_before(tmp_path: Path) ->
     done = report(after, "--before", before, "--output", output)
     assert done.returncode == 0, done.stderr
     assert done.stdout == output.read_text()
-    assert "processor abacus, threads 2, torch 2" in done.stdout
-    assert "| keep | 1.5 s, 2.00 ×; 0.75 of before |" in done.stdout
-    assert "| codec | 20 ms, 0.50 × (7.0); 1.00 of before |" in done.stdout
-    assert "| a large copy | 40 GB/s; 1.00 of before |" in done.stdout
-    assert "| a loop beside a busy core : alone | 1.25; 1.00 of before |" in done.stdout
-    assert "| fsdp | 2 s, 0.25 ×; 1.00 of before |" in done.stdout
+    assert "on one machine: abacus, 2 cores" in done.stdout
+    assert "| theirs | 1.5 s (1.50); 0.75 of before |" in done.stdout
+    assert "| absent | not installed |" in done.stdout
+    assert "| demo | 1,234 MiB; 1.00 of before |" in done.stdout
 
 
 def test_an_empty_folder_is_reported(tmp_path: Path) -> None:

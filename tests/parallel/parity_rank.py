@@ -86,7 +86,7 @@ def train(
     L.seed_everything(1, verbose=False)
     module = ReconstructionModule(config)
     for p in module.parameters():  # away from the start, where G is zero and nothing flows back through it
-        p.data += 0.02 * torch.randn_like(p)
+        p.data += 0.02 * torch.randn(p.shape)  # not like p, whose layout in memory may differ
     apply_memory_mode(module.network, config.memory)
     if config.compile:
         compile_blocks(module.network)

@@ -32,11 +32,12 @@ TINY = (
     f"optimizer.lr={LR}"
 )
 MODEL = "model.n_iterations=4 model.channels=4 model.n_mixer_layers=1"
-COMPETITORS = {
+OTHERS = {
     "fbpconvnet": "model=fbpconvnet model.channels=4 model.depth=2",
     "learn": "model=learn model.n_iterations=4 model.channels=4",
     "learned_primal_dual": "model=learned_primal_dual model.n_iterations=4 model.channels=4",
     "regformer": "model=regformer model.n_iterations=4 model.channels=6 model.window_size=4",
+    "muon": f"{MODEL} optimizer=muon",
 }
 # 44 slices: with 16 a step, the third step of every epoch is a smaller one, of 12 slices, in 3 windows of 4.
 # The fourth is the first of another epoch.
@@ -78,8 +79,9 @@ LONG = {
     "compiled stages",
 }
 LONG |= {"fsdp 1 keep", *(f"{name} 4 recompute" for name in STRATEGIES)}
-LONG |= {f"{model} by {name}" for model in COMPETITORS for name in STRATEGIES if name != "ddp"}
-LONG |= {"learn by ddp", "regformer by ddp"}
+LONG |= {f"{model} by {name}" for model in OTHERS for name in STRATEGIES if name != "ddp"}
+LONG |= {"learn by ddp", "regformer by ddp", "muon by ddp"}
+LONG -= {"muon by fsdp"}  # the only one that gathers what it steps along
 LONG |= {f"from {name}" for name in ("ddp", "pipeline")}
 LONG |= {f"from {writer} to {reader}" for writer in ("ddp", "pipeline") for reader in ("one", *STRATEGIES)}
 
@@ -163,7 +165,7 @@ def tasks() -> tuple[list[Task], list[Task], list[Task], dict[str, str]]:
         four.append(Task(name, f"{WINDOWS[1]} {strategy} {SHORT}"))
         equal[name] = "one own regularisers" if name.startswith("own") else "one short"
 
-    for name, model in COMPETITORS.items():
+    for name, model in OTHERS.items():
         one.append(Task(f"one {name}", f"{WINDOWS[1]} {SHORT}", model=model))
         for strategy, overrides in STRATEGIES.items():
             if (name, strategy) != ("fbpconvnet", "pipeline"):  # which has one iteration

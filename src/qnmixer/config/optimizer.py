@@ -52,6 +52,26 @@ class AdamWConfig(OptimizerConfig):
             raise ConfigError(f"optimizer.betas={self.betas} is not two numbers from 0 to below 1: give [0.9,0.999]")
 
 
+@schema("qnmixer.optimization.muon.Muon")
+@dataclass(kw_only=True)
+class MuonConfig(AdamWConfig):
+    """Muon for the network's `hidden_weights`, AdamW for the others.
+
+    Attributes:
+        lr: learning rate of `hidden_weights`.
+        adamw_lr: learning rate of the others. That of the scalars λ_t is adamw_lr times step_size_lr_factor.
+        momentum: of Muon.
+        betas: of AdamW.
+    """
+
+    adamw_lr: float = number(above=0)
+    momentum: float = number(at_least=0, below=1)
+
+    def keywords(self) -> dict[str, Any]:
+        """All arguments, except adamw_lr, which is given to the parameter groups."""
+        return {key: value for key, value in super().keywords().items() if key != "adamw_lr"}
+
+
 @schema("torch.optim.SGD")
 @dataclass(kw_only=True)
 class SGDConfig(OptimizerConfig):

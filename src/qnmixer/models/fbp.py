@@ -1,9 +1,13 @@
 """Filtered back-projection as a network without iterations, so that it is evaluated and compared like all others."""
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from qnmixer.models.unrolled import UnrolledNetwork
-from qnmixer.physics import FanBeamProjector
+
+if TYPE_CHECKING:
+    from qnmixer.physics import FanBeamProjector
 
 
 class FBP(UnrolledNetwork[Tensor]):
@@ -11,7 +15,7 @@ class FBP(UnrolledNetwork[Tensor]):
 
     title = "FBP"
 
-    def __init__(self, projector: FanBeamProjector) -> None:
+    def __init__(self, projector: "FanBeamProjector") -> None:
         super().__init__(n_iterations=0)
         self.projector = projector
 

@@ -2,12 +2,15 @@
 
 import math
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from qnmixer.models.unrolled import UnrolledNetwork
-from qnmixer.physics import FanBeamProjector
+
+if TYPE_CHECKING:
+    from qnmixer.physics import FanBeamProjector
 
 
 class FBPConvNet(UnrolledNetwork[Tensor]):
@@ -21,7 +24,7 @@ class FBPConvNet(UnrolledNetwork[Tensor]):
 
     title = "FBPConvNet"
 
-    def __init__(self, projector: FanBeamProjector, channels: int = 64, depth: int = 4) -> None:
+    def __init__(self, projector: "FanBeamProjector", channels: int = 64, depth: int = 4) -> None:
         super().__init__(n_iterations=1)
         self.projector = projector
         self.unet = UNet(channels, depth)
@@ -34,13 +37,13 @@ class FBPConvNet(UnrolledNetwork[Tensor]):
         """x₀ + U-Net(x₀)."""
         return state + self.unet(state)
 
-    def recomputed_parts(self) -> list[nn.Module]:
-        """The levels: with a single iteration there is nothing else to recompute."""
-        return self.unet.levels()
-
     def blocks(self) -> list[nn.Module]:
         """The levels."""
         return self.unet.levels()
+
+    def hidden_weights(self) -> list[nn.Parameter]:
+        """All kernels, but for the last."""
+        return [p for name, p in self.unet.named_parameters() if p.ndim > 1 and not name.startswith("last")]
 
 
 class UNet(nn.Module):

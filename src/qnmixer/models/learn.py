@@ -1,14 +1,15 @@
 """LEARN (Chen et al., IEEE Transactions on Medical Imaging 2018): gradient descent with a small CNN per iteration."""
 
-from typing import Literal
+from typing import Literal, TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from qnmixer.models.data_term import DATA_TERMS, data_gradient
-from qnmixer.models.nonnegative import rectified
+from qnmixer.models.data_term import DATA_TERMS, data_gradient, rectified
 from qnmixer.models.unrolled import UnrolledNetwork, check_choice
-from qnmixer.physics import FanBeamProjector
+
+if TYPE_CHECKING:
+    from qnmixer.physics import FanBeamProjector
 
 
 class LEARN(UnrolledNetwork[Tensor]):
@@ -34,7 +35,7 @@ class LEARN(UnrolledNetwork[Tensor]):
 
     def __init__(
         self,
-        projector: FanBeamProjector,
+        projector: "FanBeamProjector",
         n_iterations: int = 50,
         channels: int = 48,
         data_term: Literal["adjoint", "fbp"] = "adjoint",
@@ -58,6 +59,10 @@ class LEARN(UnrolledNetwork[Tensor]):
     def blocks(self) -> list[nn.Module]:
         """The CNNs."""
         return list(self.regularizers)
+
+    def hidden_weights(self) -> list[nn.Parameter]:
+        """All kernels, but for the last of each CNN."""
+        return [p for cnn in self.regularizers for p in cnn[:-1].parameters() if p.ndim > 1]  # type: ignore[index]  # Sequential
 
 
 def _regularizer(channels: int) -> nn.Sequential:

@@ -1,12 +1,14 @@
 """Learned Primal-Dual (Adler & Öktem, IEEE Transactions on Medical Imaging 2018)."""
 
-from typing import NamedTuple
+from typing import NamedTuple, TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from qnmixer.models.unrolled import UnrolledNetwork
-from qnmixer.physics import FanBeamProjector
+
+if TYPE_CHECKING:
+    from qnmixer.physics import FanBeamProjector
 
 
 class PrimalDualState(NamedTuple):
@@ -36,7 +38,7 @@ class LearnedPrimalDual(UnrolledNetwork[PrimalDualState]):
 
     def __init__(
         self,
-        projector: FanBeamProjector,
+        projector: "FanBeamProjector",
         n_iterations: int = 10,
         channels: int = 32,
         n_primal: int = 5,
@@ -71,6 +73,10 @@ class LearnedPrimalDual(UnrolledNetwork[PrimalDualState]):
     def blocks(self) -> list[nn.Module]:
         """The CNNs."""
         return [*self.dual_updates, *self.primal_updates]
+
+    def hidden_weights(self) -> list[nn.Parameter]:
+        """All kernels, but for the last of each CNN."""
+        return [p for cnn in self.blocks() for p in cnn[:-1].parameters() if p.ndim > 1]  # type: ignore[index]  # Sequential
 
 
 def _update(n_in: int, channels: int, n_out: int) -> nn.Sequential:

@@ -1,39 +1,38 @@
 """QN-Mixer (Ayad, Larue, Nguyen, CVPR 2024): an unrolled quasi-Newton method in a learned latent space."""
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from qnmixer.errors import ConfigError
+from qnmixer.models.bfgs import Pair, apply_inverse_hessian, make_pair, split_scale
 from qnmixer.models.codec import OrthonormalCodec, StridedCodec
-from qnmixer.models.data_term import DATA_TERMS, data_descent, safe_step_size
+from qnmixer.models.data_term import DATA_TERMS, data_gradient, nonnegative, safe_step_size
 from qnmixer.models.incept_mixer import DetailConvolutions, InceptMixer
-from qnmixer.models.latent_bfgs import History
-from qnmixer.models.nonnegative import nonnegative
 from qnmixer.models.unrolled import UnrolledNetwork, check_choice
-from qnmixer.physics import FanBeamProjector
+
+if TYPE_CHECKING:
+    from qnmixer.physics import FanBeamProjector
 
 
 class QNState(NamedTuple):
-    """The state before iteration t: x₀, and the vectors from which x_t and H_t are computed.
+    """Before iteration t: x_t, the pairs of H, and the last step and code, from which the next pair comes."""
 
-    x_t itself is not in it, because it would cost one more image an iteration.
-    """
-
-    x0: Tensor  # [B, 1, H, W]
-    history: History | None = None  # bfgs: pairs and r_{t−1}; empty before the first iteration
-    way: Tensor | None = None  # identity and momentum: s_0 + … + s_{t−1} [B, L]
-    step: Tensor | None = None  # momentum: s_{t−1} [B, L]
+    x: Tensor  # [B, 1, H, W]
+    pairs: tuple[Pair, ...] = ()
+    s: Tensor | None = None  # s_{t−1} [B, L] divided by its scale; None before the first iteration
+    scale: Tensor | None = None  # [B, 1]
+    r: Tensor | None = None  # r_{t−1} [B, L]
 
 
 class QNMixer(UnrolledNetwork[QNState]):
     """x₀ = FBP(y); r_t = E(λ_t A†(A x_t − y) + G(x_t)); s_t = −H_t r_t; x_{t+1} = x_t + D(s_t).
 
     H₀ = I, and H_t follows from (s_{t−1}, z_{t−1} = r_t − r_{t−1}) by the BFGS formula. The loop is exactly that of the
-    paper's figure, but the curvature pair is formed at the start of iteration t, not at the end of t − 1. So each
-    iteration calls G, E and D once, and every result is used.
+    paper's figure, but the pair is made at the start of iteration t, not at the end of t − 1. So each iteration calls G,
+    E and D once, and every result is used.
 
     Four things are ours, and the defaults are those of `model=qn_mixer`, not of the figure:
 
@@ -75,7 +74,7 @@ class QNMixer(UnrolledNetwork[QNState]):
 
     def __init__(
         self,
-        projector: FanBeamProjector,
+        projector: "FanBeamProjector",
         n_iterations: int = 14,
         channels: int = 96,
         patch_size: int = 4,
@@ -140,76 +139,65 @@ class QNMixer(UnrolledNetwork[QNState]):
         self.trust = scalars(hessian == "bfgs" and learned_trust)
 
     def start(self, y: Tensor) -> QNState:
-        """x₀ = FBP(y), and H₀ = I."""
-        x0 = self.projector.fbp(y)
-        if self.hessian != "bfgs":
-            return QNState(x0)
-        return QNState(x0, History.begin(x0.new_empty(self._latent_shape(x0)).flatten(1), self.n_iterations))
+        """x₀ = FBP(y), and no pairs: H₀ = I."""
+        return QNState(self.projector.fbp(y))
 
     def image(self, state: QNState) -> Tensor:
         """x_t, or max(0, x_t) after an iteration."""
-        way = state.way if state.history is None or state.history.is_empty else state.history.way()[1]
-        if way is None:
-            return state.x0
-        x = self._iterate(state.x0, way)
-        return nonnegative(x) if self.nonnegative else x
-
-    def _iterate(self, x0: Tensor, way: Tensor | None) -> Tensor:
-        """x_t = x₀ + D(s_0 + … + s_{t−1}), as D is linear."""
-        if way is None:
-            return x0
-        with torch.autocast(x0.device.type, enabled=False):  # half precision would round late, small steps away
-            return x0 + self.codec.decode(way.view(self._latent_shape(x0)))
+        return nonnegative(state.x) if self.nonnegative and state.s is not None else state.x
 
     def step(self, t: int, y: Tensor, state: QNState) -> QNState:
-        """Iteration t: gradient, its code, the inverse Hessian, the step."""
-        history = state.history
-        if history is None:
-            return self._first_order_step(t, y, state)
-        way = None
-        if not history.is_empty:
-            history, way = history.way()
-        r = self._code(t, self._iterate(state.x0, way), y)
-        trust = self.trust[t - 1] if self.trust and t else None
-        return QNState(state.x0, history.advance(r, trust, constant=self.hessian_gradient == "detach"))
+        """Iteration t: the gradient, its code r_t, the newest pair, the step s_t, the image."""
+        x, pairs, s, scale, before = state
+        code = self.codec.encode(self.objective_gradient(t, x, y))
+        # H needs full precision, and half precision would round late, small steps of x away.
+        with torch.autocast(x.device.type, enabled=False):
+            r = code.flatten(1).to(x.dtype)
+            step = -r
+            if s is not None and scale is not None and before is not None:  # t > 0
+                if self.hessian == "momentum":
+                    step = step + self.momenta[t - 1] * scale * s
+                elif self.hessian == "bfgs":
+                    z = (r - before) / scale
+                    if self.hessian_gradient == "detach":
+                        s, z = s.detach(), z.detach()
+                    pairs = *pairs, make_pair(s, z)
+                    step = self._quasi_newton_step(t, r, pairs)
+            return QNState(x + self.codec.decode(step.view(code.shape)), pairs, *split_scale(step), r)
 
-    def _first_order_step(self, t: int, y: Tensor, state: QNState) -> QNState:
-        """Iteration t with H = I."""
-        s = -self._code(t, self._iterate(state.x0, state.way), y)
-        if self.momenta and t:
-            s = s + self.momenta[t - 1] * state.step
-        way = s if state.way is None else state.way + s
-        return QNState(state.x0, way=way, step=s if self.momenta else None)
-
-    def _code(self, t: int, x: Tensor, y: Tensor) -> Tensor:
-        """r_t = E(∇J_t(x_t)), [B, L], in the precision of the image also under autocast, because H needs it."""
-        return self.codec.encode(self.objective_gradient(t, x, y)).flatten(1).to(x.dtype)
+    def _quasi_newton_step(self, t: int, r: Tensor, pairs: tuple[Pair, ...]) -> Tensor:
+        """−H_t r, or with τ_t: −((1 − τ_t) I + τ_t H_t) r."""
+        Hr = apply_inverse_hessian(r, pairs)
+        return -(r + self.trust[t - 1] * (Hr - r)) if self.trust else -Hr
 
     def objective_gradient(self, t: int, x: Tensor, y: Tensor) -> Tensor:
         """∇J_t(x) = λ_t A†(A x − y) + G_t(x), [B, 1, H, W]; shared λ and G are the same for every t."""
-        step_sizes = self.step_sizes[t % len(self.step_sizes)]
-        regularization = self.regularizers[t % len(self.regularizers)](x)
+        G = self.regularizers[t % len(self.regularizers)](x)
         if self.details:
-            regularization = self.details[t](x, regularization)
-        return regularization + data_descent(self.projector, self.data_term, x, y, step_sizes)
-
-    def diagnostics(self, state: QNState) -> dict[str, Tensor]:
-        """Mean cos(z, s) and the share of pairs that the safeguard skipped. They show problems early."""
-        if state.history is None or self.n_iterations == 1:
-            return {}
-        used, cosine = state.history.curvature()
-        return {"cosine_zs": cosine.mean(), "skipped_pairs": (~used).to(cosine.dtype).mean()}
+            G = self.details[t](x, G)
+        u = x
+        for step_size in self.step_sizes[t % len(self.step_sizes)]:
+            u = u - step_size * data_gradient(self.projector, self.data_term, u, y)
+        return G + (x - u)
 
     def blocks(self) -> list[nn.Module]:
         """The regularisers."""
         return [*self.regularizers, *self.details]
 
-    def shared(self) -> list[nn.Module]:
-        """The codec, and the regulariser and step sizes if all iterations use the same."""
-        of_all = [parts for parts in (self.regularizers, self.step_sizes) if len(parts) == 1]
-        return [self.codec, *of_all]
+    def hidden_weights(self) -> list[nn.Parameter]:
+        """Matrices and kernels of the inception, the mixer and the details, but for layers that start at zero."""
+        parts: list[nn.Module] = [
+            part
+            for regularizer in self.regularizers
+            if isinstance(regularizer, InceptMixer)
+            for part in (regularizer.embedding, regularizer.mixer)
+        ]
+        parts += [part for details in self.details for part in (details.first, details.second)]
+        return [p for part in parts for p in part.parameters() if p.ndim > 1]
 
-    def _latent_shape(self, x: Tensor) -> tuple[int, int, int, int]:
-        """Shape of the codes of images like x."""
-        size = x.shape[-1] // self.latent_factor
-        return len(x), self.latent_channels, size, size
+    def diagnostics(self, state: QNState) -> dict[str, Tensor]:
+        """Mean cos(z, s) and the share of pairs that the safeguard skipped. They show problems early."""
+        if not state.pairs:
+            return {}
+        cosine, z = torch.cat([pair.cosine for pair in state.pairs]), torch.cat([pair.z for pair in state.pairs])
+        return {"cosine_zs": cosine.mean(), "skipped_pairs": (z == 0).all(1).to(z.dtype).mean()}

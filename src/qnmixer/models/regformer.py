@@ -1,15 +1,16 @@
 """RegFormer (Xia et al., IEEE Transactions on Radiation and Plasma Medical Sciences 2024): CNN and Swin by turns."""
 
-from typing import NamedTuple
+from typing import NamedTuple, TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qnmixer.models.data_term import data_gradient
-from qnmixer.models.nonnegative import rectified
+from qnmixer.models.data_term import data_gradient, rectified
 from qnmixer.models.unrolled import UnrolledNetwork
-from qnmixer.physics import FanBeamProjector
+
+if TYPE_CHECKING:
+    from qnmixer.physics import FanBeamProjector
 
 _DEPTH = 2  # Swin layers of a block: one with windows in place, one with windows shifted
 _MLP_RATIO = 4
@@ -43,7 +44,7 @@ class RegFormer(UnrolledNetwork[RegFormerState]):
 
     def __init__(
         self,
-        projector: FanBeamProjector,
+        projector: "FanBeamProjector",
         n_iterations: int = 12,
         channels: int = 96,
         n_heads: int = 3,
@@ -78,6 +79,15 @@ class RegFormer(UnrolledNetwork[RegFormerState]):
     def blocks(self) -> list[nn.Module]:
         """The R_t."""
         return list(self.regularizers)
+
+    def hidden_weights(self) -> list[nn.Parameter]:
+        """All kernels and matrices, but for the biases of positions and the layers to an image, which start at zero."""
+        return [
+            p
+            for block in self.regularizers
+            for name, p in block.named_parameters()
+            if p.ndim > 1 and not (name == "project.weight" or name.endswith("position_bias"))
+        ]
 
 
 class LocalBlock(nn.Module):

@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from qnmixer.models.unrolled import UnrolledNetwork
-from qnmixer.physics import FanBeamProjector
+
+if TYPE_CHECKING:
+    from qnmixer.physics import FanBeamProjector
 
 # Of 1, 3, 10, 30, 100 and 300 this τ came nearest to the minimum in 200 iterations, for weights from 1e-5 to 1e-2.
 _TAU = 10.0
@@ -59,7 +61,7 @@ class TotalVariation(UnrolledNetwork[TVState]):
 
     def __init__(
         self,
-        projector: FanBeamProjector,
+        projector: "FanBeamProjector",
         n_iterations: int = 5000,
         weight: float = 9e-5,
         gap: float = 0.01,

@@ -1,30 +1,33 @@
-"""The base class of unrolled networks: a start, a step, and T."""
+"""The base class of unrolled networks: a start, a step, and T. Write these two, and everything else works with them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Container, Iterator
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from qnmixer.errors import ConfigError
-from qnmixer.models.shared_weights import SharedWeights
-from qnmixer.physics import FanBeamProjector
+
+if TYPE_CHECKING:  # a network needs the operator's methods only, so that its file imports none of the physics
+    from qnmixer.physics import FanBeamProjector
 
 S = TypeVar("S")
-"""The state between two iterations: tensors [B, …], and tuples of them."""
+"""What one iteration hands to the next: tensors [B, …], and tuples of them."""
 
 
 class UnrolledNetwork(nn.Module, ABC, Generic[S]):
-    """x₀ → … → x_T, each from the previous one by `step`. The loop is written here once for every network.
+    """x₀ → … → x_T, each from the one before by `step`.
 
-    `step` gets all its inputs as arguments and stores nothing. So other code can replace `loop` from outside, to
-    recompute, offload or pipeline the steps.
+    `step` gets all its inputs as arguments and stores nothing. So `loop` can be replaced from outside, to recompute,
+    offload or pipeline the steps.
     """
 
     title: str = "network"
     """Its name in tables and pictures."""
 
-    projector: FanBeamProjector
+    projector: "FanBeamProjector"
     """A, Aᵀ and FBP of the scan. A subclass sets it from its first argument."""
 
     def __init__(self, n_iterations: int) -> None:
@@ -47,25 +50,27 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         assert isinstance(state, Tensor)
         return state
 
-    def diagnostics(self, state: S) -> dict[str, Tensor]:
-        """Scalars of the last state, by name, which are logged at each validation."""
-        return {}
-
-    def recomputed_parts(self) -> list[nn.Module]:
-        """Parts with large inner features that are cheap to compute again. They must draw no random numbers."""
-        return []
-
     def blocks(self) -> list[nn.Module]:
         """The parts with most weights, each called as a whole. fsdp gathers, and torch compiles, one at a time."""
         return []
 
-    def shared(self) -> list[nn.Module]:
-        """The parts that every iteration uses."""
+    def hidden_weights(self) -> list[nn.Parameter]:
+        """Matrices and kernels for the orthogonal steps of `optimizer=muon`. Leave out layers that start at zero."""
         return []
 
-    def shared_weights(self, iterations: range) -> SharedWeights:
-        """The weights of the parts of `shared`, for a pass through some iterations."""
-        return SharedWeights(self.shared() if len(iterations) > 1 else [])
+    def diagnostics(self, state: S) -> dict[str, Tensor]:
+        """Scalars of the last state, by name, which are logged at each validation."""
+        return {}
+
+    def forward(self, y: Tensor) -> Tensor:
+        """x_T [B, 1, H, W] from a sinogram y [B, 1, V, D] in value × mm."""
+        return self.image(self.loop(self, range(self.n_iterations), y, self.start(y)))
+
+    def run(self, iterations: range, y: Tensor, state: S) -> S:
+        """The state after some consecutive iterations."""
+        for t in iterations:
+            state = self.step(t, y, state)
+        return state
 
     def states(self, y: Tensor) -> Iterator[S]:
         """Yield the T + 1 states, from that of x₀ on."""
@@ -87,17 +92,26 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         """x₀ … x_T, T + 1 images of [B, 1, H, W]."""
         return self.trajectory(y)[1]
 
-    def forward(self, y: Tensor) -> Tensor:
-        """x_T [B, 1, H, W] from a sinogram y [B, 1, V, D] in value × mm."""
-        return self.image(self.loop(self, range(self.n_iterations), y, self.start(y)))
 
-    def run(self, iterations: range, y: Tensor, state: S, weights: SharedWeights | None = None) -> S:
-        """The state after some consecutive iterations. weights: of a longer pass that contains these iterations."""
-        weights = weights or self.shared_weights(iterations)
-        for t in iterations:
-            with weights.in_use():
-                state = self.step(t, y, state)
-        return state
+def recomputed(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """function(*inputs), whose inner tensors backward computes again instead of storing them.
+
+    For features that are large and cheap. `function` must draw no random numbers.
+    """
+    if not torch.is_grad_enabled() or not _can_recompute():
+        return function(*inputs)
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def _can_recompute() -> bool:
+    """Whether torch allows it here. Inside `torch.func.grad` and `vjp` it does not: they then store everything."""
+    if torch.compiler.is_compiling():
+        return True
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            return True
+    except RuntimeError:
+        return False
 
 
 def check_choice(argument: str, value: str, choices: Collection[str]) -> None:

@@ -5,32 +5,55 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from qnmixer.config.optimizer import OptimizerConfig
+from qnmixer.config.optimizer import MuonConfig, OptimizerConfig
+from qnmixer.errors import ConfigError
+from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.plugins import build, subclass_of
 
 OPTIMIZER = subclass_of(Optimizer, "torch.optim.Optimizer")
 
 
-def build_optimizer(config: OptimizerConfig, network: nn.Module) -> Optimizer:
+def build_optimizer(config: OptimizerConfig, network: UnrolledNetwork[Any]) -> Optimizer:
     """Build the optimizer that `optimizer` names. Raises PluginError for a target that does not fit.
 
     Weights have weight decay. The scalars λ_t, β_t and τ_t, biases and norms have none. The learning rate of those
-    scalars is lr · step_size_lr_factor.
+    scalars is lr · step_size_lr_factor. With Muon, lr is that of the network's `hidden_weights`, and adamw_lr takes its
+    place for all others. Raises ConfigError if the network has no weights for Muon.
     """
+    hidden: list[nn.Parameter] = []
+    lr = config.lr
+    if isinstance(config, MuonConfig):
+        hidden, lr = _hidden_weights(network), config.adamw_lr
+    ours = set(map(id, hidden))
     step_sizes: list[nn.Parameter] = []
     decaying: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for name, parameter in network.named_parameters():
+        if id(parameter) in ours:
+            continue
         if name.startswith(("step_sizes.", "momenta.", "trust.")):
             step_sizes.append(parameter)
         else:
             (decaying if parameter.ndim > 1 else plain).append(parameter)
     # This order is part of the checkpoint format: an optimizer state names its parameters by number only.
     groups: list[dict[str, Any]] = [
+        {"params": hidden, "weight_decay": config.weight_decay, "lr": config.lr, "orthogonal": True},
         {"params": decaying, "weight_decay": config.weight_decay},
         {"params": plain, "weight_decay": 0.0},
-        {"params": step_sizes, "weight_decay": 0.0, "lr": config.lr * config.step_size_lr_factor},
+        {"params": step_sizes, "weight_decay": 0.0, "lr": lr * config.step_size_lr_factor},
     ]
     groups = [group for group in groups if group["params"]]
-    optimizer: Optimizer = build(config, OPTIMIZER, groups, lr=config.lr)
+    optimizer: Optimizer = build(config, OPTIMIZER, groups, lr=lr)
     return optimizer
+
+
+def _hidden_weights(network: UnrolledNetwork[Any]) -> list[nn.Parameter]:
+    name, hidden = type(network).__name__, network.hidden_weights()
+    if not hidden:
+        raise ConfigError(
+            f"optimizer=muon has no weights in {name}: choose optimizer=adamw, or let {name}.hidden_weights() return "
+            "its inner matrices and kernels"
+        )
+    if any(parameter.ndim < 2 for parameter in hidden):
+        raise ConfigError(f"optimizer=muon takes no vectors: let {name}.hidden_weights() return none")
+    return hidden

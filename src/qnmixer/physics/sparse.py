@@ -98,11 +98,14 @@ class _ApplyLinear(torch.autograd.Function):
     """y = M x; the derivative applies Mᵀ through this same function, so it can be differentiated again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, apply: LinearMap, transpose: LinearMap) -> Tensor:
-        ctx.map, ctx.transposed_map = apply, transpose  # not ctx.apply: the autograd engine calls that
+    def forward(x: Tensor, apply: LinearMap, transpose: LinearMap) -> Tensor:
         # Sparse products are missing or wrong in half precision, and AᵀAx passes the fp16 maximum.
         with torch.autocast(x.device.type, enabled=False):
             return apply(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, LinearMap, LinearMap], output: Tensor) -> None:
+        _, ctx.map, ctx.transposed_map = inputs  # not ctx.apply: the autograd engine calls that
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -118,10 +121,13 @@ class _SymmetricResidual(torch.autograd.Function):
     """B (A x − y) for a symmetric B A: the derivative in x is this same map, with y = 0."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor | None, residual: Residual, b: LinearMap, b_t: LinearMap) -> Tensor:
-        ctx.maps = residual, b, b_t
+    def forward(x: Tensor, y: Tensor | None, residual: Residual, b: LinearMap, b_t: LinearMap) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             return residual(x, y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.maps = inputs[2:]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:

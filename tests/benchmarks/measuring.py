@@ -1,0 +1,77 @@
+"""What the benches share: the time of calls that take turns, and the memory of a process of its own."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from qnmixer.memory.usage import read_usage, reset_peak
+
+MIB = 2**20
+SHORT = 0.2
+"""Seconds of a call that no cache matters to."""
+# glibc otherwise keeps what is freed, up to twice what is in use.
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "OMP_NUM_THREADS": "1"}
+
+
+class Step(Protocol):
+    """A training step, ready to be run again and again."""
+
+    module: nn.Module
+
+    def __call__(self) -> None: ...
+
+
+def medians(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median seconds of each call. The calls take turns, so that a slow minute slows all; the first round is left out.
+
+    A short call is repeated, and the repetition counts: what ran before would decide its time.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds + 1):
+        for name, call in calls.items():
+            taken = seconds_of(call)
+            seconds[name].append(taken if taken > SHORT else seconds_of(call))
+    return {name: median(values[1:]) for name, values in seconds.items()}
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """Seconds of one call, until the device has done its work."""
+    start = time.perf_counter()
+    call()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def peak_mib(build: Callable[[], Step], device: torch.device) -> float:
+    """Peak of a second step: by what it and the first made this process grow, with weights and matrices.
+
+    On a CPU from resident memory, whatever allocated it. Pages of files are left out: matrices may be mapped.
+    """
+    step = build()
+    held = sum(tensor.nbytes for tensor in [*step.module.parameters(), *step.module.buffers()])
+    before = read_usage(device)
+    step()
+    reset_peak(device)
+    step()
+    after = read_usage(device)
+    if device.type == "cuda":
+        return after.peak / MIB
+    files = after.reserved - after.allocated
+    return (after.peak - files - before.allocated + held) / MIB
+
+
+def in_own_process(script: str, *arguments: str) -> str:
+    """What a bench prints when it measures memory in a fresh process."""
+    command = [sys.executable, str(Path(script).resolve()), *arguments]
+    return subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, **GIVE_BACK}
+    ).stdout

@@ -1,0 +1,180 @@
+"""Muon: against float64 and singular values, against torch's AdamW, and which weight goes where."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from itertools import chain
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from qnmixer.config import Config
+from qnmixer.errors import ConfigError
+from qnmixer.memory.tracker import make_state, optimizer_bytes, without_data
+from qnmixer.models.unrolled import UnrolledNetwork
+from qnmixer.optimization.muon import Muon, orthogonalized
+from qnmixer.optimization.optimizers import build_optimizer
+from qnmixer.reconstructor import Reconstructor
+from qnmixer.training.module import ReconstructionModule
+
+MODELS = ["qn_mixer", "learn", "learned_primal_dual", "regformer model.channels=6 model.window_size=4"]
+SHAPES = [(16, 400), (64, 32), (32, 64), (8, 8), (8, 1)]
+
+
+def with_singular_values(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A matrix, and U, S and Vᵀ of it. The smallest value is a tenth of the largest."""
+    u, _, vt = torch.linalg.svd(torch.randn(rows, columns, dtype=torch.float64), full_matrices=False)
+    s = 7 * torch.linspace(1, 0.1, min(rows, columns), dtype=torch.float64)
+    return u @ s.diag() @ vt, u, s, vt
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_singular_values_become_one(rows: int, columns: int) -> None:
+    """Those of Jordan's polynomial, on the same singular vectors; in float32 too."""
+    torch.manual_seed(0)
+    matrix, u, s, vt = with_singular_values(rows, columns)
+    s = s / s.norm()
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    assert 0.65 < s.min() <= s.max() < 1.25
+    expected = u @ s.diag() @ vt
+    torch.testing.assert_close(orthogonalized(matrix), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(orthogonalized(matrix.float()), expected.float(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(orthogonalized(1e-9 * matrix), expected, rtol=0, atol=1e-12)
+    with torch.autocast("cpu", torch.bfloat16):  # which a step of Lightning's is not in, but may be in one's own
+        torch.testing.assert_close(orthogonalized(matrix.float()), expected.float(), rtol=0, atol=1e-5)
+
+
+def test_no_gradient_is_no_step() -> None:
+    assert orthogonalized(torch.zeros(3, 5)).count_nonzero() == 0
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_two_steps_of_a_kernel_are_those_of_its_matrix(layout: torch.memory_format) -> None:
+    torch.manual_seed(0)
+    weight, *gradients = torch.randn(3, 6, 4, 3, 3, dtype=torch.float64)
+    kernel = nn.Parameter(weight.clone(memory_format=layout))
+    optimizer = Muon([{"params": [kernel], "orthogonal": True, "weight_decay": 0.1}], lr=0.01, momentum=0.9)
+    matrix, momentum = weight.flatten(1), torch.zeros(6, 36, dtype=torch.float64)
+    for gradient in gradients:
+        kernel.grad = gradient.clone(memory_format=layout)
+        optimizer.step()
+        momentum = 0.9 * momentum + 0.1 * gradient.flatten(1)
+        ahead = 0.9 * momentum + 0.1 * gradient.flatten(1)  # Nesterov
+        matrix = (1 - 0.01 * 0.1) * matrix - 0.01 * 0.2 * 36**0.5 * orthogonalized(ahead)
+        torch.testing.assert_close(kernel.flatten(1), matrix, rtol=0, atol=1e-12)
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 1, 3))
+
+
+def muon_of(network: nn.Sequential) -> Muon:
+    """Muon for the first kernel, AdamW for the rest."""
+    first, *others = network.parameters()
+    return Muon([{"params": [first], "orthogonal": True}, {"params": others, "lr": 3e-3}], lr=0.01, betas=(0.8, 0.9))
+
+
+def take_steps(network: nn.Sequential, optimizer: torch.optim.Optimizer, seeds: range) -> None:
+    for seed in seeds:
+        optimizer.zero_grad()
+        network(torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+        optimizer.step()
+
+
+def test_the_others_are_changed_by_adamw() -> None:
+    network, other = layers(), layers()
+    optimizer = muon_of(network)
+    assert optimizer.step(lambda: 3.0) == 3.0
+    adamw = torch.optim.AdamW([*other.parameters()][1:], lr=3e-3, betas=(0.8, 0.9), weight_decay=0.0)
+    for seed in range(3):
+        take_steps(network, optimizer, range(seed, seed + 1))
+        for p, q in zip(network.parameters(), other.parameters(), strict=True):
+            assert p.grad is not None
+            q.grad = p.grad.clone()
+        adamw.step()
+    changed, *equal = (torch.equal(p, q) for p, q in zip(network.parameters(), other.parameters(), strict=True))
+    assert not changed
+    assert all(equal)
+
+
+def test_a_loaded_state_goes_on_as_before() -> None:
+    whole, stopped = layers(), layers()
+    optimizers = muon_of(whole), muon_of(stopped)
+    schedules = [LambdaLR(optimizer, lambda step: 1 / (1 + step)) for optimizer in optimizers]
+    take_steps(whole, optimizers[0], range(2))
+    take_steps(stopped, optimizers[1], range(2))
+    for schedule in schedules:
+        schedule.step()
+    again = layers()
+    again.load_state_dict(stopped.state_dict())
+    resumed = muon_of(again)
+    resumed.load_state_dict(deepcopy(optimizers[1].state_dict()))
+    assert [group["lr"] for group in resumed.param_groups] == pytest.approx([0.005, 0.0015])
+    take_steps(whole, optimizers[0], range(2, 5))
+    take_steps(again, resumed, range(2, 5))
+    assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), again.parameters(), strict=True))
+
+
+def test_a_scaler_skips_the_whole_step() -> None:
+    network = layers()
+    optimizer, scaler = muon_of(network), torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = deepcopy([*network.parameters()])
+    for gradient, skipped in ((float("inf"), True), (1.0, False)):
+        for p in network.parameters():
+            p.grad = torch.full_like(p, gradient)
+        scaler.scale(torch.zeros(()))  # which makes its scale
+        scaler.step(optimizer)
+        scaler.update()
+        assert all(torch.equal(p, q) == skipped for p, q in zip(network.parameters(), before, strict=True))
+        assert (not optimizer.state) == skipped
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_which_weights_go_where(other_config: Callable[..., Config], model: str) -> None:
+    """Inner matrices and kernels to Muon, in the network's order; nothing that starts at zero."""
+    words = ["optimizer=muon", "optimizer.lr=0.01", "optimizer.adamw_lr=0.002", "optimizer.weight_decay=0.07"]
+    network = ReconstructionModule(other_config(*f"model={model}".split(), *words)).network
+    hidden = network.hidden_weights()
+    assert all(p.ndim > 1 and p.count_nonzero() for p in hidden)
+    optimizer = build_optimizer(other_config(*words).optimizer, network)
+    assert isinstance(optimizer, Muon)
+    first, *others = optimizer.param_groups
+    assert [*map(id, first["params"])] == [*map(id, hidden)]
+    assert (first["orthogonal"], first["lr"], first["weight_decay"], first["momentum"]) == (True, 0.01, 0.07, 0.95)
+    rates = {"step_sizes": 0.02, "trust": 0.02}
+    of = {id(p): group for group in others for p in group["params"]}
+    assert {*of, *map(id, hidden)} == {*map(id, network.parameters())}
+    for name, p in network.named_parameters():
+        if id(p) in of:
+            group = of[id(p)]
+            is_scalar = name.partition(".")[0] in rates
+            assert (group["orthogonal"], group["lr"]) == (False, pytest.approx(0.02 if is_scalar else 0.002)), name
+            assert group["weight_decay"] == (0.07 if p.ndim > 1 and not is_scalar else 0.0), name
+
+
+def test_a_network_without_weights_for_muon(
+    tiny_module: Callable[..., ReconstructionModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tiny_module("optimizer=muon")
+    monkeypatch.setattr(type(module.network), "hidden_weights", UnrolledNetwork.hidden_weights)
+    with pytest.raises(ConfigError, match=r"no weights in QNMixer: choose optimizer=adamw, or let .* return its inner"):
+        build_optimizer(module.config.optimizer, module.network)
+    monkeypatch.setattr(type(module.network), "hidden_weights", lambda network: [*network.parameters()])
+    with pytest.raises(ConfigError, match=r"takes no vectors: let QNMixer\.hidden_weights\(\) return none"):
+        build_optimizer(module.config.optimizer, module.network)
+
+
+def test_it_keeps_one_number_for_a_weight_of_its_own(tiny_module: Callable[..., ReconstructionModule]) -> None:
+    """On tensors without data, as the plan counts."""
+    module = tiny_module("optimizer=muon")
+    with without_data():
+        network = Reconstructor(module.config, module.projector).network
+        optimizer = build_optimizer(module.config.optimizer, network)
+        make_state(optimizer)
+    first, *others = (group["params"] for group in optimizer.param_groups)
+    rest = [*chain(*others)]
+    numbers = sum(p.numel() for p in first) + sum(2 * p.numel() + 1 for p in rest)  # AdamW counts its steps too
+    assert optimizer_bytes(optimizer, 1) == 4 * numbers
