@@ -56,13 +56,3 @@ def test_values_are_checked(override: str, message: str) -> None:
 def test_an_epoch_ends_with_a_whole_step() -> None:
     with pytest.raises(ConfigError, match=r"no multiple of trainer\.accumulate_grad_batches=2"):
         parse(compose("train", ["+trainer.limit_train_batches=3", "trainer.accumulate_grad_batches=2"]))
-
-
-@pytest.mark.parametrize(
-    "override",
-    ["strategy=ddp", "memory=recompute", "memory=offload", "trainer.accumulate_grad_batches=2", "compile=true"],
-)
-def test_what_a_cuda_graph_cannot_hold_is_refused(override: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^trainer\.cuda_graph=true does not work with {override}: leave out one"):
-        parse(compose("train", ["trainer.cuda_graph=true", override]))
-    assert parse(compose("train", ["trainer.cuda_graph=true", "trainer.precision=16-mixed"])).trainer.cuda_graph

@@ -1,16 +1,13 @@
 """Rehearse training steps on fake CUDA tensors: shapes and devices are CUDA's, there is no data, no driver, no GPU.
 
-    python -m tests.cuda.rehearsal [--by-file] [OVERRIDES of qnmixer.train ...]
+    python -m tests.cuda.rehearsal [OVERRIDES of qnmixer.train ...]
     python -m tests.cuda.rehearsal --jobs JOBS.json      # many, a line of JSON each
 
 Lightning's Trainer runs two steps of the config's network, memory mode, precision and noise, by the project's own
-module. The last is counted, from the transfer of its batch: operators (calls of the dispatcher but views and `empty`,
-which launch nothing), waits of the host for the device, float64 and foreign devices, peak bytes against the plan. A
-third step, where asked for, is compared with the second, as a CUDA graph replays one step for all. It works with
-torch's CPU build and g++.
+module. In the last it counts, from the transfer of its batch: waits of the host for the device, float64 and foreign
+devices, peak bytes against the plan. It works with torch's CPU build and g++.
 
-It does not see what is inside one operator (foreach, cuFFT and cuSPARSE launch several kernels), cuDNN's workspaces,
-time, or what values decide.
+It does not see cuDNN's workspaces, time, or what values decide.
 """
 
 import argparse
@@ -27,7 +24,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +50,6 @@ from qnmixer.training.module import ReconstructionModule
 
 from .fake_device import CUDA0, FakeAccelerator, FakeDevice, pretend_cuda
 
-PHASES = ("forward", "backward", "optimizer")
 _SILENT = ("detach", "alias", "lift_fresh", "_unsafe_view", "is_pinned", "pin_memory", "_pin_memory")
 _WAITING = ("nonzero", "masked_select", "unique_dim", "_unique2", "equal")  # their shapes are read from the device
 _PLANNERS: dict[str, Planner] = {}
@@ -64,34 +59,26 @@ _PLANNERS: dict[str, Planner] = {}
 class Rehearsal:
     """What the last step of a config took."""
 
-    operators: dict[str, int]  # by phase
-    by_file: dict[str, int]  # "phase file", only where files were asked for
     waits: dict[str, int]  # of the host for the device, by operator
     float64: dict[str, int]
     foreign: dict[str, int]  # operators with tensors of the host, or state that is not on the device
     peak: int  # bytes
     planned: float
-    change: str | None  # the first operator of the last step that is another, or of other shapes, in the step before
 
 
 class Watch(TorchDispatchMode):
-    """Counts operators by phase, waits, float64, foreign devices, and bytes alive on the device."""
+    """Counts waits, float64, foreign devices, and bytes alive on the device."""
 
-    def __init__(self, by_file: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.by_file = by_file
         self.bytes = 0
-        self.trace: list[str] = []  # operators and shapes of a step, in order
+        self.in_step = True
         self._alive: dict[int, Any] = {}
         self.restart()
 
     def restart(self) -> None:
         """Count from here."""
-        self.before = self.trace
-        self.phase, self.peak = "forward", self.bytes
-        self.trace = []
-        self.operators: Counter[str] = Counter()
-        self.files: Counter[str] = Counter()
+        self.peak = self.bytes
         self.waits: Counter[str] = Counter()
         self.float64: Counter[str] = Counter()
         self.foreign: Counter[str] = Counter()
@@ -126,20 +113,10 @@ class Watch(TorchDispatchMode):
         for t in made:
             self.hold(t)
         devices = {t.device.type for t in taken + made}
-        if (
-            self.phase == "after"
-            or func.is_view
-            or func.namespace == "prim"
-            or name in _SILENT
-            or "cuda" not in devices
-        ):
+        if not self.in_step or func.is_view or func.namespace == "prim" or name in _SILENT or "cuda" not in devices:
             return result
         if name.removeprefix("new_").startswith("empty"):
             return result
-        self.operators[self.phase] += 1
-        self.trace.append(f"{self.phase}: {name} -> {[(tuple(t.shape), t.dtype) for t in made]}")
-        if self.by_file:
-            self.files[f"{self.phase} {_caller()}"] += 1
         if "cpu" in devices and name in ("_to_copy", "copy_"):
             if not kwargs.get("non_blocking", name == "copy_" and len(args) > 2 and args[2]):
                 self._wait(f"{name} in {_caller()}")
@@ -152,7 +129,7 @@ class Watch(TorchDispatchMode):
         return result
 
     def _wait(self, what: str) -> None:
-        if self.phase != "after":
+        if self.in_step:
             self.waits[what] += 1
 
 
@@ -175,48 +152,38 @@ def _caller() -> str:
     return other or "autograd"
 
 
-class _Phases(L.Callback):
-    """Names the phase of the step for the watch."""
+class _LastStep(L.Callback):
+    """Lets the watch count the last step only."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        if self.watch.by_file:  # each node of autograd then knows where it was made
-            torch.set_anomaly_enabled(True, False)
-
-    def on_before_backward(self, *_: Any) -> None:
-        self.watch.phase = "backward"
-
-    def on_after_backward(self, *_: Any) -> None:
-        self.watch.phase = "optimizer"
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx + 1 < trainer.max_steps:
             self.watch.restart()
 
     def on_train_epoch_end(self, *_: Any) -> None:
-        self.watch.phase = "after"
+        self.watch.in_step = False
 
 
-def rehearse(overrides: list[str], by_file: bool = False, n_steps: int = 2) -> Rehearsal:
-    """Some steps of a config; the last, as it was counted."""
+def rehearse(overrides: list[str]) -> Rehearsal:
+    """Two steps of a config; the second, as it was counted."""
     config = _config(*overrides)
     key = repr((config.geometry, config.data.image_size))
     planner = _PLANNERS.setdefault(key, _PLANNERS.get(key) or Planner(config))  # with norms, which need real numbers
     planned = track_step(config, planner.projector).peak
-    mode, watch = FakeTensorMode(allow_non_fake_inputs=True), Watch(by_file)
-    data = _data(config, n_steps)  # real tensors: the host reads numbers of samples
+    mode, watch = FakeTensorMode(allow_non_fake_inputs=True), Watch()
+    data = _data(config, 2)  # real tensors: the host reads numbers of samples
     projector = copy.deepcopy(planner.projector)
     with mode:
         module = _module(config, mode, projector)
         for tensor in [*module.parameters(), *module.buffers()]:
             watch.hold(tensor)
     t = config.trainer
-    callbacks = [*build_callbacks(config.callbacks), _Phases(watch)]
+    callbacks = [*build_callbacks(config.callbacks), _LastStep(watch)]
     with mode, watch:
         trainer = L.Trainer(
-            strategy=FakeDevice(CUDA0, FakeAccelerator()), plugins=[build_precision(config, "cuda")], max_steps=n_steps,
+            strategy=FakeDevice(CUDA0, FakeAccelerator()), plugins=[build_precision(config, "cuda")], max_steps=2,
             gradient_clip_val=t.gradient_clip_val, log_every_n_steps=t.log_every_n_steps, callbacks=callbacks,
             limit_val_batches=0, logger=DummyLogger(), enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, use_distributed_sampler=False,
@@ -227,14 +194,11 @@ def rehearse(overrides: list[str], by_file: bool = False, n_steps: int = 2) -> R
     if elsewhere := sum(x.device != CUDA0 for x in state if x.ndim):  # optimizers count their steps on the host
         watch.foreign["weights, gradients or optimizer state"] = elsewhere
     return Rehearsal(
-        {phase: watch.operators[phase] for phase in PHASES},
-        dict(watch.files),
         dict(watch.waits),
         dict(watch.float64),
         dict(watch.foreign),
         watch.peak,
         planned,
-        next((f"{a}, not {b}" for a, b in zip_longest(watch.trace, watch.before) if a != b), None),
     )
 
 
@@ -308,30 +272,17 @@ def _in_float64(step: Callable[..., Any], *args: Any) -> Any:
     return _on_tensors(step(*args), lambda x: x.double().float())
 
 
-def _twice(step: Callable[..., Any], *args: Any) -> Any:
-    step(*args)
-    return step(*args)
-
-
 def _keeping(step: Callable[..., Any], *args: Any) -> Any:
     _KEPT.append(torch.zeros(2**20, device=CUDA0))
     return step(*args)
 
 
-def _more_each_time(step: Callable[..., Any], *args: Any) -> Any:
-    _ADDED.append(1.0)
-    return _on_tensors(step(*args), lambda x: sum(_ADDED, x))
-
-
 _KEPT: list[Tensor] = []
-_ADDED: list[float] = []
 FAULTS = {
     "wrong device": _elsewhere,
     ".item()": _waits,
     "float64": _in_float64,
-    "doubled loop": _twice,
     "kept tensor": _keeping,
-    "more each time": _more_each_time,
 }
 """What can be planted into each iteration."""
 
@@ -366,29 +317,25 @@ def planted(fault: str | None) -> Iterator[None]:
 def main() -> None:
     """Print what steps take: a table of one config, or a line of JSON for each job."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--by-file", action="store_true")
-    parser.add_argument("--jobs", type=Path, help="a JSON list of {overrides, fault, n_steps}")
+    parser.add_argument("--jobs", type=Path, help="a JSON list of {overrides, fault}")
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     pretend_cuda()
     if arguments.jobs is None:
-        _print(rehearse(arguments.overrides, arguments.by_file))
+        _print(rehearse(arguments.overrides))
         return
     for job in json.loads(arguments.jobs.read_text()):
         try:
             with planted(job["fault"]):
-                found = asdict(rehearse(job["overrides"], n_steps=job["n_steps"]))
+                found = asdict(rehearse(job["overrides"]))
         except Exception as error:
             found = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         print(json.dumps(found), flush=True)
 
 
 def _print(found: Rehearsal) -> None:
-    for name, n in sorted(found.by_file.items(), key=lambda item: -item[1]):
-        print(f"{name:60}{n:8,}")
-    print(f"operators: {sum(found.operators.values()):,} {found.operators}")
     print(f"waits: {found.waits or 'none'}\nfloat64: {found.float64 or 'none'}\nforeign: {found.foreign or 'none'}")
     peak, planned = (value / 2**20 for value in (found.peak, found.planned))
     print(f"peak {peak:,.1f} MiB, by the plan {planned:,.1f} MiB: {found.peak / found.planned:.4f}")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -42,7 +42,6 @@ from qnmixer.training.trainer import build_trainer
 from ..conftest import PHANTOMS, TINY
 from ..parallel.test_parity import COMPETITORS, MODEL
 from .findings import Findings
-from .replay import graphs_on_the_cpu
 
 SMALL = [word for word in TINY if not word.startswith("model.")] + ["data.n_train=8", "data.n_val=3", "data.n_test=4"]
 NETWORKS = {"qn_mixer": MODEL} | COMPETITORS
@@ -199,30 +198,6 @@ def test_a_step_waits_for_nothing(
     assert callback.done
 
 
-class _Losses(Callback):
-    """The loss of each step."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-        self.losses.append(float(outputs["loss"]))
-
-
-@pytest.mark.parametrize(("model", "precision"), [*product(NETWORKS, ["32"]), ("qn_mixer", "16-mixed")])
-def test_a_cuda_graph_learns_the_same(device: torch.device, tmp_path: Path, model: str, precision: str) -> None:
-    """On a CPU the operators are replayed one by one (`replay.py`). The last batch of each epoch is smaller."""
-    config = override(small(model, "keep", precision), "data.n_train=3 trainer.max_steps=3")
-    losses = []
-    with graphs_on_the_cpu() if device.type == "cpu" else nullcontext([]) as graphs:
-        for words in ("", "trainer.cuda_graph=true"):
-            callback = _Losses()
-            trained(override(config, words), device, tmp_path, callback)
-            losses.append(callback.losses)
-    assert [graph.n_replayed for graph in graphs] == [2, 2] * (device.type == "cpu")
-    assert losses[1] == (losses[0] if device.type == "cpu" else pytest.approx(losses[0], rel=1e-4))
-
-
 def size_for(device: torch.device) -> list[str]:
     """Overrides: on a GPU the default network."""
     if device.type == "cuda":
@@ -303,7 +278,7 @@ class _Clock(Callback):
 
 @pytest.mark.parametrize(
     "overrides",
-    ["", "memory=recompute", "trainer.precision=16-mixed", "trainer.tf32=true", "trainer.cuda_graph=true"],
+    ["", "memory=recompute", "trainer.precision=16-mixed", "trainer.tf32=true"],
 )
 def test_time_of_a_step(device: torch.device, findings: Findings, tmp_path: Path, overrides: str) -> None:
     """The floor: the peak of the step's memory, read and written once."""

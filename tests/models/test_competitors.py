@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qnmixer.config.memory import MemoryConfig, RecomputeConfig
+from qnmixer.config.memory import MemoryConfig
 from qnmixer.errors import ConfigError
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.models import FBP, LEARN, FBPConvNet, LearnedPrimalDual, RegFormer, TotalVariation, UnrolledNetwork
@@ -84,7 +84,7 @@ def test_samples_of_a_batch_do_not_touch_each_other(projector: FanBeamProjector,
 def test_recomputing_changes_no_bit(projector: FanBeamProjector, name: str, dtype: torch.dtype | None) -> None:
     truth = torch.rand(2, 1, 16, 16, generator=torch.Generator().manual_seed(1))
     found = []
-    for mode in (MemoryConfig(name="keep"), RecomputeConfig(name="recompute", segment=1)):
+    for mode in (MemoryConfig(name="keep"), MemoryConfig(name="recompute")):
         network = learned(name, projector)
         apply_memory_mode(network, mode)
         with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):

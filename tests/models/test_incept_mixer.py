@@ -1,20 +1,9 @@
-from unittest.mock import Mock
-
 import pytest
 import torch
 from torch.nn import functional as F
 
 from qnmixer.errors import ConfigError
-from qnmixer.models import incept_mixer
-from qnmixer.models.incept_mixer import (
-    InceptMixer,
-    MixerLayer,
-    PatchExpansion,
-    convolved,
-    multiplied,
-)
-from qnmixer.models.inception import InceptionPatches, Maximum3x3
-from qnmixer.models.shared_weights import SharedWeights
+from qnmixer.models.incept_mixer import Inception, InceptMixer, MixerLayer, PatchExpansion
 
 
 def regulariser_of(channels: int) -> InceptMixer:
@@ -44,23 +33,6 @@ def test_patch_expansion_equals_linear_shuffle_and_one_by_one() -> None:
     torch.testing.assert_close(expansion(x), expected)
 
 
-def test_patch_expansion_makes_its_product_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    expansion, x = PatchExpansion(channels=8, patch_size=4), torch.randn(2, 3, 5, 8)
-    torch.nn.init.normal_(expansion.project)
-    monkeypatch.setattr(incept_mixer, "_product", product := Mock(wraps=incept_mixer._product))
-    weights = SharedWeights([expansion])
-    images = []
-    for _ in range(4):
-        with weights.in_use():
-            images.append(expansion(x))
-    torch.stack(images).sum().backward()
-    assert product.call_count == 2  # forward and backward
-    shared = [p.grad.clone() for p in expansion.parameters()]
-    expansion.zero_grad()
-    (4 * expansion(x)).sum().backward()
-    torch.testing.assert_close(shared, [p.grad for p in expansion.parameters()])
-
-
 def test_mixer_layer_follows_the_figure() -> None:
     """One residual over height and width together, a second over the channels."""
     layer = MixerLayer(grid=4, channels=8, ratio=2.0)
@@ -78,35 +50,19 @@ def test_channels_that_do_not_fit_are_refused() -> None:
         regulariser_of(channels=10)
 
 
-def test_maximum_along_rows_then_columns_equals_the_pool() -> None:
-    x = torch.randn(2, 1, 7, 9)
-    assert torch.equal(Maximum3x3()(x), F.max_pool2d(x, 3, stride=1, padding=1))
-
-
 def test_branches_in_patches_equal_the_figure_joined_then_cut() -> None:
     """The lean sum against the join to C channels at full resolution and one P × P convolution; gradients too."""
-    embedding = InceptionPatches(channels=8, patch_size=4).double()
+    embedding = Inception(channels=8, patch_size=4).double()
     x = torch.rand(2, 1, 16, 24, dtype=torch.float64, requires_grad=True)
     features, kernels = [], []
     for branch, image in zip(embedding.branches, (x, x, x, F.max_pool2d(x, 3, stride=1, padding=1)), strict=True):
-        pixel, pixel_bias, kernel, kernel_bias, patchify = branch.weights()
-        image = F.conv2d(image, pixel[..., None, None], pixel_bias).relu()
-        if kernel is not None:
-            image = F.conv2d(image, kernel, kernel_bias, padding="same").relu()
+        image = F.conv2d(image, branch.pixel.weight[..., None, None], branch.pixel.bias).relu()
+        if branch.spatial is not None:
+            image = branch.spatial(image).relu()
         features.append(image)
-        kernels.append(patchify.view(8, 4, 4, 2).permute(0, 3, 1, 2))
+        kernels.append(branch.patchify.weight.view(8, 4, 4, 2).permute(0, 3, 1, 2))
     expected = F.conv2d(torch.cat(features, 1), torch.cat(kernels, 1), embedding.bias, stride=4).permute(0, 2, 3, 1)
     found = embedding(x)
     torch.testing.assert_close(found, expected)
     leaves, weights = [x, *embedding.parameters()], torch.randn_like(found)
     torch.testing.assert_close(*(torch.autograd.grad((y * weights).sum(), leaves) for y in (found, expected)))
-
-
-@pytest.mark.parametrize("axis", [1, 2, 3])
-def test_a_gpus_convolution_is_the_cpus_product(axis: int) -> None:
-    """Values and gradients."""
-    leaves = [torch.randn(*shape).requires_grad_() for shape in ((2, 4, 4, 4), (6, 4), (6,))]
-    found = [apply(axis, *leaves) for apply in (convolved, multiplied)]
-    torch.testing.assert_close(*found)
-    weights = torch.randn_like(found[0])
-    torch.testing.assert_close(*(torch.autograd.grad((y * weights).sum(), leaves) for y in found))

@@ -8,18 +8,16 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from qnmixer.config.memory import MemoryConfig, RecomputeConfig
+from qnmixer.config.memory import MemoryConfig
 from qnmixer.errors import ConfigError
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.models import FBP, QNMixer
-from qnmixer.models.incept_mixer import InceptMixer
-from qnmixer.models.shared_weights import SharedWeights
 from qnmixer.parallel.compilation import check_compiler, compile_blocks
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
 from ..models.conftest import FIGURE
 
-MODES = {"keep": MemoryConfig(name="keep"), "recompute": RecomputeConfig(name="recompute", segment=1)}
+MODES = {name: MemoryConfig(name=name) for name in ("keep", "recompute")}
 
 
 @pytest.fixture(scope="module")
@@ -52,19 +50,6 @@ def test_the_same_gradients_from_few_graphs(
     assert compiled.state_dict().keys() == network.state_dict().keys()
     for (name, p), q in zip(network.named_parameters(), compiled.parameters(), strict=True):
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-7, msg=lambda text, n=name: f"{n}: {text}")
-
-
-def test_a_pass_does_not_compile_once_more() -> None:
-    """Training, validation and the trajectory call a regulariser inside a pass and outside."""
-    torch._dynamo.reset()
-    counters.clear()
-    net, x = InceptMixer(16, 8, 4, 1, 2.0, inception=True, features=0), torch.rand(1, 1, 16, 16)
-    compiled = torch.compile(net, backend="eager")
-    with torch.no_grad():
-        outside = compiled(x)
-        with SharedWeights([net]).in_use():
-            assert torch.equal(compiled(x), outside)
-    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_a_network_without_blocks_is_told(projector: FanBeamProjector) -> None:

@@ -76,11 +76,6 @@ def test_a_gpu_that_torch_cannot_use_is_never_silently_left_out(
     assert resolve_devices(tiny_config("trainer.accelerator=cpu")).trainer.accelerator == "cpu"
 
 
-def test_a_cuda_graph_needs_a_gpu(tiny_config: TinyConfig) -> None:
-    with pytest.raises(ConfigError, match=r"^trainer\.cuda_graph=true needs a GPU, .*: leave it out$"):
-        resolve_devices(tiny_config("trainer.cuda_graph=true", "trainer.accelerator=cpu"))
-
-
 def test_auto_is_the_cpu_where_no_gpu_is_or_all_are_hidden(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device("auto").type == "cpu"
     fake_nvidia_smi(machine, V100)

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from qnmixer.cli import explain
 from qnmixer.config import Config, parse
-from qnmixer.config.memory import MemoryConfig, RecomputeConfig
+from qnmixer.config.memory import MemoryConfig
 from qnmixer.config.run import devices_per_replica, section, with_iterations
 from qnmixer.config.strategy import PipelineConfig
 from qnmixer.files import write_text
@@ -270,7 +270,7 @@ def reference_gradients(config: Config, window: list[Number], scale: float) -> d
 
     device = torch.device(config.trainer.accelerator)
     # One device has no room for the graph that a pipeline spreads over several. The gradients are bit-identical.
-    memory: MemoryConfig = RecomputeConfig(name="recompute", segment=1) if device.type == "cuda" else config.memory
+    memory: MemoryConfig = MemoryConfig(name="recompute") if device.type == "cuda" else config.memory
     module = untrained(replace(config, memory=memory)).to(device)
     data = SliceDataModule(config.data, measure=sample_measurement(config), geometry=build_geometry(config))
     dataset = data.dataset("train")

@@ -69,13 +69,10 @@ class TrainerConfig:
     log_every_n_steps: int = number(at_least=1)
     deterministic: bool
     tf32: bool = False  # on GPUs that have it; older files lack the key
-    cuda_graph: bool = False  # as tf32
     extra: dict[str, Any] = field(default_factory=dict)  # from PASSED_ON
 
     def check(self, run: "Config") -> None:
         """Check the arguments that are passed on: Lightning's Trainer must accept their types and values."""
-        if self.cuda_graph:
-            self._check_cuda_graph(run)
         for name, value in self.extra.items():
             if name not in PASSED_ON:
                 raise ConfigError(f"trainer.extra.{name} is not known: {suggest(name, PASSED_ON)}")
@@ -91,19 +88,6 @@ class TrainerConfig:
                 f"trainer.limit_train_batches={limit} is no multiple of trainer.accumulate_grad_batches="
                 f"{self.accumulate_grad_batches}: the last step of an epoch would be smaller"
             )
-
-    def _check_cuda_graph(self, run: "Config") -> None:
-        """Check that a CUDA graph can record the step: forward and backward of one device, without the host."""
-        refused = {
-            f"strategy={run.strategy.name}": run.strategy.name != "single",
-            f"memory={run.memory.name}": run.memory.name != "keep",  # both others use the host in backward
-            f"trainer.accumulate_grad_batches={self.accumulate_grad_batches}": self.accumulate_grad_batches > 1,
-            "compile=true": run.compile,
-            "debug=anomaly": run.debug.name == "anomaly",
-        }
-        for key, is_so in refused.items():
-            if is_so:
-                raise ConfigError(f"trainer.cuda_graph=true does not work with {key}: leave out one of them")
 
 
 def gathered(trainer: Any) -> Any:

@@ -6,7 +6,6 @@ pipeline, each stage runs like this with one micro-batch. The order in which a d
 memory that it needs at once.
 """
 
-import math
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from qnmixer.config import Config
 from qnmixer.config.callbacks import averages_weights
-from qnmixer.config.memory import RecomputeConfig
 from qnmixer.config.model import UnrolledConfig
 from qnmixer.config.run import devices_per_replica, validate, with_iterations
 from qnmixer.config.strategy import DDPConfig, FSDPConfig, PipelineConfig
@@ -48,6 +46,7 @@ from qnmixer.reconstructor import AUTOCAST, Reconstructor, build_projector, fine
 # full precision: there each iteration after the second adds its graph and nothing else.
 _FEWEST_ITERATIONS = 4
 _FEWEST_KEPT = 3
+_FEWEST_RECOMPUTED_IN_HALF = 8  # one iteration takes little then, so the states outgrow it late
 
 
 ASSUMED_DEVICES = 4
@@ -192,15 +191,15 @@ def with_assumed_devices(config: Config) -> Config:
 
 
 def _width(config: Config) -> int:
-    """The number of iterations by which memory grows evenly: whole segments in whole periods."""
-    segment = config.memory.segment if isinstance(config.memory, RecomputeConfig) else 1
-    return math.lcm(segment, config.model.period) if isinstance(config.model, UnrolledConfig) else segment
+    """The number of iterations by which memory grows evenly: whole periods."""
+    return config.model.period if isinstance(config.model, UnrolledConfig) else 1
 
 
 def _first(config: Config) -> int:
     """The fewest iterations from which memory is affine in T: a multiple of the width, below the T of a config."""
-    width, plain = _width(config), config.memory.name == "keep" and config.trainer.precision == "32"
-    fewest = max(_FEWEST_KEPT if plain else _FEWEST_ITERATIONS, 2 * width)
+    width, memory, half = _width(config), config.memory.name, config.trainer.precision != "32"
+    fewest = _FEWEST_KEPT if memory == "keep" and not half else _FEWEST_ITERATIONS
+    fewest = max(_FEWEST_RECOMPUTED_IN_HALF if memory == "recompute" and half else fewest, 2 * width)
     return fewest + (config.model.T - fewest) % width
 
 

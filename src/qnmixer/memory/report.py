@@ -185,9 +185,7 @@ def _print_tables(console: Console, config: PlanConfig, planner: Planner) -> Non
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         planning = progress.add_task("planning", total=len(variants) * len(batches))
         for memory, precisions in variants:
-            # A given segment stays.
-            group = "" if memory == config.run.memory.name else f"memory={memory} "
-            run = changed_to(config.run, f"{group}trainer.precision={precisions[0]}")
+            run = changed_to(config.run, f"memory={memory} trainer.precision={precisions[0]}")
             if run is None:
                 progress.advance(planning, len(batches))
                 continue

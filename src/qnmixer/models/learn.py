@@ -1,6 +1,6 @@
 """LEARN (Chen et al., IEEE Transactions on Medical Imaging 2018): gradient descent with a small CNN per iteration."""
 
-from typing import Literal, TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn

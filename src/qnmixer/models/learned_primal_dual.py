@@ -1,6 +1,6 @@
 """Learned Primal-Dual (Adler & Öktem, IEEE Transactions on Medical Imaging 2018)."""
 
-from typing import NamedTuple, TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn

@@ -31,8 +31,8 @@ class QNMixer(UnrolledNetwork[QNState]):
     """x₀ = FBP(y); r_t = E(λ_t A†(A x_t − y) + G(x_t)); s_t = −H_t r_t; x_{t+1} = x_t + D(s_t).
 
     H₀ = I, and H_t follows from (s_{t−1}, z_{t−1} = r_t − r_{t−1}) by the BFGS formula. The loop is exactly that of the
-    paper's figure, but the pair is made at the start of iteration t, not at the end of t − 1. So each iteration calls G,
-    E and D once, and every result is used.
+    paper's figure, but the pair is made at the start of iteration t, not at the end of t − 1. So each iteration calls
+    G, E and D once, and every result is used.
 
     Four things are ours, and the defaults are those of `model=qn_mixer`, not of the figure:
 
@@ -109,8 +109,6 @@ class QNMixer(UnrolledNetwork[QNState]):
         self.nonnegative = nonnegative
         self.hessian = hessian
         self.hessian_gradient = hessian_gradient
-        self.latent_factor = latent_factor
-        self.latent_channels = latent_channels
         self.codec = (
             OrthonormalCodec(latent_factor, latent_channels, codec_kernel)
             if codec == "orthonormal"
@@ -186,18 +184,17 @@ class QNMixer(UnrolledNetwork[QNState]):
 
     def hidden_weights(self) -> list[nn.Parameter]:
         """Matrices and kernels of the inception, the mixer and the details, but for layers that start at zero."""
-        parts: list[nn.Module] = [
-            part
-            for regularizer in self.regularizers
-            if isinstance(regularizer, InceptMixer)
-            for part in (regularizer.embedding, regularizer.mixer)
-        ]
-        parts += [part for details in self.details for part in (details.first, details.second)]
+        parts: list[nn.Module] = []
+        for regularizer in self.regularizers:
+            if isinstance(regularizer, InceptMixer):
+                parts += [regularizer.embedding, regularizer.mixer]
+        for details in self.details:
+            parts += list(details.children())[:-1]
         return [p for part in parts for p in part.parameters() if p.ndim > 1]
 
     def diagnostics(self, state: QNState) -> dict[str, Tensor]:
         """Mean cos(z, s) and the share of pairs that the safeguard skipped. They show problems early."""
         if not state.pairs:
             return {}
-        cosine, z = torch.cat([pair.cosine for pair in state.pairs]), torch.cat([pair.z for pair in state.pairs])
-        return {"cosine_zs": cosine.mean(), "skipped_pairs": (z == 0).all(1).to(z.dtype).mean()}
+        cosine, rho = (torch.cat(column) for column in zip(*((p.cosine, p.rho) for p in state.pairs), strict=True))
+        return {"cosine_zs": cosine.mean(), "skipped_pairs": (rho == 0).to(rho.dtype).mean()}

@@ -1,6 +1,6 @@
 """RegFormer (Xia et al., IEEE Transactions on Radiation and Plasma Medical Sciences 2024): CNN and Swin by turns."""
 
-from typing import NamedTuple, TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn

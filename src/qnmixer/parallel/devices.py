@@ -34,8 +34,6 @@ def resolve_devices(config: Config) -> Config:
             f"trainer.devices={devices}, but torch sees {torch.cuda.device_count()} here: lower it, or try "
             "trainer.accelerator=cpu"
         )
-    if trainer.cuda_graph and not on_cuda:
-        raise ConfigError("trainer.cuda_graph=true needs a GPU, and this run is on the CPU: leave it out")
     if on_cuda and (problem := gpu_problem(devices)) is not None:
         raise _unusable(trainer.accelerator, "trainer.accelerator", problem)
     check_precision(device, trainer.precision, "trainer.precision")

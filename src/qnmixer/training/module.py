@@ -17,7 +17,6 @@ from qnmixer.optimization.losses import build_loss, weighted
 from qnmixer.optimization.metrics import psnr, ssim
 from qnmixer.optimization.optimizers import build_optimizer
 from qnmixer.optimization.schedules import learning_rate_factor
-from qnmixer.parallel.cuda_graph import replay_training
 from qnmixer.parallel.fsdp import gather, shard
 from qnmixer.physics import FanBeamProjector
 from qnmixer.reconstructor import Batch, Reconstructor
@@ -50,13 +49,6 @@ class ReconstructionModule(Reconstructor, L.LightningModule):
         """Build the metrics, which count over processes. A plan does not need them, so they are not built earlier."""
         # Sums over processes, because a mean of means would count fillers of the last batch. NaN must stay NaN.
         self.means.update({name: MeanMetric(nan_strategy="disable") for name in ("loss", "psnr", "ssim")})
-
-    def on_fit_start(self) -> None:
-        """Capture the network, which is on its device now. The loader's threads do not run yet."""
-        if self.config.trainer.cuda_graph:
-            g = self.projector.geometry
-            y = torch.zeros(self.config.data.batch_size, 1, g.n_views, g.n_detectors, device=self.device)
-            replay_training(self.network, y, self.trainer.precision_plugin.forward_context)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss of one batch."""

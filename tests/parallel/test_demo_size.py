@@ -1,0 +1,112 @@
+"""README's commands at the demo's own size, where parts that only act on large tensors act: four devices are as one.
+
+`test_parity` compares more, and on images of 16 pixels. Here each strategy, memory mode and precision is seen once.
+"""
+
+import csv
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from ..warm import FORK_RANKS, Warm
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("demo size")]
+
+ONE = "data.batch_size=16"  # as four devices with the demo's batch of 4
+FEW = (
+    "trainer.accelerator=cpu trainer.max_steps=2 trainer.log_every_n_steps=1 data.n_train=32 data.n_val=1 "
+    "data.n_test=1 data.num_workers=0 logger=csv test_after_training=false"
+)
+# A single slice, as the pipeline takes, has no tensor so large that it is offloaded.
+MODES = ["strategy=ddp memory=offload", "strategy=fsdp memory=recompute", "strategy=pipeline"]
+TOLERANCE = {"16-mixed": 5e-3, "bf16-mixed": 4e-2}
+"""How far losses and mean gradients may be from those of another rounding."""
+
+
+class Trained(NamedTuple):
+    losses: list[float]
+    weights: Tensor
+    moments: Tensor  # AdamW's means of the gradients, which are not clipped here
+
+    def differs(self, other: "Trained") -> tuple[float, float]:
+        """The relative differences of weights and of moments."""
+        pairs = ((self.weights, other.weights), (self.moments, other.moments))
+        weights, moments = (float((a - b).norm() / b.norm()) for a, b in pairs)
+        return weights, moments
+
+
+Train = Callable[[str], Trained]
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Train:
+    """train(overrides): what `python -m qnmixer.train experiment=demo OVERRIDES` leaves after two steps."""
+    folder = tmp_path_factory.mktemp("demo")
+
+    @cache
+    def run(overrides: str) -> Trained:
+        run_folder = folder / str(len(list(folder.iterdir())))
+        command = f"-m qnmixer.train experiment=demo {FEW} {overrides}".split()
+        environment = {**os.environ, **FORK_RANKS}
+        done = warm.run(*command, f"hydra.run.dir={run_folder}", cwd=folder, env=environment)
+        assert done.returncode == 0, done.stderr
+        with (run_folder / "metrics.csv").open(newline="") as stream:
+            losses = [float(line["train/loss"]) for line in csv.DictReader(stream) if line["train/loss"]]
+        checkpoint = torch.load(run_folder / "checkpoints" / "last.ckpt", weights_only=True)
+        moments = [state["exp_avg"] for state in checkpoint["optimizer_states"][0]["state"].values()]
+        flat = (torch.cat([t.flatten() for t in tensors]) for tensors in (checkpoint["state_dict"].values(), moments))
+        return Trained(losses, *flat)
+
+    return run
+
+
+@pytest.mark.parametrize("overrides", MODES)
+def test_four_devices_are_as_one(train: Train, overrides: str) -> None:
+    found, expected = train(f"{overrides} trainer.devices=4"), train(ONE)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    weights, moments = found.differs(expected)
+    assert weights < 1e-6
+    assert moments < 5e-5
+
+
+@pytest.mark.parametrize(("mode", "precision"), [("keep", "16-mixed"), ("offload", "bf16-mixed")])
+def test_half_precision_is_near_full_precision(train: Train, mode: str, precision: str) -> None:
+    """Of one process with the demo's batch of 4, because fp16 takes a CPU ten times as long."""
+    found, expected = train(f"memory={mode} trainer.precision={precision}"), train("")
+    tolerance = TOLERANCE[precision]
+    assert found.losses == pytest.approx(expected.losses, rel=tolerance)
+    weights, moments = found.differs(expected)
+    assert weights < tolerance / 10
+    assert 1e-5 < moments < tolerance  # and it is not full precision
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["recompute", "offload"])
+def test_a_memory_mode_changes_no_bit(train: Train, mode: str) -> None:
+    found, expected = train(f"{ONE} memory={mode}"), train(ONE)
+    assert found.losses == expected.losses
+    assert found.differs(expected) == (0, 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("overrides", "precision"),
+    [
+        ("strategy=ddp memory=recompute", "16-mixed"),
+        ("strategy=fsdp", "16-mixed"),
+        ("strategy=pipeline memory=recompute", "bf16-mixed"),
+    ],
+)
+def test_four_devices_are_as_one_in_half_precision(train: Train, overrides: str, precision: str) -> None:
+    """With a slice for each device, so that they share the demo's batch."""
+    found = train(f"{overrides} trainer.devices=4 data.batch_size=1 trainer.precision={precision}")
+    expected = train(f"memory=keep trainer.precision={precision}")
+    assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE[precision])
+    weights, moments = found.differs(expected)
+    assert weights < TOLERANCE[precision] / 10
+    assert moments < TOLERANCE[precision]
