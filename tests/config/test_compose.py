@@ -68,7 +68,9 @@ def test_a_folder_that_is_still_missing_hides_no_rule(command: str) -> None:
         ("demo", "optimizer=sgd", {}),
         ("demo", "optimizer=adafactor", {}),
         ("demo", "geometry=paper", {"n_views": 16, "n_detectors": 128, "detector_pitch": 7.5}),
-        ("demo", "optimizer=adamw", {"lr": 3e-3}),
+        ("demo", "optimizer=adamw", {}),
+        ("demo", "optimizer=muon", {}),
+        ("pretrained", "optimizer=adamw", {"lr": 1e-3, "step_size_lr_factor": 2.0}),
         ("measured", "geometry=htc2022", {"n_detectors": 280, "detector_pitch": 0.4}),
     ],
 )

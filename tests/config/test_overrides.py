@@ -14,7 +14,7 @@ from qnmixer.config.overrides import with_length
         (["experiment=demo", "trainer.max_epochs=10"], (-1, 10)),
         (["trainer.max_epochs=10", "debug=few_batches"], (-1, 10)),
         (["trainer.max_epochs=10", "trainer.max_steps=7"], (7, 10)),
-        (["experiment=demo"], (1000, None)),
+        (["experiment=demo"], (700, None)),
         (["trainer.max_epochs=null"], (10000, None)),
         (["experiment=paper_aapm", "data.root=/ct"], (-1, 50)),
     ],

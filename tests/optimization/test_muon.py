@@ -160,8 +160,9 @@ def test_a_network_without_weights_for_muon(
 ) -> None:
     module = tiny_module("optimizer=muon")
     monkeypatch.setattr(type(module.network), "hidden_weights", UnrolledNetwork.hidden_weights)
-    with pytest.raises(ConfigError, match=r"no weights in QNMixer: choose optimizer=adamw, or let .* return its inner"):
-        build_optimizer(module.config.optimizer, module.network)
+    groups = build_optimizer(module.config.optimizer, module.network).param_groups
+    assert not any(group["orthogonal"] for group in groups)
+    assert sum(len(group["params"]) for group in groups) == len([*module.network.parameters()])
     monkeypatch.setattr(type(module.network), "hidden_weights", lambda network: [*network.parameters()])
     with pytest.raises(ConfigError, match=r"takes no vectors: let QNMixer\.hidden_weights\(\) return none"):
         build_optimizer(module.config.optimizer, module.network)

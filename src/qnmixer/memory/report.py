@@ -214,10 +214,7 @@ def _print_optimizers(console: Console, config: Config, planner: Planner) -> Non
         run = config if name == chosen else changed_to(config, f"optimizer={name}")
         if run is None:
             continue
-        try:
-            state = planner.optimizer_state(run)
-        except ConfigError:  # muon, for a network without weights for it
-            continue
+        state = planner.optimizer_state(run)
         rows.append([name, f"{state / MIB:,.1f}", f"{(base.peak - base.optimizer + state) / MIB:,.1f}"])
     headings = ["optimizer", "state", "peak of a training step"]
     console.print(terminal_table(headings, rows, title="optimizers, MiB"))

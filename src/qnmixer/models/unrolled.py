@@ -55,7 +55,10 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         return []
 
     def hidden_weights(self) -> list[nn.Parameter]:
-        """Matrices and kernels for the orthogonal steps of `optimizer=muon`. Leave out layers that start at zero."""
+        """Matrices and kernels for the orthogonal steps of `optimizer=muon`; AdamW changes all others.
+
+        Leave out layers that start at zero.
+        """
         return []
 
     def diagnostics(self, state: S) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ def build_optimizer(config: OptimizerConfig, network: UnrolledNetwork[Any]) -> O
 
     Weights have weight decay. The scalars λ_t, β_t and τ_t, biases and norms have none. The learning rate of those
     scalars is lr · step_size_lr_factor. With Muon, lr is that of the network's `hidden_weights`, and adamw_lr takes its
-    place for all others. Raises ConfigError if the network has no weights for Muon.
+    place for all others.
     """
     hidden: list[nn.Parameter] = []
     lr = config.lr
@@ -48,12 +48,7 @@ def build_optimizer(config: OptimizerConfig, network: UnrolledNetwork[Any]) -> O
 
 
 def _hidden_weights(network: UnrolledNetwork[Any]) -> list[nn.Parameter]:
-    name, hidden = type(network).__name__, network.hidden_weights()
-    if not hidden:
-        raise ConfigError(
-            f"optimizer=muon has no weights in {name}: choose optimizer=adamw, or let {name}.hidden_weights() return "
-            "its inner matrices and kernels"
-        )
+    hidden = network.hidden_weights()
     if any(parameter.ndim < 2 for parameter in hidden):
-        raise ConfigError(f"optimizer=muon takes no vectors: let {name}.hidden_weights() return none")
+        raise ConfigError(f"optimizer=muon takes no vectors: let {type(network).__name__}.hidden_weights() return none")
     return hidden

@@ -3,11 +3,9 @@
 Blocks are compiled in place: their weights keep their names, so ddp, fsdp and recomputation work as before. All
 iterations share the code of a block: a few graphs serve any T.
 
-Larger parts were tried, with torch 2.13 on a CPU. The whole network becomes one graph, with keep and with recompute,
-if BFGS writes its rows in another way. But torch unrolls the T iterations, so the time to compile grows with T. It is
-several times that of the blocks or more, and a step is no faster than with compiled blocks. One graph cannot serve all
-iterations: each has its own weights, and a longer history. torch also refuses the rows of the history as an input,
-because they share their memory. Between the blocks only the launches of operators cost time: `cuda_graph` removes them.
+The whole network as one graph was tried, with torch 2.13 on a CPU. torch unrolls the T iterations, so the time to
+compile grows with T, and a step is no faster than with compiled blocks. One graph cannot serve all iterations, because
+each has its own weights and more pairs in H.
 """
 
 import os

@@ -40,9 +40,8 @@ def _csr_product(starts: Tensor, indices: Tensor, values: Tensor, x: Tensor) -> 
     """
     # The best kernel on a GPU would read no matrix. A thread for each ray (A) or pixel (Aᵀ, FBP) would compute its
     # weights, and image and sinogram alone would pass through memory. At 256 × 256 with 32 views the matrix makes that
-    # 22 times as many bytes for one image, 2.3 for sixteen (`bench_operator` counts them). There is no Triton kernel
-    # here: one that reads the matrix saves only the two gathers. One without it would have to repeat the float64
-    # lengths of `rays` to the last bit, alike for A and Aᵀ.
+    # 22 times as many bytes for one image, 2.3 for sixteen. There is no Triton kernel here: one that reads the matrix
+    # saves only the two gathers. One without it would have to repeat the float64 lengths of `rays` to the last bit.
     if x.shape[1] >= _WIDE and x.device.type == "cpu" and x.dtype == torch.float32:
         return embedding_bag(indices, x, starts, mode="sum", per_sample_weights=values, include_last_offset=True)
     if x.device.type == "cuda" and torch.are_deterministic_algorithms_enabled():

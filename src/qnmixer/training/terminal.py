@@ -10,6 +10,7 @@ from rich.console import Console
 
 from qnmixer.checkpoints.reading import built_from
 from qnmixer.config import Config, effective_batch
+from qnmixer.config.optimizer import MuonConfig
 from qnmixer.config.overrides import quoted
 from qnmixer.config.trainer import TrainerConfig
 from qnmixer.data.datamodule import SliceDataModule
@@ -71,6 +72,9 @@ def print_start(
             f"{steps:,} step{'s' * (steps > 1)} an epoch{last}",
             _length(t, steps),
         ]
+    if isinstance(config.optimizer, MuonConfig) and not module.network.hidden_weights():
+        name = type(module.network).__name__
+        lines.append(f"optimizer muon: AdamW changes all weights, as {name} names no hidden_weights()")
     if line := describe(config):
         lines.append(line)
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
