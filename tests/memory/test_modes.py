@@ -15,6 +15,7 @@ from qnmixer.errors import ConfigError
 from qnmixer.memory import modes as memory
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import track_step
+from qnmixer.memory.tracker import PeakTracker
 from qnmixer.models import LEARN, QNMixer
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
@@ -127,6 +128,23 @@ def test_the_gradient_of_the_sinogram_is_that_of_the_plain_network(projector: Fa
         other(2 * measured).square().mean().backward()
         gradients.append(measured.grad)
     torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_a_loss_on_the_iterates_recomputes_them_too(projector: FanBeamProjector) -> None:
+    peaks, gradients = [], []
+    for mode in (KEEP, MODES["recompute"]):
+        network = network_of(projector, dropout=False)
+        apply_memory_mode(network, mode)
+        truth = torch.rand(2, 1, 32, 32, generator=torch.Generator().manual_seed(0))
+        y = projector(truth)
+        tracker = PeakTracker()
+        tracker.track(network)
+        with tracker:
+            sum((x - truth).square().mean() for x in network.iterates(y)[1:]).backward()
+        peaks.append(tracker.peak_bytes)
+        gradients.append([p.grad for p in network.parameters()])
+    assert peaks[1] < 0.6 * peaks[0]
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("mode", MODES)

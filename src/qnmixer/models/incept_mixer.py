@@ -51,6 +51,10 @@ class InceptMixer(nn.Module):
         """G(x) [B, 1, H, W], or features [B, features, H, W]."""
         return self.expansion(self.mixer(self.embedding(x)))
 
+    def hidden_weights(self) -> list[nn.Parameter]:
+        """All matrices and kernels but those of the expansion, which starts at zero."""
+        return [p for part in (self.embedding, self.mixer) for p in part.parameters() if p.ndim > 1]
+
 
 class Inception(nn.Module):
     """Inception and patchify: [B, 1, H, W] → [B, H/P, W/P, C] (figure).
@@ -209,6 +213,10 @@ class DetailConvolutions(nn.Module):
         # Channels last, which halves the time on a CPU. `.to(memory_format=…)` leaves an image of one channel as it is.
         x = x.reshape(len(x), *x.shape[2:], 1).permute(0, 3, 1, 2)
         return self.last(torch.relu_(self.second(torch.relu_(self.first(x) + context))))
+
+    def hidden_weights(self) -> list[nn.Parameter]:
+        """The kernels but that of the last, which starts at zero."""
+        return [p for layer in (self.first, self.second) for p in layer.parameters() if p.ndim > 1]
 
 
 def zeroed(layer: nn.Module) -> nn.Module:

@@ -183,14 +183,8 @@ class QNMixer(UnrolledNetwork[QNState]):
         return [*self.regularizers, *self.details]
 
     def hidden_weights(self) -> list[nn.Parameter]:
-        """Matrices and kernels of the inception, the mixer and the details, but for layers that start at zero."""
-        parts: list[nn.Module] = []
-        for regularizer in self.regularizers:
-            if isinstance(regularizer, InceptMixer):
-                parts += [regularizer.embedding, regularizer.mixer]
-        for details in self.details:
-            parts += list(details.children())[:-1]
-        return [p for part in parts for p in part.parameters() if p.ndim > 1]
+        """Those of the regularisers that name some. The codec, λ and τ have none."""
+        return [p for block in self.blocks() for p in getattr(block, "hidden_weights", list)()]
 
     def diagnostics(self, state: QNState) -> dict[str, Tensor]:
         """Mean cos(z, s) and the share of pairs that the safeguard skipped. They show problems early."""

@@ -80,7 +80,7 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         state = self.start(y)
         yield state
         for t in range(self.n_iterations):
-            state = self.step(t, y, state)
+            state = self.loop(self, range(t, t + 1), y, state)  # so a loss on the iterates may recompute them too
             yield state
 
     def trajectory(self, y: Tensor, shown: Container[int] | None = None) -> tuple[S, list[Tensor]]:

@@ -74,7 +74,7 @@ def print_start(
         ]
     if isinstance(config.optimizer, MuonConfig) and not module.network.hidden_weights():
         name = type(module.network).__name__
-        lines.append(f"optimizer muon: AdamW changes all weights, as {name} names no hidden_weights()")
+        lines.append(f"optimizer muon: AdamW changes all weights, as {name}.hidden_weights() is empty")
     if line := describe(config):
         lines.append(line)
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
