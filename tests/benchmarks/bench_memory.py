@@ -131,6 +131,7 @@ def measured_here(overrides: str) -> float | list[float]:
     peaks = [0.0] * dist.get_world_size()
     dist.all_gather_object(peaks, peak_mib(partial(PipelineStep, config), device))
     is_first = dist.get_rank() == 0
+    dist.barrier()  # a rank that leaves while another still sends can abort at its exit
     dist.destroy_process_group()
     return peaks if is_first else []
 
