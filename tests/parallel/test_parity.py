@@ -32,13 +32,13 @@ TINY = (
     f"optimizer.lr={LR}"
 )
 MODEL = "model.n_iterations=4 model.channels=4 model.n_mixer_layers=1"
-OTHERS = {
+COMPETITORS = {
     "fbpconvnet": "model=fbpconvnet model.channels=4 model.depth=2",
     "learn": "model=learn model.n_iterations=4 model.channels=4",
     "learned_primal_dual": "model=learned_primal_dual model.n_iterations=4 model.channels=4",
     "regformer": "model=regformer model.n_iterations=4 model.channels=6 model.window_size=4",
-    "muon": f"{MODEL} optimizer=muon",
 }
+OTHERS = COMPETITORS | {"muon": f"{MODEL} optimizer=muon"}
 # 44 slices: with 16 a step, the third step of every epoch is a smaller one, of 12 slices, in 3 windows of 4.
 # The fourth is the first of another epoch.
 WINDOWS = {1: "data.n_train=11 data.batch_size=4", 4: "data.n_train=44 data.batch_size=4"}

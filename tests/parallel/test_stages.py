@@ -104,8 +104,8 @@ def test_a_state_comes_out_of_its_packing_as_it_went_in(overrides: tuple[str, ..
     assert isinstance(module.network, QNMixer)
     assert Packing.of(back) == packing
     assert torch.equal(packing.pack(back), packed)
-    large, small = {"identity": (1, 0), "bfgs": (4 + 3 + 1, 5)}[module.network.hessian]
-    assert packing.width == (1 + large) * 256 + small  # x₀; s_0 + …, or four s, three z, r, and their scales
+    large, small = {"identity": (1, 1), "bfgs": (2 * 3 + 2, 2 * 3 + 1)}[module.network.hessian]
+    assert packing.width == (1 + large) * 256 + small  # x; of each pair s, z, ρ and cosine; s, its scale, and r
 
 
 def test_stages_one_after_the_other_are_the_network() -> None:

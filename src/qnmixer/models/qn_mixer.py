@@ -24,7 +24,7 @@ class QNState(NamedTuple):
     pairs: tuple[Pair, ...] = ()
     s: Tensor | None = None  # s_{t−1} [B, L] divided by its scale; None before the first iteration
     scale: Tensor | None = None  # [B, 1]
-    r: Tensor | None = None  # r_{t−1} [B, L]
+    r: Tensor | None = None  # r_{t−1} [B, L], with hessian="bfgs"
 
 
 class QNMixer(UnrolledNetwork[QNState]):
@@ -152,16 +152,17 @@ class QNMixer(UnrolledNetwork[QNState]):
         with torch.autocast(x.device.type, enabled=False):
             r = code.flatten(1).to(x.dtype)
             step = -r
-            if s is not None and scale is not None and before is not None:  # t > 0
+            if s is not None and scale is not None:  # t > 0
                 if self.hessian == "momentum":
                     step = step + self.momenta[t - 1] * scale * s
-                elif self.hessian == "bfgs":
+                elif before is not None:
                     z = (r - before) / scale
                     if self.hessian_gradient == "detach":
                         s, z = s.detach(), z.detach()
                     pairs = *pairs, make_pair(s, z)
                     step = self._quasi_newton_step(t, r, pairs)
-            return QNState(x + self.codec.decode(step.view(code.shape)), pairs, *split_scale(step), r)
+            x = x + self.codec.decode(step.view(code.shape))
+            return QNState(x, pairs, *split_scale(step), r if self.hessian == "bfgs" else None)
 
     def _quasi_newton_step(self, t: int, r: Tensor, pairs: tuple[Pair, ...]) -> Tensor:
         """−H_t r, or with τ_t: −((1 − τ_t) I + τ_t H_t) r."""
