@@ -75,7 +75,10 @@ def test_four_devices_are_as_one(train: Train, overrides: str) -> None:
     assert moments < 5e-5
 
 
-@pytest.mark.parametrize(("mode", "precision"), [("keep", "16-mixed"), ("offload", "bf16-mixed")])
+@pytest.mark.parametrize(
+    ("mode", "precision"),
+    [pytest.param("keep", "16-mixed", marks=pytest.mark.long), ("offload", "bf16-mixed")],
+)
 def test_half_precision_is_near_full_precision(train: Train, mode: str, precision: str) -> None:
     """Of one process with the demo's batch of 4, because fp16 takes a CPU ten times as long."""
     found, expected = train(f"memory={mode} trainer.precision={precision}"), train("")

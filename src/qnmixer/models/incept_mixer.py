@@ -137,8 +137,8 @@ class MixerLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """One layer of mixing.
 
-        Backward computes its inner features again. At 256 × 256 and C = 96 this halves the memory of a step of
-        QN-Mixer, for 7 % of its time.
+        Backward computes its inner features again. Measured at 256 × 256, T = 14 and C = 96 on a CPU: a training step
+        needs 812 MiB instead of 1,474, and takes 6 % longer.
         """
         return recomputed(self._mix, x)
 
@@ -212,7 +212,7 @@ class DetailConvolutions(nn.Module):
         """G(x) [B, 1, H, W] from x and the mixer's features of it [B, d, H, W]."""
         # Channels last, which halves the time on a CPU. `.to(memory_format=…)` leaves an image of one channel as it is.
         x = x.reshape(len(x), *x.shape[2:], 1).permute(0, 3, 1, 2)
-        return self.last(torch.relu_(self.second(torch.relu_(self.first(x) + context))))
+        return self.last(torch.relu_(self.second(torch.relu_(self.first(x).add_(context)))))
 
     def hidden_weights(self) -> list[nn.Parameter]:
         """The kernels but that of the last, which starts at zero."""
