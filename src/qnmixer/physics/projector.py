@@ -105,17 +105,6 @@ class FanBeamProjector(nn.Module):
         )
         return result if x.dtype == dtype else result.float()
 
-    def filtered_residual_columns(self, images: Tensor, y: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """`filtered_residual` of columns [H·W, B] and y [B, 1, V, D]: columns [H·W, B]. It is not differentiable.
-
-        Iterations can use columns without a conversion to images. out: the tensor for the result.
-        """
-        ramp = self._matched_ramp
-        rays = self._rays.project(images, ramp.order)
-        if y is not None:
-            rays.view(*reversed(y.shape[2:]), -1).sub_(y[:, 0].permute(2, 1, 0))
-        return self._rays.backproject(ramp(rays), ramp.table, out)
-
     def safe_step_size(self) -> float:
         """1 over the largest eigenvalue of A†A, by power iteration from a fixed start; computed once.
 
@@ -166,7 +155,11 @@ class FanBeamProjector(nn.Module):
         return self._backprojection.transpose(self._filter(y))
 
     def _filtered_residual(self, x: Tensor, y: Tensor | None) -> Tensor:
-        return from_columns(self.filtered_residual_columns(to_columns(x), y), x.shape[1:])
+        ramp = self._matched_ramp
+        rays = self._rays.project(to_columns(x), ramp.order)
+        if y is not None:
+            rays.view(*reversed(y.shape[2:]), -1).sub_(y[:, 0].permute(2, 1, 0))
+        return from_columns(self._rays.backproject(ramp(rays), ramp.table), x.shape[1:])
 
     def _filtered_adjoint(self, y: Tensor) -> Tensor:
         return self._rays.transpose(self._matched_ramp.of_rows(y))

@@ -190,11 +190,10 @@ class ScanMatrix(FullPrecisionModule):
         product = self._product((self.starts, self.pixels, self.values), turned)
         return _gather(product, order)
 
-    def backproject(self, sinograms: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
-        """Mᵀ y [H·W, B] for columns y [V·D, B]; table: where y has each ray; out: the tensor for the result."""
+    def backproject(self, sinograms: Tensor, table: Tensor) -> Tensor:
+        """Mᵀ y [H·W, B] for columns y [V·D, B]; table: where y has each ray."""
         if (at_most := _COLUMNS // self._quarters) < sinograms.shape[1]:
-            parts = [self.backproject(part.contiguous(), table) for part in sinograms.split(at_most, 1)]
-            return torch.cat(parts, 1, out=out)
+            return torch.cat([self.backproject(part.contiguous(), table) for part in sinograms.split(at_most, 1)], 1)
         turned = _gather(sinograms, table)
         if self.gaps is not None:
             turned *= self.gaps
@@ -202,7 +201,7 @@ class ScanMatrix(FullPrecisionModule):
         if self._sums_middle:  # the four corners of an odd image share the middle pixel
             middle = product[-self._quarters :]
             middle[0] = middle.sum(0)
-        return _gather(product, self.image_order, out)
+        return _gather(product, self.image_order)
 
     def bins_first(self) -> tuple[Tensor, Tensor, int]:
         """The order of `project` and the table of `backproject` for sinograms as [D, V], and D."""
@@ -216,12 +215,12 @@ class ScanMatrix(FullPrecisionModule):
         return torch.ops.qnmixer.csr_product(*matrix, turned.view(-1, batch * self._quarters)).view(-1, batch)
 
 
-def _gather(columns: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor:
+def _gather(columns: Tensor, rows: Tensor) -> Tensor:
     """Some rows of columns [n, B], in the given order."""
     if columns.shape[1] > 1:
-        return torch.index_select(columns, 0, rows, out=out)
+        return torch.index_select(columns, 0, rows)
     # As a vector: a CPU takes four times as long for rows of one number.
-    return torch.index_select(columns[:, 0], 0, rows, out=None if out is None else out[:, 0])[:, None]
+    return torch.index_select(columns[:, 0], 0, rows)[:, None]
 
 
 def to_columns(batch: Tensor) -> Tensor:
