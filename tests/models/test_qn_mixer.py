@@ -23,6 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "momentum": {"hessian": "momentum"},
     "detached": {"hessian_gradient": "detach"},
     "details, trust and a wider codec": {"detail_channels": 6, "learned_trust": True, "codec_kernel": 3},
+    "details that see the data step": {"detail_channels": 6, "detail_data_step": True, "data_steps": 2},
     "no inception": {"inception": False},
     "several data steps, each iteration's own": {"data_steps": 3, "shared_step_size": False},
     "one iteration": {"n_iterations": 1},
@@ -188,6 +189,26 @@ def test_details_are_each_iterations_own_and_see_the_mixer(projector: FanBeamPro
     assert torch.equal(network.objective_gradient(1, x, y), before)
     network.regularizers[0].expansion.expand.weight.data.zero_()
     assert not torch.allclose(network.objective_gradient(1, x, y), before, rtol=1e-3)
+
+
+def test_the_second_input_of_the_details_is_the_data_step(projector: FanBeamProjector) -> None:
+    options: dict[str, Any] = {"detail_channels": 6, "data_steps": 2, "shared_step_size": False}
+    plain, seeing = small(projector, **options), small(projector, detail_data_step=True, **options)
+    weights = plain.state_dict()
+    kernels = {name: value for name, value in seeing.state_dict().items() if name.endswith("first.weight")}
+    for name, kernel in kernels.items():
+        kernel[:, :1] = weights[name]
+        kernel[:, 1:] = 0
+    seeing.load_state_dict(weights | kernels)
+    x, y = torch.rand(2, 1, 16, 16), projector(torch.rand(2, 1, 16, 16))
+    torch.testing.assert_close(seeing.objective_gradient(1, x, y), plain.objective_gradient(1, x, y))
+    # With its kernel in the place of that of x, a network whose data step is the image gives the same.
+    seeing.details[1].first.weight.data = kernels["details.1.first.weight"].flip(1)
+    u = x
+    for step_size in plain.step_sizes[1]:
+        u = u - step_size * projector.filtered_adjoint(projector(u) - y)
+    expected = plain.details[1](x - u, plain.regularizers[0](x)) + x - u
+    torch.testing.assert_close(seeing.objective_gradient(1, x, y), expected)
 
 
 def test_several_data_steps_go_down_one_after_the_other(projector: FanBeamProjector) -> None:

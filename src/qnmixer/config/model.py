@@ -172,6 +172,7 @@ class QNMixerConfig(UnrolledConfig):
     mlp_ratio: float = number(above=0, at_most=100)
     inception: bool
     detail_channels: int = number(at_least=0, at_most=1024)
+    detail_data_step: bool
     regularizer: str | None = target()
     codec: str = one_of("orthonormal", "strided")
     codec_kernel: int = number(at_least=1, at_most=3)

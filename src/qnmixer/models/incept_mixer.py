@@ -197,21 +197,22 @@ class FeatureExpansion(nn.Module):
 
 
 class DetailConvolutions(nn.Module):
-    """Three 5×5 convolutions at full resolution with ReLU between them, 1 → d → d → 1 channels, as LEARN's (ours).
+    """Three 5×5 convolutions at full resolution with ReLU between them, to d, d and 1 channels, as LEARN's (ours).
 
-    The mixer's d features are added to the output of the first. The last starts at zero, so G starts at zero.
+    Their inputs are x and perhaps other images of its size. The mixer's d features are added to the output of the
+    first. The last starts at zero, so G starts at zero.
     """
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int, n_inputs: int = 1) -> None:
         super().__init__()
-        self.first = nn.Conv2d(1, channels, 5, padding=2)
+        self.first = nn.Conv2d(n_inputs, channels, 5, padding=2)
         self.second = nn.Conv2d(channels, channels, 5, padding=2)
         self.last = zeroed(nn.Conv2d(channels, 1, 5, padding=2))
 
     def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        """G(x) [B, 1, H, W] from x and the mixer's features of it [B, d, H, W]."""
+        """G(x) [B, 1, H, W] from x and perhaps more images [B, n_inputs, H, W], and the mixer's features of x."""
         # Channels last, which halves the time on a CPU. `.to(memory_format=…)` leaves an image of one channel as it is.
-        x = x.reshape(len(x), *x.shape[2:], 1).permute(0, 3, 1, 2)
+        x = torch.stack(x.unbind(1), -1).permute(0, 3, 1, 2)
         return self.last(torch.relu_(self.second(torch.relu_(self.first(x).add_(context)))))
 
     def hidden_weights(self) -> list[nn.Parameter]:

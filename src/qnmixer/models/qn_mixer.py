@@ -50,6 +50,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         n_mixer_layers, mlp_ratio: depth and hidden width of the mixer (ours: 2, 2).
         inception: False cuts the patches from the image itself (ablation).
         detail_channels: of the convolutions at full resolution; 0: no such convolutions (figure).
+        detail_data_step: these convolutions also see Σ λ A†(A u − y), the sum of the data-term steps from x_t (ours).
         codec: "orthonormal" (ours, trains best) or "strided" (the paper's words).
         codec_kernel: of the orthonormal codec; 3 sees neighbouring cells, 1 does not (figure).
         latent_factor, latent_channels: the latent is latent_channels × (H/factor) × (W/factor).
@@ -82,6 +83,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         mlp_ratio: float = 2.0,
         inception: bool = True,
         detail_channels: int = 16,
+        detail_data_step: bool = False,
         codec: Literal["orthonormal", "strided"] = "orthonormal",
         codec_kernel: int = 3,
         latent_factor: int = 4,
@@ -121,8 +123,10 @@ class QNMixer(UnrolledNetwork[QNState]):
         make = regularizer or incept_mixer
         n_regularizers = 1 if shared_regularizer else n_iterations
         self.regularizers = nn.ModuleList(make(image_size, channels) for _ in range(n_regularizers))
+        self.detail_data_step = detail_data_step
+        n_inputs = 2 if detail_data_step else 1
         self.details = nn.ModuleList(
-            DetailConvolutions(detail_channels) for _ in range(n_iterations if detail_channels else 0)
+            DetailConvolutions(detail_channels, n_inputs) for _ in range(n_iterations if detail_channels else 0)
         )
         self.step_sizes = nn.ParameterList(
             torch.full((data_steps,), safe_step_size(projector, data_term))
@@ -171,12 +175,12 @@ class QNMixer(UnrolledNetwork[QNState]):
 
     def objective_gradient(self, t: int, x: Tensor, y: Tensor) -> Tensor:
         """∇J_t(x) = λ_t A†(A x − y) + G_t(x), [B, 1, H, W]; shared λ and G are the same for every t."""
-        G = self.regularizers[t % len(self.regularizers)](x)
-        if self.details:
-            G = self.details[t](x, G)
         u = x
         for step_size in self.step_sizes[t % len(self.step_sizes)]:
             u = u - step_size * data_gradient(self.projector, self.data_term, u, y)
+        G = self.regularizers[t % len(self.regularizers)](x)
+        if self.details:
+            G = self.details[t](torch.cat([x, x - u], 1) if self.detail_data_step else x, G)
         return G + (x - u)
 
     def blocks(self) -> list[nn.Module]:
