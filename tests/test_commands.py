@@ -30,12 +30,12 @@ from qnmixer.config.commands import parse_evaluate, parse_reconstruct
 from qnmixer.data.phantoms import phantom
 from qnmixer.evaluate import evaluate, into_new_folder
 from qnmixer.inference.writers import write_dicom
+from qnmixer.module import ReconstructionModule
 from qnmixer.physics import FanBeamProjector
 from qnmixer.physics.noise import attenuation_per_value
 from qnmixer.reconstruct import reconstruct
 from qnmixer.tracking.resume import resume_overrides
 from qnmixer.train import run as train
-from qnmixer.training.module import ReconstructionModule
 
 from .nvidia import fake_nvidia_smi
 from .warm import Done, Warm

@@ -52,7 +52,7 @@ def change_loss(folder: Path, body: str) -> dict[str, str]:
     (folder / "sitecustomize.py").write_text(f"""
 import os
 if "RANK" in os.environ:
-    from qnmixer.training.module import ReconstructionModule as Module
+    from qnmixer.module import ReconstructionModule as Module
     def batch_loss(self, image, truth, weight):
         rank, loss = int(os.environ["RANK"]), original(self, image, truth, weight)
         if self.global_step < 2:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
 from qnmixer.config import to_plain
-from qnmixer.training.module import ReconstructionModule
+from qnmixer.module import ReconstructionModule
+from qnmixer.weights import CHECKPOINT_KEY
 
 from .warm import Done, Warm
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
 from qnmixer.config import to_plain
 from qnmixer.config.run import parse_file
+from qnmixer.weights import CHECKPOINT_KEY
 
 from .warm import FORK_RANKS, Done, Warm
 

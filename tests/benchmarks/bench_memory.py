@@ -19,6 +19,7 @@ import torch.distributed as dist
 from measuring import GIVE_BACK, MIB, in_own_process, peak_mib
 from report import Row, finish
 
+from qnmixer.build import build_module
 from qnmixer.config import Config, override, parse
 from qnmixer.config.compose import compose
 from qnmixer.config.run import batch_of_replica
@@ -29,7 +30,6 @@ from qnmixer.optimization.optimizers import build_optimizer
 from qnmixer.parallel.compilation import compile_blocks
 from qnmixer.parallel.pipeline import Pipeline, sum_gradients
 from qnmixer.reconstructor import AUTOCAST
-from qnmixer.training.module import ReconstructionModule
 
 CONFIGS = [
     "model.n_iterations=4",
@@ -58,7 +58,7 @@ class Step:
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self.config, self.device = config, device
-        self.module = ReconstructionModule(config).to(device)
+        self.module = build_module(config).to(device)
         apply_memory_mode(self.module.network, config.memory)
         if config.compile:
             compile_blocks(self.module.network)
@@ -87,7 +87,7 @@ class PipelineStep:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.module = ReconstructionModule(config)
+        self.module = build_module(config)
         apply_memory_mode(self.module.network, config.memory)
         self.optimizer = build_optimizer(config.optimizer, self.module.network)
         self.pipeline: Pipeline | None = None

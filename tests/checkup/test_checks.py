@@ -94,7 +94,7 @@ def unreduced():
 """
 LEAKING = """
 def leaking():
-    from qnmixer.training.module import ReconstructionModule
+    from qnmixer.module import ReconstructionModule
     batch_loss, kept = ReconstructionModule.batch_loss, []
     def keeping(self, *args):
         loss = batch_loss(self, *args)

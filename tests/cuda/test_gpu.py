@@ -23,6 +23,7 @@ from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 from torch import Tensor
 
+from qnmixer.build import build_module
 from qnmixer.checkup.rank import untrained
 from qnmixer.config import Config, override, parse
 from qnmixer.config.compose import compose
@@ -36,7 +37,6 @@ from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.physics.scan import ScanMatrix
 from qnmixer.reconstructor import sample_measurement
 from qnmixer.training.memory_monitor import MemoryMonitor
-from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.trainer import build_trainer
 
 from ..conftest import PHANTOMS, TINY
@@ -180,7 +180,7 @@ def trained(config: Config, device: torch.device, folder: Path, *callbacks: Call
     t = replace(config.trainer, accelerator=accelerator, devices=1, val_every_n_steps=None, limit_val_batches=0)
     config = replace(config, trainer=t)
     L.seed_everything(0, verbose=False)
-    module = ReconstructionModule(config)
+    module = build_module(config)
     apply_memory_mode(module.network, config.memory)
     trainer = build_trainer(config, folder, callbacks, [])
     trainer.fit(module, datamodule=SliceDataModule(config.data, measure=sample_measurement(config)))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from pydicom import dcmread
 
-from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
+from qnmixer.build import build_module
 from qnmixer.config import parse, to_plain
 from qnmixer.config.commands import ReconstructConfig, parse_reconstruct
 from qnmixer.config.compose import compose
@@ -24,8 +24,9 @@ from qnmixer.errors import DataError
 from qnmixer.inference.batches import MAX_HU, BatchedNetwork
 from qnmixer.inference.inputs import MeasuredScan, holds_sinograms, measured_scans, simulated_scans
 from qnmixer.inference.reconstruct import reconstruct_input
+from qnmixer.module import ReconstructionModule
 from qnmixer.reconstructor import to_hu
-from qnmixer.training.module import ReconstructionModule
+from qnmixer.weights import CHECKPOINT_KEY
 
 from ..conftest import TINY
 from ..sets import write_lodopab, write_two_detect
@@ -57,7 +58,7 @@ def at_true_size(*overrides: str) -> ReconstructionModule:
     """FBP at the size that DICOM says."""
     words = [word for word in TINY if not word.startswith("model.")]
     words += ["model=fbp", "data=dicom", "data.root=x", "data.pixel_size=header"]
-    return ReconstructionModule(parse(compose("train", [*words, *overrides]))).eval()
+    return build_module(parse(compose("train", [*words, *overrides]))).eval()
 
 
 def series(path: Path, count: int, size: int = 16) -> Path:
@@ -109,7 +110,7 @@ def test_a_sinogram_of_a_public_set_is_reconstructed_as_it_is_evaluated(
     words = ["model=fbp", f"data={name}", f"geometry={name}", f"data.root={tmp_path}", "geometry.n_views=8"]
     keys = ["data.image_size=32", "data.num_workers=0", "logger=csv"]
     config = parse(compose("train", [*words, *keys]))
-    module = ReconstructionModule(config).eval()
+    module = build_module(config).eval()
     if name == "lodopab":
         write_lodopab(tmp_path, module.projector.geometry, {"test": 1})
         of_one = 0.08135858
@@ -192,7 +193,7 @@ def test_the_first_slices_do_not_decide_alone(
 def test_dicom_says_how_the_network_was_trained(tmp_path: Path, overrides: list[str], end: str) -> None:
     others = tuple(f"{group}." for group in ("model", "geometry") if any(w.startswith(f"{group}=") for w in overrides))
     words = [word for word in TINY if not (others and word.startswith(others))]
-    module = ReconstructionModule(parse_file(compose("train", [*words, *overrides, "geometry.n_views=8"]))).eval()
+    module = build_module(parse_file(compose("train", [*words, *overrides, "geometry.n_views=8"]))).eval()
     run, scan = save(module, tmp_path / "run.ckpt"), tmp_path / "scan.npy"
     np.save(scan, np.ones((8, module.projector.geometry.n_detectors), np.float32))
     reconstruct_input(settings(run=run, input=scan, output=tmp_path / "out", formats="[dicom]"))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from qnmixer.build import build_module
 from qnmixer.config import Config, override, parse
 from qnmixer.config.commands import device_memory, parse_plan
 from qnmixer.config.compose import compose
@@ -25,7 +26,6 @@ from qnmixer.optimization.optimizers import build_optimizer
 from qnmixer.parallel.stages import Stage, actions, ranges, survey
 from qnmixer.physics import FanBeamProjector
 from qnmixer.reconstructor import build_projector, system_matrix_at
-from qnmixer.training.module import ReconstructionModule
 
 from ..warm import Warm
 
@@ -107,7 +107,7 @@ def test_gradients_are_no_activations_and_count_once() -> None:
 def test_real_tensors_count_as_torchs_allocator_counts_them() -> None:
     """And as fake ones do. The profiler's record of allocations is torch's own."""
     config = config_of("model.n_iterations=4")
-    module = ReconstructionModule(config)
+    module = build_module(config)
     optimizer = build_optimizer(config.optimizer, module.network)
     make_state(optimizer)
     image, weight = torch.rand(3, 1, 32, 32), torch.ones(3)
@@ -335,7 +335,7 @@ def real_peak(config: Config, device: int) -> int:
     """Bytes that a device holds when it runs its stages with real tensors, in the order of the schedule."""
     assert isinstance(config.strategy, PipelineConfig)
     options, n, n_devices = config.strategy, n_microbatches(config), 4
-    module = ReconstructionModule(config)
+    module = build_module(config)
     network, size = module.network, config.data.image_size
     apply_memory_mode(network, config.memory)
     optimizer = build_optimizer(config.optimizer, network)

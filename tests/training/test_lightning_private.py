@@ -9,13 +9,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from qnmixer.build import build_module
 from qnmixer.checkpoints.reading import read_checkpoint, resumable
 from qnmixer.config import Config
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import CheckpointError
 from qnmixer.tracking.loggers import build_loggers
 from qnmixer.training.callbacks import build_callbacks
-from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.trainer import build_trainer
 
 from ..conftest import TINY_RUN
@@ -61,7 +61,7 @@ def train(
     validations: bool = False,
 ) -> tuple[Watch, dict[str, torch.Tensor]]:
     L.seed_everything(0, verbose=False)
-    module, watch = ReconstructionModule(config), Watch(folder, save_at, validations)
+    module, watch = build_module(config), Watch(folder, save_at, validations)
     trainer = build_trainer(
         config, folder, [watch, *build_callbacks(config.callbacks)], build_loggers(config, folder, [])
     )

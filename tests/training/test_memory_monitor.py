@@ -16,13 +16,13 @@ from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
 from torch import Tensor
 
+from qnmixer.batch import Batch
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.memory.leaks import LeakWatch
 from qnmixer.memory.plan import Planner
-from qnmixer.reconstructor import Batch
+from qnmixer.module import ReconstructionModule
 from qnmixer.training.callbacks import IteratePictures
 from qnmixer.training.memory_monitor import MemoryMonitor
-from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.weight_averaging import MeanWeights
 
 MIB = 2**20

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from qnmixer.batch import Batch
 from qnmixer.config import Config
 from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.module import ReconstructionModule
 from qnmixer.physics.noise import FieldNoise, NoNoise, PhysicalNoise, attenuation_per_value
-from qnmixer.reconstructor import Batch, build_geometry, build_noise, sample_measurement
-from qnmixer.training.module import ReconstructionModule
+from qnmixer.reconstructor import build_geometry, build_noise, sample_measurement
 
 Build = Callable[..., ReconstructionModule]
 

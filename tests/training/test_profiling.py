@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from qnmixer.batch import Batch
 from qnmixer.checkpoints.reading import load_run
 from qnmixer.config import Config
 from qnmixer.config.run import section
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
+from qnmixer.module import ReconstructionModule
 from qnmixer.parallel.devices import resolve_devices
-from qnmixer.reconstructor import Batch
 from qnmixer.tracking.run import Run
 from qnmixer.training.fit import fit
-from qnmixer.training.module import ReconstructionModule
 
 TinyConfig = Callable[..., Config]
 Build = Callable[..., ReconstructionModule]

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from qnmixer.checkpoints.reading import built_from
-from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
 from qnmixer.config import Config, effective_batch, to_plain
 from qnmixer.config.compose import compose
 from qnmixer.config.data import DataConfig, FolderData, MixedData, PhantomData
@@ -23,7 +22,7 @@ from qnmixer.plugins import trust_words
 from qnmixer.reconstructor import method_name
 from qnmixer.reports.tables import markdown_table
 from qnmixer.tracking.results import duration, read_results
-from qnmixer.weights import PRETRAINED, SHIPPED
+from qnmixer.weights import CHECKPOINT_KEY, PRETRAINED, SHIPPED
 
 _UNKNOWN = "unknown"
 

@@ -19,6 +19,7 @@ from qnmixer.config.logger import LONGEST_TAG, LoggerConfig, WandbConfig, named_
 from qnmixer.config.loss import LossConfig
 from qnmixer.config.memory import MemoryConfig
 from qnmixer.config.model import ModelConfig, UnrolledConfig
+from qnmixer.config.module import OURS, DataModuleConfig, ModuleConfig
 from qnmixer.config.noise import NoiseConfig
 from qnmixer.config.optimizer import OptimizerConfig
 from qnmixer.config.option import number, one_of, suggest
@@ -65,6 +66,8 @@ class Config(RunConfig):
     geometry: GeometryConfig
     noise: NoiseConfig
     model: ModelConfig
+    module: ModuleConfig
+    datamodule: DataModuleConfig
     data: DataConfig
     loss: LossConfig
     optimizer: OptimizerConfig
@@ -101,7 +104,7 @@ def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
 
     Raises ConfigError, which names the key and how to fix it.
     """
-    values = plain_values(cfg)
+    values = OURS | plain_values(cfg)
     if "trainer" in values:
         values["trainer"] = gathered(values["trainer"])
     callbacks = parse_callbacks(values.pop("callbacks", {}))

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger, WandbLogger
 from torch import Tensor
 
+from qnmixer.batch import Batch
 from qnmixer.config import Config
 from qnmixer.config.debug import ProfileConfig
 from qnmixer.config.target import TARGET
@@ -18,14 +19,15 @@ from qnmixer.errors import PluginError, UserError, first_line
 from qnmixer.evaluation.evaluate import PAGE, PICTURE, Evaluation, numbers_of
 from qnmixer.optimization.metrics import psnr
 from qnmixer.plugins import make_plugin, subclass_of
-from qnmixer.reconstructor import Batch, to_hu
+from qnmixer.reconstructor import to_hu
 from qnmixer.reports.pictures import Panel, Row, draw_iterates
+from qnmixer.run_module import RunModule
 from qnmixer.tracking.run import Run
 from qnmixer.training.health import HealthMonitor
-from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.profiling import Profile
 from qnmixer.training.progress import ProgressMetrics
 from qnmixer.training.progress_bar import TrainingProgress
+from qnmixer.training.step_checks import StepChecks
 
 _MOST_SHOWN = 15  # iterates in a picture
 _CALLBACK = subclass_of(Callback, "lightning.pytorch.callbacks.Callback")
@@ -40,11 +42,11 @@ def build_callbacks(callbacks: Mapping[str, Mapping[str, Any]]) -> list[Callback
     return [ProgressMetrics(), *named]
 
 
-def console_callbacks(config: Config, run: Run) -> list[Callback]:
+def console_callbacks(config: Config, run: Run, checks: StepChecks) -> list[Callback]:
     """Build the callbacks that print: progress, warnings about a network that does not learn, profile."""
     shows = config.trainer.extra.get("enable_progress_bar") is not False
     progress = TrainingProgress(run.console, run.folder / "metrics.csv", shows)
-    callbacks: list[Callback] = [progress, HealthMonitor(run)]
+    callbacks: list[Callback] = [progress, HealthMonitor(run, checks)]
     if isinstance(config.debug, ProfileConfig):
         callbacks.append(Profile(run.folder / "profile", config.debug, run.console))
     return callbacks
@@ -82,7 +84,7 @@ class IteratePictures(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Run the batches with those slices again and store the iterates. All processes do it, as fsdp requires."""
-        assert isinstance(pl_module, ReconstructionModule)
+        assert isinstance(pl_module, RunModule)
         sampler = trainer.val_dataloaders.sampler  # type: ignore[union-attr]  # it has been made
         if batch_idx * sampler.num_replicas * sampler.batch_size >= self.n_slices:
             return

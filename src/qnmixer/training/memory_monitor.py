@@ -9,12 +9,12 @@ from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 from torch import Tensor
 
+from qnmixer.batch import Batch
 from qnmixer.config import Config
 from qnmixer.memory.footprint import MIB
 from qnmixer.memory.leaks import Leak, LeakWatch
 from qnmixer.memory.tracker import PeakTracker
 from qnmixer.memory.usage import read_usage, reset_peak
-from qnmixer.reconstructor import Batch
 from qnmixer.training.weight_averaging import MeanWeights
 
 
