@@ -53,12 +53,12 @@ def change_loss(folder: Path, body: str) -> dict[str, str]:
 import os
 if "RANK" in os.environ:
     from qnmixer.module import ReconstructionModule as Module
-    def batch_loss(self, image, truth, weight):
-        rank, loss = int(os.environ["RANK"]), original(self, image, truth, weight)
+    def training_step(self, batch, batch_idx):
+        rank, loss = int(os.environ["RANK"]), original(self, batch, batch_idx)
         if self.global_step < 2:
             return loss
         {body}
-    original, Module.batch_loss = Module.batch_loss, batch_loss
+    original, Module.training_step = Module.training_step, training_step
 """)
     return {"PYTHONPATH": str(folder), **FORK_RANKS}
 
@@ -84,7 +84,7 @@ def test_a_bug_shows_one_traceback(start: Start, warm: Warm, tmp_path: Path) -> 
     code, stderr, _ = command.end()
     assert code == 1
     assert stderr.count("Traceback (most recent call last)") == 1
-    assert "in batch_loss" in stderr
+    assert "in training_step" in stderr
     assert stderr.splitlines()[-1] in [f"error: rank {rank}: ZeroDivisionError: a bug" for rank in (0, 1)]
     assert command.record()["error"].endswith("ZeroDivisionError: a bug")
 

@@ -26,6 +26,7 @@ from qnmixer.config.run import batch_of_replica
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.pipeline import cut_of
 from qnmixer.memory.plan import Planner
+from qnmixer.memory.tracker import batch_of
 from qnmixer.optimization.optimizers import build_optimizer
 from qnmixer.parallel.compilation import compile_blocks
 from qnmixer.parallel.pipeline import Pipeline, sum_gradients
@@ -73,7 +74,7 @@ class Step:
             with torch.no_grad():
                 y = self.module.projector(self.image)
             with torch.autocast(self.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-                loss = self.module.batch_loss(self.module.network(y), self.image, self.weight)
+                loss = self.module.training_step(batch_of(self.image, self.weight, y), 0)
             if k == 0:
                 self.optimizer.zero_grad()  # where Lightning does it
             loss.backward()

@@ -43,7 +43,7 @@ class Sample:
 def make_run(path: Path, overrides: list[str]) -> ReconstructionModule:
     """A network with random weights, as the checkpoint of a run."""
     module = build_module(parse(compose("train", overrides)))
-    content = {"format": 1, "config": to_plain(module.config), "largest_norm": 0.0}
+    content = {"format": 1, "config": to_plain(module.config)}
     torch.save({"state_dict": module.state_dict(), CHECKPOINT_KEY: content}, path)
     return module
 

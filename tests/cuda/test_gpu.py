@@ -64,8 +64,7 @@ def loss_and_gradients(config: Config, device: torch.device) -> tuple[float, Ten
     batch = data.transfer_batch_to_device(next(iter(data.loader("train"))), device, 0)
     scale = 2.0**10 if config.trainer.precision == "16-mixed" else 1.0
     with build_precision(config, device.type).forward_context():
-        image = module.network(module.measure(batch, "train"))
-        loss = module.batch_loss(image, batch["image"], batch["weight"])
+        loss = module.training_step(batch, 0)
     (loss.float() * scale).backward()
     gradients = [p.grad.flatten().float().cpu() for p in module.parameters() if p.grad is not None]
     return float(loss.detach()), torch.cat(gradients) / scale

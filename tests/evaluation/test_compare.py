@@ -56,7 +56,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
     module = build_module(parse(compose("train", overrides)))
     data = SliceDataModule(module.config.data)
     data.setup()
-    ours = {"format": 1, "config": to_plain(module.config), "largest_norm": 0.0}
+    ours = {"format": 1, "config": to_plain(module.config)}
     (folder / "0" / "checkpoints").mkdir(parents=True)
     torch.save(
         {"state_dict": module.state_dict(), CHECKPOINT_KEY: ours, RUN_KEY: {"split": data.split.record}},

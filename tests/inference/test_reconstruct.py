@@ -40,7 +40,7 @@ def settings(**values: object) -> ReconstructConfig:
 
 
 def save(module: ReconstructionModule, path: Path) -> Path:
-    content = {"format": 1, "config": to_plain(module.config), "largest_norm": 0.0}
+    content = {"format": 1, "config": to_plain(module.config)}
     torch.save({"state_dict": module.state_dict(), CHECKPOINT_KEY: content}, path)
     return path
 

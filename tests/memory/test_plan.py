@@ -21,9 +21,9 @@ from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.pipeline import cut_of, n_microbatches
 from qnmixer.memory.plan import Planner, track_step
 from qnmixer.memory.report import _largest_batch, as_object, levers_table, print_plan, schedules, usable
-from qnmixer.memory.tracker import PeakTracker, autocast, make_state, n_bytes, optimizer_bytes, without_data
+from qnmixer.memory.tracker import PeakTracker, autocast, batch_of, make_state, n_bytes, optimizer_bytes, without_data
 from qnmixer.optimization.optimizers import build_optimizer
-from qnmixer.parallel.stages import Stage, actions, ranges, survey
+from qnmixer.parallel.stages import Stage, actions, loss_of_part, ranges, survey
 from qnmixer.physics import FanBeamProjector
 from qnmixer.reconstructor import build_projector, system_matrix_at
 
@@ -115,7 +115,7 @@ def test_real_tensors_count_as_torchs_allocator_counts_them() -> None:
     def step() -> None:
         with torch.no_grad():
             y = module.projector(image)
-        loss = module.batch_loss(module.network(y), image, weight)
+        loss = module.training_step(batch_of(image, weight, y), 0)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(module.network.parameters(), 1.0)
@@ -367,7 +367,7 @@ def real_peak(config: Config, device: int) -> int:
                 with autocast(config):
                     output = stages[index](*received[index, k], y=copy[k * len(parts[k]) : (k + 1) * len(parts[k])])
                     if given[index, k] is None:
-                        output = module.batch_loss(output, image[parts[k]], weight[parts[k]])
+                        output = loss_of_part(module, batch_of(image, weight, y), 0, output, parts[k])
                 made[index, k] = output
                 del output
             else:

@@ -27,7 +27,6 @@ from qnmixer.training.health import HealthMonitor
 from qnmixer.training.profiling import Profile
 from qnmixer.training.progress import ProgressMetrics
 from qnmixer.training.progress_bar import TrainingProgress
-from qnmixer.training.step_checks import StepChecks
 
 _MOST_SHOWN = 15  # iterates in a picture
 _CALLBACK = subclass_of(Callback, "lightning.pytorch.callbacks.Callback")
@@ -42,11 +41,11 @@ def build_callbacks(callbacks: Mapping[str, Mapping[str, Any]]) -> list[Callback
     return [ProgressMetrics(), *named]
 
 
-def console_callbacks(config: Config, run: Run, checks: StepChecks) -> list[Callback]:
+def console_callbacks(config: Config, run: Run) -> list[Callback]:
     """Build the callbacks that print: progress, warnings about a network that does not learn, profile."""
     shows = config.trainer.extra.get("enable_progress_bar") is not False
     progress = TrainingProgress(run.console, run.folder / "metrics.csv", shows)
-    callbacks: list[Callback] = [progress, HealthMonitor(run, checks)]
+    callbacks: list[Callback] = [progress, HealthMonitor(run)]
     if isinstance(config.debug, ProfileConfig):
         callbacks.append(Profile(run.folder / "profile", config.debug, run.console))
     return callbacks

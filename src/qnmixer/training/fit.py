@@ -49,7 +49,6 @@ from qnmixer.training.checkpointing import Checkpointing
 from qnmixer.training.lightning_private import number_rows
 from qnmixer.training.memory_monitor import MemoryMonitor
 from qnmixer.training.profiling import naming_nan_gradients
-from qnmixer.training.step_checks import StepChecks
 from qnmixer.training.terminal import print_end, print_start, quieten
 from qnmixer.training.trainer import build_trainer
 
@@ -71,9 +70,7 @@ def fit(config: Config, run: Run) -> float:
             run.record_resume(steps_of(checkpoint))
         checkpointing = Checkpointing(run, config.monitor, config.trainer.save_every_n_steps)
         memory = MemoryMonitor(run.console)
-        checks = StepChecks()
-        printing = console_callbacks(config, run, checks)
-        callbacks = [checks, checkpointing, memory, *printing, *build_callbacks(config.callbacks)]
+        callbacks = [checkpointing, memory, *console_callbacks(config, run), *build_callbacks(config.callbacks)]
         save_code_diff(run)  # W&B sends it
         loggers = build_loggers(config, run.folder, run.overrides, run.resumed_at)
         trainer = build_trainer(config, run.folder, callbacks, loggers)

@@ -17,7 +17,7 @@ from qnmixer.optimization.schedules import warm_up_steps
 from qnmixer.run_module import RunModule
 from qnmixer.tracking.loggers import WandbRun
 from qnmixer.tracking.run import Run
-from qnmixer.training.step_checks import StepChecks
+from qnmixer.training.step_checks import gradient_norm
 
 EVERY = 10
 """Optimizer steps between two checks."""
@@ -58,11 +58,10 @@ class HealthMonitor(Callback):
 
     Args:
         run: for its console and its record, which gets each warning as {step, name, warning}.
-        checks: knows the norm of the gradient. It must stand before this callback.
     """
 
-    def __init__(self, run: Run, checks: StepChecks) -> None:
-        self.run, self.checks = run, checks
+    def __init__(self, run: Run) -> None:
+        self.run = run
         self._due = False
         self._output: Tensor | None = None  # x_T of the last batch of a step that is checked, [B, 1, S, S]
         self._begins = False
@@ -105,7 +104,7 @@ class HealthMonitor(Callback):
         if self._begins:
             self._begins = False
             _refuse_bad_start(errors)
-        norm, step = float(self.checks.norm), trainer.global_step
+        norm, step = float(gradient_norm(pl_module)), trainer.global_step
         found = {
             "zero_gradient": norm == 0,
             "gradient_not_finite": not norm < float("inf"),

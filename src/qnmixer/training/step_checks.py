@@ -13,15 +13,16 @@ from qnmixer.run_module import RunModule
 from qnmixer.training.finite_check import FiniteCheck
 
 
-class StepChecks(Callback):
-    """Raises FloatingPointError, with step and slices, for a loss that is not finite. Logs loss, gradient and rates.
+def gradient_norm(module: L.LightningModule) -> Tensor:
+    """The norm of the gradient of all devices, before clipping."""
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    return gather(torch.nn.utils.get_total_norm(gradients))  # the norm of shards is itself in shards
 
-    Attributes:
-        norm: of the gradient of this step, before clipping.
-    """
+
+class StepChecks(Callback):
+    """Raises FloatingPointError, with step and slices, for a loss that is not finite. Logs loss, gradient and rates."""
 
     def __init__(self) -> None:
-        self.norm = torch.tensor(0.0)
         self._finite = FiniteCheck()
         self._names: list[str] = []
         self._largest_norm: Tensor | float = 0.0
@@ -57,14 +58,12 @@ class StepChecks(Callback):
         """Check the loss. Log the gradient norm before clipping, its maximum in the run, lr and the mean of λ_t."""
         assert isinstance(pl_module, RunModule)
         self._finite.raise_if_not()
-        # The norm of shards is itself in shards: gather gives that of all ranks.
-        gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
-        self.norm = gather(torch.nn.utils.get_total_norm(gradients))
+        norm = gradient_norm(pl_module)
         # The scaler skips a step whose gradient overflows. That norm would be the largest for the rest of the run.
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
-        counted = self.norm.nan_to_num(nan=0.0, posinf=0.0) if scaled else self.norm
-        self._largest_norm = torch.maximum(counted, torch.as_tensor(self._largest_norm, device=self.norm.device))
-        pl_module.log("train/grad_norm", self.norm)
+        counted = norm.nan_to_num(nan=0.0, posinf=0.0) if scaled else norm
+        self._largest_norm = torch.maximum(counted, torch.as_tensor(self._largest_norm, device=norm.device))
+        pl_module.log("train/grad_norm", norm)
         pl_module.log("train/grad_norm_max", self._largest_norm)
         # As a tensor in float64: Lightning would round a Python float to float32.
         pl_module.log("train/lr", torch.tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64))
