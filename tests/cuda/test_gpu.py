@@ -29,6 +29,7 @@ from qnmixer.config import Config, override, parse
 from qnmixer.config.compose import compose
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.memory import modes
+from qnmixer.memory.footprint import MIB, WORKSPACE, on_a_gpu
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import Planner
 from qnmixer.parallel.devices import allow_tf32, has_bf16
@@ -46,7 +47,9 @@ from .findings import Findings
 SMALL = [word for word in TINY if not word.startswith("model.")] + ["data.n_train=8", "data.n_val=3", "data.n_test=4"]
 NETWORKS = {"qn_mixer": MODEL} | COMPETITORS
 IN_32 = 1e-4
-"""Relative error of loss and gradient against those of a CPU in 32. Half precision may add thrice the CPU's own."""
+"""Relative error of loss and gradient against those of a CPU in 32. Half precision may add `allowed`."""
+ROUNDING = {"32": 0.0, "16-mixed": 2.0**-11, "bf16-mixed": 2.0**-8}
+"""Relative error of one rounding."""
 
 
 @cache
@@ -81,6 +84,12 @@ def errors_of(found: tuple[float, Tensor], expected: tuple[float, Tensor]) -> tu
     return abs(loss - true_loss) / true_loss, float((gradient - truth).norm() / truth.norm())
 
 
+def allowed(model: str, precision: str) -> tuple[float, float]:
+    """Thrice the CPU's own errors. Of the loss, one number that can be right by luck, at least one rounding."""
+    loss, gradient = errors_of(on_a_cpu(model, precision), on_a_cpu(model))
+    return IN_32 + max(3 * loss, ROUNDING[precision]), IN_32 + 3 * gradient
+
+
 @pytest.mark.parametrize(
     ("model", "memory", "precision"),
     list(product(NETWORKS, ("keep", "recompute", "offload"), ("32", "16-mixed", "bf16-mixed"))),
@@ -101,9 +110,18 @@ def test_losses_and_gradients_are_those_of_a_cpu(
     exact = on_a_cpu(model)
     errors = errors_of(loss_and_gradients(small(model, memory, precision), device), exact)
     findings.add("gradient against a CPU in 32", f"{model}, {memory}, {precision}", errors[1], "relative")
-    allowed = errors_of(on_a_cpu(model, precision), exact)
-    assert errors[0] <= IN_32 + 3 * allowed[0]
-    assert errors[1] <= IN_32 + 3 * allowed[1]
+    loss, gradient = allowed(model, precision)
+    assert errors[0] <= loss
+    assert errors[1] <= gradient
+
+
+@pytest.mark.parametrize("precision", ["32", "16-mixed", "bf16-mixed"])
+def test_a_loss_or_gradient_wrong_by_5_percent_is_found(precision: str) -> None:
+    loss, gradient = on_a_cpu("qn_mixer", precision)
+    errors = errors_of((1.05 * loss, 1.05 * gradient), on_a_cpu("qn_mixer"))
+    limits = allowed("qn_mixer", precision)
+    assert errors[0] > limits[0]
+    assert errors[1] > limits[1]
 
 
 @cache
@@ -210,17 +228,19 @@ def size_for(device: torch.device) -> list[str]:
 def test_the_measured_peak_is_that_of_the_plan(
     device: torch.device, findings: Findings, tmp_path: Path, overrides: str
 ) -> None:
-    """On a GPU of the default network, so that what its libraries take for themselves is a small part."""
+    """On a GPU of the default network, with what cuBLAS and the allocator take."""
     if device.type == "cpu" and "offload" in overrides:
         pytest.skip("on a CPU the host is the device")
     config = override(parse(compose("train", [*size_for(device), "trainer.max_steps=3"])), overrides)
-    planned = Planner(config).estimate(config).peak / 2**20
+    planned = Planner(config).estimate(config).peak
+    if device.type == "cuda":
+        planned = on_a_gpu(planned, WORKSPACE if torch.cuda.get_device_capability()[0] >= 9 else 8.1 * MIB)
     monitor = MemoryMonitor(Console(quiet=True))
     trained(config, device, tmp_path, monitor)
     assert monitor.measured_mib is not None
-    ratio = monitor.measured_mib / planned
-    findings.add("measured peak : plan", f"T = {config.model.T}, {overrides or 'keep'}", ratio)
-    assert ratio == pytest.approx(1, abs=0.08)
+    ratio = monitor.measured_mib * MIB / planned
+    findings.add("measured peak : plan for a GPU", f"T = {config.model.T}, {overrides or 'keep'}", ratio)
+    assert ratio == pytest.approx(1, abs=0.05)
 
 
 def bytes_moved(projector: FanBeamProjector, matrix: ScanMatrix, batch: int) -> int:
