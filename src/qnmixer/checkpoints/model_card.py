@@ -226,7 +226,8 @@ def _hardware(config: Config, record: dict[str, Any]) -> str:
     threads = f", threads: {record['threads']}" if trainer.accelerator == "cpu" and "threads" in record else ""
     name = record.get("device", _UNKNOWN)
     devices = f"{n} × {name}" if n > 1 else name
-    return f"{devices}{threads}; strategy {config.strategy.name}, precision {trainer.precision}"
+    tf32 = " with products in TF32" if trainer.tf32 else ""
+    return f"{devices}{threads}; strategy {config.strategy.name}, precision {trainer.precision}{tf32}"
 
 
 def _settings(section: Any) -> str:
