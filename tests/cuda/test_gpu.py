@@ -41,7 +41,7 @@ from qnmixer.training.memory_monitor import MemoryMonitor
 from qnmixer.training.trainer import build_trainer
 
 from ..conftest import PHANTOMS, TINY
-from ..parallel.test_parity import COMPETITORS, MODEL
+from ..promises.test_gradients_of_one_process import COMPETITORS, MODEL
 from .findings import Findings
 
 SMALL = [word for word in TINY if not word.startswith("model.")] + ["data.n_train=8", "data.n_val=3", "data.n_test=4"]

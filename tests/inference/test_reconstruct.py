@@ -1,4 +1,4 @@
-"""Batches, memory and precision of a reconstruction. Its inputs and outputs are tested in tests/test_commands.py."""
+"""Batches, memory and precision of a reconstruction. Its inputs and outputs: tests/promises/test_dicom_and_noise.py."""
 
 import os
 import re
@@ -303,45 +303,6 @@ def test_a_file_is_refused_before_its_first_scan(tiny_module: Build, tmp_path: P
     with pytest.raises(DataError, match="0 measured views"):
         reconstruct_input(config)
     assert not output.exists()
-
-
-# Everything is imported and then the address space ends so many MiB above what it takes.
-_LIMITED = """
-import resource, sys
-import qnmixer.inference.reconstruct
-from qnmixer.reconstruct import main
-now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-limit = now + int(sys.argv.pop(1)) * 2**20
-resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-main()
-"""
-
-
-def limited(mib: int, run: Path, source: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    output = source.parent / "out"
-    given = [f"run={run}", f"input={source}", f"output={output}", "accelerator=cpu", "formats=[npy]", *options]
-    # Freed memory goes back to the system. Else it depends on chance how much of the address space is left.
-    steady = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    return subprocess.run(
-        [sys.executable, "-c", _LIMITED, str(mib), *given],
-        capture_output=True, text=True, timeout=300, env={**os.environ, **steady},
-    )  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.skipif(sys.platform != "linux", reason="the address space is read from /proc")
-def test_a_batch_that_does_not_fit_is_halved(tiny_module: Build, tmp_path: Path) -> None:
-    """Real allocations that the system refuses."""
-    run = save(tiny_module("data.image_size=128", "model.n_iterations=1", "model.channels=32"), tmp_path / "a.ckpt")
-    done = limited(150, run, series(tmp_path / "a.npy", 64, 32), "batch_size=64")
-    assert done.returncode == 0, done.stderr
-    lines = done.stderr.splitlines()
-    found = [re.fullmatch(r"warning: out of memory with (\d+) slices at once: .* batch_size=(\d+)", s) for s in lines]
-    assert found
-    assert found[0][1] == "64"  # type: ignore[index]
-    assert all(match and int(match[2]) == int(match[1]) // 2 for match in found)
-    assert len(list((tmp_path / "out").glob("*.npy"))) == 64
 
 
 _LIMITED_NETWORK = """

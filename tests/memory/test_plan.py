@@ -1,9 +1,7 @@
-import json
 import subprocess
 import sys
 from functools import cache
 from itertools import accumulate
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,8 +24,6 @@ from qnmixer.optimization.optimizers import build_optimizer
 from qnmixer.parallel.stages import Stage, actions, loss_of_part, ranges, survey
 from qnmixer.physics import FanBeamProjector
 from qnmixer.reconstructor import build_projector, system_matrix_at
-
-from ..warm import Warm
 
 SMALL = [
     "data.image_size=32",
@@ -448,45 +444,3 @@ def test_rows_that_a_run_does_not_allow_are_left_out(capsys: pytest.CaptureFixtu
     rows = {line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")}
     assert {"keep", "recompute", "offload", "adamw", "muon"} <= rows
     assert "adafactor" not in rows
-
-
-@pytest.mark.slow
-def test_the_command_prints_one_object(warm: Warm, tmp_path: Path) -> None:
-    done = warm.run("-m", "qnmixer.plan", *SMALL, "model.n_iterations=2", "format=json", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    told = json.loads(done.stdout)
-    assert {"parameters", "gradients", "optimizer", "activations"} <= set(told["parts"])
-    assert sum(told["parts"].values()) == pytest.approx(told["peak_mib"], abs=0.01)
-    assert 0 < told["per_iteration_mib"] < told["peak_mib"]
-    assert (told["strategy"], told["devices"]) == ("single", [told["peak_mib"]])
-    assert "idle_share" not in told
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_the_command_prints_tables_and_leaves_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "qnmixer.plan", *SMALL, "model.n_iterations=4", "strategy=pipeline", "device=1.2"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    of_a_pipeline = ["on 4 devices, assumed", "in flight", "sequential", "idle"]
-    for word in ["recompute", "16-mixed, bf16-mixed", "batch 8", "adamw", "1.2", *of_a_pipeline]:
-        assert word in done.stdout
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["device=V10"], "device=V10 is not known"),
-        (["format=jsn"], "format=jsn is not known: did you mean json?"),
-        (["model.n_iteration=3"], "unknown key model.n_iteration: did you mean model.n_iterations?"),
-        (["formt=json"], "unknown key formt: did you mean format?"),
-    ],
-)
-@pytest.mark.slow
-def test_bad_input_is_one_line(cold: Warm, tmp_path: Path, overrides: list[str], message: str) -> None:
-    done = cold.run("-m", "qnmixer.plan", *overrides, cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: {message}")

@@ -1,4 +1,4 @@
-"""One rank of `test_parity`: train each of some configs by its strategy, and write the values that must be equal."""
+"""One rank of `test_gradients_of_one_process`: train configs by their strategies, write what must be equal."""
 
 import json
 import sys
