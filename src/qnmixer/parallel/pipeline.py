@@ -205,7 +205,7 @@ class Pipeline:
 
     def _loss(self, image: Tensor, positions: Tensor) -> Tensor:
         with self.context():
-            loss = loss_of_part(self.module, self._batch, self._batch_idx, image, positions)
+            loss = loss_of_part(self.module, self._batch, self._batch_idx, image, int(positions[0]))
         self._losses.append(loss.detach())
         return loss * self._factor
 

@@ -58,20 +58,19 @@ class Stage(nn.Module):
         return self.outgoing.pack(state)
 
 
-def loss_of_part(module: Trained, batch: Any, batch_idx: int, image: Tensor, positions: Tensor) -> Tensor:
+def loss_of_part(module: Trained, batch: Any, batch_idx: int, image: Tensor, first: int) -> Tensor:
     """The part of a micro-batch in the loss of its batch, by the module's own `training_step`.
 
     Args:
         batch: with its sinograms.
         image: x_T of the micro-batch, which the stages have computed.
-        positions: of the micro-batch in the batch: neighbours, on the host.
+        first: position in the batch of the micro-batch's first sample.
 
     Raises ConfigError if `training_step` needs more of the network than x_T.
     """
-    first, end = int(positions[0]), int(positions[-1]) + 1
-    part = {key: value[first:end] for key, value in batch.items()}
+    part = {key: value[first : first + len(image)] for key, value in batch.items()}
     with _giving(module.network, image):
-        return module.training_step(part, batch_idx) * (len(positions) / len(batch["image"]))
+        return module.training_step(part, batch_idx) * (len(image) / len(batch["image"]))
 
 
 @contextmanager
