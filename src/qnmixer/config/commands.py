@@ -11,7 +11,7 @@ from qnmixer.config.data import AsTrained, DataConfig
 from qnmixer.config.evaluation import EvaluationConfig, check_window
 from qnmixer.config.model import LearnedConfig
 from qnmixer.config.noise import NoiseConfig
-from qnmixer.config.option import number, one_of, suggest
+from qnmixer.config.option import number, one_of
 from qnmixer.config.run import (
     MAX_SEED,
     Config,
@@ -23,7 +23,7 @@ from qnmixer.config.run import (
 )
 from qnmixer.config.section import parse_section, plain_values
 from qnmixer.config.target import TARGET, keys_of_options, values_of_option
-from qnmixer.errors import ConfigError
+from qnmixer.errors import ConfigError, suggest
 from qnmixer.files import check_there
 from qnmixer.weights import SUFFIX
 

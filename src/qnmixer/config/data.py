@@ -4,10 +4,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from qnmixer.config.option import number, one_of, suggest
+from qnmixer.config.option import number, one_of
 from qnmixer.config.section import parse_section
 from qnmixer.config.target import TARGET, Target, keys_of, options, schema, schema_of_target, values_of_option
-from qnmixer.errors import ConfigError, DataError
+from qnmixer.errors import ConfigError, DataError, suggest
 from qnmixer.files import check_no_nifti, check_there
 
 if TYPE_CHECKING:

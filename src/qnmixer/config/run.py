@@ -21,7 +21,7 @@ from qnmixer.config.memory import MemoryConfig
 from qnmixer.config.model import ModelConfig, UnrolledConfig
 from qnmixer.config.noise import NoiseConfig
 from qnmixer.config.optimizer import OptimizerConfig
-from qnmixer.config.option import number, one_of, suggest
+from qnmixer.config.option import number, one_of
 from qnmixer.config.schedule import ScheduleConfig
 from qnmixer.config.search_path import CONF
 from qnmixer.config.section import parse_section, plain_values
@@ -37,7 +37,7 @@ from qnmixer.config.target import (
     values_of_option,
 )
 from qnmixer.config.trainer import TrainerConfig, gathered
-from qnmixer.errors import ConfigError
+from qnmixer.errors import ConfigError, suggest
 from qnmixer.plugins import check_plugin
 
 _ALWAYS_THERE = ("lightning.", "qnmixer.", "torch.")  # the check does not import these, which would take seconds

@@ -1,9 +1,10 @@
 """QN-Mixer (Ayad, Larue, Nguyen, CVPR 2024): an unrolled quasi-Newton method in a learned latent space."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import torch
+from annotated_types import Ge, Gt, Le, MultipleOf
 from torch import Tensor, nn
 
 from qnmixer.errors import ConfigError
@@ -11,7 +12,7 @@ from qnmixer.models.bfgs import Pair, apply_inverse_hessian, make_pair, split_sc
 from qnmixer.models.codec import OrthonormalCodec, StridedCodec
 from qnmixer.models.data_term import DATA_TERMS, data_gradient, nonnegative, safe_step_size
 from qnmixer.models.incept_mixer import DetailConvolutions, InceptMixer
-from qnmixer.models.unrolled import UnrolledNetwork, check_choice
+from qnmixer.models.unrolled import Channels, Iterations, UnrolledNetwork, check_choice
 
 if TYPE_CHECKING:
     from qnmixer.physics import FanBeamProjector
@@ -67,31 +68,62 @@ class QNMixer(UnrolledNetwork[QNState]):
             detail_channels=0.
 
     Raises:
-        ConfigError: a word is not known, channels is not a multiple of 4, or `regularizer` is given with
-            detail_channels above 0.
+        ConfigError: a word is not known, channels is not a multiple of 4, or a rule of `rules` is broken.
     """
 
     title = "QN-Mixer"
 
+    @classmethod
+    def rules(
+        cls,
+        *,
+        codec: str,
+        latent_factor: int,
+        latent_channels: int,
+        detail_channels: int,
+        regularizer: object,
+        **_: Any,
+    ) -> None:
+        """Check what its codec can have, and that a regulariser of one's own comes without the details."""
+        if codec == "orthonormal" and latent_channels > latent_factor**2:
+            raise ConfigError(
+                f"latent_channels={latent_channels} is more than latent_factor² = {latent_factor**2}, the most that an "
+                "orthonormal codec can have: lower it, or raise latent_factor"
+            )
+        if codec == "strided" and (latent_factor < 2 or latent_factor & (latent_factor - 1)):
+            raise ConfigError(f"latent_factor={latent_factor} does not fit codec=strided: choose 2, 4, 8 or 16")
+        if regularizer is not None and detail_channels:  # its image would be taken for their features
+            raise ConfigError("a regularizer replaces the detail convolutions too: set detail_channels=0")
+
+    @classmethod
+    def divisors(cls, *, patch_size: int, latent_factor: int, **_: Any) -> dict[str, int]:
+        """The patch size and the latent cell size."""
+        return {"patch_size": patch_size, "latent_factor": latent_factor}
+
+    @classmethod
+    def smallest(cls, **arguments: Any) -> dict[str, Any]:
+        """Eight channels and a single layer."""
+        return {"channels": 8, "n_mixer_layers": 1}
+
     def __init__(
         self,
         projector: "FanBeamProjector",
-        n_iterations: int = 14,
-        channels: int = 96,
-        patch_size: int = 4,
-        n_mixer_layers: int = 2,
-        mlp_ratio: float = 2.0,
+        n_iterations: Iterations = 14,
+        channels: Annotated[Channels, MultipleOf(4)] = 96,
+        patch_size: Annotated[int, Ge(1)] = 4,
+        n_mixer_layers: Annotated[int, Ge(1), Le(1000)] = 2,
+        mlp_ratio: Annotated[float, Gt(0), Le(100)] = 2.0,
         inception: bool = True,
-        detail_channels: int = 16,
+        detail_channels: Annotated[int, Ge(0), Le(1024)] = 16,
         detail_data_step: bool = False,
         codec: Literal["orthonormal", "strided"] = "orthonormal",
-        codec_kernel: int = 3,
-        latent_factor: int = 4,
-        latent_channels: int = 16,
+        codec_kernel: Literal[1, 3] = 3,
+        latent_factor: Annotated[int, Ge(1)] = 4,
+        latent_channels: Annotated[int, Ge(1), Le(4096)] = 16,
         shared_regularizer: bool = True,
         shared_step_size: bool = False,
         data_term: Literal["fbp", "adjoint"] = "fbp",
-        data_steps: int = 4,
+        data_steps: Annotated[int, Ge(1), Le(1000)] = 4,
         nonnegative: bool = True,
         hessian: Literal["bfgs", "identity", "momentum"] = "bfgs",
         hessian_gradient: Literal["full", "detach"] = "full",
@@ -103,8 +135,13 @@ class QNMixer(UnrolledNetwork[QNState]):
         check_choice("codec", codec, ("orthonormal", "strided"))
         check_choice("hessian", hessian, ("bfgs", "identity", "momentum"))
         check_choice("hessian_gradient", hessian_gradient, ("full", "detach"))
-        if regularizer is not None and detail_channels:  # its image would be taken for their features
-            raise ConfigError(f"your regularizer replaces the details: set detail_channels=0, not {detail_channels}")
+        self.rules(
+            codec=codec,
+            latent_factor=latent_factor,
+            latent_channels=latent_channels,
+            detail_channels=detail_channels,
+            regularizer=regularizer,
+        )
         image_size = projector.geometry.image_size
         self.projector = projector
         self.data_term = data_term
