@@ -1,7 +1,8 @@
 """QN-Mixer (Ayad, Larue, Nguyen, CVPR 2024): an unrolled quasi-Newton method in a learned latent space."""
 
+import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
 
 import torch
 from annotated_types import Ge, Gt, Le, MultipleOf
@@ -64,8 +65,8 @@ class QNMixer(UnrolledNetwork[QNState]):
             with a learned β_t per iteration, from 0; ours, to compare BFGS with).
         hessian_gradient: "full" differentiates through H; "detach" treats its pairs as constants.
         learned_trust: use τ_t, with hessian="bfgs". False: H_t itself (figure).
-        regularizer: a function (image_size, channels) → module x → G(x), in place of the Incept-Mixer. It needs
-            detail_channels=0.
+        regularizer: a module x → G(x) in place of the Incept-Mixer, copied for each iteration that has its own, or a
+            function (image_size, channels) → such a module. It needs detail_channels=0.
 
     Raises:
         ConfigError: a word is not known, channels is not a multiple of 4, or a rule of `rules` is broken.
@@ -128,7 +129,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         hessian: Literal["bfgs", "identity", "momentum"] = "bfgs",
         hessian_gradient: Literal["full", "detach"] = "full",
         learned_trust: bool = True,
-        regularizer: Callable[[int, int], nn.Module] | None = None,
+        regularizer: Callable[[int, int], nn.Module] | nn.Module | None = None,
     ) -> None:
         super().__init__(n_iterations)
         check_choice("data_term", data_term, DATA_TERMS)
@@ -157,7 +158,10 @@ class QNMixer(UnrolledNetwork[QNState]):
         def incept_mixer(size: int, width: int) -> nn.Module:
             return InceptMixer(size, width, patch_size, n_mixer_layers, mlp_ratio, inception, features=detail_channels)
 
-        make = regularizer or incept_mixer
+        def copied(size: int, width: int) -> nn.Module:
+            return copy.deepcopy(cast(nn.Module, regularizer))
+
+        make = copied if isinstance(regularizer, nn.Module) else regularizer or incept_mixer
         n_regularizers = 1 if shared_regularizer else n_iterations
         self.regularizers = nn.ModuleList(make(image_size, channels) for _ in range(n_regularizers))
         self.detail_data_step = detail_data_step
