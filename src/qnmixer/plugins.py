@@ -267,7 +267,8 @@ def _converted(key: str, value: Any, hint: Any) -> Any:
             context = {"nearest": suggest(str(value), choices)}
         elif kind == "multiple_of":
             context["nearest"] = value + -value % context["multiple_of"]
-        says = _SAYS.get(kind) or _SAYS.get(kind.partition("_")[0]) or f": {first['msg'][0].lower()}{first['msg'][1:]}"
-        raise ConfigError(f"{key}={value}{says.format(key=key, **context)}") from error
+        says = _SAYS.get(kind) or _SAYS.get(kind.partition("_")[0])
+        text = says.format(key=key, **context) if says else f": {first['msg'][0].lower()}{first['msg'][1:]}"
+        raise ConfigError(f"{key}={value}{text}") from error
     except (PydanticUserError, NameError):
         return value

@@ -17,10 +17,10 @@ from qnmixer.config.data import FolderData, PairData
 from qnmixer.config.run import checked, parse_file, targets_of
 from qnmixer.config.target import keys_of
 from qnmixer.data.splits import SplitRecord, is_split_record
-from qnmixer.errors import CheckpointError, ConfigError, PluginError, first_line
+from qnmixer.errors import CheckpointError, ConfigError, first_line
 from qnmixer.files import newest_complete
 from qnmixer.parallel.shards import load_checked, merge_shards
-from qnmixer.plugins import check_trusted
+from qnmixer.plugins import check_trusted, is_trusted
 from qnmixer.reconstructor import Reconstructor
 from qnmixer.weights import SUFFIX, located
 
@@ -69,17 +69,11 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
     if not (weights and isinstance(ours, dict) and isinstance(ours.get("config"), dict)):
         ours_from = "qnmixer.export" if path.suffix == SUFFIX else "qnmixer.train"
         raise CheckpointError(f"{path} was written by another program: use one that {ours_from} wrote")
-    with _by_this_version(path):
-        return parse_file(ours["config"] | _NEVER_READ), state
-
-
-@contextmanager
-def _by_this_version(path: Path) -> Iterator[None]:
-    """Raise CheckpointError for a config that this version does not know. What is wrong with a user's class stays."""
     try:
-        yield
-    except PluginError:
-        raise
+        config = parse_file(ours["config"] | _NEVER_READ)
+        if all(is_trusted(target, ()) for target in built_from(config).values()):
+            config = checked(config, "model", "noise")
+        return config, state
     except ConfigError as error:
         raise CheckpointError(f"{path} was written by another version of qnmixer ({error}): use that one") from error
     except Exception as error:  # a section may contain anything
@@ -95,8 +89,7 @@ def load_run(run: str | Path, which: str = "best", trust: Collection[str] = ()) 
     path = find_checkpoint(run, which)
     config, state = read_checkpoint(path)
     check_trusted(str(path), built_from(config), trust)
-    with _by_this_version(path):
-        config = checked(config, "model", "noise")
+    config = checked(config, "model", "noise")
     with _no_more_weights_than(state, path):
         module = Reconstructor(config)
     _load_state(module, state, path)

@@ -12,7 +12,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override, ValueType
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from qnmixer.config.overrides import is_override, key_of, values_of, with_length
-from qnmixer.config.run import Config, checked, fill_roots, parse_file, targets_of
+from qnmixer.config.run import Config, checked, fill_roots, parse_file
 from qnmixer.config.search_path import CONF
 from qnmixer.errors import ConfigError
 from qnmixer.plugins import is_trusted
@@ -107,9 +107,9 @@ def _is_valid(config: DictConfig) -> bool:
     sections = OmegaConf.masked_copy(config, [field.name for field in fields(Config)])
     fill_roots(sections)
     try:
-        config = parse_file(sections)
-        if all(is_trusted(target, ()) for target in targets_of(config).values()):
-            checked(config, "model", "noise")
+        run = parse_file(sections)
+        if all(is_trusted(target, ()) for target in (run.model.targets() | run.noise.targets()).values()):
+            checked(run, "model", "noise")
     except ConfigError:
         return False
     return True

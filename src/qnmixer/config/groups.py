@@ -69,8 +69,8 @@ class Group(Target):
     def settings(self) -> dict[str, Any]:
         """The arguments that the config may give, given or default. Imports the target."""
         given = self.keywords()
-        own = [it for it in parameters_of(self.load()) or () if it.default is not it.empty or it.name in given]
-        return {it.name: given.get(it.name, it.default) for it in own if it.name not in (*self.ours, *self.offered)} | given
+        own = [it for it in parameters_of(self.load()) or () if it.name not in (*self.ours, *self.offered)]
+        return {it.name: it.default for it in own if it.default is not it.empty} | given
 
     def checked(self) -> Self:
         """The same section, with arguments of the declared types. Imports the target.
@@ -125,7 +125,7 @@ class Group(Target):
         from hydra.errors import InstantiationException
         from hydra.utils import instantiate
 
-        for name, part in parts:  # Hydra would also find a function of another module, by the way of one that it imports
+        for name, part in parts:  # Hydra would also find a.b.c where a only imports b
             load_plugin(f"{name}.{TARGET}", str(part[TARGET]), _kind_of_part(str(part[TARGET])))
         try:
             return instantiate(as_text(value), _convert_="all")
@@ -197,18 +197,18 @@ class ModelConfig(Group):
 
     def divisors(self) -> dict[str, int]:
         """Numbers that must divide the image size, by the key that sets each."""
-        found: dict[str, int] = self.load().divisors(**self._all())
+        found: dict[str, int] = self.load().divisors(self._all())
         return found
 
     def smallest(self) -> Self:
         """The same kind of network, so small that a step takes seconds."""
-        return self.changed(**self.load().smallest(**self._all()))
+        return self.changed(**self.load().smallest(self._all()))
 
     def checked(self) -> Self:
         """Check the rules between its arguments too."""
         section = super().checked()
         try:
-            section.load().rules(**section._all())
+            section.load().rules(section._all())
         except ConfigError as error:  # it names its arguments; on the command line the group comes first
             raise ConfigError(with_group(self.group, str(error), section._all())) from error
         return section

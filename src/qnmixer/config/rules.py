@@ -134,9 +134,7 @@ def stages(run: "Config") -> None:
 def _check_devices(run: "Config", strategy: PipelineConfig, n_devices: int) -> None:
     T, size, devices = run.model.T, strategy.microbatch_size, strategy.devices_per_replica(run.trainer)
     if devices == 1:
-        raise ConfigError(
-            "strategy=pipeline needs at least two devices: give trainer.devices=…, or strategy=single"
-        )
+        raise ConfigError("strategy=pipeline needs at least two devices: give trainer.devices=…, or strategy=single")
     if n_devices % devices:
         raise ConfigError(
             f"strategy.devices_per_pipeline={devices} does not divide trainer.devices={n_devices}: "

@@ -171,8 +171,10 @@ def checked(config: Config, *groups: str) -> Config:
 
     Raises ConfigError or PluginError.
     """
-    sections = {name: it for name, it in vars(config).items() if isinstance(it, Group) and name in (groups or vars(config))}
-    config = replace(config, **{name: it.checked() for name, it in sections.items()})
+    config = replace(config)
+    for name, section in vars(config).items():
+        if isinstance(section, Group) and name in (groups or vars(config)):
+            setattr(config, name, section.checked())
     validate(config)
     return config
 

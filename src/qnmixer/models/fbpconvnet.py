@@ -1,6 +1,7 @@
 """FBPConvNet (Jin, McCann, Froustey & Unser, IEEE Transactions on Image Processing 2017): a residual U-Net on FBP."""
 
 import math
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,9 +27,9 @@ class FBPConvNet(UnrolledNetwork[Tensor]):
     title = "FBPConvNet"
 
     @classmethod
-    def divisors(cls, *, depth: int, **_: Any) -> dict[str, int]:
+    def divisors(cls, arguments: Mapping[str, Any]) -> dict[str, int]:
         """2 to the power of the number of levels: each level halves the image."""
-        return {"depth": 2**depth}
+        return {"depth": 2 ** arguments["depth"]}
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """QN-Mixer (Ayad, Larue, Nguyen, CVPR 2024): an unrolled quasi-Newton method in a learned latent space."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
 
 import torch
@@ -75,34 +75,27 @@ class QNMixer(UnrolledNetwork[QNState]):
     title = "QN-Mixer"
 
     @classmethod
-    def rules(
-        cls,
-        *,
-        codec: str,
-        latent_factor: int,
-        latent_channels: int,
-        detail_channels: int,
-        regularizer: object,
-        **_: Any,
-    ) -> None:
+    def rules(cls, arguments: Mapping[str, Any]) -> None:
         """Check what its codec can have, and that a regulariser of one's own comes without the details."""
-        if codec == "orthonormal" and latent_channels > latent_factor**2:
+        codec, factor, channels = (arguments[key] for key in ("codec", "latent_factor", "latent_channels"))
+        if codec == "orthonormal" and channels > factor**2:
             raise ConfigError(
-                f"latent_channels={latent_channels} is more than latent_factor² = {latent_factor**2}, the most that an "
-                "orthonormal codec can have: lower it, or raise latent_factor"
+                f"latent_channels={channels} is more than latent_factor² = {factor**2}, the most that an orthonormal "
+                "codec can have: lower it, or raise latent_factor"
             )
-        if codec == "strided" and (latent_factor < 2 or latent_factor & (latent_factor - 1)):
-            raise ConfigError(f"latent_factor={latent_factor} does not fit codec=strided: choose 2, 4, 8 or 16")
-        if regularizer is not None and detail_channels:  # its image would be taken for their features
+        if codec == "strided" and (factor < 2 or factor & (factor - 1)):
+            raise ConfigError(f"latent_factor={factor} does not fit codec=strided: choose 2, 4, 8 or 16")
+        if arguments["regularizer"] is not None and arguments["detail_channels"]:
+            # Its image would be taken for their features.
             raise ConfigError("a regularizer replaces the detail convolutions too: set detail_channels=0")
 
     @classmethod
-    def divisors(cls, *, patch_size: int, latent_factor: int, **_: Any) -> dict[str, int]:
+    def divisors(cls, arguments: Mapping[str, Any]) -> dict[str, int]:
         """The patch size and the latent cell size."""
-        return {"patch_size": patch_size, "latent_factor": latent_factor}
+        return {key: arguments[key] for key in ("patch_size", "latent_factor")}
 
     @classmethod
-    def smallest(cls, **arguments: Any) -> dict[str, Any]:
+    def smallest(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Eight channels and a single layer."""
         return {"channels": 8, "n_mixer_layers": 1}
 
@@ -136,13 +129,10 @@ class QNMixer(UnrolledNetwork[QNState]):
         check_choice("codec", codec, ("orthonormal", "strided"))
         check_choice("hessian", hessian, ("bfgs", "identity", "momentum"))
         check_choice("hessian_gradient", hessian_gradient, ("full", "detach"))
-        self.rules(
-            codec=codec,
-            latent_factor=latent_factor,
-            latent_channels=latent_channels,
-            detail_channels=detail_channels,
-            regularizer=regularizer,
-        )
+        self.rules({
+            "codec": codec, "latent_factor": latent_factor, "latent_channels": latent_channels,
+            "detail_channels": detail_channels, "regularizer": regularizer,
+        })  # fmt: skip
         image_size = projector.geometry.image_size
         self.projector = projector
         self.data_term = data_term

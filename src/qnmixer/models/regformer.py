@@ -1,6 +1,7 @@
 """RegFormer (Xia et al., IEEE Transactions on Radiation and Plasma Medical Sciences 2024): CNN and Swin by turns."""
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
@@ -47,8 +48,9 @@ class RegFormer(UnrolledNetwork[RegFormerState]):
     period = 2
 
     @classmethod
-    def rules(cls, *, channels: int, n_heads: int, **_: Any) -> None:
+    def rules(cls, arguments: Mapping[str, Any]) -> None:
         """Half of the channels go to the next iteration, and the heads share them all."""
+        channels, n_heads = arguments["channels"], arguments["n_heads"]
         unit = math.lcm(2, n_heads)
         if channels % unit:
             raise ConfigError(
@@ -57,14 +59,14 @@ class RegFormer(UnrolledNetwork[RegFormerState]):
             )
 
     @classmethod
-    def divisors(cls, *, window_size: int, **_: Any) -> dict[str, int]:
+    def divisors(cls, arguments: Mapping[str, Any]) -> dict[str, int]:
         """The window size."""
-        return {"window_size": window_size}
+        return {"window_size": arguments["window_size"]}
 
     @classmethod
-    def smallest(cls, *, n_heads: int, **_: Any) -> dict[str, Any]:
+    def smallest(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The fewest channels that its heads can share."""
-        return {"channels": math.lcm(2, n_heads)}
+        return {"channels": math.lcm(2, arguments["n_heads"])}
 
     def __init__(
         self,

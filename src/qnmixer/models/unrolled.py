@@ -1,7 +1,7 @@
 """The base class of unrolled networks: a start, a step, and T. Write these two, and everything else works with them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -28,8 +28,8 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
     `step` gets all its inputs as arguments and stores nothing. So `loop` can be replaced from outside, to recompute,
     offload or pipeline the steps.
 
-    The arguments of a subclass are the keys of its config section, with the types, bounds and defaults that they have in
-    `__init__`. With an argument `n_iterations` its T can be chosen.
+    The arguments of a subclass are the keys of its config section, with the types, bounds and defaults that they have
+    in `__init__`. With an argument `n_iterations` its T can be chosen.
     """
 
     title: str = "network"
@@ -52,20 +52,20 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         self.loop: Callable[[UnrolledNetwork[S], range, Tensor, S], S] = UnrolledNetwork.run
 
     @classmethod
-    def rules(cls, **arguments: Any) -> None:
+    def rules(cls, arguments: Mapping[str, Any]) -> None:
         """Check the rules between its arguments, before it is built. Raises ConfigError, which names the arguments.
 
         Args:
-            arguments: all of them but the projector, given or default.
+            arguments: all but the projector by name, given or default.
         """
 
     @classmethod
-    def divisors(cls, **arguments: Any) -> dict[str, int]:
+    def divisors(cls, arguments: Mapping[str, Any]) -> dict[str, int]:
         """Numbers that must divide the image size, by the argument that sets each."""
         return {}
 
     @classmethod
-    def smallest(cls, **arguments: Any) -> dict[str, Any]:
+    def smallest(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments that make it so small that a step takes seconds, for doctor. By default: eight channels."""
         return {"channels": 8} if "channels" in arguments else {}
 

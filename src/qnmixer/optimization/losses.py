@@ -29,7 +29,8 @@ def build_loss(config: LossConfig) -> Loss:
         if not isinstance(value, Tensor) or value.shape != image.shape[:1]:
             its = f"a tensor {[*value.shape]}" if isinstance(value, Tensor) else type(value).__name__
             raise PluginError(
-                f"loss._target_={config._target_} gives {its} for a batch of {len(image)}: it must give [B], one number for each image"
+                f"loss._target_={config._target_} gives {its} for a batch of {len(image)}: it must give [B], one "
+                "number for each image"
             )
         return value
 

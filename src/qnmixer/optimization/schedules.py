@@ -32,7 +32,9 @@ def learning_rate_factor(config: ScheduleConfig, n_steps: int) -> Callable[[int]
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number):
-            raise PluginError(f"schedule._target_={config._target_} gives {value} at step {step}: it must give a finite number")
+            raise PluginError(
+                f"schedule._target_={config._target_} gives {value} at step {step}: it must give a finite number"
+            )
         return number
 
     return factor
