@@ -1,4 +1,4 @@
-"""The first line of a run, before PyTorch is loaded."""
+"""The first line of a run, before Lightning is loaded."""
 
 import os
 import subprocess
@@ -64,7 +64,7 @@ def test_experiments_start_beside_other_options(tmp_path: Path, cold: Warm, over
     words = ", ".join(word for word in overrides.split() if not word.startswith("data.root"))
     assert line.startswith(f"starting a run in {tmp_path / 'run'}: ")
     assert {*words.split(", ")} <= {*line.partition(": ")[2].replace(" (loading PyTorch …)", "").split(", ")}
-    assert last == "torch was imported"
+    assert last == "lightning was imported"
 
 
 @pytest.mark.parametrize(("rank", "n_lines"), [("0", 1), ("1", 0)])
