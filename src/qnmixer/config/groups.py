@@ -70,7 +70,7 @@ class Group(Target):
         """The arguments that the config may give, given or default. Imports the target."""
         given = self.keywords()
         own = [it for it in parameters_of(self.load()) or () if it.name not in (*self.ours, *self.offered)]
-        return {it.name: it.default for it in own if it.default is not it.empty} | given
+        return {it.name: _plain(it.default) for it in own if it.default is not it.empty} | given
 
     def checked(self) -> Self:
         """The same section, with arguments of the declared types. Imports the target.
