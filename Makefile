@@ -96,12 +96,11 @@ real: install ## compare run=pretrained with total variation on the slices in CT
 	cp runs/real/picture.png notebooks/real_ct.png
 	$(call into_readme,real,runs/real/table.md)
 
-results: install ## copy the tables of make compare, bench and test-gpu into notebooks/results, test-gpu into README.md too
+results: install ## copy the tables of make compare, bench and test-gpu into notebooks/results
 	mkdir -p notebooks/results
 	[ ! -e bench/bench.md ] || cp bench/bench.md notebooks/results/
 ifneq ($(wildcard bench/gpu.md),)
 	cp bench/gpu.md bench/gpu.json notebooks/results/
-	$(call into_readme,gpu,bench/gpu.md)
 endif
 	[ ! -e $(SWEEP)/comparison ] || cp $(SWEEP)/comparison/comparison.md notebooks/results/$(EXPERIMENT).md
 ifeq ($(EXPERIMENT),compare_small)

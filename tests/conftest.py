@@ -27,9 +27,10 @@ import lightning as L
 import pytest
 import torch
 
+from qnmixer.build import build_module
 from qnmixer.config import Config, parse
 from qnmixer.config.compose import compose
-from qnmixer.training.module import ReconstructionModule
+from qnmixer.module import ReconstructionModule
 
 from .warm import Warm
 
@@ -83,7 +84,7 @@ def tiny_module() -> Callable[..., ReconstructionModule]:
 
     def build(*overrides: Any) -> ReconstructionModule:
         L.seed_everything(0, verbose=False)
-        return ReconstructionModule(_config(*overrides))
+        return build_module(_config(*overrides))
 
     return build
 

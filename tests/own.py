@@ -1,4 +1,4 @@
-"""Options of a user, one of each group, in a file: see tests/test_own.py."""
+"""Options of a user, one of each group, in a file: see tests/promises/test_own_code.py."""
 
 from pathlib import Path
 

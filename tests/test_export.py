@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from qnmixer import cli
+from qnmixer.build import build_module
 from qnmixer.config import parse
 from qnmixer.config.compose import compose
 from qnmixer.config.overrides import quoted
@@ -21,7 +22,6 @@ from qnmixer.evaluate import evaluate
 from qnmixer.export import check, export
 from qnmixer.reconstruct import check as check_reconstruct
 from qnmixer.reconstruct import reconstruct
-from qnmixer.training.module import ReconstructionModule
 
 TINY = [
     "data.image_size=32", "geometry.n_views=8", "geometry.n_detectors=48", "geometry.detector_pitch=20",
@@ -45,7 +45,7 @@ def run(task: Any, check: Any, name: str, *arguments: str) -> tuple[int, str, st
 def save(folder: Path, *overrides: str, seed: int = 0) -> Path:
     """A run folder with random weights as its best."""
     torch.manual_seed(seed)
-    module = ReconstructionModule(parse(compose("train", list(overrides))))
+    module = build_module(parse(compose("train", list(overrides))))
     checkpoint: dict[str, Any] = {"state_dict": module.state_dict(), "global_step": 3}
     module.on_save_checkpoint(checkpoint)
     path = folder / "checkpoints" / "best.ckpt"

@@ -13,6 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from qnmixer.build import build_module
 from qnmixer.checkpoints.reading import load_run
 from qnmixer.config import parse
 from qnmixer.config.commands import parse_compare, parse_evaluate
@@ -26,7 +27,6 @@ from qnmixer.evaluation.methods import ComparedJob
 from qnmixer.physics import FanBeamProjector
 from qnmixer.reconstructor import build_geometry
 from qnmixer.train import train
-from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.terminal import print_start
 from qnmixer.training.trainer import build_trainer
 
@@ -109,7 +109,7 @@ def test_a_run_trains_resumes_and_is_scored_as_the_set_is(
 
 
 def test_nothing_is_added_to_what_was_measured() -> None:
-    module = ReconstructionModule(parse(compose("train", [*TINY, "noise=physical"])))
+    module = build_module(parse(compose("train", [*TINY, "noise=physical"])))
     y = torch.rand(2, 1, 8, 24)
     batch: Any = {"image": torch.zeros(2, 1, 16, 16), "sinogram": y, "sample": torch.tensor([0, 1])}
     assert module.measure(batch, "train") is y
@@ -144,7 +144,7 @@ def test_a_class_of_ones_own_brings_sinograms(tmp_path: Path) -> None:
     config = parse(compose("train", [*TINY, "trainer.accelerator=cpu", "logger=csv"]))
     assert title_of(config, data, "test").endswith("8 views, measured")
     trainer, text = build_trainer(config, tmp_path, [], []), io.StringIO()
-    print_start(config, ReconstructionModule(config), data, trainer, Console(file=text))
+    print_start(config, build_module(config), data, trainer, Console(file=text))
     assert "8 views × 24 detector bins, measured\n" in text.getvalue()
     job = ComparedJob(tmp_path, [], {}, replace(config, data=data.config), "")
     measuring = _Measuring(parse_compare(compose("compare", ["accelerator=cpu"])), tmp_path, [])
@@ -174,7 +174,7 @@ class Water:
 
 def test_sinograms_in_another_unit_are_doubted(tmp_path: Path) -> None:
     config = parse(compose("train", [*TINY, "trainer.accelerator=cpu", "logger=csv"]))
-    module, trainer = ReconstructionModule(config), build_trainer(config, tmp_path, [], [])
+    module, trainer = build_module(config), build_trainer(config, tmp_path, [], [])
 
     def printed(factor: float) -> str:
         data, text = custom(_target_=f"{__name__}.Water", factor=factor), io.StringIO()

@@ -1,160 +1,16 @@
-"""README and docs: each command runs, with other paths and, to be quick, smaller sizes. Links exist."""
+"""README and docs: short, no broken link, figures by commands. `promises/test_documents.py` runs their commands."""
 
-import importlib
-import json
-import os
 import re
-import shlex
-import shutil
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import pydicom
 import pytest
-import torch
 
-from qnmixer import cli
 from qnmixer.config import parse
 from qnmixer.config.compose import compose
-from qnmixer.data.phantoms import phantom
-from qnmixer.inference.writers import write_dicom
 from qnmixer.memory.plan import Planner
 from qnmixer.memory.report import LEVERS, levers_table
-from qnmixer.new import new
-from qnmixer.reconstructor import build_projector
-from qnmixer.tracking.resume import latest
 
-from .warm import Warm
-
-ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-TINY = [
-    "data.image_size=32",
-    "geometry.n_detectors=48",
-    "geometry.detector_pitch=20",
-    "model.channels=8",
-    "data.num_workers=0",
-    "trainer.max_steps=2",
-    "trainer.val_every_n_steps=2",
-    "trainer.accelerator=cpu",
-]
-TINY_PHANTOMS = ["data.n_train=8", "data.n_val=2", "data.n_test=2"]
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    """The lines of a page's code blocks in a language, without comments."""
-    found = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
-    lines = [line.split(" # ")[0].strip() for name, block in found if name == language for line in block.splitlines()]
-    return [line for line in lines if line]
-
-
-def commands() -> list[str]:
-    return [line for page in PAGES for line in blocks(page, "bash")]
-
-
-def marked(command: str) -> Any:
-    """What plans or checks at length, or starts several processes, is for make test: its own tests are shorter."""
-    long = (
-        "strategy=" in command
-        or " -m " in command.removeprefix("python -m")
-        or "compare" in command
-        or "custom" in command
-        or "my_conf" in command
-        or ("qnmixer.plan" in command and "format=json" not in command)
-    )
-    return pytest.param(command, marks=pytest.mark.long) if long else command
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
-    """A folder with what the paths stand for: DICOM of three patients, a scan, a trained run, a user's own code."""
-    place = tmp_path_factory.mktemp("readme")
-    for number, patient in enumerate(("L067", "L310", "L333")):
-        hu = phantom(64, seed=0, part="test", index=number)
-        path = place / "aapm" / patient / "full_3mm" / "1.IMA"
-        write_dicom(path, hu, series_uid=f"1.2.{number}", description="test")
-        dataset = pydicom.dcmread(path)
-        dataset.PatientID = patient
-        dataset.save_as(path)
-    run(f"python -m qnmixer.train experiment=demo hydra.run.dir={place}/run", place, warm)
-    np.save(place / "scan.npy", np.full((16, 48), 2.0, np.float32))
-    new(place / "my_project")
-    shutil.copy(Path(__file__).with_name("own.py"), place / "my_file.py")
-    (yaml,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "make_it_yours.md").read_text(), re.DOTALL)
-    (place / "my_conf" / "loss").mkdir(parents=True)
-    (place / "my_conf" / "loss" / "huber.yaml").write_text(yaml)
-    (place / "my_scans.py").write_text(own_scans())
-    for part in ("train", "val", "test"):
-        (place / "scans" / part).mkdir(parents=True)
-        np.save(place / "scans" / part / "1_hu.npy", phantom(32, seed=0, part=part, index=0))
-        np.save(place / "scans" / part / "1_scan.npy", np.full((16, 48), 2.0, np.float32))
-    return place
-
-
-def own_scans() -> str:
-    """The class of measured sinograms in the docs."""
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "make_it_yours.md").read_text(), re.DOTALL)
-    return str(block)
-
-
-def run(command: str, place: Path, warm: Warm) -> None:
-    """Run a command in `place`, its paths replaced and its sizes made tiny."""
-    paths = {"/path/to/dicom": "aapm", "/path/to/aapm": "aapm", "runs/DIR": "run", "runs/compare_small": "sweep"}
-    paths |= {"runs/compare_real": "sweep_of_ct", "runs/longer": "sweep"}
-    for path, its in paths.items():
-        command = command.replace(path, str(place / its))
-    command = command.replace("model.n_iterations=10", "model.n_iterations=3")
-    command = command.replace("qnmixer.new my_project", "qnmixer.new another")  # the fixture has made the other
-    into, _, command = command.rpartition(" && ")
-    words = shlex.split(command)
-    if words[0] == "make":
-        tiny = [*TINY, *TINY_PHANTOMS, "model.n_iterations=2", f"hydra.run.dir={place}/made"]
-        if words[1] == "compare":
-            sizes = [word for word in TINY if not word.startswith("model.")]
-            of_ct = "CT=" in command
-            tiny = ["experiment/small=fbp,learn", "seed=1", *sizes, *([] if of_ct else TINY_PHANTOMS)]
-            words += [f"SWEEP={place}/sweep{'_of_ct' * of_ct}", "COMPARE=tests=[as_trained,disc]"]
-        # A Python of the environment that runs this test stands in for .venv, which make would install otherwise.
-        stand_in = ["-C", str(ROOT), "-o", ".venv/.installed", f"BIN={warm.python.parent}"]
-        dry = ["--dry-run"] if words[1] == "test" else []  # or it would run itself
-        words = ["make", *dry, *stand_in, f"ARGS={' '.join(tiny)}", *words[1:]]
-    elif words[2] in ("qnmixer.plan", "qnmixer.doctor"):
-        words += [word for word in TINY if word.startswith(("data.", "geometry", "model"))]
-        words += ["model.n_iterations=4" if "strategy=pipeline" in command else "model.n_iterations=2"]
-    elif words[2] == "qnmixer.train":
-        phantoms = not any(word.startswith(("data=", "experiment=paper")) for word in words)
-        words += [*TINY, *(TINY_PHANTOMS if phantoms else ["data.cache_dir=cache"] * ("data=custom" not in words))]
-        if "model.n_iterations" not in command:
-            words.append("model.n_iterations=2")
-        if "hydra/sweeper=search" in command:
-            words.append("hydra.sweeper.n_trials=1")
-        if "resume=" in command:  # two steps more than it has
-            words = [*words[:3], *command.split()[3:], f"trainer.max_steps={2 + steps_of(words, place)}"]
-    elif words[2] == "qnmixer.evaluate" and "data=" in command:
-        words.append("data.cache_dir=cache")
-    if words[0] == "make":
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(words, cwd=place, capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
-        return
-    # In this process, by the call that the module makes: to load torch for each command would take longer than all.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place / into.removeprefix("cd "))
-        patch.setattr(sys, "argv", words[2:])
-        patch.setenv(cli.TRACEBACK, "1")
-        importlib.import_module(words[2]).main()
-
-
-def steps_of(words: list[str], place: Path) -> int:
-    """Optimizer steps of the run that a command resumes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
-        run = latest() if "resume=latest" in words else place / "run"
-        return json.loads((run / "results.json").read_text())["steps"]
+from .pages import PAGES, README, ROOT, blocks, commands
 
 
 def test_the_readme_is_for_someone_in_a_hurry() -> None:
@@ -218,37 +74,3 @@ def test_the_table_of_levers_is_what_the_plan_says() -> None:
     first = dict(list(LEVERS.items())[:2])
     expected = levers_table(config, planner, first).splitlines()
     assert block[1].splitlines()[: len(expected)] == expected
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("readme")
-@pytest.mark.parametrize("command", [marked(command) for command in commands()])
-def test_command(command: str, place: Path, warm: Warm) -> None:
-    run(command, place, warm)
-
-
-def test_the_sinograms_of_the_docs_are_those_of_the_images(tmp_path: Path) -> None:
-    """−log of transmission behind water of 0.0206 /mm, as a scanner measures it."""
-    hu, projector = phantom(32, seed=0, part="test", index=0), build_projector(parse(compose("train", TINY)))
-    attenuation = torch.from_numpy(0.0206 * (hu + 1000) / 1000)[None, None]
-    (tmp_path / "test").mkdir()
-    np.save(tmp_path / "test" / "1_hu.npy", hu)
-    np.save(tmp_path / "test" / "1_scan.npy", projector(attenuation)[0, 0].numpy())
-    found: dict[str, Any] = {}
-    exec(own_scans(), found)
-    slices = found["MyScans"]("test", tmp_path, 2000.0, water=0.0206)
-    x = torch.from_numpy(slices.load(0) + 1000)[None, None] / 3000
-    np.testing.assert_allclose(slices.sinogram(0), projector(x)[0, 0], rtol=1e-4, atol=1e-2)
-
-
-def test_ten_lines_of_the_library() -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL)
-    assert len([line for line in block.splitlines() if line]) == 10
-    found: dict[str, Any] = {}
-    exec(block, found)
-    image, sinogram, reconstruction = (found[name] for name in ("image", "sinogram", "reconstruction"))
-    assert (image.shape, sinogram.shape, reconstruction.shape) == ((1, 1, 256, 256), (1, 1, 64, 512), (1, 1, 256, 256))
-    error, error_of_fbp = (
-        float((x - image).square().mean()) for x in (reconstruction, found["network"].projector.fbp(sinogram))
-    )
-    assert error < 0.05 * error_of_fbp

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from qnmixer.build import build_module
 from qnmixer.checkpoints.reading import load_run, read_checkpoint
-from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
 from qnmixer.config import Config, parse
 from qnmixer.config.compose import compose
 from qnmixer.errors import ConfigError, PluginError
 from qnmixer.models import TotalVariation
 from qnmixer.reconstructor import build_network, build_noise, build_projector, method_name
-from qnmixer.training.module import ReconstructionModule
+from qnmixer.weights import CHECKPOINT_KEY
 
 MINE = """
 import torch
@@ -64,7 +64,7 @@ def test_a_network_of_ones_own(other_config: Callable[..., Config]) -> None:
 def test_a_checkpoint_of_it_says_what_is_missing(
     other_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = ReconstructionModule(other_config(*CUSTOM))
+    module = build_module(other_config(*CUSTOM))
     checkpoint: dict[str, object] = {"state_dict": module.state_dict()}
     module.on_save_checkpoint(checkpoint)
     torch.save(checkpoint, tmp_path / "a.ckpt")

@@ -6,11 +6,12 @@ Plain torch: training, evaluation, inference and the plan are built on it.
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from qnmixer.batch import Batch
 from qnmixer.config import Config
 from qnmixer.errors import GeometryError, PluginError
 from qnmixer.models import UnrolledNetwork
@@ -25,21 +26,8 @@ AUTOCAST = {"32": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 STREAMS = {"train": 0, "val": 1, "test": 2}
 
 
-class Batch(TypedDict):
-    """Collated samples of `SliceDataset`; HU = hu_offset + hu_scale · image."""
-
-    image: Tensor  # [B, 1, S, S]
-    fine: NotRequired[Tensor]  # [B, 1, f·S, f·S], to simulate from; with data.simulation_factor = f above 1
-    sinogram: NotRequired[Tensor]  # [B, 1, V, D], value × mm; where a scanner or the loader has measured
-    hu_offset: Tensor  # [B]
-    hu_scale: Tensor  # [B]
-    sample: Tensor  # [B], int64: epoch · length + index; on the host in training and evaluation
-    weight: Tensor  # [B], weight in the loss; 0 for a sample that only fills the batch
-    name: list[str]
-
-
-class Reconstructor(nn.Module):
-    """A network with its scan and its noise, as the config says: x → A x + noise → y → x_T.
+class Measurement(nn.Module):
+    """The scan of a run and its noise, as the config says: x → A x + noise → y.
 
     Attributes:
         fine_matrix: A of the finer grid, from its first use on.
@@ -49,21 +37,11 @@ class Reconstructor(nn.Module):
         super().__init__()
         self.config = config
         self.projector = projector or build_projector(config)
-        self.network = build_network(config, self.projector)
         self.noise = build_noise(config)
         self.fine_matrix: ScanMatrix | None = None
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the scan's matrices. Everything that uses them is computed there."""
-        return next(self.projector.buffers()).device
-
-    def forward(self, y: Tensor) -> Tensor:
-        """x_T [B, 1, H, W] from y [B, 1, V, D]."""
-        return self.network(y)
-
     @torch.no_grad()
-    def measure(self, batch: Batch, stream: str) -> Tensor:
+    def forward(self, batch: Batch, stream: str) -> Tensor:
         """The noisy sinogram y [B, 1, V, D] of a batch. A sample's noise does not depend on the batch, rank or device.
 
         A sinogram from the loader or from a scanner already has its noise. With fine images, y is simulated from them.
@@ -91,11 +69,39 @@ class Reconstructor(nn.Module):
         return torch.cat([apply_linear(x, matrix, matrix.transpose) for x in fine.split(1)])
 
 
+class Reconstructor(nn.Module):
+    """A network with its measurement, as the config says: x → A x + noise → y → x_T. For all that does not train."""
+
+    def __init__(self, config: Config, projector: FanBeamProjector | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.measurement = Measurement(config, projector)
+        self.network = build_network(config, self.measurement.projector)
+
+    @property
+    def projector(self) -> FanBeamProjector:
+        """A, Aᵀ and FBP of the scan."""
+        return self.measurement.projector
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the scan's matrices. Everything that uses them is computed there."""
+        return next(self.projector.buffers()).device
+
+    def forward(self, y: Tensor) -> Tensor:
+        """x_T [B, 1, H, W] from y [B, 1, V, D]."""
+        return self.network(y)
+
+    def measure(self, batch: Batch, stream: str) -> Tensor:
+        """The noisy sinogram y [B, 1, V, D] of a batch."""
+        return self.measurement(batch, stream)
+
+
 class SampleMeasurement:
     """Measures samples on the host, one by one: A x + noise → y. The workers of a loader do it ahead of time.
 
     Noise is drawn on the host. With sinograms on a GPU, the host would have to wait for each of them. The values equal
-    those of `Reconstructor.measure` on a CPU to the last bit.
+    those of `Measurement` on a CPU to the last bit.
     """
 
     def __init__(self, config: Config, noise: KeyedNoise) -> None:

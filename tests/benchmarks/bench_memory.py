@@ -19,17 +19,18 @@ import torch.distributed as dist
 from measuring import GIVE_BACK, MIB, in_own_process, peak_mib
 from report import Row, finish
 
+from qnmixer.build import build_module
 from qnmixer.config import Config, override, parse
 from qnmixer.config.compose import compose
 from qnmixer.config.run import batch_of_replica
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.pipeline import cut_of
 from qnmixer.memory.plan import Planner
+from qnmixer.memory.tracker import batch_of
 from qnmixer.optimization.optimizers import build_optimizer
 from qnmixer.parallel.compilation import compile_blocks
 from qnmixer.parallel.pipeline import Pipeline, sum_gradients
 from qnmixer.reconstructor import AUTOCAST
-from qnmixer.training.module import ReconstructionModule
 
 CONFIGS = [
     "model.n_iterations=4",
@@ -58,7 +59,7 @@ class Step:
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self.config, self.device = config, device
-        self.module = ReconstructionModule(config).to(device)
+        self.module = build_module(config).to(device)
         apply_memory_mode(self.module.network, config.memory)
         if config.compile:
             compile_blocks(self.module.network)
@@ -73,7 +74,7 @@ class Step:
             with torch.no_grad():
                 y = self.module.projector(self.image)
             with torch.autocast(self.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-                loss = self.module.batch_loss(self.module.network(y), self.image, self.weight)
+                loss = self.module.training_step(batch_of(self.image, self.weight, y), 0)
             if k == 0:
                 self.optimizer.zero_grad()  # where Lightning does it
             loss.backward()
@@ -87,7 +88,7 @@ class PipelineStep:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.module = ReconstructionModule(config)
+        self.module = build_module(config)
         apply_memory_mode(self.module.network, config.memory)
         self.optimizer = build_optimizer(config.optimizer, self.module.network)
         self.pipeline: Pipeline | None = None

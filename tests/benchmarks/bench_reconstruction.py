@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from report import Row, finish
 
-from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
+from qnmixer.build import build_module
 from qnmixer.config import parse, to_plain
 from qnmixer.config.compose import compose
 from qnmixer.data.phantoms import phantom
 from qnmixer.inference.writers import write_dicom
-from qnmixer.training.module import ReconstructionModule
+from qnmixer.module import ReconstructionModule
+from qnmixer.weights import CHECKPOINT_KEY
 
 _PHANTOMS = 20  # different ones; the series repeats them
 _SECONDS = 0.05  # between two looks at the process
@@ -41,8 +42,8 @@ class Sample:
 
 def make_run(path: Path, overrides: list[str]) -> ReconstructionModule:
     """A network with random weights, as the checkpoint of a run."""
-    module = ReconstructionModule(parse(compose("train", overrides)))
-    content = {"format": 1, "config": to_plain(module.config), "largest_norm": 0.0}
+    module = build_module(parse(compose("train", overrides)))
+    content = {"format": 1, "config": to_plain(module.config)}
     torch.save({"state_dict": module.state_dict(), CHECKPOINT_KEY: content}, path)
     return module
 

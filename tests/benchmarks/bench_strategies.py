@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.profilers import Profiler
 from report import Row, finish
 
+from qnmixer.build import build_module
 from qnmixer.config import Config, parse
 from qnmixer.config.compose import compose
 from qnmixer.data.datamodule import SliceDataModule
@@ -28,7 +29,6 @@ from qnmixer.processes.launch import launch
 from qnmixer.processes.ranks import rank
 from qnmixer.tracking.loggers import build_loggers
 from qnmixer.training.callbacks import build_callbacks
-from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.trainer import build_trainer
 
 VARIANTS = {
@@ -70,7 +70,7 @@ def fit(overrides: str, folder: Path, clock: Clock, profiler: Profiler | None = 
     """Train as the command does; the config."""
     config = config_of(overrides)
     L.seed_everything(1, verbose=False)
-    module = ReconstructionModule(config)
+    module = build_module(config)
     apply_memory_mode(module.network, config.memory)
     callbacks = [clock, *build_callbacks(config.callbacks)]
     trainer = build_trainer(config, folder, callbacks, build_loggers(config, folder, []))

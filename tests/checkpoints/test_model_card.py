@@ -69,6 +69,12 @@ def test_it_says_what_it_was_trained_on_and_for_how_long(tiny_config: TinyConfig
     assert found["sinograms"].startswith("simulated from the grid of the image; noise field: photons 1e+06")
 
 
+def test_it_says_that_products_were_rounded(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    keep(tmp_path, **RECORD)
+    hardware = rows(card(tiny_config("trainer.tf32=true"), tmp_path))["hardware"]
+    assert hardware.endswith("precision 32 with products in TF32")
+
+
 def test_few_slices_are_named(tiny_config: TinyConfig, tmp_path: Path) -> None:
     few = rows(card(tiny_config("data.train_slices=4"), tmp_path))["slices"]
     assert "the same 4 in every epoch" in few

@@ -12,17 +12,19 @@ from tests.limits import within_limits
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from qnmixer.build import build_module
 from qnmixer.checkpoints.reading import find_checkpoint, load, load_run, load_weights, read_checkpoint, split_of
-from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY, RUN_KEY, encode
+from qnmixer.checkpoints.weights_file import encode
 from qnmixer.config import Config, to_plain
 from qnmixer.data.splits import PARTS
 from qnmixer.errors import CheckpointError, UserError
 from qnmixer.files import replace
 from qnmixer.models import UnrolledNetwork
+from qnmixer.module import ReconstructionModule
 from qnmixer.physics import FanBeamProjector
 from qnmixer.plugins import module_of
 from qnmixer.training.checkpointing import AtomicCheckpointIO
-from qnmixer.training.module import ReconstructionModule
+from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY
 
 Build = Callable[..., ReconstructionModule]
 
@@ -194,7 +196,7 @@ def test_weights_of_another_network_are_refused_with_what_to_set(
 def test_what_is_saved_is_the_plain_config(tiny_config: Callable[..., Config], tiny_module: Build) -> None:
     checkpoint: dict[str, dict[str, object]] = {}
     tiny_module().on_save_checkpoint(checkpoint)
-    assert checkpoint[CHECKPOINT_KEY] == {"format": 1, "config": to_plain(tiny_config()), "largest_norm": 0.0}
+    assert checkpoint[CHECKPOINT_KEY] == {"format": 1, "config": to_plain(tiny_config())}
 
 
 def test_what_was_there_before_is_found_when_a_kill_left_nothing_else(tmp_path: Path) -> None:
@@ -447,7 +449,7 @@ def test_any_network_of_a_user_comes_back_from_both_files(
     other_config: Callable[..., Config], tmp_path: Path, kind: str
 ) -> None:
     words = ["model=custom", f"model._target_={__name__}.Odd", "model.channels=8", f"+model.kind={kind}"]
-    module = ReconstructionModule(other_config(*words))
+    module = build_module(other_config(*words))
     (tmp_path / "a.safetensors").write_bytes(encode(module.config, module.state_dict()))
     for path in (save(module, tmp_path), tmp_path / "a.safetensors"):
         again = load_run(path, trust=[module_of(f"{__name__}.Odd")]).state_dict()

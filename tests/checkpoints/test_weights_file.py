@@ -11,14 +11,14 @@ from tests.limits import within_limits
 
 from qnmixer import weights
 from qnmixer.checkpoints.reading import find_checkpoint, load_run, load_weights, read_checkpoint, resumable
-from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY, digest_of_weights, encode
+from qnmixer.checkpoints.weights_file import digest_of_weights, encode
 from qnmixer.config import Config, parse, to_plain
 from qnmixer.config.compose import compose
 from qnmixer.config.data import FolderData
 from qnmixer.errors import CheckpointError, DataError, PluginError
+from qnmixer.module import ReconstructionModule
 from qnmixer.plugins import module_of
-from qnmixer.training.module import ReconstructionModule
-from qnmixer.weights import PRETRAINED, SHIPPED, check_weights
+from qnmixer.weights import CHECKPOINT_KEY, PRETRAINED, SHIPPED, check_weights
 
 from .test_reading import damaged
 

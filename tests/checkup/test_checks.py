@@ -94,14 +94,14 @@ def unreduced():
 """
 LEAKING = """
 def leaking():
-    from qnmixer.training.module import ReconstructionModule
-    batch_loss, kept = ReconstructionModule.batch_loss, []
+    from qnmixer.module import ReconstructionModule
+    training_step, kept = ReconstructionModule.training_step, []
     def keeping(self, *args):
-        loss = batch_loss(self, *args)
+        loss = training_step(self, *args)
         if RANK == "0":
             kept.append(loss)
         return loss
-    ReconstructionModule.batch_loss = keeping
+    ReconstructionModule.training_step = keeping
 """
 DUPLICATED = """
 def duplicated():

@@ -1,8 +1,3 @@
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from qnmixer.cli.help import usage
@@ -62,52 +57,3 @@ def test_each_option_has_one_sentence_that_is_not_cut() -> None:
         assert not line.endswith("…"), line
     (unet,) = [line for line in options if line.startswith("  model=fbpconvnet ")]
     assert "(Jin et al. 2017): a residual U-Net on FBP" in unet
-
-
-ASK = """
-eval "$(qnmixer-train -sc install=bash)"
-COMP_LINE="qnmixer-train $1" COMP_WORDS=(qnmixer-train "$1") COMP_CWORD=1
-hydra_bash_completion
-printf '%s\\n' "${COMPREPLY[@]}"
-"""
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the console script, as pip writes it, and torch as a module that fails to import."""
-    folder = tmp_path_factory.mktemp("bin")
-    script = folder / "qnmixer-train"
-    script.write_text(f"#!{sys.executable}\nfrom qnmixer.train import main\nmain()\n")
-    script.chmod(0o755)
-    (folder / "torch.py").write_text("raise ZeroDivisionError")
-    return folder
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("typed", "offered"),
-    [
-        ("strategy=", ["strategy=ddp", "strategy=fsdp", "strategy=pipeline", "strategy=single"]),
-        ("schedule.w", ["schedule.warmup="]),
-        ("debug=o", ["debug=off", "debug=overfit"]),
-    ],
-)
-def test_bash_completes(installed: Path, tmp_path: Path, typed: str, offered: list[str]) -> None:
-    environment = os.environ | {"PATH": f"{installed}:{os.environ['PATH']}", "PYTHONPATH": str(installed)}
-    result = subprocess.run(
-        ["bash", "-c", ASK, "bash", typed], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert result.stderr == ""
-    assert sorted(result.stdout.split()) == offered
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [["--help"], ["--cfg", "job"], ["--info", "defaults"]], ids=" ".join)
-def test_questions_are_answered_without_torch(installed: Path, tmp_path: Path, flags: list[str]) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "qnmixer.train", *flags], cwd=tmp_path, capture_output=True, text=True, timeout=60,
-        env=os.environ | {"PYTHONPATH": str(installed)},
-    )  # fmt: skip
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "n_iterations" in result.stdout or "qn_mixer" in result.stdout
-    assert not list(tmp_path.iterdir())

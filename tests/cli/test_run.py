@@ -1,9 +1,7 @@
 import errno
 import os
-import subprocess
 import sys
 import warnings
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -206,33 +204,3 @@ def test_a_sweep_of_another_command_runs_every_job_and_fails_when_one_did(start:
 def test_showing_the_config_runs_nothing(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
     outcome = start("train", "--cfg", "job")
     assert (outcome.code, outcome.ran) == (0, False)
-
-
-def test_the_version_is_this_programs() -> None:
-    assert process("qnmixer.train", "--version").stdout == f"qnmixer {version('qnmixer')}\n"
-
-
-def process(*arguments: str, full_error: bool = False) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment.pop(cli.TRACEBACK, None)
-    if full_error:
-        environment[cli.TRACEBACK] = "1"
-    return subprocess.run(
-        [sys.executable, "-m", *arguments], capture_output=True, text=True, env=environment, timeout=120
-    )
-
-
-def test_a_traceback_is_there_for_who_asks(tmp_path: Path) -> None:
-    result = process("qnmixer.train", "geometry.n_views=0", f"hydra.run.dir={tmp_path / 'run'}", full_error=True)
-    assert result.returncode != 0
-    assert "Traceback (most recent call last)" in result.stderr
-    assert "geometry.n_views=0 is too small" in result.stderr.splitlines()[-1]
-
-
-@pytest.mark.parametrize("name", ["train", "evaluate", "reconstruct", "compare", "export", "plan", "doctor"])
-def test_help_does_not_wait_for_torch(name: str) -> None:
-    body = (
-        f"import sys; from qnmixer.{name} import main; sys.argv[1:] = ['--help']; main(); print('torch' in sys.modules)"
-    )
-    shown = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, check=True, timeout=120).stdout
-    assert shown.splitlines()[-1] == "False"

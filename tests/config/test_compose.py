@@ -17,7 +17,7 @@ ROOT = "data.root=/ct"
         (["experiment=demo", "model=learn"], set()),
         (["experiment=demo", "data=numpy", ROOT], set()),
         (["experiment=demo", "logger=[wandb,tensorboard]"], set()),
-        (["experiment=pretrained", "data=dicom", ROOT], set()),
+        (["experiment=pretrained", "data=dicom", ROOT], {"~data.sources"}),
         (["experiment=measured", "data=numpy", ROOT], {"~data.n_val", "~data.n_test", "~data.anatomy_share"}),
         (["experiment=compare_small", "data=dicom", ROOT], {"~data.n_val", "~data.n_test"}),
         (["experiment=paper_aapm", "data=phantoms"], {"~data.split", "~data.include"}),
@@ -70,7 +70,7 @@ def test_a_folder_that_is_still_missing_hides_no_rule(command: str) -> None:
         ("demo", "geometry=paper", {"n_views": 16, "n_detectors": 128, "detector_pitch": 7.5}),
         ("demo", "optimizer=adamw", {}),
         ("demo", "optimizer=muon", {}),
-        ("pretrained", "optimizer=adamw", {"lr": 1e-3, "step_size_lr_factor": 2.0}),
+        ("pretrained", "optimizer=muon", {"lr": 8e-3, "adamw_lr": 2e-3, "step_size_lr_factor": 2.0}),
         ("measured", "geometry=htc2022", {"n_detectors": 280, "detector_pitch": 0.4}),
     ],
 )

@@ -3,7 +3,9 @@
 import json
 import os
 import platform
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +57,33 @@ def machine() -> dict[str, str]:
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The table of a JSON file."""
+    """The table of a JSON file, which may have "notes" in words, by name of a failed test."""
     it = ", ".join(f"{name} {value}" for name, value in record["machine"].items() if name != "device")
     n = record["passed"] + len(record["failed"])
     lines = [f"`make test-gpu` on {record['machine']['device']} ({it}): {record['passed']} of {n} tests passed."]
-    lines += [f"Failed: `{name}`." for name in record["failed"]]
-    lines += ["", "| | setting | measured | × floor |", "|---|---|---|---|"]
-    for row in record["found"]:
-        floor = "" if row["of_floor"] is None else f"{row['of_floor']:.1f}"
-        measured = f"{row['value']:.3g} {row['unit']}".strip()
-        lines.append(f"| {row['what']} | {row['setting']} | {measured} | {floor} |")
+    for name, cases in groupby(record["failed"], key=lambda name: name.partition("[")[0]):
+        note = record.get("notes", {}).get(name.rpartition("::")[2], "")
+        of = " and ".join(f"[{case.partition('[')[2]}" for case in cases)
+        lines += ["", f"Failed: `{name}{of}`. {note}".strip()]
+    lines += ["", "× floor: times as long as the bytes take that must be moved, at the speed of the copy.", ""]
+    lines += ["| | setting | measured | × floor |", "|---|---|---|---|"]
+    for row in _shorter(record["found"]):
+        floor = "" if row["of_floor"] is None else f"{row['of_floor']:,.0f}"
+        value = row["value"]
+        measured = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+        lines.append(f"| {row['what']} | {row['setting']} | {measured} {row['unit']}".rstrip() + f" | {floor} |")
     return "\n".join(lines) + "\n"
+
+
+def _shorter(found: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The rows, of several gradients in one precision and of several copies the largest only."""
+    alike: dict[str, list[dict[str, Any]]] = {}
+    for row in found:
+        many = row["what"].startswith("gradient")
+        alike.setdefault(f"{row['what']} {row['setting'].split(', ')[-1] if many else row['setting']}", []).append(row)
+    for rows in alike.values():
+        largest = max(rows, key=lambda row: row["value"])
+        yield largest | {"setting": largest["setting"] + f" (largest of {len(rows)})" * (len(rows) > 1)}
 
 
 def asked_for() -> Path | None:

@@ -35,6 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from qnmixer.build import build_module
 from qnmixer.config import Config, override, parse
 from qnmixer.config.compose import compose
 from qnmixer.data.datamodule import SliceDataModule
@@ -42,11 +43,11 @@ from qnmixer.data.sampler import EpochSampler
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import Planner, track_step
 from qnmixer.models import UnrolledNetwork
+from qnmixer.module import ReconstructionModule
 from qnmixer.parallel.strategies import build_precision
 from qnmixer.physics import FanBeamProjector
 from qnmixer.reconstructor import sample_measurement
 from qnmixer.training.callbacks import build_callbacks
-from qnmixer.training.module import ReconstructionModule
 
 from .fake_device import CUDA0, FakeAccelerator, FakeDevice, pretend_cuda
 
@@ -220,7 +221,7 @@ def _module(config: Config, mode: FakeTensorMode, projector: FanBeamProjector) -
             if value is not None:
                 part._buffers[name] = mode.from_tensor(value).to(CUDA0)
     with CUDA0:
-        module = ReconstructionModule(config, projector)
+        module = build_module(config, projector)
     apply_memory_mode(module.network, config.memory)
     return module
 

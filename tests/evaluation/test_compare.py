@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY, RUN_KEY
+from qnmixer.build import build_module
 from qnmixer.config import parse, to_plain
 from qnmixer.config.commands import parse_compare
 from qnmixer.config.compose import compose
@@ -21,7 +21,7 @@ from qnmixer.evaluation.compare import _identity, compare
 from qnmixer.evaluation.comparison_report import tables_of
 from qnmixer.evaluation.methods import Comparison
 from qnmixer.reconstructor import build_geometry
-from qnmixer.training.module import ReconstructionModule
+from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY
 
 from ..conftest import TINY
 from ..sets import write_lodopab
@@ -53,10 +53,10 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
     for number in range(4):
         write_patient(slices / f"patient{number}", number)
     overrides = [*TINY, "data=numpy", f"data.root={slices}"]
-    module = ReconstructionModule(parse(compose("train", overrides)))
+    module = build_module(parse(compose("train", overrides)))
     data = SliceDataModule(module.config.data)
     data.setup()
-    ours = {"format": 1, "config": to_plain(module.config), "largest_norm": 0.0}
+    ours = {"format": 1, "config": to_plain(module.config)}
     (folder / "0" / "checkpoints").mkdir(parents=True)
     torch.save(
         {"state_dict": module.state_dict(), CHECKPOINT_KEY: ours, RUN_KEY: {"split": data.split.record}},

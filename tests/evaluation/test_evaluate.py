@@ -17,12 +17,12 @@ from qnmixer.config.run import section
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.evaluation.evaluate import Evaluation, ImageScore, _gain, evaluate, warnings_of, write_evaluation
 from qnmixer.evaluation.slices import pictured
+from qnmixer.module import ReconstructionModule
 from qnmixer.optimization.metrics import psnr, ssim, to_window
 from qnmixer.reconstructor import to_hu
 from qnmixer.reports.page import PageMethod, PageSlice
 from qnmixer.reports.pictures import Panel, Row, draw_comparison
 from qnmixer.tracking.sweep_file import name_of_run, write_sweep
-from qnmixer.training.module import ReconstructionModule
 
 WINDOW = [-160.0, 240.0]
 

@@ -1,4 +1,4 @@
-"""Batches, memory and precision of a reconstruction. Its inputs and outputs are tested in tests/test_commands.py."""
+"""Batches, memory and precision of a reconstruction. Its inputs and outputs: tests/promises/test_dicom_and_noise.py."""
 
 import os
 import re
@@ -13,7 +13,7 @@ import pytest
 import torch
 from pydicom import dcmread
 
-from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
+from qnmixer.build import build_module
 from qnmixer.config import parse, to_plain
 from qnmixer.config.commands import ReconstructConfig, parse_reconstruct
 from qnmixer.config.compose import compose
@@ -24,8 +24,9 @@ from qnmixer.errors import DataError
 from qnmixer.inference.batches import MAX_HU, BatchedNetwork
 from qnmixer.inference.inputs import MeasuredScan, holds_sinograms, measured_scans, simulated_scans
 from qnmixer.inference.reconstruct import reconstruct_input
+from qnmixer.module import ReconstructionModule
 from qnmixer.reconstructor import to_hu
-from qnmixer.training.module import ReconstructionModule
+from qnmixer.weights import CHECKPOINT_KEY
 
 from ..conftest import TINY
 from ..sets import write_lodopab, write_two_detect
@@ -39,7 +40,7 @@ def settings(**values: object) -> ReconstructConfig:
 
 
 def save(module: ReconstructionModule, path: Path) -> Path:
-    content = {"format": 1, "config": to_plain(module.config), "largest_norm": 0.0}
+    content = {"format": 1, "config": to_plain(module.config)}
     torch.save({"state_dict": module.state_dict(), CHECKPOINT_KEY: content}, path)
     return path
 
@@ -57,7 +58,7 @@ def at_true_size(*overrides: str) -> ReconstructionModule:
     """FBP at the size that DICOM says."""
     words = [word for word in TINY if not word.startswith("model.")]
     words += ["model=fbp", "data=dicom", "data.root=x", "data.pixel_size=header"]
-    return ReconstructionModule(parse(compose("train", [*words, *overrides]))).eval()
+    return build_module(parse(compose("train", [*words, *overrides]))).eval()
 
 
 def series(path: Path, count: int, size: int = 16) -> Path:
@@ -109,7 +110,7 @@ def test_a_sinogram_of_a_public_set_is_reconstructed_as_it_is_evaluated(
     words = ["model=fbp", f"data={name}", f"geometry={name}", f"data.root={tmp_path}", "geometry.n_views=8"]
     keys = ["data.image_size=32", "data.num_workers=0", "logger=csv"]
     config = parse(compose("train", [*words, *keys]))
-    module = ReconstructionModule(config).eval()
+    module = build_module(config).eval()
     if name == "lodopab":
         write_lodopab(tmp_path, module.projector.geometry, {"test": 1})
         of_one = 0.08135858
@@ -192,7 +193,7 @@ def test_the_first_slices_do_not_decide_alone(
 def test_dicom_says_how_the_network_was_trained(tmp_path: Path, overrides: list[str], end: str) -> None:
     others = tuple(f"{group}." for group in ("model", "geometry") if any(w.startswith(f"{group}=") for w in overrides))
     words = [word for word in TINY if not (others and word.startswith(others))]
-    module = ReconstructionModule(parse_file(compose("train", [*words, *overrides, "geometry.n_views=8"]))).eval()
+    module = build_module(parse_file(compose("train", [*words, *overrides, "geometry.n_views=8"]))).eval()
     run, scan = save(module, tmp_path / "run.ckpt"), tmp_path / "scan.npy"
     np.save(scan, np.ones((8, module.projector.geometry.n_detectors), np.float32))
     reconstruct_input(settings(run=run, input=scan, output=tmp_path / "out", formats="[dicom]"))
@@ -302,45 +303,6 @@ def test_a_file_is_refused_before_its_first_scan(tiny_module: Build, tmp_path: P
     with pytest.raises(DataError, match="0 measured views"):
         reconstruct_input(config)
     assert not output.exists()
-
-
-# Everything is imported and then the address space ends so many MiB above what it takes.
-_LIMITED = """
-import resource, sys
-import qnmixer.inference.reconstruct
-from qnmixer.reconstruct import main
-now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-limit = now + int(sys.argv.pop(1)) * 2**20
-resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-main()
-"""
-
-
-def limited(mib: int, run: Path, source: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    output = source.parent / "out"
-    given = [f"run={run}", f"input={source}", f"output={output}", "accelerator=cpu", "formats=[npy]", *options]
-    # Freed memory goes back to the system. Else it depends on chance how much of the address space is left.
-    steady = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    return subprocess.run(
-        [sys.executable, "-c", _LIMITED, str(mib), *given],
-        capture_output=True, text=True, timeout=300, env={**os.environ, **steady},
-    )  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.skipif(sys.platform != "linux", reason="the address space is read from /proc")
-def test_a_batch_that_does_not_fit_is_halved(tiny_module: Build, tmp_path: Path) -> None:
-    """Real allocations that the system refuses."""
-    run = save(tiny_module("data.image_size=128", "model.n_iterations=1", "model.channels=32"), tmp_path / "a.ckpt")
-    done = limited(150, run, series(tmp_path / "a.npy", 64, 32), "batch_size=64")
-    assert done.returncode == 0, done.stderr
-    lines = done.stderr.splitlines()
-    found = [re.fullmatch(r"warning: out of memory with (\d+) slices at once: .* batch_size=(\d+)", s) for s in lines]
-    assert found
-    assert found[0][1] == "64"  # type: ignore[index]
-    assert all(match and int(match[2]) == int(match[1]) // 2 for match in found)
-    assert len(list((tmp_path / "out").glob("*.npy"))) == 64
 
 
 _LIMITED_NETWORK = """

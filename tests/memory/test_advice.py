@@ -1,7 +1,5 @@
-import re
 import resource
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +10,6 @@ from qnmixer.memory.advice import advice, changes
 from qnmixer.memory.footprint import MIB
 from qnmixer.memory.limits import is_out_of_memory, memory_of
 from qnmixer.memory.plan import Planner
-
-from ..warm import Warm
 
 TINY = [
     "data.image_size=32",
@@ -142,24 +138,3 @@ def test_a_failure_with_enough_memory_by_the_plan_is_explained(planner: Planner)
 def test_memory_of_the_host_is_at_most_the_machines() -> None:
     pages = resource.getpagesize() * int(subprocess.check_output(["getconf", "_PHYS_PAGES"]))
     assert 0 < memory_of(torch.device("cpu")) <= pages / MIB
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build maps more address space than the limit")
-def test_a_run_that_does_not_fit_ends_with_one_line(warm: Warm, tmp_path: Path) -> None:
-    """A real allocation that the system refuses."""
-    limit = 3 * 2**30
-    limited = f"""
-import resource, runpy
-resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit}))
-runpy.run_module("qnmixer.train", run_name="__main__", alter_sys=True)
-"""
-    command = ["-c", limited, *TINY, "data.image_size=128", "data.batch_size=96", "logger=csv"]
-    command += ["model.channels=64", "data.num_workers=0", "trainer.max_steps=2", "trainer.accelerator=cpu"]
-    command += ["data.n_train=96", "data.n_val=1", "data.n_test=1", f"hydra.run.dir={tmp_path}"]
-    done = warm.run(*command, cwd=tmp_path)
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: out of memory: a step of this run needs")
-    assert float(re.search(r"but ([\d,]+) MiB", line)[1].replace(",", "")) < limit / MIB  # type: ignore[index]
-    assert "try memory=recompute (" in line

@@ -1,14 +1,13 @@
-import json
 import subprocess
 import sys
 from functools import cache
 from itertools import accumulate
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from qnmixer.build import build_module
 from qnmixer.config import Config, override, parse
 from qnmixer.config.commands import device_memory, parse_plan
 from qnmixer.config.compose import compose
@@ -20,14 +19,11 @@ from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.pipeline import cut_of, n_microbatches
 from qnmixer.memory.plan import Planner, track_step
 from qnmixer.memory.report import _largest_batch, as_object, levers_table, print_plan, schedules, usable
-from qnmixer.memory.tracker import PeakTracker, autocast, make_state, n_bytes, optimizer_bytes, without_data
+from qnmixer.memory.tracker import PeakTracker, autocast, batch_of, make_state, n_bytes, optimizer_bytes, without_data
 from qnmixer.optimization.optimizers import build_optimizer
-from qnmixer.parallel.stages import Stage, actions, ranges, survey
+from qnmixer.parallel.stages import Stage, actions, loss_of_part, ranges, survey
 from qnmixer.physics import FanBeamProjector
 from qnmixer.reconstructor import build_projector, system_matrix_at
-from qnmixer.training.module import ReconstructionModule
-
-from ..warm import Warm
 
 SMALL = [
     "data.image_size=32",
@@ -107,7 +103,7 @@ def test_gradients_are_no_activations_and_count_once() -> None:
 def test_real_tensors_count_as_torchs_allocator_counts_them() -> None:
     """And as fake ones do. The profiler's record of allocations is torch's own."""
     config = config_of("model.n_iterations=4")
-    module = ReconstructionModule(config)
+    module = build_module(config)
     optimizer = build_optimizer(config.optimizer, module.network)
     make_state(optimizer)
     image, weight = torch.rand(3, 1, 32, 32), torch.ones(3)
@@ -115,7 +111,7 @@ def test_real_tensors_count_as_torchs_allocator_counts_them() -> None:
     def step() -> None:
         with torch.no_grad():
             y = module.projector(image)
-        loss = module.batch_loss(module.network(y), image, weight)
+        loss = module.training_step(batch_of(image, weight, y), 0)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(module.network.parameters(), 1.0)
@@ -335,7 +331,7 @@ def real_peak(config: Config, device: int) -> int:
     """Bytes that a device holds when it runs its stages with real tensors, in the order of the schedule."""
     assert isinstance(config.strategy, PipelineConfig)
     options, n, n_devices = config.strategy, n_microbatches(config), 4
-    module = ReconstructionModule(config)
+    module = build_module(config)
     network, size = module.network, config.data.image_size
     apply_memory_mode(network, config.memory)
     optimizer = build_optimizer(config.optimizer, network)
@@ -367,7 +363,7 @@ def real_peak(config: Config, device: int) -> int:
                 with autocast(config):
                     output = stages[index](*received[index, k], y=copy[k * len(parts[k]) : (k + 1) * len(parts[k])])
                     if given[index, k] is None:
-                        output = module.batch_loss(output, image[parts[k]], weight[parts[k]])
+                        output = loss_of_part(module, batch_of(image, weight, y), 0, output, parts[k])
                 made[index, k] = output
                 del output
             else:
@@ -448,45 +444,3 @@ def test_rows_that_a_run_does_not_allow_are_left_out(capsys: pytest.CaptureFixtu
     rows = {line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")}
     assert {"keep", "recompute", "offload", "adamw", "muon"} <= rows
     assert "adafactor" not in rows
-
-
-@pytest.mark.slow
-def test_the_command_prints_one_object(warm: Warm, tmp_path: Path) -> None:
-    done = warm.run("-m", "qnmixer.plan", *SMALL, "model.n_iterations=2", "format=json", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    told = json.loads(done.stdout)
-    assert {"parameters", "gradients", "optimizer", "activations"} <= set(told["parts"])
-    assert sum(told["parts"].values()) == pytest.approx(told["peak_mib"], abs=0.01)
-    assert 0 < told["per_iteration_mib"] < told["peak_mib"]
-    assert (told["strategy"], told["devices"]) == ("single", [told["peak_mib"]])
-    assert "idle_share" not in told
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_the_command_prints_tables_and_leaves_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "qnmixer.plan", *SMALL, "model.n_iterations=4", "strategy=pipeline", "device=1.2"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    of_a_pipeline = ["on 4 devices, assumed", "in flight", "sequential", "idle"]
-    for word in ["recompute", "16-mixed, bf16-mixed", "batch 8", "adamw", "1.2", *of_a_pipeline]:
-        assert word in done.stdout
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["device=V10"], "device=V10 is not known"),
-        (["format=jsn"], "format=jsn is not known: did you mean json?"),
-        (["model.n_iteration=3"], "unknown key model.n_iteration: did you mean model.n_iterations?"),
-        (["formt=json"], "unknown key formt: did you mean format?"),
-    ],
-)
-@pytest.mark.slow
-def test_bad_input_is_one_line(cold: Warm, tmp_path: Path, overrides: list[str], message: str) -> None:
-    done = cold.run("-m", "qnmixer.plan", *overrides, cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: {message}")

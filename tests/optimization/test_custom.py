@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from qnmixer.build import build_module
 from qnmixer.config import Config
 from qnmixer.errors import PluginError
+from qnmixer.module import ReconstructionModule
 from qnmixer.optimization.losses import build_loss
 from qnmixer.optimization.optimizers import build_optimizer
 from qnmixer.optimization.schedules import learning_rate_factor
 from qnmixer.reconstructor import build_noise
-from qnmixer.training.module import ReconstructionModule
 
 TinyConfig = Callable[..., Config]
 OWN = """
@@ -66,7 +67,7 @@ def test_a_function(tiny_config: TinyConfig) -> None:
 
 def test_a_module_is_no_part_of_the_network(tiny_config: TinyConfig) -> None:
     config = tiny_config(*chosen("loss", "options_of_mine.Learning", "+loss.width=2"))
-    module = ReconstructionModule(config)
+    module = build_module(config)
     assert all(name.startswith("network.") for name in module.state_dict())
     image = torch.rand(3, 1, 8, 8, requires_grad=True)
     value = module.loss(image, torch.zeros(3, 1, 8, 8))

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from qnmixer.build import build_module
 from qnmixer.config import Config
 from qnmixer.errors import ConfigError
 from qnmixer.memory.tracker import make_state, optimizer_bytes, without_data
 from qnmixer.models.unrolled import UnrolledNetwork
+from qnmixer.module import ReconstructionModule
 from qnmixer.optimization.muon import Muon, orthogonalized
 from qnmixer.optimization.optimizers import build_optimizer
 from qnmixer.reconstructor import Reconstructor
-from qnmixer.training.module import ReconstructionModule
 
 MODELS = ["qn_mixer", "learn", "learned_primal_dual", "regformer model.channels=6 model.window_size=4"]
 SHAPES = [(16, 400), (64, 32), (32, 64), (8, 8), (8, 1)]
@@ -136,7 +137,7 @@ def test_a_scaler_skips_the_whole_step() -> None:
 def test_which_weights_go_where(other_config: Callable[..., Config], model: str) -> None:
     """Inner matrices and kernels to Muon, in the network's order; nothing that starts at zero."""
     words = ["optimizer=muon", "optimizer.lr=0.01", "optimizer.adamw_lr=0.002", "optimizer.weight_decay=0.07"]
-    network = ReconstructionModule(other_config(*f"model={model}".split(), *words)).network
+    network = build_module(other_config(*f"model={model}".split(), *words)).network
     hidden = network.hidden_weights()
     assert all(p.ndim > 1 and p.count_nonzero() for p in hidden)
     optimizer = build_optimizer(other_config(*words).optimizer, network)

@@ -7,11 +7,11 @@ import torch
 from qnmixer.config import Config
 from qnmixer.config.groups import ScheduleConfig
 from qnmixer.config.run import section
+from qnmixer.module import ReconstructionModule
 from qnmixer.optimization.losses import build_loss, l1
 from qnmixer.optimization.metrics import ssim
 from qnmixer.optimization.optimizers import build_optimizer
 from qnmixer.optimization.schedules import learning_rate_factor
-from qnmixer.training.module import ReconstructionModule
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
 

@@ -1,4 +1,4 @@
-"""What is compiled computes the same; under ddp, fsdp and the pipeline: `test_parity`."""
+"""What is compiled computes the same; under ddp, fsdp and the pipeline: `test_gradients_of_one_process`."""
 
 import copy
 from pathlib import Path

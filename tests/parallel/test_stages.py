@@ -5,11 +5,12 @@ import pytest
 import torch
 from torch.distributed.pipelining.schedules import _get_1f1b_rank_ops
 
+from qnmixer.build import build_module
 from qnmixer.config import parse
 from qnmixer.config.compose import compose
 from qnmixer.models.qn_mixer import QNMixer, QNState
+from qnmixer.module import ReconstructionModule
 from qnmixer.parallel.stages import Action, Packing, Stage, actions, cut_by_cost, cut_evenly, idle_share, ranges, survey
-from qnmixer.training.module import ReconstructionModule
 
 
 def everything(schedule: str, devices: int, n: int, per_device: int = 1) -> list[list[Action]]:
@@ -84,7 +85,7 @@ def module_of(*overrides: str) -> ReconstructionModule:
         "model.n_iterations=5 model.channels=4 model.n_mixer_layers=1"
     )
     torch.manual_seed(0)
-    module = ReconstructionModule(parse(compose("train", [*tiny.split(), *overrides])))
+    module = build_module(parse(compose("train", [*tiny.split(), *overrides])))
     for p in module.parameters():
         p.data += 0.02 * torch.randn_like(p)
     return module

@@ -10,13 +10,13 @@ import pytest
 import torch
 from PIL import Image
 
+from qnmixer.build import build_module
 from qnmixer.config import Config
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.reports.pictures import Curve, Panel, Row, draw_curves, draw_iterates
 from qnmixer.tracking.loggers import build_loggers
 from qnmixer.training import callbacks
 from qnmixer.training.callbacks import build_callbacks
-from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.trainer import build_trainer
 
 
@@ -82,7 +82,7 @@ def test_the_first_slices_are_drawn_in_order_at_every_validation(
     )
     data = SliceDataModule(config.data)
     trainer = build_trainer(config, tmp_path, build_callbacks(config.callbacks), build_loggers(config, tmp_path, []))
-    trainer.fit(ReconstructionModule(config), datamodule=data)
+    trainer.fit(build_module(config), datamodule=data)
     names = [f"slice {n}" for n in range(min(5, n_pictures))]
     iterates = [config.model.n_iterations + 1] * len(names)
     assert drawn == [(f"iterates_{step:07d}.png", names, iterates) for step in (2, 4)]
@@ -97,6 +97,6 @@ def test_titles_say_what_validation_measures(tiny_config: Callable[..., Config],
     rows: list[Row] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(callbacks, "draw_iterates", lambda path, found: rows.extend(found))
-        trainer.fit(ReconstructionModule(config), datamodule=SliceDataModule(config.data))
+        trainer.fit(build_module(config), datamodule=SliceDataModule(config.data))
     values = [float(row.panels[-1].title.splitlines()[-1].removesuffix(" dB")) for row in rows]
     assert np.mean(values) == pytest.approx(float(trainer.callback_metrics["val/psnr"]), abs=0.01)

@@ -12,9 +12,9 @@ import torch
 
 from qnmixer.config import Config
 from qnmixer.errors import Stopped
+from qnmixer.module import ReconstructionModule
 from qnmixer.tracking.run import Run
 from qnmixer.training.fit import fit
-from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.random_states import random_state, set_random_state
 
 TinyConfig = Callable[..., Config]

@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from qnmixer.build import build_module
 from qnmixer.config import Config
 from qnmixer.errors import UnstableNetwork
 from qnmixer.models import UnrolledNetwork
+from qnmixer.run_module import RunModule
 from qnmixer.tracking.metrics_file import read_metrics
 from qnmixer.tracking.run import Run
 from qnmixer.training import fit as fit_module
 from qnmixer.training.fit import fit
-from qnmixer.training.module import ReconstructionModule
 
 LONG = ["trainer.max_steps=60", "trainer.val_every_n_steps=60", "data.n_train=400", "test_after_training=false"]
 
@@ -51,12 +52,12 @@ class Planted(UnrolledNetwork[Tensor]):
 
 
 def run(config: Config, folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str, **options: Any) -> dict[str, Any]:
-    def planted(config: Config, projector: Any = None) -> ReconstructionModule:
-        module = ReconstructionModule(config, projector)
+    def planted(config: Config, projector: Any = None) -> RunModule:
+        module = build_module(config, projector)
         module.network = Planted(module.projector, fault, **options)
         return module
 
-    monkeypatch.setattr(fit_module, "ReconstructionModule", planted)
+    monkeypatch.setattr(fit_module, "build_module", planted)
     fit(config, Run(folder))
     return json.loads((folder / "results.json").read_text())
 

@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,16 +7,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from qnmixer.checkpoints.reading import read_checkpoint, resumable
+from qnmixer.build import build_module
+from qnmixer.checkpoints.reading import resumable
 from qnmixer.config import Config
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import CheckpointError
 from qnmixer.tracking.loggers import build_loggers
 from qnmixer.training.callbacks import build_callbacks
-from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.trainer import build_trainer
-
-from ..conftest import TINY_RUN
 
 # Seven samples, two a batch: four batches an epoch, the last of one sample; two steps an epoch with accumulation 3.
 RUN = ("data.n_train=7", "trainer.max_steps=9", "trainer.val_every_n_steps=100", "noise=field", "schedule=step")
@@ -61,7 +57,7 @@ def train(
     validations: bool = False,
 ) -> tuple[Watch, dict[str, torch.Tensor]]:
     L.seed_everything(0, verbose=False)
-    module, watch = ReconstructionModule(config), Watch(folder, save_at, validations)
+    module, watch = build_module(config), Watch(folder, save_at, validations)
     trainer = build_trainer(
         config, folder, [watch, *build_callbacks(config.callbacks)], build_loggers(config, folder, [])
     )
@@ -91,24 +87,6 @@ def test_a_resumed_run_equals_an_undisturbed_one(
         assert resumed.samples == later
         assert [step for step in whole.validated if step > place] == resumed.validated
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
-
-
-@pytest.mark.slow
-@pytest.mark.long  # CI has it in test_parity
-def test_shards_go_on_in_the_middle_of_an_epoch_too(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
-    """Lightning restores fsdp later than all others, when data for a run by epochs might be open already."""
-    command = [sys.executable, "-m", "qnmixer.train", *TINY_RUN, *RUN, "trainer.max_steps=-1", "strategy=fsdp"]
-    command += ["trainer.devices=1", "test_after_training=false", "data.num_workers=1", "schedule=constant"]
-    weights = []
-    for folder, more in (
-        ("whole", ["trainer.max_epochs=3"]),
-        ("begun", ["trainer.max_epochs=3", "trainer.max_steps=6"]),
-        ("rest", ["trainer.max_epochs=3", f"resume={tmp_path}/begun"]),
-    ):
-        subprocess.run([*command, *more, f"hydra.run.dir={tmp_path}/{folder}"], check=True, capture_output=True)
-        weights.append(read_checkpoint(tmp_path / folder / "checkpoints" / "last.ckpt")[1])
-    for name, value in weights[0].items():
-        assert torch.equal(weights[2][name], value)
 
 
 def test_another_way_to_the_same_batch(tiny_config: Callable[..., Config], tmp_path: Path) -> None:

@@ -16,13 +16,13 @@ from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
 from torch import Tensor
 
+from qnmixer.batch import Batch
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.memory.leaks import LeakWatch
 from qnmixer.memory.plan import Planner
-from qnmixer.reconstructor import Batch
+from qnmixer.module import ReconstructionModule
 from qnmixer.training.callbacks import IteratePictures
 from qnmixer.training.memory_monitor import MemoryMonitor
-from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.weight_averaging import MeanWeights
 
 MIB = 2**20
@@ -186,7 +186,8 @@ def compact_heap() -> None:
 @pytest.mark.usefixtures("compact_heap")
 def test_losses_kept_with_their_graph_are_found(tiny_module: TinyModule, tmp_path: Path) -> None:
     watching = monitor()
-    module = KeepsLosses(tiny_module("model.n_iterations=4").config)
+    module = tiny_module("model.n_iterations=4")
+    module.__class__ = KeepsLosses
     module.losses = []
     train(module, tmp_path, watching, StopsAtLeak(watching), max_steps=400)
     assert watching.leak is not None

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from qnmixer.batch import Batch
 from qnmixer.config import Config
 from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.module import ReconstructionModule
 from qnmixer.physics.noise import FieldNoise, NoNoise, PhysicalNoise, attenuation_per_value
-from qnmixer.reconstructor import Batch, build_geometry, build_noise, sample_measurement
-from qnmixer.training.module import ReconstructionModule
+from qnmixer.reconstructor import build_geometry, build_noise, sample_measurement
+from qnmixer.training.step_checks import StepChecks
 
 Build = Callable[..., ReconstructionModule]
 
@@ -82,14 +84,18 @@ def test_measuring_has_no_gradient(tiny_module: Build) -> None:
     assert not module.measure(batch, "train").requires_grad
 
 
-def test_nan_loss_names_the_slices(tiny_module: Build) -> None:
-    module = tiny_module()
-    batch = batches(module, "train")[0]
-    batch["image"][1, 0, 3, 3] = math.nan
-    with pytest.raises(FloatingPointError) as error:
-        module.training_step(batch, 0)
-    for name in batch["name"]:
-        assert name in str(error.value)
+def test_nan_loss_names_the_slices(tiny_module: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, names = ReconstructionModule.training_step, list[str]()
+
+    def losing(self: ReconstructionModule, batch: Batch, batch_idx: int) -> Tensor:
+        names.extend(batch["name"])
+        return math.nan * whole(self, batch, batch_idx)
+
+    monkeypatch.setattr(ReconstructionModule, "training_step", losing)
+    with pytest.raises(FloatingPointError, match="the loss became nan at step 0") as error:
+        fitted(tiny_module(), tmp_path)
+    assert names
+    assert all(name in str(error.value) for name in names)
 
 
 def test_weights_that_are_not_finite_are_not_written(tiny_module: Build, tmp_path: Path) -> None:
@@ -135,7 +141,8 @@ def test_first_angle_is_half_a_step_unless_given(tiny_config: Callable[..., Conf
 def fitted(module: ReconstructionModule, folder: Path, **options: Any) -> L.Trainer:
     trainer = L.Trainer(
         accelerator="cpu", max_steps=4, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=folder, **options,
+        enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=folder,
+        callbacks=[StepChecks()], **options,
     )  # fmt: skip
     trainer.fit(module, datamodule=SliceDataModule(module.config.data))
     return trainer
@@ -188,7 +195,9 @@ def test_finer_images_bring_sinograms_nearer_to_the_truth(tiny_module: Build) ->
     p = (along[0] * to_centre[1] - along[1] * to_centre[0]) / along.norm(dim=0)
     truth = 2 * (radius**2 - p**2).clamp(min=0).sqrt()
     image = disc(16)
-    errors = [float((module.project(image, x)[0, 0] - truth).norm() / truth.norm()) for x in (None, disc(64))]
+    errors = [
+        float((module.measurement.project(image, x)[0, 0] - truth).norm() / truth.norm()) for x in (None, disc(64))
+    ]
     assert errors[1] < 0.5 * errors[0]
     assert errors[1] < 0.02
 

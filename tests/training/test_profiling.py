@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from qnmixer.batch import Batch
 from qnmixer.checkpoints.reading import load_run
 from qnmixer.config import Config
 from qnmixer.config.run import section
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
+from qnmixer.module import ReconstructionModule
 from qnmixer.parallel.devices import resolve_devices
-from qnmixer.reconstructor import Batch
 from qnmixer.tracking.run import Run
 from qnmixer.training.fit import fit
-from qnmixer.training.module import ReconstructionModule
 
 TinyConfig = Callable[..., Config]
 Build = Callable[..., ReconstructionModule]
@@ -118,12 +118,13 @@ def test_a_profile_of_too_few_steps_is_none(
 def test_anomaly_detection_names_the_operator_and_the_line(
     tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = ReconstructionModule.batch_loss
+    whole = ReconstructionModule.training_step
 
-    def bad_loss(self: ReconstructionModule, image: Tensor, truth: Tensor, weight: Tensor) -> Tensor:
-        return whole(self, image, truth, weight) + (0 * image).sum().sqrt()
+    def bad_loss(self: ReconstructionModule, batch: Batch, batch_idx: int) -> Tensor:
+        image = self.network(self.measure(batch, "train"))
+        return whole(self, batch, batch_idx) + (0 * image).sum().sqrt()
 
-    monkeypatch.setattr(ReconstructionModule, "batch_loss", bad_loss)
+    monkeypatch.setattr(ReconstructionModule, "training_step", bad_loss)
     with pytest.raises(
         FloatingPointError, match=r"NaN in MulBackward0 of `.*\(0 \* image\)\.sum\(\)\.sqrt\(\)` \(.*test_profiling"
     ):

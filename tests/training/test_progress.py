@@ -10,13 +10,13 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 
+from qnmixer.build import build_module
 from qnmixer.config import Config
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.tracking.loggers import build_loggers
 from qnmixer.tracking.metrics_file import read_metrics
 from qnmixer.training.callbacks import build_callbacks
-from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.trainer import build_trainer
 
 # 7 slices, 4 an optimizer step: every second step is of 3.
@@ -43,7 +43,7 @@ def train(config: Config, folder: Path, seconds: float = 0.0, *more: Callback) -
     trainer = build_trainer(
         config, folder, [watch, *more, *build_callbacks(config.callbacks)], build_loggers(config, folder, [])
     )
-    trainer.fit(ReconstructionModule(config), datamodule=SliceDataModule(config.data))
+    trainer.fit(build_module(config), datamodule=SliceDataModule(config.data))
     return watch
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from qnmixer.build import build_module
 from qnmixer.config import parse
 from qnmixer.config.commands import parse_evaluate
 from qnmixer.config.compose import compose
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.tracking.run import Run
-from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.terminal import print_end, print_start
 from qnmixer.training.trainer import build_trainer
 
@@ -36,7 +36,7 @@ def test_a_folder_with_spaces_and_brackets_is_printed_as_a_shell_and_hydra_read_
 def test_the_batch_of_a_step_is_printed_for_what_is_trained(tmp_path: Path, model: str, batch: int, said: str) -> None:
     sizes = ["data.image_size=32", f"data.batch_size={batch}", "geometry.n_detectors=48", "geometry.detector_pitch=20"]
     config = parse(compose("train", [*sizes, f"model={model}", "trainer.accelerator=cpu", "logger=csv"]))
-    module, data, text = ReconstructionModule(config), SliceDataModule(config.data), io.StringIO()
+    module, data, text = build_module(config), SliceDataModule(config.data), io.StringIO()
     print_start(config, module, data, build_trainer(config, tmp_path, [], []), Console(file=text))
     assert ("an optimizer step" in text.getvalue()) is bool(said)
     assert said in text.getvalue()

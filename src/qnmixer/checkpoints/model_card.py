@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from qnmixer.checkpoints.reading import built_from
-from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
 from qnmixer.config import Config, effective_batch, to_plain
 from qnmixer.config.compose import compose
 from qnmixer.config.data import DataConfig, FolderData, MixedData, PhantomData
@@ -23,7 +22,7 @@ from qnmixer.plugins import trust_words
 from qnmixer.reconstructor import method_name
 from qnmixer.reports.tables import markdown_table
 from qnmixer.tracking.results import duration, read_results
-from qnmixer.weights import PRETRAINED, SHIPPED
+from qnmixer.weights import CHECKPOINT_KEY, PRETRAINED, SHIPPED
 
 _UNKNOWN = "unknown"
 
@@ -227,7 +226,8 @@ def _hardware(config: Config, record: dict[str, Any]) -> str:
     threads = f", threads: {record['threads']}" if trainer.accelerator == "cpu" and "threads" in record else ""
     name = record.get("device", _UNKNOWN)
     devices = f"{n} × {name}" if n > 1 else name
-    return f"{devices}{threads}; strategy {config.strategy.name}, precision {trainer.precision}"
+    tf32 = " with products in TF32" if trainer.tf32 else ""
+    return f"{devices}{threads}; strategy {config.strategy.name}, precision {trainer.precision}{tf32}"
 
 
 def _settings(section: Any) -> str:
@@ -300,7 +300,7 @@ def _of_run(config: Config) -> Iterator[str]:
 
 def own_arguments(config: Config, *groups: str) -> dict[str, Any]:
     """Arguments of the user's own classes and functions, by key: in the given groups, or in all groups but data."""
-    found = {}
+    found: dict[str, Any] = {}
     for group in groups or ("model", "noise", "loss", "optimizer", "schedule"):
         section = getattr(config, group)
         known = values_of_option(group, section.name if section.name in options(group) else "custom")

@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY, RUN_KEY, decode
+from qnmixer.checkpoints.weights_file import decode
 from qnmixer.config import Config, effective_batch, to_plain
 from qnmixer.config.data import FolderData, PairData
 from qnmixer.config.groups import Group
@@ -24,7 +24,10 @@ from qnmixer.files import newest_complete
 from qnmixer.parallel.shards import load_checked, merge_shards
 from qnmixer.plugins import check_trusted, is_trusted
 from qnmixer.reconstructor import Reconstructor
-from qnmixer.weights import SUFFIX, located
+from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY, SUFFIX, located
+
+if TYPE_CHECKING:
+    from qnmixer.run_module import RunModule
 
 _DROPPED = 64 * 2**20
 """Bytes of weights that a small network may drop while it is built."""
@@ -130,7 +133,7 @@ def _no_more_weights_than(state: dict[str, Any], path: Path) -> Iterator[None]:
         handle.remove()
 
 
-def load_weights(module: Reconstructor, run: str | Path) -> None:
+def load_weights(module: "Reconstructor | RunModule", run: str | Path) -> None:
     """Load the weights of a run into a module that was built from another config.
 
     Raises CheckpointError if the networks or their image sizes differ. The numbers of views may differ.
@@ -241,7 +244,7 @@ def _that_count(config: Config) -> dict[str, Any]:
     return plain
 
 
-def _load_state(module: Reconstructor, state: dict[str, Any], path: Path) -> None:
+def _load_state(module: "Reconstructor | RunModule", state: dict[str, Any], path: Path) -> None:
     kinds = {name: tensor.dtype for name, tensor in module.state_dict().items()}
     if other := [it.dtype for name, it in state.items() if it.dtype != kinds.get(name, it.dtype)]:
         raise CheckpointError(f"{path} has {str(other[0]).removeprefix('torch.')} weights: use one of float32")

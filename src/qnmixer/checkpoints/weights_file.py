@@ -12,10 +12,7 @@ from torch import Tensor
 
 from qnmixer.config import Config, to_plain, without_places
 from qnmixer.files import digest
-
-CHECKPOINT_KEY = "qnmixer"
-RUN_KEY = "qnmixer_run"
-"""The key of the state that resuming needs; weights files do not have it."""
+from qnmixer.weights import CHECKPOINT_KEY
 
 
 def encode(config: Config, state: dict[str, Tensor]) -> bytes:

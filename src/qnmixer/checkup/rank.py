@@ -42,7 +42,7 @@ _MOST_SKIPPED = 10  # by a GradScaler; it starts at 2^16
 _MESSAGE = 2**22  # numbers, 16 MiB
 
 Number = tuple[int, float]
-"""A global sample number, and the weight of the sample."""
+"""A global sample number, and the weight of the sample in the mean of its batch."""
 
 
 @dataclass
@@ -133,8 +133,7 @@ def train_a_little(config: Config, folder: Path) -> None:
     """
     from lightning.pytorch.callbacks import LambdaCallback
 
-    from qnmixer.data.datamodule import SliceDataModule
-    from qnmixer.reconstructor import build_geometry, sample_measurement
+    from qnmixer.build import build_data_module
     from qnmixer.tracking.loggers import build_loggers
     from qnmixer.training.callbacks import build_callbacks
     from qnmixer.training.trainer import build_trainer
@@ -157,7 +156,7 @@ def train_a_little(config: Config, folder: Path) -> None:
             module = untrained(run)
             callbacks = [callback, *build_callbacks(run.callbacks)]
             trainer = build_trainer(run, folder, callbacks, build_loggers(run, folder, []))
-            data = SliceDataModule(run.data, measure=sample_measurement(run), geometry=build_geometry(run))
+            data = build_data_module(run)
             trainer.fit(module, datamodule=data)
         progress("leaving")
     except Exception as error:
@@ -186,11 +185,12 @@ class StepProbe:
     def before_batch(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         """Store its samples."""
         self.progress("steps of the network")
-        self._window += zip(batch["sample"].tolist(), batch["weight"].tolist(), strict=True)
+        weights = batch["weight"] / len(batch["weight"])  # the loss is a mean over the batch
+        self._window += zip(batch["sample"].tolist(), weights.tolist(), strict=True)
 
     def before_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         """Store the gradients, if they are the first finite ones."""
-        from qnmixer.parallel.fsdp import gather
+        from qnmixer.parallel.shards import gather
 
         named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
         # For fsdp this is a collective, so every rank must get here, also one that needs no gradients.
@@ -262,17 +262,16 @@ def reference_gradients(config: Config, window: list[Number], scale: float) -> d
     """
     from torch.utils.data import default_collate
 
-    from qnmixer.data.datamodule import SliceDataModule
+    from qnmixer.build import build_data_module
     from qnmixer.data.sampler import Pick
     from qnmixer.parallel.devices import allow_tf32
     from qnmixer.parallel.strategies import build_precision
-    from qnmixer.reconstructor import build_geometry, sample_measurement
 
     device = torch.device(config.trainer.accelerator)
     # One device has no room for the graph that a pipeline spreads over several. The gradients are bit-identical.
     memory: MemoryConfig = MemoryConfig(name="recompute") if device.type == "cuda" else config.memory
     module = untrained(replace(config, memory=memory)).to(device)
-    data = SliceDataModule(config.data, measure=sample_measurement(config), geometry=build_geometry(config))
+    data = build_data_module(config)
     dataset = data.dataset("train")
     autocast = build_precision(config, config.trainer.accelerator).forward_context
     n_batches = (config.trainer.devices or 1) // devices_per_replica(config) * config.trainer.accumulate_grad_batches
@@ -281,24 +280,23 @@ def reference_gradients(config: Config, window: list[Number], scale: float) -> d
         batch: Any = default_collate([dataset[Pick(*number)]])
         batch |= {key: value.to(device) for key, value in batch.items() if isinstance(value, Tensor)}
         with autocast():
-            image = module.network(module.measure(batch, "train"))
-            loss = module.batch_loss(image, batch["image"], batch["weight"])
+            loss = module.training_step(batch, 0)
         (loss * (scale / n_batches)).backward()
     return {n: p.grad.cpu() / scale for n, p in module.named_parameters() if p.grad is not None}
 
 
 def untrained(config: Config) -> Any:
-    """The ReconstructionModule of a config, the same in every process.
+    """The LightningModule of a config, the same in every process.
 
     Its weights are moved off their initial values, because there G is zero and passes no gradient back.
     """
     import lightning as L
 
+    from qnmixer.build import build_module
     from qnmixer.memory.modes import apply_memory_mode
-    from qnmixer.training.module import ReconstructionModule
 
     L.seed_everything(config.seed, workers=True, verbose=False)
-    module = ReconstructionModule(config)
+    module = build_module(config)
     with torch.no_grad():
         for p in module.parameters():
             p.add_(0.02 * torch.randn_like(p))

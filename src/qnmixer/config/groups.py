@@ -104,13 +104,14 @@ class Group(Target):
         """The target with all but its positional arguments."""
         function, given = self.load(), self.keywords()
         ours |= taken(function, {name: value for name, value in (offered or {}).items() if name not in given})
-        self._check_names(function, given)
+        self._check_names(function, given, ours)
         built = {key: self._built(f"{self.group}.{key}", value) for key, value in given.items()}
         return partial(function, **ours, **converted(self.group, function, built))
 
-    def _check_names(self, function: Any, given: Mapping[str, Any]) -> None:
+    def _check_names(self, function: Any, given: Mapping[str, Any], ours: Collection[str] = ()) -> None:
         offered = [name for name in self.offered if name not in given]
-        check_names(f"{self.group}.{TARGET}", self._target_, function, given, self.n_ours, [*self.ours, *offered])
+        names = [*self.ours, *ours, *offered]
+        check_names(f"{self.group}.{TARGET}", self._target_, function, given, self.n_ours, names)
 
     def _keys_of_others(self) -> set[str]:
         """Keys of the other options of the group."""
@@ -235,7 +236,7 @@ class LossConfig(Group):
         """Whether it is a torch module."""
         return isinstance(self.load(), type)
 
-    def _check_names(self, function: Any, given: Mapping[str, Any]) -> None:
+    def _check_names(self, function: Any, given: Mapping[str, Any], ours: Collection[str] = ()) -> None:
         n_ours = 0 if isinstance(function, type) else 2
         check_names(f"{self.group}.{TARGET}", self._target_, function, given, n_ours)
 

@@ -18,6 +18,7 @@ from qnmixer.config.geometry import GeometryConfig
 from qnmixer.config.groups import Group, LossConfig, ModelConfig, NoiseConfig, OptimizerConfig, ScheduleConfig
 from qnmixer.config.logger import LoggerConfig, WandbConfig, named_loggers, schema_of_logger, section_of
 from qnmixer.config.memory import MemoryConfig
+from qnmixer.config.module import OURS, DataModuleConfig, ModuleConfig
 from qnmixer.config.option import number, one_of
 from qnmixer.config.rules import check_rules
 from qnmixer.config.search_path import CONF
@@ -61,6 +62,8 @@ class Config(RunConfig):
     geometry: GeometryConfig
     noise: NoiseConfig
     model: ModelConfig
+    module: ModuleConfig
+    datamodule: DataModuleConfig
     data: DataConfig
     loss: LossConfig
     optimizer: OptimizerConfig
@@ -99,7 +102,7 @@ def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
 
     Raises ConfigError, which names the key and how to fix it.
     """
-    values = plain_values(cfg)
+    values = OURS | plain_values(cfg)
     if "trainer" in values:
         values["trainer"] = gathered(values["trainer"])
     callbacks = parse_callbacks(values.pop("callbacks", {}))

@@ -32,9 +32,9 @@ class EpochSampler(DistributedSampler[Pick]):
     process without a sample gets samples of weight 0, so it takes part in the collectives of the others. Such samples
     also fill a step with too few batches.
 
-    Weights are such that Σ weight · loss / batch_size, averaged over processes and accumulated batches, is the mean
-    over the samples of the step. In the last, smaller step of an epoch they are above 1. All random numbers are keyed
-    by n, so workers have no state.
+    Weights are such that the mean of weight · loss over a batch, averaged over processes and accumulated batches, is
+    the mean over the samples of the step. In the last, smaller step of an epoch they may be above or below 1. All
+    random numbers are keyed by n, so workers have no state.
 
     Lightning does not replace this sampler, because it is a DistributedSampler, and calls its `set_epoch`. Lightning's
     own sampler would pad and reshuffle.
@@ -99,21 +99,28 @@ class EpochSampler(DistributedSampler[Pick]):
         first = 0 if self.fixed or self.overfit is not None else self.epoch * self.length
         skipped = self._start[1] if self.epoch == self._start[0] else 0
         # Skipped by number, so a resumed run loads nothing that it will not use.
-        for position in list(self._positions())[skipped * self.batch_size :]:
-            yield Pick(first + int(order[min(position, self.length - 1)]), self._weight(position))
+        for positions in self._batches()[skipped:]:
+            for position in positions:
+                yield Pick(first + int(order[min(position, self.length - 1)]), self._weight(position, len(positions)))
 
-    def _positions(self) -> Iterator[int]:
+    def _batches(self) -> list[range]:
         """Positions of this process's samples in the epoch's order. Positions from `length` on are fillers."""
         stride = self.num_replicas * self.batch_size
-        for start in range(self.rank * self.batch_size, self.steps * self.step_size, stride):
-            end = start + self.batch_size
-            yield from range(start, end if self.fill else max(start + 1, min(end, self.length)))
+        starts = range(self.rank * self.batch_size, self.steps * self.step_size, stride)
+        ends = (start + self.batch_size for start in starts)
+        return [
+            range(start, end if self.fill else max(start + 1, min(end, self.length)))
+            for start, end in zip(starts, ends, strict=True)
+        ]
 
-    def _weight(self, position: int) -> float:
+    def _weight(self, position: int, n: int) -> float:
+        """The weight of a sample in its batch of n."""
         if position >= self.length:
             return 0.0
         begin_of_step = position - position % self.step_size
-        return 1.0 if self.fixed else self.step_size / min(self.step_size, self.length - begin_of_step)
+        if self.fixed:
+            return 1.0
+        return self.step_size / min(self.step_size, self.length - begin_of_step) * (n / self.batch_size)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self._positions())
+        return sum(map(len, self._batches()))

@@ -14,6 +14,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from qnmixer.batch import Batch
 from qnmixer.checkpoints.reading import find_checkpoint, load_run, split_of
 from qnmixer.checkpoints.weights_file import digest_of_weights
 from qnmixer.config import Config, to_plain, without_places
@@ -34,7 +35,7 @@ from qnmixer.optimization.metrics import psnr, ssim, to_window
 from qnmixer.parallel.devices import choose_device
 from qnmixer.plugins import module_of
 from qnmixer.processes.ranks import rank
-from qnmixer.reconstructor import Batch, Reconstructor, build_noise, to_hu
+from qnmixer.reconstructor import Reconstructor, build_noise, to_hu
 from qnmixer.reports.page import PageMethod, PageSlice, PageTable, write_page
 from qnmixer.reports.pictures import Panel, Row, draw_comparison
 from qnmixer.reports.progress import progress
@@ -161,7 +162,7 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
     if config.noise is not None:
         trained.noise = config.noise
         one_scale(trained)
-        module.noise = build_noise(trained)
+        module.measurement.noise = build_noise(trained)
     with results(folder, overrides) as record:
         if config.noise is not None and slices.measured:
             raise ConfigError(
@@ -211,7 +212,7 @@ def evaluate(
             module.projector,
             weight=config.tv_weight,
             noise_weight=config.tv_noise_weight,
-            variance=module.noise.variance,
+            variance=module.measurement.noise.variance,
         )
     baselines = [*methods]
     methods[module.network.title] = module.network

@@ -75,8 +75,8 @@ def sinograms_of(module: Reconstructor, scans: Sequence[Scan]) -> Tensor:
         return tensor(measured)
     simulated = [scan for scan in scans if isinstance(scan, SimulatedScan)]
     fine = [scan.fine for scan in simulated if scan.fine is not None]
-    y = module.project(tensor([scan.image for scan in simulated]), tensor(fine) if fine else None)
-    return module.noise(y, [(module.config.seed, STREAMS["test"], scan.number) for scan in simulated])
+    y = module.measurement.project(tensor([scan.image for scan in simulated]), tensor(fine) if fine else None)
+    return module.measurement.noise(y, [(module.config.seed, STREAMS["test"], scan.number) for scan in simulated])
 
 
 def simulated_scans(path: Path, module: Reconstructor) -> tuple[int, Iterator[Scan]]:

@@ -7,14 +7,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from qnmixer.build import build_module
 from qnmixer.config import Config
 from qnmixer.config.run import batch_of_replica, devices_per_replica
 from qnmixer.config.strategy import PipelineConfig
 from qnmixer.memory.footprint import DevicePlan, Footprint
-from qnmixer.memory.tracker import Hosted, PeakTracker, apply_hosted_mode, autocast, batch_loss, n_bytes, without_data
-from qnmixer.parallel.stages import Packing, Stage, actions, cut_evenly, idle_share, ranges, survey
+from qnmixer.memory.tracker import Hosted, PeakTracker, apply_hosted_mode, autocast, batch_of, n_bytes, without_data
+from qnmixer.parallel.stages import Packing, Stage, actions, cut_evenly, idle_share, loss_of_part, ranges, survey
 from qnmixer.physics import FanBeamProjector
-from qnmixer.reconstructor import Reconstructor, fine_size
+from qnmixer.reconstructor import fine_size
+from qnmixer.run_module import RunModule
 
 
 def cut_of(config: Config) -> list[int]:
@@ -68,7 +70,7 @@ def track_stages(config: Config, projector: FanBeamProjector, wanted: Iterable[r
     b, size = config.strategy.microbatch_size, config.data.image_size
     hosted = Hosted()
     with without_data():
-        module = Reconstructor(config, projector)
+        module = build_module(config, projector)
         apply_hosted_mode(module.network, config, hosted)
         image, weight = torch.rand(b, 1, size, size), torch.ones(b)
         with torch.no_grad():
@@ -83,7 +85,7 @@ def track_stages(config: Config, projector: FanBeamProjector, wanted: Iterable[r
 
 
 def _track_stage(
-    module: Reconstructor,
+    module: RunModule,
     iterations: range,
     packings: dict[int, Packing],
     batch: tuple[Tensor, Tensor, Tensor],
@@ -98,8 +100,9 @@ def _track_stage(
     def forward() -> tuple[Tensor, ...]:
         with autocast(module.config):
             output = stage(*received, y=y)
-            loss = batch_loss(module.config)
-            return (loss(output, image[positions], weight[positions]), output) if last else (output,)
+            if not last:
+                return (output,)
+            return loss_of_part(module, batch_of(image, weight, y), 0, output, positions), output
 
     incoming = stage.incoming
     received = [] if incoming is None else [torch.empty(len(y), incoming.width, dtype=incoming.dtype).requires_grad_()]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qnmixer.build import build_module
 from qnmixer.config import Config
 from qnmixer.config.callbacks import averages_weights
 from qnmixer.config.run import devices_per_replica, validate, with_iterations
@@ -27,7 +28,7 @@ from qnmixer.memory.tracker import (
     PeakTracker,
     apply_hosted_mode,
     autocast,
-    batch_loss,
+    batch_of,
     make_state,
     n_bytes,
     optimizer_bytes,
@@ -39,7 +40,14 @@ from qnmixer.optimization.optimizers import build_optimizer
 from qnmixer.parallel.stages import ranges
 from qnmixer.physics import FanBeamProjector
 from qnmixer.physics.scan import ScanMatrix
-from qnmixer.reconstructor import AUTOCAST, Reconstructor, build_projector, fine_size, system_matrix_at
+from qnmixer.reconstructor import (
+    AUTOCAST,
+    Measurement,
+    Reconstructor,
+    build_projector,
+    fine_size,
+    system_matrix_at,
+)
 
 # From here on memory was seen to be affine in T. Until then the peak moves within the step, but not with memory=keep in
 # full precision: there each iteration after the second adds its graph and nothing else.
@@ -134,7 +142,7 @@ class Planner:
             fine = self._fine_matrix(config)
             with without_data():
                 module = Reconstructor(config, self.projector)
-                module.fine_matrix = fine
+                module.measurement.fine_matrix = fine
                 weights, operator = n_bytes(module.parameters()), n_bytes(module.buffers())
             self._known[key] = Footprint(weights, weights, self.optimizer_state(config), 0, operator)
         return self._known[key]
@@ -219,8 +227,8 @@ def track_step(config: Config, projector: FanBeamProjector, fine_matrix: ScanMat
     n_batches = min(2, config.trainer.accumulate_grad_batches)  # all later batches need the same memory as the second
     hosted = Hosted()
     with without_data():
-        module = Reconstructor(config, projector)
-        module.fine_matrix = fine_matrix
+        module = build_module(config, projector)
+        module.measurement.fine_matrix = fine_matrix
         network = module.network
         apply_hosted_mode(network, config, hosted)
         optimizer = build_optimizer(config.optimizer, network)
@@ -239,9 +247,9 @@ def track_step(config: Config, projector: FanBeamProjector, fine_matrix: ScanMat
                 fine = torch.rand(config.data.batch_size, 1, finer, finer) if fine_matrix is not None else None
                 weight = torch.ones(config.data.batch_size)
                 with torch.no_grad():
-                    y = _simulated(module, image, fine)
+                    y = _simulated(module.measurement, image, fine)
                 with autocast(config):
-                    loss = batch_loss(config)(network(y), image, weight)
+                    loss = module.training_step(batch_of(image, weight, y), 0)
                 if k == 0:
                     optimizer.zero_grad()  # as in Lightning: the gradients of the step before exist until here
                 if buckets is not None:
@@ -260,11 +268,11 @@ def track_step(config: Config, projector: FanBeamProjector, fine_matrix: ScanMat
         return _sharded(footprint, config, network, optimizer) if sharded else footprint
 
 
-def _simulated(module: Reconstructor, image: Tensor, fine: Tensor | None) -> Tensor:
+def _simulated(measurement: Measurement, image: Tensor, fine: Tensor | None) -> Tensor:
     """The sinograms of a batch. A run makes them one by one. All take the same, so the plan makes one."""
-    scan = module.projector.geometry
+    scan = measurement.projector.geometry
     others = torch.empty(len(image) - 1, 1, scan.n_views, scan.n_detectors)
-    return torch.cat([others, module.project(image[-1:], None if fine is None else fine[-1:])])
+    return torch.cat([others, measurement.project(image[-1:], None if fine is None else fine[-1:])])
 
 
 def _sharded(

@@ -15,7 +15,7 @@ from qnmixer.config.strategy import PipelineConfig
 from qnmixer.config.target import options
 from qnmixer.errors import ConfigError
 from qnmixer.memory.advice import changed_to
-from qnmixer.memory.footprint import MIB, Prediction
+from qnmixer.memory.footprint import MIB, Prediction, on_a_gpu
 from qnmixer.memory.pipeline import cut_of, idle, n_microbatches
 from qnmixer.memory.plan import Planner, with_assumed_devices
 from qnmixer.reports.tables import markdown_table, terminal_table
@@ -119,6 +119,11 @@ def _print_run(console: Console, config: Config, prediction: Prediction, assumed
         grows = f"\neach further iteration adds {prediction.per_iteration / MIB:,.1f} MiB"
     if footprint.host:
         host = f"\nmoved to host memory: {footprint.host / MIB:,.0f} MiB"
+    if config.trainer.accelerator != "cpu":
+        host += (
+            f"\na run on a GPU shows about {on_a_gpu(footprint.peak) / MIB:,.0f} MiB: cuBLAS's workspaces "
+            f"({on_a_gpu(0) / MIB:.0f} MiB) and 3 %, as measured on an H100"
+        )
     console.print(
         f"{_setting(config, assumed)}\n"
         f"peak of a training step{where}: {footprint.peak / MIB:,.1f} MiB ({parts})"

@@ -15,10 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from qnmixer.config import Config
-from qnmixer.config.run import batch_of_replica
 from qnmixer.memory.modes import apply_memory_mode, offloading_loop, stays
 from qnmixer.models.unrolled import UnrolledNetwork
-from qnmixer.optimization.losses import build_loss, weighted
 from qnmixer.reconstructor import AUTOCAST
 
 
@@ -29,9 +27,11 @@ def apply_hosted_mode(network: UnrolledNetwork[Any], config: Config, hosted: "Ho
         network.loop = partial(offloading_loop, pack=hosted.pack, unpack=hosted.unpack)
 
 
-def batch_loss(config: Config) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The loss of training, as a function of images, truths and weights."""
-    return partial(weighted, build_loss(config.loss), batch=batch_of_replica(config))
+def batch_of(image: Tensor, weight: Tensor, y: Tensor) -> Any:
+    """A batch of these images and sinograms."""
+    n = len(image)
+    ones = {key: torch.ones(n) for key in ("hu_offset", "hu_scale")}
+    return {"image": image, "weight": weight, "sinogram": y, "sample": list(range(n)), "name": [""] * n} | ones
 
 
 def autocast(config: Config) -> torch.autocast:

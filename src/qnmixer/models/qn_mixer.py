@@ -38,7 +38,8 @@ class QNMixer(UnrolledNetwork[QNState]):
 
     Four things are ours, and the defaults are those of `model=qn_mixer`, not of the figure:
 
-    - G ends with convolutions at full resolution. Each iteration has its own.
+    - G ends with convolutions at full resolution. Each iteration has its own. They also see the step along the data
+      term.
     - Several data-fit steps λ_t A†(A x_t − y) are taken in a row, and the formula has their sum. They cost little
       compared with G.
     - H_t is replaced by (1 − τ_t) I + τ_t H_t with a learned τ_t. It begins at 0, so training begins at first order.
@@ -109,7 +110,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         mlp_ratio: Annotated[float, Gt(0), Le(100)] = 2.0,
         inception: bool = True,
         detail_channels: Annotated[int, Ge(0), Le(1024)] = 16,
-        detail_data_step: bool = False,
+        detail_data_step: bool = True,
         codec: Literal["orthonormal", "strided"] = "orthonormal",
         codec_kernel: Literal[1, 3] = 3,
         latent_factor: Annotated[int, Ge(1)] = 4,

@@ -37,11 +37,6 @@ def build_loss(config: LossConfig) -> Loss:
     return of_each
 
 
-def weighted(loss: Loss, image: Tensor, truth: Tensor, weight: Tensor, batch: int) -> Tensor:
-    """Σ weight · loss / batch. `EpochSampler` explains which mean this is."""
-    return (weight * loss(image, truth)).sum() / batch
-
-
 def mse(image: Tensor, truth: Tensor) -> Tensor:
     """Mean squared error."""
     return F.mse_loss(image, truth, reduction="none").mean((1, 2, 3))

@@ -7,12 +7,23 @@ LoDoPaB-CT and 2DeteCT have other rules: `own_range` gives their numbers. The da
 is that of skimage, with the sample covariance and without a border of 3 pixels.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool2d
 from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
 
 SSIM_WINDOW = 7
+
+
+def build_metrics(own_range: bool) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    """PSNR and SSIM × 100 of each image, by name."""
+    return {
+        "psnr": partial(psnr, own_range=own_range),
+        "ssim": lambda image, truth: 100 * ssim(image, truth, own_range=own_range),
+    }
 
 
 def psnr(image: Tensor, truth: Tensor, *, own_range: bool = False) -> Tensor:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from qnmixer.config.strategy import FSDPConfig
 from qnmixer.files import PART_SUFFIX, remove, replace
 from qnmixer.models.unrolled import UnrolledNetwork
-from qnmixer.parallel.shards import SHARD
+from qnmixer.parallel.shards import SHARD, gather
 
 
 class ShardedStrategy(ModelParallelStrategy):
@@ -35,6 +35,18 @@ class ShardedStrategy(ModelParallelStrategy):
             timeout=timeout,
         )
         self.options = options
+
+    def shard(self, network: UnrolledNetwork[Any], mesh: Any) -> None:
+        """Put the blocks of a network, and then the rest of it, into shards over a mesh, in place."""
+        if isinstance(network, FSDPModule):  # Lightning calls `configure_model` again before validation and test
+            return
+        mesh = mesh["data_parallel"]
+        # Blocks first: the last call takes all weights that are in no unit yet.
+        for block in network.blocks():
+            fully_shard(block, mesh=mesh, reshard_after_forward=self.options.reshard_after_forward)
+        fully_shard(network, mesh=mesh)
+        # FSDP2 gathers weights before `forward` only. Any other entry point must be registered.
+        register_fsdp_forward_method(network, "trajectory")
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -104,23 +116,6 @@ class ShardedStrategy(ModelParallelStrategy):
     def _units(self) -> list[FSDPModule]:
         assert self.model is not None
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
-
-
-def shard(network: UnrolledNetwork[Any], mesh: Any, options: FSDPConfig) -> None:
-    """Put the blocks of a network, and then the rest of it, into shards over a mesh, in place."""
-    if isinstance(network, FSDPModule):  # Lightning calls `configure_model` again before validation and test
-        return
-    # Blocks first: the last call takes all weights that are in no unit yet.
-    for block in network.blocks():
-        fully_shard(block, mesh=mesh, reshard_after_forward=options.reshard_after_forward)
-    fully_shard(network, mesh=mesh)
-    # FSDP2 gathers weights before `forward` only. Any other entry point must be registered.
-    register_fsdp_forward_method(network, "trajectory")
-
-
-def gather(tensor: Tensor) -> Tensor:
-    """The full tensor. If the tensor is in shards, all devices must call this together."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _gathered(value: Any) -> Any:

@@ -7,7 +7,7 @@ overflow. A checkpoint is that of one device. Every device validates by itself.
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,26 +20,17 @@ from torch.optim import Optimizer
 from qnmixer.config import Config
 from qnmixer.config.run import batch_of_replica, devices_per_replica
 from qnmixer.config.strategy import PipelineConfig
-from qnmixer.models.unrolled import UnrolledNetwork
-from qnmixer.parallel.stages import Context, Packing, Stage, cut_by_cost, cut_evenly, ranges, survey
-
-
-class Trained(Protocol):
-    """The methods that a LightningModule needs for training in stages."""
-
-    network: UnrolledNetwork[Any]
-
-    def measure(self, batch: Any, stream: str) -> Tensor:
-        """y [B, 1, V, D]."""
-
-    def batch_loss(self, image: Tensor, truth: Tensor, weight: Tensor) -> Tensor:
-        """The loss of some images. The loss of a batch is the sum over its parts."""
-
-    def check_loss(self, loss: Tensor, batch: Any) -> None:
-        """Raise if the loss is not finite."""
-
-    def log_loss(self, loss: Tensor, batch_idx: int) -> None:
-        """Log the loss of a batch or of an optimizer step."""
+from qnmixer.parallel.stages import (
+    Context,
+    Packing,
+    Stage,
+    Trained,
+    cut_by_cost,
+    cut_evenly,
+    loss_of_part,
+    ranges,
+    survey,
+)
 
 
 class PipelineStrategy(DDPStrategy):
@@ -89,12 +80,13 @@ class PipelineStrategy(DDPStrategy):
             context = self.precision_plugin.forward_context
             self._pipeline = Pipeline(module, self.config, y, self._group, context, self.cut)
             self.cut = self._pipeline.cut
-        loss = self._pipeline.step(y, batch, self._loss_factor())
-        module.log_loss(loss, batch_idx)
-        return loss
+        return self._pipeline.step(y, batch, batch_idx, self._loss_factor())
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Do nothing: `training_step` has run the backward pass already."""
+        """Run no backward pass, because `training_step` has done it. Callbacks still see the loss."""
+        assert self.lightning_module is not None
+        for callback in self.lightning_module.trainer.callbacks:  # type: ignore[attr-defined]  # Lightning's, untyped
+            callback.on_before_backward(self.lightning_module.trainer, self.lightning_module, closure_loss)
         return closure_loss
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -169,6 +161,7 @@ class Pipeline:
             kind = Schedule1F1B if options.schedule == "1f1b" else ScheduleGPipe
             self.schedule = kind(self.stages[0], n, **options_of_all)
         self._batch: Any = None
+        self._batch_idx = 0
         self._factor = torch.ones(())
         self._losses: list[Tensor] = []
 
@@ -194,14 +187,11 @@ class Pipeline:
             group=self.group,
         )
 
-    def step(self, y: Tensor, batch: Any, factor: Tensor) -> Tensor:
-        """Add the gradients of factor · loss of a batch to the gradients of this device's stages. Returns the loss.
-
-        Raises FloatingPointError on the device of the last stage if the loss is not finite.
-        """
-        self._batch, self._factor = batch, factor
+    def step(self, y: Tensor, batch: Any, batch_idx: int, factor: Tensor) -> Tensor:
+        """Add the gradients of factor · loss of a batch to the gradients of this device's stages. Returns the loss."""
+        self._batch, self._batch_idx, self._factor = batch | {"sinogram": y}, batch_idx, factor
         self._losses.clear()
-        positions = torch.arange(len(y), device=y.device)
+        positions = torch.arange(len(y))  # on the host, which reads them
         size = self.microbatch_size if self.sequential else len(y)
         with torch.autocast(y.device.type, enabled=False):  # torch's schedules would else run backward under autocast
             for part, target in zip(y.split(size), positions.split(size), strict=True):
@@ -209,14 +199,13 @@ class Pipeline:
         loss = torch.zeros((), device=y.device)
         if self._losses:
             loss = torch.stack(self._losses).sum().float()
-            self.module.check_loss(loss, batch)
         # Only the device of the last stage knows the loss, but every rank logs it.
         dist.broadcast(loss, group_src=dist.get_world_size(self.group) - 1, group=self.group)
         return loss
 
     def _loss(self, image: Tensor, positions: Tensor) -> Tensor:
         with self.context():
-            loss = self.module.batch_loss(image, self._batch["image"][positions], self._batch["weight"][positions])
+            loss = loss_of_part(self.module, self._batch, self._batch_idx, image, positions)
         self._losses.append(loss.detach())
         return loss * self._factor
 

@@ -1,14 +1,21 @@
-"""Merge checkpoints in shards. Plain torch, because its distributed tensors take long to import."""
+"""Tensors and checkpoints in shards, made whole. Plain torch, because its distributed tensors take long to import."""
 
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 SHARD = "fsdp_shard_of_shape"
 _MOST_VALUES, _DEEPEST = 1_000_000, 32
 """Limits of a file. Measured in checkpoints: 16 values for each tensor of weights, 7 levels deep."""
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """The full tensor. If the tensor is in shards, all devices must call this together."""
+    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full
 
 
 def load_checked(path: Path) -> dict[str, Any]:

@@ -1,19 +1,35 @@
-"""The T iterations of a network cut into stages, and the order in which a device runs its stages."""
+"""The T iterations of a network cut into stages, the order in which a device runs them, and the loss at their end."""
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from qnmixer.errors import ConfigError
 from qnmixer.models.unrolled import UnrolledNetwork
 
 Context = Callable[[], AbstractContextManager[Any]]
+
+_OF_ITERATES = ("iterates", "states", "trajectory", "run")
+"""Methods of a network that need all its iterations on one device."""
+
+
+class Trained(Protocol):
+    """What a LightningModule needs for training in stages. Its loss is a mean over the images of a batch."""
+
+    network: UnrolledNetwork[Any]
+
+    def measure(self, batch: Any, stream: str) -> Tensor:
+        """y [B, 1, V, D]."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The loss of a batch."""
 
 
 class Stage(nn.Module):
@@ -40,6 +56,41 @@ class Stage(nn.Module):
             return self.network.image(state)
         self.outgoing = Packing.of(state)
         return self.outgoing.pack(state)
+
+
+def loss_of_part(module: Trained, batch: Any, batch_idx: int, image: Tensor, positions: Tensor) -> Tensor:
+    """The part of a micro-batch in the loss of its batch, by the module's own `training_step`.
+
+    Args:
+        batch: with its sinograms.
+        image: x_T of the micro-batch, which the stages have computed.
+        positions: of the micro-batch in the batch: neighbours, on the host.
+
+    Raises ConfigError if `training_step` needs more of the network than x_T.
+    """
+    first, end = int(positions[0]), int(positions[-1]) + 1
+    part = {key: value[first:end] for key, value in batch.items()}
+    with _giving(module.network, image):
+        return module.training_step(part, batch_idx) * (len(positions) / len(batch["image"]))
+
+
+@contextmanager
+def _giving(network: UnrolledNetwork[Any], image: Tensor) -> Iterator[None]:
+    """Within it, the network called with a sinogram gives this image. It gives no iterates."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ConfigError(
+            "strategy=pipeline: training_step asks for the iterates, but they are on other devices: choose "
+            "strategy=ddp memory=recompute"
+        )
+
+    # In the object, so that hooks of `forward` still run.
+    vars(network).update({"forward": lambda y: image} | dict.fromkeys(_OF_ITERATES, refuse))
+    try:
+        yield
+    finally:
+        for name in ("forward", *_OF_ITERATES):
+            del vars(network)[name]
 
 
 @dataclass(frozen=True)

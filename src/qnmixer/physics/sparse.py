@@ -21,8 +21,9 @@ _CHUNK = 2**21
 _WIDE = 16
 """Columns from which torch's embedding bag, a sparse product with prefetching, is faster than the CSR product."""
 
-# Only products with dense matrices are used here, and they are stable.
-warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta", category=UserWarning)
+# Only products with dense matrices are used here, and they are stable. Torch 2.11 warns of checks despite the argument.
+_UNNEEDED = "Sparse (CSR tensor support is in beta|invariant checks are implicitly disabled)"
+warnings.filterwarnings("ignore", message=_UNNEEDED, category=UserWarning)
 
 
 class Csr(NamedTuple):

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger, WandbLogger
 from torch import Tensor
 
+from qnmixer.batch import Batch
 from qnmixer.config import Config
 from qnmixer.config.debug import ProfileConfig
 from qnmixer.config.target import TARGET
@@ -18,11 +19,11 @@ from qnmixer.errors import PluginError, UserError, first_line
 from qnmixer.evaluation.evaluate import PAGE, PICTURE, Evaluation, numbers_of
 from qnmixer.optimization.metrics import psnr
 from qnmixer.plugins import make_plugin, subclass_of
-from qnmixer.reconstructor import Batch, to_hu
+from qnmixer.reconstructor import to_hu
 from qnmixer.reports.pictures import Panel, Row, draw_iterates
+from qnmixer.run_module import RunModule
 from qnmixer.tracking.run import Run
 from qnmixer.training.health import HealthMonitor
-from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.profiling import Profile
 from qnmixer.training.progress import ProgressMetrics
 from qnmixer.training.progress_bar import TrainingProgress
@@ -82,7 +83,7 @@ class IteratePictures(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Run the batches with those slices again and store the iterates. All processes do it, as fsdp requires."""
-        assert isinstance(pl_module, ReconstructionModule)
+        assert isinstance(pl_module, RunModule)
         sampler = trainer.val_dataloaders.sampler  # type: ignore[union-attr]  # it has been made
         if batch_idx * sampler.num_replicas * sampler.batch_size >= self.n_slices:
             return

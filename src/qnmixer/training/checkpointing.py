@@ -18,7 +18,6 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from qnmixer.checkpoints.reading import load
-from qnmixer.checkpoints.weights_file import RUN_KEY
 from qnmixer.errors import Stopped
 from qnmixer.files import PART_SUFFIX, atomic_file, remove, replace
 from qnmixer.parallel.pipeline import PipelineStrategy
@@ -27,6 +26,7 @@ from qnmixer.processes.signals import defer_stop, stop_requested
 from qnmixer.tracking.run import Run
 from qnmixer.training.lightning_private import number_rows, validate_as_in_training
 from qnmixer.training.random_states import of_all_ranks, random_state, set_random_state
+from qnmixer.weights import RUN_KEY
 
 
 class Checkpointing(Checkpoint):

@@ -9,6 +9,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 
+from qnmixer.build import build_data_module, build_module
 from qnmixer.checkpoints.reading import find_checkpoint, load_weights, resumable, split_of, steps_of
 from qnmixer.config import Config, effective_batch
 from qnmixer.config.debug import FewBatchesConfig
@@ -27,7 +28,8 @@ from qnmixer.parallel.compilation import compile_blocks
 from qnmixer.parallel.devices import allow_tf32
 from qnmixer.processes.ranks import another_rank_failed, rank, world_size
 from qnmixer.processes.signals import stop_signals
-from qnmixer.reconstructor import Reconstructor, build_geometry, sample_measurement
+from qnmixer.reconstructor import Reconstructor
+from qnmixer.run_module import RunModule
 from qnmixer.tracking.loggers import (
     CODE_DIFF,
     DONE,
@@ -45,7 +47,6 @@ from qnmixer.training.callbacks import build_callbacks, console_callbacks, log_e
 from qnmixer.training.checkpointing import Checkpointing
 from qnmixer.training.lightning_private import number_rows
 from qnmixer.training.memory_monitor import MemoryMonitor
-from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.profiling import naming_nan_gradients
 from qnmixer.training.terminal import print_end, print_start, quieten
 from qnmixer.training.trainer import build_trainer
@@ -61,7 +62,7 @@ def fit(config: Config, run: Run) -> float:
         quieten()
         L.seed_everything(config.seed, workers=True, verbose=False)
         require_memory(config)  # before the run allocates any
-        module = build_module(config)  # scan, noise, network, loss
+        module = prepared_module(config)  # scan, noise, network, loss
         checkpoint = resume_checkpoint(config, run)  # None for a new run
         data = build_data(config, checkpoint)
         if checkpoint is not None and run.resumes_in_place:  # nothing has refused its settings
@@ -137,9 +138,9 @@ def require_memory(config: Config) -> None:
         raise OutOfMemory(advice(planner, config, available))
 
 
-def build_module(config: Config) -> ReconstructionModule:
+def prepared_module(config: Config) -> RunModule:
     """Build the LightningModule in its memory mode, with the weights of `finetune`."""
-    module = ReconstructionModule(config)
+    module = build_module(config)
     if config.finetune is not None:
         load_weights(module, config.finetune)
     apply_memory_mode(module.network, config.memory)
@@ -156,14 +157,12 @@ def resume_checkpoint(config: Config, run: Run) -> Path | None:
 def build_data(config: Config, checkpoint: Path | None) -> SliceDataModule:
     """Build the LightningDataModule with its training and validation slices. A resumed run gets the same slices."""
     batch, debug = effective_batch(config), config.debug
-    data = SliceDataModule(
-        config.data,
+    data = build_data_module(
+        config,
         first=debug.batches * batch if isinstance(debug, FewBatchesConfig) else None,
         overfit=batch if debug.name == "overfit" else None,
         batches=config.trainer.extra.get("limit_train_batches"),
         split=split_to_train(config, checkpoint),
-        measure=sample_measurement(config),
-        geometry=build_geometry(config),
     )
     data.setup("fit")  # here, so that bad slices end the run before its loggers start
     return data
@@ -177,7 +176,7 @@ def split_to_train(config: Config, checkpoint: Path | None) -> RunSplit:
     return RunSplit(base=None if base is None else seen_by(base))
 
 
-def learns(module: ReconstructionModule) -> bool:
+def learns(module: RunModule) -> bool:
     """Whether the network has parameters: FBP and total variation have none."""
     return any(p.requires_grad for p in module.parameters())
 
@@ -206,7 +205,7 @@ def recording_training(
 
 
 @contextmanager
-def out_of_memory_advice(config: Config, module: ReconstructionModule, trainer: L.Trainer) -> Iterator[None]:
+def out_of_memory_advice(config: Config, module: RunModule, trainer: L.Trainer) -> Iterator[None]:
     """Turn an error for lack of memory into OutOfMemory, whose line names changes that would fit."""
     available = memory_of(trainer.strategy.root_device)
     try:
@@ -233,7 +232,7 @@ def interrupts_as_raised() -> Iterator[None]:
 
 
 def train(
-    config: Config, trainer: L.Trainer, module: ReconstructionModule, data: SliceDataModule, checkpoint: Path | None
+    config: Config, trainer: L.Trainer, module: RunModule, data: SliceDataModule, checkpoint: Path | None
 ) -> None:
     """Train from a checkpoint, or from the start. Does nothing for a network without parameters."""
     if not learns(module):
@@ -243,7 +242,7 @@ def train(
 
 
 def validate_last_steps(
-    trainer: L.Trainer, module: ReconstructionModule, data: SliceDataModule, checkpointing: Checkpointing
+    trainer: L.Trainer, module: RunModule, data: SliceDataModule, checkpointing: Checkpointing
 ) -> float:
     """Validate the last steps, if training ended between two validations. Returns the best monitored value."""
     if checkpointing.validated != trainer.global_step or checkpointing.best is None:
@@ -255,9 +254,7 @@ def validate_last_steps(
     return checkpointing.best
 
 
-def evaluate_best(
-    config: Config, run: Run, trainer: L.Trainer, module: ReconstructionModule, data: SliceDataModule
-) -> None:
+def evaluate_best(config: Config, run: Run, trainer: L.Trainer, module: RunModule, data: SliceDataModule) -> None:
     """Evaluate best.ckpt on the test slices. Table, page and picture go into evaluation/ and to the loggers."""
     allow_tf32(False)  # the figures are those of `evaluate`
     trained = Reconstructor(config, module.projector)

@@ -2,19 +2,22 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
 
+from qnmixer.batch import Batch
 from qnmixer.errors import UnstableNetwork
 from qnmixer.optimization.schedules import warm_up_steps
-from qnmixer.reconstructor import Batch
+from qnmixer.run_module import RunModule
 from qnmixer.tracking.loggers import WandbRun
 from qnmixer.tracking.run import Run
-from qnmixer.training.module import ReconstructionModule
+from qnmixer.training.step_checks import gradient_norm
 
 EVERY = 10
 """Optimizer steps between two checks."""
@@ -59,6 +62,8 @@ class HealthMonitor(Callback):
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self._due = False
+        self._output: Tensor | None = None  # x_T of the last batch of a step that is checked, [B, 1, S, S]
         self._begins = False
         self._warm_up = _SHORTEST
         self._batch: Batch | None = None
@@ -68,34 +73,38 @@ class HealthMonitor(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Prepare to check the start of a new run, and the steps after the warm-up."""
-        assert isinstance(pl_module, ReconstructionModule)
+        assert isinstance(pl_module, RunModule)
+        pl_module.network.register_forward_hook(self._keep)
         self._begins = trainer.global_step == 0
         self._warm_up = max(_SHORTEST, warm_up_steps(pl_module.config.schedule, pl_module.n_steps()))
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
-        """Tell the module to store its images if a check is due."""
-        assert isinstance(pl_module, ReconstructionModule)
-        pl_module.keeps_output = trainer.global_step % EVERY == 0
+        """Store the batch and its images if a check is due."""
+        self._due = trainer.global_step % EVERY == 0
         self._batch = batch
+
+    def _keep(self, network: nn.Module, inputs: Any, image: Tensor) -> None:
+        if self._due and network.training:
+            self._output = image.detach()
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Check before the weights change."""
-        assert isinstance(pl_module, ReconstructionModule)
-        if not pl_module.keeps_output or self._batch is None:
+        assert isinstance(pl_module, RunModule)
+        if not self._due or self._batch is None:
             return
-        errors = _errors(pl_module, self._batch)
+        errors = _errors(pl_module, self._batch, self._output)
         # Released at once: these images would else stay on the device until the next check.
-        pl_module.keeps_output, pl_module.output, self._batch = False, None, None
+        self._due, self._output, self._batch = False, None, None
         if errors is None:
             return
         if self._begins:
             self._begins = False
             _refuse_bad_start(errors)
-        norm, step = float(pl_module.gradient_norm()), trainer.global_step
+        norm, step = float(gradient_norm(pl_module)), trainer.global_step
         found = {
             "zero_gradient": norm == 0,
             "gradient_not_finite": not norm < float("inf"),
@@ -131,15 +140,15 @@ class HealthMonitor(Callback):
 
 
 @torch.no_grad()
-def _errors(module: ReconstructionModule, batch: Batch) -> Errors | None:
-    """Errors of the images that the module has stored. In a pipeline the device of the last stage has them.
+def _errors(module: RunModule, batch: Batch, output: Tensor | None) -> Errors | None:
+    """Errors of the images of a batch. In a pipeline the device of the last stage has them.
 
     None if the last batch of a step has only samples of weight 0, which fill the step.
     """
     sums = torch.zeros(5, dtype=torch.float32, device=module.device)
-    if module.output is not None:
-        counts = batch["weight"][-len(module.output) :] > 0  # a pipeline stores the last of its micro-batches
-        image, truth = module.output[counts], batch["image"][-len(counts) :][counts]
+    if output is not None:
+        counts = batch["weight"][-len(output) :] > 0  # a pipeline stores the last of its micro-batches
+        image, truth = output[counts], batch["image"][-len(counts) :][counts]
         fbp = module.projector.fbp(module.measure(batch, "train")[-len(counts) :])[counts]
         spread = image.flatten(1).amax(1) - image.flatten(1).amin(1) if len(image) else image.new_zeros(0)
         errors = [(x - truth).square().mean((1, 2, 3)).sum() for x in (image, fbp, torch.zeros_like(truth))]

@@ -1,12 +1,8 @@
 """All uses of Lightning's private names and loops. If a new version of Lightning breaks something, look here first."""
 
-from typing import Any
-
 import lightning as L
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
-
-from qnmixer.data.datamodule import SliceDataModule
 
 
 def disable_signal_handling() -> None:
@@ -33,31 +29,3 @@ def validate_as_in_training(trainer: L.Trainer) -> None:
     loop.run()
     trainer.training = True
     loop.batch_progress.reset()
-
-
-def restore_position(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
-    """Set the data and Lightning's loops to the position of a checkpoint, before the loops are restored.
-
-    Lightning counts the batches of one process. Under another strategy an optimizer step has more or fewer batches. So
-    the position is computed from the number of optimizer steps.
-    """
-    data = trainer.datamodule  # type: ignore[attr-defined]  # Lightning sets it when it has one
-    assert isinstance(data, SliceDataModule)
-    per_epoch, accumulate = len(data.train_dataloader()), trainer.accumulate_grad_batches
-    epoch, step = divmod(checkpoint["global_step"], per_epoch // accumulate)
-    n_batches = step * accumulate
-    data.start_at(epoch, n_batches)
-
-    # In the middle of an epoch, Lightning counts that epoch as started but not as completed.
-    begun = epoch + (step > 0)
-    epochs = {"ready": begun, "started": begun, "processed": epoch, "completed": epoch}
-    checkpoint["loops"]["fit_loop"] |= {
-        "epoch_progress": {"total": epochs, "current": epochs},
-        "epoch_loop.batch_progress": _batches(epoch * per_epoch + n_batches, n_batches),
-        "epoch_loop.val_loop.batch_progress": _batches(0, 0),
-    }
-
-
-def _batches(total: int, current: int) -> dict[str, Any]:
-    keys = ("ready", "started", "processed", "completed")
-    return {"total": dict.fromkeys(keys, total), "current": dict.fromkeys(keys, current), "is_last_batch": False}

@@ -9,12 +9,12 @@ from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 from torch import Tensor
 
+from qnmixer.batch import Batch
 from qnmixer.config import Config
 from qnmixer.memory.footprint import MIB
 from qnmixer.memory.leaks import Leak, LeakWatch
 from qnmixer.memory.tracker import PeakTracker
 from qnmixer.memory.usage import read_usage, reset_peak
-from qnmixer.reconstructor import Batch
 from qnmixer.training.weight_averaging import MeanWeights
 
 
@@ -24,8 +24,9 @@ class MemoryMonitor(Callback):
     The memory of a step is the figure in the terminal, results.json, sweeps and comparisons. `qnmixer.plan` predicts
     it. It is the largest number of bytes of tensors on the fullest device during an optimizer step. These are weights,
     gradients, optimizer state, graph and the scan's matrices. It is measured at the second step, because the optimizer
-    state exists from then on. On CUDA torch's allocator counts. On a CPU the tracker of the plan counts the real
-    tensors. It cannot see those of fsdp and compile=true, so there is no figure then.
+    state exists from then on. On CUDA torch's allocator counts, with cuBLAS's workspaces (`on_a_gpu`). On a CPU the
+    tracker of the plan counts the real tensors. It cannot see those of fsdp and compile=true, so there is no figure
+    then.
 
     The metric memory/peak_mib is the same figure. On CUDA it is that of each step, on a CPU always that of the second.
     Other counters of the process help to find a leak: memory/allocated_mib and memory/reserved_mib, on CUDA also

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import profile, schedule
 
+from qnmixer.batch import Batch
 from qnmixer.config import Config, effective_batch
 from qnmixer.config.debug import FewBatchesConfig, ProfileConfig
 from qnmixer.processes.ranks import rank
-from qnmixer.reconstructor import Batch
 
 _N_OPERATORS = 12
 

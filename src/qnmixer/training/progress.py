@@ -7,8 +7,8 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from qnmixer.batch import Batch
 from qnmixer.data.sampler import EpochSampler
-from qnmixer.reconstructor import Batch
 
 
 class Stopwatch:

@@ -11,8 +11,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from torch import Tensor
 
+from qnmixer.batch import Batch
 from qnmixer.data.sampler import EpochSampler
-from qnmixer.reconstructor import Batch
 from qnmixer.reports.progress import Bar, Pace, takes_a_bar
 from qnmixer.tracking.loggers import WandbRun
 from qnmixer.tracking.metrics_file import read_metrics

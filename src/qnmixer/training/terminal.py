@@ -16,8 +16,8 @@ from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.plugins import trust_words
 from qnmixer.processes.ranks import is_rank, rank
+from qnmixer.run_module import RunModule
 from qnmixer.tracking.run import Run
-from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.profiling import describe
 
 _NOT_FOR_USERS = (
@@ -48,9 +48,7 @@ def quieten() -> None:
         )
 
 
-def print_start(
-    config: Config, module: ReconstructionModule, data: SliceDataModule, trainer: L.Trainer, console: Console
-) -> None:
+def print_start(config: Config, module: RunModule, data: SliceDataModule, trainer: L.Trainer, console: Console) -> None:
     """Print network, scan, data, batch, and the limit of the training."""
     n_parameters, n_slices = sum(p.numel() for p in module.parameters()), len(data.dataset("train"))
     t, batch, steps = config.trainer, effective_batch(config), steps_per_epoch(config, len(data.dataset("train")))
@@ -81,7 +79,7 @@ def print_start(
         console.print(f"warning: {doubt}", style="bold red", highlight=False, soft_wrap=True)
 
 
-def _other_unit(module: ReconstructionModule, data: SliceDataModule) -> str | None:
+def _other_unit(module: RunModule, data: SliceDataModule) -> str | None:
     """A line if the first measured sinogram is in another unit than its image, as −log of transmission is."""
     sample = data.dataset("train")[0]
     x, fbp = sample["image"].flatten(), module.projector.fbp(sample["sinogram"][None]).flatten()

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from qnmixer.errors import ConfigError
 from qnmixer.parallel.pipeline import PipelineStrategy
-
-TRAINED_KEY, MEAN_KEY = "trained_weights", "mean_weights"
-"""Keys of a checkpoint: the first in its file, the second while it is read."""
+from qnmixer.weights import MEAN_KEY, TRAINED_KEY
 
 
 class MeanWeights(Callback):

@@ -11,6 +11,12 @@ PRETRAINED = "pretrained"
 
 SHIPPED = Path(__file__).parent / "qn_mixer_256_64views.safetensors"
 
+CHECKPOINT_KEY, RUN_KEY = "qnmixer", "qnmixer_run"
+"""Keys of a checkpoint: its format and config, and the state that resuming needs. Weights files have the first only."""
+
+TRAINED_KEY, MEAN_KEY = "trained_weights", "mean_weights"
+"""Keys of a checkpoint with callbacks=ema: the first is in the file, the second is set while it is read."""
+
 SUFFIX = ".safetensors"
 """The ending of a weights file of `qnmixer.export`; checkpoints have another one."""
 

@@ -1,6 +1,9 @@
-"""README's commands at the demo's own size, where parts that only act on large tensors act: four devices are as one.
+"""Promise 3: DDP, FSDP, pipeline, accumulation with a partial last window: the gradient of one process.
 
-`test_parity` compares more, and on images of 16 pixels. Here each strategy, memory mode and precision is seen once.
+README's commands at the demo's own size, where parts that only act on large tensors act: four devices are as one.
+
+`test_gradients_of_one_process` compares more, and on images of 16 pixels. Here each strategy,
+memory mode and precision is seen once.
 """
 
 import csv

@@ -1,3 +1,8 @@
+"""Promise 1: Two commands. One-line errors with the way out. Ctrl-C, SIGTERM, SLURM: a checkpoint, and how to go on.
+
+The command `new`: a project of one's own, which takes no place of files.
+"""
+
 import sys
 from pathlib import Path
 

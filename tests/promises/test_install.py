@@ -1,4 +1,7 @@
-"""`make install` on simulated machines. Makefile and pip are real; nvidia-smi and the package index are stand-ins."""
+"""Promise 1: Two commands. One-line errors with the way out. Ctrl-C, SIGTERM, SLURM: a checkpoint, and how to go on.
+
+`make install` on simulated machines. Makefile and pip are real; nvidia-smi and the package index are stand-ins.
+"""
 
 import hashlib
 import os
@@ -15,9 +18,9 @@ import pytest
 
 from qnmixer.torch_builds import GPU, TORCH, fix
 
-from .nvidia import fake_nvidia_smi
+from ..nvidia import fake_nvidia_smi
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("install")]
 

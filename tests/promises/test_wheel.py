@@ -1,4 +1,7 @@
-"""The wheel in an empty folder: commands with their configs, the library, a project of the user."""
+"""Promise 1: Two commands. One-line errors with the way out. Ctrl-C, SIGTERM, SLURM: a checkpoint, and how to go on.
+
+The wheel in an empty folder: commands with their configs, the library, a project of the user.
+"""
 
 import os
 import re
@@ -15,7 +18,7 @@ import pytest
 
 from qnmixer.config.search_path import CONF
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TINY = [
     "data.image_size=32", "geometry.n_detectors=48", "geometry.detector_pitch=20", "model.n_iterations=2",
     "model.channels=8", "data.num_workers=0", "data.n_train=8", "data.n_val=2", "data.n_test=2", "logger=csv",

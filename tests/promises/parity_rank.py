@@ -1,4 +1,4 @@
-"""One rank of `test_parity`: train each of some configs by its strategy, and write the values that must be equal."""
+"""One rank of `test_gradients_of_one_process`: train configs by their strategies, write what must be equal."""
 
 import json
 import sys
@@ -11,19 +11,19 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
+from qnmixer.build import build_module
 from qnmixer.checkpoints.reading import load_weights
 from qnmixer.config import Config, parse
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.evaluation.evaluate import evaluate
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.parallel.compilation import compile_blocks
-from qnmixer.parallel.fsdp import gather
+from qnmixer.parallel.shards import gather
 from qnmixer.processes.ranks import rank
 from qnmixer.tracking.loggers import build_loggers
 from qnmixer.tracking.run import Run
 from qnmixer.training.callbacks import build_callbacks
 from qnmixer.training.checkpointing import Checkpointing
-from qnmixer.training.module import ReconstructionModule
 from qnmixer.training.trainer import build_trainer
 
 
@@ -84,7 +84,7 @@ def train(
     `keep`: with the checkpoints of a run. `save`: write last.ckpt.
     """
     L.seed_everything(1, verbose=False)
-    module = ReconstructionModule(config)
+    module = build_module(config)
     for p in module.parameters():  # away from the start, where G is zero and nothing flows back through it
         p.data += 0.02 * torch.randn(p.shape)  # not like p, whose layout in memory may differ
     apply_memory_mode(module.network, config.memory)
@@ -102,7 +102,7 @@ def train(
     found = {key: getattr(record, key) for key in ("gradients", "losses", "scales", "weights", "local")}
     if measure:
         found["validation"] = trainer.validate(module, datamodule=data, verbose=False)[0]
-        trained = ReconstructionModule(config)
+        trained = build_module(config)
         load_weights(trained, folder / "last.ckpt")
         evaluation = evaluate(trained, data, "test", config.evaluation, trainer.strategy.root_device)
         found["test"] = [list(vars(score).values()) for score in evaluation.scores]

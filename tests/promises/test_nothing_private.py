@@ -1,4 +1,8 @@
-"""Files for others name no folder, user, host, patient or secret: the tests plant these and search for them."""
+"""Promise 5: Sweeps: a process tree a job, resumable, one bad job does not stop the rest. W&B offline, same names for
+every method, nothing private.
+
+Files for others name no folder, user, host, patient or secret: the tests plant these and search for them.
+"""
 
 import json
 import os
@@ -13,11 +17,11 @@ import pytest
 from qnmixer.data.phantoms import phantom
 from qnmixer.inference.writers import write_dicom
 
-from .warm import Warm
+from ..warm import Warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("sharing")]
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 USER, HOST, PATIENT, KEY, SECRET = "annaschmidt", "host-of-radiology", "JanetDoe", "key0" * 10, "word-that-nobody-knows"
 TINY = [
     "data.image_size=32", "geometry.n_views=8", "geometry.n_detectors=48", "geometry.detector_pitch=20",

@@ -1,3 +1,8 @@
+"""Promise 1: Two commands. One-line errors with the way out. Ctrl-C, SIGTERM, SLURM: a checkpoint, and how to go on.
+
+The command `doctor`: its checks, one object in JSON, and what to do about a failure.
+"""
+
 import io
 import json
 import subprocess

@@ -1,4 +1,7 @@
-"""Wrong command lines: each gets one line that names the key, loads no large library and leaves no files."""
+"""Promise 1: Two commands. One-line errors with the way out. Ctrl-C, SIGTERM, SLURM: a checkpoint, and how to go on.
+
+Wrong command lines: each gets one line that names the key, loads no large library and leaves no files.
+"""
 
 import os
 import re
@@ -9,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from .heavy import path_without
-from .warm import Done, Warm
+from ..heavy import path_without
+from ..warm import Done, Warm
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,8 @@
-"""Runs of different methods beside each other in W&B, read back from the files that they leave on this disk."""
+"""Promise 5: Sweeps: a process tree a job, resumable, one bad job does not stop the rest. W&B offline, same names for
+every method, nothing private.
+
+Runs of different methods beside each other in W&B, read back from the files that they leave on this disk.
+"""
 
 import json
 import os

@@ -1,4 +1,8 @@
-"""Jobs that `wandb agent` starts: the command line as its own code builds it, against a stand-in for W&B's server."""
+"""Promise 5: Sweeps: a process tree a job, resumable, one bad job does not stop the rest. W&B offline, same names for
+every method, nothing private.
+
+Jobs that `wandb agent` starts: the command line as its own code builds it, against a stand-in for W&B's server.
+"""
 
 import os
 import subprocess

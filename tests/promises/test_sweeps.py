@@ -1,4 +1,8 @@
-"""Sweeps from end to end: the results that a user finds in the morning."""
+"""Promise 5: Sweeps: a process tree a job, resumable, one bad job does not stop the rest. W&B offline, same names for
+every method, nothing private.
+
+Sweeps from end to end: the results that a user finds in the morning.
+"""
 
 import csv
 import json
@@ -14,7 +18,7 @@ from omegaconf import OmegaConf
 
 from qnmixer.config.compose import compose
 
-from .warm import FORK_RANKS, Warm
+from ..warm import FORK_RANKS, Warm
 
 pytestmark = [pytest.mark.slow]
 

@@ -1,4 +1,7 @@
-"""Files from strangers in every command: nothing that they name is imported, and no variable is read."""
+"""Promise 8: No file of another's executes code, writes outside, or reaches the network.
+
+Files from strangers in every command: nothing that they name is imported, and no variable is read.
+"""
 
 import os
 import shutil
@@ -9,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
 from qnmixer.config import to_plain
-from qnmixer.training.module import ReconstructionModule
+from qnmixer.module import ReconstructionModule
+from qnmixer.weights import CHECKPOINT_KEY
 
-from .warm import Done, Warm
+from ..warm import Done, Warm
+from .commands import Outcome, reconstruction, run, training
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("commands")]
 
@@ -97,3 +101,38 @@ def test_a_checkpoint_names_code_and_variables_in_vain(
         assert done.returncode == refused, done.stderr
     if refused and not command.startswith("train"):
         assert ("evil_of_a_stranger" if change is not looks_up_a_word else LOOKUP) in done.stderr
+
+
+@pytest.fixture(params=["missing", "empty", "other program", "code", "truncated", "text"])
+def bad_run(request: pytest.FixtureRequest, noise_free: Path, tmp_path: Path) -> tuple[Path, str]:
+    """A run folder without a checkpoint of ours, and what must be said of it."""
+    folder = tmp_path / "bad"
+    path = folder / "checkpoints" / "best.ckpt"
+    if request.param != "missing":
+        path.parent.mkdir(parents=True)
+    if request.param == "other program":
+        torch.save({"state_dict": {"a": torch.zeros(1)}, "hyper_parameters": {}}, path)
+    elif request.param == "code":
+        torch.save(Outcome(0, "", ""), path)
+    elif request.param == "truncated":
+        data = (noise_free / "checkpoints" / "best.ckpt").read_bytes()
+        path.write_bytes(data[: len(data) // 2])
+    elif request.param == "text":
+        path.write_text("export A=1\npython -m train\n")
+    words = {"missing": "give ", "empty": "has no checkpoints", "other program": "another program",
+             "code": "weights_only", "truncated": "damaged", "text": "no checkpoint"}  # fmt: skip
+    return folder, words[request.param]
+
+
+def test_no_command_takes_a_checkpoint_that_is_none(bad_run: tuple[Path, str], ct: Path, tmp_path: Path) -> None:
+    folder, words = bad_run
+    out = tmp_path / "out"
+    for outcome in (
+        run("evaluate", f"run={folder}", f"hydra.run.dir={out / 'evaluate'}"),
+        reconstruction(folder, ct, out / "reconstruct"),
+        training(out / "train", f"finetune={folder}"),
+    ):
+        assert words in outcome.error
+        assert str(folder) in outcome.error
+    assert not list(out.rglob("*.ckpt"))
+    assert not list(out.rglob("*.dcm"))

@@ -1,4 +1,7 @@
-"""The first line of a run, before Lightning is loaded."""
+"""Promise 1: Two commands. One-line errors with the way out. Ctrl-C, SIGTERM, SLURM: a checkpoint, and how to go on.
+
+The first line of a run, before Lightning is loaded.
+"""
 
 import os
 import subprocess
@@ -7,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from .heavy import LOADED, path_without
-from .warm import Warm
+from ..heavy import LOADED, path_without
+from ..warm import Warm
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,7 @@
-"""Loss, optimizer, schedule, noise, network and slices of one file in an empty folder, by the real commands."""
+"""Promise 8: No file of another's executes code, writes outside, or reaches the network.
+
+Loss, optimizer, schedule, noise, network and slices of one file in an empty folder, by the real commands.
+"""
 
 import csv
 import json
@@ -12,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
 from qnmixer.config import to_plain
 from qnmixer.config.run import parse_file
+from qnmixer.weights import CHECKPOINT_KEY
 
-from .warm import FORK_RANKS, Done, Warm
+from ..warm import FORK_RANKS, Done, Warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("own")]
 
@@ -49,7 +52,7 @@ SMALL = [
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with one file and a run of two steps."""
     folder = tmp_path_factory.mktemp("own")
-    shutil.copy(Path(__file__).with_name("own.py"), folder)
+    shutil.copy(Path(__file__).parents[1] / "own.py", folder)
     done = real(folder, "train", *SMALL, *OWN, "trainer.max_steps=2", "hydra.run.dir=run")
     assert done.returncode == 0, done.stderr
     return folder
@@ -176,7 +179,7 @@ def test_errors_are_one_line(command: Callable[..., Done], words: list[str], mes
 def with_configs(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
     """A folder with one file of code, one config file for each group, and a run of two steps of them."""
     folder = tmp_path_factory.mktemp("configs")
-    shutil.copy(Path(__file__).with_name("own.py"), folder)
+    shutil.copy(Path(__file__).parents[1] / "own.py", folder)
     for name, text in FILES.items():
         path = folder / "my_conf" / f"{name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)

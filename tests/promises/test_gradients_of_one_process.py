@@ -1,4 +1,6 @@
-"""Compare every strategy with one process: gradients, weights, scaler decisions, and checkpoints of each other.
+"""Promise 3: DDP, FSDP, pipeline, accumulation with a partial last window: the gradient of one process.
+
+Compare every strategy with one process: gradients, weights, scaler decisions, and checkpoints of each other.
 
 All in two groups of processes, since starting one takes longer than its training.
 """

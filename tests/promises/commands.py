@@ -1,0 +1,127 @@
+"""The commands on a network that learns in a second, in this process, and what they leave behind."""
+
+import csv
+import io
+import json
+import os
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pydicom
+import pytest
+import torch
+
+from qnmixer import cli
+from qnmixer.config import parse
+from qnmixer.config.commands import parse_evaluate, parse_reconstruct
+from qnmixer.data.phantoms import phantom
+from qnmixer.evaluate import evaluate, into_new_folder
+from qnmixer.inference.writers import write_dicom
+from qnmixer.reconstruct import reconstruct
+from qnmixer.tracking.resume import resume_overrides
+from qnmixer.train import run as train
+
+COMPLETE = {"train": resume_overrides, "evaluate": into_new_folder}
+COMMANDS: dict[str, Any] = {
+    "train": (train, parse),
+    "evaluate": (evaluate, parse_evaluate),
+    "reconstruct": (reconstruct, parse_reconstruct),
+}
+SIZE, VIEWS, BINS, STEPS = 32, 8, 48, 4
+TINY = [
+    f"data.image_size={SIZE}", f"geometry.n_views={VIEWS}", f"geometry.n_detectors={BINS}",
+    "geometry.detector_pitch=20", "model.n_iterations=2", "model.channels=8", "model.n_mixer_layers=1",
+    "data.num_workers=0", "data.batch_size=2", f"trainer.max_steps={STEPS}", "trainer.val_every_n_steps=2",
+    "trainer.log_every_n_steps=1", "trainer.accelerator=cpu", "logger=csv",
+]  # fmt: skip
+PHANTOMS = ["data.n_train=8", "data.n_val=2", "data.n_test=2"]
+
+
+@dataclass
+class Outcome:
+    """What a command left behind."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def error(self) -> str:
+        """The one line of a command that failed."""
+        assert self.code == 1, self.stderr
+        (line,) = [line for line in self.stderr.splitlines() if line.strip()]
+        assert line.startswith("error: ")
+        return line.removeprefix("error: ")
+
+    @property
+    def text(self) -> str:
+        """Standard output, however it was broken into lines."""
+        return " ".join(self.stdout.split())
+
+
+def run(name: str, *arguments: str) -> Outcome:
+    """A command in this process, through the very code that its module runs."""
+    code, stdout, stderr = 0, io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
+        patch.setattr(sys, "argv", [name, *arguments])
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.delenv(cli.TRACEBACK, raising=False)
+        try:
+            cli.run(*COMMANDS[name], name, complete=COMPLETE.get(name, list))
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+    return Outcome(code, stdout.getvalue(), stderr.getvalue())
+
+
+def training(folder: Path, *overrides: str) -> Outcome:
+    """A tiny training run into `folder`."""
+    phantoms = [] if any(override.startswith("data=") for override in overrides) else PHANTOMS
+    return run("train", *TINY, *phantoms, *overrides, f"hydra.run.dir={folder}")
+
+
+def environment(**more: str) -> dict[str, str]:
+    """That of this process, without anything of W&B."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "HYDRA"))}
+    return kept | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | more
+
+
+def record(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "results.json").read_text())
+
+
+def weights(run_folder: Path, name: str = "last") -> dict[str, torch.Tensor]:
+    checkpoint = torch.load(run_folder / "checkpoints" / f"{name}.ckpt", weights_only=True)
+    return checkpoint["state_dict"]
+
+
+def metrics(folder: Path) -> dict[str, list[float]]:
+    """metrics.csv by column, without the empty cells."""
+    with (folder / "metrics.csv").open(newline="") as stream:
+        lines = list(csv.DictReader(stream))
+    return {key: [float(line[key]) for line in lines if line[key]] for key in lines[0]}
+
+
+def slice_hu(number: int, size: int = 48) -> np.ndarray[Any, Any]:
+    return phantom(size, seed=0, part="test", index=number)
+
+
+def write_ct(path: Path, number: int, patient: str, size: int = 48) -> None:
+    write_dicom(path, slice_hu(number, size), series_uid=f"1.2.3.{sum(map(ord, patient))}", description="a test")
+    dataset = pydicom.dcmread(path)
+    dataset.PatientID = patient
+    dataset.PatientName = f"Doe^{patient}"
+    dataset.ImagePositionPatient = [0, 0, number]
+    dataset.save_as(path)
+
+
+def reconstruction(run_folder: Path, source: Path, output: Path, *options: str) -> Outcome:
+    return run("reconstruct", f"run={run_folder}", f"input={source}", f"output={output}", "accelerator=cpu", *options)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, by its path."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -1,0 +1,58 @@
+"""Runs that several promises are tested on: trained once, by who needs them first.
+
+The tests of this folder run real commands. They change where a path is renamed, never in what they assert.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ..wandb_server import wandb_server
+from .commands import training, write_ct
+
+__all__ = ["ct", "minmax", "noise_free", "place", "trained", "wandb_server"]
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the runs below are. Threads of tests that run side by side would wait for each other, spinning."""
+    torch.set_num_threads(1)
+    return tmp_path_factory.mktemp("commands")
+
+
+@pytest.fixture(scope="session")
+def trained(place: Path) -> Path:
+    """A run folder on phantoms, with the field's noise."""
+    outcome = training(place / "trained", "noise=field")
+    assert outcome.code == 0, outcome.stderr
+    (place / "trained" / "stdout.txt").write_text(outcome.stdout)
+    return place / "trained"
+
+
+@pytest.fixture(scope="session")
+def noise_free(place: Path) -> Path:
+    """A run folder without noise, on whose simulated sinograms one can count."""
+    outcome = training(place / "noise_free", "test_after_training=false")
+    assert outcome.code == 0, outcome.stderr
+    return place / "noise_free"
+
+
+@pytest.fixture(scope="session")
+def minmax(place: Path) -> Path:
+    """A run folder whose slices have no scale."""
+    outcome = training(place / "minmax", "data.scaling=minmax", "test_after_training=false")
+    assert outcome.code == 0, outcome.stderr
+    return place / "minmax"
+
+
+@pytest.fixture(scope="session")
+def ct(place: Path) -> Path:
+    """Three patients of two slices each in DICOM, and two files of no use."""
+    folder = place / "ct"
+    for p, patient in enumerate(("A", "B", "C")):
+        for k in range(2):
+            write_ct(folder / patient / f"{k}.dcm", 2 * p + k, patient)
+    (folder / "notes.txt").write_text("no CT")
+    (folder / "A" / "cut.dcm").write_bytes((folder / "A" / "0.dcm").read_bytes()[:900])
+    return folder

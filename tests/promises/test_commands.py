@@ -1,0 +1,493 @@
+"""Promise 1: Two commands. One-line errors with the way out. Ctrl-C, SIGTERM, SLURM: a checkpoint, and how to go on.
+
+The three commands from end to end, on a network that learns in a second.
+"""
+
+import csv
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from qnmixer.checkpoints.reading import load_run
+from qnmixer.checkpoints.weights_file import digest_of_weights
+from qnmixer.module import ReconstructionModule
+
+from ..nvidia import fake_nvidia_smi
+from .commands import (
+    PHANTOMS,
+    STEPS,
+    TINY,
+    Outcome,
+    environment,
+    metrics,
+    record,
+    run,
+    slice_hu,
+    training,
+    weights,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("commands")]
+
+
+@pytest.fixture(scope="module")
+def diverged(place: Path) -> tuple[Path, Outcome]:
+    """A run folder, and how the run ended: with a loss that is not a number."""
+    return place / "diverged", training(place / "diverged", "logger=wandb", "optimizer.lr=1e30", "trainer.max_steps=20")
+
+
+# Training
+
+
+def test_a_run_folder_holds_all_of_a_run(trained: Path) -> None:
+    files = {str(path.relative_to(trained)) for path in trained.rglob("*") if path.is_file()}
+    files -= {"stdout.txt", "code.diff"}  # the latter where there are changes to the code
+    assert files == {
+        ".lock", ".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml",
+        "checkpoints/best.ckpt", "checkpoints/last.ckpt", "metrics.csv", "results.json",
+        "pictures/iterates_0000002.png", "pictures/iterates_0000004.png",
+        "evaluation/images.csv", "evaluation/table.csv", "evaluation/table.md", "evaluation/picture.png",
+        "evaluation/page.html",
+    }  # fmt: skip
+
+
+def test_the_final_table_is_among_the_metrics(trained: Path) -> None:
+    (value,) = metrics(trained)["test/psnr"]
+    assert value == pytest.approx(record(trained)["test"]["QN-Mixer"]["psnr"])
+
+
+def test_results_describe_the_run(trained: Path) -> None:
+    results = record(trained)
+    assert results["status"] == "done"
+    assert "noise=field" in results["overrides"]
+    assert results["best"]["val/psnr"] == pytest.approx(max(metrics(trained)["val/psnr"]))
+    assert results["test"]["QN-Mixer"]["psnr"] > results["test"]["FBP"]["psnr"]
+    assert Path(results["picture"]) == trained / "evaluation" / "picture.png"
+    assert results["evaluated"]["weights"] == digest_of_weights(load_run(trained).state_dict())
+
+
+def test_metrics_are_finite_and_nothing_explodes(trained: Path) -> None:
+    values = metrics(trained)
+    for name in ("train/loss", "train/grad_norm", "train/lambda_0"):
+        assert len(values[name]) == STEPS
+    for name in ("val/loss", "val/psnr", "val/ssim", "val/cosine_zs", "val/skipped_pairs"):
+        assert len(values[name]) == 2
+    assert all(np.isfinite(numbers).all() for numbers in values.values())
+    assert 0 < max(values["train/grad_norm"]) < 10
+    assert max(values["train/loss"]) < 0.1
+    assert len(set(values["train/lambda_0"])) == STEPS
+    assert all(0 <= share <= 1 for share in values["val/skipped_pairs"])
+
+
+def test_the_terminal_shows_progress_the_table_and_last_the_picture(trained: Path) -> None:
+    lines = (trained / "stdout.txt").read_text().splitlines()
+    assert lines[-1] == f"picture: {trained / 'evaluation' / 'picture.png'}"
+    assert any(line.startswith("step 4/4 · val PSNR ") for line in lines)
+    assert any("QN-Mixer over FBP" in line for line in lines)
+    assert any("2 × accumulation 1 = 2 slices" in line for line in lines)
+
+
+def test_pictures_can_be_opened(trained: Path) -> None:
+    for path in trained.rglob("*.png"):
+        with Image.open(path) as picture:
+            assert min(picture.size) > 300
+
+
+OfflineRuns = Callable[[Path], list[Any]]
+
+
+def test_a_crash_is_recorded_as_one(diverged: tuple[Path, Outcome], offline_runs: OfflineRuns) -> None:
+    folder, outcome = diverged
+    assert outcome.code == 1
+    results = record(folder)
+    assert results["status"] == "failed"
+    assert results["error"].startswith("FloatingPointError: the loss became nan")
+    (run,) = offline_runs(folder)
+    assert run.exit_code == 1
+
+
+def test_a_nan_loss_ends_with_a_line_that_names_the_slices(diverged: tuple[Path, Outcome]) -> None:
+    error = diverged[1].error
+    assert "the loss became nan at step" in error
+    assert "train-phantom-" in error
+    assert "lower optimizer.lr" in error
+
+
+def test_ctrl_c_ends_in_order(tmp_path: Path, offline_runs: OfflineRuns) -> None:
+    folder = tmp_path / "run"
+    arguments = [*TINY, *PHANTOMS, "logger=wandb", "trainer.max_steps=100000", f"hydra.run.dir={folder}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "qnmixer.train", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment(), start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 200  # the machine may be busy
+    while not list(folder.glob("pictures/iterates_0000004.png")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=200)
+    assert stderr.startswith("interrupted after step ")
+    assert stderr.endswith(f", to resume: python -m qnmixer.train resume={folder}\n")
+    assert process.returncode == 130
+    assert record(folder)["status"] == "interrupted"
+    assert "error" not in record(folder)
+    weights(folder, "last")
+    (run,) = offline_runs(folder)
+    assert run.exit_code == 255  # what wandb calls interrupted
+
+
+@pytest.mark.parametrize(("precision", "scaled"), [("32", False), ("16-mixed", True), ("bf16-mixed", False)])
+def test_precision_is_what_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, scaled: bool
+) -> None:
+    seen = set()
+    step = ReconstructionModule.training_step
+
+    def watched(self: ReconstructionModule, *arguments: Any) -> torch.Tensor:
+        seen.add(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32)
+        return step(self, *arguments)
+
+    monkeypatch.setattr(ReconstructionModule, "training_step", watched)
+    assert training(tmp_path, f"trainer.precision={precision}", "noise=field").code == 0
+    assert seen == {{"32": torch.float32, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}[precision]}
+    checkpoint = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    assert ("MixedPrecision" in checkpoint) == scaled
+    if scaled:
+        assert checkpoint["MixedPrecision"]["scale"] > 1
+    assert all(value.dtype == torch.float32 for value in checkpoint["state_dict"].values())
+    assert np.isfinite(metrics(tmp_path)["train/grad_norm"]).all()
+    assert record(tmp_path)["test"]["QN-Mixer"]["psnr"] > record(tmp_path)["test"]["FBP"]["psnr"]
+
+
+def test_accumulation_makes_fewer_steps_of_more_slices(tmp_path: Path) -> None:
+    outcome = training(tmp_path, "trainer.accumulate_grad_batches=2", "test_after_training=false")
+    assert "2 × accumulation 2 = 4 slices" in outcome.text
+    values = metrics(tmp_path)
+    assert len(values["train/grad_norm"]) == STEPS
+    assert len(values["val/psnr"]) == 2
+    assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == STEPS
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.val_every_n_steps=500"],
+        ["trainer.max_steps=-1", "trainer.max_epochs=1", "trainer.val_every_n_steps=null"],
+        ["monitor=val/loss", "schedule=constant", "optimizer=sgd"],
+        ["model=qn_mixer_paper", "model.n_iterations=2", "model.channels=8", "schedule=step", "optimizer=adafactor"],
+        ["data.scaling=minmax", "data.augment=true", "loss=ssim_mix"],
+        ["noise=physical", "model.hessian=identity", "loss=l1", "trainer.gradient_clip_val=null"],
+        ["geometry.n_views=7", "geometry.angle_span=4.0", "geometry.fbp_filter=hann", "model.data_term=adjoint"],
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_other_ways_to_train(tmp_path: Path, overrides: list[str]) -> None:
+    outcome = training(tmp_path, *overrides)
+    assert outcome.code == 0, outcome.stderr
+    results = record(tmp_path)
+    assert results["status"] == "done"
+    assert np.isfinite(list(results["test"]["QN-Mixer"].values())).all()
+    assert weights(tmp_path, "best")
+    assert 0 < max(metrics(tmp_path)["train/grad_norm"]) < 100
+
+
+def test_training_on_a_dicom_folder(ct: Path, tmp_path: Path) -> None:
+    source = ["data=dicom", f"data.root={ct}", f"data.cache_dir={tmp_path / 'cache'}"]
+    with pytest.warns(UserWarning, match="skipped 2 of its files"):
+        outcome = training(tmp_path / "run", *source)
+    assert outcome.code == 0, outcome.stderr
+    assert "train 2 slices of 1 patient, val 2 slices of 1 patient, test 2 slices of 1 patient" in outcome.text
+    with (tmp_path / "run" / "evaluation" / "images.csv").open(newline="") as stream:
+        names = {line["slice"] for line in csv.DictReader(stream)}
+    assert names in ({"B/0.dcm", "B/1.dcm"}, {"A/0.dcm", "A/1.dcm"}, {"C/0.dcm", "C/1.dcm"})
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        ("empty", "is empty"),
+        ("text", "no usable slice"),
+        ("air", "nothing but air"),
+        ("one patient", "too few for train, val and test"),
+    ],
+)
+def test_training_on_a_bad_folder(tmp_path: Path, make: str, words: str) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    if make == "text":
+        (root / "a.txt").write_text("hello")
+    if make == "air":
+        np.save(root / "a.npy", np.full((2, 32, 32), -1000.0))
+    if make == "one patient":
+        np.save(root / "a.npy", np.stack([slice_hu(0)] * 2))
+    kind = "numpy" if make in ("air", "one patient") else "dicom"
+    source = [f"data={kind}", f"data.root={root}", f"data.cache_dir={tmp_path / 'cache'}"]
+    error = training(tmp_path / "run", *source).error
+    assert words in error
+    assert str(root) in error
+    assert record(tmp_path / "run")["status"] == "failed"
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("geometry.source_to_axis=100", "geometry.source_to_axis=100.0 mm puts the source inside the image"),
+        ("geometry.detector_pitch=1e5", "cannot see the object"),
+        ("geometry.angle_span=360", "geometry.angle_span=360.0 is outside"),
+        ("geometry.axis_to_detector=-700", "geometry.axis_to_detector=-700.0 puts the detector behind the source"),
+        ("trainer.accelerator=cuda", "trainer.accelerator=cuda"),
+    ],
+)
+def test_what_only_shows_when_a_run_is_built(tmp_path: Path, override: str, words: str) -> None:
+    if "cuda" in override and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    assert words in training(tmp_path, override).error
+    assert record(tmp_path)["status"] == "failed"
+
+
+# Fine-tuning
+
+
+def test_finetuning_starts_from_the_weights_of_a_run(trained: Path, tmp_path: Path) -> None:
+    options = [f"finetune={trained}", "geometry.n_views=12", "noise=none", "test_after_training=false"]
+    assert training(tmp_path, *options, "optimizer.lr=1e-12", "optimizer.weight_decay=0").code == 0
+    start_from, ended = weights(trained, "best"), weights(tmp_path, "last")
+    for name, value in start_from.items():
+        torch.testing.assert_close(ended[name], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.image_size=16", "was trained at data.image_size=32, this run has 16"),
+        ("model.n_iterations=3", "has another network: to build the same one, set model.n_iterations=2"),
+        ("model.channels=4", "model.channels=8"),
+    ],
+)
+def test_finetuning_refuses_another_network(trained: Path, tmp_path: Path, override: str, words: str) -> None:
+    assert words in training(tmp_path, f"finetune={trained}", override).error
+
+
+# Evaluation
+
+
+def test_evaluation_as_trained_is_that_of_the_training(trained: Path, tmp_path: Path) -> None:
+    outcome = run("evaluate", f"run={trained}", "accelerator=cpu", f"hydra.run.dir={tmp_path}")
+    assert outcome.code == 0, outcome.stderr
+    assert (tmp_path / "table.csv").read_text() == (trained / "evaluation" / "table.csv").read_text()
+    assert record(tmp_path)["test"] == record(trained)["test"]
+    assert outcome.stdout.splitlines()[-2:] == [
+        f"picture: {tmp_path / 'picture.png'}", f"to look through: {tmp_path / 'page.html'}",
+    ]  # fmt: skip
+    markdown = (tmp_path / "table.md").read_text()
+    assert "test split of phantoms, 8 views, noise field" in markdown
+    assert "QN-Mixer over FBP: +" in markdown
+
+
+def test_evaluation_with_other_noise_and_another_split(trained: Path, tmp_path: Path) -> None:
+    base = ["evaluate", f"run={trained}", "accelerator=cpu"]
+    assert run(*base, "noise=none", f"hydra.run.dir={tmp_path / 'none'}").code == 0
+    assert run(*base, "split=val", "checkpoint=last", f"hydra.run.dir={tmp_path / 'val'}").code == 0
+    assert record(tmp_path / "none")["test"]["FBP"] != record(trained)["test"]["FBP"]
+    last = metrics(trained)["val/psnr"][-1]
+    assert record(tmp_path / "val")["val"]["QN-Mixer"]["psnr"] == pytest.approx(last, abs=0.2)  # other noise
+
+
+def test_evaluation_on_dicom_measures_every_slice(trained: Path, ct: Path, tmp_path: Path) -> None:
+    source = ["data=dicom", f"data.root={ct}", f"data.cache_dir={tmp_path / 'cache'}", "data.num_workers=0"]
+    with pytest.warns(UserWarning, match="skipped 2"):
+        outcome = run("evaluate", f"run={trained}", *source, f"hydra.run.dir={tmp_path / 'out'}")
+    assert outcome.code == 0, outcome.stderr
+    with (tmp_path / "out" / "images.csv").open(newline="") as stream:
+        lines = list(csv.DictReader(stream))
+    assert sorted({line["slice"] for line in lines}) == [f"{p}/{k}.dcm" for p in "ABC" for k in range(2)]
+    for method in ("FBP", "QN-Mixer"):
+        values = [float(line["psnr"]) for line in lines if line["method"] == method]
+        assert record(tmp_path / "out")["test"][method]["psnr"] == pytest.approx(np.mean(values))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.image_size=64"], "the run was trained with data.image_size=32"),
+        (["data.scaling=minmax"], "the run was trained with data.scaling=attenuation"),
+        (["data.root=/nowhere"], "/nowhere does not exist"),
+        (["split=val"], "no slices for val"),
+        (["data.split=aapm"], "data.split=aapm finds nothing"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*skipped 2 of its files")
+def test_evaluation_refuses(trained: Path, ct: Path, tmp_path: Path, overrides: list[str], words: str) -> None:
+    source = ["data=dicom", f"data.root={ct}", f"data.cache_dir={tmp_path / 'cache'}", "data.num_workers=0"]
+    outcome = run("evaluate", f"run={trained}", *source, *overrides, f"hydra.run.dir={tmp_path / 'out'}")
+    assert words in outcome.error
+    assert not list((tmp_path / "out").glob("*.csv"))
+
+
+# A full disk
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    """/dev/full answers every writing as a full disk does."""
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "config.yaml").symlink_to("/dev/full")
+    assert training(tmp_path).error.startswith("the disk is full")
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
+@pytest.mark.parametrize("kilobytes", [40, pytest.param(150, marks=pytest.mark.long)])
+def test_a_really_full_disk_leaves_nothing_half_written(tmp_path: Path, kilobytes: int) -> None:
+    """A run folder on a file system that is too small for the first checkpoint, or for the second."""
+    mount, copy = tmp_path / "small", tmp_path / "copy"
+    mount.mkdir()
+    in_namespace = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    mounting = f"mount -t tmpfs -o size={kilobytes}k tmpfs {mount}"
+    if subprocess.run([*in_namespace, mounting], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    training_there = f'{sys.executable} -m qnmixer.train "$@"; code=$?; cp -r {mount} {copy}; exit $code'
+    command = f"{mounting} && cd {mount} && {{ {training_there}; }}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    arguments = [*TINY, *PHANTOMS, f"hydra.run.dir={mount}/run"]
+    result = subprocess.run(
+        [*in_namespace, command, "train", *arguments], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert result.returncode == 1
+    (line,) = [line for line in result.stderr.splitlines() if line.strip()]
+    assert line.startswith("error: the disk is full")
+    assert record(copy / "run")["status"] in ("failed", "running")  # whole, though it may be the older one
+    for path in copy.rglob("*.ckpt"):
+        torch.load(path, weights_only=True)
+    for path in copy.rglob("*.png"):
+        with Image.open(path) as picture:
+            picture.load()
+    assert not list(copy.rglob("*.tmp"))
+
+
+def test_the_last_steps_are_scored_and_kept(tmp_path: Path) -> None:
+    """7 steps, validated every 4: the last three are in last.ckpt, and validated too."""
+    steps = ["trainer.max_steps=7", "trainer.val_every_n_steps=4", "test_after_training=false"]
+    assert training(tmp_path / "run", *steps).code == 0
+    checkpoint = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == 7
+    assert len(metrics(tmp_path / "run")["val/psnr"]) == 2
+    assert record(tmp_path / "run")["best"]["val/psnr"] == pytest.approx(max(metrics(tmp_path / "run")["val/psnr"]))
+
+
+def test_the_largest_gradient_is_logged_whatever_the_interval(tmp_path: Path) -> None:
+    every, some = tmp_path / "every", tmp_path / "some"
+    steps = ["trainer.max_steps=6", "trainer.val_every_n_steps=6", "test_after_training=false"]
+    assert training(every, *steps).code == 0
+    assert training(some, *steps, "trainer.log_every_n_steps=3").code == 0
+    largest = max(metrics(every)["train/grad_norm"])
+    assert metrics(every)["train/grad_norm_max"][-1] == pytest.approx(largest)
+    assert metrics(some)["train/grad_norm_max"][-1] == pytest.approx(largest)
+
+
+def test_the_folder_of_the_training_is_evaluated_on_its_test_split(ct: Path, tmp_path: Path) -> None:
+    """Not on all of it: the network has seen the rest."""
+    data = ["data=dicom", f"data.root={ct}", f"data.cache_dir={tmp_path}/cache"]
+    assert training(tmp_path / "run", *data).code == 0
+    again = run("evaluate", f"run={tmp_path}/run", *data, f"hydra.run.dir={tmp_path}/again")
+    assert again.code == 0
+    assert "test split of dicom" in again.text
+    assert record(tmp_path / "again")["test"] == record(tmp_path / "run")["test"]
+    everything = run("evaluate", f"run={tmp_path}/run", *data, "data.split=all", f"hydra.run.dir={tmp_path}/all")
+    assert "all slices of dicom" in everything.text
+
+
+def test_evaluation_refuses_a_noise_without_a_scale(minmax: Path, tmp_path: Path) -> None:
+    outcome = run("evaluate", f"run={minmax}", "noise=physical", f"hydra.run.dir={tmp_path}/evaluation")
+    assert "data.scaling=attenuation" in outcome.error
+
+
+# Who was trained on
+
+
+@pytest.fixture
+def ten(tmp_path: Path) -> tuple[Path, list[str], str]:
+    """A folder of ten patients, the overrides that name it, and the patient whom a run of it tests."""
+    root = tmp_path / "slices"
+    root.mkdir()
+    for number in range(10):
+        np.save(root / f"P{number:02d}.npy", slice_hu(number))
+    data = ["data=numpy", f"data.root={root}", f"data.cache_dir={tmp_path}/cache"]
+    assert training(tmp_path / "run", *data).code == 0
+    (name,) = measured_slices(tmp_path / "run" / "evaluation")
+    return root, data, name
+
+
+def measured_slices(folder: Path) -> list[str]:
+    with (folder / "images.csv").open(newline="") as stream:
+        return sorted({line["slice"] for line in csv.DictReader(stream)})
+
+
+@pytest.mark.filterwarnings("ignore:.*were not there when the run began")
+def test_no_patient_is_tested_who_was_trained_on(ten: tuple[Path, list[str], str], tmp_path: Path) -> None:
+    root, _, name = ten
+    others = sorted(path.name for path in root.iterdir() if path.name != name)
+    for change in ("remove", "add", "rename and move"):
+        if change == "remove":
+            (root / others[0]).unlink()
+        elif change == "add":
+            for more in range(10, 20):
+                np.save(root / f"P{more}.npy", slice_hu(more))
+        else:  # as to the scratch folder of another job of a cluster
+            (root / name).rename(root / "renamed.npy")
+            root, name = root.rename(tmp_path / "moved"), "renamed.npy"
+        words = [f"data.root={root}"] * (change == "rename and move")
+        folder = f"hydra.run.dir='{tmp_path}/{change}'"
+        outcome = run("evaluate", f"run={tmp_path}/run", "accelerator=cpu", folder, *words)
+        assert outcome.code == 0, outcome.stderr
+        assert measured_slices(tmp_path / change) == [name]
+        assert "were trained on" not in outcome.text
+    resumed = run("train", f"resume={tmp_path}/run", f"data.root={root}", f"trainer.max_steps={STEPS + 2}")
+    assert resumed.code == 0, resumed.stderr
+    assert measured_slices(tmp_path / "run" / "evaluation") == [name]
+
+
+def test_slices_that_were_trained_on_give_a_warning(ten: tuple[Path, list[str], str], tmp_path: Path) -> None:
+    """By their pixels: also in a copy of the folder, and in the one that it lies in."""
+    root, data, _ = ten
+    shutil.copytree(root, tmp_path / "copy" / "below")
+    cache = f"data.cache_dir={tmp_path}/cache"
+    for number, words in enumerate(
+        [
+            [*data, "data.split=all"],
+            ["data=numpy", f"data.root={tmp_path}/copy", cache],
+            ["data=numpy", f"data.root={tmp_path}", "data.include=slices/*", cache],
+        ]
+    ):
+        folder = tmp_path / f"evaluated_{number}"
+        outcome = run("evaluate", f"run={tmp_path}/run", *words, "data.num_workers=0", f"hydra.run.dir={folder}")
+        assert outcome.code == 0, outcome.stderr
+        assert "8 of the slices were used in training" in outcome.text
+        assert "8 of the slices were used in training" in (folder / "table.md").read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use the GPU here")
+def test_no_command_silently_leaves_out_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvidia_smi(tmp_path, "7.0, 535.104.05")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    np.save(tmp_path / "slice.npy", np.zeros((16, 16), np.float32))
+    for outcome in (
+        training(tmp_path / "run", "trainer.accelerator=auto"),
+        run("reconstruct", "run=pretrained", f"input={tmp_path / 'slice.npy'}", f"output={tmp_path / 'out'}"),
+        run("evaluate", "run=pretrained", "data=phantoms", f"hydra.run.dir={tmp_path / 'evaluated'}"),
+    ):
+        assert "accelerator=auto, but torch " in outcome.error
+        assert "make install TORCH=cu126, or pip install torch==" in outcome.error
+    assert not [*tmp_path.rglob("*.ckpt"), *tmp_path.rglob("slice_*"), *tmp_path.rglob("table.md")]

@@ -1,0 +1,64 @@
+"""Promise 2: 34 of 34 kills resume bit for bit; a dead rank is named within seconds, no orphan; two writers never share
+a folder.
+
+No command writes into a folder in which another has written, or writes.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from .commands import contents, reconstruction, run, slice_hu
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("commands")]
+
+
+@pytest.mark.parametrize(
+    ("source", "output", "words"),
+    [
+        (".", ".", "lies in input"),
+        (".", "link", "lies in input"),
+        (".", "out", "lies in input"),  # a second call would take the results for slices
+        ("s.npy", ".", "contains s.npy already"),
+        ("s.npy", "../other", "contains scan.png already"),
+    ],
+)
+def test_reconstructions_never_take_the_place_of_files(
+    noise_free: Path, tmp_path: Path, source: str, output: str, words: str
+) -> None:
+    folder, other = tmp_path / "in", tmp_path / "other"
+    for path in (folder, other):
+        path.mkdir()
+    np.save(folder / "s.npy", slice_hu(0))
+    (tmp_path / "link").symlink_to(folder)
+    (other / "scan.png").write_text("mine")
+    before = contents(tmp_path)
+    place = tmp_path / "link" if output == "link" else folder / output
+    assert words in reconstruction(noise_free, folder / source, place).error
+    assert contents(tmp_path) == before
+
+
+def test_an_evaluation_takes_a_folder_of_its_own(trained: Path, tmp_path: Path) -> None:
+    """Neither that of a run nor that of another evaluation, nor one that another process writes to."""
+    command = ["evaluate", f"run={trained}", "accelerator=cpu"]
+    before = contents(trained)
+    assert "contains checkpoints already" in run(*command, f"hydra.run.dir={trained}").error
+    assert contents(trained) == before
+    assert run(*command, f"hydra.run.dir={tmp_path}/old").code == 0
+    before = contents(tmp_path)
+    assert "give a new folder" in run(*command, "noise=none", f"hydra.run.dir={tmp_path}/old").error
+    assert contents(tmp_path) == before
+
+    new = tmp_path / "new"
+    hold = "import sys; from pathlib import Path; from qnmixer.tracking.run_folder import run_lock\n"
+    hold += "with run_lock(Path(sys.argv[1])): print(flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, str(new)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as another:
+        assert another.stdout is not None
+        another.stdout.readline()
+        assert f"writes to {new}" in run(*command, f"hydra.run.dir={new}").error
+        another.terminate()

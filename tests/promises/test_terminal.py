@@ -1,0 +1,90 @@
+"""Promise 1: Two commands. One-line errors with the way out. Ctrl-C, SIGTERM, SLURM: a checkpoint, and how to go on.
+
+A run on a terminal: its bar, Ctrl-C, and how it goes on.
+"""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..conftest import TINY, Command
+from ..terminal import in_terminal
+from ..warm import Warm
+
+NOISY = """
+import sys, warnings
+from lightning.pytorch.callbacks import Callback
+
+class Noisy(Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step == 5:
+            print("printed by a callback")
+            module.print("printed by the module")
+            warnings.warn("warned by a callback")
+"""
+
+
+@pytest.mark.slow
+def test_a_terminal_has_one_bar_over_the_run_its_interruption_and_its_resume(
+    tmp_path: Path, offline_runs: Callable[[Path], list[Any]], warm: Warm
+) -> None:
+    """The real command, stopped by Ctrl-C; W&B gets the lines of a log, and no other."""
+    (tmp_path / "noisy.py").write_text(NOISY)
+    train = ["-m", "qnmixer.train"]
+    environment = {"OMP_NUM_THREADS": "1"}
+    words = [  # so many slices to validate that it takes longer than a bar waits to be drawn again
+        *TINY, "data.n_train=8", "data.n_val=80", "data.n_test=2",
+        "logger=wandb", "trainer.max_steps=5000", "trainer.val_every_n_steps=10",
+        "+callbacks.noisy._target_=noisy.Noisy", "hydra.run.dir=run",
+    ]  # fmt: skip
+    alone = [sys.executable, *train, *words]
+    seen = in_terminal(alone, cwd=tmp_path, env=environment, interrupt_at=r"step 2[1-9]/5000 .*loss")
+    assert seen.code == 130
+    bars = [line for screen in seen.screens for line in screen.splitlines() if "━" in line]
+    assert all(re.match(r"step \d+/5000 ", line) for line in bars)
+    assert any(re.search(r"━ loss 0\.\S+ · val/psnr \d\d\.\d\d · \S+ samples/s · [\d:]+ left$", line) for line in bars)
+    assert any(re.search(r"━ validating [1-9]\d*/40 · ", line) for line in bars)
+    assert {sum("━" in line for line in screen.splitlines()) for screen in seen.screens} == {0, 1}
+
+    lines = [line for line in seen.text.splitlines() if line]
+    assert lines[0].startswith("starting a run in ")
+    assert not [line for line in lines if "━" in line or "Epoch" in line or "v_num" in line]
+    assert {"printed by a callback", "printed by the module"} <= set(lines)
+    assert any(line.endswith("UserWarning: warned by a callback") for line in lines)
+    assert any(re.fullmatch(r"memory: \d+ MiB in tensors at the peak of a step", line) for line in lines)
+    assert [line.split(" · ")[:1] for line in lines if "val PSNR" in line][:2] == [["step 10/5000"], ["step 20/5000"]]
+    (end,) = re.findall(r"^interrupted after step (\d+), to resume: ", lines[-1])
+
+    more = ["resume=run", f"trainer.max_steps={int(end) + 5}", "trust=noisy"]
+    again = in_terminal([*warm.under, *train, *more], cwd=tmp_path, env=environment)
+    assert again.code == 0, again.text
+    lines = again.text.splitlines()
+    assert lines[0].startswith("resuming the run in ")
+    assert f"resumed at step {end} of {int(end) + 5}" in lines
+    steps = [int(m[1]) for screen in again.screens for m in re.finditer(r"^step (\d+)/.*━", screen, re.MULTILINE)]
+    assert steps[0] == int(end)
+    assert steps == sorted(steps)
+
+    for part in offline_runs(tmp_path):
+        output = "".join(it["output_logger"]["line"] for it in part.records if it["type"] == "output_logger")
+        assert not [it for it in part.records if it["type"] == "output_raw"]
+        assert "\x1b" not in output
+        assert "\r" not in output
+        assert "━" not in output
+        assert re.search(r"^step \d+/\d+ · val PSNR ", output, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_of_several_processes_one_speaks(start: Callable[..., Command]) -> None:
+    options = ["strategy=ddp", "trainer.devices=2", "trainer.val_every_n_steps=4", "data.n_train=6"]
+    code, stdout, stderr = start(*options).outcome()
+    assert (code, stderr) == (0, "")
+    lines = stdout.splitlines()
+    assert lines[0].startswith("starting a run in ")
+    assert sum(line.startswith("starting a run in ") for line in lines) == 1
+    assert [line.split(" · ")[0] for line in lines if line.startswith("step ") and "val PSNR" in line] == ["step 4/4"]
