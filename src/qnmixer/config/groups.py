@@ -302,4 +302,4 @@ class ScheduleConfig(Group):
 def with_group(group: str, message: str, arguments: Collection[str]) -> str:
     """A message that names arguments, with the keys of the command line. One word counts only with its value."""
     long = "|".join(name for name in arguments if "_" in name) or "(?!)"
-    return re.sub(rf"(?<![\w.])(({'|'.join(arguments)})(?==)|({long})\b)", rf"{group}.\g<0>", message)
+    return re.sub(rf"(?<![\w.])(({'|'.join(arguments) or '(?!)'})(?==)|({long})\b)", rf"{group}.\g<0>", message)
