@@ -91,8 +91,8 @@ def tiny_module() -> Callable[..., ReconstructionModule]:
 
 @pytest.fixture(scope="session")
 def cold(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
-    """Runs commands that have no need of torch."""
-    with Warm(tmp_path_factory.mktemp("cold")) as server:
+    """Runs commands that need no large library but torch."""
+    with Warm(tmp_path_factory.mktemp("cold"), "qnmixer.models") as server:
         yield server
 
 

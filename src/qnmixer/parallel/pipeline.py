@@ -217,13 +217,13 @@ class Pipeline:
             logged.check()
             values = torch.stack([torch.stack(self._losses).sum().float(), *(logged.values[it] for it in logged.names)])
         dist.broadcast(values, group_src=last, group=self.group)
-        for (name, options), value in zip(logged.names.items(), values[1:], strict=True):
-            self.module.log(name, value, **options)
+        for (name, (args, options)), value in zip(logged.names.items(), values[1:], strict=True):
+            self.module.log(name, value, *args, **options)
         return values[0]
 
     def _loss(self, image: Tensor, positions: Tensor) -> Tensor:
         with self.context():
-            loss = loss_of_part(self.module, self._batch, self._batch_idx, image, positions, self._logged)
+            loss = loss_of_part(self.module, self._batch, self._batch_idx, image, int(positions[0]), self._logged)
         self._losses.append(loss.detach())
         return loss * self._factor
 

@@ -1,6 +1,5 @@
 """The T iterations of a network cut into stages, the order in which a device runs them, and the loss at their end."""
 
-import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -33,8 +32,8 @@ class Trained(Protocol):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The loss of a batch."""
 
-    def log(self, name: str, value: Any) -> None:
-        """Log a number. Lightning has more arguments."""
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Log a number, as Lightning does."""
 
 
 class Stage(nn.Module):
@@ -63,22 +62,19 @@ class Stage(nn.Module):
         return self.outgoing.pack(state)
 
 
-def loss_of_part(
-    module: Trained, batch: Any, batch_idx: int, image: Tensor, positions: Tensor, logged: "Logged"
-) -> Tensor:
+def loss_of_part(module: Trained, batch: Any, batch_idx: int, image: Tensor, first: int, logged: "Logged") -> Tensor:
     """The part of a micro-batch in the loss of its batch, by the module's own `training_step`.
 
     Args:
         batch: with its sinograms.
         image: x_T of the micro-batch, which the stages have computed.
-        positions: of the micro-batch in the batch: neighbours, on the host.
+        first: position in the batch of the micro-batch's first sample.
         logged: takes what `training_step` logs.
 
     Raises ConfigError if `training_step` needs more of the network than x_T.
     """
-    first, end = int(positions[0]), int(positions[-1]) + 1
-    part = {key: value[first:end] for key, value in batch.items()}
-    share = len(positions) / len(batch["image"])
+    part = {key: value[first : first + len(image)] for key, value in batch.items()}
+    share = len(image) / len(batch["image"])
     with _giving(module, part["sinogram"], image, partial(logged.add, image.device, share)):
         return module.training_step(part, batch_idx) * share
 
@@ -101,15 +97,10 @@ def _giving(module: Trained, y: Tensor, image: Tensor, add: Callable[..., None])
             "strategy=ddp memory=recompute"
         )
 
-    signature = inspect.signature(module.log)
-
-    def log(*args: Any, **options: Any) -> None:
-        add(**signature.bind(*args, **options).arguments)
-
     # In the objects, so that hooks of `forward` still run.
     ours: list[tuple[Any, dict[str, Any]]] = [
         (module.network, {"forward": forward} | dict.fromkeys(_OF_ITERATES, refuse)),
-        (module, {"measure": lambda batch, stream: y, "log": log}),
+        (module, {"measure": lambda batch, stream: y, "log": add}),
     ]
     for it, methods in ours:
         vars(it).update(methods)
@@ -119,6 +110,9 @@ def _giving(module: Trained, y: Tensor, image: Tensor, add: Callable[..., None])
         for it, methods in ours:
             for name in methods:
                 del vars(it)[name]
+
+
+_Options = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Logged:
@@ -132,16 +126,16 @@ class Logged:
 
     def __init__(self) -> None:
         self.values: dict[str, Tensor] = {}
-        self.options: dict[str, dict[str, Any]] = {}
-        self.names: dict[str, dict[str, Any]] | None = None
+        self.options: dict[str, _Options] = {}
+        self.names: dict[str, _Options] | None = None
 
-    def add(self, device: torch.device, share: float, name: str, value: Any, **options: Any) -> None:
+    def add(self, device: torch.device, share: float, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Add a micro-batch's value, with its share of the batch. Raises ConfigError for a torchmetrics Metric."""
         if isinstance(value, nn.Module):
             raise ConfigError(f"strategy=pipeline: training_step logs {name} as a metric object: log a number")
         number = torch.as_tensor(value, dtype=torch.float32, device=device).detach().reshape(())
         self.values[name] = self.values.get(name, 0) + share * number
-        self.options[name] = options
+        self.options[name] = (args, options)
 
     def check(self) -> None:
         """Raise ConfigError if a batch has logged other names than the first: other devices cannot know them."""

@@ -13,7 +13,6 @@ from qnmixer.build import build_data_module, build_module
 from qnmixer.checkpoints.reading import find_checkpoint, load_weights, resumable, split_of, steps_of
 from qnmixer.config import Config, effective_batch
 from qnmixer.config.debug import FewBatchesConfig
-from qnmixer.config.model import LearnedConfig
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.data.splits import RunSplit, seen_by
@@ -128,9 +127,9 @@ def require_memory(config: Config) -> None:
     seconds. So it runs only if a rough count, of the features of all iterations and of their weights, is large.
     """
     model, data = config.model, config.data
-    if config.trainer.accelerator != "cpu" or not isinstance(model, LearnedConfig):
+    if config.trainer.accelerator != "cpu" or not model.has_weights:
         return
-    values = model.T * model.channels * (data.batch_size * data.image_size**2 + 16 * model.channels)
+    values = model.T * model.width * (data.batch_size * data.image_size**2 + 16 * model.width)
     available = memory_of(torch.device("cpu"))
     if 4 * values / MIB < available / 16:
         return
