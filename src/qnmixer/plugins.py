@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -86,6 +87,8 @@ def trust_words(targets: Iterable[str]) -> list[str]:
 def check_trusted(source: str, targets: Mapping[str, str], trust: Collection[str]) -> None:
     """Raise PluginError for the first target of a file that this command line does not allow.
 
+    The message names the modules of all its targets, so that one more try is enough.
+
     Args:
         source: the file, for the message.
         targets: the targets that the file names, by key.
@@ -95,7 +98,7 @@ def check_trusted(source: str, targets: Mapping[str, str], trust: Collection[str
         if not is_trusted(target, trust):
             raise PluginError(
                 f"{source} names {key}={target}, which is not part of qnmixer: if you trust that code, "
-                f"add trust={module_of(target)}"
+                f"add {shlex.join(trust_words(targets.values()))}"
             )
 
 

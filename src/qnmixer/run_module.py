@@ -66,6 +66,11 @@ class RunModule(L.LightningModule):
         if shard := getattr(self.trainer.strategy, "shard", None):
             shard(self.network, self.device_mesh)
 
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Log a number, as Lightning does. In a plan and in doctor's comparison there is no trainer, and no log."""
+        if self._trainer is not None:
+            super().log(name, value, *args, **options)
+
     def log_means(self, prefix: str, values: Mapping[str, Tensor], counted: Tensor) -> None:
         """Log the means over the counted images of all batches and processes.
 
