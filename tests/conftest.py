@@ -99,7 +99,7 @@ def cold(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
     """Runs commands that need torch and Lightning."""
-    rooms = ["training.fit", "training.worker", "inference.reconstruct", "checkpoints.export", "memory.report"]
+    rooms = ["fit", "training.worker", "inference.reconstruct", "checkpoints.export", "memory.report"]
     with Warm(tmp_path_factory.mktemp("warm"), *(f"qnmixer.{room}" for room in [*rooms, "checkup.checks"])) as server:
         yield server
 
