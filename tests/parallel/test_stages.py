@@ -181,7 +181,7 @@ def test_micro_batches_log_the_means_of_their_batch(monkeypatch: pytest.MonkeyPa
 
 def test_metric_objects_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     module = logging(monkeypatch)
-    module.what = nn.Identity()
+    monkeypatch.setattr(Logging, "what", nn.Identity())
     x = torch.rand(1, 1, 16, 16)
     with pytest.raises(ConfigError, match="training_step logs one as a metric object: log a number"):
         loss_of_part(module, {"image": x, "sinogram": torch.rand(1, 1, 8, 24)}, 0, x, 0, Logged())

@@ -221,16 +221,17 @@ def test_a_sweep_of_their_arguments(here: Path, command: Command) -> None:
     assert much["train/loss"] - without["train/loss"] == pytest.approx(100 * without["train/roughness"], rel=1e-4)
 
 
-def test_a_loss_on_the_iterates_recomputes_them(here: Path, command: Command) -> None:
+def test_a_loss_on_the_iterates_is_that_of_every_memory_mode(here: Path, command: Command) -> None:
     runs = {
         (memory, weight): trained(
             command, here, f"{memory}{weight}", f"memory={memory}", f"+module.iterates={weight}", "data.batch_size=2"
         )
-        for memory, weight in (("keep", 1), ("recompute", 1), ("recompute", 0))
+        for memory, weight in (("keep", 1), ("offload", 1), ("recompute", 1), ("recompute", 0))
     }
-    kept, recomputed, without = (rows[0] for rows in runs.values())
-    assert recomputed["train/loss"] == pytest.approx(kept["train/loss"], rel=1e-6)
-    assert recomputed["train/grad_norm"] == pytest.approx(kept["train/grad_norm"], rel=1e-4)
+    kept, offloaded, recomputed, without = (rows[0] for rows in runs.values())
+    for other in (offloaded, recomputed):
+        assert other["train/loss"] == pytest.approx(kept["train/loss"], rel=1e-6)
+        assert other["train/grad_norm"] == pytest.approx(kept["train/grad_norm"], rel=1e-4)
     assert recomputed["train/loss"] > 2 * without["train/loss"]
     assert abs(recomputed["train/grad_norm"] / without["train/grad_norm"] - 1) > 0.1
 
