@@ -209,7 +209,7 @@ class Pipeline:
         """The loss of the batch, after `log` of all values. Only the device of the last stage knows them."""
         logged, last = self._logged, dist.get_world_size(self.group) - 1
         if logged.names is None:
-            names = [logged.options]
+            names = [dict(logged.options)]
             dist.broadcast_object_list(names, group_src=last, group=self.group)
             logged.names = names[0]
         values = torch.zeros(1 + len(logged.names), device=device)
