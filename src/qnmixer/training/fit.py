@@ -13,6 +13,7 @@ from qnmixer.build import build_data_module, build_module
 from qnmixer.checkpoints.reading import find_checkpoint, load_weights, resumable, split_of, steps_of
 from qnmixer.config import Config, effective_batch
 from qnmixer.config.debug import FewBatchesConfig
+from qnmixer.config.metrics import mode_of
 from qnmixer.config.model import LearnedConfig
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
@@ -25,6 +26,7 @@ from qnmixer.memory.footprint import MIB
 from qnmixer.memory.limits import is_out_of_memory, memory_of
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import Planner
+from qnmixer.optimization.metrics import try_metrics
 from qnmixer.parallel.compilation import compile_blocks
 from qnmixer.parallel.devices import allow_tf32
 from qnmixer.processes.ranks import another_rank_failed, rank, world_size
@@ -68,9 +70,15 @@ def fit(config: Config, run: Run) -> float:
         data = build_data(config, checkpoint)
         if checkpoint is not None and run.resumes_in_place:  # nothing has refused its settings
             run.record_resume(steps_of(checkpoint))
-        checkpointing = Checkpointing(run, config.monitor, config.trainer.save_every_n_steps)
+        mode = mode_of(config.monitor, config.metrics)
+        checkpointing = Checkpointing(run, config.monitor, config.trainer.save_every_n_steps, mode)
         memory = MemoryMonitor(run.console)
-        callbacks = [checkpointing, memory, *console_callbacks(config, run), *build_callbacks(config.callbacks)]
+        callbacks = [
+            checkpointing,
+            memory,
+            *console_callbacks(config, run),
+            *build_callbacks(config.callbacks, config.metrics),
+        ]
         save_code_diff(run)  # W&B sends it
         loggers = build_loggers(config, run.folder, run.overrides, run.resumed_at)
         trainer = build_trainer(config, run.folder, callbacks, loggers)
@@ -142,6 +150,7 @@ def require_memory(config: Config) -> None:
 def prepared_module(config: Config) -> RunModule:
     """Build the LightningModule in its memory mode, with the weights of `finetune`."""
     module = build_module(config)
+    try_metrics(getattr(module, "metrics", {}), config.data.image_size)
     if config.finetune is not None:
         load_weights(module, config.finetune)
     apply_memory_mode(module.network, config.memory)
