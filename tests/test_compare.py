@@ -93,7 +93,7 @@ def test_the_table_holds_what_evaluate_finds_on_the_same_sinograms(sweep: Path) 
     evaluation = evaluate(module, data, "test", module.config.evaluation, torch.device("cpu"))
     images = [line for line in lines(found / "images.csv") if line["test"] == "as_trained"]
     for method, name, seed in (("QN-Mixer", METHODS[0], "1"), ("FBP", "FBP", "")):
-        expected = [(s.slice, s.psnr, s.ssim) for s in evaluation.scores if s.method == method]
+        expected = [(s.slice, s.values["psnr"], s.values["ssim"]) for s in evaluation.scores if s.method == method]
         its = [line for line in images if (line["method"], line["seed"]) == (name, seed)]
         assert [(line["slice"], float(line["psnr"]), float(line["ssim"])) for line in its] == expected
     rows = [line for line in lines(found / "comparison.csv") if line["test"] == "as_trained"]
@@ -106,7 +106,7 @@ def test_the_table_holds_what_evaluate_finds_on_the_same_sinograms(sweep: Path) 
     assert ranked == sorted(ranked, reverse=True)
     assert len(ranked) == 3
     kept = [json.loads(path.read_text())["scores"] for path in (found / "evaluations").iterdir()]
-    fbp = [tuple(score["psnr"] for score in scores if score["method"] == "FBP") for scores in kept]
+    fbp = [tuple(score["values"]["psnr"] for score in scores if score["method"] == "FBP") for scores in kept]
     assert len(fbp) == 8  # each of four jobs on two tests: whatever method and seed, from the same noise
     assert len({*fbp}) == 2
     # What was measured before is taken only as it was written.

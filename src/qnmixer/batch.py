@@ -16,3 +16,8 @@ class Batch(TypedDict):
     sample: Tensor  # [B], int64: epoch · length + index; on the host in training and evaluation
     weight: Tensor  # [B], weight in the loss; 0 for a sample that only fills the batch
     name: list[str]
+
+
+def to_hu(batch: Batch, image: Tensor) -> Tensor:
+    """HU of images [B, 1, H, W], from the scaling of their slices."""
+    return batch["hu_offset"][:, None, None, None] + batch["hu_scale"][:, None, None, None] * image

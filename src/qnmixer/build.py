@@ -25,7 +25,7 @@ def build_module(config: Config, projector: FanBeamProjector | None = None) -> R
         loss=build_loss(config.loss),
         optimizer=partial(build_optimizer, config.optimizer),
         schedule=partial(learning_rate_factor, config.schedule),
-        metrics=build_metrics(config.data.own_range),
+        metrics=build_metrics(config.metrics, config.data.own_range),
     )
     module.attach(config, to_plain(config), measurement)
     return module

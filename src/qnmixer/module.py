@@ -16,7 +16,10 @@ from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.run_module import RunModule
 
 OfEach = Callable[[Tensor, Tensor], Tensor]
-"""A loss or a metric: [B], a number for each image, from images and truths [B, 1, H, W]."""
+"""A loss: [B], a number for each image, from images and truths [B, 1, H, W]."""
+
+Metric = Callable[[Tensor, Batch], Tensor]
+"""A metric: [B], a number for each image, from images [B, 1, H, W] and their batch, which has truths and HU scales."""
 
 
 class ReconstructionModule(RunModule):
@@ -36,7 +39,7 @@ class ReconstructionModule(RunModule):
         loss: OfEach,
         optimizer: Callable[[UnrolledNetwork[Any]], Optimizer],
         schedule: Callable[[int], Callable[[int], float]],
-        metrics: Mapping[str, OfEach],
+        metrics: Mapping[str, Metric],
     ) -> None:
         super().__init__()
         self.network = network
@@ -63,9 +66,9 @@ class ReconstructionModule(RunModule):
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Loss and metrics of each image, whose means are logged as val/NAME."""
         y = self.measure(batch, "val")
-        image, truth = self.network(y), batch["image"]
-        values = {"loss": self.loss(image, truth)}
-        values |= {name: metric(image, truth) for name, metric in self.metrics.items()}
+        image = self.network(y)
+        values = {"loss": self.loss(image, batch["image"])}
+        values |= {name: metric(image, batch) for name, metric in self.metrics.items()}
         self.log_means("val", values, counted=batch["weight"] > 0)
 
     def configure_optimizers(self) -> Any:

@@ -140,11 +140,6 @@ def system_matrix_at(config: Config, image_size: int) -> ScanMatrix:
     return system_matrix(build_geometry(replace(config, data=replace(config.data, image_size=image_size))))
 
 
-def to_hu(batch: Batch, image: Tensor) -> Tensor:
-    """HU of images [B, 1, H, W], from the scaling of their slices."""
-    return batch["hu_offset"][:, None, None, None] + batch["hu_scale"][:, None, None, None] * image
-
-
 def build_geometry(config: Config) -> FanBeamGeometry:
     """Build the scan. Raises GeometryError if it is impossible."""
     g = config.geometry

@@ -81,7 +81,7 @@ def test_scores_are_measured_again_when_the_slices_change(
         assert all(word in said for word in words), said
         (scores,) = comparison.methods[0].measured["mine"].values()
         assert ("of them before" in said) == ("(1 of them before)" in words)
-        return [score.psnr for score in scores]
+        return [score.values["psnr"] for score in scores]
 
     first = psnrs(others, "1 jobs on 2 slices")
     assert psnrs(others, "(1 of them before)") == first

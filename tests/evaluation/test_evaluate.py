@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
+from qnmixer.batch import to_hu
 from qnmixer.config import Config
 from qnmixer.config.evaluation import EvaluationConfig
 from qnmixer.config.run import section
@@ -19,12 +20,17 @@ from qnmixer.evaluation.evaluate import Evaluation, ImageScore, _gain, evaluate,
 from qnmixer.evaluation.slices import pictured
 from qnmixer.module import ReconstructionModule
 from qnmixer.optimization.metrics import psnr, ssim, to_window
-from qnmixer.reconstructor import to_hu
 from qnmixer.reports.page import PageMethod, PageSlice
 from qnmixer.reports.pictures import Panel, Row, draw_comparison
 from qnmixer.tracking.sweep_file import name_of_run, write_sweep
 
 WINDOW = [-160.0, 240.0]
+NAMES = ("psnr", "ssim", "window_psnr", "window_ssim")
+
+
+def changed(score: ImageScore, **values: float | None) -> ImageScore:
+    """The score with other values of some metrics."""
+    return replace(score, values=score.values | values)
 
 
 @pytest.fixture
@@ -54,18 +60,19 @@ def test_every_slice_is_scored_once_by_each_method_on_the_same_sinogram(module: 
             images = {"FBP": module.projector.fbp(y), "QN-Mixer": module.network(y)}
         for method, image in images.items():
             (score,) = [s for s in evaluation.scores if (s.slice, s.method) == (names[index], method)]
-            assert score.psnr == pytest.approx(psnr(image, truth).item(), abs=1e-3)
-            assert score.ssim == pytest.approx(100 * ssim(image, truth).item(), abs=1e-2)
+            assert score.values["psnr"] == pytest.approx(psnr(image, truth).item(), abs=1e-3)
+            assert score.values["ssim"] == pytest.approx(100 * ssim(image, truth).item(), abs=1e-2)
             windowed = [to_window(to_hu(batch, x), (WINDOW[0], WINDOW[1])) for x in (image, truth)]
-            assert score.window_psnr == pytest.approx(psnr(*windowed).item(), abs=1e-3)
-            assert score.window_ssim == pytest.approx(100 * ssim(*windowed).item(), abs=1e-2)
+            assert score.values["window_psnr"] == pytest.approx(psnr(*windowed).item(), abs=1e-3)
+            assert score.values["window_ssim"] == pytest.approx(100 * ssim(*windowed).item(), abs=1e-2)
 
 
 def test_batch_size_changes_no_score(module: ReconstructionModule) -> None:
     alone, together = (measured(module, batch_size=n)[0] for n in (1, 4))
     for a, b in zip(alone.scores, together.scores, strict=True):
         assert (a.slice, a.method) == (b.slice, b.method)
-        assert [a.psnr, a.ssim, a.window_psnr] == pytest.approx([b.psnr, b.ssim, b.window_psnr], abs=2e-3)
+        first, second = ([of.values[name] for name in NAMES[:3]] for of in (a, b))
+        assert first == pytest.approx(second, abs=2e-3)
 
 
 def test_pictures_are_of_slices_spread_over_the_split(module: ReconstructionModule) -> None:
@@ -80,10 +87,10 @@ def test_pictures_are_of_slices_spread_over_the_split(module: ReconstructionModu
 def test_all_slices_are_there_to_look_through_the_worst_first(module: ReconstructionModule) -> None:
     evaluation, data = measured(module, batch_size=2)
     ours = [score for score in evaluation.scores if score.method == "QN-Mixer"]
-    worst_first = sorted(ours, key=lambda score: score.psnr)
+    worst_first = sorted(ours, key=lambda score: score.values["psnr"])
     assert [of.name for of in evaluation.slices] == [f"slice {score.number}" for score in worst_first]
     assert [score.slice for score in ours] == [data.dataset("test").source.name(score.number) for score in ours]
-    assert [of.psnr for of in evaluation.slices] == sorted(score.psnr for score in ours)
+    assert [of.psnr for of in evaluation.slices] == sorted(score.values["psnr"] for score in ours)
     T = module.network.n_iterations
     assert [[len(m.iterates) for m in of.methods] for of in evaluation.slices] == [[1, T + 1]] * 5
     assert all(of.full_shape is None for of in evaluation.slices)
@@ -112,7 +119,11 @@ def test_spread_gives_as_many_as_asked_for_within_the_split(n_images: int, n_pic
 def scores() -> Evaluation:
     values = {"FBP": [(20.0, 50.0, 10.0, 40.0), (22.0, 60.0, 12.0, 44.0)],
               "QN-Mixer": [(30.5, 90.0, 21.0, 80.0), (31.0, 92.0, 22.0, 82.0)]}  # fmt: skip
-    by_slice = [ImageScore(i, f"a,{i}.dcm", method, *rows[i]) for i in range(2) for method, rows in values.items()]
+    by_slice = [
+        ImageScore(i, f"a,{i}.dcm", method, dict(zip(NAMES, rows[i], strict=True)))
+        for i in range(2)
+        for method, rows in values.items()
+    ]
     picture = torch.zeros(16, 16)
     slices = [PageSlice(f"a,{i}.dcm", picture, [PageMethod(method, [picture]) for method in values]) for i in range(2)]
     return Evaluation(by_slice, slices, [0, 1])
@@ -128,7 +139,9 @@ def test_total_variation_stands_in_the_table_where_it_is_asked_for(module: Recon
 
 def test_a_network_below_another_method_is_told_before_the_table(scores: Evaluation) -> None:
     assert warnings_of(scores) == []
-    worse = Evaluation([replace(s, psnr=s.psnr - 20) if s.method == "QN-Mixer" else s for s in scores.scores], [])
+    worse = Evaluation(
+        [changed(s, psnr=s.values["psnr"] - 20) if s.method == "QN-Mixer" else s for s in scores.scores], []
+    )
     (line,) = warnings_of(worse)
     assert line.startswith("QN-Mixer is BELOW FBP by 10.25 dB")
     dead = Evaluation([replace(s, constant=s.method == "QN-Mixer") for s in scores.scores], [])
@@ -164,9 +177,7 @@ def test_tables_hold_the_scores(scores: Evaluation, tiny_config: Callable[..., C
     for line, score in zip(images, scores.scores, strict=True):
         assert (line["number"], line["slice"]) == (str(score.number), score.slice)
         assert line["method"] == score.method
-        assert [float(line[key]) for key in ("psnr", "ssim", "window_psnr", "window_ssim")] == [
-            score.psnr, score.ssim, score.window_psnr, score.window_ssim,
-        ]  # fmt: skip
+        assert {name: float(line[name]) for name in NAMES} == score.values
     with (tmp_path / "table.csv").open(newline="") as stream:
         headings, fbp, ours = csv.reader(stream)
     assert headings[0] == "method"
@@ -188,7 +199,7 @@ def test_tables_hold_the_scores(scores: Evaluation, tiny_config: Callable[..., C
 
 
 def test_a_page_warns_as_the_table_does(scores: Evaluation, tiny_config: Callable[..., Config], tmp_path: Path) -> None:
-    worse = [replace(score, psnr=0.0) if score.method == "QN-Mixer" else score for score in scores.scores]
+    worse = [changed(score, psnr=0.0) if score.method == "QN-Mixer" else score for score in scores.scores]
     found = replace(scores, scores=worse)
     write_evaluation(tmp_path, found, "two", tiny_config(), torch.device("cpu"), Console(quiet=True), tmp_path)
     assert "Warning: QN-Mixer is BELOW FBP by 21.00 dB" in (tmp_path / "page.html").read_text()
@@ -219,22 +230,22 @@ def test_a_slice_with_nothing_in_the_window_has_no_window_scores(module: Reconst
     data = SliceDataModule(section("data", "phantoms", image_size=16, num_workers=0, n_test=2))
     settings = EvaluationConfig(window=[2500.0, 3000.0], n_pictures=1)
     evaluation = evaluate(module, data, "test", settings, torch.device("cpu"))
-    assert {(score.window_psnr, score.window_ssim) for score in evaluation.scores} == {(None, None)}
-    assert all(math.isfinite(score.psnr) for score in evaluation.scores)
+    assert {(score.values["window_psnr"], score.values["window_ssim"]) for score in evaluation.scores} == {(None, None)}
+    assert all(math.isfinite(score.values["psnr"]) for score in evaluation.scores)
 
 
 def test_means_leave_out_what_is_not_in_the_window_and_show_what_is_no_number(
     scores: Evaluation, tiny_config: Callable[..., Config], tmp_path: Path
 ) -> None:
     fbp, ours, *others = (replace(score, patient=score.number) for score in scores.scores)
-    first = [replace(score, window_psnr=None, window_ssim=None) for score in (fbp, replace(ours, psnr=math.nan))]
+    first = [changed(score, window_psnr=None, window_ssim=None) for score in (fbp, changed(ours, psnr=math.nan))]
     found = replace(scores, scores=[*first, *others])
     write_evaluation(tmp_path, found, "two", tiny_config(), torch.device("cpu"), Console(quiet=True), tmp_path)
     assert found.means()["FBP"] == {"psnr": 21.0, "ssim": 55.0, "window_psnr": 12.0, "window_ssim": 44.0}
     table = (tmp_path / "table.md").read_text()
     assert "| QN-Mixer | nan ± nan | 91.00 ± 1.41 | 22.00 | 82.00 |" in table
     assert "**Warning: QN-Mixer gives NaN or infinite pixels for 1 of 2 slices" in table
-    nothing = [replace(score, window_psnr=None, window_ssim=None) for score in scores.scores]
+    nothing = [changed(score, window_psnr=None, window_ssim=None) for score in scores.scores]
     assert math.isnan(replace(scores, scores=nothing).means()["FBP"]["window_psnr"])
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from pydicom import dcmread
 
+from qnmixer.batch import to_hu
 from qnmixer.build import build_module
 from qnmixer.config import parse, to_plain
 from qnmixer.config.commands import ReconstructConfig, parse_reconstruct
@@ -25,7 +26,6 @@ from qnmixer.inference.batches import MAX_HU, BatchedNetwork
 from qnmixer.inference.inputs import MeasuredScan, holds_sinograms, measured_scans, simulated_scans
 from qnmixer.inference.reconstruct import reconstruct_input
 from qnmixer.module import ReconstructionModule
-from qnmixer.reconstructor import to_hu
 from qnmixer.weights import CHECKPOINT_KEY
 
 from ..conftest import TINY

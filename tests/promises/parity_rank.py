@@ -91,7 +91,7 @@ def train(
     if config.compile:
         compile_blocks(module.network)
     record = Record(scale)
-    callbacks = [record, *([Checkpointing(Run(folder), config.monitor, None)] if keep else [])]
+    callbacks = [record, *([Checkpointing(Run(folder), config.monitor, None, "max")] if keep else [])]
     trainer = build_trainer(
         config, folder, [*callbacks, *build_callbacks(config.callbacks)], build_loggers(config, folder, [])
     )

@@ -85,15 +85,15 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
         raise CheckpointError(f"{path} has a config that cannot be read ({first_line(error)})") from error
 
 
-def load_run(run: str | Path, which: str = "best", trust: Collection[str] = ()) -> Reconstructor:
+def load_run(run: str | Path, which: str = "best", trust: Collection[str] = (), *more: str) -> Reconstructor:
     """Load the trained module of a run folder (or .ckpt or .safetensors file) on the CPU.
 
-    `trust`: modules outside qnmixer whose classes the file may name. Raises PluginError for others, and
-    CheckpointError for a file that cannot be read.
+    `trust`: modules outside qnmixer whose classes the file may name. `more`: as in `built_from`. Raises PluginError for
+    others, and CheckpointError for a file that cannot be read.
     """
     path = find_checkpoint(run, which)
     config, state = read_checkpoint(path)
-    check_trusted(str(path), built_from(config), trust)
+    check_trusted(str(path), built_from(config, *more), trust)
     config = checked(config, "model", "noise")
     with _no_more_weights_than(state, path):
         module = Reconstructor(config)
@@ -180,10 +180,9 @@ def resumable(config: Config, run: Path) -> Path:
     return path
 
 
-def built_from(config: Config, with_slices: bool = False) -> dict[str, str]:
-    """Targets that `Reconstructor` imports, by key. With `with_slices` also the target of its data."""
-    sections = ("model.", "noise.", "data.") if with_slices else ("model.", "noise.")
-    return {key: it for key, it in targets_of(config).items() if key.startswith(sections)}
+def built_from(config: Config, *more: str) -> dict[str, str]:
+    """Targets that `Reconstructor` imports, by key. `more`: other sections that the caller builds, as "metrics."."""
+    return {key: it for key, it in targets_of(config).items() if key.startswith(("model.", "noise.", *more))}
 
 
 def steps_of(path: Path) -> int:

@@ -154,7 +154,7 @@ def train_a_little(config: Config, folder: Path) -> None:
             (_short(small_network(config), GROWTH_STEPS), LambdaCallback(on_train_batch_end=growth.after_batch)),
         ):
             module = untrained(run)
-            callbacks = [callback, *build_callbacks(run.callbacks)]
+            callbacks = [callback, *build_callbacks(run.callbacks, run.metrics)]
             trainer = build_trainer(run, folder, callbacks, build_loggers(run, folder, []))
             data = build_data_module(run)
             trainer.fit(module, datamodule=data)

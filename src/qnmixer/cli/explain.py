@@ -137,8 +137,8 @@ def known_keys(config_name: str) -> list[str]:
 
 
 def _keys_of_ready() -> Iterator[tuple[str, str]]:
-    """Dotted names of the keys of all callbacks and loggers in conf/, and the option that has each."""
-    for group in ("callbacks", "logger"):
+    """Dotted names of the keys of all callbacks, metrics and loggers in conf/, and the option that has each."""
+    for group in ("callbacks", "metrics", "logger"):
         for option in reversed(options(group)):  # default comes last: the others include its keys
-            prefix = f"logger.{option}." if group == "logger" else "callbacks."
+            prefix = f"logger.{option}." if group == "logger" else f"{group}."
             yield from ((key, f"{group}={option}") for key in flat_keys(values_of_option(group, option), prefix))

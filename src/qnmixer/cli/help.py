@@ -72,7 +72,7 @@ def _keys(cfg: DictConfig, choices: dict[str, str], conf: Path, config_name: str
         if isinstance(value, dict) and key != "hydra":
             comments = _comments(files_of(conf / key / f"{choices.get(key)}.yaml", below=True))
             for name, item in ((str(name), item) for name, item in value.items()):
-                if isinstance(item, dict) and key in ("callbacks", "logger"):
+                if isinstance(item, dict) and key in ("callbacks", "metrics", "logger"):
                     yield f"  {key}.{name}=…"
                     its = comments or _comments([path] if (path := conf / key / f"{name}.yaml").is_file() else [])
                     yield from (_line(f"{key}.{name}.{k}", v, its.get(str(k), "")) for k, v in item.items())

@@ -18,8 +18,9 @@ from qnmixer.config.geometry import GeometryConfig
 from qnmixer.config.groups import Group, LossConfig, ModelConfig, NoiseConfig, OptimizerConfig, ScheduleConfig
 from qnmixer.config.logger import LoggerConfig, WandbConfig, named_loggers, schema_of_logger, section_of
 from qnmixer.config.memory import MemoryConfig
+from qnmixer.config.metrics import MetricConfig, check_monitor, default_metrics, parse_metrics
 from qnmixer.config.module import OURS, DataModuleConfig, ModuleConfig
-from qnmixer.config.option import number, one_of
+from qnmixer.config.option import number
 from qnmixer.config.rules import check_rules
 from qnmixer.config.search_path import CONF
 from qnmixer.config.section import parse_section, plain_values
@@ -37,7 +38,12 @@ from qnmixer.config.trainer import TrainerConfig, gathered
 from qnmixer.errors import ConfigError, suggest
 from qnmixer.plugins import check_plugin
 
-_ALWAYS_THERE = ("lightning.", "qnmixer.", "torch.")  # the check does not import these, which would take seconds
+_ALWAYS_THERE = (
+    "lightning.",
+    "qnmixer.",
+    "torch.",
+    "torchmetrics.",
+)  # the check does not import these, which would take seconds
 MAX_SEED = 2**32 - 1
 """The largest seed of numpy."""
 
@@ -47,7 +53,7 @@ class RunConfig:
     """The root keys of the config."""
 
     seed: int = number(at_least=0, at_most=MAX_SEED)
-    monitor: str = one_of("val/psnr", "val/ssim", "val/loss")
+    monitor: str
     finetune: str | None
     resume: str | None
     compile: bool
@@ -74,6 +80,7 @@ class Config(RunConfig):
     evaluation: EvaluationConfig
     debug: DebugConfig
     logger: dict[str, WandbConfig | LoggerConfig] = field(default_factory=dict)  # by name
+    metrics: dict[str, MetricConfig] = field(default_factory=dict)  # by name
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name: _target_ and arguments
 
 
@@ -106,17 +113,20 @@ def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
     if "trainer" in values:
         values["trainer"] = gathered(values["trainer"])
     callbacks = parse_callbacks(values.pop("callbacks", {}))
+    metrics = parse_metrics(values.pop("metrics"), values) if "metrics" in values else default_metrics()
     loggers = {
         name: parse_section(section_of(name), schema_of_logger(given), given, values)
         for name, given in named_loggers(values.pop("logger", None)).items()
     }
     root = {f.name for f in fields(RunConfig)}
-    sections = {f.name for f in fields(Config)} - root - {"callbacks", "logger"}
+    sections = {f.name for f in fields(Config)} - root - {"callbacks", "logger", "metrics"}
     for key in sections - values.keys():
         raise ConfigError(f"the config has no {key}: choose one with {key}=…")
     rest = parse_section("", RunConfig, {k: v for k, v in values.items() if k not in sections}, values)
+    check_monitor(rest.monitor, metrics)
     parsed = {key: parse_section(key, schema_of(key, values[key]), values[key], values) for key in sorted(sections)}
-    return Config(**{key: getattr(rest, key) for key in root}, **parsed, logger=loggers, callbacks=callbacks)
+    named: dict[str, Any] = {"metrics": metrics, "logger": loggers, "callbacks": callbacks}
+    return Config(**{key: getattr(rest, key) for key in root}, **parsed, **named)
 
 
 def schema_of(section: str, value: Any) -> type:
@@ -155,6 +165,7 @@ def targets_of(config: Any) -> dict[str, str]:
         elif isinstance(section, Custom):
             targets[f"{key}.{TARGET}"] = section._target_
     targets |= {f"{section_of(name)}.{TARGET}": it._target_ for name, it in (sections.get("logger") or {}).items()}
+    targets |= {f"metrics.{name}.{TARGET}": it._target_ for name, it in (sections.get("metrics") or {}).items()}
     callbacks = sections.get("callbacks") or {}
     return targets | {f"callbacks.{name}.{TARGET}": given[TARGET] for name, given in callbacks.items()}
 
@@ -248,7 +259,8 @@ def _resolved(group: str, option: str, seed: int, keys: Mapping[str, Any]) -> An
 
 def to_plain(config: Config) -> dict[str, Any]:
     """The config as numbers, strings, lists and dicts, which a checkpoint can store. `parse` reads it back."""
-    values = vars(config) | {"logger": {name: keys_of(logger) for name, logger in config.logger.items()}}
+    named = {key: {name: keys_of(it) for name, it in getattr(config, key).items()} for key in ("logger", "metrics")}
+    values = vars(config) | named
     return {key: keys_of(value) if is_dataclass(value) else value for key, value in values.items()}
 
 

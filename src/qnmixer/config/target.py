@@ -97,7 +97,7 @@ class Target(Custom):
 
 def groups() -> list[str]:
     """The groups of a run whose options set the keys of one section."""
-    others = ("callbacks", "experiment", "hydra", "local", "logger")
+    others = ("callbacks", "experiment", "hydra", "local", "logger", "metrics")
     return sorted(path.name for path in CONF.glob("*/") if path.name not in others)
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from qnmixer.batch import Batch
+from qnmixer.batch import Batch, to_hu
 from qnmixer.checkpoints.reading import find_checkpoint, load_weights, read_checkpoint, split_of
 from qnmixer.checkpoints.weights_file import digest_of_weights
 from qnmixer.config import Config, effective_batch, override, to_plain
@@ -34,7 +34,7 @@ from qnmixer.evaluation.slices import other_slices, pictured
 from qnmixer.files import digest, write_text
 from qnmixer.optimization.metrics import psnr, ssim
 from qnmixer.parallel.devices import choose_device
-from qnmixer.reconstructor import Reconstructor, build_geometry, method_name, to_hu
+from qnmixer.reconstructor import Reconstructor, build_geometry, method_name
 from qnmixer.reports.page import PageMethod, PageSlice
 from qnmixer.reports.progress import progress
 from qnmixer.tracking.loggers import device_name

@@ -4,6 +4,7 @@ import json
 import time
 from dataclasses import asdict, replace
 from itertools import chain, combinations
+from math import nan
 from pathlib import Path
 from statistics import mean
 from textwrap import fill
@@ -16,14 +17,14 @@ from qnmixer.config import to_plain
 from qnmixer.config.commands import CompareConfig
 from qnmixer.evaluation.compare import FBP
 from qnmixer.evaluation.curves import Level, curve_of, median_step
-from qnmixer.evaluation.evaluate import METRICS, data_range
+from qnmixer.evaluation.evaluate import IN_WINDOW, data_range
 from qnmixer.evaluation.methods import ComparedJob, ComparedMethod, Comparison
 from qnmixer.evaluation.statistics import Difference, Spread, difference, spread, with_deviation
 from qnmixer.files import digest, write_text
 from qnmixer.models import TotalVariation
 from qnmixer.reports.page import PageFigure, PageMethod, PageSlice, PageTable, without_folders, write_page
 from qnmixer.reports.pictures import Curve, Panel, Row, draw_curves, draw_methods
-from qnmixer.reports.tables import csv_table, markdown_table, terminal_table
+from qnmixer.reports.tables import csv_table, decimals_of, markdown_table, terminal_table
 from qnmixer.tracking.results import duration, git_commit, versions
 
 TV = TotalVariation.title
@@ -104,7 +105,7 @@ def differences(one: ComparedMethod, other: ComparedMethod, test: str) -> dict[s
     """`one` minus `other` by metric; without a metric that no patient has."""
     return {
         metric: difference(one.scores(test, metric), other.scores(test, metric))
-        for metric in METRICS
+        for metric in one.metrics(test)
         if _on_the_same(one, other, test, metric)
     }
 
@@ -128,16 +129,16 @@ def _on_the_same(one: ComparedMethod, other: ComparedMethod, test: str, metric: 
 
 
 def _quality(comparison: Comparison) -> PageTable:
-    test, rows = comparison.tests[0], []
+    test, rows, shown = comparison.tests[0], [], _in_full(comparison)
     unit, n_images, n = _unit(comparison, test)
     gains = {method.name: over_tv(comparison, method, test) for method in comparison.methods}
     has_tv = any(gains.values())
     other_steps = len({method.steps for method in comparison.methods} - {None}) > 1
     for method in comparison.methods:
         row = [method.name, _seeds(method, test)]
-        for metric in ("psnr", "ssim"):
+        for metric in shown:
             found = _spread(method, test, metric)
-            row += [_with_seeds(found), _NOTHING if found is None else _number(found.over_patients)]
+            row += [_with_seeds(found), _NOTHING if found is None else _number(found.over_patients, found.mean)]
         if row[2] == _NOTHING:
             row[2] = method.jobs[0].problem.partition(":")[0] if method.jobs else "not measured"
         if has_tv:
@@ -157,12 +158,17 @@ def _quality(comparison: Comparison) -> PageTable:
         note += "Methods with another number of training steps stand below the others. "
     return PageTable(
         f"{test}: {n_images} slices" + (f" of {n} patients" if unit == "patients" else ""),
-        ["method", "seeds", "PSNR, dB", unit, "SSIM × 100", unit]
+        ["method", "seeds", *(heading for title in shown.values() for heading in (title, unit))]
         + ["over TV, dB", "over TV, SSIM"] * has_tv
         + ["steps", "training"] * other_steps,
         rows,
         note + _data_range(comparison, test),
     )
+
+
+def _in_full(comparison: Comparison) -> dict[str, str]:
+    """Headings of the metrics of the whole range, by name. The files have those inside the HU window too."""
+    return {name: title for name, title in comparison.titles.items() if name not in IN_WINDOW}
 
 
 def _data_range(comparison: Comparison, test: str) -> str:
@@ -185,15 +191,16 @@ def _unit(comparison: Comparison, test: str) -> tuple[str, int, int]:
 def _pairs(comparison: Comparison) -> PageTable:
     test = comparison.tests[0]
     unit, _, _ = _unit(comparison, test)
-    rows = []
+    rows, shown = [], _in_full(comparison)
     for one, other in pairs_of(comparison, test):
         row, found = [one.name, other.name], differences(one, other, test)
-        for metric in ("psnr", "ssim"):
-            row += [_gain(found[metric]), _number(found[metric].over_seeds)]
+        for metric in shown:
+            its, level = found.get(metric), _spread(one, test, metric)
+            row += [_gain(its, level.mean), _number(its.over_seeds, level.mean)] if its and level else [_NOTHING] * 2
         rows.append([*row, f"{found['psnr'].n_patients}, {found['psnr'].n_seeds}"])
     return PageTable(
         f"{test}: differences",
-        ["method", "minus", "PSNR, dB", "seeds", "SSIM × 100", "seeds", f"{unit}, seeds"],
+        ["method", "minus", *(it for title in shown.values() for it in (title, "seeds")), f"{unit}, seeds"],
         rows,
         f"Mean difference on the same {unit}, ± half of its 95 % interval for other {unit} (each averaged over seeds). "
         f"Next: the interval for other seeds (each averaged over {unit}). Last: how many {unit} and seeds. "
@@ -297,15 +304,15 @@ def _spread(method: ComparedMethod, test: str, metric: str) -> Spread | None:
 
 
 def _with_seeds(found: Spread | None) -> str:
-    return _NOTHING if found is None else with_deviation(found.mean, found.over_seeds)
+    return _NOTHING if found is None else with_deviation(found.mean, found.over_seeds, decimals=decimals_of(found.mean))
 
 
-def _number(value: float | None) -> str:
-    return _NOTHING if value is None else f"± {value:.2f}"
+def _number(value: float | None, of: float) -> str:
+    return _NOTHING if value is None else f"± {value:.{decimals_of(of)}f}"
 
 
-def _gain(found: Difference) -> str:
-    return with_deviation(found.mean, found.over_patients, "+")
+def _gain(found: Difference, of: float = nan) -> str:
+    return with_deviation(found.mean, found.over_patients, "+", decimals_of(of))
 
 
 def _training(method: ComparedMethod) -> str:
@@ -376,7 +383,7 @@ def _method_record(comparison: Comparison, method: ComparedMethod, level: Level)
     tests: dict[str, Any] = {}
     for test in comparison.tests:
         if method.measured.get(test):
-            spreads = {metric: _spread(method, test, metric) for metric in METRICS}
+            spreads = {metric: _spread(method, test, metric) for metric in comparison.titles}
             tests[test] = {metric: found and asdict(found) for metric, found in spreads.items()}
             tests[test]["scan"] = method.scans[test]
             if (gains := over_tv(comparison, method, test)) is not None:
@@ -397,15 +404,15 @@ def _method_record(comparison: Comparison, method: ComparedMethod, level: Level)
 def _lines(comparison: Comparison) -> list[list[Any]]:
     """The rows of comparison.csv: one for each test and method, also if nothing was measured."""
     costs = ("parameters", "train_seconds", "step_seconds", "step_mib", "inference_seconds", "largest_gradient")
-    deviations = [f"{metric}{of}" for metric in METRICS for of in ("", "_over_seeds", "_over_patients")]
-    gains = [f"{metric}_over_tv{of}" for metric in METRICS for of in ("", "_95")]
+    deviations = [f"{metric}{of}" for metric in comparison.titles for of in ("", "_over_seeds", "_over_patients")]
+    gains = [f"{metric}_over_tv{of}" for metric in comparison.titles for of in ("", "_95")]
     heading = ["test", "method", "status", "seeds", "jobs", "steps", "images", "patients", *deviations, *gains,
                "above_tv_from_step", *costs, "commit", "config", "trained_on", "folders"]  # fmt: skip
     level = Level(TV, comparison.methods)
     lines: list[list[Any]] = [heading]
     for test in comparison.tests:
         for method in comparison.methods:
-            spreads = [_spread(method, test, metric) for metric in METRICS]
+            spreads = [_spread(method, test, metric) for metric in comparison.titles]
             first = spreads[0]
             status = "measured" if first is not None else method.jobs[0].problem if method.jobs else "not measured"
             found = over_tv(comparison, method, test)
@@ -415,7 +422,7 @@ def _lines(comparison: Comparison) -> list[list[Any]]:
                 first and first.n_seeds, len(method.jobs), method.steps,
                 first and max(map(len, method.measured[test].values())), first and first.n_patients,
                 *(value for s in spreads for value in ((s.mean, s.over_seeds, s.over_patients) if s else [None] * 3)),
-                *(value for metric in METRICS
+                *(value for metric in comparison.titles
                   for value in (
                       (found[metric].mean, found[metric].over_patients) if found and metric in found else [None] * 2
                   )),
@@ -429,14 +436,12 @@ def _lines(comparison: Comparison) -> list[list[Any]]:
 
 
 def _image_lines(comparison: Comparison) -> list[list[Any]]:
-    lines: list[list[Any]] = [["test", "method", "seed", "data_seed", "number", "slice", "patient", *METRICS]]
+    lines: list[list[Any]] = [["test", "method", "seed", "data_seed", "number", "slice", "patient", *comparison.titles]]
     for test in comparison.tests:
         for method in comparison.methods:
             for seeds, scores in method.measured.get(test, {}).items():
                 which = [test, method.name, *(seeds if method.jobs else ("", ""))]
-                lines += [
-                    [*which, s.number, s.slice, s.patient, *(getattr(s, name) for name in METRICS)] for s in scores
-                ]
+                lines += [[*which, s.number, s.slice, s.patient, *map(s.values.get, comparison.titles)] for s in scores]
     return lines
 
 

@@ -1,9 +1,9 @@
 """Compare a network with FBP, and on request total variation, on a split: scores per image, a table, a picture."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf, isnan, nan
+from math import inf, isfinite, isnan, nan
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -14,13 +14,14 @@ from rich.console import Console
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from qnmixer.batch import Batch
+from qnmixer.batch import Batch, to_hu
 from qnmixer.checkpoints.reading import find_checkpoint, load_run, split_of
 from qnmixer.checkpoints.weights_file import digest_of_weights
 from qnmixer.config import Config, to_plain, without_places
 from qnmixer.config.commands import EvaluateConfig
 from qnmixer.config.data import AsTrained, DataConfig, FolderData
 from qnmixer.config.evaluation import EvaluationConfig
+from qnmixer.config.metrics import MetricConfig, default_metrics
 from qnmixer.config.rules import one_scale
 from qnmixer.config.run import targets_of
 from qnmixer.config.target import keys_of
@@ -31,15 +32,15 @@ from qnmixer.evaluation.slices import Gallery, as_trained, kind_of, other_slices
 from qnmixer.evaluation.statistics import deviation, half_width, with_deviation
 from qnmixer.files import write_text
 from qnmixer.models import TotalVariation, UnrolledNetwork
-from qnmixer.optimization.metrics import psnr, ssim, to_window
+from qnmixer.optimization.metrics import ImageMetric, build_metrics, psnr, ssim_percent, to_window
 from qnmixer.parallel.devices import choose_device
 from qnmixer.plugins import module_of
 from qnmixer.processes.ranks import rank
-from qnmixer.reconstructor import Reconstructor, build_noise, to_hu
+from qnmixer.reconstructor import Reconstructor, build_noise
 from qnmixer.reports.page import PageMethod, PageSlice, PageTable, write_page
 from qnmixer.reports.pictures import Panel, Row, draw_comparison
 from qnmixer.reports.progress import progress
-from qnmixer.reports.tables import csv_table, markdown_table, terminal_table
+from qnmixer.reports.tables import csv_table, decimals_of, markdown_table, terminal_table
 from qnmixer.tracking.loggers import device_name
 from qnmixer.tracking.results import git_commit, results, versions
 from qnmixer.tracking.sweep_file import name_of_run
@@ -47,30 +48,23 @@ from qnmixer.weights import located
 
 PICTURE, PAGE = "picture.png", "page.html"
 _MOST_ITERATIONS = 50  # a page has room for the images of so many
-METRICS = {
-    "psnr": "PSNR, dB",
-    "ssim": "SSIM × 100",
-    "window_psnr": "window PSNR, dB",
-    "window_ssim": "window SSIM × 100",
-}
+IN_WINDOW = {"window_psnr": "window PSNR, dB", "window_ssim": "window SSIM × 100"}
+"""Headings of the metrics inside the HU window."""
 
 
 @dataclass
 class ImageScore:
-    """The scores of one method on one slice; SSIM × 100.
+    """The scores of one method on one slice.
 
     `number` is the slice's number in its split, used by pages and pictures; `slice`, its file, may name a patient.
-    `patient` is a number too, counted within the split; None: not known, as of phantoms. The scores inside the HU
-    window are None for a slice that has nothing in it.
+    `patient` is a number too, counted within the split; None: not known, as of phantoms. `values` are by name of the
+    metric. Those inside the HU window are None for a slice that has nothing in it.
     """
 
     number: int
     slice: str
     method: str
-    psnr: float
-    ssim: float
-    window_psnr: float | None
-    window_ssim: float | None
+    values: dict[str, Any]
     constant: bool = False
     patient: int | None = None
 
@@ -87,7 +81,7 @@ def by_patient(scores: Sequence[ImageScore], metric: str) -> dict[str, float]:
     means = {}
     for its in patients.values():
         name = its[0].slice if n_named[its[0].slice] == 1 else f"{its[0].number} {its[0].slice}"
-        if values := [value for it in its if (value := getattr(it, metric)) is not None]:
+        if values := [value for it in its if (value := it.values.get(metric)) is not None]:
             means[name] = mean(values)
     return means
 
@@ -97,7 +91,8 @@ class Evaluation:
     """All scores of a split, the slices of its page (worst first), and which of them are in the picture.
 
     `baselines`: the methods that every network is compared with. `n_trained`: how many of the slices the network was
-    trained on. `own_range`: the data range of each image is that of its reference, not 1.
+    trained on. `own_range`: the data range of each image is that of its reference, not 1. `titles`: headings of the
+    metrics, by name.
     """
 
     scores: list[ImageScore]
@@ -106,6 +101,7 @@ class Evaluation:
     baselines: list[str] = field(default_factory=list)
     n_trained: int = 0
     own_range: bool = False
+    titles: dict[str, str] = field(default_factory=lambda: titles_of({}))
 
     @property
     def rows(self) -> list[Row]:
@@ -117,8 +113,13 @@ class Evaluation:
 
     def values(self, method: str, metric: str) -> list[float]:
         """One metric of one method, over the images that have it. [NaN] if none has."""
-        values = [getattr(score, metric) for score in self.scores if score.method == method]
+        values = [score.values[metric] for score in self.scores if score.method == method]
         return [value for value in values if value is not None] or [nan]
+
+    def decimals(self, metric: str) -> int:
+        """The decimals of a metric in tables."""
+        means = [abs(mean(self.values(method, metric))) for method in self.methods]
+        return decimals_of(max((it for it in means if isfinite(it)), default=nan))
 
     @property
     def n_patients(self) -> int:
@@ -133,13 +134,22 @@ class Evaluation:
 
     def means(self) -> dict[str, dict[str, float]]:
         """method → metric → mean over images."""
-        return {m: {metric: mean(self.values(m, metric)) for metric in METRICS} for m in self.methods}
+        return {m: {metric: mean(self.values(m, metric)) for metric in self.titles} for m in self.methods}
 
     def metrics(self) -> dict[str, float]:
         """The means, under names that are the same for every network: psnr, fbp/psnr, tv/psnr."""
         means = self.means()
         named = {"": self.methods[-1]} | {f"{name.lower()}/": name for name in self.baselines}
-        return {f"{prefix}{metric}": means[name][metric] for prefix, name in named.items() for metric in METRICS}
+        return {f"{prefix}{metric}": means[name][metric] for prefix, name in named.items() for metric in self.titles}
+
+
+def titles_of(metrics: Mapping[str, MetricConfig]) -> dict[str, str]:
+    """The headings of a final table by metric: PSNR, SSIM, the run's own, and PSNR and SSIM inside the HU window."""
+    return {name: metric.title or name for name, metric in _with_usual(metrics).items()} | IN_WINDOW
+
+
+def _with_usual(metrics: Mapping[str, MetricConfig]) -> dict[str, MetricConfig]:
+    return default_metrics() | dict(metrics)
 
 
 def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> Evaluation:
@@ -149,7 +159,7 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
     """
     console = Console(markup=False)
     trust = [*config.trust, *map(module_of, targets_of(config).values())]
-    module = load_run(config.run, config.checkpoint, trust)
+    module = load_run(config.run, config.checkpoint, trust, "metrics.")
     trained = module.config
     before = split_of(find_checkpoint(config.run, config.checkpoint))
     data, own = (
@@ -215,6 +225,7 @@ def evaluate(
             variance=module.measurement.noise.variance,
         )
     baselines = [*methods]
+    metrics = build_metrics(_with_usual(module.config.metrics), data.config.own_range)
     methods[module.network.title] = module.network
     n_images, size = len(data.dataset(split)), module.config.data.image_size
     patients = data.parts[split].patients or [None] * n_images
@@ -229,8 +240,7 @@ def evaluate(
             y = module.measure(batch, "test")
             images = {name: [method(y)] for name, method in methods.items() if method is not module.network}
             images[module.network.title] = shown_iterates(module.network, y)
-        own_range = data.config.own_range
-        scores = {name: _score(batch, name, of[-1], config.window, own_range) for name, of in images.items()}
+        scores = {name: _score(batch, name, of[-1], config.window, metrics) for name, of in images.items()}
         for b, (n, weight) in enumerate(zip(numbers, weights, strict=True)):
             if weight:
                 of_slice = {name: of[b] for name, of in scores.items()}
@@ -246,7 +256,8 @@ def evaluate(
     numbers, slices = zip(*gallery.found.items(), strict=True)
     drawn = [numbers.index(n) for n in sorted(gallery.pictured)]
     scored = [replace(score, patient=patients[n]) for n in sorted(found) for score in found[n]]
-    return Evaluation(scored, [*slices], drawn, baselines, own_range=data.config.own_range)
+    titles = titles_of(module.config.metrics)
+    return Evaluation(scored, [*slices], drawn, baselines, own_range=data.config.own_range, titles=titles)
 
 
 def shown_iterates(network: UnrolledNetwork[Any], y: Tensor) -> list[Tensor]:
@@ -264,10 +275,10 @@ def _slice(n: int, batch: Batch, b: int, images: dict[str, list[Tensor]], scores
     def hu(image: Tensor) -> Tensor:
         return to_hu(batch, image)[b, 0].cpu()
 
-    captions = {name: caption_of(score.psnr, score.ssim) for name, score in scores.items()}
+    captions = {name: caption_of(score.values["psnr"], score.values["ssim"]) for name, score in scores.items()}
     methods = [PageMethod(name, [hu(x) for x in of], captions[name]) for name, of in images.items()]
     *_, last = scores.values()
-    return PageSlice(f"slice {n}", hu(batch["image"]), methods, psnr=last.psnr)
+    return PageSlice(f"slice {n}", hu(batch["image"]), methods, psnr=last.values["psnr"])
 
 
 def write_evaluation(
@@ -281,8 +292,7 @@ def write_evaluation(
     gain, warnings = _gain(evaluation), warnings_of(evaluation)
     write_text(folder / "table.csv", csv_table([headings, *body]))
     write_text(folder / "table.md", _markdown(title, headings, body, gain, warnings))
-    lines = [list(vars(score).values()) for score in evaluation.scores]
-    write_text(folder / "images.csv", csv_table([list(vars(evaluation.scores[0])), *lines]))
+    write_text(folder / "images.csv", csv_table(_image_lines(evaluation)))
     picture = folder / PICTURE
     draw_comparison(picture, evaluation.rows)
     _write_page(folder / PAGE, evaluation, title, config, device, run)
@@ -322,21 +332,29 @@ def _write_page(
     )
 
 
-def _score(batch: Batch, method: str, image: Tensor, window: list[float], own_range: bool) -> list[ImageScore]:
+def _image_lines(evaluation: Evaluation) -> list[list[Any]]:
+    """Headings and rows of images.csv."""
+    return [["number", "slice", "method", *evaluation.titles, "constant", "patient"]] + [
+        [s.number, s.slice, s.method, *(s.values[name] for name in evaluation.titles), s.constant, s.patient]
+        for s in evaluation.scores
+    ]
+
+
+def _score(
+    batch: Batch, method: str, image: Tensor, window: list[float], metrics: Mapping[str, ImageMetric]
+) -> list[ImageScore]:
     truth = batch["image"]
     windowed, windowed_truth = (to_window(to_hu(batch, x), (window[0], window[1])) for x in (image, truth))
-    columns = [
-        psnr(image, truth, own_range=own_range),
-        100 * ssim(image, truth, own_range=own_range),
-        psnr(windowed, windowed_truth),
-        100 * ssim(windowed, windowed_truth),
-        _is_constant(image),
-    ]
-    rows = zip(batch["sample"].tolist(), batch["name"], *(column.tolist() for column in columns), strict=True)
-    scores = [ImageScore(number, name, method, *row) for number, name, *row in rows]
-    for score, is_empty in zip(scores, _is_constant(windowed_truth).tolist(), strict=True):
-        if is_empty:  # a reconstruction that has nothing there either would be infinitely good
-            score.window_psnr = score.window_ssim = None
+    found = {name: metric(image, batch) for name, metric in metrics.items()}
+    found |= {"window_psnr": psnr(windowed, windowed_truth), "window_ssim": ssim_percent(windowed, windowed_truth)}
+    columns = {name: column.tolist() for name, column in found.items()}
+    constant, empty = (_is_constant(x).tolist() for x in (image, windowed_truth))
+    scores = []
+    for b, (number, name) in enumerate(zip(batch["sample"].tolist(), batch["name"], strict=True)):
+        values = {metric: column[b] for metric, column in columns.items()}
+        if empty[b]:  # a reconstruction that has nothing there either would be infinitely good
+            values |= dict.fromkeys(IN_WINDOW)
+        scores.append(ImageScore(number, name, method, values, constant[b]))
     return scores
 
 
@@ -351,20 +369,20 @@ def caption_of(decibels: float, percent: float) -> str:
 
 def table_of(evaluation: Evaluation) -> tuple[list[str], list[list[str]]]:
     """Headings and rows of the table, a row for each method."""
-    columns = {m: [evaluation.values(m, metric) for metric in METRICS] for m in evaluation.methods}
-    body = [
-        [m, *(with_deviation(mean(values), deviation(values)) for values in of_metrics)]
-        for m, of_metrics in columns.items()
-    ]
-    return ["method", *METRICS.values()], body
+    body = [[method] for method in evaluation.methods]
+    for metric in evaluation.titles:
+        for row in body:
+            values = evaluation.values(row[0], metric)
+            row.append(with_deviation(mean(values), deviation(values), decimals=evaluation.decimals(metric)))
+    return ["method", *evaluation.titles.values()], body
 
 
 def numbers_of(evaluation: Evaluation) -> tuple[list[str], list[list[str | float]]]:
     """The same table for programs: means and standard deviations are numbers in separate columns."""
-    headings = ["method", *(f"{metric}{of}" for metric in METRICS for of in ("", "_std"))]
+    headings = ["method", *(f"{metric}{of}" for metric in evaluation.titles for of in ("", "_std"))]
     body: list[list[str | float]] = []
     for method in evaluation.methods:
-        values = [evaluation.values(method, metric) for metric in METRICS]
+        values = [evaluation.values(method, metric) for metric in evaluation.titles]
         body.append([method, *(it for of in values for it in (mean(of), deviation(of) or 0.0))])
     return headings, body
 
@@ -387,13 +405,13 @@ def data_range(own: bool) -> str:
 def _patient_gain(evaluation: Evaluation, other: str) -> str:
     """The gain over another method by every metric, with the patient as the unit: slices of one look alike."""
     last, gains = evaluation.methods[-1], []
-    for metric, heading in METRICS.items():
+    for metric, heading in evaluation.titles.items():
         mine, its = (
             by_patient([score for score in evaluation.scores if score.method == method], metric)
             for method in (last, other)
         )
         if differences := [mine[patient] - its[patient] for patient in mine]:
-            gain = with_deviation(mean(differences), half_width(differences), "+")
+            gain = with_deviation(mean(differences), half_width(differences), "+", evaluation.decimals(metric))
             gains.append(f"{heading.partition(',')[0]} {gain}")
     return f"over {other}, mean over {evaluation.n_patients} patients ± half of its 95 % interval: {', '.join(gains)}"
 

@@ -17,7 +17,7 @@ from qnmixer.config.data import LOADING
 from qnmixer.config.overrides import looks_elsewhere, of_hydra
 from qnmixer.config.run import checked, parse_file
 from qnmixer.errors import UserError, first_line
-from qnmixer.evaluation.evaluate import ImageScore, by_patient
+from qnmixer.evaluation.evaluate import ImageScore, by_patient, titles_of
 from qnmixer.evaluation.statistics import Scores, Seeds, spread
 from qnmixer.plugins import check_trusted
 from qnmixer.reconstructor import method_name
@@ -96,6 +96,12 @@ class ComparedMethod:
         scores = self.scores(test, "psnr")
         return spread(scores).mean if scores else -math.inf
 
+    def metrics(self, test: str) -> list[str]:
+        """The names of what was measured on a test."""
+        return list(
+            dict.fromkeys(name for its in self.measured.get(test, {}).values() for s in its for name in s.values)
+        )
+
     def scores(self, test: str, metric: str) -> Scores:
         """One metric on one test, by patient; empty if nothing was measured."""
         found = {seeds: by_patient(scores, metric) for seeds, scores in self.measured.get(test, {}).items()}
@@ -115,6 +121,12 @@ class Comparison:
     slices: dict[str, list[PageSlice]]  # test → slices by all methods, to look at
     notes: list[str]
     device: str
+
+    @property
+    def titles(self) -> dict[str, str]:
+        """Headings of all metrics by name."""
+        configs = [job.config for method in self.methods for job in method.done if job.config is not None]
+        return titles_of({name: it for config in configs for name, it in config.metrics.items()})
 
 
 def methods_of(sweeps: Sequence[Path], checkpoint: str = "best", trust: Collection[str] = ()) -> list[ComparedMethod]:
@@ -189,7 +201,7 @@ def _job(folder: Path, overrides: list[str], checkpoint: str, trust: Collection[
 
 def _trusted(config: Config, folder: Path, trust: Collection[str]) -> Config:
     """The config of a job. Raises PluginError if it needs code that the user did not allow."""
-    check_trusted(str(folder), built_from(config, with_slices=True), trust)
+    check_trusted(str(folder), built_from(config, "data.", "metrics."), trust)
     return checked(config, "model", "noise")
 
 

@@ -40,9 +40,9 @@ class Difference:
     n_seeds: int
 
 
-def with_deviation(value: float, deviation: float | None, sign: str = "") -> str:
+def with_deviation(value: float, deviation: float | None, sign: str = "", decimals: int = 2) -> str:
     """The text of a table cell: "34.13 ± 0.52", or only the value without a deviation."""
-    return f"{value:{sign}.2f}" + ("" if deviation is None else f" ± {deviation:.2f}")
+    return f"{value:{sign}.{decimals}f}" + ("" if deviation is None else f" ± {deviation:.{decimals}f}")
 
 
 def deviation(values: Sequence[float]) -> float | None:

@@ -1,4 +1,4 @@
-"""PSNR and SSIM of single images, over the whole range and inside a HU window.
+"""Metrics of single images, as the config's `metrics` name them: PSNR, SSIM, RMSE, and those of the user.
 
 The data range is 1 (the slice's full scale, or the window). SSIM uses a 7 × 7 uniform window, as the paper's author
 does. Some papers use a data range of 2, which inflates SSIM: compare with care.
@@ -7,23 +7,120 @@ LoDoPaB-CT and 2DeteCT have other rules: `own_range` gives their numbers. The da
 is that of skimage, with the sample covariance and without a border of 3 pixels.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
+from torchmetrics import Metric
 from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
 
+from qnmixer.batch import Batch, to_hu
+from qnmixer.config.metrics import MetricConfig
+from qnmixer.config.target import TARGET
+from qnmixer.errors import PluginError, UserError, first_line
+from qnmixer.plugins import Kind, check_names, load_plugin, make_plugin, taken
+
 SSIM_WINDOW = 7
+METRIC = Kind(
+    "a function (image, truth), nor a subclass of torch.nn.Module, such as those of torchmetrics",
+    lambda it: issubclass(it, nn.Module) if isinstance(it, type) else callable(it),
+)
 
 
-def build_metrics(own_range: bool) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
-    """PSNR and SSIM × 100 of each image, by name."""
-    return {
-        "psnr": partial(psnr, own_range=own_range),
-        "ssim": lambda image, truth: 100 * ssim(image, truth, own_range=own_range),
+@dataclass(frozen=True)
+class ImageMetric:
+    """A metric of each image of a batch.
+
+    Attributes:
+        said: its key and target, for messages.
+        function: [B] from two [B, 1, H, W].
+        in_hu: whether the function gets HU. Else its images are in [0, 1].
+        one_by_one: whether the function gets each image alone, because it gives one number for a batch.
+    """
+
+    said: str
+    function: Callable[[Tensor, Tensor], Tensor]
+    in_hu: bool = False
+    one_by_one: bool = False
+
+    def __call__(self, image: Tensor, batch: Batch) -> Tensor:
+        """[B], from images [B, 1, H, W] and their batch. Raises PluginError if the function gives another shape."""
+        images = [to_hu(batch, x) if self.in_hu else x for x in (image, batch["image"])]
+        if isinstance(self.function, nn.Module):
+            self.function.to(image.device)
+        if not self.one_by_one:
+            return self._of_each(*images)
+        return torch.cat([self._of_each(x, truth) for x, truth in zip(*(x.split(1) for x in images), strict=True)])
+
+    def _of_each(self, image: Tensor, truth: Tensor) -> Tensor:
+        if isinstance(self.function, Metric):
+            self.function.reset()  # it would gather all images since its start
+        value = self.function(image, truth)
+        if isinstance(value, Tensor) and self.one_by_one and value.numel() == 1:
+            return value.reshape(1)
+        if not isinstance(value, Tensor) or value.shape != image.shape[:1]:
+            its = f"a tensor {[*value.shape]}" if isinstance(value, Tensor) else type(value).__name__
+            raise PluginError(
+                f"{self.said} gives {its} for a batch of {len(image)}: it must give [B], one number for each image"
+            )
+        return value
+
+
+def build_metrics(metrics: Mapping[str, MetricConfig], own_range: bool) -> dict[str, ImageMetric]:
+    """Build metrics by name. Raises PluginError for a target that does not fit.
+
+    A metric of torchmetrics gets the images one by one. A torch module follows the images to their device.
+
+    Args:
+        metrics: by name.
+        own_range: whether the data range of each image is that of its truth. Passed to targets that have this argument.
+    """
+    return {name: _built(f"metrics.{name}.{TARGET}", config, own_range) for name, config in metrics.items()}
+
+
+def try_metrics(metrics: Mapping[str, ImageMetric], size: int) -> None:
+    """Compute each metric of two images [2, 1, size, size], so that a wrong one is found before training.
+
+    Raises PluginError.
+    """
+    image = torch.linspace(0, 1, 2 * size**2, device="cpu").reshape(2, 1, size, size)
+    batch: Batch = {
+        "image": image.sqrt(),
+        "hu_offset": torch.full((2,), -1000.0),
+        "hu_scale": torch.full((2,), 3000.0),
+        "sample": torch.arange(2),
+        "weight": torch.ones(2),
+        "name": ["", ""],
     }
+    for metric in metrics.values():
+        try:
+            metric(image, batch)
+        except UserError:
+            raise
+        except Exception as error:  # a user's function can raise anything
+            raise PluginError(f"{metric.said} fails for images {[*image.shape]} ({first_line(error)})") from error
+
+
+def _built(key: str, config: MetricConfig, own_range: bool) -> ImageMetric:
+    target, arguments, offered = config._target_, config.arguments, {"own_range": own_range}
+    found = load_plugin(key, target, METRIC)
+    if isinstance(found, type):
+        try:
+            function = make_plugin(key, target, METRIC, arguments=arguments, offered=offered)
+        except UserError:
+            raise
+        except Exception as error:  # a constructor can raise anything
+            raise PluginError(f"{key}={target} refuses its arguments ({first_line(error)})") from error
+        function.requires_grad_(False).eval()
+    else:
+        ours = taken(found, {name: value for name, value in offered.items() if name not in arguments})
+        check_names(key, target, found, arguments, 2, ours)
+        function = partial(found, **ours, **arguments)
+    one_by_one = isinstance(function, Metric) or target.startswith("torchmetrics.")
+    return ImageMetric(f"{key}={target}", function, config.in_hu, one_by_one)
 
 
 def psnr(image: Tensor, truth: Tensor, *, own_range: bool = False) -> Tensor:
@@ -48,6 +145,16 @@ def ssim(image: Tensor, truth: Tensor, *, own_range: bool = False) -> Tensor:
         )
     assert isinstance(value, Tensor)
     return value.reshape(len(image))
+
+
+def ssim_percent(image: Tensor, truth: Tensor, *, own_range: bool = False) -> Tensor:
+    """SSIM × 100 of each image, [B] from two [B, 1, H, W]."""
+    return 100 * ssim(image, truth, own_range=own_range)
+
+
+def rmse(image: Tensor, truth: Tensor) -> Tensor:
+    """Root of the mean square error of each image, [B] from two [B, 1, H, W]."""
+    return (image - truth).square().mean((1, 2, 3)).sqrt()
 
 
 def _range(truth: Tensor) -> Tensor:

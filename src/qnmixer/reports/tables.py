@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -24,6 +25,17 @@ def _unlike_a_formula(cell: Any) -> Any:
     except ValueError:
         return f"'{cell}"
     return cell
+
+
+def decimals_of(value: float) -> int:
+    """Decimals that show a value: 2, or as many as 4 digits of a smaller one need."""
+    size = abs(value)
+    return 3 - math.floor(math.log10(size)) if 0 < size < 1 else 2
+
+
+def in_digits(value: float) -> str:
+    """A value as text: "30.12", "0.04321"."""
+    return f"{value:.{decimals_of(value)}f}"
 
 
 def terminal_table(headings: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1, **look: Any) -> Table:

@@ -11,15 +11,15 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger, WandbLogger
 from torch import Tensor
 
-from qnmixer.batch import Batch
+from qnmixer.batch import Batch, to_hu
 from qnmixer.config import Config
 from qnmixer.config.debug import ProfileConfig
+from qnmixer.config.metrics import MetricConfig, mode_of
 from qnmixer.config.target import TARGET
 from qnmixer.errors import PluginError, UserError, first_line
 from qnmixer.evaluation.evaluate import PAGE, PICTURE, Evaluation, numbers_of
 from qnmixer.optimization.metrics import psnr
 from qnmixer.plugins import make_plugin, subclass_of
-from qnmixer.reconstructor import to_hu
 from qnmixer.reports.pictures import Panel, Row, draw_iterates
 from qnmixer.run_module import RunModule
 from qnmixer.tracking.run import Run
@@ -32,12 +32,16 @@ _MOST_SHOWN = 15  # iterates in a picture
 _CALLBACK = subclass_of("lightning.pytorch.callbacks.Callback")
 
 
-def build_callbacks(callbacks: Mapping[str, Mapping[str, Any]]) -> list[Callback]:
+def build_callbacks(
+    callbacks: Mapping[str, Mapping[str, Any]], metrics: Mapping[str, MetricConfig] | None = None
+) -> list[Callback]:
     """Build the callbacks: first `step` and `samples` for the metrics, then those of the config's group `callbacks`.
+
+    A callback that monitors one of the metrics, such as EarlyStopping, gets its `mode`, unless the config has one.
 
     Raises PluginError for a target that is no callback, or that refuses its arguments.
     """
-    named = [_build_callback(f"callbacks.{name}", given) for name, given in callbacks.items()]
+    named = [_build_callback(f"callbacks.{name}", given, metrics or {}) for name, given in callbacks.items()]
     return [ProgressMetrics(), *named]
 
 
@@ -51,10 +55,11 @@ def console_callbacks(config: Config, run: Run) -> list[Callback]:
     return callbacks
 
 
-def _build_callback(key: str, given: Mapping[str, Any]) -> Callback:
+def _build_callback(key: str, given: Mapping[str, Any], metrics: Mapping[str, MetricConfig]) -> Callback:
     arguments = {str(name): value for name, value in given.items() if name != TARGET}
     try:
-        return make_plugin(f"{key}.{TARGET}", given[TARGET], _CALLBACK, arguments=arguments)
+        offered = {"mode": mode_of(str(arguments["monitor"]), metrics)} if arguments.get("monitor") else {}
+        return make_plugin(f"{key}.{TARGET}", given[TARGET], _CALLBACK, arguments=arguments, offered=offered)
     except UserError:
         raise
     except Exception as error:  # a constructor can raise anything

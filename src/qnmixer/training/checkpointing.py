@@ -34,13 +34,14 @@ class Checkpointing(Checkpoint):
 
     Args:
         run: the checkpoints go into its folder. If it resumes there, its best value is used too.
-        monitor: the metric of the best checkpoint: the lowest val/loss, or the highest of any other.
+        monitor: the metric of the best checkpoint.
         every_n_steps: write last.ckpt every n optimizer steps, and at validations; None: at validations only.
+        mode: the better value of the metric, max or min.
     """
 
-    def __init__(self, run: Run, monitor: str, every_n_steps: int | None) -> None:
+    def __init__(self, run: Run, monitor: str, every_n_steps: int | None, mode: str) -> None:
         self.run, self.monitor, self.every_n_steps = run, monitor, every_n_steps
-        self._sign = -1 if monitor == "val/loss" else 1
+        self._sign = -1 if mode == "min" else 1
         self.best: float | None = None
         self.validated = 0  # optimizer steps at the last validation
         self.seconds = 0.0  # of earlier parts of a resumed run

@@ -1,5 +1,6 @@
 """Warnings during training about a network that does not learn. Such a network raises no error by itself."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from qnmixer.optimization.schedules import warm_up_steps
 from qnmixer.run_module import RunModule
 from qnmixer.tracking.loggers import WandbRun
 from qnmixer.tracking.run import Run
+from qnmixer.training.progress import main_metric
 from qnmixer.training.step_checks import gradient_norm
 
 EVERY = 10
@@ -28,14 +30,14 @@ _CONFIRMED = 3
 _FAR = 10.0
 """A start with more than this many times the error of an empty image, or of FBP if that is larger, is refused."""
 _CONSTANT = 1e-6
-_SAME_DB = 1e-4
+_SAME = 3e-6  # relative: 1e-4 dB of 33 dB
 
 MESSAGES = {
     "zero_gradient": "the gradient is exactly zero: the network no longer learns",
     "gradient_not_finite": "the gradient is not finite: no step changes the weights",
     "constant_output": "the network's images are constant: every pixel has the same value",
     "worse_than_fbp": "the network is further from the truth than FBP, after the warm-up too",
-    "validation_stands_still": "two validations gave the same PSNR: the network no longer changes",
+    "validation_stands_still": "two validations gave the same result: the network no longer changes",
 }
 _REMEDY = "Start again with a lower optimizer.lr, or resume= from an earlier checkpoint"
 
@@ -51,10 +53,11 @@ class Errors:
 
 
 class HealthMonitor(Callback):
-    """Checks the gradient and a batch's images every `EVERY` steps, and the PSNR at each validation.
+    """Checks the gradient and a batch's images every `EVERY` steps, and the main metric at each validation.
 
-    A network whose start is far worse than FBP is refused before its first step. Each later warning is given once. It
-    goes to the terminal, to results.json, and to the loggers as health/NAME = 1 (in W&B also as an alert).
+    That is the PSNR, or the monitored metric of a run without PSNR. A network whose start is far worse than FBP is
+    refused before its first step. Each later warning is given once. It goes to the terminal, to results.json, and to
+    the loggers as health/NAME = 1 (in W&B also as an alert).
 
     Args:
         run: for its console and its record, which gets each warning as {step, name, warning}.
@@ -69,7 +72,7 @@ class HealthMonitor(Callback):
         self._batch: Batch | None = None
         self._in_a_row: Counter[str] = Counter()
         self._warned: set[str] = set()
-        self._validated: tuple[int, float] | None = None  # step and PSNR
+        self._validated: tuple[int, float] | None = None  # step and value
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Prepare to check the start of a new run, and the steps after the warm-up."""
@@ -117,13 +120,14 @@ class HealthMonitor(Callback):
                 self._warn(trainer, name)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Compare the PSNR with that of the previous validation."""
+        """Compare the PSNR, or the monitored metric, with that of the previous validation."""
+        assert isinstance(pl_module, RunModule)
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        step, psnr = trainer.global_step, float(trainer.callback_metrics["val/psnr"])
-        if self._validated and step > self._validated[0] and abs(psnr - self._validated[1]) < _SAME_DB:
+        step, value = trainer.global_step, float(trainer.callback_metrics[main_metric(trainer, pl_module)])
+        if self._validated and step > self._validated[0] and math.isclose(value, self._validated[1], rel_tol=_SAME):
             self._warn(trainer, "validation_stands_still")
-        self._validated = step, psnr
+        self._validated = step, value
 
     def _warn(self, trainer: L.Trainer, name: str) -> None:
         if name in self._warned or not trainer.is_global_zero:

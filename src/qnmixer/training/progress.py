@@ -9,6 +9,12 @@ from lightning.pytorch.callbacks import Callback
 
 from qnmixer.batch import Batch
 from qnmixer.data.sampler import EpochSampler
+from qnmixer.run_module import RunModule
+
+
+def main_metric(trainer: L.Trainer, module: RunModule) -> str:
+    """The metric of a validation that is shown and watched: val/psnr, or the monitored one if there is no PSNR."""
+    return "val/psnr" if "val/psnr" in trainer.callback_metrics else module.config.monitor
 
 
 class Stopwatch:

@@ -14,26 +14,29 @@ from torch import Tensor
 from qnmixer.batch import Batch
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.reports.progress import Bar, Pace, takes_a_bar
+from qnmixer.reports.tables import in_digits
+from qnmixer.run_module import RunModule
 from qnmixer.tracking.loggers import WandbRun
 from qnmixer.tracking.metrics_file import read_metrics
 from qnmixer.tracking.results import duration
-from qnmixer.training.progress import Stopwatch
+from qnmixer.training.progress import Stopwatch, main_metric
 
 _RECENT_LOSSES = 20  # their mean is shown
 _RECENT_STEPS = 100  # the speed is measured over these
 
 
 class TrainingProgress(Callback):
-    """Shows the step of all steps, the loss, the last val/psnr, samples a second and the time left.
+    """Shows the step of all steps, the loss, the last main metric of a validation, samples a second and the time left.
 
     A terminal has one bar for the whole run. A validation is a phase of it and leaves one line above it. A log has
     lines at intervals and at each validation, and so has W&B's output. Steps are optimizer steps. The loss is the mean
     over the last 20 steps. The speed is that of the last 100 steps, without validations. The time left includes
-    validations, by the time that they took so far. Values logged with `prog_bar=True` are shown too.
+    validations, by the time that they took so far. The main metric is val/psnr, or the monitored one. Values logged
+    with `prog_bar=True` are shown too.
 
     Args:
         console: that of the whole run, so that other lines go above the bar. A quiet one shows nothing.
-        metrics: the run's metrics.csv, for the val/psnr at which a resumed run starts.
+        metrics: the run's metrics.csv, for the metric at which a resumed run starts.
         enabled: False: only lines at validations. The same holds if the config's callbacks include a progress bar.
     """
 
@@ -44,7 +47,7 @@ class TrainingProgress(Callback):
         self._first = self._step = 0
         self._losses: deque[Tensor] = deque(maxlen=_RECENT_LOSSES)  # read only to show them: that waits for a GPU
         self._marks: deque[tuple[float, int, int]] = deque(maxlen=_RECENT_STEPS)  # training seconds, steps, samples
-        self._psnr: float | None = None
+        self._last: tuple[str, str] | None = None  # the main metric of the last validation: for a line, for the bar
         self._training, self._pausing = Stopwatch(), Stopwatch()
         self._pause = 0.0  # seconds of validation for each step
         self._pace = Pace()
@@ -54,11 +57,15 @@ class TrainingProgress(Callback):
         """Print the step at which a resumed run starts. Start the bar and the clock."""
         sampler = trainer.train_dataloader.sampler  # type: ignore[union-attr]  # it has been made
         assert isinstance(sampler, EpochSampler)
+        assert isinstance(pl_module, RunModule)
         self._sampler, self._total = sampler, trainer.estimated_stepping_batches
         self._first = self._step = trainer.global_step
         if self._first:
             rows = [row for row in read_metrics(self.metrics) if int(row["step"]) <= self._first]
-            self._psnr = next((float(row["val/psnr"]) for row in reversed(rows) if row.get("val/psnr")), None)
+            found = [row for row in rows if row.get("val/psnr") or row.get(pl_module.config.monitor)]
+            if found:
+                name = "val/psnr" if found[-1].get("val/psnr") else pl_module.config.monitor
+                self._last = _main(name, float(found[-1][name]), pl_module)
             of = f" of {self._total:.0f}" if math.isfinite(self._total) else ""
             self._print(trainer, f"resumed at step {self._first}{of}")
         self._pace = Pace()
@@ -107,12 +114,14 @@ class TrainingProgress(Callback):
         """Print the line of a validation."""
         if self._step > self._first:
             self._pause = self._pausing.seconds / (self._step - self._first)
-        self._psnr = float(trainer.callback_metrics["val/psnr"])
-        ssim = float(trainer.callback_metrics["val/ssim"])
+        assert isinstance(pl_module, RunModule)
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        main = main_metric(trainer, pl_module)
+        self._last = _main(main, values[main], pl_module)
+        others = [name for it in pl_module.config.metrics if (name := f"val/{it}") in values and name != main]
         place = [self._place(trainer)] if self._step else []  # a network that does not learn has no steps
-        self._print(
-            trainer, " · ".join([*place, f"val PSNR {self._psnr:.2f} dB", f"SSIM {ssim:.2f}", *self._speed(trainer)])
-        )
+        found = [self._last[0], *(_of_line(name, values[name], pl_module).removeprefix("val ") for name in others)]
+        self._print(trainer, " · ".join([*place, *found, *self._speed(trainer)]))
         if trainer.state.fn == TrainerFn.FITTING:
             self._draw(trainer)
         else:  # the last one, after training
@@ -133,8 +142,8 @@ class TrainingProgress(Callback):
         if self._bar is not None and self._bar.is_due():
             self._draw(trainer, phase)
         if self._pace.due():
-            psnr = [] if self._psnr is None else [f"last val PSNR {self._psnr:.2f} dB"]
-            line = " · ".join([self._place(trainer), *self._now(trainer, phase), *psnr, *self._speed(trainer)])
+            last = [] if self._last is None else [f"last {self._last[0]}"]
+            line = " · ".join([self._place(trainer), *self._now(trainer, phase), *last, *self._speed(trainer)])
             if self._bar is None:
                 self._print(trainer, line)
             else:
@@ -146,8 +155,8 @@ class TrainingProgress(Callback):
             return
         if self._bar is None:
             self._bar = Bar(self.console)
-        psnr = [] if self._psnr is None else [f"val/psnr {self._psnr:.2f}"]
-        words = " · ".join([*self._now(trainer, phase), *psnr, *self._speed(trainer, short=True)])
+        last = [] if self._last is None else [self._last[1]]
+        words = " · ".join([*self._now(trainer, phase), *last, *self._speed(trainer, short=True)])
         total = None if self._open_end(trainer) else self._total
         self._bar.draw(self._place(trainer), words, self._step, total)
 
@@ -206,6 +215,18 @@ class TrainingProgress(Callback):
         """Whether the number of steps is unknown: there is no limit, or the time limit comes first."""
         by_steps, by_time = self._left(trainer)
         return math.isinf(self._total) or by_time < by_steps
+
+
+def _main(name: str, value: float, module: RunModule) -> tuple[str, str]:
+    """The main metric for a line, and for the bar."""
+    return _of_line(name, value, module), f"{name} {in_digits(value)}"
+
+
+def _of_line(name: str, value: float, module: RunModule) -> str:
+    """A metric of a validation with its title and unit: "val PSNR 30.12 dB"."""
+    metric = module.config.metrics.get(name.removeprefix("val/"))
+    title, _, unit = ((metric and metric.title) or name.removeprefix("val/")).partition(", ")
+    return f"val {title.partition(' ×')[0]} {in_digits(value)} {unit}".rstrip()
 
 
 def _to_wandb(trainer: L.Trainer, line: str) -> None:

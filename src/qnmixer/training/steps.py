@@ -15,6 +15,7 @@ from qnmixer.build import build_data_module, build_module
 from qnmixer.checkpoints.reading import find_checkpoint, load_weights, resumable, split_of, steps_of
 from qnmixer.config import Config, effective_batch
 from qnmixer.config.debug import FewBatchesConfig
+from qnmixer.config.metrics import mode_of
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.data.splits import RunSplit, seen_by
@@ -27,6 +28,7 @@ from qnmixer.memory.footprint import MIB
 from qnmixer.memory.limits import is_out_of_memory, memory_of
 from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.memory.plan import Planner
+from qnmixer.optimization.metrics import try_metrics
 from qnmixer.parallel.compilation import compile_blocks
 from qnmixer.parallel.devices import allow_tf32
 from qnmixer.processes.ranks import another_rank_failed, rank, world_size
@@ -114,6 +116,7 @@ def prepared_module(config: Config) -> RunModule:
     """
     require_memory(config)
     module = build_module(config)
+    try_metrics(getattr(module, "metrics", {}), config.data.image_size)
     if config.finetune is not None:
         load_weights(module, config.finetune)
     apply_memory_mode(module.network, config.memory)
@@ -146,8 +149,9 @@ def build_data(config: Config, run: Run, checkpoint: Path | None) -> SliceDataMo
 
 def all_callbacks(config: Config, run: Run) -> list[Callback]:
     """Build those of every run (checkpoints, memory, progress, health), and those that the config names."""
-    checkpointing = Checkpointing(run, config.monitor, config.trainer.save_every_n_steps)
-    own = build_callbacks(config.callbacks)
+    mode = mode_of(config.monitor, config.metrics)
+    checkpointing = Checkpointing(run, config.monitor, config.trainer.save_every_n_steps, mode)
+    own = build_callbacks(config.callbacks, config.metrics)
     return [checkpointing, MemoryMonitor(run.console), *console_callbacks(config, run), *own]
 
 

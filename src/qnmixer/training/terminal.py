@@ -96,7 +96,7 @@ def print_end(config: Config, run: Run) -> None:
     """Print where the results are, and how to try the network on other slices."""
     run.console.print(f"run folder: {run.folder}", soft_wrap=True)
     if picture := run.record.get("picture"):
-        words = [f"run={quoted(run.folder)}", *trust_words(built_from(config).values()), "data=dicom"]
+        words = [f"run={quoted(run.folder)}", *trust_words(built_from(config, "metrics.").values()), "data=dicom"]
         lines = f"on your own slices: python -m qnmixer.evaluate {shlex.join(words)} data.root=/path/to/dicom"
         run.console.print(f"{lines}\npicture: {picture}", soft_wrap=True, highlight=False)
 

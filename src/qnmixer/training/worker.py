@@ -144,19 +144,21 @@ def _fit(config: Config, run: Run, fit: str, job: Path | None) -> float:
 
 
 def _check_inputs(config: Config, run: Run) -> None:
-    """Raise UserError once, here, for callbacks, data and checkpoints that would fail in every rank.
+    """Raise UserError once, here, for callbacks, metrics, data and checkpoints that would fail in every rank.
 
     Lightning is loaded only for the user's own callbacks: its import takes seconds, and this process does not train.
     """
     from qnmixer.checkpoints.reading import find_checkpoint, read_checkpoint, resumable, split_of
     from qnmixer.data.sources import parts_of
     from qnmixer.data.splits import RunSplit
+    from qnmixer.optimization.metrics import build_metrics
     from qnmixer.reconstructor import build_geometry
 
     if own := {name: it for name, it in config.callbacks.items() if not is_trusted(it[TARGET], ())}:
         from qnmixer.training.callbacks import build_callbacks
 
         build_callbacks(own)
+    build_metrics(config.metrics, config.data.own_range)
     if config.finetune is not None:
         read_checkpoint(find_checkpoint(config.finetune))
     before = None if run.resume is None else split_of(resumable(config, Path(run.resume)))

@@ -1,0 +1,189 @@
+"""Metrics of the user's own: in validation, as the monitored metric, in the final table, and messages."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from qnmixer.training.fit import fit
+from torch import Tensor
+
+from qnmixer.batch import Batch
+from qnmixer.checkpoints.reading import load_run
+from qnmixer.config import Config
+from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.errors import PluginError
+from qnmixer.evaluation.evaluate import evaluate
+from qnmixer.optimization.metrics import build_metrics, psnr, ssim_percent, try_metrics
+from qnmixer.tracking.metrics_file import read_metrics
+from qnmixer.tracking.run import Run
+
+TinyConfig = Callable[..., Config]
+OWN = """
+import torch
+
+def likeness(image, truth, scale=1.0):
+    return 1 - scale * (image - truth).abs().mean((1, 2, 3))
+
+def scalar(image, truth):
+    return (image - truth).abs().mean()
+
+def number(image, truth):
+    return 1.0
+
+def broken(image, truth):
+    raise ValueError("it takes three channels")
+
+class Picky(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        raise ValueError("width is below 3")
+"""
+MINE = ["+metrics.mine._target_=metrics_of_mine.likeness", "+metrics.mine.mode=min", "+metrics.mine.title=likeness"]
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "metrics_of_mine.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def values(config: Config, image: Tensor, batch: Batch) -> dict[str, list[float]]:
+    metrics = build_metrics(config.metrics, config.data.own_range)
+    return {name: metric(image, batch).tolist() for name, metric in metrics.items()}
+
+
+def some(config: Config) -> Batch:
+    batch: Batch = next(iter(SliceDataModule(config.data).loader("test")))
+    return batch
+
+
+def test_a_run_validates_and_tests_it_and_keeps_the_lowest(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words = [*MINE, "monitor=val/mine", "trainer.max_steps=6", "test_after_training=true", "optimizer.lr=0.01"]
+    best = fit(tiny_config(*words), Run(folder))
+    rows = [row for row in read_metrics(folder / "metrics.csv") if row.get("val/mine")]
+    found = {int(row["step"]): float(row["val/mine"]) for row in rows}
+    assert len(found) == 3
+    lowest = min(found, key=lambda step: found[step])
+    assert best == pytest.approx(found[lowest])
+    assert torch.load(folder / "checkpoints" / "best.ckpt", weights_only=True)["global_step"] == lowest
+    assert float(rows[-1]["val/mine_best"]) == pytest.approx(best)
+    record = json.loads((folder / "results.json").read_text())
+    assert record["best"] == {"val/mine": best}
+    assert 0.5 < record["test"]["QN-Mixer"]["mine"] < 1
+    last = read_metrics(folder / "metrics.csv")[-1]
+    assert float(last["test/mine"]) == pytest.approx(record["test"]["QN-Mixer"]["mine"])
+    assert float(last["test/fbp/mine"]) == pytest.approx(record["test"]["FBP"]["mine"])
+    with (folder / "evaluation" / "table.csv").open(newline="") as stream:
+        headings, fbp, _ = csv.reader(stream)
+    assert headings[1:] == ["PSNR, dB", "SSIM × 100", "likeness", "window PSNR, dB", "window SSIM × 100"]
+    assert fbp[3].startswith(f"{record['test']['FBP']['mine']:.4f} ± ")  # a value below 1 has 4 digits
+    assert "mine" in (folder / "evaluation" / "images.csv").read_text().splitlines()[0].split(",")
+    with pytest.raises(PluginError, match=r"names metrics\.mine\._target_=metrics_of_mine\.likeness"):
+        load_run(folder, "best", (), "metrics.")
+    assert load_run(folder).config.metrics["mine"].mode == "min"  # its network needs no code of the user
+
+
+def test_a_run_without_psnr_has_it_in_the_final_table_only(
+    tiny_config: TinyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["~metrics.psnr", "metrics=rmse_hu", "monitor=val/rmse_hu", "test_after_training=true"]
+    fit(tiny_config(*words), Run(tmp_path / "run", words))
+    rows = read_metrics(tmp_path / "run" / "metrics.csv")
+    assert "val/psnr" not in rows[0]
+    assert float(rows[-1]["test/psnr"]) > 0
+    said = capsys.readouterr().out
+    assert "· val RMSE " in said
+    assert " HU · SSIM " in said
+    words = [
+        "~metrics.psnr",
+        "metrics=rmse_hu",
+        "monitor=val/rmse_hu",
+        "trainer.max_steps=6",
+        "callbacks=early_stopping",
+    ]
+    run = str(tmp_path / "run")
+    fit(tiny_config(*words, f"resume={run}"), Run(tmp_path / "run", words, run))
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["steps"] == 6  # a falling error does not stop it
+
+
+def test_rmse_in_hu(tiny_config: TinyConfig) -> None:
+    config = tiny_config("metrics=[default,rmse_hu]", "data.hu_max=2000")
+    batch = some(config)
+    found = values(config, batch["image"] + 0.01, batch)
+    assert found["rmse_hu"] == pytest.approx([30.0] * len(batch["image"]), rel=1e-4)
+    assert found["psnr"] == pytest.approx([40.0] * len(batch["image"]), rel=1e-4)
+
+
+def test_the_usual_metrics_are_psnr_and_ssim_in_percent(tiny_config: TinyConfig) -> None:
+    config = tiny_config()
+    batch = some(config)
+    truth, image = batch["image"], batch["image"].square()
+    for own_range in (False, True):
+        metrics = build_metrics(config.metrics, own_range)
+        torch.testing.assert_close(metrics["psnr"](image, batch), psnr(image, truth, own_range=own_range))
+        torch.testing.assert_close(metrics["ssim"](image, batch), ssim_percent(image, truth, own_range=own_range))
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["torchmetrics.MeanAbsoluteError", "torchmetrics.functional.mean_absolute_error"],
+    ids=["class", "function"],
+)
+def test_a_metric_of_torchmetrics_is_of_each_image(tiny_config: TinyConfig, target: str) -> None:
+    config = tiny_config(f"+metrics.mae._target_={target}", "+metrics.mae.mode=min")
+    batch = some(config)
+    image = batch["image"] + torch.tensor([0.1, 0.3])[:, None, None, None]
+    for _ in range(2):  # it gathers nothing
+        assert values(config, image, batch)["mae"] == pytest.approx([0.1, 0.3], rel=1e-4)
+    metrics = build_metrics(config.metrics, own_range=False)
+    assert [metrics["mae"](image, batch).tolist() for _ in range(2)] == [pytest.approx([0.1, 0.3], rel=1e-4)] * 2
+
+
+def test_a_final_table_has_the_metrics_of_the_run(tiny_module: Callable[..., torch.nn.Module]) -> None:
+    module = tiny_module("metrics=rmse_hu", *MINE, "+metrics.mine.scale=2")
+    found = evaluate(
+        module,  # type: ignore[arg-type]
+        SliceDataModule(module.config.data),  # type: ignore[union-attr, arg-type]
+        "test",
+        module.config.evaluation,  # type: ignore[union-attr, arg-type]
+        torch.device("cpu"),
+    )
+    assert [*found.titles] == ["psnr", "ssim", "rmse_hu", "mine", "window_psnr", "window_ssim"]
+    assert all(score.values.keys() == found.titles.keys() for score in found.scores)
+    assert found.means()["FBP"]["rmse_hu"] > 10
+    assert {"mine", "fbp/mine", "fbp/rmse_hu"} <= found.metrics().keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["scalar"],
+            "metrics.mine._target_=metrics_of_mine.scalar gives a tensor [] for a batch of 2: it must give [B]",
+        ),
+        (["number"], "metrics.mine._target_=metrics_of_mine.number gives float for a batch of 2"),
+        (["broken"], "fails for images [2, 1, 16, 16] (it takes three channels)"),
+        (["likenes"], "there is no likenes in "),
+        (["likeness", "width=1"], "metrics.mine.width: metrics_of_mine.likeness has no such argument, only scale"),
+        (["Picky", "width=1"], "metrics.mine._target_=metrics_of_mine.Picky refuses its arguments (width is below 3)"),
+    ],
+)
+def test_a_wrong_metric_is_one_line_before_training(tiny_config: TinyConfig, words: list[str], message: str) -> None:
+    target, *arguments = words
+    config = tiny_config(
+        f"+metrics.mine._target_=metrics_of_mine.{target}", *(f"+metrics.mine.{argument}" for argument in arguments)
+    )
+    with pytest.raises(PluginError) as error:
+        try_metrics(build_metrics(config.metrics, own_range=False), config.data.image_size)
+    assert message in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_run_with_a_wrong_metric_does_not_train(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    with pytest.raises(PluginError, match="it must give"):
+        fit(tiny_config("+metrics.mine._target_=metrics_of_mine.scalar"), Run(tmp_path / "run"))
+    assert not (tmp_path / "run" / "metrics.csv").exists()
