@@ -27,9 +27,9 @@ import lightning as L
 import pytest
 import torch
 
-from qnmixer.build import build_module
-from qnmixer.config import Config, parse
-from qnmixer.config.compose import compose
+from qnmixer.engine.build import build_module
+from qnmixer.engine.config import Config, parse
+from qnmixer.engine.config.compose import compose
 from qnmixer.module import ReconstructionModule
 
 from .warm import Warm

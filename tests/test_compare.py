@@ -16,18 +16,18 @@ import pytest
 import torch
 from PIL import Image
 
-from qnmixer import cli
-from qnmixer.checkpoints.reading import load_run
 from qnmixer.compare import check, compare, usual_output
-from qnmixer.config import parse
-from qnmixer.config.commands import parse_compare
-from qnmixer.config.compose import compose
-from qnmixer.config.search_path import CONF
-from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.engine import cli
+from qnmixer.engine.checkpoints.reading import load_run
+from qnmixer.engine.config import parse
+from qnmixer.engine.config.commands import parse_compare
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.search_path import CONF
+from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.evaluation import compare as comparison_measuring
+from qnmixer.engine.evaluation.evaluate import evaluate
 from qnmixer.errors import ConfigError
-from qnmixer.evaluation import compare as comparison_measuring
-from qnmixer.evaluation.evaluate import evaluate
-from qnmixer.evaluation.methods import scan_under_test
+from qnmixer.extras.comparison.methods import scan_under_test
 
 from .warm import Warm
 

@@ -8,12 +8,12 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from qnmixer import models
-from qnmixer.config import Config, parse
-from qnmixer.config.commands import parse_evaluate, parse_reconstruct
-from qnmixer.config.compose import compose
-from qnmixer.config.data import _SCHEMAS, AsTrained
-from qnmixer.config.search_path import CONF
-from qnmixer.config.target import options, values_of_option
+from qnmixer.engine.config import Config, parse
+from qnmixer.engine.config.commands import parse_evaluate, parse_reconstruct
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.data import _SCHEMAS, AsTrained
+from qnmixer.engine.config.search_path import CONF
+from qnmixer.engine.config.target import options, values_of_option
 
 FILES = sorted(CONF.rglob("*.yaml"))
 ONLY_FOR_EVALUATE = {"as_trained"}
@@ -34,9 +34,9 @@ NEEDS = {
     ("trainer", "torchrun"): ["strategy=ddp"],
     ("trainer", "slurm"): ["strategy=ddp"],
     ("model", "custom"): ["model._target_=qnmixer.models.LEARN"],
-    ("loss", "custom"): ["loss._target_=qnmixer.optimization.losses.l1"],
+    ("loss", "custom"): ["loss._target_=qnmixer.losses.l1"],
     ("optimizer", "custom"): ["optimizer._target_=torch.optim.NAdam"],
-    ("schedule", "custom"): ["schedule._target_=qnmixer.optimization.schedules.constant"],
+    ("schedule", "custom"): ["schedule._target_=qnmixer.schedules.constant"],
     ("noise", "custom"): ["noise._target_=qnmixer.physics.NoNoise"],
     **{(group, "custom"): [f"{group}._target_=collections.Counter"] for group in ("data", "logger")},
 }

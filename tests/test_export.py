@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer import cli
-from qnmixer.build import build_module
-from qnmixer.config import parse
-from qnmixer.config.compose import compose
-from qnmixer.config.overrides import quoted
-from qnmixer.data.phantoms import phantom
+from qnmixer.engine import cli
+from qnmixer.engine.build import build_module
+from qnmixer.engine.config import parse
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.overrides import quoted
+from qnmixer.engine.data.phantoms import phantom
 from qnmixer.evaluate import check as check_evaluate
 from qnmixer.evaluate import evaluate
 from qnmixer.export import check, export

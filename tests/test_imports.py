@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import qnmixer
-from qnmixer.config.search_path import CONF
+from qnmixer.engine.config.search_path import CONF
 
 SRC = Path(qnmixer.__file__).parent
 
@@ -18,9 +18,9 @@ SRC = Path(qnmixer.__file__).parent
     ("module", "unwanted"),
     [
         ("qnmixer", {"torch", "numpy", "omegaconf", "rich"}),
-        ("qnmixer.config", {"torch", "lightning"}),
-        ("qnmixer.inference.reconstruct", {"lightning", "torchmetrics", "matplotlib", "torch._dynamo"}),
-        ("qnmixer.checkpoints.export", {"lightning", "torchmetrics", "matplotlib"}),
+        ("qnmixer.engine.config", {"torch", "lightning"}),
+        ("qnmixer.engine.inference.reconstruct", {"lightning", "torchmetrics", "matplotlib", "torch._dynamo"}),
+        ("qnmixer.extras.export_run", {"lightning", "torchmetrics", "matplotlib"}),
     ],
 )
 def test_what_is_not_needed_is_not_loaded(module: str, unwanted: set[str]) -> None:

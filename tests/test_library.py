@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import qnmixer
-from qnmixer.checkpoints.weights_file import encode
-from qnmixer.config import Config
+from qnmixer.engine.checkpoints.weights_file import encode
+from qnmixer.engine.config import Config
+from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.errors import CheckpointError, ConfigError, PluginError
 from qnmixer.models import QNMixer
-from qnmixer.reconstructor import Reconstructor
 from qnmixer.train import train
 
 from .conftest import PHANTOMS, TINY

@@ -13,22 +13,22 @@ import pytest
 import torch
 from rich.console import Console
 
-from qnmixer.build import build_module
-from qnmixer.checkpoints.reading import load_run
-from qnmixer.config import parse
-from qnmixer.config.commands import parse_compare, parse_evaluate
-from qnmixer.config.compose import compose
-from qnmixer.config.run import section
-from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.engine.build import build_module
+from qnmixer.engine.checkpoints.reading import load_run
+from qnmixer.engine.config import parse
+from qnmixer.engine.config.commands import parse_compare, parse_evaluate
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import section
+from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.evaluation.evaluate import evaluate_run, title_of
+from qnmixer.engine.reconstructor import build_geometry
+from qnmixer.engine.training.terminal import print_start
+from qnmixer.engine.training.trainer import build_trainer
 from qnmixer.errors import ConfigError, DataError
-from qnmixer.evaluation.compare import _Measuring
-from qnmixer.evaluation.evaluate import evaluate_run, title_of
-from qnmixer.evaluation.methods import ComparedJob
+from qnmixer.extras.comparison.compare import _Measuring
+from qnmixer.extras.comparison.methods import ComparedJob
 from qnmixer.physics import FanBeamProjector
-from qnmixer.reconstructor import build_geometry
 from qnmixer.train import train
-from qnmixer.training.terminal import print_start
-from qnmixer.training.trainer import build_trainer
 
 from .conftest import TINY
 from .sets import write_lodopab, write_two_detect

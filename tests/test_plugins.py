@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from qnmixer.engine.plugins import Kind, check_plugin, load_plugin, make_plugin
 from qnmixer.errors import PluginError
-from qnmixer.plugins import Kind, check_plugin, load_plugin, make_plugin
 
 ANY = Kind("a class", lambda cls: True)
 

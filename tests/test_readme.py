@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer.config import parse
-from qnmixer.config.compose import compose
-from qnmixer.memory.plan import Planner
-from qnmixer.memory.report import LEVERS, levers_table
+from qnmixer.engine.config import parse
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.memory.plan import Planner
+from qnmixer.engine.memory.report import LEVERS, levers_table
 
 from .pages import PAGES, README, ROOT, blocks, commands
 

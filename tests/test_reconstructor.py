@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from qnmixer.build import build_module
-from qnmixer.checkpoints.reading import load_run, read_checkpoint
-from qnmixer.config import Config, parse
-from qnmixer.config.compose import compose
+from qnmixer.engine.build import build_module
+from qnmixer.engine.checkpoints.reading import load_run, read_checkpoint
+from qnmixer.engine.config import Config, parse
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.reconstructor import build_network, build_noise, build_projector, method_name
 from qnmixer.errors import ConfigError, PluginError
 from qnmixer.models import TotalVariation
-from qnmixer.reconstructor import build_network, build_noise, build_projector, method_name
 from qnmixer.weights import CHECKPOINT_KEY
 
 MINE = """

@@ -175,7 +175,7 @@ def _reap(*_: object) -> None:
 
 
 def _die_with(parent: int) -> None:
-    from qnmixer.processes.ranks import die_with_parent
+    from qnmixer.engine.processes.ranks import die_with_parent
 
     die_with_parent(parent)
 
@@ -203,7 +203,7 @@ def _become(arguments: list[str]) -> None:
         sys.modules.pop("sitecustomize", None)
         importlib.import_module("sitecustomize")
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank, whose parent is not its launcher
-        ranks = importlib.import_module("qnmixer.processes.ranks")
+        ranks = importlib.import_module("qnmixer.engine.processes.ranks")
         die_with_parent = ranks.die_with_parent
         ranks.die_with_parent = lambda parent=None: die_with_parent()
     match arguments:

@@ -11,13 +11,13 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 if TYPE_CHECKING:
-    from qnmixer.sweeps.jobs import Job
+    from qnmixer.engine.sweeps.jobs import Job
 
 
 class ProcessLauncher(Launcher):
     """Runs each job of a sweep in new processes and in its own folder; several at once if there are enough devices.
 
-    A failed job returns None to the sweeper, and the other jobs run. `qnmixer.sweeps.sweep` reports the failed jobs.
+    A failed job returns None to the sweeper, and the other jobs run. `qnmixer.engine.sweeps.sweep` reports failed jobs.
 
     Args:
         jobs_at_once: the most jobs at a time. None: as many as there are GPUs for; on a CPU one at a time.
@@ -33,11 +33,14 @@ class ProcessLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run these jobs and wait for all of them."""
-        from qnmixer.config.compose import fitted
-        from qnmixer.config.search_path import search_path_in
+        from qnmixer.engine.config.compose import fitted
+        from qnmixer.engine.config.search_path import search_path_in
+        from qnmixer.engine.sweeps.jobs import (  # imported here, because Hydra loads this file for every command
+            Job,
+            run_jobs,
+        )
+        from qnmixer.engine.sweeps.sweep import place_jobs
         from qnmixer.errors import ConfigError
-        from qnmixer.sweeps.jobs import Job, run_jobs  # imported here, because Hydra loads this file for every command
-        from qnmixer.sweeps.sweep import place_jobs
         from qnmixer.train import check
 
         if self.jobs_at_once is not None and (not isinstance(self.jobs_at_once, int) or self.jobs_at_once < 1):

@@ -30,6 +30,6 @@ def load_pretrained(run: str | Path = "pretrained", trust: Collection[str] = ())
         CheckpointError: there are no weights, or the file cannot be read.
         PluginError: the file names a class of a module that is not in `trust`.
     """
-    from qnmixer.checkpoints.reading import load_run
+    from qnmixer.engine.checkpoints.reading import load_run
 
     return load_run(run, trust=trust).network.eval()

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from qnmixer import cli
-from qnmixer.config.commands import CompareConfig, parse_compare
+from qnmixer.engine import cli
+from qnmixer.engine.config.commands import CompareConfig, parse_compare
+from qnmixer.engine.sweeps.sweep import find_sweep
 from qnmixer.errors import ConfigError
 from qnmixer.files import check_no_nifti, check_there, check_unused
-from qnmixer.sweeps.sweep import find_sweep
 
 
 def compare(cfg: DictConfig) -> None:
@@ -24,8 +24,8 @@ def compare(cfg: DictConfig) -> None:
     print(f"comparing the jobs of {', '.join(map(str, sweeps))} (loading PyTorch …)", flush=True)
     from rich.console import Console
 
-    from qnmixer.evaluation.compare import compare
-    from qnmixer.evaluation.comparison_report import write_comparison
+    from qnmixer.extras.comparison.compare import compare
+    from qnmixer.extras.comparison.report import write_comparison
 
     console = Console(markup=False)
     if not console.is_terminal:  # rich would wrap a log at 80 columns

@@ -13,15 +13,15 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from qnmixer import cli
-from qnmixer.config.commands import parse_doctor
+from qnmixer.engine import cli
+from qnmixer.engine.config.commands import parse_doctor
 
 
 def doctor(cfg: DictConfig) -> None:
     """Run all checks, print each one when it is done, and exit with 1 if one failed."""
     from hydra.core.hydra_config import HydraConfig
 
-    from qnmixer.checkup.checks import checkup
+    from qnmixer.engine.checkup.checks import checkup
 
     config = parse_doctor(cfg)
     checks = []

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from qnmixer import cli
-from qnmixer.config.commands import ExportConfig, parse_export
+from qnmixer.engine import cli
+from qnmixer.engine.config.commands import ExportConfig, parse_export
 from qnmixer.errors import ConfigError
 from qnmixer.files import check_there
 from qnmixer.weights import PRETRAINED, SUFFIX
@@ -20,7 +20,7 @@ from qnmixer.weights import PRETRAINED, SUFFIX
 
 def export(cfg: DictConfig) -> None:
     """Write the weights and the card."""
-    from qnmixer.checkpoints.export import export_run
+    from qnmixer.extras.export_run import export_run
 
     export_run(parse_export(cfg))
 

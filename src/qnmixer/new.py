@@ -7,7 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from qnmixer import cli
+from qnmixer.engine import cli
 from qnmixer.errors import ConfigError
 
 PACKAGE = Path(__file__).parent

@@ -7,13 +7,13 @@ python -m qnmixer.plan memory=recompute format=json           # one object, for 
 
 from omegaconf import DictConfig
 
-from qnmixer import cli
-from qnmixer.config.commands import parse_plan
+from qnmixer.engine import cli
+from qnmixer.engine.config.commands import parse_plan
 
 
 def plan(cfg: DictConfig) -> None:
     """Print the plan of one run."""
-    from qnmixer.memory.report import print_plan
+    from qnmixer.engine.memory.report import print_plan
 
     print_plan(parse_plan(cfg))
 

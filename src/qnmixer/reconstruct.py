@@ -8,8 +8,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from qnmixer import cli
-from qnmixer.config.commands import ReconstructConfig, parse_reconstruct
+from qnmixer.engine import cli
+from qnmixer.engine.config.commands import ReconstructConfig, parse_reconstruct
 from qnmixer.errors import ConfigError
 from qnmixer.files import check_no_nifti, check_there, check_unused
 from qnmixer.weights import check_weights
@@ -18,7 +18,7 @@ from qnmixer.weights import check_weights
 def reconstruct(cfg: DictConfig) -> None:
     """Write the reconstruction of every slice or sinogram of `input` into `output`."""
     print(f"reconstructing {cfg.input} by {cfg.run} (loading PyTorch …)", flush=True)
-    from qnmixer.inference.reconstruct import reconstruct_input
+    from qnmixer.engine.inference.reconstruct import reconstruct_input
 
     config = check(cfg)  # checked here as well: a sweep does not check its jobs
     Path(config.output).mkdir(parents=True, exist_ok=True)  # one that cannot be made is reported before the work

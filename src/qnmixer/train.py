@@ -19,23 +19,23 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from qnmixer import cli
-from qnmixer.config import Config, parse
-from qnmixer.config.compose import compose_as_given
-from qnmixer.config.data import check_data
-from qnmixer.config.logger import check_loggers
-from qnmixer.config.overrides import values_of
-from qnmixer.config.search_path import CONF, search_path_in
+from qnmixer.engine import cli
+from qnmixer.engine.config import Config, parse
+from qnmixer.engine.config.compose import compose_as_given
+from qnmixer.engine.config.data import check_data
+from qnmixer.engine.config.logger import check_loggers
+from qnmixer.engine.config.overrides import values_of
+from qnmixer.engine.config.search_path import CONF, search_path_in
+from qnmixer.engine.processes.cores import CoreUse
+from qnmixer.engine.processes.ranks import is_rank
+from qnmixer.engine.processes.signals import loading
+from qnmixer.engine.sweeps.jobs import Job, run_jobs
+from qnmixer.engine.sweeps.sweep import sweep
+from qnmixer.engine.tracking.resume import folder_of, resume_overrides, resumes_in_place
+from qnmixer.engine.tracking.run import Run
+from qnmixer.engine.tracking.run_folder import NEXT_HYDRA
+from qnmixer.engine.training.worker import check_processes, check_srun, fit_as_rank, fit_in_processes
 from qnmixer.errors import ConfigError, UserError
-from qnmixer.processes.cores import CoreUse
-from qnmixer.processes.ranks import is_rank
-from qnmixer.processes.signals import loading
-from qnmixer.sweeps.jobs import Job, run_jobs
-from qnmixer.sweeps.sweep import sweep
-from qnmixer.tracking.resume import folder_of, resume_overrides, resumes_in_place
-from qnmixer.tracking.run import Run
-from qnmixer.tracking.run_folder import NEXT_HYDRA
-from qnmixer.training.worker import check_processes, check_srun, fit_as_rank, fit_in_processes
 from qnmixer.weights import check_weights
 
 FIT = "qnmixer.fit.fit"
@@ -94,8 +94,8 @@ def run(cfg: DictConfig) -> Trained | float | None:
     with record.lock():
         print_begin(record, hydra_config)
         with loading():  # torch takes seconds
-            from qnmixer.checkpoints.reading import find_checkpoint
-            from qnmixer.parallel.devices import cpu_threads, resolve_devices
+            from qnmixer.engine.checkpoints.reading import find_checkpoint
+            from qnmixer.engine.parallel.devices import cpu_threads, resolve_devices
 
         try:
             config = resolve_devices(check(cfg))

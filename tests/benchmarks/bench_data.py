@@ -23,8 +23,8 @@ from lightning.pytorch.profilers import SimpleProfiler
 from measuring import seconds_of
 from report import Row, finish
 
-from qnmixer.config.run import section
-from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.engine.config.run import section
+from qnmixer.engine.data.datamodule import SliceDataModule
 
 TRAINING = {"demo": "experiment=demo", "default": ""}
 SIZES, WORKERS = (64, 256), (0, 2)

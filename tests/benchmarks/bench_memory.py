@@ -19,18 +19,18 @@ import torch.distributed as dist
 from measuring import GIVE_BACK, MIB, in_own_process, peak_mib
 from report import Row, finish
 
-from qnmixer.build import build_module
-from qnmixer.config import Config, override, parse
-from qnmixer.config.compose import compose
-from qnmixer.config.run import batch_of_replica
-from qnmixer.memory.modes import apply_memory_mode
-from qnmixer.memory.pipeline import cut_of
-from qnmixer.memory.plan import Planner
-from qnmixer.memory.tracker import batch_of
-from qnmixer.optimization.optimizers import build_optimizer
-from qnmixer.parallel.compilation import compile_blocks
-from qnmixer.parallel.pipeline import Pipeline, sum_gradients
-from qnmixer.reconstructor import AUTOCAST
+from qnmixer.engine.build import build_module
+from qnmixer.engine.config import Config, override, parse
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import batch_of_replica
+from qnmixer.engine.memory.modes import apply_memory_mode
+from qnmixer.engine.memory.pipeline import cut_of
+from qnmixer.engine.memory.plan import Planner
+from qnmixer.engine.memory.tracker import batch_of
+from qnmixer.engine.optimization.optimizers import build_optimizer
+from qnmixer.engine.parallel.compilation import compile_blocks
+from qnmixer.engine.parallel.pipeline import Pipeline, sum_gradients
+from qnmixer.engine.reconstructor import AUTOCAST
 
 CONFIGS = [
     "model.n_iterations=4",

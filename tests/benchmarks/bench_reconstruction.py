@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from report import Row, finish
 
-from qnmixer.build import build_module
-from qnmixer.config import parse, to_plain
-from qnmixer.config.compose import compose
-from qnmixer.data.phantoms import phantom
-from qnmixer.inference.writers import write_dicom
+from qnmixer.engine.build import build_module
+from qnmixer.engine.config import parse, to_plain
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.data.phantoms import phantom
+from qnmixer.engine.inference.writers import write_dicom
 from qnmixer.module import ReconstructionModule
 from qnmixer.weights import CHECKPOINT_KEY
 

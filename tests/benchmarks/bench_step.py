@@ -25,9 +25,9 @@ from operators import OPERATORS, lacking, stand_in_for_torchvision
 from report import Row, finish
 from torch import Tensor, nn
 
-from qnmixer.config import parse
-from qnmixer.config.compose import compose
-from qnmixer.data.phantoms import phantom
+from qnmixer.engine.config import parse
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.data.phantoms import phantom
 from qnmixer.models import LEARN
 from qnmixer.physics import FanBeamGeometry
 

@@ -19,17 +19,17 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.profilers import Profiler
 from report import Row, finish
 
-from qnmixer.build import build_module
-from qnmixer.config import Config, parse
-from qnmixer.config.compose import compose
-from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.memory.modes import apply_memory_mode
-from qnmixer.parallel.devices import resolve_devices
-from qnmixer.processes.launch import launch
-from qnmixer.processes.ranks import rank
-from qnmixer.tracking.loggers import build_loggers
-from qnmixer.training.callbacks import build_callbacks
-from qnmixer.training.trainer import build_trainer
+from qnmixer.engine.build import build_module
+from qnmixer.engine.config import Config, parse
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.memory.modes import apply_memory_mode
+from qnmixer.engine.parallel.devices import resolve_devices
+from qnmixer.engine.processes.launch import launch
+from qnmixer.engine.processes.ranks import rank
+from qnmixer.engine.tracking.loggers import build_loggers
+from qnmixer.engine.training.callbacks import build_callbacks
+from qnmixer.engine.training.trainer import build_trainer
 
 VARIANTS = {
     "ddp": "strategy=ddp",

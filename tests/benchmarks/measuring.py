@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from qnmixer.memory.usage import read_usage, reset_peak
+from qnmixer.engine.memory.usage import read_usage, reset_peak
 
 MIB = 2**20
 SHORT = 0.2

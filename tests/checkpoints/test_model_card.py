@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from qnmixer.checkpoints import model_card as module
-from qnmixer.checkpoints.model_card import Exported, model_card
-from qnmixer.config import Config, parse
-from qnmixer.config.compose import compose
-from qnmixer.config.run import parse_file
-from qnmixer.config.target import keys_of
+from qnmixer.engine.checkpoints import model_card as module
+from qnmixer.engine.config import Config, parse
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import parse_file
+from qnmixer.engine.config.target import keys_of
+from qnmixer.extras.model_card import Exported, model_card
 
 TinyConfig = Callable[..., Config]
 RECORD = {

@@ -12,18 +12,18 @@ from tests.limits import within_limits
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from qnmixer.build import build_module
-from qnmixer.checkpoints.reading import find_checkpoint, load, load_run, load_weights, read_checkpoint, split_of
-from qnmixer.checkpoints.weights_file import encode
-from qnmixer.config import Config, to_plain
-from qnmixer.data.splits import PARTS
+from qnmixer.engine.build import build_module
+from qnmixer.engine.checkpoints.reading import find_checkpoint, load, load_run, load_weights, read_checkpoint, split_of
+from qnmixer.engine.checkpoints.weights_file import encode
+from qnmixer.engine.config import Config, to_plain
+from qnmixer.engine.data.splits import PARTS
+from qnmixer.engine.plugins import module_of
+from qnmixer.engine.training.checkpointing import AtomicCheckpointIO
 from qnmixer.errors import CheckpointError, UserError
 from qnmixer.files import replace
 from qnmixer.models import UnrolledNetwork
 from qnmixer.module import ReconstructionModule
 from qnmixer.physics import FanBeamProjector
-from qnmixer.plugins import module_of
-from qnmixer.training.checkpointing import AtomicCheckpointIO
 from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY
 
 Build = Callable[..., ReconstructionModule]

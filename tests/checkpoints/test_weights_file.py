@@ -10,14 +10,14 @@ from safetensors import safe_open
 from tests.limits import within_limits
 
 from qnmixer import weights
-from qnmixer.checkpoints.reading import find_checkpoint, load_run, load_weights, read_checkpoint, resumable
-from qnmixer.checkpoints.weights_file import digest_of_weights, encode
-from qnmixer.config import Config, parse, to_plain
-from qnmixer.config.compose import compose
-from qnmixer.config.data import FolderData
+from qnmixer.engine.checkpoints.reading import find_checkpoint, load_run, load_weights, read_checkpoint, resumable
+from qnmixer.engine.checkpoints.weights_file import digest_of_weights, encode
+from qnmixer.engine.config import Config, parse, to_plain
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.data import FolderData
+from qnmixer.engine.plugins import module_of
 from qnmixer.errors import CheckpointError, DataError, PluginError
 from qnmixer.module import ReconstructionModule
-from qnmixer.plugins import module_of
 from qnmixer.weights import CHECKPOINT_KEY, PRETRAINED, SHIPPED, check_weights
 
 from .test_reading import damaged
@@ -118,7 +118,7 @@ def test_text_of_a_file_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         load_run(tmp_path / "a.ckpt")
 
 
-@pytest.mark.parametrize("target", ["torch.load", "os.system", "qnmixer.reconstructor.to_hu"])
+@pytest.mark.parametrize("target", ["torch.load", "os.system", "qnmixer.engine.reconstructor.to_hu"])
 def test_what_a_file_names_is_looked_at_before_it_is_called(tmp_path: Path, target: str) -> None:
     plain = to_plain(parse(compose("train", [])))
     plain["model"]["_target_"] = plain["optimizer"]["_target_"] = plain["loss"]["_target_"] = target

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qnmixer.build import build_data_module
-from qnmixer.checkup.checks import (
+from qnmixer.engine.build import build_data_module
+from qnmixer.engine.checkup.checks import (
     check_communication,
     check_finite,
     check_training,
@@ -20,7 +20,7 @@ from qnmixer.checkup.checks import (
     sharing_problems,
     shortened,
 )
-from qnmixer.checkup.machine import (
+from qnmixer.engine.checkup.machine import (
     Check,
     check_backend,
     check_disk,
@@ -30,13 +30,20 @@ from qnmixer.checkup.machine import (
     checkpoint_bytes,
     shared_memory_needed,
 )
-from qnmixer.checkup.rank import GROWTH_STEPS, Report, reference_gradients, short_leak_watch, small_network, untrained
-from qnmixer.config import parse, to_plain
-from qnmixer.data.sampler import EpochSampler
+from qnmixer.engine.checkup.rank import (
+    GROWTH_STEPS,
+    Report,
+    reference_gradients,
+    short_leak_watch,
+    small_network,
+    untrained,
+)
+from qnmixer.engine.config import parse, to_plain
+from qnmixer.engine.data.sampler import EpochSampler
+from qnmixer.engine.parallel.devices import resolve_devices
 from qnmixer.errors import DataError
 from qnmixer.models.incept_mixer import InceptMixer
 from qnmixer.module import ReconstructionModule
-from qnmixer.parallel.devices import resolve_devices
 
 from ..conftest import TINY_RUN, TinyConfig
 from ..nvidia import fake_nvidia_smi
@@ -107,7 +114,7 @@ def leaking():
 """
 DUPLICATED = """
 def duplicated():
-    from qnmixer.data.sampler import EpochSampler
+    from qnmixer.engine.data.sampler import EpochSampler
     order = EpochSampler.__iter__
     def twice(self):
         picks = list(order(self))
@@ -137,7 +144,7 @@ def test_slices_that_cannot_be_read_fail_with_their_own_fix(
     def without_slices(*_: object) -> None:
         raise DataError("data.root=/ct has no usable slice: give another folder")
 
-    monkeypatch.setattr("qnmixer.checkup.checks.train_a_little", without_slices)
+    monkeypatch.setattr("qnmixer.engine.checkup.checks.train_a_little", without_slices)
     first = next(check_training(resolve_devices(tiny_config())))
     assert (first.status, first.mend) == ("FAIL", "give another folder")
 
@@ -285,7 +292,7 @@ def test_what_is_tried_is_a_valid_run(tiny_config: TinyConfig, overrides: str) -
 @pytest.mark.xdist_group("processes")
 def test_faults_of_single_ranks_are_found_and_named(warm: Warm, tmp_path: Path) -> None:
     """A gradient that one rank does not reduce, a sample that one has twice, losses that one keeps with graphs."""
-    plants = "PLANTS = {'qnmixer.training.trainer': in_training(unreduced, leaking, duplicated)}"
+    plants = "PLANTS = {'qnmixer.engine.training.trainer': in_training(unreduced, leaking, duplicated)}"
     environment = plant(tmp_path, IN_TRAINING + UNREDUCED + LEAKING + DUPLICATED + plants) | FORK_RANKS
     command = ["-m", "qnmixer.doctor", *TINY_RUN, "strategy=ddp", "trainer.devices=2", "format=json"]
     result = warm.run(*command, env={**os.environ, **environment}, cwd=tmp_path)
@@ -318,7 +325,7 @@ def test_faults_of_single_ranks_are_found_and_named(warm: Warm, tmp_path: Path) 
 def test_a_rank_that_hangs_or_dies_is_named(
     tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, found: str
 ) -> None:
-    code = f"PLANTS = {{'qnmixer.processes.ranks': lambda m: {fault} if RANK == '1' else None}}"
+    code = f"PLANTS = {{'qnmixer.engine.processes.ranks': lambda m: {fault} if RANK == '1' else None}}"
     for name, value in plant(tmp_path, code).items():
         monkeypatch.setenv(name, value)
     check = check_communication(tiny_config("strategy=ddp", "trainer.devices=2"), patience=20)

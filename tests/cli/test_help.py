@@ -1,9 +1,9 @@
 import pytest
 
-from qnmixer.cli.help import usage
-from qnmixer.config.compose import compose
-from qnmixer.config.keys import flat_keys
-from qnmixer.config.search_path import CONF
+from qnmixer.engine.cli.help import usage
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.keys import flat_keys
+from qnmixer.engine.config.search_path import CONF
 
 COMMANDS = {
     "train": [],

@@ -9,10 +9,10 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-from qnmixer import cli
-from qnmixer.cli.explain import explain
-from qnmixer.config import parse
-from qnmixer.config.commands import parse_evaluate, parse_reconstruct
+from qnmixer.engine import cli
+from qnmixer.engine.cli.explain import explain
+from qnmixer.engine.config import parse
+from qnmixer.engine.config.commands import parse_evaluate, parse_reconstruct
 from qnmixer.errors import ConfigError, DataError
 
 from ..warm import Warm
@@ -151,7 +151,7 @@ def test_flags_and_overrides_stand_in_any_order() -> None:
 
 WARNINGS = """
 import warnings
-from qnmixer.cli import warnings_in_one_line
+from qnmixer.engine.cli import warnings_in_one_line
 from qnmixer.files import __file__ as ours
 warnings.simplefilter("always")
 with warnings_in_one_line():

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from qnmixer.config import parse, to_plain
-from qnmixer.config.compose import compose
+from qnmixer.engine.config import parse, to_plain
+from qnmixer.engine.config.compose import compose
 from qnmixer.errors import ConfigError
 
 

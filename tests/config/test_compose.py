@@ -2,8 +2,8 @@
 
 import pytest
 
-from qnmixer.config.compose import compose, compose_sweep, fitted
-from qnmixer.config.run import parse
+from qnmixer.engine.config.compose import compose, compose_sweep, fitted
+from qnmixer.engine.config.run import parse
 from qnmixer.errors import ConfigError
 
 ROOT = "data.root=/ct"

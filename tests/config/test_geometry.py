@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qnmixer.config import Config, parse, to_plain
-from qnmixer.config.compose import compose
-from qnmixer.config.search_path import CONF
-from qnmixer.reconstructor import build_geometry
+from qnmixer.engine.config import Config, parse, to_plain
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.search_path import CONF
+from qnmixer.engine.reconstructor import build_geometry
 
 
 def config(*overrides: str) -> Config:

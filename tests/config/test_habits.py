@@ -2,10 +2,10 @@
 
 import pytest
 
-from qnmixer.config.compose import compose
-from qnmixer.config.habits import _KEYS, _OPTIONS, habit
-from qnmixer.config.keys import flat_keys
-from qnmixer.config.search_path import CONF
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.habits import _KEYS, _OPTIONS, habit
+from qnmixer.engine.config.keys import flat_keys
+from qnmixer.engine.config.search_path import CONF
 
 
 def test_no_habit_is_a_key_or_an_option_here() -> None:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer.config import compose as composing
-from qnmixer.config import parse, to_plain
-from qnmixer.config.compose import compose
-from qnmixer.config.logger import LoggerConfig, check_loggers
-from qnmixer.config.search_path import CONF
+from qnmixer.engine.config import compose as composing
+from qnmixer.engine.config import parse, to_plain
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.logger import LoggerConfig, check_loggers
+from qnmixer.engine.config.search_path import CONF
 from qnmixer.errors import ConfigError
 
 MINE = ["logger._target_=collections.Counter", "+logger.key=3"]
@@ -47,7 +47,7 @@ def test_a_logger_without_a_class_is_refused(override: str) -> None:
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qnmixer.config.logger.find_spec", lambda name: None)
+    monkeypatch.setattr("qnmixer.engine.config.logger.find_spec", lambda name: None)
     for name in ("tensorboard", "mlflow"):
         with pytest.raises(ConfigError, match=f"^logger={name} needs a package .*: pip install {name}$"):
             check_loggers(parse(compose("train", [f"logger=[csv,{name}]"])).logger)

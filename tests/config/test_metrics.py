@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer.config import parse, to_plain
-from qnmixer.config.compose import compose
-from qnmixer.config.metrics import MetricConfig, mode_of
+from qnmixer.engine.config import parse, to_plain
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.metrics import MetricConfig, mode_of
 from qnmixer.errors import ConfigError
 
 MINE = "+metrics.mine._target_=collections.Counter"

@@ -2,9 +2,9 @@
 
 import pytest
 
-from qnmixer.config import parse
-from qnmixer.config.compose import compose
-from qnmixer.config.overrides import with_length
+from qnmixer.engine.config import parse
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.overrides import with_length
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from qnmixer.config import Config, effective_batch, parse, to_plain
-from qnmixer.config.commands import parse_evaluate, parse_reconstruct
-from qnmixer.config.compose import compose
-from qnmixer.config.data import AsTrained, FolderData, PhantomData
-from qnmixer.config.logger import WandbConfig
-from qnmixer.config.run import batch_of_replica, devices_per_replica
+from qnmixer.engine.config import Config, effective_batch, parse, to_plain
+from qnmixer.engine.config.commands import parse_evaluate, parse_reconstruct
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.data import AsTrained, FolderData, PhantomData
+from qnmixer.engine.config.logger import WandbConfig
+from qnmixer.engine.config.run import batch_of_replica, devices_per_replica
 from qnmixer.errors import ConfigError
 
 

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer.config.compose import compose
-from qnmixer.config.search_path import CONF, packages_of, with_search_path
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.search_path import CONF, packages_of, with_search_path
 from qnmixer.errors import ConfigError
 
 

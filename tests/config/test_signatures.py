@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from qnmixer.checkpoints.reading import load_run, load_weights
-from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
-from qnmixer.config import Config, parse, to_plain
-from qnmixer.config.compose import compose
-from qnmixer.config.run import parse_file
+from qnmixer.engine.checkpoints.reading import load_run, load_weights
+from qnmixer.engine.checkpoints.weights_file import CHECKPOINT_KEY
+from qnmixer.engine.config import Config, parse, to_plain
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import parse_file
+from qnmixer.engine.optimization.losses import build_loss
+from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.errors import ConfigError, UserError
-from qnmixer.optimization.losses import build_loss
-from qnmixer.reconstructor import Reconstructor
 
 MINE = """
 from typing import Annotated, Literal

@@ -5,9 +5,9 @@ import inspect
 import lightning as L
 import pytest
 
-from qnmixer.config import parse, to_plain
-from qnmixer.config.compose import compose
-from qnmixer.config.trainer import KEYS, PASSED_ON, REFUSED
+from qnmixer.engine.config import parse, to_plain
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.trainer import KEYS, PASSED_ON, REFUSED
 from qnmixer.errors import ConfigError
 
 

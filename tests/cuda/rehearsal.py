@@ -35,19 +35,19 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from qnmixer.build import build_module
-from qnmixer.config import Config, override, parse
-from qnmixer.config.compose import compose
-from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.data.sampler import EpochSampler
-from qnmixer.memory.modes import apply_memory_mode
-from qnmixer.memory.plan import Planner, track_step
+from qnmixer.engine.build import build_module
+from qnmixer.engine.config import Config, override, parse
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.data.sampler import EpochSampler
+from qnmixer.engine.memory.modes import apply_memory_mode
+from qnmixer.engine.memory.plan import Planner, track_step
+from qnmixer.engine.parallel.strategies import build_precision
+from qnmixer.engine.reconstructor import sample_measurement
+from qnmixer.engine.training.callbacks import build_callbacks
 from qnmixer.models import UnrolledNetwork
 from qnmixer.module import ReconstructionModule
-from qnmixer.parallel.strategies import build_precision
 from qnmixer.physics import FanBeamProjector
-from qnmixer.reconstructor import sample_measurement
-from qnmixer.training.callbacks import build_callbacks
 
 from .fake_device import CUDA0, FakeAccelerator, FakeDevice, pretend_cuda
 

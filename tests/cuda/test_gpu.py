@@ -23,22 +23,22 @@ from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 from torch import Tensor
 
-from qnmixer.build import build_module
-from qnmixer.checkup.rank import untrained
-from qnmixer.config import Config, override, parse
-from qnmixer.config.compose import compose
-from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.memory import modes
-from qnmixer.memory.footprint import MIB, WORKSPACE, on_a_gpu
-from qnmixer.memory.modes import apply_memory_mode
-from qnmixer.memory.plan import Planner
-from qnmixer.parallel.devices import allow_tf32, has_bf16
-from qnmixer.parallel.strategies import build_precision
+from qnmixer.engine.build import build_module
+from qnmixer.engine.checkup.rank import untrained
+from qnmixer.engine.config import Config, override, parse
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.memory import modes
+from qnmixer.engine.memory.footprint import MIB, WORKSPACE, on_a_gpu
+from qnmixer.engine.memory.modes import apply_memory_mode
+from qnmixer.engine.memory.plan import Planner
+from qnmixer.engine.parallel.devices import allow_tf32, has_bf16
+from qnmixer.engine.parallel.strategies import build_precision
+from qnmixer.engine.reconstructor import sample_measurement
+from qnmixer.engine.training.memory_monitor import MemoryMonitor
+from qnmixer.engine.training.trainer import build_trainer
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.physics.scan import ScanMatrix
-from qnmixer.reconstructor import sample_measurement
-from qnmixer.training.memory_monitor import MemoryMonitor
-from qnmixer.training.trainer import build_trainer
 
 from ..conftest import PHANTOMS, TINY
 from ..promises.test_gradients_of_one_process import COMPETITORS, MODEL

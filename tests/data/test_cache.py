@@ -16,12 +16,12 @@ import pytest
 from tests.limits import within_limits
 from torch.utils.data import DataLoader
 
-from qnmixer.cli.explain import explain
-from qnmixer.data.cache import SliceCache, open_cache
-from qnmixer.data.dataset import SliceDataset
-from qnmixer.data.dicom import DicomReader
-from qnmixer.data.numpy_files import NumpyReader
-from qnmixer.data.scaling import build_scaling
+from qnmixer.engine.cli.explain import explain
+from qnmixer.engine.data.cache import SliceCache, open_cache
+from qnmixer.engine.data.dataset import SliceDataset
+from qnmixer.engine.data.dicom import DicomReader
+from qnmixer.engine.data.numpy_files import NumpyReader
+from qnmixer.engine.data.scaling import build_scaling
 from qnmixer.errors import DataError
 from qnmixer.files import digest
 
@@ -168,8 +168,8 @@ def test_numpy_files_that_are_no_slices(tmp_path: Path, body_hu: Any) -> None:
 BUILD = """
 import sys, time
 from pathlib import Path
-from qnmixer.data.cache import open_cache
-from qnmixer.data.dicom import DicomReader
+from qnmixer.engine.data.cache import open_cache
+from qnmixer.engine.data.dicom import DicomReader
 class Slow(DicomReader):
     def read(self, root, path):
         with open(sys.argv[3], "a") as log: log.write(path + "\\n")

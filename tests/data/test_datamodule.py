@@ -12,13 +12,13 @@ import torch
 from lightning import LightningModule, Trainer
 from PIL import Image
 
-from qnmixer.config.run import section
-from qnmixer.data.cache import SliceCache, open_cache
-from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.data.sampler import EpochSampler, Pick
-from qnmixer.data.splits import PARTS, RunSplit, SplitRecord
+from qnmixer.engine.config.run import section
+from qnmixer.engine.data.cache import SliceCache, open_cache
+from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.data.sampler import EpochSampler, Pick
+from qnmixer.engine.data.splits import PARTS, RunSplit, SplitRecord
+from qnmixer.engine.processes.signals import SIGNALS
 from qnmixer.errors import ConfigError, DataError
-from qnmixer.processes.signals import SIGNALS
 
 
 def phantoms(**options: Any) -> SliceDataModule:
@@ -432,7 +432,7 @@ def test_files_that_change_between_two_sizes(body_hu: Any, tmp_path: Path, monke
         np.save(tmp_path / "a.npy", body_hu())
         return cache
 
-    monkeypatch.setattr("qnmixer.data.sources.open_cache", opened)
+    monkeypatch.setattr("qnmixer.engine.data.sources.open_cache", opened)
     config = section(
         "data", "numpy", root=str(tmp_path), split="all", image_size=16, num_workers=0, simulation_factor=2,
         cache_dir=str(tmp_path / "cache"),

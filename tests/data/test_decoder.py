@@ -13,9 +13,9 @@ from pydicom import dcmread
 from pydicom.uid import RLELossless
 from tests.compressed import compressed
 
-from qnmixer.data.decoder import decode_apart
-from qnmixer.data.dicom import DicomReader
-from qnmixer.data.slices import SkipFile
+from qnmixer.engine.data.decoder import decode_apart
+from qnmixer.engine.data.dicom import DicomReader
+from qnmixer.engine.data.slices import SkipFile
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_one_process_decodes_file_after_file(good: Path, body_hu: Any) -> None:
 def decoder() -> int:
     """The process that decodes for this one."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    (pid,) = [pid for pid in children if b"qnmixer.data.decoder" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    (pid,) = [pid for pid in children if b"qnmixer.engine.data.decoder" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     return int(pid)
 
 

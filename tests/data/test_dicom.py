@@ -9,8 +9,8 @@ from pydicom import Dataset, dcmread
 from pydicom.uid import JPEGLSLossless, RLELossless
 from tests.compressed import compressed
 
-from qnmixer.data.dicom import DicomReader, decode_frame, open_ct
-from qnmixer.data.slices import SkipFile, Slice
+from qnmixer.engine.data.dicom import DicomReader, decode_frame, open_ct
+from qnmixer.engine.data.slices import SkipFile, Slice
 
 SAME_SLICE = "CTImage.dcm"
 

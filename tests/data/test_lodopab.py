@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.config import parse
-from qnmixer.config.compose import compose
-from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.engine.config import parse
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.reconstructor import build_geometry
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.physics import FanBeamProjector
-from qnmixer.reconstructor import build_geometry
 
 from ..sets import write_lodopab
 
@@ -89,7 +89,7 @@ def test_simulated_sinograms_need_no_observations(root: Path) -> None:
 
 def test_noise_of_the_set_has_its_largest_value(written: Path) -> None:
     """Where no photon is counted the set has log(4096/0.1)/81.35858 m."""
-    from qnmixer.reconstructor import build_noise
+    from qnmixer.engine.reconstructor import build_noise
 
     noise = build_noise(config(written, "noise=physical_lodopab"))
     y = noise(torch.full((1, 1, 2, 2), 1e4), [(0, 0, 0)])

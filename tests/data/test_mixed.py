@@ -10,19 +10,19 @@ import pytest
 import torch
 from hydra.errors import HydraException
 
-from qnmixer.checkpoints.model_card import _slices
-from qnmixer.checkpoints.reading import read_checkpoint
-from qnmixer.checkpoints.weights_file import encode
-from qnmixer.cli import explain
-from qnmixer.config import parse, to_plain
-from qnmixer.config.commands import parse_plan
-from qnmixer.config.compose import compose
-from qnmixer.config.data import AsTrained, FolderData, MixedData, check_data
-from qnmixer.config.run import section
-from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.data.mixed import counts_of
+from qnmixer.engine.checkpoints.reading import read_checkpoint
+from qnmixer.engine.checkpoints.weights_file import encode
+from qnmixer.engine.cli import explain
+from qnmixer.engine.config import parse, to_plain
+from qnmixer.engine.config.commands import parse_plan
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.data import AsTrained, FolderData, MixedData, check_data
+from qnmixer.engine.config.run import section
+from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.data.mixed import counts_of
+from qnmixer.engine.evaluation.slices import as_trained, kind_of, other_slices
 from qnmixer.errors import CheckpointError, ConfigError, DataError, PluginError
-from qnmixer.evaluation.slices import as_trained, kind_of, other_slices
+from qnmixer.extras.model_card import _slices
 
 N_PATIENTS, N_EACH = 5, 2
 

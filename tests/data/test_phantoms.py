@@ -5,12 +5,12 @@ import sys
 import numpy as np
 import pytest
 
-from qnmixer.data.phantoms import phantom, smooth_field
+from qnmixer.engine.data.phantoms import phantom, smooth_field
 
 
 def test_same_numbers_give_the_same_phantom_in_another_process() -> None:
     code = (
-        "import hashlib; from qnmixer.data.phantoms import phantom\n"
+        "import hashlib; from qnmixer.engine.data.phantoms import phantom\n"
         "for i in (5, 0): p = phantom(48, seed=3, part='train', index=i)\n"
         "print(hashlib.sha256(p.tobytes()).hexdigest())"
     )

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qnmixer.config.run import section
-from qnmixer.data.cache import open_cache
-from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.data.dicom import DicomReader
-from qnmixer.data.resample import CutTissue, to_field, to_square
-from qnmixer.data.slices import FloatArray
+from qnmixer.engine.config.run import section
+from qnmixer.engine.data.cache import open_cache
+from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.data.dicom import DicomReader
+from qnmixer.engine.data.resample import CutTissue, to_field, to_square
+from qnmixer.engine.data.slices import FloatArray
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.physics import FanBeamGeometry
 

@@ -3,10 +3,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from qnmixer.data.dataset import SliceDataset
-from qnmixer.data.phantoms import PhantomSource
-from qnmixer.data.resample import to_square
-from qnmixer.data.scaling import AttenuationScaling, MinMaxScaling, Scaling
+from qnmixer.engine.data.dataset import SliceDataset
+from qnmixer.engine.data.phantoms import PhantomSource
+from qnmixer.engine.data.resample import to_square
+from qnmixer.engine.data.scaling import AttenuationScaling, MinMaxScaling, Scaling
 
 
 @pytest.mark.parametrize("scaling", [AttenuationScaling(2000), MinMaxScaling()])

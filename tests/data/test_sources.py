@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.config.run import section
-from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.data.numpy_files import NumpyReader
+from qnmixer.engine.config.run import section
+from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.data.numpy_files import NumpyReader
 from qnmixer.errors import DataError, PluginError
 
 MINE = """
@@ -109,8 +109,8 @@ def test_what_is_no_slice_is_named(target: str, message: str) -> None:
 
 READER = """
 import numpy as np
-from qnmixer.data.numpy_files import NumpyReader
-from qnmixer.data.slices import Slice
+from qnmixer.engine.data.numpy_files import NumpyReader
+from qnmixer.engine.data.slices import Slice
 
 class Phase(NumpyReader):
     def __init__(self, phase=0):

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from qnmixer.config.run import section
-from qnmixer.data.slices import SliceInfo
-from qnmixer.data.splits import (
+from qnmixer.engine.config.run import section
+from qnmixer.engine.data.slices import SliceInfo
+from qnmixer.engine.data.splits import (
     AAPM_PATIENTS,
     PARTS,
     RunSplit,

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.config import parse
-from qnmixer.config.compose import compose
-from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.data.pairs import views_of
-from qnmixer.data.slices import SkipFile
-from qnmixer.data.two_detect import line_integrals
+from qnmixer.engine.config import parse
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.data.pairs import views_of
+from qnmixer.engine.data.slices import SkipFile
+from qnmixer.engine.reconstructor import build_geometry
 from qnmixer.errors import ConfigError, DataError
+from qnmixer.extras.two_detect import line_integrals
 from qnmixer.physics import FanBeamProjector
-from qnmixer.reconstructor import build_geometry
 
 from ..sets import write_two_detect
 
@@ -130,7 +130,7 @@ def test_a_slice_is_decoded_once(root: Path, monkeypatch: pytest.MonkeyPatch) ->
     fresh = module(root)
     fresh.setup()
     with monkeypatch.context() as patched:
-        patched.setattr("qnmixer.data.two_detect._read", lambda _: pytest.fail("decoded again"))
+        patched.setattr("qnmixer.extras.two_detect._read", lambda _: pytest.fail("decoded again"))
         assert torch.equal(fresh.dataset("train")[0]["sinogram"], before["sinogram"])
     kept.write_bytes(kept.read_bytes()[:-1] + b"x")
     again = module(root).dataset("train")[0]

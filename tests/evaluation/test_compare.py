@@ -9,18 +9,18 @@ import pytest
 import torch
 from rich.console import Console
 
-from qnmixer.build import build_module
-from qnmixer.config import parse, to_plain
-from qnmixer.config.commands import parse_compare
-from qnmixer.config.compose import compose
-from qnmixer.config.data import FolderData
-from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.data.phantoms import phantom
-from qnmixer.evaluation import compare as measuring
-from qnmixer.evaluation.compare import _identity, compare
-from qnmixer.evaluation.comparison_report import tables_of
-from qnmixer.evaluation.methods import Comparison
-from qnmixer.reconstructor import build_geometry
+from qnmixer.engine.build import build_module
+from qnmixer.engine.config import parse, to_plain
+from qnmixer.engine.config.commands import parse_compare
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.data import FolderData
+from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.data.phantoms import phantom
+from qnmixer.engine.evaluation import compare as measuring
+from qnmixer.engine.reconstructor import build_geometry
+from qnmixer.extras.comparison.compare import _identity, compare
+from qnmixer.extras.comparison.methods import Comparison
+from qnmixer.extras.comparison.report import tables_of
 from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY
 
 from ..conftest import TINY

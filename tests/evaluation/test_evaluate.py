@@ -11,18 +11,18 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from qnmixer.batch import to_hu
-from qnmixer.config import Config
-from qnmixer.config.evaluation import EvaluationConfig
-from qnmixer.config.run import section
-from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.evaluation.evaluate import Evaluation, ImageScore, _gain, evaluate, warnings_of, write_evaluation
-from qnmixer.evaluation.slices import pictured
+from qnmixer.engine.batch import to_hu
+from qnmixer.engine.config import Config
+from qnmixer.engine.config.evaluation import EvaluationConfig
+from qnmixer.engine.config.run import section
+from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.evaluation.evaluate import Evaluation, ImageScore, _gain, evaluate, warnings_of, write_evaluation
+from qnmixer.engine.evaluation.slices import pictured
+from qnmixer.engine.optimization.metrics import psnr, ssim, to_window
+from qnmixer.engine.reports.page import PageMethod, PageSlice
+from qnmixer.engine.reports.pictures import Panel, Row, draw_comparison
+from qnmixer.engine.tracking.sweep_file import name_of_run, write_sweep
 from qnmixer.module import ReconstructionModule
-from qnmixer.optimization.metrics import psnr, ssim, to_window
-from qnmixer.reports.page import PageMethod, PageSlice
-from qnmixer.reports.pictures import Panel, Row, draw_comparison
-from qnmixer.tracking.sweep_file import name_of_run, write_sweep
 
 WINDOW = [-160.0, 240.0]
 NAMES = ("psnr", "ssim", "window_psnr", "window_ssim")

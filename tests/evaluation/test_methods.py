@@ -9,11 +9,17 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from qnmixer.config import parse
-from qnmixer.config.commands import parse_compare
-from qnmixer.config.compose import compose
-from qnmixer.evaluation.compare import _Measuring, split_anew
-from qnmixer.evaluation.comparison_report import (
+from qnmixer.engine.config import parse
+from qnmixer.engine.config.commands import parse_compare
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.evaluation.evaluate import ImageScore
+from qnmixer.engine.evaluation.statistics import Difference, difference, spread, student_quantile
+from qnmixer.engine.reports.page import PageMethod, PageSlice
+from qnmixer.engine.reports.pictures import Panel, Row, _worst_part, draw_methods
+from qnmixer.extras.comparison.compare import _Measuring, split_anew
+from qnmixer.extras.comparison.curves import Level, Validation, curve_of, first_above, median_step
+from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, Comparison, Cost, methods_of
+from qnmixer.extras.comparison.report import (
     TV,
     config_digest,
     differences,
@@ -22,12 +28,6 @@ from qnmixer.evaluation.comparison_report import (
     tables_of,
     write_comparison,
 )
-from qnmixer.evaluation.curves import Level, Validation, curve_of, first_above, median_step
-from qnmixer.evaluation.evaluate import ImageScore
-from qnmixer.evaluation.methods import ComparedJob, ComparedMethod, Comparison, Cost, methods_of
-from qnmixer.evaluation.statistics import Difference, difference, spread, student_quantile
-from qnmixer.reports.page import PageMethod, PageSlice
-from qnmixer.reports.pictures import Panel, Row, _worst_part, draw_methods
 
 
 def test_mean_over_seeds_of_means_over_patients() -> None:

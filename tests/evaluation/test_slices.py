@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 
-from qnmixer.config import parse
-from qnmixer.config.commands import parse_evaluate
-from qnmixer.config.compose import compose
-from qnmixer.config.data import DataConfig, FolderData
+from qnmixer.engine.config import parse
+from qnmixer.engine.config.commands import parse_evaluate
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.data import DataConfig, FolderData
+from qnmixer.engine.evaluation import slices
+from qnmixer.engine.evaluation.slices import Gallery, other_slices, pictured
+from qnmixer.engine.reports.page import PageMethod, PageSlice
 from qnmixer.errors import CheckpointError, ConfigError
-from qnmixer.evaluation import slices
-from qnmixer.evaluation.slices import Gallery, other_slices, pictured
-from qnmixer.reports.page import PageMethod, PageSlice
 
 SIZE, T = 128, 4
 

@@ -19,12 +19,12 @@ from pydicom.uid import JPEGLSLossless, RLELossless
 from tests.compressed import compressed
 from tests.limits import within_limits
 
-from qnmixer.data.cache import open_cache
-from qnmixer.data.dicom import DicomReader
-from qnmixer.data.slices import SkipFile
+from qnmixer.engine.data.cache import open_cache
+from qnmixer.engine.data.dicom import DicomReader
+from qnmixer.engine.data.slices import SkipFile
+from qnmixer.engine.inference.slices import InputSlice, InputSlices
+from qnmixer.engine.inference.writers import write_dicom
 from qnmixer.errors import DataError
-from qnmixer.inference.slices import InputSlice, InputSlices
-from qnmixer.inference.writers import write_dicom
 
 TAGS: dict[str, tuple[int, str, list[bytes]]] = {
     "RescaleSlope": (0x00281053, "DS", [b"abc", b"1,5", b"1\\2", b"0", b"nan", b"1e30"]),

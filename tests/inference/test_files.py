@@ -13,11 +13,11 @@ from pydicom import dcmread
 from pydicom.dataset import Dataset
 from pydicom.uid import UID, generate_uid
 
-from qnmixer.data.resample import to_square
-from qnmixer.data.slices import FloatArray
+from qnmixer.engine.data.resample import to_square
+from qnmixer.engine.data.slices import FloatArray
+from qnmixer.engine.inference.slices import InputSlices
+from qnmixer.engine.inference.writers import window_of, write_dicom, write_npy, write_png
 from qnmixer.errors import DataError
-from qnmixer.inference.slices import InputSlices
-from qnmixer.inference.writers import window_of, write_dicom, write_npy, write_png
 
 WORDS: dict[str, Any] = {"description": "Derived by QN-Mixer from 32 simulated sparse views"}
 
@@ -177,7 +177,7 @@ def test_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
     before = (tmp_path / "out").read_bytes()
     code = (
         "import resource, signal, sys, numpy as np; from pathlib import Path\n"
-        "from qnmixer.inference.writers import *\n"
+        "from qnmixer.engine.inference.writers import *\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
         "hu, path = np.random.default_rng(0).uniform(-1000, 1000, (99, 99)).astype('f4'), Path(sys.argv[1])\n"

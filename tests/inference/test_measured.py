@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.config import parse
-from qnmixer.config.compose import compose
-from qnmixer.data.phantoms import phantom
+from qnmixer.engine.config import parse
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.data.phantoms import phantom
+from qnmixer.engine.inference.measured import ScanLayout, fit_scan, read_mat
+from qnmixer.engine.reconstructor import build_geometry
 from qnmixer.errors import DataError
-from qnmixer.inference.measured import ScanLayout, fit_scan, read_mat
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.physics.rays import system_matrix
-from qnmixer.reconstructor import build_geometry
 
 SIZE = 64
 

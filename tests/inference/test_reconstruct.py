@@ -13,18 +13,18 @@ import pytest
 import torch
 from pydicom import dcmread
 
-from qnmixer.batch import to_hu
-from qnmixer.build import build_module
-from qnmixer.config import parse, to_plain
-from qnmixer.config.commands import ReconstructConfig, parse_reconstruct
-from qnmixer.config.compose import compose
-from qnmixer.config.run import parse_file
-from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.data.phantoms import phantom
+from qnmixer.engine.batch import to_hu
+from qnmixer.engine.build import build_module
+from qnmixer.engine.config import parse, to_plain
+from qnmixer.engine.config.commands import ReconstructConfig, parse_reconstruct
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import parse_file
+from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.data.phantoms import phantom
+from qnmixer.engine.inference.batches import MAX_HU, BatchedNetwork
+from qnmixer.engine.inference.inputs import MeasuredScan, holds_sinograms, measured_scans, simulated_scans
+from qnmixer.engine.inference.reconstruct import reconstruct_input
 from qnmixer.errors import DataError
-from qnmixer.inference.batches import MAX_HU, BatchedNetwork
-from qnmixer.inference.inputs import MeasuredScan, holds_sinograms, measured_scans, simulated_scans
-from qnmixer.inference.reconstruct import reconstruct_input
 from qnmixer.module import ReconstructionModule
 from qnmixer.weights import CHECKPOINT_KEY
 
@@ -309,9 +309,9 @@ _LIMITED_NETWORK = """
 import resource, sys
 from pathlib import Path
 from qnmixer.errors import OutOfMemory
-from qnmixer.inference.batches import BatchedNetwork
-from qnmixer.checkpoints.reading import load_run
-from qnmixer.inference.inputs import simulated_scans
+from qnmixer.engine.inference.batches import BatchedNetwork
+from qnmixer.engine.checkpoints.reading import load_run
+from qnmixer.engine.inference.inputs import simulated_scans
 module = load_run(sys.argv[1]).eval()
 scans = [*simulated_scans(Path(sys.argv[2]), module)[1]]
 limit = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + 2**24

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 import qnmixer
-from qnmixer.data.phantoms import phantom
+from qnmixer.engine.data.phantoms import phantom
 from qnmixer.models import UnrolledNetwork
 
 HU = 3000.0  # of 1

@@ -4,12 +4,12 @@ import subprocess
 import pytest
 import torch
 
-from qnmixer.config import Config, override, parse
-from qnmixer.config.compose import compose
-from qnmixer.memory.advice import advice, changes
-from qnmixer.memory.footprint import MIB
-from qnmixer.memory.limits import is_out_of_memory, memory_of
-from qnmixer.memory.plan import Planner
+from qnmixer.engine.config import Config, override, parse
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.memory.advice import advice, changes
+from qnmixer.engine.memory.footprint import MIB
+from qnmixer.engine.memory.limits import is_out_of_memory, memory_of
+from qnmixer.engine.memory.plan import Planner
 
 TINY = [
     "data.image_size=32",
@@ -124,7 +124,7 @@ def test_the_mildest_that_fit_are_advised(planner: Planner) -> None:
 
 
 def test_the_smallest_are_advised_where_nothing_fits(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qnmixer.memory.advice._SECONDS", 600.0)  # the machine may be busy
+    monkeypatch.setattr("qnmixer.engine.memory.advice._SECONDS", 600.0)  # the machine may be busy
     config = config_of()
     line = advice(planner, config, available=0.0)
     smallest = min(changes(config), key=lambda change: planner.estimate(override(config, change)).peak)

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qnmixer.config import parse
-from qnmixer.config.compose import compose
-from qnmixer.config.memory import MemoryConfig
+from qnmixer.engine.config import parse
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.memory import MemoryConfig
+from qnmixer.engine.memory import modes as memory
+from qnmixer.engine.memory.modes import apply_memory_mode
+from qnmixer.engine.memory.plan import track_step
+from qnmixer.engine.memory.tracker import PeakTracker
 from qnmixer.errors import ConfigError
-from qnmixer.memory import modes as memory
-from qnmixer.memory.modes import apply_memory_mode
-from qnmixer.memory.plan import track_step
-from qnmixer.memory.tracker import PeakTracker
 from qnmixer.models import LEARN, QNMixer
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 

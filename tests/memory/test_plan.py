@@ -7,23 +7,31 @@ import pytest
 import torch
 from torch import nn
 
-from qnmixer.build import build_module
-from qnmixer.config import Config, override, parse
-from qnmixer.config.commands import device_memory, parse_plan
-from qnmixer.config.compose import compose
-from qnmixer.config.run import batch_of_replica
-from qnmixer.config.strategy import PipelineConfig
+from qnmixer.engine.build import build_module
+from qnmixer.engine.config import Config, override, parse
+from qnmixer.engine.config.commands import device_memory, parse_plan
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import batch_of_replica
+from qnmixer.engine.config.strategy import PipelineConfig
+from qnmixer.engine.memory.footprint import MIB, Footprint
+from qnmixer.engine.memory.modes import apply_memory_mode
+from qnmixer.engine.memory.pipeline import cut_of, n_microbatches
+from qnmixer.engine.memory.plan import Planner, track_step
+from qnmixer.engine.memory.report import _largest_batch, as_object, levers_table, print_plan, schedules, usable
+from qnmixer.engine.memory.tracker import (
+    PeakTracker,
+    autocast,
+    batch_of,
+    make_state,
+    n_bytes,
+    optimizer_bytes,
+    without_data,
+)
+from qnmixer.engine.optimization.optimizers import build_optimizer
+from qnmixer.engine.parallel.stages import Stage, actions, loss_of_part, ranges, survey
+from qnmixer.engine.reconstructor import build_projector, system_matrix_at
 from qnmixer.errors import ConfigError
-from qnmixer.memory.footprint import MIB, Footprint
-from qnmixer.memory.modes import apply_memory_mode
-from qnmixer.memory.pipeline import cut_of, n_microbatches
-from qnmixer.memory.plan import Planner, track_step
-from qnmixer.memory.report import _largest_batch, as_object, levers_table, print_plan, schedules, usable
-from qnmixer.memory.tracker import PeakTracker, autocast, batch_of, make_state, n_bytes, optimizer_bytes, without_data
-from qnmixer.optimization.optimizers import build_optimizer
-from qnmixer.parallel.stages import Stage, actions, loss_of_part, ranges, survey
 from qnmixer.physics import FanBeamProjector
-from qnmixer.reconstructor import build_projector, system_matrix_at
 
 SMALL = [
     "data.image_size=32",
@@ -137,7 +145,7 @@ def test_the_footprint_of_a_known_network(planner: Planner) -> None:
     config = config_of("model.n_iterations=2")
     footprint = track_step(config, planner.projector)
     with without_data():
-        from qnmixer.reconstructor import build_network
+        from qnmixer.engine.reconstructor import build_network
 
         n_weights = sum(p.numel() for p in build_network(config, planner.projector).parameters())
     assert footprint.parameters == 4 * n_weights

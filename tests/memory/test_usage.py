@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qnmixer.memory.usage import Usage, read_usage, reset_peak
+from qnmixer.engine.memory.usage import Usage, read_usage, reset_peak
 
 CPU = torch.device("cpu")
 MIB = 2**20

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qnmixer.config.memory import MemoryConfig
+from qnmixer.engine.config.memory import MemoryConfig
+from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.errors import ConfigError
-from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.models import FBP, LEARN, FBPConvNet, LearnedPrimalDual, RegFormer, TotalVariation, UnrolledNetwork
 from qnmixer.models.data_term import data_gradient, safe_step_size
 from qnmixer.models.regformer import WindowAttention

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qnmixer.data.phantoms import phantom
+from qnmixer.engine.data.phantoms import phantom
 from qnmixer.models import LEARN, FBPConvNet, LearnedPrimalDual, QNMixer, RegFormer, UnrolledNetwork
 from qnmixer.models.data_term import DATA_TERMS, data_gradient, nonnegative, safe_step_size
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qnmixer.config.memory import MemoryConfig
-from qnmixer.memory import modes
+from qnmixer.engine.config.memory import MemoryConfig
+from qnmixer.engine.memory import modes
 from qnmixer.models import QNMixer, UnrolledNetwork
 from qnmixer.physics import FanBeamProjector
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from qnmixer.build import build_module
-from qnmixer.config import Config
+from qnmixer.engine.build import build_module
+from qnmixer.engine.config import Config
+from qnmixer.engine.optimization.losses import build_loss
+from qnmixer.engine.optimization.optimizers import build_optimizer
+from qnmixer.engine.optimization.schedules import learning_rate_factor
+from qnmixer.engine.reconstructor import build_noise
 from qnmixer.errors import PluginError
 from qnmixer.module import ReconstructionModule
-from qnmixer.optimization.losses import build_loss
-from qnmixer.optimization.optimizers import build_optimizer
-from qnmixer.optimization.schedules import learning_rate_factor
-from qnmixer.reconstructor import build_noise
 
 TinyConfig = Callable[..., Config]
 OWN = """

@@ -5,9 +5,9 @@ import torch
 from torch.nn import functional
 from torchmetrics.functional.image import structural_similarity_index_measure
 
-from qnmixer.config.run import section
-from qnmixer.optimization.losses import Loss, build_loss
-from qnmixer.optimization.metrics import psnr, ssim, to_window
+from qnmixer.engine.config.run import section
+from qnmixer.engine.optimization.losses import Loss, build_loss
+from qnmixer.engine.optimization.metrics import psnr, ssim, to_window
 
 
 def images(n: int = 3, size: int = 24) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from qnmixer.build import build_module
-from qnmixer.config import Config
+from qnmixer.engine.build import build_module
+from qnmixer.engine.config import Config
+from qnmixer.engine.memory.tracker import make_state, optimizer_bytes, without_data
+from qnmixer.engine.optimization.optimizers import build_optimizer
+from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.errors import ConfigError
-from qnmixer.memory.tracker import make_state, optimizer_bytes, without_data
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.module import ReconstructionModule
-from qnmixer.optimization.muon import Muon, orthogonalized
-from qnmixer.optimization.optimizers import build_optimizer
-from qnmixer.reconstructor import Reconstructor
+from qnmixer.muon import Muon, orthogonalized
 
 MODELS = ["qn_mixer", "learn", "learned_primal_dual", "regformer model.channels=6 model.window_size=4"]
 SHAPES = [(16, 400), (64, 32), (32, 64), (8, 8), (8, 1)]

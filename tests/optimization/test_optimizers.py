@@ -4,14 +4,15 @@ from itertools import pairwise
 import pytest
 import torch
 
-from qnmixer.config import Config
-from qnmixer.config.groups import ScheduleConfig
-from qnmixer.config.run import section
+from qnmixer.engine.config import Config
+from qnmixer.engine.config.groups import ScheduleConfig
+from qnmixer.engine.config.run import section
+from qnmixer.engine.optimization.losses import build_loss
+from qnmixer.engine.optimization.metrics import ssim
+from qnmixer.engine.optimization.optimizers import build_optimizer
+from qnmixer.engine.optimization.schedules import learning_rate_factor
+from qnmixer.losses import l1
 from qnmixer.module import ReconstructionModule
-from qnmixer.optimization.losses import build_loss, l1
-from qnmixer.optimization.metrics import ssim
-from qnmixer.optimization.optimizers import build_optimizer
-from qnmixer.optimization.schedules import learning_rate_factor
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
 

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from qnmixer.config.memory import MemoryConfig
+from qnmixer.engine.config.memory import MemoryConfig
+from qnmixer.engine.memory.modes import apply_memory_mode
+from qnmixer.engine.parallel.compilation import check_compiler, compile_blocks
 from qnmixer.errors import ConfigError
-from qnmixer.memory.modes import apply_memory_mode
 from qnmixer.models import FBP, QNMixer
-from qnmixer.parallel.compilation import check_compiler, compile_blocks
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
 from ..models.conftest import FIGURE

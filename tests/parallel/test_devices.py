@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from qnmixer.engine.parallel.devices import check_precision, choose_device, cpu_threads, gpu_problem, resolve_devices
+from qnmixer.engine.training.trainer import build_trainer
 from qnmixer.errors import ConfigError
-from qnmixer.parallel.devices import check_precision, choose_device, cpu_threads, gpu_problem, resolve_devices
-from qnmixer.training.trainer import build_trainer
 
 from ..conftest import TinyConfig
 from ..nvidia import fake_nvidia_smi

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from qnmixer.parallel.pipeline import sum_gradients
+from qnmixer.engine.parallel.pipeline import sum_gradients
 
 
 @pytest.fixture

@@ -6,13 +6,10 @@ import torch
 from torch import nn
 from torch.distributed.pipelining.schedules import _get_1f1b_rank_ops
 
-from qnmixer.build import build_module
-from qnmixer.config import parse
-from qnmixer.config.compose import compose
-from qnmixer.errors import ConfigError
-from qnmixer.models.qn_mixer import QNMixer, QNState
-from qnmixer.module import ReconstructionModule
-from qnmixer.parallel.stages import (
+from qnmixer.engine.build import build_module
+from qnmixer.engine.config import parse
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.parallel.stages import (
     Action,
     Logged,
     Packing,
@@ -25,6 +22,9 @@ from qnmixer.parallel.stages import (
     ranges,
     survey,
 )
+from qnmixer.errors import ConfigError
+from qnmixer.models.qn_mixer import QNMixer, QNState
+from qnmixer.module import ReconstructionModule
 
 
 def everything(schedule: str, devices: int, n: int, per_device: int = 1) -> list[list[Action]]:

@@ -2,11 +2,11 @@ from dataclasses import replace
 
 import pytest
 
-from qnmixer.config import Config
-from qnmixer.config.strategy import StrategyConfig
+from qnmixer.engine.config import Config
+from qnmixer.engine.config.strategy import StrategyConfig
+from qnmixer.engine.memory.plan import Planner
+from qnmixer.engine.parallel.strategies import build_strategy
 from qnmixer.errors import ConfigError
-from qnmixer.memory.plan import Planner
-from qnmixer.parallel.strategies import build_strategy
 
 
 @pytest.fixture

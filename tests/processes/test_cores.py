@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from qnmixer.processes.cores import CoreUse, threads_each, wait_briefly
+from qnmixer.engine.processes.cores import CoreUse, threads_each, wait_briefly
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how busy each core is")
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from qnmixer.memory.footprint import MIB
-from qnmixer.memory.limits import memory_of
-from qnmixer.parallel.devices import choose_device
-from qnmixer.processes import limits
-from qnmixer.processes.cores import CoreUse, n_cores
-from qnmixer.processes.limits import cpu_limit, memory_limit
+from qnmixer.engine.memory.footprint import MIB
+from qnmixer.engine.memory.limits import memory_of
+from qnmixer.engine.parallel.devices import choose_device
+from qnmixer.engine.processes import limits
+from qnmixer.engine.processes.cores import CoreUse, n_cores
+from qnmixer.engine.processes.limits import cpu_limit, memory_limit
 
 SLURM = "0::/slurm/job_7/step_0\n"
 V1 = "4:memory:/docker/ab\n1:cpu,cpuacct:/docker/ab\n"

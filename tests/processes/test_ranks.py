@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from qnmixer.processes.ranks import by_srun, is_rank, rank, world_size
+from qnmixer.engine.processes.ranks import by_srun, is_rank, rank, world_size
 
 AGENT = {"TORCHELASTIC_RUN_ID": "x", "RANK": "3", "WORLD_SIZE": "4"}
 SBATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
@@ -46,7 +46,7 @@ def begin(body: str) -> subprocess.Popen[str]:
     code = f"""
 import ctypes, os, signal, sys, time
 from qnmixer.errors import Stopped
-from qnmixer.processes import ranks, signals
+from qnmixer.engine.processes import ranks, signals
 ranks._SECONDS_TO_LEAVE = ranks._SECONDS_TO_LEAVE_BY_ITSELF = ranks._SECONDS_TO_STOP = ranks._SECONDS_TO_HEAR = 0.3
 {body}
 """
@@ -160,7 +160,7 @@ def test_a_fork_that_loses_its_rank_in_mid_sentence_says_nothing() -> None:
     process = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", """
 import os, sys, time
-from qnmixer.processes import ranks
+from qnmixer.engine.processes import ranks
 ranks.end_with_the_others()
 if os.fork() == 0:
     sys.excepthook(ConnectionResetError, ConnectionResetError("lost"), None)

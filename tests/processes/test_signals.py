@@ -4,9 +4,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from qnmixer.engine.processes import signals
+from qnmixer.engine.processes.signals import SIGNALS, defer_stop, handle_signals, loading, stop_requested, stop_signals
 from qnmixer.errors import Stopped
-from qnmixer.processes import signals
-from qnmixer.processes.signals import SIGNALS, defer_stop, handle_signals, loading, stop_requested, stop_signals
 
 
 @pytest.mark.parametrize("number", SIGNALS)

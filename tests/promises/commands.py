@@ -15,14 +15,14 @@ import pydicom
 import pytest
 import torch
 
-from qnmixer import cli
-from qnmixer.config import parse
-from qnmixer.config.commands import parse_evaluate, parse_reconstruct
-from qnmixer.data.phantoms import phantom
+from qnmixer.engine import cli
+from qnmixer.engine.config import parse
+from qnmixer.engine.config.commands import parse_evaluate, parse_reconstruct
+from qnmixer.engine.data.phantoms import phantom
+from qnmixer.engine.inference.writers import write_dicom
+from qnmixer.engine.tracking.resume import resume_overrides
 from qnmixer.evaluate import evaluate, into_new_folder
-from qnmixer.inference.writers import write_dicom
 from qnmixer.reconstruct import reconstruct
-from qnmixer.tracking.resume import resume_overrides
 from qnmixer.train import run as train
 
 COMPLETE = {"train": resume_overrides, "evaluate": into_new_folder}

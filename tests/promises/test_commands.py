@@ -19,8 +19,8 @@ import pytest
 import torch
 from PIL import Image
 
-from qnmixer.checkpoints.reading import load_run
-from qnmixer.checkpoints.weights_file import digest_of_weights
+from qnmixer.engine.checkpoints.reading import load_run
+from qnmixer.engine.checkpoints.weights_file import digest_of_weights
 from qnmixer.module import ReconstructionModule
 
 from ..nvidia import fake_nvidia_smi

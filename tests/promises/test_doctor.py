@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from qnmixer import cli
-from qnmixer.config.commands import parse_doctor
-from qnmixer.config.search_path import CONF
 from qnmixer.doctor import doctor
+from qnmixer.engine import cli
+from qnmixer.engine.config.commands import parse_doctor
+from qnmixer.engine.config.search_path import CONF
 
 TINY = [
     "data.image_size=16", "geometry.n_views=8", "geometry.n_detectors=24", "geometry.detector_pitch=40",

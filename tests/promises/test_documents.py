@@ -19,14 +19,14 @@ import pydicom
 import pytest
 import torch
 
-from qnmixer import cli
-from qnmixer.config import parse
-from qnmixer.config.compose import compose
-from qnmixer.data.phantoms import phantom
-from qnmixer.inference.writers import write_dicom
+from qnmixer.engine import cli
+from qnmixer.engine.config import parse
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.data.phantoms import phantom
+from qnmixer.engine.inference.writers import write_dicom
+from qnmixer.engine.reconstructor import build_projector
+from qnmixer.engine.tracking.resume import latest
 from qnmixer.new import new
-from qnmixer.reconstructor import build_projector
-from qnmixer.tracking.resume import latest
 
 from ..pages import ROOT, commands
 from ..warm import Warm

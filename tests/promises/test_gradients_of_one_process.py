@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.checkpoints.reading import load_run, split_of
-from qnmixer.config import override, parse, to_plain
-from qnmixer.config.compose import compose
-from qnmixer.data.phantoms import phantom
-from qnmixer.data.splits import PARTS
-from qnmixer.processes.launch import launch
+from qnmixer.engine.checkpoints.reading import load_run, split_of
+from qnmixer.engine.config import override, parse, to_plain
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.data.phantoms import phantom
+from qnmixer.engine.data.splits import PARTS
+from qnmixer.engine.processes.launch import launch
 
 from ..warm import Warm
 

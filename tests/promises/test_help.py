@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer import cli
+from qnmixer.engine import cli
 
 ASK = """
 eval "$(qnmixer-train -sc install=bash)"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from qnmixer.config import to_plain
+from qnmixer.engine.config import to_plain
 from qnmixer.module import ReconstructionModule
 from qnmixer.weights import CHECKPOINT_KEY
 
@@ -76,7 +76,7 @@ def looks_up(config: dict[str, Any]) -> None:
     config["finetune"], config["tags"] = LOOKUP, [LOOKUP]
     config["loss"] = {"_target_": "torch.nn.functional.mse_loss", "a": LOOKUP}
     config["callbacks"] = {"x": {"_target_": "lightning.pytorch.callbacks.Timer", "duration": LOOKUP}}
-    config["logger"] = {"wandb": {"_target_": "qnmixer.tracking.loggers.WandbRun", "project": LOOKUP}}
+    config["logger"] = {"wandb": {"_target_": "qnmixer.engine.tracking.loggers.WandbRun", "project": LOOKUP}}
 
 
 def looks_up_a_word(config: dict[str, Any]) -> None:

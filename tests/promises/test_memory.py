@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.checkpoints.weights_file import CHECKPOINT_KEY
-from qnmixer.config import to_plain
-from qnmixer.data.phantoms import phantom
-from qnmixer.memory.footprint import MIB
+from qnmixer.engine.checkpoints.weights_file import CHECKPOINT_KEY
+from qnmixer.engine.config import to_plain
+from qnmixer.engine.data.phantoms import phantom
+from qnmixer.engine.memory.footprint import MIB
 from qnmixer.module import ReconstructionModule
 
 from ..warm import Warm
@@ -122,7 +122,7 @@ def series(path: Path, count: int, size: int = 16) -> Path:
 # Everything is imported and then the address space ends so many MiB above what it takes.
 _LIMITED = """
 import resource, sys
-import qnmixer.inference.reconstruct
+import qnmixer.engine.inference.reconstruct
 from qnmixer.reconstruct import main
 now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 limit = now + int(sys.argv.pop(1)) * 2**20

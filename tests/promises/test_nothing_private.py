@@ -14,8 +14,8 @@ from pathlib import Path
 import pydicom
 import pytest
 
-from qnmixer.data.phantoms import phantom
-from qnmixer.inference.writers import write_dicom
+from qnmixer.engine.data.phantoms import phantom
+from qnmixer.engine.inference.writers import write_dicom
 
 from ..warm import Warm
 

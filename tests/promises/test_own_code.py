@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from qnmixer.config import to_plain
-from qnmixer.config.run import parse_file
+from qnmixer.engine.config import to_plain
+from qnmixer.engine.config.run import parse_file
 from qnmixer.weights import CHECKPOINT_KEY
 
 from ..warm import FORK_RANKS, Done, Warm

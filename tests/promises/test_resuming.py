@@ -32,7 +32,7 @@ SLICES = (*PHANTOMS, "data.n_train=15")
 # Draws from all random generators of a process, in a layer of the network and beside it.
 DRAWING = """
 import random, numpy, torch
-from qnmixer import reconstructor
+from qnmixer.engine import reconstructor
 
 def build_network(config, projector):
     network = original(config, projector)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from qnmixer.checkpoints.reading import read_checkpoint
-from qnmixer.config import Config
+from qnmixer.engine.checkpoints.reading import read_checkpoint
+from qnmixer.engine.config import Config
 
 from ..conftest import TINY_RUN
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from qnmixer.config.compose import compose
+from qnmixer.engine.config.compose import compose
 
 from ..warm import FORK_RANKS, Warm
 

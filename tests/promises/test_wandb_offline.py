@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import wandb
 
-from qnmixer.tracking.metrics_file import read_metrics
+from qnmixer.engine.tracking.metrics_file import read_metrics
 
 from ..warm import Done, Warm
 from .commands import PHANTOMS, STEPS, TINY, environment

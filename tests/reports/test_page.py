@@ -17,8 +17,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from torch import Tensor
 
+from qnmixer.engine.reports.page import PageMethod, PageSlice, PageTable, without_folders, write_page
 from qnmixer.errors import DataError
-from qnmixer.reports.page import PageMethod, PageSlice, PageTable, without_folders, write_page
 
 pytestmark = pytest.mark.xdist_group("browser")  # one browser serves all
 

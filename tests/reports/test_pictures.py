@@ -10,14 +10,14 @@ import pytest
 import torch
 from PIL import Image
 
-from qnmixer.build import build_module
-from qnmixer.config import Config
-from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.reports.pictures import Curve, Panel, Row, draw_curves, draw_iterates
-from qnmixer.tracking.loggers import build_loggers
-from qnmixer.training import callbacks
-from qnmixer.training.callbacks import build_callbacks
-from qnmixer.training.trainer import build_trainer
+from qnmixer.engine.build import build_module
+from qnmixer.engine.config import Config
+from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.reports.pictures import Curve, Panel, Row, draw_curves, draw_iterates
+from qnmixer.engine.tracking.loggers import build_loggers
+from qnmixer.engine.training import callbacks
+from qnmixer.engine.training.callbacks import build_callbacks
+from qnmixer.engine.training.trainer import build_trainer
 
 
 def pixels(path: Path) -> np.ndarray:

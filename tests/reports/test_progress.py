@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from qnmixer.reports import progress as module
-from qnmixer.reports.progress import LONGEST, SHORTEST, Pace, progress
+from qnmixer.engine.reports import progress as module
+from qnmixer.engine.reports.progress import LONGEST, SHORTEST, Pace, progress
 
 from ..terminal import in_terminal
 
@@ -64,7 +64,7 @@ def test_forced_colours_make_no_terminal_of_a_file(monkeypatch: pytest.MonkeyPat
 BAR = """
 import sys, time, warnings
 from rich.console import Console
-from qnmixer.reports import progress
+from qnmixer.engine.reports import progress
 progress._REDRAW = 0.0
 written = []  # what W&B sees: it puts itself in the place of this method
 write = sys.stdout.write

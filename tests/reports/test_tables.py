@@ -3,7 +3,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from qnmixer.reports.tables import csv_table, markdown_table, terminal_table
+from qnmixer.engine.reports.tables import csv_table, markdown_table, terminal_table
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 

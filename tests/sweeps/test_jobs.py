@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer.config import parse
-from qnmixer.config.compose import compose
+from qnmixer.engine.config import parse
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.processes.cores import threads_each
+from qnmixer.engine.sweeps.jobs import Job, objective, run_jobs
+from qnmixer.engine.tracking.results import amend, read_results
 from qnmixer.errors import ConfigError
-from qnmixer.processes.cores import threads_each
-from qnmixer.sweeps.jobs import Job, objective, run_jobs
-from qnmixer.tracking.results import amend, read_results
 
 PROGRAM = f"""#!{sys.executable}
 import json, os, pathlib, sys, time

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer.config.compose import compose_sweep
-from qnmixer.config.overrides import values_of
+from qnmixer.engine.config.compose import compose_sweep
+from qnmixer.engine.config.overrides import values_of
+from qnmixer.engine.sweeps.report import rows_of, write_report
+from qnmixer.engine.sweeps.sweep import place_jobs, sweep
+from qnmixer.engine.tracking.results import amend
+from qnmixer.engine.tracking.sweep_file import name_of_job, read_sweep, sweep_of
 from qnmixer.errors import ConfigError, DataError, SweepFailed
-from qnmixer.sweeps.report import rows_of, write_report
-from qnmixer.sweeps.sweep import place_jobs, sweep
-from qnmixer.tracking.results import amend
-from qnmixer.tracking.sweep_file import name_of_job, read_sweep, sweep_of
 
 # rich would take the brackets for its markup
 FAULT = "rank 1: [/gloo/pair.cc:544] no, | [rank0]"
@@ -87,8 +87,8 @@ def test_a_folder_that_is_given_may_be_anything_that_hydra_takes(
 def test_a_sweep_that_is_running_is_not_started_twice(tmp_path: Path) -> None:
     overrides = ["seed=1,2", f"hydra.sweep.dir={tmp_path}"]
     begin = f"""
-from qnmixer.config.compose import compose_sweep
-from qnmixer.sweeps.sweep import sweep
+from qnmixer.engine.config.compose import compose_sweep
+from qnmixer.engine.sweeps.sweep import sweep
 with sweep({overrides}, compose_sweep("train", {overrides})):
     print("begun", flush=True)
     input()

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import wandb
 
-from qnmixer.config import Config, parse
-from qnmixer.config.compose import compose
+from qnmixer.engine.config import Config, parse
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.tracking import loggers as room
+from qnmixer.engine.tracking.loggers import DONE, FAILED, INTERRUPTED, build_loggers, close_loggers, log_checkpoint
+from qnmixer.engine.tracking.metrics_file import MetricsFile, read_metrics
+from qnmixer.engine.tracking.results import PACKAGES, git_commit
+from qnmixer.engine.tracking.sweep_file import SWEEP
 from qnmixer.errors import ConfigError
-from qnmixer.tracking import loggers as room
-from qnmixer.tracking.loggers import DONE, FAILED, INTERRUPTED, build_loggers, close_loggers, log_checkpoint
-from qnmixer.tracking.metrics_file import MetricsFile, read_metrics
-from qnmixer.tracking.results import PACKAGES, git_commit
-from qnmixer.tracking.sweep_file import SWEEP
 
 OfflineRuns = Callable[[Path], list[Any]]
 CPU = ["trainer.accelerator=cpu", "trainer.devices=1"]
@@ -136,9 +136,9 @@ def test_a_resumed_run_is_the_same_wandb_run_and_logs_nothing_twice(tmp_path: Pa
 _KILLED = """
 import os, signal, sys, time
 from pathlib import Path
-from qnmixer.config import parse
-from qnmixer.config.compose import compose
-from qnmixer.tracking.loggers import build_loggers
+from qnmixer.engine.config import parse
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.tracking.loggers import build_loggers
 config = parse(compose("train", ["trainer.accelerator=cpu", "trainer.devices=1"]))
 loggers = build_loggers(config, Path(sys.argv[1]), [])
 for step in range(1, 5):

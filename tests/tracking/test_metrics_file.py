@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from qnmixer.tracking.metrics_file import MetricsFile, read_metrics
+from qnmixer.engine.tracking.metrics_file import MetricsFile, read_metrics
 
 
 def steps(folder: Path) -> list[int]:

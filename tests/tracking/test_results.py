@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from qnmixer.engine.tracking import results as room
+from qnmixer.engine.tracking.results import PACKAGES, git_commit, git_diff, read_results, results
 from qnmixer.errors import DataError
-from qnmixer.tracking import results as room
-from qnmixer.tracking.results import PACKAGES, git_commit, git_diff, read_results, results
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def test_full_disk_leaves_the_record_that_was_there(tmp_path: Path) -> None:
     code = f"""
 import resource, signal
 from pathlib import Path
-from qnmixer.tracking.results import results
+from qnmixer.engine.tracking.results import results
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 with results(Path({str(tmp_path)!r}), []) as record:
     record["much"] = "x" * 100_000

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from qnmixer.config.compose import compose
-from qnmixer.config.overrides import quoted, values_of
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.overrides import quoted, values_of
+from qnmixer.engine.tracking.resume import latest, recorded_overrides, resume_hint, resume_overrides, resumes_in_place
+from qnmixer.engine.tracking.run_folder import clean, run_lock
 from qnmixer.errors import CheckpointError, ConfigError, PluginError
-from qnmixer.tracking.resume import latest, recorded_overrides, resume_hint, resume_overrides, resumes_in_place
-from qnmixer.tracking.run_folder import clean, run_lock
 
 Make = Callable[..., Path]
 
@@ -257,7 +257,7 @@ def test_one_process_holds_the_run_lock_and_a_killed_one_releases_it(make: Make,
     code = """
 import os, sys, time
 from pathlib import Path
-from qnmixer.tracking.run_folder import run_lock
+from qnmixer.engine.tracking.run_folder import run_lock
 with run_lock(Path("runs/a")):
     if os.fork():
         print("held", flush=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from qnmixer.tracking.run import Run
+from qnmixer.engine.tracking.run import Run
 
 
 def read(folder: Path) -> dict[str, Any]:

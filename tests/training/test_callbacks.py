@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from qnmixer.checkpoints.reading import read_checkpoint
-from qnmixer.config import Config
+from qnmixer.engine.checkpoints.reading import read_checkpoint
+from qnmixer.engine.config import Config
+from qnmixer.engine.tracking.metrics_file import read_metrics
+from qnmixer.engine.tracking.results import read_results
+from qnmixer.engine.tracking.run import Run
+from qnmixer.engine.training.callbacks import build_callbacks
 from qnmixer.errors import PluginError
 from qnmixer.fit import fit
-from qnmixer.tracking.metrics_file import read_metrics
-from qnmixer.tracking.results import read_results
-from qnmixer.tracking.run import Run
-from qnmixer.training.callbacks import build_callbacks
 
 TinyConfig = Callable[..., Config]
 

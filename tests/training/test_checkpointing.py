@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from qnmixer.config import Config
+from qnmixer.engine.config import Config
+from qnmixer.engine.tracking.run import Run
+from qnmixer.engine.training.random_states import random_state, set_random_state
 from qnmixer.errors import Stopped
 from qnmixer.fit import fit
 from qnmixer.module import ReconstructionModule
-from qnmixer.tracking.run import Run
-from qnmixer.training.random_states import random_state, set_random_state
 
 TinyConfig = Callable[..., Config]
 
@@ -133,7 +133,7 @@ def test_a_run_that_was_stopped_after_training_comes_to_its_end(
         raise Stopped(signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr("qnmixer.training.steps.evaluate", stop)
+        patch.setattr("qnmixer.engine.training.steps.evaluate", stop)
         with pytest.raises(Stopped):
             fit(tiny_config(*overrides), Run(tmp_path))
     path = tmp_path / "results.json"

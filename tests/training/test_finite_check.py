@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from qnmixer.training.finite_check import FiniteCheck
+from qnmixer.engine.training.finite_check import FiniteCheck
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qnmixer.build import build_module
-from qnmixer.config import Config
+from qnmixer.engine.build import build_module
+from qnmixer.engine.config import Config
+from qnmixer.engine.run_module import RunModule
+from qnmixer.engine.tracking.metrics_file import read_metrics
+from qnmixer.engine.tracking.run import Run
+from qnmixer.engine.training import steps
 from qnmixer.errors import UnstableNetwork
 from qnmixer.fit import fit
 from qnmixer.models import UnrolledNetwork
-from qnmixer.run_module import RunModule
-from qnmixer.tracking.metrics_file import read_metrics
-from qnmixer.tracking.run import Run
-from qnmixer.training import steps
 
 LONG = ["trainer.max_steps=60", "trainer.val_every_n_steps=60", "data.n_train=400", "test_after_training=false"]
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from qnmixer.build import build_module
-from qnmixer.checkpoints.reading import resumable
-from qnmixer.config import Config
-from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.engine.build import build_module
+from qnmixer.engine.checkpoints.reading import resumable
+from qnmixer.engine.config import Config
+from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.tracking.loggers import build_loggers
+from qnmixer.engine.training.callbacks import build_callbacks
+from qnmixer.engine.training.trainer import build_trainer
 from qnmixer.errors import CheckpointError
-from qnmixer.tracking.loggers import build_loggers
-from qnmixer.training.callbacks import build_callbacks
-from qnmixer.training.trainer import build_trainer
 
 # Seven samples, two a batch: four batches an epoch, the last of one sample; two steps an epoch with accumulation 3.
 RUN = ("data.n_train=7", "trainer.max_steps=9", "trainer.val_every_n_steps=100", "noise=field", "schedule=step")

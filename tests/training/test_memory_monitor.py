@@ -16,14 +16,14 @@ from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
 from torch import Tensor
 
-from qnmixer.batch import Batch
-from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.memory.leaks import LeakWatch
-from qnmixer.memory.plan import Planner
+from qnmixer.engine.batch import Batch
+from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.memory.leaks import LeakWatch
+from qnmixer.engine.memory.plan import Planner
+from qnmixer.engine.training.callbacks import IteratePictures
+from qnmixer.engine.training.memory_monitor import MemoryMonitor
+from qnmixer.engine.training.weight_averaging import MeanWeights
 from qnmixer.module import ReconstructionModule
-from qnmixer.training.callbacks import IteratePictures
-from qnmixer.training.memory_monitor import MemoryMonitor
-from qnmixer.training.weight_averaging import MeanWeights
 
 MIB = 2**20
 LEVEL = 400.0  # MiB

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from qnmixer.batch import Batch
-from qnmixer.config import Config
-from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.engine.batch import Batch
+from qnmixer.engine.config import Config
+from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.reconstructor import build_geometry, build_noise, sample_measurement
+from qnmixer.engine.training.step_checks import StepChecks
 from qnmixer.module import ReconstructionModule
 from qnmixer.physics.noise import FieldNoise, NoNoise, PhysicalNoise, attenuation_per_value
-from qnmixer.reconstructor import build_geometry, build_noise, sample_measurement
-from qnmixer.training.step_checks import StepChecks
 
 Build = Callable[..., ReconstructionModule]
 

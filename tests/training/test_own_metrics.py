@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from qnmixer.training.fit import fit
+from qnmixer.engine.training.fit import fit
 from torch import Tensor
 
-from qnmixer.batch import Batch
-from qnmixer.checkpoints.reading import load_run
-from qnmixer.config import Config
-from qnmixer.data.datamodule import SliceDataModule
+from qnmixer.engine.batch import Batch
+from qnmixer.engine.checkpoints.reading import load_run
+from qnmixer.engine.config import Config
+from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.evaluation.evaluate import evaluate
+from qnmixer.engine.optimization.metrics import build_metrics, psnr, ssim_percent, try_metrics
+from qnmixer.engine.tracking.metrics_file import read_metrics
+from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import PluginError
-from qnmixer.evaluation.evaluate import evaluate
-from qnmixer.optimization.metrics import build_metrics, psnr, ssim_percent, try_metrics
-from qnmixer.tracking.metrics_file import read_metrics
-from qnmixer.tracking.run import Run
 
 TinyConfig = Callable[..., Config]
 OWN = """

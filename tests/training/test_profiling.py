@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from qnmixer.batch import Batch
-from qnmixer.checkpoints.reading import load_run
-from qnmixer.config import Config
-from qnmixer.config.run import section
-from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.data.sampler import EpochSampler
+from qnmixer.engine.batch import Batch
+from qnmixer.engine.checkpoints.reading import load_run
+from qnmixer.engine.config import Config
+from qnmixer.engine.config.run import section
+from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.data.sampler import EpochSampler
+from qnmixer.engine.parallel.devices import resolve_devices
+from qnmixer.engine.tracking.run import Run
 from qnmixer.fit import fit
 from qnmixer.module import ReconstructionModule
-from qnmixer.parallel.devices import resolve_devices
-from qnmixer.tracking.run import Run
 
 TinyConfig = Callable[..., Config]
 Build = Callable[..., ReconstructionModule]

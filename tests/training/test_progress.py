@@ -10,14 +10,14 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 
-from qnmixer.build import build_module
-from qnmixer.config import Config
-from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.data.sampler import EpochSampler
-from qnmixer.tracking.loggers import build_loggers
-from qnmixer.tracking.metrics_file import read_metrics
-from qnmixer.training.callbacks import build_callbacks
-from qnmixer.training.trainer import build_trainer
+from qnmixer.engine.build import build_module
+from qnmixer.engine.config import Config
+from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.data.sampler import EpochSampler
+from qnmixer.engine.tracking.loggers import build_loggers
+from qnmixer.engine.tracking.metrics_file import read_metrics
+from qnmixer.engine.training.callbacks import build_callbacks
+from qnmixer.engine.training.trainer import build_trainer
 
 # 7 slices, 4 an optimizer step: every second step is of 3.
 SEVEN = ["data.n_train=7", "data.n_val=3", "data.batch_size=2", "trainer.accumulate_grad_batches=2"]

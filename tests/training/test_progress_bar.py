@@ -11,12 +11,12 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback
 
-from qnmixer.config import Config, parse
-from qnmixer.config.compose import compose
+from qnmixer.engine.config import Config, parse
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.reports import progress
+from qnmixer.engine.tracking.metrics_file import read_metrics
+from qnmixer.engine.tracking.run import Run
 from qnmixer.fit import fit
-from qnmixer.reports import progress
-from qnmixer.tracking.metrics_file import read_metrics
-from qnmixer.tracking.run import Run
 
 from ..conftest import PHANTOMS, TINY
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from qnmixer.build import build_module
-from qnmixer.config import parse
-from qnmixer.config.commands import parse_evaluate
-from qnmixer.config.compose import compose
-from qnmixer.data.datamodule import SliceDataModule
-from qnmixer.tracking.run import Run
-from qnmixer.training.terminal import print_end, print_start
-from qnmixer.training.trainer import build_trainer
+from qnmixer.engine.build import build_module
+from qnmixer.engine.config import parse
+from qnmixer.engine.config.commands import parse_evaluate
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.tracking.run import Run
+from qnmixer.engine.training.terminal import print_end, print_start
+from qnmixer.engine.training.trainer import build_trainer
 
 
 def test_a_folder_with_spaces_and_brackets_is_printed_as_a_shell_and_hydra_read_it(

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from qnmixer.config import Config
+from qnmixer.engine.config import Config
+from qnmixer.engine.tracking.run import Run
+from qnmixer.engine.training.weight_averaging import MeanWeights
 from qnmixer.errors import ConfigError, Stopped
 from qnmixer.fit import fit
 from qnmixer.module import ReconstructionModule
-from qnmixer.tracking.run import Run
-from qnmixer.training.weight_averaging import MeanWeights
 
 TinyConfig = Callable[..., Config]
 RUN = ["callbacks=ema", "callbacks.ema.decay=0.5", "test_after_training=false", "trainer.max_steps=4"]

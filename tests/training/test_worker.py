@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from qnmixer.config import Config, parse
-from qnmixer.config.compose import compose
+from qnmixer.engine.config import Config, parse
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.tracking.run import Run
+from qnmixer.engine.training.worker import fit_in_processes
 from qnmixer.errors import CheckpointError, DataError
-from qnmixer.tracking.run import Run
 from qnmixer.train import FIT
-from qnmixer.training.worker import fit_in_processes
 
 DDP = ["strategy=ddp", "trainer.devices=1"]
 
@@ -53,11 +53,11 @@ def test_the_process_that_watches_does_without_lightning() -> None:
     code = """
 import sys
 from pathlib import Path
-from qnmixer.config import parse
-from qnmixer.config.compose import compose
-from qnmixer.processes import launch
-from qnmixer.tracking.run import Run
-from qnmixer.training import worker
+from qnmixer.engine.config import parse
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.processes import launch
+from qnmixer.engine.tracking.run import Run
+from qnmixer.engine.training import worker
 config = parse(compose("train", ["experiment=demo", "strategy=ddp", "trainer.devices=1"]))
 worker._check_inputs(config, Run(Path("nowhere")))
 print(*(name for name in ("lightning", "torchmetrics", "torch._dynamo") if name in sys.modules))

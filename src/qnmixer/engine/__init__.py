@@ -1,0 +1,1 @@
+"""What a run needs and a user need not read: data, memory, devices, runs, evaluation."""

@@ -1,0 +1,140 @@
+"""Slices in the form that the network needs: scaled and square. Each sample has what converts it back to HU."""
+
+from collections.abc import Callable
+from typing import NotRequired, TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from qnmixer.engine.data.sampler import Pick
+from qnmixer.engine.data.scaling import Scaling, scaled_like
+from qnmixer.engine.data.slices import FloatArray, SliceSource
+
+_DISC_CENTRE, _DISC_RADIUS = (0.75, 0.25), 0.085
+"""Row and column, and radius, in widths of the image: from the paper's figure, the exact place inferred."""
+_SUBPIXELS = 8
+
+
+class Sample(TypedDict):
+    """One slice: image [1, S, S] float32 in [0, 1], its number n and its name. HU = hu_offset + hu_scale · image.
+
+    `fine`: the same slice [1, f·S, f·S] with the same offset and scale, from which sinograms are simulated. `sinogram`:
+    [1, V, D], value × mm, in place of `fine`: measured by a scanner, or simulated with noise by the dataset. `weight`:
+    its weight in the loss or the metric; 0 for a sample that only fills a batch.
+    """
+
+    image: Tensor
+    fine: NotRequired[Tensor]
+    sinogram: NotRequired[Tensor]
+    hu_offset: Tensor
+    hu_scale: Tensor
+    sample: int
+    weight: Tensor
+    name: str
+
+
+class SliceView:
+    """A part of a source. It is a source itself."""
+
+    endless = False
+
+    def __init__(self, source: SliceSource, indices: list[int]) -> None:
+        self.source, self.indices = source, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def load(self, index: int) -> FloatArray:
+        """Slice [S, S] in HU."""
+        return self.source.load(self.indices[index])
+
+    def name(self, index: int) -> str:
+        """The name of the file or phantom."""
+        return self.source.name(self.indices[index])
+
+
+class SliceDataset(Dataset[Sample]):
+    """Slices by global sample number n = epoch · length + index.
+
+    Args:
+        source: slices [S, S] in HU. An endless source is asked for slice n, so every epoch has new slices.
+        scaling: HU to [0, 1].
+        augment: flip and turn by (seed, n).
+        seed: of the augmentation.
+        fine: the same slices on a finer grid [f·S, f·S], for `fine` of the samples.
+        disc: paste a disc of the slice's largest value at its lower left.
+        measure: makes the sinogram of a sample, in place of `fine`.
+        measured: measured sinograms [V, D] of the same slices, value × mm. Nothing is simulated then.
+    """
+
+    def __init__(
+        self,
+        source: SliceSource,
+        scaling: Scaling,
+        *,
+        augment: bool = False,
+        seed: int = 0,
+        fine: SliceSource | None = None,
+        disc: bool = False,
+        measure: Callable[[Sample], Tensor] | None = None,
+        measured: SliceSource | None = None,
+    ) -> None:
+        self.source, self.scaling, self.augment, self.seed = source, scaling, augment, seed
+        self.fine, self.disc, self.measure, self.measured = fine, disc, measure, measured
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, item: Pick | int) -> Sample:
+        n, weight = item if isinstance(item, Pick) else (item, 1.0)
+        index = n if self.source.endless else n % len(self.source)
+        hu = self._prepare(self.source.load(index), n)
+        brightest = float(hu.max())
+        if self.disc:
+            hu = paste_disc(hu, brightest)
+        x, offset, scale = self.scaling.to_unit(hu)
+        sample: Sample = {
+            "image": _to_tensor(x),
+            "hu_offset": torch.tensor(offset, dtype=torch.float32),
+            "hu_scale": torch.tensor(scale, dtype=torch.float32),
+            "sample": n,
+            "weight": torch.tensor(weight, dtype=torch.float32),
+            "name": self.source.name(index),
+        }
+        if self.fine is not None:
+            hu = self._prepare(self.fine.load(index), n)
+            if self.disc:
+                hu = paste_disc(hu, brightest)
+            sample["fine"] = _to_tensor(scaled_like(hu, offset, scale))
+        if self.measured is not None:
+            sample["sinogram"] = _to_tensor(self.measured.load(index))
+        elif self.measure is not None:
+            sample["sinogram"] = self.measure(sample)
+            sample.pop("fine", None)  # large, and no longer needed: workers would send it to the training process
+        return sample
+
+    def _prepare(self, hu: FloatArray, n: int) -> FloatArray:
+        """The slice of sample number n, after augmentation and scaling."""
+        return _flip_and_turn(hu, np.random.default_rng([self.seed, n, 0xF11B])) if self.augment else hu
+
+
+def paste_disc(hu: FloatArray, value: float) -> FloatArray:
+    """A slice [S, S] with a disc of this value at its lower left. Pixels on the rim get a partial value."""
+    size = len(hu)
+    axis = (np.arange(size * _SUBPIXELS) + 0.5) / (size * _SUBPIXELS)
+    row, column = (axis - centre for centre in _DISC_CENTRE)
+    inside = row[:, None] ** 2 + column**2 < _DISC_RADIUS**2
+    share = inside.reshape(size, _SUBPIXELS, size, _SUBPIXELS).mean(axis=(1, 3), dtype=np.float32)
+    return hu + share * (np.float32(value) - hu)
+
+
+def _to_tensor(x: FloatArray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(x))[None]
+
+
+def _flip_and_turn(hu: FloatArray, rng: np.random.Generator) -> FloatArray:
+    """One of the eight symmetries of the square."""
+    turned = np.rot90(hu, k=int(rng.integers(4)))
+    return turned[:, ::-1] if rng.random() < 0.5 else turned

@@ -1,0 +1,111 @@
+"""Decode compressed DICOM pixels in a child process. If a decoder in C aborts or hangs, only the child ends.
+
+The child lives as long as this process, and is started again if it dies. It runs this file.
+"""
+
+import atexit
+import io
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+import numpy as np
+
+from qnmixer.engine.data.slices import SkipFile
+
+SECONDS = 20
+"""For one frame."""
+_MEMORY = 2 * 2**30
+"""Bytes of the child's address space, beside those of the file."""
+
+
+def decode_apart(path: str, frame: int, seconds: int = SECONDS) -> np.ndarray[Any, Any]:
+    """Stored values [H, W] of one frame of a DICOM file. Raises SkipFile if the decoder fails, dies or is too slow."""
+    child = _Child.of_this_process()
+    try:
+        child.pipe.send((os.path.abspath(path), frame, seconds))
+        answer = child.pipe.recv_bytes()
+    except (EOFError, OSError):
+        child.end()
+        raise SkipFile(f"its decoder died, or took longer than {seconds} s") from None
+    if answer[:1] == b"!":
+        raise SkipFile(f"pixels cannot be decoded, perhaps truncated ({answer[1:].decode()})")
+    return np.load(io.BytesIO(answer), allow_pickle=False)
+
+
+class _Child:
+    """The process that decodes, and the pipe to it."""
+
+    _running: "_Child | None" = None
+
+    def __init__(self) -> None:
+        self.pipe, theirs = Pipe()
+        # One thread, because each thread reserves address space, which is limited below. The child must import the same
+        # modules as this process.
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        command = [sys.executable, "-P", "-m", "qnmixer.engine.data.decoder", str(theirs.fileno())]
+        quiet = subprocess.DEVNULL
+        self.process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], env=environment, stdin=quiet, stdout=quiet, stderr=quiet
+        )
+        self.owner = os.getpid()
+        theirs.close()
+
+    @classmethod
+    def of_this_process(cls) -> "_Child":
+        """The child of this process, not one of a forked parent. Starts it if there is none."""
+        if cls._running is None or cls._running.owner != os.getpid():
+            cls._running = cls()
+            atexit.register(cls._running.end)
+        return cls._running
+
+    def end(self) -> None:
+        """End the child. The next frame starts a new one."""
+        if self.owner == os.getpid():  # a forked data worker must not end the child of its parent
+            self.pipe.close()
+            self.process.kill()
+            self.process.wait()
+        type(self)._running = None
+        atexit.unregister(self.end)
+
+
+def _serve(pipe: Connection) -> None:
+    """Decode frames in the child until the parent ends."""
+    from pydicom import dcmread
+    from pydicom.pixels.utils import pixel_array
+
+    opened, dataset = None, None
+    with suppress(EOFError, KeyboardInterrupt):
+        while True:
+            path, frame, seconds = pipe.recv()
+            signal.alarm(seconds)  # ends this process, also inside a decoder
+            try:
+                stat = os.stat(path)
+                if opened != (file := (path, stat.st_size, stat.st_mtime_ns)):
+                    _limit_memory(_MEMORY + stat.st_size)
+                    dataset, opened = dcmread(path), file
+                assert dataset is not None
+                stream = io.BytesIO()
+                np.save(stream, pixel_array(dataset, index=frame), allow_pickle=False)
+                answer = stream.getvalue()
+            except Exception as error:
+                answer = b"!" + type(error).__name__.encode()
+            signal.alarm(0)
+            pipe.send_bytes(answer)
+
+
+def _limit_memory(size: int) -> None:
+    """Make larger allocations fail, on systems that can limit memory."""
+    import resource  # not on Windows, which never gets here
+
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_AS, (size, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,199 @@
+"""CT in DICOM: find CT images among files, and read their pixels in HU, their patient and their position."""
+
+import io
+import math
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydicom import dcmread
+from pydicom.dataset import Dataset, FileDataset
+from pydicom.encaps import parse_basic_offsets, parse_fragments
+from pydicom.errors import InvalidDicomError
+from pydicom.pixels.utils import pixel_array
+
+from qnmixer.engine.data.decoder import decode_apart
+from qnmixer.engine.data.slices import AIR, FloatArray, SkipFile, Slice, SliceInfo, reading, require_size
+
+_SLOPES = 1e-3, 1e3
+"""The range of plausible rescale slopes. With any other slope 16 bits cannot hold HU."""
+_SPACINGS = 0.01, 20.0
+"""The range of plausible pixel sizes of CT, in mm."""
+CT_CLASSES = {
+    "1.2.840.10008.5.1.4.1.1.2": "CT Image",
+    "1.2.840.10008.5.1.4.1.1.2.1": "Enhanced CT Image",
+    "1.2.840.10008.5.1.4.1.1.2.2": "Legacy Converted Enhanced CT Image",
+}
+_PIXELS = "PixelData", "FloatPixelData", "DoubleFloatPixelData"
+_NAMES = "PatientID", "StudyInstanceUID", "SeriesInstanceUID", "SOPInstanceUID", "InstanceNumber"
+"""Tags that identify patient, series and slice. A file in which one of these is unreadable is not used."""
+
+
+def open_ct(path: Path) -> FileDataset:
+    """Read one file and check that it is a CT image. Raises SkipFile with the reason if it is not."""
+    with reading("unreadable"):
+        try:
+            dataset = dcmread(path)
+        except InvalidDicomError:
+            raise SkipFile("not DICOM") from None
+        _require_ct(dataset)
+        _require_frames(dataset)
+        for keyword in _NAMES:
+            dataset.get(keyword)
+    return dataset
+
+
+def _require_ct(dataset: FileDataset) -> None:
+    """Raise SkipFile unless this is a slice image of a CT scanner."""
+    sop_class = str(dataset.get("SOPClassUID") or dataset.file_meta.get("MediaStorageSOPClassUID") or "")
+    if dataset.get("Modality") != "CT" or (sop_class and sop_class not in CT_CLASSES):
+        raise SkipFile("not a CT image")
+    if "LOCALIZER" in (dataset.get("ImageType") or []):
+        raise SkipFile("a localizer")
+    if not any(keyword in dataset for keyword in _PIXELS):
+        raise SkipFile("no pixel data, perhaps truncated")
+    # A decoder may trust PhotometricInterpretation only, and write three samples into the memory of one.
+    grey = str(dataset.get("PhotometricInterpretation", "MONOCHROME2")).startswith("MONOCHROME")
+    if int(dataset.get("SamplesPerPixel", 1)) != 1 or not grey:
+        raise SkipFile("a colour image")
+    require_size(int(dataset.Rows), int(dataset.Columns))
+
+
+def _require_frames(dataset: FileDataset) -> None:
+    """Raise SkipFile if the pixel data is too short for the frames that a file claims. Trying each could take hours."""
+    pixels = next(dataset[keyword].value for keyword in _PIXELS if keyword in dataset)
+    if _is_compressed(dataset):
+        stream = io.BytesIO(pixels)
+        parse_basic_offsets(stream)
+        most = parse_fragments(stream)[0]
+    else:
+        most = len(pixels) * 8 // (int(dataset.Rows) * int(dataset.Columns) * max(1, int(dataset.BitsAllocated)))
+    if not 1 <= frame_count(dataset) <= most:
+        raise SkipFile(f"{frame_count(dataset)} frames and pixel data of {most}, perhaps truncated")
+
+
+def _is_compressed(dataset: FileDataset) -> bool:
+    return dataset.file_meta.TransferSyntaxUID.is_compressed
+
+
+def frame_count(dataset: Dataset) -> int:
+    """The number of frames in a file."""
+    return int(dataset.get("NumberOfFrames") or 1)
+
+
+def functional_group(dataset: Dataset, frame: int, sequence: str) -> Dataset | None:
+    """Item of a functional group of an enhanced image: that of the frame, else the shared one, else None."""
+    per_frame, shared = (dataset.get("PerFrameFunctionalGroupsSequence"), dataset.get("SharedFunctionalGroupsSequence"))
+    for groups in ([per_frame[frame]] if per_frame and frame < len(per_frame) else [], shared or []):
+        for group in groups:
+            items = group.get(sequence)
+            if items:
+                return items[0]
+    return None
+
+
+def frame_tag(dataset: Dataset, frame: int, sequence: str, keyword: str) -> Any:
+    """The value of a tag for a frame; None if there is none.
+
+    Enhanced images have it in a functional group, plain images at the top level.
+    """
+    group = functional_group(dataset, frame, sequence)
+    value = group.get(keyword) if group is not None else None
+    return dataset.get(keyword) if value is None else value
+
+
+def rescale_of(dataset: Dataset, frame: int) -> tuple[float, float]:
+    """(slope, intercept) from stored values of a frame to HU. Raises SkipFile if the file has none."""
+    kind = str(frame_tag(dataset, frame, "PixelValueTransformationSequence", "RescaleType") or "HU").strip()
+    # US means unspecified. GDCM, and so ITK, writes it into every CT image without a type. A scanner uses HU.
+    if not (kind == "HU" or (kind == "US" and _is_original(dataset, frame))):
+        raise SkipFile(f"RescaleType {kind}, not HU")
+    slope = frame_tag(dataset, frame, "PixelValueTransformationSequence", "RescaleSlope")
+    intercept = frame_tag(dataset, frame, "PixelValueTransformationSequence", "RescaleIntercept")
+    if slope is None or intercept is None:
+        raise SkipFile("no RescaleSlope/RescaleIntercept")
+    slope, intercept = float(slope), float(intercept)
+    if not (_SLOPES[0] <= abs(slope) <= _SLOPES[1] and math.isfinite(intercept)):
+        raise SkipFile(f"RescaleSlope {slope} and RescaleIntercept {intercept} give no HU")
+    return slope, intercept
+
+
+def _is_original(dataset: Dataset, frame: int) -> bool:
+    """Whether a frame is an original image of the scanner. Only these must be in HU (DICOM, CT Image Module)."""
+    kind = frame_tag(dataset, frame, "CTImageFrameTypeSequence", "FrameType") or dataset.get("ImageType") or ""
+    first = kind if isinstance(kind, str) else kind[0]
+    return first == "ORIGINAL" and dataset.get("MultienergyCTAcquisition") != "YES"
+
+
+def frame_hu(dataset: Dataset, frame: int, raw: np.ndarray[Any, Any]) -> FloatArray:
+    """Stored values [H, W] of a frame in HU. Pixels that the file marks as padding become air."""
+    slope, intercept = rescale_of(dataset, frame)
+    hu = raw.astype(np.float32) * np.float32(slope) + np.float32(intercept)
+    padding = dataset.get("PixelPaddingValue")
+    if padding is not None:
+        limit = dataset.get("PixelPaddingRangeLimit", padding)
+        hu[(raw >= min(padding, limit)) & (raw <= max(padding, limit))] = AIR
+    return hu
+
+
+def decode_frame(dataset: FileDataset, frame: int) -> FloatArray:
+    """One frame of an opened file as HU [H, W]. Raises SkipFile if it cannot be decoded.
+
+    Compressed frames are decoded from the file in another process, because a decoder in C may crash its process. On
+    Windows they are decoded in this one.
+    """
+    with reading("unreadable"):
+        rescale_of(dataset, frame)
+    with reading("pixels cannot be decoded, perhaps truncated"):
+        apart = _is_compressed(dataset) and os.name == "posix"
+        raw = decode_apart(str(dataset.filename), frame) if apart else pixel_array(dataset, index=frame)
+        return frame_hu(dataset, frame, raw)
+
+
+def slice_position(dataset: Dataset, frame: int) -> float:
+    """Position of a frame along the patient in mm.
+
+    If the file has no position, the result is InstanceNumber or the frame number. Raises SkipFile if the position is
+    not a number.
+    """
+    position = frame_tag(dataset, frame, "PlanePositionSequence", "ImagePositionPatient")
+    orientation = frame_tag(dataset, frame, "PlaneOrientationSequence", "ImageOrientationPatient")
+    if position and orientation and len(position) == 3 and len(orientation) == 6:
+        axes = np.asarray(orientation, float)
+        along = float(np.dot(np.cross(axes[:3], axes[3:]), np.asarray(position, float)))
+        if not math.isfinite(along):
+            raise SkipFile("no position that is a number")
+        return along
+    return float(dataset.get("InstanceNumber") or 0) + frame / 1e6
+
+
+def pixel_spacing(dataset: Dataset, frame: int) -> tuple[float, float] | None:
+    """Millimetres between the rows of a frame, and between its columns; None if the file has no plausible values."""
+    with suppress(Exception):  # a damaged tag makes pydicom raise anything
+        rows, columns = (float(it) for it in frame_tag(dataset, frame, "PixelMeasuresSequence", "PixelSpacing"))
+        if all(_SPACINGS[0] <= it <= _SPACINGS[1] for it in (rows, columns)):
+            return rows, columns
+    return None
+
+
+class DicomReader:
+    """Decodes DICOM files for the cache."""
+
+    kind = "dicom"
+    wanted = "CT images in DICOM"
+
+    def read(self, root: Path, path: str) -> Iterator[Slice]:
+        """Slices of one file. `patient` is the PatientID, or empty. Raises SkipFile if the file has no slices."""
+        dataset = open_ct(root / path)
+        n_frames = frame_count(dataset)
+        patient = str(dataset.get("PatientID") or "").strip()
+        series = str(dataset.get("SeriesInstanceUID") or path.rpartition("/")[0])
+        for frame in range(n_frames):
+            with reading("no position"):
+                position = slice_position(dataset, frame)
+                spacing = pixel_spacing(dataset, frame)
+            info = SliceInfo(path, frame, n_frames, patient, series, position)
+            yield Slice(info, decode_frame(dataset, frame), spacing)

@@ -1,0 +1,137 @@
+"""Slices of any shape onto the square grid of the network."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from qnmixer.engine.data.slices import AIR, FloatArray
+
+TISSUE = -300.0
+"""HU. Denser pixels count as tissue."""
+
+
+def square_padding(shape: tuple[int, int]) -> tuple[int, int, int]:
+    """(side, rows, columns): side of the square that holds a slice, and its offset in it."""
+    side = max(shape)
+    return side, (side - shape[0]) // 2, (side - shape[1]) // 2
+
+
+def to_square(hu: FloatArray, size: int) -> FloatArray:
+    """Pad [H, W] with air to a square, then resample to [size, size]: bilinear with antialiasing, as in most papers."""
+    side, top, left = square_padding((hu.shape[0], hu.shape[1]))
+    square = np.full((side, side), AIR, np.float32)
+    square[top : top + hu.shape[0], left : left + hu.shape[1]] = hu
+    if side == size:
+        return square
+    image = torch.from_numpy(square)[None, None]
+    return functional.interpolate(image, (size, size), mode="bilinear", antialias=True, align_corners=False)[
+        0, 0
+    ].numpy()
+
+
+def to_field(hu: FloatArray, spacing: tuple[float, float], size: int, field_of_view: float) -> FloatArray:
+    """[H, W] at its true size in the middle of a square field [size, size], bilinear with antialiasing.
+
+    Parts of the slice outside the field are cut. Pixels that the slice does not cover are air.
+
+    Args:
+        hu: the slice.
+        spacing: mm between its rows and between its columns.
+        size: pixels of a side of the field.
+        field_of_view: mm of a side of the field.
+    """
+    step = field_of_view / size
+    rows, columns = (_weights(n, mm, size, step) for n, mm in zip(hu.shape, spacing, strict=True))
+    return rows @ (hu - np.float32(AIR)) @ columns.T + np.float32(AIR)
+
+
+def _weights(n: int, mm: float, size: int, step: float) -> FloatArray:
+    """The weight of each of n pixels of `mm` in each of `size` pixels of `step`, [size, n].
+
+    Both rows of pixels are centred on 0.
+    """
+    wanted = (np.arange(size) - (size - 1) / 2) * (step / mm) + (n - 1) / 2  # in pixels of the slice
+    reach = max(1.0, step / mm)
+    pixels = np.ceil(wanted - reach).astype(int)[:, None] + np.arange(int(2 * reach) + 1)
+    weights = np.maximum(0.0, 1.0 - np.abs(pixels - wanted[:, None]) / reach)
+    weights /= weights.sum(axis=1, keepdims=True)  # pixels beyond the slice are air, and count in the mean
+    row, near = np.nonzero((pixels >= 0) & (pixels < n))
+    found = np.zeros((size, n), np.float32)
+    found[row, pixels[row, near]] = weights[row, near]
+    return found
+
+
+def inside(hu: FloatArray, spacing: tuple[float, float], field_of_view: float) -> FloatArray:
+    """The pixels of a slice [H, W] whose centres lie in the field; those in its middle if the field is narrower."""
+    rows, columns = (
+        np.abs(np.arange(n) - (n - 1) / 2) * mm <= max(field_of_view, mm) / 2
+        for n, mm in zip(hu.shape, spacing, strict=True)
+    )
+    return hu[rows][:, columns]
+
+
+@dataclass
+class CutTissue:
+    """The tissue outside the field of view, which is cut.
+
+    Attributes:
+        tissue: mm² of tissue in all slices.
+        outside: mm² of it outside the field.
+        n_cut: slices that lose tissue.
+        n: slices.
+        widest: mm of the widest slice.
+    """
+
+    tissue: float = 0.0
+    outside: float = 0.0
+    n_cut: int = 0
+    n: int = 0
+    widest: float = 0.0
+
+    def add(self, hu: FloatArray, spacing: tuple[float, float], field_of_view: float) -> None:
+        """Count a slice [H, W]."""
+        area, total = spacing[0] * spacing[1], int((hu > TISSUE).sum())
+        outside = total - int((inside(hu, spacing, field_of_view) > TISSUE).sum())
+        self.tissue += area * total
+        self.outside += area * outside
+        self.n_cut += outside > 0
+        self.n += 1
+        self.widest = max(self.widest, hu.shape[0] * spacing[0], hu.shape[1] * spacing[1])
+
+    def line(self, root: str, field_of_view: float) -> str | None:
+        """The warning about cut tissue; None if nothing is cut."""
+        if not self.outside:
+            return None
+        return (
+            f"{root}: {100 * self.outside / self.tissue:.2g} % of the tissue (above −300 HU) lies outside "
+            f"geometry.field_of_view={field_of_view:g} mm and is cut, in {self.n_cut} of {self.n} slices: "
+            f"train with geometry.field_of_view={np.ceil(round(self.widest, 3)):g} to cut nothing"
+        )
+
+
+class Grid:
+    """The pixel grid of the network, and how slices are resampled onto it.
+
+    Args:
+        size: rows and columns.
+        field_of_view: mm that they cover, each slice at its true size; None: a slice fills the whole image.
+    """
+
+    def __init__(self, size: int, field_of_view: float | None) -> None:
+        self.size, self.field_of_view = size, field_of_view
+        self.cut = CutTissue()
+
+    def place(self, hu: FloatArray, spacing: tuple[float, float] | None) -> FloatArray:
+        """A slice [H, W] as [size, size]. A slice of unknown spacing fills the whole image."""
+        if self.field_of_view is None or spacing is None:
+            return to_square(hu, self.size)
+        self.cut.add(hu, spacing, self.field_of_view)
+        return to_field(hu, spacing, self.size, self.field_of_view)
+
+    def seen(self, hu: FloatArray, spacing: tuple[float, float] | None) -> FloatArray:
+        """The pixels of a slice [H, W] that the grid covers. They are the same for every size."""
+        if self.field_of_view is None or spacing is None:
+            return hu
+        return inside(hu, spacing, self.field_of_view)

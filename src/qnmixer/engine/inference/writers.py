@@ -1,0 +1,288 @@
+"""Write reconstructions: derived DICOM, NumPy, PNG. Each file is written completely or not at all."""
+
+import copy
+import datetime
+import io
+import warnings
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+from pydicom.dataset import Dataset, FileMetaDataset
+from pydicom.filebase import DicomBytesIO
+from pydicom.filewriter import dcmwrite, write_data_element
+from pydicom.sequence import Sequence
+from pydicom.uid import ExplicitVRLittleEndian, generate_uid
+from pydicom.valuerep import format_number_as_ds
+
+from qnmixer.engine.data.dicom import frame_count, frame_tag
+from qnmixer.engine.data.resample import square_padding
+from qnmixer.engine.data.slices import FloatArray
+from qnmixer.errors import DataError
+from qnmixer.files import atomic_file
+
+CT_IMAGE = "1.2.840.10008.5.1.4.1.1.2"
+_INTERCEPT = -1024
+
+# Tags of the patient, the study, the scanner and the place of the slice: they are also true for a reconstruction. Other
+# tags may describe the source's pixels, name the patient elsewhere (OriginalAttributesSequence), or be unknown here.
+_KEPT = {
+    "SpecificCharacterSet", "TimezoneOffsetFromUTC",
+    "PatientName", "PatientID", "IssuerOfPatientID", "OtherPatientIDs", "PatientBirthDate", "PatientBirthTime",
+    "PatientSex", "PatientAge", "PatientSize", "PatientWeight", "PatientComments", "EthnicGroup", "PregnancyStatus",
+    "PatientIdentityRemoved", "DeidentificationMethod", "DeidentificationMethodCodeSequence", "QualityControlSubject",
+    "StudyInstanceUID", "StudyID", "StudyDate", "StudyTime", "StudyDescription", "AccessionNumber",
+    "ReferringPhysicianName", "ClinicalTrialSponsorName", "ClinicalTrialProtocolID", "ClinicalTrialProtocolName",
+    "ClinicalTrialSiteID", "ClinicalTrialSiteName", "ClinicalTrialSubjectID", "ClinicalTrialSubjectReadingID",
+    "ClinicalTrialTimePointID", "SeriesNumber", "Laterality", "PatientPosition", "BodyPartExamined", "ProtocolName",
+    "PerformingPhysicianName", "OperatorsName", "AnatomicRegionSequence", "FrameOfReferenceUID",
+    "PositionReferenceIndicator", "Manufacturer", "InstitutionName", "InstitutionAddress",
+    "InstitutionalDepartmentName",
+    "StationName", "ManufacturerModelName", "DeviceSerialNumber", "SoftwareVersions",
+    "AcquisitionNumber", "AcquisitionDate", "AcquisitionTime", "AcquisitionDateTime", "InstanceNumber",
+    "ImagePositionPatient", "ImageOrientationPatient", "SliceLocation", "SliceThickness", "SpacingBetweenSlices",
+    "PixelSpacing", "PatientOrientation", "TableHeight", "GantryDetectorTilt", "ScanOptions", "KVP", "XRayTubeCurrent",
+    "ExposureTime", "Exposure", "FilterType", "FocalSpots", "RotationDirection", "DistanceSourceToDetector",
+    "DistanceSourceToPatient", "DataCollectionDiameter", "RevolutionTime", "SingleCollimationWidth",
+    "TotalCollimationWidth", "SpiralPitchFactor", "CTDIvol", "ContrastBolusAgent", "ContrastBolusRoute",
+    "ContrastBolusVolume", "ContrastBolusStartTime", "ContrastBolusStopTime",
+    "WindowCenter", "WindowWidth", "WindowCenterWidthExplanation",
+    "BurnedInAnnotation", "LossyImageCompression", "LossyImageCompressionRatio", "LossyImageCompressionMethod",
+}  # fmt: skip
+
+# Functional groups of enhanced images. A plain CT image has their values at its top level.
+_TO_TOP_LEVEL = (
+    ("PixelMeasuresSequence", ("PixelSpacing", "SliceThickness", "SpacingBetweenSlices")),
+    ("PlanePositionSequence", ("ImagePositionPatient",)),
+    ("PlaneOrientationSequence", ("ImageOrientationPatient",)),
+    ("FrameVOILUTSequence", ("WindowCenter", "WindowWidth", "WindowCenterWidthExplanation")),
+    ("CTXRayDetailsSequence", ("KVP",)),
+)
+
+
+def write_npy(path: Path, hu: FloatArray) -> None:
+    """HU [H, W] as a float32 `.npy`."""
+    encoded = io.BytesIO()
+    np.save(encoded, np.asarray(hu, np.float32))
+    _save(path, encoded)
+
+
+def write_png(path: Path, hu: FloatArray, *, window: tuple[float, float]) -> None:
+    """HU [H, W] as an 8-bit PNG, from black to white in the window. Its Description gives the window."""
+    low, high = window
+    pixels = np.rint(np.clip((hu - low) / (high - low), 0, 1) * 255).astype(np.uint8)
+    said, encoded = PngInfo(), io.BytesIO()
+    said.add_text("Description", f"{low:g} HU is black, {high:g} HU is white")
+    Image.fromarray(pixels).save(encoded, format="PNG", pnginfo=said)
+    _save(path, encoded)
+
+
+def window_of(hu: FloatArray) -> tuple[float, float]:
+    """The window that shows almost all values of a reconstruction: from its 1st to its 99th percentile, in HU."""
+    finite = hu[np.isfinite(hu)]
+    low, high = np.percentile(finite, (1, 99)).round().tolist() if finite.size else (0.0, 0.0)
+    return low, max(high, low + 1)
+
+
+def _save(path: Path, encoded: io.BytesIO) -> None:
+    """Write an encoded file in one piece. A full disk then raises the plain OSError with its errno."""
+    if path.exists():  # for example, written by another process
+        raise DataError(f"{path} exists already and is not overwritten: give another output=")
+    with atomic_file(path) as stream:
+        stream.write(encoded.getbuffer())
+
+
+def write_dicom(
+    path: Path,
+    hu: FloatArray,
+    *,
+    series_uid: str,
+    description: str,
+    template: Dataset | None = None,
+    frame: int = 0,
+    pixel_spacing: float = 1.0,
+    field_of_view: float | None = None,
+    instance_number: int | None = None,
+) -> None:
+    """Write HU [S, S] as a CT image with the tags of the patient and the study. The image is marked as derived.
+
+    Spacing and position follow from the part of the source slice that the image covers. Rounding is at most 0.5 HU.
+
+    Args:
+        path: file to write.
+        hu: the reconstruction.
+        series_uid: of the new series, one for each source series. If it has no study or frame of reference,
+            that UID is made from this one.
+        description: what was done, for DerivationDescription. The text before a semicolon is the SeriesDescription.
+        template: the source; None: a minimal image of an anonymous patient is written.
+        frame: of the template, for multi-frame sources.
+        pixel_spacing: mm, used only without a template.
+        field_of_view: mm of a square in the middle of the template, which the image covers (`to_field`); None: it
+            covers the template, padded to a square (`to_square`).
+        instance_number: replaces that of the template or its frame.
+
+    Raises:
+        DataError: hu has NaN or infinite values.
+        OSError: the disk is full. No half-written file stays.
+    """
+    if not np.isfinite(hu).all():
+        raise DataError(f"{path}: the reconstruction has NaN or infinite values and was not written")
+    encoded = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of odd values in the source
+        dataset = (
+            _anonymous(series_uid, pixel_spacing)
+            if template is None
+            else _from_template(template, frame, hu.shape, field_of_view, series_uid)
+        )
+        if instance_number is not None:
+            dataset.InstanceNumber = instance_number
+        _mark_as_derived(dataset, series_uid, description)
+        _set_pixels(dataset, hu)
+        dcmwrite(encoded, dataset, enforce_file_format=True)
+    _save(path, encoded)
+
+
+def _anonymous(series_uid: str, pixel_spacing: float) -> Dataset:
+    """The tags that a CT image must have, for an unknown patient. Each series is a study of its own."""
+    dataset = Dataset()
+    dataset.PatientName, dataset.PatientID = "Anonymous", "ANONYMOUS"
+    dataset.PatientBirthDate = dataset.PatientSex = dataset.StudyDate = dataset.StudyTime = ""
+    dataset.AccessionNumber = dataset.ReferringPhysicianName = dataset.StudyID = dataset.Manufacturer = ""
+    _name_study(dataset, series_uid)
+    dataset.PositionReferenceIndicator = dataset.PatientPosition = ""
+    dataset.KVP = dataset.AcquisitionNumber = dataset.SliceThickness = None
+    dataset.InstanceNumber = 1
+    dataset.PixelSpacing = [format_number_as_ds(pixel_spacing)] * 2
+    dataset.ImageOrientationPatient = [1, 0, 0, 0, 1, 0]
+    dataset.ImagePositionPatient = [0, 0, 0]
+    return dataset
+
+
+def _from_template(
+    template: Dataset, frame: int, shape: tuple[int, ...], field_of_view: float | None, series_uid: str
+) -> Dataset:
+    """Tags of the source that are also true for one derived slice of this shape."""
+    dataset = Dataset()
+    for keyword in _KEPT:
+        if keyword in template:
+            with suppress(Exception):  # one that cannot be read
+                dataset.add(copy.deepcopy(template[keyword]))
+    for sequence, keywords in _TO_TOP_LEVEL:
+        for keyword in keywords:
+            with suppress(Exception):
+                value = frame_tag(template, frame, sequence, keyword)
+                if value is not None:
+                    setattr(dataset, keyword, copy.deepcopy(value))
+    _leave_out_unwritable(dataset)
+    if frame_count(template) > 1:
+        dataset.InstanceNumber = frame + 1
+    _set_source(dataset, template, frame)
+    _set_grid(dataset, (int(template.Rows), int(template.Columns)), shape, field_of_view)
+    _name_study(dataset, series_uid)
+    return dataset
+
+
+def _name_study(dataset: Dataset, series_uid: str) -> None:
+    """Give an image without a study or frame of reference one for its series. Archives refuse an empty UID."""
+    for keyword, what in (("StudyInstanceUID", "study"), ("FrameOfReferenceUID", "frame of reference")):
+        if not dataset.get(keyword):
+            setattr(dataset, keyword, generate_uid(entropy_srcs=[series_uid, what]))
+
+
+def _leave_out_unwritable(dataset: Dataset) -> None:
+    """Remove elements of a damaged source that pydicom can read but cannot write."""
+    # Written one by one, because pydicom names no element when a whole file fails.
+    for element in [*dataset]:
+        stream = DicomBytesIO()
+        stream.is_little_endian, stream.is_implicit_VR = True, False
+        try:
+            write_data_element(stream, element)
+        except Exception:
+            del dataset[element.tag]
+
+
+def _set_source(dataset: Dataset, template: Dataset, frame: int) -> None:
+    """Refer to the source image and the source frame."""
+    meta = getattr(template, "file_meta", Dataset())
+    instance = template.get("SOPInstanceUID") or meta.get("MediaStorageSOPInstanceUID")
+    if not instance:
+        return
+    item = Dataset()
+    item.ReferencedSOPClassUID = template.get("SOPClassUID") or meta.get("MediaStorageSOPClassUID") or CT_IMAGE
+    item.ReferencedSOPInstanceUID = instance
+    if frame_count(template) > 1:
+        item.ReferencedFrameNumber = frame + 1
+    dataset.SourceImageSequence = Sequence([item])
+
+
+def _set_grid(dataset: Dataset, source: tuple[int, int], shape: tuple[int, ...], field_of_view: float | None) -> None:
+    """Set the spacing and the centre of the first pixel of the resampled grid, see `write_dicom`."""
+    spacing = _numbers(dataset, "PixelSpacing", 2)
+    position = _numbers(dataset, "ImagePositionPatient", 3)
+    orientation = _numbers(dataset, "ImageOrientationPatient", 6)
+    if not spacing:
+        return
+    side, top, left = square_padding(source)
+    new = [side / n * mm for n, mm in zip(shape, spacing, strict=True)]
+    # From the centre of the source's first pixel to that of the new one, mm
+    down, right = ((its - mm) / 2 - pad * mm for its, mm, pad in zip(new, spacing, (top, left), strict=True))
+    if field_of_view is not None:
+        new = [field_of_view / n for n in shape]
+        down, right = (
+            ((n - 1) * mm - (field_of_view - its)) / 2 for n, mm, its in zip(source, spacing, new, strict=True)
+        )
+    dataset.PixelSpacing = [format_number_as_ds(its) for its in new]
+    if not position or not orientation:
+        return
+    along_row, along_column = np.asarray(orientation[:3]), np.asarray(orientation[3:])
+    first = np.asarray(position) + along_row * right + along_column * down
+    dataset.ImagePositionPatient = [format_number_as_ds(float(value)) for value in first]
+
+
+def _numbers(dataset: Dataset, keyword: str, count: int) -> list[float]:
+    """The numbers of a tag; [] if it does not have this many finite numbers. The tag is then left out."""
+    with suppress(TypeError, ValueError):
+        values = [float(value) for value in dataset.get(keyword) or ()]
+        if len(values) == count and np.isfinite(values).all():
+            return values
+    if keyword in dataset:
+        del dataset[keyword]
+    return []
+
+
+def _mark_as_derived(dataset: Dataset, series_uid: str, description: str) -> None:
+    """Give the image a new identity, and the tags that say that it is derived."""
+    now = datetime.datetime.now()
+    dataset.SOPClassUID = CT_IMAGE
+    dataset.SOPInstanceUID = generate_uid()
+    dataset.SeriesInstanceUID = series_uid
+    number = dataset.get("SeriesNumber")
+    dataset.SeriesNumber = (number if isinstance(number, int) else 0) % 1_000_000 + 1000
+    dataset.Modality = "CT"
+    dataset.ImageType = ["DERIVED", "SECONDARY", "AXIAL"]
+    dataset.DerivationDescription = description[:1024]
+    dataset.SeriesDescription = description.partition(";")[0][:64]
+    dataset.ContentDate = dataset.InstanceCreationDate = now.strftime("%Y%m%d")
+    dataset.ContentTime = dataset.InstanceCreationTime = now.strftime("%H%M%S")
+    dataset.file_meta = FileMetaDataset()
+    dataset.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
+
+
+def _set_pixels(dataset: Dataset, hu: FloatArray) -> None:
+    """Store HU as signed 16-bit numbers with slope 1."""
+    stored = np.clip(np.rint(np.asarray(hu, np.float64) - _INTERCEPT), -32768, 32767).astype("<i2")
+    dataset.Rows, dataset.Columns = stored.shape
+    dataset.SamplesPerPixel, dataset.PhotometricInterpretation = 1, "MONOCHROME2"
+    dataset.BitsAllocated, dataset.BitsStored, dataset.HighBit, dataset.PixelRepresentation = 16, 16, 15, 1
+    dataset.RescaleSlope, dataset.RescaleIntercept, dataset.RescaleType = 1, _INTERCEPT, "HU"
+    for keyword, value in (
+        ("SmallestImagePixelValue", stored.min()),
+        ("LargestImagePixelValue", stored.max()),
+    ):
+        if keyword in dataset:
+            del dataset[keyword]
+        dataset.add_new(keyword, "SS", int(value))
+    dataset.add_new("PixelData", "OW", stored.tobytes())

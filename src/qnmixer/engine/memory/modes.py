@@ -1,0 +1,103 @@
+"""Memory modes: the graph of the T iterations is stored, recomputed, or moved to the host until the backward pass.
+
+All three give the same loss and the same gradients. They trade device memory for time.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from qnmixer.engine.config.memory import MemoryConfig
+from qnmixer.errors import ConfigError, suggest
+from qnmixer.models.unrolled import S, UnrolledNetwork
+
+# Copying smaller tensors to the host and back costs more than it frees.
+_SMALLEST_OFFLOADED = 2**18  # bytes in full precision
+
+
+def apply_memory_mode(network: UnrolledNetwork[Any], config: MemoryConfig) -> None:
+    """Apply the memory mode that `memory` names to a network, in place, before training.
+
+    Raises ConfigError for a name without a mode.
+    """
+    if config.name not in _MODES:
+        raise ConfigError(f"memory={config.name} is not known: {suggest(config.name, _MODES)}")
+    _MODES[config.name](network, config)
+
+
+def _keep(network: UnrolledNetwork[Any], config: MemoryConfig) -> None:
+    """Do nothing: autograd stores the graph by itself."""
+
+
+def _recompute(network: UnrolledNetwork[Any], config: MemoryConfig) -> None:
+    network.loop = _recomputing_loop
+    if network.n_iterations == 1:  # the loop has nothing to recompute then
+        for block in network.blocks():
+            block.forward = MethodType(_recomputed_forward, block)
+
+
+def _offload(network: UnrolledNetwork[Any], config: MemoryConfig) -> None:
+    network.loop = partial(offloading_loop, pack=_to_host, unpack=_from_host)
+
+
+_MODES = {"keep": _keep, "recompute": _recompute, "offload": _offload}
+
+
+def _recomputed_forward(block: nn.Module, *inputs: Tensor) -> Tensor:
+    """The output of `block`. All blocks share this function, so torch.compile makes one graph."""
+    return checkpoint(type(block).forward, block, *inputs, use_reentrant=False)
+
+
+def _recomputing_loop(network: UnrolledNetwork[S], iterations: range, y: Tensor, state: S) -> S:
+    """Run some iterations, each as a checkpoint, which stores its state only.
+
+    The last iteration of the network stores its graph, because the backward pass starts there.
+    """
+    for t in iterations:
+        if t == network.n_iterations - 1 or not torch.is_grad_enabled():
+            state = network.step(t, y, state)
+        else:
+            state = checkpoint(network.step, t, y, state, use_reentrant=False)
+    return state
+
+
+def offloading_loop(
+    network: UnrolledNetwork[S],
+    iterations: range,
+    y: Tensor,
+    state: S,
+    pack: Callable[[Tensor], Any],
+    unpack: Callable[[Any], Tensor],
+) -> S:
+    """Run some iterations. `pack` moves the tensors away that the backward pass needs."""
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return network.run(iterations, y, state)
+
+
+def stays(tensor: Tensor) -> bool:
+    """Whether offloading leaves a saved tensor on its device: weights and small tensors.
+
+    A half-precision tensor counts as if it were in full precision. Half precision then moves the same tensors, and
+    never leaves more on the device.
+    """
+    is_weight = tensor.is_leaf and tensor.requires_grad
+    return is_weight or tensor.numel() * max(4, tensor.itemsize) < _SMALLEST_OFFLOADED
+
+
+def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
+    if stays(tensor):
+        return tensor.device, tensor
+    # torch caches pinned memory, and reuses it only when all copies from and to it are done. So from the second step on
+    # no page is pinned again, and the host waits for no copy. Strides stay, and so the rounding stays too.
+    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    return tensor.device, host.copy_(tensor, non_blocking=True)
+
+
+def _from_host(packed: tuple[torch.device, Tensor]) -> Tensor:
+    device, tensor = packed
+    return tensor.to(device, non_blocking=True)

@@ -1,0 +1,241 @@
+"""Counts the bytes of fake or real tensors. Replaces ddp's buckets and the host memory when tensors are fake."""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from qnmixer.engine.config import Config
+from qnmixer.engine.memory.modes import apply_memory_mode, offloading_loop, stays
+from qnmixer.engine.reconstructor import AUTOCAST
+from qnmixer.models.unrolled import UnrolledNetwork
+
+
+def apply_hosted_mode(network: UnrolledNetwork[Any], config: Config, hosted: "Hosted") -> None:
+    """Apply the memory mode of a run. Tensors that offloading moves go to `hosted`."""
+    apply_memory_mode(network, config.memory)
+    if config.memory.name == "offload":
+        network.loop = partial(offloading_loop, pack=hosted.pack, unpack=hosted.unpack)
+
+
+def batch_of(image: Tensor, weight: Tensor, y: Tensor) -> Any:
+    """A batch of these images and sinograms."""
+    n = len(image)
+    ones = {key: torch.ones(n) for key in ("hu_offset", "hu_scale")}
+    return {"image": image, "weight": weight, "sinogram": y, "sample": list(range(n)), "name": [""] * n} | ones
+
+
+def autocast(config: Config) -> torch.autocast:
+    """The autocast of a run's precision, on the CPU. Like Lightning's, it casts a weight again at each use."""
+    dtype = AUTOCAST[config.trainer.precision]
+    return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False)
+
+
+class NormsInFull(TorchFunctionMode):
+    """Makes norms take and give float32, as under autocast on a GPU. On a CPU they would stay in half precision."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.layer_norm, F.group_norm):
+            args, kwargs = tree_map_only(Tensor, Tensor.float, (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+
+def n_bytes(tensors: Iterable[Tensor], n_shards: int = 1) -> int:
+    """Bytes of some tensors, or of one shard of each if they are cut along the first dimension."""
+    return sum(-(-len(t) // n_shards) * (t.nbytes // len(t)) if t.ndim else t.nbytes for t in tensors)
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer, n_shards: int) -> float:
+    """Bytes of an optimizer's state, or of one shard of it."""
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return n_bytes((value for value in states if isinstance(value, Tensor)), n_shards)
+
+
+def step_all_at_once(optimizer: torch.optim.Optimizer) -> None:
+    """Make an optimizer update all weights together, which needs a temporary of the size of all weights.
+
+    torch does so by default on a GPU but not on a CPU.
+    """
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None:
+            group["foreach"] = True
+
+
+@contextmanager
+def without_data() -> Iterator[None]:
+    """Tensors made in the block have a shape but no data. Random states are restored afterwards."""
+    with torch.random.fork_rng(devices=[]), _ShapesAlone(allow_non_fake_inputs=True):
+        yield
+
+
+class PeakTracker(TorchDispatchMode):
+    """Counts the bytes of all tensors in the block, and the largest sum of these bytes: the peak.
+
+    A storage counts once until it is freed, however many tensors share it. Tensors from before the block count only
+    after `track`. The same code counts fake tensors (the plan) and real ones (a training step on a CPU). Buffers that
+    C++ code allocates by itself do not count: workspaces of convolutions, messages of ddp, everything that
+    torch.compile compiled.
+
+    torch has a similar tracker, `torch.distributed._tools.mem_tracker`. Its import alone takes a second. It takes twice
+    as long for each operator, and its hooks on modules prevent that graphs are freed.
+
+    Attributes:
+        peak: bytes by kind (parameters, gradients, optimizer, operator, activations) when their sum was largest.
+        most: largest number of bytes of activations since the start or `restart`.
+        most_with_gradients: the same, for activations and gradients of weights together.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = dict.fromkeys(("parameters", "gradients", "optimizer", "operator", "activations"), 0)
+        self.peak = dict(self.now)
+        self.most = self.most_with_gradients = 0
+        self._kinds: dict[int, str] = {}  # of each storage that is alive
+        self._alive: dict[int, weakref.ref[Any]] = {}
+        self._hooks: list[Any] = []
+
+    def track(self, *things: nn.Module | torch.optim.Optimizer | Tensor) -> None:
+        """Count tensors that exist already: weights, gradients and buffers of modules, states of optimizers, tensors.
+
+        Later gradients of these modules count as gradients, not as activations.
+        """
+        for thing in things:
+            if isinstance(thing, nn.Module):
+                for parameter in thing.parameters():
+                    self._count(parameter, "parameters")
+                    self._take_gradient(parameter)
+                    if parameter.requires_grad:
+                        self._hooks.append(parameter.register_post_accumulate_grad_hook(self._take_gradient))
+                for buffer in thing.buffers():
+                    self._count(buffer, "operator")
+            elif isinstance(thing, torch.optim.Optimizer):
+                for value in tree_leaves(list(thing.state.values())):
+                    if isinstance(value, Tensor):
+                        self._count(value, "optimizer")
+            else:
+                self._count(thing, "activations")
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest number of bytes at once."""
+        return sum(self.peak.values())
+
+    @property
+    def active(self) -> int:
+        """Bytes of activations now."""
+        return self.now["activations"]
+
+    def restart(self) -> None:
+        """Start `most` and `most_with_gradients` again from the current bytes."""
+        self.most = self.most_with_gradients = 0
+        self._note()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # more than half of all calls; fake tensors ask for it
+            return args[0].fake_device
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # a wrapper calls this again with the tensors inside it
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor):
+                self._count(value, "activations")
+        return result
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        for hook in self._hooks:
+            hook.remove()
+        self._alive.clear()
+
+    def _count(self, tensor: Tensor, kind: str) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._alive:
+            return
+        self._kinds[key] = kind
+        # Of the storage, not the tensor: views share it, and it is freed with the last of them.
+        self._alive[key] = weakref.ref(storage, partial(self._forget, key, size))
+        self.now[kind] += size
+        self._note()
+
+    def _forget(self, key: int, size: int, _: Any) -> None:
+        del self._alive[key]
+        self.now[self._kinds.pop(key)] -= size
+
+    def _take_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is None:
+            return
+        self._count(parameter.grad, "gradients")
+        # The backward pass made it as a result like any other, so it was counted as an activation.
+        storage = parameter.grad.untyped_storage()
+        before, self._kinds[storage._cdata] = self._kinds[storage._cdata], "gradients"
+        self.now[before] -= storage.nbytes()
+        self.now["gradients"] += storage.nbytes()
+
+    def _note(self) -> None:
+        if sum(self.now.values()) > self.peak_bytes:
+            self.peak = dict(self.now)
+        self.most = max(self.most, self.active)
+        self.most_with_gradients = max(self.most_with_gradients, self.active + self.now["gradients"])
+
+
+class _ShapesAlone(FakeTensorMode):
+    """Fake tensors with a value. Optimizers ask for values; any number will do, because no shape depends on it."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The result without data. A mode of its own above this one would cost a second for each plan."""
+        is_value = func is torch.ops.aten._local_scalar_dense.default
+        return 1.0 if is_value else super().dispatch(func, types, args, kwargs)
+
+
+class Buckets:
+    """ddp's buckets, made of the existing gradients. While `in_use`, each new gradient is copied into its bucket."""
+
+    def __init__(self, network: UnrolledNetwork[Any]) -> None:
+        self.in_use = True
+        self._of = {p: p.grad for p in network.parameters() if p.grad is not None}
+        self.bytes = n_bytes(self._of.values())
+        for p in self._of:
+            p.register_post_accumulate_grad_hook(self._take)
+
+    def _take(self, parameter: Tensor) -> None:
+        own = self._of[parameter]  # type: ignore[index]  # a parameter
+        if self.in_use and parameter.grad is not own:
+            own.copy_(parameter.grad)  # type: ignore[arg-type]  # there is one
+            parameter.grad = own
+
+
+class Hosted:
+    """Saved tensors that offloading moves to the host. It stores shapes only, so the tracker sees the tensors leave."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Count a tensor and forget its data."""
+        if stays(tensor):
+            return lambda: tensor
+        self.bytes += tensor.nbytes
+        return partial(torch.empty_strided, tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+    @staticmethod
+    def unpack(make: Callable[[], Tensor]) -> Tensor:
+        """A tensor of the same shape."""
+        return make()
+
+
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the optimizer state and the gradients of a first step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()

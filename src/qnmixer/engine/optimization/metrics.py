@@ -1,0 +1,186 @@
+"""Metrics of single images, as the config's `metrics` name them: PSNR, SSIM, RMSE, and those of the user.
+
+The data range is 1 (the slice's full scale, or the window). SSIM uses a 7 × 7 uniform window, as the paper's author
+does. Some papers use a data range of 2, which inflates SSIM: compare with care.
+
+LoDoPaB-CT and 2DeteCT have other rules: `own_range` gives their numbers. The data range is that of each reference. SSIM
+is that of skimage, with the sample covariance and without a border of 3 pixels.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import avg_pool2d
+from torchmetrics import Metric
+from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
+
+from qnmixer.engine.batch import Batch, to_hu
+from qnmixer.engine.config.metrics import MetricConfig
+from qnmixer.engine.config.target import TARGET
+from qnmixer.engine.plugins import Kind, check_names, load_plugin, make_plugin, taken
+from qnmixer.errors import PluginError, UserError, first_line
+
+SSIM_WINDOW = 7
+METRIC = Kind(
+    "a function (image, truth), nor a subclass of torch.nn.Module, such as those of torchmetrics",
+    lambda it: issubclass(it, nn.Module) if isinstance(it, type) else callable(it),
+)
+
+
+@dataclass(frozen=True)
+class ImageMetric:
+    """A metric of each image of a batch.
+
+    Attributes:
+        said: its key and target, for messages.
+        function: [B] from two [B, 1, H, W].
+        in_hu: whether the function gets HU. Else its images are in [0, 1].
+        one_by_one: whether the function gets each image alone, because it gives one number for a batch.
+    """
+
+    said: str
+    function: Callable[[Tensor, Tensor], Tensor]
+    in_hu: bool = False
+    one_by_one: bool = False
+
+    def __call__(self, image: Tensor, batch: Batch) -> Tensor:
+        """[B], from images [B, 1, H, W] and their batch. Raises PluginError if the function gives another shape."""
+        images = [to_hu(batch, x) if self.in_hu else x for x in (image, batch["image"])]
+        if isinstance(self.function, nn.Module):
+            self.function.to(image.device)
+        if not self.one_by_one:
+            return self._of_each(*images)
+        return torch.cat([self._of_each(x, truth) for x, truth in zip(*(x.split(1) for x in images), strict=True)])
+
+    def _of_each(self, image: Tensor, truth: Tensor) -> Tensor:
+        if isinstance(self.function, Metric):
+            self.function.reset()  # it would gather all images since its start
+        value = self.function(image, truth)
+        if isinstance(value, Tensor) and self.one_by_one and value.numel() == 1:
+            return value.reshape(1)
+        if not isinstance(value, Tensor) or value.shape != image.shape[:1]:
+            its = f"a tensor {[*value.shape]}" if isinstance(value, Tensor) else type(value).__name__
+            raise PluginError(
+                f"{self.said} gives {its} for a batch of {len(image)}: it must give [B], one number for each image"
+            )
+        return value
+
+
+def build_metrics(metrics: Mapping[str, MetricConfig], own_range: bool) -> dict[str, ImageMetric]:
+    """Build metrics by name. Raises PluginError for a target that does not fit.
+
+    A metric of torchmetrics gets the images one by one. A torch module follows the images to their device.
+
+    Args:
+        metrics: by name.
+        own_range: whether the data range of each image is that of its truth. Passed to targets that have this argument.
+    """
+    return {name: _built(f"metrics.{name}.{TARGET}", config, own_range) for name, config in metrics.items()}
+
+
+def try_metrics(metrics: Mapping[str, ImageMetric], size: int) -> None:
+    """Compute each metric of two images [2, 1, size, size], so that a wrong one is found before training.
+
+    Raises PluginError.
+    """
+    image = torch.linspace(0, 1, 2 * size**2, device="cpu").reshape(2, 1, size, size)
+    batch: Batch = {
+        "image": image.sqrt(),
+        "hu_offset": torch.full((2,), -1000.0),
+        "hu_scale": torch.full((2,), 3000.0),
+        "sample": torch.arange(2),
+        "weight": torch.ones(2),
+        "name": ["", ""],
+    }
+    for metric in metrics.values():
+        try:
+            metric(image, batch)
+        except UserError:
+            raise
+        except Exception as error:  # a user's function can raise anything
+            raise PluginError(f"{metric.said} fails for images {[*image.shape]} ({first_line(error)})") from error
+
+
+def _built(key: str, config: MetricConfig, own_range: bool) -> ImageMetric:
+    target, arguments, offered = config._target_, config.arguments, {"own_range": own_range}
+    found = load_plugin(key, target, METRIC)
+    if isinstance(found, type):
+        try:
+            function = make_plugin(key, target, METRIC, arguments=arguments, offered=offered)
+        except UserError:
+            raise
+        except Exception as error:  # a constructor can raise anything
+            raise PluginError(f"{key}={target} refuses its arguments ({first_line(error)})") from error
+        function.requires_grad_(False).eval()
+    else:
+        ours = taken(found, {name: value for name, value in offered.items() if name not in arguments})
+        check_names(key, target, found, arguments, 2, ours)
+        function = partial(found, **ours, **arguments)
+    one_by_one = isinstance(function, Metric) or target.startswith("torchmetrics.")
+    return ImageMetric(f"{key}={target}", function, config.in_hu, one_by_one)
+
+
+def psnr(image: Tensor, truth: Tensor, *, own_range: bool = False) -> Tensor:
+    """PSNR in dB of each image, [B] from two [B, 1, H, W]; infinite for equal images."""
+    if own_range:
+        return 10 * torch.log10(_range(truth).square() / (image.double() - truth).square().mean((1, 2, 3))).float()
+    return peak_signal_noise_ratio(image, truth, data_range=1.0, reduction="none", dim=(1, 2, 3))
+
+
+def ssim(image: Tensor, truth: Tensor, *, own_range: bool = False) -> Tensor:
+    """SSIM (at most 1) of each image, [B] from two [B, 1, H, W]. It is differentiable, and computed in float32."""
+    if own_range:
+        return _ssim_of_skimage(image, truth)
+    with torch.autocast(image.device.type, enabled=False):
+        value = structural_similarity_index_measure(
+            image.float(),
+            truth.float(),
+            gaussian_kernel=False,
+            kernel_size=SSIM_WINDOW,
+            data_range=1.0,
+            reduction="none",
+        )
+    assert isinstance(value, Tensor)
+    return value.reshape(len(image))
+
+
+def ssim_percent(image: Tensor, truth: Tensor, *, own_range: bool = False) -> Tensor:
+    """SSIM × 100 of each image, [B] from two [B, 1, H, W]."""
+    return 100 * ssim(image, truth, own_range=own_range)
+
+
+def rmse(image: Tensor, truth: Tensor) -> Tensor:
+    """Root of the mean square error of each image, [B] from two [B, 1, H, W]."""
+    return (image - truth).square().mean((1, 2, 3)).sqrt()
+
+
+def _range(truth: Tensor) -> Tensor:
+    values = truth.flatten(1).double()
+    return values.amax(1) - values.amin(1)
+
+
+def _ssim_of_skimage(image: Tensor, truth: Tensor) -> Tensor:
+    """`skimage.metrics.structural_similarity` with its defaults and the truth's range."""
+    # float64, as in skimage: variances are small differences of large means.
+    x, y = image.double(), truth.double()
+
+    def mean(values: Tensor) -> Tensor:
+        return avg_pool2d(values, SSIM_WINDOW, stride=1)  # windows that lie inside the image: no border
+
+    sample = SSIM_WINDOW**2 / (SSIM_WINDOW**2 - 1)
+    mean_x, mean_y = mean(x), mean(y)
+    var_x, var_y = sample * (mean(x * x) - mean_x**2), sample * (mean(y * y) - mean_y**2)
+    covariance = sample * (mean(x * y) - mean_x * mean_y)
+    c1, c2 = ((k * _range(truth))[:, None, None, None] ** 2 for k in (0.01, 0.03))
+    top = (2 * mean_x * mean_y + c1) * (2 * covariance + c2)
+    value = top / ((mean_x**2 + mean_y**2 + c1) * (var_x + var_y + c2))
+    return value.mean((1, 2, 3)).float()
+
+
+def to_window(hu: Tensor, window: tuple[float, float]) -> Tensor:
+    """Cut HU to [low, high] and scale them to [0, 1], as a radiologist's display does."""
+    low, high = window
+    return torch.clamp((hu - low) / (high - low), 0.0, 1.0)

@@ -1,0 +1,139 @@
+"""The accelerator and the number of devices of a run on this machine."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from qnmixer.engine.config import Config
+from qnmixer.engine.config.run import validate
+from qnmixer.engine.parallel.compilation import check_compiler
+from qnmixer.engine.processes.cores import THREADS, n_cores
+from qnmixer.errors import ConfigError
+from qnmixer.torch_builds import GPU, NoBuildError, fix, runs_on, visible_gpus
+
+
+def resolve_devices(config: Config) -> Config:
+    """Fill in the accelerator and the number of devices. Raises ConfigError for what this machine does not have."""
+    trainer = config.trainer
+    device = choose_device(trainer.accelerator, "trainer.accelerator")
+    on_cuda = device.type == "cuda"
+    if config.compile:
+        check_compiler()
+    devices = trainer.devices
+    if devices is None:
+        if config.strategy.name != "single" and not on_cuda:
+            raise ConfigError(
+                f"strategy={config.strategy.name} on a CPU needs a number of processes: give trainer.devices=4, say"
+            )
+        devices = 1 if config.strategy.name == "single" else torch.cuda.device_count()
+    if on_cuda and devices > torch.cuda.device_count():
+        raise ConfigError(
+            f"trainer.devices={devices}, but torch sees {torch.cuda.device_count()} here: lower it, or try "
+            "trainer.accelerator=cpu"
+        )
+    if on_cuda and (problem := gpu_problem(devices)) is not None:
+        raise _unusable(trainer.accelerator, "trainer.accelerator", problem)
+    check_precision(device, trainer.precision, "trainer.precision")
+    resolved = replace(config, trainer=replace(trainer, devices=devices, accelerator="cuda" if on_cuda else "cpu"))
+    validate(resolved)
+    return resolved
+
+
+@contextmanager
+def cpu_threads(config: Config, free: float | None, recorded: int | None) -> Iterator[str]:
+    """Let torch use only the cores that the machine has free for it, while the block runs on a CPU.
+
+    A user's OMP_NUM_THREADS is respected. The number of threads changes the last bits of sums. So it is chosen once,
+    and a resumed run uses the recorded number.
+
+    Args:
+        config: a resolved config.
+        free: the number of cores that other programs leave free; None if it is not known.
+        recorded: the number of threads of the run that is resumed; None for a new run, and after several processes.
+
+    Yields a line for the user; "" if torch has all its threads.
+    """
+    every = torch.get_num_threads()
+    if THREADS in os.environ or config.trainer.accelerator != "cpu":
+        yield ""
+        return
+    n = min(every, recorded or (every if free is None else max(1, round(free))))
+    torch.set_num_threads(n)
+    why = "as before it stopped" if recorded else "as no more cores are free"
+    try:
+        yield f"CPU: {n} of {every} threads, {why} ({THREADS}={every}: all)" if n < every else ""
+    finally:
+        torch.set_num_threads(every)
+
+
+def choose_device(accelerator: str, key: str = "accelerator") -> torch.device:
+    """The device of an accelerator. `auto` means the CPU only on a machine without an NVIDIA GPU.
+
+    From here on float32 products are exact on this device; training may allow TF32 later. On a CPU torch has no more
+    threads than it has cores. Raises ConfigError, which names the key, for a GPU that does not exist or that
+    this torch cannot use.
+    """
+    allow_tf32(False)
+    if THREADS not in os.environ:  # torch starts a thread for each core of the machine, also in a container with few
+        torch.set_num_threads(min(torch.get_num_threads(), n_cores()))
+    if accelerator == "cpu":
+        return torch.device("cpu")
+    if (problem := gpu_problem()) is not None:
+        raise _unusable(accelerator, key, problem)
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if accelerator != "auto":
+        raise ConfigError(f"{key}={accelerator}, but torch sees no CUDA device here: use {key}=cpu")
+    return torch.device("cpu")
+
+
+def _unusable(accelerator: str, key: str, problem: tuple[str, str]) -> ConfigError:
+    return ConfigError(f"{key}={accelerator}, but {problem[0]}: {problem[1]}, or use {key}=cpu")
+
+
+def gpu_problem(n_devices: int = 1) -> tuple[str, str] | None:
+    """Why torch cannot use the first GPUs of this machine, and how to fix it. None: no problem, or no GPU."""
+    version = f"torch {torch.__version__}"
+    if torch.cuda.is_available():
+        if torch.version.cuda is None:  # ROCm names its architectures differently
+            return None
+        n_devices = min(n_devices, torch.cuda.device_count())
+        gpus = [GPU(torch.cuda.get_device_capability(number), None) for number in range(n_devices)]
+        built = torch.cuda.get_arch_list()
+        foreign = [gpu for gpu in gpus if not runs_on(gpu.capability, built)]
+        if not foreign:
+            return None
+        what = f"{version} has no kernels for a GPU of {foreign[0]} ({', '.join(built)})"
+    else:
+        try:
+            gpus = visible_gpus()
+        except NoBuildError as error:
+            return f"{version} sees no CUDA device", str(error)
+        if not gpus:
+            return None
+        why = "is built for the CPU and cannot" if torch.version.cuda is None else "cannot"
+        what = f"{version} {why} use the GPU here ({gpus[0]}, driver {gpus[0].driver})"
+    return what, fix(gpus)
+
+
+def check_precision(device: torch.device, precision: str, key: str = "precision") -> None:
+    """Raise ConfigError, which names the key, for a precision that the device does not support."""
+    if precision == "bf16-mixed" and device.type == "cuda" and not has_bf16():
+        raise ConfigError(f"{key}={precision}, but {torch.cuda.get_device_name()} has no bf16: use {key}=16-mixed")
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Allow or forbid TF32: GPUs then round the factors of float32 products and convolutions to 10 bits instead of 23.
+
+    torch's default is no for products and yes for convolutions. "32" would then mean something else on each GPU.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
+def has_bf16() -> bool:
+    """Whether the GPU has units for bf16. On other GPUs torch would emulate it."""
+    return torch.cuda.is_bf16_supported(including_emulation=False)

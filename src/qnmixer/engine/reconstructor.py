@@ -1,0 +1,195 @@
+"""A network with its scan and its noise, built from a checked config.
+
+Plain torch: training, evaluation, inference and the plan are built on it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qnmixer.engine.batch import Batch
+from qnmixer.engine.config import Config
+from qnmixer.errors import GeometryError, PluginError
+from qnmixer.models.unrolled import UnrolledNetwork
+from qnmixer.physics import FanBeamGeometry, FanBeamProjector, KeyedNoise, NoNoise
+from qnmixer.physics.rays import system_matrix
+from qnmixer.physics.scan import ScanMatrix
+from qnmixer.physics.sparse import apply_linear
+
+AUTOCAST = {"32": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+
+# Training, validation and test draw their noise from different random streams.
+STREAMS = {"train": 0, "val": 1, "test": 2}
+
+
+class Measurement(nn.Module):
+    """The scan of a run and its noise, as the config says: x → A x + noise → y.
+
+    Attributes:
+        fine_matrix: A of the finer grid, from its first use on.
+    """
+
+    def __init__(self, config: Config, projector: FanBeamProjector | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.projector = projector or build_projector(config)
+        self.noise = build_noise(config)
+        self.fine_matrix: ScanMatrix | None = None
+
+    @torch.no_grad()
+    def forward(self, batch: Batch, stream: str) -> Tensor:
+        """The noisy sinogram y [B, 1, V, D] of a batch. A sample's noise does not depend on the batch, rank or device.
+
+        A sinogram from the loader or from a scanner already has its noise. With fine images, y is simulated from them.
+        Then no sinogram comes from the matrix that the network uses.
+        """
+        if "sinogram" in batch:
+            return batch["sinogram"]
+        if self.config.debug.name == "overfit" and stream == "val":
+            stream = "train"  # the same slices must give the same measurements
+        keys = [(self.config.seed, STREAMS[stream], sample) for sample in batch["sample"].tolist()]
+        return self.noise(self.project(batch["image"], batch.get("fine")), keys)
+
+    def project(self, image: Tensor, fine: Tensor | None = None) -> Tensor:
+        """A x [B, 1, V, D] of images [B, 1, S, S], or of the same images on the finer grid [B, 1, f·S, f·S] if given.
+
+        Images are projected one at a time. A product with more columns rounds differently, and the last bit can change
+        the photon counts that the noise draws. The finer matrix (A only) is built when it is first used, and is not
+        part of checkpoints.
+        """
+        if fine is None:
+            return torch.cat([self.projector(x) for x in image.split(1)])
+        if self.fine_matrix is None:
+            self.fine_matrix = system_matrix_at(self.config, fine.shape[-1])
+        matrix = self.fine_matrix.to(fine.device)
+        return torch.cat([apply_linear(x, matrix, matrix.transpose) for x in fine.split(1)])
+
+
+class Reconstructor(nn.Module):
+    """A network with its measurement, as the config says: x → A x + noise → y → x_T. For all that does not train."""
+
+    def __init__(self, config: Config, projector: FanBeamProjector | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.measurement = Measurement(config, projector)
+        self.network = build_network(config, self.measurement.projector)
+
+    @property
+    def projector(self) -> FanBeamProjector:
+        """A, Aᵀ and FBP of the scan."""
+        return self.measurement.projector
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the scan's matrices. Everything that uses them is computed there."""
+        return next(self.projector.buffers()).device
+
+    def forward(self, y: Tensor) -> Tensor:
+        """x_T [B, 1, H, W] from y [B, 1, V, D]."""
+        return self.network(y)
+
+    def measure(self, batch: Batch, stream: str) -> Tensor:
+        """The noisy sinogram y [B, 1, V, D] of a batch."""
+        return self.measurement(batch, stream)
+
+
+class SampleMeasurement:
+    """Measures samples on the host, one by one: A x + noise → y. The workers of a loader do it ahead of time.
+
+    Noise is drawn on the host. With sinograms on a GPU, the host would have to wait for each of them. The values equal
+    those of `Measurement` on a CPU to the last bit.
+    """
+
+    def __init__(self, config: Config, noise: KeyedNoise) -> None:
+        self.seed, self.noise = config.seed, noise
+        self.matrix = system_matrix_at(config, config.data.image_size * config.data.simulation_factor)
+
+    @torch.no_grad()
+    def __call__(self, part: str, sample: Mapping[str, Any]) -> Tensor:
+        """The noisy sinogram [1, V, D] of a sample of train, val or test."""
+        image = sample.get("fine", sample["image"])[None]
+        y = apply_linear(image, self.matrix, self.matrix.transpose)
+        return self.noise(y, [(self.seed, STREAMS[part], sample["sample"])])[0]
+
+
+def sample_measurement(config: Config) -> SampleMeasurement | None:
+    """The measurement of a run's samples in its loaders; None if no noise is drawn on the host.
+
+    It is also None if a scanner has measured the sinograms.
+    """
+    noise = build_noise(config)
+    return None if config.data.measured or isinstance(noise, NoNoise) else SampleMeasurement(config, noise)
+
+
+def fine_size(config: Config) -> int:
+    """The size of the images from which a device of a run simulates on a finer grid; 0 if it does not.
+
+    With noise, the loaders simulate. Nothing does if a scanner has measured the sinograms.
+    """
+    data = config.data
+    by_device = data.simulation_factor > 1 and not data.measured and isinstance(build_noise(config), NoNoise)
+    return data.simulation_factor * data.image_size if by_device else 0
+
+
+def system_matrix_at(config: Config, image_size: int) -> ScanMatrix:
+    """Build A of the scan for images of another size, to simulate from."""
+    return system_matrix(build_geometry(replace(config, data=replace(config.data, image_size=image_size))))
+
+
+def build_geometry(config: Config) -> FanBeamGeometry:
+    """Build the scan. Raises GeometryError if it is impossible."""
+    g = config.geometry
+    half_step = 0.5 * g.angle_span / g.n_views
+    try:
+        return FanBeamGeometry(
+            image_size=config.data.image_size,
+            pixel_size=g.field_of_view / config.data.image_size,
+            n_views=g.n_views,
+            n_detectors=g.n_detectors,
+            detector_pitch=g.detector_pitch,
+            source_to_axis=g.source_to_axis,
+            axis_to_detector=g.axis_to_detector,
+            first_angle=half_step if g.first_angle is None else g.first_angle,
+            angle_span=g.angle_span,
+            beam=g.beam,
+            detector_offset=g.detector_offset,
+        )
+    except GeometryError as error:  # it names its argument; on the command line the group comes first
+        raise GeometryError(f"geometry.{error}") from error
+
+
+def build_projector(config: Config) -> FanBeamProjector:
+    """Build A, Aᵀ and FBP of the scan."""
+    return FanBeamProjector(build_geometry(config), fbp_filter=config.geometry.fbp_filter)
+
+
+def build_network(config: Config, projector: FanBeamProjector) -> UnrolledNetwork[Any]:
+    """Build the network that `model` names. Raises PluginError for one that does not fit.
+
+    A network with an argument `variance` gets a function from a sinogram to the noise variance of each ray.
+    """
+    model = config.model
+    network: UnrolledNetwork[Any] = model.build(projector, offered={"variance": partial(_variance, config)})
+    if model.has_weights and not any(p.requires_grad for p in network.parameters()):
+        raise PluginError(f"model._target_={model._target_} has no weights to train: give it an nn.Parameter")
+    return network
+
+
+def _variance(config: Config, y: Tensor) -> Tensor:
+    """The noise variance of each ray under the current noise of the config. An evaluation may change the noise."""
+    return build_noise(config).variance(y)
+
+
+def method_name(config: Config) -> str:
+    """The name of the network in tables and pictures."""
+    return config.model.load().title
+
+
+def build_noise(config: Config) -> KeyedNoise:
+    """Build the measurement noise that `noise` names. Raises PluginError for one that does not fit."""
+    noise: KeyedNoise = config.noise.build(offered={"hu_max": config.data.hu_max})
+    return noise

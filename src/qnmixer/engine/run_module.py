@@ -1,0 +1,116 @@
+"""What a run adds to a LightningModule: the measurement, shards, means over all devices, and complete checkpoints."""
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from qnmixer.engine.batch import Batch
+from qnmixer.engine.lightning_private import restore_position
+from qnmixer.engine.parallel.shards import gather
+from qnmixer.models.unrolled import UnrolledNetwork
+from qnmixer.weights import CHECKPOINT_KEY, MEAN_KEY, TRAINED_KEY
+
+if TYPE_CHECKING:
+    from qnmixer.engine.config import Config
+    from qnmixer.engine.reconstructor import Measurement
+    from qnmixer.physics import FanBeamProjector
+
+
+class RunModule(L.LightningModule):
+    """The base of LightningModules that a run can train.
+
+    A subclass sets `network` in its constructor, and has `training_step`, `validation_step` and `configure_optimizers`.
+
+    Attributes:
+        network: it alone is trained, saved and evaluated.
+        config: of the run.
+        measurement: the scan and its noise.
+    """
+
+    network: UnrolledNetwork[Any]
+    config: "Config"
+    measurement: "Measurement"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means = nn.ModuleDict()
+        self.settings: dict[str, Any] = {}  # the config as plain data, for checkpoints
+
+    def attach(self, config: "Config", settings: dict[str, Any], measurement: "Measurement") -> None:
+        """Give the module what the run knows. The builder of a run calls it once."""
+        self.config, self.settings, self.measurement = config, settings, measurement
+
+    @property
+    def projector(self) -> "FanBeamProjector":
+        """A, Aᵀ and FBP of the scan."""
+        return self.measurement.projector
+
+    def measure(self, batch: Batch, stream: str) -> Tensor:
+        """The noisy sinogram y [B, 1, V, D] of a batch. Its noise depends on (seed, stream, sample) only.
+
+        stream: train, val or test.
+        """
+        y: Tensor = self.measurement(batch, stream)
+        return y
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The loss of a batch: a mean over its images."""
+        raise NotImplementedError(f"{type(self).__name__} has no training_step")
+
+    def configure_model(self) -> None:
+        """Shard the network for fsdp, in the hook that Lightning has for it."""
+        if shard := getattr(self.trainer.strategy, "shard", None):
+            shard(self.network, self.device_mesh)
+
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Log a number, as Lightning does. In a plan and in doctor's comparison there is no trainer, and no log."""
+        if self._trainer is not None:
+            super().log(name, value, *args, **options)
+
+    def log_means(self, prefix: str, values: Mapping[str, Tensor], counted: Tensor) -> None:
+        """Log the means over the counted images of all batches and processes.
+
+        Args:
+            prefix: of the names, as in val/NAME.
+            values: [B] by name.
+            counted: [B]; False for samples that only fill the batch.
+        """
+        for name, value in values.items():  # all before the first is logged: Lightning looks for them once
+            if name not in self.means:
+                # Sums over processes, because a mean of means would count fillers. NaN must stay NaN.
+                self.means[name] = MeanMetric(nan_strategy="disable").to(value.device)
+        for name, value in values.items():
+            mean = self.means[name]
+            assert isinstance(mean, MeanMetric)
+            mean.update(value[counted])
+            self.log(f"{prefix}/{name}", mean, on_step=False, on_epoch=True)
+
+    def n_steps(self) -> int:
+        """Optimizer steps of the whole run. Lightning's count would load the data too early for a resumed run."""
+        trainer = self.config.trainer
+        if trainer.max_epochs is None:
+            return trainer.max_steps
+        n_batches = len(self.trainer.datamodule.train_dataloader())  # type: ignore[attr-defined]  # Lightning's, untyped
+        by_epochs = trainer.max_epochs * n_batches // trainer.accumulate_grad_batches
+        return by_epochs if trainer.max_steps == -1 else min(trainer.max_steps, by_epochs)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the config as plain data, so that a checkpoint is complete by itself.
+
+        Raises FloatingPointError if the weights are not finite. The loss of another rank may have caused that.
+        """
+        if not math.isfinite(norm := float(gather(torch.nn.utils.get_total_norm(list(self.parameters()))))):
+            raise FloatingPointError(f"the norm of the weights became {norm} at step {self.global_step}")
+        checkpoint[CHECKPOINT_KEY] = {"format": 1, "config": self.settings}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Resume at the same place in the data, whatever the strategy, and with the weights that were trained."""
+        restore_position(self.trainer, checkpoint)
+        # A run may resume without callbacks=ema, which saves the mean as the weights.
+        checkpoint[MEAN_KEY], trained = checkpoint["state_dict"], checkpoint.get(TRAINED_KEY, {})
+        checkpoint["state_dict"] = checkpoint[MEAN_KEY] | trained

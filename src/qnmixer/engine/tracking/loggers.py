@@ -1,0 +1,291 @@
+"""The loggers of a run: always metrics.csv, and those that the config names."""
+
+import inspect
+import os
+import platform
+import re
+import shutil
+import sys
+import uuid
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+from qnmixer.engine.config import Config, effective_batch, to_plain, without_places
+from qnmixer.engine.config.logger import LONGEST_TAG, METRICS_FILE, LoggerConfig, WandbConfig, section_of
+from qnmixer.engine.config.overrides import values_of
+from qnmixer.engine.config.target import with_names
+from qnmixer.engine.plugins import load_plugin, make_plugin, subclass_of
+from qnmixer.engine.processes.ranks import rank
+from qnmixer.engine.reconstructor import method_name
+from qnmixer.engine.reports.page import without_folders
+from qnmixer.engine.tracking.metrics_file import MetricsFile
+from qnmixer.engine.tracking.results import git_commit, versions
+from qnmixer.engine.tracking.sweep_file import name_of_job, name_of_run, sweep_of
+from qnmixer.errors import ConfigError, PluginError, UserError, first_line
+from qnmixer.files import write_text
+
+CODE_DIFF = "code.diff"
+RUN_ID = Path("wandb", "run_id")
+KNOWN_UNTIL = Path("wandb", "known_until")  # W&B has all steps before this one, also those that metrics.csv dropped
+
+# Exit codes of a W&B run; wandb itself uses the last one for Ctrl-C.
+DONE, FAILED, INTERRUPTED = 0, 1, 255
+
+_LOGGER = subclass_of("lightning.pytorch.loggers.Logger")
+_STEP = "trainer/global_step"  # as Lightning's logger calls it
+# Only one kind of network has these. They get a curve, but no column in the table of runs.
+_CURVES_ONLY = ("train/lambda_", "val/cosine_zs", "val/skipped_pairs")
+_SECONDS_TO_START = 30
+_SECONDS_TO_DISK = 0.1  # W&B's default is 15. A kill loses these rows, and the resumed run does not repeat them
+# Less than the time that a rank has to stop (qnmixer.engine.processes.ranks). Data that is not sent by then stays here.
+_SECONDS_TO_FINISH = 20
+
+
+def build_loggers(config: Config, folder: Path, overrides: list[str], resumed_at: int | None = None) -> list[Logger]:
+    """Build the loggers of a run, metrics.csv first. Only rank 0 builds those of the config.
+
+    W&B starts a new run, or resumes the run of this folder.
+
+    Args:
+        config: the run's config, with the number of devices filled in.
+        folder: the run folder, which all files go into.
+        overrides: of the command line, or of a job in a sweep.
+        resumed_at: optimizer steps of the checkpoint, if the run resumes in this folder.
+
+    Raises ConfigError if W&B refuses the API key. If W&B cannot be reached, it warns and continues offline.
+    """
+    file = MetricsFile(folder, resumed_at)
+    loggers: list[Logger] = [file]
+    for name, options in config.logger.items() if rank() == 0 else ():
+        if isinstance(options, LoggerConfig):
+            if options._target_ != METRICS_FILE:
+                loggers.append(_build(section_of(name), config, options, folder))
+        elif options.mode != "disabled":
+            resumes = resumed_at is not None and (folder / RUN_ID).is_file()
+            known_until = max(file.last_step() or 0, _known_until(folder)) if resumes else 0
+            write_text(folder / KNOWN_UNTIL, str(known_until))
+            run = _start(config, options, folder, overrides, resumes)
+            wandb_run = WandbRun(run, known_until, options.log_checkpoint)
+            for row in file.rows_before()[-1:] if resumes else ():  # W&B may lack it, and training does not repeat it
+                values = {name: float(text) for name, text in row.items() if text and name != "step"}
+                wandb_run.log_metrics(values, int(row["step"]))
+            loggers.append(wandb_run)
+    return loggers
+
+
+def _build(section: str, config: Config, options: LoggerConfig, folder: Path) -> Logger:
+    """Build a logger of Lightning or of the user, and log the config. It gets the run folder if it can take one."""
+    key, target = f"{section}._target_", options._target_
+    arguments = {name: value for name, value in options.arguments.items() if value is not None}
+    cls = load_plugin(key, target, _LOGGER)
+    parameters = inspect.signature(cls).parameters
+    if "save_dir" in parameters:
+        arguments = {"save_dir": str(folder)} | arguments
+    if "tracking_uri" in parameters:  # MLflow's default is a folder of files, which its new versions refuse
+        arguments = {"tracking_uri": f"sqlite:///{folder.absolute()}/mlflow.db"} | arguments
+    try:
+        logger = make_plugin(key, target, _LOGGER, arguments=arguments)
+    except UserError:
+        raise
+    except Exception as error:  # a constructor can raise anything
+        raise PluginError(f"{key}={target} refuses its arguments ({first_line(error)})") from error
+    logger.log_hyperparams(_described(config))
+    return logger
+
+
+def _known_until(folder: Path) -> int:
+    path = folder / KNOWN_UNTIL
+    return int(path.read_text()) if path.is_file() else 0
+
+
+def close_loggers(loggers: Mapping[str, WandbConfig | LoggerConfig], exit_code: int) -> None:
+    """Finish the W&B run, if one of these loggers started one, as DONE, FAILED or INTERRUPTED."""
+    wandb = sys.modules.get("wandb")
+    of_wandb = any("wandb" in options._target_.lower() for options in loggers.values())
+    if wandb is None or not of_wandb or (run := wandb.run) is None:
+        return
+    folder, n_known = Path(run.dir).parent, run.step + 1
+    # Without `finish` the next run of this process would log into this one. Without a code it would record success.
+    try:
+        run.finish(exit_code=exit_code)
+        if (ours := folder.with_name(KNOWN_UNTIL.name)).is_file():  # of the user's own logger there is none
+            write_text(ours, str(max(n_known, int(ours.read_text()))))  # this part may have repeated steps only
+    except TimeoutError:
+        warnings.warn(
+            f"W&B did not get all data, as the network is slow or lost: send it with "
+            f"wandb sync --include-online {folder}",
+            stacklevel=2,
+        )
+
+
+def log_checkpoint(loggers: list[Logger], checkpoint: Path, metadata: Mapping[str, float]) -> None:
+    """Log a checkpoint as an artifact, if the W&B run asks for it. An offline run stores a copy for `wandb sync`."""
+    for logger in loggers:
+        if isinstance(logger, WandbRun) and logger.log_best:
+            import wandb
+
+            artifact = wandb.Artifact(f"model-{logger.experiment.id}", "model", metadata=dict(metadata))
+            add = artifact.add_dir if checkpoint.is_dir() else artifact.add_file
+            add(str(checkpoint), name=checkpoint.name)
+            logger.experiment.log_artifact(artifact, aliases=["best"])
+
+
+class WandbRun(WandbLogger):
+    """Lightning's logger, but W&B's own steps are optimizer steps.
+
+    Then all values of one step share a row. Steps that a resumed run repeats are not logged twice, also if `wandb sync`
+    joins the two parts later. What comes after training is new, even if the run now ends at an earlier step.
+
+    Args:
+        run: of `wandb.init`.
+        known_until: W&B has all steps before this one.
+        log_best: whether the best checkpoint becomes an artifact.
+    """
+
+    def __init__(self, run: Any, known_until: int, log_best: bool) -> None:
+        super().__init__(experiment=run)
+        self.known_until, self.log_best = known_until, log_best
+        self._curves: set[str] = set()
+        self._trained = False
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Note that training has ended: Lightning calls this."""
+        self._trained = True
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Add values to the row of a step."""
+        assert step is not None
+        if step < self.known_until and not self._trained:
+            return
+        for name in metrics.keys() - self._curves:
+            if name.startswith(_CURVES_ONLY):  # by its full name: if two globs match, wandb picks one at random
+                self.experiment.define_metric(name, step_metric=_STEP, step_sync=True, summary="none")
+                self._curves.add(name)
+        row = step if step >= self.known_until else self.known_until + 1  # W&B's steps only rise
+        self.experiment.log({**metrics, _STEP: step}, step=row)
+
+
+def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[str], resumes: bool) -> Any:
+    """Start or resume the W&B run of a folder."""
+    import wandb
+
+    id_file = folder / RUN_ID
+    if not resumes:
+        write_text(id_file, _new_id())
+    run_id = id_file.read_text()
+    earlier = set(id_file.parent.glob(f"run-*-{run_id}"))
+    group, name = _place(config, folder, overrides)
+    quiet = wandb.Settings(silent=True)  # silent also stops wandb from asking for a key: nobody may sit at the terminal
+    wandb.setup(settings=quiet)
+    arguments: dict[str, Any] = {
+        "mode": options.mode,
+        "id": run_id,
+        "resume": "allow",  # "must" would fail for a run that was offline before
+        "project": options.project,
+        "entity": options.entity,
+        "group": options.group or group,
+        "name": options.run_name or name,
+        "tags": _tags(config, overrides),
+        "config": _described(config),
+        "dir": folder,
+        "settings": wandb.Settings(
+            silent=True,
+            init_timeout=_SECONDS_TO_START,
+            finish_timeout=_SECONDS_TO_FINISH,
+            finish_timeout_raises=True,
+            x_disable_meta=True,  # it has the command line, paths, the user and the remote of git
+            host="",  # the name of this machine is private
+            console="off",  # console lines name folders; `TrainingProgress` logs the progress
+            x_transaction_log_flush_interval=_SECONDS_TO_DISK,
+        ),
+    }
+    try:
+        run = wandb.init(**arguments)
+        if options.mode == "online":
+            print(f"W&B: {run.url}", flush=True)
+    except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
+        raise ConfigError(
+            f"W&B has no valid API key for you ({first_line(error)}): run `wandb login` "
+            "once, or work offline with logger.wandb.mode=offline"
+        ) from error
+    except wandb.errors.CommError as error:
+        wandb.teardown()  # without it wandb would treat the id as in use
+        wandb.setup(settings=quiet)
+        for begun in set(id_file.parent.glob(f"run-*-{run_id}")) - earlier:
+            shutil.rmtree(begun)  # or `wandb sync` would send an empty run
+        warnings.warn(
+            f"W&B cannot be reached, or refuses the run ({first_line(error)}). The run continues offline: send it "
+            f"later with wandb sync {folder}/wandb/offline-run-*",
+            stacklevel=2,
+        )
+        run = wandb.init(**(arguments | {"mode": "offline"}))
+    run.define_metric(_STEP)
+    run.define_metric("*", step_metric=_STEP, step_sync=True)
+    if options.log_code and (folder / CODE_DIFF).is_file():
+        run.save(str(folder / CODE_DIFF), base_path=str(folder), policy="now")
+    return run
+
+
+def _new_id() -> str:
+    """The id of a new W&B run. `wandb agent` chooses the id of each run that it starts."""
+    of_agent = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
+    return of_agent or uuid.uuid4().hex[:8]
+
+
+def _place(config: Config, folder: Path, overrides: list[str]) -> tuple[str | None, str]:
+    """Group and name of a run. In a sweep: the sweep, and the job's own overrides. Else: None, and the setting."""
+    own = name_of_run(folder)
+    if (found := sweep_of(folder)) is None:
+        what = with_names(to_plain(config))
+        views = f"{config.geometry.n_views}views"
+        return None, "-".join([what["model"]["name"], what["data"]["name"], views, f"seed{config.seed}", own])
+    sweep_folder, sweep = found
+    return sweep_folder.name, without_folders(name_of_job(sweep, overrides)) or own
+
+
+def _tags(config: Config, overrides: list[str]) -> list[str]:
+    """The user's tags, then the experiment, model, data and strategy of the run."""
+    given, what = values_of(overrides), with_names(to_plain(config))
+    chosen = [value.strip("[]").split(",") for key, value in given.items() if key.partition("/")[0] == "experiment"]
+    experiments = [word.strip() for words in chosen for word in words if word != "null"]
+    words = [*experiments, what["model"]["name"], what["data"]["name"], config.strategy.name]
+    return [*dict.fromkeys([*config.tags, *(word[:LONGEST_TAG] for word in words)])]
+
+
+def _described(config: Config) -> dict[str, Any]:
+    """The config for a logger, without private values, and with the versions and hardware that results depend on."""
+    trainer = config.trainer
+    return _anonymous(with_names(to_plain(without_places(config)))) | {
+        "method": method_name(config),
+        "git_commit": git_commit(),
+        "versions": versions(),
+        "device": device_name(trainer.accelerator),
+        "n_devices": (trainer.devices or 1) * trainer.num_nodes,
+        "effective_batch": effective_batch(config),
+    }
+
+
+def _anonymous(value: Any) -> Any:
+    """The same values without folders in their texts: arguments of a user's classes may contain some."""
+    if isinstance(value, dict):
+        return {key: _anonymous(it) for key, it in value.items()}
+    if isinstance(value, list):
+        return [_anonymous(it) for it in value]
+    return without_folders(value) if isinstance(value, str) else value
+
+
+def device_name(accelerator: str) -> str:
+    """The name of the GPU or CPU that computes."""
+    if accelerator == "cuda":
+        return torch.cuda.get_device_name()
+    path = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*:\s*(.+)", path.read_text()) if path.is_file() else None
+    return found.group(1) if found else platform.processor() or platform.machine()

@@ -1,0 +1,158 @@
+"""The callbacks of a run: those that print, those that the config names, and pictures of the iterates."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger, WandbLogger
+from torch import Tensor
+
+from qnmixer.engine.batch import Batch, to_hu
+from qnmixer.engine.config import Config
+from qnmixer.engine.config.debug import ProfileConfig
+from qnmixer.engine.config.metrics import MetricConfig, mode_of
+from qnmixer.engine.config.target import TARGET
+from qnmixer.engine.evaluation.evaluate import PAGE, PICTURE, Evaluation, numbers_of
+from qnmixer.engine.optimization.metrics import psnr
+from qnmixer.engine.plugins import make_plugin, subclass_of
+from qnmixer.engine.reports.pictures import Panel, Row, draw_iterates
+from qnmixer.engine.run_module import RunModule
+from qnmixer.engine.tracking.run import Run
+from qnmixer.engine.training.health import HealthMonitor
+from qnmixer.engine.training.profiling import Profile
+from qnmixer.engine.training.progress import ProgressMetrics
+from qnmixer.engine.training.progress_bar import TrainingProgress
+from qnmixer.errors import PluginError, UserError, first_line
+
+_MOST_SHOWN = 15  # iterates in a picture
+_CALLBACK = subclass_of("lightning.pytorch.callbacks.Callback")
+
+
+def build_callbacks(
+    callbacks: Mapping[str, Mapping[str, Any]], metrics: Mapping[str, MetricConfig] | None = None
+) -> list[Callback]:
+    """Build the callbacks: first `step` and `samples` for the metrics, then those of the config's group `callbacks`.
+
+    A callback that monitors one of the metrics, such as EarlyStopping, gets its `mode`, unless the config has one.
+
+    Raises PluginError for a target that is no callback, or that refuses its arguments.
+    """
+    named = [_build_callback(f"callbacks.{name}", given, metrics or {}) for name, given in callbacks.items()]
+    return [ProgressMetrics(), *named]
+
+
+def console_callbacks(config: Config, run: Run) -> list[Callback]:
+    """Build the callbacks that print: progress, warnings about a network that does not learn, profile."""
+    shows = config.trainer.extra.get("enable_progress_bar") is not False
+    progress = TrainingProgress(run.console, run.folder / "metrics.csv", shows)
+    callbacks: list[Callback] = [progress, HealthMonitor(run)]
+    if isinstance(config.debug, ProfileConfig):
+        callbacks.append(Profile(run.folder / "profile", config.debug, run.console))
+    return callbacks
+
+
+def _build_callback(key: str, given: Mapping[str, Any], metrics: Mapping[str, MetricConfig]) -> Callback:
+    arguments = {str(name): value for name, value in given.items() if name != TARGET}
+    try:
+        offered = {"mode": mode_of(str(arguments["monitor"]), metrics)} if arguments.get("monitor") else {}
+        return make_plugin(f"{key}.{TARGET}", given[TARGET], _CALLBACK, arguments=arguments, offered=offered)
+    except UserError:
+        raise
+    except Exception as error:  # a constructor can raise anything
+        raise PluginError(f"{key}: {given[TARGET]} refuses its arguments ({first_line(error)})") from error
+
+
+class IteratePictures(Callback):
+    """Draws x₀ … x_T of the first validation slices with error maps, and logs the health of H, at each validation.
+
+    Args:
+        n_slices: the number of slices.
+        folder: of the pictures; None: pictures/ of the run folder.
+    """
+
+    def __init__(self, n_slices: int, folder: Path | None = None) -> None:
+        self.n_slices, self.folder = n_slices, folder
+        self._rows: dict[int, Row] = {}  # of this process, by number of the slice
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Run the batches with those slices again and store the iterates. All processes do it, as fsdp requires."""
+        assert isinstance(pl_module, RunModule)
+        sampler = trainer.val_dataloaders.sampler  # type: ignore[union-attr]  # it has been made
+        if batch_idx * sampler.num_replicas * sampler.batch_size >= self.n_slices:
+            return
+        with torch.no_grad(), trainer.precision_plugin.forward_context():
+            T = pl_module.network.n_iterations
+            shown = sorted({round(k * T / (_MOST_SHOWN - 1)) for k in range(_MOST_SHOWN)})
+            state, iterates = pl_module.network.trajectory(pl_module.measure(batch, "val"), shown)
+        if batch_idx == 0:
+            for name, value in pl_module.network.diagnostics(state).items():
+                pl_module.log(f"val/{name}", value, batch_size=1, on_step=False, on_epoch=True, sync_dist=True)
+        own_range = pl_module.config.data.own_range
+        rows = _iterate_rows(batch, dict(zip(shown, iterates, strict=True)), own_range)
+        drawn = zip(batch["sample"].tolist(), batch["weight"].tolist(), rows, strict=True)
+        self._rows |= {n: row for n, weight, row in drawn if weight and n < self.n_slices}
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Draw the pictures on rank 0."""
+        rows, self._rows = self._rows, {}
+        if dist.is_initialized():
+            shares: list[dict[int, Row]] = [{}] * dist.get_world_size()
+            # Rank 0 has only its own share of the validation slices.
+            dist.all_gather_object(shares, rows)
+            rows = {n: row for share in shares for n, row in share.items()}
+        if not trainer.is_global_zero:
+            return
+        folder = self.folder or Path(trainer.default_root_dir) / "pictures"
+        path = folder / f"iterates_{trainer.global_step:07d}.png"
+        draw_iterates(path, [rows[n] for n in sorted(rows)])
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                logger.log_image("val/iterates", [str(path)], trainer.global_step)
+
+
+def _iterate_rows(batch: Batch, iterates: dict[int, Tensor], own_range: bool) -> list[Row]:
+    """Each slice of a batch with x_t for some t."""
+    truths = to_hu(batch, batch["image"]).cpu()
+    rows = [Row(f"slice {n}", truths[b, 0], []) for b, n in enumerate(batch["sample"].tolist())]
+    for t, image in iterates.items():
+        hu = to_hu(batch, image).cpu()
+        values = psnr(image, batch["image"], own_range=own_range).tolist()
+        for b, (row, value) in enumerate(zip(rows, values, strict=True)):
+            row.panels.append(Panel(f"x{t}\n{value:.2f} dB", hu[b, 0]))
+    return rows
+
+
+def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, folder: Path, step: int, samples: float) -> None:
+    """Log the means of the evaluation. W&B also gets the table, picture and page from `folder`."""
+    means = {"samples": samples} | {f"test/{name}": value for name, value in evaluation.metrics().items()}
+    for logger in loggers:
+        logger.log_metrics(means, step)
+        if isinstance(logger, WandbLogger):
+            _log_table(logger, evaluation, step)
+            logger.log_image("test/picture", [str(folder / PICTURE)], step)
+            for name in (PICTURE, PAGE):
+                logger.experiment.save(str(folder / name), base_path=str(folder.parent), policy="now")
+        logger.save()  # Lightning will not call them again, and some loggers write at intervals only
+
+
+def _log_table(logger: WandbLogger, evaluation: Evaluation, step: int) -> None:
+    """Log the table as a file of this run only. W&B's own way also makes an artifact, which names the home folder."""
+    import wandb
+
+    headings, rows = numbers_of(evaluation)
+    table = wandb.Table(columns=[*headings], data=rows)
+    table.bind_to_run(logger.experiment, "test/table", step)
+    logged: dict[str, Any] = {"test/table": table}
+    logger.log_metrics(logged, step)

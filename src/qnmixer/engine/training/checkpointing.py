@@ -1,0 +1,242 @@
+"""Checkpointing: write best.ckpt and last.ckpt, with state that Lightning leaves out, and stop between two steps.
+
+A checkpoint is written between two optimizer steps, after all rows of the last step are logged. That is before the next
+batch, at the end of a validation, or at the end of training. A stop signal takes effect at the same points.
+"""
+
+import io
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.trainer.states import TrainerFn
+
+from qnmixer.engine.checkpoints.reading import load
+from qnmixer.engine.lightning_private import number_rows, validate_as_in_training
+from qnmixer.engine.parallel.pipeline import PipelineStrategy
+from qnmixer.engine.processes.ranks import rank
+from qnmixer.engine.processes.signals import defer_stop, stop_requested
+from qnmixer.engine.tracking.run import Run
+from qnmixer.engine.training.random_states import of_all_ranks, random_state, set_random_state
+from qnmixer.errors import Stopped
+from qnmixer.files import PART_SUFFIX, atomic_file, remove, replace
+from qnmixer.weights import RUN_KEY
+
+
+class Checkpointing(Checkpoint):
+    """Writes best.ckpt and last.ckpt, and stops training after a stop signal.
+
+    Args:
+        run: the checkpoints go into its folder. If it resumes there, its best value is used too.
+        monitor: the metric of the best checkpoint.
+        every_n_steps: write last.ckpt every n optimizer steps, and at validations; None: at validations only.
+        mode: the better value of the metric, max or min.
+    """
+
+    def __init__(self, run: Run, monitor: str, every_n_steps: int | None, mode: str) -> None:
+        self.run, self.monitor, self.every_n_steps = run, monitor, every_n_steps
+        self._sign = -1 if mode == "min" else 1
+        self.best: float | None = None
+        self.validated = 0  # optimizer steps at the last validation
+        self.seconds = 0.0  # of earlier parts of a resumed run
+        self._start = time.monotonic()
+        self._saved = 0
+        self._ranks = Agreement()
+        self._restored: dict[str, Any] = {}
+        self._random: dict[str, Any] | None = None  # states at the start of a validation that is running
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Make the process group in which ranks agree to stop."""
+        self._ranks.connect()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Restore the random states. Repeat a validation that a stop interrupted."""
+        defer_stop(True)
+        self._restore_random(trainer)
+        if self._restored.get("validating"):
+            validate_as_in_training(trainer)
+        self._restored = {}
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Between two steps: write last.ckpt if it is due, and stop if a rank has a stop signal."""
+        if batch_idx % trainer.accumulate_grad_batches:
+            return
+        step = trainer.global_step
+        number_rows(trainer, step)
+        if self.every_n_steps and step % self.every_n_steps == 0 and step > self._saved:
+            self.save(trainer, "last")
+        if self._ranks.stop(stop_requested() is not None):
+            self._stop(trainer)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Store the random states. An interrupted validation starts again with them."""
+        self._restore_random(trainer)  # a resumed run that only lacks its last validation
+        self._random = random_state(trainer.strategy.root_device)
+
+    def on_validation_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Stop if a rank has a stop signal."""
+        if trainer.state.fn == TrainerFn.FITTING and self._ranks.stop(stop_requested() is not None):
+            self._stop(trainer)
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log the best monitored value so far, in the row of the validation. It is the value of best.ckpt."""
+        score = self._score(trainer)
+        best = score if self._is_best(score) else self.best
+        assert best is not None
+        pl_module.log(f"{self.monitor}_best", best, on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write best.ckpt, if it is the best, and last.ckpt."""
+        self._random = None
+        self.validated = trainer.global_step
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.save_validated(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write last.ckpt. From now on a signal stops at once: a validation and the evaluation can be repeated."""
+        if self._saved != trainer.global_step:
+            self.save(trainer, "last")
+        if self._ranks.stop_now(stop_requested() is not None):
+            self._stop(trainer)
+        defer_stop(False)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add the state that Lightning leaves out."""
+        data = trainer.datamodule  # type: ignore[attr-defined]  # Lightning sets it when it has one
+        checkpoint[RUN_KEY] = {
+            "split": data.split.record,
+            "monitor": self.monitor,
+            "best": self.best,
+            "validated": self.validated,
+            "validating": self._random is not None,
+            "cut": getattr(trainer.strategy, "cut", None),
+            "seconds": self.seconds + time.monotonic() - self._start,
+            "random": of_all_ranks(self._random or random_state(trainer.strategy.root_device)),
+        }
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Read the state that Lightning leaves out."""
+        state = checkpoint[RUN_KEY]
+        self._restored = dict(state)
+        self.validated, self._saved = state["validated"], checkpoint["global_step"]
+        if isinstance(trainer.strategy, PipelineStrategy):
+            trainer.strategy.cut = state["cut"]
+        if self.run.resumes_in_place:
+            self.seconds = state["seconds"]
+            self.best = state["best"] if state["monitor"] == self.monitor else None
+
+    def save_validated(self, trainer: L.Trainer) -> None:
+        """Write best.ckpt, if the last validation was the best, and last.ckpt.
+
+        best.ckpt is written first: after a crash, last.ckpt must not name a best value whose file does not exist.
+        """
+        score = self._score(trainer)
+        # The ranks must agree, or one would wait for the others inside `save`.
+        if trainer.strategy.reduce_boolean_decision(self._is_best(score)):
+            self.best = score
+            self.save(trainer, "best")
+        self.save(trainer, "last")
+
+    def save(self, trainer: L.Trainer, name: str) -> None:
+        """Write NAME.ckpt."""
+        # Every rank must get here: Lightning gathers the state with collectives, and rank 0 writes.
+        trainer.save_checkpoint(self.run.folder / "checkpoints" / f"{name}.ckpt")
+        if name == "last":
+            self._saved = trainer.global_step
+
+    def _score(self, trainer: L.Trainer) -> float:
+        """The monitored value of the last validation; the worst possible value for NaN."""
+        score = float(trainer.callback_metrics[self.monitor])
+        return -self._sign * math.inf if math.isnan(score) else score
+
+    def _is_best(self, score: float) -> bool:
+        return self.best is None or self._sign * score > self._sign * self.best
+
+    def _restore_random(self, trainer: L.Trainer) -> None:
+        states = self._restored.pop("random", [])
+        if rank() < len(states):
+            set_random_state(states[rank()], trainer.strategy.root_device)
+
+    def _stop(self, trainer: L.Trainer) -> None:
+        if self._saved != trainer.global_step or self._random is not None:
+            self.save(trainer, "last")
+        defer_stop(False)
+        raise Stopped(stop_requested(), together=True)
+
+
+class Agreement:
+    """Lets ranks agree, without waiting, to stop at the same point if any rank has a stop signal.
+
+    A question at one point is answered at the next. So its message has the time of a step to arrive.
+    """
+
+    def __init__(self) -> None:
+        self._group: dist.ProcessGroup | None = None
+        self._flag = torch.zeros(1)
+        self._work: dist.Work | None = None
+
+    def connect(self) -> None:
+        """Make a process group of all ranks, if there are several."""
+        if dist.is_initialized() and self._group is None:
+            # gloo, because its messages do not wait for the work that is queued on a GPU.
+            self._group = dist.new_group(backend="gloo")
+
+    def stop(self, mine: bool) -> bool:
+        """Whether any rank had a signal at the point before. `mine`: whether this rank has a signal now."""
+        if self._group is None:
+            return mine
+        if self._answer():
+            return True
+        self._ask(mine)
+        return False
+
+    def stop_now(self, mine: bool) -> bool:
+        """Whether any rank has a signal now. All ranks wait for the answer."""
+        if self._group is None:
+            return mine
+        before = self._answer()
+        self._ask(mine or before)
+        return self._answer()
+
+    def _ask(self, mine: bool) -> None:
+        self._flag.fill_(mine)
+        self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def _answer(self) -> bool:
+        if self._work is None:
+            return False
+        self._work.wait()
+        self._work = None
+        return bool(self._flag)
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint completely or not at all. On a full disk the previous checkpoint stays."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write to a temporary file beside path, then rename."""
+        path, encoded = Path(path), io.BytesIO()
+        # Into memory first: on a full disk torch.save raises a RuntimeError that does not name the cause.
+        torch.save(checkpoint, encoded)
+        of_shards = path.is_dir()  # a rename cannot replace a folder by a file
+        target = path.with_name(path.name + PART_SUFFIX) if of_shards else path
+        if of_shards:
+            remove(target)
+        with atomic_file(target) as stream:
+            stream.write(encoded.getbuffer())
+        if of_shards:
+            replace(target, path)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load on the CPU, without unpickling code."""
+        return load(Path(path))

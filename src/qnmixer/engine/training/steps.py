@@ -1,0 +1,274 @@
+"""The steps of a training run. `qnmixer.fit` has their order."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TypeVar
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+
+from qnmixer.engine.build import build_data_module, build_module
+from qnmixer.engine.checkpoints.reading import find_checkpoint, load_weights, resumable, split_of, steps_of
+from qnmixer.engine.config import Config, effective_batch
+from qnmixer.engine.config.debug import FewBatchesConfig
+from qnmixer.engine.config.metrics import mode_of
+from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.data.sampler import EpochSampler
+from qnmixer.engine.data.splits import RunSplit, seen_by
+from qnmixer.engine.evaluation.evaluate import evaluate, title_of, what_was_evaluated, write_evaluation
+from qnmixer.engine.lightning_private import number_rows
+from qnmixer.engine.memory.advice import advice
+from qnmixer.engine.memory.footprint import MIB
+from qnmixer.engine.memory.limits import is_out_of_memory, memory_of
+from qnmixer.engine.memory.modes import apply_memory_mode
+from qnmixer.engine.memory.plan import Planner
+from qnmixer.engine.optimization.metrics import try_metrics
+from qnmixer.engine.parallel.compilation import compile_blocks
+from qnmixer.engine.parallel.devices import allow_tf32
+from qnmixer.engine.processes.ranks import another_rank_failed, rank, world_size
+from qnmixer.engine.processes.signals import stop_signals
+from qnmixer.engine.reconstructor import Reconstructor
+from qnmixer.engine.run_module import RunModule
+from qnmixer.engine.tracking.loggers import (
+    CODE_DIFF,
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    close_loggers,
+    device_name,
+)
+from qnmixer.engine.tracking.results import git_diff, read_results
+from qnmixer.engine.tracking.resume import resume_hint
+from qnmixer.engine.tracking.run import Run
+from qnmixer.engine.training.callbacks import build_callbacks, console_callbacks, log_evaluation
+from qnmixer.engine.training.checkpointing import Checkpointing
+from qnmixer.engine.training.memory_monitor import MemoryMonitor
+from qnmixer.engine.training.profiling import naming_nan_gradients
+from qnmixer.engine.training.terminal import print_start, quieten
+from qnmixer.errors import OutOfMemory, Stopped
+from qnmixer.files import write_text
+
+_T = TypeVar("_T", bound=Callback)
+
+
+@contextmanager
+def session(config: Config, run: Run) -> Iterator[None]:
+    """Handle stop signals, write results.json, and close the loggers at the end of the block, even after an error."""
+    exit_code = FAILED
+    with stopping_together(run), stop_signals(), run.recording():
+        run.record |= {"device": device_name(config.trainer.accelerator), "threads": torch.get_num_threads()}
+        run.record["processes"] = world_size()  # each has so many threads
+        if config.tags:
+            run.record["tags"] = config.tags
+        quieten()
+        save_code_diff(run)  # W&B sends it
+        try:
+            yield
+            exit_code = DONE
+        except (KeyboardInterrupt, SystemExit):
+            failed = another_rank_failed() or read_results(run.folder).get("status") == "failed"
+            exit_code = FAILED if failed else INTERRUPTED
+            raise
+        finally:
+            close_loggers(config.logger, exit_code)
+
+
+@contextmanager
+def stopping_together(run: Run) -> Iterator[None]:
+    """Add to Stopped how to resume the run, and make all ranks end at the same time.
+
+    A launcher kills the other ranks as soon as one ends, and rank 0 still has loggers to close.
+    """
+    try:
+        yield
+    except Stopped as stop:
+        if stop.together and dist.is_initialized():
+            dist.barrier()
+        raise Stopped(stop.number, resume_hint(run.folder), stop.together) from None
+
+
+def require_memory(config: Config) -> None:
+    """Raise OutOfMemory for a step that does not fit into the memory of a CPU, by the plan.
+
+    Linux would allow it, fill the swap, and kill the process without a message. CUDA refuses by itself. The plan takes
+    seconds. So it runs only if a rough count, of the features of all iterations and of their weights, is large.
+    """
+    model, data = config.model, config.data
+    if config.trainer.accelerator != "cpu" or not model.has_weights:
+        return
+    values = model.T * model.width * (data.batch_size * data.image_size**2 + 16 * model.width)
+    available = memory_of(torch.device("cpu"))
+    if 4 * values / MIB < available / 16:
+        return
+    planner = Planner(config)
+    if planner.estimate(config).peak / MIB > available:
+        raise OutOfMemory(advice(planner, config, available))
+
+
+def prepared_module(config: Config) -> RunModule:
+    """Build the LightningModule in its memory mode, with the weights of `finetune`.
+
+    Raises OutOfMemory before it allocates any, if a step does not fit into the memory of a CPU.
+    """
+    require_memory(config)
+    module = build_module(config)
+    try_metrics(getattr(module, "metrics", {}), config.data.image_size)
+    if config.finetune is not None:
+        load_weights(module, config.finetune)
+    apply_memory_mode(module.network, config.memory)
+    if config.compile:
+        compile_blocks(module.network)
+    return module
+
+
+def resume_checkpoint(config: Config, run: Run) -> Path | None:
+    """The checkpoint to resume from; None for a new run. Raises CheckpointError if it does not fit the config."""
+    return None if run.resume is None else resumable(config, Path(run.resume))
+
+
+def build_data(config: Config, run: Run, checkpoint: Path | None) -> SliceDataModule:
+    """Build the LightningDataModule with its training and validation slices. A resumed run gets the same slices."""
+    batch, debug = effective_batch(config), config.debug
+    data = build_data_module(
+        config,
+        first=debug.batches * batch if isinstance(debug, FewBatchesConfig) else None,
+        overfit=batch if debug.name == "overfit" else None,
+        batches=config.trainer.extra.get("limit_train_batches"),
+        split=split_to_train(config, checkpoint),
+    )
+    data.setup("fit")  # here, so that bad slices end the run before its loggers start
+    run.record["sinograms"] = "measured" if data.measured else "simulated"
+    if checkpoint is not None and run.resumes_in_place:  # nothing has refused its settings
+        run.record_resume(steps_of(checkpoint))
+    return data
+
+
+def all_callbacks(config: Config, run: Run) -> list[Callback]:
+    """Build those of every run (checkpoints, memory, progress, health), and those that the config names."""
+    mode = mode_of(config.monitor, config.metrics)
+    checkpointing = Checkpointing(run, config.monitor, config.trainer.save_every_n_steps, mode)
+    own = build_callbacks(config.callbacks, config.metrics)
+    return [checkpointing, MemoryMonitor(run.console), *console_callbacks(config, run), *own]
+
+
+def _of_run(trainer: L.Trainer, kind: type[_T]) -> _T:
+    """The callback of this kind, which every run has."""
+    return next(it for it in trainer.callbacks if isinstance(it, kind))  # type: ignore[attr-defined]  # Lightning's, untyped
+
+
+def split_to_train(config: Config, checkpoint: Path | None) -> RunSplit:
+    """The split of the checkpoint to resume from. A new run gets a split that is still to be drawn."""
+    if checkpoint is not None:
+        return RunSplit(split_of(checkpoint))
+    base = None if config.finetune is None else split_of(find_checkpoint(config.finetune))
+    return RunSplit(base=None if base is None else seen_by(base))
+
+
+def learns(module: RunModule) -> bool:
+    """Whether the network has parameters: FBP and total variation have none."""
+    return any(p.requires_grad for p in module.parameters())
+
+
+def save_code_diff(run: Run) -> None:
+    """Write code.diff, the changes of the code since its commit. The code.diff of an earlier start is removed."""
+    if rank() != 0:
+        return
+    if diff := git_diff():
+        write_text(run.folder / CODE_DIFF, diff)
+    else:
+        (run.folder / CODE_DIFF).unlink(missing_ok=True)
+
+
+@contextmanager
+def recording_training(run: Run, trainer: L.Trainer) -> Iterator[None]:
+    """Record memory, steps and seconds at the end of training, also if it fails."""
+    try:
+        yield
+    finally:
+        run.record["memory"] = _of_run(trainer, MemoryMonitor).record(run.record.get("memory"))
+        if trainer.global_step or run.resumed_at is None:  # else it failed before Lightning read its checkpoint
+            run.record |= {"steps": trainer.global_step, "seconds": _of_run(trainer, Checkpointing).seconds}
+
+
+@contextmanager
+def out_of_memory_advice(config: Config, module: RunModule, trainer: L.Trainer) -> Iterator[None]:
+    """Turn an error for lack of memory into OutOfMemory, whose line names changes that would fit."""
+    available = memory_of(trainer.strategy.root_device)
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        # Frames of the error own the tensors that filled the memory. The plan needs that memory.
+        traceback.clear_frames(error.__traceback__)
+        raise OutOfMemory(advice(Planner(config, module.projector.cpu()), config, available)) from error
+
+
+@contextmanager
+def interrupts_as_raised() -> Iterator[None]:
+    """Raise KeyboardInterrupt if Lightning has turned one into a SystemExit, or failed to tear down after one."""
+    try:
+        yield
+    except SystemExit as end:
+        raise end.__context__ or end from None
+    except Exception as error:  # its loops are half set up while the data workers start
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise error.__context__ from None
+        raise
+
+
+def train(
+    config: Config,
+    run: Run,
+    trainer: L.Trainer,
+    module: RunModule,
+    data: SliceDataModule,
+    checkpoint: Path | None,
+) -> None:
+    """Train from a checkpoint, or from the start. Does nothing for a network without parameters."""
+    print_start(config, module, data, trainer, run.console)
+    naming = naming_nan_gradients() if config.debug.name == "anomaly" else nullcontext()
+    with recording_training(run, trainer), out_of_memory_advice(config, module, trainer), naming:
+        if learns(module):
+            with interrupts_as_raised():
+                trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+
+
+def validate_last_steps(
+    config: Config, run: Run, trainer: L.Trainer, module: RunModule, data: SliceDataModule
+) -> float:
+    """Validate the last steps, if training ended between two validations. Returns the best monitored value."""
+    checkpointing = _of_run(trainer, Checkpointing)
+    if checkpointing.validated != trainer.global_step or checkpointing.best is None:
+        number_rows(trainer, trainer.global_step)
+        with interrupts_as_raised():
+            trainer.validate(module, datamodule=data, verbose=False)
+        checkpointing.save_validated(trainer)
+    assert checkpointing.best is not None
+    run.record["best"] = {config.monitor: checkpointing.best}
+    return checkpointing.best
+
+
+def evaluate_best(config: Config, run: Run, trainer: L.Trainer, module: RunModule, data: SliceDataModule) -> None:
+    """Evaluate best.ckpt on the test slices. Table, page and picture go into evaluation/ and to the loggers."""
+    allow_tf32(False)  # the figures are those of `evaluate`
+    trained = Reconstructor(config, module.projector)
+    load_weights(trained, run.folder)
+    device = trainer.strategy.root_device
+    run.console.print(f"evaluating best.ckpt on {len(data.dataset('test'))} slices of the test split", highlight=False)
+    evaluation = evaluate(trained, data, "test", config.evaluation, device)
+    if not trainer.is_global_zero:
+        return
+    evaluation.n_trained = data.split.trained("test", data.split.record)
+    run.record["test"] = evaluation.means()
+    title = title_of(config, data, "test")
+    picture = write_evaluation(run.folder / "evaluation", evaluation, title, config, device, run.console, run.folder)
+    run.record |= {"picture": str(picture), "evaluated": what_was_evaluated(trained, config.data)}
+    sampler = data.train_dataloader().sampler
+    assert isinstance(sampler, EpochSampler)
+    samples = float(sampler.samples_until(trainer.global_step))
+    log_evaluation(trainer.loggers, evaluation, picture.parent, trainer.global_step, samples)

@@ -1,0 +1,171 @@
+"""One run in several processes: the launcher starts a rank for each device, and each rank runs the same function.
+
+The function is given by its name, as module.name: `qnmixer.fit.fit`, which is the user's to change.
+
+Modules that load torch are imported late, so that a rank can be stopped before they load.
+"""
+
+import importlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import warnings
+from contextlib import suppress
+from pathlib import Path
+
+from qnmixer.engine.cli import explain, warnings_in_one_line
+from qnmixer.engine.config import Config, parse, to_plain
+from qnmixer.engine.config.target import TARGET
+from qnmixer.engine.plugins import is_trusted
+from qnmixer.engine.processes.ranks import by_srun, end_with_the_others, is_rank, is_secondary, leave, rank, world_size
+from qnmixer.engine.processes.signals import loading, stop_signals
+from qnmixer.engine.tracking.results import read_results
+from qnmixer.engine.tracking.resume import resume_hint
+from qnmixer.engine.tracking.run import Run
+from qnmixer.errors import ConfigError, RankFailed, Stopped
+from qnmixer.files import write_text
+
+
+def check_processes(config: Config) -> None:
+    """Raise ConfigError if the config needs another number of processes than were started."""
+    trainer, n = config.trainer, world_size()
+    if not is_rank():
+        if trainer.num_nodes > 1:
+            raise ConfigError(
+                f"trainer.num_nodes={trainer.num_nodes}, but nothing has been started on other nodes: "
+                "conf/trainer/torchrun.yaml and slurm.yaml show how, or set it to 1"
+            )
+    elif config.strategy.name == "single" and n > 1:
+        raise ConfigError(f"strategy=single, but {n} processes were started: choose strategy=ddp, fsdp or pipeline")
+    elif trainer.devices is not None and trainer.devices * trainer.num_nodes != n:
+        raise ConfigError(
+            f"trainer.devices={trainer.devices} × trainer.num_nodes={trainer.num_nodes} is not the number of processes "
+            f"that were started, {n}: change them, or the command that started this one"
+        )
+
+
+def check_srun() -> None:
+    """Raise ConfigError for a SLURM job of several processes that Lightning would not recognise."""
+    if not by_srun():
+        return
+    if "SLURM_NTASKS_PER_NODE" not in os.environ:
+        raise ConfigError("SLURM got --ntasks only: give --ntasks-per-node=GPUS_OF_A_NODE instead")
+    if (name := os.environ.get("SLURM_JOB_NAME")) in ("bash", "interactive"):
+        raise ConfigError(
+            f"Lightning treats a job named {name} as a single process: put SLURM_JOB_NAME=train before srun"
+        )
+
+
+def fit_in_processes(config: Config, run: Run, fit: str) -> float:
+    """Run a function such as `qnmixer.fit.fit` in one process for each device. Returns the best monitored value.
+
+    Raises UserError before any rank starts if data or checkpoints are missing. Raises RankFailed, with the rank's
+    number, if a rank fails. results.json then says failed, or interrupted after Ctrl-C and SIGTERM, whatever the ranks
+    wrote.
+    """
+    from qnmixer.engine.processes.launch import launch
+
+    n_devices = config.trainer.devices
+    assert n_devices is not None
+    try:
+        _check_inputs(config, run)
+        with tempfile.TemporaryDirectory(prefix="qnmixer-job-") as temporary:
+            job = _write_job(Path(temporary), config, run, fit)
+            launch(
+                ["-m", "qnmixer.engine.training.worker", str(job)],
+                n_devices,
+                ask_to_stop=lambda: _ask_to_stop(job.parent, n_devices),
+            )
+    except KeyboardInterrupt as stop:
+        run.record_end("interrupted")
+        raise Stopped(getattr(stop, "number", signal.SIGINT), resume_hint(run.folder)) from None
+    except BaseException as error:
+        run.record_end("failed", error)
+        raise
+    best = read_results(run.folder).get("best")
+    if not isinstance(best, dict):
+        raise RankFailed(f"all ranks succeeded, but rank 0 wrote no result into {run.folder}")
+    return float(best[config.monitor])
+
+
+def fit_as_rank(config: Config, run: Run, fit: str) -> float:
+    """Run the function as a rank that torchrun or srun started. If it fails, end the process instead of returning."""
+    end_with_the_others()
+    try:
+        return _fit(config, run, fit, None)
+    except BaseException as error:
+        if not is_secondary(error):
+            run.record_end("failed", RankFailed(f"rank {rank()}: {error}"))
+        leave(error, explain(error, "train"), say=True)
+
+
+def main(path: Path) -> None:
+    """Run the function as a rank of our launcher, with the job in a file."""
+    job = json.loads(path.read_text())
+    end_with_the_others(job["launcher"])
+    try:
+        config = parse(job["config"])
+        with warnings_in_one_line():
+            _fit(config, Run(Path(job["folder"]), job["overrides"], config.resume), job["fit"], path.parent)
+    except BaseException as error:
+        leave(error, explain(error, "train"))
+
+
+def _write_job(folder: Path, config: Config, run: Run, fit: str) -> Path:
+    """Write the data that the ranks need into a file."""
+    path = folder / "job.json"
+    job = {"fit": fit, "config": to_plain(config), "folder": str(run.folder.absolute()), "overrides": run.overrides}
+    path.write_text(json.dumps(job | {"launcher": os.getpid()}))
+    return path
+
+
+def _ask_to_stop(job: Path, n_ranks: int) -> bool:
+    """Ask all ranks to stop between two steps. False if some have not started; then killing them loses nothing."""
+    pids = [int(path.read_text()) for path in job.glob("*.pid")]
+    if len(pids) < n_ranks:
+        return False
+    for pid in pids:  # not SIGTERM: for a rank it means that another one has failed
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+    return True
+
+
+def _fit(config: Config, run: Run, fit: str, job: Path | None) -> float:
+    module, _, name = fit.rpartition(".")
+    with loading():
+        function = getattr(importlib.import_module(module), name)
+    with stop_signals():
+        if job:
+            write_text(job / f"{rank()}.pid", str(os.getpid()))
+        best: float = function(config, run)
+    return best
+
+
+def _check_inputs(config: Config, run: Run) -> None:
+    """Raise UserError once, here, for callbacks, metrics, data and checkpoints that would fail in every rank.
+
+    Lightning is loaded only for the user's own callbacks: its import takes seconds, and this process does not train.
+    """
+    from qnmixer.engine.checkpoints.reading import find_checkpoint, read_checkpoint, resumable, split_of
+    from qnmixer.engine.data.sources import parts_of
+    from qnmixer.engine.data.splits import RunSplit
+    from qnmixer.engine.optimization.metrics import build_metrics
+    from qnmixer.engine.reconstructor import build_geometry
+
+    if own := {name: it for name, it in config.callbacks.items() if not is_trusted(it[TARGET], ())}:
+        from qnmixer.engine.training.callbacks import build_callbacks
+
+        build_callbacks(own)
+    build_metrics(config.metrics, config.data.own_range)
+    if config.finetune is not None:
+        read_checkpoint(find_checkpoint(config.finetune))
+    before = None if run.resume is None else split_of(resumable(config, Path(run.resume)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # rank 0 will show the warnings
+        parts_of(config.data, RunSplit(before), build_geometry(config))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,1 @@
+"""Methods of several runs, compared on the same scans."""

@@ -1,0 +1,147 @@
+"""LoDoPaB-CT: chest CT and its low-dose observations in HDF5 (Leuschner et al., Scientific Data 2021)."""
+
+import re
+from bisect import bisect_right
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qnmixer.engine.config.data import LODOPAB_HU
+from qnmixer.engine.data.pairs import optional, views_of
+from qnmixer.engine.data.resample import to_square
+from qnmixer.engine.data.scaling import OwnScaling
+from qnmixer.engine.data.slices import FloatArray
+from qnmixer.errors import DataError, first_line
+from qnmixer.physics import FanBeamGeometry
+
+_NAMES = {"train": "train", "val": "validation", "test": "test"}
+_IMAGES = {"train": 35820, "val": 3522, "test": 3553}
+_VIEWS, _BINS, _SIZE = 1000, 513, 362
+_MM = 1000.0
+"""Millimetres in a metre: observations are line integrals of x over metres."""
+
+
+class LodopabSource:
+    """One split of the set: images in their own HU, and observations as sinograms [V, 513] of the scan's views.
+
+    The number of images is the number of observations, because the last file of images may be longer. Files are opened
+    for each sample only: a process that is started later must not inherit an open file.
+
+    Args:
+        part: train, val or test.
+        image_size: rows and columns that images are resampled to; in the files they have 362.
+        geometry: the scan.
+        root: folder with all files.
+        sinograms: "measured" or "simulated".
+
+    Raises:
+        DataError: h5py or a file is missing, or a file has another layout.
+        ConfigError: the scan has views that were not measured.
+    """
+
+    endless = False
+    scaling = OwnScaling(*LODOPAB_HU)
+
+    def __init__(self, part: str, image_size: int, geometry: FanBeamGeometry, *, root: str, sinograms: str) -> None:
+        self.part, self.image_size, self.root = part, image_size, Path(root).expanduser()
+        self._views = _views(geometry) if sinograms == "measured" else []
+        self._observations, counts = self._files("observation", (_VIEWS, _BINS))
+        self._images, n_images = self._files("ground_truth", (_SIZE, _SIZE))
+        if sinograms == "simulated" and not counts:
+            counts = n_images
+            counts[-1:] = [it - max(0, sum(counts) - _IMAGES[part]) for it in counts[-1:]]
+        self._check(counts, n_images)
+        self._ends = list(accumulate(counts))
+        self.warnings: list[str] = []
+        if 0 < len(self) != _IMAGES[part]:
+            self.warnings.append(
+                f"data.root={root} has only {len(self)} of the {_IMAGES[part]} images of LoDoPaB-CT for {part}: the "
+                "published scores use all of them"
+            )
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def load(self, index: int) -> FloatArray:
+        """Image [S, S] in HU. Raises DataError if it cannot be read."""
+        x = self._row(self._images, index)
+        return to_square(self.scaling.offset + self.scaling.scale * x, self.image_size)
+
+    def sinogram(self, index: int) -> FloatArray:
+        """The observation of an image, [V, 513], value × mm. Raises DataError if it cannot be read."""
+        return self._row(self._observations, index)[self._views] * np.float32(_MM)
+
+    def name(self, index: int) -> str:
+        """File and row, as "test_012#5"."""
+        file, row = self._place(index)
+        return f"{_NAMES[self.part]}_{file:03d}#{row}"
+
+    def _place(self, index: int) -> tuple[int, int]:
+        file = bisect_right(self._ends, index)
+        return file, index - (self._ends[file - 1] if file else 0)
+
+    def _row(self, files: list[Path], index: int) -> FloatArray:
+        file, row = self._place(index)
+        try:
+            with _h5py().File(files[file], "r") as stream:
+                values = np.asarray(stream["data"][row], np.float32)
+        except (OSError, KeyError, ValueError) as error:
+            raise DataError(
+                f"row {row} of {files[file]} cannot be read ({first_line(error)}): unzip it again"
+            ) from error
+        if not np.isfinite(values).all():
+            raise DataError(f"row {row} of {files[file]} has NaN or infinite values: unzip it again")
+        return values
+
+    def _files(self, kind: str, shape: tuple[int, int]) -> tuple[list[Path], list[int]]:
+        """The files of a kind in order, and the number of rows in each."""
+        pattern = re.compile(rf"{kind}_{_NAMES[self.part]}_(\d{{3}})\.hdf5")
+        found = {int(it[1]): path for path in self.root.iterdir() if (it := pattern.fullmatch(path.name))}
+        for number in range(max(found, default=-1)):
+            if number not in found:
+                raise DataError(
+                    f"data.root={self.root} has no {kind}_{_NAMES[self.part]}_{number:03d}.hdf5, but later ones: "
+                    "unzip all files into this folder"
+                )
+        files = [found[number] for number in sorted(found)]
+        return files, [_rows(path, shape) for path in files]
+
+    def _check(self, counts: list[int], n_images: list[int]) -> None:
+        """Raise DataError if images are missing, or if any file but the last has more images than observations."""
+        for number, count in enumerate(counts):
+            has = n_images[number] if number < len(n_images) else 0
+            if has < count or (has > count and number < len(counts) - 1):
+                raise DataError(
+                    f"data.root={self.root}: ground_truth_{_NAMES[self.part]}_{number:03d}.hdf5 has {has} images for "
+                    f"{count} observations: unzip both again"
+                )
+        if not counts and self.part == "test" and not any(self.root.glob("observation_*_000.hdf5")):
+            raise DataError(
+                f"data.root={self.root} has no observation_test_000.hdf5: unzip the files of LoDoPaB-CT into one folder"
+            )
+
+
+def _h5py() -> Any:
+    return optional("h5py", "lodopab")
+
+
+def _views(geometry: FanBeamGeometry) -> list[int]:
+    """Views of the scan. The set's views start half a step after ODL's first angle, which is −π/2 here."""
+    step = np.pi / _VIEWS
+    return views_of(geometry, step / 2 - np.pi / 2, step, _VIEWS, "lodopab")
+
+
+def _rows(path: Path, shape: tuple[int, int]) -> int:
+    """The number of arrays of this shape in a file. Raises DataError for another layout."""
+    try:
+        with _h5py().File(path, "r") as stream:
+            data = stream.get("data")
+            its, kind = getattr(data, "shape", None), getattr(getattr(data, "dtype", None), "kind", "")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read as HDF5 ({first_line(error)}): unzip it again") from error
+    if its is None or len(its) != 3 or its[1:] != shape or kind != "f":
+        has = "no dataset `data`" if its is None else f"{kind or 'no'} values {[*its]} in `data`"
+        raise DataError(f"{path} has {has}, not floats [n, {shape[0]}, {shape[1]}]: is it a file of LoDoPaB-CT?")
+    return int(its[0])
