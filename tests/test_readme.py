@@ -60,7 +60,7 @@ def test_what_was_measured_stands_in_tables_that_commands_write(page: Path) -> N
 def test_the_checks_that_the_readme_names_are_those_of_doctor() -> None:
     (table,) = re.findall(r"^\| question \|.*?\n((?:\|.*\n)+)", README.read_text(), re.MULTILINE)
     named = re.findall(r"`([\w ]+)`", table)
-    source = "".join(path.read_text() for path in (ROOT / "src" / "qnmixer" / "checkup").glob("*.py"))
+    source = "".join(path.read_text() for path in (ROOT / "src" / "qnmixer" / "engine" / "checkup").glob("*.py"))
     assert len(named) >= 10
     assert [name for name in named if f'"{name}"' not in source] == []
 

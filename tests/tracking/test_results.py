@@ -81,7 +81,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository in which the module stands where it stands in this one."""
     for name in [name for name in os.environ if name.startswith("GIT_")]:
         monkeypatch.delenv(name)
-    tracking = tmp_path / "src" / "qnmixer" / "tracking"
+    tracking = tmp_path / "src" / "qnmixer" / "engine" / "tracking"
     tracking.mkdir(parents=True)
     (tracking / "results.py").write_text("# stands for the module\n")
     (tmp_path / "src" / "qnmixer" / "train.py").write_text("# a\n")
@@ -161,13 +161,13 @@ def test_changes_can_be_applied_to_the_commit(checkout: Path, tmp_path_factory: 
     git(clone, "apply", "code.diff")
     assert (clone / "src" / "qnmixer" / "train.py").read_text() == "# changed\n"
     assert (clone / "src" / "qnmixer" / "new.py").read_text() == "# new: χ\n"
-    assert not (clone / "src" / "qnmixer" / "tracking" / "results.py").exists()
+    assert not (clone / "src" / "qnmixer" / "engine" / "tracking" / "results.py").exists()
     assert (clone / "conf" / "a.yaml").is_file()
     assert not (clone / "notes.txt").exists()
 
 
 def test_no_changes_outside_a_checkout_and_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "__file__", str(tmp_path / "a" / "qnmixer" / "tracking" / "results.py"))
+    monkeypatch.setattr(room, "__file__", str(tmp_path / "a" / "qnmixer" / "engine" / "tracking" / "results.py"))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert git_diff() == ""
     monkeypatch.setenv("PATH", "")
