@@ -119,7 +119,7 @@ def test_text_of_a_file_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         load_run(tmp_path / "a.ckpt")
 
 
-@pytest.mark.parametrize("target", ["torch.load", "os.system", "qnmixer.reconstructor.to_hu"])
+@pytest.mark.parametrize("target", ["torch.load", "os.system", "qnmixer.batch.to_hu"])
 def test_what_a_file_names_is_looked_at_before_it_is_called(tmp_path: Path, target: str) -> None:
     plain = to_plain(parse(compose("train", ["model=custom", "model._target_=collections.Counter"])))
     plain["model"]["_target_"] = plain["optimizer"]["_target_"] = plain["loss"]["_target_"] = target

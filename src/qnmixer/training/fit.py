@@ -13,7 +13,7 @@ from qnmixer.build import build_data_module, build_module
 from qnmixer.checkpoints.reading import find_checkpoint, load_weights, resumable, split_of, steps_of
 from qnmixer.config import Config, effective_batch
 from qnmixer.config.debug import FewBatchesConfig
-from qnmixer.config.metrics import mode_of
+from qnmixer.config.metrics import modes_of
 from qnmixer.config.model import LearnedConfig
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
@@ -70,7 +70,7 @@ def fit(config: Config, run: Run) -> float:
         data = build_data(config, checkpoint)
         if checkpoint is not None and run.resumes_in_place:  # nothing has refused its settings
             run.record_resume(steps_of(checkpoint))
-        mode = mode_of(config.monitor, config.metrics)
+        mode = modes_of(config.metrics)[config.monitor]
         checkpointing = Checkpointing(run, config.monitor, config.trainer.save_every_n_steps, mode)
         memory = MemoryMonitor(run.console)
         callbacks = [
