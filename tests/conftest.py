@@ -91,15 +91,15 @@ def tiny_module() -> Callable[..., ReconstructionModule]:
 
 @pytest.fixture(scope="session")
 def cold(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
-    """Runs commands that have no need of torch."""
-    with Warm(tmp_path_factory.mktemp("cold")) as server:
+    """Runs commands that need no large library but torch."""
+    with Warm(tmp_path_factory.mktemp("cold"), "qnmixer.models") as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
     """Runs commands that need torch and Lightning."""
-    rooms = ["training.fit", "training.worker", "inference.reconstruct", "checkpoints.export", "memory.report"]
+    rooms = ["fit", "training.worker", "inference.reconstruct", "checkpoints.export", "memory.report"]
     with Warm(tmp_path_factory.mktemp("warm"), *(f"qnmixer.{room}" for room in [*rooms, "checkup.checks"])) as server:
         yield server
 

@@ -1,9 +1,12 @@
-"""Libraries that take seconds to load. What a command says at once, it says before it loads any of them."""
+"""Libraries that take seconds to load, besides torch. What a command says at once, it says before it loads any of them.
+
+A wrong key is found by the class that it is for, which needs torch.
+"""
 
 import os
 from pathlib import Path
 
-LIBRARIES = ["torch", "numpy", "scipy", "matplotlib", "lightning", "torchmetrics", "wandb", "pydicom", "PIL"]
+LIBRARIES = ["scipy", "matplotlib", "lightning", "torchmetrics", "wandb", "pydicom", "PIL"]
 LOADED = 99
 """The exit code of a process that has imported one of them."""
 

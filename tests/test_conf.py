@@ -11,9 +11,9 @@ from qnmixer import models
 from qnmixer.config import Config, parse
 from qnmixer.config.commands import parse_evaluate, parse_reconstruct
 from qnmixer.config.compose import compose
-from qnmixer.config.data import AsTrained
+from qnmixer.config.data import _SCHEMAS, AsTrained
 from qnmixer.config.search_path import CONF
-from qnmixer.config.target import _SCHEMAS, options, values_of_option
+from qnmixer.config.target import options, values_of_option
 
 FILES = sorted(CONF.rglob("*.yaml"))
 ONLY_FOR_EVALUATE = {"as_trained"}
@@ -27,15 +27,18 @@ OPTIONS = [
     for path in sorted((CONF / group).glob("*.yaml"))
     if path.stem not in ONLY_FOR_EVALUATE and (group, path.stem) not in ONLY_INCLUDED
 ]
-OF_ONES_OWN = ("data", "loss", "optimizer", "schedule", "noise", "logger")
 NEEDS = {
     ("strategy", "pipeline"): ["trainer.devices=2"],
     ("data", "lodopab"): ["geometry=lodopab"],
     ("data", "two_detect"): ["geometry=two_detect"],
     ("trainer", "torchrun"): ["strategy=ddp"],
     ("trainer", "slurm"): ["strategy=ddp"],
-    ("model", "custom"): ["model._target_=collections.Counter"],  # whether it is a network is seen when it is built
-    **{(group, "custom"): [f"{group}._target_=collections.Counter"] for group in OF_ONES_OWN},
+    ("model", "custom"): ["model._target_=qnmixer.models.LEARN"],
+    ("loss", "custom"): ["loss._target_=qnmixer.optimization.losses.l1"],
+    ("optimizer", "custom"): ["optimizer._target_=torch.optim.NAdam"],
+    ("schedule", "custom"): ["schedule._target_=qnmixer.optimization.schedules.constant"],
+    ("noise", "custom"): ["noise._target_=qnmixer.physics.NoNoise"],
+    **{(group, "custom"): [f"{group}._target_=collections.Counter"] for group in ("data", "logger")},
 }
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 

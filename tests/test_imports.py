@@ -21,7 +21,6 @@ SRC = Path(qnmixer.__file__).parent
         ("qnmixer.config", {"torch", "lightning"}),
         ("qnmixer.inference.reconstruct", {"lightning", "torchmetrics", "matplotlib", "torch._dynamo"}),
         ("qnmixer.checkpoints.export", {"lightning", "torchmetrics", "matplotlib"}),
-        ("qnmixer.memory.report", {"lightning"}),  # the plan's
     ],
 )
 def test_what_is_not_needed_is_not_loaded(module: str, unwanted: set[str]) -> None:
@@ -36,7 +35,7 @@ def test_one_file_reaches_into_lightning() -> None:
         r"|\b(fit|val|epoch|evaluation)_loop\b|_batches_that_stepped|\btrainer\._\w"  # loops and attributes
     )
     found = {str(path.relative_to(SRC)) for path in SRC.rglob("*.py") if private.search(path.read_text())}
-    assert found == {"training/lightning_private.py"}
+    assert found == {"lightning_private.py"}
 
 
 @pytest.mark.parametrize("room", ["physics", "models"])

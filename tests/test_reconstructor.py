@@ -79,9 +79,8 @@ def test_a_checkpoint_of_it_says_what_is_missing(
 
 
 def test_a_target_that_is_no_network_is_refused(other_config: Callable[..., Config]) -> None:
-    config = other_config("model=custom", "model._target_=networks_of_mine.NotOne")
     with pytest.raises(PluginError, match=r"NotOne is not a subclass of qnmixer\.models\.UnrolledNetwork"):
-        build_network(config, build_projector(config))
+        other_config("model=custom", "model._target_=networks_of_mine.NotOne")
 
 
 def test_a_regularizer_of_ones_own(tiny_config: Callable[..., Config]) -> None:

@@ -10,12 +10,8 @@ from qnmixer.optimization.metrics import build_metrics
 from qnmixer.optimization.optimizers import build_optimizer
 from qnmixer.optimization.schedules import learning_rate_factor
 from qnmixer.physics import FanBeamProjector
-from qnmixer.plugins import build, subclass_of
 from qnmixer.reconstructor import Measurement, build_geometry, build_network, sample_measurement
 from qnmixer.run_module import RunModule
-
-MODULE = subclass_of(RunModule, "qnmixer.run_module.RunModule")
-DATA_MODULE = subclass_of(SliceDataModule, "qnmixer.data.datamodule.SliceDataModule")
 
 
 def build_module(config: Config, projector: FanBeamProjector | None = None) -> RunModule:
@@ -24,9 +20,7 @@ def build_module(config: Config, projector: FanBeamProjector | None = None) -> R
     Raises PluginError for a part that does not fit.
     """
     measurement = Measurement(config, projector)
-    module: RunModule = build(
-        config.module,
-        MODULE,
+    module: RunModule = config.module.build(
         network=build_network(config, measurement.projector),
         loss=build_loss(config.loss),
         optimizer=partial(build_optimizer, config.optimizer),
@@ -43,7 +37,5 @@ def build_data_module(config: Config, **options: Any) -> SliceDataModule:
     options: further arguments of `SliceDataModule`.
     """
     measure, geometry = sample_measurement(config), build_geometry(config)
-    data: SliceDataModule = build(
-        config.datamodule, DATA_MODULE, config.data, measure=measure, geometry=geometry, **options
-    )
+    data: SliceDataModule = config.datamodule.build(config.data, measure=measure, geometry=geometry, **options)
     return data

@@ -3,7 +3,9 @@
 Every message says what is wrong, where (file or key), and how to fix it. Plain Python: any module may import it.
 """
 
+import difflib
 import signal
+from collections.abc import Collection
 
 
 class UserError(Exception):
@@ -65,3 +67,11 @@ def first_line(error: BaseException | str) -> str:
     """The first line of a message; the type of the error if the message is empty."""
     text = str(error).strip()
     return text.splitlines()[0] if text else "" if isinstance(error, str) else type(error).__name__
+
+
+def suggest(word: str, choices: Collection[str], most: int = 12) -> str:
+    """How to fix an unknown word: the nearest choice, or a list of all choices if there are at most `most`."""
+    near = difflib.get_close_matches(word, [c for c in choices if c != word], n=1, cutoff=0.6)
+    if near:
+        return f"did you mean {near[0]}?"
+    return f"choose {', '.join(choices)}" if len(choices) <= most else "run with --cfg job to see all keys"

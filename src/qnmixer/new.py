@@ -1,4 +1,4 @@
-"""Start your own project: a network, its config and an experiment in a new folder, ready to train.
+"""Start your own project: a network, the training step, a loss and their config in a new folder, ready to train.
 
 python -m qnmixer.new my_project
 """
@@ -10,20 +10,29 @@ from pathlib import Path
 from qnmixer import cli
 from qnmixer.errors import ConfigError
 
-TEMPLATE = Path(__file__).parent / "template"
+PACKAGE = Path(__file__).parent
+COPIES = {"my_module.py": PACKAGE / "module.py"}
+"""What a project gets of the package itself, by its name there."""
+
+
+def files() -> dict[str, Path]:
+    """What a project consists of: for each path in its folder, the file to copy."""
+    template = PACKAGE / "template"
+    # pip compiles the template's network on install
+    found = {str(path.relative_to(template)): path for path in template.rglob("*") if path.suffix != ".pyc"}
+    return dict(sorted((COPIES | {name: path for name, path in found.items() if path.is_file()}).items()))
 
 
 def new(folder: Path) -> None:
     """Write the files of a project. Raises ConfigError before it writes anything if the folder contains files."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not empty: give a new folder")
-    for path in sorted(TEMPLATE.rglob("*")):
-        if path.is_file() and path.suffix != ".pyc":  # pip compiles the template's network on install
-            target = folder / path.relative_to(TEMPLATE)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("x") as stream:
-                stream.write(path.read_text())
-            print(target)
+    for name, source in files().items():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("x") as stream:
+            stream.write(source.read_text())
+        print(target)
 
 
 def main() -> None:

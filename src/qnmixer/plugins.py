@@ -4,16 +4,19 @@ A checkpoint also names classes, but contains no code. Only code on this machine
 kind.
 """
 
+import difflib
 import importlib
 import importlib.util
 import inspect
 import os
+import re
+import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from qnmixer.errors import PluginError, first_line
+from qnmixer.errors import ConfigError, PluginError, first_line, suggest
 
 
 @dataclass(frozen=True)
@@ -35,13 +38,15 @@ class Section(Protocol):
         ...
 
 
-def subclass_of(base: type, name: str, but: str = "") -> Kind:
-    """The kind of classes that can be built and derive from `base`. Messages call the base `name`."""
+def subclass_of(base: str, but: str = "") -> Kind:
+    """The kind of classes that can be built and derive from the class `base`, which is imported when it is needed."""
 
     def fits(it: Any) -> bool:
-        return isinstance(it, type) and issubclass(it, base) and not inspect.isabstract(it)
+        module, _, name = base.rpartition(".")
+        of = getattr(importlib.import_module(module), name)
+        return isinstance(it, type) and issubclass(it, of) and not inspect.isabstract(it)
 
-    return Kind(f"a subclass of {name}{but}", fits)
+    return Kind(f"a subclass of {base}{but}", fits)
 
 
 def check_plugin(key: str, target: str) -> None:
@@ -82,6 +87,8 @@ def trust_words(targets: Iterable[str]) -> list[str]:
 def check_trusted(source: str, targets: Mapping[str, str], trust: Collection[str]) -> None:
     """Raise PluginError for the first target of a file that this command line does not allow.
 
+    The message names the modules of all its targets, so that one more try is enough.
+
     Args:
         source: the file, for the message.
         targets: the targets that the file names, by key.
@@ -91,7 +98,7 @@ def check_trusted(source: str, targets: Mapping[str, str], trust: Collection[str
         if not is_trusted(target, trust):
             raise PluginError(
                 f"{source} names {key}={target}, which is not part of qnmixer: if you trust that code, "
-                f"add trust={module_of(target)}"
+                f"add {shlex.join(trust_words(targets.values()))}"
             )
 
 
@@ -139,46 +146,132 @@ def make_plugin(
         arguments: the user's own, from the same config section.
         offered: optional arguments by name. A class gets those that it has a parameter for.
 
-    Raises PluginError if the class does not take them.
+    Raises PluginError if the class does not take them, see `check_names`.
     """
     cls = load_plugin(key, target, kind)
     ours |= taken(cls, {name: value for name, value in (offered or {}).items() if name not in (arguments or {})})
-    check_call(key, target, cls, args, ours, arguments or {})
+    check_names(key, target, cls, arguments or {}, len(args), ours)
     return cls(*args, **ours, **(arguments or {}))
+
+
+def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """The parameters of a function or class. None: it is written in C and has no signature."""
+    try:
+        return [*inspect.signature(function).parameters.values()]
+    except (TypeError, ValueError):
+        return None
 
 
 def taken(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
     """The offered arguments that a function or class has a parameter for."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some functions written in C have no signature
-        return {}
+    parameters = {it.name for it in parameters_of(function) or ()}
     return {name: value for name, value in offered.items() if name in parameters}
 
 
-def check_call(
+def check_names(
     key: str,
     target: str,
     function: Callable[..., Any],
-    args: tuple[Any, ...],
-    ours: Mapping[str, Any],
-    arguments: Mapping[str, Any],
+    arguments: Collection[str],
+    n_ours: int = 0,
+    ours: Collection[str] = (),
+    *,
+    partial: bool = False,
 ) -> None:
-    """Raise PluginError, naming the key, if `function(*args, **ours, **arguments)` does not fit the signature."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some functions written in C have no signature
+    """Raise PluginError for an argument that `function` does not have, or that is missing.
+
+    Args:
+        key: of the target, such as model._target_; messages name the keys beside it.
+        target: its name, for messages.
+        arguments: names of those from a config section.
+        n_ours: positional arguments that come from qnmixer.
+        ours: names of arguments that come from qnmixer.
+        partial: others may be missing.
+    """
+    parameters, section = parameters_of(function), key.rpartition(".")[0]
+    if parameters is None:
         return
-    section, parameters = key.rpartition(".")[0], [*signature.parameters.values()]
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        named = [p.name for p in parameters[len(args) :] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        own = [name for name in named if name not in ours]
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    own = {it.name: it for it in parameters[n_ours:] if it.kind in named and it.name not in ours}
+    if not any(it.kind is inspect.Parameter.VAR_KEYWORD for it in parameters):
         for name in arguments:
             if name not in own:
+                if near := difflib.get_close_matches(name, own, n=1):
+                    raise PluginError(f"unknown key {section}.{name}: did you mean {section}.{near[0]}?")
                 takes = f"only {', '.join(own)}" if own else "and takes none"
                 raise PluginError(f"{section}.{name}: {target} has no such argument, {takes}")
+    for name, parameter in own.items():
+        if parameter.default is parameter.empty and name not in arguments and not partial:
+            raise PluginError(f"{key}={target} needs an argument {name}: give it as +{section}.{name}=VALUE")
+
+
+def converted(section: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments as the types that `function` declares: `Annotated[int, Ge(1)]`, `Literal[…]`, `float`.
+
+    Args:
+        section: what messages put before their names, such as model.
+        arguments: by name. Those without a declared type stay as they are.
+
+    Raises ConfigError for a value that does not fit.
+    """
+    hints = {it.name: _hint(function, it) for it in parameters_of(function) or () if it.name in arguments}
+    return {
+        name: _converted(f"{section}.{name}", value, hints[name]) if name in hints else value
+        for name, value in arguments.items()
+    }
+
+
+def _hint(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
+    """The declared type of an argument. Any if it has none, or one whose names are known to type checkers only."""
+    hint = parameter.annotation
+    if isinstance(hint, str):
+        where = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
+        try:
+            hint = eval(hint, getattr(inspect.unwrap(where), "__globals__", {}))  # as typing.get_type_hints does
+        except Exception:
+            return Any
+    return Any if hint is inspect.Parameter.empty else hint
+
+
+_SAYS = {
+    "greater_than_equal": " is too small: give {ge} or more",
+    "greater_than": " is too small: give more than {gt}",
+    "less_than_equal": " is too large: give {le} or less",
+    "less_than": " is too large: give less than {lt}",
+    "multiple_of": " is not a multiple of {multiple_of}: choose {nearest}",
+    "finite_number": " is not a finite number: give one",
+    "int": " is not a whole number: give one",
+    "float": " is not a number: give one",
+    "bool": " is neither true nor false: give one of them",
+    "callable": " is no class or function: give module.name",
+    "literal": " is not known: {nearest}",
+    "tuple": " is not a list: write {key}=[…]",
+    "list": " is not a list: write {key}=[…]",
+    "missing": " has too few values",
+    "too_long": " has too many values: give {max_length}",
+}
+"""What a message says after KEY=VALUE, by pydantic's name of the error, or its first word."""
+
+
+def _converted(key: str, value: Any, hint: Any) -> Any:
+    """A value as the type that its hint declares. Raises ConfigError. Types that pydantic does not know fit all."""
+    from pydantic import ConfigDict, TypeAdapter, ValidationError  # late: it takes a tenth of a second
+    from pydantic.errors import PydanticUserError
+
+    settings = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False, coerce_numbers_to_str=True)
     try:
-        signature.bind(*args, **ours, **arguments)
-    except TypeError as error:
-        hint = f": give it as +{section}.NAME=VALUE" if key.endswith("._target_") and "missing" in str(error) else ""
-        raise PluginError(f"{key}={target} does not take these arguments: {first_line(error)}{hint}") from error
+        return TypeAdapter(hint, config=settings).validate_python(value)
+    except ValidationError as error:
+        # The error of the value itself says more than those of the other types of a union.
+        first = max(error.errors(), key=lambda its: its["type"] in _SAYS)
+        kind, context = first["type"], first.get("ctx", {})
+        if kind == "literal_error":
+            choices = re.findall(r"'?([^', ]+)'?(?:, | or |$)", context["expected"])
+            context = {"nearest": suggest(str(value), choices)}
+        elif kind == "multiple_of":
+            context["nearest"] = value + -value % context["multiple_of"]
+        says = _SAYS.get(kind) or _SAYS.get(kind.partition("_")[0])
+        text = says.format(key=key, **context) if says else f": {first['msg'][0].lower()}{first['msg'][1:]}"
+        raise ConfigError(f"{key}={value}{text}") from error
+    except (PydanticUserError, NameError):
+        return value

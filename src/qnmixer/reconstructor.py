@@ -13,23 +13,17 @@ from torch import Tensor, nn
 
 from qnmixer.batch import Batch
 from qnmixer.config import Config
-from qnmixer.config.model import LearnedConfig
 from qnmixer.errors import GeometryError, PluginError
 from qnmixer.models import UnrolledNetwork
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector, KeyedNoise, NoNoise
 from qnmixer.physics.rays import system_matrix
 from qnmixer.physics.scan import ScanMatrix
 from qnmixer.physics.sparse import apply_linear
-from qnmixer.plugins import build, load, make_plugin, subclass_of
 
 AUTOCAST = {"32": None, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 # Training, validation and test draw their noise from different random streams.
 STREAMS = {"train": 0, "val": 1, "test": 2}
-
-NETWORK = subclass_of(UnrolledNetwork, "qnmixer.models.UnrolledNetwork")
-MODULE = subclass_of(nn.Module, "torch.nn.Module")
-NOISE = subclass_of(KeyedNoise, "qnmixer.physics.KeyedNoise", but=" with a method sample(p, rng)")
 
 
 class Measurement(nn.Module):
@@ -176,19 +170,11 @@ def build_projector(config: Config) -> FanBeamProjector:
 def build_network(config: Config, projector: FanBeamProjector) -> UnrolledNetwork[Any]:
     """Build the network that `model` names. Raises PluginError for one that does not fit.
 
-    A part that is itself a target, such as a regulariser, is passed as a function that builds it. A network with an
-    argument `variance` gets a function from a sinogram to the noise variance of each ray.
+    A network with an argument `variance` gets a function from a sinogram to the noise variance of each ray.
     """
     model = config.model
-    parts: dict[str, Any] = {
-        key.partition(".")[2]: partial(make_plugin, key, target, MODULE)
-        for key, target in model.targets().items()
-        if not key.endswith("._target_")
-    }
-    network: UnrolledNetwork[Any] = build(
-        model, NETWORK, projector, offered={"variance": partial(_variance, config)}, **parts
-    )
-    if isinstance(model, LearnedConfig) and not any(p.requires_grad for p in network.parameters()):
+    network: UnrolledNetwork[Any] = model.build(projector, offered={"variance": partial(_variance, config)})
+    if model.has_weights and not any(p.requires_grad for p in network.parameters()):
         raise PluginError(f"model._target_={model._target_} has no weights to train: give it an nn.Parameter")
     return network
 
@@ -200,10 +186,10 @@ def _variance(config: Config, y: Tensor) -> Tensor:
 
 def method_name(config: Config) -> str:
     """The name of the network in tables and pictures."""
-    return load(config.model, NETWORK).title
+    return config.model.load().title
 
 
 def build_noise(config: Config) -> KeyedNoise:
     """Build the measurement noise that `noise` names. Raises PluginError for one that does not fit."""
-    noise: KeyedNoise = build(config.noise, NOISE, offered={"hu_max": config.data.hu_max})
+    noise: KeyedNoise = config.noise.build(offered={"hu_max": config.data.hu_max})
     return noise

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from qnmixer.batch import Batch
+from qnmixer.lightning_private import restore_position
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.parallel.shards import gather
 from qnmixer.weights import CHECKPOINT_KEY, MEAN_KEY, TRAINED_KEY
@@ -66,6 +67,11 @@ class RunModule(L.LightningModule):
         if shard := getattr(self.trainer.strategy, "shard", None):
             shard(self.network, self.device_mesh)
 
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Log a number, as Lightning does. In a plan and in doctor's comparison there is no trainer, and no log."""
+        if self._trainer is not None:
+            super().log(name, value, *args, **options)
+
     def log_means(self, prefix: str, values: Mapping[str, Tensor], counted: Tensor) -> None:
         """Log the means over the counted images of all batches and processes.
 
@@ -108,30 +114,3 @@ class RunModule(L.LightningModule):
         # A run may resume without callbacks=ema, which saves the mean as the weights.
         checkpoint[MEAN_KEY], trained = checkpoint["state_dict"], checkpoint.get(TRAINED_KEY, {})
         checkpoint["state_dict"] = checkpoint[MEAN_KEY] | trained
-
-
-def restore_position(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
-    """Set the data and Lightning's loops to the position of a checkpoint, before the loops are restored.
-
-    Lightning counts the batches of one process. Under another strategy an optimizer step has more or fewer batches. So
-    the position is computed from the number of optimizer steps.
-    """
-    data: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning sets it when it has one
-    per_epoch, accumulate = len(data.train_dataloader()), trainer.accumulate_grad_batches
-    epoch, step = divmod(checkpoint["global_step"], per_epoch // accumulate)
-    n_batches = step * accumulate
-    data.start_at(epoch, n_batches)
-
-    # In the middle of an epoch, Lightning counts that epoch as started but not as completed.
-    begun = epoch + (step > 0)
-    epochs = {"ready": begun, "started": begun, "processed": epoch, "completed": epoch}
-    checkpoint["loops"]["fit_loop"] |= {
-        "epoch_progress": {"total": epochs, "current": epochs},
-        "epoch_loop.batch_progress": _batches(epoch * per_epoch + n_batches, n_batches),
-        "epoch_loop.val_loop.batch_progress": _batches(0, 0),
-    }
-
-
-def _batches(total: int, current: int) -> dict[str, Any]:
-    keys = ("ready", "started", "processed", "completed")
-    return {"total": dict.fromkeys(keys, total), "current": dict.fromkeys(keys, current), "is_last_batch": False}

@@ -38,6 +38,9 @@ from qnmixer.tracking.run_folder import NEXT_HYDRA
 from qnmixer.training.worker import check_processes, check_srun, fit_as_rank, fit_in_processes
 from qnmixer.weights import check_weights
 
+FIT = "qnmixer.fit.fit"
+"""The function that trains. Each rank imports it after its own start."""
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -101,12 +104,12 @@ def run(cfg: DictConfig) -> Trained | float | None:
             record.record_end("failed", error)
             raise
         if is_rank():
-            best = fit_as_rank(config, record)
+            best = fit_as_rank(config, record, FIT)
         elif config.strategy.name != "single":
-            best = fit_in_processes(config, record)
+            best = fit_in_processes(config, record, FIT)
         else:
             with loading():  # Lightning takes more seconds; the process that only watches ranks does not load it
-                from qnmixer.training.fit import fit
+                from qnmixer.fit import fit
             with cpu_threads(config, cores.free(), record.threads) as line:
                 if line:
                     record.console.print(line, highlight=False, soft_wrap=True)
@@ -136,7 +139,8 @@ def complete(overrides: list[str]) -> list[str]:
 
 
 def check(cfg: DictConfig) -> Config:
-    """Parse and check the config of a run. Raises UserError. Needs no torch, so a typo is answered within a second."""
+    """Parse and check the config of a run. Raises UserError. A typo is answered in two seconds: it loads
+    torch, which the classes that the config names need, and nothing else that is large."""
     config = parse(cfg)
     check_data(config.data)
     check_loggers(config.logger)

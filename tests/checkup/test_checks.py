@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from qnmixer.build import build_data_module
 from qnmixer.checkup.checks import (
     check_communication,
     check_finite,
@@ -29,11 +30,12 @@ from qnmixer.checkup.machine import (
     checkpoint_bytes,
     shared_memory_needed,
 )
-from qnmixer.checkup.rank import GROWTH_STEPS, Report, short_leak_watch, small_network
+from qnmixer.checkup.rank import GROWTH_STEPS, Report, reference_gradients, short_leak_watch, small_network, untrained
 from qnmixer.config import parse, to_plain
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.errors import DataError
 from qnmixer.models.incept_mixer import InceptMixer
+from qnmixer.module import ReconstructionModule
 from qnmixer.parallel.devices import resolve_devices
 
 from ..conftest import TINY_RUN, TinyConfig
@@ -342,3 +344,23 @@ def test_an_overflow_of_half_precision_names_the_module(
     assert "trainer.precision=32" in checks["finite values"].mend
     healthy = by_name(list(check_training(tiny_config("trainer.devices=1"))))
     assert {check.status for check in healthy.values()} == {"PASS"}
+
+
+def test_the_gradients_of_one_process_are_those_of_a_training_step_with_a_term_of_ones_own(
+    tiny_config: TinyConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The term has no weights. It is a mean over the batch, as the loss."""
+    whole = ReconstructionModule.training_step
+
+    def with_term(self: ReconstructionModule, batch: Any, batch_idx: int) -> torch.Tensor:
+        return whole(self, batch, batch_idx) + self.network(self.measure(batch, "train")).square().mean()
+
+    monkeypatch.setattr(ReconstructionModule, "training_step", with_term)
+    config = resolve_devices(tiny_config("data.batch_size=3"))
+    batch = next(iter(build_data_module(config).train_dataloader()))
+    module = untrained(config)
+    module.training_step(batch, 0).backward()
+    numbers = zip(batch["sample"].tolist(), batch["weight"].tolist(), strict=True)
+    expected = reference_gradients(config, [(number, 3) for number in numbers], 1.0)
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-6)

@@ -3,7 +3,7 @@
 import pytest
 
 from qnmixer.config.compose import compose, compose_sweep, fitted
-from qnmixer.config.run import parse_file
+from qnmixer.config.run import parse
 from qnmixer.errors import ConfigError
 
 ROOT = "data.root=/ct"
@@ -26,13 +26,13 @@ ROOT = "data.root=/ct"
 def test_keys_that_the_chosen_option_lacks_are_dropped(overrides: list[str], dropped: set[str]) -> None:
     more = fitted("train", overrides)[len(overrides) :]
     assert {it for it in more if it.startswith("~")} == dropped
-    parse_file(compose("train", overrides))
+    parse(compose("train", overrides))
     assert fitted("train", [*overrides, *more]) == [*overrides, *more]
 
 
 def test_a_deleted_group_is_no_choice() -> None:
     """As users of Hydra leave out a group."""
-    assert parse_file(compose("train", ["experiment=demo", "~logger"])).logger == {}
+    assert parse(compose("train", ["experiment=demo", "~logger"])).logger == {}
 
 
 def test_a_model_that_lacks_a_key_keeps_its_own_sizes() -> None:
@@ -51,7 +51,7 @@ def test_an_option_keeps_its_own_value_where_it_cannot_take_that_of_the_experime
     more = fitted(command, overrides)
     assert more == [*overrides, "model.channels=96"] == fitted(command, more)
     with pytest.raises(ConfigError, match=r"^model.channels=32 is not a multiple of 6"):
-        parse_file(compose("train", [*overrides, "model.channels=32"]))
+        parse(compose("train", [*overrides, "model.channels=32"]))
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])
@@ -89,7 +89,7 @@ def test_another_scanner_or_optimizer_keeps_its_own_values(
 
 def test_keys_that_are_typed_still_fail() -> None:
     with pytest.raises(ConfigError, match=r"^model.channels works with model=\S+ or .* only"):
-        parse_file(compose("train", ["experiment=demo", "model=tv", "model.channels=3"]))
+        parse(compose("train", ["experiment=demo", "model=tv", "model.channels=3"]))
 
 
 def test_each_job_of_a_sweep_is_fitted() -> None:

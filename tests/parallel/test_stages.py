@@ -3,14 +3,28 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.pipelining.schedules import _get_1f1b_rank_ops
 
 from qnmixer.build import build_module
 from qnmixer.config import parse
 from qnmixer.config.compose import compose
+from qnmixer.errors import ConfigError
 from qnmixer.models.qn_mixer import QNMixer, QNState
 from qnmixer.module import ReconstructionModule
-from qnmixer.parallel.stages import Action, Packing, Stage, actions, cut_by_cost, cut_evenly, idle_share, ranges, survey
+from qnmixer.parallel.stages import (
+    Action,
+    Logged,
+    Packing,
+    Stage,
+    actions,
+    cut_by_cost,
+    cut_evenly,
+    idle_share,
+    loss_of_part,
+    ranges,
+    survey,
+)
 
 
 def everything(schedule: str, devices: int, n: int, per_device: int = 1) -> list[list[Action]]:
@@ -131,3 +145,43 @@ def test_stages_one_after_the_other_are_the_network() -> None:
     x.square().sum().backward()
     for found, p in zip(through, network.parameters(), strict=True):
         torch.testing.assert_close(found, p.grad, rtol=1e-4, atol=1e-6)
+
+
+class Logging(ReconstructionModule):
+    """Logs the means of its images and of its sinograms."""
+
+    what: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        y = self.measure(batch, "train")
+        x = self.network(y)
+        self.log_dict({"x": x.mean(), "y": y.mean()}, prog_bar=True)
+        self.log("one", self.what or 1, True)
+        return x.mean()
+
+
+def logging(monkeypatch: pytest.MonkeyPatch) -> ReconstructionModule:
+    monkeypatch.setattr("qnmixer.module.ReconstructionModule", Logging)
+    return module_of()
+
+
+def test_micro_batches_log_the_means_of_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, logged = logging(monkeypatch), Logged()
+    names = [set(vars(it)) for it in (module, module.network)]
+    x = torch.rand(4, 1, 16, 16)
+    batch = {"image": x, "sinogram": torch.rand(4, 1, 8, 24)}
+    losses = [loss_of_part(module, batch, 0, part, first, logged) for first, part in ((0, x[:1]), (1, x[1:]))]
+    assert sum(map(float, losses)) == pytest.approx(float(x.mean()))
+    found = {name: float(value) for name, value in logged.values.items()}
+    assert found == pytest.approx({"x": float(x.mean()), "y": float(batch["sinogram"].mean()), "one": 1})
+    assert logged.options["x"][1]["prog_bar"] is True
+    assert logged.options["one"] == ((True,), {})
+    assert names == [set(vars(it)) for it in (module, module.network)]  # its methods are its own again
+
+
+def test_metric_objects_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = logging(monkeypatch)
+    monkeypatch.setattr(Logging, "what", nn.Identity())
+    x = torch.rand(1, 1, 16, 16)
+    with pytest.raises(ConfigError, match="training_step logs one as a metric object: log a number"):
+        loss_of_part(module, {"image": x, "sinogram": torch.rand(1, 1, 8, 24)}, 0, x, 0, Logged())

@@ -75,7 +75,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
     (yaml,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "make_it_yours.md").read_text(), re.DOTALL)
     (place / "my_conf" / "loss").mkdir(parents=True)
     (place / "my_conf" / "loss" / "huber.yaml").write_text(yaml)
-    (place / "my_scans.py").write_text(own_scans())
+    (place / "my_scans.py").write_text(own("my_scans.py"))
+    (place / "my_module.py").write_text(own("my_module.py"))
     for part in ("train", "val", "test"):
         (place / "scans" / part).mkdir(parents=True)
         np.save(place / "scans" / part / "1_hu.npy", phantom(32, seed=0, part=part, index=0))
@@ -83,9 +84,10 @@ def place(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
     return place
 
 
-def own_scans() -> str:
-    """The class of measured sinograms in the docs."""
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "make_it_yours.md").read_text(), re.DOTALL)
+def own(file: str) -> str:
+    """A file of the user's in the docs, which begins with its name."""
+    text = (ROOT / "docs" / "make_it_yours.md").read_text()
+    (block,) = re.findall(rf"```python\n(# {file}.*?)```", text, re.DOTALL)
     return str(block)
 
 
@@ -160,7 +162,7 @@ def test_the_sinograms_of_the_docs_are_those_of_the_images(tmp_path: Path) -> No
     np.save(tmp_path / "test" / "1_hu.npy", hu)
     np.save(tmp_path / "test" / "1_scan.npy", projector(attenuation)[0, 0].numpy())
     found: dict[str, Any] = {}
-    exec(own_scans(), found)
+    exec(own("my_scans.py"), found)
     slices = found["MyScans"]("test", tmp_path, 2000.0, water=0.0206)
     x = torch.from_numpy(slices.load(0) + 1000)[None, None] / 3000
     np.testing.assert_allclose(slices.sinogram(0), projector(x)[0, 0], rtol=1e-4, atol=1e-2)

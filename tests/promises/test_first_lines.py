@@ -1,6 +1,6 @@
 """Promise 1: Two commands. One-line errors with the way out. Ctrl-C, SIGTERM, SLURM: a checkpoint, and how to go on.
 
-The first line of a run, before PyTorch is loaded.
+The first line of a run, before Lightning is loaded.
 """
 
 import os
@@ -67,13 +67,21 @@ def test_experiments_start_beside_other_options(tmp_path: Path, cold: Warm, over
     words = ", ".join(word for word in overrides.split() if not word.startswith("data.root"))
     assert line.startswith(f"starting a run in {tmp_path / 'run'}: ")
     assert {*words.split(", ")} <= {*line.partition(": ")[2].replace(" (loading PyTorch …)", "").split(", ")}
-    assert last == "torch was imported"
+    assert last == "lightning was imported"
 
 
 @pytest.mark.parametrize(("rank", "n_lines"), [("0", 1), ("1", 0)])
 def test_of_several_processes_the_first_says_it(tmp_path: Path, rank: str, n_lines: int) -> None:
     by_torchrun = {"TORCHELASTIC_RUN_ID": "x", "RANK": rank, "WORLD_SIZE": "2"}
-    lines = first_lines(tmp_path, "qnmixer.train", "strategy=ddp", "hydra.run.dir=run", **by_torchrun)
+    lines = first_lines(
+        tmp_path,
+        "qnmixer.train",
+        "strategy=ddp",
+        "trainer.devices=2",
+        "trainer.accelerator=cpu",
+        "hydra.run.dir=run",
+        **by_torchrun,
+    )
     assert len(lines) == n_lines
 
 
@@ -94,6 +102,5 @@ def test_other_commands_say_what_they_do(tmp_path: Path, arguments: str, line: s
     assert first_lines(tmp_path, *arguments.split()) == [line]
 
 
-@pytest.mark.parametrize("command", ["qnmixer.plan", "qnmixer.doctor"])
-def test_json_has_no_line_before_it(tmp_path: Path, command: str) -> None:
-    assert first_lines(tmp_path, command, "format=json") == []
+def test_json_has_no_line_before_it(tmp_path: Path) -> None:
+    assert first_lines(tmp_path, "qnmixer.doctor", "format=json") == []

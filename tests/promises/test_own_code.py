@@ -158,7 +158,7 @@ def test_over_two_processes(here: Path, command: Callable[..., Done], strategy: 
     [
         (["loss._target_=nowhere.huber"], "loss._target_=nowhere.huber, but there is no module nowhere"),
         (["loss._target_=huber"], "loss._target_=huber is not module.name"),
-        (["+loss.delat=3"], "loss.delat: own.huber has no such argument, only delta"),
+        (["+loss.delat=3"], "unknown key loss.delat: did you mean loss.delta?"),
         (["schedule._target_=own.Lion"], "schedule._target_=own.Lion is not a function (step, n_steps)"),
         (["model.target=own.MyNetwork"], "unknown key model.target: did you mean model._target_?"),
         (

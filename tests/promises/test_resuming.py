@@ -50,7 +50,7 @@ AT_START = f"""
 import sys
 class WhenTrainingIsLoaded:
     def find_spec(name, path=None, target=None):
-        if name == "qnmixer.training.fit":
+        if name == "qnmixer.fit":
             exec({DRAWING!r}, {{}})
 sys.meta_path.insert(0, WhenTrainingIsLoaded)
 """

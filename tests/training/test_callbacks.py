@@ -12,11 +12,11 @@ import torch
 from qnmixer.checkpoints.reading import read_checkpoint
 from qnmixer.config import Config
 from qnmixer.errors import PluginError
+from qnmixer.fit import fit
 from qnmixer.tracking.metrics_file import read_metrics
 from qnmixer.tracking.results import read_results
 from qnmixer.tracking.run import Run
 from qnmixer.training.callbacks import build_callbacks
-from qnmixer.training.fit import fit
 
 TinyConfig = Callable[..., Config]
 

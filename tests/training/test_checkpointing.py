@@ -12,9 +12,9 @@ import torch
 
 from qnmixer.config import Config
 from qnmixer.errors import Stopped
+from qnmixer.fit import fit
 from qnmixer.module import ReconstructionModule
 from qnmixer.tracking.run import Run
-from qnmixer.training.fit import fit
 from qnmixer.training.random_states import random_state, set_random_state
 
 TinyConfig = Callable[..., Config]
@@ -133,7 +133,7 @@ def test_a_run_that_was_stopped_after_training_comes_to_its_end(
         raise Stopped(signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr("qnmixer.training.fit.evaluate", stop)
+        patch.setattr("qnmixer.training.steps.evaluate", stop)
         with pytest.raises(Stopped):
             fit(tiny_config(*overrides), Run(tmp_path))
     path = tmp_path / "results.json"

@@ -12,10 +12,10 @@ import pytest
 from qnmixer.checkpoints.reading import read_checkpoint
 from qnmixer.config import Config
 from qnmixer.errors import CheckpointError, DataError, OutOfMemory, PluginError, Stopped
+from qnmixer.fit import fit
 from qnmixer.tracking.metrics_file import read_metrics
 from qnmixer.tracking.results import read_results
 from qnmixer.tracking.run import Run
-from qnmixer.training.fit import fit
 
 TinyConfig = Callable[..., Config]
 
@@ -151,7 +151,7 @@ def test_a_refused_resume_leaves_what_the_run_is(
     with pytest.raises(CheckpointError, match=r"optimizer\.lr"):
         resume("optimizer.lr=0.5")
     with monkeypatch.context() as other:
-        other.setattr("qnmixer.training.fit.build_data", raising(DataError("no slices")))
+        other.setattr("qnmixer.training.steps.build_data", raising(DataError("no slices")))
         with pytest.raises(DataError):
             resume("trainer.max_steps=5")
     assert read_results(tmp_path)["overrides"] == ["trainer.max_steps=2"]
@@ -165,7 +165,7 @@ def test_a_resume_that_fails_before_its_first_step_keeps_the_figures(
 ) -> None:
     fit(tiny_config("test_after_training=false"), Run(tmp_path, ["trainer.max_steps=2"]))
     before = read_results(tmp_path)
-    monkeypatch.setattr("qnmixer.training.fit.train", raising(RuntimeError("the device is busy")))
+    monkeypatch.setattr("qnmixer.training.steps.train", raising(RuntimeError("the device is busy")))
     words = ["trainer.max_steps=6", f"resume={tmp_path}"]
     with pytest.raises(RuntimeError):
         fit(tiny_config("test_after_training=false", *words), Run(tmp_path, words, str(tmp_path)))
@@ -202,7 +202,7 @@ def test_a_step_that_no_memory_is_there_for_is_refused_before_any_is_taken(
     tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_config("memory=recompute", "data.batch_size=1")  # of which few smaller ones are tried
-    monkeypatch.setattr("qnmixer.training.fit.memory_of", lambda device: 0.1)
-    monkeypatch.setattr("qnmixer.training.fit.build_module", lambda config: pytest.fail("it was built"))
+    monkeypatch.setattr("qnmixer.training.steps.memory_of", lambda device: 0.1)
+    monkeypatch.setattr("qnmixer.training.steps.build_module", lambda config: pytest.fail("it was built"))
     with pytest.raises(OutOfMemory, match=r"^out of memory: a step of this run needs .* but 0 MiB were free"):
         fit(config, Run(tmp_path / "run"))

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from qnmixer.build import build_module
 from qnmixer.config import Config
 from qnmixer.errors import UnstableNetwork
+from qnmixer.fit import fit
 from qnmixer.models import UnrolledNetwork
 from qnmixer.run_module import RunModule
 from qnmixer.tracking.metrics_file import read_metrics
 from qnmixer.tracking.run import Run
-from qnmixer.training import fit as fit_module
-from qnmixer.training.fit import fit
+from qnmixer.training import steps
 
 LONG = ["trainer.max_steps=60", "trainer.val_every_n_steps=60", "data.n_train=400", "test_after_training=false"]
 
@@ -57,7 +57,7 @@ def run(config: Config, folder: Path, monkeypatch: pytest.MonkeyPatch, fault: st
         module.network = Planted(module.projector, fault, **options)
         return module
 
-    monkeypatch.setattr(fit_module, "build_module", planted)
+    monkeypatch.setattr(steps, "build_module", planted)
     fit(config, Run(folder))
     return json.loads((folder / "results.json").read_text())
 

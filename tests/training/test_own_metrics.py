@@ -15,10 +15,10 @@ from qnmixer.config import Config
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.errors import PluginError
 from qnmixer.evaluation.evaluate import evaluate
+from qnmixer.fit import fit
 from qnmixer.optimization.metrics import build_metrics, psnr, ssim_percent, try_metrics
 from qnmixer.tracking.metrics_file import read_metrics
 from qnmixer.tracking.run import Run
-from qnmixer.training.fit import fit
 
 TinyConfig = Callable[..., Config]
 OWN = """

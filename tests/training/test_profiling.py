@@ -14,10 +14,10 @@ from qnmixer.config import Config
 from qnmixer.config.run import section
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
+from qnmixer.fit import fit
 from qnmixer.module import ReconstructionModule
 from qnmixer.parallel.devices import resolve_devices
 from qnmixer.tracking.run import Run
-from qnmixer.training.fit import fit
 
 TinyConfig = Callable[..., Config]
 Build = Callable[..., ReconstructionModule]

@@ -13,10 +13,10 @@ from lightning.pytorch.callbacks import Callback
 
 from qnmixer.config import Config, parse
 from qnmixer.config.compose import compose
+from qnmixer.fit import fit
 from qnmixer.reports import progress
 from qnmixer.tracking.metrics_file import read_metrics
 from qnmixer.tracking.run import Run
-from qnmixer.training.fit import fit
 
 from ..conftest import PHANTOMS, TINY
 

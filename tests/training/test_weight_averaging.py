@@ -10,9 +10,9 @@ import torch
 
 from qnmixer.config import Config
 from qnmixer.errors import ConfigError, Stopped
+from qnmixer.fit import fit
 from qnmixer.module import ReconstructionModule
 from qnmixer.tracking.run import Run
-from qnmixer.training.fit import fit
 from qnmixer.training.weight_averaging import MeanWeights
 
 TinyConfig = Callable[..., Config]

@@ -12,6 +12,7 @@ from qnmixer.config import Config, parse
 from qnmixer.config.compose import compose
 from qnmixer.errors import CheckpointError, DataError
 from qnmixer.tracking.run import Run
+from qnmixer.train import FIT
 from qnmixer.training.worker import fit_in_processes
 
 DDP = ["strategy=ddp", "trainer.devices=1"]
@@ -28,7 +29,7 @@ def test_a_run_that_is_not_there_is_refused_before_there_are_ranks(
     overrides = [*DDP, f"{key}={tmp_path}/none"]
     config = tiny_config(*overrides)
     with pytest.raises(CheckpointError, match="no run folder at"):
-        fit_in_processes(config, Run(tmp_path / "run", overrides, config.resume))
+        fit_in_processes(config, Run(tmp_path / "run", overrides, config.resume), FIT)
     assert record(tmp_path / "run")["status"] == "failed"
     assert "no run folder at" in record(tmp_path / "run")["error"]
     assert record(tmp_path / "run")["overrides"] == overrides
@@ -37,13 +38,13 @@ def test_a_run_that_is_not_there_is_refused_before_there_are_ranks(
 def test_a_run_that_is_no_run_is_refused_too(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
     (tmp_path / "a.ckpt").write_text("notes")
     with pytest.raises(CheckpointError, match=r"a\.ckpt"):
-        fit_in_processes(tiny_config(*DDP, f"finetune={tmp_path}/a.ckpt"), Run(tmp_path / "run"))
+        fit_in_processes(tiny_config(*DDP, f"finetune={tmp_path}/a.ckpt"), Run(tmp_path / "run"), FIT)
 
 
 def test_data_that_are_not_there_are_refused_before_there_are_ranks(tmp_path: Path) -> None:
     config = parse(compose("train", ["data=numpy", f"data.root={tmp_path}/none", *DDP, "trainer.accelerator=cpu"]))
     with pytest.raises(DataError, match="none"):
-        fit_in_processes(config, Run(tmp_path / "run"))
+        fit_in_processes(config, Run(tmp_path / "run"), FIT)
     assert record(tmp_path / "run")["status"] == "failed"
 
 
@@ -70,7 +71,7 @@ def test_one_process_is_a_tree_too(
     tiny_config: Callable[..., Config], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     overrides = [*DDP, "trainer.max_steps=2"]
-    best = fit_in_processes(tiny_config(*overrides, "test_after_training=false"), Run(tmp_path, overrides))
+    best = fit_in_processes(tiny_config(*overrides, "test_after_training=false"), Run(tmp_path, overrides), FIT)
     assert record(tmp_path)["status"] == "done"
     assert record(tmp_path)["best"]["val/psnr"] == best
     assert record(tmp_path)["overrides"] == overrides

@@ -8,7 +8,6 @@ from qnmixer.checkpoints.model_card import Exported, model_card, own_arguments
 from qnmixer.checkpoints.reading import find_checkpoint, load_run, steps_of
 from qnmixer.checkpoints.weights_file import digest_of_weights, encode
 from qnmixer.config.commands import ExportConfig
-from qnmixer.config.model import LearnedConfig
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.files import atomic_file, write_text
 
@@ -24,7 +23,7 @@ def export_run(config: ExportConfig) -> None:
         raise CheckpointError(f"{path} lies in no run folder, and the model card needs one: give runs/DIR")
     module = load_run(path, trust=config.trust)  # build the network, as the receiver of the file will
     trained, state = module.config, module.state_dict()
-    if not isinstance(trained.model, LearnedConfig):
+    if not trained.model.has_weights:
         raise CheckpointError(f"{path} is of model={trained.model.name}, which has no weights: give another run")
     content, card = encode(trained, state), output.with_suffix(".md")
     _check_free(output, card, content)

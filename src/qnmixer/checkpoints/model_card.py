@@ -17,7 +17,7 @@ from qnmixer.config.compose import compose
 from qnmixer.config.data import DataConfig, FolderData, MixedData, PhantomData
 from qnmixer.config.geometry import GeometryConfig
 from qnmixer.config.overrides import quoted, values_of
-from qnmixer.config.target import TARGET, keys_of
+from qnmixer.config.target import TARGET, keys_of, options, values_of_option
 from qnmixer.plugins import trust_words
 from qnmixer.reconstructor import method_name
 from qnmixer.reports.tables import markdown_table
@@ -300,9 +300,12 @@ def _of_run(config: Config) -> Iterator[str]:
 
 def own_arguments(config: Config, *groups: str) -> dict[str, Any]:
     """Arguments of the user's own classes and functions, by key: in the given groups, or in all groups but data."""
-    names = groups or ("model", "noise", "loss", "optimizer", "schedule")
-    sections = {name: getattr(config, name) for name in names}
-    return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.arguments.items()}
+    found: dict[str, Any] = {}
+    for group in groups or ("model", "noise", "loss", "optimizer", "schedule"):
+        section = getattr(config, group)
+        known = values_of_option(group, section.name if section.name in options(group) else "custom")
+        found |= {f"{group}.{key}": value for key, value in section.arguments.items() if key not in known}
+    return found
 
 
 def _limits(config: Config, measured: list[Measured], record: dict[str, Any]) -> Iterator[str]:

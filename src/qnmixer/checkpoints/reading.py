@@ -4,6 +4,7 @@ import pickle
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +15,14 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from qnmixer.checkpoints.weights_file import decode
 from qnmixer.config import Config, effective_batch, to_plain
 from qnmixer.config.data import FolderData, PairData
-from qnmixer.config.run import parse_file, targets_of
+from qnmixer.config.groups import Group
+from qnmixer.config.run import checked, parse_file, targets_of
 from qnmixer.config.target import keys_of
 from qnmixer.data.splits import SplitRecord, is_split_record
 from qnmixer.errors import CheckpointError, ConfigError, first_line
 from qnmixer.files import newest_complete
 from qnmixer.parallel.shards import load_checked, merge_shards
-from qnmixer.plugins import check_trusted
+from qnmixer.plugins import check_trusted, is_trusted
 from qnmixer.reconstructor import Reconstructor
 from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY, SUFFIX, located
 
@@ -73,7 +75,10 @@ def read_checkpoint(path: Path) -> tuple[Config, dict[str, Any]]:
         ours_from = "qnmixer.export" if path.suffix == SUFFIX else "qnmixer.train"
         raise CheckpointError(f"{path} was written by another program: use one that {ours_from} wrote")
     try:
-        return parse_file(ours["config"] | _NEVER_READ), state
+        config = parse_file(ours["config"] | _NEVER_READ)
+        if all(is_trusted(target, ()) for target in built_from(config).values()):
+            config = checked(config, "model", "noise")
+        return config, state
     except ConfigError as error:
         raise CheckpointError(f"{path} was written by another version of qnmixer ({error}): use that one") from error
     except Exception as error:  # a section may contain anything
@@ -89,6 +94,7 @@ def load_run(run: str | Path, which: str = "best", trust: Collection[str] = (), 
     path = find_checkpoint(run, which)
     config, state = read_checkpoint(path)
     check_trusted(str(path), built_from(config, *more), trust)
+    config = checked(config, "model", "noise")
     with _no_more_weights_than(state, path):
         module = Reconstructor(config)
     _load_state(module, state, path)
@@ -139,7 +145,7 @@ def load_weights(module: "Reconstructor | RunModule", run: str | Path) -> None:
             f"{path} was trained at data.image_size={config.data.image_size}, this run has "
             f"{module.config.data.image_size}: the two must be equal"
         )
-    if config.model != module.config.model:
+    if _completed(config.model, module.config.model) != _completed(module.config.model, module.config.model):
         now = keys_of(module.config.model)
         other = config.model.choice() if config.model._target_ != module.config.model._target_ else []
         keys = {key: value for key, value in keys_of(config.model).items() if key != "_target_"}
@@ -196,11 +202,24 @@ def split_of(path: Path) -> SplitRecord | None:
     return found
 
 
+def _completed(section: Group, now: Group) -> dict[str, Any]:
+    """The keys of a section, with defaults for those that its target got after it was written.
+
+    Args:
+        now: the same section of a checked config. Only its target is imported.
+    """
+    defaults = replace(now, arguments={}).settings() if section._target_ == now._target_ else {}
+    return defaults | keys_of(section)
+
+
 def _differences(before: Config, config: Config) -> list[str]:
     """The settings of network, slices, scan, loss, optimizer and seed that differ, as overrides."""
     old, new = _that_count(before), _that_count(config)
     found = []
     for section in ("model", "data", "geometry", "noise", "loss", "optimizer"):
+        if isinstance(now_section := getattr(config, section), Group):
+            old[section] = _completed(getattr(before, section), now_section)
+            new[section] = _completed(now_section, now_section)
         for key in old[section] | new[section]:
             value, now = old[section].get(key), new[section].get(key)
             if value != now:

@@ -42,14 +42,14 @@ _MOST_SKIPPED = 10  # by a GradScaler; it starts at 2^16
 _MESSAGE = 2**22  # numbers, 16 MiB
 
 Number = tuple[int, float]
-"""A global sample number, and the weight of the sample in the mean of its batch."""
+"""A global sample number, and the weight of the sample in its batch."""
 
 
 @dataclass
 class Report:
     """The results of one rank's training steps."""
 
-    window: list[Number] = field(default_factory=list)  # samples of the step whose gradients are stored
+    window: list[tuple[Number, int]] = field(default_factory=list)  # samples of the step whose gradients are stored
     scale: float = 1.0  # of the GradScaler in that step
     shares: dict[str, list[Number]] = field(default_factory=dict)  # of an epoch of train and val
     lengths: dict[str, int] = field(default_factory=dict)
@@ -171,7 +171,7 @@ class StepProbe:
 
     def __init__(self, report: Report, progress: Progress, folder: Path) -> None:
         self.report, self.progress, self.folder = report, progress, folder
-        self._window: list[Number] = []
+        self._window: list[tuple[Number, int]] = []
 
     def start(self, trainer: Any, module: Any) -> None:
         """Count the samples of an epoch without loading them, and watch the outputs of all modules."""
@@ -183,10 +183,10 @@ class StepProbe:
             child.register_forward_hook(partial(self._look_at, f"{name or 'network'} ({type(child).__name__})"))
 
     def before_batch(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        """Store its samples."""
+        """Store its samples, each with the number of samples in its batch."""
         self.progress("steps of the network")
-        weights = batch["weight"] / len(batch["weight"])  # the loss is a mean over the batch
-        self._window += zip(batch["sample"].tolist(), weights.tolist(), strict=True)
+        numbers = zip(batch["sample"].tolist(), batch["weight"].tolist(), strict=True)
+        self._window += [(number, len(batch["weight"])) for number in numbers]
 
     def before_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         """Store the gradients, if they are the first finite ones."""
@@ -252,12 +252,12 @@ class GrowthProbe:
             self.report.held = (self._held[self._watch.warm_up], self._held[-1])
 
 
-def reference_gradients(config: Config, window: list[Number], scale: float) -> dict[str, Tensor]:
+def reference_gradients(config: Config, window: list[tuple[Number, int]], scale: float) -> dict[str, Tensor]:
     """The gradient of one optimizer step over these samples, by parameter, in one process and one sample at a time.
 
     Args:
         config: of the run with all its devices.
-        window: the samples of all devices.
+        window: the samples of all devices, each with the number of samples in its batch.
         scale: of the GradScaler, because half precision rounds differently without it.
     """
     from torch.utils.data import default_collate
@@ -276,12 +276,12 @@ def reference_gradients(config: Config, window: list[Number], scale: float) -> d
     autocast = build_precision(config, config.trainer.accelerator).forward_context
     n_batches = (config.trainer.devices or 1) // devices_per_replica(config) * config.trainer.accumulate_grad_batches
     allow_tf32(config.trainer.tf32)
-    for number in window:
+    for number, together in window:
         batch: Any = default_collate([dataset[Pick(*number)]])
         batch |= {key: value.to(device) for key, value in batch.items() if isinstance(value, Tensor)}
         with autocast():
             loss = module.training_step(batch, 0)
-        (loss * (scale / n_batches)).backward()
+        (loss * (scale / n_batches / together)).backward()  # the loss of a batch is a mean over its samples
     return {n: p.grad.cpu() / scale for n, p in module.named_parameters() if p.grad is not None}
 
 

@@ -15,11 +15,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from qnmixer.config.compose import OF_A_RUN, compose
 from qnmixer.config.keys import flat_keys, unknown_key
-from qnmixer.config.option import suggest
 from qnmixer.config.overrides import key_of, quoted
 from qnmixer.config.search_path import CONF
 from qnmixer.config.target import options, values_of_option
-from qnmixer.errors import UserError, first_line
+from qnmixer.errors import UserError, first_line, suggest
 
 
 def explain(error: BaseException, config_name: str) -> str | None:

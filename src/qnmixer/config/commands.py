@@ -9,9 +9,8 @@ from omegaconf import DictConfig
 
 from qnmixer.config.data import AsTrained, DataConfig
 from qnmixer.config.evaluation import EvaluationConfig, check_window
-from qnmixer.config.model import LearnedConfig
-from qnmixer.config.noise import NoiseConfig
-from qnmixer.config.option import number, one_of, suggest
+from qnmixer.config.groups import NoiseConfig
+from qnmixer.config.option import number, one_of
 from qnmixer.config.run import (
     MAX_SEED,
     Config,
@@ -23,7 +22,7 @@ from qnmixer.config.run import (
 )
 from qnmixer.config.section import parse_section, plain_values
 from qnmixer.config.target import TARGET, keys_of_options, values_of_option
-from qnmixer.errors import ConfigError
+from qnmixer.errors import ConfigError, suggest
 from qnmixer.files import check_there
 from qnmixer.weights import SUFFIX
 
@@ -161,6 +160,8 @@ def parse_evaluate(cfg: DictConfig) -> EvaluateConfig:
     sections["evaluation"].check()
     config = EvaluateConfig(**vars(rest), **sections)
     check_targets(targets_of(config))
+    if config.noise is not None:
+        config.noise = config.noise.checked()
     return config
 
 
@@ -222,7 +223,7 @@ def parse_doctor(cfg: DictConfig) -> DoctorConfig:
 def _parse_training(values: dict[str, Any], what: str) -> Config:
     """The config of a run that has training steps."""
     config = parse(values)
-    if not isinstance(config.model, LearnedConfig):
+    if not config.model.has_weights:
         raise ConfigError(
             f"model={config.model.name} has no weights, so it has no training step to {what}: choose another model"
         )

@@ -12,9 +12,10 @@ from hydra.core.override_parser.types import IntervalSweep, Override, ValueType
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from qnmixer.config.overrides import is_override, key_of, values_of, with_length
-from qnmixer.config.run import Config, fill_roots, parse_file
+from qnmixer.config.run import Config, checked, fill_roots, parse_file
 from qnmixer.config.search_path import CONF
 from qnmixer.errors import ConfigError
+from qnmixer.plugins import is_trusted
 
 OF_A_RUN = ("train", "plan", "doctor")
 """Commands with the full config of a run; the others read it from a run folder."""
@@ -102,11 +103,13 @@ def _override(section: str, key: str, value: Any) -> str:
 
 
 def _is_valid(config: DictConfig) -> bool:
-    """Whether the sections of a training run break no rule."""
+    """Whether the sections of a training run break no rule. The overrides may be another's: only our code is asked."""
     sections = OmegaConf.masked_copy(config, [field.name for field in fields(Config)])
     fill_roots(sections)
     try:
-        parse_file(sections)
+        run = parse_file(sections)
+        if all(is_trusted(target, ()) for target in (run.model.targets() | run.noise.targets()).values()):
+            checked(run, "model", "noise")
     except ConfigError:
         return False
     return True

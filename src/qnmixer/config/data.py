@@ -1,13 +1,14 @@
 """Schema of `data`: the keys of each source of slices, their bounds, and the rules between them."""
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
-from qnmixer.config.option import number, one_of, suggest
+from qnmixer.config.option import number, one_of
 from qnmixer.config.section import parse_section
-from qnmixer.config.target import TARGET, Target, keys_of, options, schema, schema_of_target, values_of_option
-from qnmixer.errors import ConfigError, DataError
+from qnmixer.config.target import TARGET, Target, keys_of, keys_of_options, option_of, options, values_of_option
+from qnmixer.errors import ConfigError, DataError, suggest
 from qnmixer.files import check_no_nifti, check_there
 
 if TYPE_CHECKING:
@@ -20,6 +21,22 @@ _WATER, _AIR, _LARGEST = 20.0, 0.02, 81.35858
 _PER_HU = (_WATER - _AIR) / 1000
 LODOPAB_HU = -_WATER / _PER_HU, _LARGEST / _PER_HU
 """(offset, scale) of HU = offset + scale · x in LoDoPaB-CT."""
+
+_T = TypeVar("_T", bound="DataConfig")
+_SCHEMAS: dict[str, type["DataConfig"]] = {}
+_OPEN: list[type["DataConfig"]] = []
+
+
+def schema(*targets: str) -> Callable[[type[_T]], type[_T]]:
+    """Register a dataclass as the schema of these targets. Without targets it is that of all others."""
+
+    def register(cls: type[_T]) -> type[_T]:
+        _SCHEMAS.update(dict.fromkeys(targets, cls))
+        if not targets:
+            _OPEN.append(cls)
+        return cls
+
+    return register
 
 
 @schema()
@@ -62,6 +79,27 @@ class DataConfig(Target):
     train_slices: int | None = number(at_least=1, at_most=10**9)
     seed: int = number(at_least=0, at_most=2**32 - 1)
 
+    @classmethod
+    def schema_of(cls, section: Mapping[str, Any]) -> type["DataConfig"]:
+        """The schema of a source with this target. Another target has that without a target which shares most keys."""
+        super().schema_of(section)
+        # A user's own reader of files has the schema of our readers. Its keys, such as root and split, show it.
+        fitting = [it for it in sorted(_OPEN, key=lambda it: len(_needed(it))) if _needed(it) <= section.keys()]
+        return _SCHEMAS.get(section[TARGET]) or [cls, *fitting][-1]
+
+    @classmethod
+    def odd_argument(cls, target: str, arguments: Mapping[str, Any]) -> str | None:
+        """The first argument that is not in the schema of our own class, or that is a key of another option."""
+        if odd := next((key for key in arguments if key.startswith("_")), None):
+            raise ConfigError(f"data.{odd} is not known: give {TARGET} and arguments of the target only")
+        if target in _SCHEMAS:
+            return next(iter(arguments), None)
+        if not arguments or (mine := option_of("data", target)) == target:
+            return None
+        keys = keys_of_options("data")
+        others = {key for option, its in keys.items() if option != mine for key in its} - {*keys[mine]} | {"name"}
+        return next((key for key in arguments if key in others), None)
+
     def keywords(self) -> dict[str, Any]:
         """The arguments that only this source has."""
         return self.arguments
@@ -93,6 +131,10 @@ class DataConfig(Target):
     def without_places(self) -> Self:
         """The same config without private values: folders, people and patients."""
         return replace(self, arguments={})
+
+
+def _needed(cls: type[DataConfig]) -> set[str]:
+    return {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
 
 
 @schema("qnmixer.data.phantoms.PhantomSource")
@@ -234,7 +276,7 @@ class MixedData(DataConfig):
             raise ConfigError(f"{key}.{missing} has no value: give one with {key}.{missing}=…")
         values = common | values
         try:
-            source: DataConfig = parse_section(key, schema_of_target(DataConfig, values), values, {"data": vars(self)})
+            source: DataConfig = parse_section(key, DataConfig.schema_of(values), values, {"data": vars(self)})
         except ConfigError as error:
             text = str(error)
             if text.removeprefix(f"{key}.").partition("=")[0] in common:

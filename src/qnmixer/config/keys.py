@@ -4,10 +4,9 @@ import difflib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from qnmixer.config.option import suggest
 from qnmixer.config.target import groups, keys_of_options, names_of, options
 from qnmixer.config.trainer import PASSED_ON, REFUSED, refusal
-from qnmixer.errors import ConfigError
+from qnmixer.errors import ConfigError, suggest
 
 _OF_LIGHTNING = [f"trainer.{name}" for name in PASSED_ON]
 

@@ -1,12 +1,10 @@
 """Bounds for the fields of config dataclasses, and their check."""
 
-import difflib
 import math
-from collections.abc import Collection
 from dataclasses import MISSING, field, fields
 from typing import Any
 
-from qnmixer.errors import ConfigError
+from qnmixer.errors import ConfigError, suggest
 
 
 def one_of(*choices: str, default: Any = MISSING) -> Any:
@@ -23,11 +21,6 @@ def number(
 ) -> Any:
     """A number field with bounds: inclusive (`at_least`, `at_most`) or exclusive (`above`, `below`)."""
     return field(default=default, metadata={"at_least": at_least, "above": above, "at_most": at_most, "below": below})
-
-
-def target() -> Any:
-    """A text field that names a class or function as module.name, or is null."""
-    return field(metadata={"target": True})
 
 
 def check_bounds(prefix: str, section: Any) -> None:
@@ -49,11 +42,3 @@ def check_bounds(prefix: str, section: Any) -> None:
             raise ConfigError(f"{key} is too large: give {high} or less")
         if (high := rules.get("below")) is not None and value >= high:
             raise ConfigError(f"{key} is too large: give less than {high}")
-
-
-def suggest(word: str, choices: Collection[str], most: int = 12) -> str:
-    """How to fix an unknown word: the nearest choice, or a list of all choices if there are at most `most`."""
-    near = difflib.get_close_matches(word, [c for c in choices if c != word], n=1, cutoff=0.6)
-    if near:
-        return f"did you mean {near[0]}?"
-    return f"choose {', '.join(choices)}" if len(choices) <= most else "run with --cfg job to see all keys"

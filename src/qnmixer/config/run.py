@@ -10,21 +10,18 @@ from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
-from qnmixer.config.callbacks import averages_weights, parse_callbacks
+from qnmixer.config.callbacks import parse_callbacks
 from qnmixer.config.data import DataConfig
 from qnmixer.config.debug import DebugConfig
 from qnmixer.config.evaluation import EvaluationConfig
 from qnmixer.config.geometry import GeometryConfig
-from qnmixer.config.logger import LONGEST_TAG, LoggerConfig, WandbConfig, named_loggers, schema_of_logger, section_of
-from qnmixer.config.loss import LossConfig
+from qnmixer.config.groups import Group, LossConfig, ModelConfig, NoiseConfig, OptimizerConfig, ScheduleConfig
+from qnmixer.config.logger import LoggerConfig, WandbConfig, named_loggers, schema_of_logger, section_of
 from qnmixer.config.memory import MemoryConfig
 from qnmixer.config.metrics import MetricConfig, check_monitor, default_metrics, parse_metrics
-from qnmixer.config.model import ModelConfig, UnrolledConfig
 from qnmixer.config.module import OURS, DataModuleConfig, ModuleConfig
-from qnmixer.config.noise import NoiseConfig
-from qnmixer.config.optimizer import OptimizerConfig
-from qnmixer.config.option import number, suggest
-from qnmixer.config.schedule import ScheduleConfig
+from qnmixer.config.option import number
+from qnmixer.config.rules import check_rules
 from qnmixer.config.search_path import CONF
 from qnmixer.config.section import parse_section, plain_values
 from qnmixer.config.strategy import StrategyConfig
@@ -35,11 +32,10 @@ from qnmixer.config.target import (
     keys_of,
     names_of,
     options,
-    schema_of_target,
     values_of_option,
 )
 from qnmixer.config.trainer import TrainerConfig, gathered
-from qnmixer.errors import ConfigError
+from qnmixer.errors import ConfigError, suggest
 from qnmixer.plugins import check_plugin, is_trusted
 
 _ALWAYS_THERE = (
@@ -96,7 +92,7 @@ def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
     config = parse_file(cfg)
     check_monitor(config.monitor, config.metrics)
     check_targets(targets_of(config))
-    return config
+    return checked(config)
 
 
 def fill_roots(config: DictConfig) -> None:
@@ -108,7 +104,9 @@ def fill_roots(config: DictConfig) -> None:
 
 
 def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
-    """Parse the config in a file, such as a checkpoint. It does not check that the modules that it names exist.
+    """Parse the config in a file, such as a checkpoint. It imports nothing that the config names.
+
+    So arguments of targets and rules are not checked: `checked` does that, once the targets are trusted.
 
     Raises ConfigError, which names the key and how to fix it.
     """
@@ -128,9 +126,7 @@ def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
     rest = parse_section("", RunConfig, {k: v for k, v in values.items() if k not in sections}, values)
     parsed = {key: parse_section(key, schema_of(key, values[key]), values[key], values) for key in sorted(sections)}
     named: dict[str, Any] = {"metrics": metrics, "logger": loggers, "callbacks": callbacks}
-    config = Config(**{key: getattr(rest, key) for key in root}, **parsed, **named)
-    validate(config)
-    return config
+    return Config(**{key: getattr(rest, key) for key in root}, **parsed, **named)
 
 
 def schema_of(section: str, value: Any) -> type:
@@ -140,7 +136,7 @@ def schema_of(section: str, value: Any) -> type:
     """
     base, names = _hints()[section], names_of(section)
     if isinstance(value, Mapping) and issubclass(base, Target):
-        return schema_of_target(base, value)
+        return base.schema_of(value)
     schemas: list[type] = base.__subclasses__()
     if isinstance(value, Mapping) and not (names and schemas):
         return base
@@ -181,26 +177,28 @@ def check_targets(targets: Mapping[str, str]) -> None:
             check_plugin(key, target)
 
 
+def checked(config: Config, *groups: str) -> Config:
+    """The config with the arguments of its targets checked and of the declared types. Imports these targets.
+
+    Args:
+        groups: only these, of which a file's targets are trusted; none: all.
+
+    Raises ConfigError or PluginError.
+    """
+    config = replace(config)
+    for name, section in vars(config).items():
+        if isinstance(section, Group) and name in (groups or vars(config)):
+            setattr(config, name, section.checked())
+    validate(config)
+    return config
+
+
 def validate(config: Config) -> None:
-    """Check the rules between keys, in each section and between sections. Raises ConfigError."""
+    """Check the rules inside sections and between them. Imports the network and the noise. Raises ConfigError."""
     for section in vars(config).values():
-        if hasattr(section, "check"):
+        if not isinstance(section, Group) and hasattr(section, "check"):
             section.check(config)
-    trainer = config.trainer
-    for tag in config.tags:
-        if not 1 <= len(tag) <= LONGEST_TAG:
-            raise ConfigError(
-                f"the tag {tag[:20]!r} has {len(tag)} characters: give tags=[…] of 1 to {LONGEST_TAG} characters"
-            )
-    if averages_weights(config.callbacks) and config.strategy.planned_as != "replica":
-        raise ConfigError(
-            f"callbacks=ema needs all weights on each device, but strategy={config.strategy.name} spreads them: use "
-            "strategy=single or strategy=ddp"
-        )
-    if config.finetune is not None and config.resume is not None:
-        raise ConfigError("finetune= starts a new run from weights, resume= continues a run: give only one of them")
-    if trainer.max_steps == -1 and trainer.max_epochs is None:
-        raise ConfigError("training would never end: give trainer.max_steps=… or trainer.max_epochs=…")
+    check_rules(config)
 
 
 def devices_per_replica(config: Config) -> int:
@@ -221,9 +219,7 @@ def effective_batch(config: Config) -> int:
 
 def with_iterations(config: Config, T: int) -> Config:
     """The same config with another T, or unchanged if T is fixed."""
-    if not isinstance(config.model, UnrolledConfig):
-        return config
-    return replace(config, model=replace(config.model, n_iterations=T))
+    return replace(config, model=config.model.changed(n_iterations=T)) if config.model.is_unrolled else config
 
 
 def override(config: Config, overrides: str | Sequence[str]) -> Config:
@@ -231,16 +227,19 @@ def override(config: Config, overrides: str | Sequence[str]) -> Config:
 
     A text is split at its blanks; give a list if a value has some.
     """
-    values = OmegaConf.create(to_plain(config))
+    values, changed = OmegaConf.create(to_plain(config)), {"model", "noise"}
     for item in overrides.split() if isinstance(overrides, str) else overrides:
         key, _, value = item.partition("=")
+        changed.add(key.partition(".")[0])
         if (CONF / key).is_dir():
             values[key] = _resolved(key, value, config.seed, {})
         else:
             values.merge_with_dotlist([item])
     plain = OmegaConf.to_container(values)  # text with ${…} stays text
     assert isinstance(plain, dict)
-    return parse({str(key): section for key, section in plain.items()})
+    config = parse_file({str(key): section for key, section in plain.items()})
+    check_targets(targets_of(config))
+    return checked(config, *changed)  # not the loss of a checkpoint, say, whose code nobody has trusted
 
 
 def section(group: str, option: str, *, seed: int = 42, **keys: Any) -> Any:
@@ -249,7 +248,8 @@ def section(group: str, option: str, *, seed: int = 42, **keys: Any) -> Any:
     Raises ConfigError for a value that is out of bounds.
     """
     values = _resolved(group, option, seed, keys)
-    return parse_section(group, schema_of(group, values), values, {group: values})
+    parsed = parse_section(group, schema_of(group, values), values, {group: values})
+    return parsed.checked() if isinstance(parsed, Group) else parsed
 
 
 def _resolved(group: str, option: str, seed: int, keys: Mapping[str, Any]) -> Any:

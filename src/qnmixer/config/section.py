@@ -10,7 +10,7 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 
 from qnmixer.config.keys import flat_keys, unknown_key
 from qnmixer.config.option import check_bounds
-from qnmixer.config.target import TARGET, Custom, Target, check_arguments, split_arguments
+from qnmixer.config.target import TARGET, Custom, Target, split_arguments
 from qnmixer.errors import ConfigError
 
 
@@ -35,10 +35,10 @@ def parse_section(section: str, schema: type, value: Any, values: Mapping[str, A
     arguments: dict[str, Any] = {}
     if issubclass(schema, Custom) and isinstance(value, Mapping):
         value, arguments = split_arguments(schema, value)
-    if issubclass(schema, Target) and (odd := check_arguments(schema, value[TARGET], arguments)):
+    if issubclass(schema, Target) and (odd := schema.odd_argument(value[TARGET], arguments)):
         raise unknown_key(f"{prefix}{odd}", list(flat_keys(values)))
     try:
-        typed = OmegaConf.unsafe_merge(OmegaConf.structured(schema), _as_text(value))  # merge copies both first
+        typed = OmegaConf.unsafe_merge(OmegaConf.structured(schema), as_text(value))  # merge copies both first
         parsed = OmegaConf.to_object(typed)
     except ConfigKeyError as error:
         raise unknown_key(f"{prefix}{error.full_key}", list(flat_keys(values))) from error
@@ -56,10 +56,10 @@ def parse_section(section: str, schema: type, value: Any, values: Mapping[str, A
     return replace(parsed, arguments=arguments) if isinstance(parsed, Custom) else parsed
 
 
-def _as_text(value: Any) -> Any:
+def as_text(value: Any) -> Any:
     """Values with every ${…} as plain text, which OmegaConf will not resolve. `plain_values` resolved the others."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
     if isinstance(value, Mapping):
-        return {key: _as_text(item) for key, item in value.items()}
-    return [_as_text(item) for item in value] if isinstance(value, list) else value
+        return {key: as_text(item) for key, item in value.items()}
+    return [as_text(item) for item in value] if isinstance(value, list) else value

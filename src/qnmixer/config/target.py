@@ -1,15 +1,14 @@
 """Config sections that name what they build: `_target_`, with its arguments as keys beside it.
 
-A schema has the types, bounds and rules of these keys. It is in the file of its group, and is found by the target. The
-options of a group are the files of its folder in conf/. No other list exists.
+The options of a group are the files of its folder in conf/. No other list exists.
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from omegaconf import OmegaConf
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 TARGET = "_target_"
 _NO_OPTIONS = ("_", "as_trained", "custom")  # parts of other files; for evaluate only; for the user's classes
-_OURS = "qnmixer."
 
 
 @dataclass(kw_only=True)
@@ -62,20 +60,30 @@ class Target(Custom):
 
     group: ClassVar[str]
 
+    @classmethod
+    def schema_of(cls, section: Mapping[str, Any]) -> type["Target"]:
+        """The schema of a section of this group. Raises ConfigError for a section without a target."""
+        if not isinstance(section.get(TARGET), str):
+            first = next(iter(options(cls.group)), "…")
+            raise ConfigError(
+                f"{cls.group} has no {TARGET} (as_trained is for evaluate only): choose an option, as in "
+                f"{cls.group}={first}"
+            )
+        return cls
+
+    @classmethod
+    def odd_argument(cls, target: str, arguments: Mapping[str, Any]) -> str | None:
+        """The first argument that a section with this target cannot have. None: the target itself decides."""
+        return None
+
     @property
     def name(self) -> str:
         """The option that chooses it, as in `GROUP=NAME`; the target itself if conf/ has no such option."""
         return option_of(self.group, self._target_)
 
-    def keywords(self) -> dict[str, Any]:
-        """The keyword arguments of the target, except those that are targets themselves."""
-        named = {key.removeprefix(f"{self.group}.") for key in self.targets()}
-        return {key: value for key, value in keys_of(self).items() if key not in named}
-
     def targets(self) -> dict[str, str]:
         """All classes and functions that it names, by key."""
-        named = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata.get("target")}
-        return {f"{self.group}.{key}": it for key, it in {TARGET: self._target_, **named}.items() if it is not None}
+        return {f"{self.group}.{TARGET}": self._target_}
 
     def check(self, run: "Config") -> None:
         """Check the rules between its keys, and with other sections. Raises ConfigError."""
@@ -85,69 +93,6 @@ class Target(Custom):
         if self.name != self._target_:
             return [f"{self.group}={self.name}"]
         return [f"{self.group}=custom", f"{self.group}.{TARGET}={self._target_}"]
-
-
-_T = TypeVar("_T", bound=Target)
-_SCHEMAS: dict[str, type[Target]] = {}
-_OPEN: list[type[Target]] = []
-
-
-def schema(*targets: str) -> Callable[[type[_T]], type[_T]]:
-    """Register a dataclass as the schema of these targets. Without targets it is that of all others in its group."""
-
-    def register(cls: type[_T]) -> type[_T]:
-        _SCHEMAS.update(dict.fromkeys(targets, cls))
-        if not targets:
-            _OPEN.append(cls)
-        return cls
-
-    return register
-
-
-def schema_of_target(group: type[Target], section: Mapping[str, Any]) -> type[Target]:
-    """The schema of a section with this target.
-
-    Without a schema of its own, it is the schema without a target that shares the most keys. Raises ConfigError for a
-    section without a target.
-
-    Args:
-        group: the base class of the group's schemas.
-    """
-    target = section.get(TARGET)
-    if not isinstance(target, str):
-        first = next(iter(options(group.group)), "…")
-        raise ConfigError(
-            f"{group.group} has no {TARGET} (as_trained is for evaluate only): choose an option, as in "
-            f"{group.group}={first}"
-        )
-    if target in _SCHEMAS:
-        if not issubclass(_SCHEMAS[target], group):
-            raise ConfigError(f"{group.group}.{TARGET}={target} is no {group.group}: choose another")
-        return _SCHEMAS[target]
-    # A user's own reader of files has the schema of our readers. Its keys, such as root and split, show that it is one.
-    known = sorted((it for it in _OPEN if issubclass(it, group)), key=lambda it: len(_needed(it)))
-    return next((it for it in reversed(known) if _needed(it) <= section.keys()), known[0])
-
-
-def _needed(cls: type[Target]) -> set[str]:
-    return {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
-
-
-def check_arguments(cls: type[Target], target: str, arguments: Mapping[str, Any]) -> str | None:
-    """The first argument that a section cannot have: not in its schema, or a key of another option. None if all fit.
-
-    Schemas of qnmixer's own classes know all keys. For other targets, the signature is checked when they are built.
-    Raises ConfigError for Hydra's own keys that have no use here.
-    """
-    if odd := next((key for key in arguments if key.startswith("_")), None):
-        raise ConfigError(f"{cls.group}.{odd} is not known: give {TARGET} and arguments of the target only")
-    if target in _SCHEMAS and target.startswith(_OURS):
-        return next(iter(arguments), None)
-    if not arguments or (mine := option_of(cls.group, target)) == target:
-        return None
-    keys = keys_of_options(cls.group)
-    others = {key for option, its in keys.items() if option != mine for key in its} - {*keys[mine]} | {"name"}
-    return next((key for key in arguments if key in others), None)
 
 
 def groups() -> list[str]:

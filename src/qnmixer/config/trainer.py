@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from qnmixer.config.option import number, one_of, suggest
-from qnmixer.errors import ConfigError
+from qnmixer.config.option import number, one_of
+from qnmixer.errors import ConfigError, suggest
 
 if TYPE_CHECKING:
     from qnmixer.config.run import Config

@@ -23,6 +23,7 @@ from qnmixer.config.commands import CompareConfig, needs_root, parse_evaluate
 from qnmixer.config.compose import compose
 from qnmixer.config.data import DataConfig, PairData, PhantomData
 from qnmixer.config.overrides import quoted
+from qnmixer.config.rules import one_scale
 from qnmixer.data.cache import list_files
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.splits import RunSplit
@@ -183,7 +184,7 @@ class _Measuring:
                 assert isinstance(chosen.data, DataConfig)
                 data, own = other_slices(chosen.data, trained, overrides)
                 config = replace(trained, data=data, noise=chosen.noise or trained.noise)
-                config.noise.check(config)
+                one_scale(config)
             else:
                 config = override(trained, overrides)
         except ConfigError as error:

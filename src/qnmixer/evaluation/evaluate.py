@@ -22,6 +22,7 @@ from qnmixer.config.commands import EvaluateConfig
 from qnmixer.config.data import AsTrained, DataConfig, FolderData
 from qnmixer.config.evaluation import EvaluationConfig
 from qnmixer.config.metrics import MetricConfig, default_metrics
+from qnmixer.config.rules import one_scale
 from qnmixer.config.run import targets_of
 from qnmixer.config.target import keys_of
 from qnmixer.data.datamodule import SliceDataModule
@@ -170,7 +171,7 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
     slices = SliceDataModule(data, split=split, geometry=module.projector.geometry)
     if config.noise is not None:
         trained.noise = config.noise
-        trained.noise.check(trained)
+        one_scale(trained)
         module.measurement.noise = build_noise(trained)
     with results(folder, overrides) as record:
         if config.noise is not None and slices.measured:

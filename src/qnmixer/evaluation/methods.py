@@ -15,7 +15,7 @@ from qnmixer.config import Config, to_plain
 from qnmixer.config.compose import compose
 from qnmixer.config.data import LOADING
 from qnmixer.config.overrides import looks_elsewhere, of_hydra
-from qnmixer.config.run import parse_file
+from qnmixer.config.run import checked, parse_file
 from qnmixer.errors import UserError, first_line
 from qnmixer.evaluation.evaluate import ImageScore, by_patient, titles_of
 from qnmixer.evaluation.statistics import Scores, Seeds, spread
@@ -202,7 +202,7 @@ def _job(folder: Path, overrides: list[str], checkpoint: str, trust: Collection[
 def _trusted(config: Config, folder: Path, trust: Collection[str]) -> Config:
     """The config of a job. Raises PluginError if it needs code that the user did not allow."""
     check_trusted(str(folder), built_from(config, "data.", "metrics."), trust)
-    return config
+    return checked(config, "model", "noise")
 
 
 def _name(jobs: list[ComparedJob]) -> str:

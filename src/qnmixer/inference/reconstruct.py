@@ -16,7 +16,6 @@ from qnmixer.checkpoints.reading import load_run
 from qnmixer.config import Config
 from qnmixer.config.commands import ReconstructConfig
 from qnmixer.config.data import DataConfig
-from qnmixer.config.model import LearnedConfig
 from qnmixer.data.slices import FloatArray
 from qnmixer.errors import DataError
 from qnmixer.inference.batches import BatchedNetwork
@@ -177,7 +176,7 @@ def _description(method: str, config: Config, views: str) -> str:
     description = (
         f"{method}, {config.geometry.n_views} {views} views, not for diagnosis; {config.data.image_size} pixels"
     )
-    if method == FBP.title or not isinstance(config.model, LearnedConfig):
+    if method == FBP.title or not config.model.has_weights:
         return description
     if config.data.measured:
         return f"{description}, trained on measured sinograms"

@@ -3,7 +3,6 @@
 import time
 
 from qnmixer.config import Config, override
-from qnmixer.config.model import LearnedConfig
 from qnmixer.errors import ConfigError
 from qnmixer.memory.footprint import MIB
 from qnmixer.memory.plan import Planner
@@ -44,7 +43,7 @@ def changes(config: Config) -> list[str]:
     smaller, single = (_of_batches(config, sizes) for sizes in (divisors[:1], divisors[-1:]))
     model = config.model
     fewer = f"model.n_iterations={model.T // 2}" if model.T > 1 else ""
-    channels = model.channels if isinstance(model, LearnedConfig) else 0
+    channels = model.width
     thinner = f"model.channels={channels // 8 * 4}" if channels >= 8 else ""
     wanted = [recompute, smaller, half, f"{recompute} {half}", f"{recompute} {single}", f"{recompute} {half} {single}"]
     wanted += [_one_in_flight(config), fewer, thinner, f"{recompute} {half} {single} {thinner}"]

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qnmixer.config.memory import MemoryConfig
-from qnmixer.config.option import suggest
-from qnmixer.errors import ConfigError
+from qnmixer.errors import ConfigError, suggest
 from qnmixer.models.unrolled import S, UnrolledNetwork
 
 # Copying smaller tensors to the host and back costs more than it frees.

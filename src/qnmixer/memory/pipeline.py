@@ -13,7 +13,17 @@ from qnmixer.config.run import batch_of_replica, devices_per_replica
 from qnmixer.config.strategy import PipelineConfig
 from qnmixer.memory.footprint import DevicePlan, Footprint
 from qnmixer.memory.tracker import Hosted, PeakTracker, apply_hosted_mode, autocast, batch_of, n_bytes, without_data
-from qnmixer.parallel.stages import Packing, Stage, actions, cut_evenly, idle_share, loss_of_part, ranges, survey
+from qnmixer.parallel.stages import (
+    Logged,
+    Packing,
+    Stage,
+    actions,
+    cut_evenly,
+    idle_share,
+    loss_of_part,
+    ranges,
+    survey,
+)
 from qnmixer.physics import FanBeamProjector
 from qnmixer.reconstructor import fine_size
 from qnmixer.run_module import RunModule
@@ -95,20 +105,19 @@ def _track_stage(
     network = module.network
     first, last = iterations.start == 0, iterations.stop == network.n_iterations
     stage = Stage(network, iterations, None if first else packings[iterations.start])
-    positions = torch.arange(len(y))
 
     def forward() -> tuple[Tensor, ...]:
         with autocast(module.config):
             output = stage(*received, y=y)
             if not last:
                 return (output,)
-            return loss_of_part(module, batch_of(image, weight, y), 0, output, positions), output
+            return loss_of_part(module, batch_of(image, weight, y), 0, output, 0, Logged()), output
 
     incoming = stage.incoming
     received = [] if incoming is None else [torch.empty(len(y), incoming.width, dtype=incoming.dtype).requires_grad_()]
     network.zero_grad()
     tracker = PeakTracker()
-    tracker.track(module, y, image, weight, positions, *received)
+    tracker.track(module, y, image, weight, *received)
     # An outer autocast, as in training: it keeps half-precision copies of weights from one micro-batch to the next. The
     # first forward pass makes these copies, so they are counted apart.
     with tracker, torch.autocast("cpu", enabled=False):

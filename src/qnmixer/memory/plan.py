@@ -16,7 +16,6 @@ from torch import Tensor
 from qnmixer.build import build_module
 from qnmixer.config import Config
 from qnmixer.config.callbacks import averages_weights
-from qnmixer.config.model import UnrolledConfig
 from qnmixer.config.run import devices_per_replica, validate, with_iterations
 from qnmixer.config.strategy import DDPConfig, FSDPConfig, PipelineConfig
 from qnmixer.errors import ConfigError
@@ -82,7 +81,7 @@ class Planner:
             return self._predict_pipeline(config)
         footprint, T = self.estimate(config), config.model.T
         device = DevicePlan((range(T),), 1, footprint)
-        if not isinstance(config.model, UnrolledConfig):
+        if not config.model.is_unrolled:
             return Prediction(footprint, None, (device,))
         width, first = _width(config), min(T, _first(config))
         growth = self._step(config, first + width).peak - self._step(config, first).peak
@@ -200,7 +199,7 @@ def with_assumed_devices(config: Config) -> Config:
 
 def _width(config: Config) -> int:
     """The number of iterations by which memory grows evenly: whole periods."""
-    return config.model.period if isinstance(config.model, UnrolledConfig) else 1
+    return config.model.period if config.model.is_unrolled else 1
 
 
 def _first(config: Config) -> int:

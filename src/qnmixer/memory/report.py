@@ -10,7 +10,6 @@ from rich.progress import Progress
 
 from qnmixer.config import Config, effective_batch
 from qnmixer.config.commands import DEVICES, PlanConfig, device_memory
-from qnmixer.config.model import LearnedConfig
 from qnmixer.config.run import validate
 from qnmixer.config.strategy import PipelineConfig
 from qnmixer.config.target import options
@@ -104,7 +103,7 @@ def _setting(config: Config, assumed: str = "") -> str:
             f"({effective_batch(config)} slices an optimizer step)"
         )
     model, size = config.model, config.data.image_size
-    width = f", C = {model.channels}" if isinstance(model, LearnedConfig) else ""
+    width = f", C = {model.width}" if model.width else ""
     return (
         f"{model.name}, T = {model.T}{width}, {size} × {size} pixels, batch {config.data.batch_size}, "
         f"precision {config.trainer.precision}, memory={config.memory.name}, {config.optimizer.name}{spread}"

@@ -14,6 +14,7 @@ class FBP(UnrolledNetwork[Tensor]):
     """x₀ = FBP(y) only: T = 0, no weights. The projector has the filter."""
 
     title = "FBP"
+    has_weights = False
 
     def __init__(self, projector: "FanBeamProjector") -> None:
         super().__init__(n_iterations=0)

@@ -1,10 +1,12 @@
 """FBPConvNet (Jin, McCann, Froustey & Unser, IEEE Transactions on Image Processing 2017): a residual U-Net on FBP."""
 
 import math
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor, nn
 
 from qnmixer.models.unrolled import UnrolledNetwork
@@ -24,7 +26,17 @@ class FBPConvNet(UnrolledNetwork[Tensor]):
 
     title = "FBPConvNet"
 
-    def __init__(self, projector: "FanBeamProjector", channels: int = 64, depth: int = 4) -> None:
+    @classmethod
+    def divisors(cls, arguments: Mapping[str, Any]) -> dict[str, int]:
+        """2 to the power of the number of levels: each level halves the image."""
+        return {"depth": 2 ** arguments["depth"]}
+
+    def __init__(
+        self,
+        projector: "FanBeamProjector",
+        channels: Annotated[int, Ge(4), Le(1024)] = 64,
+        depth: Annotated[int, Ge(1), Le(10)] = 4,
+    ) -> None:
         super().__init__(n_iterations=1)
         self.projector = projector
         self.unet = UNet(channels, depth)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from qnmixer.models.data_term import DATA_TERMS, data_gradient, rectified
-from qnmixer.models.unrolled import UnrolledNetwork, check_choice
+from qnmixer.models.unrolled import Channels, Iterations, UnrolledNetwork, check_choice
 
 if TYPE_CHECKING:
     from qnmixer.physics import FanBeamProjector
@@ -36,8 +36,8 @@ class LEARN(UnrolledNetwork[Tensor]):
     def __init__(
         self,
         projector: "FanBeamProjector",
-        n_iterations: int = 50,
-        channels: int = 48,
+        n_iterations: Iterations = 50,
+        channels: Channels = 48,
         data_term: Literal["adjoint", "fbp"] = "adjoint",
     ) -> None:
         super().__init__(n_iterations)

@@ -1,11 +1,12 @@
 """Learned Primal-Dual (Adler & Öktem, IEEE Transactions on Medical Imaging 2018)."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor, nn
 
-from qnmixer.models.unrolled import UnrolledNetwork
+from qnmixer.models.unrolled import Channels, Iterations, UnrolledNetwork
 
 if TYPE_CHECKING:
     from qnmixer.physics import FanBeamProjector
@@ -39,10 +40,10 @@ class LearnedPrimalDual(UnrolledNetwork[PrimalDualState]):
     def __init__(
         self,
         projector: "FanBeamProjector",
-        n_iterations: int = 10,
-        channels: int = 32,
-        n_primal: int = 5,
-        n_dual: int = 5,
+        n_iterations: Iterations = 10,
+        channels: Channels = 32,
+        n_primal: Annotated[int, Ge(2), Le(1024)] = 5,
+        n_dual: Channels = 5,
     ) -> None:
         super().__init__(n_iterations)
         self.projector = projector

@@ -1,9 +1,11 @@
 """QN-Mixer (Ayad, Larue, Nguyen, CVPR 2024): an unrolled quasi-Newton method in a learned latent space."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple
+import copy
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
 
 import torch
+from annotated_types import Ge, Gt, Le, MultipleOf
 from torch import Tensor, nn
 
 from qnmixer.errors import ConfigError
@@ -11,7 +13,7 @@ from qnmixer.models.bfgs import Pair, apply_inverse_hessian, make_pair, split_sc
 from qnmixer.models.codec import OrthonormalCodec, StridedCodec
 from qnmixer.models.data_term import DATA_TERMS, data_gradient, nonnegative, safe_step_size
 from qnmixer.models.incept_mixer import DetailConvolutions, InceptMixer
-from qnmixer.models.unrolled import UnrolledNetwork, check_choice
+from qnmixer.models.unrolled import Channels, Iterations, UnrolledNetwork, check_choice
 
 if TYPE_CHECKING:
     from qnmixer.physics import FanBeamProjector
@@ -64,48 +66,74 @@ class QNMixer(UnrolledNetwork[QNState]):
             with a learned β_t per iteration, from 0; ours, to compare BFGS with).
         hessian_gradient: "full" differentiates through H; "detach" treats its pairs as constants.
         learned_trust: use τ_t, with hessian="bfgs". False: H_t itself (figure).
-        regularizer: a function (image_size, channels) → module x → G(x), in place of the Incept-Mixer. It needs
-            detail_channels=0.
+        regularizer: a module x → G(x) in place of the Incept-Mixer, copied for each iteration that has its own, or a
+            function (image_size, channels) → such a module. It needs detail_channels=0.
 
     Raises:
-        ConfigError: a word is not known, channels is not a multiple of 4, or `regularizer` is given with
-            detail_channels above 0.
+        ConfigError: a word is not known, channels is not a multiple of 4, or a rule of `rules` is broken.
     """
 
     title = "QN-Mixer"
 
+    @classmethod
+    def rules(cls, arguments: Mapping[str, Any]) -> None:
+        """Check what its codec can have, and that a regulariser of one's own comes without the details."""
+        codec, factor, channels = (arguments[key] for key in ("codec", "latent_factor", "latent_channels"))
+        if codec == "orthonormal" and channels > factor**2:
+            raise ConfigError(
+                f"latent_channels={channels} is more than latent_factor² = {factor**2}, the most that an orthonormal "
+                "codec can have: lower it, or raise latent_factor"
+            )
+        if codec == "strided" and (factor < 2 or factor & (factor - 1)):
+            raise ConfigError(f"latent_factor={factor} does not fit codec=strided: choose 2, 4, 8 or 16")
+        if arguments["regularizer"] is not None and arguments["detail_channels"]:
+            # Its image would be taken for their features.
+            raise ConfigError("a regularizer replaces the detail convolutions too: set detail_channels=0")
+
+    @classmethod
+    def divisors(cls, arguments: Mapping[str, Any]) -> dict[str, int]:
+        """The patch size and the latent cell size."""
+        return {key: arguments[key] for key in ("patch_size", "latent_factor")}
+
+    @classmethod
+    def smallest(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Eight channels and a single layer."""
+        return {"channels": 8, "n_mixer_layers": 1}
+
     def __init__(
         self,
         projector: "FanBeamProjector",
-        n_iterations: int = 14,
-        channels: int = 96,
-        patch_size: int = 4,
-        n_mixer_layers: int = 2,
-        mlp_ratio: float = 2.0,
+        n_iterations: Iterations = 14,
+        channels: Annotated[Channels, MultipleOf(4)] = 96,
+        patch_size: Annotated[int, Ge(1)] = 4,
+        n_mixer_layers: Annotated[int, Ge(1), Le(1000)] = 2,
+        mlp_ratio: Annotated[float, Gt(0), Le(100)] = 2.0,
         inception: bool = True,
-        detail_channels: int = 16,
+        detail_channels: Annotated[int, Ge(0), Le(1024)] = 16,
         detail_data_step: bool = True,
         codec: Literal["orthonormal", "strided"] = "orthonormal",
-        codec_kernel: int = 3,
-        latent_factor: int = 4,
-        latent_channels: int = 16,
+        codec_kernel: Literal[1, 3] = 3,
+        latent_factor: Annotated[int, Ge(1)] = 4,
+        latent_channels: Annotated[int, Ge(1), Le(4096)] = 16,
         shared_regularizer: bool = True,
         shared_step_size: bool = False,
         data_term: Literal["fbp", "adjoint"] = "fbp",
-        data_steps: int = 4,
+        data_steps: Annotated[int, Ge(1), Le(1000)] = 4,
         nonnegative: bool = True,
         hessian: Literal["bfgs", "identity", "momentum"] = "bfgs",
         hessian_gradient: Literal["full", "detach"] = "full",
         learned_trust: bool = True,
-        regularizer: Callable[[int, int], nn.Module] | None = None,
+        regularizer: Callable[[int, int], nn.Module] | nn.Module | None = None,
     ) -> None:
         super().__init__(n_iterations)
         check_choice("data_term", data_term, DATA_TERMS)
         check_choice("codec", codec, ("orthonormal", "strided"))
         check_choice("hessian", hessian, ("bfgs", "identity", "momentum"))
         check_choice("hessian_gradient", hessian_gradient, ("full", "detach"))
-        if regularizer is not None and detail_channels:  # its image would be taken for their features
-            raise ConfigError(f"your regularizer replaces the details: set detail_channels=0, not {detail_channels}")
+        self.rules({
+            "codec": codec, "latent_factor": latent_factor, "latent_channels": latent_channels,
+            "detail_channels": detail_channels, "regularizer": regularizer,
+        })  # fmt: skip
         image_size = projector.geometry.image_size
         self.projector = projector
         self.data_term = data_term
@@ -121,7 +149,10 @@ class QNMixer(UnrolledNetwork[QNState]):
         def incept_mixer(size: int, width: int) -> nn.Module:
             return InceptMixer(size, width, patch_size, n_mixer_layers, mlp_ratio, inception, features=detail_channels)
 
-        make = regularizer or incept_mixer
+        def copied(size: int, width: int) -> nn.Module:
+            return copy.deepcopy(cast(nn.Module, regularizer))
+
+        make = copied if isinstance(regularizer, nn.Module) else regularizer or incept_mixer
         n_regularizers = 1 if shared_regularizer else n_iterations
         self.regularizers = nn.ModuleList(make(image_size, channels) for _ in range(n_regularizers))
         self.detail_data_step = detail_data_step

@@ -1,13 +1,17 @@
 """RegFormer (Xia et al., IEEE Transactions on Radiation and Plasma Medical Sciences 2024): CNN and Swin by turns."""
 
-from typing import TYPE_CHECKING, NamedTuple
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qnmixer.errors import ConfigError
 from qnmixer.models.data_term import data_gradient, rectified
-from qnmixer.models.unrolled import UnrolledNetwork
+from qnmixer.models.unrolled import Channels, Iterations, UnrolledNetwork
 
 if TYPE_CHECKING:
     from qnmixer.physics import FanBeamProjector
@@ -41,14 +45,36 @@ class RegFormer(UnrolledNetwork[RegFormerState]):
     """
 
     title = "RegFormer"
+    period = 2
+
+    @classmethod
+    def rules(cls, arguments: Mapping[str, Any]) -> None:
+        """Half of the channels go to the next iteration, and the heads share them all."""
+        channels, n_heads = arguments["channels"], arguments["n_heads"]
+        unit = math.lcm(2, n_heads)
+        if channels % unit:
+            raise ConfigError(
+                f"channels={channels} is not a multiple of {unit}. Half of them go to the next iteration, and "
+                f"n_heads={n_heads} must divide them: choose channels={-(-channels // unit) * unit}"
+            )
+
+    @classmethod
+    def divisors(cls, arguments: Mapping[str, Any]) -> dict[str, int]:
+        """The window size."""
+        return {"window_size": arguments["window_size"]}
+
+    @classmethod
+    def smallest(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The fewest channels that its heads can share."""
+        return {"channels": math.lcm(2, arguments["n_heads"])}
 
     def __init__(
         self,
         projector: "FanBeamProjector",
-        n_iterations: int = 12,
-        channels: int = 96,
-        n_heads: int = 3,
-        window_size: int = 8,
+        n_iterations: Iterations = 12,
+        channels: Channels = 96,
+        n_heads: Channels = 3,
+        window_size: Annotated[int, Ge(2), Le(8192)] = 8,
     ) -> None:
         super().__init__(n_iterations)
         image_size = projector.geometry.image_size

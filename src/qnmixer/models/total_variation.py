@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import torch
+from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -58,14 +59,15 @@ class TotalVariation(UnrolledNetwork[TVState]):
     """
 
     title = "TV"
+    has_weights = False
 
     def __init__(
         self,
         projector: "FanBeamProjector",
-        n_iterations: int = 5000,
-        weight: float = 9e-5,
-        gap: float = 0.01,
-        noise_weight: float = 3.5e-4,
+        n_iterations: Annotated[int, Ge(1), Le(100_000)] = 5000,
+        weight: Annotated[float, Gt(0)] = 9e-5,
+        gap: Annotated[float, Ge(0), Lt(1)] = 0.01,
+        noise_weight: Annotated[float, Ge(0)] = 3.5e-4,
         variance: Callable[[Tensor], Tensor] = torch.zeros_like,
     ) -> None:
         super().__init__(n_iterations)

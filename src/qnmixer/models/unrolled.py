@@ -1,10 +1,11 @@
 """The base class of unrolled networks: a start, a step, and T. Write these two, and everything else works with them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Container, Iterator
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, TypeVar
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,6 +16,10 @@ if TYPE_CHECKING:  # a network needs the operator's methods only, so that its fi
 
 S = TypeVar("S")
 """What one iteration hands to the next: tensors [B, …], and tuples of them."""
+Iterations = Annotated[int, Ge(1), Le(1000)]
+"""The type of an argument `n_iterations`. Bounds at an argument are checked when a command line gives its value."""
+Channels = Annotated[int, Ge(1), Le(1024)]
+"""The type of an argument that is a number of features."""
 
 
 class UnrolledNetwork(nn.Module, ABC, Generic[S]):
@@ -22,10 +27,19 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
 
     `step` gets all its inputs as arguments and stores nothing. So `loop` can be replaced from outside, to recompute,
     offload or pipeline the steps.
+
+    The arguments of a subclass are the keys of its config section, with the types, bounds and defaults that they have
+    in `__init__`. With an argument `n_iterations` its T can be chosen.
     """
 
     title: str = "network"
     """Its name in tables and pictures."""
+
+    has_weights: ClassVar[bool] = True
+    """Whether it has weights to train."""
+
+    period: ClassVar[int] = 1
+    """Iterations after which its memory has grown by the same amount again: 2 where two kinds of block alternate."""
 
     projector: "FanBeamProjector"
     """A, Aᵀ and FBP of the scan. A subclass sets it from its first argument."""
@@ -36,6 +50,24 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         self.step_sizes = nn.ParameterList()
         """λ_t, if the network has them. They have their own learning rate, and are logged."""
         self.loop: Callable[[UnrolledNetwork[S], range, Tensor, S], S] = UnrolledNetwork.run
+
+    @classmethod
+    def rules(cls, arguments: Mapping[str, Any]) -> None:
+        """Check the rules between its arguments, before it is built. Raises ConfigError, which names the arguments.
+
+        Args:
+            arguments: all but the projector by name, given or default.
+        """
+
+    @classmethod
+    def divisors(cls, arguments: Mapping[str, Any]) -> dict[str, int]:
+        """Numbers that must divide the image size, by the argument that sets each."""
+        return {}
+
+    @classmethod
+    def smallest(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments that make it so small that a step takes seconds, for doctor. By default: eight channels."""
+        return {"channels": 8} if "channels" in arguments else {}
 
     @abstractmethod
     def start(self, y: Tensor) -> S:

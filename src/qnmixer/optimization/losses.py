@@ -1,21 +1,17 @@
 """Training losses. Each image of a batch has a loss of its own, so a batch can weight its images."""
 
 from collections.abc import Callable
+from typing import Annotated
 
+from annotated_types import Ge, Le
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qnmixer.config.loss import LossConfig
+from qnmixer.config.groups import LossConfig
 from qnmixer.errors import PluginError
-from qnmixer.plugins import Kind, check_call, load
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """A loss: [B] from image and truth, both [B, 1, H, W]."""
-
-LOSS = Kind(
-    "a function (image, truth), nor a subclass of torch.nn.Module",
-    lambda it: issubclass(it, nn.Module) if isinstance(it, type) else callable(it),
-)
 
 
 def build_loss(config: LossConfig) -> Loss:
@@ -24,20 +20,17 @@ def build_loss(config: LossConfig) -> Loss:
     A loss that is a torch module is no child of the Lightning module, so `state_dict` does not contain it. It follows
     the images to their device. It is not trained.
     """
-    key, target, loss, keywords = "loss._target_", config._target_, load(config, LOSS), config.keywords()
-    module: nn.Module | None = None
-    if isinstance(loss, type):
-        check_call(key, target, loss, (), {}, keywords)
-        module = loss(**keywords).requires_grad_(False).eval()
-    else:
-        check_call(key, target, loss, (None, None), {}, keywords)
+    loss = config.build() if config.is_class else config.bound()
+    if isinstance(loss, nn.Module):
+        loss.requires_grad_(False).eval()
 
     def of_each(image: Tensor, truth: Tensor) -> Tensor:
-        value = loss(image, truth, **keywords) if module is None else module.to(image.device)(image, truth)
+        value = (loss.to(image.device) if isinstance(loss, nn.Module) else loss)(image, truth)
         if not isinstance(value, Tensor) or value.shape != image.shape[:1]:
             its = f"a tensor {[*value.shape]}" if isinstance(value, Tensor) else type(value).__name__
             raise PluginError(
-                f"{key}={target} gives {its} for a batch of {len(image)}: it must give [B], one number for each image"
+                f"loss._target_={config._target_} gives {its} for a batch of {len(image)}: it must give [B], one "
+                "number for each image"
             )
         return value
 
@@ -54,7 +47,7 @@ def l1(image: Tensor, truth: Tensor) -> Tensor:
     return F.l1_loss(image, truth, reduction="none").mean((1, 2, 3))
 
 
-def ssim_mix(image: Tensor, truth: Tensor, ssim_weight: float) -> Tensor:
+def ssim_mix(image: Tensor, truth: Tensor, ssim_weight: Annotated[float, Ge(0), Le(1)]) -> Tensor:
     """(1 − weight) · L1 + weight · (1 − SSIM)."""
     from qnmixer.optimization.metrics import ssim  # imported here, because it takes a second and few runs need SSIM
 

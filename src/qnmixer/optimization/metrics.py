@@ -21,7 +21,7 @@ from qnmixer.batch import Batch, to_hu
 from qnmixer.config.metrics import MetricConfig
 from qnmixer.config.target import TARGET
 from qnmixer.errors import PluginError, UserError, first_line
-from qnmixer.plugins import Kind, check_call, load_plugin, make_plugin, taken
+from qnmixer.plugins import Kind, check_names, load_plugin, make_plugin, taken
 
 SSIM_WINDOW = 7
 METRIC = Kind(
@@ -117,7 +117,7 @@ def _built(key: str, config: MetricConfig, own_range: bool) -> ImageMetric:
         function.requires_grad_(False).eval()
     else:
         ours = taken(found, {name: value for name, value in offered.items() if name not in arguments})
-        check_call(key, target, found, (None, None), ours, arguments)
+        check_names(key, target, found, arguments, 2, ours)
         function = partial(found, **ours, **arguments)
     one_by_one = isinstance(function, Metric) or target.startswith("torchmetrics.")
     return ImageMetric(f"{key}={target}", function, config.in_hu, one_by_one)

@@ -6,9 +6,10 @@ schedule, and one step for the GradScaler to skip.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import AdamW, Optimizer
@@ -16,6 +17,7 @@ from torch.optim.optimizer import ParamsT
 
 _N_STEPS = 5
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # Jordan's: steepest at 0, so that small singular values grow fast
+_Decay = Annotated[float, Ge(0), Lt(1)]
 _TINY = 1e-16  # a gradient of zeros stays zero; any larger number would shorten the steps of small gradients
 
 
@@ -24,15 +26,24 @@ class Muon(Optimizer):
 
     Args:
         params: parameter groups. Those with `orthogonal=True` have weights of two dimensions or more, [out, …].
-        lr: learning rate, of groups without one.
+        lr: learning rate of the groups with `orthogonal=True`.
+        adamw_lr: learning rate of the other groups; None: lr. A group may have its own.
         momentum: of Muon, in Nesterov's form.
         betas: of AdamW.
     """
 
     def __init__(
-        self, params: ParamsT, lr: float, momentum: float = 0.95, betas: tuple[float, float] = (0.9, 0.999)
+        self,
+        params: ParamsT,
+        lr: float,
+        adamw_lr: Annotated[float, Gt(0)] | None = None,
+        momentum: _Decay = 0.95,
+        betas: tuple[_Decay, _Decay] = (0.9, 0.999),
     ) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": 0.0, "orthogonal": False, "momentum": momentum})
+        super().__init__(params, {"lr": None, "weight_decay": 0.0, "orthogonal": False, "momentum": momentum})
+        for group in self.param_groups:
+            if group["lr"] is None:
+                group["lr"] = lr if group["orthogonal"] or adamw_lr is None else adamw_lr
         self._adamw = AdamW(self.param_groups, betas=betas)  # the same groups: it adds its own options to them
 
     @torch.no_grad()

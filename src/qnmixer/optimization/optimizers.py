@@ -5,12 +5,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from qnmixer.config.optimizer import MuonConfig, OptimizerConfig
+from qnmixer.config.groups import OptimizerConfig
 from qnmixer.errors import ConfigError
 from qnmixer.models.unrolled import UnrolledNetwork
-from qnmixer.plugins import build, subclass_of
-
-OPTIMIZER = subclass_of(Optimizer, "torch.optim.Optimizer")
+from qnmixer.optimization.muon import Muon
 
 
 def build_optimizer(config: OptimizerConfig, network: UnrolledNetwork[Any]) -> Optimizer:
@@ -20,10 +18,8 @@ def build_optimizer(config: OptimizerConfig, network: UnrolledNetwork[Any]) -> O
     scalars is lr · step_size_lr_factor. With Muon, lr is that of the network's `hidden_weights`, and adamw_lr takes its
     place for all others.
     """
-    hidden: list[nn.Parameter] = []
-    lr = config.lr
-    if isinstance(config, MuonConfig):
-        hidden, lr = _hidden_weights(network), config.adamw_lr
+    lr = config.arguments.get("adamw_lr", config.lr)
+    hidden = _hidden_weights(network) if issubclass(config.load(), Muon) else []
     ours = set(map(id, hidden))
     step_sizes: list[nn.Parameter] = []
     decaying: list[nn.Parameter] = []
@@ -37,13 +33,13 @@ def build_optimizer(config: OptimizerConfig, network: UnrolledNetwork[Any]) -> O
             (decaying if parameter.ndim > 1 else plain).append(parameter)
     # This order is part of the checkpoint format: an optimizer state names its parameters by number only.
     groups: list[dict[str, Any]] = [
-        {"params": hidden, "weight_decay": config.weight_decay, "lr": config.lr, "orthogonal": True},
+        {"params": hidden, "weight_decay": config.weight_decay, "orthogonal": True},
         {"params": decaying, "weight_decay": config.weight_decay},
         {"params": plain, "weight_decay": 0.0},
         {"params": step_sizes, "weight_decay": 0.0, "lr": lr * config.step_size_lr_factor},
     ]
     groups = [group for group in groups if group["params"]]
-    optimizer: Optimizer = build(config, OPTIMIZER, groups, lr=lr)
+    optimizer: Optimizer = config.build(groups, lr=config.lr)
     return optimizer
 
 

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Callable
+from typing import Annotated
 
-from qnmixer.config.schedule import ScheduleConfig
+from annotated_types import Gt, Le
+
+from qnmixer.config.groups import ScheduleConfig
 from qnmixer.errors import PluginError
-from qnmixer.plugins import Kind, check_call, load, taken
-
-SCHEDULE = Kind("a function (step, n_steps)", lambda it: callable(it) and not isinstance(it, type))
 
 
 def warm_up_steps(config: ScheduleConfig, n_steps: int) -> int:
@@ -21,21 +21,20 @@ def learning_rate_factor(config: ScheduleConfig, n_steps: int) -> Callable[[int]
     Raises PluginError for a schedule that does not fit.
     """
     n_warmup = warm_up_steps(config, n_steps)
-    key, target, function = "schedule._target_", config._target_, load(config, SCHEDULE)
-    keywords = config.keywords()
-    ours = taken(function, {"n_warmup": n_warmup})
-    check_call(key, target, function, (0, n_steps), ours, keywords)
+    schedule = config.bound(offered={"n_warmup": n_warmup})
 
     def factor(step: int) -> float:  # no object: LambdaLR writes an object's attributes into checkpoints
         if step < n_warmup:
             return (step + 1) / (n_warmup + 1)
-        value = function(step, n_steps, **ours, **keywords)
+        value = schedule(step, n_steps)
         try:
             number = float(value)
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number):
-            raise PluginError(f"{key}={target} gives {value} at step {step}: it must give a finite number")
+            raise PluginError(
+                f"schedule._target_={config._target_} gives {value} at step {step}: it must give a finite number"
+            )
         return number
 
     return factor
@@ -52,6 +51,6 @@ def cosine(step: int, n_steps: int, n_warmup: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def step(step: int, n_steps: int, at: float, factor: float) -> float:
+def step(step: int, n_steps: int, at: Annotated[float, Gt(0), Le(1)], factor: Annotated[float, Gt(0)]) -> float:
     """1, then `factor` after the share `at` of the run."""
     return factor if step >= at * n_steps else 1.0

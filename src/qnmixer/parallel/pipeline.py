@@ -22,6 +22,7 @@ from qnmixer.config.run import batch_of_replica, devices_per_replica
 from qnmixer.config.strategy import PipelineConfig
 from qnmixer.parallel.stages import (
     Context,
+    Logged,
     Packing,
     Stage,
     Trained,
@@ -164,6 +165,7 @@ class Pipeline:
         self._batch_idx = 0
         self._factor = torch.ones(())
         self._losses: list[Tensor] = []
+        self._logged = Logged()
 
     def _stage(self, index: int, packings: list[Packing], y: Tensor) -> PipelineStage:
         """A stage for torch's schedules, with the shapes of its input and output. y: of a micro-batch."""
@@ -188,24 +190,40 @@ class Pipeline:
         )
 
     def step(self, y: Tensor, batch: Any, batch_idx: int, factor: Tensor) -> Tensor:
-        """Add the gradients of factor · loss of a batch to the gradients of this device's stages. Returns the loss."""
+        """Add the gradients of factor · loss of a batch to the gradients of this device's stages. Returns the loss.
+
+        Logs what `training_step` logs, on every rank. Raises ConfigError if these are other names than in the first
+        batch.
+        """
         self._batch, self._batch_idx, self._factor = batch | {"sinogram": y}, batch_idx, factor
         self._losses.clear()
+        self._logged.values.clear()
         positions = torch.arange(len(y))  # on the host, which reads them
         size = self.microbatch_size if self.sequential else len(y)
         with torch.autocast(y.device.type, enabled=False):  # torch's schedules would else run backward under autocast
             for part, target in zip(y.split(size), positions.split(size), strict=True):
                 self.schedule.step(y=part, target=target)
-        loss = torch.zeros((), device=y.device)
+        return self._on_every_device(y.device)
+
+    def _on_every_device(self, device: torch.device) -> Tensor:
+        """The loss of the batch, after `log` of all values. Only the device of the last stage knows them."""
+        logged, last = self._logged, dist.get_world_size(self.group) - 1
+        if logged.names is None:
+            names = [dict(logged.options)]
+            dist.broadcast_object_list(names, group_src=last, group=self.group)
+            logged.names = names[0]
+        values = torch.zeros(1 + len(logged.names), device=device)
         if self._losses:
-            loss = torch.stack(self._losses).sum().float()
-        # Only the device of the last stage knows the loss, but every rank logs it.
-        dist.broadcast(loss, group_src=dist.get_world_size(self.group) - 1, group=self.group)
-        return loss
+            logged.check()
+            values = torch.stack([torch.stack(self._losses).sum().float(), *(logged.values[it] for it in logged.names)])
+        dist.broadcast(values, group_src=last, group=self.group)
+        for (name, (args, options)), value in zip(logged.names.items(), values[1:], strict=True):
+            self.module.log(name, value, *args, **options)
+        return values[0]
 
     def _loss(self, image: Tensor, positions: Tensor) -> Tensor:
         with self.context():
-            loss = loss_of_part(self.module, self._batch, self._batch_idx, image, positions)
+            loss = loss_of_part(self.module, self._batch, self._batch_idx, image, int(positions[0]), self._logged)
         self._losses.append(loss.detach())
         return loss * self._factor
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -30,6 +31,9 @@ class Trained(Protocol):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The loss of a batch."""
+
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Log a number, as Lightning does."""
 
 
 class Stage(nn.Module):
@@ -58,25 +62,34 @@ class Stage(nn.Module):
         return self.outgoing.pack(state)
 
 
-def loss_of_part(module: Trained, batch: Any, batch_idx: int, image: Tensor, positions: Tensor) -> Tensor:
+def loss_of_part(module: Trained, batch: Any, batch_idx: int, image: Tensor, first: int, logged: "Logged") -> Tensor:
     """The part of a micro-batch in the loss of its batch, by the module's own `training_step`.
 
     Args:
         batch: with its sinograms.
         image: x_T of the micro-batch, which the stages have computed.
-        positions: of the micro-batch in the batch: neighbours, on the host.
+        first: position in the batch of the micro-batch's first sample.
+        logged: takes what `training_step` logs.
 
     Raises ConfigError if `training_step` needs more of the network than x_T.
     """
-    first, end = int(positions[0]), int(positions[-1]) + 1
-    part = {key: value[first:end] for key, value in batch.items()}
-    with _giving(module.network, image):
-        return module.training_step(part, batch_idx) * (len(positions) / len(batch["image"]))
+    part = {key: value[first : first + len(image)] for key, value in batch.items()}
+    share = len(image) / len(batch["image"])
+    with _giving(module, part["sinogram"], image, partial(logged.add, image.device, share)):
+        return module.training_step(part, batch_idx) * share
 
 
 @contextmanager
-def _giving(network: UnrolledNetwork[Any], image: Tensor) -> Iterator[None]:
-    """Within it, the network called with a sinogram gives this image. It gives no iterates."""
+def _giving(module: Trained, y: Tensor, image: Tensor, add: Callable[..., None]) -> Iterator[None]:
+    """Within it, the module measures y, its network gives this image for y and no iterates, and `log` calls `add`."""
+
+    def forward(given: Tensor) -> Tensor:
+        if given is not y:
+            raise ConfigError(
+                "strategy=pipeline: training_step gives the network another sinogram than that of self.measure, but "
+                "its iterations are on other devices: choose strategy=ddp"
+            )
+        return image
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise ConfigError(
@@ -84,13 +97,54 @@ def _giving(network: UnrolledNetwork[Any], image: Tensor) -> Iterator[None]:
             "strategy=ddp memory=recompute"
         )
 
-    # In the object, so that hooks of `forward` still run.
-    vars(network).update({"forward": lambda y: image} | dict.fromkeys(_OF_ITERATES, refuse))
+    # In the objects, so that hooks of `forward` still run.
+    ours: list[tuple[Any, dict[str, Any]]] = [
+        (module.network, {"forward": forward} | dict.fromkeys(_OF_ITERATES, refuse)),
+        (module, {"measure": lambda batch, stream: y, "log": add}),
+    ]
+    for it, methods in ours:
+        vars(it).update(methods)
     try:
         yield
     finally:
-        for name in ("forward", *_OF_ITERATES):
-            del vars(network)[name]
+        for it, methods in ours:
+            for name in methods:
+                del vars(it)[name]
+
+
+_Options = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Logged:
+    """What `training_step` logs in a batch: means over its micro-batches. Only the device of the last stage has them.
+
+    Attributes:
+        values: scalars by name.
+        options: the other arguments of `log`, by name.
+        names: those of the first batch, with their options, on every device; None before it.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, Tensor] = {}
+        self.options: dict[str, _Options] = {}
+        self.names: dict[str, _Options] | None = None
+
+    def add(self, device: torch.device, share: float, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Add a micro-batch's value, with its share of the batch. Raises ConfigError for a torchmetrics Metric."""
+        if isinstance(value, nn.Module):
+            raise ConfigError(f"strategy=pipeline: training_step logs {name} as a metric object: log a number")
+        number = torch.as_tensor(value, dtype=torch.float32, device=device).detach().reshape(())
+        self.values[name] = self.values.get(name, 0) + share * number
+        self.options[name] = (args, options)
+
+    def check(self) -> None:
+        """Raise ConfigError if a batch has logged other names than the first: other devices cannot know them."""
+        assert self.names is not None
+        if odd := self.names.keys() ^ self.values.keys():
+            raise ConfigError(
+                f"strategy=pipeline: training_step logs {', '.join(sorted(odd))} in some batches only: log it in every "
+                "batch"
+            )
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch.nn.parallel import DistributedDataParallel
 
 from qnmixer.config import Config
-from qnmixer.config.option import suggest
 from qnmixer.config.strategy import DDPConfig, FSDPConfig
-from qnmixer.errors import ConfigError
+from qnmixer.errors import ConfigError, suggest
 from qnmixer.parallel.fsdp import ShardedStrategy
 from qnmixer.parallel.pipeline import PipelineStrategy
 

@@ -8,9 +8,11 @@ the device, the rank or the worker. It is drawn on the CPU by numpy's Philox gen
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
+from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
 from qnmixer.errors import PluginError
@@ -18,6 +20,10 @@ from qnmixer.errors import PluginError
 Key = Sequence[int]
 """The key of a draw, for instance (seed, epoch, index); whole numbers from 0."""
 
+Photons = Annotated[float, Gt(0), Le(1e15)]
+"""Counts of an unattenuated ray. numpy draws no larger ones."""
+Deviation = Annotated[float, Ge(0)]
+"""A standard deviation."""
 _FEWEST_COUNTS = 1.0
 """Counts that a starved bin is taken to have, so that its logarithm is finite."""
 
@@ -26,7 +32,12 @@ class KeyedNoise(ABC):
     """Noise that is drawn for each sample separately, from the generator of its key.
 
     Derive your own noise from it and define `sample`.
+
+    Attributes:
+        needs_one_scale: whether it makes sense only if all slices have the same scale of attenuation.
     """
+
+    needs_one_scale: ClassVar[bool] = False
 
     @abstractmethod
     def sample(self, p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -87,8 +98,8 @@ class FieldNoise(KeyedNoise):
         sigma: standard deviation of the Gaussian part, in the unit of y.
     """
 
-    photons: float = 1e6
-    sigma: float = 0.05
+    photons: Photons = 1e6
+    sigma: Deviation = 0.05
 
     def sample(self, p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """One sinogram with noise."""
@@ -119,11 +130,13 @@ class PhysicalNoise(KeyedNoise):
         fewest_counts: c, the lower limit of counts.
     """
 
-    photons: float = 1e5
-    water_attenuation: float = 0.0192
-    electronic_sigma: float = 0.0
+    needs_one_scale: ClassVar[bool] = True
+
+    photons: Photons = 1e5
+    water_attenuation: Annotated[float, Gt(0)] = 0.0192
+    electronic_sigma: Deviation = 0.0
     hu_max: float = 0.0
-    fewest_counts: float = _FEWEST_COUNTS
+    fewest_counts: Annotated[float, Gt(0)] = _FEWEST_COUNTS
 
     def sample(self, p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """One sinogram with noise."""
@@ -148,9 +161,9 @@ class MixedNoise(PhysicalNoise):
         field_photons, field_sigma: of the field's noise.
     """
 
-    physical_share: float = 0.3
-    field_photons: float = 1e6
-    field_sigma: float = 0.05
+    physical_share: Annotated[float, Ge(0), Le(1)] = 0.3
+    field_photons: Photons = 1e6
+    field_sigma: Deviation = 0.05
 
     def sample(self, p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """One sinogram with noise."""

@@ -37,7 +37,7 @@ KNOWN_UNTIL = Path("wandb", "known_until")  # W&B has all steps before this one,
 # Exit codes of a W&B run; wandb itself uses the last one for Ctrl-C.
 DONE, FAILED, INTERRUPTED = 0, 1, 255
 
-_LOGGER = subclass_of(Logger, "lightning.pytorch.loggers.Logger")
+_LOGGER = subclass_of("lightning.pytorch.loggers.Logger")
 _STEP = "trainer/global_step"  # as Lightning's logger calls it
 # Only one kind of network has these. They get a curve, but no column in the table of runs.
 _CURVES_ONLY = ("train/lambda_", "val/cosine_zs", "val/skipped_pairs")

@@ -29,7 +29,7 @@ from qnmixer.training.progress import ProgressMetrics
 from qnmixer.training.progress_bar import TrainingProgress
 
 _MOST_SHOWN = 15  # iterates in a picture
-_CALLBACK = subclass_of(Callback, "lightning.pytorch.callbacks.Callback")
+_CALLBACK = subclass_of("lightning.pytorch.callbacks.Callback")
 
 
 def build_callbacks(

@@ -20,11 +20,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from qnmixer.checkpoints.reading import load
 from qnmixer.errors import Stopped
 from qnmixer.files import PART_SUFFIX, atomic_file, remove, replace
+from qnmixer.lightning_private import number_rows, validate_as_in_training
 from qnmixer.parallel.pipeline import PipelineStrategy
 from qnmixer.processes.ranks import rank
 from qnmixer.processes.signals import defer_stop, stop_requested
 from qnmixer.tracking.run import Run
-from qnmixer.training.lightning_private import number_rows, validate_as_in_training
 from qnmixer.training.random_states import of_all_ranks, random_state, set_random_state
 from qnmixer.weights import RUN_KEY
 

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from qnmixer.checkpoints.reading import built_from
 from qnmixer.config import Config, effective_batch
-from qnmixer.config.optimizer import MuonConfig
 from qnmixer.config.overrides import quoted
 from qnmixer.config.trainer import TrainerConfig
 from qnmixer.data.datamodule import SliceDataModule
@@ -70,7 +69,7 @@ def print_start(config: Config, module: RunModule, data: SliceDataModule, traine
             f"{steps:,} step{'s' * (steps > 1)} an epoch{last}",
             _length(t, steps),
         ]
-    if isinstance(config.optimizer, MuonConfig) and not module.network.hidden_weights():
+    if config.optimizer.name == "muon" and not module.network.hidden_weights():
         name = type(module.network).__name__
         lines.append(f"optimizer muon: AdamW changes all weights, as {name}.hidden_weights() is empty")
     if line := describe(config):

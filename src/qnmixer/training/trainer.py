@@ -11,10 +11,10 @@ from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfi
 
 from qnmixer.config import Config
 from qnmixer.config.trainer import TrainerConfig
+from qnmixer.lightning_private import disable_signal_handling
 from qnmixer.parallel.devices import allow_tf32
 from qnmixer.parallel.strategies import build_precision, build_strategy
 from qnmixer.training.checkpointing import AtomicCheckpointIO
-from qnmixer.training.lightning_private import disable_signal_handling
 from qnmixer.training.step_checks import StepChecks
 
 _BUILT = ("enable_progress_bar", "limit_train_batches", "profiler")  # keys of trainer.extra that are converted first

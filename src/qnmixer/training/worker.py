@@ -1,8 +1,11 @@
-"""One run in several processes: the launcher starts a rank for each device, and each rank calls `fit`.
+"""One run in several processes: the launcher starts a rank for each device, and each rank runs the same function.
+
+The function is given by its name, as module.name: `qnmixer.fit.fit`, which is the user's to change.
 
 Modules that load torch are imported late, so that a rank can be stopped before they load.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -55,8 +58,8 @@ def check_srun() -> None:
         )
 
 
-def fit_in_processes(config: Config, run: Run) -> float:
-    """Run `fit` in one process for each device. Returns the best monitored value.
+def fit_in_processes(config: Config, run: Run, fit: str) -> float:
+    """Run a function such as `qnmixer.fit.fit` in one process for each device. Returns the best monitored value.
 
     Raises UserError before any rank starts if data or checkpoints are missing. Raises RankFailed, with the rank's
     number, if a rank fails. results.json then says failed, or interrupted after Ctrl-C and SIGTERM, whatever the ranks
@@ -69,7 +72,7 @@ def fit_in_processes(config: Config, run: Run) -> float:
     try:
         _check_inputs(config, run)
         with tempfile.TemporaryDirectory(prefix="qnmixer-job-") as temporary:
-            job = _write_job(Path(temporary), config, run)
+            job = _write_job(Path(temporary), config, run, fit)
             launch(
                 ["-m", "qnmixer.training.worker", str(job)],
                 n_devices,
@@ -87,11 +90,11 @@ def fit_in_processes(config: Config, run: Run) -> float:
     return float(best[config.monitor])
 
 
-def fit_as_rank(config: Config, run: Run) -> float:
-    """Run `fit` as a rank that torchrun or srun started. If it fails, end the process instead of returning."""
+def fit_as_rank(config: Config, run: Run, fit: str) -> float:
+    """Run the function as a rank that torchrun or srun started. If it fails, end the process instead of returning."""
     end_with_the_others()
     try:
-        return _fit(config, run, None)
+        return _fit(config, run, fit, None)
     except BaseException as error:
         if not is_secondary(error):
             run.record_end("failed", RankFailed(f"rank {rank()}: {error}"))
@@ -99,21 +102,21 @@ def fit_as_rank(config: Config, run: Run) -> float:
 
 
 def main(path: Path) -> None:
-    """Run `fit` as a rank of our launcher, with the job in a file."""
+    """Run the function as a rank of our launcher, with the job in a file."""
     job = json.loads(path.read_text())
     end_with_the_others(job["launcher"])
     try:
         config = parse(job["config"])
         with warnings_in_one_line():
-            _fit(config, Run(Path(job["folder"]), job["overrides"], config.resume), path.parent)
+            _fit(config, Run(Path(job["folder"]), job["overrides"], config.resume), job["fit"], path.parent)
     except BaseException as error:
         leave(error, explain(error, "train"))
 
 
-def _write_job(folder: Path, config: Config, run: Run) -> Path:
+def _write_job(folder: Path, config: Config, run: Run, fit: str) -> Path:
     """Write the data that the ranks need into a file."""
     path = folder / "job.json"
-    job = {"config": to_plain(config), "folder": str(run.folder.absolute()), "overrides": run.overrides}
+    job = {"fit": fit, "config": to_plain(config), "folder": str(run.folder.absolute()), "overrides": run.overrides}
     path.write_text(json.dumps(job | {"launcher": os.getpid()}))
     return path
 
@@ -129,13 +132,15 @@ def _ask_to_stop(job: Path, n_ranks: int) -> bool:
     return True
 
 
-def _fit(config: Config, run: Run, job: Path | None) -> float:
+def _fit(config: Config, run: Run, fit: str, job: Path | None) -> float:
+    module, _, name = fit.rpartition(".")
     with loading():
-        from qnmixer.training.fit import fit
+        function = getattr(importlib.import_module(module), name)
     with stop_signals():
         if job:
             write_text(job / f"{rank()}.pid", str(os.getpid()))
-        return fit(config, run)
+        best: float = function(config, run)
+    return best
 
 
 def _check_inputs(config: Config, run: Run) -> None:

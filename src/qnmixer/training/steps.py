@@ -1,26 +1,28 @@
-"""One training run, step by step: seed, module, data, callbacks, loggers, trainer, fit, test."""
+"""The steps of a training run. `qnmixer.fit` has their order."""
 
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import TypeVar
 
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
 
 from qnmixer.build import build_data_module, build_module
 from qnmixer.checkpoints.reading import find_checkpoint, load_weights, resumable, split_of, steps_of
 from qnmixer.config import Config, effective_batch
 from qnmixer.config.debug import FewBatchesConfig
 from qnmixer.config.metrics import modes_of
-from qnmixer.config.model import LearnedConfig
 from qnmixer.data.datamodule import SliceDataModule
 from qnmixer.data.sampler import EpochSampler
 from qnmixer.data.splits import RunSplit, seen_by
 from qnmixer.errors import OutOfMemory, Stopped
 from qnmixer.evaluation.evaluate import evaluate, title_of, what_was_evaluated, write_evaluation
 from qnmixer.files import write_text
+from qnmixer.lightning_private import number_rows
 from qnmixer.memory.advice import advice
 from qnmixer.memory.footprint import MIB
 from qnmixer.memory.limits import is_out_of_memory, memory_of
@@ -38,61 +40,19 @@ from qnmixer.tracking.loggers import (
     DONE,
     FAILED,
     INTERRUPTED,
-    build_loggers,
     close_loggers,
     device_name,
-    log_checkpoint,
 )
 from qnmixer.tracking.results import git_diff, read_results
 from qnmixer.tracking.resume import resume_hint
 from qnmixer.tracking.run import Run
 from qnmixer.training.callbacks import build_callbacks, console_callbacks, log_evaluation
 from qnmixer.training.checkpointing import Checkpointing
-from qnmixer.training.lightning_private import number_rows
 from qnmixer.training.memory_monitor import MemoryMonitor
 from qnmixer.training.profiling import naming_nan_gradients
-from qnmixer.training.terminal import print_end, print_start, quieten
-from qnmixer.training.trainer import build_trainer
+from qnmixer.training.terminal import print_start, quieten
 
-
-def fit(config: Config, run: Run) -> float:
-    """Train a network, evaluate its best checkpoint, and return the best monitored value.
-
-    Every rank calls it. All files go into the run folder. Rank 0 prints and writes. Raises UserError for errors that
-    the user can fix, and Stopped after a stop signal.
-    """
-    with session(config, run):
-        quieten()
-        L.seed_everything(config.seed, workers=True, verbose=False)
-        require_memory(config)  # before the run allocates any
-        module = prepared_module(config)  # scan, noise, network, loss
-        checkpoint = resume_checkpoint(config, run)  # None for a new run
-        data = build_data(config, checkpoint)
-        if checkpoint is not None and run.resumes_in_place:  # nothing has refused its settings
-            run.record_resume(steps_of(checkpoint))
-        mode = modes_of(config.metrics)[config.monitor]
-        checkpointing = Checkpointing(run, config.monitor, config.trainer.save_every_n_steps, mode)
-        memory = MemoryMonitor(run.console)
-        callbacks = [
-            checkpointing,
-            memory,
-            *console_callbacks(config, run),
-            *build_callbacks(config.callbacks, config.metrics),
-        ]
-        save_code_diff(run)  # W&B sends it
-        loggers = build_loggers(config, run.folder, run.overrides, run.resumed_at)
-        trainer = build_trainer(config, run.folder, callbacks, loggers)
-        run.record["sinograms"] = "measured" if data.measured else "simulated"
-        print_start(config, module, data, trainer, run.console)
-        with recording_training(run, trainer, checkpointing, memory), out_of_memory_advice(config, module, trainer):
-            train(config, trainer, module, data, checkpoint)
-        best = validate_last_steps(trainer, module, data, checkpointing)
-        run.record["best"] = {config.monitor: best}
-        if config.test_after_training:
-            evaluate_best(config, run, trainer, module, data)
-        log_checkpoint(loggers, find_checkpoint(run.folder), {config.monitor: best})  # where a logger asks for it
-    print_end(config, run)
-    return best
+_T = TypeVar("_T", bound=Callback)
 
 
 @contextmanager
@@ -104,6 +64,8 @@ def session(config: Config, run: Run) -> Iterator[None]:
         run.record["processes"] = world_size()  # each has so many threads
         if config.tags:
             run.record["tags"] = config.tags
+        quieten()
+        save_code_diff(run)  # W&B sends it
         try:
             yield
             exit_code = DONE
@@ -136,9 +98,9 @@ def require_memory(config: Config) -> None:
     seconds. So it runs only if a rough count, of the features of all iterations and of their weights, is large.
     """
     model, data = config.model, config.data
-    if config.trainer.accelerator != "cpu" or not isinstance(model, LearnedConfig):
+    if config.trainer.accelerator != "cpu" or not model.has_weights:
         return
-    values = model.T * model.channels * (data.batch_size * data.image_size**2 + 16 * model.channels)
+    values = model.T * model.width * (data.batch_size * data.image_size**2 + 16 * model.width)
     available = memory_of(torch.device("cpu"))
     if 4 * values / MIB < available / 16:
         return
@@ -148,7 +110,11 @@ def require_memory(config: Config) -> None:
 
 
 def prepared_module(config: Config) -> RunModule:
-    """Build the LightningModule in its memory mode, with the weights of `finetune`."""
+    """Build the LightningModule in its memory mode, with the weights of `finetune`.
+
+    Raises OutOfMemory before it allocates any, if a step does not fit into the memory of a CPU.
+    """
+    require_memory(config)
     module = build_module(config)
     try_metrics(getattr(module, "metrics", {}), config.data.image_size)
     if config.finetune is not None:
@@ -164,7 +130,7 @@ def resume_checkpoint(config: Config, run: Run) -> Path | None:
     return None if run.resume is None else resumable(config, Path(run.resume))
 
 
-def build_data(config: Config, checkpoint: Path | None) -> SliceDataModule:
+def build_data(config: Config, run: Run, checkpoint: Path | None) -> SliceDataModule:
     """Build the LightningDataModule with its training and validation slices. A resumed run gets the same slices."""
     batch, debug = effective_batch(config), config.debug
     data = build_data_module(
@@ -175,7 +141,23 @@ def build_data(config: Config, checkpoint: Path | None) -> SliceDataModule:
         split=split_to_train(config, checkpoint),
     )
     data.setup("fit")  # here, so that bad slices end the run before its loggers start
+    run.record["sinograms"] = "measured" if data.measured else "simulated"
+    if checkpoint is not None and run.resumes_in_place:  # nothing has refused its settings
+        run.record_resume(steps_of(checkpoint))
     return data
+
+
+def all_callbacks(config: Config, run: Run) -> list[Callback]:
+    """Build those of every run (checkpoints, memory, progress, health), and those that the config names."""
+    mode = modes_of(config.metrics)[config.monitor]
+    checkpointing = Checkpointing(run, config.monitor, config.trainer.save_every_n_steps, mode)
+    own = build_callbacks(config.callbacks, config.metrics)
+    return [checkpointing, MemoryMonitor(run.console), *console_callbacks(config, run), *own]
+
+
+def _of_run(trainer: L.Trainer, kind: type[_T]) -> _T:
+    """The callback of this kind, which every run has."""
+    return next(it for it in trainer.callbacks if isinstance(it, kind))  # type: ignore[attr-defined]  # Lightning's, untyped
 
 
 def split_to_train(config: Config, checkpoint: Path | None) -> RunSplit:
@@ -202,16 +184,14 @@ def save_code_diff(run: Run) -> None:
 
 
 @contextmanager
-def recording_training(
-    run: Run, trainer: L.Trainer, checkpointing: Checkpointing, memory: MemoryMonitor
-) -> Iterator[None]:
+def recording_training(run: Run, trainer: L.Trainer) -> Iterator[None]:
     """Record memory, steps and seconds at the end of training, also if it fails."""
     try:
         yield
     finally:
-        run.record["memory"] = memory.record(run.record.get("memory"))
+        run.record["memory"] = _of_run(trainer, MemoryMonitor).record(run.record.get("memory"))
         if trainer.global_step or run.resumed_at is None:  # else it failed before Lightning read its checkpoint
-            run.record |= {"steps": trainer.global_step, "seconds": checkpointing.seconds}
+            run.record |= {"steps": trainer.global_step, "seconds": _of_run(trainer, Checkpointing).seconds}
 
 
 @contextmanager
@@ -242,25 +222,34 @@ def interrupts_as_raised() -> Iterator[None]:
 
 
 def train(
-    config: Config, trainer: L.Trainer, module: RunModule, data: SliceDataModule, checkpoint: Path | None
+    config: Config,
+    run: Run,
+    trainer: L.Trainer,
+    module: RunModule,
+    data: SliceDataModule,
+    checkpoint: Path | None,
 ) -> None:
     """Train from a checkpoint, or from the start. Does nothing for a network without parameters."""
-    if not learns(module):
-        return
-    with naming_nan_gradients() if config.debug.name == "anomaly" else nullcontext(), interrupts_as_raised():
-        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+    print_start(config, module, data, trainer, run.console)
+    naming = naming_nan_gradients() if config.debug.name == "anomaly" else nullcontext()
+    with recording_training(run, trainer), out_of_memory_advice(config, module, trainer), naming:
+        if learns(module):
+            with interrupts_as_raised():
+                trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
 
 
 def validate_last_steps(
-    trainer: L.Trainer, module: RunModule, data: SliceDataModule, checkpointing: Checkpointing
+    config: Config, run: Run, trainer: L.Trainer, module: RunModule, data: SliceDataModule
 ) -> float:
     """Validate the last steps, if training ended between two validations. Returns the best monitored value."""
+    checkpointing = _of_run(trainer, Checkpointing)
     if checkpointing.validated != trainer.global_step or checkpointing.best is None:
         number_rows(trainer, trainer.global_step)
         with interrupts_as_raised():
             trainer.validate(module, datamodule=data, verbose=False)
         checkpointing.save_validated(trainer)
     assert checkpointing.best is not None
+    run.record["best"] = {config.monitor: checkpointing.best}
     return checkpointing.best
 
 
