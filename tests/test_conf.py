@@ -119,7 +119,7 @@ def test_every_schema_can_be_chosen() -> None:
 
 def test_config_and_cli_list_no_options_of_a_group() -> None:
     for room in ("config", "cli"):
-        for path in (CONF.parent / "src" / "qnmixer" / room).glob("*.py"):
+        for path in (CONF.parent / "src" / "qnmixer" / "engine" / room).glob("*.py"):
             lists = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, LISTS)]
             for node in lists:
                 keys = node.keys if isinstance(node, ast.Dict) else node.elts

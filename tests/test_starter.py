@@ -82,7 +82,9 @@ def test_the_map_of_rooms_is_that_of_the_import_contracts(pyproject: dict[str, A
     below = {"engine", "extras", "weights", "files", "torch_builds", "errors"}
     assert {*mapped(front.split("**The front room**")[1])} == {*walled("The front room stands on the engine")} - below
     hidden = {"lightning_private"}
-    assert {*mapped(engine.split("**Extras**")[0])} == {*walled("Rooms of the engine import lower floors only")} - hidden
+    assert {*mapped(engine.split("**Extras**")[0])} == {
+        *walled("Rooms of the engine import lower floors only")
+    } - hidden
 
 
 @pytest.mark.parametrize(

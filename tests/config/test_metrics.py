@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer.engine.config import parse, to_plain
+from qnmixer.engine.config import parse, to_plain, without_places
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.metrics import MetricConfig, mode_of
+from qnmixer.engine.config.metrics import MetricConfig, modes_of
+from qnmixer.engine.config.run import parse_file
 from qnmixer.errors import ConfigError
 
 MINE = "+metrics.mine._target_=collections.Counter"
@@ -38,7 +39,12 @@ def test_arguments_stand_beside_our_keys_and_survive() -> None:
         _target_="collections.Counter", mode="min", in_hu=True, arguments={"width": 5}
     )
     assert parse(to_plain(config)) == config
-    assert [mode_of(name, config.metrics) for name in ("val/mine", "val/psnr", "val/loss")] == ["min", "max", "min"]
+    assert modes_of(config.metrics) == {"val/psnr": "max", "val/ssim": "max", "val/mine": "min", "val/loss": "min"}
+
+
+def test_a_config_for_sharing_needs_no_metric_of_ones_own() -> None:
+    shared = without_places(parse(compose("train", [MINE, "monitor=val/mine", "metrics=rmse_hu"])))
+    assert [*parse_file(to_plain(shared)).metrics] == ["psnr", "ssim", "rmse_hu"]
 
 
 def test_configs_from_before_there_were_metrics_have_psnr_and_ssim() -> None:

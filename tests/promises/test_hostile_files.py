@@ -61,14 +61,15 @@ def names_code(config: dict[str, Any]) -> None:
     for section in ("model", "data", "noise", "loss", "optimizer", "schedule"):
         config[section] = config[section] | {"_target_": "evil_of_a_stranger.X"}
     config["model"]["regularizer"] = "evil_of_a_stranger.X"
-    config["callbacks"] = {"x": {"_target_": "evil_of_a_stranger.X"}}
-    config["logger"] = {"x": {"_target_": "evil_of_a_stranger.X"}}
+    for group in ("callbacks", "logger", "metrics"):
+        config[group] = {"x": {"_target_": "evil_of_a_stranger.X"}}
 
 
 def names_code_of_slices(config: dict[str, Any]) -> None:
     """Where reconstruct and export have no need of it."""
     for section in ("data", "loss", "optimizer", "schedule"):
         config[section] = config[section] | {"_target_": "evil_of_a_stranger.X"}
+    config["metrics"] = {"x": {"_target_": "evil_of_a_stranger.X"}}
 
 
 def looks_up(config: dict[str, Any]) -> None:

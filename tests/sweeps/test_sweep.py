@@ -72,6 +72,9 @@ def test_what_a_search_draws_varies(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match=r"set hydra\.sweeper\.direction=minimize"):
         described(*search, "monitor=val/loss")
     described(*search, "monitor=val/loss", "hydra.sweeper.direction=minimize")
+    described(*search, "metrics=rmse_hu", "monitor=val/rmse_hu", "hydra.sweeper.direction=minimize")
+    with pytest.raises(ConfigError, match=r"monitor=val/rmse_hu must be minimized"):
+        described(*search, "metrics=rmse_hu", "monitor=val/rmse_hu")
 
 
 def test_a_folder_that_is_given_may_be_anything_that_hydra_takes(

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from qnmixer.engine.training.fit import fit
 from torch import Tensor
 
 from qnmixer.engine.batch import Batch
@@ -19,6 +18,7 @@ from qnmixer.engine.optimization.metrics import build_metrics, psnr, ssim_percen
 from qnmixer.engine.tracking.metrics_file import read_metrics
 from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import PluginError
+from qnmixer.fit import fit
 
 TinyConfig = Callable[..., Config]
 OWN = """

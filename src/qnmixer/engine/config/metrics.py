@@ -41,9 +41,14 @@ def default_metrics() -> dict[str, MetricConfig]:
     return parse_metrics(values_of_option("metrics", "default"), {})
 
 
+def modes_of(metrics: Mapping[str, MetricConfig]) -> dict[str, str]:
+    """The better value, max or min, of all that `monitor` can name: val/NAME of each metric, and val/loss."""
+    return {f"val/{name}": metric.mode for name, metric in metrics.items()} | {"val/loss": "min"}
+
+
 def check_monitor(monitor: str, metrics: Mapping[str, MetricConfig]) -> None:
     """Raise ConfigError if no validation gives the monitored metric."""
-    known = {name: f"val/{name}" for name in (*metrics, "loss")}
+    known = {monitor.removeprefix("val/"): monitor for monitor in modes_of(metrics)}
     if monitor in known.values():
         return
     name = monitor.removeprefix("val/")  # with it, all names would be near to each other
@@ -51,12 +56,6 @@ def check_monitor(monitor: str, metrics: Mapping[str, MetricConfig]) -> None:
         raise ConfigError(f"monitor={monitor} is not known: did you mean {known[near[0]]}?")
     more = f", or add a metric: +metrics.{name}.{TARGET}=my_file.{name}" if name.isidentifier() else ""
     raise ConfigError(f"monitor={monitor} is not known: choose {', '.join(known.values())}{more}")
-
-
-def mode_of(monitor: str, metrics: Mapping[str, MetricConfig]) -> str:
-    """The better value of a monitored metric: max or min. A loss is better if it is lower."""
-    metric = metrics.get(monitor.removeprefix("val/"))
-    return metric.mode if metric is not None else "min" if monitor.endswith("loss") else "max"
 
 
 def _parsed(name: str, given: Any, values: Mapping[str, Any]) -> MetricConfig:

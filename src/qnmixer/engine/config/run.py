@@ -35,7 +35,7 @@ from qnmixer.engine.config.target import (
     values_of_option,
 )
 from qnmixer.engine.config.trainer import TrainerConfig, gathered
-from qnmixer.engine.plugins import check_plugin
+from qnmixer.engine.plugins import check_plugin, is_trusted
 from qnmixer.errors import ConfigError, suggest
 
 _ALWAYS_THERE = (
@@ -90,6 +90,7 @@ def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
     Raises ConfigError, which names the key and how to fix it.
     """
     config = parse_file(cfg)
+    check_monitor(config.monitor, config.metrics)
     check_targets(targets_of(config))
     return checked(config)
 
@@ -123,7 +124,6 @@ def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
     for key in sections - values.keys():
         raise ConfigError(f"the config has no {key}: choose one with {key}=…")
     rest = parse_section("", RunConfig, {k: v for k, v in values.items() if k not in sections}, values)
-    check_monitor(rest.monitor, metrics)
     parsed = {key: parse_section(key, schema_of(key, values[key]), values[key], values) for key in sorted(sections)}
     named: dict[str, Any] = {"metrics": metrics, "logger": loggers, "callbacks": callbacks}
     return Config(**{key: getattr(rest, key) for key in root}, **parsed, **named)
@@ -268,7 +268,8 @@ def without_places(config: Config) -> Config:
     """The config for sharing: the same network, scan and training, without private values.
 
     Folders, names of patients, earlier runs and the logger's account are left out. Arguments of the user's own classes
-    stay, because a network may need them. Arguments of the user's own slices are left out.
+    stay, because a network may need them. Arguments of the user's own slices, and the user's own metrics, are left out.
     """
     data = config.data.without_places()
-    return replace(config, data=data, logger={}, callbacks={}, tags=[], finetune=None, resume=None)
+    metrics = {name: metric for name, metric in config.metrics.items() if is_trusted(metric._target_, ())}
+    return replace(config, data=data, metrics=metrics, logger={}, callbacks={}, tags=[], finetune=None, resume=None)

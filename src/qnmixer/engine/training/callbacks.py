@@ -14,7 +14,7 @@ from torch import Tensor
 from qnmixer.engine.batch import Batch, to_hu
 from qnmixer.engine.config import Config
 from qnmixer.engine.config.debug import ProfileConfig
-from qnmixer.engine.config.metrics import MetricConfig, mode_of
+from qnmixer.engine.config.metrics import MetricConfig, modes_of
 from qnmixer.engine.config.target import TARGET
 from qnmixer.engine.evaluation.evaluate import PAGE, PICTURE, Evaluation, numbers_of
 from qnmixer.engine.optimization.metrics import psnr
@@ -37,7 +37,7 @@ def build_callbacks(
 ) -> list[Callback]:
     """Build the callbacks: first `step` and `samples` for the metrics, then those of the config's group `callbacks`.
 
-    A callback that monitors one of the metrics, such as EarlyStopping, gets its `mode`, unless the config has one.
+    A callback that monitors a metric, such as EarlyStopping, gets the metric's mode, unless the config has one.
 
     Raises PluginError for a target that is no callback, or that refuses its arguments.
     """
@@ -58,7 +58,8 @@ def console_callbacks(config: Config, run: Run) -> list[Callback]:
 def _build_callback(key: str, given: Mapping[str, Any], metrics: Mapping[str, MetricConfig]) -> Callback:
     arguments = {str(name): value for name, value in given.items() if name != TARGET}
     try:
-        offered = {"mode": mode_of(str(arguments["monitor"]), metrics)} if arguments.get("monitor") else {}
+        modes = modes_of(metrics)
+        offered = {"mode": modes[its]} if (its := arguments.get("monitor")) in modes else {}
         return make_plugin(f"{key}.{TARGET}", given[TARGET], _CALLBACK, arguments=arguments, offered=offered)
     except UserError:
         raise

@@ -15,7 +15,7 @@ from qnmixer.engine.build import build_data_module, build_module
 from qnmixer.engine.checkpoints.reading import find_checkpoint, load_weights, resumable, split_of, steps_of
 from qnmixer.engine.config import Config, effective_batch
 from qnmixer.engine.config.debug import FewBatchesConfig
-from qnmixer.engine.config.metrics import mode_of
+from qnmixer.engine.config.metrics import modes_of
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.sampler import EpochSampler
 from qnmixer.engine.data.splits import RunSplit, seen_by
@@ -149,7 +149,7 @@ def build_data(config: Config, run: Run, checkpoint: Path | None) -> SliceDataMo
 
 def all_callbacks(config: Config, run: Run) -> list[Callback]:
     """Build those of every run (checkpoints, memory, progress, health), and those that the config names."""
-    mode = mode_of(config.monitor, config.metrics)
+    mode = modes_of(config.metrics)[config.monitor]
     checkpointing = Checkpointing(run, config.monitor, config.trainer.save_every_n_steps, mode)
     own = build_callbacks(config.callbacks, config.metrics)
     return [checkpointing, MemoryMonitor(run.console), *console_callbacks(config, run), *own]

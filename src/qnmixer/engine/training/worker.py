@@ -157,7 +157,7 @@ def _check_inputs(config: Config, run: Run) -> None:
     if own := {name: it for name, it in config.callbacks.items() if not is_trusted(it[TARGET], ())}:
         from qnmixer.engine.training.callbacks import build_callbacks
 
-        build_callbacks(own)
+        build_callbacks(own, config.metrics)
     build_metrics(config.metrics, config.data.own_range)
     if config.finetune is not None:
         read_checkpoint(find_checkpoint(config.finetune))
