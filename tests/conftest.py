@@ -99,8 +99,13 @@ def cold(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
     """Runs commands that need torch and Lightning."""
-    rooms = ["fit", "training.worker", "inference.reconstruct", "checkpoints.export", "memory.report"]
-    with Warm(tmp_path_factory.mktemp("warm"), *(f"qnmixer.{room}" for room in [*rooms, "checkup.checks"])) as server:
+    rooms = ["fit", "extras.export_run"]
+    engine = ["training.worker", "inference.reconstruct", "memory.report", "checkup.checks"]
+    with Warm(
+        tmp_path_factory.mktemp("warm"),
+        *(f"qnmixer.{room}" for room in rooms),
+        *(f"qnmixer.engine.{room}" for room in engine),
+    ) as server:
         yield server
 
 

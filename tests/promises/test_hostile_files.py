@@ -69,7 +69,6 @@ def names_code_of_slices(config: dict[str, Any]) -> None:
     """Where reconstruct and export have no need of it."""
     for section in ("data", "loss", "optimizer", "schedule"):
         config[section] = config[section] | {"_target_": "evil_of_a_stranger.X"}
-    config["metrics"] = {"x": {"_target_": "evil_of_a_stranger.X"}}
 
 
 def looks_up(config: dict[str, Any]) -> None:

@@ -138,7 +138,7 @@ def _checkout(package: Path) -> Path:
 
     A wheel may be installed inside somebody else's repository. Then git does not track this file.
     """
-    _git(package, "ls-files", "--error-unmatch", "tracking/results.py")
+    _git(package, "ls-files", "--error-unmatch", "engine/tracking/results.py")
     return Path(_git(package, "rev-parse", "--show-toplevel").strip())
 
 
