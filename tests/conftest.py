@@ -99,13 +99,9 @@ def cold(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
     """Runs commands that need torch and Lightning."""
-    rooms = ["fit", "extras.export_run"]
-    engine = ["training.worker", "inference.reconstruct", "memory.report", "checkup.checks"]
-    with Warm(
-        tmp_path_factory.mktemp("warm"),
-        *(f"qnmixer.{room}" for room in rooms),
-        *(f"qnmixer.engine.{room}" for room in engine),
-    ) as server:
+    rooms = ["training.worker", "inference.reconstruct", "memory.report", "checkup.checks"]
+    loaded = ["qnmixer.fit", "qnmixer.extras.export_run", *(f"qnmixer.engine.{room}" for room in rooms)]
+    with Warm(tmp_path_factory.mktemp("warm"), *loaded) as server:
         yield server
 
 
