@@ -15,6 +15,10 @@ def huber(image, truth, delta):
     return nn.functional.huber_loss(image, truth, reduction="none", delta=delta).mean((1, 2, 3))
 
 
+def mae(image, truth):
+    return (image - truth).abs().mean((1, 2, 3))
+
+
 class Perceptual(nn.Module):
     def __init__(self, width=4):
         super().__init__()

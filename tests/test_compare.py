@@ -24,9 +24,9 @@ from qnmixer.engine.config.commands import parse_compare
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.search_path import CONF
 from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.evaluation import compare as comparison_measuring
 from qnmixer.engine.evaluation.evaluate import evaluate
 from qnmixer.errors import ConfigError
+from qnmixer.extras.comparison import compare as comparison_measuring
 from qnmixer.extras.comparison.methods import scan_under_test
 
 from .warm import Warm

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from qnmixer.engine.checkpoints import model_card as module
 from qnmixer.engine.config import Config, parse
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import parse_file
 from qnmixer.engine.config.target import keys_of
+from qnmixer.extras import model_card as module
 from qnmixer.extras.model_card import Exported, model_card
 
 TinyConfig = Callable[..., Config]

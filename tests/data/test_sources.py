@@ -155,5 +155,5 @@ def test_readers_of_ones_own_share_no_slices(tmp_path: Path, body_hu: Any, monke
 
 
 def test_arguments_that_it_does_not_take() -> None:
-    with pytest.raises(PluginError, match=r"data\.values: slices_of_mine\.Mine has no such argument, only value"):
+    with pytest.raises(PluginError, match=r"unknown key data\.values: did you mean data\.value\?"):
         module("Mine", values=1).setup()

@@ -16,8 +16,8 @@ from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.data import FolderData
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.phantoms import phantom
-from qnmixer.engine.evaluation import compare as measuring
 from qnmixer.engine.reconstructor import build_geometry
+from qnmixer.extras.comparison import compare as measuring
 from qnmixer.extras.comparison.compare import _identity, compare
 from qnmixer.extras.comparison.methods import Comparison
 from qnmixer.extras.comparison.report import tables_of

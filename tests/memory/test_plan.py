@@ -28,7 +28,7 @@ from qnmixer.engine.memory.tracker import (
     without_data,
 )
 from qnmixer.engine.optimization.optimizers import build_optimizer
-from qnmixer.engine.parallel.stages import Stage, actions, loss_of_part, ranges, survey
+from qnmixer.engine.parallel.stages import Logged, Stage, actions, loss_of_part, ranges, survey
 from qnmixer.engine.reconstructor import build_projector, system_matrix_at
 from qnmixer.errors import ConfigError
 from qnmixer.physics import FanBeamProjector
@@ -371,7 +371,9 @@ def real_peak(config: Config, device: int) -> int:
                 with autocast(config):
                     output = stages[index](*received[index, k], y=copy[k * len(parts[k]) : (k + 1) * len(parts[k])])
                     if given[index, k] is None:
-                        output = loss_of_part(module, batch_of(image, weight, y), 0, output, k * len(parts[k]))
+                        output = loss_of_part(
+                            module, batch_of(image, weight, y), 0, output, k * len(parts[k]), Logged()
+                        )
                 made[index, k] = output
                 del output
             else:

@@ -409,7 +409,7 @@ def test_slices_are_simulated_as_in_the_training(tmp_path: Path) -> None:
     assert reconstruction(tmp_path / "run", tmp_path / "a.npy", tmp_path / "out", "formats=[npy]").code == 0
     module = load_run(tmp_path / "run").eval()
     x = torch.from_numpy((np.clip(hu, -1000, 2000) + 1000) / 3000)[None, None].float()
-    y = module.project(x[:, :, ::2, ::2], fine=x)
+    y = module.measurement.project(x[:, :, ::2, ::2], fine=x)
     np.testing.assert_allclose(np.load(tmp_path / "out" / "a.npy"), hu_of(module, y), atol=0.05)
 
 

@@ -304,7 +304,9 @@ def test_what_is_measured_is_what_one_process_measures(recorded: dict[str, list[
                 assert found["validation"][key] == pytest.approx(value, rel=1e-5)
         assert [row[:3] for row in found["test"]] == [row[:3] for row in expected["test"]]
         for row, wanted in zip(found["test"], expected["test"], strict=True):
-            assert row[3:] == pytest.approx(wanted[3:], rel=1e-4, abs=1e-4)
+            values, others = row[3], row[4:]
+            assert values == pytest.approx(wanted[3], rel=1e-4, abs=1e-4)
+            assert others == wanted[4:]
         assert found["rows"] == expected["rows"]
 
 

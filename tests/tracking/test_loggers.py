@@ -13,6 +13,7 @@ import wandb
 
 from qnmixer.engine.config import Config, parse
 from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import parse_file
 from qnmixer.engine.tracking import loggers as room
 from qnmixer.engine.tracking.loggers import DONE, FAILED, INTERRUPTED, build_loggers, close_loggers, log_checkpoint
 from qnmixer.engine.tracking.metrics_file import MetricsFile, read_metrics
@@ -138,6 +139,7 @@ import os, signal, sys, time
 from pathlib import Path
 from qnmixer.engine.config import parse
 from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import parse_file
 from qnmixer.engine.tracking.loggers import build_loggers
 config = parse(compose("train", ["trainer.accelerator=cpu", "trainer.devices=1"]))
 loggers = build_loggers(config, Path(sys.argv[1]), [])
@@ -217,10 +219,11 @@ def test_changes_of_the_code_stay_here_unless_asked_for(tmp_path: Path, offline_
 
 
 def test_a_logger_gets_nothing_of_the_machine_and_the_patients() -> None:
-    config = config_of(
+    words = [
         "data=numpy", "data.root=/home/anna/ct", "data.split=explicit", "data.test_patients=[anna]",
         "finetune=/home/anna/run", "noise=custom", "noise._target_=collections.Counter", "+noise.a=[/home/anna/b.pt]",
-    )  # fmt: skip
+    ]  # fmt: skip
+    config = parse_file(compose("train", [*CPU, *words]))
     told = room._described(config)
     assert "anna" not in str(told)
     assert told["noise"]["a"] == ["…/b.pt"]

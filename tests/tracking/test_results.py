@@ -142,7 +142,7 @@ def test_changes_can_be_applied_to_the_commit(checkout: Path, tmp_path_factory: 
     package = checkout / "src" / "qnmixer"
     (package / "train.py").write_text("# changed\n")
     (package / "new.py").write_text("# new: χ\n")
-    (package / "tracking" / "results.py").unlink()
+    (package / "engine" / "tracking" / "results.py").unlink()
     (checkout / "conf").mkdir()
     (checkout / "conf" / "a.yaml").write_text("a: 1\n")
     (checkout / "notes.txt").write_text("nothing\n")

@@ -72,10 +72,10 @@ def test_no_callback_is_read_from_a_checkpoint(here: Path, tiny_config: TinyConf
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"_target_": "my_callbacks.Every"}, "does not take these arguments: missing a required argument: 'every'"),
+        ({"_target_": "my_callbacks.Every"}, "needs an argument every: give it as +callbacks.mine.every=VALUE"),
         (
             {"_target_": "my_callbacks.Every", "evry": 1},
-            "callbacks.mine.evry: my_callbacks.Every has no such argument, only every, note",
+            "unknown key callbacks.mine.evry: did you mean callbacks.mine.every?",
         ),
         ({"_target_": "my_callbacks.Every", "every": 0}, "refuses its arguments (every is below 1)"),
         ({"_target_": "my_callbacks.NoCallback"}, "is not a subclass of lightning.pytorch.callbacks.Callback"),
@@ -86,7 +86,7 @@ def test_no_callback_is_read_from_a_checkpoint(here: Path, tiny_config: TinyConf
 def test_a_bad_callback_is_one_line(here: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises(PluginError) as error:
         build_callbacks({"mine": given})
-    assert str(error.value).startswith("callbacks.mine")
+    assert "callbacks.mine" in str(error.value)
     assert message in str(error.value)
     assert len(str(error.value).splitlines()) == 1
 
