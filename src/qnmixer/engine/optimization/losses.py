@@ -1,6 +1,7 @@
 """Builds the training loss of a run. `qnmixer.losses` has ours."""
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -23,12 +24,16 @@ def build_loss(config: LossConfig) -> Loss:
 
     def of_each(image: Tensor, truth: Tensor) -> Tensor:
         value = (loss.to(image.device) if isinstance(loss, nn.Module) else loss)(image, truth)
-        if not isinstance(value, Tensor) or value.shape != image.shape[:1]:
-            its = f"a tensor {[*value.shape]}" if isinstance(value, Tensor) else type(value).__name__
-            raise PluginError(
-                f"loss._target_={config._target_} gives {its} for a batch of {len(image)}: it must give [B], one "
-                "number for each image"
-            )
-        return value
+        return one_for_each(f"loss._target_={config._target_}", value, image)
 
     return of_each
+
+
+def one_for_each(said: str, value: Any, image: Tensor) -> Tensor:
+    """The value of a loss or a metric of images [B, 1, H, W]. Raises PluginError, which begins by `said`, if not [B]."""
+    if not isinstance(value, Tensor) or value.shape != image.shape[:1]:
+        its = f"a tensor {[*value.shape]}" if isinstance(value, Tensor) else type(value).__name__
+        raise PluginError(
+            f"{said} gives {its} for a batch of {len(image)}: it must give [B], one number for each image"
+        )
+    return value

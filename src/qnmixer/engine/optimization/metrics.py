@@ -20,6 +20,7 @@ from torchmetrics.functional.image import peak_signal_noise_ratio, structural_si
 from qnmixer.engine.batch import Batch, to_hu
 from qnmixer.engine.config.metrics import MetricConfig
 from qnmixer.engine.config.target import TARGET
+from qnmixer.engine.optimization.losses import one_for_each
 from qnmixer.engine.plugins import Kind, check_names, load_plugin, make_plugin, taken
 from qnmixer.errors import PluginError, UserError, first_line
 
@@ -61,12 +62,7 @@ class ImageMetric:
         value = self.function(image, truth)
         if isinstance(value, Tensor) and self.one_by_one and value.numel() == 1:
             return value.reshape(1)
-        if not isinstance(value, Tensor) or value.shape != image.shape[:1]:
-            its = f"a tensor {[*value.shape]}" if isinstance(value, Tensor) else type(value).__name__
-            raise PluginError(
-                f"{self.said} gives {its} for a batch of {len(image)}: it must give [B], one number for each image"
-            )
-        return value
+        return one_for_each(self.said, value, image)
 
 
 def build_metrics(metrics: Mapping[str, MetricConfig], own_range: bool) -> dict[str, ImageMetric]:

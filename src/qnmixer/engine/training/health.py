@@ -18,7 +18,7 @@ from qnmixer.engine.run_module import RunModule
 from qnmixer.engine.tracking.loggers import WandbRun
 from qnmixer.engine.tracking.run import Run
 from qnmixer.engine.training.progress import main_metric
-from qnmixer.engine.training.step_checks import gradient_norm
+from qnmixer.engine.training.step_checks import StepChecks, callback_of
 from qnmixer.errors import UnstableNetwork
 
 EVERY = 10
@@ -107,7 +107,7 @@ class HealthMonitor(Callback):
         if self._begins:
             self._begins = False
             _refuse_bad_start(errors)
-        norm, step = float(gradient_norm(pl_module)), trainer.global_step
+        norm, step = float(callback_of(trainer, StepChecks).norm), trainer.global_step
         found = {
             "zero_gradient": norm == 0,
             "gradient_not_finite": not norm < float("inf"),

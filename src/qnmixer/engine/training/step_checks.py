@@ -1,6 +1,6 @@
 """The loss and the gradient of each step: checked to be finite before the weights change, and logged."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
@@ -12,17 +12,25 @@ from qnmixer.engine.parallel.shards import gather
 from qnmixer.engine.run_module import RunModule
 from qnmixer.engine.training.finite_check import FiniteCheck
 
+_T = TypeVar("_T", bound=Callback)
 
-def gradient_norm(module: L.LightningModule) -> Tensor:
-    """The norm of the gradient of all devices, before clipping."""
-    gradients = [p.grad for p in module.parameters() if p.grad is not None]
-    return gather(torch.nn.utils.get_total_norm(gradients))  # the norm of shards is itself in shards
+
+def callback_of(trainer: L.Trainer, kind: type[_T]) -> _T:
+    """The callback of this kind, which every run has."""
+    return next(it for it in trainer.callbacks if isinstance(it, kind))  # type: ignore[attr-defined]  # Lightning's, untyped
 
 
 class StepChecks(Callback):
-    """Raises FloatingPointError, with step and slices, for a loss that is not finite. Logs loss, gradient and rates."""
+    """Raises FloatingPointError, with step and slices, for a loss that is not finite. Logs loss, gradient and rates.
+
+    It is the first callback of a run, so that others may read what it computes.
+
+    Attributes:
+        norm: of the gradient of all devices at this step, before clipping.
+    """
 
     def __init__(self) -> None:
+        self.norm = torch.tensor(0.0)
         self._finite = FiniteCheck()
         self._names: list[str] = []
         self._largest_norm: Tensor | float = 0.0
@@ -58,7 +66,8 @@ class StepChecks(Callback):
         """Check the loss. Log the gradient norm before clipping, its maximum in the run, lr and the mean of λ_t."""
         assert isinstance(pl_module, RunModule)
         self._finite.raise_if_not()
-        norm = gradient_norm(pl_module)
+        gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+        self.norm = norm = gather(torch.nn.utils.get_total_norm(gradients))  # that of shards is itself in shards
         # The scaler skips a step whose gradient overflows. That norm would be the largest for the rest of the run.
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         counted = norm.nan_to_num(nan=0.0, posinf=0.0) if scaled else norm

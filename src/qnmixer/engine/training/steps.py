@@ -4,7 +4,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TypeVar
 
 import lightning as L
 import torch
@@ -48,11 +47,10 @@ from qnmixer.engine.training.callbacks import build_callbacks, console_callbacks
 from qnmixer.engine.training.checkpointing import Checkpointing
 from qnmixer.engine.training.memory_monitor import MemoryMonitor
 from qnmixer.engine.training.profiling import naming_nan_gradients
+from qnmixer.engine.training.step_checks import callback_of
 from qnmixer.engine.training.terminal import print_start, quieten
 from qnmixer.errors import OutOfMemory, Stopped
 from qnmixer.files import write_text
-
-_T = TypeVar("_T", bound=Callback)
 
 
 @contextmanager
@@ -155,11 +153,6 @@ def all_callbacks(config: Config, run: Run) -> list[Callback]:
     return [checkpointing, MemoryMonitor(run.console), *console_callbacks(config, run), *own]
 
 
-def _of_run(trainer: L.Trainer, kind: type[_T]) -> _T:
-    """The callback of this kind, which every run has."""
-    return next(it for it in trainer.callbacks if isinstance(it, kind))  # type: ignore[attr-defined]  # Lightning's, untyped
-
-
 def split_to_train(config: Config, checkpoint: Path | None) -> RunSplit:
     """The split of the checkpoint to resume from. A new run gets a split that is still to be drawn."""
     if checkpoint is not None:
@@ -189,9 +182,9 @@ def recording_training(run: Run, trainer: L.Trainer) -> Iterator[None]:
     try:
         yield
     finally:
-        run.record["memory"] = _of_run(trainer, MemoryMonitor).record(run.record.get("memory"))
+        run.record["memory"] = callback_of(trainer, MemoryMonitor).record(run.record.get("memory"))
         if trainer.global_step or run.resumed_at is None:  # else it failed before Lightning read its checkpoint
-            run.record |= {"steps": trainer.global_step, "seconds": _of_run(trainer, Checkpointing).seconds}
+            run.record |= {"steps": trainer.global_step, "seconds": callback_of(trainer, Checkpointing).seconds}
 
 
 @contextmanager
@@ -242,7 +235,7 @@ def validate_last_steps(
     config: Config, run: Run, trainer: L.Trainer, module: RunModule, data: SliceDataModule
 ) -> float:
     """Validate the last steps, if training ended between two validations. Returns the best monitored value."""
-    checkpointing = _of_run(trainer, Checkpointing)
+    checkpointing = callback_of(trainer, Checkpointing)
     if checkpointing.validated != trainer.global_step or checkpointing.best is None:
         number_rows(trainer, trainer.global_step)
         with interrupts_as_raised():
