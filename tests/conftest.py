@@ -105,6 +105,18 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
         yield server
 
 
+@pytest.fixture
+def no_wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No settings of W&B, another home, and no run that stays open."""
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_DIR", "WANDB_PROJECT", "WANDB_BASE_URL", "WANDB_SILENT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    yield
+    wandb = sys.modules.get("wandb")
+    if wandb is not None and wandb.run is not None:
+        wandb.finish()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what is marked cuda on a machine without a GPU."""
     if not torch.cuda.is_available():

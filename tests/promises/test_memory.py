@@ -22,27 +22,11 @@ from qnmixer.engine.data.phantoms import phantom
 from qnmixer.engine.memory.footprint import MIB
 from qnmixer.module import ReconstructionModule
 
+from ..memory.test_advice import TINY
+from ..memory.test_plan import SMALL
 from ..warm import Warm
 
 Build = Callable[..., ReconstructionModule]
-SMALL = [
-    "data.image_size=32",
-    "data.batch_size=3",
-    "geometry.n_detectors=48",
-    "geometry.detector_pitch=20",
-    "geometry.n_views=8",
-    "model.channels=16",
-    "model.n_iterations=8",
-]
-TINY = [
-    "data.image_size=32",
-    "data.batch_size=4",
-    "geometry.n_detectors=48",
-    "geometry.detector_pitch=20",
-    "geometry.n_views=8",
-    "model.channels=16",
-    "model.n_iterations=2",
-]
 
 
 @pytest.mark.slow

@@ -8,12 +8,11 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import wandb
 
 from qnmixer.engine.tracking.metrics_file import read_metrics
 
@@ -55,18 +54,8 @@ def test_wandb_offline_needs_no_key_no_home_and_no_network(
         assert (run.folder / "files" / "evaluation" / name).samefile(folder / "evaluation" / name)
 
 
-@pytest.fixture
-def surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_DIR", "WANDB_PROJECT", "WANDB_BASE_URL", "WANDB_SILENT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    yield
-    if wandb.run is not None:
-        wandb.finish()
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("surroundings")
+@pytest.mark.usefixtures("no_wandb")
 @pytest.mark.long
 def test_training_continues_without_the_network(tmp_path: Path, wandb_server: Any) -> None:
     """A real run, whose server goes after the first validation: all its steps, one warning, a moment's wait."""

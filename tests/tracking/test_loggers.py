@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from qnmixer.engine.tracking.results import PACKAGES, git_commit
 from qnmixer.engine.tracking.sweep_file import SWEEP
 from qnmixer.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("no_wandb")
 OfflineRuns = Callable[[Path], list[Any]]
 CPU = ["trainer.accelerator=cpu", "trainer.devices=1"]
 
@@ -30,16 +31,6 @@ def config_of(*overrides: str) -> Config:
 
 
 OFFLINE = config_of()
-
-
-@pytest.fixture(autouse=True)
-def surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_DIR", "WANDB_PROJECT", "WANDB_BASE_URL", "WANDB_SILENT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    yield
-    if wandb.run is not None:
-        wandb.finish()
 
 
 def run_in(folder: Path, *steps: int, config: Config = OFFLINE, exit_code: int = DONE, **options: Any) -> None:

@@ -30,7 +30,7 @@ def build_loss(config: LossConfig) -> Loss:
 
 
 def one_for_each(said: str, value: Any, image: Tensor) -> Tensor:
-    """The value of a loss or a metric of images [B, 1, H, W]. Raises PluginError, which begins by `said`, if not [B]."""
+    """The value of a loss or a metric, which must be [B]. Raises PluginError, which begins by `said`, if it is not."""
     if not isinstance(value, Tensor) or value.shape != image.shape[:1]:
         its = f"a tensor {[*value.shape]}" if isinstance(value, Tensor) else type(value).__name__
         raise PluginError(
