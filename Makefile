@@ -8,7 +8,7 @@ into_readme = $(BIN)/python -c "import re, pathlib as p; r = p.Path('README.md')
 	r.write_text(re.sub(r'(<!-- $(1) -->\n).*?(<!-- end of $(1))', lambda m: m[1] + t + m[2], r.read_text(), flags=re.S))"
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock train compare test test-gpu test-with lint bench readme real results levers clean
+.PHONY: help install lock train compare test test-all test-gpu test-with lint bench readme real results levers clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /	/' | expand -t 12
@@ -49,7 +49,10 @@ compare: install ## train all methods, small, then write tables, pictures and pa
 		$(BIN)/python -m qnmixer.compare sweep=$(SWEEP) $(COMPARE) || code=$$?; \
 	fi; exit $$code
 
-test: install ## run all tests; TESTS='-m "not long"' leaves out the longest
+test: install ## run the tests, but not the long ones; e.g. TESTS=tests/models
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long" $(TESTS)
+
+test-all: install ## run all tests
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(TESTS)
 
 test-gpu: install ## test this machine's GPU in minutes; writes bench/gpu.md and bench/gpu.json

@@ -45,7 +45,7 @@ TINY_PHANTOMS = ["data.n_train=8", "data.n_val=2", "data.n_test=2"]
 
 
 def marked(command: str) -> Any:
-    """What plans or checks at length, or starts several processes, is for make test: its own tests are shorter."""
+    """What plans or checks at length, or starts several processes, is for make test-all: its own tests are shorter."""
     long = (
         "strategy=" in command
         or " -m " in command.removeprefix("python -m")
