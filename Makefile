@@ -35,10 +35,10 @@ lock: ## write requirements.lock from pyproject.toml, with uv; LOCK=--upgrade ta
 train: install ## train the demo (minutes, no data needed), then evaluate it
 	$(BIN)/python -m qnmixer.train experiment=demo $(ARGS)
 
-# On phantoms; on your slices: make compare CT=/path/to/dicom, with a third of the steps of compare_real.
+# On phantoms; on your slices: make compare CT=/path/to/dicom.
 # Another experiment, e.g. make compare EXPERIMENT=ablation_qn COMPARE="tests=[as_trained]"
 EXPERIMENT ?= $(if $(CT),compare_real,compare_small)
-OF_CT := $(if $(CT),data.sources.slices.root=$(CT) trainer.max_steps=1000)
+OF_CT := $(if $(CT),data.sources.slices.root=$(CT))
 SWEEP ?= runs/$(EXPERIMENT)
 # Two at once without a GPU: small networks leave half of two cores idle (JOBS= for one at a time, as for large ones)
 JOBS ?= $(if $(findstring launcher,$(ARGS))$(shell command -v nvidia-smi),,2)
