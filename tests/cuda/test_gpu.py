@@ -32,6 +32,7 @@ from qnmixer.engine.memory import modes
 from qnmixer.engine.memory.footprint import MIB, WORKSPACE, on_a_gpu
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.memory.plan import Planner
+from qnmixer.engine.parallel.compilation import compile_blocks
 from qnmixer.engine.parallel.devices import allow_tf32, has_bf16
 from qnmixer.engine.parallel.strategies import build_precision
 from qnmixer.engine.reconstructor import sample_measurement
@@ -199,6 +200,8 @@ def trained(config: Config, device: torch.device, folder: Path, *callbacks: Call
     L.seed_everything(0, verbose=False)
     module = build_module(config)
     apply_memory_mode(module.network, config.memory)
+    if config.compile:
+        compile_blocks(module.network)
     trainer = build_trainer(config, folder, callbacks, [])
     trainer.fit(module, datamodule=SliceDataModule(config.data, measure=sample_measurement(config)))
     return trainer
@@ -295,10 +298,18 @@ class _Clock(Callback):
         self.marks.append(time.perf_counter())
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    ["", "memory=recompute", "trainer.precision=16-mixed", "trainer.tf32=true"],
-)
+STEPS = [
+    "",
+    "data.batch_size=4",
+    "data.batch_size=16",
+    "memory=recompute",
+    "trainer.precision=16-mixed",
+    "trainer.tf32=true",
+]
+COMPILED = ["compile=true", "compile=true data.batch_size=4", "compile=true data.batch_size=16"]
+
+
+@pytest.mark.parametrize("overrides", [*STEPS, *COMPILED])
 def test_time_of_a_step(device: torch.device, findings: Findings, tmp_path: Path, overrides: str) -> None:
     """The floor: the peak of the step's memory, read and written once."""
     if device.type == "cpu" and overrides:
