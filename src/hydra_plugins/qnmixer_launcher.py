@@ -20,7 +20,8 @@ class ProcessLauncher(Launcher):
     A failed job returns None to the sweeper, and the other jobs run. `qnmixer.engine.sweeps.sweep` reports failed jobs.
 
     Args:
-        jobs_at_once: the most jobs at a time. None: as many as there are GPUs for; on a CPU one at a time.
+        jobs_at_once: the most jobs at a time. None: as many as there are GPUs for; on a CPU one at a time. More than
+            there are GPUs: jobs share them.
     """
 
     def __init__(self, jobs_at_once: int | None) -> None:

@@ -67,6 +67,15 @@ def test_every_job_has_gpus_of_its_own(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("program")
+def test_more_jobs_than_gpus_share_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    jobs = [job(tmp_path, n, "trainer.accelerator=cuda", f"seed={n}") for n in range(3)]
+    run_jobs(jobs, at_once=3, check=parse)
+    assert [read_results(it.folder)["gpus"] for it in jobs] == ["4", "5", "4"]
+    assert overlap(jobs[0], jobs[2])
+
+
+@pytest.mark.usefixtures("program")
 def test_jobs_on_a_cpu_run_one_at_a_time_by_default(tmp_path: Path) -> None:
     jobs = [job(tmp_path, n, "trainer.accelerator=cpu", f"seed={n}") for n in range(2)]
     run_jobs(jobs, at_once=None, check=parse)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -63,7 +64,8 @@ def run_jobs(jobs: list[Job], check: Callable[[DictConfig], Config], at_once: in
     Args:
         jobs: in the order in which they start.
         check: builds the config of a job. It raises UserError for a bad config, and then no process is started.
-        at_once: the most jobs at a time. None: as many as there are GPUs for; without a GPU one at a time.
+        at_once: the most jobs at a time. None: as many as there are GPUs for; without a GPU one at a time. More than
+            there are GPUs: jobs share them.
 
     Raises ConfigError if a folder has another job; KeyboardInterrupt or SystemExit after all jobs have ended.
     """
@@ -80,8 +82,9 @@ def run_jobs(jobs: list[Job], check: Callable[[DictConfig], Config], at_once: in
                 if code is not None:
                     running.remove(it)
                     _conclude(it.job, code)
-            taken = {gpu for it in running for gpu in it.gpus}
-            free = [gpu for gpu in gpus if gpu not in taken]
+            use = Counter(gpu for it in running for gpu in it.gpus)
+            shared = limit > len(gpus)  # so many jobs at once were asked for
+            free = [gpu for gpu in sorted(gpus, key=use.__getitem__) if shared or not use[gpu]]
             if waiting and len(running) < limit:
                 job, config = waiting[0]
                 needed = _n_gpus(config, len(gpus))
@@ -155,7 +158,7 @@ def _n_gpus(config: Config, n_gpus: int) -> int:
 
 def _threads(config: Config, limit: int, n_gpus: int) -> int:
     """Threads for each process of a job. Jobs that run side by side share the cores, so no job waits for another."""
-    return threads_each(n_gpus or limit * (config.trainer.devices or 1))
+    return threads_each(max(n_gpus, limit) if n_gpus else limit * (config.trainer.devices or 1))
 
 
 def _start(job: Job, gpus: list[str], n_threads: int | None) -> _Running:
