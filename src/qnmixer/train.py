@@ -23,7 +23,7 @@ from qnmixer.engine import cli
 from qnmixer.engine.config import Config, parse
 from qnmixer.engine.config.compose import compose_as_given
 from qnmixer.engine.config.data import check_data
-from qnmixer.engine.config.logger import check_loggers
+from qnmixer.engine.config.named import check_loggers
 from qnmixer.engine.config.overrides import values_of
 from qnmixer.engine.config.search_path import CONF, search_path_in
 from qnmixer.engine.processes.cores import CoreUse

@@ -1,16 +1,16 @@
 """Callbacks as the command line names them."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from qnmixer.engine.config import parse, to_plain
 from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.named import CallbackConfig
 from qnmixer.errors import ConfigError
 
 
-def named(*overrides: str) -> dict[str, dict[str, Any]]:
+def named(*overrides: str) -> dict[str, CallbackConfig]:
     return parse(compose("train", list(overrides))).callbacks
 
 
@@ -32,7 +32,7 @@ def test_callbacks_are_chosen_added_and_dropped(overrides: list[str], names: set
 
 def test_arguments_stand_beside_the_class_and_survive() -> None:
     mine = ["+callbacks.mine._target_=collections.Counter", "+callbacks.mine.every=5"]
-    assert named(*mine)["mine"] == {"_target_": "collections.Counter", "every": 5}
+    assert named(*mine)["mine"] == CallbackConfig(_target_="collections.Counter", arguments={"every": 5})
     config = parse(compose("train", mine))
     assert parse(to_plain(config)) == config
 

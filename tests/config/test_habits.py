@@ -3,15 +3,15 @@
 import pytest
 
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.habits import _KEYS, _OPTIONS, habit
-from qnmixer.engine.config.keys import flat_keys
+from qnmixer.engine.config.keys import answers, flat_keys, habit
 from qnmixer.engine.config.search_path import CONF
 
 
 def test_no_habit_is_a_key_or_an_option_here() -> None:
     values = compose("train", [])
-    assert not _KEYS.keys() & set(flat_keys({str(key): values[key] for key in values if not str(key).startswith("_")}))
-    for option in _OPTIONS:
+    habits = answers()["habits"].keys()
+    assert not habits & set(flat_keys({str(key): values[key] for key in values if not str(key).startswith("_")}))
+    for option in habits:
         group, _, name = option.partition("=")
         assert not (CONF / group / f"{name}.yaml").exists()
 

@@ -8,7 +8,7 @@ import pytest
 from qnmixer.engine.config import compose as composing
 from qnmixer.engine.config import parse, to_plain
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.logger import LoggerConfig, check_loggers
+from qnmixer.engine.config.named import LoggerConfig, check_loggers
 from qnmixer.engine.config.search_path import CONF
 from qnmixer.errors import ConfigError
 
@@ -47,7 +47,7 @@ def test_a_logger_without_a_class_is_refused(override: str) -> None:
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qnmixer.engine.config.logger.find_spec", lambda name: None)
+    monkeypatch.setattr("qnmixer.engine.config.named.find_spec", lambda name: None)
     for name in ("tensorboard", "mlflow"):
         with pytest.raises(ConfigError, match=f"^logger={name} needs a package .*: pip install {name}$"):
             check_loggers(parse(compose("train", [f"logger=[csv,{name}]"])).logger)

@@ -6,7 +6,7 @@ import pytest
 
 from qnmixer.engine.config import parse, to_plain, without_places
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.metrics import MetricConfig, modes_of
+from qnmixer.engine.config.named import MetricConfig, modes_of
 from qnmixer.engine.config.run import parse_file
 from qnmixer.errors import ConfigError
 
@@ -68,7 +68,7 @@ def test_configs_from_before_there_were_metrics_have_psnr_and_ssim() -> None:
         (["+metrics.mine._target_=my_fil.mine"], "there is no module my_fil: put my_fil.py into the folder"),
         ([MINE, "+metrics.mine._args_=[1]"], "metrics.mine._args_ is not known"),
         ([MINE, "+metrics.mine.mode=mini"], "metrics.mine.mode=mini is not known: did you mean min?"),
-        ([MINE, "+metrics.mine.in_hu=3.5"], "metrics.mine.in_hu: "),
+        ([MINE, "+metrics.mine.in_hu=3.5"], "metrics.mine.in_hu=3.5 is neither true nor false"),
     ],
 )
 def test_a_metric_that_cannot_be_is_one_line(
