@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from annotated_types import Ge, Gt, Le, Lt
 
 from qnmixer.engine.config.groups import Group, Late, parse_section
-from qnmixer.engine.config.keys import unknown_key
 from qnmixer.engine.config.target import TARGET, keys_of, options, values_of_option
 from qnmixer.engine.config.values import has_no_value
 from qnmixer.engine.plugins import Kind
@@ -107,11 +106,6 @@ class DataConfig(Late):
         """The same config without private values: folders, people and patients."""
         return replace(self, arguments={})
 
-    def _check_closed(self) -> None:
-        """Raise ConfigError for a key that our own class does not have."""
-        if self.arguments and self._target_.startswith("qnmixer."):
-            raise unknown_key(f"{self.section}.{next(iter(self.arguments))}")
-
 
 @dataclass(kw_only=True)
 class PhantomData(DataConfig):
@@ -160,6 +154,7 @@ class FolderData(DataConfig):
     )
     n_ours: ClassVar[int] = 0
     offered: ClassVar[tuple[str, ...]] = ()
+    closed: ClassVar[bool] = True
 
     root: str | None
     include: str
@@ -175,7 +170,6 @@ class FolderData(DataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_closed()
         if self.split != "explicit" and (self.train_patients or self.val_patients or self.test_patients):
             key = f"{self.section}.split"
             raise ConfigError(f"lists of patients are used only with {key}=explicit, not {key}={self.split}")
@@ -205,13 +199,13 @@ class MixedData(DataConfig):
     """
 
     target: ClassVar[str] = "qnmixer.engine.data.mixed.MixedSource"
+    closed: ClassVar[bool] = True
 
     evaluate_on: str | None
     sources: dict[str, dict[str, Any]]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_closed()
         for name, share in self.shares.items():
             if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
                 raise ConfigError(f"data.sources.{name}.share={share} is not a share: give a number from 0 to 1")

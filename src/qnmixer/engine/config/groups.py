@@ -84,6 +84,7 @@ class Group:
         n_ours: its positional arguments, which qnmixer gives. A module that may be a function too gets none.
         ours: its arguments that qnmixer gives by name.
         offered: its arguments that qnmixer gives by name if it has them, and the config does not give them.
+        closed: whether our own targets of this group take no arguments.
         arguments: keys of the section that are not in its schema. They become keyword arguments of the target.
         section: its place in the config, such as model or metrics.psnr.
     """
@@ -93,6 +94,7 @@ class Group:
     n_ours: ClassVar[int] = 0
     ours: ClassVar[tuple[str, ...]] = ()
     offered: ClassVar[tuple[str, ...]] = ()
+    closed: ClassVar[bool] = False
 
     _target_: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -112,6 +114,8 @@ class Group:
         self.section = self.section or self.group
         if odd := next((it for it in self.arguments if it.startswith("_") and it not in _WORDS), None):
             raise ConfigError(f"{self.section}.{odd} is not known: give {TARGET} and arguments of the target")
+        if self.closed and self.arguments and self._target_.startswith("qnmixer."):
+            raise unknown_key(f"{self.section}.{next(iter(self.arguments))}")
 
     def __getattr__(self, name: str) -> Any:
         """The value of an argument."""
@@ -394,6 +398,7 @@ class ModuleConfig(Late):
 
     group: ClassVar[str] = "module"
     kind: ClassVar[Kind] = subclass_of("qnmixer.engine.run_module.RunModule")
+    closed: ClassVar[bool] = True
 
 
 @dataclass(kw_only=True)
@@ -403,6 +408,7 @@ class DataModuleConfig(Late):
     group: ClassVar[str] = "datamodule"
     kind: ClassVar[Kind] = subclass_of("qnmixer.engine.data.datamodule.SliceDataModule")
     n_ours: ClassVar[int] = 1
+    closed: ClassVar[bool] = True
 
 
 def with_group(group: str, message: str, arguments: Collection[str]) -> str:
