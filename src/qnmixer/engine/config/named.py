@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
 from qnmixer.engine.config.groups import FUNCTION_OR_MODULE, Late, parse_section
@@ -21,10 +20,6 @@ _WANDB = "qnmixer.engine.tracking.loggers.WandbRun"
 _MEAN_WEIGHTS = "qnmixer.engine.training.weight_averaging.MeanWeights"
 _TAKEN = ("loss", "window_psnr", "window_ssim", "number", "slice", "method", "constant", "patient")
 """Names that are columns of metrics.csv or images.csv already."""
-_PACKAGES = {
-    "TensorBoardLogger": ("tensorboard", ("tensorboard", "tensorboardX")),
-    "MLFlowLogger": ("mlflow", ("mlflow", "mlflow_skinny")),
-}
 
 
 @dataclass(kw_only=True)
@@ -135,14 +130,6 @@ def _named(group: str, section: Any, example: str) -> dict[str, Mapping[str, Any
             what = "metric" if group == "metrics" else "class"
             raise ConfigError(f"{group}.{name} names no {what}: give +{group}.{name}.{TARGET}={example}")
     return found
-
-
-def check_loggers(loggers: Mapping[str, WandbConfig | LoggerConfig]) -> None:
-    """Raise ConfigError if the package of a logger is not installed."""
-    for name, logger in loggers.items():
-        package, modules = _PACKAGES.get(logger._target_.rpartition(".")[2], ("", ()))
-        if package and not any(find_spec(module) for module in modules):
-            raise ConfigError(f"logger={name} needs a package that is not installed: pip install {package}")
 
 
 def averages_weights(callbacks: Mapping[str, CallbackConfig]) -> bool:
