@@ -67,7 +67,7 @@ def test_arguments_stand_beside_our_keys() -> None:
         ("+logger.key=3", "logger.key names no class: give +logger.key._target_=my_file"),
         (
             "monitor=val/rmse",
-            "choose val/psnr, val/ssim, val/loss, or add a metric: +metrics.rmse._target_=my_file.rmse",
+            "val/psnr, val/ssim, val/loss, or add a metric: +metrics.rmse._target_=my_file.rmse",
         ),
         ("monitor=val/rmse metrics=rmse_hu", "monitor=val/rmse is not known: did you mean val/rmse_hu?"),
         ("~metrics.psnr", "monitor=val/psnr is not known: choose val/ssim, val/loss"),
