@@ -68,6 +68,9 @@ def converted(key: str, value: Any, hint: Any) -> Any:
         # The error of the value itself says more than those of the other types of a union.
         first = max(error.errors(), key=lambda its: its["type"] in _SAYS)
         kind, context = first["type"], first.get("ctx", {})
+        for part in first["loc"]:
+            if isinstance(value, Mapping) and part in value:
+                key, value = f"{key}.{part}", value[part]
         if kind == "literal_error":
             choices = re.findall(r"'?([^', ]+)'?(?:, | or |$)", context["expected"])
             if isinstance(value, int | float) and str(value) in choices:  # precision=32
