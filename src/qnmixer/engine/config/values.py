@@ -65,32 +65,34 @@ def converted(key: str, value: Any, hint: Any) -> Any:
     try:
         found = _adapter(hint).validate_python(value)
     except ValidationError as error:
+        if isinstance(value, int | float) and error.errors()[0]["type"] == "literal_error":  # precision=32
+            return converted(key, str(value), hint)
         # The error of the value itself says more than those of the other types of a union.
         first = max(error.errors(), key=lambda its: its["type"] in _SAYS)
-        kind, context = first["type"], first.get("ctx", {})
-        for part in first["loc"]:
-            if isinstance(value, Mapping) and part in value:
-                key, value = f"{key}.{part}", value[part]
-        if kind == "literal_error":
-            choices = re.findall(r"'?([^', ]+)'?(?:, | or |$)", context["expected"])
-            if isinstance(value, int | float) and str(value) in choices:  # precision=32
-                return str(value)
-            value = first["input"]  # of a list: the item
-            context = {"nearest": suggest(str(value), choices)}
-        elif kind == "multiple_of":
-            context["nearest"] = value + -value % context["multiple_of"]
-        says = _SAYS.get(kind) or _SAYS.get(kind.partition("_")[0])
-        text = (
-            says.format(key=key, value=_as_typed(value), **context)
-            if says
-            else f": {first['msg'][0].lower()}{first['msg'][1:]}"
-        )
-        raise ConfigError(f"{key}={_as_typed(value)}{text}") from error
+        raise ConfigError(_line(key, value, dict(first))) from error
     except (PydanticUserError, NameError):
         return value
     if isinstance(value, bool) and isinstance(found, int | float) and not isinstance(found, bool):
         raise ConfigError(f"{key}={_as_typed(value)} is not a number: give one")  # pydantic takes true as 1
     return found
+
+
+def _line(key: str, value: Any, error: dict[str, Any]) -> str:
+    """The message for an error of pydantic, which names the innermost key."""
+    for part in error["loc"]:
+        if isinstance(value, Mapping) and part in value:
+            key, value = f"{key}.{part}", value[part]
+    kind, message, context = error["type"], error["msg"], error.get("ctx", {})
+    if kind == "literal_error":
+        value = error["input"]  # of a list: the item
+        choices = re.findall(r"'?([^', ]+)'?(?:, | or |$)", context["expected"])
+        context = {"nearest": suggest(str(value), choices)}
+    elif kind == "multiple_of":
+        context = context | {"nearest": value + -value % context["multiple_of"]}
+    given = _as_typed(value)
+    if says := _SAYS.get(kind) or _SAYS.get(kind.partition("_")[0]):
+        return f"{key}={given}{says.format(key=key, value=given, **context)}"
+    return f"{key}={given}: {message[0].lower()}{message[1:]}"
 
 
 def converted_arguments(section: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
