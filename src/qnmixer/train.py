@@ -23,7 +23,6 @@ from qnmixer.engine import cli
 from qnmixer.engine.config import Config, parse
 from qnmixer.engine.config.compose import compose_as_given
 from qnmixer.engine.config.data import check_data
-from qnmixer.engine.config.logger import check_loggers
 from qnmixer.engine.config.overrides import values_of
 from qnmixer.engine.config.search_path import CONF, search_path_in
 from qnmixer.engine.processes.cores import CoreUse
@@ -143,7 +142,6 @@ def check(cfg: DictConfig) -> Config:
     torch, which the classes that the config names need, and nothing else that is large."""
     config = parse(cfg)
     check_data(config.data)
-    check_loggers(config.logger)
     if config.finetune is not None:
         check_weights("finetune", config.finetune)
     check_processes(config)

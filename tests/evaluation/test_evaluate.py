@@ -13,8 +13,8 @@ from rich.console import Console
 
 from qnmixer.engine.batch import to_hu
 from qnmixer.engine.config import Config
-from qnmixer.engine.config.evaluation import EvaluationConfig
 from qnmixer.engine.config.run import section
+from qnmixer.engine.config.sections import EvaluationConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.evaluation.evaluate import Evaluation, ImageScore, _gain, evaluate, warnings_of, write_evaluation
 from qnmixer.engine.evaluation.slices import pictured

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from qnmixer.engine.config import parse
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.memory import MemoryConfig
+from qnmixer.engine.config.sections import MemoryConfig
 from qnmixer.engine.memory import modes as memory
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.memory.plan import track_step

@@ -12,7 +12,7 @@ from qnmixer.engine.config import Config, override, parse
 from qnmixer.engine.config.commands import device_memory, parse_plan
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import batch_of_replica
-from qnmixer.engine.config.strategy import PipelineConfig
+from qnmixer.engine.config.sections import PipelineConfig
 from qnmixer.engine.memory.footprint import MIB, Footprint
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.memory.pipeline import cut_of, n_microbatches

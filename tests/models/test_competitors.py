@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qnmixer.engine.config.memory import MemoryConfig
+from qnmixer.engine.config.sections import MemoryConfig
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.errors import ConfigError
 from qnmixer.models import FBP, LEARN, FBPConvNet, LearnedPrimalDual, RegFormer, TotalVariation, UnrolledNetwork

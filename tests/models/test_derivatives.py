@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qnmixer.engine.config.memory import MemoryConfig
+from qnmixer.engine.config.sections import MemoryConfig
 from qnmixer.engine.memory import modes
 from qnmixer.models import QNMixer, UnrolledNetwork
 from qnmixer.physics import FanBeamProjector

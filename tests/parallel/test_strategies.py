@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from qnmixer.engine.config import Config
-from qnmixer.engine.config.strategy import StrategyConfig
+from qnmixer.engine.config.sections import StrategyConfig
 from qnmixer.engine.memory.plan import Planner
 from qnmixer.engine.parallel.strategies import build_strategy
 from qnmixer.errors import ConfigError

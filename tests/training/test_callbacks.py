@@ -11,6 +11,7 @@ import torch
 
 from qnmixer.engine.checkpoints.reading import read_checkpoint
 from qnmixer.engine.config import Config
+from qnmixer.engine.config.named import parse_callbacks
 from qnmixer.engine.tracking.metrics_file import read_metrics
 from qnmixer.engine.tracking.results import read_results
 from qnmixer.engine.tracking.run import Run
@@ -85,7 +86,7 @@ def test_no_callback_is_read_from_a_checkpoint(here: Path, tiny_config: TinyConf
 )
 def test_a_bad_callback_is_one_line(here: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises(PluginError) as error:
-        build_callbacks({"mine": given})
+        build_callbacks(parse_callbacks({"mine": given}))
     assert "callbacks.mine" in str(error.value)
     assert message in str(error.value)
     assert len(str(error.value).splitlines()) == 1

@@ -4,11 +4,10 @@ import re
 from bisect import bisect_right
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from qnmixer.engine.config.data import LODOPAB_HU
 from qnmixer.engine.data.pairs import optional, views_of
 from qnmixer.engine.data.resample import to_square
 from qnmixer.engine.data.scaling import OwnScaling
@@ -19,6 +18,9 @@ from qnmixer.physics import FanBeamGeometry
 _NAMES = {"train": "train", "val": "validation", "test": "test"}
 _IMAGES = {"train": 35820, "val": 3522, "test": 3553}
 _VIEWS, _BINS, _SIZE = 1000, 513, 362
+_WATER, _AIR, _LARGEST = 20.0, 0.02, 81.35858
+"""Attenuation in 1/m: x = (HU·(water − air)/1000 + water)/largest."""
+_PER_HU = (_WATER - _AIR) / 1000
 _MM = 1000.0
 """Millimetres in a metre: observations are line integrals of x over metres."""
 
@@ -28,6 +30,12 @@ class LodopabSource:
 
     The number of images is the number of observations, because the last file of images may be longer. Files are opened
     for each sample only: a process that is started later must not inherit an open file.
+
+    Attributes:
+        scan: keys of `geometry` that its observations fix.
+        hu_max: HU of x = 1.
+        hu_scaling: (offset, scale) of HU = offset + scale · x: its air is not quite −1000 HU at x = 0.
+        attenuation_of_one: 1/mm of x = 1.
 
     Args:
         part: train, val or test.
@@ -42,9 +50,24 @@ class LodopabSource:
     """
 
     endless = False
-    scaling = OwnScaling(*LODOPAB_HU)
+    scan: ClassVar[dict[str, Any]] = {
+        "beam": "parallel", "n_detectors": _BINS, "detector_pitch": 0.716755, "detector_offset": 0.0,
+        "field_of_view": 260.0,
+    }  # fmt: skip
+    hu_max = 3071.0
+    hu_scaling = (-_WATER / _PER_HU, _LARGEST / _PER_HU)
+    attenuation_of_one = _LARGEST / 1000
+    scaling = OwnScaling(*hu_scaling)
 
-    def __init__(self, part: str, image_size: int, geometry: FanBeamGeometry, *, root: str, sinograms: str) -> None:
+    def __init__(
+        self,
+        part: str,
+        image_size: int,
+        geometry: FanBeamGeometry,
+        *,
+        root: str,
+        sinograms: Literal["measured", "simulated"],
+    ) -> None:
         self.part, self.image_size, self.root = part, image_size, Path(root).expanduser()
         self._views = _views(geometry) if sinograms == "measured" else []
         self._observations, counts = self._files("observation", (_VIEWS, _BINS))

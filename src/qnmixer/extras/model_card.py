@@ -15,8 +15,8 @@ from qnmixer.engine.checkpoints.reading import built_from
 from qnmixer.engine.config import Config, effective_batch, to_plain
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.data import DataConfig, FolderData, MixedData, PhantomData
-from qnmixer.engine.config.geometry import GeometryConfig
 from qnmixer.engine.config.overrides import quoted, values_of
+from qnmixer.engine.config.sections import GeometryConfig
 from qnmixer.engine.config.target import TARGET, keys_of, options, values_of_option
 from qnmixer.engine.plugins import trust_words
 from qnmixer.engine.reconstructor import method_name

@@ -3,11 +3,12 @@
 Sinograms are converted to line integrals like in the authors' script, which made their reference images.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from annotated_types import Ge, Gt, Le
 
 from qnmixer.engine.data.pairs import optional, views_of
 from qnmixer.engine.data.resample import to_square
@@ -40,6 +41,9 @@ class TwoDetectSource:
 
     A slice is decoded when it is first used. The part that the scan needs is then cached.
 
+    Attributes:
+        scan: keys of `geometry` that its sinograms fix.
+
     Args:
         part: train, val or test, as in the benchmark.
         image_size: rows and columns that references are resampled to; in the files they have 1024.
@@ -58,6 +62,10 @@ class TwoDetectSource:
     """
 
     endless = False
+    scan: ClassVar[dict[str, Any]] = {
+        "beam": "fan_flat", "n_detectors": _RAW_BINS // 2, "detector_pitch": 0.1496, "detector_offset": 0.0,
+        "source_to_axis": 431.019989, "axis_to_detector": 97.980499, "field_of_view": 116.528,
+    }  # fmt: skip
 
     def __init__(
         self,
@@ -68,9 +76,9 @@ class TwoDetectSource:
         *,
         root: str,
         reference_root: str | None,
-        mode: int,
-        max_attenuation: float,
-        leave_out: Iterable[int],
+        mode: Annotated[int, Ge(1), Le(3)],
+        max_attenuation: Annotated[float, Gt(0)],
+        leave_out: list[int],
         cache_dir: str | None,
     ) -> None:
         optional("tifffile", "two_detect")

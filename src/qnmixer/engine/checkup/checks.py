@@ -33,8 +33,9 @@ from qnmixer.engine.checkup.rank import GROWTH_STEPS, Number, Report, read_repor
 from qnmixer.engine.checkup.ranks import named_ranks, run_ranks
 from qnmixer.engine.cli import explain
 from qnmixer.engine.config import Config, to_plain
-from qnmixer.engine.config.run import devices_per_replica, validate, with_iterations
-from qnmixer.engine.config.strategy import PipelineConfig
+from qnmixer.engine.config.rules import validate
+from qnmixer.engine.config.run import devices_per_replica, with_iterations
+from qnmixer.engine.config.sections import PipelineConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.memory.footprint import MIB
 from qnmixer.engine.parallel.devices import gpu_problem, has_bf16, resolve_devices

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from qnmixer.engine.config import Config
-from qnmixer.engine.config.callbacks import averages_weights
+from qnmixer.engine.config.named import averages_weights
 from qnmixer.engine.config.run import batch_of_replica
 from qnmixer.engine.memory.footprint import MIB
 from qnmixer.engine.memory.plan import Planner

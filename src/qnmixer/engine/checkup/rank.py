@@ -24,9 +24,8 @@ from torch.utils._pytree import tree_leaves
 
 from qnmixer.engine.cli import explain
 from qnmixer.engine.config import Config, parse
-from qnmixer.engine.config.memory import MemoryConfig
 from qnmixer.engine.config.run import devices_per_replica, section, with_iterations
-from qnmixer.engine.config.strategy import PipelineConfig
+from qnmixer.engine.config.sections import MemoryConfig, PipelineConfig
 from qnmixer.engine.memory.footprint import MIB
 from qnmixer.engine.memory.leaks import LeakWatch
 from qnmixer.engine.processes.ranks import die_with_parent, leave, rank

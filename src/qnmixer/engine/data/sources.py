@@ -38,19 +38,10 @@ from qnmixer.engine.data.slices import (
     summarise_skipped,
 )
 from qnmixer.engine.data.splits import PARTS, RunSplit, few, files_as_patients, patients_of
-from qnmixer.engine.plugins import Kind, build, load, taken
+from qnmixer.engine.plugins import taken
 from qnmixer.engine.processes.ranks import rank
 from qnmixer.errors import ConfigError, DataError, UserError
 from qnmixer.physics import FanBeamGeometry
-
-SLICES = Kind(
-    "a class with __len__ and load",
-    lambda it: isinstance(it, type) and hasattr(it, "__len__") and hasattr(it, "load"),
-)
-READER = Kind(
-    "a class with kind, wanted and read, which data=custom does not need",
-    lambda it: isinstance(it, type) and all(hasattr(it, name) for name in ("kind", "wanted", "read")),
-)
 
 
 @dataclass(frozen=True)
@@ -116,7 +107,7 @@ def parts_of(
 
 
 def _of_class(config: DataConfig, geometry: FanBeamGeometry | None) -> dict[str, Part]:
-    takes = taken(load(config, SLICES), {"image_size": None, "fine": None, "geometry": None})
+    takes = taken(config.load(), {"image_size": None, "fine": None, "geometry": None})
     if isinstance(config, PairData) and not config.root:
         raise ConfigError(f"data={config.name} needs data.root=FOLDER, the folder of the set")
     if "geometry" in takes and geometry is None:
@@ -125,8 +116,8 @@ def _of_class(config: DataConfig, geometry: FanBeamGeometry | None) -> dict[str,
     def source(part: str, fine: bool) -> SliceSource:
         size = config.image_size * (config.simulation_factor if fine else 1)
         offered: dict[str, Any] = {"image_size": config.image_size if "fine" in takes else size, "fine": fine}
-        offered |= {"geometry": geometry, "hu_max": config.hu_max}
-        its: Any = build(config, SLICES, part, offered=offered)
+        offered |= {"geometry": geometry, "hu_max": config.hu_max, "seed": config.seed}
+        its: Any = config.build(part, offered=offered)
         whole = "image_size" in takes and hasattr(its, "endless")  # a SliceSource already
         return its if whole else Resampled(its, f"data._target_={config._target_}", part, size)
 
@@ -213,7 +204,7 @@ class Resampled:
 
 
 def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | None, section: str) -> dict[str, Part]:
-    reader: Reader = build(config, READER)
+    reader: Reader = config.build()
     field_of_view = None
     if config.pixel_size == "header":
         if geometry is None:

@@ -18,9 +18,7 @@ from qnmixer.engine.config.data import (
     MixedData,
     PairData,
     PhantomData,
-    TwoDetectData,
 )
-from qnmixer.engine.config.option import check_bounds
 from qnmixer.engine.config.overrides import values_of
 from qnmixer.engine.config.target import keys_of
 from qnmixer.engine.plugins import check_trusted
@@ -56,10 +54,7 @@ def as_trained(run: str, changed: AsTrained, data: DataConfig, trust: Collection
             "it out, or choose other slices with data=dicom too"
         )
     changes = {key: value for key, value in vars(changed).items() if key != "_target_" and value is not None}
-    data = replace(data, **changes)
-    for source in data.by_section().values():
-        check_bounds("data.", source)
-    return data
+    return replace(data, **changes)
 
 
 def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> tuple[DataConfig, bool]:
@@ -69,16 +64,15 @@ def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> tup
     ConfigError for a key that would change these, and CheckpointError for one that the network cannot use.
     """
     given, asked = values_of(overrides), keys_of(data)
-    names = ["image_size", "scaling", "hu_max"]
-    if isinstance(data, TwoDetectData) and isinstance(trained.data, TwoDetectData):
-        names.append("max_attenuation")
-    fixed = {key: getattr(trained.data, key) for key in names}
+    of_set = {"max_attenuation"} & data.arguments.keys() & trained.data.arguments.keys()
+    fixed = {key: getattr(trained.data, key) for key in ("image_size", "scaling", "hu_max", *of_set)}
     for key, value in fixed.items():
         if f"data.{key}" in given and getattr(data, key) != value:
             raise CheckpointError(
                 f"the run was trained with data.{key}={value}: leave data.{key} out, or train another network"
             )
     seed = data.seed if "data.seed" in given else trained.data.seed
+    data = data.changed(**{key: fixed.pop(key) for key in of_set})
     data = replace(data, **fixed, seed=seed)
     if isinstance(data, FolderData) and "data.split" not in given:
         for source in trained.data.by_section().values():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from qnmixer.engine.config.memory import MemoryConfig
+from qnmixer.engine.config.sections import MemoryConfig
 from qnmixer.errors import ConfigError, suggest
 from qnmixer.models.unrolled import S, UnrolledNetwork
 

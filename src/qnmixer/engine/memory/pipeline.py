@@ -10,7 +10,7 @@ from torch import Tensor
 from qnmixer.engine.build import build_module
 from qnmixer.engine.config import Config
 from qnmixer.engine.config.run import batch_of_replica, devices_per_replica
-from qnmixer.engine.config.strategy import PipelineConfig
+from qnmixer.engine.config.sections import PipelineConfig
 from qnmixer.engine.memory.footprint import DevicePlan, Footprint
 from qnmixer.engine.memory.tracker import (
     Hosted,

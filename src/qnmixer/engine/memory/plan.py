@@ -15,9 +15,10 @@ from torch import Tensor
 
 from qnmixer.engine.build import build_module
 from qnmixer.engine.config import Config
-from qnmixer.engine.config.callbacks import averages_weights
-from qnmixer.engine.config.run import devices_per_replica, validate, with_iterations
-from qnmixer.engine.config.strategy import DDPConfig, FSDPConfig, PipelineConfig
+from qnmixer.engine.config.named import averages_weights
+from qnmixer.engine.config.rules import validate
+from qnmixer.engine.config.run import devices_per_replica, with_iterations
+from qnmixer.engine.config.sections import DDPConfig, FSDPConfig, PipelineConfig
 from qnmixer.engine.memory.footprint import DevicePlan, Footprint, Prediction
 from qnmixer.engine.memory.pipeline import StageCost, cut_of, plan_device, track_stages
 from qnmixer.engine.memory.tracker import (

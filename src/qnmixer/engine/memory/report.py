@@ -10,8 +10,8 @@ from rich.progress import Progress
 
 from qnmixer.engine.config import Config, effective_batch
 from qnmixer.engine.config.commands import DEVICES, PlanConfig, device_memory
-from qnmixer.engine.config.run import validate
-from qnmixer.engine.config.strategy import PipelineConfig
+from qnmixer.engine.config.rules import validate
+from qnmixer.engine.config.sections import PipelineConfig
 from qnmixer.engine.config.target import options
 from qnmixer.engine.memory.advice import changed_to
 from qnmixer.engine.memory.footprint import MIB, Prediction, on_a_gpu

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from qnmixer.engine.config import Config
-from qnmixer.engine.config.run import validate
+from qnmixer.engine.config.rules import validate
 from qnmixer.engine.parallel.compilation import check_compiler
 from qnmixer.engine.processes.cores import THREADS, n_cores
 from qnmixer.errors import ConfigError

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from qnmixer.engine.config import Config
 from qnmixer.engine.config.run import batch_of_replica, devices_per_replica
-from qnmixer.engine.config.strategy import PipelineConfig
+from qnmixer.engine.config.sections import PipelineConfig
 from qnmixer.engine.parallel.stages import (
     Context,
     Logged,

@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch.nn.parallel import DistributedDataParallel
 
 from qnmixer.engine.config import Config
-from qnmixer.engine.config.strategy import DDPConfig, FSDPConfig
+from qnmixer.engine.config.sections import DDPConfig, FSDPConfig
 from qnmixer.engine.parallel.fsdp import ShardedStrategy
 from qnmixer.engine.parallel.pipeline import PipelineStrategy
 from qnmixer.errors import ConfigError, suggest
@@ -40,7 +40,7 @@ def build_precision(config: Config, accelerator: str) -> Precision:
     """Autocast, and a GradScaler for fp16, on a CPU too: there Lightning would silently use bf16 for 16-mixed."""
     precision = config.trainer.precision
     # A plugin, because the Trainer's own `precision="16-mixed"` is refused by Lightning's FSDP2 strategy.
-    return Precision() if precision == "32" else MixedPrecision(precision, accelerator)  # type: ignore[arg-type]  # a choice
+    return Precision() if precision == "32" else MixedPrecision(precision, accelerator)
 
 
 def _ddp(config: Config) -> Strategy:

@@ -1,6 +1,5 @@
 """The loggers of a run: always metrics.csv, and those that the config names."""
 
-import inspect
 import os
 import platform
 import re
@@ -9,6 +8,7 @@ import sys
 import uuid
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,17 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from qnmixer.engine.config import Config, effective_batch, to_plain, without_places
-from qnmixer.engine.config.logger import LONGEST_TAG, METRICS_FILE, LoggerConfig, WandbConfig, section_of
+from qnmixer.engine.config.named import METRICS_FILE, LoggerConfig, WandbConfig
 from qnmixer.engine.config.overrides import values_of
+from qnmixer.engine.config.sections import LONGEST_TAG
 from qnmixer.engine.config.target import with_names
-from qnmixer.engine.plugins import load_plugin, make_plugin, subclass_of
 from qnmixer.engine.processes.ranks import rank
 from qnmixer.engine.reconstructor import method_name
 from qnmixer.engine.reports.page import without_folders
 from qnmixer.engine.tracking.metrics_file import MetricsFile
 from qnmixer.engine.tracking.results import git_commit, versions
 from qnmixer.engine.tracking.sweep_file import name_of_job, name_of_run, sweep_of
-from qnmixer.errors import ConfigError, PluginError, UserError, first_line
+from qnmixer.errors import ConfigError, first_line
 from qnmixer.files import write_text
 
 CODE_DIFF = "code.diff"
@@ -37,7 +37,6 @@ KNOWN_UNTIL = Path("wandb", "known_until")  # W&B has all steps before this one,
 # Exit codes of a W&B run; wandb itself uses the last one for Ctrl-C.
 DONE, FAILED, INTERRUPTED = 0, 1, 255
 
-_LOGGER = subclass_of("lightning.pytorch.loggers.Logger")
 _STEP = "trainer/global_step"  # as Lightning's logger calls it
 # Only one kind of network has these. They get a curve, but no column in the table of runs.
 _CURVES_ONLY = ("train/lambda_", "val/cosine_zs", "val/skipped_pairs")
@@ -62,10 +61,10 @@ def build_loggers(config: Config, folder: Path, overrides: list[str], resumed_at
     """
     file = MetricsFile(folder, resumed_at)
     loggers: list[Logger] = [file]
-    for name, options in config.logger.items() if rank() == 0 else ():
+    for options in config.logger.values() if rank() == 0 else ():
         if isinstance(options, LoggerConfig):
             if options._target_ != METRICS_FILE:
-                loggers.append(_build(section_of(name), config, options, folder))
+                loggers.append(_build(config, options, folder))
         elif options.mode != "disabled":
             resumes = resumed_at is not None and (folder / RUN_ID).is_file()
             known_until = max(file.last_step() or 0, _known_until(folder)) if resumes else 0
@@ -79,22 +78,14 @@ def build_loggers(config: Config, folder: Path, overrides: list[str], resumed_at
     return loggers
 
 
-def _build(section: str, config: Config, options: LoggerConfig, folder: Path) -> Logger:
+def _build(config: Config, options: LoggerConfig, folder: Path) -> Logger:
     """Build a logger of Lightning or of the user, and log the config. It gets the run folder if it can take one."""
-    key, target = f"{section}._target_", options._target_
-    arguments = {name: value for name, value in options.arguments.items() if value is not None}
-    cls = load_plugin(key, target, _LOGGER)
-    parameters = inspect.signature(cls).parameters
-    if "save_dir" in parameters:
-        arguments = {"save_dir": str(folder)} | arguments
-    if "tracking_uri" in parameters:  # MLflow's default is a folder of files, which its new versions refuse
-        arguments = {"tracking_uri": f"sqlite:///{folder.absolute()}/mlflow.db"} | arguments
-    try:
-        logger = make_plugin(key, target, _LOGGER, arguments=arguments)
-    except UserError:
-        raise
-    except Exception as error:  # a constructor can raise anything
-        raise PluginError(f"{key}={target} refuses its arguments ({first_line(error)})") from error
+    given = {name: value for name, value in options.arguments.items() if value is not None}
+    places = {
+        "save_dir": str(folder),
+        "tracking_uri": f"sqlite:///{folder.absolute()}/mlflow.db",  # MLflow's own default is refused by new versions
+    }
+    logger: Logger = replace(options, arguments=given).build(offered=places)
     logger.log_hyperparams(_described(config))
     return logger
 

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from qnmixer.engine.batch import Batch, to_hu
 from qnmixer.engine.config import Config
-from qnmixer.engine.config.debug import ProfileConfig
-from qnmixer.engine.config.metrics import MetricConfig, modes_of
-from qnmixer.engine.config.target import TARGET
+from qnmixer.engine.config.named import CallbackConfig, MetricConfig, modes_of
+from qnmixer.engine.config.sections import ProfileConfig
 from qnmixer.engine.evaluation.evaluate import PAGE, PICTURE, Evaluation, numbers_of
 from qnmixer.engine.optimization.metrics import psnr
-from qnmixer.engine.plugins import make_plugin, subclass_of
 from qnmixer.engine.reports.pictures import Panel, Row, draw_iterates
 from qnmixer.engine.run_module import RunModule
 from qnmixer.engine.tracking.run import Run
@@ -26,14 +24,12 @@ from qnmixer.engine.training.health import HealthMonitor
 from qnmixer.engine.training.profiling import Profile
 from qnmixer.engine.training.progress import ProgressMetrics
 from qnmixer.engine.training.progress_bar import TrainingProgress
-from qnmixer.errors import PluginError, UserError, first_line
 
 _MOST_SHOWN = 15  # iterates in a picture
-_CALLBACK = subclass_of("lightning.pytorch.callbacks.Callback")
 
 
 def build_callbacks(
-    callbacks: Mapping[str, Mapping[str, Any]], metrics: Mapping[str, MetricConfig] | None = None
+    callbacks: Mapping[str, CallbackConfig], metrics: Mapping[str, MetricConfig] | None = None
 ) -> list[Callback]:
     """Build the callbacks: first `step` and `samples` for the metrics, then those of the config's group `callbacks`.
 
@@ -41,8 +37,8 @@ def build_callbacks(
 
     Raises PluginError for a target that is no callback, or that refuses its arguments.
     """
-    named = [_build_callback(f"callbacks.{name}", given, metrics or {}) for name, given in callbacks.items()]
-    return [ProgressMetrics(), *named]
+    modes = modes_of(metrics or {})
+    return [ProgressMetrics(), *(it.build(offered=_mode(it, modes)) for it in callbacks.values())]
 
 
 def console_callbacks(config: Config, run: Run) -> list[Callback]:
@@ -55,16 +51,9 @@ def console_callbacks(config: Config, run: Run) -> list[Callback]:
     return callbacks
 
 
-def _build_callback(key: str, given: Mapping[str, Any], metrics: Mapping[str, MetricConfig]) -> Callback:
-    arguments = {str(name): value for name, value in given.items() if name != TARGET}
-    try:
-        modes = modes_of(metrics)
-        offered = {"mode": modes[its]} if (its := arguments.get("monitor")) in modes else {}
-        return make_plugin(f"{key}.{TARGET}", given[TARGET], _CALLBACK, arguments=arguments, offered=offered)
-    except UserError:
-        raise
-    except Exception as error:  # a constructor can raise anything
-        raise PluginError(f"{key}: {given[TARGET]} refuses its arguments ({first_line(error)})") from error
+def _mode(callback: CallbackConfig, modes: Mapping[str, str]) -> dict[str, str]:
+    monitored = str(callback.arguments.get("monitor"))
+    return {"mode": modes[monitored]} if monitored in modes else {}
 
 
 class IteratePictures(Callback):

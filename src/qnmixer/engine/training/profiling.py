@@ -16,7 +16,7 @@ from torch.profiler import profile, schedule
 
 from qnmixer.engine.batch import Batch
 from qnmixer.engine.config import Config, effective_batch
-from qnmixer.engine.config.debug import FewBatchesConfig, ProfileConfig
+from qnmixer.engine.config.sections import FewBatchesConfig, ProfileConfig
 from qnmixer.engine.processes.ranks import rank
 
 _N_OPERATORS = 12

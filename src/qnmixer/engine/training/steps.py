@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import Callback
 from qnmixer.engine.build import build_data_module, build_module
 from qnmixer.engine.checkpoints.reading import find_checkpoint, load_weights, resumable, split_of, steps_of
 from qnmixer.engine.config import Config, effective_batch
-from qnmixer.engine.config.debug import FewBatchesConfig
-from qnmixer.engine.config.metrics import modes_of
+from qnmixer.engine.config.named import modes_of
+from qnmixer.engine.config.sections import FewBatchesConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.sampler import EpochSampler
 from qnmixer.engine.data.splits import RunSplit, seen_by

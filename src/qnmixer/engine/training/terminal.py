@@ -11,7 +11,7 @@ from rich.console import Console
 from qnmixer.engine.checkpoints.reading import built_from
 from qnmixer.engine.config import Config, effective_batch
 from qnmixer.engine.config.overrides import quoted
-from qnmixer.engine.config.trainer import TrainerConfig
+from qnmixer.engine.config.sections import TrainerConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.sampler import EpochSampler
 from qnmixer.engine.plugins import trust_words

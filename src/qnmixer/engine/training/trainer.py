@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 
 from qnmixer.engine.config import Config
-from qnmixer.engine.config.trainer import TrainerConfig
+from qnmixer.engine.config.sections import TrainerConfig
 from qnmixer.engine.lightning_private import disable_signal_handling
 from qnmixer.engine.parallel.devices import allow_tf32
 from qnmixer.engine.parallel.strategies import build_precision, build_strategy

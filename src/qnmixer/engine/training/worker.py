@@ -17,7 +17,6 @@ from pathlib import Path
 
 from qnmixer.engine.cli import explain, warnings_in_one_line
 from qnmixer.engine.config import Config, parse, to_plain
-from qnmixer.engine.config.target import TARGET
 from qnmixer.engine.plugins import is_trusted
 from qnmixer.engine.processes.ranks import by_srun, end_with_the_others, is_rank, is_secondary, leave, rank, world_size
 from qnmixer.engine.processes.signals import loading, stop_signals
@@ -153,7 +152,7 @@ def _check_inputs(config: Config, run: Run) -> None:
     from qnmixer.engine.data.splits import RunSplit
     from qnmixer.engine.reconstructor import build_geometry
 
-    if own := {name: it for name, it in config.callbacks.items() if not is_trusted(it[TARGET], ())}:
+    if own := {name: it for name, it in config.callbacks.items() if not is_trusted(it._target_, ())}:
         from qnmixer.engine.training.callbacks import build_callbacks
 
         build_callbacks(own, config.metrics)
