@@ -90,7 +90,7 @@ class Branch(nn.Module):
         super().__init__()
         width = channels // 4
         self.patch_size = patch_size
-        self.pixel = nn.Linear(1, width)
+        self.pixel = nn.Linear(1, width)  # a 1×1 convolution of one channel
         self.spatial = None if size is None else nn.Conv2d(width, width, size, padding=size // 2)
         self.patchify = nn.Linear(patch_size**2 * width, channels, bias=False)
         with torch.no_grad():
@@ -143,7 +143,7 @@ class MixerLayer(nn.Module):
         return recomputed(self._mix, x)
 
     def _mix(self, x: Tensor) -> Tensor:
-        x = x + self.width_mlp(self.height_mlp(self.spatial_norm(x)))
+        x = x + self.width_mlp(self.height_mlp(self.spatial_norm(x)))  # after both axes each patch has seen all others
         return x + self.channel_mlp(self.channel_norm(x))
 
 
@@ -152,7 +152,7 @@ class AxisMLP(nn.Module):
 
     def __init__(self, size: int, ratio: float, axis: int) -> None:
         super().__init__()
-        hidden = max(1, round(size * ratio))
+        hidden = max(1, round(size * ratio))  # small grids and ratios keep a neuron
         self.axis = axis
         self.layers = nn.Sequential(nn.Linear(size, hidden), nn.GELU(), nn.Linear(hidden, size))
 
@@ -175,11 +175,11 @@ class PatchExpansion(nn.Module):
         self.patch_size = patch_size
         self.expand = nn.Parameter(torch.empty(patch_size**2, width, channels))
         self.project = nn.Parameter(torch.zeros(width))
-        nn.init.normal_(self.expand, std=channels**-0.5)
+        nn.init.normal_(self.expand, std=channels**-0.5)  # not zero as well: with two zeros neither gets a gradient
 
     def forward(self, x: Tensor) -> Tensor:
         """The image [B, 1, P·h, P·w] from the features of its patches."""
-        weight = torch.einsum("pwc,w->pc", self.expand, self.project)
+        weight = torch.einsum("pwc,w->pc", self.expand, self.project)  # for each of the P² pixels of a patch, C weights
         return F.pixel_shuffle(F.linear(x, weight).permute(0, 3, 1, 2), self.patch_size)
 
 
@@ -213,6 +213,7 @@ class DetailConvolutions(nn.Module):
         """G(x) [B, 1, H, W] from x and perhaps more images [B, n_inputs, H, W], and the mixer's features of x."""
         # Channels last, which halves the time on a CPU. `.to(memory_format=…)` leaves an image of one channel as it is.
         x = torch.stack(x.unbind(1), -1).permute(0, 3, 1, 2)
+        # In place: their inputs are needed by nothing else, and stand at full resolution.
         return self.last(torch.relu_(self.second(torch.relu_(self.first(x).add_(context)))))
 
     def hidden_weights(self) -> list[nn.Parameter]:

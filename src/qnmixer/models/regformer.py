@@ -98,10 +98,6 @@ class RegFormer(UnrolledNetwork[RegFormerState]):
         descent = self.step_sizes[t] * data_gradient(self.projector, "fbp", state.x, y)
         return RegFormerState(rectified(state.x - descent + regularization, last=t == self.n_iterations - 1), features)
 
-    def image(self, state: RegFormerState) -> Tensor:
-        """x_t."""
-        return state.x
-
     def blocks(self) -> list[nn.Module]:
         """The R_t."""
         return list(self.regularizers)

@@ -114,10 +114,6 @@ class TotalVariation(UnrolledNetwork[TVState]):
         misfit = (self.projector(x) - y) / self.projector.operator_norm()
         return misfit.square().sum((1, 2, 3)) / 2 + (weight * gradient(x).norm(dim=1, keepdim=True)).sum((1, 2, 3))
 
-    def image(self, state: TVState) -> Tensor:
-        """x_t."""
-        return state.x
-
 
 def gradient(x: Tensor) -> Tensor:
     """∇x: differences to the pixel below and to the right, zero across the border; [B, 1, H, W] → [B, 2, H, W]."""

@@ -78,9 +78,8 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         """The state after iteration t = 0 … T−1."""
 
     def image(self, state: S) -> Tensor:
-        """x_t [B, 1, H, W] of a state. By default the state is the image."""
-        assert isinstance(state, Tensor)
-        return state
+        """x_t [B, 1, H, W] of a state: by default the state, or the first of its tensors."""
+        return state if isinstance(state, Tensor) else state[0]  # type: ignore[index, no-any-return]  # a tuple
 
     def blocks(self) -> list[nn.Module]:
         """The parts with most weights, each called as a whole. fsdp gathers, and torch compiles, one at a time."""
@@ -133,20 +132,9 @@ def recomputed(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
 
     For features that are large and cheap. `function` must draw no random numbers.
     """
-    if not torch.is_grad_enabled() or not _can_recompute():
+    if not torch.is_grad_enabled():
         return function(*inputs)
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
-
-
-def _can_recompute() -> bool:
-    """Whether torch allows it here. Inside `torch.func.grad` and `vjp` it does not: they then store everything."""
-    if torch.compiler.is_compiling():
-        return True
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-            return True
-    except RuntimeError:
-        return False
 
 
 def check_choice(argument: str, value: str, choices: Collection[str]) -> None:
