@@ -1,12 +1,13 @@
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
 from torchmetrics.functional.image import structural_similarity_index_measure
 
+from qnmixer.engine.build import build_loss
 from qnmixer.engine.config.run import section
-from qnmixer.engine.optimization.losses import Loss, build_loss
 from qnmixer.engine.optimization.metrics import psnr, ssim, to_window
 
 
@@ -91,7 +92,7 @@ def test_what_lies_outside_the_window_does_not_count() -> None:
     assert ssim(*windowed).item() == pytest.approx(1)
 
 
-def ssim_mix(weight: float) -> Loss:
+def ssim_mix(weight: float) -> Any:
     return build_loss(section("loss", "ssim_mix", ssim_weight=weight))
 
 

@@ -4,13 +4,11 @@ from itertools import pairwise
 import pytest
 import torch
 
+from qnmixer.engine.build import build_loss, build_optimizer, learning_rate_factor
 from qnmixer.engine.config import Config
 from qnmixer.engine.config.groups import ScheduleConfig
 from qnmixer.engine.config.run import section
-from qnmixer.engine.optimization.losses import build_loss
 from qnmixer.engine.optimization.metrics import ssim
-from qnmixer.engine.optimization.optimizers import build_optimizer
-from qnmixer.engine.optimization.schedules import learning_rate_factor
 from qnmixer.losses import l1
 from qnmixer.module import ReconstructionModule
 

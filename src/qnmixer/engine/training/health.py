@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from qnmixer.engine.batch import Batch
-from qnmixer.engine.optimization.schedules import warm_up_steps
+from qnmixer.engine.build import warm_up_steps
 from qnmixer.engine.run_module import RunModule
 from qnmixer.engine.tracking.loggers import WandbRun
 from qnmixer.engine.tracking.run import Run
