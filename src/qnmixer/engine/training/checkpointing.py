@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from qnmixer.engine.checkpoints.reading import load
-from qnmixer.engine.lightning_private import number_rows, validate_as_in_training
+from qnmixer.engine.lightning_private import number_rows
 from qnmixer.engine.parallel.pipeline import PipelineStrategy
 from qnmixer.engine.processes.ranks import rank
 from qnmixer.engine.processes.signals import defer_stop, stop_requested
@@ -56,12 +56,9 @@ class Checkpointing(Checkpoint):
         self._ranks.connect()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Restore the random states. Repeat a validation that a stop interrupted."""
+        """Restore the random states."""
         defer_stop(True)
         self._restore_random(trainer)
-        if self._restored.get("validating"):
-            validate_as_in_training(trainer)
-        self._restored = {}
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -69,8 +66,8 @@ class Checkpointing(Checkpoint):
         """Between two steps: write last.ckpt if it is due, and stop if a rank has a stop signal."""
         if batch_idx % trainer.accumulate_grad_batches:
             return
+        number_rows(trainer)
         step = trainer.global_step
-        number_rows(trainer, step)
         if self.every_n_steps and step % self.every_n_steps == 0 and step > self._saved:
             self.save(trainer, "last")
         if self._ranks.stop(stop_requested() is not None):

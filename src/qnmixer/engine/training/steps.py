@@ -19,7 +19,6 @@ from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.sampler import EpochSampler
 from qnmixer.engine.data.splits import RunSplit, seen_by
 from qnmixer.engine.evaluation.evaluate import evaluate, title_of, what_was_evaluated, write_evaluation
-from qnmixer.engine.lightning_private import number_rows
 from qnmixer.engine.memory.advice import advice
 from qnmixer.engine.memory.footprint import MIB
 from qnmixer.engine.memory.limits import is_out_of_memory, memory_of
@@ -237,7 +236,6 @@ def validate_last_steps(
     """Validate the last steps, if training ended between two validations. Returns the best monitored value."""
     checkpointing = callback_of(trainer, Checkpointing)
     if checkpointing.validated != trainer.global_step or checkpointing.best is None:
-        number_rows(trainer, trainer.global_step)
         with interrupts_as_raised():
             trainer.validate(module, datamodule=data, verbose=False)
         checkpointing.save_validated(trainer)
