@@ -12,7 +12,7 @@ import torch
 
 from qnmixer.engine.config import Config
 from qnmixer.engine.tracking.run import Run
-from qnmixer.engine.training.random_states import random_state, set_random_state
+from qnmixer.engine.training.checkpointing import random_state, set_random_state
 from qnmixer.errors import Stopped
 from qnmixer.fit import fit
 from qnmixer.module import ReconstructionModule
