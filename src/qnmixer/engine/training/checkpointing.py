@@ -83,9 +83,7 @@ class Checkpointing(Checkpoint):
         self._restore_random(trainer)  # a resumed run that only lacks its last validation
         self._random = random_state(trainer.strategy.root_device)
 
-    def on_validation_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
+    def on_validation_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Stop if a rank has a stop signal."""
         if trainer.state.fn == TrainerFn.FITTING:
             self._stop_if_asked(trainer)

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from qnmixer.engine.cli import explain, warnings_in_one_line
 from qnmixer.engine.config import Config, parse, to_plain
-from qnmixer.engine.config.target import TARGET
-from qnmixer.engine.plugins import is_trusted
 from qnmixer.engine.processes.ranks import by_srun, end_with_the_others, is_rank, is_secondary, leave, rank, world_size
 from qnmixer.engine.processes.signals import loading, stop_signals
 from qnmixer.engine.tracking.results import read_results
@@ -144,23 +142,12 @@ def _fit(config: Config, run: Run, fit: str, job: Path | None) -> float:
 
 
 def _check_inputs(config: Config, run: Run) -> None:
-    """Raise UserError once, here, for callbacks, metrics, data and checkpoints that would fail in every rank.
-
-    Lightning and torchmetrics are loaded only for the user's own: that takes seconds, and this process does not train.
-    """
+    """Raise UserError once, here, for data and checkpoints that would fail in every rank. It loads no Lightning."""
     from qnmixer.engine.checkpoints.reading import find_checkpoint, read_checkpoint, resumable, split_of
     from qnmixer.engine.data.sources import parts_of
     from qnmixer.engine.data.splits import RunSplit
     from qnmixer.engine.reconstructor import build_geometry
 
-    if own := {name: it for name, it in config.callbacks.items() if not is_trusted(it[TARGET], ())}:
-        from qnmixer.engine.training.callbacks import build_callbacks
-
-        build_callbacks(own, config.metrics)
-    if mine := {name: it for name, it in config.metrics.items() if not is_trusted(it._target_, ())}:
-        from qnmixer.engine.optimization.metrics import build_metrics
-
-        build_metrics(mine, config.data.own_range)
     if config.finetune is not None:
         read_checkpoint(find_checkpoint(config.finetune))
     before = None if run.resume is None else split_of(resumable(config, Path(run.resume)))
