@@ -133,7 +133,7 @@ def build_data(config: Config, run: Run, checkpoint: Path | None) -> SliceDataMo
     batch, debug = effective_batch(config), config.debug
     if checkpoint is not None:
         split = RunSplit(split_of(checkpoint))
-    else:  # it is drawn, but no patient whom the network of `finetune` has seen is tested
+    else:  # it is still to be drawn, and knows the slices that the weights of `finetune` were trained on
         base = None if config.finetune is None else split_of(find_checkpoint(config.finetune))
         split = RunSplit(base=None if base is None else seen_by(base))
     data = build_data_module(

@@ -70,11 +70,14 @@ def fit_in_processes(config: Config, run: Run, fit: str) -> float:
     try:
         _check_inputs(config, run)
         with tempfile.TemporaryDirectory(prefix="qnmixer-job-") as temporary:
-            job = _write_job(Path(temporary), config, run, fit)
+            job = {"fit": fit, "config": to_plain(config), "folder": str(run.folder.absolute())}
+            job |= {"overrides": run.overrides, "launcher": os.getpid()}
+            path = Path(temporary, "job.json")
+            path.write_text(json.dumps(job))
             launch(
-                ["-m", "qnmixer.engine.training.worker", str(job)],
+                ["-m", "qnmixer.engine.training.worker", str(path)],
                 n_devices,
-                ask_to_stop=lambda: _ask_to_stop(job.parent, n_devices),
+                ask_to_stop=lambda: _ask_to_stop(path.parent, n_devices),
             )
     except KeyboardInterrupt as stop:
         run.record_end("interrupted")
@@ -109,14 +112,6 @@ def main(path: Path) -> None:
             _fit(config, Run(Path(job["folder"]), job["overrides"], config.resume), job["fit"], path.parent)
     except BaseException as error:
         leave(error, explain(error, "train"))
-
-
-def _write_job(folder: Path, config: Config, run: Run, fit: str) -> Path:
-    """Write the data that the ranks need into a file."""
-    path = folder / "job.json"
-    job = {"fit": fit, "config": to_plain(config), "folder": str(run.folder.absolute()), "overrides": run.overrides}
-    path.write_text(json.dumps(job | {"launcher": os.getpid()}))
-    return path
 
 
 def _ask_to_stop(job: Path, n_ranks: int) -> bool:
