@@ -55,11 +55,9 @@ def quieten() -> None:
 
 def print_start(config: Config, module: RunModule, data: SliceDataModule, trainer: L.Trainer, console: Console) -> None:
     """Print network, scan, data, batch, and the limit of the training."""
-    n_parameters, n_slices = sum(p.numel() for p in module.parameters()), len(data.dataset("train"))
-    t, batch, steps = config.trainer, effective_batch(config), _steps_per_epoch(config, len(data.dataset("train")))
+    t, batch, n_parameters = config.trainer, effective_batch(config), sum(p.numel() for p in module.parameters())
     nodes = f" × {t.num_nodes} nodes" if t.num_nodes > 1 else ""
     devices = f" × {t.devices} devices{nodes}" if config.strategy.name != "single" else ""
-    last = f", the last of {n_slices % batch}" if steps * batch > n_slices else ""
     noise = "measured" if data.measured else f"noise {config.noise.name}"
     lines = [
         f"{module.network.title}, T = {module.network.n_iterations}, {n_parameters:,} parameters, "
@@ -68,15 +66,12 @@ def print_start(config: Config, module: RunModule, data: SliceDataModule, traine
         data.describe(),
     ]
     if n_parameters:
-        of_a_step = f"{batch} slice{'s' * (batch > 1)} an optimizer step"
+        steps = _steps_per_epoch(config, len(data.dataset("train")))
         lines += [
-            f"batch {config.data.batch_size}{devices} × accumulation {t.accumulate_grad_batches} = {of_a_step}; "
-            f"{steps:,} step{'s' * (steps > 1)} an epoch{last}",
+            f"batch {config.data.batch_size}{devices} × accumulation {t.accumulate_grad_batches} = {batch} "
+            f"slice{'s' * (batch > 1)} an optimizer step; {steps:,} step{'s' * (steps > 1)} an epoch",
             _length(t, steps),
         ]
-    if config.optimizer.name == "muon" and not module.network.hidden_weights():
-        name = type(module.network).__name__
-        lines.append(f"optimizer muon: AdamW changes all weights, as {name}.hidden_weights() is empty")
     if config.debug.name in _DEBUG:
         lines.append(_DEBUG[config.debug.name])
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
