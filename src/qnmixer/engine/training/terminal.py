@@ -72,6 +72,9 @@ def print_start(config: Config, module: RunModule, data: SliceDataModule, traine
             f"slice{'s' * (batch > 1)} an optimizer step; {steps:,} step{'s' * (steps > 1)} an epoch",
             _length(t, steps),
         ]
+    if config.optimizer.name == "muon" and not module.network.hidden_weights():
+        name = type(module.network).__name__
+        lines.append(f"optimizer muon: AdamW changes all weights, as {name}.hidden_weights() is empty")
     if config.debug.name in _DEBUG:
         lines.append(_DEBUG[config.debug.name])
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
