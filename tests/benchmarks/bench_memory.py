@@ -19,7 +19,7 @@ import torch.distributed as dist
 from measuring import GIVE_BACK, MIB, in_own_process, peak_mib
 from report import Row, finish
 
-from qnmixer.engine.build import build_module
+from qnmixer.engine.build import build_module, build_optimizer
 from qnmixer.engine.config import Config, override, parse
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import batch_of_replica
@@ -27,7 +27,6 @@ from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.memory.pipeline import cut_of
 from qnmixer.engine.memory.plan import Planner
 from qnmixer.engine.memory.tracker import batch_of
-from qnmixer.engine.optimization.optimizers import build_optimizer
 from qnmixer.engine.parallel.compilation import compile_blocks
 from qnmixer.engine.parallel.pipeline import Pipeline, sum_gradients
 from qnmixer.engine.reconstructor import AUTOCAST

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from qnmixer.engine.build import build_module
+from qnmixer.engine.build import build_module, build_optimizer
 from qnmixer.engine.config import Config, override, parse
 from qnmixer.engine.config.commands import device_memory, parse_plan
 from qnmixer.engine.config.compose import compose
@@ -27,7 +27,6 @@ from qnmixer.engine.memory.tracker import (
     optimizer_bytes,
     without_data,
 )
-from qnmixer.engine.optimization.optimizers import build_optimizer
 from qnmixer.engine.parallel.stages import Logged, Stage, actions, loss_of_part, ranges, survey
 from qnmixer.engine.reconstructor import build_projector, system_matrix_at
 from qnmixer.errors import ConfigError

@@ -12,7 +12,7 @@ import torch
 
 from qnmixer.engine.config import Config
 from qnmixer.engine.tracking.run import Run
-from qnmixer.engine.training.random_states import random_state, set_random_state
+from qnmixer.engine.training.checkpointing import random_state, set_random_state
 from qnmixer.errors import Stopped
 from qnmixer.fit import fit
 from qnmixer.module import ReconstructionModule
@@ -20,7 +20,13 @@ from qnmixer.module import ReconstructionModule
 TinyConfig = Callable[..., Config]
 
 # Four steps an epoch with n_train=8; validations after 3 and 6 of 7 steps, and at the end.
-RUN = ["trainer.max_steps=7", "trainer.val_every_n_steps=3", "test_after_training=false", "noise=field"]
+RUN = [
+    "trainer.max_steps=7",
+    "trainer.val_every_n_steps=3",
+    "test_after_training=false",
+    "noise=field",
+    "callbacks=none",
+]
 
 
 class FromFinaliser:

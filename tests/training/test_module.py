@@ -1,6 +1,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -96,6 +97,22 @@ def test_nan_loss_names_the_slices(tiny_module: Build, tmp_path: Path, monkeypat
         fitted(tiny_module(), tmp_path)
     assert names
     assert all(name in str(error.value) for name in names)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_loss_is_checked_before_the_next_one(tiny_module: Build, value: float, device: str) -> None:
+    """With accumulation, no optimizer step is between the two. On a CPU the answer is there at once."""
+    checks = StepChecks()
+
+    def ask(*losses: float) -> None:
+        for loss in losses:
+            checks.on_before_backward(SimpleNamespace(global_step=3), None, torch.tensor(loss, device=device))  # type: ignore[arg-type]
+
+    ask(1.0)
+    with pytest.raises(FloatingPointError, match=f"the loss became {value} at step 3"):
+        ask(value, 1.0)
+    ask(1.0)  # said once
 
 
 def test_weights_that_are_not_finite_are_not_written(tiny_module: Build, tmp_path: Path) -> None:

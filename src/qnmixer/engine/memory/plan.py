@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qnmixer.engine.build import build_module
+from qnmixer.engine.build import build_module, build_optimizer
 from qnmixer.engine.config import Config
 from qnmixer.engine.config.named import averages_weights
 from qnmixer.engine.config.rules import validate
@@ -35,7 +35,6 @@ from qnmixer.engine.memory.tracker import (
     step_all_at_once,
     without_data,
 )
-from qnmixer.engine.optimization.optimizers import build_optimizer
 from qnmixer.engine.parallel.stages import ranges
 from qnmixer.engine.reconstructor import (
     AUTOCAST,

@@ -9,6 +9,7 @@ is that of skimage, with the sample covariance and without a border of 3 pixels.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,6 @@ from torchmetrics.functional.image import peak_signal_noise_ratio, structural_si
 
 from qnmixer.engine.batch import Batch, to_hu
 from qnmixer.engine.config.named import MetricConfig
-from qnmixer.engine.optimization.losses import one_for_each
 from qnmixer.errors import PluginError, UserError, first_line
 
 SSIM_WINDOW = 7
@@ -100,6 +100,16 @@ def _built(config: MetricConfig, own_range: bool) -> ImageMetric:
         function.requires_grad_(False).eval()
     one_by_one = isinstance(function, Metric) or config._target_.startswith("torchmetrics.")
     return ImageMetric(f"{config.key}={config._target_}", function, config.in_hu, one_by_one)
+
+
+def one_for_each(said: str, value: Any, image: Tensor) -> Tensor:
+    """The value of a loss or a metric, which must be [B]. Raises PluginError, which begins by `said`, if it is not."""
+    if not isinstance(value, Tensor) or value.shape != image.shape[:1]:
+        its = f"a tensor {[*value.shape]}" if isinstance(value, Tensor) else type(value).__name__
+        raise PluginError(
+            f"{said} gives {its} for a batch of {len(image)}: it must give [B], one number for each image"
+        )
+    return value
 
 
 def psnr(image: Tensor, truth: Tensor, *, own_range: bool = False) -> Tensor:

@@ -1,4 +1,4 @@
-"""The callbacks of a run: those that print, those that the config names, and pictures of the iterates."""
+"""The callbacks that the config names, pictures of the iterates, and the evaluation for the loggers."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,18 +12,12 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from torch import Tensor
 
 from qnmixer.engine.batch import Batch, to_hu
-from qnmixer.engine.config import Config
 from qnmixer.engine.config.named import CallbackConfig, MetricConfig, modes_of
-from qnmixer.engine.config.sections import ProfileConfig
 from qnmixer.engine.evaluation.evaluate import PAGE, PICTURE, Evaluation, numbers_of
 from qnmixer.engine.optimization.metrics import psnr
 from qnmixer.engine.reports.pictures import Panel, Row, draw_iterates
 from qnmixer.engine.run_module import RunModule
-from qnmixer.engine.tracking.run import Run
-from qnmixer.engine.training.health import HealthMonitor
-from qnmixer.engine.training.profiling import Profile
 from qnmixer.engine.training.progress import ProgressMetrics
-from qnmixer.engine.training.progress_bar import TrainingProgress
 
 _MOST_SHOWN = 15  # iterates in a picture
 
@@ -39,16 +33,6 @@ def build_callbacks(
     """
     modes = modes_of(metrics or {})
     return [ProgressMetrics(), *(it.build(offered=_mode(it, modes)) for it in callbacks.values())]
-
-
-def console_callbacks(config: Config, run: Run) -> list[Callback]:
-    """Build the callbacks that print: progress, warnings about a network that does not learn, profile."""
-    shows = config.trainer.extra.get("enable_progress_bar") is not False
-    progress = TrainingProgress(run.console, run.folder / "metrics.csv", shows)
-    callbacks: list[Callback] = [progress, HealthMonitor(run)]
-    if isinstance(config.debug, ProfileConfig):
-        callbacks.append(Profile(run.folder / "profile", config.debug, run.console))
-    return callbacks
 
 
 def _mode(callback: CallbackConfig, modes: Mapping[str, str]) -> dict[str, str]:
@@ -69,13 +53,7 @@ class IteratePictures(Callback):
         self._rows: dict[int, Row] = {}  # of this process, by number of the slice
 
     def on_validation_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Batch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int, *_: Any
     ) -> None:
         """Run the batches with those slices again and store the iterates. All processes do it, as fsdp requires."""
         assert isinstance(pl_module, RunModule)
@@ -124,9 +102,9 @@ def _iterate_rows(batch: Batch, iterates: dict[int, Tensor], own_range: bool) ->
     return rows
 
 
-def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, folder: Path, step: int, samples: float) -> None:
+def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, folder: Path, step: int, samples: int) -> None:
     """Log the means of the evaluation. W&B also gets the table, picture and page from `folder`."""
-    means = {"samples": samples} | {f"test/{name}": value for name, value in evaluation.metrics().items()}
+    means = {"samples": float(samples)} | {f"test/{name}": value for name, value in evaluation.metrics().items()}
     for logger in loggers:
         logger.log_metrics(means, step)
         if isinstance(logger, WandbLogger):

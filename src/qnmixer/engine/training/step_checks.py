@@ -10,7 +10,6 @@ from torch import Tensor
 from qnmixer.engine.batch import Batch
 from qnmixer.engine.parallel.shards import gather
 from qnmixer.engine.run_module import RunModule
-from qnmixer.engine.training.finite_check import FiniteCheck
 
 _T = TypeVar("_T", bound=Callback)
 
@@ -31,8 +30,8 @@ class StepChecks(Callback):
 
     def __init__(self) -> None:
         self.norm = torch.tensor(0.0)
-        self._finite = FiniteCheck()
         self._names: list[str] = []
+        self._asked: tuple[Tensor, torch.cuda.Event | None, Tensor, str] | None = None  # a loss that is being checked
         self._largest_norm: Tensor | float = 0.0
         self._loss: Tensor | float = 0.0
 
@@ -44,28 +43,30 @@ class StepChecks(Callback):
         """Go on from the largest norm of a resumed run."""
         self._largest_norm = state_dict["largest_norm"]
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, *_: Any) -> None:
         """Store the names of the slices, for the message."""
         self._names = batch["name"]
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        """Check the loss.
+        """Ask whether the loss is finite.
 
-        On a GPU its answer comes after the backward pass, and before the weights change: see `FiniteCheck`.
+        If the host reads a number from a GPU, it waits for all queued work, and then the GPU waits for the host. So the
+        answer is copied in the background, and read before the weights change. The GPU has the backward pass meanwhile.
         """
-        self._finite.raise_if_not()  # with accumulation, the loss of the batch before is still unchecked
-        self._finite.ask(loss, f"at step {trainer.global_step} (slices: {', '.join(self._names)})")
-        if not loss.is_cuda:  # a CPU has the number already
-            self._finite.raise_if_not()
+        self._raise_if_not_finite()  # with accumulation, the loss of the batch before is still unchecked
+        loss = loss.detach()
+        finite = torch.isfinite(loss).to("cpu", non_blocking=True)  # into pinned memory
+        copied = torch.cuda.current_stream(loss.device).record_event() if loss.is_cuda else None
+        self._asked = finite, copied, loss, f"at step {trainer.global_step} (slices: {', '.join(self._names)})"
+        if copied is None:
+            self._raise_if_not_finite()
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Check the loss. Log the gradient norm before clipping, its maximum in the run, lr and the mean of λ_t."""
         assert isinstance(pl_module, RunModule)
-        self._finite.raise_if_not()
+        self._raise_if_not_finite()
         gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
         self.norm = norm = gather(torch.nn.utils.get_total_norm(gradients))  # that of shards is itself in shards
         # The scaler skips a step whose gradient overflows. That norm would be the largest for the rest of the run.
@@ -90,3 +91,12 @@ class StepChecks(Callback):
         self._loss = outputs["loss"] + (self._loss if batch_idx % n else 0.0)
         if (batch_idx + 1) % n == 0:
             pl_module.log("train/loss", self._loss, batch_size=1, sync_dist=True)
+
+    def _raise_if_not_finite(self) -> None:
+        if self._asked is None:
+            return
+        (finite, copied, loss, where), self._asked = self._asked, None
+        if copied is not None:
+            copied.synchronize()  # waits for that copy only
+        if not finite:
+            raise FloatingPointError(f"the loss became {loss.item()} {where}")
