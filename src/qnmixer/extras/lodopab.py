@@ -4,7 +4,7 @@ import re
 from bisect import bisect_right
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -44,7 +44,15 @@ class LodopabSource:
     endless = False
     scaling = OwnScaling(*LODOPAB_HU)
 
-    def __init__(self, part: str, image_size: int, geometry: FanBeamGeometry, *, root: str, sinograms: str) -> None:
+    def __init__(
+        self,
+        part: str,
+        image_size: int,
+        geometry: FanBeamGeometry,
+        *,
+        root: str,
+        sinograms: Literal["measured", "simulated"] = "measured",
+    ) -> None:
         self.part, self.image_size, self.root = part, image_size, Path(root).expanduser()
         self._views = _views(geometry) if sinograms == "measured" else []
         self._observations, counts = self._files("observation", (_VIEWS, _BINS))

@@ -3,11 +3,12 @@
 Sinograms are converted to line integrals like in the authors' script, which made their reference images.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Ge, Gt, Le
 
 from qnmixer.engine.data.pairs import optional, views_of
 from qnmixer.engine.data.resample import to_square
@@ -67,11 +68,11 @@ class TwoDetectSource:
         hu_max: float,
         *,
         root: str,
-        reference_root: str | None,
-        mode: int,
-        max_attenuation: float,
-        leave_out: Iterable[int],
-        cache_dir: str | None,
+        reference_root: str | None = None,
+        mode: Annotated[int, Ge(1), Le(3)] = 2,
+        max_attenuation: Annotated[float, Gt(0)] = 0.05,
+        leave_out: Sequence[int] = (),
+        cache_dir: str | None = None,
     ) -> None:
         optional("tifffile", "two_detect")
         self.image_size, self.mode, self.max_attenuation = image_size, mode, max_attenuation

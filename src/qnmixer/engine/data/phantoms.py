@@ -8,9 +8,11 @@ is up. HU of tissues: air −1000, lung −870 … −720, fat −120 … −80,
 
 import zlib
 from collections.abc import Callable
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
+from annotated_types import Ge, Le
 
 from qnmixer.engine.data.slices import AIR, FloatArray
 
@@ -674,7 +676,18 @@ def phantom(
 
 
 class PhantomSource:
-    """Phantoms of one part as a source of slices. `load` takes any index ≥ 0; `len` is the length of one epoch."""
+    """Phantoms of one part as a source of slices. `load` takes any index ≥ 0; `len` is the length of one epoch.
+
+    Args:
+        part: train, val or test.
+        image_size: rows and columns.
+        n_train: phantoms that count as one epoch; every epoch has new ones.
+        n_val: validation phantoms, always the same.
+        n_test: test phantoms, always the same.
+        anatomy_share: share of the phantoms that resemble a body; the rest are ellipses.
+        seed: of all phantoms.
+        fine: paint the same phantoms with twice as many rows and columns.
+    """
 
     endless = True
 
@@ -683,11 +696,11 @@ class PhantomSource:
         part: str,
         image_size: int,
         *,
-        n_train: int,
-        n_val: int,
-        n_test: int,
-        anatomy_share: float,
-        seed: int,
+        n_train: Annotated[int, Ge(1), Le(10**9)],
+        n_val: Annotated[int, Ge(1), Le(10**7)],
+        n_test: Annotated[int, Ge(1), Le(10**7)],
+        anatomy_share: Annotated[float, Ge(0), Le(1)],
+        seed: Annotated[int, Ge(0), Le(2**32 - 1)],
         fine: bool = False,
     ) -> None:
         self.part, self.image_size = part, image_size
