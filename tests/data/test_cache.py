@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from qnmixer.engine.cli.explain import explain
 from qnmixer.engine.data.cache import SliceCache, open_cache
-from qnmixer.engine.data.dataset import SliceDataset
+from qnmixer.engine.data.dataset import Part, SliceDataset
 from qnmixer.engine.data.dicom import DicomReader
 from qnmixer.engine.data.numpy_files import NumpyReader
 from qnmixer.engine.data.scaling import build_scaling
@@ -292,7 +292,7 @@ def test_what_a_worker_finds_damaged_is_one_line(body_hu: Any, tmp_path: Path) -
     cache = open_cache(NumpyReader(), root, 20, cache_dir=tmp_path / "cache")
     path = only_npy(tmp_path / "cache")
     path.write_bytes(path.read_bytes()[:-4] + b"\0\0\0\0")
-    dataset = SliceDataset(cache, build_scaling("attenuation", 2000.0))
+    dataset = SliceDataset(Part(cache), build_scaling("attenuation", 2000.0))
     with pytest.raises(DataError, match="has changed on the disk") as raised:
         list(DataLoader(dataset, num_workers=1))
     assert "\n" in str(raised.value)

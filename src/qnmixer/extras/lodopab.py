@@ -11,7 +11,7 @@ import numpy as np
 from qnmixer.engine.config.data import LODOPAB_HU
 from qnmixer.engine.data.pairs import optional, views_of
 from qnmixer.engine.data.resample import to_square
-from qnmixer.engine.data.scaling import OwnScaling
+from qnmixer.engine.data.scaling import FixedScaling
 from qnmixer.engine.data.slices import FloatArray
 from qnmixer.errors import DataError, first_line
 from qnmixer.physics import FanBeamGeometry
@@ -42,7 +42,7 @@ class LodopabSource:
     """
 
     endless = False
-    scaling = OwnScaling(*LODOPAB_HU)
+    scaling = FixedScaling(*LODOPAB_HU)
 
     def __init__(
         self,

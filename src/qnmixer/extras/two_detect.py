@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le
 
 from qnmixer.engine.data.pairs import optional, views_of
 from qnmixer.engine.data.resample import to_square
-from qnmixer.engine.data.scaling import OwnScaling
+from qnmixer.engine.data.scaling import FixedScaling
 from qnmixer.engine.data.slices import FloatArray, SkipFile, reading, summarise_skipped
 from qnmixer.errors import DataError
 from qnmixer.files import atomic_file, default_cache_dir, digest, digest_of_bytes
@@ -76,7 +76,7 @@ class TwoDetectSource:
     ) -> None:
         optional("tifffile", "two_detect")
         self.image_size, self.mode, self.max_attenuation = image_size, mode, max_attenuation
-        self.scaling = OwnScaling(-1000.0, hu_max + 1000.0)
+        self.scaling = FixedScaling(-1000.0, hu_max + 1000.0)
         self._views = views_of(geometry, 0.0, 2 * np.pi / _VIEWS, _VIEWS, "two_detect")
         raw, references = Path(root).expanduser(), Path(reference_root or root).expanduser()
         files = _Files(raw, references, mode)
