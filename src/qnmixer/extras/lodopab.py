@@ -9,11 +9,11 @@ from typing import Any, Literal
 import numpy as np
 
 from qnmixer.engine.config.data import LODOPAB_HU
-from qnmixer.engine.data.pairs import optional, views_of
 from qnmixer.engine.data.resample import to_square
 from qnmixer.engine.data.scaling import FixedScaling
 from qnmixer.engine.data.slices import FloatArray
 from qnmixer.errors import DataError, first_line
+from qnmixer.extras.pairs import optional, views_of
 from qnmixer.physics import FanBeamGeometry
 
 _NAMES = {"train": "train", "val": "validation", "test": "test"}

@@ -407,7 +407,6 @@ class TwoDetectData(PairData):
         mode: mode of the sinograms.
         max_attenuation: 1/mm that x = 1 means.
         leave_out: numbers of slices that are skipped.
-        cache_dir: cache folder for the chosen views of each slice; None: the default folder.
     """
 
     scan: ClassVar[dict[str, Any]] = {
@@ -420,7 +419,6 @@ class TwoDetectData(PairData):
     mode: int = number(at_least=1, at_most=3)
     max_attenuation: float = number(above=0)
     leave_out: list[int]
-    cache_dir: str | None
 
     @property
     def measured(self) -> bool:
