@@ -8,11 +8,11 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from qnmixer.engine.data.pairs import optional, views_of
 from qnmixer.engine.data.resample import to_square
-from qnmixer.engine.data.scaling import OwnScaling
+from qnmixer.engine.data.scaling import FixedScaling
 from qnmixer.engine.data.slices import FloatArray
 from qnmixer.errors import DataError, first_line
+from qnmixer.extras.pairs import optional, views_of
 from qnmixer.physics import FanBeamGeometry
 
 _NAMES = {"train": "train", "val": "validation", "test": "test"}
@@ -57,7 +57,7 @@ class LodopabSource:
     hu_max = 3071.0
     hu_scaling = (-_WATER / _PER_HU, _LARGEST / _PER_HU)
     attenuation_of_one = _LARGEST / 1000
-    scaling = OwnScaling(*hu_scaling)
+    scaling = FixedScaling(*hu_scaling)
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class LodopabSource:
         geometry: FanBeamGeometry,
         *,
         root: str,
-        sinograms: Literal["measured", "simulated"],
+        sinograms: Literal["measured", "simulated"] = "measured",
     ) -> None:
         self.part, self.image_size, self.root = part, image_size, Path(root).expanduser()
         self._views = _views(geometry) if sinograms == "measured" else []

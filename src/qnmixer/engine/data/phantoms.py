@@ -681,12 +681,12 @@ class PhantomSource:
     Args:
         part: train, val or test.
         image_size: rows and columns.
-        n_train: slices that count as one epoch; every epoch has new slices.
+        n_train: phantoms that count as one epoch; every epoch has new ones.
         n_val: validation phantoms, always the same.
         n_test: test phantoms, always the same.
         anatomy_share: share of the phantoms that resemble a body; the rest are ellipses.
-        seed: of all of them.
-        fine: whether they have twice the image size.
+        seed: of all phantoms.
+        fine: paint the same phantoms with twice as many rows and columns.
     """
 
     endless = True
@@ -700,7 +700,7 @@ class PhantomSource:
         n_val: Annotated[int, Ge(1), Le(10**7)],
         n_test: Annotated[int, Ge(1), Le(10**7)],
         anatomy_share: Annotated[float, Ge(0), Le(1)],
-        seed: int,
+        seed: Annotated[int, Ge(0), Le(2**32 - 1)],
         fine: bool = False,
     ) -> None:
         self.part, self.image_size = part, image_size

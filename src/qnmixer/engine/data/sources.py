@@ -15,7 +15,7 @@ A reader decodes the files of a folder, see `qnmixer.engine.data.cache.Reader`.
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,9 @@ import numpy as np
 
 from qnmixer.engine.config.data import DataConfig, FolderData, MixedData, PairData, check_untouched
 from qnmixer.engine.data.cache import Reader, SliceCache, open_cache
-from qnmixer.engine.data.dataset import SliceView
+from qnmixer.engine.data.dataset import Part, SliceView
 from qnmixer.engine.data.mixed import MixedSource, counts_of
 from qnmixer.engine.data.resample import to_square
-from qnmixer.engine.data.scaling import Scaling
 from qnmixer.engine.data.slices import (
     NO_AIR,
     FloatArray,
@@ -42,50 +41,6 @@ from qnmixer.engine.plugins import taken
 from qnmixer.engine.processes.ranks import rank
 from qnmixer.errors import ConfigError, DataError, UserError
 from qnmixer.physics import FanBeamGeometry
-
-
-@dataclass(frozen=True)
-class Part:
-    """Slices of train, val or test, the number of the patient that each shows, and the same slices on a finer grid.
-
-    `patients`: None for a phantom; empty if the source does not know them. `shares`: the slices of each source of a mix
-    in an epoch, as text. `scaling`: that of slices with a unit of their own. `measured`: their sinograms [V, D]; None
-    if these are simulated.
-    """
-
-    source: SliceSource
-    patients: Sequence[int | None] = ()
-    fine: SliceSource | None = None
-    shares: str = ""
-    scaling: Scaling | None = None
-    measured: SliceSource | None = None
-
-    def __str__(self) -> str:
-        if self.shares:
-            return f"{len(self.source)} slices an epoch ({self.shares})"
-        n = len({*self.patients} - {None})
-        people = f" of {n} patient{'s' * (n > 1)}" if n else ""
-        return f"{len(self.source)} slices{people}"
-
-    def first(self, n: int) -> "Part":
-        """The first n slices only."""
-        return self._some(list(range(min(n, len(self.source)))))
-
-    def spread(self, n: int) -> "Part":
-        """n of its slices, evenly spread."""
-        length = len(self.source)
-        n = min(n, length)
-        return self._some([k * length // n for k in range(n)])
-
-    def _some(self, indices: list[int]) -> "Part":
-        return replace(
-            self,
-            source=SliceView(self.source, indices),
-            patients=[self.patients[i] for i in indices] if self.patients else (),
-            fine=self.fine and SliceView(self.fine, indices),
-            measured=self.measured and SliceView(self.measured, indices),
-            shares="",
-        )
 
 
 def parts_of(
