@@ -27,12 +27,13 @@ from qnmixer.engine.config.rules import one_scale
 from qnmixer.engine.data.cache import list_files
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.splits import RunSplit
-from qnmixer.engine.evaluation.evaluate import ImageScore, caption_of, evaluate, shown_iterates, used_in_training
-from qnmixer.engine.evaluation.slices import other_slices, pictured
+from qnmixer.engine.evaluation.evaluate import evaluate, pictured, shown_iterates
+from qnmixer.engine.evaluation.scores import ImageScore, caption_of, used_in_training
+from qnmixer.engine.evaluation.slices import other_slices
 from qnmixer.engine.optimization.metrics import psnr, ssim
 from qnmixer.engine.parallel.devices import choose_device
 from qnmixer.engine.reconstructor import Reconstructor, build_geometry, method_name
-from qnmixer.engine.reports.page import PageMethod, PageSlice
+from qnmixer.engine.reports.pictures import MethodImages, SliceImages
 from qnmixer.engine.reports.progress import progress
 from qnmixer.engine.tracking.loggers import device_name
 from qnmixer.engine.tracking.metrics_file import read_metrics
@@ -144,9 +145,9 @@ class _Measuring:
         again = f" ({n_before} of them before)" if n_before else ""
         return f"{test}: {len(jobs)} jobs on {n_images} slices{again}, {duration(time.monotonic() - start)}"
 
-    def look(self, tests: list[str]) -> dict[str, list[PageSlice]]:
+    def look(self, tests: list[str]) -> dict[str, list[SliceImages]]:
         """Reconstruct slices by all methods, several of the first test and one of each other, and measure the costs."""
-        slices: dict[tuple[str, int], PageSlice] = {}
+        slices: dict[tuple[str, int], SliceImages] = {}
         first = next(job for method in self.methods for job in method.done)
         for method in self.methods:
             if not method.measured:
@@ -162,7 +163,7 @@ class _Measuring:
                     y = module.measure(batch, "test")
                     if method.cost is None:
                         method.cost = _cost(method, module, y)
-                    of = slices.setdefault((test, index), PageSlice(name, truth, []))
+                    of = slices.setdefault((test, index), SliceImages(name, truth, []))
                     if of.name == name and of.truth.shape == truth.shape:
                         of.methods.append(_reconstructed(method, module, batch, y))
         return {
@@ -209,8 +210,7 @@ class _Measuring:
         if (before := _scores_of(path)) is not None:
             return before, True, n_trained
         scores = evaluate(self._module(job, config), data, split, self.config.evaluation, self.device).scores
-        plain = [asdict(score) for score in scores]
-        write_text(path, json.dumps({"scores": plain, "digest": digest(plain)}) + "\n")
+        write_text(path, json.dumps([asdict(score) for score in scores]) + "\n")
         return scores, False, n_trained
 
     def _slices(self, job: ComparedJob, config: Config, own: bool) -> SliceDataModule:
@@ -240,12 +240,12 @@ def _identity(data: SliceDataModule, split: str) -> list[object]:
 
 
 @torch.no_grad()
-def _reconstructed(method: ComparedMethod, module: Reconstructor, batch: Batch, y: Tensor) -> PageMethod:
+def _reconstructed(method: ComparedMethod, module: Reconstructor, batch: Batch, y: Tensor) -> MethodImages:
     images = shown_iterates(module.network, y) if method.jobs else [module.projector.fbp(y)]
     x, truth, own_range = images[-1], batch["image"], module.config.data.own_range
     decibels, similarity = (of(x, truth, own_range=own_range).item() for of in (psnr, ssim))
     quality = caption_of(decibels, 100 * similarity)
-    return PageMethod(method.name, [to_hu(batch, image)[0, 0].cpu() for image in images], quality)
+    return MethodImages(method.name, [to_hu(batch, image)[0, 0].cpu() for image in images], quality)
 
 
 def _cost(method: ComparedMethod, module: Reconstructor, y: Tensor) -> Cost:
@@ -285,8 +285,6 @@ def _seconds_of(reconstruct: Callable[[Tensor], object], y: Tensor) -> float:
 
 def _scores_of(path: Path) -> list[ImageScore] | None:
     """Read the scores in a file; None if it is missing or damaged."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        record = json.loads(path.read_text())
-        if record["digest"] == digest(record["scores"]):
-            return [ImageScore(**score) for score in record["scores"]]
+    with suppress(OSError, ValueError, TypeError):
+        return [ImageScore(**score) for score in json.loads(path.read_text())]
     return None

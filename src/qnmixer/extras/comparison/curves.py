@@ -6,9 +6,9 @@ from math import inf
 from statistics import mean, median_high
 
 from qnmixer.engine.evaluation.slices import kind_of
-from qnmixer.engine.evaluation.statistics import Seeds
 from qnmixer.engine.tracking.metrics_file import read_metrics
 from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, scan_under_test
+from qnmixer.extras.comparison.statistics import Seeds
 from qnmixer.files import digest
 
 
