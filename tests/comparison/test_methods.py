@@ -9,17 +9,17 @@ import pytest
 from qnmixer.engine.config import parse
 from qnmixer.engine.config.commands import parse_compare
 from qnmixer.engine.config.compose import compose
-from qnmixer.extras.comparison.compare import _Measuring
+from qnmixer.extras.comparison.compare import config_of
 from qnmixer.extras.comparison.methods import ComparedJob, methods_of
 
 
 def test_other_noise_is_no_test_of_measured_sinograms(tmp_path: Path) -> None:
-    measuring = _Measuring(parse_compare(compose("compare", ["accelerator=cpu"])), tmp_path, [])
+    compared = parse_compare(compose("compare", ["accelerator=cpu"]))
     config = parse(compose("train", ["experiment=lodopab", "data.root=/x"]))
     job = ComparedJob(tmp_path, [], {}, config, "")
-    assert measuring._config(job, "field_noise") == measuring._config(job, "as_trained")
-    measuring.config.sets["moved"] = ["data.root='/a b'", "data.num_workers=0"]
-    assert measuring._config(job, "moved")[0].data == replace(config.data, root="/a b", num_workers=0)
+    assert config_of(compared, job, "field_noise") == config_of(compared, job, "as_trained")
+    compared.sets["moved"] = ["data.root='/a b'", "data.num_workers=0"]
+    assert config_of(compared, job, "moved")[0].data == replace(config.data, root="/a b", num_workers=0)
 
 
 def test_a_job_that_its_epochs_limit_has_the_steps_that_it_took() -> None:

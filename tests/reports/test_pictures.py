@@ -1,6 +1,5 @@
 """The content of figures, and the slices that are drawn at each validation."""
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,12 +14,10 @@ from qnmixer.engine.build import build_module
 from qnmixer.engine.config import Config
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.reports.pictures import (
-    Curve,
     MethodImages,
     SliceImages,
     _enlarged,
     _worst_part,
-    draw_curves,
     draw_slices,
 )
 from qnmixer.engine.tracking.loggers import build_loggers
@@ -77,13 +74,6 @@ def test_the_part_that_is_enlarged_is_where_the_methods_are_wrong_inside_the_bod
     shown = _enlarged(Figure().add_subplot(), good, (row, column), 0)
     assert torch.equal(shown[:32, :32], twice)  # in the farthest corner
     assert torch.equal(shown[32:, 32:], good[32:, 32:])
-
-
-def test_a_validation_that_is_no_number_is_a_gap_of_its_curve(tmp_path: Path) -> None:
-    bad = Curve("bad", [[(1, 1.0, 30.0), (2, 2.0, math.nan), (3, 3.0, 31.0)], [(1, 1.0, math.nan)]])
-    for curves in ([bad], [Curve("dead", [[(1, 1.0, math.nan), (2, 2.0, -math.inf)]])]):
-        draw_curves(tmp_path / "curves.png", curves, {"TV": 33.0}, "dB")
-        assert np.asarray(Image.open(tmp_path / "curves.png")).std() > 10
 
 
 @pytest.mark.parametrize(("batch_size", "n_pictures"), [(2, 3), (2, 9)])

@@ -108,11 +108,16 @@ def title_of(trained: Config, module: SliceDataModule, split: str) -> str:
 
 
 def evaluate(
-    module: Reconstructor, data: SliceDataModule, split: str, config: EvaluationConfig, device: torch.device
+    module: Reconstructor,
+    data: SliceDataModule,
+    split: str,
+    config: EvaluationConfig,
+    device: torch.device,
+    doing: str = "evaluating",
 ) -> Evaluation:
     """Reconstruct every slice of a split by FBP and by the network (which may be FBP), from the same noisy sinogram.
 
-    With several processes each evaluates its share, and all get the full result.
+    `doing`: the words of its progress. With several processes each evaluates its share, and all get the full result.
     """
     module = module.to(device).eval()
     network = module.network
@@ -131,7 +136,7 @@ def evaluate(
     scores: dict[int, list[ImageScore]] = {}
     slices: dict[int, SliceImages] = {}
     batches: DataLoader[Any] = data.loader(split)
-    for host_batch in progress(batches, "evaluating", "batch", Console(quiet=rank() != 0, markup=False)):
+    for host_batch in progress(batches, doing, "batch", Console(quiet=rank() != 0, markup=False)):
         numbers, weights = host_batch["sample"].tolist(), host_batch["weight"].tolist()
         batch: Batch = data.transfer_batch_to_device(host_batch, device, 0)
         with torch.no_grad():

@@ -1,10 +1,9 @@
-"""Pictures: slices by several methods with their error maps, and the curves of training."""
+"""Pictures of slices by several methods, with their error maps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite, nan
+from math import nan
 from pathlib import Path
-from statistics import fmean
 
 import torch
 from matplotlib.axes import Axes
@@ -91,7 +90,7 @@ def draw_slices(path: Path, slices: Sequence[SliceImages], *, enlarge: bool = Fa
         titles = [f"truth\n{of.name[:22]}", *(f"{method.name}\n{method.caption}" for method in of.methods)]
         for n, title in enumerate(titles):
             above.annotate(title, ((n + 0.5) * step, -0.5), (0, 3), textcoords="offset points", ha="center", fontsize=8)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _gap(image: Tensor) -> int:
@@ -124,53 +123,8 @@ def _enlarged(axes: Axes, image: Tensor, corner: tuple[int, int], left: int) -> 
     return image
 
 
-@dataclass
-class Curve:
-    """The quality of a method during its training: for each seed steps, seconds and dB."""
-
-    name: str
-    seeds: list[list[tuple[float, float, float]]]
-
-
-def draw_curves(path: Path, curves: Sequence[Curve], levels: Mapping[str, float], quantity: str) -> None:
-    """Draw dB over steps and over training time: thin lines for seeds, a thick one for their mean. Writes a PNG.
-
-    A validation that is not a finite number is a gap.
-
-    Args:
-        path: of the picture.
-        curves: of the methods that learn, at least one.
-        levels: dB of the others, as {"TV": 35.1}; a level far below the curves stands in the legend only.
-        quantity: what the dB are of.
-    """
-    seeds = [[db for _, _, db in seed if isfinite(db)] for curve in curves for seed in curve.seeds]
-    ends = [seed[-1] for seed in seeds if seed] or [0.0]
-    top = max([*ends, *(db for seed in seeds for db in seed), *levels.values()])
-    lowest = min([*ends, *(db for db in levels.values() if db > min(ends) - 4)])
-    bottom = lowest - max(1.0, (top - lowest) / 2)
-    longest = max(seed[-1][1] for curve in curves for seed in curve.seeds)
-    unit, seconds = ("hours", 3600.0) if longest > 7200 else ("minutes", 60.0) if longest > 120 else ("seconds", 1.0)
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    for axes, column, scale, label in zip(
-        figure.subplots(1, 2, sharey=True), (0, 1), (1.0, seconds), ("steps", f"training time, {unit}"), strict=True
-    ):
-        for k, curve in enumerate(curves):
-            for seed in curve.seeds if len(curve.seeds) > 1 else ():
-                axes.plot([it[column] / scale for it in seed], [it[2] for it in seed], color=f"C{k}", lw=0.6, alpha=0.5)
-            points = [[fmean(of) for of in zip(*its, strict=True)] for its in zip(*curve.seeds, strict=False)]
-            x, y = [it[column] / scale for it in points], [it[2] for it in points]
-            axes.plot(x, y, ".-", color=f"C{k}", lw=1.8, label=curve.name)
-        for k, (name, db) in enumerate(levels.items()):
-            text = f"{name}, {db:.1f} dB" + ("" if db > bottom else ", below")
-            axes.axhline(db, color=str(0.55 * (k % 2)), linestyle=("--", ":")[k % 2], lw=1.4, label=text)
-        axes.set(xlabel=label, ylim=(bottom, top + 0.05 * (top - bottom)), xlim=(0, None))
-        axes.grid(alpha=0.3)
-    figure.axes[0].set_ylabel(quantity)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
-    _save(figure, path)
-
-
-def _save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG, completely or not at all."""
     FigureCanvasAgg(figure)
     with atomic_file(path) as stream:
         figure.savefig(stream, dpi=130, format="png")

@@ -1,12 +1,10 @@
-"""The report of a comparison: tables (terminal, CSV, Markdown), all results as JSON, a picture, and one HTML page."""
+"""The report of a comparison: tables (terminal, CSV, Markdown), pictures, and one HTML page."""
 
-import json
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from statistics import mean
 from textwrap import fill
 from typing import Any
 
@@ -17,11 +15,11 @@ from qnmixer.engine.config import to_plain
 from qnmixer.engine.config.commands import CompareConfig
 from qnmixer.engine.evaluation.scores import IN_WINDOW, data_range
 from qnmixer.engine.reports.paths import without_folders
-from qnmixer.engine.reports.pictures import Curve, MethodImages, SliceImages, draw_curves, draw_slices
+from qnmixer.engine.reports.pictures import MethodImages, SliceImages, draw_slices
 from qnmixer.engine.reports.tables import NOTHING, Table, csv_table, in_digits, markdown_table, terminal_table
 from qnmixer.engine.tracking.results import duration, git_commit, versions
 from qnmixer.extras.comparison.compare import FBP
-from qnmixer.extras.comparison.curves import Level, curve_of, median_step
+from qnmixer.extras.comparison.curves import draw_curves
 from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, Comparison
 from qnmixer.extras.comparison.statistics import Difference
 from qnmixer.extras.page.page import Figure, write_page
@@ -38,7 +36,7 @@ Line = dict[str, Any]
 
 
 def write_comparison(folder: Path, comparison: Comparison, config: CompareConfig, console: Console) -> None:
-    """Print the tables and write comparison.{csv,md,json,png,html} and images.csv into a folder.
+    """Print the tables and write comparison.{csv,md,png,html} and images.csv into a folder.
 
     If a method was validated during training, it also writes comparison_curves.png.
     """
@@ -57,17 +55,13 @@ def write_comparison(folder: Path, comparison: Comparison, config: CompareConfig
     cells = [[without_folders(cell) if isinstance(cell, str) else cell for cell in line.values()] for line in lines]
     write_text(folder / "comparison.csv", csv_table([[*lines[0]], *cells]))
     write_text(folder / "images.csv", csv_table(_image_lines(comparison)))
-    record = json.dumps(_record(comparison, config, lines), indent=2, default=str)
-    write_text(folder / "comparison.json", f"{record}\n")
     write_text(folder / "comparison.md", _markdown(title, tables, notes, made_by))
     pictures = ["comparison.png"] if (drawn := comparison.slices[comparison.tests[0]]) else []
     if drawn:
         draw_slices(folder / "comparison.png", [_drawn(of) for of in drawn], enlarge=True)
     figures = []
-    if _draw_curves(folder / CURVES, comparison):
-        note = (
-            "Mean PSNR over validation slices. Thin lines: seeds; thick: their mean; level: methods that learn nothing."
-        )
+    if draw_curves(folder / CURVES, comparison.methods):
+        note = "Mean PSNR over validation slices: a line for each seed; a level for methods that learn nothing."
         figures = [Figure("Validation during training", folder / CURVES, note)]
         pictures.append(CURVES)
     slices = [
@@ -88,18 +82,17 @@ def write_comparison(folder: Path, comparison: Comparison, config: CompareConfig
     )
     for table in tables[:-1]:  # the table of sources is in the files only
         _print(table, console)
-    written = ["comparison.html", "comparison.md", "comparison.csv", "comparison.json", *pictures, "images.csv"]
+    written = ["comparison.html", "comparison.md", "comparison.csv", *pictures, "images.csv"]
     said = [*(f"note: {note}" for note in notes), f"comparison: {folder} ({', '.join(written)})"]
     console.print("\n".join(said), soft_wrap=True, highlight=False)
 
 
 def lines_of(comparison: Comparison) -> list[Line]:
     """A line for each test and method, also if nothing was measured. The tables show parts of them."""
-    level = Level(TV, comparison.methods)
-    return [_line(comparison, method, test, level) for test in comparison.tests for method in comparison.methods]
+    return [_line(comparison, method, test) for test in comparison.tests for method in comparison.methods]
 
 
-def _line(comparison: Comparison, method: ComparedMethod, test: str, level: Level) -> Line:
+def _line(comparison: Comparison, method: ComparedMethod, test: str) -> Line:
     measured, psnr = method.measured.get(test), method.spread(test, "psnr")
     line: Line = {
         "test": test,
@@ -119,14 +112,12 @@ def _line(comparison: Comparison, method: ComparedMethod, test: str, level: Leve
     for metric in comparison.titles:
         gain = gains.get(metric)
         line |= {f"{metric}_over_tv": gain and gain.mean, f"{metric}_over_tv_95": gain and gain.over_patients}
-    crossings = level.crossings(method)
-    line["above_tv_from_step"] = median_step(crossings) if crossings else None
     line |= {name: getattr(method.cost, name, None) for name in _COSTS}
     return line | {
         "commit": _joined(map(_commit, method.jobs)),
         "config": _joined(map(config_digest, method.jobs)),
         "trained_on": _joined(map(_hardware, method.jobs)),
-        "folders": ", ".join(_job(comparison, job) for job in method.jobs),
+        "folders": ", ".join(_job(comparison, job) for job in method.jobs) or "made here",
     }
 
 
@@ -157,7 +148,7 @@ def tables_of(comparison: Comparison) -> list[Table]:
     return [
         *(table for table in tables if table.rows),
         _costs(comparison, of_methods),
-        _sources(comparison, of_methods),
+        _sources(of_methods),
     ]
 
 
@@ -236,7 +227,6 @@ def _all_tests(comparison: Comparison, lines: list[Line]) -> Table:
 
 
 def _costs(comparison: Comparison, lines: list[Line]) -> Table:
-    above = [line["above_tv_from_step"] for line in lines]
     rows = [
         [
             line["method"],
@@ -246,37 +236,26 @@ def _costs(comparison: Comparison, lines: list[Line]) -> Table:
             _number(line["step_mib"]),
             _milliseconds(line["inference_seconds"]),
             _number(line["largest_gradient"], ".3g"),
-            *([from_step or NOTHING] if any(above) else []),
         ]
-        for line, from_step in zip(lines, above, strict=True)
+        for line in lines
     ]
-    note = (
+    return Table(
+        "Cost",
+        ["method", "parameters", "training", "step, ms", "step, MiB", "slice, ms", "largest gradient"],
+        rows,
         f"Training: a whole job, mean over seeds. Step: an optimizer step, median, and the most bytes in its tensors, "
         f"the highest of the seeds; slower where jobs run side by side. Slice: inference, batch 1, median, here "
-        f"({comparison.device}). Largest norm of a gradient before clipping, of all jobs."
+        f"({comparison.device}). Largest norm of a gradient before clipping, of all jobs.",
     )
-    if any(above):
-        note += (
-            f" Above TV: the first validation from which on the mean PSNR stays above that of {TV} on the same slices; "
-            "median over seeds, in brackets how many seeds stay above."
-        )
-    headings = ["method", "parameters", "training", "step, ms", "step, MiB", "slice, ms", "largest gradient"]
-    return Table("Cost", headings + ["above TV from step"] * any(above), rows, note)
 
 
-def _sources(comparison: Comparison, lines: list[Line]) -> Table:
-    rows = []
-    for method, line in zip(comparison.methods, lines, strict=True):
-        problems = [f"job {_job(comparison, job)}: {job.problem}" for job in method.jobs if job.problem]
-        jobs = line["folders"] or "made here"
-        rows.append(
-            [method.name, jobs, line["commit"], line["config"], line["trained_on"], "; ".join(problems) or NOTHING]
-        )
+def _sources(lines: list[Line]) -> Table:
+    keys = ("method", "folders", "commit", "config", "trained_on")
     return Table(
         "Where the rows come from",
-        ["method", "jobs", "commit", "config", "trained on", "not measured"],
-        rows,
-        "Config: a digest of the config without the seed. comparison.json has overrides, versions and whole commits.",
+        ["method", "jobs", "commit", "config", "trained on"],
+        [[line[key] for key in keys] for line in lines],
+        "Config: a digest of the config without the seed. results.json of each job has its overrides and versions.",
     )
 
 
@@ -355,36 +334,6 @@ def _hardware(job: ComparedJob) -> str:
     return f"{device}, {threads} thread{'s' * (threads != 1)}" if device else ""
 
 
-def _record(comparison: Comparison, config: CompareConfig, lines: list[Line]) -> dict[str, Any]:
-    """All results, for other programs: the lines of comparison.csv, and what is not in them."""
-    kept = ("git_commit", "versions", "device", "threads", "started", "steps", "seconds", "memory", "best")
-    return {
-        "sweeps": comparison.sweeps,
-        "made": {
-            "at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "git_commit": git_commit(), "versions": versions(),
-            "device": comparison.device, "config": asdict(config),
-        },
-        "tests": {test: config.sets[test] for test in comparison.tests},
-        "results": lines,
-        "differences": [
-            {"test": test, "method": one.name, "minus": other.name} | {name: asdict(its) for name, its in found.items()}
-            for test in comparison.tests
-            for one, other, found in pairs_of(comparison, test)
-        ],
-        "jobs": [
-            {
-                "method": method.name, "folder": job.folder, "status": job.problem or "done",
-                "overrides": job.overrides, "seed": job.config and job.config.seed,
-                "config_digest": config_digest(job), "validations": [asdict(it) for it in curve_of(job)],
-            }
-            | {key: job.results.get(key) for key in kept}
-            for method in comparison.methods
-            for job in method.jobs
-        ],
-        "notes": comparison.notes,
-    }  # fmt: skip
-
-
 def _image_lines(comparison: Comparison) -> list[list[Any]]:
     lines: list[list[Any]] = [["test", "method", "seed", "data_seed", "number", "slice", "patient", *comparison.titles]]
     for test in comparison.tests:
@@ -403,21 +352,6 @@ def _markdown(title: str, tables: list[Table], notes: list[str], made_by: dict[s
         parts += ["## Notes", "\n".join(f"- {note}" for note in notes)]
     parts += ["## Made by", "\n".join(f"- {name}: {text}" for name, text in made_by.items())]
     return without_folders("\n\n".join(parts)) + "\n"
-
-
-def _draw_curves(path: Path, comparison: Comparison) -> bool:
-    """Draw the validations of the best methods. False: none was validated twice."""
-    curves: list[Curve] = []
-    levels: dict[str, float] = {}
-    for method in comparison.methods:
-        found = [its for job in method.done if (its := curve_of(job))]
-        if method.steps is None and found:
-            levels[method.name] = mean(its[-1].psnr for its in found)
-        elif any(len(its) > 1 for its in found):
-            curves.append(Curve(method.name, [[(it.step, it.seconds, it.psnr) for it in its] for its in found]))
-    if curves:
-        draw_curves(path, curves[:_DRAWN], levels, "validation PSNR, dB")
-    return bool(curves)
 
 
 def _drawn(of: SliceImages) -> SliceImages:
