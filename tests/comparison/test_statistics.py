@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from qnmixer.extras.comparison.statistics import Difference, difference, spread
+from qnmixer.extras.comparison.statistics import Statistic, difference, spread
 
 
 def test_mean_over_seeds_of_means_over_patients() -> None:
@@ -22,7 +22,7 @@ def test_a_difference_is_paired_by_patient_and_by_seed() -> None:
     assert found is not None
     assert (found.mean, found.over_seeds, found.n_patients, found.n_seeds) == (2.0, None, 3, 1)
     assert found.over_patients == pytest.approx(4.30265 / math.sqrt(3), rel=1e-4)
-    assert difference({(1, 1): {"a": 3.0}}, {(1, 1): {"a": 1.0}}) == Difference(2.0, None, None, 1, 1)
+    assert difference({(1, 1): {"a": 3.0}}, {(1, 1): {"a": 1.0}}) == Statistic(2.0, None, None, 1, 1)
     assert difference(one, {(1, 1): {"d": 1.0}}) is None
     # Both networks of a seed are better by the same: only what differs within a seed is left.
     one = {(seed, 1): {"a": 30.0 + seed, "b": 32.0 + seed + gain} for seed, gain in ((1, 0.0), (2, 0.1), (3, 0.2))}

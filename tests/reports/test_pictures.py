@@ -7,7 +7,6 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 from PIL import Image
 
 from qnmixer.engine.build import build_module
@@ -16,8 +15,6 @@ from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.reports.pictures import (
     MethodImages,
     SliceImages,
-    _enlarged,
-    _worst_part,
     draw_slices,
 )
 from qnmixer.engine.tracking.loggers import build_loggers
@@ -54,26 +51,6 @@ def test_a_strip_shows_each_image_over_its_error(tmp_path: Path) -> None:
     assert image[below, column[0]] == 255  # the truth has no error map
     assert image[below, column[1]] < 20  # no error is black
     assert image[below, column[2]] > 150
-
-
-def test_the_part_that_is_enlarged_is_where_the_methods_are_wrong_inside_the_body(tmp_path: Path) -> None:
-    truth = torch.full((64, 64), -1000.0)
-    truth[16:56, 8:60] = 0.0
-    good, bad = truth.clone(), truth.clone()
-    good[36:44, 40:48] += 300  # what all but the worst have
-    good[:8, :8] += 900  # outside
-    bad[16:32, 8:24] += 900
-    row, column = _worst_part([good, bad], truth)
-    assert row <= 36 < 44 <= row + 16
-    assert column <= 40 < 48 <= column + 16
-    of = SliceImages("slice", truth, [MethodImages("good", [good]), MethodImages("bad", [bad])])
-    draw_slices(tmp_path / "a.png", [of], enlarge=True)
-    image = pixels(tmp_path / "a.png")
-    assert (abs(image - np.array([255, 127, 14])).sum(axis=-1) < 30).sum() > 3 * 3 * 70  # frames on three images
-    twice = good[row : row + 16, column : column + 16].repeat_interleave(2, 0).repeat_interleave(2, 1)
-    shown = _enlarged(Figure().add_subplot(), good, (row, column), 0)
-    assert torch.equal(shown[:32, :32], twice)  # in the farthest corner
-    assert torch.equal(shown[32:, 32:], good[32:, 32:])
 
 
 @pytest.mark.parametrize(("batch_size", "n_pictures"), [(2, 3), (2, 9)])

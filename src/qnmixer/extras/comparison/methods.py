@@ -25,7 +25,7 @@ from qnmixer.engine.sweeps.report import rows_of
 from qnmixer.engine.tracking.results import read_results
 from qnmixer.engine.tracking.sweep_file import read_sweep
 from qnmixer.errors import UserError, first_line
-from qnmixer.extras.comparison.statistics import Difference, Scores, Seeds, Spread, difference, spread
+from qnmixer.extras.comparison.statistics import Scores, Seeds, Statistic, difference, spread
 
 _SEEDS = ("seed", "data.seed")
 # Keys of the data config that do not change a test slice.
@@ -96,7 +96,7 @@ class ComparedMethod:
         found = {seeds: by_patient(scores, metric) for seeds, scores in self.measured.get(test, {}).items()}
         return {seeds: by_name for seeds, by_name in found.items() if by_name}
 
-    def spread(self, test: str, metric: str) -> Spread | None:
+    def spread(self, test: str, metric: str) -> Statistic | None:
         """One metric on one test; None if nothing was measured."""
         scores = self.scores(test, metric)
         return spread(scores) if scores else None
@@ -106,7 +106,7 @@ class ComparedMethod:
         found = self.spread(test, "psnr")
         return -math.inf if found is None else found.mean
 
-    def minus(self, other: "ComparedMethod", test: str) -> dict[str, Difference]:
+    def minus(self, other: "ComparedMethod", test: str) -> dict[str, Statistic]:
         """By metric the difference to another method on the same sinograms of the same patients; {} without these."""
         if test not in self.scans or self.scans[test] != other.scans.get(test):
             return {}

@@ -1,7 +1,7 @@
 """The report of a comparison: tables (terminal, CSV, Markdown), pictures, and one HTML page."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -21,7 +21,7 @@ from qnmixer.engine.tracking.results import duration, git_commit, versions
 from qnmixer.extras.comparison.compare import FBP
 from qnmixer.extras.comparison.curves import draw_curves
 from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, Comparison
-from qnmixer.extras.comparison.statistics import Difference
+from qnmixer.extras.comparison.statistics import Statistic
 from qnmixer.extras.page.page import Figure, write_page
 from qnmixer.files import digest, write_text
 from qnmixer.models.total_variation import TotalVariation
@@ -58,7 +58,7 @@ def write_comparison(folder: Path, comparison: Comparison, config: CompareConfig
     write_text(folder / "comparison.md", _markdown(title, tables, notes, made_by))
     pictures = ["comparison.png"] if (drawn := comparison.slices[comparison.tests[0]]) else []
     if drawn:
-        draw_slices(folder / "comparison.png", [_drawn(of) for of in drawn], enlarge=True)
+        draw_slices(folder / "comparison.png", [_drawn(of) for of in drawn])
     figures = []
     if draw_curves(folder / CURVES, comparison.methods):
         note = "Mean PSNR over validation slices: a line for each seed; a level for methods that learn nothing."
@@ -121,14 +121,14 @@ def _line(comparison: Comparison, method: ComparedMethod, test: str) -> Line:
     }
 
 
-def over_tv(comparison: Comparison, method: ComparedMethod, test: str) -> dict[str, Difference]:
+def over_tv(comparison: Comparison, method: ComparedMethod, test: str) -> dict[str, Statistic]:
     """By metric, the difference to total variation on the same sinograms, the best one if there are several."""
     others = [other for other in comparison.methods if other is not method and other.network == TV]
     found = [(other.psnr(test), gains) for other in others if (gains := method.minus(other, test))]
     return max(found, key=lambda it: it[0])[1] if found else {}
 
 
-def pairs_of(comparison: Comparison, test: str) -> list[tuple[ComparedMethod, ComparedMethod, dict[str, Difference]]]:
+def pairs_of(comparison: Comparison, test: str) -> list[tuple[ComparedMethod, ComparedMethod, dict[str, Statistic]]]:
     """Pairs among the first methods that have the same sinograms, without FBP. Methods are sorted: the better first."""
     by_scan: dict[str, list[ComparedMethod]] = {}
     for method in comparison.methods:
@@ -145,11 +145,8 @@ def tables_of(comparison: Comparison) -> list[Table]:
     if len(comparison.tests) > 1:
         tables.append(_all_tests(comparison, lines))
     of_methods = [line for line in lines if line["test"] == first]
-    return [
-        *(table for table in tables if table.rows),
-        _costs(comparison, of_methods),
-        _sources(of_methods),
-    ]
+    tables = [table for table in tables if table.rows]
+    return [*tables, _costs(comparison, of_methods), _sources(of_methods)]
 
 
 def _quality(comparison: Comparison, test: str, lines: list[Line]) -> Table:
@@ -169,7 +166,7 @@ def _quality(comparison: Comparison, test: str, lines: list[Line]) -> Table:
             gains = [(line[f"{metric}_over_tv"], line[f"{metric}_over_tv_95"]) for metric in ("psnr", "ssim")]
             row += [in_digits(gain, half, of=line["psnr"], sign="+") for gain, half in gains]
         if other_steps:
-            row += [_number(line["steps"]), _duration(line["train_seconds"])]
+            row += [_cell(line["steps"], "{:,}".format), _cell(line["train_seconds"], duration)]
         rows.append(row)
     each = ", each the mean of its slices" if unit == "patients" else ""
     note = (
@@ -230,12 +227,12 @@ def _costs(comparison: Comparison, lines: list[Line]) -> Table:
     rows = [
         [
             line["method"],
-            _number(line["parameters"]),
-            _duration(line["train_seconds"]),
-            _milliseconds(line["step_seconds"]),
-            _number(line["step_mib"]),
-            _milliseconds(line["inference_seconds"]),
-            _number(line["largest_gradient"], ".3g"),
+            _cell(line["parameters"], "{:,}".format),
+            _cell(line["train_seconds"], duration),
+            _cell(line["step_seconds"], _milliseconds),
+            _cell(line["step_mib"], "{:,.0f}".format),
+            _cell(line["inference_seconds"], _milliseconds),
+            _cell(line["largest_gradient"], "{:.3g}".format),
         ]
         for line in lines
     ]
@@ -284,16 +281,12 @@ def _plus_minus(value: float | None, of: float | None) -> str:
     return NOTHING if value is None else f"± {in_digits(value, of=of)}"
 
 
-def _number(value: float | None, form: str = ",.0f") -> str:
-    return NOTHING if value is None else f"{value:{form}}"
+def _cell(value: float | None, text: Callable[[float], str]) -> str:
+    return NOTHING if value is None else text(value)
 
 
-def _duration(seconds: float | None) -> str:
-    return NOTHING if seconds is None else duration(seconds)
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return NOTHING if seconds is None else _number(1000 * seconds, ",.3g" if seconds < 1 else ",.0f")
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:{',.3g' if seconds < 1 else ',.0f'}}"
 
 
 def _joined(texts: Iterable[str]) -> str:

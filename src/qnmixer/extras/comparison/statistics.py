@@ -18,34 +18,26 @@ Scores = Mapping[Seeds, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
-class Spread:
-    """The mean over seeds of the mean over patients, and standard deviations (None: only one value)."""
+class Statistic:
+    """A mean over seeds and patients, and how far it goes over each (None: only one value).
+
+    Of a method that is a standard deviation. Of a difference it is half of the 95 % interval.
+    """
 
     mean: float
-    over_seeds: float | None  # standard deviation of the seeds' means
-    over_patients: float | None  # standard deviation of the patients' means over seeds
+    over_seeds: float | None  # of the seeds' values, each a mean over patients
+    over_patients: float | None  # of the patients' values, each a mean over seeds
     n_seeds: int
     n_patients: int
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Mean difference of two methods on the same patients, with half-widths of 95 % intervals (None: one value)."""
-
-    mean: float
-    over_patients: float | None  # of the patients' differences, each a mean over seeds
-    over_seeds: float | None  # of the seeds' differences, each a mean over patients
-    n_patients: int
-    n_seeds: int
-
-
-def spread(scores: Scores) -> Spread:
+def spread(scores: Scores) -> Statistic:
     """Mean and standard deviations of one method."""
     seeds, patients = [mean(of_seed.values()) for of_seed in scores.values()], [*_patient_means(scores).values()]
-    return Spread(mean(seeds), deviation(seeds), deviation(patients), len(seeds), len(patients))
+    return Statistic(mean(seeds), deviation(seeds), deviation(patients), len(seeds), len(patients))
 
 
-def difference(one: Scores, other: Scores) -> Difference | None:
+def difference(one: Scores, other: Scores) -> Statistic | None:
     """`one` minus `other`, paired by patient and by seed; None if they have no patient in common.
 
     The interval over patients says what other patients would give with these networks. The interval over seeds says
@@ -60,7 +52,7 @@ def difference(one: Scores, other: Scores) -> Difference | None:
         for mine, its in _paired(one, other)
         if mine.keys() & its.keys()
     ]
-    return Difference(mean(of_patients), half_width(of_patients), half_width(of_seeds), len(of_patients), len(of_seeds))
+    return Statistic(mean(of_patients), half_width(of_seeds), half_width(of_patients), len(of_seeds), len(of_patients))
 
 
 def _paired(one: Scores, other: Scores) -> list[tuple[Mapping[str, float], Mapping[str, float]]]:
