@@ -5,12 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from qnmixer.engine.config import parse
+from qnmixer.engine.config import parse, to_plain
 from qnmixer.engine.config.commands import parse_compare
 from qnmixer.engine.config.compose import compose
 from qnmixer.extras.comparison.compare import config_of
 from qnmixer.extras.comparison.methods import ComparedJob, methods_of
+from qnmixer.weights import CHECKPOINT_KEY
 
 
 def test_other_noise_is_no_test_of_measured_sinograms(tmp_path: Path) -> None:
@@ -29,10 +31,16 @@ def test_a_job_that_its_epochs_limit_has_the_steps_that_it_took() -> None:
         assert ComparedJob(Path("0"), [], {"steps": 0}, config, "").steps is None
 
 
-def sweep(folder: Path, jobs: dict[str, list[str]], varying: list[str]) -> Path:
-    (folder / "sweep.json").write_text(
-        json.dumps({"overrides": [], "varying": varying, "git_commit": None, "jobs": jobs})
-    )
+def sweep(folder: Path, jobs: list[list[str]], varying: list[str], done: bool = True) -> Path:
+    """A sweep whose jobs have checkpoints without weights."""
+    described = {"overrides": [], "varying": varying, "git_commit": None, "jobs": dict(enumerate(jobs))}
+    for number, words in enumerate(jobs if done else ()):
+        (folder / str(number) / "checkpoints").mkdir(parents=True)
+        ours = {"format": 1, "config": to_plain(parse(compose("train", words)))}
+        torch.save({"state_dict": {}, CHECKPOINT_KEY: ours}, folder / str(number) / "checkpoints" / "best.ckpt")
+        (folder / str(number) / "results.json").write_text(json.dumps({"status": "done"}))
+    folder.mkdir(exist_ok=True)
+    (folder / "sweep.json").write_text(json.dumps(described))
     return folder
 
 
@@ -45,45 +53,39 @@ def sweep(folder: Path, jobs: dict[str, list[str]], varying: list[str]) -> Path:
          ["hessian=bfgs", "hessian=identity"]),
         ([["model=qn_mixer", "noise=none"], ["model=qn_mixer", "noise=field"], ["model=tv", "noise=none"]],
          ["model", "noise"], ["QN-Mixer noise=none", "QN-Mixer noise=field", "TV"]),
-        ([["seed=1"], ["seed=2"]], ["seed"], ["QN-Mixer"]),
-        ([["model.hessian=nonsense"]], ["model.hessian"], ["hessian=nonsense"]),
     ],
 )  # fmt: skip
 def test_methods_are_jobs_that_differ_in_more_than_their_seed(
     tmp_path: Path, jobs: list[list[str]], varying: list[str], names: list[str]
 ) -> None:
-    found = methods_of([sweep(tmp_path, {str(k): its for k, its in enumerate(jobs)}, varying)])
+    found = methods_of([sweep(tmp_path, jobs, varying)])
     assert [method.name for method in found] == names
-    assert sum(len(method.jobs) for method in found) == len(jobs)
-    assert {job.problem for method in found for job in method.jobs} == {"not yet run"}
+    assert sum(len(method.done) for method in found) == len(jobs)
+
+
+def test_what_is_not_run_is_named_by_what_varies(tmp_path: Path) -> None:
+    (method,) = methods_of(
+        [sweep(tmp_path, [["model=learn", "seed=1"], ["model=learn", "seed=2"]], ["model", "seed"], False)]
+    )
+    assert (method.name, [job.problem for job in method.jobs]) == ("model=learn", ["not yet run"] * 2)
 
 
 def test_a_method_that_another_sweep_trained_for_longer_has_a_row_of_its_own(tmp_path: Path) -> None:
-    folders = [tmp_path / "equal_steps", tmp_path / "equal_time"]
-    jobs = [{"0": ["model=learn", "seed=1"], "1": ["model=qn_mixer", "seed=1"]},
-            {"0": ["model=learn", "seed=1", "trainer.max_steps=9000"]}]  # fmt: skip
-    for folder, its, varying in zip(folders, jobs, (["model"], ["seed"]), strict=True):
-        folder.mkdir()
-        sweep(folder, its, varying)
-    assert [method.name for method in methods_of(folders)] == ["LEARN", "LEARN max_steps=9000", "QN-Mixer"]
+    equal_steps = sweep(tmp_path / "a", [["model=learn", "seed=1"], ["model=qn_mixer", "seed=1"]], ["model"])
+    equal_time = sweep(tmp_path / "b", [["model=learn", "seed=1", "trainer.max_steps=9000"]], ["seed"])
+    found = methods_of([equal_steps, equal_time])
+    assert [method.name for method in found] == ["LEARN", "LEARN max_steps=9000", "QN-Mixer"]
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "hydra.searchpath=[pkg://antigravity_of_a_stranger]", "data.root=${oc.env:OF_THIS_MACHINE}",
-        "experiment=[../../../evil]", "model._target_=antigravity_of_a_stranger.Net",
-    ],
-)  # fmt: skip
-def test_what_a_sweep_says_is_neither_imported_nor_looked_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str
-) -> None:
-    monkeypatch.setenv("OF_THIS_MACHINE", "secret")
-    (tmp_path / "antigravity_of_a_stranger").mkdir()
-    (tmp_path / "antigravity_of_a_stranger" / "__init__.py").write_text("open('imported', 'w')")
+def test_code_that_nobody_trusts_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "of_a_stranger.py").write_text("open('imported', 'w')\nclass Net: ...")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    jobs = {"0": ["data=numpy", "data.root=/ct", override]}
-    (method,) = methods_of([sweep(tmp_path, jobs, [override.partition("=")[0]])])
+    folder = sweep(tmp_path / "sweep", [["seed=1"]], ["seed"])
+    path = folder / "0" / "checkpoints" / "best.ckpt"
+    checkpoint = torch.load(path)
+    checkpoint[CHECKPOINT_KEY]["config"]["model"] = {"_target_": "of_a_stranger.Net"}
+    torch.save(checkpoint, path)
+    (method,) = methods_of([folder])
+    assert "trust=of_a_stranger" in method.jobs[0].problem
     assert not (tmp_path / "imported").exists()
-    assert "secret" not in str(method.jobs)

@@ -2,20 +2,15 @@
 
 import math
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
-
 from qnmixer.engine.checkpoints.reading import built_from, find_checkpoint, read_checkpoint
 from qnmixer.engine.config import Config, to_plain
-from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.data import LOADING
-from qnmixer.engine.config.overrides import looks_elsewhere, of_hydra
-from qnmixer.engine.config.run import checked, parse_file
+from qnmixer.engine.config.overrides import of_hydra
+from qnmixer.engine.config.run import checked
 from qnmixer.engine.evaluation.scores import ImageScore, by_patient, titles_of
 from qnmixer.engine.plugins import check_trusted
 from qnmixer.engine.reconstructor import method_name
@@ -39,7 +34,7 @@ class ComparedJob:
     folder: Path
     overrides: list[str]
     results: dict[str, Any]
-    config: Config | None  # None: its overrides give no valid config
+    config: Config | None  # None: it cannot be evaluated
     problem: str  # why it cannot be evaluated; empty if it can
 
     @property
@@ -195,21 +190,12 @@ def _job(folder: Path, overrides: list[str], checkpoint: str, trust: Collection[
     config = None
     if not problem:
         try:
-            config = _trusted(read_checkpoint(find_checkpoint(folder, checkpoint))[0], folder, trust)
+            found = read_checkpoint(find_checkpoint(folder, checkpoint))[0]
+            check_trusted(str(folder), built_from(found, "data.", "metrics."), trust)
+            config = checked(found, "model", "noise")
         except UserError as error:
             problem = f"failed: {first_line(error)}"
-    if config is None:
-        with suppress(UserError, HydraException, OmegaConfBaseException):  # then the method has no name from its config
-            ours = [it for it in overrides if not of_hydra(it)]
-            if not any(map(looks_elsewhere, ours)):
-                config = _trusted(parse_file(compose("train", ours)), folder, trust)
     return ComparedJob(folder, overrides, results, config, problem)
-
-
-def _trusted(config: Config, folder: Path, trust: Collection[str]) -> Config:
-    """The config of a job. Raises PluginError if it needs code that the user did not allow."""
-    check_trusted(str(folder), built_from(config, "data.", "metrics."), trust)
-    return checked(config, "model", "noise")
 
 
 def _name(jobs: list[ComparedJob]) -> str:
