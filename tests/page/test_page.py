@@ -17,7 +17,6 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from torch import Tensor
 
-from qnmixer.engine.reports.paths import without_folders
 from qnmixer.engine.reports.pictures import MethodImages, SliceImages
 from qnmixer.engine.reports.tables import Table
 from qnmixer.extras.page.page import write_page
@@ -480,25 +479,6 @@ def test_an_iterate_that_is_worse_than_fbp_is_explained(viewer: Viewer, sorted_p
         assert not viewer["hint"].is_displayed()
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("root: /home/anna/scans/mayo", "root: …/mayo"),
-        ("data.root=/data/ct/a.dcm, x", "data.root=…/a.dcm, x"),
-        ("['data.root=/mnt/ct/mayo']", "['data.root=…/mayo']"),
-        ("/home/anna", "…/"),
-        ("~anna/ct/mayo", "…/mayo"),
-        ("C:\\Users\\anna\\ct\\mayo", "…/mayo"),
-        ("file:///home/anna/mayo", "file://…/mayo"),
-        ("34.13 dB / 91.9", "34.13 dB / 91.9"),
-        ("and/or/not a/b/c.dcm 1/2", "and/or/not a/b/c.dcm 1/2"),
-        ("</script><b>", "</script><b>"),
-    ],
-)
-def test_paths_lose_their_folders(text: str, shown: str) -> None:
-    assert without_folders(text) == shown
-
-
 def test_no_path_reaches_the_page(viewer: Viewer, tmp_path: Path) -> None:
     path = "/home/anna/ct/mayo"
     table = Table(path, [path], [[path]], path)
@@ -521,17 +501,6 @@ def test_a_browser_that_cannot_unpack_says_so_and_shows_the_tables(viewer: Viewe
     assert not viewer["viewer"].is_displayed()
     assert not viewer["browser"].is_displayed()
     assert viewer.texts("main .table td") == ["20.00 ± 1.00", "not run"]
-
-
-def test_a_slice_that_is_damaged_is_named_and_the_others_are_shown(viewer: Viewer, page: Path) -> None:
-    start = '<script type="text/plain" id="pixels-1">'
-    page.write_text(page.read_text().replace(f"{start}eJ", f"{start}AAAA"))
-    viewer.open(page, "#slice=2&window=40,400")
-    viewer.becomes(lambda: viewer.texts("#message")[0][:56], "The images of slice </script><b>second</b> cannot be unp")
-    assert viewer.texts("figure") == []
-    viewer.choose("slice", "first")
-    viewer.shows("truth", greys(TRUTH, 40, 400))
-    assert not viewer["message"].is_displayed()
 
 
 def test_a_page_of_tables_alone_has_no_viewer(viewer: Viewer, tmp_path: Path) -> None:

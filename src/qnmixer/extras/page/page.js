@@ -62,15 +62,9 @@ async function openSlice() {
   const n = state.slice;
   pixels = null;
   showControls();
-  try {
-    const images = await unpack(n);
-    if (n !== state.slice) return; // the user has chosen another slice meanwhile
-    pixels = images;
-    byId("message").hidden = true;
-  } catch (error) {
-    byId("panels").replaceChildren();
-    return say(`The images of slice ${slices[n].name} cannot be unpacked: ${error.message}`);
-  }
+  const images = await unpack(n);
+  if (n !== state.slice) return; // the user has chosen another slice meanwhile
+  pixels = images;
   buildPanels();
   applyPreset();
   draw();
