@@ -94,11 +94,14 @@ class _Measuring:
 
         Raises ConfigError or DataError for a test that is not possible.
         """
-        jobs = [(method, job, *config_of(self.config, job, test)) for method in self.methods for job in method.done]
+        its_jobs = [(method, job) for method in self.methods for job in sorted(method.done, key=lambda job: job.seeds)]
+        jobs = [(method, job, *config_of(self.config, job, test)) for method, job in its_jobs]
         what = [to_plain(config) for _, _, config, _ in jobs]
         if (same := next((name for name, its in self._tested.items() if its == what), None)) is not None:
             raise ConfigError(f"for this sweep it is the same as {same}")
-        settings = self.config.evaluation if not self._tested else replace(self.config.evaluation, n_pictures=1)
+        settings = self.config.evaluation
+        if any(method.measured for method in self.methods):  # one slice of each further test
+            settings = replace(settings, n_pictures=1)
         self._tested[test], self.slices[test] = what, {}
         trained: dict[str, int] = {}  # the most slices that a job was trained on, by method
         for method, job, config, own in jobs:
