@@ -23,7 +23,7 @@ from qnmixer.engine.config.sections import LONGEST_TAG
 from qnmixer.engine.config.target import with_names
 from qnmixer.engine.processes.ranks import rank
 from qnmixer.engine.reconstructor import method_name
-from qnmixer.engine.reports.page import without_folders
+from qnmixer.engine.reports.paths import without_folders
 from qnmixer.engine.tracking.metrics_file import MetricsFile
 from qnmixer.engine.tracking.results import git_commit, versions
 from qnmixer.engine.tracking.sweep_file import name_of_job, name_of_run, sweep_of

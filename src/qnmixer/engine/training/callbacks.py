@@ -13,9 +13,10 @@ from torch import Tensor
 
 from qnmixer.engine.batch import Batch, to_hu
 from qnmixer.engine.config.named import CallbackConfig, MetricConfig, modes_of
-from qnmixer.engine.evaluation.evaluate import PAGE, PICTURE, Evaluation, numbers_of
+from qnmixer.engine.evaluation.evaluate import PAGE, PICTURE
+from qnmixer.engine.evaluation.scores import Evaluation
 from qnmixer.engine.optimization.metrics import psnr
-from qnmixer.engine.reports.pictures import Panel, Row, draw_iterates
+from qnmixer.engine.reports.pictures import MethodImages, SliceImages, draw_slices
 from qnmixer.engine.run_module import RunModule
 from qnmixer.engine.training.progress import ProgressMetrics
 
@@ -50,7 +51,7 @@ class IteratePictures(Callback):
 
     def __init__(self, n_slices: int, folder: Path | None = None) -> None:
         self.n_slices, self.folder = n_slices, folder
-        self._rows: dict[int, Row] = {}  # of this process, by number of the slice
+        self._rows: dict[int, SliceImages] = {}  # of this process, by number of the slice
 
     def on_validation_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int, *_: Any
@@ -76,7 +77,7 @@ class IteratePictures(Callback):
         """Draw the pictures on rank 0."""
         rows, self._rows = self._rows, {}
         if dist.is_initialized():
-            shares: list[dict[int, Row]] = [{}] * dist.get_world_size()
+            shares: list[dict[int, SliceImages]] = [{}] * dist.get_world_size()
             # Rank 0 has only its own share of the validation slices.
             dist.all_gather_object(shares, rows)
             rows = {n: row for share in shares for n, row in share.items()}
@@ -84,21 +85,21 @@ class IteratePictures(Callback):
             return
         folder = self.folder or Path(trainer.default_root_dir) / "pictures"
         path = folder / f"iterates_{trainer.global_step:07d}.png"
-        draw_iterates(path, [rows[n] for n in sorted(rows)])
+        draw_slices(path, [rows[n] for n in sorted(rows)])
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 logger.log_image("val/iterates", [str(path)], trainer.global_step)
 
 
-def _iterate_rows(batch: Batch, iterates: dict[int, Tensor], own_range: bool) -> list[Row]:
+def _iterate_rows(batch: Batch, iterates: dict[int, Tensor], own_range: bool) -> list[SliceImages]:
     """Each slice of a batch with x_t for some t."""
     truths = to_hu(batch, batch["image"]).cpu()
-    rows = [Row(f"slice {n}", truths[b, 0], []) for b, n in enumerate(batch["sample"].tolist())]
+    rows = [SliceImages(f"slice {n}", truths[b, 0], []) for b, n in enumerate(batch["sample"].tolist())]
     for t, image in iterates.items():
         hu = to_hu(batch, image).cpu()
         values = psnr(image, batch["image"], own_range=own_range).tolist()
         for b, (row, value) in enumerate(zip(rows, values, strict=True)):
-            row.panels.append(Panel(f"x{t}\n{value:.2f} dB", hu[b, 0]))
+            row.methods.append(MethodImages(f"x{t}", [hu[b, 0]], f"{value:.2f} dB"))
     return rows
 
 
@@ -110,8 +111,8 @@ def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, folder: Pa
         if isinstance(logger, WandbLogger):
             _log_table(logger, evaluation, step)
             logger.log_image("test/picture", [str(folder / PICTURE)], step)
-            for name in (PICTURE, PAGE):
-                logger.experiment.save(str(folder / name), base_path=str(folder.parent), policy="now")
+            for path in filter(Path.exists, (folder / PICTURE, folder / PAGE)):  # the page is an extra
+                logger.experiment.save(str(path), base_path=str(folder.parent), policy="now")
         logger.save()  # Lightning will not call them again, and some loggers write at intervals only
 
 
@@ -119,7 +120,7 @@ def _log_table(logger: WandbLogger, evaluation: Evaluation, step: int) -> None:
     """Log the table as a file of this run only. W&B's own way also makes an artifact, which names the home folder."""
     import wandb
 
-    headings, rows = numbers_of(evaluation)
+    headings, rows = evaluation.numbers()
     table = wandb.Table(columns=[*headings], data=rows)
     table.bind_to_run(logger.experiment, "test/table", step)
     logged: dict[str, Any] = {"test/table": table}

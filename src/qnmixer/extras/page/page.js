@@ -62,15 +62,9 @@ async function openSlice() {
   const n = state.slice;
   pixels = null;
   showControls();
-  try {
-    const images = await unpack(n);
-    if (n !== state.slice) return; // the user has chosen another slice meanwhile
-    pixels = images;
-    byId("message").hidden = true;
-  } catch (error) {
-    byId("panels").replaceChildren();
-    return say(`The images of slice ${slices[n].name} cannot be unpacked: ${error.message}`);
-  }
+  const images = await unpack(n);
+  if (n !== state.slice) return; // the user has chosen another slice meanwhile
+  pixels = images;
   buildPanels();
   applyPreset();
   draw();
@@ -234,7 +228,7 @@ function drawNow() {
     panel.caption.textContent = panel.caption.title =
       (t < last && method.caption ? `x${subscript(last)}: ` : "") + method.caption;
     const behind = t === last && last > 0 && last < Math.min(state.iterate, lastIterate());
-    const rmse = errors && !slice().fullShape ? `RMSE ${rootMeanSquare(hu, reference)} HU` : "";
+    const rmse = errors ? `RMSE ${rootMeanSquare(hu, reference)} HU` : "";
     panel.shown.textContent = [behind ? `${name}, its last` : name, rmse].filter(Boolean).join(" · ");
     label(panel.imageFrame, `${method.name} ${name} of slice ${slice().name}, HU`);
     label(panel.map, "Position of the region");
@@ -247,11 +241,7 @@ function drawNow() {
 
 // Remarks on what may surprise a reader of these images.
 function showHint() {
-  const { truth, methods, fullShape, height, width } = slice(), hints = [];
-  if (fullShape) {
-    hints.push(`This slice has ${fullShape.join(" × ")} pixels and is stored here at ${height} × ${width}, so its errors ` +
-      "look smaller than they are.");
-  }
+  const { truth, methods } = slice(), hints = [];
   const fbp = methods.find((method) => method.name === "FBP");
   for (const method of fbp ? methods : []) {
     const t = iterateOf(method), last = method.iterates.length - 1;

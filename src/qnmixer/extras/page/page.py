@@ -1,4 +1,4 @@
-"""An HTML page of an evaluation: tables, and a viewer for slices by method. It is one file and needs no network."""
+"""Write a page: tables, and a viewer for slices by method."""
 
 import base64
 import hashlib
@@ -19,67 +19,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from qnmixer.engine.reports.pictures import DISPLAY_WINDOW, ERROR_LIMIT
-from qnmixer.errors import DataError
+from qnmixer.engine.reports.paths import without_folders
+from qnmixer.engine.reports.pictures import DISPLAY_WINDOW, ERROR_LIMIT, SliceImages
+from qnmixer.engine.reports.tables import NOTHING, Table
 from qnmixer.files import write_text
 
 NOT_A_NUMBER = -32768  # the int16 that stands for a pixel that is not finite
 _NUMERIC = re.compile(r"[+−±-]? ?\d[\d,.]*(e[+-]?\d+)?(?!\w)")  # also "± 1.2" and "3 s", but not a commit hash
 _THUMBNAIL = 64  # pixels
-# A path that starts at a root or a home folder. Its last name is shown, unless that is a user's home.
-_NAME = r"[^\s/\\'\",;:<>]+"
-_FOLDERS = re.compile(
-    rf"(?<![\w.…<])(?:[A-Za-z]:)?(?:[/\\](?:home|Users)[/\\]{_NAME}[/\\]?|~[\w.-]*[/\\]|[/\\]{_NAME}[/\\]|[A-Za-z]:\\)"
-    rf"(?:{_NAME}[/\\])*"
-)
 
 
 @dataclass
-class PageMethod:
-    """The result of one method on a slice.
-
-    Args:
-        name: the heading over the images.
-        iterates: x_0 … x_T, or a single image; each [H, W] in HU.
-        caption: of the last image, as "34.13 dB".
-    """
-
-    name: str
-    iterates: list[Tensor]
-    caption: str = ""
-
-
-@dataclass
-class PageSlice:
-    """One slice by all methods.
-
-    Args:
-        name: of the slice.
-        truth: [H, W] in HU.
-        methods: in display order; the thumbnail shows the last one.
-        psnr: in dB, for the text of the thumbnail; None: the name is shown.
-        full_shape: H and W before the images were made smaller; None: images have their full size.
-    """
-
-    name: str
-    truth: Tensor
-    methods: list[PageMethod]
-    psnr: float | None = None
-    full_shape: tuple[int, int] | None = None
-
-
-@dataclass
-class PageTable:
-    """A table of texts. Each row is as long as the headings; its first cell is its name."""
-
-    title: str
-    headings: list[str]
-    rows: list[list[str]]
-    note: str = ""
-
-
-@dataclass
-class PageFigure:
+class Figure:
     """A picture between the slices and the tables below them."""
 
     title: str
@@ -90,15 +41,15 @@ class PageFigure:
 def write_page(
     path: Path,
     title: str,
-    tables: list[PageTable],
-    slices: list[PageSlice],
+    tables: list[Table],
+    slices: list[SliceImages],
     provenance: Mapping[str, str],
     *,
     subtitle: str = "",
     configuration: Mapping[str, Any] | None = None,
     order: str = "",
     opened: int = 0,
-    figures: Sequence[PageFigure] = (),
+    figures: Sequence[Figure] = (),
 ) -> None:
     """Write tables, slices and their provenance as one HTML file, completely or not at all.
 
@@ -109,16 +60,13 @@ def write_page(
         path: the file.
         title: of the page.
         tables: the first stands above the slices, the others below.
-        slices: for the viewer; without slices the page has no viewer.
+        slices: for the viewer; without slices the page has no viewer. Thumbnails show the last method.
         provenance: lines at the foot, as {"commit": …, "hardware": …}.
         subtitle: stands below the title.
-        configuration: by section and key; a table at the foot.
+        configuration: by section and key, as nested dicts; a table at the foot.
         order: how the slices are sorted, for the heading of their thumbnails.
         opened: index of the slice that is shown first.
         figures: pictures below the slices.
-
-    Raises:
-        DataError: images of one slice differ in shape, a method has no image, or a slice has no method.
     """
     first, *others = [_table(table) for table in tables] or [""]
     style, script = _part("page.css"), _part("page.js")
@@ -143,7 +91,7 @@ def write_page(
     write_text(path, page.encode(errors="replace").decode())  # file names may hold bytes that are not UTF-8
 
 
-def _viewer(slices: Sequence[PageSlice], opened: int) -> dict[str, str]:
+def _viewer(slices: Sequence[SliceImages], opened: int) -> dict[str, str]:
     """The data for the page's script: settings with a description of each slice, all pixels, and the thumbnails."""
     packed = [_pack(slice_) for slice_ in slices]
     inferno = matplotlib.colormaps["inferno"](range(256), bytes=True)[:, :3]
@@ -165,17 +113,12 @@ def _viewer(slices: Sequence[PageSlice], opened: int) -> dict[str, str]:
 
 
 def _part(name: str) -> str:
-    return files("qnmixer.engine.reports").joinpath(name).read_text(encoding="utf-8")
+    return files("qnmixer.extras.page").joinpath(name).read_text(encoding="utf-8")
 
 
 def _text(text: str) -> str:
     """Escape a text and cut the folders out of its paths."""
     return html.escape(without_folders(text))
-
-
-def without_folders(text: str) -> str:
-    """Replace the folders of absolute paths in a text by …, so that it names neither the machine nor the user."""
-    return _FOLDERS.sub("…/", text)
 
 
 def _base64(content: bytes) -> str:
@@ -187,13 +130,13 @@ def _csp_hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def _pack(slice_: PageSlice) -> tuple[dict[str, Any], str]:
+def _pack(slice_: SliceImages) -> tuple[dict[str, Any], str]:
     """A slice as a description, which names images by number, and the images [N, H, W] as base64 text.
 
     An image that occurs twice is stored once, such as the FBP from which several methods start. Each image except the
     first is stored as the difference from the one before, which compresses best.
     """
-    height, width = _shape(slice_)
+    height, width = slice_.truth.shape
     stored: dict[bytes, int] = {}
 
     def numbers(images: Sequence[Tensor]) -> list[int]:
@@ -204,7 +147,6 @@ def _pack(slice_: PageSlice) -> tuple[dict[str, Any], str]:
         "height": height,
         "width": width,
         "psnr": None if slice_.psnr is None else f"{slice_.psnr:.1f}",
-        "fullShape": slice_.full_shape,
         "thumbnail": _thumbnail(slice_).shape,
         "truth": numbers([slice_.truth])[0],
         "methods": [
@@ -217,7 +159,7 @@ def _pack(slice_: PageSlice) -> tuple[dict[str, Any], str]:
     return description, _base64(differences.tobytes())
 
 
-def _thumbnail(slice_: PageSlice) -> npt.NDArray[np.uint8]:
+def _thumbnail(slice_: SliceImages) -> npt.NDArray[np.uint8]:
     """The image of the last method in the display window, [h, w]: at most 64 pixels on the longer side."""
     image = slice_.methods[-1].iterates[-1].detach().to("cpu", torch.float32).nan_to_num(0.0)
     factor = min(1.0, _THUMBNAIL / max(image.shape))
@@ -227,22 +169,6 @@ def _thumbnail(slice_: PageSlice) -> npt.NDArray[np.uint8]:
     return ((small - low) / (high - low) * 255).clamp(0, 255).round().to(torch.uint8).numpy()
 
 
-def _shape(slice_: PageSlice) -> tuple[int, int]:
-    """H and W of all images of a slice. Raises DataError if it has none, or they differ."""
-    given = [("the truth", [slice_.truth]), *((method.name, method.iterates) for method in slice_.methods)]
-    shape = slice_.truth.shape
-    for name, images in given:
-        if not images or len(shape) != 2 or any(image.shape != shape for image in images):
-            raise DataError(
-                f"slice {slice_.name} of the page: {name} has images of shape "
-                f"{[list(image.shape) for image in images]}: give each method one image [H, W] or more, all of the "
-                "size of the truth"
-            )
-    if not slice_.methods:
-        raise DataError(f"slice {slice_.name} of the page has no methods: give it one or more, or leave it out")
-    return shape[0], shape[1]
-
-
 def _int16(image: Tensor) -> bytes:
     """Whole HU as little-endian int16."""
     hu = image.detach().to("cpu", torch.float32)
@@ -250,9 +176,9 @@ def _int16(image: Tensor) -> bytes:
     return whole.numpy().astype("<i2").tobytes()
 
 
-def _table(table: PageTable) -> str:
+def _table(table: Table) -> str:
     columns = list(zip(*table.rows, strict=True))
-    there = [[cell for cell in column if cell != "–"] for column in columns]
+    there = [[cell for cell in column if cell != NOTHING] for column in columns]
     numeric = [sum(bool(_NUMERIC.match(cell)) for cell in cells) > len(cells) / 2 for cells in there]
 
     def cell(k: int, text: str, tag: str, more: str = "") -> str:
@@ -272,7 +198,7 @@ def _table(table: PageTable) -> str:
     )
 
 
-def _figure(figure: PageFigure) -> str:
+def _figure(figure: Figure) -> str:
     """A picture within the page itself."""
     pixels = base64.b64encode(figure.png.read_bytes()).decode()
     note = f'<p class="note">{_text(figure.note)}</p>' if figure.note else ""
@@ -284,17 +210,9 @@ def _figure(figure: PageFigure) -> str:
 
 
 def _configuration(configuration: Mapping[str, Any]) -> str:
-    """A small table for each section, and one for keys outside of sections."""
-    rest = {key: value for key, value in configuration.items() if not isinstance(value, Mapping)}
-    sections: dict[str, Mapping[str, Any]] = {"run": rest} if rest else {}
-    sections |= {key: value for key, value in configuration.items() if isinstance(value, Mapping) and value}
-    tables = []
-    for name, keys in sections.items():
-        rows = "".join(
-            f'<tr><th scope="row">{_text(key)}</th><td>{_text(value)}</td></tr>' for key, value in _flat(keys)
-        )
-        tables.append(f"<table><caption>{_text(name)}</caption><tbody>{rows}</tbody></table>")
-    return '<h2>Configuration</h2>\n<div class="configuration">' + "\n".join(tables) + "</div>"
+    """A table of all keys, closed until a reader opens it."""
+    table = Table("Configuration", ["key", "value"], [[*pair] for pair in _flat(configuration)])
+    return f"<details><summary>Configuration</summary>{_table(table)}</details>"
 
 
 def _flat(keys: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
