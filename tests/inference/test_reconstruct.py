@@ -4,7 +4,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.phantoms import phantom
 from qnmixer.engine.inference.batches import MAX_HU, BatchedNetwork
 from qnmixer.engine.inference.reconstruct import reconstruct_input
-from qnmixer.engine.inference.sinograms import holds_sinograms, measured_scans
-from qnmixer.engine.inference.slices import simulated_scans
+from qnmixer.engine.inference.scan import Scan
+from qnmixer.engine.inference.sinograms import holds_sinograms, measured_scans, sinogram_files
+from qnmixer.engine.inference.slices import simulated_scans, slice_files
 from qnmixer.errors import DataError
 from qnmixer.module import ReconstructionModule
 from qnmixer.weights import CHECKPOINT_KEY
@@ -67,8 +68,11 @@ def series(path: Path, count: int, size: int = 16) -> Path:
 
 
 def images(module: ReconstructionModule, path: Path, batch_size: int, precision: str = "32") -> list[Any]:
-    _, scans = simulated_scans(path, module)
-    return BatchedNetwork(module, batch_size, precision)([*scans])
+    return BatchedNetwork(module, batch_size, precision)([*simulated_scans(path, slice_files(path), module)])
+
+
+def measured(path: Path, module: ReconstructionModule, config: ReconstructConfig) -> Iterator[Scan]:
+    return measured_scans(path, sinogram_files(path), module, config)
 
 
 @pytest.mark.parametrize("overrides", [[], ["data.scaling=minmax"], ["data.simulation_factor=2"]])
@@ -91,7 +95,7 @@ def test_only_scans_with_missing_views_get_further_passes(tiny_module: Build, tm
     np.save(tmp_path / "all.npy", y)
     np.save(tmp_path / "gap.npy", y[1])
     config = settings(unit="value")
-    (_, scans), (_, gap) = (measured_scans(tmp_path / f"{name}.npy", module, config) for name in ("all", "gap"))
+    scans, gap = (measured(tmp_path / f"{name}.npy", module, config) for name in ("all", "gap"))
     network = BatchedNetwork(module, 3, "32")
     together, alone = network([*scans]), network([*gap])
     np.testing.assert_allclose(together[1], alone[0], atol=0.05)
@@ -123,8 +127,7 @@ def test_a_sinogram_of_a_public_set_is_reconstructed_as_it_is_evaluated(
         expected = to_hu(batch, module.network(y))[0, 0].numpy()
     for unit, per_value in (("attenuation", of_one), ("value", 1.0)):
         np.save(tmp_path / f"{unit}.npy", y[0, 0].numpy() * per_value)
-        _, scans = measured_scans(tmp_path / f"{unit}.npy", module, settings(unit=unit, water_attenuation=0.03))
-        (scan,) = scans
+        (scan,) = measured(tmp_path / f"{unit}.npy", module, settings(unit=unit, water_attenuation=0.03))
         np.testing.assert_allclose(scan.sinogram, y, rtol=1e-5, atol=1e-4)
         (hu,) = BatchedNetwork(module, 1, "32")([scan])
         np.testing.assert_allclose(hu, expected, atol=0.05)
@@ -286,7 +289,7 @@ from qnmixer.engine.inference.batches import BatchedNetwork
 from qnmixer.engine.checkpoints.reading import load_run
 from qnmixer.engine.inference.slices import simulated_scans
 module = load_run(sys.argv[1]).eval()
-scans = [*simulated_scans(Path(sys.argv[2]), module)[1]]
+scans = [*simulated_scans(path := Path(sys.argv[2]), [path], module)]
 limit = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + 2**24
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 try:
@@ -315,16 +318,15 @@ def test_pipes_are_not_opened(tiny_module: Build, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / name)
         assert not holds_sinograms(tmp_path, module.config, settings())
         with pytest.raises(DataError, match=r"has no \.npy file"):
-            measured_scans(tmp_path / name, module, settings())
+            sinogram_files(tmp_path / name)
     with pytest.raises(DataError, match=r"has no \.npy file"):
-        measured_scans(tmp_path, module, settings())
+        sinogram_files(tmp_path)
 
 
 def test_a_sinogram_of_too_many_views_is_refused(tiny_module: Build, tmp_path: Path) -> None:
     np.lib.format.open_memmap(tmp_path / "a.npy", mode="w+", dtype=np.float32, shape=(5_000_000, 24))  # sparse
-    _, scans = measured_scans(tmp_path / "a.npy", tiny_module(), settings(angle_span=6))
     with pytest.raises(DataError, match="5000000 × 24 values, not 1 to 8192"):
-        next(scans)
+        next(measured(tmp_path / "a.npy", tiny_module(), settings(angle_span=6)))
 
 
 def test_odd_names_are_printed_unchanged(tiny_module: Build, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -332,8 +334,7 @@ def test_odd_names_are_printed_unchanged(tiny_module: Build, tmp_path: Path, cap
     for name in (b"a[", b"[red]x.txt", b"caf\xe9.txt"):
         (tmp_path / os.fsdecode(name)).mkdir() if name == b"a[" else (tmp_path / os.fsdecode(name)).write_text("x")
     (tmp_path / "a[" / "b].txt").write_text("x")
-    _, scans = simulated_scans(tmp_path, tiny_module())
-    assert [scan.name for scan in scans] == ["good.npy"]
+    assert [scan.name for scan in simulated_scans(tmp_path, slice_files(tmp_path), tiny_module())] == ["good.npy"]
     told = capfd.readouterr().err
     assert "a[/b].txt" in told
     assert "[red]x.txt" in told

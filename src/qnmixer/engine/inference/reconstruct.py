@@ -16,8 +16,8 @@ from qnmixer.engine.config.commands import ReconstructConfig
 from qnmixer.engine.data.slices import FloatArray
 from qnmixer.engine.inference.batches import BatchedNetwork
 from qnmixer.engine.inference.scan import Scan
-from qnmixer.engine.inference.sinograms import holds_sinograms, measured_scans
-from qnmixer.engine.inference.slices import simulated_scans
+from qnmixer.engine.inference.sinograms import holds_sinograms, measured_scans, sinogram_files
+from qnmixer.engine.inference.slices import simulated_scans, slice_files
 from qnmixer.engine.inference.writers import window_of, write_dicom, write_npy, write_png
 from qnmixer.engine.parallel.devices import choose_device
 from qnmixer.engine.reconstructor import Reconstructor
@@ -41,11 +41,12 @@ def reconstruct_input(config: ReconstructConfig) -> int:
     module = load_run(config.run, config.checkpoint, config.trust).to(choose_device(config.accelerator)).eval()
     path = Path(config.input)
     sinograms = config.kind == "sinograms" or (config.kind == "auto" and holds_sinograms(path, module.config, config))
-    n_files, scans = measured_scans(path, module, config) if sinograms else simulated_scans(path, module)
+    files = sinogram_files(path) if sinograms else slice_files(path)
+    scans = measured_scans(path, files, module, config) if sinograms else simulated_scans(path, files, module)
     batch_size = config.batch_size or (_ON_GPU if module.device.type == "cuda" else _ON_CPU)
     network, writer = BatchedNetwork(module, batch_size, config.precision), _Writer(module, config)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("reconstructing", total=n_files)
+        task = progress.add_task("reconstructing", total=len(files))
         while batch := [*islice(scans, batch_size)]:
             for scan, hu in zip(batch, network(batch), strict=True):
                 writer.write(scan, hu)

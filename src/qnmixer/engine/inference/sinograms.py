@@ -2,7 +2,7 @@
 
 import importlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -52,11 +52,26 @@ def holds_sinograms(path: Path, trained: Config, config: ReconstructConfig) -> b
     return False
 
 
-def measured_scans(path: Path, module: Reconstructor, config: ReconstructConfig) -> tuple[int, Iterator[Scan]]:
-    """The number of files, and their sinograms, from .npy ([v, d] or [N, v, d]) or .mat.
+def sinogram_files(path: Path) -> list[Path]:
+    """The files that may hold sinograms. Raises DataError if there is none."""
+    if not (files := _scan_files(path)):
+        raise DataError(
+            f"input={path} has no .npy file and no .mat: give sinograms as .npy, [views, bins] or [N, views, bins]"
+        )
+    return files
 
-    A folder's unusable files are left out with a warning. Iterating raises DataError for an unusable file that is
-    named directly.
+
+def _scan_files(path: Path) -> list[Path]:
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sorted(file for file in files if file.suffix in _SCANS and file.is_file())  # opening a pipe would not end
+
+
+def measured_scans(
+    path: Path, files: Sequence[Path], module: Reconstructor, config: ReconstructConfig
+) -> Iterator[Scan]:
+    """The sinograms of an input: .npy ([v, d] or [N, v, d]) and .mat.
+
+    A folder's unusable files are left out with a warning. An unusable file that is the input raises DataError.
     """
     scaling = module.config.data.scaling
     if scaling != "attenuation":
@@ -64,28 +79,14 @@ def measured_scans(path: Path, module: Reconstructor, config: ReconstructConfig)
             f"run={config.run} was trained with data.scaling={scaling}, which leaves a measured sinogram without a "
             "scale: use a run with data.scaling=attenuation"
         )
-    files = _scan_files(path)
-    if not files:
-        raise DataError(
-            f"input={path} has no .npy file and no .mat: give sinograms as .npy, [views, bins] or [N, views, bins]"
-        )
-
-    def scans() -> Iterator[Scan]:
-        for file in files:
-            try:
-                name = file.relative_to(path) if path.is_dir() else Path(file.name)
-                yield from _scans_of(file, name.with_suffix("").as_posix(), module, config)
-            except DataError as error:
-                if path.is_file():
-                    raise
-                warn(f"skipped: {error}")
-
-    return len(files), scans()
-
-
-def _scan_files(path: Path) -> list[Path]:
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sorted(file for file in files if file.suffix in _SCANS and file.is_file())  # opening a pipe would not end
+    for file in files:
+        name = Path(file.name) if file == path else file.relative_to(path)
+        try:
+            yield from _scans_of(file, name.with_suffix("").as_posix(), module, config)
+        except DataError as error:
+            if file == path:
+                raise
+            warn(f"skipped: {error}")
 
 
 def _scans_of(file: Path, name: str, module: Reconstructor, config: ReconstructConfig) -> Iterator[Scan]:

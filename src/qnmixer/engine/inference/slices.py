@@ -1,6 +1,6 @@
 """Slices to reconstruct, read one at a time from a file or a folder. Their sparse views are simulated."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,57 +50,52 @@ class InputSlice:
     spacing: tuple[float, float] | None
 
 
-class InputSlices:
-    """The slices of a path: a DICOM file (any number of frames), a `.npy`, a 16-bit PNG, or a folder of these.
+def slice_files(path: Path) -> list[Path]:
+    """The files that may hold slices: a file itself, or all files of a folder. Raises DataError if there is none."""
+    return [path] if path.is_file() else [path / file.path for file in list_files(path, key="input")]
 
-    Iterating decodes one slice at a time. Unusable files and frames are left out, and listed in `skipped`.
+
+def read_slices(path: Path, files: Sequence[Path], *, true_size: bool = False) -> Iterator[InputSlice]:
+    """The slices of files: DICOM with any number of frames, `.npy`, 16-bit PNG. One at a time is decoded.
+
+    Unusable files and frames are left out, with a warning at the end. Another warning is for values in another unit.
 
     Args:
-        path: a file or folder.
+        path: the input, for names and warnings.
+        files: from `slice_files`.
         true_size: leave out DICOM without a pixel size.
 
     Raises:
-        DataError: the path is missing, or contains nothing usable.
+        DataError: no file is usable.
     """
-
-    def __init__(self, path: Path, *, true_size: bool = False) -> None:
-        self.path, self.true_size = path, true_size
-        self.root = path.parent if path.is_file() else path
-        self.files = [path.name] if path.is_file() else [file.path for file in list_files(path, key="input")]
-        self.skipped: list[tuple[str, str]] = []
-
-    def __iter__(self) -> Iterator[InputSlice]:
-        """The slices in the order of the files. At the end, a warning about what was skipped, and about other units."""
-        self.skipped, lowest = [], np.inf
-        for file in self.files:
-            for piece in self._read(file):
-                lowest = min(lowest, float(piece.hu.min()))
-                yield piece
-        summary = summarise_skipped(str(self.path), self.skipped)
-        if lowest == np.inf:
-            raise DataError(f"input has no usable slice ({summary}): give CT in DICOM, HU in .npy or 16-bit PNG")
-        if self.skipped:
-            warn(summary)
-        if lowest > NO_AIR:
-            warn(doubt(str(self.path)))
-
-    def _read(self, file: str) -> Iterator[InputSlice]:
+    skipped: list[tuple[str, str]] = []
+    lowest = np.inf  # HU
+    for file in files:
+        name = file.name if file == path else file.relative_to(path).as_posix()
         try:
-            n_frames, template, decode = _open(self.root / file)
+            frames, template, decode = _open(file)
         except SkipFile as reason:
-            self.skipped.append((file, str(reason)))
-            return
-        for frame in range(n_frames):
-            name = f"{file}#{frame}" if n_frames > 1 else file
+            skipped.append((name, str(reason)))
+            continue
+        for frame in range(frames):
+            its = f"{name}#{frame}" if frames > 1 else name
             try:
                 spacing = None if template is None else pixel_spacing(template, frame)
-                if self.true_size and template is not None and spacing is None:
+                if true_size and template is not None and spacing is None:
                     raise SkipFile(NO_SPACING)
                 hu = clean_hu(decode(frame))
             except SkipFile as reason:
-                self.skipped.append((name, str(reason)))
-            else:
-                yield InputSlice(hu, name, template, frame, spacing)
+                skipped.append((its, str(reason)))
+                continue
+            lowest = min(lowest, float(hu.min()))
+            yield InputSlice(hu, its, template, frame, spacing)
+    summary = summarise_skipped(str(path), skipped)
+    if lowest == np.inf:
+        raise DataError(f"input has no usable slice ({summary}): give CT in DICOM, HU in .npy or 16-bit PNG")
+    if skipped:
+        warn(summary)
+    if lowest > NO_AIR:
+        warn(doubt(str(path)))
 
 
 def _open(path: Path) -> tuple[int, FileDataset | None, Callable[[int], FloatArray]]:
@@ -115,35 +110,31 @@ def _open(path: Path) -> tuple[int, FileDataset | None, Callable[[int], FloatArr
     return frame_count(dataset), dataset, lambda frame: decode_frame(dataset, frame)
 
 
-def simulated_scans(path: Path, module: Reconstructor) -> tuple[int, Iterator[Scan]]:
-    """The number of files, and their slices as scans with the views and the noise of the network's training."""
-    data, device, measurement = module.config.data, module.device, module.measurement
+def simulated_scans(path: Path, files: Sequence[Path], module: Reconstructor) -> Iterator[Scan]:
+    """The slices of an input as scans, with the views and the noise of the network's training."""
+    data, measurement = module.config.data, module.measurement
     field_of_view = module.projector.geometry.field_of_view if data.at_true_size else None
-    slices = InputSlices(path, true_size=data.at_true_size)
     scaling, factor = build_scaling(data.scaling, data.hu_max), data.simulation_factor
     grid, fine_grid = Grid(data.image_size, field_of_view), Grid(factor * data.image_size, field_of_view)
 
     def tensor(image: FloatArray) -> torch.Tensor:
-        return torch.from_numpy(image)[None, None].to(device)
+        return torch.from_numpy(image)[None, None].to(module.device)
 
-    def scans() -> Iterator[Scan]:
-        unsized = 0
-        for number, piece in enumerate(slices):
-            unsized += field_of_view is not None and piece.spacing is None
-            x, offset, scale = scaling.to_unit(grid.place(piece.hu, piece.spacing))
-            fine = scaled_like(fine_grid.place(piece.hu, piece.spacing), offset, scale) if factor > 1 else None
-            y = measurement.project(tensor(x), None if fine is None else tensor(fine))
-            yield Scan(
-                name=piece.name,
-                sinogram=measurement.noise(y, [(module.config.seed, STREAMS["test"], number)]),
-                offset=offset, scale=scale, template=piece.template, frame=piece.frame, field_of_view=field_of_view,
-            )  # fmt: skip
-        if field_of_view is not None and (cut := grid.cut.line(str(path), field_of_view)):
-            warn(cut)
-        if unsized:
-            warn(
-                f"{unsized} slices are in files without a pixel size (.npy, PNG): each is taken to be "
-                f"{field_of_view:g} mm wide"
-            )
-
-    return len(slices.files), scans()
+    unsized = 0
+    for number, piece in enumerate(read_slices(path, files, true_size=data.at_true_size)):
+        unsized += field_of_view is not None and piece.spacing is None
+        x, offset, scale = scaling.to_unit(grid.place(piece.hu, piece.spacing))
+        fine = scaled_like(fine_grid.place(piece.hu, piece.spacing), offset, scale) if factor > 1 else None
+        y = measurement.project(tensor(x), None if fine is None else tensor(fine))
+        yield Scan(
+            name=piece.name,
+            sinogram=measurement.noise(y, [(module.config.seed, STREAMS["test"], number)]),
+            offset=offset, scale=scale, template=piece.template, frame=piece.frame, field_of_view=field_of_view,
+        )  # fmt: skip
+    if field_of_view is not None and (cut := grid.cut.line(str(path), field_of_view)):
+        warn(cut)
+    if unsized:
+        warn(
+            f"{unsized} slices are in files without a pixel size (.npy, PNG): each is taken to be {field_of_view:g} mm "
+            "wide"
+        )
