@@ -187,6 +187,14 @@ def test_a_folder_may_move_before_a_run_is_resumed(tiny_module: Build, tmp_path:
             resumable(now, tmp_path / "a.ckpt")
 
 
+def test_weights_of_another_class_are_refused_with_what_to_set(
+    tiny_module: Build, other_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    save(tiny_module(), tmp_path)
+    with pytest.raises(CheckpointError, match=r"set model=qn_mixer (model\.[a-z]\w+=\S+ ?)+$"):
+        load_weights(build_module(other_config("model=learn")), tmp_path)
+
+
 def test_what_was_there_before_is_found_when_a_kill_left_nothing_else(tmp_path: Path) -> None:
     """Between the two steps in which a folder takes the place of another."""
     before, part = tmp_path / "checkpoints" / "last.ckpt.before", tmp_path / "checkpoints" / "last.ckpt.part"

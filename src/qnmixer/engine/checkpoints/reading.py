@@ -145,9 +145,9 @@ def load_weights(module: "Reconstructor | RunModule", run: str | Path) -> None:
             f"{module.config.data.image_size}: the two must be equal"
         )
     if differing := _differing(config, module.config, "model"):
-        other = [] if TARGET not in differing else config.model.choice()
-        other += [f"model.{key}={value}" for key, (value, _) in differing.items() if key in keys_of(config.model)]
-        raise CheckpointError(f"{path} has another network: to build the same one, set {' '.join(other)}")
+        words = config.model.choice() if differing.pop(TARGET, None) else []
+        words += [f"model.{key}={value}" for key, (value, _) in differing.items() if value is not None]
+        raise CheckpointError(f"{path} has another network: to build the same one, set {' '.join(words)}")
     _load_state(module, state, path)
 
 
