@@ -20,7 +20,6 @@ from pydicom.uid import JPEGLSLossless, RLELossless
 from tests.compressed import compressed
 from tests.limits import within_limits
 
-from qnmixer.engine.data.cache import open_cache
 from qnmixer.engine.data.dicom import DicomReader
 from qnmixer.engine.data.slices import SkipFile
 from qnmixer.engine.inference.slices import InputSlice, read_slices, slice_files
@@ -108,7 +107,7 @@ def read(folder: Path) -> list[InputSlice]:
 def test_no_damaged_dicom_ends_a_run_or_gives_other_numbers(
     make_ct: Any, body_hu: Any, tmp_path: Path, kind: str
 ) -> None:
-    """70 damages of each kind, seeded."""
+    """50 damages of each kind, seeded."""
     hu = body_hu(16, 16)
     dataset = make_ct(tmp_path / "good", np.stack([hu, hu]) if kind == "enhanced" else hu)
     if kind in ("RLE", "JPEG-LS"):
@@ -119,7 +118,7 @@ def test_no_damaged_dicom_ends_a_run_or_gives_other_numbers(
     file = tmp_path / "folder" / "a.dcm"
     file.parent.mkdir()
     n_read = 0
-    for content in damages(tmp_path / "good", 70, random.Random(0)):
+    for content in damages(tmp_path / "good", 50, random.Random(0)):
         file.write_bytes(content)
         with within_limits():
             found = read(file.parent)
@@ -128,7 +127,7 @@ def test_no_damaged_dicom_ends_a_run_or_gives_other_numbers(
             warnings.simplefilter("ignore")
             for piece in found:
                 np.testing.assert_allclose(piece.hu, right_hu(file, piece.frame), rtol=1e-5)
-    assert n_read > 10
+    assert n_read > 5
 
 
 @pytest.mark.parametrize("keyword", TAGS)
@@ -143,17 +142,6 @@ def test_an_odd_tag_skips_its_file_or_is_left_out(make_ct: Any, tmp_path: Path, 
         if keyword in DESCRIBING:
             assert len(found) == 2
             np.testing.assert_array_equal(found[0].hu, found[1].hu)
-
-
-def test_a_cache_is_built_of_the_files_beside_an_odd_one(make_ct: Any, tmp_path: Path) -> None:
-    make_ct(tmp_path / "root" / "good.dcm")
-    odd = [(keyword, TAGS[keyword][2][0]) for keyword in ("RescaleSlope", "NumberOfFrames", "PatientID")]
-    odd += [("ImagePositionPatient", value) for value in (b"a\\b\\c", b"nan\\0\\0")]
-    for number, (keyword, value) in enumerate(odd):
-        with_tag(tmp_path / "root" / "good.dcm", tmp_path / "root" / str(number), keyword, value)
-    cache = open_cache(DicomReader(), tmp_path / "root", 16, cache_dir=tmp_path / "cache")
-    assert [cache.name(number) for number in range(len(cache))] == ["good.dcm"]
-    assert [name for name, _ in cache.skipped] == ["0", "1", "2", "3", "4"]
 
 
 def png_of(width: int, height: int) -> bytes:

@@ -119,21 +119,16 @@ def test_dicom_without_a_source(tmp_path: Path) -> None:
 
 def test_every_real_file_round_trips(real_ct: Path, tmp_path: Path) -> None:
     """Read, resample, write, read: HU within 0.5, and pydicom finds nothing to complain about."""
-    count = 0
-    for piece in slices(real_ct / "dicom_odd"):
-        hu = to_square(piece.hu, 256)
-        path = tmp_path / f"{count}.dcm"
+    found = slices(real_ct / "dicom_odd")
+    assert len(found) == 9
+    for number, piece in enumerate(found):
+        hu, path = to_square(piece.hu, 256), tmp_path / f"{number}.dcm"
         write_dicom(path, hu, template=piece.template, frame=piece.frame, series_uid=generate_uid(), **WORDS)
         assert np.abs(hu_of(path) - hu).max() <= 0.5
         out = dcmread(path)
         assert str(out)  # every element can be read
         assert piece.template is not None
         assert out.PatientName == piece.template.PatientName
-        count += 1
-    assert count == 9
-    (piece,) = slices(next((real_ct / "dicom/totalseg_s1").iterdir()))
-    write_dicom(tmp_path / "out.dcm", piece.hu, template=piece.template, series_uid="1.2", **WORDS)
-    np.testing.assert_array_equal(hu_of(tmp_path / "out.dcm"), piece.hu)
 
 
 def test_pictures(tmp_path: Path) -> None:

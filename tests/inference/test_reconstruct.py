@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from qnmixer.engine.inference.reconstruct import reconstruct_input
 from qnmixer.engine.inference.scan import Scan
 from qnmixer.engine.inference.sinograms import holds_sinograms, measured_scans, sinogram_files
 from qnmixer.engine.inference.slices import simulated_scans, slice_files
-from qnmixer.errors import DataError
+from qnmixer.errors import DataError, OutOfMemory
 from qnmixer.module import ReconstructionModule
 from qnmixer.weights import CHECKPOINT_KEY
 
@@ -84,6 +82,22 @@ def test_batches_change_nothing(tiny_module: Build, tmp_path: Path, overrides: l
     assert not np.allclose(alone[0], alone[1], atol=50)
     for a, b in zip(alone, together, strict=True):
         np.testing.assert_allclose(a, b, atol=0.05)
+
+
+def test_the_noise_of_a_slice_is_keyed_by_seed_and_number(tiny_module: Build, tmp_path: Path) -> None:
+    """As that of the test split. Two slices with the same pixels have different noise."""
+    np.save(tmp_path / "a.npy", np.repeat(phantom(16, seed=0, part="test", index=0)[None], 2, axis=0))
+    found = []
+    for seed in (1, 1, 2):
+        module = tiny_module("noise=field", f"seed={seed}", "data.seed=1")
+        found.append([scan.sinogram for scan in simulated_scans(tmp_path / "a.npy", [tmp_path / "a.npy"], module)])
+    (first, second), again, (other, _) = found
+    batch: Any = {"image": torch.from_numpy((np.load(tmp_path / "a.npy")[1:].clip(-1000, 2000) + 1000) / 3000)[None]}
+    batch |= {"image": batch["image"].float(), "sample": torch.tensor([1])}
+    assert torch.equal(second, tiny_module("noise=field", "seed=1", "data.seed=1").measure(batch, "test"))
+    assert torch.equal(first, again[0])
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, other)
 
 
 def test_only_scans_with_missing_views_get_further_passes(tiny_module: Build, tmp_path: Path) -> None:
@@ -281,35 +295,24 @@ def test_images_that_are_no_numbers_are_not_written(tiny_module: Build, tmp_path
     assert not (tmp_path / "out").exists()
 
 
-_LIMITED_NETWORK = """
-import resource, sys
-from pathlib import Path
-from qnmixer.errors import OutOfMemory
-from qnmixer.engine.inference.batches import BatchedNetwork
-from qnmixer.engine.checkpoints.reading import load_run
-from qnmixer.engine.inference.slices import simulated_scans
-module = load_run(sys.argv[1]).eval()
-scans = [*simulated_scans(path := Path(sys.argv[2]), [path], module)]
-limit = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + 2**24
-resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-try:
-    BatchedNetwork(module, 2, "32")(scans)
-except OutOfMemory as error:
-    print(error)
-"""
+def test_a_slice_that_does_not_fit_is_one_line(
+    tiny_module: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With real allocations: tests/promises/test_memory.py."""
+    module, path = tiny_module(), series(tmp_path / "a.npy", 3)
+    exact, forward, most = images(module, path, 1), module.network.forward, 1
 
+    def limited(y: torch.Tensor) -> torch.Tensor:
+        if len(y) > most:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nat a place")
+        return forward(y)
 
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.skipif(sys.platform != "linux", reason="the address space is read from /proc")
-def test_a_slice_that_does_not_fit_is_one_line(tiny_module: Build, tmp_path: Path) -> None:
-    """Limited once the network is built, which takes more than a slice."""
-    run = save(tiny_module("data.image_size=512", "model.n_iterations=1", "model.channels=64"), tmp_path / "a.ckpt")
-    command = [sys.executable, "-c", _LIMITED_NETWORK, run, series(tmp_path / "a.npy", 2, 32)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    assert done.stderr == "warning: out of memory with 2 slices at once: continuing with batch_size=1\n"
-    assert done.stdout.startswith("out of memory with a single slice of 512 × 512 (")
-    assert len(done.stdout.splitlines()) == 1
+    monkeypatch.setattr(module.network, "forward", limited)
+    np.testing.assert_array_equal(images(module, path, 3), exact)
+    assert capsys.readouterr().err == "warning: out of memory with 3 slices at once: continuing with batch_size=1\n"
+    most = 0
+    with pytest.raises(OutOfMemory, match=r"single slice of 16 × 16 \(.*memory\): close other programs"):
+        images(module, path, 1)
 
 
 def test_pipes_are_not_opened(tiny_module: Build, tmp_path: Path) -> None:
