@@ -22,7 +22,6 @@ from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.mixed import counts_of
 from qnmixer.engine.evaluation.slices import as_trained, kind_of, other_slices
 from qnmixer.errors import CheckpointError, ConfigError, DataError, PluginError
-from qnmixer.extras.model_card import _slices
 
 N_PATIENTS, N_EACH = 5, 2
 
@@ -278,9 +277,6 @@ def test_weights_files_name_no_folder_or_patient(root: Path, tmp_path: Path) -> 
     path = tmp_path / "a.safetensors"
     path.write_bytes(encode(config, {}))
     assert b"secret" not in path.read_bytes()
-    training = _slices(config)
-    assert training.startswith("50 % slices from files, data=numpy")
-    assert "30 % phantoms drawn by this program, 256 × 256, new ones every epoch; 85 %" in training
     again, _ = read_checkpoint(path)
     assert isinstance(config.data, MixedData)
     assert isinstance(again.data, MixedData)
