@@ -21,7 +21,8 @@ from qnmixer.engine.evaluation.slices import pictured
 from qnmixer.engine.optimization.metrics import psnr, ssim, to_window
 from qnmixer.engine.reports.page import PageMethod, PageSlice
 from qnmixer.engine.reports.pictures import Panel, Row, draw_comparison
-from qnmixer.engine.tracking.sweep_file import name_of_run, write_sweep
+from qnmixer.engine.tracking.run import name_of_run
+from qnmixer.engine.tracking.sweep_file import write_sweep
 from qnmixer.module import ReconstructionModule
 
 WINDOW = [-160.0, 240.0]

@@ -40,7 +40,7 @@ from qnmixer.engine.reports.progress import progress
 from qnmixer.engine.reports.tables import csv_table, decimals_of, markdown_table, terminal_table
 from qnmixer.engine.tracking.loggers import device_name
 from qnmixer.engine.tracking.results import git_commit, results, versions
-from qnmixer.engine.tracking.sweep_file import name_of_run
+from qnmixer.engine.tracking.run import name_of_run
 from qnmixer.errors import ConfigError
 from qnmixer.files import write_text
 from qnmixer.models.total_variation import TotalVariation

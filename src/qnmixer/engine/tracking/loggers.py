@@ -24,7 +24,8 @@ from qnmixer.engine.reconstructor import method_name
 from qnmixer.engine.reports.page import without_folders
 from qnmixer.engine.tracking.metrics_file import MetricsFile
 from qnmixer.engine.tracking.results import git_commit, versions
-from qnmixer.engine.tracking.sweep_file import name_of_job, name_of_run, sweep_of
+from qnmixer.engine.tracking.run import name_of_run
+from qnmixer.engine.tracking.sweep_file import name_of_job, sweep_of
 from qnmixer.errors import ConfigError, PluginError, UserError, first_line
 from qnmixer.files import write_text
 

@@ -5,6 +5,7 @@ No torch import.
 
 import fcntl
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +18,10 @@ from qnmixer.engine.config.overrides import key_of, of_hydra
 from qnmixer.engine.config.search_path import SEARCH_PATH
 from qnmixer.engine.processes.ranks import rank
 from qnmixer.engine.tracking.results import amend, now, read_results, results, was_refused, write_results
-from qnmixer.engine.tracking.sweep_file import SWEEP
+from qnmixer.engine.tracking.sweep_file import SWEEP, sweep_of
 from qnmixer.errors import ConfigError
-from qnmixer.files import BEFORE_SUFFIX, is_temporary, last_change, remove, replace
+from qnmixer.files import is_temporary, last_change, newest_complete, remove, replace
+from qnmixer.weights import checkpoint_in
 
 RUNS = Path("runs")
 HYDRA = ".hydra"
@@ -28,13 +30,22 @@ NEXT_HYDRA = ".hydra.next"
 BEGINNING = ("finetune", "resume")
 """Keys that say where a run began. Its record keeps them when it resumes in its folder."""
 _OVERRIDES = Path(HYDRA, "overrides.yaml")
-_LAST = Path("checkpoints", "last.ckpt")
 
 
 def run_of(path: Path) -> Path | None:
     """The run folder of a path: the path itself, or the folder of this checkpoint. None if there is none."""
     folder = path.parent.parent if path.suffix == ".ckpt" and path.parent.name == "checkpoints" else path
     return folder if is_run(folder) or (folder / "checkpoints").is_dir() else None
+
+
+def name_of_run(run: Path) -> str:
+    """The name of a run folder or weights file, without its parent folders: date and time, or sweep and job."""
+    run = (run_of(run) or run).absolute()
+    if run.is_file():
+        return run.stem
+    if (found := sweep_of(run)) is not None:
+        return f"{found[0].name}/{run.name}"
+    return f"{run.parent.name}/{run.name}" if re.fullmatch(r"\d{4}-\d\d-\d\d", run.parent.name) else run.name
 
 
 def is_run(folder: Path) -> bool:
@@ -54,13 +65,12 @@ def runs_in(folder: Path) -> Iterator[Path]:
 
 def last_touched(run: Path) -> float:
     """Time of the last change in a run folder, in seconds since 1970."""
-    return last_change(run / "results.json", run / _OVERRIDES, run / _LAST)
+    return last_change(run / "results.json", run / _OVERRIDES, checkpoint_in(run, "last"))
 
 
 def has_checkpoint(run: Path) -> bool:
     """Whether there is a checkpoint to resume from."""
-    names = [f"{name}.ckpt{suffix}" for name in ("last", "best") for suffix in ("", BEFORE_SUFFIX)]
-    return any((run / "checkpoints" / name).exists() for name in names)
+    return any(newest_complete(checkpoint_in(run, name)).exists() for name in ("last", "best"))
 
 
 def overrides_of(run: Path) -> list[str]:
