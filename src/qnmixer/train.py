@@ -23,16 +23,14 @@ from qnmixer.engine import cli
 from qnmixer.engine.config import Config, parse
 from qnmixer.engine.config.compose import compose_as_given
 from qnmixer.engine.config.data import check_data
-from qnmixer.engine.config.overrides import values_of
 from qnmixer.engine.config.search_path import CONF, search_path_in
 from qnmixer.engine.processes.cores import CoreUse
 from qnmixer.engine.processes.ranks import is_rank
 from qnmixer.engine.processes.signals import loading
 from qnmixer.engine.sweeps.jobs import Job, run_jobs
 from qnmixer.engine.sweeps.sweep import sweep
-from qnmixer.engine.tracking.resume import folder_of, resume_overrides, resumes_in_place
+from qnmixer.engine.tracking.resume import resume_overrides
 from qnmixer.engine.tracking.run import Run
-from qnmixer.engine.tracking.run_folder import NEXT_HYDRA
 from qnmixer.engine.training.worker import check_processes, check_srun, fit_as_rank, fit_in_processes
 from qnmixer.errors import ConfigError, UserError
 from qnmixer.weights import check_weights
@@ -71,7 +69,7 @@ def train(*overrides: str) -> Trained:
     if flags := [word for word in overrides if word.startswith("-") and "-dir" not in word]:
         raise ConfigError(f"{flags[0]} is no override (KEY=VALUE): for a sweep, use python -m qnmixer.train -m")
     try:
-        words = cli.completed([*overrides], "train", complete)
+        words = cli.completed([*overrides], "train", resume_overrides)
         check(compose_as_given("train", words))
     except HydraException as error:  # an unknown key
         raise ConfigError(cli.explain(error, "train")) from error
@@ -129,14 +127,6 @@ def overrides_of_job(hydra_config: HydraConf) -> list[str]:
     return [*search_path_in([*hydra_config.overrides.hydra]), *hydra_config.overrides.task]
 
 
-def complete(overrides: list[str]) -> list[str]:
-    """Replace `resume` by the run's overrides. A resume may still be refused, so Hydra writes its files elsewhere."""
-    found = resume_overrides(overrides)
-    folder = folder_of(found)
-    in_place = folder is not None and resumes_in_place(folder, values_of(found).get("resume"))
-    return [*found, f"hydra.output_subdir={NEXT_HYDRA}"] if in_place else found
-
-
 def check(cfg: DictConfig) -> Config:
     """Parse and check the config of a run. Raises UserError. A typo is answered in two seconds: it loads
     torch, which the classes that the config names need, and nothing else that is large."""
@@ -151,7 +141,7 @@ def check(cfg: DictConfig) -> Config:
 
 def main() -> None:
     """Run the command. It is also installed as `qnmixer-train`, so that a shell can complete its keys."""
-    cli.run(run, check, "train", sweep, complete)
+    cli.run(run, check, "train", sweep, resume_overrides)
 
 
 if __name__ == "__main__":

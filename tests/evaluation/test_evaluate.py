@@ -19,7 +19,8 @@ from qnmixer.engine.evaluation.scores import Evaluation, ImageScore
 from qnmixer.engine.evaluation.statistics import student_quantile
 from qnmixer.engine.optimization.metrics import psnr, ssim, to_window
 from qnmixer.engine.reports.pictures import MethodImages, SliceImages
-from qnmixer.engine.tracking.sweep_file import name_of_run, write_sweep
+from qnmixer.engine.tracking.run import name_of_run
+from qnmixer.engine.tracking.sweep_file import write_sweep
 from qnmixer.module import ReconstructionModule
 
 WINDOW = [-160.0, 240.0]

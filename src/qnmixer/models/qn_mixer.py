@@ -95,11 +95,6 @@ class QNMixer(UnrolledNetwork[QNState]):
         """The patch size and the latent cell size."""
         return {key: arguments[key] for key in ("patch_size", "latent_factor")}
 
-    @classmethod
-    def smallest(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Eight channels and a single layer."""
-        return {"channels": 8, "n_mixer_layers": 1}
-
     def __init__(
         self,
         projector: "FanBeamProjector",

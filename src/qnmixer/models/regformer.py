@@ -63,11 +63,6 @@ class RegFormer(UnrolledNetwork[RegFormerState]):
         """The window size."""
         return {"window_size": arguments["window_size"]}
 
-    @classmethod
-    def smallest(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The fewest channels that its heads can share."""
-        return {"channels": math.lcm(2, arguments["n_heads"])}
-
     def __init__(
         self,
         projector: "FanBeamProjector",

@@ -64,11 +64,6 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         """Numbers that must divide the image size, by the argument that sets each."""
         return {}
 
-    @classmethod
-    def smallest(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments that make it so small that a step takes seconds, for doctor. By default: eight channels."""
-        return {"channels": 8} if "channels" in arguments else {}
-
     @abstractmethod
     def start(self, y: Tensor) -> S:
         """The state of x₀, from a sinogram y [B, 1, V, D]."""

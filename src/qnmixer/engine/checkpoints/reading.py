@@ -24,7 +24,7 @@ from qnmixer.engine.plugins import check_trusted, is_trusted
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.errors import CheckpointError, ConfigError, first_line
 from qnmixer.files import newest_complete
-from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY, SUFFIX, located
+from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY, SUFFIX, checkpoint_in, located
 
 if TYPE_CHECKING:
     from qnmixer.engine.run_module import RunModule
@@ -53,7 +53,7 @@ def find_checkpoint(run: str | Path, which: str = "best") -> Path:
     if not run.is_dir():
         raise CheckpointError(f"no run folder at {run}: give the folder that training printed, run=runs/…")
     for name in dict.fromkeys((which, "best", "last")):
-        path = newest_complete(run / "checkpoints" / f"{name}.ckpt")
+        path = newest_complete(checkpoint_in(run, name))
         if path.exists():
             return path
     raise CheckpointError(f"{run} has no checkpoints/best.ckpt or last.ckpt: is it a run folder of qnmixer.train?")

@@ -296,10 +296,6 @@ class ModelConfig(Group):
         found: dict[str, int] = self.load().divisors(self._all())
         return found
 
-    def smallest(self) -> Self:
-        """The same kind of network, so small that a step takes seconds."""
-        return self.changed(**self.load().smallest(self._all()))
-
     def checked(self) -> Self:
         """Check the rules between its arguments too."""
         section = super().checked()

@@ -17,7 +17,7 @@ from qnmixer.engine.config.named import modes_of, parse_metrics
 from qnmixer.engine.config.overrides import quoted
 from qnmixer.engine.sweeps.report import rows_of, write_report
 from qnmixer.engine.tracking.results import git_commit, read_results
-from qnmixer.engine.tracking.run_folder import RUNS, run_lock
+from qnmixer.engine.tracking.run import RUNS, run_lock
 from qnmixer.engine.tracking.sweep_file import SWEEP, Sweep, read_sweep, write_sweep
 from qnmixer.errors import ConfigError, SweepFailed
 from qnmixer.files import check_unused, last_change

@@ -27,7 +27,7 @@ from qnmixer.engine.processes.signals import defer_stop, stop_requested
 from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import Stopped
 from qnmixer.files import PART_SUFFIX, atomic_file, remove, replace
-from qnmixer.weights import RUN_KEY
+from qnmixer.weights import RUN_KEY, checkpoint_in
 
 
 class Checkpointing(Checkpoint):
@@ -149,7 +149,7 @@ class Checkpointing(Checkpoint):
     def save(self, trainer: L.Trainer, name: str) -> None:
         """Write NAME.ckpt."""
         # Every rank must get here: Lightning gathers the state with collectives, and rank 0 writes.
-        trainer.save_checkpoint(self.run.folder / "checkpoints" / f"{name}.ckpt")
+        trainer.save_checkpoint(checkpoint_in(self.run.folder, name))
         if name == "last":
             self._saved = trainer.global_step
 

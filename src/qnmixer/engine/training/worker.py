@@ -70,7 +70,7 @@ def fit_in_processes(config: Config, run: Run, fit: str) -> float:
     try:
         _check_inputs(config, run)
         with tempfile.TemporaryDirectory(prefix="qnmixer-job-") as temporary:
-            job = {"fit": fit, "config": to_plain(config), "folder": str(run.folder.absolute())}
+            job: dict[str, Any] = {"fit": fit, "config": to_plain(config), "folder": str(run.folder.absolute())}
             job |= {"overrides": run.overrides, "launcher": os.getpid()}
             path = Path(temporary, "job.json")
             path.write_text(json.dumps(job))

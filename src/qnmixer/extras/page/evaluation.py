@@ -9,7 +9,7 @@ from qnmixer.engine.evaluation.scores import Evaluation
 from qnmixer.engine.reports.tables import Table
 from qnmixer.engine.tracking.loggers import device_name
 from qnmixer.engine.tracking.results import git_commit, versions
-from qnmixer.engine.tracking.sweep_file import name_of_run
+from qnmixer.engine.tracking.run import name_of_run
 from qnmixer.extras.page.page import write_page
 
 
