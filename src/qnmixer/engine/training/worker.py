@@ -14,6 +14,7 @@ import tempfile
 import warnings
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from qnmixer.engine.cli import explain, warnings_in_one_line
 from qnmixer.engine.config import Config, parse, to_plain
