@@ -164,7 +164,7 @@ def test_a_log_has_whole_lines_by_optimizer_steps(lines: Callable[..., list[str]
     speed, left = r" · \d+\.\d+ samples/s", r" · 0:00:\d\d left"
     last, expected = "", ["step 0/4"]
     for step in (1, 2, 3, 4):
-        rest = speed * (step > 1) + left * (step < 4)
+        rest = speed + left * (step < 4)
         expected.append(rf"step {step}/4 · loss 0\.\d+ · mine 7\.00{last}{rest}")
         if step in (2, 4):
             expected += [rf"step {step}/4 · validating {n}/3{last}{rest}" for n in (0, 1, 2, 3)]

@@ -19,7 +19,6 @@ from qnmixer.engine.optimization.metrics import psnr
 from qnmixer.engine.plugins import make_plugin, subclass_of
 from qnmixer.engine.reports.pictures import Panel, Row, draw_iterates
 from qnmixer.engine.run_module import RunModule
-from qnmixer.engine.training.progress import ProgressMetrics
 from qnmixer.errors import PluginError, UserError, first_line
 
 _MOST_SHOWN = 15  # iterates in a picture
@@ -29,13 +28,13 @@ _CALLBACK = subclass_of("lightning.pytorch.callbacks.Callback")
 def build_callbacks(
     callbacks: Mapping[str, Mapping[str, Any]], metrics: Mapping[str, MetricConfig] | None = None
 ) -> list[Callback]:
-    """Build the callbacks: first `step` and `samples` for the metrics, then those of the config's group `callbacks`.
+    """Build the callbacks of the config's group `callbacks`.
 
     A callback that monitors a metric, such as EarlyStopping, gets the metric's mode, unless the config has one.
 
     Raises PluginError for a target that is no callback, or that refuses its arguments.
     """
-    built: list[Callback] = [ProgressMetrics()]
+    built: list[Callback] = []
     modes = modes_of(metrics or {})
     for name, given in callbacks.items():
         key, target = f"callbacks.{name}", given[TARGET]

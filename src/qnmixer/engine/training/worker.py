@@ -70,8 +70,13 @@ def fit_in_processes(config: Config, run: Run, fit: str) -> float:
     try:
         _check_inputs(config, run)
         with tempfile.TemporaryDirectory(prefix="qnmixer-job-") as temporary:
-            job = {"fit": fit, "config": to_plain(config), "folder": str(run.folder.absolute())}
-            job |= {"overrides": run.overrides, "launcher": os.getpid()}
+            job = {
+                "fit": fit,
+                "config": to_plain(config),
+                "folder": str(run.folder.absolute()),
+                "overrides": run.overrides,
+                "launcher": os.getpid(),
+            }
             path = Path(temporary, "job.json")
             path.write_text(json.dumps(job))
             launch(
