@@ -48,9 +48,7 @@ class TrainingProgress(Callback):
         """Print the step at which a resumed run starts. Start the bar and the clock."""
         self._total, self._step = trainer.estimated_stepping_batches, trainer.global_step
         if self._step:
-            self._print(
-                trainer, f"resumed at step {self._step}" + f" of {self._total:.0f}" * math.isfinite(self._total)
-            )
+            self._print(trainer, f"resumed at {self._place().replace('/', ' of ')}")
         self._begin, self._pace = (self._step, time.monotonic()), Pace()
         self._show(trainer)
 
