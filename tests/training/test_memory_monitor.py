@@ -40,10 +40,6 @@ def fresh(n: int) -> Tensor:
     return torch.frombuffer(pages, dtype=torch.float32).fill_(1.0)
 
 
-def no_leak(step: int) -> float:
-    return LEVEL
-
-
 def noise(step: int) -> float:
     return random.Random(step).uniform(0, 4)
 
@@ -57,17 +53,13 @@ def wandering(seed: int) -> Series:
 
 
 HEALTHY: dict[str, Series] = {
-    "level": no_leak,
     "noise": lambda step: LEVEL + noise(step),
-    "sawtooth of 7 steps": lambda step: LEVEL + 10 * (step % 7),
     "sawtooth of 33 steps": lambda step: LEVEL + 10 * (step % 33),
-    "sawtooth of 90 steps": lambda step: LEVEL + step % 90,
     "up in warm-up": lambda step: LEVEL + 50 * min(step, 20),
-    "one jump": lambda step: LEVEL + 500 * (step > 130),
     "one jump, then up to a level": lambda step: LEVEL + (step > 130) * (500 - 50 * math.exp((130 - step) / 30)),
     "jumps a validation, few and far between": lambda step: LEVEL + 6 * (step // 100),
     "a dip": lambda step: LEVEL - max(0, 300 - abs(step - 500)),
-    **{f"random walk {seed}": wandering(seed) for seed in range(5)},
+    **{f"random walk {seed}": wandering(seed) for seed in range(3)},
 }
 
 LEAKING: dict[str, tuple[Series, int]] = {
@@ -280,14 +272,3 @@ def test_it_is_the_second_step_with_all_its_batches_and_the_buffers_that_are_mea
     # Two batches a step: after the first, and after the second batch of the second step.
     for n in (2, 3):  # the two batches of the second step
         assert measured(tiny_module(), tmp_path, takes_after_batch(n)) - plain == pytest.approx(64, abs=2)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_cuda_the_allocator_counts(tiny_module: TinyModule, tmp_path: Path) -> None:
-    watching = monitor()
-    rows = train(tiny_module(), tmp_path, watching, max_steps=4, accelerator="cuda", devices=1)
-    assert watching.measured_mib == pytest.approx(float(rows[1]["memory/peak_mib"]))
-    for row in rows:
-        names = ("allocated", "peak", "reserved", "device_used")
-        allocated, peak, reserved, device_used = (float(row[f"memory/{name}_mib"]) for name in names)
-        assert 0 < allocated < peak <= reserved < device_used

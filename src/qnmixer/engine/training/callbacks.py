@@ -18,7 +18,6 @@ from qnmixer.engine.evaluation.scores import Evaluation
 from qnmixer.engine.optimization.metrics import psnr
 from qnmixer.engine.reports.pictures import MethodImages, SliceImages, draw_slices
 from qnmixer.engine.run_module import RunModule
-from qnmixer.engine.training.progress import ProgressMetrics
 
 _MOST_SHOWN = 15  # iterates in a picture
 
@@ -26,14 +25,14 @@ _MOST_SHOWN = 15  # iterates in a picture
 def build_callbacks(
     callbacks: Mapping[str, CallbackConfig], metrics: Mapping[str, MetricConfig] | None = None
 ) -> list[Callback]:
-    """Build the callbacks: first `step` and `samples` for the metrics, then those of the config's group `callbacks`.
+    """Build the callbacks of the config's group `callbacks`.
 
     A callback that monitors a metric, such as EarlyStopping, gets the metric's mode, unless the config has one.
 
     Raises PluginError for a target that is no callback, or that refuses its arguments.
     """
     modes = modes_of(metrics or {})
-    return [ProgressMetrics(), *(it.build(offered=_mode(it, modes)) for it in callbacks.values())]
+    return [it.build(offered=_mode(it, modes)) for it in callbacks.values()]
 
 
 def _mode(callback: CallbackConfig, modes: Mapping[str, str]) -> dict[str, str]:

@@ -32,7 +32,6 @@ class Profile(Callback):
     def __init__(self, folder: Path, config: ProfileConfig, console: Console) -> None:
         self.folder, self.console = folder, console
         self._needed = config.warm_up + config.steps
-        self._global_step = 0
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes to the terminal
         self._profile = profile(
             schedule=schedule(skip_first=config.warm_up - 1, wait=0, warmup=1, active=config.steps, repeat=1),
@@ -42,13 +41,13 @@ class Profile(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start counting steps."""
-        self._global_step = trainer.global_step
         self._profile.start()
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Report each optimizer step, which may take several batches, to the profiler."""
-        if trainer.global_step > self._global_step:
-            self._global_step = trainer.global_step
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             self._profile.step()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -14,7 +14,7 @@ from qnmixer.engine.build import warm_up_steps
 from qnmixer.engine.run_module import RunModule
 from qnmixer.engine.tracking.loggers import WandbRun
 from qnmixer.engine.tracking.run import Run
-from qnmixer.engine.training.step_checks import StepChecks, callback_of
+from qnmixer.engine.training.step_metrics import StepMetrics, callback_of
 from qnmixer.errors import UnstableNetwork
 
 EVERY = 10
@@ -91,7 +91,7 @@ class HealthMonitor(Callback):
         if self._begins:
             self._begins = False
             _refuse_bad_start(errors)
-        norm, step = float(callback_of(trainer, StepChecks).norm), trainer.global_step
+        norm, step = float(callback_of(trainer, StepMetrics).norm), trainer.global_step
         found = {
             "zero_gradient": norm == 0,
             "gradient_not_finite": not norm < float("inf"),

@@ -1,4 +1,4 @@
-"""The progress of a run: step, samples and speed for each row of the metrics, and a bar or lines for the user."""
+"""The progress of a run: one bar over all steps on a terminal, lines in a log."""
 
 import math
 import time
@@ -7,91 +7,18 @@ from datetime import timedelta
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from torch import Tensor
 
 from qnmixer.engine.batch import Batch
-from qnmixer.engine.data.sampler import EpochSampler
 from qnmixer.engine.reports.progress import Bar, Pace, takes_a_bar
 from qnmixer.engine.reports.tables import in_digits
 from qnmixer.engine.run_module import RunModule
 from qnmixer.engine.tracking.loggers import WandbRun
 
-_SPEED = "train/samples_per_second"
 _RECENT_LOSSES = 20  # their mean is shown
-
-
-def main_metric(trainer: L.Trainer, module: RunModule) -> str:
-    """The metric of a validation that is shown and watched: val/psnr, or the monitored one if there is no PSNR."""
-    return "val/psnr" if "val/psnr" in trainer.callback_metrics else module.config.monitor
-
-
-def samples_until(trainer: L.Trainer, step: int) -> int:
-    """Slices that all devices together have seen after this number of optimizer steps."""
-    loader = trainer.train_dataloader
-    if loader is None:  # a network that does not learn, or a resumed run that only lacks its last validation
-        loader = trainer.datamodule.train_dataloader()  # type: ignore[attr-defined]  # Lightning's, untyped
-    sampler = loader.sampler
-    assert isinstance(sampler, EpochSampler)
-    return sampler.samples_until(step)
-
-
-class ProgressMetrics(Callback):
-    """Logs `step` and `samples` with each row, train/samples_per_second and, under 16-mixed, train/loss_scale.
-
-    `step` is the number of optimizer steps done. Lightning uses it as the step of the row. `samples` is the number of
-    slices seen by all devices together. The speed is measured since the previous row, with data loading but without
-    validation.
-    """
-
-    def __init__(self) -> None:
-        self._step = 0
-        self._row = (0, 0.0)  # samples at the previous row, and its time, moved by the time of validations since
-        self._paused: float | None = None  # when a validation began
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start from the steps of the checkpoint, or from zero."""
-        self._step = trainer.global_step
-        self._row = samples_until(trainer, self._step), time.monotonic()
-
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        """Leave out the time of a validation."""
-        if self._paused is not None:
-            samples, since = self._row
-            self._row = samples, since + time.monotonic() - self._paused
-            self._paused = None
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        """Log, if the batch ended an optimizer step."""
-        if trainer.global_step == self._step:
-            return
-        self._step = trainer.global_step
-        samples = self._log_place(trainer, pl_module, on_epoch=False)
-        if self._step % trainer.log_every_n_steps:  # type: ignore[attr-defined]  # Lightning's, untyped
-            return
-        (before, since), self._row = self._row, (samples, time.monotonic())
-        pl_module.log(_SPEED, torch.tensor((samples - before) / (self._row[1] - since)))
-        if (scaler := getattr(trainer.precision_plugin, "scaler", None)) is not None:
-            pl_module.log("train/loss_scale", torch.tensor(scaler.get_scale()))
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Store the time."""
-        self._paused = time.monotonic()
-
-    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the place of the validation."""
-        self._log_place(trainer, pl_module, on_epoch=True)
-
-    def _log_place(self, trainer: L.Trainer, pl_module: L.LightningModule, *, on_epoch: bool) -> int:
-        """Log step and samples, and return the samples. They are on the CPU, so the host waits for no device."""
-        samples = samples_until(trainer, trainer.global_step)
-        for name, value in (("step", trainer.global_step), ("samples", samples)):
-            exact = torch.tensor(value, dtype=torch.float64)
-            pl_module.log(name, exact, on_step=not on_epoch, on_epoch=on_epoch, reduce_fx="max", batch_size=1)
-        return samples
 
 
 class TrainingProgress(Callback):
@@ -121,9 +48,7 @@ class TrainingProgress(Callback):
         """Print the step at which a resumed run starts. Start the bar and the clock."""
         self._total, self._step = trainer.estimated_stepping_batches, trainer.global_step
         if self._step:
-            self._print(
-                trainer, f"resumed at step {self._step}" + f" of {self._total:.0f}" * math.isfinite(self._total)
-            )
+            self._print(trainer, f"resumed at {self._place().replace('/', ' of ')}")
         self._begin, self._pace = (self._step, time.monotonic()), Pace()
         self._show(trainer)
 
@@ -150,7 +75,7 @@ class TrainingProgress(Callback):
         """Print the line of a validation, as "step 20/400 · val PSNR 30.12 dB · SSIM 88.10 · 0:01:20 left"."""
         assert isinstance(pl_module, RunModule)
         values = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        main = main_metric(trainer, pl_module)
+        main = "val/psnr" if "val/psnr" in values else pl_module.config.monitor
         others = [name for it in pl_module.config.metrics if (name := f"val/{it}") in values and name != main]
         self._last = [f"{main} {in_digits(values[main])}"]
         place = [self._place()] if self._step else []  # a network that does not learn has no steps
@@ -203,7 +128,7 @@ class TrainingProgress(Callback):
 
     def _pace_and_time(self, trainer: L.Trainer) -> list[str]:
         """Samples a second, and the time left."""
-        speed, (first, start) = trainer.callback_metrics.get(_SPEED), self._begin
+        speed, (first, start) = trainer.callback_metrics.get("train/samples_per_second"), self._begin
         found = [] if speed is None else [f"{float(speed):.{2 if speed < 1 else 1}f} samples/s"]
         if first < self._step < self._total < math.inf:
             left = (time.monotonic() - start) / (self._step - first) * (self._total - self._step)

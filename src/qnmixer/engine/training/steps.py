@@ -46,8 +46,8 @@ from qnmixer.engine.training.checkpointing import Checkpointing
 from qnmixer.engine.training.debugging import Profile, naming_nan_gradients
 from qnmixer.engine.training.health import HealthMonitor
 from qnmixer.engine.training.memory_monitor import MemoryMonitor
-from qnmixer.engine.training.progress import TrainingProgress, samples_until
-from qnmixer.engine.training.step_checks import callback_of
+from qnmixer.engine.training.progress import TrainingProgress
+from qnmixer.engine.training.step_metrics import callback_of, samples_until
 from qnmixer.engine.training.terminal import print_start, quieten
 from qnmixer.errors import OutOfMemory, Stopped
 from qnmixer.files import write_text

@@ -14,7 +14,6 @@ import tempfile
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from qnmixer.engine.cli import explain, warnings_in_one_line
 from qnmixer.engine.config import Config, parse, to_plain
@@ -71,8 +70,13 @@ def fit_in_processes(config: Config, run: Run, fit: str) -> float:
     try:
         _check_inputs(config, run)
         with tempfile.TemporaryDirectory(prefix="qnmixer-job-") as temporary:
-            job: dict[str, Any] = {"fit": fit, "config": to_plain(config), "folder": str(run.folder.absolute())}
-            job |= {"overrides": run.overrides, "launcher": os.getpid()}
+            job = {
+                "fit": fit,
+                "config": to_plain(config),
+                "folder": str(run.folder.absolute()),
+                "overrides": run.overrides,
+                "launcher": os.getpid(),
+            }
             path = Path(temporary, "job.json")
             path.write_text(json.dumps(job))
             launch(
