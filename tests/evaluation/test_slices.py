@@ -1,8 +1,10 @@
 """The slices of an evaluation, beside those that its network was trained on."""
 
+from functools import cache
+
 import pytest
 
-from qnmixer.engine.config import parse
+from qnmixer.engine.config import Config, parse
 from qnmixer.engine.config.commands import parse_evaluate
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.data import DataConfig, FolderData
@@ -10,11 +12,17 @@ from qnmixer.engine.evaluation.slices import other_slices
 from qnmixer.errors import CheckpointError, ConfigError
 
 
+@cache
+def run_of(*overrides: str) -> Config:
+    """The config of a run, which no test changes."""
+    return parse(compose("train", [*overrides]))
+
+
 def others(trained: list[str], overrides: list[str]) -> DataConfig:
     """The slices of an evaluation, beside those of a run with these overrides."""
     chosen = parse_evaluate(compose("evaluate", ["run=.", *overrides]))
     assert isinstance(chosen.data, DataConfig)
-    data, own = other_slices(chosen.data, parse(compose("train", trained)), overrides)
+    data, own = other_slices(chosen.data, run_of(*trained), overrides)
     assert not own
     return data
 
@@ -70,7 +78,7 @@ def test_slices_of_a_source_have_the_size_of_that_source() -> None:
         overrides = ["data=dicom", f"data.root={root}"]
         chosen = parse_evaluate(compose("evaluate", ["run=.", *overrides]))
         assert isinstance(chosen.data, DataConfig)
-        data, own = other_slices(chosen.data, parse(compose("train", trained)), overrides)
+        data, own = other_slices(chosen.data, run_of(*trained), overrides)
         assert isinstance(data, FolderData)
         assert (data.pixel_size, own) == (expected, True)
 
@@ -78,7 +86,7 @@ def test_slices_of_a_source_have_the_size_of_that_source() -> None:
 def own_folder(*given: str) -> FolderData:
     """The slices of an evaluation on the folder of a run, in which some keys are given."""
     words = ["data=dicom", "data.root=/ct", "data.batch_size=3", "data.include='*.dcm'"]
-    trained = parse(compose("train", words))
+    trained = run_of(*words)
     overrides = ["data=dicom", "data.root=/ct", *given]
     chosen = parse_evaluate(compose("evaluate", ["run=.", *overrides]))
     assert isinstance(chosen.data, DataConfig)
