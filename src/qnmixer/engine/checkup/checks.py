@@ -105,8 +105,8 @@ def _machine(config: Config, folder: Path) -> Iterator[Check]:
     else:
         yield Check("versions", "SKIP", f"{found} on a CPU, which needs no kernels for an architecture")
     known = not on_cuda or trainer.precision != "bf16-mixed" or has_bf16()
-    what = f"{trainer.precision} on {gpu or 'the CPU'}"
-    yield judged("precision", known, what, "trainer.precision=16-mixed, or 32: this GPU has no bf16")
+    what = f"{trainer.precision} on {gpu or 'the CPU'}" + ("" if known else ", which has no bf16")
+    yield judged("precision", known, what, "trainer.precision=16-mixed, or 32")
     if not known:
         return
     try:
@@ -122,7 +122,8 @@ def _machine(config: Config, folder: Path) -> Iterator[Check]:
         yield Check("backend", "SKIP", "a single device needs no communication")
     else:
         name, there = ("nccl", dist.is_nccl_available()) if on_cuda else ("gloo", dist.is_gloo_available())
-        yield judged("backend", there, name, f"this torch has no {name}: install torch from pytorch.org on Linux")
+        what = name if there else f"this torch has no {name}"
+        yield judged("backend", there, what, "install torch from pytorch.org on Linux, or strategy=single")
     shared = Path("/dev/shm")
     if shared.is_dir():
         needed, free = shared_memory_needed(resolved), shutil.disk_usage(shared).free

@@ -30,6 +30,11 @@ class MetricsFile(CSVLogger):
         self.path, self.resumed_at = folder / "metrics.csv", resumed_at
         self._columns: list[str] | None = None  # of the file; None before the first row
 
+    @property
+    def experiment(self) -> Any:
+        """This file: Lightning's own writer would delete an earlier one."""
+        return self
+
     @rank_zero_only
     def log_hyperparams(self, params: Any = None) -> None:
         """Do nothing: .hydra/ has them."""
