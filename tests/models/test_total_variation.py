@@ -51,7 +51,7 @@ def test_the_gap_is_a_bound_on_the_distance_to_the_minimum(
 ) -> None:
     """The minimum by many more iterations; no other point is lower."""
     y = scan(blocks) + 0.2 * torch.randn(2, 1, 12, 48, generator=torch.Generator().manual_seed(0))
-    network = TotalVariation(scan, 1500, weight, gap=0)
+    network = TotalVariation(scan, 800, weight, gap=0)
     best = network(y)
     lowest = objective(network, best, y)
     assert (objective(network, scan.fbp(y).clamp_min(0), y) > 1.2 * lowest).all()

@@ -1,8 +1,6 @@
 """A, Aᵀ and FBP against analytic integrals, hand-computed positions, ASTRA's sinograms and each other."""
 
-import copy
 import math
-import pickle
 from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
@@ -62,8 +60,8 @@ GEOMETRIES = {
     ),
     # Measured scan of the Helsinki tomography challenge 2022 (its .mat file): 61 views over 30°, both ends included.
     "measured": FanBeamGeometry(
-        image_size=128,
-        pixel_size=0.1483223 * 4,
+        image_size=64,
+        pixel_size=0.1483223 * 8,
         n_views=61,
         n_detectors=560,
         detector_pitch=0.2,
@@ -107,10 +105,11 @@ def test_quarter_turn_path_equals_full_matrices(name: str, times: int, monkeypat
     monkeypatch.setattr(FanBeamGeometry, "has_quarter_turn_symmetry", False)
     full = FanBeamProjector(operator.geometry)
     assert full._rays.values.numel() > 0.95 * times * operator._rays.values.numel()
-    x, y = random_pair(operator.geometry, batch=3)
-    assert relative_error(operator(x), full(x)) < 3e-7
-    assert relative_error(operator.adjoint(y), full.adjoint(y)) < 3e-7
-    assert relative_error(operator.fbp(y), full.fbp(y)) < 3e-7
+    x, y = random_pair(operator.geometry, batch=9)  # more than one product takes of quarters
+    for apply, of_all, z in ((operator, full, x), (operator.adjoint, full.adjoint, y), (operator.fbp, full.fbp, y)):
+        assert relative_error(apply(z), of_all(z)) < 3e-7
+        assert relative_error(apply(z[-1:]), of_all(z[-1:])) < 3e-7  # a sample alone has a path of its own
+        assert relative_error(of_all(z[-1:]), of_all(z)[-1:]) < 1e-6
 
 
 def test_error_against_analytic_ellipses_is_that_of_the_pixels() -> None:
@@ -153,16 +152,9 @@ def test_agrees_with_astra_sinograms(real_ct: Path, views: int) -> None:
     assert relative_error(FanBeamProjector(geometry)(image[None, None])[0, 0], expected) <= 5e-3
 
 
-def test_fbp_puts_a_point_back_where_it_was() -> None:
-    operator = projector("paper")
-    x = torch.zeros(1, 1, 64, 64)
-    x[0, 0, 10, 40] = 1
-    assert int(operator.fbp(operator(x)).argmax()) == 10 * 64 + 40
-
-
 def test_softer_filters_give_less_noise() -> None:
-    _, y = random_pair(GEOMETRIES["paper"])
-    spread = [FanBeamProjector(GEOMETRIES["paper"], name).fbp(y).std() for name in FBP_WINDOWS]
+    _, y = random_pair(TINY, batch=50)
+    spread = [FanBeamProjector(TINY, name).fbp(y).std() for name in FBP_WINDOWS]
     assert all(softer < sharper for sharper, softer in pairwise(spread))
 
 
@@ -185,7 +177,7 @@ def test_truncated_and_limited_scans_stay_finite() -> None:
     ],
     ids=["quarters", "full", "curved", "parallel"],
 )
-@pytest.mark.parametrize("method", ["forward", "adjoint", "fbp", "filtered_adjoint"])
+@pytest.mark.parametrize("method", ["forward", "fbp", "filtered_adjoint"])
 def test_gradients_to_second_order(geometry: FanBeamGeometry, method: str) -> None:
     operator = FanBeamProjector(geometry).double()
     x, y = random_pair(geometry, batch=1)
@@ -227,16 +219,6 @@ def test_dtype_conversions_keep_the_matrices_exact(convert: str) -> None:
     assert operator(x.double()).dtype == (torch.float64 if convert == "double" else torch.float32)
     returned = operator.float()
     assert torch.equal(returned(x), expected[0])
-
-
-def test_copies_and_pickles_work_and_nothing_is_saved() -> None:
-    operator = FanBeamProjector(TINY)
-    x, _ = random_pair(TINY)
-    assert operator.state_dict() == {}
-    assert not list(operator.parameters())
-    for twin in (copy.deepcopy(operator), pickle.loads(pickle.dumps(operator))):
-        assert torch.equal(twin(x), operator(x))
-        assert twin.geometry == TINY
 
 
 def test_matrices_are_valid_csr_with_32_bit_indices() -> None:

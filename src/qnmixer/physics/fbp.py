@@ -43,11 +43,11 @@ def ray_weights(geometry: FanBeamGeometry) -> np.ndarray:
     fan = geometry.fan_angles()[None, :]
     bins = geometry.bin_positions()[None, :] / geometry.detector_pitch
     here, mirrored = (_smooth_side(k, geometry) for k in (bins, -bins))
-    if geometry.is_full_turn:
+    if geometry.is_full_turn:  # every view has its opposite, so the weights do not depend on the view
         own, opposite = here, mirrored
     else:
         beta = geometry.angles()[:, None]
-        turns = (beta + math.pi - 2 * fan + turn * FULL_TURN for turn in (-2, -1, 0, 1))
+        turns = (beta + math.pi - 2 * fan + turn * FULL_TURN for turn in (-2, -1, 0, 1))  # β may be any number
         own, opposite = here * _smooth_ends(beta, geometry), mirrored * sum(_smooth_ends(b, geometry) for b in turns)
     return np.cos(fan) * own / (own + opposite)
 
@@ -88,9 +88,9 @@ def ramp_response(geometry: FanBeamGeometry, filter_name: str, on_arc: bool = Fa
     lag = np.fft.fftfreq(n, 1 / n)
     kernel = np.zeros(n)
     kernel[0] = 1 / 4
-    odd = lag % 2 == 1
+    odd = lag % 2 == 1  # samples at even lags are 0
     if on_arc:
-        odd &= np.abs(lag) < geometry.n_detectors
+        odd &= np.abs(lag) < geometry.n_detectors  # farther bins do not exist, and the sine would come back to 0
         step = geometry.detector_pitch / geometry.source_to_detector
         kernel[odd] = -((step / (np.pi * np.sin(step * lag[odd]))) ** 2)
     else:
@@ -124,6 +124,7 @@ def _by_pixels(geometry: FanBeamGeometry) -> Csr:
     numbers = layout.ray_numbers() + layout.n_rays * np.arange(layout.quarters)[:, None, None]
     distinct = layout.ray_numbers()[0] >= 0
     pixels = layout.corner_pixels()
+    # Not padding. And the middle pixel of an odd image is in all corners, but has the number of the first.
     own = layout.pixel_numbers()[pixels] == np.arange(pixels.size).reshape(pixels.shape[::-1]).T
 
     def part(first: int, last: int) -> Triples:
@@ -135,7 +136,7 @@ def _by_pixels(geometry: FanBeamGeometry) -> Csr:
         bins = np.stack([below, below + 1], axis=-1).astype(np.intp)
         weights = (1 - np.abs(position[..., None] - bins)) * (abs(geometry.angle_step) * gain)[..., None]
         kept = (bins >= 0) & (bins < n_detectors) & (weights > 0) & own[first:last, :, None, None]
-        kept &= distinct[bins.clip(0, n_detectors - 1)]
+        kept &= distinct[bins.clip(0, n_detectors - 1)]  # a mirrored bin gets its share by a turn of the other
         pixel, corner, view, _ = np.nonzero(kept)
         return first + pixel, numbers[corner, view, bins[kept]], weights[kept].astype(np.float32)
 

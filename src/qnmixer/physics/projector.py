@@ -49,7 +49,7 @@ class FanBeamProjector(FullPrecisionModule):
         self.geometry = geometry
         self.fbp_filter = fbp_filter
         self._rays = system_matrix(geometry)
-        even = with_even_sides(geometry)
+        even = with_even_sides(geometry)  # FBP needs both sides of the detector, A and Aᵀ only what it measures
         self._backprojection = backprojection_matrix(even)
         lacking = even.n_detectors - geometry.n_detectors  # bins before and after each row
         self._lacking = (lacking, 0) if geometry.detector_offset > 0 else (0, lacking)
@@ -132,7 +132,7 @@ class FanBeamProjector(FullPrecisionModule):
     ) -> Tensor:
         """Check the shape, convert to the dtype of the matrices, apply, and convert back to float32 or float64."""
         self._check_shape(x, kind)
-        dtype = self._rays.values.dtype
+        dtype = self._rays.values.dtype  # under autocast x may be half, which sparse products lack
         result = apply_linear(x.to(dtype), apply, transpose)
         return result if x.dtype == dtype else result.float()
 

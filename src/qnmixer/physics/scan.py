@@ -80,7 +80,7 @@ class Numbering:
         rays = np.full((self.n_rays, self.quarters), -1)
         numbers = self.ray_numbers()
         views, bins = np.nonzero(numbers >= 0)
-        for k in range(self.quarters):
+        for k in range(self.quarters):  # a turn by k quarters is one by n_distinct_views · k views
             view, bin_ = views + k * self._n_views, bins
             if self._half_turn and k >= 2:
                 view, bin_ = view - 2 * self._n_views, np.where(self._mirrored[bins] == bins, -1, self._mirrored[bins])

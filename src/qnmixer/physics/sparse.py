@@ -14,7 +14,6 @@ LinearMap = Callable[[Tensor], Tensor]
 Triples = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Rows, columns and values of a sparse matrix."""
 
-_INT32_MAX = 2**31 - 1
 _WIDE = 16
 """Columns from which torch's embedding bag, a sparse product with prefetching, is faster than the CSR product."""
 
@@ -128,11 +127,6 @@ class FullPrecisionModule(nn.Module):
         return self
 
 
-def index_type(n_values: int) -> type[np.int32] | type[np.int64]:
-    """The index type for so many values. int64 is 2–3 times slower, so it is used only above the range of int32."""
-    return np.int32 if n_values <= _INT32_MAX else np.int64
-
-
 def in_threads(part: Callable[[int, int], Triples], n: int, step: int) -> Triples:
     """Those of part(first, last) for all numbers below n, `step` at a time, in as many threads as torch has."""
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
@@ -144,7 +138,7 @@ def in_threads(part: Callable[[int, int], Triples], n: int, step: int) -> Triple
 def to_csr(triples: Triples, n_rows: int, n_columns: int) -> Csr:
     """The matrix of rows, columns and values in any order; no place occurs twice."""
     rows, columns, values = triples
-    index = index_type(max(len(values), n_columns))
+    index = np.int32 if max(len(values), n_columns) < 2**31 else np.int64  # products with int64 are 2–3 times slower
     # torch sorts whole numbers by radix, six times faster than numpy.
     order = torch.sort(torch.from_numpy(rows.astype(np.int64) * n_columns + columns)).indices.numpy()
     starts = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=n_rows))])
