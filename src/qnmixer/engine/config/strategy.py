@@ -66,7 +66,7 @@ class PipelineConfig(StrategyConfig):
     microbatch_size: int = number(at_least=1)
     devices_per_pipeline: int | None = number(at_least=2)  # None: all of a node
     stages_per_device: int = number(at_least=1)
-    cut: list[int] | None  # iterations of each stage; None: balanced by measured cost
+    cut: list[int] | None  # iterations of each stage; None: as equal as possible
 
     def devices_per_replica(self, trainer: TrainerConfig) -> int:
         """The devices of one pipeline."""
