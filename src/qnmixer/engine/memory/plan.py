@@ -1,8 +1,8 @@
 """The memory of a training step on each device, computed without the devices and without that memory.
 
-The step itself runs on fake tensors, which have shapes but no data. Only the operator is real. A step of T iterations
-would take seconds for each setting: 5 s for T = 14, 18 s for T = 50. After the first few iterations memory is affine in
-T, so two short steps predict a long one. Tests compare this with whole steps.
+The step itself runs on fake tensors, which have shapes but no data. Only the operator is real. After the first few
+iterations memory is affine in T, so two short steps predict a long one. Tests compare this with whole steps. A whole
+step of T = 14 takes 4.7 s of a CPU for each setting, and more with T. Two short ones take 2.6 s at any T.
 """
 
 from contextlib import nullcontext

@@ -1,7 +1,7 @@
 """Share the CPU cores with other programs. No torch import.
 
 PyTorch starts a thread for each core. A waiting thread spins, so the thread that it waits for may get no core. Beside
-busy programs on two cores, a step took five times as long as with one thread. With short waits it took 8 % more.
+busy programs on two cores, a step took six times as long as with one thread. With short waits it took 8 % more.
 """
 
 import os
