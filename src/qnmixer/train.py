@@ -24,7 +24,6 @@ from qnmixer.engine.config import Config, parse
 from qnmixer.engine.config.compose import compose_as_given
 from qnmixer.engine.config.data import check_data
 from qnmixer.engine.config.search_path import CONF, search_path_in
-from qnmixer.engine.processes.cores import CoreUse
 from qnmixer.engine.processes.ranks import is_rank
 from qnmixer.engine.processes.signals import loading
 from qnmixer.engine.sweeps.jobs import Job, run_jobs
@@ -87,7 +86,7 @@ def run(cfg: DictConfig) -> Trained | float | None:
     folder, overrides = Path(hydra_config.runtime.output_dir), overrides_of_job(hydra_config)
     if hydra_config.mode == RunMode.MULTIRUN:  # a job of another launcher than ours, such as submitit
         return run_jobs([Job(folder, overrides, cfg)], check, at_once=1)[0]
-    record, cores = Run(folder, overrides, cfg.resume), CoreUse()
+    record = Run(folder, overrides, cfg.resume)
     with record.lock():
         print_begin(record, hydra_config)
         with loading():  # torch takes seconds
@@ -107,9 +106,7 @@ def run(cfg: DictConfig) -> Trained | float | None:
         else:
             with loading():  # Lightning takes more seconds; the process that only watches ranks does not load it
                 from qnmixer.fit import fit
-            with cpu_threads(config, cores.free(), record.threads) as line:
-                if line:
-                    record.console.print(line, highlight=False, soft_wrap=True)
+            with cpu_threads(record.threads):
                 best = fit(config, record)
     return Trained(folder, find_checkpoint(folder), config.monitor, best)
 

@@ -151,7 +151,7 @@ class PipelineConfig(StrategyConfig):
     microbatch_size: Count
     devices_per_pipeline: Annotated[int, Ge(2)] | None  # None: all of a node
     stages_per_device: Count
-    cut: list[int] | None  # iterations of each stage; None: balanced by measured cost
+    cut: list[int] | None  # iterations of each stage; None: as equal as possible
 
     def devices_per_replica(self, trainer: "TrainerConfig") -> int:
         """The devices of one pipeline."""

@@ -21,7 +21,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from qnmixer.engine.checkpoints.reading import load
 from qnmixer.engine.lightning_private import number_rows
-from qnmixer.engine.parallel.pipeline import PipelineStrategy
 from qnmixer.engine.processes.ranks import rank
 from qnmixer.engine.processes.signals import defer_stop, stop_requested
 from qnmixer.engine.tracking.run import Run
@@ -118,7 +117,6 @@ class Checkpointing(Checkpoint):
             "best": self.best,
             "validated": self.validated,
             "validating": self._random is not None,
-            "cut": getattr(trainer.strategy, "cut", None),
             "seconds": self.seconds + time.monotonic() - self._start,
             "random": _of_all_ranks(self._random or random_state(trainer.strategy.root_device)),
         }
@@ -128,8 +126,6 @@ class Checkpointing(Checkpoint):
         state = checkpoint[RUN_KEY]
         self._resumed = state["random"]
         self.validated, self._saved = state["validated"], checkpoint["global_step"]
-        if isinstance(trainer.strategy, PipelineStrategy):
-            trainer.strategy.cut = state["cut"]
         if self.run.resumes_in_place:
             self.seconds = state["seconds"]
             self.best = state["best"] if state["monitor"] == self.monitor else None
