@@ -77,7 +77,6 @@ def _of_class(config: DataConfig, geometry: FanBeamGeometry | None) -> dict[str,
         raise ConfigError(f"data={config.name} needs data.root=FOLDER, the folder of the set")
     if "geometry" in takes and geometry is None:
         raise ConfigError(f"data={config.name} needs the scan: give the DataModule its geometry")
-
     key = f"data._target_={config._target_}"
 
     def built(part: str, factor: int) -> tuple[Any, SliceSource]:
