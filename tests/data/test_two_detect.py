@@ -77,7 +77,7 @@ def test_sinograms_are_line_integrals_of_the_references(written: Path, part: str
     image, y = sample["image"], sample["sinogram"]
     assert y.shape == (1, 12, 956)
     right = misfit(image, y, scan())
-    assert right < 0.01
+    assert right < 0.005  # 0.007 with a detector one bin away
     assert min(misfit(image.roll(by, dims), y, scan()) for by in (1, -1) for dims in (1, 2)) > 2 * right
 
 

@@ -1,8 +1,6 @@
 """LoDoPaB-CT: chest CT and its low-dose observations in HDF5 (Leuschner et al., Scientific Data 2021)."""
 
 import re
-from bisect import bisect_right
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -69,14 +67,17 @@ class LodopabSource:
         sinograms: Literal["measured", "simulated"] = "measured",
     ) -> None:
         self.part, self.image_size, self.root = part, image_size, Path(root).expanduser()
-        self._views = _views(geometry) if sinograms == "measured" else []
+        self._views: list[int] = []
+        if sinograms == "measured":  # the set's views start half a step after ODL's first angle, which is −π/2 here
+            step = np.pi / _VIEWS
+            self._views = views_of(geometry, step / 2 - np.pi / 2, step, _VIEWS, "lodopab")
         self._observations, counts = self._files("observation", (_VIEWS, _BINS))
         self._images, n_images = self._files("ground_truth", (_SIZE, _SIZE))
         if sinograms == "simulated" and not counts:
             counts = n_images
             counts[-1:] = [it - max(0, sum(counts) - _IMAGES[part]) for it in counts[-1:]]
         self._check(counts, n_images)
-        self._ends = list(accumulate(counts))
+        self._places = [(file, row) for file, count in enumerate(counts) for row in range(count)]
         self.warnings: list[str] = []
         if 0 < len(self) != _IMAGES[part]:
             self.warnings.append(
@@ -85,7 +86,7 @@ class LodopabSource:
             )
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return len(self._places)
 
     def load(self, index: int) -> FloatArray:
         """Image [S, S] in HU. Raises DataError if it cannot be read."""
@@ -98,17 +99,13 @@ class LodopabSource:
 
     def name(self, index: int) -> str:
         """File and row, as "test_012#5"."""
-        file, row = self._place(index)
+        file, row = self._places[index]
         return f"{_NAMES[self.part]}_{file:03d}#{row}"
 
-    def _place(self, index: int) -> tuple[int, int]:
-        file = bisect_right(self._ends, index)
-        return file, index - (self._ends[file - 1] if file else 0)
-
     def _row(self, files: list[Path], index: int) -> FloatArray:
-        file, row = self._place(index)
+        file, row = self._places[index]
         try:
-            with _h5py().File(files[file], "r") as stream:
+            with optional("h5py", "lodopab").File(files[file], "r") as stream:
                 values = np.asarray(stream["data"][row], np.float32)
         except (OSError, KeyError, ValueError) as error:
             raise DataError(
@@ -146,20 +143,10 @@ class LodopabSource:
             )
 
 
-def _h5py() -> Any:
-    return optional("h5py", "lodopab")
-
-
-def _views(geometry: FanBeamGeometry) -> list[int]:
-    """Views of the scan. The set's views start half a step after ODL's first angle, which is −π/2 here."""
-    step = np.pi / _VIEWS
-    return views_of(geometry, step / 2 - np.pi / 2, step, _VIEWS, "lodopab")
-
-
 def _rows(path: Path, shape: tuple[int, int]) -> int:
     """The number of arrays of this shape in a file. Raises DataError for another layout."""
     try:
-        with _h5py().File(path, "r") as stream:
+        with optional("h5py", "lodopab").File(path, "r") as stream:
             data = stream.get("data")
             its, kind = getattr(data, "shape", None), getattr(getattr(data, "dtype", None), "kind", "")
     except OSError as error:

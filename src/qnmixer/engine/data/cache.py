@@ -23,7 +23,7 @@ from filelock import FileLock
 from rich.console import Console
 from rich.progress import track
 
-from qnmixer.engine.data.resample import CutTissue, Grid
+from qnmixer.engine.data.resample import CutTissue, Grid, inside
 from qnmixer.engine.data.slices import (
     NO_SPACING,
     FloatArray,
@@ -306,5 +306,5 @@ def _placed(piece: Slice, grid: Grid) -> tuple[FloatArray, FloatArray]:
         raise SkipFile(NO_SPACING)
     image = grid.place(hu, piece.spacing)
     # All of it may lie outside the field. Not by the image: every size must keep the same slices.
-    require_content(grid.seen(hu, piece.spacing))
+    require_content(inside(hu, piece.spacing, grid.field_of_view))
     return hu, image

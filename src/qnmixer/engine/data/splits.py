@@ -66,11 +66,9 @@ class RunSplit:
             its: the source.
         """
         names = [digest_of_bytes(f"{section}\0{patient}".encode(errors="replace")) for patient in patients]
-        if self._before is None:
-            split = split_slices(infos, patients, its)
-        else:
-            split = self._drawn_again(infos, patients, digests, its)
-            split = split or self._as_before(patients, names, digests, by_slice=its.split == "slices")
+        split = self._drawn(infos, patients, digests, its)
+        if split is None:
+            split = self._as_before(patients, names, digests, by_slice=its.split == "slices")
         for part, indices in split.items():
             self._patients[part] += dict.fromkeys(names[i] for i in indices)
             self._slices[part] += [digests[i] for i in indices]
@@ -86,15 +84,16 @@ class RunSplit:
         """The number of slices of a split that a run was trained on, whatever the names of their files are."""
         return int(torch.isin(_int64(self._slices[part]), seen_by(record)).sum())
 
-    def _drawn_again(
+    def _drawn(
         self, infos: Sequence[SliceInfo], patients: Sequence[str], digests: Sequence[int], its: FolderData
     ) -> Split | None:
-        """The split by its rule, if the record has each slice in that part. So equal slices stay where they were."""
+        """The split by its rule, unless the record has a slice elsewhere. So equal slices stay in their parts."""
+        if self._before is None:
+            return split_slices(infos, patients, its)
         try:
             split = split_slices(infos, patients, its)
         except DataError:  # for example, too few patients are left
             return None
-        assert self._before is not None
         known = {part: {*self._before[part]["slices"].tolist()} for part in PARTS}
         return split if all({digests[i] for i in split[part]} <= known[part] for part in PARTS) else None
 
