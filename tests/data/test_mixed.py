@@ -183,6 +183,7 @@ def symmetries(image: torch.Tensor) -> list[torch.Tensor]:
 
 BAD = {
     "data.sources.slices.share=0.7": r"shares of data.sources \(slices 0.7, phantoms 0.3, more 0.2\) add up to 1.2",
+    "data.sources.slices.share=0.1": r"shares of data.sources \(.*\) add up to 0.6",
     "data.sources.slices.share=-0.1": r"data.sources.slices.share=-0.1 is not a share: give a number from 0 to 1",
     "data.sources.slices.share=most": r"data.sources.slices.share=most is not a share",
     "~data.sources.slices.share": r"data.sources.slices.share=None is not a share",
