@@ -243,7 +243,7 @@ def test_the_step_from_which_on_a_method_stays_above_total_variation(tmp_path: P
     assert level.crossings(a) == [10, None]
     assert level.crossings(tv) == []
     assert Level("FBP", [a, tv]).crossings(a) == []
-    config.data = replace(config.data, n_val=3)  # of all three jobs
+    config.data = config.data.changed(n_val=3)  # of all three jobs
     assert level.crossings(a) == []
     curve = [Validation(step, 0.0, psnr) for step, psnr in ((1, 9.0), (2, 5.0), (3, 6.0), (4, math.nan))]
     assert [first_above(curve[:n], 5.5) for n in (1, 2, 3, 4)] == [1, None, 3, None]
