@@ -118,7 +118,7 @@ def test_nothing_is_added_to_what_was_measured() -> None:
 class Pairs:
     """A user's own: slices in HU, with what was measured of them."""
 
-    def __init__(self, part: str, bins: int = 24, value: float = 1.0) -> None:
+    def __init__(self, part: str, bins: int = 24, value=1.0) -> None:
         self.bins, self.value = bins, value
 
     def __len__(self) -> int:

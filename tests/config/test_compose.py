@@ -20,7 +20,7 @@ HTC = ["geometry.n_detectors=560", "geometry.detector_pitch=0.2"]
         ("experiment=demo model=qn_mixer optimizer=muon geometry=paper", ""),  # its own choices
         ("experiment=demo optimizer=sgd logger=[wandb,tensorboard]", ""),
         (
-            "experiment=pretrained optimizer=adamw",
+            "experiment=pretrained optimizer=adamw data.sources.slices.root=/ct",
             "optimizer.lr=0.001 ~optimizer.adamw_lr optimizer.step_size_lr_factor=",
         ),
         ("experiment=demo geometry=htc2022", " ".join(HTC)),

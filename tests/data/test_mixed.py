@@ -190,6 +190,8 @@ def symmetries(image: torch.Tensor) -> list[torch.Tensor]:
 BAD: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
     r"shares of data.sources \(slices 0.7, phantoms 0.3, more 0.2\) add up to 1.2": ({"slices": {"share": 0.7}}, {}),
     r"data.sources.slices.share=-0.1 is not a share: give a number from 0 to 1": ({"slices": {"share": -0.1}}, {}),
+    r"shares of data.sources \(.*\) add up to 0.6": ({"slices": {"share": 0.1}}, {}),
+    r"data.sources.slices.share=most is not a share": ({"slices": {"share": "most"}}, {}),
     r"data.sources.slices.share=None is not a share": ({"slices": {"share": None}}, {}),
     r"data.sources.slices.name=dicm is not known: did you mean dicom\?": ({"slices": {"name": "dicm"}}, {}),
     r"data.sources.slices.name=mixed is not known: choose deeplesion, dicom": ({"slices": {"name": "mixed"}}, {}),

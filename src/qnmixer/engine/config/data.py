@@ -22,28 +22,19 @@ if TYPE_CHECKING:
 
 LOADING = "batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir"
 """Keys of how slices are loaded. They change no slice."""
+_PRIVATE: dict[str, Any] = {
+    "root": None, "reference_root": None, "include": "*", "cache_dir": None,
+    "train_patients": [], "val_patients": [], "test_patients": [],
+}  # fmt: skip
+"""Keys that name folders or patients, and what is shared instead."""
 
 
 @dataclass(kw_only=True)
 class DataConfig(Late):
     """The keys of every source. `qnmixer.engine.data.sources` builds a class of slices with `(part, **arguments)`.
 
-    Attributes:
-        image_size: rows and columns that slices are resampled to, S.
-        batch_size: slices per device and step.
-        num_workers: processes that load slices; 0 loads in the main process.
-        prefetch_factor: batches that each worker prepares ahead.
-        pin_memory: page-locked host memory for faster copies to a GPU; null: yes if there is a GPU.
-        scaling: "attenuation" (the same for every slice) or "minmax" (per slice, as in the paper).
-        hu_max: HU that attenuation scaling maps to 1; −1000 maps to 0.
-        augment: random flips and quarter turns of training slices.
-        simulation_factor: sinograms are simulated on a grid this many times finer. Simulation and reconstruction then
-            use different matrices, which keeps scores honest. 1: the grid of the image, as in most papers. Phantoms
-            allow up to 2. Files with fewer pixels than image_size · simulation_factor are upsampled.
-        disc: paste a bright disc into every slice, the paper's test out of distribution.
-        train_slices: train on this many different slices only, evenly spread over all. Phantoms are then the same in
-            every epoch.
-        seed: of phantoms, splits, order and augmentation.
+    conf/data/_common.yaml says what each key is. Simulation and reconstruction use different matrices with a
+    simulation_factor above 1, which keeps scores honest. Files with too few pixels for it are upsampled.
     """
 
     group: ClassVar[str] = "data"
@@ -103,8 +94,10 @@ class DataConfig(Late):
         return {"data": self}
 
     def without_places(self) -> Self:
-        """The same config without private values: folders, people and patients."""
-        return replace(self, arguments={})
+        """The same config without private values: folders, people, patients, and arguments of the user's own class."""
+        ours = self.arguments if self._target_.startswith("qnmixer.") else {}
+        keys = {f.name: _PRIVATE[f.name] for f in fields(self) if f.name in _PRIVATE}
+        return replace(self, arguments={key: _PRIVATE.get(key, value) for key, value in ours.items()}, **keys)
 
 
 @dataclass(kw_only=True)
@@ -123,29 +116,12 @@ class PhantomData(DataConfig):
         """As for every target: its module is light."""
         return Group.checked(self)
 
-    def without_places(self) -> Self:
-        """The config itself: phantoms are nobody's."""
-        return self
-
 
 @dataclass(kw_only=True)
 class FolderData(DataConfig):
     """The keys of every source of files. Its reader is built with `(**arguments)`.
 
-    Attributes:
-        root: folder that is searched to any depth.
-        include: only files whose path below root matches this pattern, such as "*/full_3mm/*".
-        pixel_size: "field_of_view" (every slice is as wide as the scan's field) or "header" (each slice has the size
-            that its file gives, and what lies outside the field is cut).
-        patient_from: "tag" (the patient's tag, or the folder if the tag is empty) or "folder".
-        split: "random" (by patient), "aapm" (by the challenge's names), "explicit" (the three lists below), "slices"
-            (blocks of every series: leaks anatomy between the parts) or "all" (everything is test).
-        val_fraction: share of the patients for validation (random), or of each series (slices).
-        test_fraction: the same for test.
-        train_patients: for split=explicit; empty: all patients who are in no other list.
-        val_patients: for split=explicit.
-        test_patients: for split=explicit.
-        cache_dir: folder of the decoded slices; null: $XDG_CACHE_HOME/qnmixer or ~/.cache/qnmixer.
+    conf/data/_folder.yaml says what each key is. train_patients may be empty: all patients who are in no other list.
     """
 
     kind: ClassVar[Kind] = Kind(
@@ -178,13 +154,6 @@ class FolderData(DataConfig):
                 f"{self.section}.val_fraction and {self.section}.test_fraction leave nothing to train on: their sum "
                 "must be below 1"
             )
-
-    def without_places(self) -> Self:
-        """Also without folders and patients."""
-        return replace(
-            super().without_places(),
-            root=None, include="*", cache_dir=None, train_patients=[], val_patients=[], test_patients=[],
-        )  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -296,11 +265,6 @@ class PairData(DataConfig):
         if section.measured:
             check_untouched(section)
         return section
-
-    def without_places(self) -> Self:
-        """The same config without folders."""
-        places = {key: None for key in self.arguments if key.endswith(("root", "cache_dir"))}
-        return replace(self.changed(**places), root=None)
 
     @property
     def measured(self) -> bool:  # type: ignore[override]  # an attribute of the other sources

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_type_hints
 from annotated_types import Ge, Gt, Le
 
 from qnmixer.engine.config.keys import unknown_key
-from qnmixer.engine.config.target import TARGET, groups, keys_of_options, option_of, options
+from qnmixer.engine.config.target import TARGET, keys_of_options, option_of, options
 from qnmixer.engine.config.values import as_text, converted, converted_arguments, has_no_value
 from qnmixer.engine.plugins import Kind, check_names, is_trusted, load_plugin, parameters_of, subclass_of, taken
 from qnmixer.errors import ConfigError, PluginError, first_line
@@ -55,8 +55,7 @@ def parse_section(section: str, schema: type, value: Any, **parsed: Any) -> Any:
     if issubclass(schema, Group):
         given |= {"arguments": of_target, "section": section}
     elif of_target:
-        known = [*(f"{prefix}{name}" for name in declared), *groups()]
-        raise unknown_key(f"{prefix}{next(iter(of_target))}", known)
+        raise unknown_key(f"{prefix}{next(iter(of_target))}", [f"{prefix}{name}" for name in declared])
     for name, hint in _hints(schema).items():
         if name in value and name not in parsed:
             given[name] = converted(f"{prefix}{name}", value[name], hint)

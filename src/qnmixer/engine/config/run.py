@@ -5,7 +5,6 @@ The values are in `conf/`. The files beside this one have their types, their bou
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import cache
 from typing import Annotated, Any, get_type_hints
 
 from annotated_types import Ge, Le
@@ -62,8 +61,8 @@ Seed = Annotated[int, Ge(0), Le(2**32 - 1)]
 
 
 @dataclass(kw_only=True)
-class RunConfig:
-    """The root keys of the config."""
+class Config:
+    """The checked config of one training run."""
 
     seed: Seed
     monitor: str
@@ -72,12 +71,6 @@ class RunConfig:
     compile: bool
     test_after_training: bool
     tags: list[str] = field(default_factory=list)
-
-
-@dataclass(kw_only=True)
-class Config(RunConfig):
-    """The checked config of one training run."""
-
     geometry: GeometryConfig
     noise: NoiseConfig
     model: ModelConfig
@@ -98,7 +91,7 @@ class Config(RunConfig):
 
 
 _NAMED = "callbacks", "logger", "metrics"
-_SECTIONS = sorted({f.name for f in fields(Config)} - {f.name for f in fields(RunConfig)} - {*_NAMED})
+_SECTIONS = sorted(f.name for f in fields(Config) if is_dataclass(f.type))
 
 
 def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
@@ -136,10 +129,11 @@ def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
         "metrics": parse_metrics(values.pop("metrics")) if "metrics" in values else default_metrics(),
         "logger": parse_loggers(values.pop("logger", None)),
     }
-    root = parse_section("", RunConfig, {key: value for key, value in values.items() if key not in _SECTIONS})
     values["trainer"] = _gathered(values["trainer"])
-    sections = {key: parse_section(key, schema_of(key, values[key]), values[key]) for key in _SECTIONS}
-    return Config(**vars(root), **sections, **named)
+    config: Config = parse_section("", Config, values, **dict.fromkeys(_SECTIONS), **named)  # root keys first
+    for key in _SECTIONS:
+        setattr(config, key, parse_section(key, schema_of(key, values[key]), values[key]))
+    return config
 
 
 def _gathered(trainer: Any) -> Any:
@@ -154,7 +148,7 @@ def _gathered(trainer: Any) -> Any:
 
 def schema_of(section: str, value: Any) -> type:
     """The dataclass of a config section: its target or name decides. Raises ConfigError for an unknown name."""
-    base = _hints()[section]
+    base = get_type_hints(Config)[section]
     if issubclass(base, Group):
         return base.schema_of(value)
     by_name = {getattr(schema, "name", None): schema for schema in base.__subclasses__()}
@@ -162,12 +156,6 @@ def schema_of(section: str, value: Any) -> type:
     if by_name and name not in by_name and name not in options(section):
         raise ConfigError(f"{section}.name={name} is not known: {suggest(str(name), options(section))}")
     return by_name.get(name, base)
-
-
-@cache
-def _hints() -> dict[str, type]:
-    """The types of the sections."""
-    return get_type_hints(Config)
 
 
 def targets_of(config: Any) -> dict[str, str]:
