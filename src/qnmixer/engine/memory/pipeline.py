@@ -6,14 +6,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qnmixer.engine.build import build_module
+from qnmixer.engine.build import build_module, build_optimizer
 from qnmixer.engine.config import Config
 from qnmixer.engine.config.run import batch_of_replica, devices_per_replica
 from qnmixer.engine.config.sections import PipelineConfig
 from qnmixer.engine.memory.footprint import DevicePlan, Footprint
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.memory.tracker import HOST, PeakTracker, autocast, batch_of, make_state, n_bytes, without_data
-from qnmixer.engine.optimization.optimizers import build_optimizer
 from qnmixer.engine.parallel.stages import Logged, Packing, Stage, cut_evenly, layouts, loss_of_part, ranges
 from qnmixer.engine.reconstructor import fine_size
 from qnmixer.engine.run_module import RunModule
