@@ -27,10 +27,10 @@ class Seen:
 
 
 class Screen:
-    """As much of a terminal as rich and the bar use: lines, colours that it drops, the start and the end of a line."""
+    """As much of a terminal as rich uses: lines, colours and cursors that it drops, the start of a line, a line up."""
 
     def __init__(self) -> None:
-        self.lines, self.column = [""], 0
+        self.lines, self.row, self.column = [""], 0, 0
 
     def show(self, text: str) -> None:
         position = 0
@@ -45,15 +45,19 @@ class Screen:
             case "\r":
                 self.column = 0
             case "\n":
-                self.lines.append("")  # the cursor is always in the last line
+                self.row += 1
+                if self.row == len(self.lines):
+                    self.lines.append("")
             case text if token[2] is None:
-                line = self.lines[-1].ljust(self.column)
-                self.lines[-1] = line[: self.column] + text + line[self.column + len(text) :]
+                line = self.lines[self.row].ljust(self.column)
+                self.lines[self.row] = line[: self.column] + text + line[self.column + len(text) :]
                 self.column += len(text)
             case "\x1b[2K":
-                self.lines[-1] = ""
+                self.lines[self.row] = ""
+            case "\x1b[1A":
+                self.row -= 1
             case _:
-                assert token[2] == "m", f"unknown: {token[0]!r}"
+                assert token[2] == "m" or token[0] in ("\x1b[?25l", "\x1b[?25h"), f"unknown: {token[0]!r}"
 
 
 def in_terminal(

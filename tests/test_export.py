@@ -1,7 +1,6 @@
 """`qnmixer.export` by the code that its command runs, on an untrained network."""
 
 import io
-import shutil
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -63,97 +62,59 @@ def refusal(*arguments: str) -> str:
 
 def test_weights_and_card_and_the_same_reconstruction(tmp_path: Path) -> None:
     folder, output = save(tmp_path / "run", *TINY), tmp_path / "to [bold]" / "my.safetensors"
-    code, stdout, stderr = run(export, check, "export", f"run={folder}", f"output={quoted(output)}")
+    sources = tmp_path / "sources.md"
+    sources.write_text("| collection | licence |\n|---|---|\n| Phantoms | MIT |\n")
+    given = [f"run={folder}", f"output={quoted(output)}"]
+    code, stdout, stderr = run(export, check, "export", *given, f"sources={sources}")
     assert (code, stderr) == (0, "")
-    assert stdout.splitlines()[-1] == f"card: {output.with_suffix('.md')}"
+    assert f"card: {output.with_suffix('.md')}" in stdout.splitlines()
     assert sorted(path.name for path in output.parent.iterdir()) == ["my.md", "my.safetensors"]
     text = output.with_suffix(".md").read_text()
     assert "3 of unknown: the best of the run" in text
+    assert sources.read_text().strip() in text
     assert str(tmp_path) not in text
     np.save(tmp_path / "slice.npy", phantom(48, seed=0, part="test", index=0))
     for name, weights in (("a", folder), ("b", output)):
-        given = [f"run={quoted(weights)}", f"input={tmp_path}/slice.npy", f"output={tmp_path / name}", "formats=[npy]"]
-        code, _, stderr = run(reconstruct, check_reconstruct, "reconstruct", *given)
+        words = [f"run={quoted(weights)}", f"input={tmp_path}/slice.npy", f"output={tmp_path / name}", "formats=[npy]"]
+        code, _, stderr = run(reconstruct, check_reconstruct, "reconstruct", *words)
         assert code == 0, stderr
     assert (tmp_path / "a" / "slice.npy").read_bytes() == (tmp_path / "b" / "slice.npy").read_bytes()
 
-
-def test_tables_of_the_weights_come_onto_the_card(tmp_path: Path) -> None:
-    folder, output = save(tmp_path / "run", *TINY, "data.n_test=1", "noise=field"), tmp_path / "my.safetensors"
-    for name, *given in (("plain",), ("noisy", "noise=field", "noise.photons=1e4")):
-        given = [f"run={folder}", f"hydra.run.dir={folder / name}", "accelerator=cpu", *given]
-        code, _, stderr = run(evaluate, check_evaluate, "evaluate", *given)
-        assert code == 0, stderr
-    assert run(export, check, "export", f"run={folder}", f"output={output}")[0] == 0
-    text = output.with_suffix(".md").read_text()
-    assert "Its results with other noise are in noisy above." in text
-    assert (folder / "plain" / "table.md").read_text() in text
-    save(folder, *TINY, seed=1)
-    assert run(export, check, "export", f"run={folder}", f"output={tmp_path}/other.safetensors")[0] == 0
-    assert "None of these weights was found" in (tmp_path / "other.md").read_text()
-
-
-def test_where_the_slices_come_from_is_on_the_card(tmp_path: Path) -> None:
-    folder, sources = save(tmp_path / "run", *TINY), tmp_path / "sources.md"
-    sources.write_text("| collection | licence |\n|---|---|\n| Phantoms | MIT |\n")
-    given = [f"run={folder}", f"output={tmp_path}/my.safetensors"]
-    assert run(export, check, "export", *given, f"sources={sources}")[0] == 0
-    assert sources.read_text().strip() in (tmp_path / "my.md").read_text()
     assert "sources=none.md does not exist" in refusal(*given, "sources=none.md")
+    assert run(export, check, "export", *given)[0] == 0  # the same weights again only make their card anew
+    assert "Phantoms | MIT" not in output.with_suffix(".md").read_text()
+    before = output.read_bytes()
+    save(folder, *TINY, seed=1)
+    assert f"output={output} exists with other content: remove it" in refusal(*given)
+    assert output.read_bytes() == before
+    notes = tmp_path / "notes.md"
+    notes.write_text("mine")
+    assert f"{notes}, the place of the model card" in refusal(given[0], f"output={notes.with_suffix('.safetensors')}")
+    assert notes.read_text() == "mine"
 
 
-def test_weights_from_files_are_measured_where_the_files_are_said_to_be(tmp_path: Path) -> None:
-    slices = tmp_path / "slices"
+def test_an_evaluation_where_the_slices_are_said_to_be_comes_onto_the_card(tmp_path: Path) -> None:
+    slices, output = tmp_path / "slices", tmp_path / "my.safetensors"
     slices.mkdir()
     np.save(slices / "a.npy", phantom(48, seed=0, part="test", index=0))
-    folder, output = save(tmp_path / "run", *TINY, "data=numpy", f"data.root={slices}"), tmp_path / "my.safetensors"
+    folder = save(tmp_path / "run", *TINY, "data=numpy", f"data.root={slices}")
     assert run(export, check, "export", f"run={folder}", f"output={output}")[0] == 0
-    given = [f"run={output}", f"hydra.run.dir={tmp_path / 'out'}", "accelerator=cpu"]
+    assert "None of these weights was found" in output.with_suffix(".md").read_text()
+    given = [f"run={output}", f"hydra.run.dir={folder / 'mine'}", "accelerator=cpu"]
     code, _, stderr = run(evaluate, check_evaluate, "evaluate", *given)
     line = f"{output} does not say where its slices are: give data=numpy data.root=FOLDER"
     assert (code, stderr) == (1, f"error: {line}\n")
     code, _, stderr = run(evaluate, check_evaluate, "evaluate", *given, "data=numpy", f"data.root={slices}")
     assert code == 0, stderr
+    assert run(export, check, "export", f"run={folder}", f"output={output}")[0] == 0
+    assert (folder / "mine" / "table.md").read_text() in output.with_suffix(".md").read_text()
 
 
-def test_arguments_of_a_network_of_ones_own_are_pointed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copy(Path(__file__).with_name("own.py"), tmp_path / "exported_own.py")
-    monkeypatch.syspath_prepend(tmp_path)
-    sizes = [word for word in TINY if not word.startswith("model.n_mixer")]
-    own = ["model=custom", "model._target_=exported_own.MyNetwork", "+model.width=12"]
-    folder = save(tmp_path / "run", *sizes, *own)
-    words = [f"run={folder}", f"output={tmp_path}/my.safetensors", "trust=exported_own"]
-    code, stdout, stderr = run(export, check, "export", *words)
-    assert code == 0, stderr
-    assert "your arguments, in both files: model.width=12" in stdout
-
-
-@pytest.mark.parametrize("what", ["pretrained", "my.safetensors"])
-def test_what_holds_weights_alone_is_refused(tmp_path: Path, what: str) -> None:
-    assert f"run={what} is a weights file already" in refusal(f"run={what}", f"output={tmp_path}/a.safetensors")
-
-
-def test_other_weights_and_texts_are_not_overwritten(tmp_path: Path) -> None:
-    folder, output = save(tmp_path / "run", *TINY), tmp_path / "my.safetensors"
-    card = output.with_suffix(".md")
-    card.write_text("my notes")
-    given = [f"run={folder}", f"output={output}"]
-    assert f"{card}, the place of the model card, exists already" in refusal(*given)
-    card.unlink()
-    for _ in range(2):  # the same weights again only make their card anew
-        assert run(export, check, "export", *given)[0] == 0
-    before = output.read_bytes()
-    save(folder, *TINY, seed=1)
-    assert f"output={output} exists with other content: remove it" in refusal(*given)
-    assert output.read_bytes() == before
-
-
-def test_a_run_without_weights_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
+    output = f"output={tmp_path}/my.safetensors"
+    assert "run=pretrained is a weights file already" in refusal("run=pretrained", output)
     sizes = [word for word in TINY if not word.startswith("model.")]
     folder = save(tmp_path / "run", *sizes, "model=fbp")
-    assert "model=fbp, which has no weights" in refusal(f"run={folder}", f"output={tmp_path}/my.safetensors")
-
-
-def test_a_checkpoint_that_lies_alone_is_refused(tmp_path: Path) -> None:
-    path = (save(tmp_path / "run", *TINY) / "checkpoints" / "best.ckpt").rename(tmp_path / "best.ckpt")
-    assert f"{path} lies in no run folder" in refusal(f"run={path}", f"output={tmp_path}/my.safetensors")
+    assert "model=fbp, which has no weights" in refusal(f"run={folder}", output)
+    path = (folder / "checkpoints" / "best.ckpt").rename(tmp_path / "best.ckpt")
+    assert f"{path} lies in no run folder" in refusal(f"run={path}", output)

@@ -25,7 +25,7 @@ from qnmixer.engine.reconstructor import build_geometry
 from qnmixer.engine.training.terminal import print_start
 from qnmixer.engine.training.trainer import build_trainer
 from qnmixer.errors import ConfigError, DataError
-from qnmixer.extras.comparison.compare import _Measuring
+from qnmixer.extras.comparison.compare import config_of
 from qnmixer.extras.comparison.methods import ComparedJob
 from qnmixer.physics import FanBeamProjector
 from qnmixer.train import train
@@ -118,7 +118,7 @@ def test_nothing_is_added_to_what_was_measured() -> None:
 class Pairs:
     """A user's own: slices in HU, with what was measured of them."""
 
-    def __init__(self, part: str, bins: int = 24, value: float = 1.0) -> None:
+    def __init__(self, part: str, bins: int = 24, value=1.0) -> None:
         self.bins, self.value = bins, value
 
     def __len__(self) -> int:
@@ -147,8 +147,8 @@ def test_a_class_of_ones_own_brings_sinograms(tmp_path: Path) -> None:
     print_start(config, build_module(config), data, trainer, Console(file=text))
     assert "8 views × 24 detector bins, measured\n" in text.getvalue()
     job = ComparedJob(tmp_path, [], {}, replace(config, data=data.config), "")
-    measuring = _Measuring(parse_compare(compose("compare", ["accelerator=cpu"])), tmp_path, [])
-    assert measuring._config(job, "field_noise") == measuring._config(job, "as_trained")
+    compared = parse_compare(compose("compare", ["accelerator=cpu"]))
+    assert config_of(compared, job, "field_noise") == config_of(compared, job, "as_trained")
     assert batch["sinogram"].shape == (3, 1, 8, 24)
     assert batch["sinogram"][:, 0, 0, 0].tolist() == [0, 1, 2]
     module = custom(train_slices=2)

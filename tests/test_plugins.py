@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer.engine.plugins import Kind, check_plugin, load_plugin, make_plugin
+from qnmixer.engine.plugins import Kind, check_names, check_plugin, load_plugin
 from qnmixer.errors import PluginError
 
 ANY = Kind("a class", lambda cls: True)
@@ -18,10 +18,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "class Thing:\n    def __init__(self, size, *, colour='red'):\n        self.is_ = size, colour\n"
     )
     return tmp_path
-
-
-def test_a_class_in_a_file_of_this_folder(here: Path) -> None:
-    assert make_plugin("model._target_", "of_mine.Thing", ANY, 3, arguments={"colour": "blue"}).is_ == (3, "blue")
 
 
 def test_a_class_of_an_installed_package() -> None:
@@ -53,19 +49,14 @@ def test_a_target_that_does_not_fit_is_refused(here: Path) -> None:
     with pytest.raises(PluginError, match=r"there is no Other in .*of_mine\.py"):
         load_plugin("model._target_", "of_mine.Other", ANY)
     with pytest.raises(PluginError, match=r"needs an argument size"):
-        make_plugin("model._target_", "of_mine.Thing", ANY, colour="blue")
+        check_names("model._target_", "of_mine.Thing", load_plugin("model._target_", "of_mine.Thing", ANY), ["colour"])
 
 
 @pytest.mark.parametrize("target", ["subprocess.run", "os.environ", "of_mine.Thing"])
-def test_only_the_kind_of_class_that_is_asked_for_is_called(here: Path, target: str) -> None:
+def test_only_the_kind_of_class_that_is_asked_for_is_loaded(here: Path, target: str) -> None:
     """A config may come from somebody else's checkpoint."""
     with pytest.raises(PluginError, match="is not a kind of list"):
-        make_plugin(
-            "data._target_",
-            target,
-            Kind("a kind of list", lambda it: it is list),
-            "true",
-        )
+        load_plugin("data._target_", target, Kind("a kind of list", lambda it: it is list))
 
 
 def test_a_package_that_does_not_load_is_one_line(here: Path) -> None:

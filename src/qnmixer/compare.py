@@ -31,7 +31,7 @@ def compare(cfg: DictConfig) -> None:
     if not console.is_terminal:  # rich would wrap a log at 80 columns
         console = Console(width=120, markup=False)
     output = usual_output(sweeps) if config.output is None else Path(config.output).expanduser()
-    write_comparison(output, compare(config, sweeps, output, console), config, console)
+    write_comparison(output, compare(config, sweeps, console), config, console)
 
 
 def usual_output(sweeps: list[Path]) -> Path:
@@ -48,7 +48,7 @@ def check(cfg: DictConfig) -> CompareConfig:
         find_sweep(sweep)
     if config.output is not None:
         output = Path(config.output).expanduser()
-        if not any((output / name).exists() for name in ("comparison.json", "evaluations")):  # an earlier comparison
+        if not (output / "comparison.csv").exists():  # else it is an earlier comparison
             check_unused("output", output)
     if config.root is not None:
         check_there("root", config.root, "the folder with the slices")

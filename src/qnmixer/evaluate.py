@@ -12,7 +12,7 @@ from qnmixer.engine import cli
 from qnmixer.engine.config.commands import EvaluateConfig, parse_evaluate
 from qnmixer.engine.config.data import DataConfig, check_data
 from qnmixer.engine.tracking.resume import folder_of
-from qnmixer.engine.tracking.run_folder import run_lock
+from qnmixer.engine.tracking.run import run_lock
 from qnmixer.files import check_there, check_unused
 from qnmixer.weights import check_weights
 

@@ -139,16 +139,14 @@ def check_there(key: str, path: str, what: str) -> None:
 
 def check_no_nifti(key: str, path: str) -> None:
     """Raise DataError for a NIfTI file, or for a folder that contains only NIfTI files, before anything is loaded."""
-    place = Path(path).expanduser()
+    place, name = Path(path).expanduser(), ""
     # A generator, so that a folder with other files costs a look at one file only.
-    inside = (Path(folder) / name for folder, _, names in os.walk(place) for name in sorted(names))
-    first = None
-    for file in [place] if place.is_file() else inside:
-        if not file.name.lower().endswith((".nii", ".nii.gz")):
+    for file in [place] if place.is_file() else (it for it in place.rglob("*") if it.is_file()):
+        name = file.name
+        if not name.lower().endswith((".nii", ".nii.gz")):
             return
-        first = first or file
-    if first is not None:
+    if name:
         raise DataError(
             f"{key}={path} is NIfTI, which qnmixer cannot read: give its original DICOM files, or convert it to "
-            f".npy in HU: numpy.save('ct.npy', nibabel.load('{first.name}').get_fdata(dtype='float32').T)"
+            f".npy in HU: numpy.save('ct.npy', nibabel.load('{name}').get_fdata(dtype='float32').T)"
         )

@@ -33,6 +33,6 @@ def fit(config: Config, run: Run) -> float:
         best = steps.validate_last_steps(config, run, trainer, module, data)
         if config.test_after_training:
             steps.evaluate_best(config, run, trainer, module, data)
-        log_checkpoint(loggers, find_checkpoint(run.folder), {config.monitor: best})  # where a logger asks for it
+        log_checkpoint(loggers, find_checkpoint(run.folder))  # where a logger asks for it
     print_end(config, run)
     return best

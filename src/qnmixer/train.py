@@ -23,17 +23,13 @@ from qnmixer.engine import cli
 from qnmixer.engine.config import Config, parse
 from qnmixer.engine.config.compose import compose_as_given
 from qnmixer.engine.config.data import check_data
-from qnmixer.engine.config.logger import check_loggers
-from qnmixer.engine.config.overrides import values_of
 from qnmixer.engine.config.search_path import CONF, search_path_in
-from qnmixer.engine.processes.cores import CoreUse
 from qnmixer.engine.processes.ranks import is_rank
 from qnmixer.engine.processes.signals import loading
 from qnmixer.engine.sweeps.jobs import Job, run_jobs
 from qnmixer.engine.sweeps.sweep import sweep
-from qnmixer.engine.tracking.resume import folder_of, resume_overrides, resumes_in_place
+from qnmixer.engine.tracking.resume import resume_overrides
 from qnmixer.engine.tracking.run import Run
-from qnmixer.engine.tracking.run_folder import NEXT_HYDRA
 from qnmixer.engine.training.worker import check_processes, check_srun, fit_as_rank, fit_in_processes
 from qnmixer.errors import ConfigError, UserError
 from qnmixer.weights import check_weights
@@ -72,7 +68,7 @@ def train(*overrides: str) -> Trained:
     if flags := [word for word in overrides if word.startswith("-") and "-dir" not in word]:
         raise ConfigError(f"{flags[0]} is no override (KEY=VALUE): for a sweep, use python -m qnmixer.train -m")
     try:
-        words = cli.completed([*overrides], "train", complete)
+        words = cli.completed([*overrides], "train", resume_overrides)
         check(compose_as_given("train", words))
     except HydraException as error:  # an unknown key
         raise ConfigError(cli.explain(error, "train")) from error
@@ -90,7 +86,7 @@ def run(cfg: DictConfig) -> Trained | float | None:
     folder, overrides = Path(hydra_config.runtime.output_dir), overrides_of_job(hydra_config)
     if hydra_config.mode == RunMode.MULTIRUN:  # a job of another launcher than ours, such as submitit
         return run_jobs([Job(folder, overrides, cfg)], check, at_once=1)[0]
-    record, cores = Run(folder, overrides, cfg.resume), CoreUse()
+    record = Run(folder, overrides, cfg.resume)
     with record.lock():
         print_begin(record, hydra_config)
         with loading():  # torch takes seconds
@@ -110,9 +106,7 @@ def run(cfg: DictConfig) -> Trained | float | None:
         else:
             with loading():  # Lightning takes more seconds; the process that only watches ranks does not load it
                 from qnmixer.fit import fit
-            with cpu_threads(config, cores.free(), record.threads) as line:
-                if line:
-                    record.console.print(line, highlight=False, soft_wrap=True)
+            with cpu_threads(record.threads):
                 best = fit(config, record)
     return Trained(folder, find_checkpoint(folder), config.monitor, best)
 
@@ -130,20 +124,11 @@ def overrides_of_job(hydra_config: HydraConf) -> list[str]:
     return [*search_path_in([*hydra_config.overrides.hydra]), *hydra_config.overrides.task]
 
 
-def complete(overrides: list[str]) -> list[str]:
-    """Replace `resume` by the run's overrides. A resume may still be refused, so Hydra writes its files elsewhere."""
-    found = resume_overrides(overrides)
-    folder = folder_of(found)
-    in_place = folder is not None and resumes_in_place(folder, values_of(found).get("resume"))
-    return [*found, f"hydra.output_subdir={NEXT_HYDRA}"] if in_place else found
-
-
 def check(cfg: DictConfig) -> Config:
     """Parse and check the config of a run. Raises UserError. A typo is answered in two seconds: it loads
     torch, which the classes that the config names need, and nothing else that is large."""
     config = parse(cfg)
     check_data(config.data)
-    check_loggers(config.logger)
     if config.finetune is not None:
         check_weights("finetune", config.finetune)
     check_processes(config)
@@ -153,7 +138,7 @@ def check(cfg: DictConfig) -> Config:
 
 def main() -> None:
     """Run the command. It is also installed as `qnmixer-train`, so that a shell can complete its keys."""
-    cli.run(run, check, "train", sweep, complete)
+    cli.run(run, check, "train", sweep, resume_overrides)
 
 
 if __name__ == "__main__":

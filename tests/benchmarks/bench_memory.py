@@ -19,15 +19,13 @@ import torch.distributed as dist
 from measuring import GIVE_BACK, MIB, in_own_process, peak_mib
 from report import Row, finish
 
-from qnmixer.engine.build import build_module
+from qnmixer.engine.build import build_module, build_optimizer
 from qnmixer.engine.config import Config, override, parse
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import batch_of_replica
 from qnmixer.engine.memory.modes import apply_memory_mode
-from qnmixer.engine.memory.pipeline import cut_of
 from qnmixer.engine.memory.plan import Planner
 from qnmixer.engine.memory.tracker import batch_of
-from qnmixer.engine.optimization.optimizers import build_optimizer
 from qnmixer.engine.parallel.compilation import compile_blocks
 from qnmixer.engine.parallel.pipeline import Pipeline, sum_gradients
 from qnmixer.engine.reconstructor import AUTOCAST
@@ -104,7 +102,7 @@ class PipelineStep:
             context = partial(torch.autocast, "cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)
             assert dist.group.WORLD is not None
             self.pipeline = Pipeline(self.module, self.config, y, dist.group.WORLD, context)
-        self.pipeline.step(y, batch, torch.ones(()))
+        self.pipeline.step(y, batch, 0, torch.ones(()))
         del y
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         sum_gradients(parameters, divisor=1)
@@ -153,8 +151,6 @@ def pipeline_rows(alone: str, together: str) -> Iterator[Row]:
     """Plan and measurement of every device of a pipeline, and what its activations are of those of a run on one."""
     title = f"The memory of each device of a pipeline (activations: of those of a run on one device), {_DEEP}"
     spread = f"{together} trainer.devices={N_DEVICES}"
-    cut = ",".join(map(str, cut_of(config_of(spread))))  # measured, so another in every process
-    spread += f" strategy.cut=[{cut}]"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={N_DEVICES}"]
     ranks = subprocess.run(
         [*torchrun, __file__, "--one", spread],

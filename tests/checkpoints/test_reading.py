@@ -4,6 +4,7 @@ import pickle
 import random
 import zipfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,18 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from qnmixer.engine.build import build_module
-from qnmixer.engine.checkpoints.reading import find_checkpoint, load, load_run, load_weights, read_checkpoint, split_of
+from qnmixer.engine.checkpoints.reading import (
+    find_checkpoint,
+    load,
+    load_run,
+    load_weights,
+    read_checkpoint,
+    resumable,
+    split_of,
+)
 from qnmixer.engine.checkpoints.weights_file import encode
-from qnmixer.engine.config import Config, to_plain
+from qnmixer.engine.config import Config, parse, to_plain
+from qnmixer.engine.config.compose import compose
 from qnmixer.engine.data.splits import PARTS
 from qnmixer.engine.plugins import module_of
 from qnmixer.engine.training.checkpointing import AtomicCheckpointIO
@@ -25,6 +35,8 @@ from qnmixer.models import UnrolledNetwork
 from qnmixer.module import ReconstructionModule
 from qnmixer.physics import FanBeamProjector
 from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY
+
+from ..conftest import TINY
 
 Build = Callable[..., ReconstructionModule]
 
@@ -53,16 +65,11 @@ def test_a_run_comes_back_as_it_was(tiny_module: Build, tmp_path: Path) -> None:
         for parameter in module.parameters():
             parameter.add_(0.01)
     save(module, tmp_path)
+    assert set(torch.load(find_checkpoint(tmp_path), weights_only=True)["state_dict"]) == set(module.state_dict())
     again = load_run(tmp_path)
     assert again.config == dataclasses.replace(module.config, callbacks={}, logger={})
     y = module.projector(torch.rand(2, 1, 16, 16))
     assert torch.equal(again(y), module(y))
-
-
-def test_weights_only_loads_it(tiny_module: Build, tmp_path: Path) -> None:
-    checkpoint = torch.load(save(tiny_module(), tmp_path), weights_only=True)
-    assert set(checkpoint["state_dict"]) == set(tiny_module().state_dict())
-    assert not any("projector" in name and "network" not in name for name in checkpoint["state_dict"])
 
 
 def test_best_and_last_are_found(tiny_module: Build, tmp_path: Path) -> None:
@@ -72,11 +79,6 @@ def test_best_and_last_are_found(tiny_module: Build, tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path) == best
     assert find_checkpoint(tmp_path, "last") == last
     assert find_checkpoint(last) == last
-
-
-def test_missing_runs(tmp_path: Path) -> None:
-    assert "no run folder" in refusal(tmp_path / "nowhere")
-    assert "has no checkpoints/best.ckpt or last.ckpt" in refusal(tmp_path)
 
 
 class Malicious:
@@ -98,25 +100,10 @@ def test_code_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prot
     assert not (tmp_path / "hacked").exists()
 
 
-@pytest.mark.parametrize("keep", [0, 1, 100, 0.5, 0.99])
-def test_truncated_checkpoints(tiny_module: Build, tmp_path: Path, keep: float) -> None:
-    path = save(tiny_module(), tmp_path)
-    data = path.read_bytes()
-    path.write_bytes(data[: int(keep if keep > 1 or keep in (0, 1) else keep * len(data))])
-    refusal(path)
-
-
 @pytest.mark.parametrize(
     "content",
-    [
-        b"hello world\n",
-        b"export A=1\npython -m x\n",
-        b"\x89PNG\r\n\x1a\n" + bytes(200),
-        b"\x80\x04",
-        b"{}",
-        bytes(1000),
-    ],
-    ids=["text", "script", "png", "pickle", "json", "zeros"],
+    [b"", b"P", b"export A=1\npython -m x\n", b"\x89PNG\r\n\x1a\n" + bytes(200), b"\x80\x04", b"{}", bytes(1000)],
+    ids=["empty", "byte", "script", "png", "pickle", "json", "zeros"],
 )
 def test_files_that_are_no_checkpoints(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a.ckpt"
@@ -124,23 +111,16 @@ def test_files_that_are_no_checkpoints(tmp_path: Path, content: bytes) -> None:
     refusal(path)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        {"state_dict": {}, "epoch": 3},
-        {"model": {}},
-        {CHECKPOINT_KEY: {"format": 1, "config": {}}},
-        {CHECKPOINT_KEY: {"format": 1}, "state_dict": {}},
-        {CHECKPOINT_KEY: 3, "state_dict": {}},
-        [1, 2],
-        torch.zeros(3),
-    ],
-    ids=["lightning", "other", "no weights", "no config", "number", "list", "tensor"],
-)
-def test_checkpoints_of_other_programs(tmp_path: Path, content: object) -> None:
-    path = tmp_path / "a.ckpt"
-    torch.save(content, path)
-    assert "another program" in refusal(path)
+def test_checkpoints_of_other_programs(tmp_path: Path) -> None:
+    contents: list[object] = [
+        {"state_dict": {}, "epoch": 3}, {"model": {}}, {CHECKPOINT_KEY: 3, "state_dict": {}}, [1, 2], torch.zeros(3),
+        {CHECKPOINT_KEY: {"format": 1, "config": {}}}, {CHECKPOINT_KEY: {"format": 1}, "state_dict": {}},
+    ]  # fmt: skip
+    of_ours = [(config, {}) for config in (None, [1, 2], "text")] + [({}, state) for state in (None, [1, 2], {"a": 3})]
+    contents += [{CHECKPOINT_KEY: {"format": 1, "config": config}, "state_dict": state} for config, state in of_ours]
+    for content in contents:
+        torch.save(content, tmp_path / "a.ckpt")
+        assert "another program" in refusal(tmp_path / "a.ckpt")
 
 
 def test_a_config_of_another_version_is_refused(tiny_module: Build, tmp_path: Path) -> None:
@@ -162,41 +142,23 @@ def test_weights_that_do_not_fit_their_own_config_are_refused(tiny_module: Build
         load_run(tmp_path)
 
 
-def test_weights_go_into_a_run_with_other_views_noise_and_training(tiny_module: Build, tmp_path: Path) -> None:
-    source = tiny_module()
-    with torch.no_grad():
-        for parameter in source.parameters():
-            parameter.add_(0.02)
-    save(source, tmp_path)
-    target = tiny_module("geometry.n_views=12", "noise=field", "optimizer=sgd", "data.batch_size=1")
-    load_weights(target, tmp_path)
-    for a, b in zip(source.parameters(), target.parameters(), strict=True):
-        assert torch.equal(a, b)
+def test_a_folder_may_move_before_a_run_is_resumed(tiny_module: Build, tmp_path: Path) -> None:
+    config = parse(compose("train", [*TINY, "data=numpy", "data.root=/old"]))
+    checkpoint: dict[str, object] = {"state_dict": {}}
+    checkpoint[CHECKPOINT_KEY] = {"format": 1, "config": to_plain(config)}
+    torch.save(checkpoint, tmp_path / "a.ckpt")
+    for change, refused in (({"root": "/new", "num_workers": 1}, False), ({"split": "all"}, True)):
+        now = dataclasses.replace(config, data=dataclasses.replace(config.data, **change))
+        with pytest.raises(CheckpointError, match="split=random, not all") if refused else nullcontext():
+            resumable(now, tmp_path / "a.ckpt")
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("data.image_size=32", "data.image_size=16"),
-        ("model.n_iterations=3", "model.n_iterations=2"),
-        ("model.channels=8", "model.channels=4"),
-        ("model.codec=strided", "model.codec=orthonormal"),
-        ("model.hessian=identity", "model.hessian=bfgs"),
-    ],
-)
-def test_weights_of_another_network_are_refused_with_what_to_set(
-    tiny_module: Build, tmp_path: Path, override: str, words: str
+def test_weights_of_another_class_are_refused_with_what_to_set(
+    tiny_module: Build, other_config: Callable[..., Config], tmp_path: Path
 ) -> None:
     save(tiny_module(), tmp_path)
-    with pytest.raises(CheckpointError, match=words) as error:
-        load_weights(tiny_module(override), tmp_path)
-    assert "\n" not in str(error.value)
-
-
-def test_what_is_saved_is_the_plain_config(tiny_config: Callable[..., Config], tiny_module: Build) -> None:
-    checkpoint: dict[str, dict[str, object]] = {}
-    tiny_module().on_save_checkpoint(checkpoint)
-    assert checkpoint[CHECKPOINT_KEY] == {"format": 1, "config": to_plain(tiny_config())}
+    with pytest.raises(CheckpointError, match=r"set model=qn_mixer (model\.[a-z]\w+=\S+ ?)+$"):
+        load_weights(build_module(other_config("model=learn")), tmp_path)
 
 
 def test_what_was_there_before_is_found_when_a_kill_left_nothing_else(tmp_path: Path) -> None:
@@ -240,18 +202,23 @@ def same(one: object, other: object) -> bool:
     return one == other
 
 
-@pytest.mark.parametrize("shards", [False, True])
-def test_damage_is_reported_or_changes_nothing(tiny_module: Build, tmp_path: Path, shards: bool) -> None:
-    """Also in what only resume reads, such as the state of the optimizer. 60 times, seeded."""
-    file = path = save(tiny_module(), tmp_path)
+@pytest.mark.parametrize("kind", ["file", "shards", "safetensors"])
+def test_damage_is_reported_or_changes_nothing(tiny_module: Build, tmp_path: Path, kind: str) -> None:
+    """Also in what only resume reads, such as the state of the optimizer. 50 times, seeded."""
+    module = tiny_module()
+    file = path = save(module, tmp_path)
     whole = torch.load(file, weights_only=True) | {"optimizer_states": {"momentum": torch.rand(5000)}}
-    if shards:
+    if kind == "shards":
         path.unlink()
         path.mkdir()
         file = path / "rank_0000.pt"
     torch.save(whole, file)
+    if kind == "safetensors":
+        file = path = tmp_path / "a.safetensors"
+        file.write_bytes(encode(module.config, module.state_dict()))
+        whole = load(path)
     content, told = file.read_bytes(), list[str]()
-    for number in range(60):
+    for number in range(50):
         file.write_bytes(damaged(content, number))
         with within_limits():
             try:
@@ -260,7 +227,7 @@ def test_damage_is_reported_or_changes_nothing(tiny_module: Build, tmp_path: Pat
                 told.append(str(error))
             else:
                 assert same(load(path), whole)
-    assert len(told) > 20
+    assert len(told) > (40 if kind == "safetensors" else 15)
     assert not any("\n" in line for line in told)
 
 
@@ -271,13 +238,13 @@ ODD: list[object] = [
 
 
 def test_no_odd_value_of_a_config_ends_in_a_traceback(tiny_module: Build, tmp_path: Path) -> None:
-    """100 of them, seeded: each is refused in a line, or the network is built, with the weights of the file."""
+    """50 of them, seeded: each is refused in a line, or the network is built, with the weights of the file."""
     checkpoint = torch.load(save(tiny_module(), tmp_path), weights_only=True)
     plain, state = checkpoint[CHECKPOINT_KEY]["config"], checkpoint["state_dict"]
     places = [(section, key) for section in ("model", "geometry", "data", "noise", "loss") for key in plain[section]]
     places += [(key, None) for key in plain]
     rng, told = random.Random(0), list[str]()
-    for _ in range(100):
+    for _ in range(50):
         config = copy.deepcopy(plain)
         section, key = rng.choice(places)
         odd = rng.choice(ODD)
@@ -293,7 +260,7 @@ def test_no_odd_value_of_a_config_ends_in_a_traceback(tiny_module: Build, tmp_pa
                 told.append(str(error))
             else:
                 assert same(dict(again.state_dict()), state), (section, key, odd)
-    assert 50 < len(told) < 95
+    assert 25 < len(told) < 48
     assert not any("\n" in line for line in told)
 
 
@@ -311,19 +278,14 @@ def itself() -> object:
     return content
 
 
-@pytest.mark.parametrize(("make", "key"), [(many, "seed"), (many, "loops"), (itself, "noise")])
+@pytest.mark.parametrize(("make", "key"), [(many, "loops"), (itself, "noise")])
 def test_values_that_never_end_are_refused(
     tiny_module: Build, tmp_path: Path, make: Callable[[], object], key: str
 ) -> None:
     path = save(tiny_module(), tmp_path)
     checkpoint = torch.load(path, weights_only=True)
-    config = checkpoint[CHECKPOINT_KEY]["config"]
-    if key == "loops":
-        checkpoint[key] = make()
-    elif key == "noise":
-        config[key]["a"] = make()
-    else:
-        config[key] = make()
+    place = checkpoint if key == "loops" else checkpoint[CHECKPOINT_KEY]["config"][key]
+    place["a"] = make()
     torch.save(checkpoint, path)
     with within_limits():
         assert "too many values" in refusal(path)
@@ -367,45 +329,32 @@ def test_weights_of_another_type_are_refused(tiny_module: Build, tmp_path: Path)
         load_run(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("geometry.n_detectors", 1_000_000_000),
-        ("geometry.n_views", 20_000),
-        ("model.n_iterations", 1_000_000_000),
-        ("model.channels", 100_000),
-        ("data.image_size", 65_536),
-        ("model", None),
-        ("geometry", [1, 2]),
-        ("data", "numpy"),
-        ("noise", {"_target_": 3}),
-        ("model.codec", {"a": [None]}),
-        ("model.codec", "${model.codec}"),
-        ("seed", "${evil:1}"),
-    ],
-)
-def test_a_config_that_somebody_made_is_refused_before_anything_is_built(
-    tiny_module: Build, tmp_path: Path, key: str, value: object
-) -> None:
+def test_a_config_that_somebody_made_is_refused_before_anything_is_built(tiny_module: Build, tmp_path: Path) -> None:
     path = save(tiny_module(), tmp_path)
-    checkpoint = torch.load(path, weights_only=True)
-    section, _, name = f"config.{key}".rpartition(".")
-    place = checkpoint[CHECKPOINT_KEY]
-    for part in section.split("."):
-        place = place[part]
-    place[name] = value
-    torch.save(checkpoint, path)
-    refusal(path)
+    good = torch.load(path, weights_only=True)
+    odd: dict[str, list[object]] = {
+        "geometry": [[1, 2]], "model": [None], "data": ["numpy"], "noise": [{"_target_": 3}], "seed": ["${evil:1}"],
+        "geometry.n_detectors": [1_000_000_000], "geometry.n_views": [20_000], "model.n_iterations": [1_000_000_000],
+        "model.channels": [100_000], "data.image_size": [65_536], "model.codec": [{"a": [None]}, "${model.codec}"],
+    }  # fmt: skip
+    for key, values in odd.items():
+        for value in values:
+            checkpoint = copy.deepcopy(good)
+            section, _, name = f"config.{key}".rpartition(".")
+            place = checkpoint[CHECKPOINT_KEY]
+            for part in section.split("."):
+                place = place[part]
+            place[name] = value
+            torch.save(checkpoint, path)
+            refusal(path)
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        "model.n_iterations=1000 model.channels=1024 model.shared_regularizer=false",
         "model.n_iterations=1000 model.channels=1024 model.n_mixer_layers=1000",
         "data.image_size=256 model.patch_size=256 model.channels=1024",  # 60 TB at once
         "model=learn model.n_iterations=1000 model.channels=1024",
-        "model=learned_primal_dual model.n_iterations=1000 model.channels=1024",
     ],
 )
 def test_a_network_that_is_larger_than_its_file_is_not_built(
@@ -415,7 +364,7 @@ def test_a_network_that_is_larger_than_its_file_is_not_built(
     plain = to_plain(other_config(*overrides.split()))
     state = {"network.weight": torch.zeros(1).expand(10**12)}
     torch.save({CHECKPOINT_KEY: {"format": 1, "config": plain}, "state_dict": state}, tmp_path / "a.ckpt")
-    with within_limits(), pytest.raises(CheckpointError, match=r"do not fit its own config|cannot be built") as error:
+    with within_limits(), pytest.raises(CheckpointError, match=r"larger network|cannot be built") as error:
         load_run(tmp_path / "a.ckpt")
     assert "\n" not in str(error.value)
 
@@ -454,12 +403,3 @@ def test_any_network_of_a_user_comes_back_from_both_files(
     for path in (save(module, tmp_path), tmp_path / "a.safetensors"):
         again = load_run(path, trust=[module_of(f"{__name__}.Odd")]).state_dict()
         assert same(dict(again), dict(module.state_dict()))
-
-
-@pytest.mark.parametrize("config", [None, [1, 2], "text"])
-@pytest.mark.parametrize("state", [None, [1, 2], {"a": 3}])
-def test_a_checkpoint_without_a_config_or_without_weights_is_refused(
-    tmp_path: Path, config: object, state: object
-) -> None:
-    torch.save({"state_dict": state, CHECKPOINT_KEY: {"format": 1, "config": config}}, tmp_path / "a.ckpt")
-    assert "another program" in refusal(tmp_path / "a.ckpt")

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from qnmixer.engine.config.compose import compose
-from qnmixer.engine.config.search_path import CONF, packages_of, with_search_path
+from qnmixer.engine.config.search_path import CONF, with_search_path
 from qnmixer.errors import ConfigError
 
 
@@ -49,7 +49,6 @@ def test_without_there_is_none() -> None:
 def test_packages_are_distinguished_from_folders() -> None:
     overrides = with_search_path(["hydra.searchpath=[pkg://a.b/c]"])
     assert overrides == ["hydra.searchpath=[pkg://a.b/c]"]
-    assert [*packages_of(overrides)] == ["a.b.c"]
 
 
 @pytest.mark.parametrize("word", ["--config-dir=nowhere", "hydra.searchpath=[nowhere]", "--config-dir"])

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from qnmixer.engine.build import build_loss
 from qnmixer.engine.checkpoints.reading import load_run, load_weights
 from qnmixer.engine.checkpoints.weights_file import CHECKPOINT_KEY
 from qnmixer.engine.config import Config, parse, to_plain
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.run import parse_file
-from qnmixer.engine.optimization.losses import build_loss
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.errors import ConfigError, UserError
 
@@ -88,7 +88,7 @@ def save(config: Config, path: Path) -> Path:
         (["model.channels=65"], "model.channels=65 is too large: give 64 or less"),
         (["+model.kind=c"], "model.kind=c is not known: choose a, b"),
         (["+model.scale=much"], "model.scale=much is not a number: give one"),
-        (["+model.pair=1"], r"model.pair=1 is not a list: write model.pair=\[…\]"),
+        (["+model.pair=1"], r"model.pair=1 is not a list: write model.pair=\[1\]"),
         (["+model.sacle=2"], "unknown key model.sacle: did you mean model.scale?"),
         (["+model.xyz=2"], "model.xyz: signatures_of_mine.Net has no such argument, only n_iterations, channels, kind"),
         (["+model.part={_target_: nowhere.X}"], "model.part._target_=nowhere.X, but there is no module nowhere"),

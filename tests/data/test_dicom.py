@@ -51,6 +51,7 @@ def test_padding_becomes_air(make_ct: Any, body_hu: Any, tmp_path: Path, padding
         ({"SOPClassUID": "1.2.840.10008.5.1.4.1.1.7"}, "not a CT image"),
         ({"ImageType": ["ORIGINAL", "PRIMARY", "LOCALIZER"]}, "localizer"),
         ({"PixelData": None}, "no pixel data"),
+        ({"PhotometricInterpretation": "RGB"}, "a colour image"),  # JPEG 2000 of these can end a decoder
         ({"RescaleType": "Z_EFF"}, "RescaleType Z_EFF, not HU"),
         ({"RescaleType": "US", "ImageType": ["DERIVED", "SECONDARY", "AXIAL"]}, "RescaleType US, not HU"),
         ({"RescaleType": "US", "ImageType": "DERIVED"}, "RescaleType US, not HU"),

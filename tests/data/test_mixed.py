@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 from qnmixer.engine.checkpoints.reading import read_checkpoint
 from qnmixer.engine.checkpoints.weights_file import encode
 from qnmixer.engine.cli import explain
-from qnmixer.engine.config import parse, to_plain
+from qnmixer.engine.config import Config, parse, to_plain
 from qnmixer.engine.config.commands import parse_plan
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.data import AsTrained, FolderData, MixedData, check_data
@@ -22,7 +22,6 @@ from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.mixed import counts_of
 from qnmixer.engine.evaluation.slices import as_trained, kind_of, other_slices
 from qnmixer.errors import CheckpointError, ConfigError, DataError, PluginError
-from qnmixer.extras.model_card import _slices
 
 N_PATIENTS, N_EACH = 5, 2
 
@@ -38,21 +37,33 @@ def ct(root: Path, offset: int = 0, n_patients: int = N_PATIENTS) -> Path:
     return root
 
 
-@pytest.fixture
-def folders(tmp_path: Path) -> list[str]:
-    """Overrides: two folders and phantoms."""
-    return [
-        "data=mixed", "data.sources.slices.name=numpy", f"data.sources.slices.root={ct(tmp_path / 'a')}",
-        "data.sources.slices.share=0.5", "data.sources.phantoms.share=0.3",
-        f"+data.sources.more={{share: 0.2, name: numpy, root: {ct(tmp_path / 'b', 700)}}}",
-    ]  # fmt: skip
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders a and b, and c with fewer patients."""
+    root = tmp_path_factory.mktemp("mixed")
+    for name, offset, n_patients in (("a", 0, N_PATIENTS), ("b", 700, N_PATIENTS), ("c", 0, 3)):
+        ct(root / name, offset, n_patients)
+    return root
 
 
-def mixed(overrides: list[str], *more: str, **arguments: Any) -> SliceDataModule:
-    usual = ["data.image_size=16", "data.num_workers=0", "model.patch_size=4"]
-    data = parse(compose("train", [*overrides, *usual, *more])).data
+def config_of(root: Path, changes: dict[str, dict[str, Any]] | None = None, **keys: Any) -> MixedData:
+    """Two folders and phantoms. `changes`: other keys of sources."""
+    phantoms = {"name": "phantoms", "share": 0.3, "n_val": 32, "n_test": 64, "anatomy_share": 0.85}
+    sources: dict[str, dict[str, Any]] = {
+        "slices": {"share": 0.5, "name": "numpy", "root": str(root / "a")},
+        "phantoms": phantoms,
+        "more": {"share": 0.2, "name": "numpy", "root": str(root / "b")},
+    }
+    for name, its in (changes or {}).items():
+        sources[name] = sources.get(name, {}) | its
+    data = section("data", "mixed", sources=sources, **{"image_size": 16, "num_workers": 0} | keys)
+    assert isinstance(data, MixedData)
     check_data(data)
-    return SliceDataModule(data, **arguments)
+    return data
+
+
+def mixed(root: Path, changes: dict[str, dict[str, Any]] | None = None, **keys: Any) -> SliceDataModule:
+    return SliceDataModule(config_of(root, changes, **keys))
 
 
 def epoch(data: SliceDataModule, number: int) -> list[Any]:
@@ -65,8 +76,8 @@ def source_of(name: str) -> str:
     return "phantoms" if "phantom" in name else name[0]
 
 
-def test_an_epoch_has_the_first_source_once_and_of_the_others_their_shares(folders: list[str]) -> None:
-    data, seen = mixed(folders), []
+def test_an_epoch_has_the_first_source_once_and_of_the_others_their_shares(root: Path) -> None:
+    data, seen = mixed(root), []
     n = 3 * N_EACH  # training slices of each folder: two of five patients validate and test
     for number in range(5):
         names = [batch["name"][0] for batch in epoch(data, number)]
@@ -77,7 +88,7 @@ def test_an_epoch_has_the_first_source_once_and_of_the_others_their_shares(folde
     assert {counts[name] for name in counts if source_of(name) in "a"} == {5}
     assert len([name for name in counts if source_of(name) == "phantoms"]) == 20  # new ones every epoch
     assert sorted(counts[name] for name in counts if source_of(name) == "b") == [1, 1, 2, 2, 2, 2]  # each in turn
-    assert mixed(folders).describe() == (
+    assert data.describe() == (
         "data=mixed, 16 × 16: train 12 slices an epoch (0.5 slices: 6 of 6 slices of 3 patients; 0.3 phantoms: "
         "4 new ones; 0.2 more: 2 of 6 slices of 3 patients), val 2 slices of 1 patient, test 2 slices of 1 patient"
     )
@@ -97,29 +108,26 @@ def test_counts(shares: list[float], lengths: list[int], counts: list[int]) -> N
     assert counts_of(shares, lengths) == counts
 
 
-def test_a_source_with_fewer_slices_than_its_share_is_gone_through_again(folders: list[str], tmp_path: Path) -> None:
-    few = f"data.sources.slices.root={ct(tmp_path / 'c', n_patients=3)}"
-    data = mixed(folders, few, "data.sources.slices.share=0.1", "data.sources.more.share=0.6")
+def test_a_source_with_fewer_slices_than_its_share_is_gone_through_again(root: Path) -> None:
+    data = mixed(root, {"slices": {"root": str(root / "c"), "share": 0.1}, "more": {"share": 0.6}})
     names = [batch["name"][0] for batch in epoch(data, 1)]
     assert Counter(map(source_of, names)) == {"c": 2, "phantoms": 6, "b": 12}
     assert set(Counter(name for name in names if name[0] == "b").values()) == {2}
 
 
-def test_first_slices_are_of_all_sources(folders: list[str]) -> None:
-    names = [batch["name"][0] for batch in mixed(folders, first=6).train_dataloader()]
+def test_few_slices_are_of_all_sources_and_the_same_in_every_epoch(root: Path) -> None:
+    data = SliceDataModule(config_of(root), first=6)
+    names = [batch["name"][0] for batch in data.train_dataloader()]
     assert Counter(map(source_of, names)) == {"a": 3, "phantoms": 2, "b": 1}
-
-
-def test_few_training_slices_are_the_same_in_every_epoch(folders: list[str]) -> None:
-    data = mixed(folders, "data.train_slices=5")
+    data = mixed(root, train_slices=5)
     first, later = (sorted(batch["name"][0] for batch in epoch(data, number)) for number in (0, 3))
     assert first == later
     assert len(first) == 5
 
 
-def test_each_source_keeps_its_split(folders: list[str]) -> None:
+def test_each_source_keeps_its_split(root: Path) -> None:
     """The same patients as it has alone; none is in two parts."""
-    data = mixed(folders, "data.evaluate_on=null", "+data.sources.more.val_fraction=0.4")
+    data = mixed(root, {"more": {"val_fraction": 0.4}}, evaluate_on=None)
     patients: dict[str, set[str]] = {"train": set(), "val": set(), "test": set()}
     for part, seen in patients.items():
         for number in range(3):
@@ -129,37 +137,35 @@ def test_each_source_keeps_its_split(folders: list[str]) -> None:
     assert {part: len(seen) for part, seen in patients.items()} == {"train": 5, "val": 3, "test": 2}
     assert not patients["train"] & patients["val"]
     assert not (patients["train"] | patients["val"]) & patients["test"]
-    root = next(value for value in folders if "slices.root" in value).partition("=")[2]
-    alone = SliceDataModule(section("data", "numpy", root=root, image_size=16, num_workers=0, seed=data.config.seed))
+    alone = SliceDataModule(section("data", "numpy", root=str(root / "a"), image_size=16, seed=data.config.seed))
+    alone.setup()
     for part, seen in patients.items():
-        assert {name.partition(".npy")[0] for batch in alone.loader(part) for name in batch["name"]} == {
-            name for name in seen if name[0] == "a"
-        }
+        source = alone.parts[part].source
+        its = {source.name(k).partition(".npy")[0] for k in range(len(source))}
+        assert its == {name for name in seen if name[0] == "a"}
 
 
 @pytest.mark.parametrize(
-    ("word", "kinds", "kind"),
-    [("slices", {"a"}, "numpy"), ("phantoms", {"phantoms"}, "phantoms"), ("null", {"a", "b", "phantoms"}, "mixed")],
+    ("evaluate_on", "kinds", "kind"),
+    [("slices", {"a"}, "numpy"), ("phantoms", {"phantoms"}, "phantoms"), (None, {"a", "b", "phantoms"}, "mixed")],
 )
-def test_what_is_measured_on(folders: list[str], word: str, kinds: set[str], kind: str) -> None:
-    data = mixed(folders, f"data.evaluate_on={word}", "data.sources.phantoms.n_val=3")
+def test_what_is_measured_on(root: Path, evaluate_on: str | None, kinds: set[str], kind: str) -> None:
+    """A source without a share may be for validation alone."""
+    shares = {"slices": {"share": 0.0}, "phantoms": {"share": 1.0, "n_val": 3}, "more": {"share": 0}}
+    data = mixed(root, shares, evaluate_on=evaluate_on)
     names = [name for batch in data.val_dataloader() for name in batch["name"]]
     assert {source_of(name) for name in names} == kinds
     assert len(set(names)) == len(names)
     assert kind_of(data.config) == kind
+    names = [data.dataset("train").source.name(k) for k in range(4)]
+    assert {source_of(name) for name in names} == {"phantoms"}
 
 
-def test_a_source_for_validation_alone(folders: list[str]) -> None:
-    data = mixed(folders, *(f"data.sources.{name}" for name in ("slices.share=0", "phantoms.share=1", "more.share=0")))
-    assert {source_of(batch["name"][0]) for batch in epoch(data, 0)} == {"phantoms"}
-    assert {source_of(batch["name"][0]) for batch in data.val_dataloader()} == {"a"}
-
-
-def test_the_same_samples_however_they_are_shared_out(folders: list[str]) -> None:
+def test_the_same_samples_however_they_are_shared_out(root: Path) -> None:
     """Workers change no bit of them; turns follow (seed, sample), and so do those of the finer grid."""
-    words = ("data.augment=true", "data.simulation_factor=2", "data.batch_size=4")
-    alone, again, helped = mixed(folders, *words), mixed(folders, *words), mixed(folders, *words, "data.num_workers=2")
-    plain = mixed(folders, *words, "data.augment=false")
+    keys: dict[str, Any] = {"augment": True, "simulation_factor": 2, "batch_size": 4}
+    alone, again, helped = mixed(root, **keys), mixed(root, **keys), mixed(root, **keys | {"num_workers": 2})
+    plain = mixed(root, **keys | {"augment": False})
     turned = 0
     for one, other, straight in zip(epoch(alone, 2), epoch(helped, 2), epoch(plain, 2), strict=True):
         assert one["name"] == other["name"] == straight["name"]
@@ -181,47 +187,42 @@ def symmetries(image: torch.Tensor) -> list[torch.Tensor]:
     return turned + [it.flip(-1) for it in turned]
 
 
-BAD = {
-    "data.sources.slices.share=0.7": r"shares of data.sources \(slices 0.7, phantoms 0.3, more 0.2\) add up to 1.2",
-    "data.sources.slices.share=-0.1": r"data.sources.slices.share=-0.1 is not a share: give a number from 0 to 1",
-    "data.sources.slices.share=most": r"data.sources.slices.share=most is not a share",
-    "~data.sources.slices.share": r"data.sources.slices.share=None is not a share",
-    "data.sources.slices.name=dicm": r"data.sources.slices.name=dicm is not known: did you mean dicom\?",
-    "data.sources.slices.name=mixed": r"data.sources.slices.name=mixed is not known: choose deeplesion, dicom",
-    "data.sources.slices.splitt=all": r"data.sources.slices.splitt",
-    "data.sources.slices.split=alll": r"data.sources.slices.split=alll is not known: did you mean all\?",
-    "data.sources.slices=3": r"data.sources.slices",
-    "data.sources.slices.image_size=8": r"image_size is the same for all sources: give it as data.image_size",
-    "data.evaluate_on=slice": r"data.evaluate_on=slice: did you mean slices\?, or null",
-    "data.simulation_factor=3": r"data.simulation_factor=3 is too large: give 2 or less \(data.sources.phantoms",
-    "data.sources.more.name=custom": r"data.sources.more._target_ has no value",
-    "data.sources.more.root=/nowhere": r"data.sources.more.root=/nowhere",
-    "data.sources.slices.root=null": r"data=numpy needs data.root=FOLDER.*\(data.sources.slices\)",
-    "data.sources.slices.split=all": r"no slices for train with data.split=all.*\(data.sources.slices\)",
-    "data.sources.slices.split=explicit data.sources.slices.val_patients=[x]": r"val_patients=x.*\(data.sources",
-}
+BAD: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
+    r"shares of data.sources \(slices 0.7, phantoms 0.3, more 0.2\) add up to 1.2": ({"slices": {"share": 0.7}}, {}),
+    r"data.sources.slices.share=-0.1 is not a share: give a number from 0 to 1": ({"slices": {"share": -0.1}}, {}),
+    r"shares of data.sources \(.*\) add up to 0.6": ({"slices": {"share": 0.1}}, {}),
+    r"data.sources.slices.share=most is not a share": ({"slices": {"share": "most"}}, {}),
+    r"data.sources.slices.share=None is not a share": ({"slices": {"share": None}}, {}),
+    r"data.sources.slices.name=dicm is not known: did you mean dicom\?": ({"slices": {"name": "dicm"}}, {}),
+    r"data.sources.slices.name=mixed is not known: choose deeplesion, dicom": ({"slices": {"name": "mixed"}}, {}),
+    r"data.sources.slices.splitt": ({"slices": {"splitt": "all"}}, {}),
+    r"data.sources.slices.split=alll is not known: did you mean all\?": ({"slices": {"split": "alll"}}, {}),
+    r"image_size is the same for all sources: give it as data.image_size": ({"slices": {"image_size": 8}}, {}),
+    r"data.evaluate_on=slice: did you mean slices\?, or null": ({}, {"evaluate_on": "slice"}),
+    r"data.simulation_factor=3 is too large: give 2 or less \(data.sources.phantoms": ({}, {"simulation_factor": 3}),
+    r"data.sources.more._target_ has no value": ({"more": {"name": "custom"}}, {}),
+    r"data.sources.more.root=/nowhere": ({"more": {"root": "/nowhere"}}, {}),
+    r"data=numpy needs data.root=FOLDER.*\(data.sources.slices\)": ({"slices": {"root": None}}, {}),
+    r"no slices for train with data.split=all.*\(data.sources.slices\)": ({"slices": {"split": "all"}}, {}),
+    r"val_patients=x.*\(data.sources": ({"slices": {"split": "explicit", "val_patients": ["x"]}}, {}),
+    r"phantoms.share=0.01 gives no slice in an epoch of 6: raise it": (
+        {"slices": {"share": 0.99}, "phantoms": {"share": 0.01}, "more": {"share": 0}}, {},
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("words", BAD)
-def test_what_makes_no_sense_is_one_line(folders: list[str], words: str) -> None:
-    added = [f"+{word}" if word.startswith(("data.sources.slices.im", "data.sources.slices.splitt")) else word
-             for word in words.split()]  # fmt: skip
-    with pytest.raises((ConfigError, DataError), match=BAD[words]) as raised:
-        mixed(folders, *added).setup()
+@pytest.mark.parametrize("says", BAD)
+def test_what_makes_no_sense_is_one_line(root: Path, says: str) -> None:
+    changes, keys = BAD[says]
+    with pytest.raises((ConfigError, DataError), match=says) as raised:
+        mixed(root, changes, **keys).setup()
     assert "\n" not in str(raised.value)
 
 
-def test_a_share_of_nothing_is_refused(folders: list[str]) -> None:
-    shares = [f"data.sources.{name}.share={share}" for name, share in
-              (("slices", 0.99), ("phantoms", 0.01), ("more", 0))]  # fmt: skip
-    with pytest.raises(DataError, match=r"phantoms.share=0.01 gives no slice in an epoch of 6: raise it"):
-        mixed(folders, *shares).setup()
-
-
-def test_one_folder_is_not_split_twice(folders: list[str], tmp_path: Path) -> None:
-    for root in (tmp_path / "a", tmp_path):
+def test_one_folder_is_not_split_twice(root: Path) -> None:
+    for folder in (root / "a", root):
         with pytest.raises(ConfigError, match=r"data.sources.more.root=.* has slices of data.sources.slices too"):
-            mixed(folders, f"data.sources.more.root={root}")
+            mixed(root, {"more": {"root": str(folder)}})
 
 
 @pytest.mark.parametrize(
@@ -242,11 +243,9 @@ def test_a_plan_needs_no_folder() -> None:
     assert config.run.data.batch_size == 3
 
 
-def test_an_own_source_is_found_and_trusted_by_its_key(folders: list[str], tmp_path: Path) -> None:
-    own = "+data.sources.mine={share: 0, name: custom, _target_: nowhere.Slices, year: 2016}"
-    with pytest.raises(PluginError, match=r"data.sources.mine._target_=nowhere.Slices, but there is no module"):
-        mixed(folders, own)
-    data = mixed(folders, own.replace("nowhere.Slices", "collections.Counter")).config
+def test_an_own_source_is_found_and_trusted_by_its_key(root: Path, tmp_path: Path) -> None:
+    own = {"share": 0, "name": "custom", "_target_": "collections.Counter", "year": 2016}
+    data = config_of(root, {"mine": own})
     changed = AsTrained(_target_=None, root=None, simulation_factor=None, disc=None)
     with pytest.raises(PluginError, match=r"names data.sources.mine._target_=collections.Counter.*trust=collections"):
         as_trained(str(tmp_path), changed, data)
@@ -255,27 +254,31 @@ def test_an_own_source_is_found_and_trusted_by_its_key(folders: list[str], tmp_p
         as_trained(str(tmp_path), replace(changed, root="/a"), data, ["collections"])
 
 
-def test_an_evaluation_of_its_folder_keeps_its_split(folders: list[str], tmp_path: Path) -> None:
-    trained = parse(compose("train", [*folders, "+data.sources.more.split=all", "data.image_size=32"]))
+def whole(data: MixedData) -> Config:
+    """The config of a run on these slices."""
+    return replace(parse(compose("train", ["model.patch_size=4"])), data=data)
+
+
+def test_an_evaluation_of_its_folder_keeps_its_split(root: Path) -> None:
+    trained = whole(config_of(root, {"more": {"split": "all"}}, image_size=32))
     for folder, split in (("a", "random"), ("b", "all"), ("c", "all")):
-        slices = section("data", "numpy", root=str(tmp_path / folder), simulation_factor=2)
+        slices = section("data", "numpy", root=str(root / folder), simulation_factor=2)
         data, own = other_slices(slices, trained, [])
         assert own == (folder != "c")
         assert isinstance(data, FolderData)
         assert (data.split, data.simulation_factor, data.image_size) == (split, 2, 32)
 
 
-def test_weights_files_name_no_folder_or_patient(folders: list[str], tmp_path: Path) -> None:
-    secret = ["data.sources.more.root=/home/secret", "data.sources.slices.root=/secret", "+data.sources.mine="
-              "{share: 0, name: custom, _target_: collections.Counter, root: /secret}",
-              "data.sources.slices.split=explicit", "data.sources.slices.val_patients=[secret]"]  # fmt: skip
-    config = parse(compose("train", [*folders, *secret]))
+def test_weights_files_name_no_folder_or_patient(root: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / "secret" / name).mkdir(parents=True)
+    config = whole(config_of(root, {
+        "slices": {"root": str(tmp_path / "secret/a"), "split": "explicit", "val_patients": ["secret"]},
+        "mine": {"share": 0, "name": "custom", "_target_": "collections.Counter", "root": str(tmp_path / "secret/b")},
+    }, image_size=256))  # fmt: skip
     path = tmp_path / "a.safetensors"
     path.write_bytes(encode(config, {}))
     assert b"secret" not in path.read_bytes()
-    training = _slices(config)
-    assert training.startswith("50 % slices from files, data=numpy")
-    assert "30 % phantoms drawn by this program, 256 × 256, new ones every epoch; 85 %" in training
     again, _ = read_checkpoint(path)
     assert isinstance(config.data, MixedData)
     assert isinstance(again.data, MixedData)

@@ -1,22 +1,14 @@
-import hashlib
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
 from qnmixer.engine.data.phantoms import phantom, smooth_field
 
 
-def test_same_numbers_give_the_same_phantom_in_another_process() -> None:
-    code = (
-        "import hashlib; from qnmixer.engine.data.phantoms import phantom\n"
-        "for i in (5, 0): p = phantom(48, seed=3, part='train', index=i)\n"
-        "print(hashlib.sha256(p.tobytes()).hexdigest())"
-    )
-    here = phantom(48, seed=3, part="train", index=0)
-    there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    assert hashlib.sha256(here.tobytes()).hexdigest() == there
+def test_same_numbers_give_the_same_phantom_everywhere() -> None:
+    """In any order, in any process, on any machine: but for the last bits."""
+    for index, mean, deviation, pixel in ((5, -600.2527, 471.3743, 103.40605), (0, -587.13275, 403.2221, -824.49)):
+        hu = phantom(48, seed=3, part="train", index=index)
+        assert [hu.mean(), hu.std(), hu[20, 30]] == pytest.approx([mean, deviation, pixel], abs=0.01)
 
 
 def test_seed_part_and_index_each_change_the_phantom() -> None:
@@ -27,7 +19,7 @@ def test_seed_part_and_index_each_change_the_phantom() -> None:
 
 @pytest.mark.parametrize("size", [8, 33, 64, 100])
 def test_any_size_gives_finite_hu_with_something_in_it(size: int) -> None:
-    for index in range(12):
+    for index in range(6):
         hu = phantom(size, seed=1, part="test", index=index)
         assert hu.shape == (size, size)
         assert hu.dtype == np.float32
@@ -38,7 +30,7 @@ def test_any_size_gives_finite_hu_with_something_in_it(size: int) -> None:
 
 
 def test_anatomy_has_the_tissues_of_a_body() -> None:
-    hu = np.stack([phantom(96, seed=1, part="train", index=i, anatomy_share=1.0) for i in range(60)])
+    hu = np.stack([phantom(96, seed=1, part="train", index=i, anatomy_share=1.0) for i in range(40)])
     share = {
         "air": (hu < -950).mean(),
         "lung": ((hu > -950) & (hu < -600)).mean(),

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.nn import functional
 
 from qnmixer.engine.config.run import section
 from qnmixer.engine.data.cache import open_cache
@@ -47,6 +49,12 @@ def test_a_slice_as_wide_as_the_field_is_resampled_as_ever() -> None:
     hu = np.random.default_rng(0).normal(0, 100, (64, 64)).astype(np.float32)
     inner = np.s_[2:-2, 2:-2]  # at the edge the one repeats the slice, the other has air
     np.testing.assert_allclose(to_field(hu, (0.5, 0.5), 32, 32.0)[inner], to_square(hu, 32)[inner], atol=1e-3)
+
+
+def test_resampling_is_that_of_the_field() -> None:
+    hu = np.random.default_rng(0).normal(0, 100, (64, 64)).astype(np.float32)
+    expected = functional.interpolate(torch.from_numpy(hu)[None, None], (32, 32), mode="bilinear", antialias=True)
+    np.testing.assert_allclose(to_square(hu, 32), expected[0, 0], atol=1e-4)
 
 
 def test_what_is_cut_is_counted() -> None:

@@ -68,24 +68,17 @@ def module(target: str, **options: Any) -> SliceDataModule:
 
 
 def test_slices_of_any_shape_come_square_and_scaled() -> None:
-    data = module("Mine", value=500.0, batch_size=2)
+    data = module("Mine", value=500.0, batch_size=2, simulation_factor=2)
     assert data.describe() == "data=slices_of_mine.Mine, 16 × 16: train 4 slices, val 2 slices, test 1 slices"
     (batch,) = data.val_dataloader()
     assert batch["image"].shape == (2, 1, 16, 16)
     torch.testing.assert_close(batch["image"][:, 0, 8, 8], torch.tensor([0.5, 1600 / 3000]))
     assert batch["image"][0, 0, 0, 8] < 1e-6  # air above and below what is not as high as it is wide
     assert batch["name"] == ["val 0", "val 1"]
-
-
-def test_a_name_may_be_a_path() -> None:
-    (batch,) = module("Filed", batch_size=2).val_dataloader()
+    assert batch["fine"].shape == (2, 1, 32, 32)
+    np.testing.assert_allclose(batch["fine"][:, 0, 16, 16], batch["image"][:, 0, 8, 8])
+    (batch,) = module("Filed", batch_size=2).val_dataloader()  # whose names are paths
     assert batch["name"] == ["scans/0.npy", "scans/1.npy"]
-
-
-def test_on_a_finer_grid_too() -> None:
-    (batch,) = module("Mine", simulation_factor=2).test_dataloader()
-    assert batch["fine"].shape == (1, 1, 32, 32)
-    np.testing.assert_allclose(batch["fine"][0, 0, 16, 16], batch["image"][0, 0, 8, 8])
 
 
 def test_a_class_that_takes_the_size_draws_at_it() -> None:
@@ -143,12 +136,12 @@ def test_readers_of_ones_own_share_no_slices(tmp_path: Path, body_hu: Any, monke
     for _ in range(2):  # decoded, then from the cache
         assert [tissue(), tissue(_target_="reader_of_mine.Plain")] == [ours, ours]
         assert [tissue(**mine, phase=phase) - ours for phase in (0, 1, 2)] == [1, 11, 21]
-    n_caches = len([*(tmp_path / "cache").glob("*/*.npy")])
+    n_caches = len([*(tmp_path / "cache").glob("*/*.f32")])
     code.write_text(READER.replace("10 *", "100 *"))
     sys.modules.pop("reader_of_mine")
     importlib.invalidate_caches()
     assert tissue(**mine, phase=1) - ours == 101
-    assert len([*(tmp_path / "cache").glob("*/*.npy")]) == n_caches  # of an earlier version nothing stays
+    assert len([*(tmp_path / "cache").glob("*/*.f32")]) == n_caches + 1  # the version before stays
     with monkeypatch.context() as patch:
         patch.setattr(NumpyReader, "read", lambda *_: pytest.fail("decoded again"))
         assert [tissue(), tissue(**mine, phase=1) - ours] == [ours, 101]

@@ -1,97 +1,28 @@
-"""Which slices of a test a page has, and how much of each."""
+"""The slices of an evaluation, beside those that its network was trained on."""
 
-import math
+from functools import cache
 
 import pytest
-import torch
 
-from qnmixer.engine.config import parse
+from qnmixer.engine.config import Config, parse
 from qnmixer.engine.config.commands import parse_evaluate
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.data import DataConfig, FolderData
-from qnmixer.engine.evaluation import slices
-from qnmixer.engine.evaluation.slices import Gallery, other_slices, pictured
-from qnmixer.engine.reports.page import PageMethod, PageSlice
+from qnmixer.engine.evaluation.slices import other_slices
 from qnmixer.errors import CheckpointError, ConfigError
 
-SIZE, T = 128, 4
 
-
-def slice_(psnr: float) -> PageSlice:
-    image = torch.full((SIZE, SIZE), psnr)
-    methods = [PageMethod("FBP", [image]), PageMethod("QN-Mixer", [image + t for t in range(T + 1)])]
-    return PageSlice(f"{psnr}", image, methods, psnr=psnr)
-
-
-def gallery(n_images: int, room: float, monkeypatch: pytest.MonkeyPatch) -> Gallery:
-    """With room for so many slices of three images: truth, FBP, x_T."""
-    monkeypatch.setattr(slices, "_ROOM", int(room * 3 * SIZE**2 * 2))
-    return Gallery(n_images, n_pictures=2, size=SIZE, n_methods=2, n_iterates=T + 1)
-
-
-def filled(found: Gallery, psnrs: list[float]) -> Gallery:
-    for number, psnr in enumerate(psnrs):
-        found.add(number, slice_(psnr))
-    return found
-
-
-# In no order, the worst ones in the middle.
-PSNRS = [30.0 + abs(n - 9.2) for n in range(20)]
-ORDER = sorted(range(20), key=lambda n: PSNRS[n])
-IN_FULL = {*pictured(20, 2)} | {*[n for n in ORDER if n not in pictured(20, 2)][:3]}
-
-
-def test_all_in_full_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = filled(gallery(20, 20 * 7 / 3, monkeypatch), PSNRS).found
-    assert [*found] == ORDER
-    assert all(len(of.methods[-1].iterates) == T + 1 and of.full_shape is None for of in found.values())
-
-
-@pytest.mark.parametrize(("room", "size"), [(20, SIZE), (19, SIZE // 2), (5, SIZE // 2)])
-def test_the_last_iterate_alone_and_smaller_where_there_is_less(
-    monkeypatch: pytest.MonkeyPatch, room: float, size: int
-) -> None:
-    found = filled(gallery(20, room, monkeypatch), PSNRS).found
-    assert [*found] == ORDER
-    for n, of in found.items():
-        images = [of.truth, *(image for method in of.methods for image in method.iterates)]
-        shape = (SIZE, SIZE) if n in IN_FULL else (size, size)
-        assert len(images) == (T + 3 if n in IN_FULL else 3)
-        assert {image.shape for image in images if image is not None} == {shape}
-        assert of.full_shape == (None if shape == (SIZE, SIZE) else (SIZE, SIZE))
-        torch.testing.assert_close(of.methods[-1].iterates[-1], torch.full(shape, PSNRS[n] + T))
-
-
-def test_beyond_the_room_the_best_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for the pictured ones; at a quarter of the pixels there is room for eight."""
-    found = filled(gallery(20, 2, monkeypatch), PSNRS).found
-    others = [n for n in ORDER if n not in pictured(20, 2)][:8]
-    assert {*found} == {*others} | pictured(20, 2)
-    assert [*found] == [n for n in ORDER if n in found]
-    assert {n for n, of in found.items() if of.full_shape is None} == IN_FULL
-
-
-@pytest.mark.parametrize("room", [50, 5, 2])
-def test_in_processes_as_in_one(monkeypatch: pytest.MonkeyPatch, room: float) -> None:
-    shares = [gallery(20, room, monkeypatch) for _ in range(3)]
-    for number, psnr in enumerate(PSNRS):
-        shares[number % 3].add(number, slice_(psnr))
-    for share in shares[1:]:
-        shares[0].merge(share.found)
-    alone = filled(gallery(20, room, monkeypatch), PSNRS).found
-    assert {n: of.full_shape for n, of in shares[0].found.items()} == {n: of.full_shape for n, of in alone.items()}
-
-
-def test_what_has_no_psnr_is_worst(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = filled(gallery(4, 40, monkeypatch), [30.0, math.nan, math.inf, 20.0]).found
-    assert [*found] == [1, 3, 0, 2]
+@cache
+def run_of(*overrides: str) -> Config:
+    """The config of a run, which no test changes."""
+    return parse(compose("train", [*overrides]))
 
 
 def others(trained: list[str], overrides: list[str]) -> DataConfig:
     """The slices of an evaluation, beside those of a run with these overrides."""
     chosen = parse_evaluate(compose("evaluate", ["run=.", *overrides]))
     assert isinstance(chosen.data, DataConfig)
-    data, own = other_slices(chosen.data, parse(compose("train", trained)), overrides)
+    data, own = other_slices(chosen.data, run_of(*trained), overrides)
     assert not own
     return data
 
@@ -147,7 +78,7 @@ def test_slices_of_a_source_have_the_size_of_that_source() -> None:
         overrides = ["data=dicom", f"data.root={root}"]
         chosen = parse_evaluate(compose("evaluate", ["run=.", *overrides]))
         assert isinstance(chosen.data, DataConfig)
-        data, own = other_slices(chosen.data, parse(compose("train", trained)), overrides)
+        data, own = other_slices(chosen.data, run_of(*trained), overrides)
         assert isinstance(data, FolderData)
         assert (data.pixel_size, own) == (expected, True)
 
@@ -155,7 +86,7 @@ def test_slices_of_a_source_have_the_size_of_that_source() -> None:
 def own_folder(*given: str) -> FolderData:
     """The slices of an evaluation on the folder of a run, in which some keys are given."""
     words = ["data=dicom", "data.root=/ct", "data.batch_size=3", "data.include='*.dcm'"]
-    trained = parse(compose("train", words))
+    trained = run_of(*words)
     overrides = ["data=dicom", "data.root=/ct", *given]
     chosen = parse_evaluate(compose("evaluate", ["run=.", *overrides]))
     assert isinstance(chosen.data, DataConfig)

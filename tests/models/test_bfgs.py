@@ -1,3 +1,5 @@
+"""H of QN-Mixer against the dense formula of the paper, with the damping and the skipping in plain words."""
+
 import math
 from itertools import pairwise
 
@@ -11,13 +13,6 @@ from qnmixer.models.bfgs import DAMPING, MIN_COSINE, make_pair, split_scale
 Pairs = list[tuple[Tensor, Tensor]]
 
 
-def dense_update(H: Tensor, s: Tensor, z: Tensor) -> Tensor:
-    """The formula of the paper, for one sample."""
-    rho = 1 / (z @ s)
-    left = torch.eye(len(s), dtype=s.dtype) - rho * torch.outer(s, z)
-    return left @ H @ left.T + rho * torch.outer(s, s)
-
-
 def safe_pairs(pairs: Pairs) -> tuple[bfgs.Pair, ...]:
     """As an iteration makes them."""
     scaled = [(*split_scale(s), z) for s, z in pairs]
@@ -29,108 +24,55 @@ def apply_inverse_hessian(pairs: Pairs, r: Tensor) -> Tensor:
     return bfgs.apply_inverse_hessian(r, safe_pairs(pairs))
 
 
-def used(pairs: Pairs) -> Tensor:
-    """Whether a pair is good enough for H, bool [B, t]."""
-    return torch.cat([pair.rho > 0 for pair in safe_pairs(pairs)], 1)
+def dense(pairs: Pairs, r: Tensor) -> tuple[Tensor, list[list[str]]]:
+    """H r [B, L] by the formula of the paper, sample by sample, and what was done to each pair."""
+    done: list[list[str]] = []
+    results = []
+    for b in range(len(r)):
+        identity = H = torch.eye(r.shape[1], dtype=r.dtype)
+        done.append([])
+        for s, z in ((s[b], z[b]) for s, z in pairs):
+            word = "used"
+            if z @ s < DAMPING * s @ s:  # z ← θz + (1 − θ)s with zᵀs = DAMPING · sᵀs
+                theta = (1 - DAMPING) * (s @ s) / (s @ s - z @ s)
+                z, word = theta * z + (1 - theta) * s, "damped"
+            if z @ s <= MIN_COSINE * z.norm() * s.norm():
+                word = "skipped"
+            else:
+                left = identity - torch.outer(s, z) / (z @ s)
+                H = left @ H @ left.T + torch.outer(s, s) / (z @ s)
+            done[-1].append(word)
+        results.append(H @ r[b])
+    return torch.stack(results), done
 
 
-def safe(s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """ŝ, a multiple of the damped z, what D is multiplied by for it, and whether the pair is used [B, 1]."""
-    ratio = (s.norm(dim=-1, keepdim=True) / z.norm(dim=-1, keepdim=True)).clamp_max(1e12)
-    s, z = (v / v.norm(dim=-1, keepdim=True) for v in (s, z))
-    mu = ((DAMPING * ratio - (s * z).sum(-1, keepdim=True)) / (1 - DAMPING)).clamp_min(0)
-    z = z + mu * s
-    good = (s * z).sum(-1, keepdim=True) > MIN_COSINE * z.norm(dim=-1, keepdim=True)
-    return s, z, ratio + mu, good
-
-
-def two_loops(pairs: Pairs, r: Tensor) -> Tensor:
-    """The textbook recursion (Nocedal and Wright, algorithm 7.4) over the safe pairs, vector by vector."""
-    alphas = []
-    found = [safe(s, z) for s, z in pairs]
-    for s, z, _, good in reversed(found):
-        rho = torch.where(good, 1 / (s * z).sum(-1, keepdim=True), 0.0)
-        alpha = rho * (s * r).sum(-1, keepdim=True)
-        r = r - alpha * z
-        alphas.append((alpha, rho))
-    for (s, z, gamma, _), (alpha, rho) in zip(found, reversed(alphas), strict=True):
-        r = r + (gamma * alpha - rho * (z * r).sum(-1, keepdim=True)) * s
-    return r
-
-
-def healthy_pairs(n_pairs: int, batch: int, length: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
-    """(s, z) of a strongly convex quadratic, so that no safeguard has cause to act."""
+def pairs_of(spread: float, seed: int = 0, n: int = 9, batch: int = 3, length: int = 12) -> Pairs:
+    """Random steps of lengths that differ by powers of ten up to `spread`; changes of many angles and lengths."""
     generator = torch.Generator().manual_seed(seed)
-    basis = torch.linalg.qr(torch.randn(length, length, generator=generator, dtype=torch.float64)).Q
-    hessian = basis @ torch.diag(torch.linspace(0.8, 1.6, length, dtype=torch.float64)) @ basis.T
-    steps = torch.randn(n_pairs, batch, length, generator=generator, dtype=torch.float64)
-    return [(s, s @ hessian) for s in steps]
+    s, noise = torch.randn(2, n, batch, length, generator=generator, dtype=torch.float64)
+    lengths, curvatures, angles = torch.rand(3, n, batch, 1, generator=generator, dtype=torch.float64)
+    z = (curvatures * 3 - 0.5) * s + (3 * angles).square() * noise
+    return [(a, b) for a, b in zip(s * 10 ** (spread * lengths), z * 10 ** (spread * lengths), strict=True)]
 
 
-def test_equals_the_dense_recursion_step_for_step() -> None:
-    batch, length = 3, 24
-    H = torch.eye(length, dtype=torch.float64).expand(batch, -1, -1).clone()
-    pairs = healthy_pairs(13, batch, length)
-    for k, (s, z) in enumerate(pairs):
-        H = torch.stack([dense_update(H[b], s[b], z[b]) for b in range(batch)])
-        r = torch.randn(batch, length, dtype=torch.float64, generator=torch.Generator().manual_seed(k))
-        expected = torch.einsum("bij,bj->bi", H, r)
-        torch.testing.assert_close(apply_inverse_hessian(pairs[: k + 1], r), expected, rtol=1e-12, atol=1e-12)
-
-
-def test_secant_equation_holds_for_the_newest_pair() -> None:
-    pairs = healthy_pairs(5, 2, 16)
-    s, z = pairs[-1]
-    torch.testing.assert_close(apply_inverse_hessian(pairs, z), s)
-
-
-def test_gradient_equals_that_of_the_dense_recursion() -> None:
-    pairs = healthy_pairs(4, 1, 10)
-    leaves = [(s.clone().requires_grad_(), z.clone().requires_grad_()) for s, z in pairs]
-    r = torch.randn(1, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-    H = torch.eye(10, dtype=torch.float64)
-    for s, z in leaves:
-        H = dense_update(H, s[0], z[0])
-    flat = [v for pair in leaves for v in pair]
-    expected = torch.autograd.grad((H @ r[0]).square().sum(), flat)
-    actual = torch.autograd.grad(apply_inverse_hessian(leaves, r).square().sum(), flat)
-    for got, want in zip(actual, expected, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
-
-
-def test_weak_curvature_is_damped_to_the_bound() -> None:
-    """zᵀs < 0.5 sᵀs: the pair used has zᵀs = 0.5 sᵀs, by z ← θz + (1 − θ)s."""
-    s = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
-    z = torch.tensor([[-0.5, 0.4]], dtype=torch.float64)
-    theta = 0.5 / (1 - (-0.5))
-    expected_z = theta * z + (1 - theta) * s
-    assert math.isclose(float((expected_z * s).sum()), 0.5)
-    expected = dense_update(torch.eye(2, dtype=torch.float64), s[0], expected_z[0])
-    for r in torch.eye(2, dtype=torch.float64):
-        torch.testing.assert_close(apply_inverse_hessian([(s, z)], r[None])[0], expected @ r)
-
-
-def test_a_pair_at_a_poor_angle_is_skipped_for_that_sample_only() -> None:
-    s = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
-    z = torch.tensor([[1.0, 100.0], [1.0, 0.1]])  # zᵀs = sᵀs, but the first is nearly orthogonal
-    assert used([(s, z)]).tolist() == [[False], [True]]
-    r = torch.randn(2, 2)
-    result = apply_inverse_hessian([(s, z)], r)
-    assert torch.equal(result[0], r[0])
-    assert not torch.equal(result[1], r[1])
-
-
-def test_the_bound_on_the_angle_is_that_of_the_damped_pair() -> None:
-    """Pairs of all angles and lengths, against the plain words."""
-    generator = torch.Generator().manual_seed(2)
-    s, z = torch.randn(2, 1000, 4, generator=generator, dtype=torch.float64)
-    z = z * 10 ** torch.empty(1000, 1).uniform_(-2, 2, generator=generator)
-    expected = safe(s, z)[-1]
-    assert 100 < expected.sum() < 900
-    assert torch.equal(used([(s, z)]), expected)
-    (pair,) = safe_pairs([(s, z)])
-    torch.testing.assert_close(pair.cosine[:, 0], torch.cosine_similarity(s, z))
+@pytest.mark.parametrize("spread", [0.0, 6.0])
+def test_values_and_gradients_of_the_dense_recursion(spread: float) -> None:
+    pairs = [(s.requires_grad_(), z.requires_grad_()) for s, z in pairs_of(spread)]
+    r = torch.randn(3, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    expected, done = dense(pairs, r)
+    assert {word for words in done for word in words} == {"used", "damped", "skipped"}
+    torch.testing.assert_close(apply_inverse_hessian(pairs, r), expected, rtol=1e-11, atol=1e-11)
+    assert [["skipped" if p.rho[b] == 0 else "" for p in safe_pairs(pairs)] for b in range(3)] == [
+        [word if word == "skipped" else "" for word in words] for words in done
+    ]
+    for pair, (s, z) in zip(safe_pairs(pairs), pairs, strict=True):
+        torch.testing.assert_close(pair.cosine[:, 0], torch.cosine_similarity(s, z).detach())
+    leaves = [r, *(v for pair in pairs for v in pair)]
+    weights = torch.linspace(-1, 1, 12, dtype=torch.float64)
+    found, wanted = (
+        torch.autograd.grad((it * weights).sum(), leaves) for it in (apply_inverse_hessian(pairs, r), expected)
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-9)
 
 
 def vector(*values: float) -> Tensor:
@@ -173,7 +115,7 @@ def test_adversarial_pairs_leave_everything_finite(case: str) -> None:
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_a_step_that_is_not_finite_is_skipped_for_its_sample_only(value: float) -> None:
-    (s, z), (s2, z2) = healthy_pairs(2, 3, 8)
+    (s, z), (s2, z2) = pairs_of(0, n=2)
     bad = s.clone()
     bad[1, 0] = value
     result, good = apply_inverse_hessian([(bad, z), (s2, z2)], s2), apply_inverse_hessian([(s, z), (s2, z2)], s2)
@@ -181,101 +123,35 @@ def test_a_step_that_is_not_finite_is_skipped_for_its_sample_only(value: float) 
     torch.testing.assert_close(result[1], apply_inverse_hessian([(s2, z2)], s2)[1])
 
 
-def wild_pairs(generator: torch.Generator) -> Pairs:
-    scales = 10 ** torch.empty(13, 2, 4, 1).uniform_(-18, 18, generator=generator)
-    vectors = torch.randn(13, 2, 4, 8, generator=generator) * scales
-    return [(s, z) for s, z in vectors]
-
-
-def uneven_pairs(generator: torch.Generator) -> Pairs:
-    """Of many scales, but no z is cut off, and the reference stays in the range of float32."""
-    lengths = 10 ** torch.empty(13, 2, 4, 1).uniform_(-12, 12, generator=generator)
-    lengths[:, 1] = lengths[:, 0] * 10 ** torch.empty(13, 4, 1).uniform_(-6, 6, generator=generator)
-    return [(s, z) for s, z in torch.randn(13, 2, 4, 8, generator=generator) * lengths]
-
-
-def doubled(pairs: Pairs) -> Pairs:
-    return [(s.double(), z.double()) for s, z in pairs]
-
-
-def test_equals_the_two_loop_recursion_where_pairs_are_damped_and_skipped() -> None:
-    generator = torch.Generator().manual_seed(4)
-    pairs = doubled(uneven_pairs(generator))
-    assert 0 < used(pairs).sum() < used(pairs).numel()
-    r = torch.randn(4, 8, generator=generator, dtype=torch.float64)
-    torch.testing.assert_close(apply_inverse_hessian(pairs, r), two_loops(pairs, r), rtol=1e-9, atol=1e-12)
-
-
-def test_float32_is_as_near_to_float64_as_the_two_loop_recursion_is() -> None:
-    generator = torch.Generator().manual_seed(5)
-    worst = {apply_inverse_hessian: 0.0, two_loops: 0.0}
-    for _ in range(50):
-        pairs, r = uneven_pairs(generator), torch.randn(4, 8, generator=generator)
-        exact = two_loops(doubled(pairs), r.double())
-        for apply in worst:
-            error = (apply(pairs, r) - exact).norm(dim=1) / exact.norm(dim=1)
-            worst[apply] = max(worst[apply], float(error.max()))
-    assert worst[apply_inverse_hessian] < 3 * worst[two_loops] < 1e-4
-
-
 def test_random_pairs_of_any_scale_keep_h_bounded_and_positive() -> None:
     """H stays positive definite: rᵀHr > 0 whatever pairs went in."""
     generator = torch.Generator().manual_seed(3)
     for _ in range(50):
-        pairs = wild_pairs(generator)
+        scales = 10 ** torch.empty(13, 2, 4, 1).uniform_(-18, 18, generator=generator)
+        pairs = [(s, z) for s, z in torch.randn(13, 2, 4, 8, generator=generator) * scales]
         r = torch.randn(4, 8, generator=generator)
         result = apply_inverse_hessian(pairs, r)
         assert torch.isfinite(result).all()
         assert ((r * result).sum(-1) > 0).all()
 
 
-def descend(codes: list[Tensor], trust: Tensor, constant: bool = False) -> Tensor:
+def descend(codes: list[Tensor], trust: Tensor) -> Tensor:
     """The way that iterations with these gradient codes go, as in `QNMixer.step`."""
     pairs: tuple[bfgs.Pair, ...] = ()
-    step = -codes[0]
-    way = step
+    way = step = -codes[0]
     for before, r in pairwise(codes):
         s, scale = split_scale(step)
-        z = (r - before) / scale
-        pairs = *pairs, make_pair(*((s.detach(), z.detach()) if constant else (s, z)))
+        pairs = *pairs, make_pair(s, (r - before) / scale)
         step = -torch.lerp(r, bfgs.apply_inverse_hessian(r, pairs), trust)
         way = way + step
     return way
 
 
-def descend_plainly(codes: list[Tensor], trust: Tensor, constant: bool = False) -> Tensor:
-    """The same, by autograd alone through the textbook recursion."""
-    pairs: Pairs = []
-    steps = [-codes[0]]
-    for before, r in pairwise(codes):
-        pair = (steps[-1], r - before)
-        pairs.append(tuple(v.detach() for v in pair) if constant else pair)  # type: ignore[arg-type]  # two
-        steps.append(-torch.lerp(r, two_loops(pairs, r), trust))
-    return torch.stack(steps).sum(0)
-
-
-def codes_of(n: int, length: int, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor]:
-    """Gradient codes of which some pairs are damped and some skipped, and the trust in H."""
+def test_first_and_second_derivative_of_a_descent() -> None:
     generator = torch.Generator().manual_seed(6)
-    first = torch.randn(3, length, generator=generator, dtype=torch.float64)
-    noise = torch.randn(n, 3, length, generator=generator, dtype=torch.float64)
-    noise[3::4, 0] *= 30  # so far beside the step that the pair is skipped
-    codes = [(first * 0.7**k + 0.3 * noise[k]).to(dtype).requires_grad_() for k in range(n)]
-    return codes, torch.tensor([0.4], dtype=dtype, requires_grad=True)
-
-
-@pytest.mark.parametrize("constant", [False, True], ids=["full", "detach"])
-def test_a_descent_has_the_values_and_gradients_of_the_textbook(constant: bool) -> None:
-    codes, trust = codes_of(6, 20)
-    way, expected = descend(codes, trust, constant), descend_plainly(codes, trust, constant)
-    torch.testing.assert_close(way, expected)
-    weights = torch.linspace(-1, 1, 20, dtype=torch.float64)
-    found, wanted = (torch.autograd.grad((it * weights).sum(), [*codes, trust]) for it in (way, expected))
-    torch.testing.assert_close(found, wanted)
-
-
-def test_first_and_second_derivative() -> None:
-    codes, trust = codes_of(4, 6)
+    first, *noise = torch.randn(4, 2, 6, generator=generator, dtype=torch.float64)
+    codes = [(first * 0.7**k + 0.3 * its).requires_grad_() for k, its in enumerate(noise)]
+    trust = torch.tensor([0.4], dtype=torch.float64, requires_grad=True)
     for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
         assert check(lambda trust, *codes: descend(list(codes), trust), (trust, *codes))
 
@@ -288,10 +164,10 @@ def test_float32_holds_where_the_iterations_converge(spread: float) -> None:
     codes: list[Tensor] = []
     while not codes or (len(codes) < 14 and codes[-1].norm() > 1e-6 * codes[0].norm()):
         codes.append((x * values).requires_grad_())
-        x = start + descend_plainly(codes, torch.ones(1, dtype=torch.float64)).detach()
+        x = start + descend(codes, torch.ones(1, dtype=torch.float64)).detach()
     assert codes[-1].norm() < 1e-3 * codes[0].norm()
     weights = torch.linspace(-1, 1, 1024, dtype=torch.float64)
-    way = descend_plainly(codes, torch.ones(1, dtype=torch.float64))
+    way = descend(codes, torch.ones(1, dtype=torch.float64))
     wanted = torch.autograd.grad((way * weights).sum(), codes)
     single = [code.detach().float().requires_grad_() for code in codes]
     found = torch.autograd.grad((descend(single, torch.ones(1)) * weights.float()).sum(), single)

@@ -1,6 +1,5 @@
 """What holds for every network that QN-Mixer is compared with, and what the papers say of each."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qnmixer.engine.config.memory import MemoryConfig
+from qnmixer.engine.config.sections import MemoryConfig
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.errors import ConfigError
 from qnmixer.models import FBP, LEARN, FBPConvNet, LearnedPrimalDual, RegFormer, TotalVariation, UnrolledNetwork
@@ -79,8 +78,9 @@ def test_samples_of_a_batch_do_not_touch_each_other(projector: FanBeamProjector,
     torch.testing.assert_close(network(y), alone, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, None) for name in LEARNED), ("RegFormer", torch.bfloat16)], ids=str
+)
 def test_recomputing_changes_no_bit(projector: FanBeamProjector, name: str, dtype: torch.dtype | None) -> None:
     truth = torch.rand(2, 1, 16, 16, generator=torch.Generator().manual_seed(1))
     found = []
@@ -94,31 +94,6 @@ def test_recomputing_changes_no_bit(projector: FanBeamProjector, name: str, dtyp
         found.append([x.detach(), *(p.grad for p in network.parameters())])
     for kept, recomputed in zip(*found, strict=True):
         assert torch.equal(kept, recomputed)
-
-
-@pytest.mark.parametrize("name", LEARNED)
-def test_gradients_are_those_of_differences(projector: FanBeamProjector, name: str) -> None:
-    """In float64, along one random direction of all weights and of y; far from 0, where the last clamp would count."""
-    network = learned(name, copy.deepcopy(projector)).double()
-    generator = torch.Generator().manual_seed(2)
-    truth = 2 + torch.rand(1, 1, 16, 16, dtype=torch.float64, generator=generator)
-    y = network.projector(truth).requires_grad_()
-    leaves = [y, *network.parameters()]
-    directions = [torch.randn(leaf.shape, dtype=leaf.dtype, generator=generator) for leaf in leaves]
-    gradients = torch.autograd.grad((network(y) - truth).square().mean(), leaves)
-    slope = sum((g * d).sum() for g, d in zip(gradients, directions, strict=True))
-
-    def moved(by: float) -> Tensor:
-        with torch.no_grad():
-            for leaf, d in zip(leaves, directions, strict=True):
-                leaf += by * d
-            loss = (network(y) - truth).square().mean()
-            for leaf, d in zip(leaves, directions, strict=True):
-                leaf -= by * d
-        return loss
-
-    h = 1e-7
-    torch.testing.assert_close(slope, (moved(h) - moved(-h)) / (2 * h), rtol=1e-4, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -18,9 +18,9 @@ from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from .conftest import FIGURE
 
 # Image size, views, and how many times as fine as pixels the bins are at the axis. A full turn unless a span is given.
-GRIDS = [
-    (32, 16, 2.5, None), (32, 128, 0.5, None), (32, 18, 1.0, 4.0), (64, 16, 1.24, None), (64, 64, 3.0, None),
-    (128, 24, 1.24, None), (128, 32, 2.5, None), (256, 32, 3.0, None),
+SMALL = [(32, 16, 2.5, None), (32, 128, 0.5, None), (32, 18, 1.0, 4.0)]
+LARGE = [
+    (64, 16, 1.24, None), (128, 32, 3.0, None),
     *(pytest.param(grid, marks=pytest.mark.long) for grid in ((256, 64, 1.24, None), (512, 16, 0.62, None))),
 ]  # fmt: skip
 NETWORKS: dict[str, Callable[[FanBeamProjector], UnrolledNetwork[Any]]] = {
@@ -55,7 +55,7 @@ def mean_square(x: Tensor) -> float:
 
 
 @pytest.mark.parametrize("data_term", DATA_TERMS)
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("grid", LARGE, ids=str)
 @torch.no_grad()
 def test_no_error_grows_along_the_data(grid: Any, data_term: str) -> None:
     """I − λA†A as a power iteration sees it: it would find one eigenvalue beyond 1 in any direction."""
@@ -72,20 +72,7 @@ def test_no_error_grows_along_the_data(grid: Any, data_term: str) -> None:
 
 
 @pytest.mark.parametrize("data_term", DATA_TERMS)
-def test_first_and_second_derivative(data_term: str) -> None:
-    operator = FanBeamProjector(FanBeamGeometry(8, 50.0, 12, 12, 80.0, 600.0, 290.0, 0.1)).double()
-    x, y = torch.rand(2, 1, 8, 8, dtype=torch.float64), torch.rand(2, 1, 12, 12, dtype=torch.float64)
-    leaves = tuple(v.requires_grad_() for v in (x, y))
-
-    def gradient(x: Tensor, y: Tensor) -> Tensor:
-        return data_gradient(operator, data_term, x, y * 100).square()  # a sinogram has larger numbers
-
-    assert torch.autograd.gradcheck(gradient, leaves)
-    assert torch.autograd.gradgradcheck(gradient, leaves)
-
-
-@pytest.mark.parametrize("data_term", DATA_TERMS)
-@pytest.mark.parametrize("grid", [grid for grid in GRIDS if isinstance(grid, tuple) and grid[0] == 32], ids=str)
+@pytest.mark.parametrize("grid", SMALL, ids=str)
 @torch.no_grad()
 def test_every_eigenvalue_of_a_data_step_is_between_0_and_1(grid: Any, data_term: str) -> None:
     """All of them, whether the matrix is symmetric or not: FBP in place of A† has 192 of 1,024 beyond 1."""
@@ -99,7 +86,7 @@ def test_every_eigenvalue_of_a_data_step_is_between_0_and_1(grid: Any, data_term
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("grid", [*SMALL, *LARGE], ids=str)
 @torch.no_grad()
 def test_no_untrained_network_is_worse_than_fbp(grid: Any, name: str) -> None:
     """By more than 0.1 dB."""

@@ -82,23 +82,19 @@ def test_equals_the_published_loop_with_a_dense_hessian(projector: FanBeamProjec
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_iterates_start_at_fbp_and_end_at_forward(projector: FanBeamProjector, option: str) -> None:
-    network = small(projector, **OPTIONS[option])
-    y = projector(torch.rand(3, 1, 16, 16))
+def test_from_fbp_to_an_image_and_a_gradient_for_every_parameter(projector: FanBeamProjector, option: str) -> None:
+    network = small(projector, channels=32, **OPTIONS[option])
+    truth = torch.rand(2, 1, 16, 16)
+    y = projector(truth)
     iterates = network.iterates(y)
     assert len(iterates) == network.n_iterations + 1
     assert torch.equal(iterates[0], projector.fbp(y))
     assert torch.equal(iterates[-1], network(y))
     assert all(torch.isfinite(x).all() for x in iterates)
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_every_parameter_gets_a_gradient(projector: FanBeamProjector, option: str) -> None:
-    network = small(projector, channels=32, **OPTIONS[option])
-    truth = torch.rand(2, 1, 16, 16)
-    (network(projector(truth)) - truth).square().mean().backward()
+    (iterates[-1] - truth).square().mean().backward()
     without = [n for n, p in network.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
     assert without == []
+    assert set(network.state_dict()) == {name for name, _ in network.named_parameters()}  # no matrix of the scan
 
 
 def test_samples_of_a_batch_do_not_touch_each_other(projector: FanBeamProjector) -> None:
@@ -108,13 +104,6 @@ def test_samples_of_a_batch_do_not_touch_each_other(projector: FanBeamProjector)
     together = network(y)
     alone = torch.cat([network(y[b : b + 1]) for b in range(3)])
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
-
-
-def test_step_sizes_start_from_the_spectral_radius(projector: FanBeamProjector) -> None:
-    network = small(projector, shared_step_size=False)
-    assert [tuple(p.shape) for p in network.step_sizes] == [(1,)] * 4
-    expected = projector.safe_step_size()
-    assert all(p.item() == pytest.approx(expected) for p in network.step_sizes)
 
 
 @pytest.mark.parametrize(("codec", "latent_channels", "share"), [("orthonormal", 16, 0.7), ("strided", 1, 0.995)])
@@ -143,14 +132,6 @@ def test_detach_changes_the_gradient_and_not_the_image(projector: FanBeamProject
     assert not torch.allclose(*gradients, rtol=1e-3)
 
 
-def test_second_order_differs_from_first_order_from_the_second_step(projector: FanBeamProjector) -> None:
-    second, first = small(projector), small(projector, hessian="identity")
-    y = projector(torch.rand(1, 1, 16, 16))
-    a, b = second.iterates(y), first.iterates(y)
-    assert torch.equal(a[1], b[1])
-    assert not torch.allclose(a[2], b[2], rtol=1e-3)
-
-
 def test_momentum_is_the_heavy_ball(projector: FanBeamProjector) -> None:
     """x_{t+1} = x_t − D(r_t) + β_t (x_t − x_{t−1}), with D linear; and from β = 0 it is first order."""
     network, first = small(projector, hessian="momentum"), small(projector, hessian="identity")
@@ -173,9 +154,9 @@ def test_trust_goes_from_first_order_to_bfgs(projector: FanBeamProjector) -> Non
     )
     y = projector(torch.rand(2, 1, 16, 16))
     torch.testing.assert_close(trusting.iterates(y), first.iterates(y))
-    for tau in trusting.trust:
+    for t, tau in enumerate(trusting.trust, start=1):  # τ_t is that of iteration t
         tau.data.fill_(1.0)
-    torch.testing.assert_close(trusting.iterates(y), second.iterates(y))
+        torch.testing.assert_close(trusting.iterates(y)[: t + 2], second.iterates(y)[: t + 2])
 
 
 def test_details_are_each_iterations_own_and_see_the_mixer(projector: FanBeamProjector) -> None:
@@ -244,19 +225,6 @@ def test_a_regularizer_of_another_kind(projector: FanBeamProjector) -> None:
     torch.testing.assert_close(network.objective_gradient(0, x, y), without + 0.25 * x)
 
 
-def test_gradcheck(projector: FanBeamProjector) -> None:
-    """Numerical against analytic gradient in float64, through FBP, A, G, codec and H."""
-    network = small(copy.deepcopy(projector), n_iterations=3, channels=4, n_mixer_layers=1).double()
-    y = network.projector(torch.rand(1, 1, 16, 16, dtype=torch.float64)).requires_grad_()
-    names = ["step_sizes.0", "codec.encoder.weight", "regularizers.0.expansion.project"]
-    values = [dict(network.named_parameters())[name] for name in names]
-
-    def loss(y: Tensor, *parameters: Tensor) -> Tensor:
-        return torch.func.functional_call(network, dict(zip(names, parameters, strict=True)), (y,)).square().mean()
-
-    assert torch.autograd.gradcheck(loss, (y, *(v.detach().requires_grad_() for v in values)), fast_mode=True)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_leaves_physics_hessian_and_image_in_float32(projector: FanBeamProjector, dtype: torch.dtype) -> None:
     network = small(projector)
@@ -277,12 +245,6 @@ def test_a_step_that_is_no_number_shows_in_the_image(projector: FanBeamProjector
     with torch.no_grad():
         network.regularizers[0].expansion.project[0] = torch.nan
     assert network(projector(torch.rand(1, 1, 16, 16))).isnan().all()
-
-
-def test_state_dict_holds_weights_only(projector: FanBeamProjector) -> None:
-    """No system matrix in checkpoints."""
-    network = small(projector)
-    assert set(network.state_dict()) == {name for name, _ in network.named_parameters()}
 
 
 @pytest.mark.parametrize(

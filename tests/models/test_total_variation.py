@@ -44,35 +44,26 @@ def objective(network: TotalVariation, x: Tensor, y: Tensor) -> Tensor:
     return 0.5 * misfit.flatten(1).square().sum(1) + network.weight * variation
 
 
-def test_the_objective_comes_near_its_minimum(scan: FanBeamProjector, blocks: Tensor) -> None:
-    """The minimum by many more iterations, and no other point is lower."""
-    y = scan(blocks)
-    with torch.no_grad():
-        iterates = TotalVariation(scan).iterates(y)
-        network = TotalVariation(scan, n_iterations=3000, gap=0)
-        best = network(y)
-    lowest, start, end = (objective(network, x, y) for x in (best, iterates[0], iterates[-1]))
-    assert (start > 5 * lowest).all()
-    assert (end < 1.01 * lowest).all()
+@pytest.mark.parametrize("weight", [9e-5, pytest.param(1e-2, marks=pytest.mark.long)])
+@torch.no_grad()
+def test_the_gap_is_a_bound_on_the_distance_to_the_minimum(
+    scan: FanBeamProjector, blocks: Tensor, weight: float
+) -> None:
+    """The minimum by many more iterations; no other point is lower."""
+    y = scan(blocks) + 0.2 * torch.randn(2, 1, 12, 48, generator=torch.Generator().manual_seed(0))
+    network = TotalVariation(scan, 800, weight, gap=0)
+    best = network(y)
+    lowest = objective(network, best, y)
+    assert (objective(network, scan.fbp(y).clamp_min(0), y) > 1.2 * lowest).all()
+    for gap in (0.3, 0.03):
+        *_, state = TotalVariation(scan, weight=weight, gap=gap).states(y)
+        assert (state.gap <= gap).all()
+        value = objective(network, state.x, y)
+        assert (value - lowest <= state.gap * value).all()
+    assert (value < 1.01 * lowest).all()
     for _ in range(5):
         elsewhere = (best + 1e-2 * torch.randn_like(best)).clamp_min(0)
         assert (objective(network, elsewhere, y) > lowest).all()
-
-
-@pytest.mark.parametrize("gap", [0.3, 0.03])
-@pytest.mark.parametrize("weight", [1e-4, pytest.param(1e-2, marks=pytest.mark.long)])
-def test_the_gap_is_a_bound_on_the_distance_to_the_minimum(
-    scan: FanBeamProjector, blocks: Tensor, weight: float, gap: float
-) -> None:
-    y = scan(blocks) + 0.2 * torch.randn(2, 1, 12, 48, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        network = TotalVariation(scan, weight=weight, gap=gap)
-        *_, state = network.states(y)
-        lowest = objective(network, TotalVariation(scan, 3000, weight, gap=0)(y), y)
-    assert (state.gap <= gap).all()
-    value = objective(network, state.x, y)
-    assert (value - lowest <= state.gap * value).all()
-    assert not torch.equal(state.x, TotalVariation(scan, weight=weight, gap=gap / 10)(y))
 
 
 def test_an_image_is_done_at_its_own_gap_whatever_else_is_in_the_batch(scan: FanBeamProjector, blocks: Tensor) -> None:
@@ -118,7 +109,7 @@ def test_the_weight_does_not_depend_on_the_scale_of_the_scan(blocks: Tensor) -> 
 
 def test_a_large_weight_makes_it_flat(scan: FanBeamProjector, blocks: Tensor) -> None:
     y = scan(blocks)
-    flat, sharp = (TotalVariation(scan, weight=weight)(y) for weight in (1e-1, 1e-4))
+    flat, sharp = (TotalVariation(scan, 200, weight=weight)(y) for weight in (1e-1, 1e-4))
     assert gradient(flat).norm() < 0.5 * gradient(sharp).norm()
 
 

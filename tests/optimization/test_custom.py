@@ -7,11 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from qnmixer.engine.build import build_module
+from qnmixer.engine.build import build_loss, build_module, build_optimizer, learning_rate_factor
 from qnmixer.engine.config import Config
-from qnmixer.engine.optimization.losses import build_loss
-from qnmixer.engine.optimization.optimizers import build_optimizer
-from qnmixer.engine.optimization.schedules import learning_rate_factor
 from qnmixer.engine.reconstructor import build_noise
 from qnmixer.errors import PluginError
 from qnmixer.module import ReconstructionModule

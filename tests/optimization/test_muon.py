@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from qnmixer.engine.build import build_module
+from qnmixer.engine.build import build_module, build_optimizer
 from qnmixer.engine.config import Config
 from qnmixer.engine.memory.tracker import make_state, optimizer_bytes, without_data
-from qnmixer.engine.optimization.optimizers import build_optimizer
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.errors import ConfigError
 from qnmixer.models.unrolled import UnrolledNetwork

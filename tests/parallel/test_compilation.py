@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from qnmixer.engine.config.memory import MemoryConfig
+from qnmixer.engine.config.sections import MemoryConfig
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.parallel.compilation import check_compiler, compile_blocks
 from qnmixer.errors import ConfigError

@@ -1,96 +1,33 @@
-from itertools import product
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining.schedules import _get_1f1b_rank_ops
 
 from qnmixer.engine.build import build_module
 from qnmixer.engine.config import parse
 from qnmixer.engine.config.compose import compose
+from qnmixer.engine.parallel.pipeline import sum_gradients
 from qnmixer.engine.parallel.stages import (
-    Action,
     Logged,
     Packing,
     Stage,
-    actions,
-    cut_by_cost,
     cut_evenly,
-    idle_share,
+    layouts,
     loss_of_part,
     ranges,
-    survey,
 )
 from qnmixer.errors import ConfigError
 from qnmixer.models.qn_mixer import QNMixer, QNState
 from qnmixer.module import ReconstructionModule
 
 
-def everything(schedule: str, devices: int, n: int, per_device: int = 1) -> list[list[Action]]:
-    return [actions(schedule, device, devices, n, per_device) for device in range(devices)]
-
-
-@pytest.mark.parametrize(
-    ("schedule", "n", "per_device"),
-    [
-        ("1f1b", 4, 1),
-        ("1f1b", 9, 1),
-        ("gpipe", 6, 1),
-        ("sequential", 3, 1),
-        ("interleaved", 8, 2),
-        ("interleaved", 3, 3),
-    ],
-)
-def test_a_schedule_does_everything_once_and_comes_to_an_end(schedule: str, n: int, per_device: int) -> None:
-    done = [action for device in everything(schedule, 4, n, per_device) for action in device]
-    assert sorted(done) == sorted(Action(kind, s, k) for kind, s, k in product("FB", range(4 * per_device), range(n)))
-    assert 0 < idle_share(schedule, 4, n, [1.0] * 4 * per_device, per_device) < 1
-
-
-@pytest.mark.parametrize(("devices", "n", "per_device"), [(4, 8, 2), (2, 6, 3), (4, 3, 2), (4, 4, 4)])
-def test_interleaved_is_torchs(devices: int, n: int, per_device: int) -> None:
-    """Torch's own order, from the functions that its schedule is made of (the schedule itself needs processes)."""
-    kinds = {"FORWARD": "F", "FULL_BACKWARD": "B"}
-    in_round = n // max(1, n // devices)
-    for device in range(devices):
-        total = per_device * n
-        warm_up = min(total, (per_device - 1) * in_round + 2 * (devices - 1 - device))  # torch's; a function since 2.11
-        expected = _get_1f1b_rank_ops(
-            per_device, devices, warm_up, total - warm_up, warm_up, device,
-            lambda step, r=device: step // in_round % per_device * devices + r,
-            lambda step, r=device, w=warm_up: (per_device - 1 - (step - w) // in_round % per_device) * devices + r,
-        )  # fmt: skip
-        order = [Action(kinds[a.computation_type.name], a.stage_index, a.microbatch_index) for a in expected if a]
-        assert actions("interleaved", device, devices, n, per_device) == order
-
-
-def test_1f1b_holds_as_many_microbatches_as_devices_are_left() -> None:
-    for device, order in enumerate(everything("1f1b", 4, 8)):
-        held = [0]
-        for action in order:
-            held.append(held[-1] + (1 if action.kind == "F" else -1))
-        assert max(held) == 4 - device
-
-
-@pytest.mark.parametrize("n", [4, 8, 16])
-def test_the_bubble_of_equal_stages_is_the_textbooks(n: int) -> None:
-    for schedule in ("1f1b", "gpipe"):
-        assert idle_share(schedule, 4, n, [1.0] * 4) == pytest.approx(3 / (n + 3))
-    assert idle_share("sequential", 4, n, [1.0] * 4) == pytest.approx(3 / 4)
-    assert idle_share("interleaved", 4, n, [0.5] * 8, per_device=2) == pytest.approx(1.5 / (n + 1.5))
-
-
 def test_cuts() -> None:
     assert cut_evenly(14, 4) == [4, 4, 3, 3]
     assert ranges([4, 4, 3, 3]) == [range(0, 4), range(4, 8), range(8, 11), range(11, 14)]
-    assert cut_by_cost([1] * 16, 4) == [4, 4, 4, 4]
-    assert cut_by_cost([3, 1, 1, 1, 1, 1, 1, 3], 4) == [1, 3, 3, 1]
-    costs = [2.0, 1, 4, 1, 1, 3, 2, 2, 1]
-    every = [c for c in product(range(1, 8), repeat=3) if sum(c) == len(costs)]
-    worst = [max(sum(costs[t] for t in part) for part in ranges(cut)) for cut in every]
-    found = cut_by_cost(costs, 3)
-    assert max(sum(costs[t] for t in part) for part in ranges(found)) == min(worst)
 
 
 def module_of(*overrides: str) -> ReconstructionModule:
@@ -126,10 +63,8 @@ def test_a_state_comes_out_of_its_packing_as_it_went_in(overrides: tuple[str, ..
 def test_stages_one_after_the_other_are_the_network() -> None:
     module = module_of()
     network, y = module.network, torch.rand(2, 1, 8, 24)
-    packings, costs = survey(network, y, torch.enable_grad, timed=True)
+    packings = layouts(network, y, torch.enable_grad)
     assert len(packings) == 6
-    assert len(costs) == 5
-    assert min(costs) > 0
     assert all(p.grad is None for p in network.parameters())
     packed: tuple[torch.Tensor, ...] = ()
     for iterations in ranges([1, 2, 2]):
@@ -185,3 +120,25 @@ def test_metric_objects_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.rand(1, 1, 16, 16)
     with pytest.raises(ConfigError, match="training_step logs one as a metric object: log a number"):
         loss_of_part(module, {"image": x, "sinogram": torch.rand(1, 1, 8, 24)}, 0, x, 0, Logged())
+
+
+@pytest.fixture
+def group_of_one(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_frozen_weights_stay_as_they_are() -> None:
+    """A gradient of 0 would let the optimizer's weight decay shrink them."""
+    here, elsewhere, frozen = (torch.nn.Parameter(torch.ones(2, 3)) for _ in range(3))
+    frozen.requires_grad_(False)
+    here.grad = torch.full((2, 3), 4.0)
+    optimizer = torch.optim.AdamW([frozen, here, elsewhere], lr=0.1, weight_decay=0.5)
+    sum_gradients(optimizer.param_groups[0]["params"], divisor=2)
+    assert torch.equal(here.grad, torch.full((2, 3), 2.0))
+    assert elsewhere.grad is not None
+    assert not elsewhere.grad.any()  # its iteration is on another device
+    optimizer.step()
+    assert torch.equal(frozen, torch.ones(2, 3))

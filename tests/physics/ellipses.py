@@ -1,5 +1,7 @@
 """A body with two organs, as pixels and as exact line integrals, and what else the tests of a scan compare with."""
 
+from functools import cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,17 +16,22 @@ ELLIPSES = [
 ]
 
 
-def ellipse_image(geometry: FanBeamGeometry, supersampling: int = 8) -> Tensor:
+def ellipse_image(geometry: FanBeamGeometry) -> Tensor:
     """Pixel means [1, 1, H, W] of the ellipses."""
-    n = geometry.image_size * supersampling
-    axis = (np.arange(n) - (n - 1) / 2) * geometry.pixel_size / supersampling
+    return _ellipse_image(geometry.image_size, geometry.pixel_size)
+
+
+@cache
+def _ellipse_image(size: int, pixel_size: float, supersampling: int = 8) -> Tensor:
+    n = size * supersampling
+    axis = (np.arange(n) - (n - 1) / 2) * pixel_size / supersampling
     x, y = axis[None, :], -axis[:, None]
     image = np.zeros((n, n))
     for value, x0, y0, a, b, turn in ELLIPSES:
         p = (x - x0) * np.cos(turn) + (y - y0) * np.sin(turn)
         q = -(x - x0) * np.sin(turn) + (y - y0) * np.cos(turn)
         image += value * ((p / a) ** 2 + (q / b) ** 2 <= 1)
-    blocks = image.reshape(geometry.image_size, supersampling, geometry.image_size, supersampling)
+    blocks = image.reshape(size, supersampling, size, supersampling)
     return torch.from_numpy(blocks.mean(axis=(1, 3))).float()[None, None]
 
 

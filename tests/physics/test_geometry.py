@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,27 +21,10 @@ def test_paper_geometry_is_the_fingerprinted_one() -> None:
     assert np.diff(PAPER.angles()) == pytest.approx(np.full(31, math.pi / 16))
 
 
-def test_resolution_changes_pixels_only() -> None:
-    assert FanBeamGeometry.paper(32, image_size=64) == replace(PAPER, image_size=64, pixel_size=6.25)
-
-
 def test_every_view_of_the_paper_sees_the_whole_image() -> None:
     assert PAPER.image_radius == pytest.approx(200 * math.sqrt(2))
     half_width = PAPER.n_detectors * PAPER.detector_pitch / 2
     assert PAPER.source_to_axis * math.sin(math.atan(half_width / PAPER.source_to_detector)) > PAPER.image_radius
-
-
-def test_geometry_is_frozen() -> None:
-    with pytest.raises(FrozenInstanceError):
-        PAPER.n_views = 3  # type: ignore[misc]  # what the test is about
-
-
-@pytest.mark.parametrize(
-    ("views", "span", "symmetric"),
-    [(32, 2 * math.pi, True), (32, -2 * math.pi, True), (30, 2 * math.pi, False), (32, math.pi, False)],
-)
-def test_quarter_turn_symmetry(views: int, span: float, symmetric: bool) -> None:
-    assert replace(PAPER, n_views=views, angle_span=span).has_quarter_turn_symmetry is symmetric
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -62,7 +45,7 @@ def test_a_turn_that_is_typed_with_six_decimals_is_the_exact_one(
         its = replace(whole, angle_span=sign * span)
         assert its == whole
         assert its.has_quarter_turn_symmetry
-    for other in (exact - 1e-5, 1.0):
+    for other in (exact - 1e-5, 1.0, *([3.14159265] if beam == "fan_flat" else [])):
         assert replace(whole, angle_span=sign * other).angle_span == sign * other
 
 
@@ -71,15 +54,6 @@ def test_the_turn_in_the_message_is_accepted() -> None:
         replace(PAPER, angle_span=6.284)
     (number,) = re.findall(r"full turn \(([\d.]+)\)", str(caught.value))
     assert replace(PAPER, angle_span=float(number)).is_full_turn
-
-
-def test_a_fan_over_half_a_turn_stays_as_it_is() -> None:
-    assert replace(PAPER, angle_span=3.14159265).angle_span == 3.14159265
-
-
-@pytest.mark.parametrize("distance", [0.0, -100.0])
-def test_virtual_detectors_are_allowed(distance: float) -> None:
-    assert replace(PAPER, axis_to_detector=distance).source_to_detector == 600 + distance
 
 
 @pytest.mark.parametrize(
@@ -134,7 +108,8 @@ def test_fan_angles_are_equal_on_an_arc_and_slopes_on_a_line() -> None:
 @pytest.mark.parametrize(
     ("beam", "views", "span", "offset", "distinct"),
     [
-        ("fan_curved", 32, 2 * math.pi, 0.25, (8, 512)),
+        ("fan_flat", 30, 2 * math.pi, 0.0, (30, 512)),
+        ("fan_curved", 32, -2 * math.pi, 0.25, (8, 512)),
         ("fan_curved", 32, math.pi, 0.0, (32, 512)),
         ("parallel", 32, 2 * math.pi, 0.25, (8, 512)),
         ("parallel", 30, -math.pi, 0.0, (15, 256)),

@@ -1,11 +1,8 @@
 """A, Aᵀ and FBP against analytic integrals, hand-computed positions, ASTRA's sinograms and each other."""
 
-import copy
 import math
-import pickle
-import re
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qnmixer.errors import GeometryError
 from qnmixer.physics import FBP_WINDOWS, FanBeamGeometry, FanBeamProjector
-from qnmixer.physics.projector import _require_memory
 from qnmixer.physics.sparse import _csr_product, _reproducible_product
 
 from .ellipses import ellipse_image, ellipse_integrals, random_pair, relative_error
@@ -64,8 +60,8 @@ GEOMETRIES = {
     ),
     # Measured scan of the Helsinki tomography challenge 2022 (its .mat file): 61 views over 30°, both ends included.
     "measured": FanBeamGeometry(
-        image_size=128,
-        pixel_size=0.1483223 * 4,
+        image_size=64,
+        pixel_size=0.1483223 * 8,
         n_views=61,
         n_detectors=560,
         detector_pitch=0.2,
@@ -82,25 +78,18 @@ def projector(name: str) -> FanBeamProjector:
 
 
 @pytest.mark.parametrize("name", GEOMETRIES)
-def test_adjoint_is_the_transpose(name: str) -> None:
+def test_adjoint_is_the_transpose_and_backward_takes_it(name: str) -> None:
+    """⟨M x, y⟩ = ⟨x, Mᵀ y⟩ for A, and for the gradient of each map: that of FBP uses its other matrix."""
     operator = projector(name)
     x, y = random_pair(operator.geometry)
-    left = (operator(x).double() * y.double()).sum()
-    right = (x.double() * operator.adjoint(y).double()).sum()
-    assert left > 0
-    assert abs(left - right) <= 1e-5 * abs(left)
-
-
-@pytest.mark.parametrize("name", GEOMETRIES)
-def test_backward_of_fbp_is_its_transpose(name: str) -> None:
-    operator = projector(name)
-    x, y = random_pair(operator.geometry)
-    y.requires_grad_()
-    image = operator.fbp(y)
-    (gradient,) = torch.autograd.grad(image, y, x)
-    left, right = (image.double() * x.double()).sum(), (y.double() * gradient.double()).sum()
-    scale = image.detach().double().norm() * x.double().norm()
-    assert abs(left - right) <= 1e-5 * scale
+    assert operator(x).sum() > 0
+    for apply, a, b in ((operator, x, y), (operator.fbp, y, x), (operator.filtered_adjoint, y, x)):
+        image = apply(a.requires_grad_())
+        (gradient,) = torch.autograd.grad(image, a, b)
+        left, right = (image.double() * b.double()).sum(), (a.double() * gradient.double()).sum()
+        assert abs(left - right) <= 1e-5 * image.detach().double().norm() * b.double().norm()
+        if apply is operator:
+            assert torch.equal(gradient, operator.adjoint(b))
 
 
 @pytest.mark.parametrize(
@@ -116,32 +105,17 @@ def test_quarter_turn_path_equals_full_matrices(name: str, times: int, monkeypat
     monkeypatch.setattr(FanBeamGeometry, "has_quarter_turn_symmetry", False)
     full = FanBeamProjector(operator.geometry)
     assert full._rays.values.numel() > 0.95 * times * operator._rays.values.numel()
-    x, y = random_pair(operator.geometry, batch=3)
-    assert relative_error(operator(x), full(x)) < 3e-7
-    assert relative_error(operator.adjoint(y), full.adjoint(y)) < 3e-7
-    assert relative_error(operator.fbp(y), full.fbp(y)) < 3e-7
-
-
-def test_a_batch_is_its_samples() -> None:
-    for name in ("paper", "partial_turn"):
-        operator = projector(name)
-        x, y = random_pair(operator.geometry, batch=3)
-        for apply, z in ((operator, x), (operator.adjoint, y), (operator.fbp, y)):
-            alone = torch.cat([apply(z[i : i + 1]) for i in range(3)])
-            assert relative_error(apply(z), alone) < 1e-6
-
-
-@pytest.mark.parametrize("views", [32, 30])
-def test_projections_match_analytic_ellipses(views: int) -> None:
-    geometry = FanBeamGeometry.paper(views)
-    found = FanBeamProjector(geometry)(ellipse_image(geometry))
-    assert relative_error(found, ellipse_integrals(geometry)) < 4e-3
+    x, y = random_pair(operator.geometry, batch=9)  # more than one product takes of quarters
+    for apply, of_all, z in ((operator, full, x), (operator.adjoint, full.adjoint, y), (operator.fbp, full.fbp, y)):
+        assert relative_error(apply(z), of_all(z)) < 3e-7
+        assert relative_error(apply(z[-1:]), of_all(z[-1:])) < 3e-7  # a sample alone has a path of its own
+        assert relative_error(of_all(z[-1:]), of_all(z)[-1:]) < 1e-6
 
 
 def test_error_against_analytic_ellipses_is_that_of_the_pixels() -> None:
     """It falls in proportion to the pixel size; a projector's own error would stay."""
     errors = []
-    for size in (64, 128, 256):
+    for size in (32, 64, 128):
         geometry = FanBeamGeometry.paper(16, image_size=size)
         errors.append(relative_error(FanBeamProjector(geometry)(ellipse_image(geometry)), ellipse_integrals(geometry)))
     assert all(finer < 0.6 * coarser for coarser, finer in pairwise(errors))
@@ -170,16 +144,6 @@ def test_orientation_of_a_point_at_the_upper_right(view: int, u: float) -> None:
     assert float((row * torch.from_numpy(geometry.bin_positions())).sum() / row.sum()) == pytest.approx(u, rel=0.02)
 
 
-def test_views_run_in_the_order_of_their_angles() -> None:
-    """The quarters of a full turn, and single views of a partial one, are the same scan."""
-    full = replace(GEOMETRIES["paper"], n_views=8, first_angle=0.2)
-    x, _ = random_pair(full, batch=1)
-    whole = FanBeamProjector(full)(x)
-    for view in range(8):
-        one = replace(full, n_views=1, first_angle=float(full.angles()[view]), angle_span=0.5)
-        assert relative_error(FanBeamProjector(one)(x)[:, :, 0], whole[:, :, view]) < 1e-6
-
-
 @pytest.mark.parametrize("views", [30, 60])
 def test_agrees_with_astra_sinograms(real_ct: Path, views: int) -> None:
     image = torch.from_numpy(np.load(real_ct / "astra_pair" / "012_100_gt.npy")).float()
@@ -188,53 +152,10 @@ def test_agrees_with_astra_sinograms(real_ct: Path, views: int) -> None:
     assert relative_error(FanBeamProjector(geometry)(image[None, None])[0, 0], expected) <= 5e-3
 
 
-@pytest.mark.parametrize(
-    "fbp_filter", [pytest.param(it, marks=[pytest.mark.long] * (it != "ramp")) for it in FBP_WINDOWS]
-)
-def test_fbp_has_unit_gain(fbp_filter: str) -> None:
-    geometry = FanBeamGeometry.paper(512, image_size=256 if fbp_filter == "ramp" else 128)
-    x = ellipse_image(geometry)
-    operator = FanBeamProjector(geometry, fbp_filter)
-    found = operator.fbp(operator(x))
-    assert float(found.mean() / x.mean()) == pytest.approx(1, abs=1e-3)
-    rows, columns = ((int(edge * geometry.image_size) for edge in pair) for pair in ((0.38, 0.47), (0.4, 0.49)))
-    inside = (slice(None), slice(None), slice(*rows), slice(*columns))
-    assert float(x[inside].std()) == 0
-    assert float(found[inside].mean() / x[inside].mean()) == pytest.approx(1, abs=2e-3)
-
-
-def test_fbp_puts_a_point_back_where_it_was() -> None:
-    operator = projector("paper")
-    x = torch.zeros(1, 1, 64, 64)
-    x[0, 0, 10, 40] = 1
-    assert int(operator.fbp(operator(x)).argmax()) == 10 * 64 + 40
-
-
 def test_softer_filters_give_less_noise() -> None:
-    _, y = random_pair(GEOMETRIES["paper"])
-    spread = [FanBeamProjector(GEOMETRIES["paper"], name).fbp(y).std() for name in FBP_WINDOWS]
+    _, y = random_pair(TINY, batch=50)
+    spread = [FanBeamProjector(TINY, name).fbp(y).std() for name in FBP_WINDOWS]
     assert all(softer < sharper for sharper, softer in pairwise(spread))
-
-
-@pytest.mark.parametrize(
-    ("degrees", "first"),
-    [
-        (235.0, 0.0),
-        (-240.0, 1.0),
-        pytest.param(300.0, -2.0, marks=pytest.mark.long),
-        pytest.param(355.0, 0.3, marks=pytest.mark.long),
-    ],
-)
-def test_short_scans_keep_the_gain(degrees: float, first: float) -> None:
-    """180° plus the fan (twice 28.3° here, a little less over the ellipses) and more, either way round."""
-    geometry = replace(FanBeamGeometry.paper(180, image_size=128), first_angle=first, angle_span=math.radians(degrees))
-    x = ellipse_image(geometry)
-    operator = FanBeamProjector(geometry)
-    found = operator.fbp(operator(x))
-    assert float(found.mean() / x.mean()) == pytest.approx(1, abs=0.005)
-    inside = (slice(None), slice(None), slice(49, 60), slice(50, 63))
-    assert float(found[inside].mean() / x[inside].mean()) == pytest.approx(1, abs=0.01)
-    assert relative_error(found, x) < 0.08
 
 
 def test_truncated_and_limited_scans_stay_finite() -> None:
@@ -256,7 +177,7 @@ def test_truncated_and_limited_scans_stay_finite() -> None:
     ],
     ids=["quarters", "full", "curved", "parallel"],
 )
-@pytest.mark.parametrize("method", ["forward", "adjoint", "fbp"])
+@pytest.mark.parametrize("method", ["forward", "fbp", "filtered_adjoint"])
 def test_gradients_to_second_order(geometry: FanBeamGeometry, method: str) -> None:
     operator = FanBeamProjector(geometry).double()
     x, y = random_pair(geometry, batch=1)
@@ -300,19 +221,8 @@ def test_dtype_conversions_keep_the_matrices_exact(convert: str) -> None:
     assert torch.equal(returned(x), expected[0])
 
 
-def test_copies_and_pickles_work_and_nothing_is_saved() -> None:
-    operator = FanBeamProjector(TINY)
-    x, _ = random_pair(TINY)
-    assert operator.state_dict() == {}
-    assert not list(operator.parameters())
-    for twin in (copy.deepcopy(operator), pickle.loads(pickle.dumps(operator))):
-        assert torch.equal(twin(x), operator(x))
-        assert twin.geometry == TINY
-
-
-@pytest.mark.parametrize("name", ["paper", "odd_image", "odd_everything"])
-def test_matrices_are_valid_csr_with_32_bit_indices(name: str) -> None:
-    for matrix in (projector(name)._rays, projector(name)._backprojection):
+def test_matrices_are_valid_csr_with_32_bit_indices() -> None:
+    for matrix in (projector("odd_image")._rays, projector("odd_everything")._backprojection):
         for starts, indices, values in (
             (matrix.starts, matrix.pixels, matrix.values),
             (matrix.starts_t, matrix.rays, matrix.values_t),
@@ -360,6 +270,7 @@ def test_wrong_shapes_get_one_line() -> None:
         (operator, x[0], "image", "[batch, 1, 64, 64]"),
         (operator.adjoint, x, "sinogram", "[batch, 1, 32, 512]"),
         (operator.fbp, y.transpose(2, 3), "sinogram", "[batch, 1, 32, 512]"),
+        (partial(operator.filtered_residual, x), y[:, :, :1], "sinogram", "[batch, 1, 32, 512]"),
     ):
         with pytest.raises(GeometryError) as caught:
             apply(z)
@@ -389,20 +300,9 @@ def test_filtered_adjoint_makes_a_symmetric_positive_map(fbp_filter: str) -> Non
     assert operator.safe_step_size() == pytest.approx(1 / float(eigenvalues[-1]), rel=1e-2)
 
 
-def test_filtered_residual_is_the_same_at_less_cost() -> None:
-    """Image, gradients and second derivatives."""
-    operator = FanBeamProjector(TINY).double()
-    x = torch.rand(2, 1, 6, 6, dtype=torch.float64, requires_grad=True)
-    y = torch.rand(2, 1, TINY.n_views, TINY.n_detectors, dtype=torch.float64, requires_grad=True)
-    torch.testing.assert_close(operator.filtered_residual(x, y), operator.filtered_adjoint(operator(x) - y))
-    assert torch.autograd.gradcheck(operator.filtered_residual, (x, y))
-    assert torch.autograd.gradgradcheck(operator.filtered_residual, (x, y))
-
-
-@pytest.mark.parametrize("views", [32, 64, 128])
-def test_filtered_adjoint_has_the_gain_of_fbp(views: int) -> None:
+def test_filtered_adjoint_has_the_gain_of_fbp() -> None:
     """On a smooth disc, away from its rim."""
-    operator = FanBeamProjector(FanBeamGeometry.paper(views, image_size=128))
+    operator = FanBeamProjector(FanBeamGeometry.paper(32, image_size=128))
     axis = torch.linspace(-1, 1, 128)
     x = torch.sigmoid(40 * (0.6 - torch.hypot(axis[:, None], axis)))[None, None]
     inner = torch.hypot(axis[:, None], axis) < 0.4
@@ -414,16 +314,3 @@ def test_a_scan_that_no_memory_holds_is_refused_before_it_is_built() -> None:
     geometry = replace(FanBeamGeometry.paper(8191, image_size=8192), n_detectors=8192)
     with pytest.raises(GeometryError, match=r"n_views=8191 and n_detectors=8192 need \d+ GiB"):
         FanBeamProjector(geometry)
-
-
-@pytest.mark.parametrize("span", [2 * math.pi, math.pi, 4.0])
-def test_what_is_said_to_fit_does_fit(span: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    geometry = replace(FanBeamGeometry.paper(510), beam="parallel", angle_span=span)
-    monkeypatch.setattr("qnmixer.physics.projector._memory", lambda: 2**27)
-    with pytest.raises(GeometryError, match=r"what fits is n_views up to \d+, or image_size=\d+$") as caught:
-        FanBeamProjector(geometry)
-    views, size = (int(number) for number in re.findall(r"\d+", str(caught.value))[-2:])
-    _require_memory(replace(geometry, n_views=views))
-    _require_memory(replace(geometry, image_size=size, pixel_size=400 / size))
-    with pytest.raises(GeometryError):
-        _require_memory(replace(geometry, n_views=views + 4))

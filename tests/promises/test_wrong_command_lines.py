@@ -88,7 +88,7 @@ TRAIN = {
     "+callbacks.mine.every=5": "callbacks.mine names no class: give +callbacks.mine._target_=my_file.MyClass",
     "+callbacks.mine._target_=nowhere.Mine": "callbacks.mine._target_=nowhere.Mine, but there is no module nowhere",
     # types, bounds, choices
-    "seed=abc": "seed: Value 'abc' of type 'str' could not be converted to Integer",
+    "seed=abc": "seed=abc is not a whole number: give one",
     "data.image_size=32.5": "data.image_size",
     "data.augment=perhaps": "data.augment",
     "model.shared_regularizer=[true]": "model.shared_regularizer",

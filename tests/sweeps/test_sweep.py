@@ -14,7 +14,7 @@ from qnmixer.engine.sweeps.report import rows_of, write_report
 from qnmixer.engine.sweeps.sweep import place_jobs, sweep
 from qnmixer.engine.tracking.results import amend
 from qnmixer.engine.tracking.sweep_file import name_of_job, read_sweep, sweep_of
-from qnmixer.errors import ConfigError, DataError, SweepFailed
+from qnmixer.errors import ConfigError, DataError, SweepFailed, UserError
 
 # rich would take the brackets for its markup
 FAULT = "rank 1: [/gloo/pair.cc:544] no, | [rank0]"
@@ -99,10 +99,15 @@ with sweep({overrides}, compose_sweep("train", {overrides})):
     first = subprocess.Popen([sys.executable, "-c", begin], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert first.stdout is not None
     assert [first.stdout.readline(), first.stdout.readline()] == [f"sweep in {tmp_path}\n", "begun\n"]
-    second = subprocess.run([sys.executable, "-c", begin], capture_output=True, text=True, timeout=60)
-    first.communicate("\n")
-    (line,) = (line for line in second.stderr.splitlines() if f"process {first.pid} " in line)
-    assert str(tmp_path) in line
+    try:
+        with (
+            pytest.raises(UserError, match=f"process {first.pid} ") as second,
+            sweep(overrides, compose_sweep("train", overrides)),
+        ):
+            pass
+        assert str(tmp_path) in str(second.value)
+    finally:
+        first.communicate("\n")
 
 
 def begun(folder: Path, *overrides: str) -> None:

@@ -3,7 +3,6 @@
 import multiprocessing
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,47 +13,37 @@ def steps(folder: Path) -> list[int]:
     return [int(row["step"]) for row in read_metrics(folder / "metrics.csv")]
 
 
-def logged(folder: Path, *numbers: int, resumed_at: int | None = None) -> MetricsFile:
+def logged(folder: Path, *numbers: int, resumed_at: int | None = None) -> None:
     file = MetricsFile(folder, resumed_at)
     for step in numbers:
         file.log_metrics({"train/loss": 1 / step}, step)
-    return file
 
 
 def test_a_row_is_on_the_disk_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    """Columns are added as they come, and rows keep theirs."""
     file = MetricsFile(tmp_path)
     assert not list(tmp_path.iterdir())
     for step in (1, 2):
         file.log_metrics({"train/loss": 0.5, "samples": 8.0}, step)
         assert steps(tmp_path) == list(range(1, step + 1))
-    assert (tmp_path / "metrics.csv").read_text() == "step,samples,train/loss\n1,8.0,0.5\n2,8.0,0.5\n"
-
-
-def test_columns_are_added_as_they_come_and_rows_keep_theirs(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path)
-    file.log_metrics({"a": 1.0}, 1)
-    file.log_metrics({"b": 2.0}, 2)
-    file.log_metrics({"a": 3.0}, 3)
-    rows: list[dict[str, Any]] = read_metrics(tmp_path / "metrics.csv")
-    assert rows == [
-        {"step": "1", "a": "1.0", "b": ""}, {"step": "2", "a": "", "b": "2.0"}, {"step": "3", "a": "3.0", "b": ""}
-    ]  # fmt: skip
+    file.log_metrics({"val/psnr": 30.0}, 2)
+    text = "step,samples,train/loss,val/psnr\n1,8.0,0.5,\n2,8.0,0.5,\n2,,,30.0\n"
+    assert (tmp_path / "metrics.csv").read_text() == text
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
 
 
 def test_a_resumed_run_keeps_the_rows_up_to_its_checkpoint(tmp_path: Path) -> None:
     logged(tmp_path, 1, 2, 3, 4, 5)
     going_on = MetricsFile(tmp_path, resumed_at=3)
+    assert going_on.experiment is going_on  # Lightning asks for it, and its own would delete the file
     assert going_on.last_step() == 5
     going_on.log_metrics({"train/loss": 0.0, "new": 1.0}, 4)
     rows = read_metrics(tmp_path / "metrics.csv")
-    assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
-    assert [row["train/loss"] for row in rows] == [str(1 / step) for step in (1, 2, 3)] + ["0.0"]
-
-
-def test_a_run_from_its_beginning_replaces_the_file(tmp_path: Path) -> None:
-    logged(tmp_path, 1, 2, 3)
-    logged(tmp_path, 1)
+    assert [(row["step"], row["train/loss"]) for row in rows] == [
+        *((str(n), str(1 / n)) for n in (1, 2, 3)),
+        ("4", "0.0"),
+    ]
+    logged(tmp_path, 1)  # from its beginning
     assert steps(tmp_path) == [1]
 
 
@@ -65,10 +54,7 @@ def test_a_torn_last_line_is_dropped(tmp_path: Path, torn: str) -> None:
     path.write_text(path.read_text().rstrip("\n") + "\n" + torn)
     logged(tmp_path, 9, resumed_at=8)
     assert steps(tmp_path) == [1, 2, 3, 9]
-
-
-def test_a_torn_header_is_no_file(tmp_path: Path) -> None:
-    (tmp_path / "metrics.csv").write_text("step,train")
+    path.write_text("step,train")  # a torn header is no file
     logged(tmp_path, 1, resumed_at=0)
     assert steps(tmp_path) == [1]
 

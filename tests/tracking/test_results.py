@@ -1,7 +1,8 @@
 import json
 import os
+import resource
+import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,22 @@ def read(folder: Path) -> dict[str, Any]:
 def test_done(tmp_path: Path) -> None:
     with results(tmp_path / "new", ["seed=1"]) as record:
         running = read(tmp_path / "new")
-        record["best"] = {"val/psnr": 30.5}
+        record |= {"best": {"val/psnr": 30.5}, "picture": tmp_path / "a.png"}
     assert running["status"] == "running"
     ended = read(tmp_path / "new")
-    assert ended["status"] == "done"
-    assert ended["overrides"] == ["seed=1"]
-    assert ended["best"] == {"val/psnr": 30.5}
+    assert (ended["status"], ended["overrides"], ended["best"]) == ("done", ["seed=1"], {"val/psnr": 30.5})
+    assert ended["picture"] == str(tmp_path / "a.png")
     assert ended["seconds"] >= 0
     assert set(ended["versions"]) == {"python", *PACKAGES}
     assert ended["started"][:2] == "20"
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["results.json"]
 
 
-@pytest.mark.parametrize("error", [ValueError("bad\nlines"), SystemExit(3), MemoryError()])
-def test_failed_keeps_what_was_known_and_passes_the_error_on(tmp_path: Path, error: BaseException) -> None:
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(ValueError("bad\nlines"), "failed"), (SystemExit(3), "failed"), (KeyboardInterrupt(), "interrupted")],
+)
+def test_an_error_keeps_what_was_known_and_passes_on(tmp_path: Path, error: BaseException, status: str) -> None:
     def run() -> None:
         with results(tmp_path, []) as record:
             record["best"] = 3
@@ -40,40 +44,31 @@ def test_failed_keeps_what_was_known_and_passes_the_error_on(tmp_path: Path, err
     with pytest.raises(type(error)):
         run()
     ended = read(tmp_path)
-    assert (ended["status"], ended["best"]) == ("failed", 3)
-    assert ended["error"] == f"{type(error).__name__}: {error}"
-
-
-def test_interrupted(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), results(tmp_path, []):
-        raise KeyboardInterrupt
-    assert read(tmp_path)["status"] == "interrupted"
-    assert "error" not in read(tmp_path)
-
-
-def test_paths_become_text_and_nothing_else_lies_beside(tmp_path: Path) -> None:
-    with results(tmp_path, []) as record:
-        record["picture"] = tmp_path / "a.png"
-    assert read(tmp_path)["picture"] == str(tmp_path / "a.png")
-    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+    assert (ended["status"], ended["best"]) == (status, 3)
+    assert ended.get("error") == (f"{type(error).__name__}: {error}" if status == "failed" else None)
 
 
 def test_full_disk_leaves_the_record_that_was_there(tmp_path: Path) -> None:
     """The last writing meets a file-size limit: the file says running, as before, and is whole."""
-    code = f"""
-import resource, signal
-from pathlib import Path
-from qnmixer.engine.tracking.results import results
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-with results(Path({str(tmp_path)!r}), []) as record:
-    record["much"] = "x" * 100_000
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert result.returncode != 0
-    assert "File too large" in result.stderr
+    if (child := os.fork()) == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        try:
+            with results(tmp_path, []) as record:
+                record["much"] = "x" * 100_000
+                resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        except OSError:
+            os._exit(3)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     assert read(tmp_path)["status"] == "running"
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+@pytest.mark.parametrize("text", ['{"status": "do', "[1, 2]", "\x80"])
+def test_a_damaged_record_is_reported(tmp_path: Path, text: str) -> None:
+    (tmp_path / "results.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(DataError, match=r"results\.json is damaged"):
+        read_results(tmp_path)
 
 
 @pytest.fixture
@@ -96,44 +91,29 @@ def git(folder: Path, *arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_commit_of_a_clean_tree(checkout: Path) -> None:
-    assert git_commit() == git(checkout, "rev-parse", "HEAD")
+def test_changes_anywhere_in_the_code_are_distinguished(checkout: Path) -> None:
+    clean = git(checkout, "rev-parse", "HEAD")
+    found = [git_commit()]
+    for path in ("src/qnmixer/train.py", "src/qnmixer/new.py", "src/hydra_plugins/a.py", "conf/a.yaml"):
+        for change in ("# changed\n", "# changed again\n"):
+            (checkout / path).parent.mkdir(exist_ok=True)
+            (checkout / path).write_text(change)
+            found.append(git_commit())
+    assert found[0] == clean
+    assert all(str(it).startswith(f"{clean}+changes.") for it in found[1:])
+    assert len(set(found)) == len(found)
 
 
-@pytest.mark.parametrize(
-    "path", ["src/qnmixer/train.py", "src/qnmixer/new.py", "src/hydra_plugins/a.py", "conf/a.yaml"]
-)
-def test_changes_anywhere_in_the_code_are_distinguished(checkout: Path, path: str) -> None:
-    found = []
-    (checkout / path).parent.mkdir(exist_ok=True)
-    (checkout / "conf").mkdir(exist_ok=True)
-    for change in ("# changed\n", "# changed again\n"):
-        (checkout / path).write_text(change)
-        found.append(git_commit())
-        assert str(found[-1]).startswith(git(checkout, "rev-parse", "HEAD") + "+changes.")
-    assert found[0] != found[1]
-
-
-def test_no_commit_outside_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tracking").mkdir()
-    monkeypatch.setattr(room, "__file__", str(tmp_path / "tracking" / "results.py"))
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert git_commit() is None
-
-
-def test_the_commit_of_somebody_elses_repository_is_not_ours(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_commit_without_git_and_in_somebody_elses_repository(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A wheel in an environment inside their project, which git may even see."""
     installed = checkout / ".venv" / "site-packages" / "qnmixer"
     (installed / "tracking").mkdir(parents=True)
-    (installed / "__init__.py").write_text("")
     monkeypatch.setattr(room, "__file__", str(installed / "tracking" / "results.py"))
-    assert git_commit() is None
-    assert git_diff() == ""
-
-
-def test_no_commit_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (git_commit(), git_diff()) == (None, "")
     monkeypatch.setenv("PATH", "")
-    assert git_commit() is None
+    assert (git_commit(), git_diff()) == (None, "")
 
 
 def test_changes_can_be_applied_to_the_commit(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -145,9 +125,8 @@ def test_changes_can_be_applied_to_the_commit(checkout: Path, tmp_path_factory: 
     (package / "engine" / "tracking" / "results.py").unlink()
     (checkout / "conf").mkdir()
     (checkout / "conf" / "a.yaml").write_text("a: 1\n")
-    (checkout / "notes.txt").write_text("nothing\n")
     private = ["conf/.env", "conf/.hidden.yaml", "conf/local/a.yaml", "conf/notes.txt", "src/qnmixer/local_settings.py"]
-    private += ["src/qnmixer/my_secrets.py", "src/qnmixer/API-Key.yaml"]
+    private += ["src/qnmixer/my_secrets.py", "src/qnmixer/API-Key.yaml", "notes.txt"]
     for path in private:
         (checkout / path).parent.mkdir(exist_ok=True)
         (checkout / path).write_text("a secret\n")
@@ -164,18 +143,3 @@ def test_changes_can_be_applied_to_the_commit(checkout: Path, tmp_path_factory: 
     assert not (clone / "src" / "qnmixer" / "engine" / "tracking" / "results.py").exists()
     assert (clone / "conf" / "a.yaml").is_file()
     assert not (clone / "notes.txt").exists()
-
-
-def test_no_changes_outside_a_checkout_and_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "__file__", str(tmp_path / "a" / "qnmixer" / "engine" / "tracking" / "results.py"))
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert git_diff() == ""
-    monkeypatch.setenv("PATH", "")
-    assert git_diff() == ""
-
-
-@pytest.mark.parametrize("text", ['{"status": "do', "[1, 2]", "", "\x80"])
-def test_a_damaged_record_is_reported(tmp_path: Path, text: str) -> None:
-    (tmp_path / "results.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(DataError, match=r"results\.json is damaged"):
-        read_results(tmp_path)

@@ -1,9 +1,6 @@
 import json
 import os
 import re
-import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +9,13 @@ import pytest
 
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.overrides import quoted, values_of
-from qnmixer.engine.tracking.resume import latest, recorded_overrides, resume_hint, resume_overrides, resumes_in_place
-from qnmixer.engine.tracking.run_folder import clean, run_lock
+from qnmixer.engine.tracking.resume import latest, resume_hint, resume_overrides
+from qnmixer.engine.tracking.run import Run, run_lock
 from qnmixer.errors import CheckpointError, ConfigError, PluginError
 
 Make = Callable[..., Path]
+NEXT = "hydra.output_subdir=.hydra.next"
+IN_A = ["resume=runs/a", NEXT, "hydra.run.dir=runs/a"]
 
 
 @pytest.fixture
@@ -39,24 +38,49 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     return run
 
 
-def test_without_resume_nothing_changes() -> None:
-    for overrides in (["seed=1"], ["resume=null"], ["-m", "resume=latest"], ["resume=runs/a", "--help"]):
-        assert resume_overrides(overrides) == overrides
+def record(run: str, overrides: list[str]) -> list[str]:
+    """What results.json gets of a command that Hydra has read."""
+    of_task = [it for it in overrides if not it.startswith("hydra.")]
+    return Run(Path(run), of_task, values_of(of_task).get("resume")).overrides
 
 
-def test_a_run_resumes_in_its_folder_with_its_own_overrides(make: Make) -> None:
-    make("a", "seed=1", "trainer.max_steps=9")
+@pytest.mark.parametrize("overrides", [["seed=1"], ["resume=null"], ["-m", "resume=latest"], ["resume=a", "--help"]])
+def test_without_resume_nothing_changes(overrides: list[str]) -> None:
+    assert resume_overrides(overrides) == overrides
+
+
+@pytest.mark.parametrize(
+    ("before", "given", "after"),
+    [
+        (["seed=1", "trainer.max_steps=9"], ["trainer.max_steps=20"], ["seed=1", "trainer.max_steps=20"]),
+        (["seed=1", "seed=2"], ["seed=3", "seed=4"], ["seed=3", "seed=4"]),
+        # Another choice of a group takes the keys of the one before along; so does another length.
+        (["strategy=pipeline", "strategy.schedule=gpipe"], ["strategy=ddp"], ["strategy=ddp"]),
+        (["+trainer.devices=2"], ["trainer.devices=4"], ["trainer.devices=4"]),
+        (["trainer.max_epochs=9", "trainer.max_steps=-1"], ["trainer.max_steps=20"], ["trainer.max_steps=20"]),
+        # A run has no word on Hydra, which could make it run code.
+        (["seed=1", "++hydra={job:{env_set:{PYTHONPATH:/evil}}}"], [], ["seed=1"]),
+        (["seed=1", "hydra.job.env_set.PYTHONPATH=/evil", "hydra/job_logging=evil"], [], ["seed=1"]),
+        (["seed=1", "+callbacks@hydra.callbacks.x=custom"], [], ["seed=1"]),
+        (["seed=1", "+hydra={callbacks:{x:{_target_:evil.Hook}}}"], [], ["seed=1"]),
+    ],
+)
+def test_a_run_resumes_in_its_folder_with_its_own_overrides(
+    make: Make, before: list[str], given: list[str], after: list[str]
+) -> None:
+    make("a", *before)
     for path in ("runs/a", "runs/a/checkpoints/last.ckpt"):
-        assert resume_overrides([f"resume={path}", "trainer.max_steps=20", "memory=recompute"]) == [
-            "seed=1", "trainer.max_steps=20", "memory=recompute", f"resume={path}", "hydra.run.dir=runs/a",
-        ]  # fmt: skip
+        where = [f"resume={path}", NEXT, "hydra.run.dir=runs/a"]
+        assert resume_overrides([f"resume={path}", *given]) == [*after, *where]
+        assert record("runs/a", [*after, *where]) == after
 
 
 def test_shipped_weights_are_no_run_to_go_on_with_but_a_folder_of_their_name_is(make: Make) -> None:
     with pytest.raises(CheckpointError, match=r"resume=pretrained names weights.* finetune=pretrained"):
         resume_overrides(["resume=pretrained"])
     make("a", "seed=1").rename("pretrained")
-    assert resume_overrides(["resume=./pretrained"]) == ["seed=1", "resume=pretrained", "hydra.run.dir=pretrained"]
+    found = resume_overrides(["resume=./pretrained"])
+    assert found == ["seed=1", "resume=pretrained", NEXT, "hydra.run.dir=pretrained"]
 
 
 @pytest.mark.parametrize(
@@ -67,17 +91,10 @@ def test_values_are_those_that_hydra_reads(override: str, value: str) -> None:
     assert [*values_of([override]).values()] == [value]
 
 
-def test_the_last_of_two_values_counts(make: Make) -> None:
-    make("a", "seed=1", "seed=2")
-    got = resume_overrides(["resume=runs/a", "seed=3", "seed=4"])
-    assert [override for override in got if override.startswith("seed")][-1] == "seed=4"
-    assert recorded_overrides(Path("runs/a"), resume_overrides(["resume=runs/a"])[:-1]) == ["seed=1", "seed=2"]
-
-
-def test_another_choice_of_a_group_takes_the_keys_of_the_one_before_along(make: Make) -> None:
-    make("a", "strategy=pipeline", "strategy.schedule=gpipe", "+trainer.devices=2")
-    got = resume_overrides(["resume=runs/a", "strategy=ddp", "trainer.devices=4"])
-    assert got[:2] == ["strategy=ddp", "trainer.devices=4"]
+def test_any_path_is_taken_by_hydra_as_it_is(tmp_path: Path) -> None:
+    for name in ("a b", "lr=0.1,seed=2", "it's", 'a "b" c', "ü{1}", "日本", "a\\b"):
+        override = f"resume={quoted(tmp_path / name)}"
+        assert compose("train", [override]).resume == values_of([override])["resume"] == str(tmp_path / name)
 
 
 @pytest.mark.parametrize("how", [["resume=runs/a", "hydra.run.dir=runs/b"], ["resume=runs/a/checkpoints/best.ckpt"]])
@@ -86,16 +103,23 @@ def test_elsewhere_it_is_a_new_run_that_begins_there(make: Make, how: list[str])
     assert resume_overrides(how) == ["seed=1", *how[1:], how[0]]
 
 
+def test_a_branch_resumes_and_is_recorded_as_a_branch(make: Make) -> None:
+    """The command of a run that begins at another one's checkpoint, given twice."""
+    make("a", "seed=1")
+    command = ["resume=runs/a", "hydra.run.dir=runs/b"]
+    make("b", *record("runs/b", resume_overrides(command)))
+    now = resume_overrides(command)
+    assert now == ["seed=1", "hydra.run.dir=runs/b", "resume=runs/b", NEXT]
+    assert record("runs/b", now) == ["resume=runs/a", "seed=1"]
+
+
 def test_finetune_is_not_read_again_but_still_recorded(make: Make) -> None:
-    folder = make("a", "finetune=runs/base", "seed=1")
+    make("a", "finetune=runs/base", "seed=1")
     now = resume_overrides(["resume=runs/a"])
-    assert now == ["finetune=null", "seed=1", "resume=runs/a", "hydra.run.dir=runs/a"]
-    assert recorded_overrides(folder, now[:-1]) == ["finetune=runs/base", "seed=1"]
-
-
-def test_a_run_without_a_checkpoint_begins_again(make: Make) -> None:
-    make("a", "finetune=runs/base", "seed=1", checkpoint=False)
-    assert resume_overrides(["resume=runs/a"]) == ["finetune=runs/base", "seed=1", "hydra.run.dir=runs/a"]
+    assert now == ["seed=1", *IN_A]
+    assert record("runs/a", now) == ["finetune=runs/base", "seed=1"]
+    make("b", "finetune=runs/base", "seed=1", checkpoint=False)  # it begins again
+    assert resume_overrides(["resume=runs/b"]) == ["finetune=runs/base", "seed=1", "hydra.run.dir=runs/b"]
 
 
 def test_one_that_was_killed_before_it_had_results_is_known_by_its_config(make: Make, tmp_path: Path) -> None:
@@ -106,18 +130,13 @@ def test_one_that_was_killed_before_it_had_results_is_known_by_its_config(make: 
 
 def test_the_same_command_resumes_the_run_in_its_folder(make: Make, tmp_path: Path) -> None:
     """As resume= does; also by another name of the folder, and with the same overrides in another order."""
-    make("a", "finetune=runs/base", "seed=1", status="running")
-    for folder in ("runs/a", "'runs/a'", "runs/../runs/a", str(tmp_path / "runs" / "a")):
+    make("1", "finetune=runs/base", "seed=1", status="running")
+    folders = ["runs/1", "'runs/1'", "runs/../runs/1", str(tmp_path / "runs" / "1")]
+    folders += ["runs/${seed}", "${hydra:runtime.cwd}/runs/1"]
+    for folder in folders:
         got = resume_overrides(["seed=1", f"hydra.run.dir={folder}", "finetune=runs/base"])
-        assert got[:2] == ["finetune=null", "seed=1"]
-        run = folder.strip("'")
-        assert {*got[2:]} == {f"resume={quoted(Path(run))}", f"hydra.run.dir={folder}"}
-
-
-@pytest.mark.parametrize("folder", ["runs/${seed}", "${hydra:runtime.cwd}/runs/7"])
-def test_an_interpolated_folder_is_known_too(make: Make, folder: str) -> None:
-    make("7", "seed=7")
-    assert resume_overrides(["seed=7", f"hydra.run.dir={folder}"])[-1].endswith("runs/7")
+        assert got[:2] == ["seed=1", f"hydra.run.dir={folder}"]
+        assert (Path(values_of(got)["resume"]).resolve(), got[3:]) == (tmp_path / "runs" / "1", [NEXT])
 
 
 def test_another_run_is_not_begun_where_one_is(make: Make) -> None:
@@ -130,13 +149,13 @@ def test_another_run_is_not_begun_where_one_is(make: Make) -> None:
             "runs/a has a run with seed=1, not seed=2: resume it with resume=runs/a",
         ),
         (["seed=1", "hydra.run.dir=runs/a"], "runs/a has a run with model=qn_mixer, not without: "),
-        (["seed=1", "model=qn_mixer", "loss=l1", "hydra.run.dir=runs/a"], "runs/a has a run without loss=l1: "),
+        (["seed=1", "model=qn_mixer", "loss=l1", "hydra.run.dir=runs/a"], "a run with no loss, not loss=l1: "),
         (
             ["seed=1", "hydra.run.dir=runs/done"],
             "that is done (9 steps): resume it with resume=runs/done trainer.max_steps=…, or",
         ),
         (["seed=2", "hydra.run.dir=runs/kept"], "runs/kept has a run with seed=1, not seed=2: "),
-        (["resume=runs/a", "hydra.run.dir=runs/done"], "runs/done has a run without model=qn_mixer: "),
+        (["resume=runs/a", "hydra.run.dir=runs/done"], "runs/done has a run with no model, not model=qn_mixer: "),
     ):
         with pytest.raises(ConfigError) as error:
             resume_overrides(overrides)
@@ -144,65 +163,56 @@ def test_another_run_is_not_begun_where_one_is(make: Make) -> None:
         assert str(error.value).endswith("or give another hydra.run.dir=FOLDER")
 
 
-@pytest.mark.parametrize("status", ["failed", "running", "interrupted"])
-def test_where_nothing_was_kept_any_run_may_begin(make: Make, status: str) -> None:
-    make("a", "seed=1", status=status, checkpoint=False)
+def test_where_nothing_was_kept_any_run_may_begin(make: Make) -> None:
+    make("a", "seed=1", status="running", checkpoint=False)
     for seed in ("seed=1", "seed=2"):
         assert resume_overrides([seed, "hydra.run.dir=runs/a"]) == [seed, "hydra.run.dir=runs/a"]
 
 
-def test_a_branch_resumes_and_is_recorded_as_a_branch(make: Make) -> None:
-    """The command of a run that begins at another one's checkpoint, given twice."""
-    make("a", "seed=1")
-    command = ["resume=runs/a", "hydra.run.dir=runs/b"]
-    begun = resume_overrides(command)
-    make("b", *begun[:1], *begun[2:])
-    now = resume_overrides(command)
-    assert now == ["seed=1", "hydra.run.dir=runs/b", "resume=runs/b"]
-    assert recorded_overrides(Path("runs/b"), [now[0], now[2]]) == ["seed=1", "resume=runs/a"]
-
-
-def test_ranks_decide_alike_when_the_first_has_gone_ahead(make: Make, tmp_path: Path) -> None:
-    """It has written its overrides, first as Hydra does, then to results.json, and taken the lock."""
-    for name, checkpoint in (("new", False), ("old", True)):
-        command = ["seed=1", f"hydra.run.dir=runs/{name}"]
-        folder = make(name, "seed=1", checkpoint=True) if checkpoint else Path("runs") / name
-        first = resume_overrides(command)
-        (folder / ".hydra").mkdir(parents=True)
-        of_task = [override for override in first if not override.startswith("hydra.")]
-        (folder / ".hydra" / "overrides.yaml").write_text("".join(f"- {override}\n" for override in of_task))
-        assert resume_overrides(command) == first
-        results = {"status": "running", "overrides": recorded_overrides(folder, of_task)}
-        (folder / "results.json").write_text(json.dumps(results))
-        assert resume_overrides(command) == first
-
-
-def test_the_folder_in_which_a_run_resumes(make: Make) -> None:
-    folder = make("a")
-    for path in ("runs/a", "runs/a/checkpoints/last.ckpt", str(folder.absolute())):
-        assert resumes_in_place(folder, path)
-        assert not resumes_in_place(Path("runs/b"), path)
-    assert not resumes_in_place(folder, None)
-
-
-def test_what_a_killed_process_was_writing_is_removed(make: Make) -> None:
-    folder = make("a")
-    left, others = (folder / "checkpoints" / f".{name}.tmp" for name in (f"last.ckpt.{'0a' * 16}", "of_another"))
-    left.touch()
-    others.touch()
-    with run_lock(folder):
-        assert left.exists()  # it may be another machine's
-    clean(folder)
-    assert sorted(path.name for path in folder.rglob("*ckpt*")) == ["best.ckpt", "last.ckpt"]
-    assert others.exists()
-
-
-@pytest.mark.parametrize("name", ["metrics.csv", "code.diff", "results.json"])
+@pytest.mark.parametrize("name", ["metrics.csv", "results.json"])
 def test_no_run_begins_in_a_folder_of_other_files(make: Make, tmp_path: Path, name: str) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / name).write_text('{"mine": 1}')
     with pytest.raises(ConfigError, match=f"hydra.run.dir=mine contains {name} already: give a new folder"):
         resume_overrides(["seed=1", "hydra.run.dir=mine"])
+
+
+def test_no_command_begins_where_another_process_writes(make: Make) -> None:
+    """The other ranks of a run may get here when rank 0 has the lock already."""
+    folder = make("a", "seed=1")
+    listen, say = os.pipe()
+    wait, release = os.pipe()
+    if (holder := os.fork()) == 0:
+        os.close(release)
+        with run_lock(folder):
+            os.write(say, b"x")
+            os.read(wait, 1)
+        os._exit(0)
+    os.read(listen, 1)
+    for command in (["resume=runs/a"], ["seed=1", "hydra.run.dir=runs/a"]):
+        with pytest.raises(ConfigError, match=f"process {holder} on .* writes to runs/a"):
+            resume_overrides(command)
+        with pytest.MonkeyPatch.context() as as_rank:
+            for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2"}.items():
+                as_rank.setenv(name, value)
+            assert "resume=runs/a" in resume_overrides(command)
+    os.close(release)
+    os.waitpid(holder, 0)
+
+
+def test_ranks_decide_alike_when_the_first_has_gone_ahead(make: Make) -> None:
+    """It has written its overrides, first as Hydra does, then to results.json."""
+    for name, checkpoint in (("new", False), ("old", True)):
+        command = ["seed=1", f"hydra.run.dir=runs/{name}"]
+        folder = make(name, "seed=1") if checkpoint else Path("runs") / name
+        first = resume_overrides(command)
+        (folder / ".hydra").mkdir(parents=True)
+        of_task = [override for override in first if not override.startswith("hydra.")]
+        (folder / ".hydra" / "overrides.yaml").write_text("".join(f"- {override}\n" for override in of_task))
+        assert resume_overrides(command) == first
+        results = {"status": "running", "overrides": record(str(folder), of_task)}
+        (folder / "results.json").write_text(json.dumps(results))
+        assert resume_overrides(command) == first
 
 
 def test_latest_is_the_one_in_which_something_happened_last(make: Make, tmp_path: Path) -> None:
@@ -211,9 +221,7 @@ def test_latest_is_the_one_in_which_something_happened_last(make: Make, tmp_path
     make("sweep/1", age=30, status="done")
     (tmp_path / "runs" / "sweep" / "sweep.json").write_text("{}")
     assert latest() == job
-    evaluation = make("evaluation", "run=runs/begun-earlier", age=-9, checkpoint=False, status="done") / ".hydra"
-    evaluation.mkdir()
-    (evaluation / "overrides.yaml").write_text("- data=dicom\n- run=runs/begun-earlier\n")
+    make("evaluation", "data=dicom", "run=runs/begun-earlier", age=-9, checkpoint=False, status="done")
     assert latest() == job
     last = make("begun-earlier", age=60) / "checkpoints" / "last.ckpt"
     os.utime(last, (1e9, 1e9))
@@ -221,75 +229,26 @@ def test_latest_is_the_one_in_which_something_happened_last(make: Make, tmp_path
 
 
 def test_a_finished_run_resumes_only_for_longer(make: Make) -> None:
-    make("a", age=10)
     make("b", status="done", steps=9)
-    with pytest.raises(CheckpointError) as error:
-        resume_overrides(["resume=latest"])
-    assert str(error.value) == (
-        "runs/b is done (9 steps): to train longer, raise trainer.max_steps, or resume=runs/a, which is not done"
-    )
-    with pytest.raises(CheckpointError, match="runs/b is done"):
-        resume_overrides(["resume=runs/b", "trainer.max_steps=9"])
-    assert "trainer.max_steps=10" in resume_overrides(["resume=runs/b", "trainer.max_steps=10"])
+    for given in (["resume=latest"], ["resume=runs/b", "trainer.max_steps=9"]):
+        with pytest.raises(CheckpointError, match=r"^runs/b is done \(9 steps\): to train longer, raise trainer.max_s"):
+            resume_overrides(given)
+    for longer in ("trainer.max_steps=10", "trainer.max_epochs=3"):
+        assert longer in resume_overrides(["resume=runs/b", longer])
 
 
-def test_a_new_length_takes_the_place_of_the_old_one(make: Make) -> None:
-    make("a", "seed=1", "trainer.max_epochs=9", "trainer.max_steps=-1")
-    assert resume_overrides(["resume=runs/a", "trainer.max_steps=20"])[:2] == ["seed=1", "trainer.max_steps=20"]
-    assert "trainer.max_epochs=9" not in resume_overrides(["resume=runs/a", "trainer.max_steps=20"])
-
-
-@pytest.mark.parametrize(("path", "words"), [("latest", "finds no run under"), ("runs/a", "no run folder at")])
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("latest", "finds no run under"),
+        ("runs/a", "no run folder at"),
+        ("", "resume= names no run: give resume=latest"),
+    ],
+)
 def test_a_missing_run_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, words: str) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises((CheckpointError, ConfigError), match=words):
         resume_overrides([f"resume={path}"])
-
-
-def test_an_empty_resume_is_refused() -> None:
-    with pytest.raises(ConfigError, match="resume= names no run: give resume=latest"):
-        resume_overrides(["resume="])
-
-
-def test_one_process_holds_the_run_lock_and_a_killed_one_releases_it(make: Make, tmp_path: Path) -> None:
-    """Also where it has forked a child, as data workers are, that outlives it."""
-    folder = make("a")
-    code = """
-import os, sys, time
-from pathlib import Path
-from qnmixer.engine.tracking.run_folder import run_lock
-with run_lock(Path("runs/a")):
-    if os.fork():
-        print("held", flush=True)
-    sys.stdin.read()
-"""
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdout.readline()
-    with pytest.raises(ConfigError, match=f"process {process.pid} on .* writes to runs/a"), run_lock(folder):
-        pass
-    for command in (["resume=runs/a"], ["hydra.run.dir=runs/a"]):
-        with pytest.raises(ConfigError, match="writes to runs/a"):
-            resume_overrides(command)
-    process.kill()
-    process.wait()
-    with run_lock(folder):
-        (folder / ".lock").read_text()
-    process.stdin.close()  # ends the child
-    process.stdout.close()
-
-
-def test_any_path_is_taken_by_hydra_as_it_is(tmp_path: Path) -> None:
-    for name in ("a", "a b", "lr=0.1,seed=2", "it's", 'a "b" c', "ü{1}", "jürgen", "日本", "a\\b"):
-        override = f"resume={quoted(tmp_path / name)}"
-        assert compose("train", [override]).resume == values_of([override])["resume"] == str(tmp_path / name)
-
-
-def test_a_path_with_spaces_is_readable_in_a_shell_command() -> None:
-    assert shlex.join([f"resume={quoted('/a b')}"]) == """'resume="/a b"'"""
 
 
 @pytest.fixture
@@ -299,19 +258,15 @@ def own_configs(make: Make, tmp_path: Path) -> Path:
     (folder / "loss").mkdir(parents=True)
     (folder / "loss" / "mine.yaml").write_text("defaults: [custom]\n_target_: evil.loss\n")
     (folder / "experiment").mkdir()
-    (folder / "experiment" / "hooks.yaml").write_text(
-        "# @package _global_\nhydra: {callbacks: {x: {_target_: evil.Hook}}}\n"
-    )
     make("a", f"hydra.searchpath=[file://{folder}]", "loss=mine")
     return folder
 
 
 def test_configs_of_the_users_own_are_found_again(own_configs: Path) -> None:
     where = f"hydra.searchpath=[file://{own_configs}]"
-    now = [where, "loss=mine", "resume=runs/a", "hydra.run.dir=runs/a"]
-    assert resume_overrides(["resume=runs/a", "trust=evil"]) == now
-    assert resume_overrides([where, "resume=runs/a"]) == now
-    assert resume_overrides([where, "loss=mine", "hydra.run.dir=runs/a"])[:2] == now[:2]
+    assert resume_overrides(["resume=runs/a", "trust=evil"]) == [where, "loss=mine", *IN_A]
+    assert sorted(resume_overrides([where, "resume=runs/a"])) == sorted([where, "loss=mine", *IN_A])
+    assert {where, "loss=mine", "resume=runs/a"} < {*resume_overrides([where, "loss=mine", "hydra.run.dir=runs/a"])}
 
 
 @pytest.mark.parametrize("branch", [[], ["hydra.run.dir=runs/b"]])
@@ -322,39 +277,21 @@ def test_what_they_name_is_not_run_on_a_runs_own_word(own_configs: Path, branch:
         resume_overrides(["loss=mine", "hydra.run.dir=runs/a"])
 
 
-def test_hydra_runs_nothing_on_a_runs_own_word(own_configs: Path, make: Make) -> None:
-    where = f"hydra.searchpath=[file://{own_configs}]"
-    make("b", where, "experiment=hooks")
-    with pytest.raises(
-        ConfigError, match=r"^runs/b was started with configs that set hydra.callbacks: .* --config-dir"
-    ):
-        resume_overrides(["resume=runs/b", "trust=evil"])
-    make("c", "+hydra.callbacks.x._target_=evil.Hook", "hydra/job_logging=evil", "hydra.searchpath=[pkg://evil]")
-    with pytest.raises(PluginError, match=r"^runs/c names hydra.searchpath=evil.configs, .* add trust=evil$"):
-        resume_overrides(["resume=runs/c"])
-    make("d", "+hydra.callbacks.x._target_=evil.Hook", "hydra/job_logging=evil", "seed=1")
-    assert resume_overrides(["resume=runs/d"]) == ["seed=1", "resume=runs/d", "hydra.run.dir=runs/d"]
-
-
-def test_the_line_for_who_stops_names_the_code(own_configs: Path) -> None:
-    composed = Path("runs/a/.hydra/config.yaml")
-    composed.parent.mkdir()
-    composed.write_text(
-        "optimizer: {_target_: torch.optim.AdamW}\nloss: {_target_: evil.loss}\nlogger: {_target_: qnmixer.B}\n"
-    )
-    assert resume_hint(Path("runs/a")).endswith("resume=runs/a trust=evil")
-
-
 @pytest.mark.parametrize(
-    "override",
+    ("values", "said"),
     [
-        "++hydra={job:{env_set:{PYTHONPATH:/evil}}}", "hydra.job.env_set.PYTHONPATH=/evil",
-        "+callbacks@hydra.callbacks.x=custom", "+hydra={callbacks:{x:{_target_:evil.Hook}}}",
+        ("hydra: {callbacks: {x: {_target_: evil.Hook}}}", "hydra.callbacks.x._target_=evil.Hook, which runs code"),
+        ("hydra: {job: {env_set: {A: 1}}}", "hydra.job.env_set.A=1, which runs code"),
+        ("logger: {wandb: {project: '${oc.env:SECRET}'}}", r"logger.wandb.project=\$\{oc.env:SECRET}, which"),
     ],
-)  # fmt: skip
-def test_a_run_has_no_word_on_hydra(make: Make, override: str) -> None:
-    make("a", "seed=1", override)
-    assert resume_overrides(["resume=runs/a"]) == ["seed=1", "resume=runs/a", "hydra.run.dir=runs/a"]
+)
+def test_configs_run_and_read_nothing_on_a_runs_own_word(own_configs: Path, make: Make, values: str, said: str) -> None:
+    (own_configs / "experiment" / "evil.yaml").write_text(f"# @package _global_\n{values}\n")
+    where = f"hydra.searchpath=[file://{own_configs}]"
+    make("b", where, "experiment=evil")
+    with pytest.raises(ConfigError, match=f"^a config of runs/b has {said}.* by --config-dir=FOLDER$"):
+        resume_overrides(["resume=runs/b", "trust=evil"])
+    assert where in resume_overrides([where, "resume=runs/b"])
 
 
 @pytest.mark.parametrize(
@@ -363,6 +300,7 @@ def test_a_run_has_no_word_on_hydra(make: Make, override: str) -> None:
         "logger.wandb.project=${oc.env:SECRET}", "logger.wandb.project='${oc.env:SECRET}'",
         r"logger.wandb.project=$\{oc.env\:SECRET\}", "+model={a:[${oc.env:SECRET}]}",
         "experiment=[../../../downloads/evil]", "loss=../evil", "+finetune@callbacks=../evil",
+        "hydra.searchpath=[pkg://evil]",
     ],
 )  # fmt: skip
 def test_a_run_looks_nothing_up_on_its_own_word(make: Make, override: str) -> None:
@@ -379,16 +317,12 @@ def test_a_part_of_a_network_is_code_too(make: Make, override: str) -> None:
         resume_overrides(["resume=runs/a"])
 
 
-def test_configs_look_nothing_up_on_a_runs_own_word(own_configs: Path, make: Make) -> None:
-    (own_configs / "experiment" / "reads.yaml").write_text(
-        "# @package _global_\nlogger: {wandb: {project: '${oc.env:SECRET}'}}\n"
+def test_the_line_for_who_stops_names_the_code(make: Make) -> None:
+    composed = make("a", "seed=1") / ".hydra" / "config.yaml"
+    composed.parent.mkdir()
+    composed.write_text(
+        "optimizer: {_target_: torch.optim.AdamW}\nloss: {_target_: evil.loss}\nlogger: {_target_: qnmixer.B}\n"
     )
-    (own_configs / "experiment" / "sets.yaml").write_text("# @package _global_\nhydra: {job: {env_set: {A: b}}}\n")
-    where = f"hydra.searchpath=[file://{own_configs}]"
-    make("b", where, "experiment=reads")
-    with pytest.raises(ConfigError, match=r"^a config of runs/b has logger.wandb.project=\$\{oc.env:SECRET}, which"):
-        resume_overrides(["resume=runs/b"])
-    assert resume_overrides([where, "resume=runs/b"])[0] == where
-    make("c", where, "experiment=sets")
-    with pytest.raises(ConfigError, match=r"^runs/c was started with configs that set hydra.job.env_set: "):
-        resume_overrides(["resume=runs/c"])
+    assert resume_hint(Path("runs/a")).endswith("resume=runs/a trust=evil")
+    composed.unlink()
+    assert resume_hint(Path("runs/a").rename("a b")).endswith("""python -m qnmixer.train 'resume="a b"'""")

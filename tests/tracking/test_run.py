@@ -1,20 +1,17 @@
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from qnmixer.engine.tracking.run import Run
+from qnmixer.engine.tracking.run import Run, resumes_in_place, run_lock
+from qnmixer.errors import ConfigError
 
 
 def read(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "results.json").read_text())
-
-
-def as_rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
 
 
 def test_a_run_is_recorded_while_it_goes_and_resumed_with_what_it_knew(tmp_path: Path) -> None:
@@ -36,7 +33,8 @@ def test_a_run_is_recorded_while_it_goes_and_resumed_with_what_it_knew(tmp_path:
     assert (record["warnings"][0]["step"], record["resumed"][0]["step"]) == (3, 5)
 
 
-def test_a_refused_resume_leaves_the_overrides_of_the_run(tmp_path: Path) -> None:
+def test_a_refused_resume_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    """Its overrides; and one that is done stays done, or `compare` and the table of a sweep would leave it out."""
     with contextlib.suppress(KeyboardInterrupt), Run(tmp_path, ["seed=1"]).recording():
         raise KeyboardInterrupt
     again = Run(tmp_path, ["seed=2", f"resume={tmp_path}"], str(tmp_path))
@@ -45,15 +43,10 @@ def test_a_refused_resume_leaves_the_overrides_of_the_run(tmp_path: Path) -> Non
     assert (read(tmp_path)["status"], read(tmp_path)["overrides"]) == ("failed", ["seed=1"])
     with again.recording():
         again.record_resume(5)
-    assert read(tmp_path)["overrides"] == ["seed=2"]
-
-
-def test_a_refused_resume_leaves_a_run_that_is_done_as_it_was(tmp_path: Path) -> None:
-    """Else `compare` and the table of a sweep would leave it out."""
-    with Run(tmp_path, ["seed=1"]).recording():
-        pass
     done = read(tmp_path)
-    again = Run(tmp_path, ["seed=2", f"resume={tmp_path}"], str(tmp_path))
+    assert (done["status"], done["overrides"]) == ("done", ["seed=2"])
+
+    again = Run(tmp_path, ["seed=3", f"resume={tmp_path}"], str(tmp_path))
     with contextlib.suppress(ValueError), again.recording():
         assert read(tmp_path)["status"] == "running"
         raise ValueError
@@ -61,7 +54,7 @@ def test_a_refused_resume_leaves_a_run_that_is_done_as_it_was(tmp_path: Path) ->
     again.record_end("failed", ValueError())  # as the process does that watches the ranks
     assert read(tmp_path) == done
     with contextlib.suppress(ValueError), again.recording():
-        again.record_resume(5)
+        again.record_resume(7)
         raise ValueError
     again.record_end("failed", ValueError("rank 1"))
     assert (read(tmp_path)["status"], read(tmp_path)["error"]) == ("failed", "ValueError: rank 1")
@@ -74,15 +67,17 @@ def test_a_resumed_run_keeps_the_threads_of_a_single_process(
     """Several processes share the cores: one alone would train on a part of them."""
     (tmp_path / "results.json").write_text(json.dumps({"threads": 2, "processes": processes}))
     assert Run(tmp_path, [f"resume={tmp_path}"], str(tmp_path)).threads == threads
-    assert Run(tmp_path / "new").threads is None
+    assert Run(tmp_path / "new", [f"resume={tmp_path}"], str(tmp_path)).threads is None
 
 
-def test_a_run_from_the_checkpoint_of_another_one_has_a_record_of_its_own(tmp_path: Path) -> None:
-    with Run(tmp_path / "a").recording():
-        pass
-    branch = Run(tmp_path / "b", ["seed=2"], str(tmp_path / "a"))
-    assert not branch.resumes_in_place
-    assert branch.resumed_at is None
+def test_the_folder_in_which_a_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path("runs/a")
+    (folder / "checkpoints").mkdir(parents=True)
+    for path in ("runs/a", "runs/a/checkpoints/last.ckpt", str(folder.absolute())):
+        assert resumes_in_place(folder, path)
+        assert not resumes_in_place(Path("runs/b"), path)
+    assert not resumes_in_place(folder, None)
 
 
 def test_an_end_that_nobody_recorded(tmp_path: Path) -> None:
@@ -92,17 +87,38 @@ def test_an_end_that_nobody_recorded(tmp_path: Path) -> None:
     assert read(tmp_path) == {"overrides": ["seed=1"], "status": "interrupted"}
 
 
-def test_the_lock_is_for_one_process_which_removes_half_written_files(tmp_path: Path) -> None:
-    left = tmp_path / "checkpoints" / f".last.ckpt.{'0a' * 16}.tmp"
+def test_one_process_holds_the_lock_and_a_killed_one_releases_it(tmp_path: Path) -> None:
+    """Also where it has forked a child, as data workers are, that outlives it. Who holds it removes what was half
+    written."""
+    left, others = (tmp_path / "checkpoints" / f".{name}.tmp" for name in (f"last.ckpt.{'0a' * 16}", "of_another"))
     left.parent.mkdir()
     left.touch()
+    others.touch()
+    listen, say = os.pipe()
+    wait, release = os.pipe()
+    if (holder := os.fork()) == 0:
+        os.close(release)
+        with run_lock(tmp_path):
+            if os.fork():
+                os.write(say, b"x")
+            os.read(wait, 1)  # until the test closes its end
+        os._exit(0)
+    os.read(listen, 1)
+    with pytest.raises(ConfigError, match=f"process {holder} on .* writes to {tmp_path}"), Run(tmp_path).lock():
+        pass
+    assert left.exists()  # it may be another machine's
+    os.kill(holder, 9)
+    os.waitpid(holder, 0)
     with Run(tmp_path).lock():
         assert not left.exists()
+        assert others.exists()
         assert (tmp_path / ".lock").read_text().startswith("process ")
+    os.close(release)  # ends the child
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    as_rank_1(monkeypatch)
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
     run = Run(tmp_path / "run", ["seed=1"])
     with run.lock(), run.recording():
         run.record["best"] = 3

@@ -11,6 +11,7 @@ import torch
 
 from qnmixer.engine.checkpoints.reading import read_checkpoint
 from qnmixer.engine.config import Config
+from qnmixer.engine.config.named import parse_callbacks
 from qnmixer.engine.tracking.metrics_file import read_metrics
 from qnmixer.engine.tracking.results import read_results
 from qnmixer.engine.tracking.run import Run
@@ -49,17 +50,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_callback_in_a_file_of_this_folder(here: Path, tiny_config: TinyConfig) -> None:
+def test_a_callback_in_a_file_of_this_folder_is_not_read_from_a_checkpoint(here: Path, tiny_config: TinyConfig) -> None:
+    """Not even that its module is there is asked."""
     mine = ["+callbacks.mine._target_=my_callbacks.Every", "+callbacks.mine.every=2"]
     fit(tiny_config(*mine, "~callbacks.pictures", "test_after_training=false"), Run(here / "run"))
     assert (here / "steps.txt").read_text() == "2 4 "
     assert not (here / "run" / "pictures").exists()
-
-
-def test_no_callback_is_read_from_a_checkpoint(here: Path, tiny_config: TinyConfig) -> None:
-    """Not even that its module is there is asked."""
-    mine = ["+callbacks.mine._target_=my_callbacks.Every", "+callbacks.mine.every=2"]
-    fit(tiny_config(*mine, "test_after_training=false", "trainer.max_steps=2"), Run(here / "run"))
     (here / "my_callbacks.py").unlink()
     path = here / "run" / "checkpoints" / "last.ckpt"
     assert read_checkpoint(path)[0].callbacks == {}
@@ -85,7 +81,7 @@ def test_no_callback_is_read_from_a_checkpoint(here: Path, tiny_config: TinyConf
 )
 def test_a_bad_callback_is_one_line(here: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises(PluginError) as error:
-        build_callbacks({"mine": given})
+        build_callbacks(parse_callbacks({"mine": given}))
     assert "callbacks.mine" in str(error.value)
     assert message in str(error.value)
     assert len(str(error.value).splitlines()) == 1

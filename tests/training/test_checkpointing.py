@@ -1,9 +1,13 @@
 import csv
+import errno
 import json
+import math
+import os
 import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +16,7 @@ import torch
 
 from qnmixer.engine.config import Config
 from qnmixer.engine.tracking.run import Run
-from qnmixer.engine.training.random_states import random_state, set_random_state
+from qnmixer.engine.training.checkpointing import AtomicCheckpointIO, Checkpointing, random_state, set_random_state
 from qnmixer.errors import Stopped
 from qnmixer.fit import fit
 from qnmixer.module import ReconstructionModule
@@ -20,7 +24,13 @@ from qnmixer.module import ReconstructionModule
 TinyConfig = Callable[..., Config]
 
 # Four steps an epoch with n_train=8; validations after 3 and 6 of 7 steps, and at the end.
-RUN = ["trainer.max_steps=7", "trainer.val_every_n_steps=3", "test_after_training=false", "noise=field"]
+RUN = [
+    "trainer.max_steps=7",
+    "trainer.val_every_n_steps=3",
+    "test_after_training=false",
+    "noise=field",
+    "callbacks=none",
+]
 
 
 class FromFinaliser:
@@ -157,3 +167,34 @@ def test_random_states_are_plain_and_come_back(tmp_path: Path) -> None:
     expected = draw()
     set_random_state(torch.load(tmp_path / "state", weights_only=True), torch.device("cpu"))
     assert draw() == expected
+
+
+@pytest.mark.parametrize(
+    ("mode", "scores", "best"), [("max", [1, 3, 2, math.nan], [0, 1]), ("min", [math.nan, 3, 1, 2], [0, 1, 2])]
+)
+def test_the_best_is_by_its_mode_and_never_nan(tmp_path: Path, mode: str, scores: list[float], best: list[int]) -> None:
+    """A NaN at the first validation is the best until another value comes, so a run always has a best.ckpt."""
+    checkpointing, saved = Checkpointing(Run(tmp_path), "val/x", None, mode), list[tuple[int, str]]()
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(reduce_boolean_decision=bool), callback_metrics={})
+    trainer.save_checkpoint = lambda path: saved.append((trainer.global_step, path.stem))
+    for trainer.global_step, score in enumerate(scores):
+        trainer.callback_metrics["val/x"] = torch.tensor(score)
+        checkpointing.save_validated(trainer)
+    assert [step for step, name in saved if name == "best"] == best
+    assert [step for step, name in saved if name == "last"] == [0, 1, 2, 3]
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "last.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"global_step": 1}, path)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        AtomicCheckpointIO().save_checkpoint({"global_step": 2}, path)
+    assert torch.load(path, weights_only=True) == {"global_step": 1}
+    assert [*tmp_path.iterdir()] == [path]

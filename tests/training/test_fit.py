@@ -2,7 +2,6 @@
 
 import signal
 import sqlite3
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,44 +17,16 @@ from qnmixer.errors import CheckpointError, DataError, OutOfMemory, PluginError,
 from qnmixer.fit import fit
 
 TinyConfig = Callable[..., Config]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "steps", "line"),
-    [  # eight slices, four steps an epoch
-        (["trainer.max_epochs=2", "trainer.max_steps=-1"], 8, "training ends after 2 epochs (8 steps)"),
-        (["trainer.max_steps=2"], 2, "training ends after 2 steps (0.5 epochs)"),
-        (
-            ["trainer.max_epochs=1", "trainer.max_steps=3"],
-            3,
-            "ends after 3 steps, before trainer.max_epochs=1 (4 steps)",
-        ),
-        (
-            ["trainer.max_epochs=1", "trainer.max_steps=9"],
-            4,
-            "ends after 1 epoch (4 steps), before trainer.max_steps=9",
-        ),
-    ],
-)
-def test_the_start_says_which_limit_ends_a_run(
-    overrides: list[str],
-    steps: int,
-    line: str,
-    tiny_config: TinyConfig,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    fit(tiny_config(*overrides, "test_after_training=false"), Run(tmp_path))
-    assert line in capsys.readouterr().out
-    assert read_results(tmp_path)["steps"] == steps
+QUICK = ["callbacks=none", "test_after_training=false"]
 
 
 def test_an_epoch_of_fewer_batches(tiny_config: TinyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ["data.n_train=7", "+trainer.limit_train_batches=3", "trainer.max_epochs=2", "trainer.max_steps=-1"]
-    fit(tiny_config(*overrides, "trainer.val_every_n_steps=null", "test_after_training=false"), Run(tmp_path))
+    fit(tiny_config(*overrides, "trainer.val_every_n_steps=null", *QUICK), Run(tmp_path))
     printed = capsys.readouterr().out
-    assert "2 epochs (6 steps)" in printed
+    assert "6 steps (2 epochs)" in printed
     assert "3 steps an epoch\n" in printed
+    assert read_results(tmp_path)["steps"] == 6
     rows = read_metrics(tmp_path / "metrics.csv")
     assert [int(row["step"]) for row in rows if row["val/psnr"]] == [3, 6]
     assert float(rows[-1]["samples"]) == 12
@@ -63,7 +34,7 @@ def test_an_epoch_of_fewer_batches(tiny_config: TinyConfig, tmp_path: Path, caps
 
 def test_arguments_of_the_trainer_reach_it(tiny_config: TinyConfig, tmp_path: Path) -> None:
     overrides = ["+trainer.profiler=simple", "+trainer.max_time=00:00:00:01", "trainer.max_steps=-1"]
-    overrides += ["trainer.max_epochs=100000", "+trainer.gradient_clip_algorithm=value", "test_after_training=false"]
+    overrides += ["trainer.max_epochs=100000", "+trainer.gradient_clip_algorithm=value", *QUICK]
     fit(tiny_config(*overrides), Run(tmp_path))
     results = read_results(tmp_path)
     assert results["status"] == "done"
@@ -86,29 +57,12 @@ class Mine(CSVLogger):
 """
 
 
-def test_a_logger_of_ones_own_and_tags(
-    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
-    (tmp_path / "my_logger.py").write_text(LOGGER)
-    overrides = ["logger=custom", "logger._target_=my_logger.Mine", "+logger.word=said", "tags=[a,b]"]
-    fit(tiny_config(*overrides, "test_after_training=false"), Run(tmp_path / "run"))
-    text = (tmp_path / "run" / "mine.txt").read_text()
-    assert text.startswith("said ")
-    assert "val/psnr" in text
-    assert read_metrics(tmp_path / "run" / "metrics.csv")
-    assert read_results(tmp_path / "run")["tags"] == ["a", "b"]
-    (tmp_path / "my_logger.py").unlink()  # nobody looks for it when the checkpoint is read
-    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")[0].logger == {}
-
-
 def test_several_loggers_get_the_same_numbers(
     tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline_runs: Callable[[Path], list[Any]]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_second_logger.py").write_text(LOGGER)
-    mine = ["logger._target_=my_second_logger.Mine", "+logger.word=said"]
+    mine = ["logger._target_=my_second_logger.Mine", "+logger.word=said", "tags=[a,b]"]
     theirs = ["+logger.theirs._target_=lightning.pytorch.loggers.CSVLogger", "+logger.theirs.name=theirs"]
     fit(tiny_config("logger=[csv,wandb,custom]", *mine, *theirs), Run(tmp_path / "run"))
     rows = read_metrics(tmp_path / "run" / "metrics.csv")
@@ -119,10 +73,14 @@ def test_several_loggers_get_the_same_numbers(
     logged = {name.partition(".")[0] for name in run.metrics}
     assert logged - names == media | {"trainer/global_step"}
     assert names <= logged
+    assert read_results(tmp_path / "run")["tags"] == ["a", "b"]
     lines = (tmp_path / "run" / "mine.txt").read_text().splitlines()
+    assert lines[0].startswith("said ")
     assert {name for line in lines for name in line.split()[2:]} == names
     (written,) = (tmp_path / "run" / "theirs").rglob("metrics.csv")
     assert {name for row in read_metrics(written) for name, value in row.items() if value} - {"step"} == names
+    (tmp_path / "my_second_logger.py").unlink()  # nobody looks for it when the checkpoint is read
+    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")[0].logger == {}
 
 
 def test_tensorboard_and_mlflow_get_every_number(tiny_config: TinyConfig, tmp_path: Path) -> None:
@@ -140,14 +98,15 @@ def test_tensorboard_and_mlflow_get_every_number(tiny_config: TinyConfig, tmp_pa
         assert database.execute("select status from runs").fetchall() == [("FINISHED",)]
 
 
-def test_a_refused_resume_leaves_what_the_run_is(
+def test_a_resume_that_is_refused_or_fails_leaves_what_the_run_is(
     tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def resume(*overrides: str) -> None:
         words = [*overrides, f"resume={tmp_path}"]
-        fit(tiny_config("test_after_training=false", *words), Run(tmp_path, words, str(tmp_path)))
+        fit(tiny_config(*QUICK, *words), Run(tmp_path, words, str(tmp_path)))
 
-    fit(tiny_config("test_after_training=false"), Run(tmp_path, ["trainer.max_steps=2"]))
+    fit(tiny_config(*QUICK), Run(tmp_path, ["trainer.max_steps=2"]))
+    before = read_results(tmp_path)
     with pytest.raises(CheckpointError, match=r"optimizer\.lr"):
         resume("optimizer.lr=0.5")
     with monkeypatch.context() as other:
@@ -156,22 +115,16 @@ def test_a_refused_resume_leaves_what_the_run_is(
             resume("trainer.max_steps=5")
     assert read_results(tmp_path)["overrides"] == ["trainer.max_steps=2"]
     assert read_results(tmp_path)["status"] == "done"
-    resume("trainer.max_steps=6")
-    assert read_results(tmp_path)["overrides"] == ["trainer.max_steps=6"]
-
-
-def test_a_resume_that_fails_before_its_first_step_keeps_the_figures(
-    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fit(tiny_config("test_after_training=false"), Run(tmp_path, ["trainer.max_steps=2"]))
-    before = read_results(tmp_path)
-    monkeypatch.setattr("qnmixer.engine.training.steps.train", raising(RuntimeError("the device is busy")))
-    words = ["trainer.max_steps=6", f"resume={tmp_path}"]
-    with pytest.raises(RuntimeError):
-        fit(tiny_config("test_after_training=false", *words), Run(tmp_path, words, str(tmp_path)))
+    with monkeypatch.context() as other:  # before the first step
+        other.setattr("qnmixer.engine.training.steps.train", raising(RuntimeError("the device is busy")))
+        with pytest.raises(RuntimeError):
+            resume("trainer.max_steps=6")
     after = read_results(tmp_path)
     assert (after["status"], after["steps"]) == ("failed", before["steps"])
     assert after["seconds"] >= before["seconds"]
+    resume("trainer.max_steps=6")
+    assert read_results(tmp_path)["overrides"] == ["trainer.max_steps=6"]
+    assert read_results(tmp_path)["status"] == "done"
 
 
 def raising(error: BaseException) -> Callable[..., None]:

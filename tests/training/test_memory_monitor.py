@@ -40,10 +40,6 @@ def fresh(n: int) -> Tensor:
     return torch.frombuffer(pages, dtype=torch.float32).fill_(1.0)
 
 
-def no_leak(step: int) -> float:
-    return LEVEL
-
-
 def noise(step: int) -> float:
     return random.Random(step).uniform(0, 4)
 
@@ -57,17 +53,13 @@ def wandering(seed: int) -> Series:
 
 
 HEALTHY: dict[str, Series] = {
-    "level": no_leak,
     "noise": lambda step: LEVEL + noise(step),
-    "sawtooth of 7 steps": lambda step: LEVEL + 10 * (step % 7),
     "sawtooth of 33 steps": lambda step: LEVEL + 10 * (step % 33),
-    "sawtooth of 90 steps": lambda step: LEVEL + step % 90,
     "up in warm-up": lambda step: LEVEL + 50 * min(step, 20),
-    "one jump": lambda step: LEVEL + 500 * (step > 130),
     "one jump, then up to a level": lambda step: LEVEL + (step > 130) * (500 - 50 * math.exp((130 - step) / 30)),
     "jumps a validation, few and far between": lambda step: LEVEL + 6 * (step // 100),
     "a dip": lambda step: LEVEL - max(0, 300 - abs(step - 500)),
-    **{f"random walk {seed}": wandering(seed) for seed in range(5)},
+    **{f"random walk {seed}": wandering(seed) for seed in range(3)},
 }
 
 LEAKING: dict[str, tuple[Series, int]] = {
@@ -86,9 +78,8 @@ def leaks_found(watch: LeakWatch, series: Series) -> list[tuple[int, float]]:
     return [(step, leak.bytes_per_step / MIB) for step, leak in leaks if leak]
 
 
-@pytest.mark.parametrize("series", HEALTHY)
-def test_a_healthy_run_is_no_leak(series: str) -> None:
-    assert not leaks_found(LeakWatch(), HEALTHY[series])
+def test_a_healthy_run_is_no_leak() -> None:
+    assert [name for name, series in HEALTHY.items() if leaks_found(LeakWatch(), series)] == []
 
 
 def test_warm_up_may_be_long() -> None:
@@ -96,12 +87,11 @@ def test_warm_up_may_be_long() -> None:
     assert not leaks_found(LeakWatch(warm_up=300), lambda step: LEVEL + min(step, 300))
 
 
-@pytest.mark.parametrize("series", LEAKING)
-def test_a_leak_is_found_once(series: str) -> None:
-    held, limit = LEAKING[series]
-    ((step, mib_per_step),) = leaks_found(LeakWatch(), held)
-    assert step <= limit
-    assert mib_per_step == pytest.approx(1, rel=0.2)
+def test_a_leak_is_found_once() -> None:
+    for name, (held, limit) in LEAKING.items():
+        ((step, mib_per_step),) = leaks_found(LeakWatch(), held)
+        assert step <= limit, name
+        assert mib_per_step == pytest.approx(1, rel=0.2), name
 
 
 def test_garbage_in_cycles_is_collected_and_is_no_leak() -> None:
@@ -154,6 +144,10 @@ def takes_in_step(step: int) -> Takes:
     return Takes("on_before_optimizer_step", lambda trainer: trainer.global_step + 1 == step)
 
 
+def takes_after_batch(n: int) -> Takes:
+    return Takes("on_after_backward", lambda trainer: trainer.fit_loop.batch_idx == n)
+
+
 def train(module: ReconstructionModule, folder: Path, *callbacks: Callback, **options: Any) -> list[dict[str, str]]:
     """Rows of metrics.csv that hold memory."""
     options = {"limit_val_batches": 0, "log_every_n_steps": 1, "accelerator": "cpu", **options}
@@ -185,15 +179,15 @@ def compact_heap() -> None:
 
 @pytest.mark.usefixtures("compact_heap")
 def test_losses_kept_with_their_graph_are_found(tiny_module: TinyModule, tmp_path: Path) -> None:
-    watching = monitor()
-    module = tiny_module("model.n_iterations=4")
+    watching, module = monitor(), tiny_module("model.n_iterations=4")
+    watching._watch = LeakWatch(warm_up=16, window=10, n_windows=3, floor=2 * MIB, evenness=0.2)  # as doctor's
     module.__class__ = KeepsLosses
     module.losses = []
-    train(module, tmp_path, watching, StopsAtLeak(watching), max_steps=400)
+    train(module, tmp_path, watching, StopsAtLeak(watching), max_steps=200)
     assert watching.leak is not None
     assert 0.15 < watching.leak.bytes_per_step / MIB < 1
     _, line = lines(watching)
-    assert line.startswith("memory: a leak? The memory at the end of a step has grown for 80 steps, from ")
+    assert line.startswith("memory: a leak? The memory at the end of a step has grown for 30 steps, from ")
     assert ".detach()" in line
 
 
@@ -209,27 +203,16 @@ def test_the_same_run_without_the_leak_stays_silent(tiny_module: TinyModule, tmp
     assert len(lines(watching)) == 1
 
 
-def test_each_step_is_in_the_metrics(tiny_module: TinyModule, tmp_path: Path) -> None:
-    rows = train(tiny_module(), tmp_path, monitor(), max_steps=4)
-    assert len(rows) == 4
+def test_the_metrics_have_each_optimizer_step_and_the_peak_also_in_later_epochs(
+    tiny_module: TinyModule, tmp_path: Path
+) -> None:
+    """Steps of two batches, epochs of two steps, a row every three. On a CPU one step is measured."""
+    watching = monitor()
+    rows = train(tiny_module(), tmp_path, watching, max_steps=6, accumulate_grad_batches=2, log_every_n_steps=3)
+    assert [float(row["memory/peak_mib"]) for row in rows] == [pytest.approx(watching.measured_mib)] * 2
     assert "memory/device_used_mib" not in rows[0]
     for row in rows:
         assert 50 < float(row["memory/allocated_mib"]) <= float(row["memory/reserved_mib"])
-
-
-def test_the_peak_is_in_the_metrics_also_of_epochs_that_are_shorter_than_a_row(
-    tiny_module: TinyModule, tmp_path: Path
-) -> None:
-    """Epochs of four steps, a row every five. On a CPU one step is measured."""
-    watching = monitor()
-    rows = train(tiny_module(), tmp_path, watching, max_steps=15, log_every_n_steps=5)
-    assert [float(row["memory/peak_mib"]) for row in rows] == [pytest.approx(watching.measured_mib)] * 3
-
-
-def test_with_accumulation_it_is_optimizer_steps_that_count(tiny_module: TinyModule, tmp_path: Path) -> None:
-    watching = monitor()
-    rows = train(tiny_module(), tmp_path, watching, max_steps=3, accumulate_grad_batches=2)
-    assert len(rows) == 3
     assert len(lines(watching)) == 1
 
 
@@ -270,51 +253,22 @@ def test_a_run_that_fails_while_it_is_measured_counts_no_further(tiny_module: Ti
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
 
 
-def test_weights_are_the_same_with_and_without_it(tiny_module: TinyModule, tmp_path: Path) -> None:
-    watched, alone = tiny_module(), tiny_module()
-    train(watched, tmp_path / "watched", monitor(), max_steps=3)
-    trainer = L.Trainer(
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        num_sanity_val_steps=0, limit_val_batches=0, accelerator="cpu", max_steps=3,
-    )  # fmt: skip
-    trainer.fit(alone, datamodule=SliceDataModule(alone.config.data))
-    for name, weight in watched.state_dict().items():
-        assert torch.equal(weight, alone.state_dict()[name]), name
-
-
 def measured(module: ReconstructionModule, folder: Path, *callbacks: Callback) -> float:
     """MiB that the line after the second step says."""
     watching = monitor()
-    train(module, folder, watching, *callbacks, max_steps=3)
+    train(module, folder, watching, *callbacks, max_steps=2, accumulate_grad_batches=2)
     assert watching.measured_mib is not None
     return watching.measured_mib
 
 
-def test_it_is_the_second_step_and_the_buffers_that_are_measured(tiny_module: TinyModule, tmp_path: Path) -> None:
+def test_it_is_the_second_step_with_all_its_batches_and_the_buffers_that_are_measured(
+    tiny_module: TinyModule, tmp_path: Path
+) -> None:
     plain = measured(tiny_module(), tmp_path)
     heavier = tiny_module()
     heavier.register_buffer("operator", fresh(16 * MIB))
     assert measured(heavier, tmp_path) - plain == pytest.approx(64, abs=0.1)
     assert measured(tiny_module(), tmp_path, takes_in_step(1)) == pytest.approx(plain, abs=0.1)
-    assert measured(tiny_module(), tmp_path, takes_in_step(2)) - plain == pytest.approx(64, abs=2)
-
-
-def test_with_accumulation_the_peak_is_of_all_batches_of_the_step(tiny_module: TinyModule, tmp_path: Path) -> None:
-    second = Takes("on_after_backward", lambda trainer: trainer.global_step == 1 and trainer.fit_loop.batch_idx == 2)
-    plain, taken = monitor(), monitor()
-    train(tiny_module(), tmp_path, plain, max_steps=2, accumulate_grad_batches=2)
-    train(tiny_module(), tmp_path, taken, second, max_steps=2, accumulate_grad_batches=2)
-    assert plain.measured_mib is not None
-    assert taken.measured_mib is not None
-    assert taken.measured_mib - plain.measured_mib == pytest.approx(64, abs=2)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_cuda_the_allocator_counts(tiny_module: TinyModule, tmp_path: Path) -> None:
-    watching = monitor()
-    rows = train(tiny_module(), tmp_path, watching, max_steps=4, accelerator="cuda", devices=1)
-    assert watching.measured_mib == pytest.approx(float(rows[1]["memory/peak_mib"]))
-    for row in rows:
-        names = ("allocated", "peak", "reserved", "device_used")
-        allocated, peak, reserved, device_used = (float(row[f"memory/{name}_mib"]) for name in names)
-        assert 0 < allocated < peak <= reserved < device_used
+    # Two batches a step: after the first, and after the second batch of the second step.
+    for n in (2, 3):  # the two batches of the second step
+        assert measured(tiny_module(), tmp_path, takes_after_batch(n)) - plain == pytest.approx(64, abs=2)

@@ -1,6 +1,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -13,7 +14,7 @@ from qnmixer.engine.batch import Batch
 from qnmixer.engine.config import Config
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.reconstructor import build_geometry, build_noise, sample_measurement
-from qnmixer.engine.training.step_checks import StepChecks
+from qnmixer.engine.training.step_metrics import StepMetrics
 from qnmixer.module import ReconstructionModule
 from qnmixer.physics.noise import FieldNoise, NoNoise, PhysicalNoise, attenuation_per_value
 
@@ -59,18 +60,18 @@ def test_validation_noise_is_the_same_at_every_epoch_and_training_noise_is_not(t
     assert numbers[0].isdisjoint(numbers[1])
 
 
-@pytest.mark.parametrize("part", ["train", "val", "test"])
 @pytest.mark.parametrize(
     "overrides", [["noise=field", "data.num_workers=2"], ["noise=physical", "data.simulation_factor=2"]]
 )
-def test_workers_measure_as_the_module_does(tiny_module: Build, part: str, overrides: list[str]) -> None:
+def test_workers_measure_as_the_module_does(tiny_module: Build, overrides: list[str]) -> None:
     """To the last bit, whatever the number of threads."""
     module = tiny_module(*overrides)
     of_loader = SliceDataModule(module.config.data, measure=sample_measurement(module.config))
     torch.set_num_threads(2)
-    for measured, plain in zip(of_loader.loader(part), batches(module, part), strict=True):
-        assert "fine" not in measured
-        assert torch.equal(module.measure(measured, part), module.measure(plain, part))
+    for part in ("train", "val", "test"):
+        for measured, plain in zip(of_loader.loader(part), batches(module, part), strict=True):
+            assert "fine" not in measured
+            assert torch.equal(module.measure(measured, part), module.measure(plain, part))
 
 
 def test_workers_measure_nothing_without_noise(tiny_config: Callable[..., Config]) -> None:
@@ -84,18 +85,20 @@ def test_measuring_has_no_gradient(tiny_module: Build) -> None:
     assert not module.measure(batch, "train").requires_grad
 
 
-def test_nan_loss_names_the_slices(tiny_module: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, names = ReconstructionModule.training_step, list[str]()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_loss_is_checked_before_the_next_one(tiny_module: Build, value: float, device: str) -> None:
+    """With accumulation, no optimizer step is between the two. On a CPU the answer is there at once."""
+    checks = StepMetrics()
 
-    def losing(self: ReconstructionModule, batch: Batch, batch_idx: int) -> Tensor:
-        names.extend(batch["name"])
-        return math.nan * whole(self, batch, batch_idx)
+    def ask(*losses: float) -> None:
+        for loss in losses:
+            checks.on_before_backward(SimpleNamespace(global_step=3), None, torch.tensor(loss, device=device))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(ReconstructionModule, "training_step", losing)
-    with pytest.raises(FloatingPointError, match="the loss became nan at step 0") as error:
-        fitted(tiny_module(), tmp_path)
-    assert names
-    assert all(name in str(error.value) for name in names)
+    ask(1.0)
+    with pytest.raises(FloatingPointError, match=f"the loss became {value} at step 3"):
+        ask(value, 1.0)
+    ask(1.0)  # said once
 
 
 def test_weights_that_are_not_finite_are_not_written(tiny_module: Build, tmp_path: Path) -> None:
@@ -142,37 +145,18 @@ def fitted(module: ReconstructionModule, folder: Path, **options: Any) -> L.Trai
     trainer = L.Trainer(
         accelerator="cpu", max_steps=4, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=folder,
-        callbacks=[StepChecks()], **options,
+        callbacks=[StepMetrics()], **options,
     )  # fmt: skip
     trainer.fit(module, datamodule=SliceDataModule(module.config.data))
     return trainer
 
 
-def test_accumulation_gives_the_gradient_of_the_whole_batch(tiny_module: Build, tmp_path: Path) -> None:
-    """Two batches of 2 as one optimizer step are a batch of 4 (plain SGD shows the gradient itself)."""
-    options = ["optimizer=sgd", "optimizer.momentum=0", "schedule=constant", "noise=field"]
-    whole, split = tiny_module(*options, "data.batch_size=4"), tiny_module(*options, "data.batch_size=2")
-    fitted(whole, tmp_path)
-    fitted(split, tmp_path, accumulate_grad_batches=2)
-    start = tiny_module(*options).network.state_dict()
-    moved = 0.0
-    for (name, a), b in zip(whole.network.state_dict().items(), split.network.state_dict().values(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6, msg=name)
-        moved = max(moved, float((a - start[name]).abs().max()))
-    assert moved > 1e-4
-
-
-def test_gradient_norm_is_logged_before_clipping(tiny_module: Build, tmp_path: Path) -> None:
-    norms = []
-    for clip in (None, 1e-6):
-        trainer = fitted(tiny_module("schedule=constant"), tmp_path, gradient_clip_val=clip, log_every_n_steps=1)
-        norms.append(float(trainer.callback_metrics["train/grad_norm"]))
-    assert all(norm > 1e-4 for norm in norms)
-
-
-def test_the_schedule_runs_over_optimizer_steps(tiny_module: Build, tmp_path: Path) -> None:
+def test_the_norm_is_that_before_clipping_and_the_schedule_runs_over_optimizer_steps(
+    tiny_module: Build, tmp_path: Path
+) -> None:
     module = tiny_module("schedule=cosine", "schedule.warmup=0", "optimizer.lr=0.01")
-    trainer = fitted(module, tmp_path, accumulate_grad_batches=2)
+    trainer = fitted(module, tmp_path, accumulate_grad_batches=2, gradient_clip_val=1e-6, log_every_n_steps=1)
+    assert float(trainer.callback_metrics["train/grad_norm"]) > 1e-4
     assert trainer.global_step == 4
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0, abs=1e-9)
 
@@ -215,10 +199,3 @@ def test_measurements_come_from_the_fine_images(tiny_module: Build) -> None:
     averaged: Batch = {**b, "fine": b["image"].repeat_interleave(2, 2).repeat_interleave(2, 3)}
     torch.testing.assert_close(finer.measure(averaged, "test"), y, rtol=1e-4, atol=1e-2)  # with the same noise
     assert set(finer.state_dict()) == keys == set(plain.state_dict())
-
-
-def test_training_on_sinograms_of_fine_images(tiny_module: Build, tmp_path: Path) -> None:
-    module = tiny_module("data.simulation_factor=2", "data.disc=true")
-    trainer = fitted(module, tmp_path)
-    assert trainer.global_step == 4
-    assert all(torch.isfinite(p).all() for p in module.network.parameters())

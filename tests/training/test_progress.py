@@ -1,30 +1,42 @@
-"""The axes of all metrics: optimizer steps and samples, in every row, and their speed."""
+"""Axes and speed in every row of the metrics, and the lines of a run in a log. tests/promises has the bar."""
 
 import math
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import mean
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback, LambdaCallback
+from rich.console import Console
 
 from qnmixer.engine.build import build_module
-from qnmixer.engine.config import Config
+from qnmixer.engine.config import Config, parse
+from qnmixer.engine.config.compose import compose
 from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.data.sampler import EpochSampler
+from qnmixer.engine.reports import progress
 from qnmixer.engine.tracking.loggers import build_loggers
 from qnmixer.engine.tracking.metrics_file import read_metrics
+from qnmixer.engine.tracking.run import Run
 from qnmixer.engine.training.callbacks import build_callbacks
+from qnmixer.engine.training.progress import TrainingProgress
 from qnmixer.engine.training.trainer import build_trainer
+from qnmixer.fit import fit
+
+from ..conftest import PHANTOMS, TINY
+
+TinyConfig = Callable[..., Config]
 
 # 7 slices, 4 an optimizer step: every second step is of 3.
 SEVEN = ["data.n_train=7", "data.n_val=3", "data.batch_size=2", "trainer.accumulate_grad_batches=2"]
 
 
 class Validated(Callback):
-    """Keeps `global_step`, as a checkpoint made then has it, and the rows that were there; and takes its time."""
+    """Keeps the rows that were there before each step; and takes its time for a validation."""
 
     def __init__(self, folder: Path, seconds: float = 0.0) -> None:
         self.path, self.seconds = folder / "metrics.csv", seconds
@@ -47,9 +59,7 @@ def train(config: Config, folder: Path, seconds: float = 0.0, *more: Callback) -
     return watch
 
 
-def test_a_row_has_the_step_of_the_checkpoint_that_it_goes_with(
-    tiny_config: Callable[..., Config], tmp_path: Path
-) -> None:
+def test_a_row_has_the_step_of_the_checkpoint_that_it_goes_with(tiny_config: TinyConfig, tmp_path: Path) -> None:
     """A checkpoint of k steps goes with the rows up to k: those of training and of validation after step k."""
     watch = train(tiny_config(*SEVEN, "trainer.max_steps=5", "trainer.val_every_n_steps=2"), tmp_path)
     for global_step, rows in watch.rows.items():
@@ -61,41 +71,22 @@ def test_a_row_has_the_step_of_the_checkpoint_that_it_goes_with(
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_samples_are_those_that_the_sampler_gives(replicas: int) -> None:
-    shares = [
-        EpochSampler(10, shuffle=True, num_replicas=replicas, rank=rank, batch_size=4 // replicas)
-        for rank in range(replicas)
-    ]
-    seen = 0
-    for epoch in range(3):
-        weighed = []
-        for share in shares:
-            share.set_epoch(epoch)
-            weighed.append([pick.weight > 0 for pick in share])
-        for step in range(3):
-            assert shares[0].samples_until(3 * epoch + step) == seen
-            size = 4 // replicas
-            seen += sum(sum(weights[step * size : (step + 1) * size]) for weights in weighed)
-    assert shares[0].samples_until(9) == seen == 30
-
-
-def test_speed_is_that_of_training_alone(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
-    """All seconds that the rows account for, of which validations of 0.2 s each are none."""
-    config = tiny_config("trainer.max_steps=6", "trainer.val_every_n_steps=1", "trainer.log_every_n_steps=2")
+def test_speed_is_that_of_training_alone(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    """All seconds that the rows account for, of which validations of 0.3 s each are none."""
+    config = tiny_config("trainer.max_steps=4", "trainer.val_every_n_steps=1", "trainer.log_every_n_steps=2")
     start = time.monotonic()
-    train(config, tmp_path, seconds=0.2)
+    train(config, tmp_path, seconds=0.3)
     took = time.monotonic() - start
     rows = read_metrics(tmp_path / "metrics.csv")
     speeds = [float(speed) for row in rows if (speed := row["train/samples_per_second"])]
     seconds = [2 * config.data.batch_size / speed for speed in speeds]
-    assert len(seconds) == 3
-    assert 0 < sum(seconds) < took - 6 * 0.2
+    assert len(seconds) == 2
+    assert 0 < sum(seconds) < took - 4 * 0.3
 
 
-@pytest.mark.parametrize(("precision", "scaled"), [("32", False), ("16-mixed", True), ("bf16-mixed", False)])
+@pytest.mark.parametrize(("precision", "scaled"), [("32", False), ("16-mixed", True)])
 def test_the_scale_is_there_where_there_is_a_scaler(
-    tiny_config: Callable[..., Config], tmp_path: Path, precision: str, scaled: bool
+    tiny_config: TinyConfig, tmp_path: Path, precision: str, scaled: bool
 ) -> None:
     overflow = LambdaCallback(on_after_backward=_overflow_at_the_second_step)
     train(tiny_config(f"trainer.precision={precision}", "trainer.max_steps=3"), tmp_path, 0.0, *[overflow] * scaled)
@@ -115,3 +106,86 @@ def test_the_scale_is_there_where_there_is_a_scaler(
 def _overflow_at_the_second_step(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
     if trainer.global_step == 1:
         next(p for p in pl_module.parameters() if p.grad is not None).grad.fill_(math.inf)
+
+
+@pytest.fixture
+def lines(
+    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., list[str]]:
+    """lines(*overrides): those that a run prints of its steps, one being due after each of them."""
+    monkeypatch.setattr(progress, "SHORTEST", 0.0)
+    monkeypatch.setattr(progress, "LONGEST", 0.0)
+
+    def train(*overrides: str, resume: Path | None = None, plain: bool = True) -> list[str]:
+        words = [*overrides, "~callbacks.pictures", "test_after_training=false"]
+        folder = tmp_path / str(len(list(tmp_path.iterdir()))) if resume is None else resume
+        if resume is not None:
+            words.append(f"resume={resume}")
+        fit(tiny_config(*words), Run(folder, words, None if resume is None else str(resume)))
+        output = capsys.readouterr().out
+        assert not plain or not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", output)  # no control character but newline
+        return re.findall(r"resumed at step .*|step \d+(?:/\d+)?(?: · .*)?", output)
+
+    return train
+
+
+class Logs(Callback):
+    """Logs a value for the bar."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        pl_module.log("mine", 7.0, prog_bar=True)
+
+
+def test_a_log_has_whole_lines_by_optimizer_steps(lines: Callable[..., list[str]], tmp_path: Path) -> None:
+    """Of two batches each, over two epochs, of which there is no word. Then it resumes, and counts on."""
+    steps = ["trainer.accumulate_grad_batches=2", "data.batch_size=1", "data.n_train=4", "trainer.log_every_n_steps=1"]
+    steps += [f"+callbacks.logs._target_={__name__}.Logs"]
+    found = lines(*steps, "trainer.max_epochs=2", "trainer.max_steps=-1")
+    speed, left = r" · \d+\.\d+ samples/s", r" · 0:00:\d\d left"
+    last, expected = "", ["step 0/4"]
+    for step in (1, 2, 3, 4):
+        rest = speed + left * (step < 4)
+        expected.append(rf"step {step}/4 · loss 0\.\d+ · mine 7\.00{last}{rest}")
+        if step in (2, 4):
+            expected += [rf"step {step}/4 · validating {n}/3{last}{rest}" for n in (0, 1, 2, 3)]
+            expected.append(rf"step {step}/4 · val PSNR \d\d\.\d\d dB · SSIM \d\d\.\d\d{rest}")
+            last = r" · val/psnr \d\d\.\d\d"
+    assert len(found) == len(expected)
+    for line, pattern in zip(found, expected, strict=True):
+        assert re.fullmatch(pattern, line), line
+    rows = read_metrics(tmp_path / "0" / "metrics.csv")
+    losses = [float(row["train/loss"]) for row in rows if row["train/loss"]]
+    shown = [float(m[1]) for line in found if (m := re.search(r"loss (\S+)", line))]
+    assert shown == [float(f"{mean(losses[: n + 1]):#.3g}") for n in range(4)]
+    psnr = [f"{float(row['val/psnr']):.2f}" for row in rows if row["val/psnr"]]
+    assert re.findall(r"· val PSNR (\S+)", "\n".join(found)) == psnr
+
+    first, *more = lines(*steps, "trainer.max_steps=6", resume=tmp_path / "0")
+    assert first == "resumed at step 4 of 6"
+    assert [line.split(" · ")[0] for line in more if "loss" in line] == ["step 5/6", "step 6/6"]
+
+
+def test_the_time_left_is_at_the_pace_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the steps of this process, validations included."""
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    shown = TrainingProgress(Console(quiet=True))
+    shown._begin, shown._step, shown._total = (2, 40.0), 4, 12
+    assert shown._pace_and_time(SimpleNamespace(callback_metrics={})) == ["0:04:00 left"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["+trainer.enable_progress_bar=false", "+callbacks.bar._target_=lightning.pytorch.callbacks.TQDMProgressBar"],
+)
+def test_without_a_bar_and_with_another_one_only_validations_have_lines(
+    lines: Callable[..., list[str]], override: str
+) -> None:
+    found = lines(override, "trainer.max_steps=2", plain="TQDM" not in override)
+    assert [line.split(" · ")[0] for line in found] == ["step 2/2"]
+
+
+def test_a_network_that_does_not_learn_has_no_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [word for word in TINY if not word.startswith("model.")]
+    fit(parse(compose("train", [*words, *PHANTOMS, "model=fbp"])), Run(tmp_path))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "val PSNR" in line]
+    assert re.fullmatch(r"val PSNR \d+\.\d\d dB · SSIM \d+\.\d\d", line)

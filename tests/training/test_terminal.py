@@ -15,6 +15,7 @@ from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.tracking.run import Run
 from qnmixer.engine.training.terminal import print_end, print_start
 from qnmixer.engine.training.trainer import build_trainer
+from qnmixer.models import QNMixer, UnrolledNetwork
 
 
 def test_a_folder_with_spaces_and_brackets_is_printed_as_a_shell_and_hydra_read_it(
@@ -30,13 +31,40 @@ def test_a_folder_with_spaces_and_brackets_is_printed_as_a_shell_and_hydra_read_
     assert parse_evaluate(compose("evaluate", words)).run == str(folder)
 
 
+EIGHT = ["data.n_train=8", "trainer.max_steps=-1", "trainer.val_every_n_steps=null"]
+
+
 @pytest.mark.parametrize(
-    ("model", "batch", "said"), [("qn_mixer", 1, " = 1 slice an "), ("qn_mixer", 2, " = 2 slices an "), ("fbp", 1, "")]
+    ("words", "said"),
+    [
+        (["model=fbp"], ""),
+        (
+            ["data.batch_size=1", "trainer.max_steps=4", "data.n_train=8"],
+            "= 1 slice an optimizer step; 8 steps an epoch",
+        ),
+        (["trainer.max_steps=4", "data.n_train=16"], "training ends after 4 steps (0.5 epochs)"),
+        ([*EIGHT, "trainer.max_epochs=2"], "training ends after 8 steps (2 epochs)"),
+        ([*EIGHT, "trainer.max_epochs=1", "trainer.max_steps=3"], "training ends after 3 steps (0.75 epochs)"),
+        ([*EIGHT, "trainer.max_epochs=1", "trainer.max_steps=9"], "training ends after 4 steps (1 epoch)"),
+        ([*EIGHT, "trainer.max_epochs=3", "+trainer.limit_train_batches=2"], "training ends after 6 steps (3 epochs)"),
+    ],
 )
-def test_the_batch_of_a_step_is_printed_for_what_is_trained(tmp_path: Path, model: str, batch: int, said: str) -> None:
-    sizes = ["data.image_size=32", f"data.batch_size={batch}", "geometry.n_detectors=48", "geometry.detector_pitch=20"]
-    config = parse(compose("train", [*sizes, f"model={model}", "trainer.accelerator=cpu", "logger=csv"]))
+def test_batch_and_limit_are_printed_for_what_is_trained(tmp_path: Path, words: list[str], said: str) -> None:
+    printed = start(tmp_path, *words)
+    assert ("an optimizer step" in printed) is bool(said)
+    assert said in printed
+    assert "muon" not in printed
+
+
+def test_muon_without_weights_for_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(QNMixer, "hidden_weights", UnrolledNetwork.hidden_weights)
+    assert "AdamW changes all weights, as QNMixer.hidden_weights() is empty" in start(tmp_path, "optimizer=muon")
+
+
+def start(folder: Path, *words: str) -> str:
+    """The lines before training."""
+    sizes = ["data.image_size=32", "data.batch_size=2", "geometry.n_detectors=48", "geometry.detector_pitch=20"]
+    config = parse(compose("train", [*sizes, *words, "trainer.accelerator=cpu", "logger=csv"]))
     module, data, text = build_module(config), SliceDataModule(config.data), io.StringIO()
-    print_start(config, module, data, build_trainer(config, tmp_path, [], []), Console(file=text))
-    assert ("an optimizer step" in text.getvalue()) is bool(said)
-    assert said in text.getvalue()
+    print_start(config, module, data, build_trainer(config, folder, [], []), Console(file=text, width=500))
+    return text.getvalue()

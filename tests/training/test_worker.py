@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from qnmixer.engine.config import Config, parse
-from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config import Config
 from qnmixer.engine.tracking.run import Run
 from qnmixer.engine.training.worker import fit_in_processes
-from qnmixer.errors import CheckpointError, DataError
+from qnmixer.errors import CheckpointError
 from qnmixer.train import FIT
 
 DDP = ["strategy=ddp", "trainer.devices=1"]
@@ -26,6 +25,7 @@ def record(folder: Path) -> dict[str, Any]:
 def test_a_run_that_is_not_there_is_refused_before_there_are_ranks(
     tiny_config: Callable[..., Config], tmp_path: Path, key: str
 ) -> None:
+    """Data that are not there: tests/promises has them."""
     overrides = [*DDP, f"{key}={tmp_path}/none"]
     config = tiny_config(*overrides)
     with pytest.raises(CheckpointError, match="no run folder at"):
@@ -33,19 +33,6 @@ def test_a_run_that_is_not_there_is_refused_before_there_are_ranks(
     assert record(tmp_path / "run")["status"] == "failed"
     assert "no run folder at" in record(tmp_path / "run")["error"]
     assert record(tmp_path / "run")["overrides"] == overrides
-
-
-def test_a_run_that_is_no_run_is_refused_too(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
-    (tmp_path / "a.ckpt").write_text("notes")
-    with pytest.raises(CheckpointError, match=r"a\.ckpt"):
-        fit_in_processes(tiny_config(*DDP, f"finetune={tmp_path}/a.ckpt"), Run(tmp_path / "run"), FIT)
-
-
-def test_data_that_are_not_there_are_refused_before_there_are_ranks(tmp_path: Path) -> None:
-    config = parse(compose("train", ["data=numpy", f"data.root={tmp_path}/none", *DDP, "trainer.accelerator=cpu"]))
-    with pytest.raises(DataError, match="none"):
-        fit_in_processes(config, Run(tmp_path / "run"), FIT)
-    assert record(tmp_path / "run")["status"] == "failed"
 
 
 def test_the_process_that_watches_does_without_lightning() -> None:

@@ -1,16 +1,21 @@
-"""The LightningModule and the LightningDataModule of a run, from its config."""
+"""The parts of a run from its config: LightningModule and LightningDataModule, loss, optimizer and schedule."""
 
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
 from qnmixer.engine.config import Config, to_plain
+from qnmixer.engine.config.groups import LossConfig, OptimizerConfig, ScheduleConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.optimization.losses import build_loss
-from qnmixer.engine.optimization.metrics import build_metrics
-from qnmixer.engine.optimization.optimizers import build_optimizer
-from qnmixer.engine.optimization.schedules import learning_rate_factor
+from qnmixer.engine.optimization.metrics import build_metrics, one_for_each
 from qnmixer.engine.reconstructor import Measurement, build_geometry, build_network, sample_measurement
 from qnmixer.engine.run_module import RunModule
+from qnmixer.errors import ConfigError, PluginError
+from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamProjector
 
 
@@ -39,3 +44,83 @@ def build_data_module(config: Config, **options: Any) -> SliceDataModule:
     measure, geometry = sample_measurement(config), build_geometry(config)
     data: SliceDataModule = config.datamodule.build(config.data, measure=measure, geometry=geometry, **options)
     return data
+
+
+def build_loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:
+    """Build the loss that `loss` names: [B] from image and truth, both [B, 1, H, W], with a check of its output.
+
+    A loss that is a torch module is no child of the Lightning module, so `state_dict` does not contain it. It follows
+    the images to their device. It is not trained.
+    """
+    loss = config.build() if config.is_class else config.bound()
+    if isinstance(loss, nn.Module):
+        loss.requires_grad_(False).eval()
+
+    def of_each(image: Tensor, truth: Tensor) -> Tensor:
+        value = (loss.to(image.device) if isinstance(loss, nn.Module) else loss)(image, truth)
+        return one_for_each(f"loss._target_={config._target_}", value, image)
+
+    return of_each
+
+
+def build_optimizer(config: OptimizerConfig, network: UnrolledNetwork[Any]) -> Optimizer:
+    """Build the optimizer that `optimizer` names. Raises PluginError for a target that does not fit.
+
+    Weights have weight decay. The scalars λ_t, β_t and τ_t, biases and norms have none. The learning rate of those
+    scalars is lr · step_size_lr_factor. An optimizer class with `takes_hidden_weights`, such as Muon, gets the
+    network's `hidden_weights` as a group of their own, with lr. Then adamw_lr takes its place for all others.
+    """
+    lr = config.arguments.get("adamw_lr", config.lr)
+    hidden = network.hidden_weights() if getattr(config.load(), "takes_hidden_weights", False) else []
+    if any(parameter.ndim < 2 for parameter in hidden):
+        raise ConfigError(f"optimizer=muon takes no vectors: let {type(network).__name__}.hidden_weights() return none")
+    ours = set(map(id, hidden))
+    step_sizes: list[nn.Parameter] = []
+    decaying: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for name, parameter in network.named_parameters():
+        if id(parameter) in ours:
+            continue
+        if name.startswith(("step_sizes.", "momenta.", "trust.")):
+            step_sizes.append(parameter)
+        else:
+            (decaying if parameter.ndim > 1 else plain).append(parameter)
+    # This order is part of the checkpoint format: an optimizer state names its parameters by number only.
+    groups: list[dict[str, Any]] = [
+        {"params": hidden, "weight_decay": config.weight_decay, "orthogonal": True},
+        {"params": decaying, "weight_decay": config.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+        {"params": step_sizes, "weight_decay": 0.0, "lr": lr * config.step_size_lr_factor},
+    ]
+    optimizer: Optimizer = config.build([group for group in groups if group["params"]], lr=config.lr)
+    return optimizer
+
+
+def warm_up_steps(config: ScheduleConfig, n_steps: int) -> int:
+    """The steps of the warm-up. n_steps is the length of the run."""
+    return round(config.warmup * n_steps)
+
+
+def learning_rate_factor(config: ScheduleConfig, n_steps: int) -> Callable[[int], float]:
+    """The function from an optimizer step to the factor on the learning rate. n_steps is the length of the run.
+
+    Raises PluginError for a schedule that does not fit.
+    """
+    n_warmup = warm_up_steps(config, n_steps)
+    schedule = config.bound(offered={"n_warmup": n_warmup})
+
+    def factor(step: int) -> float:  # no object: LambdaLR writes an object's attributes into checkpoints
+        if step < n_warmup:
+            return (step + 1) / (n_warmup + 1)
+        value = schedule(step, n_steps)
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise PluginError(
+                f"schedule._target_={config._target_} gives {value} at step {step}: it must give a finite number"
+            )
+        return number
+
+    return factor

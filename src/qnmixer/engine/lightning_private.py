@@ -17,44 +17,30 @@ def disable_signal_handling() -> None:
     _TrainingEpochLoop._broadcast_sigterm_tensor = lambda self: None  # type: ignore[method-assign]  # off
 
 
-def number_rows(trainer: L.Trainer, step: int) -> None:
+def number_rows(trainer: L.Trainer) -> None:
     """Set the step of the next rows in the logs. Lightning counts it wrongly after a resume."""
-    trainer.fit_loop.epoch_loop._batches_that_stepped = step
+    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
 
 
-def validate_as_in_training(trainer: L.Trainer) -> None:
-    """Run the validation that a stop interrupted, as Lightning would have run it after its step."""
-    number_rows(trainer, trainer.global_step - 1)
-    loop = trainer.fit_loop.epoch_loop.val_loop
-    loop.restarting = False
-    trainer.validating = True
-    loop.run()
-    trainer.training = True
-    loop.batch_progress.reset()
+def set_position(checkpoint: dict[str, Any], epoch: int, batches: int, before: int, validating: bool) -> None:
+    """Write a position into the state of Lightning's loops, which count the batches of one process.
 
-
-def restore_position(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
-    """Set the data and Lightning's loops to the position of a checkpoint, before the loops are restored.
-
-    Lightning counts the batches of one process. Under another strategy an optimizer step has more or fewer batches. So
-    the position is computed from the number of optimizer steps.
+    Args:
+        checkpoint: whose state is changed.
+        epoch: epochs that are completed.
+        batches: of the epoch that has begun.
+        before: batches of all epochs before.
+        validating: whether a validation was interrupted: Lightning runs it before it trains.
     """
-    data: Any = trainer.datamodule  # type: ignore[attr-defined]  # Lightning sets it when it has one
-    per_epoch, accumulate = len(data.train_dataloader()), trainer.accumulate_grad_batches
-    epoch, step = divmod(checkpoint["global_step"], per_epoch // accumulate)
-    n_batches = step * accumulate
-    data.start_at(epoch, n_batches)
-
-    # In the middle of an epoch, Lightning counts that epoch as started but not as completed.
-    begun = epoch + (step > 0)
+    begun = epoch + (batches > 0)  # in its middle, an epoch counts as started but not as completed
     epochs = {"ready": begun, "started": begun, "processed": epoch, "completed": epoch}
+    interrupted = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+
+    def counted(total: dict[str, int], current: int) -> dict[str, Any]:
+        return {"total": total, "current": dict.fromkeys(epochs, current), "is_last_batch": False}
+
     checkpoint["loops"]["fit_loop"] |= {
         "epoch_progress": {"total": epochs, "current": epochs},
-        "epoch_loop.batch_progress": _batches(epoch * per_epoch + n_batches, n_batches),
-        "epoch_loop.val_loop.batch_progress": _batches(0, 0),
+        "epoch_loop.batch_progress": counted(dict.fromkeys(epochs, before + batches), batches),
+        "epoch_loop.val_loop.batch_progress": counted(interrupted if validating else dict.fromkeys(epochs, 0), 0),
     }
-
-
-def _batches(total: int, current: int) -> dict[str, Any]:
-    keys = ("ready", "started", "processed", "completed")
-    return {"total": dict.fromkeys(keys, total), "current": dict.fromkeys(keys, current), "is_last_batch": False}

@@ -9,14 +9,13 @@ import importlib
 import importlib.util
 import inspect
 import os
-import re
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
-from qnmixer.errors import ConfigError, PluginError, first_line, suggest
+from qnmixer.errors import PluginError, first_line
 
 
 @dataclass(frozen=True)
@@ -25,17 +24,6 @@ class Kind:
 
     what: str
     fits: Callable[[Any], bool]
-
-
-class Section(Protocol):
-    """A config section that names a target; see `qnmixer.engine.config.target.Target`."""
-
-    group: ClassVar[str]
-    _target_: str
-
-    def keywords(self) -> dict[str, Any]:
-        """The keyword arguments of the target."""
-        ...
 
 
 def subclass_of(base: str, but: str = "") -> Kind:
@@ -118,42 +106,6 @@ def load_plugin(key: str, target: str, kind: Kind) -> Any:
     return found
 
 
-def build(section: Section, kind: Kind, *args: Any, offered: Mapping[str, Any] | None = None, **ours: Any) -> Any:
-    """Build the target of a config section from the section's keys. Raises as `make_plugin` does."""
-    key, keywords = f"{section.group}._target_", section.keywords()
-    return make_plugin(key, section._target_, kind, *args, arguments=keywords, offered=offered, **ours)
-
-
-def load(section: Section, kind: Kind) -> Any:
-    """Import the class or function that a config section names, as `load_plugin` does."""
-    return load_plugin(f"{section.group}._target_", section._target_, kind)
-
-
-def make_plugin(
-    key: str,
-    target: str,
-    kind: Kind,
-    *args: Any,
-    arguments: Mapping[str, Any] | None = None,
-    offered: Mapping[str, Any] | None = None,
-    **ours: Any,
-) -> Any:
-    """Build an object of the class that `key=target` names.
-
-    Args:
-        key, target, kind: as in `load_plugin`.
-        args, ours: arguments that every class of the kind gets from qnmixer.
-        arguments: the user's own, from the same config section.
-        offered: optional arguments by name. A class gets those that it has a parameter for.
-
-    Raises PluginError if the class does not take them, see `check_names`.
-    """
-    cls = load_plugin(key, target, kind)
-    ours |= taken(cls, {name: value for name, value in (offered or {}).items() if name not in (arguments or {})})
-    check_names(key, target, cls, arguments or {}, len(args), ours)
-    return cls(*args, **ours, **(arguments or {}))
-
-
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
     """The parameters of a function or class. None: it is written in C and has no signature."""
     try:
@@ -203,75 +155,3 @@ def check_names(
     for name, parameter in own.items():
         if parameter.default is parameter.empty and name not in arguments and not partial:
             raise PluginError(f"{key}={target} needs an argument {name}: give it as +{section}.{name}=VALUE")
-
-
-def converted(section: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments as the types that `function` declares: `Annotated[int, Ge(1)]`, `Literal[…]`, `float`.
-
-    Args:
-        section: what messages put before their names, such as model.
-        arguments: by name. Those without a declared type stay as they are.
-
-    Raises ConfigError for a value that does not fit.
-    """
-    hints = {it.name: _hint(function, it) for it in parameters_of(function) or () if it.name in arguments}
-    return {
-        name: _converted(f"{section}.{name}", value, hints[name]) if name in hints else value
-        for name, value in arguments.items()
-    }
-
-
-def _hint(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
-    """The declared type of an argument. Any if it has none, or one whose names are known to type checkers only."""
-    hint = parameter.annotation
-    if isinstance(hint, str):
-        where = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
-        try:
-            hint = eval(hint, getattr(inspect.unwrap(where), "__globals__", {}))  # as typing.get_type_hints does
-        except Exception:
-            return Any
-    return Any if hint is inspect.Parameter.empty else hint
-
-
-_SAYS = {
-    "greater_than_equal": " is too small: give {ge} or more",
-    "greater_than": " is too small: give more than {gt}",
-    "less_than_equal": " is too large: give {le} or less",
-    "less_than": " is too large: give less than {lt}",
-    "multiple_of": " is not a multiple of {multiple_of}: choose {nearest}",
-    "finite_number": " is not a finite number: give one",
-    "int": " is not a whole number: give one",
-    "float": " is not a number: give one",
-    "bool": " is neither true nor false: give one of them",
-    "callable": " is no class or function: give module.name",
-    "literal": " is not known: {nearest}",
-    "tuple": " is not a list: write {key}=[…]",
-    "list": " is not a list: write {key}=[…]",
-    "missing": " has too few values",
-    "too_long": " has too many values: give {max_length}",
-}
-"""What a message says after KEY=VALUE, by pydantic's name of the error, or its first word."""
-
-
-def _converted(key: str, value: Any, hint: Any) -> Any:
-    """A value as the type that its hint declares. Raises ConfigError. Types that pydantic does not know fit all."""
-    from pydantic import ConfigDict, TypeAdapter, ValidationError  # late: it takes a tenth of a second
-    from pydantic.errors import PydanticUserError
-
-    settings = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False, coerce_numbers_to_str=True)
-    try:
-        return TypeAdapter(hint, config=settings).validate_python(value)
-    except ValidationError as error:
-        # The error of the value itself says more than those of the other types of a union.
-        first = max(error.errors(), key=lambda its: its["type"] in _SAYS)
-        kind, context = first["type"], first.get("ctx", {})
-        if kind == "literal_error":
-            choices = re.findall(r"'?([^', ]+)'?(?:, | or |$)", context["expected"])
-            context = {"nearest": suggest(str(value), choices)}
-        elif kind == "multiple_of":
-            context["nearest"] = value + -value % context["multiple_of"]
-        says = _SAYS.get(kind) or _SAYS.get(kind.partition("_")[0])
-        text = says.format(key=key, **context) if says else f": {first['msg'][0].lower()}{first['msg'][1:]}"
-        raise ConfigError(f"{key}={value}{text}") from error
-    except (PydanticUserError, NameError):
-        return value

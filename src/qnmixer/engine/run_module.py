@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from qnmixer.engine.batch import Batch
-from qnmixer.engine.lightning_private import restore_position
+from qnmixer.engine.lightning_private import set_position
 from qnmixer.engine.parallel.shards import gather
 from qnmixer.models.unrolled import UnrolledNetwork
-from qnmixer.weights import CHECKPOINT_KEY, MEAN_KEY, TRAINED_KEY
+from qnmixer.weights import CHECKPOINT_KEY, MEAN_KEY, RUN_KEY, TRAINED_KEY
 
 if TYPE_CHECKING:
     from qnmixer.engine.config import Config
@@ -110,7 +110,13 @@ class RunModule(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Resume at the same place in the data, whatever the strategy, and with the weights that were trained."""
-        restore_position(self.trainer, checkpoint)
+        # The place follows from the number of steps, because a step has another number of batches with each strategy.
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # Lightning sets it when it has one
+        per_epoch, accumulate = len(data.train_dataloader()), self.trainer.accumulate_grad_batches
+        epoch, step = divmod(checkpoint["global_step"], per_epoch // accumulate)
+        data.start_at(epoch, step * accumulate)
+        validating = bool(checkpoint.get(RUN_KEY, {}).get("validating"))
+        set_position(checkpoint, epoch, step * accumulate, epoch * per_epoch, validating)
         # A run may resume without callbacks=ema, which saves the mean as the weights.
         checkpoint[MEAN_KEY], trained = checkpoint["state_dict"], checkpoint.get(TRAINED_KEY, {})
         checkpoint["state_dict"] = checkpoint[MEAN_KEY] | trained

@@ -4,11 +4,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from qnmixer.engine.checkpoints.reading import find_checkpoint, load_run, steps_of
-from qnmixer.engine.checkpoints.weights_file import digest_of_weights, encode
+from qnmixer.engine.checkpoints.reading import find_checkpoint, load_run
+from qnmixer.engine.checkpoints.weights_file import encode
 from qnmixer.engine.config.commands import ExportConfig
 from qnmixer.errors import CheckpointError, ConfigError
-from qnmixer.extras.model_card import Exported, model_card, own_arguments
+from qnmixer.extras.model_card import model_card
 from qnmixer.files import atomic_file, write_text
 
 
@@ -27,25 +27,13 @@ def export_run(config: ExportConfig) -> None:
         raise CheckpointError(f"{path} is of model={trained.model.name}, which has no weights: give another run")
     content, card = encode(trained, state), output.with_suffix(".md")
     _check_free(output, card, content)
-    exported = Exported(
-        file=output,
-        size=len(content),
-        n_parameters=sum(p.numel() for p in module.network.parameters()),
-        config=trained,
-        run=path.parent.parent,
-        checkpoint=path.name.split(".")[0],
-        weights=digest_of_weights(state),
-        step=steps_of(path),
-        sources="" if config.sources is None else Path(config.sources).expanduser().read_text().strip(),
-    )
-    text = model_card(exported)
+    sources = "" if config.sources is None else Path(config.sources).expanduser().read_text().strip()
+    text = model_card(module, path, output, len(content), sources)
     with atomic_file(output) as stream:
         stream.write(content)
     write_text(card, text)
-    lines = [f"weights: {output} ({exported.megabytes})"]
-    if own := own_arguments(trained):
-        lines.append(f"your arguments, in both files: {', '.join(f'{key}={value}' for key, value in own.items())}")
-    Console(markup=False).print(*lines, f"card: {card}", sep="\n", soft_wrap=True, highlight=False)
+    lines = f"weights: {output}", f"card: {card}", "Both have the run's settings: read the card before you share them."
+    Console(markup=False).print(*lines, sep="\n", soft_wrap=True, highlight=False)
 
 
 def _check_free(output: Path, card: Path, content: bytes) -> None:

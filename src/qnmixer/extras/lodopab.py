@@ -1,24 +1,24 @@
 """LoDoPaB-CT: chest CT and its low-dose observations in HDF5 (Leuschner et al., Scientific Data 2021)."""
 
 import re
-from bisect import bisect_right
-from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from qnmixer.engine.config.data import LODOPAB_HU
-from qnmixer.engine.data.pairs import optional, views_of
 from qnmixer.engine.data.resample import to_square
-from qnmixer.engine.data.scaling import OwnScaling
+from qnmixer.engine.data.scaling import FixedScaling
 from qnmixer.engine.data.slices import FloatArray
 from qnmixer.errors import DataError, first_line
+from qnmixer.extras.pairs import optional, views_of
 from qnmixer.physics import FanBeamGeometry
 
 _NAMES = {"train": "train", "val": "validation", "test": "test"}
 _IMAGES = {"train": 35820, "val": 3522, "test": 3553}
 _VIEWS, _BINS, _SIZE = 1000, 513, 362
+_WATER, _AIR, _LARGEST = 20.0, 0.02, 81.35858
+"""Attenuation in 1/m: x = (HU·(water − air)/1000 + water)/largest."""
+_PER_HU = (_WATER - _AIR) / 1000
 _MM = 1000.0
 """Millimetres in a metre: observations are line integrals of x over metres."""
 
@@ -28,6 +28,12 @@ class LodopabSource:
 
     The number of images is the number of observations, because the last file of images may be longer. Files are opened
     for each sample only: a process that is started later must not inherit an open file.
+
+    Attributes:
+        scan: keys of `geometry` that its observations fix.
+        hu_max: HU of x = 1.
+        hu_scaling: (offset, scale) of HU = offset + scale · x: its air is not quite −1000 HU at x = 0.
+        attenuation_of_one: 1/mm of x = 1.
 
     Args:
         part: train, val or test.
@@ -42,18 +48,36 @@ class LodopabSource:
     """
 
     endless = False
-    scaling = OwnScaling(*LODOPAB_HU)
+    scan: ClassVar[dict[str, Any]] = {
+        "beam": "parallel", "n_detectors": _BINS, "detector_pitch": 0.716755, "detector_offset": 0.0,
+        "field_of_view": 260.0,
+    }  # fmt: skip
+    hu_max = 3071.0
+    hu_scaling = (-_WATER / _PER_HU, _LARGEST / _PER_HU)
+    attenuation_of_one = _LARGEST / 1000
+    scaling = FixedScaling(*hu_scaling)
 
-    def __init__(self, part: str, image_size: int, geometry: FanBeamGeometry, *, root: str, sinograms: str) -> None:
+    def __init__(
+        self,
+        part: str,
+        image_size: int,
+        geometry: FanBeamGeometry,
+        *,
+        root: str,
+        sinograms: Literal["measured", "simulated"] = "measured",
+    ) -> None:
         self.part, self.image_size, self.root = part, image_size, Path(root).expanduser()
-        self._views = _views(geometry) if sinograms == "measured" else []
+        self._views: list[int] = []
+        if sinograms == "measured":  # the set's views start half a step after ODL's first angle, which is −π/2 here
+            step = np.pi / _VIEWS
+            self._views = views_of(geometry, step / 2 - np.pi / 2, step, _VIEWS, "lodopab")
         self._observations, counts = self._files("observation", (_VIEWS, _BINS))
         self._images, n_images = self._files("ground_truth", (_SIZE, _SIZE))
         if sinograms == "simulated" and not counts:
             counts = n_images
             counts[-1:] = [it - max(0, sum(counts) - _IMAGES[part]) for it in counts[-1:]]
         self._check(counts, n_images)
-        self._ends = list(accumulate(counts))
+        self._places = [(file, row) for file, count in enumerate(counts) for row in range(count)]
         self.warnings: list[str] = []
         if 0 < len(self) != _IMAGES[part]:
             self.warnings.append(
@@ -62,7 +86,7 @@ class LodopabSource:
             )
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return len(self._places)
 
     def load(self, index: int) -> FloatArray:
         """Image [S, S] in HU. Raises DataError if it cannot be read."""
@@ -75,17 +99,13 @@ class LodopabSource:
 
     def name(self, index: int) -> str:
         """File and row, as "test_012#5"."""
-        file, row = self._place(index)
+        file, row = self._places[index]
         return f"{_NAMES[self.part]}_{file:03d}#{row}"
 
-    def _place(self, index: int) -> tuple[int, int]:
-        file = bisect_right(self._ends, index)
-        return file, index - (self._ends[file - 1] if file else 0)
-
     def _row(self, files: list[Path], index: int) -> FloatArray:
-        file, row = self._place(index)
+        file, row = self._places[index]
         try:
-            with _h5py().File(files[file], "r") as stream:
+            with optional("h5py", "lodopab").File(files[file], "r") as stream:
                 values = np.asarray(stream["data"][row], np.float32)
         except (OSError, KeyError, ValueError) as error:
             raise DataError(
@@ -123,20 +143,10 @@ class LodopabSource:
             )
 
 
-def _h5py() -> Any:
-    return optional("h5py", "lodopab")
-
-
-def _views(geometry: FanBeamGeometry) -> list[int]:
-    """Views of the scan. The set's views start half a step after ODL's first angle, which is −π/2 here."""
-    step = np.pi / _VIEWS
-    return views_of(geometry, step / 2 - np.pi / 2, step, _VIEWS, "lodopab")
-
-
 def _rows(path: Path, shape: tuple[int, int]) -> int:
     """The number of arrays of this shape in a file. Raises DataError for another layout."""
     try:
-        with _h5py().File(path, "r") as stream:
+        with optional("h5py", "lodopab").File(path, "r") as stream:
             data = stream.get("data")
             its, kind = getattr(data, "shape", None), getattr(getattr(data, "dtype", None), "kind", "")
     except OSError as error:

@@ -3,18 +3,19 @@
 Sinograms are converted to line integrals like in the authors' script, which made their reference images.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from annotated_types import Ge, Gt, Le
 
-from qnmixer.engine.data.pairs import optional, views_of
 from qnmixer.engine.data.resample import to_square
-from qnmixer.engine.data.scaling import OwnScaling
+from qnmixer.engine.data.scaling import FixedScaling
 from qnmixer.engine.data.slices import FloatArray, SkipFile, reading, summarise_skipped
 from qnmixer.errors import DataError
-from qnmixer.files import atomic_file, default_cache_dir, digest, digest_of_bytes
+from qnmixer.extras.pairs import optional, views_of
 from qnmixer.physics import FanBeamGeometry
 
 _PARTS = {"train": range(1, 3931), "val": range(3931, 4481), "test": range(4531, 5001)}
@@ -31,14 +32,15 @@ _LEAST = 1e-6
 _DEAD = 1e-3
 """Share of the median light; a bin with less is dead."""
 _N_LOOKED_AT = 4
-_FORMAT = 1
-_NUMBER = np.dtype("<f4")
 
 
 class TwoDetectSource:
     """One split of the set: references of mode 2 as images, and sinograms [V, 956] of a mode at the scan's views.
 
-    A slice is decoded when it is first used. The part that the scan needs is then cached.
+    Files are read when a slice is used. Of a sinogram only the scan's views are read, if the file is not compressed.
+
+    Attributes:
+        scan: keys of `geometry` that its sinograms fix.
 
     Args:
         part: train, val or test, as in the benchmark.
@@ -50,7 +52,6 @@ class TwoDetectSource:
         mode: of the sinograms.
         max_attenuation: 1/mm of x = 1.
         leave_out: numbers of slices to skip.
-        cache_dir: folder of the cache; None: the default folder.
 
     Raises:
         DataError: tifffile is missing, or there is no slice.
@@ -58,6 +59,10 @@ class TwoDetectSource:
     """
 
     endless = False
+    scan: ClassVar[dict[str, Any]] = {
+        "beam": "fan_flat", "n_detectors": _RAW_BINS // 2, "detector_pitch": 0.1496, "detector_offset": 0.0,
+        "source_to_axis": 431.019989, "axis_to_detector": 97.980499, "field_of_view": 116.528,
+    }  # fmt: skip
 
     def __init__(
         self,
@@ -67,29 +72,35 @@ class TwoDetectSource:
         hu_max: float,
         *,
         root: str,
-        reference_root: str | None,
-        mode: int,
-        max_attenuation: float,
-        leave_out: Iterable[int],
-        cache_dir: str | None,
+        reference_root: str | None = None,
+        mode: Annotated[int, Ge(1), Le(3)] = 2,
+        max_attenuation: Annotated[float, Gt(0)] = 0.05,
+        leave_out: Sequence[int] = (),
     ) -> None:
         optional("tifffile", "two_detect")
-        self.image_size, self.mode, self.max_attenuation = image_size, mode, max_attenuation
-        self.scaling = OwnScaling(-1000.0, hu_max + 1000.0)
+        self.image_size, self.max_attenuation = image_size, max_attenuation
+        self.scaling = FixedScaling(-1000.0, hu_max + 1000.0)
         self._views = views_of(geometry, 0.0, 2 * np.pi / _VIEWS, _VIEWS, "two_detect")
-        raw, references = Path(root).expanduser(), Path(reference_root or root).expanduser()
-        files = _Files(raw, references, mode)
-        wanted = [number for number in _PARTS[part] if number in files.numbers and number not in {*leave_out}]
-        missing = {number: files.missing(number) for number in wanted}
-        self._numbers = [number for number in wanted if missing[number] is None]
-        self._files = {number: files.of(number) for number in self._numbers}
-        self.warnings: list[str] = []
-        if skipped := [(f"slice{n:05d}", f"without {file}") for n, file in missing.items() if file is not None]:
-            self.warnings.append(summarise_skipped(str(root), skipped))
-        what = [_FORMAT, str(raw.resolve()), str(references.resolve()), mode, image_size, self._views]
-        cache = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
-        self._cache = cache / f"{raw.resolve().name}-two_detect-{image_size}-{digest(what)}"
-        self._last: tuple[int, FloatArray, FloatArray] | None = None
+        raw, references = (_folders(Path(it).expanduser()) for it in (root, reference_root or root))
+        if not raw:
+            raise DataError(
+                f"data.root={root} has no folder slice00001 or the like, two folders down at most: unzip 2DeteCT there"
+            )
+        places = {name: (raw, f"mode{mode}/{name}") for name in _RAW} | {
+            _REFERENCE: (references, f"mode2/{_REFERENCE}")
+        }
+        self._files: dict[int, dict[str, Path]] = {}
+        skipped: list[tuple[str, str]] = []
+        for number in sorted(raw.keys() & {*_PARTS[part]} - {*leave_out}):
+            found = {
+                name: path for name, (its, below) in places.items() if (path := _first(its.get(number, []), below))
+            }
+            if missing := [below for name, (_, below) in places.items() if name not in found]:
+                skipped.append((f"slice{number:05d}", f"without {missing[0]}"))
+            else:
+                self._files[number] = found
+        self._numbers = [*self._files]
+        self.warnings = [summarise_skipped(str(root), skipped)] if skipped else []
         if part == "train":
             self.warnings += self._about_scale()
 
@@ -98,60 +109,35 @@ class TwoDetectSource:
 
     def load(self, index: int) -> FloatArray:
         """Reference [S, S] with HU = −1000 + (hu_max + 1000)·x. Raises DataError if it cannot be used."""
-        attenuation = self._pair(index)[0]
+        number = self._numbers[index]
+        with self._file(number, _REFERENCE) as path:
+            attenuation = to_square(_reference(_read(path)), self.image_size)
         return np.float32(self.scaling.offset) + attenuation * np.float32(self.scaling.scale / self.max_attenuation)
 
     def sinogram(self, index: int) -> FloatArray:
         """Sinogram [V, 956], value × mm. Raises DataError if it cannot be used."""
-        return self._pair(index)[1] / np.float32(self.max_attenuation)
+        number, arrays = self._numbers[index], []
+        for name in _RAW:
+            with self._file(number, name) as path:
+                arrays.append(_read(path))
+        sinogram, dark, *flats = arrays
+        with self._file(number, _RAW[0]):
+            p = line_integrals(sinogram, dark, flats, self._views, moved=any(number in its for its in _MOVED))
+        return p / np.float32(self.max_attenuation)
 
     def name(self, index: int) -> str:
         """The folder of the slice, as slice00001."""
         return f"slice{self._numbers[index]:05d}"
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Give workers no pixels."""
-        return {**self.__dict__, "_last": None}
-
-    def _pair(self, index: int) -> tuple[FloatArray, FloatArray]:
-        """Reference [S, S] in 1/mm and line integrals [V, 956]: from the cache if it has them."""
-        if self._last is None or self._last[0] != index:
-            self._last = (index, *self._kept(self._numbers[index]))
-        return self._last[1:]
-
-    def _kept(self, number: int) -> tuple[FloatArray, FloatArray]:
-        files = self._files[number]
-        stats = [[it.stat().st_size, it.stat().st_mtime_ns, it.stat().st_ctime_ns] for it in files.values()]
-        kept = self._cache / f"slice{number:05d}-{digest(stats)}.bin"
-        length = self.image_size**2
-        content = kept.read_bytes() if kept.is_file() else b""
-        if len(content) < 8 or digest_of_bytes(content[8:]) != int.from_bytes(content[:8]):
-            image, line_integrals = self._decoded(number)
-            numbers = np.concatenate([image.ravel(), line_integrals.ravel()]).astype(_NUMBER).tobytes()
-            content = digest_of_bytes(numbers).to_bytes(8) + numbers
-            for old in self._cache.glob(f"slice{number:05d}-*.bin"):
-                old.unlink(missing_ok=True)
-            with atomic_file(kept) as stream:
-                stream.write(content)
-        values = np.frombuffer(content, _NUMBER, offset=8)
-        return values[:length].reshape(self.image_size, -1), values[length:].reshape(len(self._views), -1)
-
-    def _decoded(self, number: int) -> tuple[FloatArray, FloatArray]:
-        file = ""
+    @contextmanager
+    def _file(self, number: int, name: str) -> Iterator[Path]:
+        """The path of a file. A SkipFile of the block becomes a DataError that names the file."""
+        path = self._files[number][name]
         try:
-            arrays = {}
-            for file, path in self._files[number].items():
-                arrays[file] = _read(path)
-            file = _REFERENCE
-            image = to_square(_reference(arrays[file]), self.image_size)
-            file = "sinogram.tif"
-            moved = any(number in its for its in _MOVED)
-            sinogram, dark, *flats = (arrays[name] for name in _RAW)
-            return image, line_integrals(sinogram, dark, flats, self._views, moved=moved)
+            yield path
         except SkipFile as reason:
             raise DataError(
-                f"{self._files[number][file]} cannot be used ({reason}): copy it again, or leave it out with "
-                f"data.leave_out=[{number}]"
+                f"{path} cannot be used ({reason}): copy it again, or leave it out with data.leave_out=[{number}]"
             ) from None
 
     def _about_scale(self) -> list[str]:
@@ -170,34 +156,6 @@ class TwoDetectSource:
         ]
 
 
-class _Files:
-    """The files of each slice. Raw data and references may be in one folder or in two."""
-
-    def __init__(self, raw: Path, references: Path, mode: int) -> None:
-        self._places = {name: (_folders(raw), f"mode{mode}") for name in _RAW}
-        self._places[_REFERENCE] = (_folders(references), "mode2")
-        self.numbers = {*self._places[_RAW[0]][0]}
-        if not self.numbers:
-            raise DataError(
-                f"data.root={raw} has no folder slice00001 or the like, two folders down at most: unzip 2DeteCT there"
-            )
-
-    def of(self, number: int) -> dict[str, Path]:
-        """The existing files of a slice, by name."""
-        found = {}
-        for name, (folders, mode) in self._places.items():
-            for folder in folders.get(number, ()):
-                if (path := folder / mode / name).is_file():
-                    found[name] = path
-                    break
-        return found
-
-    def missing(self, number: int) -> str | None:
-        """The first missing file of a slice."""
-        found = self.of(number)
-        return next((f"{mode}/{name}" for name, (_, mode) in self._places.items() if name not in found), None)
-
-
 def _folders(root: Path) -> dict[int, list[Path]]:
     """The folders of each slice, by its number. A slice has several if archives were unpacked side by side."""
     found: dict[int, list[Path]] = {}
@@ -209,11 +167,20 @@ def _folders(root: Path) -> dict[int, list[Path]]:
     return found
 
 
+def _first(folders: Sequence[Path], below: str) -> Path | None:
+    """The first file of this name in some folders."""
+    return next((path for folder in folders if (path := folder / below).is_file()), None)
+
+
 def _read(path: Path) -> np.ndarray[Any, Any]:
-    """The values of a TIFF. Raises SkipFile if it is not one."""
+    """The values of a TIFF, mapped if they are not compressed. Raises SkipFile if it is not one."""
+    tifffile = optional("tifffile", "two_detect")
     with reading("unreadable or truncated TIFF"):
-        values = np.asarray(optional("tifffile", "two_detect").imread(path))
-    if values.dtype.kind not in "iuf" or not np.isfinite(values).all():
+        try:
+            values = tifffile.memmap(path, mode="r")
+        except ValueError:
+            values = np.asarray(tifffile.imread(path))
+    if values.dtype.kind not in "iuf" or (values.dtype.kind == "f" and not np.isfinite(values).all()):
         raise SkipFile("values that are no finite numbers")
     return values
 

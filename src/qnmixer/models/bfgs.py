@@ -8,7 +8,8 @@ from torch.nn.functional import relu
 
 from qnmixer.models.unrolled import recomputed
 
-# Found by experiment. Training diverged with Powell's usual 0.2, and with skipping alone.
+# Found by experiment. Training diverged with Powell's usual 0.2, and with skipping alone. The network is not convex, so
+# zᵀs may be near 0 or negative, and ρ = 1/(zᵀs) would make a step of any size.
 DAMPING, MIN_COSINE = 0.5, 0.3
 
 # The largest entry of a step that counts as 0, and of z as a multiple of that of s. Squares stay finite in float32.
@@ -32,7 +33,7 @@ def split_scale(s: Tensor) -> tuple[Tensor, Tensor]:
     """
     scale = s.detach().abs().amax(1, keepdim=True)
     usable = (scale > _SMALLEST) & scale.isfinite()
-    scale = torch.where(usable, scale, 1.0)
+    scale = torch.where(usable, scale, 1.0)  # before the division: its gradient must be finite where it is not used
     return torch.where(usable, s / scale, 0.0), scale
 
 
@@ -46,10 +47,10 @@ def make_pair(s: Tensor, z: Tensor) -> Pair:
     z = z.nan_to_num(0.0).clamp(-_LARGEST, _LARGEST)
     ss, sz = _inner(s, s).clamp_min(0.5), _inner(s, z)  # sᵀs is at least 1, or 0
     cosine = sz.detach() / (ss * _inner(z, z)).detach().sqrt().clamp_min(1e-30)
-    theta = 1 / (1 + relu((DAMPING - sz / ss) / (1 - DAMPING)))
+    theta = 1 / (1 + relu((DAMPING - sz / ss) / (1 - DAMPING)))  # 1 where zᵀs is large enough already
     z = theta * z + (1 - theta) * s
     sz = _inner(s, z)
-    good = sz > MIN_COSINE * (ss * _inner(z, z)).sqrt()
+    good = sz > MIN_COSINE * (ss * _inner(z, z)).sqrt()  # damping bounds zᵀs, but z may still be long and oblique
     return Pair(s, z, torch.where(good, 1 / torch.where(good, sz, 1.0), 0.0), cosine)
 
 
@@ -66,10 +67,10 @@ def apply_inverse_hessian(r: Tensor, pairs: tuple[Pair, ...]) -> Tensor:
 def _two_loops(r: Tensor, *vectors: Tensor) -> Tensor:
     pairs = [vectors[k : k + 3] for k in range(0, len(vectors), 3)]
     alphas = []
-    for s, z, rho in reversed(pairs):
+    for s, z, rho in reversed(pairs):  # (I − ρ z sᵀ) of each; ρ = 0 leaves r as it is
         alphas.append(rho * _inner(s, r))
         r = r - alphas[-1] * z
-    for (s, z, rho), alpha in zip(pairs, reversed(alphas), strict=True):
+    for (s, z, rho), alpha in zip(pairs, reversed(alphas), strict=True):  # (I − ρ s zᵀ), and + ρ s sᵀ
         r = r + (alpha - rho * _inner(z, r)) * s
     return r
 

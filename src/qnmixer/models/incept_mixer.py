@@ -74,7 +74,7 @@ class Inception(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Patch features of x."""
-        # Along rows, then along columns: for one channel this takes a quarter of the time of a pool of 3 × 3.
+        # A 3 × 3 pool, along rows, then along columns: alone four times as fast, in a step at 256 × 256 within 1 %.
         pooled = F.max_pool1d(F.max_pool1d(x.squeeze(1), 3, 1, 1).mT, 3, 1, 1).mT.unsqueeze(1)
         one, three, five, pool = self.branches
         return self.bias + one(x) + three(x) + five(x) + pool(pooled)
@@ -83,14 +83,14 @@ class Inception(nn.Module):
 class Branch(nn.Module):
     """One branch of c = C/4 features: [1×1], perhaps [k×k], each with ReLU, then patches: → [B, H/P, W/P, C].
 
-    Patchify is a product of matrices: on a CPU it takes half the time of a convolution of stride P.
+    Patchify is a product of matrices. A 1×1 branch looks at single pixels, so it is cut first.
     """
 
     def __init__(self, channels: int, patch_size: int, size: int | None) -> None:
         super().__init__()
         width = channels // 4
         self.patch_size = patch_size
-        self.pixel = nn.Linear(1, width)
+        self.pixel = nn.Linear(1, width)  # a 1×1 convolution of one channel
         self.spatial = None if size is None else nn.Conv2d(width, width, size, padding=size // 2)
         self.patchify = nn.Linear(patch_size**2 * width, channels, bias=False)
         with torch.no_grad():
@@ -98,7 +98,7 @@ class Branch(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Patch features of x [B, 1, H, W]."""
-        if self.spatial is None:  # single pixels: cut first, which moves one channel only
+        if self.spatial is None:
             patches = torch.relu_(self.pixel(cut(x, self.patch_size)))
         else:
             features = torch.relu_(self.pixel(x.permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
@@ -143,7 +143,7 @@ class MixerLayer(nn.Module):
         return recomputed(self._mix, x)
 
     def _mix(self, x: Tensor) -> Tensor:
-        x = x + self.width_mlp(self.height_mlp(self.spatial_norm(x)))
+        x = x + self.width_mlp(self.height_mlp(self.spatial_norm(x)))  # after both axes each patch has seen all others
         return x + self.channel_mlp(self.channel_norm(x))
 
 
@@ -152,7 +152,7 @@ class AxisMLP(nn.Module):
 
     def __init__(self, size: int, ratio: float, axis: int) -> None:
         super().__init__()
-        hidden = max(1, round(size * ratio))
+        hidden = max(1, round(size * ratio))  # small grids and ratios keep a neuron
         self.axis = axis
         self.layers = nn.Sequential(nn.Linear(size, hidden), nn.GELU(), nn.Linear(hidden, size))
 
@@ -175,11 +175,11 @@ class PatchExpansion(nn.Module):
         self.patch_size = patch_size
         self.expand = nn.Parameter(torch.empty(patch_size**2, width, channels))
         self.project = nn.Parameter(torch.zeros(width))
-        nn.init.normal_(self.expand, std=channels**-0.5)
+        nn.init.normal_(self.expand, std=channels**-0.5)  # not zero as well: with two zeros neither gets a gradient
 
     def forward(self, x: Tensor) -> Tensor:
         """The image [B, 1, P·h, P·w] from the features of its patches."""
-        weight = torch.einsum("pwc,w->pc", self.expand, self.project)
+        weight = torch.einsum("pwc,w->pc", self.expand, self.project)  # for each of the P² pixels of a patch, C weights
         return F.pixel_shuffle(F.linear(x, weight).permute(0, 3, 1, 2), self.patch_size)
 
 
@@ -213,6 +213,7 @@ class DetailConvolutions(nn.Module):
         """G(x) [B, 1, H, W] from x and perhaps more images [B, n_inputs, H, W], and the mixer's features of x."""
         # Channels last, which halves the time on a CPU. `.to(memory_format=…)` leaves an image of one channel as it is.
         x = torch.stack(x.unbind(1), -1).permute(0, 3, 1, 2)
+        # In place: their inputs are needed by nothing else, and stand at full resolution.
         return self.last(torch.relu_(self.second(torch.relu_(self.first(x).add_(context)))))
 
     def hidden_weights(self) -> list[nn.Parameter]:

@@ -60,7 +60,7 @@ class LearnedPrimalDual(UnrolledNetwork[PrimalDualState]):
 
     def step(self, t: int, y: Tensor, state: PrimalDualState) -> PrimalDualState:
         """The sinograms from the second image, then the images from the first of the new sinograms."""
-        norm = self.projector.operator_norm()
+        norm = self.projector.operator_norm()  # A/‖A‖ keeps images and sinograms of one size
         primal, dual = state
         projected = self.projector(primal[:, 1:2]) / norm
         dual = dual + self.dual_updates[t](torch.cat([dual, projected, y / norm], dim=1))

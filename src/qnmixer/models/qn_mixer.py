@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import torch
 from annotated_types import Ge, Gt, Le, MultipleOf
@@ -95,11 +95,6 @@ class QNMixer(UnrolledNetwork[QNState]):
         """The patch size and the latent cell size."""
         return {key: arguments[key] for key in ("patch_size", "latent_factor")}
 
-    @classmethod
-    def smallest(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Eight channels and a single layer."""
-        return {"channels": 8, "n_mixer_layers": 1}
-
     def __init__(
         self,
         projector: "FanBeamProjector",
@@ -134,7 +129,7 @@ class QNMixer(UnrolledNetwork[QNState]):
             "codec": codec, "latent_factor": latent_factor, "latent_channels": latent_channels,
             "detail_channels": detail_channels, "regularizer": regularizer,
         })  # fmt: skip
-        image_size = projector.geometry.image_size
+        image_size = projector.geometry.image_size  # the mixer has weights for each row and column of patches
         self.projector = projector
         self.data_term = data_term
         self.nonnegative = nonnegative
@@ -146,15 +141,16 @@ class QNMixer(UnrolledNetwork[QNState]):
             else StridedCodec(latent_factor, latent_channels)
         )
 
-        def incept_mixer(size: int, width: int) -> nn.Module:
-            return InceptMixer(size, width, patch_size, n_mixer_layers, mlp_ratio, inception, features=detail_channels)
+        def make_regularizer() -> nn.Module:
+            if regularizer is None:
+                mixer = (patch_size, n_mixer_layers, mlp_ratio, inception)
+                return InceptMixer(image_size, channels, *mixer, features=detail_channels)
+            if isinstance(regularizer, nn.Module):
+                return copy.deepcopy(regularizer)
+            return regularizer(image_size, channels)
 
-        def copied(size: int, width: int) -> nn.Module:
-            return copy.deepcopy(cast(nn.Module, regularizer))
-
-        make = copied if isinstance(regularizer, nn.Module) else regularizer or incept_mixer
         n_regularizers = 1 if shared_regularizer else n_iterations
-        self.regularizers = nn.ModuleList(make(image_size, channels) for _ in range(n_regularizers))
+        self.regularizers = nn.ModuleList(make_regularizer() for _ in range(n_regularizers))
         self.detail_data_step = detail_data_step
         n_inputs = 2 if detail_data_step else 1
         self.details = nn.ModuleList(
@@ -166,7 +162,7 @@ class QNMixer(UnrolledNetwork[QNState]):
         )
 
         def scalars(wanted: bool) -> nn.ParameterList:
-            """One for each iteration except the first."""
+            """One for each iteration but the first: it has no pair, and DDP fails on a parameter without a gradient."""
             return nn.ParameterList(torch.zeros(1) for _ in range(n_iterations - 1 if wanted else 0))
 
         self.momenta = scalars(hessian == "momentum")
@@ -177,22 +173,22 @@ class QNMixer(UnrolledNetwork[QNState]):
         return QNState(self.projector.fbp(y))
 
     def image(self, state: QNState) -> Tensor:
-        """x_t, or max(0, x_t) after an iteration."""
+        """x_t, or max(0, x_t) after an iteration: x₀ is FBP as it is, as with all other networks."""
         return nonnegative(state.x) if self.nonnegative and state.s is not None else state.x
 
     def step(self, t: int, y: Tensor, state: QNState) -> QNState:
         """Iteration t: the gradient, its code r_t, the newest pair, the step s_t, the image."""
         x, pairs, s, scale, before = state
-        code = self.codec.encode(self.objective_gradient(t, x, y))
+        code = self.codec.encode(self.objective_gradient(t, x, y))  # r_t, of a shape that D reads
         # H needs full precision, and half precision would round late, small steps of x away.
         with torch.autocast(x.device.type, enabled=False):
             r = code.flatten(1).to(x.dtype)
-            step = -r
+            step = -r  # H₀ = I
             if s is not None and scale is not None:  # t > 0
                 if self.hessian == "momentum":
                     step = step + self.momenta[t - 1] * scale * s
                 elif before is not None:
-                    z = (r - before) / scale
+                    z = (r - before) / scale  # as s is: H depends on their ratio only
                     if self.hessian_gradient == "detach":
                         s, z = s.detach(), z.detach()
                     pairs = *pairs, make_pair(s, z)
@@ -207,11 +203,11 @@ class QNMixer(UnrolledNetwork[QNState]):
 
     def objective_gradient(self, t: int, x: Tensor, y: Tensor) -> Tensor:
         """∇J_t(x) = λ_t A†(A x − y) + G_t(x), [B, 1, H, W]; shared λ and G are the same for every t."""
-        u = x
+        u = x  # moves along the data term alone; x − u is the sum of its steps
         for step_size in self.step_sizes[t % len(self.step_sizes)]:
             u = u - step_size * data_gradient(self.projector, self.data_term, u, y)
-        G = self.regularizers[t % len(self.regularizers)](x)
-        if self.details:
+        G = self.regularizers[t % len(self.regularizers)](x)  # at x_t too, as the formula has it: not at u
+        if self.details:  # then G is the mixer's features so far
             G = self.details[t](torch.cat([x, x - u], 1) if self.detail_data_step else x, G)
         return G + (x - u)
 

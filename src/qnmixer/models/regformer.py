@@ -63,11 +63,6 @@ class RegFormer(UnrolledNetwork[RegFormerState]):
         """The window size."""
         return {"window_size": arguments["window_size"]}
 
-    @classmethod
-    def smallest(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The fewest channels that its heads can share."""
-        return {"channels": math.lcm(2, arguments["n_heads"])}
-
     def __init__(
         self,
         projector: "FanBeamProjector",
@@ -97,10 +92,6 @@ class RegFormer(UnrolledNetwork[RegFormerState]):
         regularization, features = self.regularizers[t](state.x, state.features)
         descent = self.step_sizes[t] * data_gradient(self.projector, "fbp", state.x, y)
         return RegFormerState(rectified(state.x - descent + regularization, last=t == self.n_iterations - 1), features)
-
-    def image(self, state: RegFormerState) -> Tensor:
-        """x_t."""
-        return state.x
 
     def blocks(self) -> list[nn.Module]:
         """The R_t."""

@@ -87,7 +87,7 @@ class TotalVariation(UnrolledNetwork[TVState]):
 
     def step(self, t: int, y: Tensor, state: TVState) -> TVState:
         """One iteration. An image that is done does not change while other images of the batch continue."""
-        done = state.gap <= self.gap
+        done = state.gap <= self.gap  # [B]
         if bool(done.all()):
             return state
         norm = self.projector.operator_norm()
@@ -106,17 +106,13 @@ class TotalVariation(UnrolledNetwork[TVState]):
                 - (p * y).sum((1, 2, 3)) / norm
                 + _LARGEST * (descent.clamp_max(0).sum((1, 2, 3)))
             )
-            gap = torch.where(done, gap, (value - dual) / value)
+            gap = torch.where(done, gap, (value - dual) / value)  # relative: α and the slice set the scale
         return TVState(x, 2 * x - state.x, p, q, state.weight, gap)
 
     def objective(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         """The objective ½‖K x − f‖² + α·TV(x), [B]; weight: α [B, 1, 1, 1]."""
         misfit = (self.projector(x) - y) / self.projector.operator_norm()
         return misfit.square().sum((1, 2, 3)) / 2 + (weight * gradient(x).norm(dim=1, keepdim=True)).sum((1, 2, 3))
-
-    def image(self, state: TVState) -> Tensor:
-        """x_t."""
-        return state.x
 
 
 def gradient(x: Tensor) -> Tensor:

@@ -64,11 +64,6 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         """Numbers that must divide the image size, by the argument that sets each."""
         return {}
 
-    @classmethod
-    def smallest(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments that make it so small that a step takes seconds, for doctor. By default: eight channels."""
-        return {"channels": 8} if "channels" in arguments else {}
-
     @abstractmethod
     def start(self, y: Tensor) -> S:
         """The state of x₀, from a sinogram y [B, 1, V, D]."""
@@ -78,9 +73,8 @@ class UnrolledNetwork(nn.Module, ABC, Generic[S]):
         """The state after iteration t = 0 … T−1."""
 
     def image(self, state: S) -> Tensor:
-        """x_t [B, 1, H, W] of a state. By default the state is the image."""
-        assert isinstance(state, Tensor)
-        return state
+        """x_t [B, 1, H, W] of a state: by default the state, or the first of its tensors."""
+        return state if isinstance(state, Tensor) else state[0]  # type: ignore[index]  # a tuple
 
     def blocks(self) -> list[nn.Module]:
         """The parts with most weights, each called as a whole. fsdp gathers, and torch compiles, one at a time."""
@@ -133,20 +127,9 @@ def recomputed(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
 
     For features that are large and cheap. `function` must draw no random numbers.
     """
-    if not torch.is_grad_enabled() or not _can_recompute():
+    if not torch.is_grad_enabled():
         return function(*inputs)
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
-
-
-def _can_recompute() -> bool:
-    """Whether torch allows it here. Inside `torch.func.grad` and `vjp` it does not: they then store everything."""
-    if torch.compiler.is_compiling():
-        return True
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-            return True
-    except RuntimeError:
-        return False
 
 
 def check_choice(argument: str, value: str, choices: Collection[str]) -> None:

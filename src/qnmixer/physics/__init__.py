@@ -1,4 +1,4 @@
-"""Fan and parallel beams: geometry, projector (A, Aᵀ, FBP) and noise. It needs only torch, numpy and filelock."""
+"""Fan and parallel beams: geometry, projector (A, Aᵀ, FBP) and noise. It needs no Lightning."""
 
 from qnmixer.physics.fbp import FBP_WINDOWS
 from qnmixer.physics.geometry import FanBeamGeometry

@@ -13,9 +13,9 @@ from dataclasses import replace
 import numpy as np
 
 from qnmixer.physics.geometry import FULL_TURN, FanBeamGeometry
-from qnmixer.physics.matrix_cache import load_or_build
+from qnmixer.physics.matrix_cache import Arrays, cached
 from qnmixer.physics.scan import Numbering, ScanMatrix
-from qnmixer.physics.sparse import Csr, stack_rows, transpose_csr
+from qnmixer.physics.sparse import Csr, Triples, in_threads, to_csr, transpose_csr
 
 FBP_WINDOWS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "ramp": np.ones_like,
@@ -43,11 +43,11 @@ def ray_weights(geometry: FanBeamGeometry) -> np.ndarray:
     fan = geometry.fan_angles()[None, :]
     bins = geometry.bin_positions()[None, :] / geometry.detector_pitch
     here, mirrored = (_smooth_side(k, geometry) for k in (bins, -bins))
-    if geometry.is_full_turn:
+    if geometry.is_full_turn:  # every view has its opposite, so the weights do not depend on the view
         own, opposite = here, mirrored
     else:
         beta = geometry.angles()[:, None]
-        turns = (beta + math.pi - 2 * fan + turn * FULL_TURN for turn in (-2, -1, 0, 1))
+        turns = (beta + math.pi - 2 * fan + turn * FULL_TURN for turn in (-2, -1, 0, 1))  # β may be any number
         own, opposite = here * _smooth_ends(beta, geometry), mirrored * sum(_smooth_ends(b, geometry) for b in turns)
     return np.cos(fan) * own / (own + opposite)
 
@@ -88,9 +88,9 @@ def ramp_response(geometry: FanBeamGeometry, filter_name: str, on_arc: bool = Fa
     lag = np.fft.fftfreq(n, 1 / n)
     kernel = np.zeros(n)
     kernel[0] = 1 / 4
-    odd = lag % 2 == 1
+    odd = lag % 2 == 1  # samples at even lags are 0
     if on_arc:
-        odd &= np.abs(lag) < geometry.n_detectors
+        odd &= np.abs(lag) < geometry.n_detectors  # farther bins do not exist, and the sine would come back to 0
         step = geometry.detector_pitch / geometry.source_to_detector
         kernel[odd] = -((step / (np.pi * np.sin(step * lag[odd]))) ** 2)
     else:
@@ -102,12 +102,12 @@ def ramp_response(geometry: FanBeamGeometry, filter_name: str, on_arc: bool = Fa
 def backprojection_matrix(geometry: FanBeamGeometry) -> ScanMatrix:
     """Weighted back-projection, as the transpose of the returned matrix. Large ones are cached on disk."""
 
-    def build() -> tuple[Csr, Csr]:
+    def build() -> Arrays:
         layout = Numbering(geometry)
         backward = _by_pixels(geometry)
-        return transpose_csr(backward, layout.n_rays, layout.quarters), backward
+        return *transpose_csr(backward, layout.n_rays, layout.quarters), *backward
 
-    return ScanMatrix(geometry, *load_or_build("back-projection", geometry, build))
+    return ScanMatrix(geometry, cached("back-projection matrix", geometry, build))
 
 
 def _by_pixels(geometry: FanBeamGeometry) -> Csr:
@@ -124,9 +124,10 @@ def _by_pixels(geometry: FanBeamGeometry) -> Csr:
     numbers = layout.ray_numbers() + layout.n_rays * np.arange(layout.quarters)[:, None, None]
     distinct = layout.ray_numbers()[0] >= 0
     pixels = layout.corner_pixels()
+    # Not padding. And the middle pixel of an odd image is in all corners, but has the number of the first.
     own = layout.pixel_numbers()[pixels] == np.arange(pixels.size).reshape(pixels.shape[::-1]).T
 
-    def rows(first: int, last: int) -> Csr:
+    def part(first: int, last: int) -> Triples:
         row, column = np.divmod(pixels[first:last, :, None], size)
         x, y = ((z - (size - 1) / 2) * geometry.pixel_size for z in (column, size - 1 - row))
         u, gain = _seen(x * np.cos(angles) + y * np.sin(angles), y * np.cos(angles) - x * np.sin(angles), geometry)
@@ -135,14 +136,12 @@ def _by_pixels(geometry: FanBeamGeometry) -> Csr:
         bins = np.stack([below, below + 1], axis=-1).astype(np.intp)
         weights = (1 - np.abs(position[..., None] - bins)) * (abs(geometry.angle_step) * gain)[..., None]
         kept = (bins >= 0) & (bins < n_detectors) & (weights > 0) & own[first:last, :, None, None]
-        kept &= distinct[bins.clip(0, n_detectors - 1)]
-        corner, view = np.nonzero(kept)[1:3]
-        starts = np.concatenate([[0], np.cumsum(kept.sum(axis=(1, 2, 3)))])
-        return Csr(starts, numbers[corner, view, bins[kept]], weights[kept].astype(np.float32))
+        kept &= distinct[bins.clip(0, n_detectors - 1)]  # a mirrored bin gets its share by a turn of the other
+        pixel, corner, view, _ = np.nonzero(kept)
+        return first + pixel, numbers[corner, view, bins[kept]], weights[kept].astype(np.float32)
 
-    step = max(1, _CHUNK // geometry.n_views)
-    at_most = 2 * layout.n_pixels * layout.quarters * n_views
-    return stack_rows(rows, layout.n_pixels, step, layout.quarters * layout.n_rays, at_most)
+    triples = in_threads(part, layout.n_pixels, max(1, _CHUNK // geometry.n_views))
+    return to_csr(triples, layout.n_pixels, layout.quarters * layout.n_rays)
 
 
 def _seen(t: np.ndarray, v: np.ndarray, geometry: FanBeamGeometry) -> tuple[np.ndarray, np.ndarray]:

@@ -3,9 +3,9 @@
 import numpy as np
 
 from qnmixer.physics.geometry import FanBeamGeometry
-from qnmixer.physics.matrix_cache import load_or_build
+from qnmixer.physics.matrix_cache import Arrays, cached
 from qnmixer.physics.scan import Numbering, ScanMatrix
-from qnmixer.physics.sparse import Csr, stack_rows, transpose_csr
+from qnmixer.physics.sparse import Csr, Triples, in_threads, to_csr, transpose_csr
 
 _CHUNK = 2**17
 """Ray–slab crossings computed at a time: few enough for the CPU's cache, and for little memory."""
@@ -16,12 +16,12 @@ _ON_GRID = 1e-9
 def system_matrix(geometry: FanBeamGeometry) -> ScanMatrix:
     """A, with values in mm. Large ones are cached on disk."""
 
-    def build() -> tuple[Csr, Csr]:
+    def build() -> Arrays:
         layout = Numbering(geometry)
         forward = _by_rays(geometry)
-        return forward, transpose_csr(forward, layout.n_pixels, layout.quarters)
+        return *forward, *transpose_csr(forward, layout.n_pixels, layout.quarters)
 
-    return ScanMatrix(geometry, *load_or_build("system", geometry, build))
+    return ScanMatrix(geometry, cached("system matrix", geometry, build))
 
 
 def _by_rays(geometry: FanBeamGeometry) -> Csr:
@@ -31,17 +31,14 @@ def _by_rays(geometry: FanBeamGeometry) -> Csr:
     order = layout.turned_rays()[:, 0]
     origin, direction = _rays(geometry)
 
-    def rows(first: int, last: int) -> Csr:
-        there = order[first:last] >= 0
-        rays = order[first:last][there]
+    def part(first: int, last: int) -> Triples:
+        rows = np.arange(first, last)[order[first:last] >= 0]
+        rays = order[rows]
         pixels, lengths, crossed = _intersect(origin[:, rays], direction[:, rays], geometry)
-        counts = np.zeros(last - first, dtype=np.int64)
-        counts[there] = crossed
-        return Csr(np.concatenate([[0], np.cumsum(counts)]), numbers[pixels], lengths)
+        return np.repeat(rows, crossed), numbers[pixels], lengths
 
-    step = max(1, _CHUNK // geometry.image_size)
-    at_most = 2 * geometry.image_size * len(order)
-    return stack_rows(rows, len(order), step, layout.quarters * layout.n_pixels, at_most)
+    triples = in_threads(part, len(order), max(1, _CHUNK // geometry.image_size))
+    return to_csr(triples, len(order), layout.quarters * layout.n_pixels)
 
 
 def _rays(geometry: FanBeamGeometry) -> tuple[np.ndarray, np.ndarray]:

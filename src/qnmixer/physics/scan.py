@@ -1,11 +1,13 @@
 """A matrix between image and sinogram. If a quarter turn maps the scan onto itself, it has a quarter of the rays."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from qnmixer.physics.geometry import FanBeamGeometry
-from qnmixer.physics.sparse import Csr, FullPrecisionModule
+from qnmixer.physics.sparse import FullPrecisionModule
 
 _PADDING = 4
 """Unused numbers after each row of a corner: rows a power of two apart would share cache lines, 15 % slower."""
@@ -78,7 +80,7 @@ class Numbering:
         rays = np.full((self.n_rays, self.quarters), -1)
         numbers = self.ray_numbers()
         views, bins = np.nonzero(numbers >= 0)
-        for k in range(self.quarters):
+        for k in range(self.quarters):  # a turn by k quarters is one by n_distinct_views · k views
             view, bin_ = views + k * self._n_views, bins
             if self._half_turn and k >= 2:
                 view, bin_ = view - 2 * self._n_views, np.where(self._mirrored[bins] == bins, -1, self._mirrored[bins])
@@ -144,8 +146,8 @@ class ScanMatrix(FullPrecisionModule):
 
     Args:
         geometry: the scan.
-        forward: [M_0 …] as [R, Q·P], numbered as `Numbering` says.
-        backward: [M_0ᵀ …] as [P, Q·R].
+        arrays: starts, indices and values of [M_0 …] as [R, Q·P], numbered as `Numbering` says, and of [M_0ᵀ …] as
+            [P, Q·R].
     """
 
     starts: Tensor
@@ -160,15 +162,14 @@ class ScanMatrix(FullPrecisionModule):
     image_order: Tensor
     gaps: Tensor | None
 
-    def __init__(self, geometry: FanBeamGeometry, forward: Csr, backward: Csr) -> None:
+    def __init__(self, geometry: FanBeamGeometry, arrays: Sequence[np.ndarray]) -> None:
         super().__init__()
         layout = Numbering(geometry)
         self._quarters, self._sums_middle = layout.quarters, layout.sums_middle
         self._image_shape = (1, geometry.image_size, geometry.image_size)
         self._sinogram_shape = (1, geometry.n_views, geometry.n_detectors)
-        arrays = dict(zip(("starts", "pixels", "values"), forward, strict=True))
-        arrays |= dict(zip(("starts_t", "rays", "values_t"), backward, strict=True))
-        for name, array in arrays.items():
+        names = ("starts", "pixels", "values", "starts_t", "rays", "values_t")
+        for name, array in zip(names, arrays, strict=True):
             self.register_buffer(name, torch.from_numpy(array), persistent=False)
         for name, order in layout.gathers().items():
             self.register_buffer(name, order, persistent=False)
@@ -176,61 +177,39 @@ class ScanMatrix(FullPrecisionModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """M x: sinograms [B, 1, V, D] of images x [B, 1, H, W], both of the values' dtype."""
-        return from_columns(self.project(to_columns(x), self.sinogram_order), self._sinogram_shape)
+        if (at_most := _COLUMNS // self._quarters) < len(x):
+            return torch.cat([self(part) for part in x.split(at_most)])
+        turned = _columns(x).index_select(0, self.image_table)
+        product = self._product((self.starts, self.pixels, self.values), turned)
+        return _samples(product.index_select(0, self.sinogram_order), self._sinogram_shape)
 
     def transpose(self, y: Tensor) -> Tensor:
         """Mᵀ y: images [B, 1, H, W] of sinograms y [B, 1, V, D], both of the values' dtype."""
-        return from_columns(self.backproject(to_columns(y), self.sinogram_table), self._image_shape)
-
-    def project(self, images: Tensor, order: Tensor) -> Tensor:
-        """M x for columns x [H·W, B], with the rays in the given order: [rays, B]."""
-        if (at_most := _COLUMNS // self._quarters) < images.shape[1]:
-            return torch.cat([self.project(part.contiguous(), order) for part in images.split(at_most, 1)], 1)
-        turned = _gather(images, self.image_table)
-        product = self._product((self.starts, self.pixels, self.values), turned)
-        return _gather(product, order)
-
-    def backproject(self, sinograms: Tensor, table: Tensor) -> Tensor:
-        """Mᵀ y [H·W, B] for columns y [V·D, B]; table: where y has each ray."""
-        if (at_most := _COLUMNS // self._quarters) < sinograms.shape[1]:
-            return torch.cat([self.backproject(part.contiguous(), table) for part in sinograms.split(at_most, 1)], 1)
-        turned = _gather(sinograms, table)
+        if (at_most := _COLUMNS // self._quarters) < len(y):
+            return torch.cat([self.transpose(part) for part in y.split(at_most)])
+        turned = _columns(y).index_select(0, self.sinogram_table)
         if self.gaps is not None:
-            turned *= self.gaps
+            turned.view(len(self.gaps), -1).mul_(self.gaps)
         product = self._product((self.starts_t, self.rays, self.values_t), turned)
         if self._sums_middle:  # the four corners of an odd image share the middle pixel
             middle = product[-self._quarters :]
             middle[0] = middle.sum(0)
-        return _gather(product, self.image_order)
-
-    def bins_first(self) -> tuple[Tensor, Tensor, int]:
-        """The order of `project` and the table of `backproject` for sinograms as [D, V], and D."""
-        views, bins = self._sinogram_shape[1:]
-        order = self.sinogram_order.view(views, bins).t().flatten()
-        return order, self.sinogram_table % bins * views + self.sinogram_table // bins, bins
+        return _samples(product.index_select(0, self.image_order), self._image_shape)
 
     def _product(self, matrix: tuple[Tensor, Tensor, Tensor], turned: Tensor) -> Tensor:
-        """The product [rows · Q, B] of a matrix with columns in all turns [columns · Q, B]."""
-        batch = turned.shape[1]
-        return torch.ops.qnmixer.csr_product(*matrix, turned.view(-1, batch * self._quarters)).view(-1, batch)
+        """The product [rows · Q, B] of a matrix with columns in all turns [columns · Q, B]; a vector gives a vector."""
+        n_columns = self._quarters * turned.shape[1:].numel()
+        return torch.ops.qnmixer.csr_product(*matrix, turned.view(-1, n_columns)).view(-1, *turned.shape[1:])
 
 
-def _gather(columns: Tensor, rows: Tensor) -> Tensor:
-    """Some rows of columns [n, B], in the given order."""
-    if columns.shape[1] > 1:
-        return torch.index_select(columns, 0, rows)
-    # As a vector: a CPU takes four times as long for rows of one number.
-    return torch.index_select(columns[:, 0], 0, rows)[:, None]
+def _columns(batch: Tensor) -> Tensor:
+    """[B, …] → [n, B], or a vector [n] of one sample: a CPU takes four times as long to gather rows of one number."""
+    return batch.flatten() if len(batch) == 1 else batch.flatten(1).t().contiguous()
 
 
-def to_columns(batch: Tensor) -> Tensor:
-    """[B, …] → [n, B]; for one sample it is a view."""
-    return batch.reshape(len(batch), -1).t().contiguous()
-
-
-def from_columns(columns: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """[n, B] → [B, *shape]; for one sample it is a view."""
-    return columns.t().contiguous().view(-1, *shape)
+def _samples(columns: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """[n, B], or a vector [n], → [B, *shape]."""
+    return (columns if columns.ndim == 1 else columns.t().contiguous()).view(-1, *shape)
 
 
 def _all_turns(columns: np.ndarray, direction: int) -> np.ndarray:

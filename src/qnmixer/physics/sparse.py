@@ -1,9 +1,8 @@
 """Sparse products as torch operators, and linear maps as differentiable functions."""
 
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -12,12 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding_bag
 
 LinearMap = Callable[[Tensor], Tensor]
-Residual = Callable[[Tensor, Tensor | None], Tensor]
-"""The map from x and y to B (A x − y). None as y means 0."""
+Triples = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Rows, columns and values of a sparse matrix."""
 
-_INT32_MAX = 2**31 - 1
-_CHUNK = 2**21
-"""Values transposed at a time; they stay in the cache."""
 _WIDE = 16
 """Columns from which torch's embedding bag, a sparse product with prefetching, is faster than the CSR product."""
 
@@ -117,35 +113,6 @@ def apply_linear(x: Tensor, apply: LinearMap, transpose: LinearMap) -> Tensor:
     return _ApplyLinear.apply(x, apply, transpose)
 
 
-class _SymmetricResidual(torch.autograd.Function):
-    """B (A x − y) for a symmetric B A: the derivative in x is this same map, with y = 0."""
-
-    @staticmethod
-    def forward(x: Tensor, y: Tensor | None, residual: Residual, b: LinearMap, b_t: LinearMap) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            return residual(x, y)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.maps = inputs[2:]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        (gradient,), (residual, b, b_t) = gradients, ctx.maps
-        for_x = _SymmetricResidual.apply(gradient, None, residual, b, b_t) if ctx.needs_input_grad[0] else None
-        for_y = -apply_linear(gradient, b_t, b) if ctx.needs_input_grad[1] else None
-        return for_x, for_y, None, None, None
-
-
-def symmetric_residual(x: Tensor, y: Tensor | None, residual: Residual, b: LinearMap, b_t: LinearMap) -> Tensor:
-    """B (A x − y), differentiable any number of times, for linear A and B whose product B A is symmetric; y=None: 0.
-
-    `residual` computes it without a graph; b and b_t are B and Bᵀ. This is one node of the graph where `apply_linear`
-    would need three: on small images starting them takes most of the time.
-    """
-    return _SymmetricResidual.apply(x, y, residual, b, b_t)
-
-
 class FullPrecisionModule(nn.Module):
     """A module whose buffers follow `.to()` and `.double()`, but are never converted to half precision."""
 
@@ -160,79 +127,33 @@ class FullPrecisionModule(nn.Module):
         return self
 
 
-def index_type(n_values: int) -> type[np.int32] | type[np.int64]:
-    """The index type for so many values. int64 is 2–3 times slower, so it is used only above the range of int32."""
-    return np.int32 if n_values <= _INT32_MAX else np.int64
+def in_threads(part: Callable[[int, int], Triples], n: int, step: int) -> Triples:
+    """Those of part(first, last) for all numbers below n, `step` at a time, in as many threads as torch has."""
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        parts = pool.map(lambda first: part(first, min(first + step, n)), range(0, n, step))
+        rows, columns, values = map(np.concatenate, zip(*parts, strict=True))
+    return rows, columns, values
 
 
-def stack_rows(make: Callable[[int, int], Csr], n_rows: int, step: int, n_columns: int, at_most: int) -> Csr:
-    """Build a matrix from its parts make(first, last) of `step` rows, in as many threads as torch has.
-
-    Args:
-        make: rows of the matrix, their indices in any order; called in several threads at once.
-        n_rows, n_columns: shape of the matrix.
-        at_most: an upper bound on its number of values. The unused part costs no memory.
-    """
-    starts = np.zeros(n_rows + 1, dtype=np.int64)
-    # Linux gives memory to pages when they are first written, so that those beyond the end cost nothing.
-    indices = np.empty(at_most, dtype=index_type(n_columns))
-    values = np.empty(at_most, dtype=np.float32)
-    for first, part in _made_ahead(make, n_rows, step):
-        rows = np.repeat(np.arange(len(part.starts) - 1), np.diff(part.starts))
-        key = (rows * n_columns + part.indices).astype(index_type(step * n_columns), copy=False)
-        # torch sorts whole numbers by radix, six times faster than numpy, and in threads of its own.
-        order = torch.sort(torch.from_numpy(key)).indices.numpy()
-        before, after = starts[first], starts[first] + len(order)
-        starts[first + 1 : first + len(part.starts)] = before + part.starts[1:]
-        indices[before:after], values[before:after] = part.indices[order], part.values[order]
-    index = index_type(max(starts[-1], n_columns))
-    return Csr(starts.astype(index), indices[: starts[-1]].astype(index, copy=False), values[: starts[-1]])
-
-
-def _made_ahead(make: Callable[[int, int], Csr], n_rows: int, step: int) -> Iterator[tuple[int, Csr]]:
-    """Yield the first row and the matrix of each part, in order. As many parts are made ahead as there are threads."""
-    ahead: deque[tuple[int, Future[Csr]]] = deque()
-    with ThreadPoolExecutor(n_threads := torch.get_num_threads()) as pool:
-        for first in range(0, n_rows, step):
-            ahead.append((first, pool.submit(make, first, min(first + step, n_rows))))
-            if len(ahead) > n_threads:
-                done, part = ahead.popleft()
-                yield done, part.result()
-        for done, part in ahead:
-            yield done, part.result()
+def to_csr(triples: Triples, n_rows: int, n_columns: int) -> Csr:
+    """The matrix of rows, columns and values in any order; no place occurs twice."""
+    rows, columns, values = triples
+    index = np.int32 if max(len(values), n_columns) < 2**31 else np.int64  # products with int64 are 2–3 times slower
+    # torch sorts whole numbers by radix, six times faster than numpy.
+    order = torch.sort(torch.from_numpy(rows.astype(np.int64) * n_columns + columns)).indices.numpy()
+    starts = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=n_rows))])
+    return Csr(starts.astype(index), columns[order].astype(index), values[order])
 
 
 def transpose_csr(matrix: Csr, n_columns: int, n_blocks: int = 1) -> Csr:
-    """Transpose of a matrix, block by block: [M_0 M_1 …] becomes [M_0ᵀ M_1ᵀ …]; indices in order within each row.
+    """Transpose of a matrix, block by block: [M_0 M_1 …] becomes [M_0ᵀ M_1ᵀ …].
 
     Args:
         matrix: blocks side by side, [rows, n_blocks · n_columns].
         n_columns: columns of a block.
         n_blocks: how many.
     """
-    n_rows, n_values = len(matrix.starts) - 1, len(matrix.values)
-    counts = _counts(matrix.indices, n_blocks * n_columns).reshape(n_blocks, n_columns)
-    ends = np.cumsum(counts.T.ravel())
-    # The place of the next value of each column of each block.
-    free = (ends.reshape(n_columns, n_blocks).T - counts).ravel()
-    indices = np.empty(n_values, dtype=index_type(max(n_values, n_blocks * n_rows)))
-    starts = np.concatenate([[0], ends[n_blocks - 1 :: n_blocks]]).astype(indices.dtype)
-    values = np.empty_like(matrix.values)
-    for first in range(0, n_values, _CHUNK):
-        last = min(first + _CHUNK, n_values)
-        columns, order = (t.numpy() for t in torch.sort(torch.from_numpy(matrix.indices[first:last]), stable=True))
-        counts = _counts(columns, len(free))
-        place = np.arange(last - first) + np.repeat(free - np.cumsum(counts) + counts, counts)
-        rows = np.repeat(np.arange(n_rows, dtype=indices.dtype), np.diff(np.clip(matrix.starts, first, last)))
-        indices[place] = rows[order] + columns // n_columns * n_rows
-        values[place] = matrix.values[first:last][order]
-        free += counts
-    return Csr(starts, indices, values)
-
-
-def _counts(numbers: np.ndarray, below: int) -> np.ndarray:
-    """How often each whole number from 0 occurs, int64 [below]."""
-    counts = np.zeros(below, dtype=np.int64)
-    for first in range(0, len(numbers), _CHUNK):
-        counts += np.bincount(numbers[first : first + _CHUNK], minlength=below)
-    return counts
+    n_rows = len(matrix.starts) - 1
+    rows = np.repeat(np.arange(n_rows), np.diff(matrix.starts))
+    block, column = np.divmod(matrix.indices, n_columns)
+    return to_csr((column, block.astype(np.int64) * n_rows + rows, matrix.values), n_columns, n_blocks * n_rows)

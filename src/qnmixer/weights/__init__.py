@@ -1,4 +1,4 @@
-"""The weights that the package ships, and the values of `run=` and `finetune=`. No torch import."""
+"""Where weights are: those that the package ships, those that `run=` and `finetune=` name. No torch import."""
 
 from os.path import expanduser
 from pathlib import Path
@@ -36,6 +36,11 @@ def located(run: str | Path) -> Path:
             f"run folder of qnmixer.train or a {SUFFIX} file"
         )
     return SHIPPED
+
+
+def checkpoint_in(run: Path, name: str) -> Path:
+    """The path of the checkpoint `best` or `last` of a run folder."""
+    return run / "checkpoints" / f"{name}.ckpt"
 
 
 def check_weights(key: str, given: str) -> None:

@@ -13,24 +13,28 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from qnmixer.engine.checkpoints.weights_file import decode
-from qnmixer.engine.config import Config, effective_batch, to_plain
-from qnmixer.engine.config.data import FolderData, PairData
+from qnmixer.engine.config import Config, effective_batch
+from qnmixer.engine.config.data import DataConfig
 from qnmixer.engine.config.groups import Group
 from qnmixer.engine.config.run import checked, parse_file, targets_of
-from qnmixer.engine.config.target import keys_of
+from qnmixer.engine.config.target import TARGET, keys_of
 from qnmixer.engine.data.splits import SplitRecord, is_split_record
 from qnmixer.engine.parallel.shards import load_checked, merge_shards
 from qnmixer.engine.plugins import check_trusted, is_trusted
 from qnmixer.engine.reconstructor import Reconstructor
 from qnmixer.errors import CheckpointError, ConfigError, first_line
 from qnmixer.files import newest_complete
-from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY, SUFFIX, located
+from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY, SUFFIX, checkpoint_in, located
 
 if TYPE_CHECKING:
     from qnmixer.engine.run_module import RunModule
 
 _DROPPED = 64 * 2**20
 """Bytes of weights that a small network may drop while it is built."""
+_OF_RESULTS = ("model", "data", "geometry", "noise", "loss", "optimizer")
+"""Sections that a resumed run may not change."""
+_OF_PLACES = {"batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir", "root", "reference_root"}
+"""Keys of slices that a resumed run may change."""
 _NEVER_READ: dict[str, Any] = {"callbacks": {}, "logger": {}}
 """Keys that are dropped from the config of a file: only the command line may name callbacks and loggers."""
 
@@ -49,7 +53,7 @@ def find_checkpoint(run: str | Path, which: str = "best") -> Path:
     if not run.is_dir():
         raise CheckpointError(f"no run folder at {run}: give the folder that training printed, run=runs/…")
     for name in dict.fromkeys((which, "best", "last")):
-        path = newest_complete(run / "checkpoints" / f"{name}.ckpt")
+        path = newest_complete(checkpoint_in(run, name))
         if path.exists():
             return path
     raise CheckpointError(f"{run} has no checkpoints/best.ckpt or last.ckpt: is it a run folder of qnmixer.train?")
@@ -95,32 +99,27 @@ def load_run(run: str | Path, which: str = "best", trust: Collection[str] = (), 
     config, state = read_checkpoint(path)
     check_trusted(str(path), built_from(config, *more), trust)
     config = checked(config, "model", "noise")
-    with _no_more_weights_than(state, path):
+    with _no_larger_than(state, path):
         module = Reconstructor(config)
     _load_state(module, state, path)
     return module
 
 
 @contextmanager
-def _no_more_weights_than(state: dict[str, Any], path: Path) -> Iterator[None]:
+def _no_larger_than(state: dict[str, Any], path: Path) -> Iterator[None]:
     """Raise CheckpointError as soon as a network that the block builds has far more weights than its file.
 
     The config of a file may ask for terabytes. Storage is counted, because a tensor of any size can be a view of one
     number. A network may drop weights while it is built: it replaces a layer, ties or normalises weights.
     """
     storages = [tensor.untyped_storage() for tensor in state.values()]
-    held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-    most, built = 4 * held + _DROPPED, 0
-    known: set[int] = set()
+    left = 4 * sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()) + _DROPPED
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        nonlocal built
-        built += parameter.nbytes * (id(parameter) not in known)
-        known.add(id(parameter))
-        if built > most:
-            raise CheckpointError(
-                f"{path} has weights that do not fit its own config, of a larger network: it is damaged"
-            )
+        nonlocal left
+        left -= parameter.nbytes
+        if left < 0:
+            raise CheckpointError(f"{path} has the config of a larger network than its weights: it is damaged")
 
     handle = register_module_parameter_registration_hook(count)
     try:
@@ -145,12 +144,10 @@ def load_weights(module: "Reconstructor | RunModule", run: str | Path) -> None:
             f"{path} was trained at data.image_size={config.data.image_size}, this run has "
             f"{module.config.data.image_size}: the two must be equal"
         )
-    if _completed(config.model, module.config.model) != _completed(module.config.model, module.config.model):
-        now = keys_of(module.config.model)
-        other = config.model.choice() if config.model._target_ != module.config.model._target_ else []
-        keys = {key: value for key, value in keys_of(config.model).items() if key != "_target_"}
-        other += [f"model.{key}={value}" for key, value in keys.items() if now.get(key) != value]
-        raise CheckpointError(f"{path} has another network: to build the same one, set {' '.join(other)}")
+    if differing := _differing(config, module.config, "model"):
+        words = config.model.choice() if differing.pop(TARGET, None) else []
+        words += [f"model.{key}={value}" for key, (value, _) in differing.items() if value is not None]
+        raise CheckpointError(f"{path} has another network: to build the same one, set {' '.join(words)}")
     _load_state(module, state, path)
 
 
@@ -167,10 +164,10 @@ def resumable(config: Config, run: Path) -> Path:
             "finetune="
         )
     before, _ = read_checkpoint(path)
-    if differing := _differences(before, config):
+    if words := next(_changes(before, config), None):
         raise CheckpointError(
-            f"{path} was trained with {differing[0]}, and resume= needs the same settings: change them back, or "
-            "start a new run from its weights with finetune="
+            f"{path} was trained with {words}, and resume= needs the same settings: change them back, or start a new "
+            "run from its weights with finetune="
         )
     if effective_batch(before) != effective_batch(config):
         raise CheckpointError(
@@ -202,45 +199,39 @@ def split_of(path: Path) -> SplitRecord | None:
     return found
 
 
-def _completed(section: Group, now: Group) -> dict[str, Any]:
+def _changes(before: Config, now: Config) -> Iterator[str]:
+    """The settings that a resumed run may not change, and that differ, as overrides."""
+    for section in _OF_RESULTS:
+        for key, (old, new) in _differing(before, now, section).items():
+            if key == TARGET:
+                yield f"{section}={getattr(before, section).name}, not {getattr(now, section).name}"
+            else:
+                yield f"{section}.{key}={old}, not {new}"
+    if before.seed != now.seed:
+        yield f"seed={before.seed}, not {now.seed}"
+
+
+def _differing(before: Config, now: Config, section: str) -> dict[str, tuple[Any, Any]]:
+    """The settings of a section that differ and that change results: their values before and now, by key."""
+    old, new = (_settings(getattr(config, section), getattr(now, section)) for config in (before, now))
+    return {key: (old.get(key), new.get(key)) for key in old | new if old.get(key) != new.get(key)}
+
+
+def _settings(section: Any, now: Any) -> dict[str, Any]:
     """The keys of a section, with defaults for those that its target got after it was written.
 
     Args:
         now: the same section of a checked config. Only its target is imported.
     """
-    defaults = replace(now, arguments={}).settings() if section._target_ == now._target_ else {}
-    return defaults | keys_of(section)
+    keys = _without_places(keys_of(section)) if isinstance(section, DataConfig) else keys_of(section)
+    is_same = isinstance(now, Group) and section._target_ == now._target_
+    return (replace(now, arguments={}).settings() if is_same else {}) | keys
 
 
-def _differences(before: Config, config: Config) -> list[str]:
-    """The settings of network, slices, scan, loss, optimizer and seed that differ, as overrides."""
-    old, new = _that_count(before), _that_count(config)
-    found = []
-    for section in ("model", "data", "geometry", "noise", "loss", "optimizer"):
-        if isinstance(now_section := getattr(config, section), Group):
-            old[section] = _completed(getattr(before, section), now_section)
-            new[section] = _completed(now_section, now_section)
-        for key in old[section] | new[section]:
-            value, now = old[section].get(key), new[section].get(key)
-            if value != now:
-                if key == "_target_":
-                    found.append(f"{section}={getattr(before, section).name}, not {getattr(config, section).name}")
-                else:
-                    found.append(f"{section}.{key}={value}, not {now}")
-    return found if before.seed == config.seed else [*found, f"seed={before.seed}, not {config.seed}"]
-
-
-def _that_count(config: Config) -> dict[str, Any]:
-    """The config without folders and keys of loading. The record of the split identifies slices by their pixels."""
-    plain = to_plain(config)
-    data = plain["data"]
-    for key in ("batch_size", "num_workers", "prefetch_factor", "pin_memory"):
-        del data[key]
-    for section, source in config.data.by_section().items():
-        its = data if section == "data" else data["sources"][section.removeprefix("data.sources.")]
-        for key in ("cache_dir", "root", "reference_root") if isinstance(source, FolderData | PairData) else ():
-            its.pop(key, None)
-    return plain
+def _without_places(keys: dict[str, Any]) -> dict[str, Any]:
+    """The keys of slices, without folders and keys of loading. The record of the split knows slices by their pixels."""
+    found = {key: value for key, value in keys.items() if key not in _OF_PLACES}
+    return {key: _without_places(value) if isinstance(value, dict) else value for key, value in found.items()}
 
 
 def _load_state(module: "Reconstructor | RunModule", state: dict[str, Any], path: Path) -> None:

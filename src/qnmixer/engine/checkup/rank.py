@@ -1,42 +1,35 @@
-"""One rank of `qnmixer.doctor`. It runs collectives on a tiny network, or a few real training steps, and reports.
+"""The ranks of `qnmixer.doctor`: each talks to the others, trains a few real steps, and writes a report.
 
-Each rank writes its progress into a file. The process that waits reads these files and finds ranks that hang. Imports
-for training are late: ranks that only communicate start in a third of the time.
+Each rank also notes what it is doing. The process that waits reads these notes and names ranks that hang. Imports for
+training are late: ranks that only wait for each other start in a third of the time.
 """
 
 import gc
 import json
-import math
 import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, astuple, dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from qnmixer.engine.cli import explain
-from qnmixer.engine.config import Config, parse
-from qnmixer.engine.config.memory import MemoryConfig
-from qnmixer.engine.config.run import devices_per_replica, section, with_iterations
-from qnmixer.engine.config.strategy import PipelineConfig
-from qnmixer.engine.memory.footprint import MIB
-from qnmixer.engine.memory.leaks import LeakWatch
+from qnmixer.engine.config import Config, parse, to_plain
+from qnmixer.engine.config.run import devices_per_replica
+from qnmixer.engine.config.sections import MemoryConfig
 from qnmixer.engine.processes.ranks import die_with_parent, leave, rank
-from qnmixer.files import write_text
+from qnmixer.errors import RankFailed
 
-WINDOWS = 2
-"""Optimizer steps of the configured network."""
-
-GROWTH_STEPS = 66
-"""Of a small one."""
+STEPS = 6
+"""Optimizer steps with finite gradients."""
 
 _MOST_SKIPPED = 10  # by a GradScaler; it starts at 2^16
 _MESSAGE = 2**22  # numbers, 16 MiB
@@ -47,69 +40,129 @@ Number = tuple[int, float]
 
 @dataclass
 class Report:
-    """The results of one rank's training steps."""
+    """What one rank found."""
 
-    window: list[tuple[Number, int]] = field(default_factory=list)  # samples of the step whose gradients are stored
-    scale: float = 1.0  # of the GradScaler in that step
-    shares: dict[str, list[Number]] = field(default_factory=dict)  # of an epoch of train and val
+    total: tuple[float, float] | None = None  # smallest and largest number of a sum over the ranks
+    seconds: float = 0.0  # of an all-reduce of 16 MiB
+    weights: list[float] = field(default_factory=list)  # of a linear layer that ddp trained
+    shares: dict[str, list[Number]] = field(default_factory=dict)  # samples of an epoch of train and val
     lengths: dict[str, int] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # before clipping, of the first step that is not skipped
+    window: list[tuple[Number, int]] = field(default_factory=list)  # samples of that step, each with its batch's size
+    scale: float = 1.0  # of the GradScaler in that step
     n_finite: int = 0  # optimizer steps with finite gradients
     n_skipped: int = 0  # optimizer steps without finite gradients
-    not_finite: str | None = None  # the first module whose output is not finite
     bad_gradient: str | None = None  # the last parameter whose gradient is not finite
-    error: str | None = None
-    diverged: bool = False  # the error is a loss that is not finite
-    held: tuple[int, int] | None = None  # bytes at the end of an early and of the last step
-    leak: tuple[int, int, int] | None = None  # steps, bytes before, bytes after
+    diverged: str | None = None  # the error of a loss that is not finite
+    held: list[tuple[int, int]] = field(default_factory=list)  # after each step: tensors with a graph, and bytes
 
     def write(self, folder: Path) -> None:
         """Write the report for `read_report`."""
-        (folder / f"report_{rank()}.json").write_text(json.dumps(asdict(self)))
+        torch.save(vars(self), folder / f"report_{rank()}.pt")
 
 
-def read_report(folder: Path, of: int) -> Report | None:
-    """Read the report of a rank, if it wrote one."""
-    path = folder / f"report_{of}.json"
-    return Report(**json.loads(path.read_text())) if path.exists() else None
+def read_report(folder: Path, of: int) -> Report:
+    """The report of a rank; an empty one if it wrote none."""
+    path = folder / f"report_{of}.pt"
+    return Report(**torch.load(path, weights_only=True)) if path.exists() else Report()
 
 
-class Progress:
-    """Writes the progress of this rank into a file."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / f"progress_{rank()}.json"
-        self.count = 0
-        self("starting")
-
-    def __call__(self, doing: str) -> None:
-        """Start a new phase."""
-        self.count += 1
-        write_text(self.path, json.dumps([self.count, doing, os.getpid()]))
+def named_ranks(numbers: list[int]) -> str:
+    """A text such as "ranks 0, 2"."""
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
-def communicate(accelerator: str, folder: Path, patience: float) -> None:
-    """Sum numbers over all ranks, train a linear layer with ddp, and write this rank's results."""
-    progress = Progress(folder)
+def run_ranks(config: Config, folder: Path, n: int, patience: float) -> None:
+    """Run `examine` on n ranks. Each writes its report into the folder.
+
+    Raises RankFailed, which names the rank, if a rank fails. The same if no rank makes progress for `patience` seconds:
+    then the ranks that are furthest behind hang. All ranks are stopped.
+    """
+    from qnmixer.engine.processes.launch import launch
+
+    path, ended = folder / "job.json", threading.Event()
+    path.write_text(json.dumps({"config": to_plain(config), "folder": str(folder), "patience": patience}))
+    stuck: list[str] = []
+
+    def watch() -> None:
+        last, since = _notes(folder, n), time.monotonic()
+        while not ended.wait(0.5):
+            if (now := _notes(folder, n)) != last:
+                last, since = now, time.monotonic()
+            elif time.monotonic() - since > patience:
+                behind = [rank for rank, notes in enumerate(now) if len(notes) == min(map(len, now))]
+                stuck.append(f"{named_ranks(behind)}: no progress for {patience:.0f} s in {now[behind[0]][-1]}")
+                os.kill(os.getpid(), signal.SIGINT)  # makes `launch` stop the ranks
+                return
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        launch(["-m", "qnmixer.engine.checkup.rank", str(path)], n)
+    except (RankFailed, KeyboardInterrupt) as error:
+        if stuck:
+            raise RankFailed(stuck[0]) from error
+        raise
+    finally:
+        ended.set()
+        watcher.join()
+
+
+def _note(folder: Path, doing: str) -> None:
+    """Note that this rank makes progress."""
+    with (folder / f"notes_{rank()}.txt").open("a") as stream:
+        stream.write(f"{doing}\n")
+
+
+def _notes(folder: Path, n: int) -> list[list[str]]:
+    """What each rank has noted, the first line for its start."""
+    found = [["starting Python"] for _ in range(n)]
+    for number, notes in enumerate(found):
+        with suppress(FileNotFoundError):
+            notes += (folder / f"notes_{number}.txt").read_text().splitlines()
+    return found
+
+
+def examine(config: Config, folder: Path, patience: float) -> None:
+    """Talk to the other ranks, if there are any, then train a few steps, and write a report.
+
+    `config` must come from `resolve_devices`. Raises the errors of training, after it wrote the report.
+    """
+    report = Report()
+    try:
+        if (config.trainer.devices or 1) > 1:
+            communicate(report, config.trainer.accelerator, folder, patience)
+            report.write(folder)
+        train_a_little(report, config, folder)
+        _note(folder, "leaving")
+    except FloatingPointError as error:
+        report.diverged = _line(error)
+        raise
+    finally:
+        report.write(folder)
+
+
+def communicate(report: Report, accelerator: str, folder: Path, patience: float) -> None:
+    """Sum numbers over all ranks, and train a linear layer with ddp. The process group stays, for training."""
     device = torch.device("cpu")
     if accelerator == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    progress("joining the process group")
+    _note(folder, "joining the process group")
     # Longer than the patience of the watching process, which can name the rank that hangs. A collective cannot.
     timeout = timedelta(seconds=2 * patience + 30)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
 
-    progress("all-reduce")
+    _note(folder, "all-reduce")
     message = torch.full((_MESSAGE,), float(rank() + 1), device=device)
     dist.all_reduce(message)
-    total = [float(message.min()), float(message.max())]
+    total = float(message.min()), float(message.max())
     start = time.perf_counter()
-    for _ in range(3):
-        dist.all_reduce(message)
+    dist.all_reduce(message)
     message[0].item()  # waits for a GPU
-    seconds = (time.perf_counter() - start) / 3
+    report.seconds = time.perf_counter() - start
 
-    progress("training a linear layer")
+    _note(folder, "training a linear layer")
     # Different weights on each rank: they become equal only if ddp really broadcasts them.
     torch.manual_seed(rank())
     layer = nn.parallel.DistributedDataParallel(nn.Linear(4, 1).to(device))
@@ -118,19 +171,12 @@ def communicate(accelerator: str, folder: Path, patience: float) -> None:
         optimizer.zero_grad()
         layer(torch.randn(8, 4, device=device)).square().mean().backward()
         optimizer.step()
-    weights = [float(value) for p in layer.parameters() for value in p.detach().flatten()]
-    found = {"total": total, "seconds": seconds, "weights": weights}
-    (folder / f"communication_{rank()}.json").write_text(json.dumps(found))
-    progress("leaving")
-    dist.destroy_process_group()
+    report.weights = [float(value) for p in layer.parameters() for value in p.detach().flatten()]
+    report.total = total
 
 
-def train_a_little(config: Config, folder: Path) -> None:
-    """Run a few steps of a config as training runs them, then many steps of a small network. Write a report of both.
-
-    Also writes gradients_RANK.pt: the gradients before clipping, by parameter, of the first step that was not skipped.
-    `config` must come from `resolve_devices`. Raises the errors of training, after it wrote the report.
-    """
+def train_a_little(report: Report, config: Config, folder: Path) -> None:
+    """Run a few steps of a config as training runs them."""
     from lightning.pytorch.callbacks import LambdaCallback
 
     from qnmixer.engine.build import build_data_module
@@ -138,53 +184,44 @@ def train_a_little(config: Config, folder: Path) -> None:
     from qnmixer.engine.training.callbacks import build_callbacks
     from qnmixer.engine.training.trainer import build_trainer
 
-    progress, report = Progress(folder), Report()
-    steps, growth = StepProbe(report, progress, folder), GrowthProbe(report, progress)
-    try:
-        for run, callback in (
-            (
-                _short(config, WINDOWS + _MOST_SKIPPED),
-                LambdaCallback(
-                    on_train_start=steps.start,
-                    on_train_batch_start=steps.before_batch,
-                    on_before_optimizer_step=steps.before_step,
-                    on_train_batch_end=steps.after_batch,
-                ),
-            ),
-            (_short(small_network(config), GROWTH_STEPS), LambdaCallback(on_train_batch_end=growth.after_batch)),
-        ):
-            module = untrained(run)
-            callbacks = [callback, *build_callbacks(run.callbacks, run.metrics)]
-            trainer = build_trainer(run, folder, callbacks, build_loggers(run, folder, []))
-            data = build_data_module(run)
-            trainer.fit(module, datamodule=data)
-        progress("leaving")
-    except Exception as error:
-        report.error, report.diverged = _line(error), isinstance(error, FloatingPointError)
-        raise
-    finally:
-        report.write(folder)
+    n_steps = STEPS + _MOST_SKIPPED
+    trainer_config = replace(
+        config.trainer, max_steps=n_steps, max_epochs=None, val_every_n_steps=None, limit_val_batches=0,
+        log_every_n_steps=n_steps,
+    )  # fmt: skip
+    run = replace(config, trainer=trainer_config, logger={}, finetune=None, resume=None)
+    _note(folder, "building the network")
+    probe = Probe(report, folder)
+    callback = LambdaCallback(
+        on_train_start=probe.start,
+        on_train_batch_start=probe.before_batch,
+        on_before_optimizer_step=probe.before_step,
+        on_train_batch_end=probe.after_batch,
+    )
+    module, callbacks = untrained(run), [callback, *build_callbacks(run.callbacks, run.metrics)]
+    trainer = build_trainer(run, folder, callbacks, build_loggers(run, folder, []))
+    data = build_data_module(run)
+    _note(folder, "starting to train")
+    trainer.fit(module, datamodule=data)
 
 
-class StepProbe:
-    """Stores the samples and gradients of one step, the samples of an epoch on this rank, and what is not finite."""
+class Probe:
+    """Stores the samples and gradients of one step, the samples of an epoch on this rank, and what memory holds."""
 
-    def __init__(self, report: Report, progress: Progress, folder: Path) -> None:
-        self.report, self.progress, self.folder = report, progress, folder
+    def __init__(self, report: Report, folder: Path) -> None:
+        self.report, self.folder = report, folder
         self._window: list[tuple[Number, int]] = []
 
     def start(self, trainer: Any, module: Any) -> None:
-        """Count the samples of an epoch without loading them, and watch the outputs of all modules."""
+        """Count the samples of an epoch without loading them."""
         for part, loader in (("train", trainer.train_dataloader), ("val", trainer.datamodule.val_dataloader())):
             # The samplers' numbers are enough: loading an epoch of CT would take minutes.
             self.report.shares[part] = [(pick.n, pick.weight) for batch in loader.batch_sampler for pick in batch]
             self.report.lengths[part] = len(loader.dataset)
-        for name, child in module.network.named_modules():
-            child.register_forward_hook(partial(self._look_at, f"{name or 'network'} ({type(child).__name__})"))
 
     def before_batch(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         """Store its samples, each with the number of samples in its batch."""
-        self.progress("steps of the network")
+        _note(self.folder, "steps of the network")
         numbers = zip(batch["sample"].tolist(), batch["weight"].tolist(), strict=True)
         self._window += [(number, len(batch["weight"])) for number in numbers]
 
@@ -192,64 +229,36 @@ class StepProbe:
         """Store the gradients, if they are the first finite ones."""
         from qnmixer.engine.parallel.shards import gather
 
-        named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
+        report, named = self.report, [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
         # For fsdp this is a collective, so every rank must get here, also one that needs no gradients.
         gradients = {name: gather(gradient) for name, gradient in named}
-        bad = [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
-        if bad:
-            self.report.n_skipped += 1
-            self.report.bad_gradient = bad[0]
+        if bad := [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]:
+            report.n_skipped += 1
+            report.bad_gradient = bad[0]
         else:
-            self.report.n_finite += 1
-            if self.report.n_finite == 1:
+            report.n_finite += 1
+            if report.n_finite == 1:
                 scaler = getattr(trainer.precision_plugin, "scaler", None)
-                self.report.scale = 1.0 if scaler is None else scaler.get_scale()
-                self.report.window = self._window
-                kept = {name: gradient.detach().cpu().clone() for name, gradient in gradients.items()}
-                torch.save(kept, self.folder / f"gradients_{rank()}.pt")
+                report.scale = 1.0 if scaler is None else scaler.get_scale()
+                report.window = self._window
+                report.gradients = {name: gradient.detach().cpu().clone() for name, gradient in gradients.items()}
         self._window = []
 
     def after_batch(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Stop all ranks at the same step: when there are enough steps, or when the GradScaler cannot help."""
+        if not self._window:  # the end of an optimizer step
+            self.report.held.append(held(module.device))
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
-        enough = self.report.n_finite >= WINDOWS or (self.report.n_skipped > 0 and not scaled)
+        enough = self.report.n_finite >= STEPS or (self.report.n_skipped > 0 and not scaled)
         trainer.should_stop = trainer.strategy.reduce_boolean_decision(enough, all=False)
 
-    def _look_at(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        if self.report.not_finite is None and not all(
-            bool(torch.isfinite(leaf).all()) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)
-        ):
-            self.report.not_finite = name
 
-
-def short_leak_watch() -> LeakWatch:
-    """A leak detector for `GROWTH_STEPS` steps.
-
-    The limits were measured on the CPU over 40 steps. Losses that are stored with their graphs add 4.8 MiB or more. The
-    backward pass has freed the tensors of these graphs by then. Healthy runs add 0.6 MiB at most.
-    """
-    return LeakWatch(warm_up=16, window=10, n_windows=3, floor=2 * MIB, evenness=0.2)
-
-
-class GrowthProbe:
-    """Stores the memory at the end of each step."""
-
-    def __init__(self, report: Report, progress: Progress) -> None:
-        self.report, self.progress = report, progress
-        self._watch, self._held = short_leak_watch(), list[int]()
-
-    def after_batch(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Add one step."""
-        from qnmixer.engine.memory.usage import read_usage
-
-        self.progress("steps of a small network")
-        if len(self._held) % self._watch.window == 0:
-            gc.collect()  # over so few steps garbage in cycles would hide a leak
-        self._held.append(read_usage(module.device).allocated)
-        if leak := self._watch.update(self._held[-1]):
-            self.report.leak = astuple(leak)
-        if len(self._held) == GROWTH_STEPS:
-            self.report.held = (self._held[self._watch.warm_up], self._held[-1])
+def held(device: torch.device) -> tuple[int, int]:
+    """The tensors that hold a graph, and the bytes in all tensors. Both are exact, unlike the memory of a process."""
+    gc.collect()  # garbage in cycles would look like a leak
+    tensors = [it for it in gc.get_objects() if issubclass(type(it), Tensor) and it.layout is torch.strided]
+    n_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else sum(it.nbytes for it in tensors)
+    return sum(it.grad_fn is not None for it in tensors), n_bytes
 
 
 def reference_gradients(config: Config, window: list[tuple[Number, int]], scale: float) -> dict[str, Tensor]:
@@ -271,8 +280,7 @@ def reference_gradients(config: Config, window: list[tuple[Number, int]], scale:
     # One device has no room for the graph that a pipeline spreads over several. The gradients are bit-identical.
     memory: MemoryConfig = MemoryConfig(name="recompute") if device.type == "cuda" else config.memory
     module = untrained(replace(config, memory=memory)).to(device)
-    data = build_data_module(config)
-    dataset = data.dataset("train")
+    dataset = build_data_module(config).dataset("train")
     autocast = build_precision(config, config.trainer.accelerator).forward_context
     n_batches = (config.trainer.devices or 1) // devices_per_replica(config) * config.trainer.accumulate_grad_batches
     allow_tf32(config.trainer.tf32)
@@ -304,41 +312,6 @@ def untrained(config: Config) -> Any:
     return module
 
 
-def small_network(config: Config) -> Config:
-    """The same run with a small network, scan and phantoms: many of its steps take seconds."""
-    geometry, unit = config.geometry, math.lcm(*config.model.divisors().values())
-    T, batch = 2, 1
-    strategy = config.strategy
-    if isinstance(strategy, PipelineConfig):
-        T, batch = devices_per_replica(config) * strategy.stages_per_device, strategy.microbatch_size
-        strategy = replace(strategy, cut=None)
-    bins = 64
-    of_data = {key: getattr(config.data, key) for key in ("scaling", "hu_max", "seed")}
-    of_data |= {"image_size": unit * math.ceil(48 / unit), "batch_size": batch, "num_workers": 0}
-    return replace(
-        with_iterations(replace(config, model=config.model.smallest()), T),
-        strategy=strategy,
-        geometry=replace(
-            geometry,
-            n_views=8,
-            n_detectors=bins,
-            detector_pitch=geometry.detector_pitch * geometry.n_detectors / bins,
-            detector_offset=geometry.detector_offset * bins / geometry.n_detectors,
-        ),
-        data=section("data", "phantoms", **of_data),
-        trainer=replace(config.trainer, accumulate_grad_batches=1),
-    )
-
-
-def _short(config: Config, n_steps: int) -> Config:
-    """A run of the given number of optimizer steps, without validation and logger."""
-    trainer = replace(
-        config.trainer, max_steps=n_steps, max_epochs=None, val_every_n_steps=None, limit_val_batches=0,
-        log_every_n_steps=n_steps,
-    )  # fmt: skip
-    return replace(config, trainer=trainer, logger={}, finetune=None, resume=None)
-
-
 def _line(error: BaseException) -> str:
     """An error as one line: its own message if the user can fix it, else with its type."""
     text = explain(error, "doctor") or f"{type(error).__name__}: {error}"
@@ -353,11 +326,11 @@ def main(path: Path) -> None:
     log = os.open(folder / f"log_{rank()}.txt", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):  # keep warnings of libraries out of the checklist
         os.dup2(log, stream)
-    work: Callable[[], None] = partial(communicate, job["accelerator"], folder, job["patience"])
-    if job["config"] is not None:
-        work = partial(train_a_little, parse(job["config"]), folder)
+    _note(folder, "starting")
     try:
-        work()
+        examine(parse(job["config"]), folder, job["patience"])
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except KeyboardInterrupt:
         sys.exit(130)
     except BaseException as error:

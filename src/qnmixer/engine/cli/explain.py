@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -17,8 +17,13 @@ from qnmixer.engine.config.compose import OF_A_RUN, compose
 from qnmixer.engine.config.keys import flat_keys, unknown_key
 from qnmixer.engine.config.overrides import key_of, quoted
 from qnmixer.engine.config.search_path import CONF
-from qnmixer.engine.config.target import options, values_of_option
+from qnmixer.engine.config.target import names_targets, options, values_of_option
 from qnmixer.errors import UserError, first_line, suggest
+
+_EXTRAS = {"optuna": "search", "submitit": "slurm", "ray": "ray"}
+"""What to install for a plugin of Hydra."""
+_FOLDER_OF = {"reconstruct": "input=", "evaluate": "run=", "export": "run=", "compare": "sweep="}
+"""The key of the folder that a command is about."""
 
 
 def explain(error: BaseException, config_name: str) -> str | None:
@@ -28,17 +33,11 @@ def explain(error: BaseException, config_name: str) -> str | None:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" writing {error.filename}" if error.filename else ""
         return f"the disk is full{where}: free some space, or choose another folder (hydra.run.dir=…, output=…)"
-    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"no permission for {error.filename}: choose a place that you may use (hydra.run.dir=…, output=…)"
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return f"the name {str(error.filename)[:60]}… is too long: choose a shorter hydra.run.dir or hydra.sweep.subdir"
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename} cannot be used ({error.strerror}): choose another place (hydra.run.dir=…, output=…)"
     if type(error).__name__ == "OutOfMemoryError":  # torch's class, compared by name: importing torch takes seconds
         smaller = "lower data.batch_size, model.n_iterations or model.channels, or set trainer.precision=16-mixed"
         return f"out of memory ({first_line(error)}): {smaller if config_name in OF_A_RUN else 'set accelerator=cpu'}"
-    if isinstance(error, FileExistsError | NotADirectoryError):
-        return f"{error.filename} is a file, but must be a folder: choose another (hydra.run.dir=…, output=…)"
-    if isinstance(error, OSError) and error.filename:
-        return f"{error.filename} cannot be used ({error.strerror}): choose another place"
     if isinstance(error, FloatingPointError):
         return f"{error}: lower optimizer.lr, or look at train/grad_norm in metrics.csv"
     if type(error).__module__.startswith("wandb."):
@@ -49,6 +48,8 @@ def explain(error: BaseException, config_name: str) -> str | None:
         return "hydra/launcher=slurm needs SLURM, but this machine has no srun: use it on a cluster, or leave it out"
     if isinstance(error, ValueError) and str(error).startswith("Config group override must be"):  # from Hydra
         return "a group has no option of that name: give it the name of one, as in data=dicom"
+    if isinstance(error, OverrideParseException):
+        return _explain_word(str(error.override), "missing EQUAL" in error.message, config_name)
     if isinstance(error, HydraException | OmegaConfBaseException):
         return _explain_composition(error, config_name)
     return None
@@ -70,63 +71,55 @@ def warnings_in_one_line() -> Iterator[None]:
         warnings.formatwarning = as_python_does
 
 
-def _explain_composition(error: Exception, config_name: str) -> str:
-    if isinstance(error, OverrideParseException):
-        word = str(error.override)
-        if "missing EQUAL" in error.message or "/" in word.partition("=")[0]:
-            return f"{word} is not KEY=VALUE: {_meant(word, config_name)}"
-        key, _, value = word.partition("=")
+def _explain_word(word: str, alone: bool, config_name: str) -> str:
+    """The line for a word that Hydra's grammar does not take. `alone`: it has no =."""
+    key, _, value = word.partition("=")
+    if not alone and "/" not in key:
         if key and value and not re.search(r"""[\[\]{},'"]""", value):  # no list, and no quotes of the user
             return f"{word} cannot be read: put quotes around the value: {shlex.quote(f'{key}={quoted(value)}')}"
         return f"{word} cannot be read: put quotes around a value with brackets, commas or quotes: 'key=\"a,b\"'"
+    if groups := sorted(path.parent.name for path in CONF.glob(f"*/{word}.yaml") if word.isidentifier()):
+        meant = f"write {groups[0]}={word}"
+    elif "/" in word or word in (".", ".."):
+        meant = f"write {_FOLDER_OF.get(config_name, 'data=dicom data.root=')}{word}"
+    else:
+        meant = f"write {word}=… without blanks around the =, and quotes around a value with blanks: 'key=\"a b\"'"
+    return f"{word} is not KEY=VALUE: {meant}"
+
+
+def _explain_composition(error: Exception, config_name: str) -> str:
     text = " ".join(str(error).split())
     if found := re.search(r"Could not load '(hydra/\w+)/(optuna|submitit|ray)", text):
-        extra = {"optuna": "search", "submitit": "slurm", "ray": "ray"}[found[2]]
-        return f'this {found[1]} is a plugin that is not installed here: pip install -e ".[{extra}]"'
-    if isinstance(error, MissingConfigException) and (found := re.search(r"'(\w+)/((?:/|~|\.)[^']*)'", text)):
-        group, path = found.groups()
-        way = (
-            f"for a folder of slices write data=dicom data.root={path}" if group == "data" else "choose one by its name"
-        )
-        return f"{group}={path} is no option: {way}"
-    if isinstance(error, MissingConfigException) and (
-        found := re.search(r"Could not (?:find|load) '([^']+)/([^'/]+)'", text)
-    ):
+        return f'this {found[1]} is a plugin that is not installed here: pip install -e ".[{_EXTRAS[found[2]]}]"'
+    if isinstance(error, MissingConfigException) and (found := re.search(r"'(\w+(?:/\w+)?)/([^']*)'", text)):
         group, name = found.groups()
-        found_options = [path.stem for path in sorted((CONF / group).glob("[!_]*.yaml"))]
-        if found_options:
-            return f"{group}={name} does not exist: {suggest(name, found_options, most=99)}"
-    if isinstance(error, ConfigCompositionException) and (
-        found := re.search(r"Could not (?:override|append[^']*|delete from config\.) '([^']+)'", text)
-    ):
-        if found_there := re.search(r"An item is already at '([^']+)'", text):
-            return f"{found_there[1]} exists already: leave out the + before it"
-        key = found.group(1).lstrip("+~").split("=")[0].split("@")[0]
-        groups = [path.name for path in CONF.iterdir() if path.is_dir()]
-        known, group = known_keys(config_name), key.split(".")[0]
-        as_trained = (CONF / group / "as_trained.yaml").is_file() and group not in map(key_of, sys.argv)
-        if config_name not in OF_A_RUN and group in groups and (group not in known or as_trained):
-            way = ", or choose other slices with data=dicom" if group == "data" and group in known else ""
-            return f"{key} comes from the run and cannot change in {config_name}: leave it out{way}"
-        ready = dict(_keys_of_ready())
-        if key in ready:
-            return f"{key} works with {ready[key]} only: choose that, or leave {key} out"
-        own = f"{key.split('.')[0]}=custom" in sys.argv  # then it may be an argument of the target
-        line = str(unknown_key(key, [*groups, *known, *ready]))
-        if not own:
-            return line
-        return f"{line}{'' if line.endswith('?') else '.'} An argument of your own takes a plus: +{key}=…"
+        if re.match(r"[/~.]", name):
+            path = f"for a folder of slices write data=dicom data.root={name}"
+            return f"{group}={name} is no option: {path if group == 'data' else 'choose one by its name'}"
+        if known := [path.stem for path in sorted((CONF / group).glob("[!_]*.yaml"))]:
+            return f"{group}={name} does not exist: {suggest(name, known, most=99)}"
+    if found := re.search(r"An item is already at '([^']+)'", text):
+        return f"{found[1]} exists already: leave out the + before it"
+    if found := re.search(r"Could not (?:override|append[^']*|delete from config\.) '([^']+)'", text):
+        return _explain_key(found[1].lstrip("+~").split("=")[0].split("@")[0], config_name)
     return text
 
 
-def _meant(word: str, config_name: str) -> str:
-    """What to write instead of a word without a key: an option, a folder, or a key with its value."""
-    if groups := sorted(path.parent.name for path in CONF.glob(f"*/{word}.yaml") if word.isidentifier()):
-        return f"write {groups[0]}={word}"
-    if "/" in word or word in (".", ".."):
-        key = {"reconstruct": "input=", "evaluate": "run=", "export": "run=", "compare": "sweep="}.get(config_name)
-        return f"write {key or 'data=dicom data.root='}{word}"
-    return f"write {word}=… without blanks around the =, and quotes around a value with blanks: 'key=\"a b\"'"
+def _explain_key(key: str, config_name: str) -> str:
+    """The line for a key that the command does not have."""
+    group = key.partition(".")[0]
+    groups, known = [path.name for path in CONF.iterdir() if path.is_dir()], known_keys(config_name)
+    as_trained = (CONF / group / "as_trained.yaml").is_file() and group not in map(key_of, sys.argv)
+    if config_name not in OF_A_RUN and group in groups and (group not in known or as_trained):
+        way = ", or choose other slices with data=dicom" if group == "data" and group in known else ""
+        return f"{key} comes from the run and cannot change in {config_name}: leave it out{way}"
+    ready = dict(_keys_of_ready())
+    if key in ready:
+        return f"{key} works with {ready[key]} only: choose that, or leave {key} out"
+    line = str(unknown_key(key, [*groups, *known, *ready]))
+    if line.startswith("unknown key") and not line.endswith("?") and group in known and names_targets(group):
+        return f"{line}. An argument of your own takes a plus: +{key}=…"
+    return line
 
 
 def known_keys(config_name: str) -> list[str]:

@@ -15,8 +15,7 @@ from omegaconf import DictConfig
 from qnmixer.engine.cli.explain import explain, known_keys, warnings_in_one_line
 from qnmixer.engine.cli.help import usage
 from qnmixer.engine.config.compose import OF_A_RUN, compose_as_given, compose_sweep, fitted
-from qnmixer.engine.config.habits import habit
-from qnmixer.engine.config.keys import unknown_key
+from qnmixer.engine.config.keys import habit, unknown_key
 from qnmixer.engine.config.overrides import is_override, with_home, with_length
 from qnmixer.engine.config.search_path import CONF, with_search_path
 from qnmixer.engine.processes.cores import wait_briefly

@@ -1,30 +1,24 @@
-"""Schemas of the other six commands."""
+"""The configs of the commands beside training: their keys, types and bounds."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from os.path import expanduser
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from omegaconf import DictConfig
 
 from qnmixer.engine.config.data import AsTrained, DataConfig
-from qnmixer.engine.config.evaluation import EvaluationConfig, check_window
-from qnmixer.engine.config.groups import NoiseConfig
-from qnmixer.engine.config.option import number, one_of
-from qnmixer.engine.config.run import (
-    MAX_SEED,
-    Config,
-    check_targets,
-    fill_roots,
-    parse,
-    schema_of,
-    targets_of,
-)
-from qnmixer.engine.config.section import parse_section, plain_values
+from qnmixer.engine.config.groups import NoiseConfig, parse_section
+from qnmixer.engine.config.run import Config, Seed, check_targets, fill_roots, parse, schema_of, targets_of
+from qnmixer.engine.config.sections import Accelerator, Count, EvaluationConfig, Length, Precision, check_window
 from qnmixer.engine.config.target import TARGET, keys_of_options, values_of_option
+from qnmixer.engine.config.values import plain_values
 from qnmixer.errors import ConfigError, suggest
 from qnmixer.files import check_there
 from qnmixer.weights import SUFFIX
+
+_T = TypeVar("_T")
+Which = Literal["best", "last"]
 
 DEVICES = {
     "V100-16": 16160.0,
@@ -39,74 +33,50 @@ DEVICES = {
 
 
 @dataclass(kw_only=True)
-class EvaluateRootConfig:
-    """The root keys of `qnmixer.evaluate`."""
-
-    run: str
-    checkpoint: str = one_of("best", "last")
-    split: str = one_of("train", "val", "test")
-    accelerator: str = one_of("auto", "cpu", "gpu", "cuda")
-    trust: list[str]  # modules of the user's own that a run may name
-
-
-@dataclass(kw_only=True)
-class EvaluateConfig(EvaluateRootConfig):
+class EvaluateConfig:
     """The checked config of one evaluation."""
 
+    run: str
+    checkpoint: Which
+    split: Literal["train", "val", "test"]
+    accelerator: Accelerator
+    trust: list[str]  # modules of the user's own that a run may name
     data: DataConfig | AsTrained
     noise: NoiseConfig | None  # None: the noise of training
     evaluation: EvaluationConfig
 
 
 @dataclass(kw_only=True)
-class CompareRootConfig:
-    """The root keys of `qnmixer.compare`."""
+class CompareConfig:
+    """The checked config of one comparison; `sets` has only the chosen tests."""
 
     sweep: list[str]  # folders; several count as one
     tests: list[str] | None  # names in sets; None: all that need no folder, or whose folder is given
     root: str | None
     sets: dict[str, list[str]]  # name of a test → its overrides of the training config
-    split: str = one_of("val", "test")
-    checkpoint: str = one_of("best", "last")
-    seed: int = number(at_least=0, at_most=MAX_SEED)  # of test phantoms and noise
-    accelerator: str = one_of("auto", "cpu", "gpu", "cuda")
+    split: Literal["val", "test"]
+    checkpoint: Which
+    seed: Seed  # of test phantoms and noise
+    accelerator: Accelerator
     output: str | None
     trust: list[str]  # modules of the user's own that runs may name
-
-
-@dataclass(kw_only=True)
-class CompareConfig(CompareRootConfig):
-    """The checked config of one comparison; `sets` has only the chosen tests."""
-
     evaluation: EvaluationConfig
 
 
 @dataclass(kw_only=True)
-class PlanRootConfig:
-    """The root keys of `qnmixer.plan`, beside those of a training run."""
-
-    format: str = one_of("table", "json", "levers")
-    device: str | None  # None: all known devices
-
-
-@dataclass(kw_only=True)
-class PlanConfig(PlanRootConfig):
+class PlanConfig:
     """The checked config of one plan."""
 
+    format: Literal["table", "json", "levers"]
+    device: str | None  # None: all known devices
     run: Config
 
 
 @dataclass(kw_only=True)
-class DoctorRootConfig:
-    """The root keys of `qnmixer.doctor`, beside those of a training run."""
-
-    format: str = one_of("table", "json")
-
-
-@dataclass(kw_only=True)
-class DoctorConfig(DoctorRootConfig):
+class DoctorConfig:
     """The checked config of one checkup."""
 
+    format: Literal["table", "json"]
     run: Config
 
 
@@ -117,17 +87,17 @@ class ReconstructConfig:
     run: str
     input: str
     output: str
-    kind: str = one_of("auto", "slices", "sinograms")
-    formats: list[str]
+    kind: Literal["auto", "slices", "sinograms"]
+    formats: list[Literal["dicom", "npy", "png"]]
     window: list[float] | None  # HU; None: chosen by the input
-    unit: str = one_of("attenuation", "value")
-    water_attenuation: float = number(above=0)  # 1/mm
-    detector_pitch: float | None = number(above=0)  # mm, of the scan; None: the run's
-    angle_span: float | None = number(above=0)  # radians, of the scan; None: the run's
-    checkpoint: str = one_of("best", "last")
-    accelerator: str = one_of("auto", "cpu", "gpu", "cuda")
-    batch_size: int | None = number(at_least=1)  # None: chosen by the device
-    precision: str = one_of("32", "16-mixed", "bf16-mixed")
+    unit: Literal["attenuation", "value"]
+    water_attenuation: Length  # 1/mm
+    detector_pitch: Length | None  # mm, of the scan; None: the run's
+    angle_span: Length | None  # radians, of the scan; None: the run's
+    checkpoint: Which
+    accelerator: Accelerator
+    batch_size: Count | None  # None: chosen by the device
+    precision: Precision
     trust: list[str]  # modules of the user's own that the run may name
 
 
@@ -141,25 +111,30 @@ class ExportConfig:
     trust: list[str]  # modules of the user's own that the run may name
 
 
-def _with_lists(values: dict[str, Any]) -> dict[str, Any]:
-    """The values with `trust` and `sweep` as lists, also if one module or folder was given."""
-    return values | {key: [values[key]] for key in ("trust", "sweep") if isinstance(values.get(key), str)}
+_Beside = TypeVar("_Beside", PlanConfig, DoctorConfig)
+
+
+def _parsed(schema: type[_T], values: dict[str, Any], **sections: Any) -> _T:
+    """The config of a command from its values, and from sections that are parsed already. Raises ConfigError."""
+    lists = {key: [values[key]] for key in ("trust", "sweep") if isinstance(values.get(key), str)}  # one of them
+    config: _T = parse_section("", schema, values | lists, **sections)
+    return config
 
 
 def parse_evaluate(cfg: DictConfig) -> EvaluateConfig:
     """Parse and check the config of `qnmixer.evaluate`. Raises ConfigError."""
-    values = _with_lists(plain_values(cfg))
+    values = plain_values(cfg)
     data, noise = values["data"], values["noise"]
-    of_data = AsTrained if _is_as_trained(data) else schema_of("data", data)
-    sections: dict[str, Any] = {
-        "data": parse_section("data", of_data, data, values),
-        "noise": None if _is_as_trained(noise) else parse_section("noise", schema_of("noise", noise), noise, values),
-    }
-    sections["evaluation"] = parse_section("evaluation", EvaluationConfig, values["evaluation"], values)
-    rest = parse_section("", EvaluateRootConfig, {k: v for k, v in values.items() if k not in sections}, values)
-    sections["evaluation"].check()
-    config = EvaluateConfig(**vars(rest), **sections)
+    config = _parsed(
+        EvaluateConfig,
+        values,
+        data=parse_section("data", AsTrained if _is_as_trained(data) else schema_of("data", data), data),
+        noise=None if _is_as_trained(noise) else parse_section("noise", schema_of("noise", noise), noise),
+        evaluation=parse_section("evaluation", EvaluationConfig, values["evaluation"]),
+    )
     check_targets(targets_of(config))
+    if isinstance(config.data, DataConfig):
+        config.data = config.data.checked()
     if config.noise is not None:
         config.noise = config.noise.checked()
     return config
@@ -172,9 +147,8 @@ def _is_as_trained(section: Any) -> bool:
 
 def parse_compare(cfg: DictConfig) -> CompareConfig:
     """Parse and check the config of `qnmixer.compare`. Raises ConfigError."""
-    values = _with_lists(plain_values(cfg))
-    evaluation: EvaluationConfig = parse_section("evaluation", EvaluationConfig, values.pop("evaluation"), values)
-    evaluation.check()
+    values = plain_values(cfg)
+    evaluation: EvaluationConfig = parse_section("evaluation", EvaluationConfig, values["evaluation"])
     usual = values_of_option("evaluation", "default")
     for key in ("tv_weight", "tv_noise_weight"):
         if (value := getattr(evaluation, key)) != usual[key]:
@@ -182,17 +156,18 @@ def parse_compare(cfg: DictConfig) -> CompareConfig:
                 f"evaluation.{key}={value:g} has no effect in compare: leave it out, and train model=tv in the sweep "
                 "for total variation"
             )
-    root: CompareRootConfig = parse_section("", CompareRootConfig, values, values)
-    wanted = root.sets if root.tests is None else root.tests
+    config = _parsed(CompareConfig, values, evaluation=evaluation)
+    sets = config.sets
+    wanted = sets if config.tests is None else config.tests
     for name in wanted:
-        if name not in root.sets:
-            raise ConfigError(f"tests={name} is not known: {suggest(name, root.sets)}, or give it to sets.{name}=[…]")
-        if root.root is None and root.tests is not None and needs_root(root.sets[name]):
+        if name not in sets:
+            raise ConfigError(f"tests={name} is not known: {suggest(name, sets)}, or give it to sets.{name}=[…]")
+        if config.root is None and config.tests is not None and needs_root(sets[name]):
             raise ConfigError(f"tests={name} needs a folder of slices: give it as root=/path/to/slices")
-    root.sets = {name: root.sets[name] for name in wanted if root.root is not None or not needs_root(root.sets[name])}
-    if not root.sets:
+    config.sets = {name: sets[name] for name in wanted if config.root is not None or not needs_root(sets[name])}
+    if not config.sets:
         raise ConfigError("no tests are left: give tests=[as_trained], or leave it out")
-    return CompareConfig(**vars(root), evaluation=evaluation)
+    return config
 
 
 def needs_root(overrides: list[str]) -> bool:
@@ -204,28 +179,26 @@ def needs_root(overrides: list[str]) -> bool:
 def parse_plan(cfg: DictConfig) -> PlanConfig:
     """Parse and check the config of `qnmixer.plan`. Raises ConfigError."""
     fill_roots(cfg)
-    values = plain_values(cfg)
-    own = {f.name: values.pop(f.name) for f in fields(PlanRootConfig) if f.name in values}
-    root: PlanRootConfig = parse_section("", PlanRootConfig, own, own)
-    if root.device is not None:
-        device_memory(root.device)
-    return PlanConfig(**vars(root), run=_parse_training(values, "plan"))
+    config = _beside_training(PlanConfig, cfg, "plan")
+    if config.device is not None:
+        device_memory(config.device)
+    return config
 
 
 def parse_doctor(cfg: DictConfig) -> DoctorConfig:
     """Parse and check the config of `qnmixer.doctor`. Raises ConfigError."""
+    return _beside_training(DoctorConfig, cfg, "try")
+
+
+def _beside_training(schema: type[_Beside], cfg: DictConfig, what: str) -> _Beside:
+    """The config of a command whose other keys are those of a run that has training steps."""
     values = plain_values(cfg)
-    own = {f.name: values.pop(f.name) for f in fields(DoctorRootConfig) if f.name in values}
-    root: DoctorRootConfig = parse_section("", DoctorRootConfig, own, own)
-    return DoctorConfig(**vars(root), run=_parse_training(values, "try"))
-
-
-def _parse_training(values: dict[str, Any], what: str) -> Config:
-    """The config of a run that has training steps."""
-    config = parse(values)
-    if not config.model.has_weights:
+    own = {name: values.pop(name) for name in ("format", "device") if name in values}
+    config = _parsed(schema, own, run=None)  # their own keys first, which need no torch
+    config.run = run = parse(values)
+    if not run.model.has_weights:
         raise ConfigError(
-            f"model={config.model.name} has no weights, so it has no training step to {what}: choose another model"
+            f"model={run.model.name} has no weights, so it has no training step to {what}: choose another model"
         )
     return config
 
@@ -245,14 +218,10 @@ def device_memory(name: str) -> float:
 
 def parse_reconstruct(cfg: DictConfig) -> ReconstructConfig:
     """Parse and check the config of `qnmixer.reconstruct`. Raises ConfigError."""
-    values = _with_lists(plain_values(cfg))
-    config: ReconstructConfig = parse_section("", ReconstructConfig, values, values)
+    config = _parsed(ReconstructConfig, plain_values(cfg))
     config.input, config.output = map(expanduser, (config.input, config.output))
     if not config.formats:
         raise ConfigError("formats=[] would write nothing: give some of dicom, npy, png")
-    for name in config.formats:
-        if name not in ("dicom", "npy", "png"):
-            raise ConfigError(f"formats={name} is not known: {suggest(name, ('dicom', 'npy', 'png'))}")
     if config.window is not None:
         check_window("window", config.window)
     return config
@@ -260,8 +229,7 @@ def parse_reconstruct(cfg: DictConfig) -> ReconstructConfig:
 
 def parse_export(cfg: DictConfig) -> ExportConfig:
     """Parse and check the config of `qnmixer.export`. Raises ConfigError."""
-    values = _with_lists(plain_values(cfg))
-    config: ExportConfig = parse_section("", ExportConfig, values, values)
+    config = _parsed(ExportConfig, plain_values(cfg))
     if not config.output.endswith(SUFFIX):
         raise ConfigError(f"output={config.output} does not name a weights file: give a name that ends in {SUFFIX}")
     if config.sources is not None:

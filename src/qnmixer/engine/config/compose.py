@@ -1,27 +1,22 @@
 """Compose the config of a command from conf/ and overrides."""
 
-import copy
 from collections.abc import Iterator
-from dataclasses import fields
-from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, ValueType
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig
 
 from qnmixer.engine.config.overrides import is_override, key_of, values_of, with_length
-from qnmixer.engine.config.run import Config, checked, fill_roots, parse_file
 from qnmixer.engine.config.search_path import CONF
-from qnmixer.engine.plugins import is_trusted
 from qnmixer.errors import ConfigError
 
 OF_A_RUN = ("train", "plan", "doctor")
 """Commands with the full config of a run; the others read it from a run folder."""
 
-_OF_ONE_OPTION = {"geometry": ["n_views"], "optimizer": []}
-"""Groups whose values belong to one option, as a bin's width to a scanner; the keys whose values fit every option."""
+_FOR_EVERY_OPTION = {"geometry": ["n_views"], "model": [], "optimizer": []}
+"""Keys of an experiment that fit every option of a group, as a bin's width does not fit every scanner. Others: all."""
 
 
 def compose(config_name: str, overrides: list[str], with_hydra: bool = False) -> DictConfig:
@@ -34,11 +29,9 @@ def compose(config_name: str, overrides: list[str], with_hydra: bool = False) ->
 def fitted(config_name: str, overrides: list[str]) -> list[str]:
     """Add overrides that make an experiment fit the options that the command chooses.
 
-    `experiment=demo model=tv` is TV in the setting of demo. A key that the experiment sets and the chosen option lacks
-    is deleted (`~GROUP.KEY`). If a model lacks one, it takes all sizes from its own config: T of TV means something
-    else than T of QN-Mixer. A scanner or optimizer that is not the experiment's keeps its own values, except the number
-    of views. An option also takes its own value of a key if the experiment's value breaks a rule, such as 32 channels
-    in RegFormer. Keys that the command names stay. Nothing is added twice.
+    `experiment=demo model=tv` is TV in the setting of demo. Keys of an experiment are for the options that it chooses
+    itself. Another option keeps its own values, and takes only those of `_FOR_EVERY_OPTION` from the experiment. Keys
+    that the command names stay. Nothing is added twice.
 
     Args:
         overrides: of a command line. Other words, such as flags, stay unchanged.
@@ -47,72 +40,26 @@ def fitted(config_name: str, overrides: list[str]) -> list[str]:
     given = values_of(overrides)
     chosen = [it for it in overrides if (CONF / key_of(it)).is_dir() and "/" not in key_of(it) and it[:1] != "~"]
     sections = [key for key in map(key_of, chosen) if key != "experiment"]
-    if not sections or not any(key.partition("/")[0] == "experiment" for key in given):
+    experiment = [it for it in overrides if key_of(it).partition("/")[0] == "experiment"]
+    if not sections or not experiment:
         return words
     search = [it for it in overrides if key_of(it) == "hydra.searchpath"]
-    experiment = [it for it in chosen if key_of(it) == "experiment"]
-    with_experiment = compose_as_given(config_name, overrides)
+    its_choices = compose_as_given(config_name, [*search, *experiment], with_hydra=True).hydra.runtime.choices
+    together = compose_as_given(config_name, overrides)
     alone = compose_as_given(config_name, [*search, *(it for it in chosen if it not in experiment)])
-    more: list[str] = []
-    kept: list[tuple[str, str, Any]] = []
+    more = []
     for section in sections:
-        found, own = with_experiment[section], alone[section]
-        free = [key for key in found if not any(f"{it}.".startswith(f"{section}.{key}.") for it in given)]
-        surplus = [key for key in free if key not in own]
-        differing = [key for key in free if key in own and found[key] != own[key]]
-        with open_dict(with_experiment):
-            for key in surplus:
-                del found[key]
-        more += [f"~{section}.{key}" for key in surplus]
-        restored: list[str] = []
-        if section == "model" and surplus:
-            restored = differing
-        elif section in _OF_ONE_OPTION and given[section] != _choice(config_name, [*search, *experiment], section):
-            restored = [key for key in differing if key not in _OF_ONE_OPTION[section]]
-        found.update({key: own[key] for key in restored})
-        more += [_override(section, key, own[key]) for key in restored]
-        kept += [(section, key, own[key]) for key in differing if key not in restored]
-    return [*words, *more, *_own_instead(with_experiment, kept)]
-
-
-def _choice(config_name: str, overrides: list[str], group: str) -> str:
-    """The option of a group that these overrides choose, or that is the default."""
-    config = compose_as_given(config_name, overrides, with_hydra=True)
-    return str(config.hydra.runtime.choices[group])
-
-
-def _own_instead(config: DictConfig, kept: list[tuple[str, str, Any]]) -> list[str]:
-    """The override that restores an option's own value of a single key, if the experiment's value breaks a rule.
-
-    Args:
-        config: composed, without keys that chosen options lack.
-        kept: section, key and own value of each key that the experiment changes.
-    """
-    if not kept or _is_valid(config):
-        return []
-    for section, key, own in kept:
-        changed = copy.deepcopy(config)
-        changed[section][key] = own
-        if _is_valid(changed):
-            return [_override(section, key, own)]
-    return []
-
-
-def _override(section: str, key: str, value: Any) -> str:
-    return f"{section}.{key}={'null' if value is None else value}"
-
-
-def _is_valid(config: DictConfig) -> bool:
-    """Whether the sections of a training run break no rule. The overrides may be another's: only our code is asked."""
-    sections = OmegaConf.masked_copy(config, [field.name for field in fields(Config)])
-    fill_roots(sections)
-    try:
-        run = parse_file(sections)
-        if all(is_trusted(target, ()) for target in (run.model.targets() | run.noise.targets()).values()):
-            checked(run, "model", "noise")
-    except ConfigError:
-        return False
-    return True
+        if its_choices[section] == given[section]:
+            continue
+        own, shared = alone[section], _FOR_EVERY_OPTION.get(section, alone[section])
+        for key, value in together[section].items():
+            if any(f"{it}.".startswith(f"{section}.{key}.") for it in given):
+                continue
+            if key not in own:
+                more.append(f"~{section}.{key}")
+            elif key not in shared and value != own[key]:
+                more.append(f"{section}.{key}={'null' if own[key] is None else own[key]}")
+    return [*words, *more]
 
 
 def compose_as_given(config_name: str, overrides: list[str], with_hydra: bool = False) -> DictConfig:

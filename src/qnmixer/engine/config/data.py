@@ -1,13 +1,19 @@
-"""Schema of `data`: the keys of each source of slices, their bounds, and the rules between them."""
+"""Schema of `data`: the keys of each source of slices, their bounds, and the rules between them.
 
-from collections.abc import Callable, Mapping
+Keys that only one class has are arguments of that class: its signature has their types and bounds.
+"""
+
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from qnmixer.engine.config.option import number, one_of
-from qnmixer.engine.config.section import parse_section
-from qnmixer.engine.config.target import TARGET, Target, keys_of, keys_of_options, option_of, options, values_of_option
+from annotated_types import Ge, Gt, Le, Lt
+
+from qnmixer.engine.config.groups import Group, Late, parse_section
+from qnmixer.engine.config.target import TARGET, keys_of, options, values_of_option
+from qnmixer.engine.config.values import has_no_value
+from qnmixer.engine.plugins import Kind
 from qnmixer.errors import ConfigError, DataError, suggest
 from qnmixer.files import check_no_nifti, check_there
 
@@ -16,103 +22,62 @@ if TYPE_CHECKING:
 
 LOADING = "batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir"
 """Keys of how slices are loaded. They change no slice."""
-_WATER, _AIR, _LARGEST = 20.0, 0.02, 81.35858
-"""Attenuation in 1/m in LoDoPaB-CT: x = (HU·(water − air)/1000 + water)/largest."""
-_PER_HU = (_WATER - _AIR) / 1000
-LODOPAB_HU = -_WATER / _PER_HU, _LARGEST / _PER_HU
-"""(offset, scale) of HU = offset + scale · x in LoDoPaB-CT."""
-
-_T = TypeVar("_T", bound="DataConfig")
-_SCHEMAS: dict[str, type["DataConfig"]] = {}
-_OPEN: list[type["DataConfig"]] = []
+_PRIVATE: dict[str, Any] = {
+    "root": None, "reference_root": None, "include": "*", "cache_dir": None,
+    "train_patients": [], "val_patients": [], "test_patients": [],
+}  # fmt: skip
+"""Keys that name folders or patients, and what is shared instead."""
 
 
-def schema(*targets: str) -> Callable[[type[_T]], type[_T]]:
-    """Register a dataclass as the schema of these targets. Without targets it is that of all others."""
-
-    def register(cls: type[_T]) -> type[_T]:
-        _SCHEMAS.update(dict.fromkeys(targets, cls))
-        if not targets:
-            _OPEN.append(cls)
-        return cls
-
-    return register
-
-
-@schema()
 @dataclass(kw_only=True)
-class DataConfig(Target):
+class DataConfig(Late):
     """The keys of every source. `qnmixer.engine.data.sources` builds a class of slices with `(part, **arguments)`.
 
-    Attributes:
-        image_size: rows and columns that slices are resampled to, S.
-        batch_size: slices per device and step.
-        num_workers: processes that load slices; 0 loads in the main process.
-        prefetch_factor: batches that each worker prepares ahead.
-        pin_memory: page-locked host memory for faster copies to a GPU; null: yes if there is a GPU.
-        scaling: "attenuation" (the same for every slice) or "minmax" (per slice, as in the paper).
-        hu_max: HU that attenuation scaling maps to 1; −1000 maps to 0.
-        augment: random flips and quarter turns of training slices.
-        simulation_factor: sinograms are simulated on a grid this many times finer. Simulation and reconstruction then
-            use different matrices, which keeps scores honest. 1: the grid of the image, as in most papers. Phantoms
-            allow up to 2. Files with fewer pixels than image_size · simulation_factor are upsampled.
-        disc: paste a bright disc into every slice, the paper's test out of distribution.
-        train_slices: train on this many different slices only, evenly spread over all. Phantoms are then the same in
-            every epoch.
-        seed: of phantoms, splits, order and augmentation.
+    conf/data/_common.yaml says what each key is. Simulation and reconstruction use different matrices with a
+    simulation_factor above 1, which keeps scores honest. Files with too few pixels for it are upsampled.
     """
 
     group: ClassVar[str] = "data"
+    kind: ClassVar[Kind] = Kind(
+        "a class with __len__ and load",
+        lambda it: isinstance(it, type) and hasattr(it, "__len__") and hasattr(it, "load"),
+    )
+    n_ours: ClassVar[int] = 1
+    offered: ClassVar[tuple[str, ...]] = ("image_size", "fine", "geometry", "hu_max", "seed")
     own_range: ClassVar[bool] = False
     """Whether PSNR and SSIM take each reference's own range, as skimage does, instead of 1."""
+    measured: ClassVar[bool] = False
+    """Whether its sinograms were measured by a scanner."""
+    attenuation_of_one: ClassVar[float | None] = None
+    """Attenuation in 1/mm that x = 1 means; None: that of hu_max, which depends on the attenuation of water."""
 
-    image_size: int = number(at_least=8, at_most=8192)
-    batch_size: int = number(at_least=1, at_most=2**20)
-    num_workers: int = number(at_least=0, at_most=1024)
-    prefetch_factor: int = number(at_least=1, at_most=1024)
+    image_size: Annotated[int, Ge(8), Le(8192)]
+    batch_size: Annotated[int, Ge(1), Le(2**20)]
+    num_workers: Annotated[int, Ge(0), Le(1024)]
+    prefetch_factor: Annotated[int, Ge(1), Le(1024)]
     pin_memory: bool | None
-    scaling: str = one_of("attenuation", "minmax")
-    hu_max: float = number(above=-1000)
+    scaling: Literal["attenuation", "minmax"]
+    hu_max: Annotated[float, Gt(-1000)]
     augment: bool
-    simulation_factor: int = number(at_least=1, at_most=16)
+    simulation_factor: Annotated[int, Ge(1), Le(16)]
     disc: bool
-    train_slices: int | None = number(at_least=1, at_most=10**9)
-    seed: int = number(at_least=0, at_most=2**32 - 1)
+    train_slices: Annotated[int, Ge(1), Le(10**9)] | None
+    seed: Annotated[int, Ge(0), Le(2**32 - 1)]
 
     @classmethod
-    def schema_of(cls, section: Mapping[str, Any]) -> type["DataConfig"]:
-        """The schema of a source with this target. Another target has that without a target which shares most keys."""
-        super().schema_of(section)
-        # A user's own reader of files has the schema of our readers. Its keys, such as root and split, show it.
-        fitting = [it for it in sorted(_OPEN, key=lambda it: len(_needed(it))) if _needed(it) <= section.keys()]
-        return _SCHEMAS.get(section[TARGET]) or [cls, *fitting][-1]
-
-    @classmethod
-    def odd_argument(cls, target: str, arguments: Mapping[str, Any]) -> str | None:
-        """The first argument that is not in the schema of our own class, or that is a key of another option."""
-        if odd := next((key for key in arguments if key.startswith("_")), None):
-            raise ConfigError(f"data.{odd} is not known: give {TARGET} and arguments of the target only")
-        if target in _SCHEMAS:
-            return next(iter(arguments), None)
-        if not arguments or (mine := option_of("data", target)) == target:
-            return None
-        keys = keys_of_options("data")
-        others = {key for option, its in keys.items() if option != mine for key in its} - {*keys[mine]} | {"name"}
-        return next((key for key in arguments if key in others), None)
-
-    def keywords(self) -> dict[str, Any]:
-        """The arguments that only this source has."""
-        return self.arguments
-
-    @property
-    def measured(self) -> bool:
-        """Whether its sinograms were measured by a scanner."""
-        return False
-
-    @property
-    def attenuation_of_one(self) -> float | None:
-        """Attenuation in 1/mm that x = 1 means; None: that of hu_max, which depends on the attenuation of water."""
-        return None
+    def schema_of(cls, value: Any) -> type["DataConfig"]:
+        """The schema of a source with this target. A user's own reader of files has the keys of ours, such as root."""
+        super().schema_of(value)
+        if not isinstance(value, Mapping):
+            return cls
+        target = value[TARGET]
+        for schema in (PhantomData, MixedData):
+            if target == schema.target:
+                return schema
+        if target.startswith("qnmixer.extras."):
+            return PairData
+        needed = {f.name for f in fields(FolderData) if f.default is MISSING and f.default_factory is MISSING}
+        return FolderData if target.startswith("qnmixer.engine.data.") or needed <= value.keys() else cls
 
     @property
     def hu_scaling(self) -> tuple[float, float]:
@@ -129,93 +94,68 @@ class DataConfig(Target):
         return {"data": self}
 
     def without_places(self) -> Self:
-        """The same config without private values: folders, people and patients."""
-        return replace(self, arguments={})
+        """The same config without private values: folders, people, patients, and arguments of the user's own class."""
+        ours = self.arguments if self._target_.startswith("qnmixer.") else {}
+        keys = {f.name: _PRIVATE[f.name] for f in fields(self) if f.name in _PRIVATE}
+        return replace(self, arguments={key: _PRIVATE.get(key, value) for key, value in ours.items()}, **keys)
 
 
-def _needed(cls: type[DataConfig]) -> set[str]:
-    return {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
-
-
-@schema("qnmixer.engine.data.phantoms.PhantomSource")
 @dataclass(kw_only=True)
 class PhantomData(DataConfig):
-    """Random phantoms: no files needed.
+    """Random phantoms: no files needed. `PhantomSource` has their keys."""
 
-    Attributes:
-        n_train: slices that count as one epoch; every epoch has new slices.
-        n_val: validation phantoms, always the same.
-        n_test: test phantoms, always the same.
-        anatomy_share: share of the phantoms that resemble a body; the rest are ellipses.
-    """
+    target: ClassVar[str] = "qnmixer.engine.data.phantoms.PhantomSource"
 
-    simulation_factor: int = number(at_least=1, at_most=2)  # they are painted at twice the image size
-    n_train: int = number(at_least=1, at_most=10**9)
-    n_val: int = number(at_least=1, at_most=10**7)
-    n_test: int = number(at_least=1, at_most=10**7)
-    anatomy_share: float = number(at_least=0, at_most=1)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.simulation_factor > 2:  # they are painted at twice the image size
+            factor = self.simulation_factor
+            raise ConfigError(f"data.simulation_factor={factor} is too large: give 2 or less ({self.section})")
 
-    def keywords(self) -> dict[str, Any]:
-        """The arguments that phantoms are drawn with."""
-        return {key: getattr(self, key) for key in ("n_train", "n_val", "n_test", "anatomy_share", "seed")}
+    def checked(self) -> Self:
+        """As for every target: its module is light."""
+        return Group.checked(self)
 
 
-@schema()
-@schema(
-    "qnmixer.engine.data.deeplesion.DeepLesionReader",
-    "qnmixer.engine.data.dicom.DicomReader",
-    "qnmixer.engine.data.numpy_files.NumpyReader",
-)
 @dataclass(kw_only=True)
 class FolderData(DataConfig):
     """The keys of every source of files. Its reader is built with `(**arguments)`.
 
-    Attributes:
-        root: folder that is searched to any depth.
-        include: only files whose path below root matches this pattern, such as "*/full_3mm/*".
-        pixel_size: "field_of_view" (every slice is as wide as the scan's field) or "header" (each slice has the size
-            that its file gives, and what lies outside the field is cut).
-        patient_from: "tag" (the patient's tag, or the folder if the tag is empty) or "folder".
-        split: "random" (by patient), "aapm" (by the challenge's names), "explicit" (the three lists below), "slices"
-            (blocks of every series: leaks anatomy between the parts) or "all" (everything is test).
-        val_fraction: share of the patients for validation (random), or of each series (slices).
-        test_fraction: the same for test.
-        train_patients: for split=explicit; empty: all patients who are in no other list.
-        val_patients: for split=explicit.
-        test_patients: for split=explicit.
-        cache_dir: folder of the decoded slices; null: $XDG_CACHE_HOME/qnmixer or ~/.cache/qnmixer.
+    conf/data/_folder.yaml says what each key is. train_patients may be empty: all patients who are in no other list.
     """
+
+    kind: ClassVar[Kind] = Kind(
+        "a class with kind, wanted and read, which data=custom does not need",
+        lambda it: isinstance(it, type) and all(hasattr(it, name) for name in ("kind", "wanted", "read")),
+    )
+    n_ours: ClassVar[int] = 0
+    offered: ClassVar[tuple[str, ...]] = ()
+    closed: ClassVar[bool] = True
 
     root: str | None
     include: str
-    patient_from: str = one_of("tag", "folder")
-    split: str = one_of("random", "aapm", "explicit", "slices", "all")
-    val_fraction: float = number(above=0, below=1)
-    test_fraction: float = number(above=0, below=1)
+    patient_from: Literal["tag", "folder"]
+    split: Literal["random", "aapm", "explicit", "slices", "all"]
+    val_fraction: Annotated[float, Gt(0), Lt(1)]
+    test_fraction: Annotated[float, Gt(0), Lt(1)]
     train_patients: list[str]
     val_patients: list[str]
     test_patients: list[str]
     cache_dir: str | None
-    pixel_size: str = one_of("field_of_view", "header", default="field_of_view")
+    pixel_size: Literal["field_of_view", "header"] = "field_of_view"
 
-    def without_places(self) -> Self:
-        """Also without folders and patients."""
-        return replace(
-            super().without_places(),
-            root=None, include="*", cache_dir=None, train_patients=[], val_patients=[], test_patients=[],
-        )  # fmt: skip
-
-    def check(self, run: "Config") -> None:
-        """Check the parts of a split."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.split != "explicit" and (self.train_patients or self.val_patients or self.test_patients):
-            raise ConfigError(f"lists of patients are used only with data.split=explicit, not data.split={self.split}")
+            key = f"{self.section}.split"
+            raise ConfigError(f"lists of patients are used only with {key}=explicit, not {key}={self.split}")
         if self.val_fraction + self.test_fraction >= 1:
             raise ConfigError(
-                "data.val_fraction and data.test_fraction leave nothing to train on: their sum must be below 1"
+                f"{self.section}.val_fraction and {self.section}.test_fraction leave nothing to train on: their sum "
+                "must be below 1"
             )
 
 
-@schema("qnmixer.engine.data.mixed.MixedSource")
 @dataclass(kw_only=True)
 class MixedData(DataConfig):
     """Several sources, each with its share of the training samples and its own split.
@@ -227,11 +167,14 @@ class MixedData(DataConfig):
             source with a share once.
     """
 
+    target: ClassVar[str] = "qnmixer.engine.data.mixed.MixedSource"
+    closed: ClassVar[bool] = True
+
     evaluate_on: str | None
     sources: dict[str, dict[str, Any]]
 
     def __post_init__(self) -> None:
-        common = self._common()
+        super().__post_init__()
         for name, share in self.shares.items():
             if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
                 raise ConfigError(f"data.sources.{name}.share={share} is not a share: give a number from 0 to 1")
@@ -243,12 +186,10 @@ class MixedData(DataConfig):
             raise ConfigError(
                 f"data.evaluate_on={self.evaluate_on}: {suggest(self.evaluate_on, self.sources)}, or null"
             )
-        if pairs := [name for name, it in self.by_section().items() if isinstance(it, PairData)]:
+        sources = self.by_section().values()
+        if pairs := [it.section for it in sources if isinstance(it, PairData)]:
             raise ConfigError(f"{pairs[0]} has images and sinograms of its own: take it alone, not in data={self.name}")
-        self.sources = {
-            name: {"share": share, **{key: it for key, it in keys_of(source).items() if key not in common}}
-            for (name, share), source in zip(self.shares.items(), self.by_section().values(), strict=True)
-        }
+        self.sources = self._written(sources)
 
     @property
     def shares(self) -> dict[str, Any]:
@@ -261,7 +202,7 @@ class MixedData(DataConfig):
 
     def _common(self) -> dict[str, Any]:
         """The keys that all sources share."""
-        ours = {f.name for f in fields(DataConfig)} - {TARGET, "arguments"}
+        ours = {f.name for f in fields(DataConfig)} - {TARGET, "arguments", "section"}
         return {key: getattr(self, key) for key in ours}
 
     def _source(self, key: str, given: dict[str, Any]) -> DataConfig:
@@ -270,167 +211,93 @@ class MixedData(DataConfig):
             raise ConfigError(f"{key}.{one} is the same for all sources: give it as data.{one}")
         values = {one: value for one, value in given.items() if one not in ("share", "name")}
         if TARGET not in given or "name" in given:
-            values = self._defaults(key, given.get("name")) | values
-        missing = next((one for one, value in values.items() if value == "???"), None)
-        if missing is not None:
-            raise ConfigError(f"{key}.{missing} has no value: give one with {key}.{missing}=…")
-        values = common | values
-        try:
-            source: DataConfig = parse_section(key, DataConfig.schema_of(values), values, {"data": vars(self)})
-        except ConfigError as error:
-            text = str(error)
-            if text.removeprefix(f"{key}.").partition("=")[0] in common:
-                raise ConfigError(f"data.{text.removeprefix(f'{key}.')} ({key})") from error
-            raise
+            known = [one for one in (*options("data"), "custom") if one != self.name]
+            if (option := given.get("name")) not in known:
+                raise ConfigError(f"{key}.name={option} is not known: {suggest(str(option), known)}")
+            values = values_of_option("data", option) | values
+        for one, value in values.items():
+            if value == "???":
+                raise has_no_value(f"{key}.{one}")
+        source: DataConfig = parse_section(key, DataConfig.schema_of(values), values | common)
         return source
 
-    def _defaults(self, key: str, option: Any) -> dict[str, Any]:
-        """The defaults of a source's option, without the common keys."""
-        known = [one for one in (*options("data"), "custom") if one != self.name]
-        if option not in known:
-            raise ConfigError(f"{key}.name={option} is not known: {suggest(str(option), known)}")
-        return {one: value for one, value in values_of_option("data", option).items() if one not in self._common()}
+    def _written(self, sources: Collection[DataConfig]) -> dict[str, dict[str, Any]]:
+        """Sources in the form of the key `sources`."""
+        common = self._common()
+        return {
+            name: {"share": share, **{key: it for key, it in keys_of(source).items() if key not in common}}
+            for (name, share), source in zip(self.shares.items(), sources, strict=True)
+        }
+
+    def checked(self) -> Self:
+        """With each source checked."""
+        return replace(self, sources=self._written([it.checked() for it in self.by_section().values()]))
 
     def targets(self) -> dict[str, str]:
         """The targets of all sources too."""
-        own = {f"{section}.{TARGET}": source._target_ for section, source in self.by_section().items()}
-        return super().targets() | own
+        return super().targets() | {source.key: source._target_ for source in self.by_section().values()}
 
     def without_places(self) -> Self:
         """Also without the private values of all sources."""
-        common, sources = self._common(), self.by_section().values()
-        kept = [
-            {"share": share, **{key: it for key, it in keys_of(source.without_places()).items() if key not in common}}
-            for share, source in zip(self.shares.values(), sources, strict=True)
-        ]
-        return replace(super().without_places(), sources=dict(zip(self.sources, kept, strict=True)))
-
-    def check(self, run: "Config") -> None:
-        """Check the rules of each source."""
-        for section, source in self.by_section().items():
-            try:
-                source.check(run)
-            except ConfigError as error:
-                raise ConfigError(str(error).replace("data.", f"{section}.")) from error
+        sources = self._written([source.without_places() for source in self.by_section().values()])
+        return replace(super().without_places(), sources=sources)
 
 
 @dataclass(kw_only=True)
 class PairData(DataConfig):
-    """The keys of the public sets of sinograms and reference images.
+    """A public set of sinograms and reference images. Its class has the other keys, and says what its numbers mean.
 
     Attributes:
         root: folder of the set.
     """
 
     own_range: ClassVar[bool] = True
-    scan: ClassVar[dict[str, Any]]
-    """Keys of `geometry` that its sinograms fix."""
-    option: ClassVar[str]
-    """Of `geometry`, which has them."""
 
     root: str | None
 
-    def __post_init__(self) -> None:
-        if self.measured:
-            check_untouched(self)
-
     def keywords(self) -> dict[str, Any]:
         """The arguments of the set's reader."""
-        common = {f.name for f in fields(DataConfig)}
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in common}
+        return {"root": self.root} | super().keywords()
 
-    def without_places(self) -> Self:
-        """Also without folders."""
-        places: dict[str, Any] = {f.name: None for f in fields(self) if f.name.endswith(("root", "cache_dir"))}
-        return replace(super().without_places(), **places)
-
-    def check(self, run: "Config") -> None:
-        """Check that the scan is the one that the sinograms were measured with."""
-        if self.scaling != "attenuation":
-            raise ConfigError(f"data={self.name} has a scale of its own: leave out data.scaling={self.scaling}")
-        for key, value in self.scan.items() if self.measured else ():
-            its = getattr(run.geometry, key)
-            if its != value and not (isinstance(value, float) and abs(its - value) <= 1e-4 * abs(value)):
-                raise ConfigError(
-                    f"geometry.{key}={its} is not that of data={self.name}, {value}: take geometry={self.option}"
-                )
-
-
-@schema("qnmixer.extras.lodopab.LodopabSource")
-@dataclass(kw_only=True)
-class LodopabData(PairData):
-    """LoDoPaB-CT.
-
-    Attributes:
-        sinograms: "measured" (the observations of the set) or "simulated" (from its images).
-    """
-
-    scan: ClassVar[dict[str, Any]] = {
-        "beam": "parallel", "n_detectors": 513, "detector_pitch": 0.716755, "detector_offset": 0.0,
-        "field_of_view": 260.0,
-    }  # fmt: skip
-    option: ClassVar[str] = "lodopab"
-
-    sinograms: str = one_of("measured", "simulated")
+    def checked(self) -> Self:
+        """As for every target: its module is light. Then the keys that change images."""
+        section = Group.checked(self)
+        if section.measured:
+            check_untouched(section)
+        return section
 
     @property
-    def measured(self) -> bool:
-        """Whether the observations of the set are used."""
-        return self.sinograms == "measured"
+    def measured(self) -> bool:  # type: ignore[override]  # an attribute of the other sources
+        """Whether the sinograms of the set are used."""
+        return bool(self.arguments.get("sinograms", "measured") == "measured")
 
     @property
-    def attenuation_of_one(self) -> float:
-        """That of the set, whose water has a fixed attenuation."""
-        return _LARGEST / 1000
+    def attenuation_of_one(self) -> float:  # type: ignore[override]
+        """Attenuation in 1/mm of x = 1, which the set or its key `max_attenuation` fixes."""
+        return float(self.arguments.get("max_attenuation") or self.load().attenuation_of_one)
 
     @property
     def hu_scaling(self) -> tuple[float, float]:
-        """That of the set: its air is not quite −1000 HU at x = 0."""
-        return LODOPAB_HU
+        """That of the set, if it has one."""
+        found: tuple[float, float] | None = getattr(self.load(), "hu_scaling", None)
+        return found or super().hu_scaling
 
     def check(self, run: "Config") -> None:
-        """Check hu_max: the images of the set have a unit of their own."""
-        super().check(run)
-        if self.hu_max != 3071:
+        """Check that the scan is the one that the sinograms were measured with, and hu_max."""
+        if self.scaling != "attenuation":
+            raise ConfigError(f"data={self.name} has a scale of its own: leave out data.scaling={self.scaling}")
+        its_class = self.load()
+        for key, value in its_class.scan.items() if self.measured else ():
+            its = getattr(run.geometry, key)
+            if its != value and not (isinstance(value, float) and abs(its - value) <= 1e-4 * abs(value)):
+                raise ConfigError(
+                    f"geometry.{key}={its} is not that of data={self.name}, {value}: take geometry={self.name}"
+                )
+        if self.hu_max != (largest := getattr(its_class, "hu_max", self.hu_max)):
             raise ConfigError(
-                f"data.hu_max={self.hu_max:g} is not that of data={self.name}, 3071: train with data.hu_max=3071"
+                f"data.hu_max={self.hu_max:g} is not that of data={self.name}, {largest:g}: train with "
+                f"data.hu_max={largest:g}"
             )
-
-
-@schema("qnmixer.extras.two_detect.TwoDetectSource")
-@dataclass(kw_only=True)
-class TwoDetectData(PairData):
-    """2DeteCT.
-
-    Attributes:
-        reference_root: folder of the reference reconstructions; None: root.
-        mode: mode of the sinograms.
-        max_attenuation: 1/mm that x = 1 means.
-        leave_out: numbers of slices that are skipped.
-        cache_dir: cache folder for the chosen views of each slice; None: the default folder.
-    """
-
-    scan: ClassVar[dict[str, Any]] = {
-        "beam": "fan_flat", "n_detectors": 956, "detector_pitch": 0.1496, "detector_offset": 0.0,
-        "source_to_axis": 431.019989, "axis_to_detector": 97.980499, "field_of_view": 116.528,
-    }  # fmt: skip
-    option: ClassVar[str] = "two_detect"
-
-    reference_root: str | None
-    mode: int = number(at_least=1, at_most=3)
-    max_attenuation: float = number(above=0)
-    leave_out: list[int]
-    cache_dir: str | None
-
-    @property
-    def measured(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def attenuation_of_one(self) -> float:
-        """That of the key: the references are attenuations, and their HU follow from it."""
-        return self.max_attenuation
 
 
 def check_untouched(config: DataConfig) -> None:
@@ -448,7 +315,7 @@ class AsTrained:
 
     _target_: str | None
     root: str | None
-    simulation_factor: int | None = number(at_least=1, at_most=16)
+    simulation_factor: Annotated[int, Ge(1), Le(16)] | None
     disc: bool | None
 
 
@@ -457,26 +324,22 @@ def check_data(config: DataConfig) -> None:
 
     Raises ConfigError if two sources of a mix share a folder: training slices of one would test the other.
     """
-    if isinstance(config, FolderData | PairData) and config.root is not None:
-        _check_root("data.root", config.root)
-    if isinstance(config, TwoDetectData) and config.reference_root is not None:
-        _check_root("data.reference_root", config.reference_root)
-    if isinstance(config, MixedData):
-        seen: dict[str, Path] = {}
-        for name, source in config.sources.items():
-            if (root := source.get("root")) is not None:
-                _check_root(f"data.sources.{name}.root", root)
-                folder = Path(root).expanduser().resolve()
-                for other, its in seen.items():
-                    if folder.is_relative_to(its) or its.is_relative_to(folder):
-                        raise ConfigError(
-                            f"data.sources.{name}.root={root} has slices of data.sources.{other} too, and each would "
-                            "split them differently: give each source its own folder"
-                        )
-                seen[name] = folder
-    for section, part in config.by_section().items():
-        if isinstance(part, FolderData) and part.root is not None:  # a reader of the user's own may take it
-            check_no_nifti(f"{section}.root", part.root)
+    seen: dict[str, Path] = {}
+    for section, source in config.by_section().items():
+        for key, root in keys_of(source).items():
+            if key in ("root", "reference_root") and root is not None and isinstance(source, FolderData | PairData):
+                _check_root(f"{section}.{key}", root)
+        if not isinstance(source, FolderData) or source.root is None:
+            continue
+        folder = Path(source.root).expanduser().resolve()
+        for other, its in seen.items():
+            if folder.is_relative_to(its) or its.is_relative_to(folder):
+                raise ConfigError(
+                    f"{section}.root={source.root} has slices of {other} too, and each would split them differently: "
+                    "give each source its own folder"
+                )
+        seen[section] = folder
+        check_no_nifti(f"{section}.root", source.root)
 
 
 def _check_root(key: str, root: str) -> None:

@@ -1,55 +1,120 @@
-"""The groups model, loss, noise, optimizer and schedule. Their keys are the arguments of the target.
+"""Sections that name a class or function, `_target_`, with its arguments as keys beside it.
 
 The signature of the target has the types, bounds and defaults of these keys. No other list of them exists. To read a
 signature is to import the target. So this is done for the user's own command line, and for a file only after its
-targets are trusted.
+targets are trusted. A target that loads Lightning is read when it is built.
 """
 
 import importlib
 import inspect
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, ClassVar, Self
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_type_hints
+
+from annotated_types import Ge, Gt, Le
 
 from qnmixer.engine.config.keys import unknown_key
-from qnmixer.engine.config.option import number
-from qnmixer.engine.config.section import as_text
-from qnmixer.engine.config.target import TARGET, Target, keys_of_options, option_of
-from qnmixer.engine.plugins import (
-    Kind,
-    check_names,
-    converted,
-    is_trusted,
-    load_plugin,
-    parameters_of,
-    subclass_of,
-    taken,
-)
+from qnmixer.engine.config.target import TARGET, keys_of_options, option_of, options
+from qnmixer.engine.config.values import as_text, converted, converted_arguments, has_no_value
+from qnmixer.engine.plugins import Kind, check_names, is_trusted, load_plugin, parameters_of, subclass_of, taken
 from qnmixer.errors import ConfigError, PluginError, first_line
+
+if TYPE_CHECKING:
+    from qnmixer.engine.config.run import Config
 
 _WORDS = ("_partial_", "_recursive_", "_convert_")
 """Hydra's words. The target is always called by qnmixer, with the missing arguments: `_partial_` changes nothing."""
+FUNCTION_OR_MODULE = Kind(
+    "a function (image, truth), nor a subclass of torch.nn.Module, such as a metric of torchmetrics",
+    lambda it: subclass_of("torch.nn.Module").fits(it) if isinstance(it, type) else callable(it),
+)
+
+
+def parse_section(section: str, schema: type, value: Any, **parsed: Any) -> Any:
+    """Convert a section to its dataclass, with types and bounds checked. Raises ConfigError.
+
+    Keys that are not in the schema become arguments of its target. Text with ${…} stays text.
+
+    Args:
+        section: its place in the config, such as model or metrics.psnr; "" for root keys.
+        schema: its dataclass.
+        value: its values by key.
+        parsed: values of the dataclass that are parsed already.
+    """
+    if not isinstance(value, Mapping):
+        group = section.partition(".")[0]
+        raise ConfigError(
+            f"{section}={value} is not a group of keys: choose an option, as in {group}={options(group)[0]}"
+        )
+    prefix = f"{section}." if section else ""
+    declared = {f.name: f for f in fields(schema) if f.name not in ("arguments", "section")}
+    of_target = {str(name): it for name, it in value.items() if name not in declared}
+    given = dict(parsed)
+    if issubclass(schema, Group):
+        given |= {"arguments": of_target, "section": section}
+    elif of_target:
+        raise unknown_key(f"{prefix}{next(iter(of_target))}", [f"{prefix}{name}" for name in declared])
+    for name, hint in _hints(schema).items():
+        if name in value and name not in parsed:
+            given[name] = converted(f"{prefix}{name}", value[name], hint)
+        elif name not in given and declared[name].default is declared[name].default_factory is MISSING:
+            raise has_no_value(f"{prefix}{name}")
+    return schema(**given)
+
+
+@cache
+def _hints(schema: type) -> dict[str, Any]:
+    """The declared types of a dataclass by key."""
+    hints = get_type_hints(schema, include_extras=True)
+    return {f.name: hints[f.name] for f in fields(schema) if f.name not in ("arguments", "section")}
 
 
 @dataclass(kw_only=True)
-class Group(Target):
+class Group:
     """A section whose keys are the arguments of its target.
 
     `section.KEY` is the value of an argument that the config gives.
 
     Attributes:
+        group: its folder in conf/.
         kind: what the target must be.
-        n_ours: its positional arguments, which qnmixer gives.
+        n_ours: its positional arguments, which qnmixer gives. A module that may be a function too gets none.
         ours: its arguments that qnmixer gives by name.
         offered: its arguments that qnmixer gives by name if it has them, and the config does not give them.
+        closed: whether our own targets of this group take no arguments.
+        arguments: keys of the section that are not in its schema. They become keyword arguments of the target.
+        section: its place in the config, such as model or metrics.psnr.
     """
 
+    group: ClassVar[str]
     kind: ClassVar[Kind]
     n_ours: ClassVar[int] = 0
     ours: ClassVar[tuple[str, ...]] = ()
     offered: ClassVar[tuple[str, ...]] = ()
+    closed: ClassVar[bool] = False
+
+    _target_: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    section: str = field(default="", compare=False, repr=False)
+
+    @classmethod
+    def schema_of(cls, value: Any) -> type["Group"]:
+        """The schema of a section of this group. Raises ConfigError for a section without a target."""
+        if isinstance(value, Mapping) and not isinstance(value.get(TARGET), str):
+            raise ConfigError(
+                f"{cls.group} has no {TARGET} (as_trained is for evaluate only): choose an option, as in "
+                f"{cls.group}={options(cls.group)[0]}"
+            )
+        return cls
+
+    def __post_init__(self) -> None:
+        self.section = self.section or self.group
+        if odd := next((it for it in self.arguments if it.startswith("_") and it not in _WORDS), None):
+            raise ConfigError(f"{self.section}.{odd} is not known: give {TARGET} and arguments of the target")
+        if self.closed and self.arguments and self._target_.startswith("qnmixer."):
+            raise unknown_key(f"{self.section}.{next(iter(self.arguments))}")
 
     def __getattr__(self, name: str) -> Any:
         """The value of an argument."""
@@ -57,6 +122,22 @@ class Group(Target):
         if name not in arguments:
             raise AttributeError(f"{self.group} has no {name}")
         return arguments[name]
+
+    @property
+    def name(self) -> str:
+        """The option that chooses it, as in `GROUP=NAME`; the target itself if conf/ has no such option."""
+        return option_of(self.group, self._target_)
+
+    @property
+    def key(self) -> str:
+        """The key of its target."""
+        return f"{self.section}.{TARGET}"
+
+    def choice(self) -> list[str]:
+        """The overrides that choose this target."""
+        if self.name != self._target_:
+            return [f"{self.group}={self.name}"]
+        return [f"{self.group}=custom", f"{self.group}.{TARGET}={self._target_}"]
 
     def changed(self, **arguments: Any) -> Self:
         """The same section with other values of some arguments."""
@@ -68,12 +149,17 @@ class Group(Target):
 
     def targets(self) -> dict[str, str]:
         """All classes and functions that it names, by key, also inside values."""
-        inner = {f"{key}.{TARGET}": str(part[TARGET]) for key, part in _parts(self.group, self.arguments)}
-        return {f"{self.group}.{TARGET}": self._target_} | inner
+        inner = {f"{key}.{TARGET}": str(part[TARGET]) for key, part in _parts(self.section, self.arguments)}
+        return {self.key: self._target_} | inner
 
     def load(self) -> Any:
         """Import the target. Raises PluginError if this fails, or if it is of another kind."""
-        return load_plugin(f"{self.group}.{TARGET}", self._target_, self.kind)
+        return load_plugin(self.key, self._target_, self.kind)
+
+    @property
+    def is_class(self) -> bool:
+        """Whether the target is a class. Imports it."""
+        return isinstance(self.load(), type)
 
     def settings(self) -> dict[str, Any]:
         """The arguments that the config may give, given or default. Imports the target."""
@@ -81,51 +167,49 @@ class Group(Target):
         own = [it for it in parameters_of(self.load()) or () if it.name not in (*self.ours, *self.offered)]
         return {it.name: _plain(it.default) for it in own if it.default is not it.empty} | given
 
+    def check(self, run: "Config") -> None:
+        """Check the rules with other sections. Raises ConfigError."""
+
     def checked(self) -> Self:
         """The same section, with arguments of the declared types. Imports the target.
 
         Raises PluginError or ConfigError, which names the key and how to fix it.
         """
         function, given = self.load(), self.keywords()
-        parameters = parameters_of(function)
-        known = {it.name for it in parameters or ()}
-        takes_all = parameters is None or any(it.kind is it.VAR_KEYWORD for it in parameters)
-        for name in given:
-            if name.startswith("_"):
-                raise ConfigError(f"{self.group}.{name} is not known: give {TARGET} and arguments of the target")
-            if name not in known and not takes_all and (name == "name" or name in self._keys_of_others()):
-                raise unknown_key(f"{self.group}.{name}", [])
         self._check_names(function, given)
         simple = {key: value for key, value in given.items() if not [*_parts(key, value)]}
-        for key, part in _parts(self.group, given):
-            words = {TARGET, "_args_", *_WORDS}
+        for key, part in _parts(self.section, given):
             its = load_plugin(f"{key}.{TARGET}", str(part[TARGET]), _kind_of_part(str(part[TARGET])))
             missing = bool(part.get("_partial_") or part.get("_args_"))
+            words = {TARGET, "_args_", *_WORDS}
             check_names(f"{key}.{TARGET}", str(part[TARGET]), its, part.keys() - words, partial=missing)
-        typed = {key: _plain(value) for key, value in converted(self.group, function, simple).items()}
-        return self.changed(**typed)
+        typed = converted_arguments(self.section, function, simple)
+        return self.changed(**{key: _plain(value) for key, value in typed.items() if key in self.arguments})
 
     def build(self, *args: Any, offered: Mapping[str, Any] | None = None, **ours: Any) -> Any:
         """Call the target with these arguments and those of the config. Raises PluginError if it does not take them."""
         return self.bound(offered=offered, **ours)(*args)
 
     def bound(self, offered: Mapping[str, Any] | None = None, **ours: Any) -> Any:
-        """The target with all but its positional arguments."""
+        """The target with all but its positional arguments. It gets `offered` ones that it has a parameter for."""
         function, given = self.load(), self.keywords()
         ours |= taken(function, {name: value for name, value in (offered or {}).items() if name not in given})
         self._check_names(function, given, ours)
-        built = {key: self._built(f"{self.group}.{key}", value) for key, value in given.items()}
-        return partial(function, **ours, **converted(self.group, function, built))
+        built = {key: self._built(f"{self.section}.{key}", value) for key, value in given.items()}
+        return partial(function, **ours, **converted_arguments(self.section, function, built))
 
     def _check_names(self, function: Any, given: Mapping[str, Any], ours: Collection[str] = ()) -> None:
+        """Raise ConfigError for arguments that the target lacks or misses."""
+        parameters = parameters_of(function)
+        if parameters is not None and not any(it.kind is it.VAR_KEYWORD for it in parameters):
+            mine, known = option_of(self.group, self._target_), {it.name for it in parameters}
+            of_others = {it for option, keys in keys_of_options(self.group).items() if option != mine for it in keys}
+            for name in given:
+                if name not in known and name in of_others | {"name"}:
+                    raise unknown_key(f"{self.section}.{name}")
         offered = [name for name in self.offered if name not in given]
-        names = [*self.ours, *ours, *offered]
-        check_names(f"{self.group}.{TARGET}", self._target_, function, given, self.n_ours, names)
-
-    def _keys_of_others(self) -> set[str]:
-        """Keys of the other options of the group."""
-        mine = option_of(self.group, self._target_)
-        return {key for option, keys in keys_of_options(self.group).items() if option != mine for key in keys}
+        n_ours = 0 if self.kind is FUNCTION_OR_MODULE and isinstance(function, type) else self.n_ours
+        check_names(self.key, self._target_, function, given, n_ours, [*self.ours, *ours, *offered])
 
     def _built(self, key: str, value: Any) -> Any:
         """The value of an argument, with the targets inside it built as by Hydra."""
@@ -176,6 +260,7 @@ class ModelConfig(Group):
 
     def __post_init__(self) -> None:
         """`regularizer=my_file.Net` is short for a target that the network calls with two more arguments."""
+        super().__post_init__()
         name = self.arguments.get("regularizer")
         if isinstance(name, str) and "." in name:
             self.arguments = self.arguments | {"regularizer": {TARGET: name, "_partial_": True}}
@@ -210,10 +295,6 @@ class ModelConfig(Group):
         found: dict[str, int] = self.load().divisors(self._all())
         return found
 
-    def smallest(self) -> Self:
-        """The same kind of network, so small that a step takes seconds."""
-        return self.changed(**self.load().smallest(self._all()))
-
     def checked(self) -> Self:
         """Check the rules between its arguments too."""
         section = super().checked()
@@ -235,19 +316,8 @@ class LossConfig(Group):
     """A function `(image, truth, **arguments)` → [B], or a torch module built with `(**arguments)`."""
 
     group: ClassVar[str] = "loss"
-    kind: ClassVar[Kind] = Kind(
-        "a function (image, truth), nor a subclass of torch.nn.Module",
-        lambda it: subclass_of("torch.nn.Module").fits(it) if isinstance(it, type) else callable(it),
-    )
-
-    @property
-    def is_class(self) -> bool:
-        """Whether it is a torch module."""
-        return isinstance(self.load(), type)
-
-    def _check_names(self, function: Any, given: Mapping[str, Any], ours: Collection[str] = ()) -> None:
-        n_ours = 0 if isinstance(function, type) else 2
-        check_names(f"{self.group}.{TARGET}", self._target_, function, given, n_ours)
+    kind: ClassVar[Kind] = FUNCTION_OR_MODULE
+    n_ours: ClassVar[int] = 2
 
 
 @dataclass(kw_only=True)
@@ -274,9 +344,9 @@ class OptimizerConfig(Group):
     n_ours: ClassVar[int] = 1
     ours: ClassVar[tuple[str, ...]] = ("lr",)
 
-    lr: float = number(above=0)
-    weight_decay: float = number(at_least=0)
-    step_size_lr_factor: float = number(above=0)
+    lr: Annotated[float, Gt(0)]
+    weight_decay: Annotated[float, Ge(0)]
+    step_size_lr_factor: Annotated[float, Gt(0)]
 
     def checked(self) -> Self:
         """Let torch check the arguments of its own optimizers: their signatures have no bounds."""
@@ -305,7 +375,35 @@ class ScheduleConfig(Group):
     n_ours: ClassVar[int] = 2
     offered: ClassVar[tuple[str, ...]] = ("n_warmup",)
 
-    warmup: float = number(at_least=0, at_most=1)
+    warmup: Annotated[float, Ge(0), Le(1)]
+
+
+@dataclass(kw_only=True)
+class Late(Group):
+    """A section whose target is checked when it is built, because it loads Lightning or another large library."""
+
+    def checked(self) -> Self:
+        """The section itself."""
+        return self
+
+
+@dataclass(kw_only=True)
+class ModuleConfig(Late):
+    """A `RunModule`, built with `(network, loss, optimizer, schedule, metrics, **arguments)`."""
+
+    group: ClassVar[str] = "module"
+    kind: ClassVar[Kind] = subclass_of("qnmixer.engine.run_module.RunModule")
+    closed: ClassVar[bool] = True
+
+
+@dataclass(kw_only=True)
+class DataModuleConfig(Late):
+    """A `qnmixer.engine.data.datamodule.SliceDataModule`, built with the section `data` and `(**arguments)`."""
+
+    group: ClassVar[str] = "datamodule"
+    kind: ClassVar[Kind] = subclass_of("qnmixer.engine.data.datamodule.SliceDataModule")
+    n_ours: ClassVar[int] = 1
+    closed: ClassVar[bool] = True
 
 
 def with_group(group: str, message: str, arguments: Collection[str]) -> str:

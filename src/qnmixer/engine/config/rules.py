@@ -1,22 +1,22 @@
 """The rules between sections of a config. Each says why two settings do not go together, and what to choose instead.
 
-Rules inside a section are in its schema, and those of a network in its class. A rule may import the network and the
+Rules inside a section are in its dataclass, and those of a network in its class. A rule may import the network and the
 noise that the config names. So they are checked after the targets of a file are trusted.
 """
 
 from typing import TYPE_CHECKING
 
-from qnmixer.engine.config.callbacks import averages_weights
-from qnmixer.engine.config.logger import LONGEST_TAG
-from qnmixer.engine.config.strategy import DDPConfig, FSDPConfig, PipelineConfig
+from qnmixer.engine.config.named import averages_weights
+from qnmixer.engine.config.sections import LONGEST_TAG, DDPConfig, FSDPConfig, PipelineConfig, ProfileConfig
 from qnmixer.errors import ConfigError
 
 if TYPE_CHECKING:
     from qnmixer.engine.config.run import Config
 
 
-def check_rules(run: "Config") -> None:
+def validate(run: "Config") -> None:
     """Check all of them. Raises ConfigError for the first that is broken."""
+    run.data.check(run)
     for rule in (
         image_size,
         one_scale,
@@ -28,6 +28,7 @@ def check_rules(run: "Config") -> None:
         stages,
         one_start,
         an_end,
+        enough_to_profile,
     ):
         rule(run)
 
@@ -176,3 +177,13 @@ def an_end(run: "Config") -> None:
     """Schedules need the length of a run."""
     if run.trainer.max_steps == -1 and run.trainer.max_epochs is None:
         raise ConfigError("training would never end: give trainer.max_steps=… or trainer.max_epochs=…")
+
+
+def enough_to_profile(run: "Config") -> None:
+    """A run that ends before the profiler begins gives no profile."""
+    debug = run.debug
+    if isinstance(debug, ProfileConfig) and -1 < run.trainer.max_steps < debug.warm_up + debug.steps:
+        raise ConfigError(
+            f"debug.warm_up={debug.warm_up} and debug.steps={debug.steps} are more steps than trainer.max_steps="
+            f"{run.trainer.max_steps}, so nothing would be profiled: raise trainer.max_steps, or lower the two"
+        )

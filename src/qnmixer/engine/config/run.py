@@ -1,70 +1,76 @@
 """The config of a training run, and all checks before it starts.
 
-The values are in `conf/`. This file has their types, their bounds and the rules between them.
+The values are in `conf/`. The files beside this one have their types, their bounds and the rules between them.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import cache
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
+from annotated_types import Ge, Le
 from omegaconf import DictConfig, OmegaConf
 
-from qnmixer.engine.config.callbacks import parse_callbacks
 from qnmixer.engine.config.data import DataConfig
-from qnmixer.engine.config.debug import DebugConfig
-from qnmixer.engine.config.evaluation import EvaluationConfig
-from qnmixer.engine.config.geometry import GeometryConfig
-from qnmixer.engine.config.groups import Group, LossConfig, ModelConfig, NoiseConfig, OptimizerConfig, ScheduleConfig
-from qnmixer.engine.config.logger import LoggerConfig, WandbConfig, named_loggers, schema_of_logger, section_of
-from qnmixer.engine.config.memory import MemoryConfig
-from qnmixer.engine.config.metrics import MetricConfig, check_monitor, default_metrics, parse_metrics
-from qnmixer.engine.config.module import OURS, DataModuleConfig, ModuleConfig
-from qnmixer.engine.config.option import number
-from qnmixer.engine.config.rules import check_rules
-from qnmixer.engine.config.search_path import CONF
-from qnmixer.engine.config.section import parse_section, plain_values
-from qnmixer.engine.config.strategy import StrategyConfig
-from qnmixer.engine.config.target import (
-    TARGET,
-    Custom,
-    Target,
-    keys_of,
-    names_of,
-    options,
-    values_of_option,
+from qnmixer.engine.config.groups import (
+    DataModuleConfig,
+    Group,
+    LossConfig,
+    ModelConfig,
+    ModuleConfig,
+    NoiseConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    parse_section,
 )
-from qnmixer.engine.config.trainer import TrainerConfig, gathered
+from qnmixer.engine.config.keys import check_trainer
+from qnmixer.engine.config.named import (
+    CallbackConfig,
+    LoggerConfig,
+    MetricConfig,
+    WandbConfig,
+    check_monitor,
+    default_metrics,
+    parse_callbacks,
+    parse_loggers,
+    parse_metrics,
+)
+from qnmixer.engine.config.rules import validate
+from qnmixer.engine.config.search_path import CONF
+from qnmixer.engine.config.sections import (
+    PASSED_ON,
+    DebugConfig,
+    EvaluationConfig,
+    GeometryConfig,
+    MemoryConfig,
+    StrategyConfig,
+    TrainerConfig,
+)
+from qnmixer.engine.config.target import TARGET, keys_of, options, values_of_option
+from qnmixer.engine.config.values import plain_values
 from qnmixer.engine.plugins import check_plugin, is_trusted
 from qnmixer.errors import ConfigError, suggest
 
-_ALWAYS_THERE = (
-    "lightning.",
-    "qnmixer.",
-    "torch.",
-    "torchmetrics.",
-)  # the check does not import these, which would take seconds
-MAX_SEED = 2**32 - 1
-"""The largest seed of numpy."""
+_ALWAYS_THERE = ("lightning.", "qnmixer.", "torch.", "torchmetrics.")
+"""Packages that the check of targets does not look for, which would take seconds."""
+_USUAL = {
+    "module": {TARGET: "qnmixer.module.ReconstructionModule"},
+    "datamodule": {TARGET: "qnmixer.engine.data.datamodule.SliceDataModule"},
+}
+"""Sections of a file that lacks them, such as a weights file."""
+Seed = Annotated[int, Ge(0), Le(2**32 - 1)]
 
 
 @dataclass(kw_only=True)
-class RunConfig:
-    """The root keys of the config."""
+class Config:
+    """The checked config of one training run."""
 
-    seed: int = number(at_least=0, at_most=MAX_SEED)
+    seed: Seed
     monitor: str
     finetune: str | None
     resume: str | None
     compile: bool
     test_after_training: bool
     tags: list[str] = field(default_factory=list)
-
-
-@dataclass(kw_only=True)
-class Config(RunConfig):
-    """The checked config of one training run."""
-
     geometry: GeometryConfig
     noise: NoiseConfig
     model: ModelConfig
@@ -81,7 +87,11 @@ class Config(RunConfig):
     debug: DebugConfig
     logger: dict[str, WandbConfig | LoggerConfig] = field(default_factory=dict)  # by name
     metrics: dict[str, MetricConfig] = field(default_factory=dict)  # by name
-    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name: _target_ and arguments
+    callbacks: dict[str, CallbackConfig] = field(default_factory=dict)  # by name
+
+
+_NAMED = "callbacks", "logger", "metrics"
+_SECTIONS = sorted(f.name for f in fields(Config) if is_dataclass(f.type))
 
 
 def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
@@ -110,64 +120,54 @@ def parse_file(cfg: DictConfig | Mapping[str, Any]) -> Config:
 
     Raises ConfigError, which names the key and how to fix it.
     """
-    values = OURS | plain_values(cfg)
-    if "trainer" in values:
-        values["trainer"] = gathered(values["trainer"])
-    callbacks = parse_callbacks(values.pop("callbacks", {}))
-    metrics = parse_metrics(values.pop("metrics"), values) if "metrics" in values else default_metrics()
-    loggers = {
-        name: parse_section(section_of(name), schema_of_logger(given), given, values)
-        for name, given in named_loggers(values.pop("logger", None)).items()
+    values = _USUAL | plain_values(cfg)
+    for key in _SECTIONS:
+        if key not in values:
+            raise ConfigError(f"the config has no {key}: choose one with {key}=…")
+    named: dict[str, Any] = {
+        "callbacks": parse_callbacks(values.pop("callbacks", {})),
+        "metrics": parse_metrics(values.pop("metrics")) if "metrics" in values else default_metrics(),
+        "logger": parse_loggers(values.pop("logger", None)),
     }
-    root = {f.name for f in fields(RunConfig)}
-    sections = {f.name for f in fields(Config)} - root - {"callbacks", "logger", "metrics"}
-    for key in sections - values.keys():
-        raise ConfigError(f"the config has no {key}: choose one with {key}=…")
-    rest = parse_section("", RunConfig, {k: v for k, v in values.items() if k not in sections}, values)
-    parsed = {key: parse_section(key, schema_of(key, values[key]), values[key], values) for key in sorted(sections)}
-    named: dict[str, Any] = {"metrics": metrics, "logger": loggers, "callbacks": callbacks}
-    return Config(**{key: getattr(rest, key) for key in root}, **parsed, **named)
+    values["trainer"] = _gathered(values["trainer"])
+    config: Config = parse_section("", Config, values, **dict.fromkeys(_SECTIONS), **named)  # root keys first
+    for key in _SECTIONS:
+        setattr(config, key, parse_section(key, schema_of(key, values[key]), values[key]))
+    return config
+
+
+def _gathered(trainer: Any) -> Any:
+    """The section, with arguments for Lightning's Trainer under `extra`. Raises ConfigError for refused ones."""
+    if not isinstance(trainer, Mapping):
+        return trainer
+    check_trainer([name for name in trainer if name not in PASSED_ON])
+    extra = {name: value for name, value in trainer.items() if name in PASSED_ON}
+    rest = {name: value for name, value in trainer.items() if name not in PASSED_ON}
+    return rest | {"extra": (rest.get("extra") or {}) | extra}
 
 
 def schema_of(section: str, value: Any) -> type:
-    """The dataclass of a config section. Its target or name decides; without them it is the base class of the group.
-
-    Raises ConfigError for an option that does not exist.
-    """
-    base, names = _hints()[section], names_of(section)
-    if isinstance(value, Mapping) and issubclass(base, Target):
+    """The dataclass of a config section: its target or name decides. Raises ConfigError for an unknown name."""
+    base = get_type_hints(Config)[section]
+    if issubclass(base, Group):
         return base.schema_of(value)
-    schemas: list[type] = base.__subclasses__()
-    if isinstance(value, Mapping) and not (names and schemas):
-        return base
-    name = str(value.get("name")) if isinstance(value, Mapping) else str(value)
-    if name not in names:
-        raise ConfigError(f"{section}={name} is not known: {suggest(name, names or options(section))}")
-    for schema in schemas:
-        if getattr(schema, "name", None) == name:
-            return schema
-    return base
-
-
-@cache
-def _hints() -> dict[str, type]:
-    """The types of the sections."""
-    return get_type_hints(Config)
+    by_name = {getattr(schema, "name", None): schema for schema in base.__subclasses__()}
+    name = value.get("name") if isinstance(value, Mapping) else None
+    if by_name and name not in by_name and name not in options(section):
+        raise ConfigError(f"{section}.name={name} is not known: {suggest(str(name), options(section))}")
+    return by_name.get(name, base)
 
 
 def targets_of(config: Any) -> dict[str, str]:
     """Classes and functions that a config names, by key."""
-    sections = {f.name: getattr(config, f.name) for f in fields(config)}
     targets: dict[str, str] = {}
-    for key, section in sections.items():
-        if isinstance(section, Target):
-            targets |= section.targets()
-        elif isinstance(section, Custom):
-            targets[f"{key}.{TARGET}"] = section._target_
-    targets |= {f"{section_of(name)}.{TARGET}": it._target_ for name, it in (sections.get("logger") or {}).items()}
-    targets |= {f"metrics.{name}.{TARGET}": it._target_ for name, it in (sections.get("metrics") or {}).items()}
-    callbacks = sections.get("callbacks") or {}
-    return targets | {f"callbacks.{name}.{TARGET}": given[TARGET] for name, given in callbacks.items()}
+    for key, section in vars(config).items():
+        for name, one in section.items() if key in _NAMED else [("", section)]:
+            if isinstance(one, Group):
+                targets |= one.targets()
+            elif isinstance(one, WandbConfig):
+                targets[f"logger.{name}.{TARGET}"] = one._target_
+    return targets
 
 
 def check_targets(targets: Mapping[str, str]) -> None:
@@ -191,14 +191,6 @@ def checked(config: Config, *groups: str) -> Config:
             setattr(config, name, section.checked())
     validate(config)
     return config
-
-
-def validate(config: Config) -> None:
-    """Check the rules inside sections and between them. Imports the network and the noise. Raises ConfigError."""
-    for section in vars(config).values():
-        if not isinstance(section, Group) and hasattr(section, "check"):
-            section.check(config)
-    check_rules(config)
 
 
 def devices_per_replica(config: Config) -> int:
@@ -248,7 +240,7 @@ def section(group: str, option: str, *, seed: int = 42, **keys: Any) -> Any:
     Raises ConfigError for a value that is out of bounds.
     """
     values = _resolved(group, option, seed, keys)
-    parsed = parse_section(group, schema_of(group, values), values, {group: values})
+    parsed = parse_section(group, schema_of(group, values), values)
     return parsed.checked() if isinstance(parsed, Group) else parsed
 
 
@@ -259,9 +251,8 @@ def _resolved(group: str, option: str, seed: int, keys: Mapping[str, Any]) -> An
 
 def to_plain(config: Config) -> dict[str, Any]:
     """The config as numbers, strings, lists and dicts, which a checkpoint can store. `parse` reads it back."""
-    named = {key: {name: keys_of(it) for name, it in getattr(config, key).items()} for key in ("logger", "metrics")}
-    values = vars(config) | named
-    return {key: keys_of(value) if is_dataclass(value) else value for key, value in values.items()}
+    named = {key: {name: keys_of(it) for name, it in getattr(config, key).items()} for key in _NAMED}
+    return {key: keys_of(it) if is_dataclass(it) else it for key, it in (vars(config) | named).items()}
 
 
 def without_places(config: Config) -> Config:

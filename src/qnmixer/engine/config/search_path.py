@@ -1,7 +1,6 @@
 """The user's own config folders, from `--config-dir FOLDER` and `hydra.searchpath=[…]`, as one override."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from qnmixer.engine.config.overrides import key_of, quoted
@@ -50,14 +49,6 @@ def places_of(override: str) -> list[str]:
     if not isinstance(value, list):
         raise ConfigError(f"{override} is no list of folders: write {SEARCH_PATH}=[file:///abs/my_conf]")
     return [str(getattr(place, "text", place)) for place in value]
-
-
-def packages_of(overrides: list[str]) -> Iterator[str]:
-    """Modules that Hydra would import to find configs in them (pkg://…)."""
-    for override in search_path_in(overrides):
-        for place in places_of(override):
-            if place.startswith(_PACKAGE):
-                yield place.removeprefix(_PACKAGE).replace("/", ".")
 
 
 def _located(place: str) -> str:

@@ -1,116 +1,34 @@
-"""Config sections that name what they build: `_target_`, with its arguments as keys beside it.
+"""The options of the groups: the files of conf/, their keys, and the class or function that each names.
 
-The options of a group are the files of its folder in conf/. No other list exists.
+No other list of options exists.
 """
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 from omegaconf import OmegaConf
 
 from qnmixer.engine.config.search_path import CONF
-from qnmixer.errors import ConfigError
-
-if TYPE_CHECKING:
-    from qnmixer.engine.config.run import Config
 
 TARGET = "_target_"
 _NO_OPTIONS = ("_", "as_trained", "custom")  # parts of other files; for evaluate only; for the user's classes
-
-
-@dataclass(kw_only=True)
-class Custom:
-    """A class or function, and its arguments.
-
-    Attributes:
-        _target_: module.name of the class or function.
-        arguments: keys of the section that are not in its schema. They become keyword arguments of the target.
-    """
-
-    _target_: str
-    arguments: dict[str, Any] = field(default_factory=dict)
-
-
-def split_arguments(schema: type[Custom], value: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a section into the keys of its schema and the arguments of its target."""
-    known = {f.name for f in fields(schema)} - {"arguments"}
-    return (
-        {key: item for key, item in value.items() if key in known},
-        {str(key): item for key, item in value.items() if key not in known},
-    )
-
-
-def keys_of(section: Any) -> dict[str, Any]:
-    """The keys of a section as on a command line: arguments of the target stand beside the other keys."""
-    keys = asdict(section)
-    return keys | keys.pop("arguments") if isinstance(section, Custom) else keys
-
-
-@dataclass(kw_only=True)
-class Target(Custom):
-    """A section that names a class or function. The options of its group are listed in conf/ only.
-
-    Attributes:
-        group: the section's name.
-    """
-
-    group: ClassVar[str]
-
-    @classmethod
-    def schema_of(cls, section: Mapping[str, Any]) -> type["Target"]:
-        """The schema of a section of this group. Raises ConfigError for a section without a target."""
-        if not isinstance(section.get(TARGET), str):
-            first = next(iter(options(cls.group)), "…")
-            raise ConfigError(
-                f"{cls.group} has no {TARGET} (as_trained is for evaluate only): choose an option, as in "
-                f"{cls.group}={first}"
-            )
-        return cls
-
-    @classmethod
-    def odd_argument(cls, target: str, arguments: Mapping[str, Any]) -> str | None:
-        """The first argument that a section with this target cannot have. None: the target itself decides."""
-        return None
-
-    @property
-    def name(self) -> str:
-        """The option that chooses it, as in `GROUP=NAME`; the target itself if conf/ has no such option."""
-        return option_of(self.group, self._target_)
-
-    def targets(self) -> dict[str, str]:
-        """All classes and functions that it names, by key."""
-        return {f"{self.group}.{TARGET}": self._target_}
-
-    def check(self, run: "Config") -> None:
-        """Check the rules between its keys, and with other sections. Raises ConfigError."""
-
-    def choice(self) -> list[str]:
-        """The overrides that choose this target."""
-        if self.name != self._target_:
-            return [f"{self.group}={self.name}"]
-        return [f"{self.group}=custom", f"{self.group}.{TARGET}={self._target_}"]
-
-
-def groups() -> list[str]:
-    """The groups of a run whose options set the keys of one section."""
-    others = ("callbacks", "experiment", "hydra", "local", "logger", "metrics")
-    return sorted(path.name for path in CONF.glob("*/") if path.name not in others)
-
-
-def options(group: str) -> list[str]:
-    """The options of a group in conf/, by name."""
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml") if not path.stem.startswith(_NO_OPTIONS))
+_SEVERAL = ("callbacks", "experiment", "hydra", "local", "logger", "metrics")
 
 
 @cache
-def names_of(group: str) -> list[str]:
-    """The names of the options of a group that have a name and no target."""
-    texts = [(CONF / group / f"{option}.yaml").read_text() for option in options(group)]
-    return list(dict.fromkeys(re.findall(r'^(?:debug: {)?name: "?(\w+)', "\n".join(texts), re.MULTILINE)))
+def groups() -> list[str]:
+    """The groups of a run whose options set the keys of one section."""
+    return sorted(path.name for path in CONF.glob("*/") if path.name not in _SEVERAL)
+
+
+@cache
+def options(group: str) -> list[str]:
+    """The options of a group in conf/, by name."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml") if not path.stem.startswith(_NO_OPTIONS))
 
 
 def files_of(path: Path, *, below: bool = False) -> list[Path]:
@@ -152,9 +70,21 @@ def option_of(group: str, target: str) -> str:
     return _by_target(group).get(target, target)
 
 
+def names_targets(group: str) -> bool:
+    """Whether the options of a group name a target each. Else they have a name."""
+    return bool(_by_target(group))
+
+
 def with_names(plain: Mapping[str, Any]) -> dict[str, Any]:
     """The result of `to_plain` for readers: each section with a target also has the name of its option."""
     return {
         key: {"name": option_of(key, value[TARGET]), **value} if isinstance(value, dict) and TARGET in value else value
         for key, value in plain.items()
     }
+
+
+def keys_of(section: Any) -> dict[str, Any]:
+    """The keys of a section as on a command line: arguments of the target stand beside the other keys."""
+    keys = asdict(section)
+    keys.pop("section", None)
+    return keys | keys.pop("arguments", {})

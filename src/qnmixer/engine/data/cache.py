@@ -1,4 +1,4 @@
-"""The cache of decoded slices: one float32 memory map [N, S, S] in HU for a folder, and an index beside it.
+"""The cache of decoded slices: for a folder one file of float32 pixels [N, S, S] in HU, and an index.
 
 The index is written last, by an atomic rename. A cache is built again if it has no index, or if its sources, format or
 size, or the code of the user's own reader, differ from its index. One process builds it under a lock file. The others
@@ -9,12 +9,10 @@ The index has a digest of itself and a digest of each slice. The latter is check
 """
 
 import inspect
-import io
 import json
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -23,9 +21,9 @@ from typing import IO, Any, Protocol
 import numpy as np
 from filelock import FileLock
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 
-from qnmixer.engine.data.resample import CutTissue, Grid
+from qnmixer.engine.data.resample import CutTissue, Grid, inside
 from qnmixer.engine.data.slices import (
     NO_SPACING,
     FloatArray,
@@ -48,10 +46,16 @@ from qnmixer.files import (
     write_text,
 )
 
-_FORMAT = 3
+_FORMAT = 4
 """Raise it when caches get other slices or other values, or another layout."""
-_ROW = np.dtype("<f4")
+_NUMBER = np.dtype("<f4")
 _INDEX = "index.json"
+_FIXES = {
+    "RescaleSlope": "add the tags (0028,1053) RescaleSlope and (0028,1052) RescaleIntercept, which give HU",
+    "RescaleType": "if they are in HU, set (0028,1054) RescaleType to HU",
+    NO_SPACING: "give data.pixel_size=field_of_view, because header needs the tag (0028,0030) PixelSpacing of DICOM",
+}
+"""What to do if no file can be used, by a word of the reason."""
 
 
 class Reader(Protocol):
@@ -93,15 +97,14 @@ class SliceCache:
     endless = False
 
     def __init__(self, folder: Path, index: dict[str, Any]) -> None:
-        self._index_file, self._file = folder / _INDEX, _pixels(folder, index["fingerprint"])
-        self._rows: list[int] = index["rows"]
-        self._size: int = index["image_size"]
-        self._stream: IO[bytes] | None = self._opened()
-        self.infos = [SliceInfo(**info) for info in index["slices"]]
+        self._folder, self._file = folder, _pixels(folder, index["fingerprint"])
+        self._size, self._rows = index["image_size"], index["rows"]
+        self.infos = [SliceInfo(**info) for info in index["infos"]]
         self.digests: list[int] = index["digests"]
         self.skipped: list[tuple[str, str]] = [(name, reason) for name, reason in index["skipped"]]
-        self.hu_range: tuple[float, float] = (index["hu_range"][0], index["hu_range"][1])
-        self.cut = CutTissue(**index.get("cut", {}))
+        self.hu_range: tuple[float, float] = tuple(index["hu_range"])
+        self.cut = CutTissue(**index["cut"])
+        self._stream: IO[bytes] | None = self._opened()
 
     def __len__(self) -> int:
         return len(self.infos)
@@ -111,12 +114,12 @@ class SliceCache:
         if self._stream is None:  # in a worker
             self._stream = self._opened()
         # Read, not mapped: with a map, a file that gets shorter would end the process with SIGBUS.
-        length = self._size**2 * _ROW.itemsize
-        pixels = os.pread(self._stream.fileno(), length, len(_header(0, self._size)) + self._rows[index] * length)
+        length = self._size**2 * _NUMBER.itemsize
+        pixels = os.pread(self._stream.fileno(), length, self._rows[index] * length)
         if digest_of_bytes(pixels) != self.digests[index]:
-            self._index_file.unlink(missing_ok=True)
+            (self._folder / _INDEX).unlink(missing_ok=True)
             raise DataError(f"{self._file} has changed on the disk at {self.name(index)}: start again to rebuild it")
-        return np.frombuffer(bytearray(pixels), _ROW).reshape(self._size, self._size)
+        return np.frombuffer(bytearray(pixels), _NUMBER).reshape(self._size, self._size)
 
     def name(self, index: int) -> str:
         """The file (and frame) of the slice."""
@@ -127,26 +130,10 @@ class SliceCache:
         return {**self.__dict__, "_stream": None}
 
     def _opened(self) -> IO[bytes]:
-        """The pixels, under a lock that `_remove_unread` respects, while this object lives."""
+        """The pixels. They can be read until this object is gone, also if somebody deletes the file."""
         stream = self._file.open("rb", buffering=0)
         weakref.finalize(self, stream.close)
-        with suppress(OSError):  # a file system without locks
-            _lock(stream, shared=True)
         return stream
-
-
-def _lock(stream: IO[bytes], *, shared: bool) -> None:
-    """Lock an open file until it is closed. Raises OSError if another process has locked it."""
-    import fcntl  # not on Windows, where reconstruct needs this file
-
-    fcntl.flock(stream, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-
-
-def _remove_unread(file: Path) -> None:
-    """Remove files of pixels, except those that a `SliceCache` in any process still reads."""
-    with suppress(OSError), file.open("rb") as stream:
-        _lock(stream, shared=False)
-        file.unlink()
 
 
 def list_files(
@@ -156,21 +143,19 @@ def list_files(
 
     Raises DataError, which names the key, if there are none.
     """
-    if root.is_file():
-        raise DataError(f"{key}={root} is a file: give its folder")
     if not root.is_dir():
-        raise DataError(f"{key}={root} does not exist: give the folder with the slices")
-    found, seen = [], set()
+        what = "is a file: give its folder" if root.exists() else "does not exist: give the folder with the slices"
+        raise DataError(f"{key}={root} {what}")
+    found, seen = [], {leave_out and os.path.realpath(leave_out)}
     for folder, subfolders, files in os.walk(root, followlinks=True):
         real = os.path.realpath(folder)
-        if real in seen or (leave_out is not None and real == os.path.realpath(leave_out)):
+        if real in seen:  # by a link
             subfolders.clear()
             continue
         seen.add(real)
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-        for name in sorted(files):
-            path = Path(folder, name)
-            if not name.startswith(".") and path.is_file():
+        for path in (Path(folder, name) for name in sorted(files)):
+            if not path.name.startswith(".") and path.is_file():
                 stat = path.stat()
                 below = path.relative_to(root).as_posix()
                 found.append(SourceFile(below, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
@@ -211,9 +196,7 @@ def open_cache(
     """
     cache_dir = cache_dir or default_cache_dir()
     files = list_files(root, include, leave_out=cache_dir)
-    what = [reader.kind, str(root.resolve()), include, image_size]
-    what += [] if field_of_view is None else [f"{field_of_view:.9g} mm"]
-    what += own
+    what = [reader.kind, str(root.resolve()), include, image_size, field_of_view, *own]
     folder = cache_dir / f"{root.resolve().name}-{reader.kind}-{image_size}-{digest(what)}"
     # Not in `what`: after a change of the code the old cache makes way for the new one.
     code = [digest_of_bytes(Path(inspect.getfile(type(reader))).read_bytes())] if own else []
@@ -232,23 +215,22 @@ def open_cache(
         return SliceCache(folder, index)
 
 
+def _pixels(folder: Path, fingerprint: str) -> Path:
+    return folder / f"{fingerprint}.f32"
+
+
 def _read_index(folder: Path, fingerprint: str) -> dict[str, Any] | None:
     """The index of a complete cache of these sources, or None."""
-    if not ((folder / _INDEX).is_file() and _pixels(folder, fingerprint).is_file()):  # opening a pipe may never end
+    file, pixels = folder / _INDEX, _pixels(folder, fingerprint)
+    if not (file.is_file() and pixels.is_file()):  # opening a pipe may never end
         return None
     try:
-        index: dict[str, Any] = json.loads((folder / _INDEX).read_text())
-        if index.pop("digest") != digest(index) or index["fingerprint"] != fingerprint:
-            return None
-        images = np.lib.format.open_memmap(_pixels(folder, fingerprint), mode="r")
+        index: dict[str, Any] = json.loads(file.read_text())
+        is_whole = index.pop("digest") == digest(index) and index["fingerprint"] == fingerprint
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    size = index["image_size"]
-    return index if images.shape == (len(index["slices"]), size, size) and images.dtype == _ROW else None
-
-
-def _pixels(folder: Path, fingerprint: str) -> Path:
-    return folder / f"{fingerprint}.npy"
+    size = len(index["infos"]) * index["image_size"] ** 2 * _NUMBER.itemsize
+    return index if is_whole and pixels.stat().st_size == size else None
 
 
 def _build(
@@ -258,85 +240,71 @@ def _build(
     # A killed process may have left these. The caller holds the lock, so nobody else writes here.
     for stale in filter(is_temporary, folder.iterdir()):
         stale.unlink()
-    with atomic_file(_pixels(folder, fingerprint)) as stream:
-        index = _decode_all(reader, root, files, grid, stream)
-    index |= {"fingerprint": fingerprint, "image_size": grid.size, "cut": asdict(grid.cut)}
+    pixels = _pixels(folder, fingerprint)
+    with atomic_file(pixels) as stream:
+        index = _decode_all(reader, root, files, grid, stream) | {"fingerprint": fingerprint}
     write_text(folder / _INDEX, json.dumps(index | {"digest": digest(index)}))
-    for old in folder.glob("*.npy"):
-        if old != _pixels(folder, fingerprint):
-            _remove_unread(old)
+    # The version before this one stays: a run may read it, and open it again in workers that start later.
+    older = [it for it in folder.glob("*.f32") if it != pixels]
+    for file in sorted(older, key=lambda it: it.stat().st_mtime)[:-1]:
+        file.unlink()
     return index
-
-
-def _header(count: int, size: int) -> bytes:
-    """Header of a `.npy` file of float32 [count, size, size]. numpy pads it to the same length for every count."""
-    stream = io.BytesIO()
-    described = {"descr": _ROW.str, "fortran_order": False, "shape": (count, size, size)}
-    np.lib.format.write_array_header_1_0(stream, described)
-    return stream.getvalue()
 
 
 def _decode_all(
     reader: Reader, root: Path, files: Sequence[SourceFile], grid: Grid, stream: IO[bytes]
 ) -> dict[str, Any]:
     """Decode the files one by one into the stream. Returns their index, sorted by patient, series and position."""
-    # The number of slices is known at the end only. The header is then written again, in the same length.
-    stream.write(_header(0, grid.size))
     infos: list[SliceInfo] = []
     digests: list[int] = []
     skipped: list[tuple[str, str]] = []
     low, high = np.inf, -np.inf
     console = Console(stderr=True, markup=False)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        for file in progress.track(files, description=f"Decoding {root.name}"):
-            try:
-                for piece in reader.read(root, file.path):
-                    try:
-                        hu = clean_hu(piece.hu)
-                        require_content(hu)
-                        if grid.field_of_view is not None and piece.spacing is None:
-                            raise SkipFile(NO_SPACING)
-                        image = grid.place(hu, piece.spacing)
-                        # All of it may lie outside the field. Not by the image: every size must keep the same slices.
-                        require_content(grid.seen(hu, piece.spacing))
-                    except SkipFile as reason:
-                        skipped.append((piece.info.name, str(reason)))
-                        continue
-                    pixels = image.astype(_ROW, copy=False).tobytes()
-                    stream.write(pixels)
-                    digests.append(digest_of_bytes(pixels))
-                    infos.append(piece.info)
-                    low, high = min(low, float(hu.min())), max(high, float(hu.max()))
-            except SkipFile as reason:
-                skipped.append((file.path, str(reason)))
-    _require_slices(reader, root, len(infos), skipped, (low, high))
-    header = _header(len(infos), grid.size)
-    stream.seek(0)
-    stream.write(header)
-    # Pixels stay in the order of decoding: sorting them would need all of them in memory. `rows` has the order.
-    order = sorted(range(len(infos)), key=lambda row: infos[row].order)
-    slices = [asdict(infos[row]) for row in order]
-    in_order = [digests[row] for row in order]
-    return {"slices": slices, "digests": in_order, "rows": order, "skipped": skipped, "hu_range": [low, high]}
-
-
-def _require_slices(
-    reader: Reader, root: Path, count: int, skipped: list[tuple[str, str]], hu_range: tuple[float, float]
-) -> None:
-    """Raise DataError if there is no usable slice, or if the values cannot be HU."""
-    if not count:
-        reasons = {reason for _, reason in skipped}
-        fix = f"give a folder with {reader.wanted}"
-        if any("RescaleSlope" in reason for reason in reasons):
-            fix = "add the tags (0028,1053) RescaleSlope and (0028,1052) RescaleIntercept, which give HU"
-        elif any("RescaleType" in reason for reason in reasons):
-            fix = "if they are in HU, set (0028,1054) RescaleType to HU"
-        elif any(NO_SPACING in reason for reason in reasons):
-            fix = "give data.pixel_size=field_of_view, because header needs the tag (0028,0030) PixelSpacing of DICOM"
-        raise DataError(f"data.root has no usable slice ({summarise_skipped(str(root), skipped)}): {fix}")
-    low, high = hu_range
+    hidden = not console.is_terminal
+    for file in track(files, f"Decoding {root.name}", console=console, transient=True, disable=hidden):
+        try:
+            for piece in reader.read(root, file.path):
+                try:
+                    hu, image = _placed(piece, grid)
+                except SkipFile as reason:
+                    skipped.append((piece.info.name, str(reason)))
+                    continue
+                pixels = image.astype(_NUMBER, copy=False).tobytes()
+                stream.write(pixels)
+                digests.append(digest_of_bytes(pixels))
+                infos.append(piece.info)
+                low, high = min(low, float(hu.min())), max(high, float(hu.max()))
+        except SkipFile as reason:
+            skipped.append((file.path, str(reason)))
+    if not infos:
+        fix = next((fix for word, fix in _FIXES.items() if any(word in why for _, why in skipped)), None)
+        what = summarise_skipped(str(root), skipped)
+        raise DataError(f"data.root has no usable slice ({what}): {fix or f'give a folder with {reader.wanted}'}")
     if is_no_hu(low, high):
         raise DataError(
             f"data.root={root} has values from {low:g} to {high:g}, which are not HU (air −1000, water 0): "
             "save the slices in HU"
         )
+    # Pixels stay in the order of decoding: sorting them would need all of them in memory. `rows` has the order.
+    rows = sorted(range(len(infos)), key=lambda row: infos[row].order)
+    return {
+        "image_size": grid.size,
+        "infos": [asdict(infos[row]) for row in rows],
+        "digests": [digests[row] for row in rows],
+        "rows": rows,
+        "skipped": skipped,
+        "hu_range": [low, high],
+        "cut": asdict(grid.cut),
+    }
+
+
+def _placed(piece: Slice, grid: Grid) -> tuple[FloatArray, FloatArray]:
+    """A slice [H, W] in HU, and on the grid [S, S]. Raises SkipFile if it is of no use, at whatever size."""
+    hu = clean_hu(piece.hu)
+    require_content(hu)
+    if grid.field_of_view is not None and piece.spacing is None:
+        raise SkipFile(NO_SPACING)
+    image = grid.place(hu, piece.spacing)
+    # All of it may lie outside the field. Not by the image: every size must keep the same slices.
+    require_content(inside(hu, piece.spacing, grid.field_of_view))
+    return hu, image

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from qnmixer.engine.config.data import DataConfig
-from qnmixer.engine.data.dataset import Sample, SliceDataset
+from qnmixer.engine.data.dataset import Part, Sample, SliceDataset
 from qnmixer.engine.data.sampler import EpochSampler
 from qnmixer.engine.data.scaling import build_scaling
-from qnmixer.engine.data.sources import Part, nothing_for, parts_of
+from qnmixer.engine.data.sources import nothing_for, parts_of
 from qnmixer.engine.data.splits import RunSplit
 from qnmixer.engine.processes.signals import SIGNALS
 from qnmixer.errors import DataError
@@ -70,10 +70,12 @@ class SliceDataModule(LightningDataModule):
         if self.parts:
             return
         self.parts = parts_of(self.config, self.split, self.geometry)
-        if self.config.train_slices is not None:
-            self.parts["train"] = self.parts["train"].spread(self.config.train_slices)
+        if (most := self.config.train_slices) is not None:
+            length = len(self.parts["train"].source)
+            n = min(most, length)
+            self.parts["train"] = self.parts["train"].only([k * length // n for k in range(n)])
         if self.first is not None:
-            self.parts = {name: part.first(self.first) for name, part in self.parts.items()}
+            self.parts = {name: it.only(range(len(it.source))[: self.first]) for name, it in self.parts.items()}
 
     @property
     def measured(self) -> bool:
@@ -84,20 +86,15 @@ class SliceDataModule(LightningDataModule):
     def dataset(self, part: str) -> SliceDataset:
         """Slices of train, val or test. Raises DataError if there are none."""
         self.setup()
-        slices = self.parts[part]
-        if not len(slices.source):
+        if not len(self.parts[part].source):
             raise DataError(nothing_for(part, self.config))
-        augment = self.config.augment and part == "train"
-        measure = None if self.measure is None else partial(self.measure, part)
         return SliceDataset(
-            slices.source,
-            slices.scaling or self.scaling,
-            augment=augment,
+            self.parts[part],
+            self.scaling,
+            augment=self.config.augment and part == "train",
             seed=self.config.seed,
-            fine=slices.fine,
             disc=self.config.disc,
-            measure=measure,
-            measured=slices.measured,
+            measure=None if self.measure is None else partial(self.measure, part),
         )
 
     def train_dataloader(self) -> DataLoader[Sample]:

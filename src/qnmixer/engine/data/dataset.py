@@ -1,6 +1,7 @@
 """Slices in the form that the network needs: scaled and square. Each sample has what converts it back to HU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NotRequired, TypedDict
 
 import numpy as np
@@ -40,7 +41,7 @@ class SliceView:
 
     endless = False
 
-    def __init__(self, source: SliceSource, indices: list[int]) -> None:
+    def __init__(self, source: SliceSource, indices: Sequence[int]) -> None:
         self.source, self.indices = source, indices
 
     def __len__(self) -> int:
@@ -55,34 +56,70 @@ class SliceView:
         return self.source.name(self.indices[index])
 
 
+@dataclass(frozen=True)
+class Part:
+    """Slices [S, S] in HU of train, val or test.
+
+    Attributes:
+        source: the slices. An endless source has new ones in every epoch.
+        patients: the number of the patient that each slice shows, None for a phantom; empty if nobody knows.
+        fine: the same slices on a finer grid, [f·S, f·S].
+        measured: their sinograms [V, D], value × mm; None if these are simulated.
+        scaling: that of slices with a unit of their own.
+        shares: the slices of each source of a mix in an epoch, as text.
+    """
+
+    source: SliceSource
+    patients: Sequence[int | None] = ()
+    fine: SliceSource | None = None
+    measured: SliceSource | None = None
+    scaling: Scaling | None = None
+    shares: str = ""
+
+    def __str__(self) -> str:
+        if self.shares:
+            return f"{len(self.source)} slices an epoch ({self.shares})"
+        n = len({*self.patients} - {None})
+        people = f" of {n} patient{'s' * (n > 1)}" if n else ""
+        return f"{len(self.source)} slices{people}"
+
+    def only(self, indices: Sequence[int]) -> "Part":
+        """Some of its slices."""
+        return replace(
+            self,
+            source=SliceView(self.source, indices),
+            patients=[self.patients[i] for i in indices] if self.patients else (),
+            fine=self.fine and SliceView(self.fine, indices),
+            measured=self.measured and SliceView(self.measured, indices),
+            shares="",
+        )
+
+
 class SliceDataset(Dataset[Sample]):
     """Slices by global sample number n = epoch · length + index.
 
     Args:
-        source: slices [S, S] in HU. An endless source is asked for slice n, so every epoch has new slices.
-        scaling: HU to [0, 1].
+        part: the slices.
+        scaling: HU to [0, 1], for slices without a scaling of their own.
         augment: flip and turn by (seed, n).
         seed: of the augmentation.
-        fine: the same slices on a finer grid [f·S, f·S], for `fine` of the samples.
         disc: paste a disc of the slice's largest value at its lower left.
-        measure: makes the sinogram of a sample, in place of `fine`.
-        measured: measured sinograms [V, D] of the same slices, value × mm. Nothing is simulated then.
+        measure: makes the sinogram of a sample, in place of `fine`. Measured sinograms are taken as they are.
     """
 
     def __init__(
         self,
-        source: SliceSource,
+        part: Part,
         scaling: Scaling,
         *,
         augment: bool = False,
         seed: int = 0,
-        fine: SliceSource | None = None,
         disc: bool = False,
         measure: Callable[[Sample], Tensor] | None = None,
-        measured: SliceSource | None = None,
     ) -> None:
-        self.source, self.scaling, self.augment, self.seed = source, scaling, augment, seed
-        self.fine, self.disc, self.measure, self.measured = fine, disc, measure, measured
+        self.source, self.fine, self.measured = part.source, part.fine, part.measured
+        self.scaling, self.augment, self.seed = part.scaling or scaling, augment, seed
+        self.disc, self.measure = disc, measure
 
     def __len__(self) -> int:
         return len(self.source)
@@ -90,7 +127,7 @@ class SliceDataset(Dataset[Sample]):
     def __getitem__(self, item: Pick | int) -> Sample:
         n, weight = item if isinstance(item, Pick) else (item, 1.0)
         index = n if self.source.endless else n % len(self.source)
-        hu = self._prepare(self.source.load(index), n)
+        hu = self._turned(self.source.load(index), n)
         brightest = float(hu.max())
         if self.disc:
             hu = paste_disc(hu, brightest)
@@ -104,7 +141,7 @@ class SliceDataset(Dataset[Sample]):
             "name": self.source.name(index),
         }
         if self.fine is not None:
-            hu = self._prepare(self.fine.load(index), n)
+            hu = self._turned(self.fine.load(index), n)
             if self.disc:
                 hu = paste_disc(hu, brightest)
             sample["fine"] = _to_tensor(scaled_like(hu, offset, scale))
@@ -115,9 +152,13 @@ class SliceDataset(Dataset[Sample]):
             sample.pop("fine", None)  # large, and no longer needed: workers would send it to the training process
         return sample
 
-    def _prepare(self, hu: FloatArray, n: int) -> FloatArray:
-        """The slice of sample number n, after augmentation and scaling."""
-        return _flip_and_turn(hu, np.random.default_rng([self.seed, n, 0xF11B])) if self.augment else hu
+    def _turned(self, hu: FloatArray, n: int) -> FloatArray:
+        """The slice of sample number n; with augmentation in one of the eight symmetries of the square."""
+        if not self.augment:
+            return hu
+        rng = np.random.default_rng([self.seed, n, 0xF11B])
+        turned = np.rot90(hu, k=int(rng.integers(4)))
+        return turned[:, ::-1] if rng.random() < 0.5 else turned
 
 
 def paste_disc(hu: FloatArray, value: float) -> FloatArray:
@@ -132,9 +173,3 @@ def paste_disc(hu: FloatArray, value: float) -> FloatArray:
 
 def _to_tensor(x: FloatArray) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(x))[None]
-
-
-def _flip_and_turn(hu: FloatArray, rng: np.random.Generator) -> FloatArray:
-    """One of the eight symmetries of the square."""
-    turned = np.rot90(hu, k=int(rng.integers(4)))
-    return turned[:, ::-1] if rng.random() < 0.5 else turned

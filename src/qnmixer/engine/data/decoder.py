@@ -1,15 +1,15 @@
 """Decode compressed DICOM pixels in a child process. If a decoder in C aborts or hangs, only the child ends.
 
-The child lives as long as this process, and is started again if it dies. It runs this file.
+The child runs this file. It ends with its parent, which closes the pipe, and is started again if it dies.
 """
 
-import atexit
 import io
 import os
 import signal
 import subprocess
 import sys
 from contextlib import suppress
+from functools import cache
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
@@ -25,53 +25,35 @@ _MEMORY = 2 * 2**30
 
 def decode_apart(path: str, frame: int, seconds: int = SECONDS) -> np.ndarray[Any, Any]:
     """Stored values [H, W] of one frame of a DICOM file. Raises SkipFile if the decoder fails, dies or is too slow."""
-    child = _Child.of_this_process()
+    process, pipe = _child_of(os.getpid())
     try:
-        child.pipe.send((os.path.abspath(path), frame, seconds))
-        answer = child.pipe.recv_bytes()
+        pipe.send((os.path.abspath(path), frame, seconds))
+        answer = pipe.recv_bytes()
     except (EOFError, OSError):
-        child.end()
+        _child_of.cache_clear()  # the next frame starts a new one
+        process.kill()
+        process.wait()
         raise SkipFile(f"its decoder died, or took longer than {seconds} s") from None
     if answer[:1] == b"!":
         raise SkipFile(f"pixels cannot be decoded, perhaps truncated ({answer[1:].decode()})")
     return np.load(io.BytesIO(answer), allow_pickle=False)
 
 
-class _Child:
-    """The process that decodes, and the pipe to it."""
-
-    _running: "_Child | None" = None
-
-    def __init__(self) -> None:
-        self.pipe, theirs = Pipe()
-        # One thread, because each thread reserves address space, which is limited below. The child must import the same
-        # modules as this process.
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        command = [sys.executable, "-P", "-m", "qnmixer.engine.data.decoder", str(theirs.fileno())]
-        quiet = subprocess.DEVNULL
-        self.process = subprocess.Popen(
+@cache
+def _child_of(pid: int) -> tuple[subprocess.Popen[bytes], Connection]:
+    """The process that decodes for the process `pid`, and the pipe to it. A forked process gets its own."""
+    ours, theirs = Pipe()
+    # One thread, because each thread reserves address space, which is limited below. The child must import the same
+    # modules as this process.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    command = [sys.executable, "-P", "-m", "qnmixer.engine.data.decoder", str(theirs.fileno())]
+    quiet = subprocess.DEVNULL
+    with theirs:
+        process = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], env=environment, stdin=quiet, stdout=quiet, stderr=quiet
         )
-        self.owner = os.getpid()
-        theirs.close()
-
-    @classmethod
-    def of_this_process(cls) -> "_Child":
-        """The child of this process, not one of a forked parent. Starts it if there is none."""
-        if cls._running is None or cls._running.owner != os.getpid():
-            cls._running = cls()
-            atexit.register(cls._running.end)
-        return cls._running
-
-    def end(self) -> None:
-        """End the child. The next frame starts a new one."""
-        if self.owner == os.getpid():  # a forked data worker must not end the child of its parent
-            self.pipe.close()
-            self.process.kill()
-            self.process.wait()
-        type(self)._running = None
-        atexit.unregister(self.end)
+    return process, ours
 
 
 def _serve(pipe: Connection) -> None:

@@ -8,9 +8,12 @@ is up. HU of tissues: air −1000, lung −870 … −720, fat −120 … −80,
 
 import zlib
 from collections.abc import Callable
+from functools import partial
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
+from annotated_types import Ge, Le
 
 from qnmixer.engine.data.slices import AIR, FloatArray
 
@@ -149,15 +152,8 @@ def _spine(c: Canvas, y: float, size: float) -> None:
     """Paint a vertebra at the midline, with its canal and its processes behind it."""
     for side in (-1, 1):
         _bone(c, side * size * 0.62, y + size * 0.95, size * 0.22, size * 0.5, angle=-side * 0.5, shell=0.008)
-        _bone(
-            c,
-            side * size * 1.3,
-            y + size * 1.25,
-            size * 0.8,
-            size * 0.18,
-            angle=side * c.uniform(-0.1, 0.4),
-            shell=0.008,
-        )
+        lean = side * c.uniform(-0.1, 0.4)
+        _bone(c, side * size * 1.3, y + size * 1.25, size * 0.8, size * 0.18, angle=lean, shell=0.008)
         _bone(c, side * size * 0.45, y + size * 1.65, size * 0.65, size * 0.2, angle=-side * 0.6, shell=0.008)
     _bone(c, 0, y + size * 2.3, size * 0.17, size * c.uniform(0.45, 0.8), shell=0.008)
     c.ellipse(0, y, size, size * 0.78, c.uniform(400, 900), square=0.3)
@@ -227,17 +223,11 @@ def _lungs(c: Canvas, a: float, b: float, y: float, *, size: float = 1.0) -> Boo
     value = c.uniform(-880, -760)
     for side in (-1, 1):
         half = size * a * c.uniform(0.4, 0.5)
+        middle, height = y + b * c.uniform(-0.1, 0.1), size * b * c.uniform(0.82, 1.05)
         box, mask = c.ellipse(
-            side * (a - half + 0.01),
-            y + b * c.uniform(-0.1, 0.1),
-            half,
-            size * b * c.uniform(0.82, 1.05),
-            value + c.uniform(-15, 15),
-            angle=side * c.uniform(-0.05, 0.25),
-            square=0.3,
-            wobble=0.1,
-            within=cavity,
-        )
+            side * (a - half + 0.01), middle, half, height, value + c.uniform(-15, 15),
+            angle=side * c.uniform(-0.05, 0.25), square=0.3, wobble=0.1, within=cavity,
+        )  # fmt: skip
         lungs[box] |= mask
     _lung_texture(c, lungs)
     return lungs
@@ -248,9 +238,8 @@ def _vessel(c: Canvas, x: float, y: float, radius: float, value: float, *, calci
     c.ellipse(x, y, radius, radius * c.uniform(0.8, 1.1), value)
     if c.chance(calcified):
         t = c.uniform(0, 2 * np.pi)
-        c.ellipse(
-            x + radius * np.cos(t), y + radius * np.sin(t), 0.012, 0.006, c.uniform(400, 1100), angle=t + np.pi / 2
-        )
+        wall = x + radius * np.cos(t), y + radius * np.sin(t)
+        c.ellipse(*wall, 0.012, 0.006, c.uniform(400, 1100), angle=t + np.pi / 2)
 
 
 def _chest(c: Canvas) -> None:
@@ -269,9 +258,8 @@ def _chest(c: Canvas) -> None:
             c.ellipse(heart[0] + dx, heart[1] + dy, size * 0.35, size * 0.25, blood * c.uniform(0.7, 1), angle=lean)
     else:
         _vessel(c, c.uniform(-0.1, 0.0), y - bi * 0.35, c.uniform(0.06, 0.09), blood)
-        c.ellipse(
-            c.uniform(0.0, 0.1), y - bi * 0.2, c.uniform(0.1, 0.18), 0.05, blood * 0.95, angle=c.uniform(-0.6, 0.6)
-        )
+        x, width = c.uniform(0.0, 0.1), c.uniform(0.1, 0.18)
+        c.ellipse(x, y - bi * 0.2, width, 0.05, blood * 0.95, angle=c.uniform(-0.6, 0.6))
         _vessel(c, -0.13, y - bi * 0.3, 0.035, blood * c.uniform(0.8, 1.3))
         if c.chance(0.7):
             c.ellipse(0, y - bi * 0.05, c.uniform(0.03, 0.05), c.uniform(0.03, 0.05), -980)
@@ -364,9 +352,8 @@ def _abdomen(c: Canvas) -> None:
     inside = c.region(c.ellipse(0, y, ai, bi, c.uniform(-115, -90), square=0.25, wobble=0.04))
     if upper and c.chance(0.4):
         _lungs(c, ai, bi, y + 0.05, size=c.uniform(0.85, 1.05))
-        c.ellipse(
-            0, y - 0.08, ai * c.uniform(0.85, 0.97), bi * c.uniform(0.7, 0.9), c.uniform(-100, -85), within=inside
-        )
+        size = ai * c.uniform(0.85, 0.97), bi * c.uniform(0.7, 0.9)
+        c.ellipse(0, y - 0.08, *size, c.uniform(-100, -85), within=inside)
     spine = y + bi * c.uniform(0.52, 0.66)
     blood = c.uniform(120, 330) if c.chance(0.6) else c.uniform(35, 55)
     for side in (-1, 1):
@@ -404,10 +391,8 @@ def _pelvis(c: Canvas) -> None:
     inside = c.region(c.ellipse(0, y, ai, bi, c.uniform(-110, -90), square=0.4))
     for side in (-1, 1):
         for x, yy, w, h in ((0.55, 0.4, 0.25, 0.2), (0.62, -0.1, 0.16, 0.22), (0.25, -0.75, 0.1, 0.06)):
-            value = c.uniform(45, 65)
-            c.ellipse(
-                side * ai * x, y + bi * yy, w, h, value, angle=side * c.uniform(-0.6, 0.2), wobble=0.2, within=inside
-            )
+            value, lean = c.uniform(45, 65), side * c.uniform(-0.6, 0.2)
+            c.ellipse(side * ai * x, y + bi * yy, w, h, value, angle=lean, wobble=0.2, within=inside)
     c.ellipse(0, y - bi * 0.2, ai * 0.45, bi * 0.6, c.uniform(-105, -90), wobble=0.1)
     if c.chance(0.5):
         for side in (-1, 1):
@@ -477,16 +462,14 @@ def _face(c: Canvas, a: float, b: float) -> None:
     for side in (-1, 1):
         lean = side * c.uniform(0.3, 0.8)
         x, y = side * a * c.uniform(0.6, 0.75), b * c.uniform(0.1, 0.3)
-        box, mask = c.ellipse(
-            x, y, c.uniform(0.1, 0.18), c.uniform(0.06, 0.1), c.uniform(700, 1400), angle=lean, wobble=0.3
-        )
+        size = c.uniform(0.1, 0.18), c.uniform(0.06, 0.1)
+        box, mask = c.ellipse(x, y, *size, c.uniform(700, 1400), angle=lean, wobble=0.3)
         cells = smooth_field(c.rng, 48, c.n)[box]
         c.hu[box][mask & (cells > c.uniform(0.3, 0.9))] = c.uniform(-950, -500)
         c.ellipse(side * a * 0.45, -b * 0.62, 0.12, 0.1, c.uniform(-95, -60))
         c.ellipse(side * a * 0.45, -b * 0.66, 0.09, 0.09, c.uniform(5, 25))
-        c.ellipse(
-            side * a * 0.3, -b * 0.25, 0.17, 0.016, c.uniform(400, 900), angle=side * c.uniform(0.7, 1.2), wobble=0.2
-        )
+        value, lean = c.uniform(400, 900), side * c.uniform(0.7, 1.2)
+        c.ellipse(side * a * 0.3, -b * 0.25, 0.17, 0.016, value, angle=lean, wobble=0.2)
     for _ in range(int(c.rng.integers(2, 6))):
         x, y = c.uniform(-0.2, 0.2), -b * c.uniform(0.35, 0.95)
         w, h = c.uniform(0.03, 0.12), c.uniform(0.03, 0.1)
@@ -674,7 +657,18 @@ def phantom(
 
 
 class PhantomSource:
-    """Phantoms of one part as a source of slices. `load` takes any index ≥ 0; `len` is the length of one epoch."""
+    """Phantoms of one part as a source of slices. `load` takes any index ≥ 0; `len` is the length of one epoch.
+
+    Args:
+        part: train, val or test.
+        image_size: rows and columns.
+        n_train: phantoms that count as one epoch; every epoch has new ones.
+        n_val: validation phantoms, always the same.
+        n_test: test phantoms, always the same.
+        anatomy_share: share of the phantoms that resemble a body; the rest are ellipses.
+        seed: of all phantoms.
+        fine: paint the same phantoms with twice as many rows and columns.
+    """
 
     endless = True
 
@@ -683,30 +677,22 @@ class PhantomSource:
         part: str,
         image_size: int,
         *,
-        n_train: int,
-        n_val: int,
-        n_test: int,
-        anatomy_share: float,
-        seed: int,
+        n_train: Annotated[int, Ge(1), Le(10**9)],
+        n_val: Annotated[int, Ge(1), Le(10**7)],
+        n_test: Annotated[int, Ge(1), Le(10**7)],
+        anatomy_share: Annotated[float, Ge(0), Le(1)],
+        seed: Annotated[int, Ge(0), Le(2**32 - 1)],
         fine: bool = False,
     ) -> None:
-        self.part, self.image_size = part, image_size
-        self.length = {"train": n_train, "val": n_val, "test": n_test}[part]
-        self.seed, self.anatomy_share, self.fine = seed, anatomy_share, fine
+        self.part, self.length = part, {"train": n_train, "val": n_val, "test": n_test}[part]
+        self._phantom = partial(phantom, image_size, seed=seed, part=part, anatomy_share=anatomy_share, fine=fine)
 
     def __len__(self) -> int:
         return self.length
 
     def load(self, index: int) -> FloatArray:
         """Phantom [S, S] of this number in HU; with `fine` [2S, 2S]."""
-        return phantom(
-            self.image_size,
-            seed=self.seed,
-            part=self.part,
-            index=index,
-            anatomy_share=self.anatomy_share,
-            fine=self.fine,
-        )
+        return self._phantom(index=index)
 
     def name(self, index: int) -> str:
         """Name for tables, as `test-phantom-00012`."""

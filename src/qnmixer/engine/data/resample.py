@@ -63,8 +63,13 @@ def _weights(n: int, mm: float, size: int, step: float) -> FloatArray:
     return found
 
 
-def inside(hu: FloatArray, spacing: tuple[float, float], field_of_view: float) -> FloatArray:
-    """The pixels of a slice [H, W] whose centres lie in the field; those in its middle if the field is narrower."""
+def inside(hu: FloatArray, spacing: tuple[float, float] | None, field_of_view: float | None) -> FloatArray:
+    """The pixels of a slice [H, W] whose centres lie in the field; those in its middle if the field is narrower.
+
+    All of them if the spacing is unknown, or if the slice fills the whole field (None).
+    """
+    if field_of_view is None or spacing is None:
+        return hu
     rows, columns = (
         np.abs(np.arange(n) - (n - 1) / 2) * mm <= max(field_of_view, mm) / 2
         for n, mm in zip(hu.shape, spacing, strict=True)
@@ -129,9 +134,3 @@ class Grid:
             return to_square(hu, self.size)
         self.cut.add(hu, spacing, self.field_of_view)
         return to_field(hu, spacing, self.size, self.field_of_view)
-
-    def seen(self, hu: FloatArray, spacing: tuple[float, float] | None) -> FloatArray:
-        """The pixels of a slice [H, W] that the grid covers. They are the same for every size."""
-        if self.field_of_view is None or spacing is None:
-            return hu
-        return inside(hu, spacing, self.field_of_view)

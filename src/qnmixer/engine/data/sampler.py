@@ -1,10 +1,10 @@
 """The order of samples, as numbers that mean the same in every worker, rank and resumed run."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import DistributedSampler
 
 
 class Pick(NamedTuple):
@@ -12,16 +12,6 @@ class Pick(NamedTuple):
 
     n: int
     weight: float
-
-
-class _Numbered(Dataset[int]):
-    """A stand-in for a dataset with a length. The base class needs nothing else."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
 
 
 class EpochSampler(DistributedSampler[Pick]):
@@ -69,7 +59,8 @@ class EpochSampler(DistributedSampler[Pick]):
         batches: int | float | None = None,
         fill: bool = False,
     ) -> None:
-        super().__init__(_Numbered(length), num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed)
+        dataset: Any = range(length)  # the base class needs nothing but its length
+        super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed)
         self.length, self.batch_size, self.fixed = length, batch_size, fixed
         self.overfit = overfit
         self.step_size = num_replicas * batch_size * accumulate

@@ -15,18 +15,18 @@ A reader decodes the files of a folder, see `qnmixer.engine.data.cache.Reader`.
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from qnmixer.engine.config.data import DataConfig, FolderData, MixedData, PairData, check_untouched
-from qnmixer.engine.data.cache import Reader, SliceCache, open_cache
-from qnmixer.engine.data.dataset import SliceView
+from qnmixer.engine.data.cache import open_cache
+from qnmixer.engine.data.dataset import Part, SliceView
 from qnmixer.engine.data.mixed import MixedSource, counts_of
 from qnmixer.engine.data.resample import to_square
-from qnmixer.engine.data.scaling import Scaling
 from qnmixer.engine.data.slices import (
     NO_AIR,
     FloatArray,
@@ -38,63 +38,10 @@ from qnmixer.engine.data.slices import (
     summarise_skipped,
 )
 from qnmixer.engine.data.splits import PARTS, RunSplit, few, files_as_patients, patients_of
-from qnmixer.engine.plugins import Kind, build, load, taken
+from qnmixer.engine.plugins import taken
 from qnmixer.engine.processes.ranks import rank
 from qnmixer.errors import ConfigError, DataError, UserError
 from qnmixer.physics import FanBeamGeometry
-
-SLICES = Kind(
-    "a class with __len__ and load",
-    lambda it: isinstance(it, type) and hasattr(it, "__len__") and hasattr(it, "load"),
-)
-READER = Kind(
-    "a class with kind, wanted and read, which data=custom does not need",
-    lambda it: isinstance(it, type) and all(hasattr(it, name) for name in ("kind", "wanted", "read")),
-)
-
-
-@dataclass(frozen=True)
-class Part:
-    """Slices of train, val or test, the number of the patient that each shows, and the same slices on a finer grid.
-
-    `patients`: None for a phantom; empty if the source does not know them. `shares`: the slices of each source of a mix
-    in an epoch, as text. `scaling`: that of slices with a unit of their own. `measured`: their sinograms [V, D]; None
-    if these are simulated.
-    """
-
-    source: SliceSource
-    patients: Sequence[int | None] = ()
-    fine: SliceSource | None = None
-    shares: str = ""
-    scaling: Scaling | None = None
-    measured: SliceSource | None = None
-
-    def __str__(self) -> str:
-        if self.shares:
-            return f"{len(self.source)} slices an epoch ({self.shares})"
-        n = len({*self.patients} - {None})
-        people = f" of {n} patient{'s' * (n > 1)}" if n else ""
-        return f"{len(self.source)} slices{people}"
-
-    def first(self, n: int) -> "Part":
-        """The first n slices only."""
-        return self._some(list(range(min(n, len(self.source)))))
-
-    def spread(self, n: int) -> "Part":
-        """n of its slices, evenly spread."""
-        length = len(self.source)
-        n = min(n, length)
-        return self._some([k * length // n for k in range(n)])
-
-    def _some(self, indices: list[int]) -> "Part":
-        return replace(
-            self,
-            source=SliceView(self.source, indices),
-            patients=[self.patients[i] for i in indices] if self.patients else (),
-            fine=self.fine and SliceView(self.fine, indices),
-            measured=self.measured and SliceView(self.measured, indices),
-            shares="",
-        )
 
 
 def parts_of(
@@ -116,33 +63,34 @@ def parts_of(
 
 
 def _of_class(config: DataConfig, geometry: FanBeamGeometry | None) -> dict[str, Part]:
-    takes = taken(load(config, SLICES), {"image_size": None, "fine": None, "geometry": None})
+    takes = taken(config.load(), {"image_size": None, "fine": None, "geometry": None})
     if isinstance(config, PairData) and not config.root:
         raise ConfigError(f"data={config.name} needs data.root=FOLDER, the folder of the set")
     if "geometry" in takes and geometry is None:
         raise ConfigError(f"data={config.name} needs the scan: give the DataModule its geometry")
+    key = f"data._target_={config._target_}"
 
-    def source(part: str, fine: bool) -> SliceSource:
-        size = config.image_size * (config.simulation_factor if fine else 1)
-        offered: dict[str, Any] = {"image_size": config.image_size if "fine" in takes else size, "fine": fine}
-        offered |= {"geometry": geometry, "hu_max": config.hu_max}
-        its: Any = build(config, SLICES, part, offered=offered)
-        whole = "image_size" in takes and hasattr(its, "endless")  # a SliceSource already
-        return its if whole else Resampled(its, f"data._target_={config._target_}", part, size)
+    def built(part: str, factor: int) -> tuple[Any, SliceSource]:
+        """An object of the class, and its slices on a grid that is finer by a factor."""
+        size = config.image_size * factor
+        offered: dict[str, Any] = {"image_size": config.image_size if "fine" in takes else size, "fine": factor > 1}
+        offered |= {"geometry": geometry, "hu_max": config.hu_max, "seed": config.seed}
+        its: Any = config.build(part, offered=offered)
+        is_source = "image_size" in takes and hasattr(its, "endless")
+        return its, its if is_source else Resampled(its, key, part, size)
 
-    def part_of(part: str) -> Part:
-        slices = source(part, fine=False)
-        its = slices.slices if isinstance(slices, Resampled) else slices
+    parts = {}
+    for part in PARTS:
+        its, slices = built(part, 1)
         for line in getattr(its, "warnings", ()):
             _warn(line)
         measured = None
         if config.measured if isinstance(config, PairData) else hasattr(its, "sinogram"):
             check_untouched(config)
-            measured = Sinograms(its, f"data._target_={config._target_}", slices.name, geometry)
-        finer = source(part, fine=True) if config.simulation_factor > 1 else None
-        return Part(slices, (), finer, scaling=getattr(its, "scaling", None), measured=measured)
-
-    return {part: part_of(part) for part in PARTS}
+            measured = Sinograms(its, key, slices.name, geometry)
+        fine = built(part, config.simulation_factor)[1] if config.simulation_factor > 1 else None
+        parts[part] = Part(slices, fine=fine, measured=measured, scaling=getattr(its, "scaling", None))
+    return parts
 
 
 class Sinograms:
@@ -213,13 +161,23 @@ class Resampled:
 
 
 def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | None, section: str) -> dict[str, Part]:
-    reader: Reader = build(config, READER)
+    if not config.root:
+        raise ConfigError(f"data={config.name} needs data.root=FOLDER, the folder with the slices")
     field_of_view = None
     if config.pixel_size == "header":
         if geometry is None:
             raise ConfigError(f"{section}.pixel_size=header needs the scan: give the DataModule its geometry")
         field_of_view = geometry.field_of_view
-    cache = _open(config, reader, config.image_size, field_of_view)
+    opened = partial(
+        open_cache,
+        config.build(),
+        Path(config.root).expanduser(),
+        include=config.include,
+        cache_dir=Path(config.cache_dir).expanduser() if config.cache_dir else None,
+        field_of_view=field_of_view,
+        own=() if config._target_.startswith("qnmixer.") else (config._target_, sorted(config.arguments.items())),
+    )
+    cache = opened(config.image_size)
     if cache.skipped:
         _warn(summarise_skipped(str(config.root), cache.skipped))
     if cache.hu_range[0] > NO_AIR:
@@ -243,7 +201,7 @@ def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | No
             f"parts: {few(new)}"
         )
     factor = config.simulation_factor
-    fine = None if factor == 1 else _open(config, reader, config.image_size * factor, field_of_view)
+    fine = None if factor == 1 else opened(config.image_size * factor)
     if fine is not None and fine.infos != cache.infos:  # its slices are taken by their number
         raise DataError(f"data.root={config.root} changed while its slices were read at two sizes: start again")
     return {
@@ -266,18 +224,6 @@ def _warn(line: str) -> None:
     """Warn once per run, not in every process."""
     if rank() == 0:
         warnings.warn(line, stacklevel=3)
-
-
-def _open(config: FolderData, reader: Reader, image_size: int, field_of_view: float | None) -> SliceCache:
-    """The decoded slices of a folder, [image_size, image_size]."""
-    if not config.root:
-        raise ConfigError(f"data={config.name} needs data.root=FOLDER, the folder with the slices")
-    cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else None
-    root = Path(config.root).expanduser()
-    own = [] if config._target_.startswith("qnmixer.") else [config._target_, sorted(config.arguments.items())]
-    return open_cache(
-        reader, root, image_size, include=config.include, cache_dir=cache_dir, field_of_view=field_of_view, own=own
-    )
 
 
 def _of_mix(config: MixedData, split: RunSplit, geometry: FanBeamGeometry | None) -> dict[str, Part]:

@@ -6,8 +6,7 @@ A checkpoint has the record of its run's split. So files that are added, removed
 import difflib
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
 
@@ -67,7 +66,7 @@ class RunSplit:
             its: the source.
         """
         names = [digest_of_bytes(f"{section}\0{patient}".encode(errors="replace")) for patient in patients]
-        split = self._drawn(infos, patients, names, digests, its)
+        split = self._drawn(infos, patients, digests, its)
         if split is None:
             split = self._as_before(patients, names, digests, by_slice=its.split == "slices")
         for part, indices in split.items():
@@ -86,26 +85,17 @@ class RunSplit:
         return int(torch.isin(_int64(self._slices[part]), seen_by(record)).sum())
 
     def _drawn(
-        self,
-        infos: Sequence[SliceInfo],
-        patients: Sequence[str],
-        names: Sequence[int],
-        digests: Sequence[int],
-        its: FolderData,
+        self, infos: Sequence[SliceInfo], patients: Sequence[str], digests: Sequence[int], its: FolderData
     ) -> Split | None:
-        """Draw the split by its rule, unless that contradicts the record."""
+        """The split by its rule, unless the record has a slice elsewhere. So equal slices stay in their parts."""
         if self._before is None:
             return split_slices(infos, patients, its)
         try:
             split = split_slices(infos, patients, its)
         except DataError:  # for example, too few patients are left
             return None
-        # The rule may give another split than at the run's start, because files were added, removed or renamed.
-        for part, indices in split.items():
-            for key, of in (("patients", names), ("slices", digests)):
-                if not {of[i] for i in indices} <= {*self._before[part][key].tolist()}:
-                    return None
-        return split
+        known = {part: {*self._before[part]["slices"].tolist()} for part in PARTS}
+        return split if all({digests[i] for i in split[part]} <= known[part] for part in PARTS) else None
 
     def _as_before(
         self, patients: Sequence[str], names: Sequence[int], digests: Sequence[int], by_slice: bool
@@ -194,14 +184,21 @@ def files_as_patients(infos: Sequence[SliceInfo], patients: Sequence[str]) -> li
 
 def split_slices(infos: Sequence[SliceInfo], patients: Sequence[str], config: FolderData) -> Split:
     """Indices of the slices of each split, by the rule that `config.split` names."""
-    rules: dict[str, Callable[[], Split]] = {
-        "random": lambda: _random(infos, patients, config),
-        "aapm": lambda: _aapm(patients, config),
-        "explicit": lambda: _explicit(patients, config),
-        "slices": lambda: _blocks(infos, config),
-        "all": lambda: {"train": [], "val": [], "test": list(range(len(infos)))},
-    }
-    return rules[config.split]()
+    if config.split == "all":
+        return {"train": [], "val": [], "test": list(range(len(infos)))}
+    if config.split == "slices":
+        return _blocks(infos, config)
+    rules = {"random": _random, "aapm": _aapm, "explicit": _explicit}
+    split = _by_part(patients, rules[config.split](patients, config))
+    if missing := [part for part in PARTS if not split[part]]:
+        needs = f"it needs {AAPM_VAL} (val), {AAPM_TEST} (test) and one of the other eight"
+        if config.split == "explicit":
+            needs = f"fill data.{missing[0]}_patients"
+        raise DataError(
+            f"data.split={config.split} finds nothing for {' and '.join(missing)} below {config.root}: {needs}; there "
+            f"are {few(sorted(set(patients)))}"
+        )
+    return split
 
 
 def _by_part(patients: Sequence[str], part_of: dict[str, str]) -> Split:
@@ -213,18 +210,15 @@ def _by_part(patients: Sequence[str], part_of: dict[str, str]) -> Split:
     return split
 
 
-def _random(infos: Sequence[SliceInfo], patients: Sequence[str], config: FolderData) -> Split:
+def _random(patients: Sequence[str], config: FolderData) -> dict[str, str]:
     """Split patients at random by the seed. Each split gets at least one. The patient with the most slices trains."""
     counts = Counter(patients)
     names = sorted(counts)
     if len(names) < 3:
-        folders = sorted({*patients_of(infos, replace(config, patient_from="folder"))})
-        hint = ""
-        if config.patient_from == "tag" and len(folders) >= 3:  # de-identified files may all have the same tag
-            hint = f"take data.patient_from=folder if each folder is a patient ({few(folders)}), or "
+        by_tag = "take data.patient_from=folder if each folder is a patient, " if config.patient_from == "tag" else ""
         raise DataError(
             f"data.root={config.root} shows {len(names)} patient(s) ({', '.join(names)}), too few for train, val and "
-            f"test by patient: {hint}add patients, or take data.split=slices, which leaks anatomy between the parts, "
+            f"test by patient: add patients, {by_tag}or take data.split=slices, which leaks anatomy between the parts, "
             "or data.split=all to evaluate only"
         )
     largest = max(names, key=lambda name: counts[name])
@@ -233,26 +227,16 @@ def _random(infos: Sequence[SliceInfo], patients: Sequence[str], config: FolderD
     n_val = max(1, round(config.val_fraction * len(names)))
     n_test = max(1, min(round(config.test_fraction * len(names)), len(drawn) - n_val))
     n_val = min(n_val, len(drawn) - n_test)
-    part_of = dict.fromkeys(names, "train")
-    part_of |= dict.fromkeys(drawn[:n_val], "val")
-    part_of |= dict.fromkeys(drawn[n_val : n_val + n_test], "test")
-    return _by_part(patients, part_of)
+    part_of = dict.fromkeys(names, "train") | dict.fromkeys(drawn[:n_val], "val")
+    return part_of | dict.fromkeys(drawn[n_val : n_val + n_test], "test")
 
 
-def _aapm(patients: Sequence[str], config: FolderData) -> Split:
+def _aapm(patients: Sequence[str], config: FolderData) -> dict[str, str]:
     """Split of the AAPM 2016 Low-Dose challenge: L333 validates, L310 tests, the other eight train."""
-    part_of = dict.fromkeys(AAPM_PATIENTS, "train") | {AAPM_VAL: "val", AAPM_TEST: "test"}
-    split = _by_part(patients, part_of)
-    missing = [part for part in PARTS if not split[part]]
-    if missing:
-        raise DataError(
-            f"data.split=aapm finds nothing for {', '.join(missing)} below {config.root}: it needs {AAPM_VAL} (val), "
-            f"{AAPM_TEST} (test) and one of the other eight, but there are {few(sorted(set(patients)))}"
-        )
-    return split
+    return dict.fromkeys(AAPM_PATIENTS, "train") | {AAPM_VAL: "val", AAPM_TEST: "test"}
 
 
-def _explicit(patients: Sequence[str], config: FolderData) -> Split:
+def _explicit(patients: Sequence[str], config: FolderData) -> dict[str, str]:
     """Split patients by the three lists. An empty training list takes all others."""
     known = sorted(set(patients))
     lists = {"train": config.train_patients, "val": config.val_patients, "test": config.test_patients}
@@ -266,15 +250,7 @@ def _explicit(patients: Sequence[str], config: FolderData) -> Split:
             if name in part_of:
                 raise DataError(f"data.{part}_patients={name} is also in data.{part_of[name]}_patients: name it once")
             part_of[name] = part
-    if not config.train_patients:
-        part_of = dict.fromkeys(known, "train") | part_of
-    split = _by_part(patients, part_of)
-    for part in PARTS:
-        if not split[part]:
-            raise DataError(
-                f"data.split=explicit leaves nobody for {part}: fill data.{part}_patients from {few(known)}"
-            )
-    return split
+    return part_of if config.train_patients else dict.fromkeys(known, "train") | part_of
 
 
 def _blocks(infos: Sequence[SliceInfo], config: FolderData) -> Split:
@@ -284,15 +260,14 @@ def _blocks(infos: Sequence[SliceInfo], config: FolderData) -> Split:
         series.setdefault((info.patient, info.series), []).append(i)
     split: Split = {part: [] for part in PARTS}
     for members in series.values():
-        if len(members) < 3:
-            split["train"] += members
-            continue
-        n_val = max(1, round(config.val_fraction * len(members)))
-        n_test = max(1, round(config.test_fraction * len(members)))
+        n_val, n_test = (max(1, round(share * len(members))) for share in (config.val_fraction, config.test_fraction))
         n_train = max(1, len(members) - n_val - n_test)
+        end = n_train + min(n_val, len(members) - n_train - 1)
+        if len(members) < 3:
+            n_train = end = len(members)
         split["train"] += members[:n_train]
-        split["val"] += members[n_train : n_train + min(n_val, len(members) - n_train - 1)]
-        split["test"] += members[n_train + min(n_val, len(members) - n_train - 1) :]
+        split["val"] += members[n_train:end]
+        split["test"] += members[end:]
     if not split["val"]:
         raise DataError(
             f"data.split=slices needs a series of 3 slices or more below {config.root}, but the longest has "

@@ -1,48 +1,10 @@
-"""Statistics of a method over seeds and patients, and of the difference between two methods.
-
-The unit is the patient, because the slices of one patient look alike: slices as units make an interval several times
-too narrow. Phantoms, and slices whose patient is not known, are each a patient of their own.
-"""
+"""The standard deviation of values, and the 95 % interval of their mean."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import mean, stdev
+from collections.abc import Sequence
+from statistics import stdev
 
 import numpy as np
-
-Seeds = tuple[int, int]
-"""The seeds of the weights and of the data."""
-
-Scores = Mapping[Seeds, Mapping[str, float]]
-"""seeds → patient → mean score of the patient's slices. The patients of two seeds may differ."""
-
-
-@dataclass(frozen=True)
-class Spread:
-    """The mean over seeds of the mean over patients, and standard deviations (None: only one value)."""
-
-    mean: float
-    over_seeds: float | None  # standard deviation of the seeds' means
-    over_patients: float | None  # standard deviation of the patients' means over seeds
-    n_seeds: int
-    n_patients: int
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Mean difference of two methods on the same patients, with half-widths of 95 % intervals (None: one value)."""
-
-    mean: float
-    over_patients: float | None  # of the patients' differences, each a mean over seeds
-    over_seeds: float | None  # of the seeds' differences, each a mean over patients
-    n_patients: int
-    n_seeds: int
-
-
-def with_deviation(value: float, deviation: float | None, sign: str = "", decimals: int = 2) -> str:
-    """The text of a table cell: "34.13 ± 0.52", or only the value without a deviation."""
-    return f"{value:{sign}.{decimals}f}" + ("" if deviation is None else f" ± {deviation:.{decimals}f}")
 
 
 def deviation(values: Sequence[float]) -> float | None:
@@ -50,38 +12,6 @@ def deviation(values: Sequence[float]) -> float | None:
     if len(values) < 2:
         return None
     return stdev(values) if all(map(math.isfinite, values)) else math.nan
-
-
-def spread(scores: Scores) -> Spread:
-    """Mean and standard deviations of one method."""
-    seeds, patients = [mean(of_seed.values()) for of_seed in scores.values()], [*_patient_means(scores).values()]
-    return Spread(
-        mean(seeds),
-        deviation(seeds),
-        deviation(patients),
-        len(seeds),
-        len(patients),
-    )
-
-
-def difference(one: Scores, other: Scores) -> Difference:
-    """`one` minus `other`, paired by patient and by seed.
-
-    The interval over patients says what other patients would give with these networks. The interval over seeds says
-    what other trainings would give on these patients. A method with one seed is compared with every seed of the other.
-
-    Raises ValueError if they have no patient in common.
-    """
-    first, second = _patient_means(one), _patient_means(other)
-    of_patients = [first[patient] - second[patient] for patient in first if patient in second]
-    if not of_patients:
-        raise ValueError("two methods without a common patient")
-    of_seeds = [
-        mean(mine[patient] - its[patient] for patient in mine if patient in its)
-        for mine, its in _paired(one, other)
-        if mine.keys() & its.keys()
-    ]
-    return Difference(mean(of_patients), half_width(of_patients), half_width(of_seeds), len(of_patients), len(of_seeds))
 
 
 def half_width(values: Sequence[float]) -> float | None:
@@ -93,26 +23,11 @@ def half_width(values: Sequence[float]) -> float | None:
 def student_quantile(freedom: int) -> float:
     """The t for which |T| ≤ t has a probability of 95 % in Student's distribution.
 
-    With t = √ν tan θ the density becomes cos^(ν−1) θ, which is summed here: right to 4 digits.
+    With t = √ν tan θ the density becomes cos^(ν−1) θ, which is summed here: right to 4 digits. (SciPy has it, but is no
+    dependency.)
     """
     edges = np.linspace(0.0, np.pi / 2, 20_001)
     middles = (edges[1:] + edges[:-1]) / 2
     below = np.cumsum(np.cos(middles) ** (freedom - 1))
     theta = np.interp(0.95, np.concatenate([[0.0], below / below[-1]]), edges)
     return float(math.sqrt(freedom) * np.tan(theta))
-
-
-def _paired(one: Scores, other: Scores) -> list[tuple[Mapping[str, float], Mapping[str, float]]]:
-    """The scores of both by seed."""
-    if len(one) == 1 or len(other) == 1:
-        return [(mine, its) for mine in one.values() for its in other.values()]
-    return [(one[seeds], other[seeds]) for seeds in one if seeds in other]
-
-
-def _patient_means(scores: Scores) -> dict[str, float]:
-    """The mean over seeds of each patient."""
-    values: dict[str, list[float]] = {}
-    for of_seed in scores.values():
-        for patient, score in of_seed.items():
-            values.setdefault(patient, []).append(score)
-    return {patient: mean(found) for patient, found in values.items()}

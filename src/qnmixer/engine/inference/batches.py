@@ -1,6 +1,5 @@
 """Reconstruct scans in batches: smaller batches if memory is short, half precision if it changes no pixel visibly."""
 
-from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qnmixer.engine.data.slices import FloatArray
-from qnmixer.engine.inference.inputs import MeasuredScan, Scan, sinograms_of, warn
+from qnmixer.engine.inference.scan import Scan, warn
 from qnmixer.engine.memory.limits import is_out_of_memory
 from qnmixer.engine.parallel.devices import check_precision
 from qnmixer.engine.reconstructor import AUTOCAST, Reconstructor
@@ -24,18 +23,15 @@ _REFILLS = 2
 class BatchedNetwork:
     """x_T of scans, `batch_size` at a time, in the given precision if the images allow it.
 
-    Some batches are computed in both precisions: a few of the first, then one in `_CHECKED`. Half precision starts
-    at the first iteration from which it changes no pixel of these batches by more than `MAX_HU`. The result of these
-    batches is the float32 image. It is also the result of a batch in which half precision overflows.
+    Some batches are computed in both precisions, and their result is the float32 image. As soon as half precision
+    changes a pixel of one by more than `MAX_HU`, all further batches are computed in float32.
 
     Raises ConfigError for a precision that the device does not support.
     """
 
     def __init__(self, module: Reconstructor, batch_size: int, precision: str) -> None:
-        self.module, self.batch_size, self.precision = module, batch_size, precision
-        self._dtype = AUTOCAST[precision]
         check_precision(module.device, precision)
-        self._first_half = 0 if self._dtype else module.network.n_iterations
+        self.module, self.batch_size, self.precision = module, batch_size, precision
         self._n_batches = 0
 
     @torch.no_grad()
@@ -66,57 +62,34 @@ class BatchedNetwork:
 
     def _images(self, scans: Sequence[Scan]) -> Tensor:
         """x_T [B, 1, S, S] in the chosen precision. Some batches are in float32, to check that choice."""
-        y = sinograms_of(self.module, scans)
-        n, number = self.module.network.n_iterations, self._n_batches
-        self._n_batches += 1
+        if self.precision == "32":
+            return self._run(scans, "32")
+        number, self._n_batches = self._n_batches, self._n_batches + 1
         # Differences grow with contrast, which a series may show late. So checks never end, but become rare.
         is_power_of_two = number & (number - 1) == 0
-        if self._first_half == n or (number % _CHECKED and not is_power_of_two):
-            x = self._run(scans, y, self._first_half)
-            return x if self._first_half == n or torch.isfinite(x).all() else self._run(scans, y, n)
-        x = self._run(scans, y, n)
-        self._check(scans, y, x)
+        half = self._run(scans, self.precision)
+        if number % _CHECKED and not is_power_of_two and half.isfinite().all():
+            return half
+        exact = self._run(scans, "32")
+        scale = torch.tensor([scan.scale for scan in scans], device=exact.device)[:, None, None, None]
+        most = float(((half - exact).abs() * scale).max())
+        if not most <= MAX_HU:  # also if it is NaN
+            warn(
+                f"precision={self.precision} would change a slice by {most:.2f} HU, over the {MAX_HU:g} HU allowed: "
+                "this and all further slices are computed in 32"
+            )
+            self.precision = "32"
+        return exact
+
+    def _run(self, scans: Sequence[Scan], precision: str) -> Tensor:
+        """x_T. Missing views are replaced by A x_T in further passes: their interpolated values then matter less."""
+        y = torch.cat([scan.sinogram for scan in scans])
+        gaps = [k for k, scan in enumerate(scans) if scan.missing is not None]
+        dtype = AUTOCAST[precision]
+        with torch.autocast(y.device.type, dtype, enabled=dtype is not None):
+            x = self.module(y).float()
+            if gaps:
+                missing = torch.stack([s.missing for s in scans if s.missing is not None])[:, None, :, None]
+                for _ in range(_REFILLS):
+                    x[gaps] = self.module(torch.where(missing, self.module.projector(x[gaps]), y[gaps])).float()
         return x
-
-    def _check(self, scans: Sequence[Scan], y: Tensor, exact: Tensor) -> None:
-        """Find the first iteration from which half precision gives the same images, if the current one is too early."""
-        scale = torch.tensor([[[[scan.scale]]] for scan in scans], dtype=exact.dtype, device=exact.device)
-        differences: dict[int, float] = {}
-
-        def is_same(first_half: int) -> bool:
-            differences[first_half] = float(((self._run(scans, y, first_half) - exact).abs() * scale).max())
-            return differences[first_half] <= MAX_HU
-
-        before, n = self._first_half, self.module.network.n_iterations
-        if is_same(before):
-            return
-        # By bisection, because each try runs the whole network.
-        self._first_half = bisect_left(range(n), True, lo=before + 1, key=is_same)
-        where = "all" if self._first_half == n else f"the first {self._first_half}"
-        warn(
-            f"precision={self.precision} would change a slice by {differences[before]:.2f} HU, over the {MAX_HU:g} HU "
-            f"allowed: {where} of {n} iterations stay in 32"
-        )
-
-    def _run(self, scans: Sequence[Scan], y: Tensor, first_half: int) -> Tensor:
-        """x_T, in half precision from a given iteration on.
-
-        Missing views are replaced by A x_T in further passes. Their interpolated values then matter less.
-        """
-        x = self._pass(y, first_half)
-        gaps = {
-            k: scan.missing for k, scan in enumerate(scans) if isinstance(scan, MeasuredScan) and scan.missing.any()
-        }
-        if not gaps:
-            return x
-        rows, missing = [*gaps], torch.from_numpy(np.stack([*gaps.values()])).to(y.device)[:, None, :, None]
-        for _ in range(_REFILLS):
-            x[rows] = self._pass(torch.where(missing, self.module.projector(x[rows]), y[rows]), first_half)
-        return x
-
-    def _pass(self, y: Tensor, first_half: int) -> Tensor:
-        network = self.module.network
-        n = network.n_iterations
-        state = network.run(range(first_half), y, network.start(y))
-        with torch.autocast(y.device.type, self._dtype, enabled=first_half < n):
-            return network.image(network.run(range(first_half, n), y, state)).float()

@@ -2,8 +2,7 @@
 time."""
 
 import re
-from collections.abc import Iterator, Sequence
-from itertools import chain, count, islice
+from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +12,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from qnmixer.engine.checkpoints.reading import load_run
-from qnmixer.engine.config import Config
 from qnmixer.engine.config.commands import ReconstructConfig
-from qnmixer.engine.config.data import DataConfig
 from qnmixer.engine.data.slices import FloatArray
 from qnmixer.engine.inference.batches import BatchedNetwork
-from qnmixer.engine.inference.inputs import MeasuredScan, Scan, holds_sinograms, measured_scans, simulated_scans, warn
+from qnmixer.engine.inference.scan import Scan
+from qnmixer.engine.inference.sinograms import holds_sinograms, measured_scans, sinogram_files
+from qnmixer.engine.inference.slices import simulated_scans, slice_files
 from qnmixer.engine.inference.writers import window_of, write_dicom, write_npy, write_png
 from qnmixer.engine.parallel.devices import choose_device
 from qnmixer.engine.reconstructor import Reconstructor
@@ -42,48 +41,23 @@ def reconstruct_input(config: ReconstructConfig) -> int:
     module = load_run(config.run, config.checkpoint, config.trust).to(choose_device(config.accelerator)).eval()
     path = Path(config.input)
     sinograms = config.kind == "sinograms" or (config.kind == "auto" and holds_sinograms(path, module.config, config))
-    n_files, scans = measured_scans(path, module, config) if sinograms else simulated_scans(path, module)
+    files = sinogram_files(path) if sinograms else slice_files(path)
+    scans = measured_scans(path, files, module, config) if sinograms else simulated_scans(path, files, module)
     batch_size = config.batch_size or (_ON_GPU if module.device.type == "cuda" else _ON_CPU)
     network, writer = BatchedNetwork(module, batch_size, config.precision), _Writer(module, config)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("reconstructing", total=n_files)
-        for batch in _in_batches(scans, batch_size):
-            writer.write(batch, network(batch))
+        task = progress.add_task("reconstructing", total=len(files))
+        while batch := [*islice(scans, batch_size)]:
+            for scan, hu in zip(batch, network(batch), strict=True):
+                writer.write(scan, hu)
             progress.advance(task, len(batch))
     if not writer.count:
         raise DataError(f"input={path} has nothing to reconstruct: see the warning above")
-    if writer.n_constant:
-        warn(
-            f"{writer.n_constant} of {writer.count} reconstructions are constant: every pixel has the same HU. The "
-            "network is dead, or these sinograms are empty: evaluate the run before you use it"
-        )
     line = f"reconstructions: {writer.count:,}, as {', '.join(config.formats)}, in {config.output}"
     console.print(line, soft_wrap=True)
     if sinograms:
         console.print(f"FBP of the same scans beside them: NAME{_FBP}", soft_wrap=True)
-    if sinograms and "png" in config.formats and config.window is None:
-        console.print(
-            "PNG: black is the 1st and white the 99th percentile of each reconstruction. "
-            f"For a window in HU give window=[{_ABDOMEN[0]:g},{_ABDOMEN[1]:g}]",
-            soft_wrap=True, highlight=False,
-        )  # fmt: skip
     return writer.count
-
-
-def _in_batches(scans: Iterator[Scan], size: int) -> Iterator[list[Scan]]:
-    """Lists of `size` scans. Scans that were read before an error are yielded before it is raised."""
-    error: Exception | None = None
-    while error is None:
-        batch: list[Scan] = []
-        try:
-            batch.extend(islice(scans, size))
-        except Exception as its:
-            error = its
-        if batch:
-            yield batch
-        elif error is None:
-            return
-    raise error
 
 
 class _Writer:
@@ -91,68 +65,66 @@ class _Writer:
 
     def __init__(self, module: Reconstructor, config: ReconstructConfig) -> None:
         self.module, self.config, self.count = module, config, 0
-        self._window = None if config.window is None else (config.window[0], config.window[1])
-        self.n_constant = 0
         self._call_uid = generate_uid()
         self._written: set[Path] = set()
 
-    def write(self, scans: Sequence[Scan], images: Sequence[FloatArray]) -> None:
-        """Write images, HU [S, S], in every format. They are numbered from 1 if the source has no number.
+    def write(self, scan: Scan, hu: FloatArray) -> None:
+        """Write an image, HU [S, S], in every format.
 
         For a measured scan it also writes the FBP in the same window, because there is no truth to compare with.
+        Raises DataError for an image with NaN or infinite values.
         """
-        for scan, hu in zip(scans, images, strict=True):
-            self.count += 1
-            self.n_constant += bool(hu.max() == hu.min())
-            target = self._new_target(scan)
-            measured = isinstance(scan, MeasuredScan)
-            window = self._window or (window_of(hu) if measured else _ABDOMEN)
-            self._write(target, scan, hu, self.module.network.title, window)
-            if isinstance(scan, MeasuredScan):
-                self._write(_beside(target), scan, fbp_of(self.module, scan), FBP.title, window)
+        if not np.isfinite(hu).all():
+            raise DataError(f"the reconstruction of {scan.name} has NaN or infinite values: evaluate the run first")
+        self.count += 1
+        target = self._new_target(scan)
+        chosen = self.config.window
+        window = (chosen[0], chosen[1]) if chosen else window_of(hu) if scan.measured else _ABDOMEN
+        self._write(target, scan, hu, self.module.network.title, window)
+        if scan.measured:
+            self._write(_with_end(target, _FBP), scan, fbp_of(self.module, scan), FBP.title, window)
 
     def _new_target(self, scan: Scan) -> Path:
         """A path without a file. If two inputs have one name, such as a.dcm and a.npy, the second gets a number."""
-        name = Path(self.config.output) / _file_name(scan.name)
-        for target in chain([name], (name.with_name(f"{name.name}_{n}") for n in count(self.count))):
-            wanted = {target, _beside(target)} if isinstance(scan, MeasuredScan) else {target}
-            if self._written.isdisjoint(wanted):
-                break
+        target = name = Path(self.config.output) / _file_name(scan.name)
+        numbers = count(self.count)
+        while not self._written.isdisjoint(wanted := {target, _with_end(target, _FBP)} if scan.measured else {target}):
+            target = _with_end(name, f"_{next(numbers)}")
         self._written |= wanted
         return target
 
     def _write(self, target: Path, scan: Scan, hu: FloatArray, method: str, window: tuple[float, float]) -> None:
         if "dicom" in self.config.formats:
-            self._write_dicom(target, scan, hu, method)
+            self._write_dicom(_with_end(target, ".dcm"), scan, hu, method)
         if "npy" in self.config.formats:
-            write_npy(target.with_name(f"{target.name}.npy"), hu)
+            write_npy(_with_end(target, ".npy"), hu)
         if "png" in self.config.formats:
-            write_png(target.with_name(f"{target.name}.png"), hu, window=window)
+            write_png(_with_end(target, ".png"), hu, window=window)
 
     def _write_dicom(self, target: Path, scan: Scan, hu: FloatArray, method: str) -> None:
-        trained = self.module.config
+        geometry = self.module.projector.geometry
+        views = f"{geometry.n_views} {'measured' if scan.measured else 'simulated'} views"
         write_dicom(
-            target.with_name(f"{target.name}.dcm"),
+            target,
             hu,
             series_uid=_series_uid(self._call_uid, scan, method),
-            description=_description(method, trained, "measured" if isinstance(scan, MeasuredScan) else "simulated"),
+            description=f"{method}, {views}, not for diagnosis; {geometry.image_size} pixels",
             template=scan.template,
             frame=scan.frame,
-            pixel_spacing=trained.geometry.field_of_view / trained.data.image_size,
+            pixel_spacing=geometry.pixel_size,
             field_of_view=scan.field_of_view,
             instance_number=None if scan.template else self.count,
         )
 
 
-def _beside(target: Path) -> Path:
-    """The path of the FBP of a measured scan."""
-    return target.with_name(f"{target.name}{_FBP}")
+def _with_end(target: Path, end: str) -> Path:
+    return target.with_name(f"{target.name}{end}")
 
 
 @torch.no_grad()
-def fbp_of(module: Reconstructor, scan: MeasuredScan) -> FloatArray:
+def fbp_of(module: Reconstructor, scan: Scan) -> FloatArray:
     """Filtered back-projection of a scan, HU [S, S]."""
-    image = module.projector.fbp(torch.from_numpy(scan.sinogram)[None, None].to(module.device))[0, 0].cpu().numpy()
+    image = module.projector.fbp(scan.sinogram)[0, 0].cpu().numpy()
     return (scan.offset + scan.scale * image).astype(np.float32)
 
 
@@ -169,18 +141,3 @@ def _file_name(name: str) -> Path:
     path = Path(file)
     path = path.with_suffix("") if path.suffix.lower() in (".dcm", ".ima", ".npy", ".png") else path
     return path.with_name(f"{path.name}_{frame[1:]}") if frame else path
-
-
-def _description(method: str, config: Config, views: str) -> str:
-    """The description of an image. The text before the semicolon becomes the name of the DICOM series."""
-    description = (
-        f"{method}, {config.geometry.n_views} {views} views, not for diagnosis; {config.data.image_size} pixels"
-    )
-    if method == FBP.title or not config.model.has_weights:
-        return description
-    if config.data.measured:
-        return f"{description}, trained on measured sinograms"
-    if type(config.data) is DataConfig:  # a class of the user's own: only its run says whether they were measured
-        return description
-    noise = "without noise" if config.noise.name == "none" else f"with noise {config.noise.name}"
-    return f"{description}, trained {noise}"

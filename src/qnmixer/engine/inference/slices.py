@@ -1,16 +1,19 @@
-"""Slices to reconstruct, streamed one at a time from a file or a folder of files, at their own size."""
+"""Slices to reconstruct, read one at a time from a file or a folder. Their sparse views are simulated."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from pydicom.dataset import FileDataset
 
 from qnmixer.engine.data.cache import list_files
 from qnmixer.engine.data.deeplesion import read_hu_png
 from qnmixer.engine.data.dicom import decode_frame, frame_count, open_ct, pixel_spacing
 from qnmixer.engine.data.numpy_files import open_slices, read_frame
+from qnmixer.engine.data.resample import Grid
+from qnmixer.engine.data.scaling import build_scaling, scaled_like
 from qnmixer.engine.data.slices import (
     NO_AIR,
     NO_SPACING,
@@ -21,6 +24,8 @@ from qnmixer.engine.data.slices import (
     reading,
     summarise_skipped,
 )
+from qnmixer.engine.inference.scan import Scan, warn
+from qnmixer.engine.reconstructor import STREAMS, Reconstructor
 from qnmixer.errors import DataError
 
 _NPY_MAGIC, _PNG_MAGIC = b"\x93NUMPY", b"\x89PNG\r\n\x1a\n"
@@ -45,72 +50,52 @@ class InputSlice:
     spacing: tuple[float, float] | None
 
 
-class InputSlices:
-    """The slices of a path: a DICOM file (any number of frames), a `.npy`, a 16-bit PNG, or a folder of these.
+def slice_files(path: Path) -> list[Path]:
+    """The files that may hold slices: a file itself, or all files of a folder. Raises DataError if there is none."""
+    return [path] if path.is_file() else [path / file.path for file in list_files(path, key="input")]
 
-    Iterating decodes one slice at a time. A file that is named directly must be usable. In a folder, unusable files are
-    left out and listed in `skipped` (`warnings` puts them into one line).
+
+def read_slices(path: Path, files: Sequence[Path], *, true_size: bool = False) -> Iterator[InputSlice]:
+    """The slices of files: DICOM with any number of frames, `.npy`, 16-bit PNG. One at a time is decoded.
+
+    Unusable files and frames are left out, with a warning at the end. Another warning is for values in another unit.
 
     Args:
-        path: a file or folder.
+        path: the input, for names and warnings.
+        files: from `slice_files`.
         true_size: leave out DICOM without a pixel size.
 
     Raises:
-        DataError: the path is missing, or contains nothing usable.
+        DataError: no file is usable.
     """
-
-    def __init__(self, path: Path, *, true_size: bool = False) -> None:
-        self.path, self.single, self.true_size = path, path.is_file(), true_size
-        self.files = [path.name] if self.single else [file.path for file in list_files(path, key="input")]
-        self.root = path.parent if self.single else path
-        self.skipped: list[tuple[str, str]] = []
-        self.lowest = np.inf  # HU, of all slices so far
-
-    def __iter__(self) -> Iterator[InputSlice]:
-        self.skipped = []
-        found = False
-        for file in self.files:
-            for piece in self.read(file):
-                found = True
-                yield piece
-        if not found:
-            why = summarise_skipped(str(self.path), self.skipped)
-            raise DataError(f"input has no usable slice ({why}): give CT in DICOM, HU in .npy or 16-bit PNG")
-
-    def read(self, file: str) -> Iterator[InputSlice]:
-        """The slices of one of `files`. If the file is unusable, it is added to `skipped`."""
+    skipped: list[tuple[str, str]] = []
+    lowest = np.inf  # HU
+    for file in files:
+        name = file.name if file == path else file.relative_to(path).as_posix()
         try:
-            n_frames, template, decode = _open(self.root / file)
+            frames, template, decode = _open(file)
         except SkipFile as reason:
-            self._skip(file, reason)
-            return
-        for frame in range(n_frames):
-            name = f"{file}#{frame}" if n_frames > 1 else file
+            skipped.append((name, str(reason)))
+            continue
+        for frame in range(frames):
+            its = f"{name}#{frame}" if frames > 1 else name
             try:
                 spacing = None if template is None else pixel_spacing(template, frame)
-                if self.true_size and template is not None and spacing is None:
+                if true_size and template is not None and spacing is None:
                     raise SkipFile(NO_SPACING)
                 hu = clean_hu(decode(frame))
             except SkipFile as reason:
-                self._skip(name, reason)
+                skipped.append((its, str(reason)))
                 continue
-            self.lowest = min(self.lowest, float(hu.min()))
-            yield InputSlice(hu, name, template, frame, spacing)
-
-    def warnings(self) -> Iterator[str]:
-        """Lines about skipped files, and about values that are probably not HU."""
-        if self.skipped:
-            yield summarise_skipped(str(self.path), self.skipped)
-        if np.inf > self.lowest > NO_AIR:
-            yield doubt(str(self.path))
-
-    def _skip(self, name: str, reason: SkipFile) -> None:
-        """Record an unusable file of a folder. Raises for a file that is named directly."""
-        if self.single:
-            raise DataError(
-                f"input={self.path}: {name} cannot be used ({reason}): give CT in DICOM, HU in .npy or 16-bit PNG"
-            )
-        self.skipped.append((name, str(reason)))
+            lowest = min(lowest, float(hu.min()))
+            yield InputSlice(hu, its, template, frame, spacing)
+    summary = summarise_skipped(str(path), skipped)
+    if lowest == np.inf:
+        raise DataError(f"input has no usable slice ({summary}): give CT in DICOM, HU in .npy or 16-bit PNG")
+    if skipped:
+        warn(summary)
+    if lowest > NO_AIR:
+        warn(doubt(str(path)))
 
 
 def _open(path: Path) -> tuple[int, FileDataset | None, Callable[[int], FloatArray]]:
@@ -123,3 +108,33 @@ def _open(path: Path) -> tuple[int, FileDataset | None, Callable[[int], FloatArr
         return 1, None, lambda frame: read_hu_png(path)
     dataset = open_ct(path)
     return frame_count(dataset), dataset, lambda frame: decode_frame(dataset, frame)
+
+
+def simulated_scans(path: Path, files: Sequence[Path], module: Reconstructor) -> Iterator[Scan]:
+    """The slices of an input as scans, with the views and the noise of the network's training."""
+    data, measurement = module.config.data, module.measurement
+    field_of_view = module.projector.geometry.field_of_view if data.at_true_size else None
+    scaling, factor = build_scaling(data.scaling, data.hu_max), data.simulation_factor
+    grid, fine_grid = Grid(data.image_size, field_of_view), Grid(factor * data.image_size, field_of_view)
+
+    def tensor(image: FloatArray) -> torch.Tensor:
+        return torch.from_numpy(image)[None, None].to(module.device)
+
+    unsized = 0
+    for number, piece in enumerate(read_slices(path, files, true_size=data.at_true_size)):
+        unsized += field_of_view is not None and piece.spacing is None
+        x, offset, scale = scaling.to_unit(grid.place(piece.hu, piece.spacing))
+        fine = scaled_like(fine_grid.place(piece.hu, piece.spacing), offset, scale) if factor > 1 else None
+        y = measurement.project(tensor(x), None if fine is None else tensor(fine))
+        yield Scan(
+            name=piece.name,
+            sinogram=measurement.noise(y, [(module.config.seed, STREAMS["test"], number)]),
+            offset=offset, scale=scale, template=piece.template, frame=piece.frame, field_of_view=field_of_view,
+        )  # fmt: skip
+    if field_of_view is not None and (cut := grid.cut.line(str(path), field_of_view)):
+        warn(cut)
+    if unsized:
+        warn(
+            f"{unsized} slices are in files without a pixel size (.npy, PNG): each is taken to be {field_of_view:g} mm "
+            "wide"
+        )

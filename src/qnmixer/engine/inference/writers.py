@@ -17,7 +17,7 @@ from pydicom.sequence import Sequence
 from pydicom.uid import ExplicitVRLittleEndian, generate_uid
 from pydicom.valuerep import format_number_as_ds
 
-from qnmixer.engine.data.dicom import frame_count, frame_tag
+from qnmixer.engine.data.dicom import frame_count, functional_group
 from qnmixer.engine.data.resample import square_padding
 from qnmixer.engine.data.slices import FloatArray
 from qnmixer.errors import DataError
@@ -28,38 +28,41 @@ _INTERCEPT = -1024
 
 # Tags of the patient, the study, the scanner and the place of the slice: they are also true for a reconstruction. Other
 # tags may describe the source's pixels, name the patient elsewhere (OriginalAttributesSequence), or be unknown here.
-_KEPT = {
+_KEPT = (
     "SpecificCharacterSet", "TimezoneOffsetFromUTC",
-    "PatientName", "PatientID", "IssuerOfPatientID", "OtherPatientIDs", "PatientBirthDate", "PatientBirthTime",
-    "PatientSex", "PatientAge", "PatientSize", "PatientWeight", "PatientComments", "EthnicGroup", "PregnancyStatus",
-    "PatientIdentityRemoved", "DeidentificationMethod", "DeidentificationMethodCodeSequence", "QualityControlSubject",
+    "PatientName", "PatientID", "IssuerOfPatientID", "OtherPatientIDs", "PatientBirthDate", "PatientSex", "PatientAge",
+    "PatientSize", "PatientWeight", "PatientComments", "PatientIdentityRemoved", "DeidentificationMethod",
     "StudyInstanceUID", "StudyID", "StudyDate", "StudyTime", "StudyDescription", "AccessionNumber",
     "ReferringPhysicianName", "ClinicalTrialSponsorName", "ClinicalTrialProtocolID", "ClinicalTrialProtocolName",
-    "ClinicalTrialSiteID", "ClinicalTrialSiteName", "ClinicalTrialSubjectID", "ClinicalTrialSubjectReadingID",
-    "ClinicalTrialTimePointID", "SeriesNumber", "Laterality", "PatientPosition", "BodyPartExamined", "ProtocolName",
-    "PerformingPhysicianName", "OperatorsName", "AnatomicRegionSequence", "FrameOfReferenceUID",
-    "PositionReferenceIndicator", "Manufacturer", "InstitutionName", "InstitutionAddress",
-    "InstitutionalDepartmentName",
-    "StationName", "ManufacturerModelName", "DeviceSerialNumber", "SoftwareVersions",
-    "AcquisitionNumber", "AcquisitionDate", "AcquisitionTime", "AcquisitionDateTime", "InstanceNumber",
-    "ImagePositionPatient", "ImageOrientationPatient", "SliceLocation", "SliceThickness", "SpacingBetweenSlices",
-    "PixelSpacing", "PatientOrientation", "TableHeight", "GantryDetectorTilt", "ScanOptions", "KVP", "XRayTubeCurrent",
-    "ExposureTime", "Exposure", "FilterType", "FocalSpots", "RotationDirection", "DistanceSourceToDetector",
-    "DistanceSourceToPatient", "DataCollectionDiameter", "RevolutionTime", "SingleCollimationWidth",
-    "TotalCollimationWidth", "SpiralPitchFactor", "CTDIvol", "ContrastBolusAgent", "ContrastBolusRoute",
-    "ContrastBolusVolume", "ContrastBolusStartTime", "ContrastBolusStopTime",
-    "WindowCenter", "WindowWidth", "WindowCenterWidthExplanation",
+    "ClinicalTrialSiteID", "ClinicalTrialSubjectID", "ClinicalTrialTimePointID",
+    "SeriesNumber", "Laterality", "PatientPosition", "BodyPartExamined", "ProtocolName", "FrameOfReferenceUID",
+    "PositionReferenceIndicator", "Manufacturer", "ManufacturerModelName", "InstitutionName", "StationName",
+    "DeviceSerialNumber", "SoftwareVersions", "AcquisitionNumber", "AcquisitionDate", "AcquisitionTime",
+    "AcquisitionDateTime", "InstanceNumber", "ImagePositionPatient", "ImageOrientationPatient", "SliceLocation",
+    "SliceThickness", "SpacingBetweenSlices", "PixelSpacing", "PatientOrientation", "GantryDetectorTilt", "KVP",
+    "XRayTubeCurrent", "ExposureTime", "Exposure", "DistanceSourceToDetector", "DistanceSourceToPatient",
+    "SpiralPitchFactor", "ContrastBolusAgent", "ContrastBolusRoute", "WindowCenter", "WindowWidth",
     "BurnedInAnnotation", "LossyImageCompression", "LossyImageCompressionRatio", "LossyImageCompressionMethod",
-}  # fmt: skip
+)  # fmt: skip
 
-# Functional groups of enhanced images. A plain CT image has their values at its top level.
-_TO_TOP_LEVEL = (
-    ("PixelMeasuresSequence", ("PixelSpacing", "SliceThickness", "SpacingBetweenSlices")),
-    ("PlanePositionSequence", ("ImagePositionPatient",)),
-    ("PlaneOrientationSequence", ("ImageOrientationPatient",)),
-    ("FrameVOILUTSequence", ("WindowCenter", "WindowWidth", "WindowCenterWidthExplanation")),
-    ("CTXRayDetailsSequence", ("KVP",)),
-)
+# The functional groups in which enhanced images have these tags. A plain CT image has them at its top level.
+_GROUPS = {
+    "PixelSpacing": "PixelMeasuresSequence",
+    "SliceThickness": "PixelMeasuresSequence",
+    "SpacingBetweenSlices": "PixelMeasuresSequence",
+    "ImagePositionPatient": "PlanePositionSequence",
+    "ImageOrientationPatient": "PlaneOrientationSequence",
+    "WindowCenter": "FrameVOILUTSequence",
+    "WindowWidth": "FrameVOILUTSequence",
+    "KVP": "CTXRayDetailsSequence",
+}
+
+# Tags that a CT image must have. Their values may be empty.
+_REQUIRED = (
+    "PatientName", "PatientID", "PatientBirthDate", "PatientSex", "StudyDate", "StudyTime", "StudyID",
+    "AccessionNumber", "ReferringPhysicianName", "Manufacturer", "PatientPosition", "PositionReferenceIndicator",
+    "AcquisitionNumber", "SliceThickness", "KVP",
+)  # fmt: skip
 
 
 def write_npy(path: Path, hu: FloatArray) -> None:
@@ -81,8 +84,7 @@ def write_png(path: Path, hu: FloatArray, *, window: tuple[float, float]) -> Non
 
 def window_of(hu: FloatArray) -> tuple[float, float]:
     """The window that shows almost all values of a reconstruction: from its 1st to its 99th percentile, in HU."""
-    finite = hu[np.isfinite(hu)]
-    low, high = np.percentile(finite, (1, 99)).round().tolist() if finite.size else (0.0, 0.0)
+    low, high = np.percentile(hu, (1, 99)).round().tolist()
     return low, max(high, low + 1)
 
 
@@ -124,19 +126,15 @@ def write_dicom(
         instance_number: replaces that of the template or its frame.
 
     Raises:
-        DataError: hu has NaN or infinite values.
         OSError: the disk is full. No half-written file stays.
     """
-    if not np.isfinite(hu).all():
-        raise DataError(f"{path}: the reconstruction has NaN or infinite values and was not written")
     encoded = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of odd values in the source
-        dataset = (
-            _anonymous(series_uid, pixel_spacing)
-            if template is None
-            else _from_template(template, frame, hu.shape, field_of_view, series_uid)
-        )
+        source = _anonymous(hu.shape, pixel_spacing) if template is None else template
+        dataset = _kept(source, frame)
+        _set_source(dataset, source, frame)
+        _set_grid(dataset, (int(source.Rows), int(source.Columns)), hu.shape, field_of_view)
         if instance_number is not None:
             dataset.InstanceNumber = instance_number
         _mark_as_derived(dataset, series_uid, description)
@@ -145,77 +143,44 @@ def write_dicom(
     _save(path, encoded)
 
 
-def _anonymous(series_uid: str, pixel_spacing: float) -> Dataset:
-    """The tags that a CT image must have, for an unknown patient. Each series is a study of its own."""
-    dataset = Dataset()
-    dataset.PatientName, dataset.PatientID = "Anonymous", "ANONYMOUS"
-    dataset.PatientBirthDate = dataset.PatientSex = dataset.StudyDate = dataset.StudyTime = ""
-    dataset.AccessionNumber = dataset.ReferringPhysicianName = dataset.StudyID = dataset.Manufacturer = ""
-    _name_study(dataset, series_uid)
-    dataset.PositionReferenceIndicator = dataset.PatientPosition = ""
-    dataset.KVP = dataset.AcquisitionNumber = dataset.SliceThickness = None
-    dataset.InstanceNumber = 1
-    dataset.PixelSpacing = [format_number_as_ds(pixel_spacing)] * 2
-    dataset.ImageOrientationPatient = [1, 0, 0, 0, 1, 0]
-    dataset.ImagePositionPatient = [0, 0, 0]
-    return dataset
+def _anonymous(shape: tuple[int, ...], pixel_spacing: float) -> Dataset:
+    """A source of an unknown patient, with the grid of the image. Each series is a study of its own."""
+    source = Dataset()
+    source.PatientName, source.PatientID = "Anonymous", "ANONYMOUS"
+    source.InstanceNumber, (source.Rows, source.Columns) = 1, shape
+    source.PixelSpacing = [format_number_as_ds(pixel_spacing)] * 2
+    source.ImageOrientationPatient, source.ImagePositionPatient = [1, 0, 0, 0, 1, 0], [0, 0, 0]
+    return source
 
 
-def _from_template(
-    template: Dataset, frame: int, shape: tuple[int, ...], field_of_view: float | None, series_uid: str
-) -> Dataset:
-    """Tags of the source that are also true for one derived slice of this shape."""
+def _kept(source: Dataset, frame: int) -> Dataset:
+    """The tags of a frame of a source that are also true for an image derived from it."""
     dataset = Dataset()
     for keyword in _KEPT:
-        if keyword in template:
-            with suppress(Exception):  # one that cannot be read
-                dataset.add(copy.deepcopy(template[keyword]))
-    for sequence, keywords in _TO_TOP_LEVEL:
-        for keyword in keywords:
-            with suppress(Exception):
-                value = frame_tag(template, frame, sequence, keyword)
-                if value is not None:
-                    setattr(dataset, keyword, copy.deepcopy(value))
-    _leave_out_unwritable(dataset)
-    if frame_count(template) > 1:
-        dataset.InstanceNumber = frame + 1
-    _set_source(dataset, template, frame)
-    _set_grid(dataset, (int(template.Rows), int(template.Columns)), shape, field_of_view)
-    _name_study(dataset, series_uid)
-    return dataset
-
-
-def _name_study(dataset: Dataset, series_uid: str) -> None:
-    """Give an image without a study or frame of reference one for its series. Archives refuse an empty UID."""
-    for keyword, what in (("StudyInstanceUID", "study"), ("FrameOfReferenceUID", "frame of reference")):
-        if not dataset.get(keyword):
-            setattr(dataset, keyword, generate_uid(entropy_srcs=[series_uid, what]))
-
-
-def _leave_out_unwritable(dataset: Dataset) -> None:
-    """Remove elements of a damaged source that pydicom can read but cannot write."""
-    # Written one by one, because pydicom names no element when a whole file fails.
-    for element in [*dataset]:
-        stream = DicomBytesIO()
-        stream.is_little_endian, stream.is_implicit_VR = True, False
-        try:
+        with suppress(Exception):  # damaged ones, which pydicom cannot read, or reads but cannot write
+            group = functional_group(source, frame, _GROUPS.get(keyword, ""))
+            element = copy.deepcopy((source if group is None or keyword not in group else group)[keyword])
+            stream = DicomBytesIO()
+            stream.is_little_endian, stream.is_implicit_VR = True, False
             write_data_element(stream, element)
-        except Exception:
-            del dataset[element.tag]
+            dataset.add(element)
+    for keyword in _REQUIRED:
+        if keyword not in dataset:
+            setattr(dataset, keyword, None)
+    if frame_count(source) > 1:
+        dataset.InstanceNumber = frame + 1
+    return dataset
 
 
 def _set_source(dataset: Dataset, template: Dataset, frame: int) -> None:
     """Refer to the source image and the source frame."""
-    meta = getattr(template, "file_meta", Dataset())
-    instance = template.get("SOPInstanceUID") or meta.get("MediaStorageSOPInstanceUID")
-    if not instance:
-        return
-    item = Dataset()
-    item.ReferencedSOPClassUID = template.get("SOPClassUID") or meta.get("MediaStorageSOPClassUID") or CT_IMAGE
-    item.ReferencedSOPInstanceUID = instance
-    if frame_count(template) > 1:
-        item.ReferencedFrameNumber = frame + 1
-    dataset.SourceImageSequence = Sequence([item])
+    if instance := template.get("SOPInstanceUID"):
+        item = Dataset()
+        item.ReferencedSOPClassUID = template.get("SOPClassUID") or CT_IMAGE
+        item.ReferencedSOPInstanceUID = instance
+        if frame_count(template) > 1:
+            item.ReferencedFrameNumber = frame + 1
+        dataset.SourceImageSequence = Sequence([item])
 
 
 def _set_grid(dataset: Dataset, source: tuple[int, int], shape: tuple[int, ...], field_of_view: float | None) -> None:
@@ -259,6 +224,9 @@ def _mark_as_derived(dataset: Dataset, series_uid: str, description: str) -> Non
     dataset.SOPClassUID = CT_IMAGE
     dataset.SOPInstanceUID = generate_uid()
     dataset.SeriesInstanceUID = series_uid
+    for keyword, what in (("StudyInstanceUID", "study"), ("FrameOfReferenceUID", "frame of reference")):
+        if not dataset.get(keyword):  # archives refuse an empty UID, so the series gets one
+            setattr(dataset, keyword, generate_uid(entropy_srcs=[series_uid, what]))
     number = dataset.get("SeriesNumber")
     dataset.SeriesNumber = (number if isinstance(number, int) else 0) % 1_000_000 + 1000
     dataset.Modality = "CT"
@@ -278,11 +246,4 @@ def _set_pixels(dataset: Dataset, hu: FloatArray) -> None:
     dataset.SamplesPerPixel, dataset.PhotometricInterpretation = 1, "MONOCHROME2"
     dataset.BitsAllocated, dataset.BitsStored, dataset.HighBit, dataset.PixelRepresentation = 16, 16, 15, 1
     dataset.RescaleSlope, dataset.RescaleIntercept, dataset.RescaleType = 1, _INTERCEPT, "HU"
-    for keyword, value in (
-        ("SmallestImagePixelValue", stored.min()),
-        ("LargestImagePixelValue", stored.max()),
-    ):
-        if keyword in dataset:
-            del dataset[keyword]
-        dataset.add_new(keyword, "SS", int(value))
     dataset.add_new("PixelData", "OW", stored.tobytes())

@@ -56,12 +56,16 @@ class DevicePlan:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The footprint of a run on its fullest device, and the bytes that each further iteration adds to it.
+    """The plan of each device that works on one batch, first stage first. Only a pipeline has several.
 
-    The latter is None if the network's T is fixed. `devices`: all that work on one batch, first stage first. Only a
-    pipeline has several.
+    Attributes:
+        per_iteration: bytes that each further iteration adds; None for a pipeline, and for a network without T.
     """
 
-    footprint: Footprint
-    per_iteration: float | None
     devices: tuple[DevicePlan, ...]
+    per_iteration: float | None = None
+
+    @property
+    def footprint(self) -> Footprint:
+        """The footprint of the fullest device."""
+        return max((device.footprint for device in self.devices), key=lambda footprint: footprint.peak)

@@ -3,7 +3,6 @@
 All three give the same loss and the same gradients. They trade device memory for time.
 """
 
-from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from qnmixer.engine.config.memory import MemoryConfig
+from qnmixer.engine.config.sections import MemoryConfig
 from qnmixer.errors import ConfigError, suggest
 from qnmixer.models.unrolled import S, UnrolledNetwork
 
@@ -20,32 +19,26 @@ from qnmixer.models.unrolled import S, UnrolledNetwork
 _SMALLEST_OFFLOADED = 2**18  # bytes in full precision
 
 
-def apply_memory_mode(network: UnrolledNetwork[Any], config: MemoryConfig) -> None:
+def apply_memory_mode(network: UnrolledNetwork[Any], config: MemoryConfig, host: str = "cpu") -> None:
     """Apply the memory mode that `memory` names to a network, in place, before training.
+
+    Args:
+        host: where offloading moves tensors. The plan has another place for their shapes.
 
     Raises ConfigError for a name without a mode.
     """
-    if config.name not in _MODES:
-        raise ConfigError(f"memory={config.name} is not known: {suggest(config.name, _MODES)}")
-    _MODES[config.name](network, config)
-
-
-def _keep(network: UnrolledNetwork[Any], config: MemoryConfig) -> None:
-    """Do nothing: autograd stores the graph by itself."""
-
-
-def _recompute(network: UnrolledNetwork[Any], config: MemoryConfig) -> None:
-    network.loop = _recomputing_loop
-    if network.n_iterations == 1:  # the loop has nothing to recompute then
-        for block in network.blocks():
-            block.forward = MethodType(_recomputed_forward, block)
-
-
-def _offload(network: UnrolledNetwork[Any], config: MemoryConfig) -> None:
-    network.loop = partial(offloading_loop, pack=_to_host, unpack=_from_host)
-
-
-_MODES = {"keep": _keep, "recompute": _recompute, "offload": _offload}
+    match config.name:
+        case "keep":  # autograd stores the graph by itself
+            pass
+        case "recompute":
+            network.loop = _recomputing_loop
+            if network.n_iterations == 1:  # the loop has nothing to recompute then
+                for block in network.blocks():
+                    block.forward = MethodType(_recomputed_forward, block)
+        case "offload":
+            network.loop = partial(_offloading_loop, host=host)
+        case name:
+            raise ConfigError(f"memory={name} is not known: {suggest(name, ['keep', 'recompute', 'offload'])}")
 
 
 def _recomputed_forward(block: nn.Module, *inputs: Tensor) -> Tensor:
@@ -66,20 +59,17 @@ def _recomputing_loop(network: UnrolledNetwork[S], iterations: range, y: Tensor,
     return state
 
 
-def offloading_loop(
-    network: UnrolledNetwork[S],
-    iterations: range,
-    y: Tensor,
-    state: S,
-    pack: Callable[[Tensor], Any],
-    unpack: Callable[[Any], Tensor],
-) -> S:
-    """Run some iterations. `pack` moves the tensors away that the backward pass needs."""
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+def _offloading_loop(network: UnrolledNetwork[S], iterations: range, y: Tensor, state: S, host: str) -> S:
+    """Run some iterations. What the backward pass needs is moved to the host.
+
+    torch's `save_on_cpu` would move all weights at each use, and all small tensors. It also changes strides, and with
+    them the rounding.
+    """
+    with torch.autograd.graph.saved_tensors_hooks(partial(_to_host, host=host), _from_host):
         return network.run(iterations, y, state)
 
 
-def stays(tensor: Tensor) -> bool:
+def _stays(tensor: Tensor) -> bool:
     """Whether offloading leaves a saved tensor on its device: weights and small tensors.
 
     A half-precision tensor counts as if it were in full precision. Half precision then moves the same tensors, and
@@ -89,13 +79,14 @@ def stays(tensor: Tensor) -> bool:
     return is_weight or tensor.numel() * max(4, tensor.itemsize) < _SMALLEST_OFFLOADED
 
 
-def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
-    if stays(tensor):
-        return tensor.device, tensor
+def _to_host(tensor: Tensor, host: str) -> tuple[torch.device, Tensor]:
+    if _stays(tensor):
+        # Detached: the graph of an output that holds itself would live until its backward pass, if there is one.
+        return tensor.device, tensor.detach()
     # torch caches pinned memory, and reuses it only when all copies from and to it are done. So from the second step on
     # no page is pinned again, and the host waits for no copy. Strides stay, and so the rounding stays too.
-    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-    return tensor.device, host.copy_(tensor, non_blocking=True)
+    moved = torch.empty_like(tensor, device=host, pin_memory=tensor.is_cuda)
+    return tensor.device, moved.copy_(tensor, non_blocking=True)
 
 
 def _from_host(packed: tuple[torch.device, Tensor]) -> Tensor:

@@ -1,9 +1,8 @@
 """The memory of a training step on each device, computed without the devices and without that memory.
 
 The step itself runs on fake tensors, which have shapes but no data. Only the operator is real. After the first few
-iterations memory is affine in T, so two short steps predict a long one. Tests compare this with whole steps. For a
-pipeline, each stage runs like this with one micro-batch. The order in which a device runs its stages then gives the
-memory that it needs at once.
+iterations memory is affine in T, so two short steps predict a long one. Tests compare this with whole steps. A whole
+step of T = 14 takes 4.7 s of a CPU for each setting, and more with T. Two short ones take 2.6 s at any T.
 """
 
 from contextlib import nullcontext
@@ -12,49 +11,40 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
-from qnmixer.engine.build import build_module
+from qnmixer.engine.build import build_module, build_optimizer
 from qnmixer.engine.config import Config
-from qnmixer.engine.config.callbacks import averages_weights
-from qnmixer.engine.config.run import devices_per_replica, validate, with_iterations
-from qnmixer.engine.config.strategy import DDPConfig, FSDPConfig, PipelineConfig
+from qnmixer.engine.config.named import averages_weights
+from qnmixer.engine.config.rules import validate
+from qnmixer.engine.config.run import devices_per_replica, with_iterations
+from qnmixer.engine.config.sections import FSDPConfig, PipelineConfig
 from qnmixer.engine.memory.footprint import DevicePlan, Footprint, Prediction
+from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.engine.memory.pipeline import StageCost, cut_of, plan_device, track_stages
 from qnmixer.engine.memory.tracker import (
-    Buckets,
-    Hosted,
-    NormsInFull,
+    HOST,
     PeakTracker,
-    apply_hosted_mode,
     autocast,
     batch_of,
     make_state,
     n_bytes,
     optimizer_bytes,
-    step_all_at_once,
     without_data,
 )
-from qnmixer.engine.optimization.optimizers import build_optimizer
 from qnmixer.engine.parallel.stages import ranges
 from qnmixer.engine.reconstructor import (
-    AUTOCAST,
     Measurement,
     Reconstructor,
     build_projector,
     fine_size,
     system_matrix_at,
 )
-from qnmixer.errors import ConfigError
 from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.physics import FanBeamProjector
 from qnmixer.physics.scan import ScanMatrix
-
-# From here on memory was seen to be affine in T. Until then the peak moves within the step, but not with memory=keep in
-# full precision: there each iteration after the second adds its graph and nothing else.
-_FEWEST_ITERATIONS = 4
-_FEWEST_KEPT = 3
-_FEWEST_RECOMPUTED_IN_HALF = 8  # one iteration takes little then, so the states outgrow it late
-
 
 ASSUMED_DEVICES = 4
 """The assumed number of devices, if the config leaves it to the machine."""
@@ -71,102 +61,61 @@ class Planner:
         self.projector.safe_step_size()  # networks ask for these numbers, which fake tensors could not give
         self.projector.operator_norm()
         self._fine: dict[int, ScanMatrix] = {}  # by the size of the image
-        self._known: dict[str, Footprint] = {}
-        self._known_stages: dict[str, StageCost] = {}
+        self._steps: dict[str, Footprint] = {}
+        self._stages: dict[str, dict[range, StageCost]] = {}
 
     def predict(self, config: Config) -> Prediction:
-        """The footprint of a run on its fullest device, and the bytes of each further iteration."""
+        """The plan of each device of a run, and the bytes of each further iteration."""
         config = with_assumed_devices(config)
-        if config.strategy.planned_as == "pipeline":
-            return self._predict_pipeline(config)
-        footprint, T = self.estimate(config), config.model.T
-        device = DevicePlan((range(T),), 1, footprint)
-        if not config.model.is_unrolled:
-            return Prediction(footprint, None, (device,))
-        width, first = _width(config), min(T, _first(config))
+        devices = self.devices(config)
+        if config.strategy.planned_as == "pipeline" or not config.model.is_unrolled:
+            return Prediction(devices)
+        first, width = _affine_from(config)
+        first = min(config.model.T, first)
         growth = self._step(config, first + width).peak - self._step(config, first).peak
-        return Prediction(footprint, growth / width, (device,))
+        return Prediction(devices, growth / width)
 
     def estimate(self, config: Config) -> Footprint:
-        """The footprint of a run on its fullest device, from two steps with few iterations.
-
-        For a pipeline all iterations are run, because a stage is short and its incoming state grows.
-        """
-        config = with_assumed_devices(config)
-        if config.strategy.planned_as == "pipeline":
-            return max((plan.footprint for plan in self.devices(config)), key=lambda footprint: footprint.peak)
-        T, width, first = config.model.T, _width(config), _first(config)
-        if first + width >= T:
-            return self._step(config, T)
-        small, larger = (self._step(config, t) for t in (first, first + width))
-        return small.moved((T - first) / width, larger)
+        """The footprint of a run on its fullest device."""
+        return Prediction(self.devices(config)).footprint
 
     def devices(self, config: Config) -> tuple[DevicePlan, ...]:
         """The plan of each device that works on one batch, first stage first. Only a pipeline has several."""
         config = with_assumed_devices(config)
-        if config.strategy.planned_as != "pipeline":
-            return (DevicePlan((range(config.model.T),), 1, self.estimate(config)),)
-        cut = cut_of(config)
-        stages = self._stages(config, ranges(cut))
-        fixed = self._fixed(config)
-        return tuple(plan_device(config, cut, stages, fixed, d) for d in range(devices_per_replica(config)))
+        T = config.model.T
+        if config.strategy.planned_as == "pipeline":
+            stages = self._stages_of(config, ranges(cut_of(config)))
+            return tuple(plan_device(config, stages, device) for device in range(devices_per_replica(config)))
+        first, width = _affine_from(config)
+        if first + width >= T:
+            footprint = self._step(config, T)
+        else:
+            footprint = self._step(config, first).moved((T - first) / width, self._step(config, first + width))
+        return (DevicePlan((range(T),), 1, footprint),)
 
-    def optimizer_state(self, config: Config) -> float:
-        """Bytes of the optimizer state on one device."""
-        config = with_assumed_devices(config)
-        n_shards = _n_shards(config)
+    def optimizer_state(self, config: Config) -> int:
+        """Bytes of the optimizer state of all weights."""
         with without_data():
-            module = Reconstructor(config, self.projector)
-            optimizer = build_optimizer(config.optimizer, module.network)
+            optimizer = build_optimizer(config.optimizer, Reconstructor(config, self.projector).network)
             make_state(optimizer)
-            return optimizer_bytes(optimizer, n_shards)
-
-    def _predict_pipeline(self, config: Config) -> Prediction:
-        """Predict a pipeline. One more iteration goes to the first stage of the fullest device."""
-        devices = self.devices(config)
-        fullest = max(range(len(devices)), key=lambda d: devices[d].footprint.peak)
-        footprint, width = devices[fullest].footprint, _width(config)
-        cut = cut_of(config)
-        cut[fullest] += width
-        longer = with_iterations(config, config.model.T + width)
-        longer = replace(longer, strategy=replace(config.strategy, cut=cut))  # type: ignore[call-arg]  # a pipeline's
-        wanted = ranges(cut)[fullest :: len(devices)]
-        stages = self._stages(longer, wanted)
-        peak = plan_device(longer, cut, stages, self._fixed(longer), fullest).footprint.peak
-        return Prediction(footprint, (peak - footprint.peak) / width, devices)
-
-    def _fixed(self, config: Config) -> Footprint:
-        """The memory that every device of a pipeline needs during all its actions. `gradients`: when all exist."""
-        key = f"fixed {config.model} {config.optimizer} {fine_size(config)}"
-        if key not in self._known:
-            fine = self._fine_matrix(config)
-            with without_data():
-                module = Reconstructor(config, self.projector)
-                module.measurement.fine_matrix = fine
-                weights, operator = n_bytes(module.parameters()), n_bytes(module.buffers())
-            self._known[key] = Footprint(weights, weights, self.optimizer_state(config), 0, operator)
-        return self._known[key]
-
-    def _stages(self, config: Config, wanted: list[range]) -> dict[range, "StageCost"]:
-        assert isinstance(config.strategy, PipelineConfig)
-        dtype = AUTOCAST[config.trainer.precision]
-        setting = (config.model, config.data.image_size, config.memory, config.loss, config.strategy.microbatch_size)
-        keys = {iterations: f"{setting} {dtype and dtype.itemsize} {iterations}" for iterations in wanted}
-        missing = [iterations for iterations, key in keys.items() if key not in self._known_stages]
-        if missing:
-            costs = track_stages(config, self.projector, missing)
-            self._known_stages |= {keys[iterations]: cost for iterations, cost in costs.items()}
-        return {iterations: self._known_stages[key] for iterations, key in keys.items()}
+            return optimizer_bytes(optimizer)
 
     def _step(self, config: Config, n_iterations: int) -> Footprint:
         config = with_iterations(config, n_iterations)
-        key = repr((config.model, config.data.batch_size, config.memory, config.optimizer, config.loss))
-        dtype = AUTOCAST[config.trainer.precision]
-        key += f"{dtype and dtype.itemsize} {config.trainer.accumulate_grad_batches > 1}"
-        key += f"{config.strategy} {_n_shards(config)} {fine_size(config)} {averages_weights(config.callbacks)}"
-        if key not in self._known:
-            self._known[key] = track_step(config, self.projector, self._fine_matrix(config))
-        return self._known[key]
+        key = repr(config)
+        if key not in self._steps:
+            self._steps[key] = track_step(config, self.projector, self._fine_matrix(config))
+        return self._steps[key]
+
+    def _stages_of(self, config: Config, wanted: list[range]) -> dict[range, StageCost]:
+        """The cost of some stages, which no schedule and no number of micro-batches changes."""
+        assert isinstance(config.strategy, PipelineConfig)
+        setting = (config.model, config.optimizer, config.memory, config.loss, config.trainer.precision)
+        key = repr((*setting, config.strategy.microbatch_size, config.data.image_size, fine_size(config)))
+        known = self._stages.setdefault(key, {})
+        if missing := [iterations for iterations in wanted if iterations not in known]:
+            known |= track_stages(config, self.projector, self._fine_matrix(config), missing)
+        return known
 
     def _fine_matrix(self, config: Config) -> ScanMatrix | None:
         """A of the finer grid, if the devices simulate on it. It takes as long to build as in the run."""
@@ -176,20 +125,11 @@ class Planner:
         return self._fine.get(size)
 
 
-_COUNTED_AS = ("replica", "shards", "pipeline")
-
-
 def with_assumed_devices(config: Config) -> Config:
     """The config with `ASSUMED_DEVICES` if a strategy leaves their number to the machine.
 
-    Raises ConfigError for a config that cannot run on these, and for a strategy without `planned_as`.
+    Raises ConfigError for a config that cannot run on these.
     """
-    name, planned_as = config.strategy.name, config.strategy.planned_as
-    if planned_as not in _COUNTED_AS:
-        raise ConfigError(
-            f"strategy={name} cannot be planned: its schema in qnmixer/engine/config/strategy.py says planned_as="
-            f"{planned_as}, not {', '.join(_COUNTED_AS)}"
-        )
     if config.strategy.name == "single" or config.trainer.devices is not None:
         return config
     config = replace(config, trainer=replace(config.trainer, devices=ASSUMED_DEVICES))
@@ -197,23 +137,18 @@ def with_assumed_devices(config: Config) -> Config:
     return config
 
 
-def _width(config: Config) -> int:
-    """The number of iterations by which memory grows evenly: whole periods."""
-    return config.model.period if config.model.is_unrolled else 1
+def _affine_from(config: Config) -> tuple[int, int]:
+    """The fewest iterations from which memory is affine in T, and the number by which it grows evenly.
 
-
-def _first(config: Config) -> int:
-    """The fewest iterations from which memory is affine in T: a multiple of the width, below the T of a config."""
-    width, memory, half = _width(config), config.memory.name, config.trainer.precision != "32"
-    fewest = _FEWEST_KEPT if memory == "keep" and not half else _FEWEST_ITERATIONS
-    fewest = max(_FEWEST_RECOMPUTED_IN_HALF if memory == "recompute" and half else fewest, 2 * width)
-    return fewest + (config.model.T - fewest) % width
-
-
-def _n_shards(config: Config) -> int:
-    """The number of devices over which fsdp spreads each tensor; 1 for every other strategy."""
-    sharded = config.strategy.planned_as == "shards"
-    return (config.trainer.devices or 1) * config.trainer.num_nodes if sharded else 1
+    Until then the peak moves within the step. An iteration that is recomputed in half precision takes so little that
+    the states outgrow it late. The number is a multiple of whole periods below T.
+    """
+    if not config.model.is_unrolled:
+        return config.model.T, 1
+    width = config.model.period
+    late = config.memory.name == "recompute" and config.trainer.precision != "32"
+    fewest = max(8 if late else 4, 2 * width)
+    return fewest + (config.model.T - fewest) % width, width
 
 
 def track_step(config: Config, projector: FanBeamProjector, fine_matrix: ScanMatrix | None = None) -> Footprint:
@@ -224,55 +159,69 @@ def track_step(config: Config, projector: FanBeamProjector, fine_matrix: ScanMat
     Gradients of ddp are views of its buckets, which stay when gradients are cleared. While it accumulates, gradients
     are outside the buckets. `strategy` counts them as a copy.
     """
-    n_batches = min(2, config.trainer.accumulate_grad_batches)  # all later batches need the same memory as the second
-    hosted = Hosted()
+    accumulates, ddp = config.trainer.accumulate_grad_batches > 1, config.strategy.name == "ddp"
     with without_data():
         module = build_module(config, projector)
         module.measurement.fine_matrix = fine_matrix
         network = module.network
-        apply_hosted_mode(network, config, hosted)
+        apply_memory_mode(network, config.memory, HOST.type)
         optimizer = build_optimizer(config.optimizer, network)
         make_state(optimizer)
         on_gpu = config.trainer.accelerator != "cpu"  # a plan is for GPUs, unless the run is known to have none
         if on_gpu:
-            step_all_at_once(optimizer)
-        buckets = Buckets(network) if isinstance(config.strategy, DDPConfig) else None
+            _step_all_at_once(optimizer)
         tracker = PeakTracker()
         tracker.track(module, optimizer)
-        size, finer = config.data.image_size, config.data.image_size * config.data.simulation_factor
-        norms = NormsInFull() if on_gpu and config.trainer.precision != "32" else nullcontext()
+        norms = _NormsInFull() if on_gpu and config.trainer.precision != "32" else nullcontext()
         with tracker, norms:
-            for k in range(n_batches):
-                image = torch.rand(config.data.batch_size, 1, size, size)
-                fine = torch.rand(config.data.batch_size, 1, finer, finer) if fine_matrix is not None else None
-                weight = torch.ones(config.data.batch_size)
-                with torch.no_grad():
-                    y = _simulated(module.measurement, image, fine)
+            for k in range(1 + accumulates):  # all later batches need the same memory as the second
+                batch = _batch(config, module.measurement)
                 with autocast(config):
-                    loss = module.training_step(batch_of(image, weight, y), 0)
-                if k == 0:
-                    optimizer.zero_grad()  # as in Lightning: the gradients of the step before exist until here
-                if buckets is not None:
-                    buckets.in_use = k == n_batches - 1
+                    loss = module.training_step(batch, 0)
+                if k == 0:  # as in Lightning: the gradients of the step before exist until here
+                    optimizer.zero_grad(set_to_none=not ddp)
                 loss.backward()
-                del loss, y, image, fine, weight
+                del loss, batch
             torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             optimizer.step()
-        footprint = Footprint(**tracker.peak, host=hosted.bytes)
+        footprint = Footprint(**tracker.peak)
         if averages_weights(config.callbacks):
             footprint = replace(footprint, parameters=2 * footprint.parameters)
-        if buckets is not None:
-            loose = max(0.0, footprint.gradients - buckets.bytes)
-            footprint = replace(footprint, gradients=footprint.gradients - loose, strategy=loose)
-        sharded = config.strategy.planned_as == "shards"
+        if ddp and accumulates:
+            footprint = replace(footprint, strategy=footprint.gradients)
+        sharded = isinstance(config.strategy, FSDPConfig)
         return _sharded(footprint, config, network, optimizer) if sharded else footprint
 
 
-def _simulated(measurement: Measurement, image: Tensor, fine: Tensor | None) -> Tensor:
-    """The sinograms of a batch. A run makes them one by one. All take the same, so the plan makes one."""
-    scan = measurement.projector.geometry
-    others = torch.empty(len(image) - 1, 1, scan.n_views, scan.n_detectors)
-    return torch.cat([others, measurement.project(image[-1:], None if fine is None else fine[-1:])])
+def _batch(config: Config, measurement: Measurement) -> Any:
+    """A batch with its sinograms. A run makes them one by one. All take the same, so the plan makes one."""
+    scan, n, size = measurement.projector.geometry, config.data.batch_size, config.data.image_size
+    image, fine = torch.rand(n, 1, size, size), None
+    if measurement.fine_matrix is not None:
+        fine = torch.rand(n, 1, *2 * [size * config.data.simulation_factor])
+    with torch.no_grad():
+        measured = measurement.project(image[-1:], None if fine is None else fine[-1:])
+    others = torch.empty(n - 1, 1, scan.n_views, scan.n_detectors)
+    return batch_of(image, torch.ones(n), torch.cat([others, measured])) | {"fine": fine}
+
+
+def _step_all_at_once(optimizer: torch.optim.Optimizer) -> None:
+    """Make an optimizer update all weights together, which needs a temporary of the size of all weights.
+
+    torch does so by default on a GPU but not on a CPU.
+    """
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None:
+            group["foreach"] = True
+
+
+class _NormsInFull(TorchFunctionMode):
+    """Makes norms take and give float32, as under autocast on a GPU. On a CPU they would stay in half precision."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.layer_norm, F.group_norm):
+            args, kwargs = tree_map_only(Tensor, Tensor.float, (args, kwargs))
+        return func(*args, **(kwargs or {}))
 
 
 def _sharded(
@@ -286,7 +235,7 @@ def _sharded(
     gradients are full.
     """
     assert isinstance(config.strategy, FSDPConfig)
-    n_shards = _n_shards(config)
+    n_shards = (config.trainer.devices or 1) * config.trainer.num_nodes
     blocks = [n_bytes(block.parameters()) for block in network.blocks()]
     whole, shards = n_bytes(network.parameters()), n_bytes(network.parameters(), n_shards)
     root = whole - sum(blocks)

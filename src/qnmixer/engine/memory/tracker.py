@@ -1,7 +1,7 @@
-"""Counts the bytes of fake or real tensors. Replaces ddp's buckets and the host memory when tensors are fake."""
+"""Counts the bytes of tensors, which are real or have shapes alone, and the parts of such a step."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -9,22 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from qnmixer.engine.config import Config
-from qnmixer.engine.memory.modes import apply_memory_mode, offloading_loop, stays
 from qnmixer.engine.reconstructor import AUTOCAST
-from qnmixer.models.unrolled import UnrolledNetwork
+
+HOST = torch.device("meta")
+"""Where shapes are that offloading has moved to the host. Fake tensors on the CPU are those of the device."""
 
 
-def apply_hosted_mode(network: UnrolledNetwork[Any], config: Config, hosted: "Hosted") -> None:
-    """Apply the memory mode of a run. Tensors that offloading moves go to `hosted`."""
-    apply_memory_mode(network, config.memory)
-    if config.memory.name == "offload":
-        network.loop = partial(offloading_loop, pack=hosted.pack, unpack=hosted.unpack)
+def n_bytes(tensors: Iterable[Tensor], n_shards: int = 1) -> int:
+    """Bytes of some tensors, or of one shard of each if they are cut along the first dimension."""
+    return sum(-(-len(t) // n_shards) * (t.nbytes // len(t)) if t.ndim else t.nbytes for t in tensors)
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer, n_shards: int = 1) -> int:
+    """Bytes of an optimizer's state, or of one shard of it."""
+    return n_bytes((value for value in tree_leaves(list(optimizer.state.values())) if _is_tensor(value)), n_shards)
+
+
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the optimizer state and the gradients of a first step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
 
 
 def batch_of(image: Tensor, weight: Tensor, y: Tensor) -> Any:
@@ -40,41 +50,20 @@ def autocast(config: Config) -> torch.autocast:
     return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False)
 
 
-class NormsInFull(TorchFunctionMode):
-    """Makes norms take and give float32, as under autocast on a GPU. On a CPU they would stay in half precision."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (F.layer_norm, F.group_norm):
-            args, kwargs = tree_map_only(Tensor, Tensor.float, (args, kwargs))
-        return func(*args, **(kwargs or {}))
-
-
-def n_bytes(tensors: Iterable[Tensor], n_shards: int = 1) -> int:
-    """Bytes of some tensors, or of one shard of each if they are cut along the first dimension."""
-    return sum(-(-len(t) // n_shards) * (t.nbytes // len(t)) if t.ndim else t.nbytes for t in tensors)
-
-
-def optimizer_bytes(optimizer: torch.optim.Optimizer, n_shards: int) -> float:
-    """Bytes of an optimizer's state, or of one shard of it."""
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    return n_bytes((value for value in states if isinstance(value, Tensor)), n_shards)
-
-
-def step_all_at_once(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer update all weights together, which needs a temporary of the size of all weights.
-
-    torch does so by default on a GPU but not on a CPU.
-    """
-    for group in optimizer.param_groups:
-        if group.get("foreach", False) is None:
-            group["foreach"] = True
-
-
 @contextmanager
 def without_data() -> Iterator[None]:
     """Tensors made in the block have a shape but no data. Random states are restored afterwards."""
     with torch.random.fork_rng(devices=[]), _ShapesAlone(allow_non_fake_inputs=True):
         yield
+
+
+class _ShapesAlone(FakeTensorMode):
+    """Fake tensors with a value. Optimizers ask for values; any number will do, because no shape depends on it."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The result without data. A mode of its own above this one would cost a second for each plan."""
+        is_value = func is torch.ops.aten._local_scalar_dense.default
+        return 1.0 if is_value else super().dispatch(func, types, args, kwargs)
 
 
 class PeakTracker(TorchDispatchMode):
@@ -89,16 +78,14 @@ class PeakTracker(TorchDispatchMode):
     as long for each operator, and its hooks on modules prevent that graphs are freed.
 
     Attributes:
-        peak: bytes by kind (parameters, gradients, optimizer, operator, activations) when their sum was largest.
-        most: largest number of bytes of activations since the start or `restart`.
-        most_with_gradients: the same, for activations and gradients of weights together.
+        now: bytes by kind (parameters, gradients, optimizer, operator, activations, and `host`, see `HOST`).
+        peak: the same when the sum of all kinds but `host` was largest.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = dict.fromkeys(("parameters", "gradients", "optimizer", "operator", "activations"), 0)
+        self.now = dict.fromkeys(("parameters", "gradients", "optimizer", "operator", "activations", "host"), 0)
         self.peak = dict(self.now)
-        self.most = self.most_with_gradients = 0
         self._kinds: dict[int, str] = {}  # of each storage that is alive
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._hooks: list[Any] = []
@@ -118,26 +105,15 @@ class PeakTracker(TorchDispatchMode):
                 for buffer in thing.buffers():
                     self._count(buffer, "operator")
             elif isinstance(thing, torch.optim.Optimizer):
-                for value in tree_leaves(list(thing.state.values())):
-                    if isinstance(value, Tensor):
-                        self._count(value, "optimizer")
+                for value in filter(_is_tensor, tree_leaves(list(thing.state.values()))):
+                    self._count(value, "optimizer")
             else:
                 self._count(thing, "activations")
 
     @property
     def peak_bytes(self) -> int:
         """The largest number of bytes at once."""
-        return sum(self.peak.values())
-
-    @property
-    def active(self) -> int:
-        """Bytes of activations now."""
-        return self.now["activations"]
-
-    def restart(self) -> None:
-        """Start `most` and `most_with_gradients` again from the current bytes."""
-        self.most = self.most_with_gradients = 0
-        self._note()
+        return sum(self.peak.values()) - self.peak["host"]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # more than half of all calls; fake tensors ask for it
@@ -145,9 +121,8 @@ class PeakTracker(TorchDispatchMode):
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # a wrapper calls this again with the tensors inside it
         result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, Tensor):
-                self._count(value, "activations")
+        for value in filter(_is_tensor, tree_leaves(result)):
+            self._count(value, "host" if getattr(value, "fake_device", None) == HOST else "activations")
         return result
 
     def __exit__(self, *args: Any) -> None:
@@ -165,7 +140,8 @@ class PeakTracker(TorchDispatchMode):
         # Of the storage, not the tensor: views share it, and it is freed with the last of them.
         self._alive[key] = weakref.ref(storage, partial(self._forget, key, size))
         self.now[kind] += size
-        self._note()
+        if sum(self.now.values()) - self.now["host"] > self.peak_bytes:
+            self.peak = dict(self.now)
 
     def _forget(self, key: int, size: int, _: Any) -> None:
         del self._alive[key]
@@ -181,61 +157,6 @@ class PeakTracker(TorchDispatchMode):
         self.now[before] -= storage.nbytes()
         self.now["gradients"] += storage.nbytes()
 
-    def _note(self) -> None:
-        if sum(self.now.values()) > self.peak_bytes:
-            self.peak = dict(self.now)
-        self.most = max(self.most, self.active)
-        self.most_with_gradients = max(self.most_with_gradients, self.active + self.now["gradients"])
 
-
-class _ShapesAlone(FakeTensorMode):
-    """Fake tensors with a value. Optimizers ask for values; any number will do, because no shape depends on it."""
-
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The result without data. A mode of its own above this one would cost a second for each plan."""
-        is_value = func is torch.ops.aten._local_scalar_dense.default
-        return 1.0 if is_value else super().dispatch(func, types, args, kwargs)
-
-
-class Buckets:
-    """ddp's buckets, made of the existing gradients. While `in_use`, each new gradient is copied into its bucket."""
-
-    def __init__(self, network: UnrolledNetwork[Any]) -> None:
-        self.in_use = True
-        self._of = {p: p.grad for p in network.parameters() if p.grad is not None}
-        self.bytes = n_bytes(self._of.values())
-        for p in self._of:
-            p.register_post_accumulate_grad_hook(self._take)
-
-    def _take(self, parameter: Tensor) -> None:
-        own = self._of[parameter]  # type: ignore[index]  # a parameter
-        if self.in_use and parameter.grad is not own:
-            own.copy_(parameter.grad)  # type: ignore[arg-type]  # there is one
-            parameter.grad = own
-
-
-class Hosted:
-    """Saved tensors that offloading moves to the host. It stores shapes only, so the tracker sees the tensors leave."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-
-    def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Count a tensor and forget its data."""
-        if stays(tensor):
-            return lambda: tensor
-        self.bytes += tensor.nbytes
-        return partial(torch.empty_strided, tensor.shape, tensor.stride(), dtype=tensor.dtype)
-
-    @staticmethod
-    def unpack(make: Callable[[], Tensor]) -> Tensor:
-        """A tensor of the same shape."""
-        return make()
-
-
-def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the optimizer state and the gradients of a first step."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)

@@ -1,1 +1,1 @@
-"""Losses, optimizers and learning-rate schedules of training, and the metrics of images."""
+"""Metrics of images."""

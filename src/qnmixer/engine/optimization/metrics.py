@@ -9,7 +9,7 @@ is that of skimage, with the sample covariance and without a border of 3 pixels.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +18,10 @@ from torchmetrics import Metric
 from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
 
 from qnmixer.engine.batch import Batch, to_hu
-from qnmixer.engine.config.metrics import MetricConfig
-from qnmixer.engine.config.target import TARGET
-from qnmixer.engine.optimization.losses import one_for_each
-from qnmixer.engine.plugins import Kind, check_names, load_plugin, make_plugin, taken
+from qnmixer.engine.config.named import MetricConfig
 from qnmixer.errors import PluginError, UserError, first_line
 
 SSIM_WINDOW = 7
-METRIC = Kind(
-    "a function (image, truth), nor a subclass of torch.nn.Module, such as those of torchmetrics",
-    lambda it: issubclass(it, nn.Module) if isinstance(it, type) else callable(it),
-)
 
 
 @dataclass(frozen=True)
@@ -74,7 +67,7 @@ def build_metrics(metrics: Mapping[str, MetricConfig], own_range: bool) -> dict[
         metrics: by name.
         own_range: whether the data range of each image is that of its truth. Passed to targets that have this argument.
     """
-    return {name: _built(f"metrics.{name}.{TARGET}", config, own_range) for name, config in metrics.items()}
+    return {name: _built(config, own_range) for name, config in metrics.items()}
 
 
 def try_metrics(metrics: Mapping[str, ImageMetric], size: int) -> None:
@@ -100,23 +93,23 @@ def try_metrics(metrics: Mapping[str, ImageMetric], size: int) -> None:
             raise PluginError(f"{metric.said} fails for images {[*image.shape]} ({first_line(error)})") from error
 
 
-def _built(key: str, config: MetricConfig, own_range: bool) -> ImageMetric:
-    target, arguments, offered = config._target_, config.arguments, {"own_range": own_range}
-    found = load_plugin(key, target, METRIC)
-    if isinstance(found, type):
-        try:
-            function = make_plugin(key, target, METRIC, arguments=arguments, offered=offered)
-        except UserError:
-            raise
-        except Exception as error:  # a constructor can raise anything
-            raise PluginError(f"{key}={target} refuses its arguments ({first_line(error)})") from error
+def _built(config: MetricConfig, own_range: bool) -> ImageMetric:
+    offered = {"own_range": own_range}
+    function = config.build(offered=offered) if config.is_class else config.bound(offered)
+    if isinstance(function, nn.Module):
         function.requires_grad_(False).eval()
-    else:
-        ours = taken(found, {name: value for name, value in offered.items() if name not in arguments})
-        check_names(key, target, found, arguments, 2, ours)
-        function = partial(found, **ours, **arguments)
-    one_by_one = isinstance(function, Metric) or target.startswith("torchmetrics.")
-    return ImageMetric(f"{key}={target}", function, config.in_hu, one_by_one)
+    one_by_one = isinstance(function, Metric) or config._target_.startswith("torchmetrics.")
+    return ImageMetric(f"{config.key}={config._target_}", function, config.in_hu, one_by_one)
+
+
+def one_for_each(said: str, value: Any, image: Tensor) -> Tensor:
+    """The value of a loss or a metric, which must be [B]. Raises PluginError, which begins by `said`, if it is not."""
+    if not isinstance(value, Tensor) or value.shape != image.shape[:1]:
+        its = f"a tensor {[*value.shape]}" if isinstance(value, Tensor) else type(value).__name__
+        raise PluginError(
+            f"{said} gives {its} for a batch of {len(image)}: it must give [B], one number for each image"
+        )
+    return value
 
 
 def psnr(image: Tensor, truth: Tensor, *, own_range: bool = False) -> Tensor:

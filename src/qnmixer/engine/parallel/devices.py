@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from qnmixer.engine.config import Config
-from qnmixer.engine.config.run import validate
+from qnmixer.engine.config.rules import validate
 from qnmixer.engine.parallel.compilation import check_compiler
 from qnmixer.engine.processes.cores import THREADS, n_cores
 from qnmixer.errors import ConfigError
@@ -43,28 +43,19 @@ def resolve_devices(config: Config) -> Config:
 
 
 @contextmanager
-def cpu_threads(config: Config, free: float | None, recorded: int | None) -> Iterator[str]:
-    """Let torch use only the cores that the machine has free for it, while the block runs on a CPU.
+def cpu_threads(recorded: int | None) -> Iterator[None]:
+    """Let torch use as many threads as before a run was resumed: their number changes the last bits of sums.
 
-    A user's OMP_NUM_THREADS is respected. The number of threads changes the last bits of sums. So it is chosen once,
-    and a resumed run uses the recorded number.
+    A user's OMP_NUM_THREADS is respected.
 
     Args:
-        config: a resolved config.
-        free: the number of cores that other programs leave free; None if it is not known.
         recorded: the number of threads of the run that is resumed; None for a new run, and after several processes.
-
-    Yields a line for the user; "" if torch has all its threads.
     """
     every = torch.get_num_threads()
-    if THREADS in os.environ or config.trainer.accelerator != "cpu":
-        yield ""
-        return
-    n = min(every, recorded or (every if free is None else max(1, round(free))))
-    torch.set_num_threads(n)
-    why = "as before it stopped" if recorded else "as no more cores are free"
+    if THREADS not in os.environ and recorded is not None:
+        torch.set_num_threads(min(every, recorded))
     try:
-        yield f"CPU: {n} of {every} threads, {why} ({THREADS}={every}: all)" if n < every else ""
+        yield
     finally:
         torch.set_num_threads(every)
 

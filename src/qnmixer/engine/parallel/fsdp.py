@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from qnmixer.engine.config.strategy import FSDPConfig
+from qnmixer.engine.config.sections import FSDPConfig
 from qnmixer.engine.parallel.shards import SHARD, gather
 from qnmixer.files import PART_SUFFIX, remove, replace
 from qnmixer.models.unrolled import UnrolledNetwork

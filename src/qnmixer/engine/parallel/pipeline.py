@@ -19,18 +19,17 @@ from torch.optim import Optimizer
 
 from qnmixer.engine.config import Config
 from qnmixer.engine.config.run import batch_of_replica, devices_per_replica
-from qnmixer.engine.config.strategy import PipelineConfig
+from qnmixer.engine.config.sections import PipelineConfig
 from qnmixer.engine.parallel.stages import (
     Context,
     Logged,
     Packing,
     Stage,
     Trained,
-    cut_by_cost,
     cut_evenly,
+    layouts,
     loss_of_part,
     ranges,
-    survey,
 )
 
 
@@ -47,7 +46,6 @@ class PipelineStrategy(DDPStrategy):
         assert isinstance(config.strategy, PipelineConfig)
         self.config, self.pipelining = config, config.strategy
         self.n_devices = devices_per_replica(config)
-        self.cut: list[int] | None = None  # as measured; stored, because a restart may measure other costs
         self._pipeline: Pipeline | None = None
         self._group: dist.ProcessGroup | None = None
 
@@ -79,8 +77,7 @@ class PipelineStrategy(DDPStrategy):
         if self._pipeline is None:
             assert self._group is not None
             context = self.precision_plugin.forward_context
-            self._pipeline = Pipeline(module, self.config, y, self._group, context, self.cut)
-            self.cut = self._pipeline.cut
+            self._pipeline = Pipeline(module, self.config, y, self._group, context)
         return self._pipeline.step(y, batch, batch_idx, self._loss_factor())
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -122,18 +119,9 @@ class Pipeline:
         y: a batch of sinograms; all later batches have its size.
         group: the devices of this pipeline, first stage first.
         context: the autocast context of a forward pass.
-        cut: iterations of each stage, if the run has them already; None: as configured, or balanced by measured cost.
     """
 
-    def __init__(
-        self,
-        module: Trained,
-        config: Config,
-        y: Tensor,
-        group: dist.ProcessGroup,
-        context: Context,
-        cut: list[int] | None = None,
-    ) -> None:
+    def __init__(self, module: Trained, config: Config, y: Tensor, group: dist.ProcessGroup, context: Context) -> None:
         assert isinstance(config.strategy, PipelineConfig)
         options = config.strategy
         self.module, self.context, self.group = module, context, group
@@ -143,14 +131,9 @@ class Pipeline:
         n_stages = n_devices * options.stages_per_device
         of_one = y[: self.microbatch_size]
 
-        cut = options.cut or (cut if cut and len(cut) == n_stages else None)
-        timed = cut is None and not config.trainer.deterministic
-        with torch.random.fork_rng([y.device] if y.is_cuda else []):  # the survey must not change later dropout
-            packings, costs = survey(module.network, of_one, context, timed)
-        cuts = [cut or (cut_by_cost(costs, n_stages) if timed else cut_evenly(len(costs), n_stages))]
-        dist.broadcast_object_list(cuts, group_src=0, group=group)  # each device measured its own costs
-        self.cut: list[int] = cuts[0]
-
+        with torch.random.fork_rng([y.device] if y.is_cuda else []):  # layouts must not change later dropout
+            packings = layouts(module.network, of_one, context)
+        self.cut = options.cut or cut_evenly(module.network.n_iterations, n_stages)
         self.stages = [self._stage(index, packings, of_one) for index in range(device, n_stages, n_devices)]
         n = 1 if self.sequential else len(y) // self.microbatch_size
         # The loss of a micro-batch is its part of the batch's mean, so torch must not divide by their number again.
@@ -177,10 +160,9 @@ class Pipeline:
             packing = packings[iteration]
             return torch.empty(len(y), packing.width, dtype=packing.dtype, device="meta", requires_grad=True)
 
+        incoming = None if first else packings[iterations.start]
         return PipelineStage(
-            _Autocast(
-                Stage(self.module.network, iterations, None if first else packings[iterations.start]), self.context
-            ),
+            Stage(self.module.network, iterations, incoming, self.context),
             index,
             n_stages,
             y.device,
@@ -226,18 +208,6 @@ class Pipeline:
             loss = loss_of_part(self.module, self._batch, self._batch_idx, image, int(positions[0]), self._logged)
         self._losses.append(loss.detach())
         return loss * self._factor
-
-
-class _Autocast(torch.nn.Module):
-    """A stage whose forward pass, and nothing else, runs in the context of the precision."""
-
-    def __init__(self, stage: Stage, context: Context) -> None:
-        super().__init__()
-        self.stage, self.context = stage, context
-
-    def forward(self, *packed: Tensor, y: Tensor) -> Tensor:
-        with self.context():
-            return self.stage(*packed, y=y)
 
 
 def sum_gradients(parameters: list[torch.nn.Parameter], divisor: int) -> None:

@@ -1,12 +1,11 @@
-"""The T iterations of a network cut into stages, the order in which a device runs them, and the loss at their end."""
+"""The T iterations of a network cut into stages, what they send to each other, and the loss at their end."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,24 +41,31 @@ class Stage(nn.Module):
     The first stage has no incoming state. The last stage returns x_T. The state is packed into one tensor, because
     every tensor costs a message each way.
 
-    Attributes:
+    Args:
+        network: of which it runs some iterations.
+        iterations: these.
         incoming: the layout of the incoming state; None for the first stage.
-        outgoing: the layout of the last state sent; None for the last stage, and before the first one.
+        context: the autocast context of the forward pass.
     """
 
-    def __init__(self, network: UnrolledNetwork[Any], iterations: range, incoming: "Packing | None") -> None:
+    def __init__(
+        self,
+        network: UnrolledNetwork[Any],
+        iterations: range,
+        incoming: "Packing | None",
+        context: Context = nullcontext,
+    ) -> None:
         super().__init__()
-        self.network, self.iterations, self.incoming = network, iterations, incoming
-        self.outgoing: Packing | None = None
+        self.network, self.iterations, self.incoming, self.context = network, iterations, incoming, context
 
     def forward(self, *packed: Tensor, y: Tensor) -> Tensor:
         """The state after these iterations; y [b, 1, V, D]."""
-        state = self.network.start(y) if self.incoming is None else self.incoming.unpack(packed[0])
-        state = self.network.loop(self.network, self.iterations, y, state)
-        if self.iterations.stop == self.network.n_iterations:
-            return self.network.image(state)
-        self.outgoing = Packing.of(state)
-        return self.outgoing.pack(state)
+        with self.context():
+            state = self.network.start(y) if self.incoming is None else self.incoming.unpack(packed[0])
+            state = self.network.loop(self.network, self.iterations, y, state)
+            if self.iterations.stop == self.network.n_iterations:
+                return self.network.image(state)
+            return Packing.of(state).pack(state)
 
 
 def loss_of_part(module: Trained, batch: Any, batch_idx: int, image: Tensor, first: int, logged: "Logged") -> Tensor:
@@ -199,139 +205,24 @@ def cut_evenly(n_iterations: int, n_stages: int) -> list[int]:
     return [few + 1] * more + [few] * (n_stages - more)
 
 
-def cut_by_cost(costs: Sequence[float], n_stages: int) -> list[int]:
-    """Iterations of each stage, so that the cost of the most expensive stage is as low as possible."""
-    total = [0.0, *accumulate(costs)]
-    T = len(costs)
-    # best[t]: the cost of the dearest stage, then the sum of squares, for the first t iterations; and their cut.
-    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
-    for stage in range(1, n_stages + 1):
-        ends = range(stage, T - (n_stages - stage) + 1)
-        best = {
-            end: min(
-                (max(worst, total[end] - total[t]), squares + (total[end] - total[t]) ** 2, [*cut, end - t])
-                for t, (worst, squares, cut) in best.items()
-                if t < end
-            )
-            for end in ends
-        }
-    return best[T][2]
-
-
 def ranges(cut: Sequence[int]) -> list[range]:
     """The iterations of each stage."""
     return [range(first, end) for first, end in pairwise([0, *accumulate(cut)])]
 
 
-class Action(NamedTuple):
-    """Forward (F) or backward (B) of a micro-batch through a stage."""
+def layouts(network: UnrolledNetwork[Any], y: Tensor, context: Context) -> list[Packing]:
+    """The layout of the state before each iteration, and after the last one: T + 1 of them.
 
-    kind: Literal["F", "B"]
-    stage: int
-    microbatch: int
-
-
-def actions(schedule: str, device: int, n_devices: int, n_microbatches: int, per_device: int = 1) -> list[Action]:
-    """The order of one device's work in one batch, as torch.distributed.pipelining schedules it (a test compares)."""
-    if schedule == "sequential":
-        return [Action(kind, device, k) for k in range(n_microbatches) for kind in ("F", "B")]
-    if schedule == "gpipe":
-        return [Action(kind, device, k) for kind in ("F", "B") for k in range(n_microbatches)]
-    total = per_device * n_microbatches
-    if schedule == "1f1b":
-        warm_up = min(n_microbatches, n_devices - device)
-        ahead, in_round = warm_up - 1, n_microbatches
-    else:
-        in_round = n_microbatches // max(1, n_microbatches // n_devices)
-        ahead = min(total, (per_device - 1) * in_round + 2 * (n_devices - 1 - device))
-
-    def action(kind: Literal["F", "B"], step: int) -> Action:
-        """The step-th forward or backward pass: in_round micro-batches through one local stage, then the next stage."""
-        turn, k = divmod(step, in_round)
-        turns, local = divmod(turn, per_device)
-        if kind == "B":
-            local = per_device - 1 - local
-        return Action(kind, local * n_devices + device, turns * in_round + k)
-
-    order = [action("F", step) for step in range(ahead)]
-    for step in range(total - ahead):
-        order += [action("F", ahead + step), action("B", step)]
-    return order + [action("B", step) for step in range(total - ahead, total)]
-
-
-def idle_share(
-    schedule: str,
-    n_devices: int,
-    n_microbatches: int,
-    costs: Sequence[float],
-    per_device: int = 1,
-    backward: float = 2.0,
-) -> float:
-    """Share of device time spent waiting (the bubble), from the forward costs of stages. Sending counts as free."""
-    n_stages = n_devices * per_device
-    todo = [actions(schedule, device, n_devices, n_microbatches, per_device) for device in range(n_devices)]
-    clock, done = [0.0] * n_devices, dict[Action, float]()
-    busy = sum(n_microbatches * cost * (1 + backward) for cost in costs)
-    while any(todo):
-        for device, queue in enumerate(todo):
-            while queue and (ready := _ready(queue[0], n_stages, schedule, done)) is not None:
-                action = queue.pop(0)
-                cost = costs[action.stage] * (1.0 if action.kind == "F" else backward)
-                clock[device] = done[action] = max(clock[device], ready) + cost
-    return 1 - busy / (n_devices * max(clock))
-
-
-def _ready(action: Action, n_stages: int, schedule: str, done: dict[Action, float]) -> float | None:
-    """The time when the input of an action is ready; None if that is not known yet."""
-    kind, stage, k = action
-    needed = []
-    if kind == "F" and stage:
-        needed.append(Action("F", stage - 1, k))
-    if kind == "B":
-        needed.append(Action("F", stage, k) if stage == n_stages - 1 else Action("B", stage + 1, k))
-    if kind == "F" and not stage and schedule == "sequential" and k:
-        needed.append(Action("B", 0, k - 1))
-    return None if any(n not in done for n in needed) else max((done[n] for n in needed), default=0.0)
-
-
-def survey(
-    network: UnrolledNetwork[Any], y: Tensor, context: Context, timed: bool
-) -> tuple[list[Packing], list[float]]:
-    """The layout of the state before each iteration (T + 1 of them), and the seconds of each iteration, both passes.
-
-    Iterations run one at a time, so this needs the memory of one iteration. The first one includes the start, the last
-    one the image.
+    Iterations run one at a time, so this needs the memory of one iteration.
     """
-    # autograd.grad, not backward: the survey must leave no gradients behind.
-    parameters = [p for p in network.parameters() if p.requires_grad]
-    packings, costs = [], []
-
-    def clock() -> float:
-        if y.is_cuda:
-            torch.cuda.synchronize(y.device)
-        return time.perf_counter()
-
-    def once(t: int, state: Any) -> Any:
-        with torch.enable_grad(), context():
-            before = network.start(y) if t == 0 else state
-            after = network.step(t, y, before)
-            end = network.image(after) if t == network.n_iterations - 1 else after
-        if timed:
-            ends = [leaf for leaf in tree_flatten(end)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
-            torch.autograd.grad(ends, parameters, [torch.ones_like(leaf) for leaf in ends], allow_unused=True)
-        return before, after
-
-    state: Any = None
+    packings, state = [], None
     for t in range(network.n_iterations):
-        seconds = []
-        for _ in range(3 if timed else 1):  # the first run is slow, so the later ones count
-            start = clock()
-            before, after = once(t, state)
-            seconds.append(clock() - start)
-        costs.append(min(seconds))
+        with torch.enable_grad(), context():
+            before = state if t else network.start(y)
+            state = network.step(t, y, before)
         packings.append(Packing.of(before))
-        state = _as_leaves(after)
-    return [*packings, Packing.of(state)], costs
+        state = _as_leaves(state)
+    return [*packings, Packing.of(state)]
 
 
 def _as_leaves(state: Any) -> Any:

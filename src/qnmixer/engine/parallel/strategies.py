@@ -1,6 +1,5 @@
 """The Lightning strategy and the precision plugin that a config names."""
 
-from collections.abc import Callable
 from datetime import timedelta
 from inspect import signature
 from typing import Any
@@ -10,10 +9,10 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch.nn.parallel import DistributedDataParallel
 
 from qnmixer.engine.config import Config
-from qnmixer.engine.config.strategy import DDPConfig, FSDPConfig
+from qnmixer.engine.config.sections import DDPConfig, FSDPConfig, PipelineConfig, SingleConfig
 from qnmixer.engine.parallel.fsdp import ShardedStrategy
 from qnmixer.engine.parallel.pipeline import PipelineStrategy
-from qnmixer.errors import ConfigError, suggest
+from qnmixer.errors import ConfigError
 
 # Long, because ranks wait while one of them evaluates, plans or writes.
 _TIMEOUT = timedelta(minutes=30)
@@ -30,35 +29,22 @@ def build_strategy(config: Config) -> Strategy | str:
 
     Raises ConfigError for a name without a strategy.
     """
-    name = config.strategy.name
-    if name not in _STRATEGIES:
-        raise ConfigError(f"strategy={name} is not known: {suggest(name, _STRATEGIES)}")
-    return _STRATEGIES[name](config)
+    match config.strategy:
+        case SingleConfig():
+            return "auto"
+        case DDPConfig(static_graph=static):
+            # Gradients that are views of ddp's buckets save a copy of all gradients.
+            return DDPStrategy(static_graph=static, gradient_as_bucket_view=True, timeout=_TIMEOUT, **_NO_BUFFERS)
+        case FSDPConfig():
+            n_processes = (config.trainer.devices or 1) * config.trainer.num_nodes
+            return ShardedStrategy(n_processes, config.strategy, _TIMEOUT)
+        case PipelineConfig():
+            return PipelineStrategy(config, _TIMEOUT)
+    raise ConfigError(f"strategy={config.strategy.name} is not known: choose single, ddp, fsdp or pipeline")
 
 
 def build_precision(config: Config, accelerator: str) -> Precision:
     """Autocast, and a GradScaler for fp16, on a CPU too: there Lightning would silently use bf16 for 16-mixed."""
     precision = config.trainer.precision
     # A plugin, because the Trainer's own `precision="16-mixed"` is refused by Lightning's FSDP2 strategy.
-    return Precision() if precision == "32" else MixedPrecision(precision, accelerator)  # type: ignore[arg-type]  # a choice
-
-
-def _ddp(config: Config) -> Strategy:
-    assert isinstance(config.strategy, DDPConfig)
-    # Gradients that are views of ddp's buckets save a copy of all gradients.
-    return DDPStrategy(
-        static_graph=config.strategy.static_graph, gradient_as_bucket_view=True, timeout=_TIMEOUT, **_NO_BUFFERS
-    )
-
-
-def _fsdp(config: Config) -> Strategy:
-    assert isinstance(config.strategy, FSDPConfig)
-    return ShardedStrategy((config.trainer.devices or 1) * config.trainer.num_nodes, config.strategy, _TIMEOUT)
-
-
-_STRATEGIES: dict[str, Callable[[Config], Strategy | str]] = {
-    "single": lambda config: "auto",
-    "ddp": _ddp,
-    "fsdp": _fsdp,
-    "pipeline": lambda config: PipelineStrategy(config, _TIMEOUT),
-}
+    return Precision() if precision == "32" else MixedPrecision(precision, accelerator)

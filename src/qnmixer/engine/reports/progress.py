@@ -1,11 +1,11 @@
 """Show progress: a bar at the bottom of a terminal, and whole lines at intervals in a log."""
 
-import sys
 import time
 from collections.abc import Collection, Iterator
-from typing import Any, TextIO, TypeVar, cast
+from typing import Any, TypeVar
 
 from rich.console import Console
+from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -42,25 +42,21 @@ class Pace:
 
 
 class Bar:
-    """One line at the bottom of a terminal. All printed text goes above it. `end` removes it.
+    """One line at the bottom of a terminal. rich puts all printed lines above it. `end` removes it.
 
-    rich has such a bar too. Three things are different here. A user's W&B logger records all output, and would record
-    control characters; it does not see this bar. No thread draws this bar: data workers are forked, and would inherit
-    the lock of such a thread. The cursor stays visible, so a killed run leaves the terminal usable.
+    No thread draws it: data workers are forked, and would inherit the lock of such a thread. The cursor stays visible,
+    so a killed run leaves the terminal usable.
 
     Args:
         console: of a terminal, see `takes_a_bar`.
     """
 
     def __init__(self, console: Console) -> None:
-        self.console = console
-        self._terminal = cast(TextIO, console.file)
-        self._line = ""
-        self._is_drawn = self._mid_line = False
+        self._live = Live(console=console, auto_refresh=False, transient=True)
         self._last = 0.0
-        self._streams = sys.stdout, sys.stderr
-        self._above = tuple(cast(TextIO, _Above(stream, self)) for stream in self._streams)
-        sys.stdout, sys.stderr = self._above
+        self._live.start()
+        console.show_cursor(True)
+        self._soft_wrap, console.soft_wrap = console.soft_wrap, True  # else rich would cut long lines of others
 
     def is_due(self) -> bool:
         """Whether to draw it again. Ten times a second is enough."""
@@ -73,57 +69,14 @@ class Bar:
         line.add_column(no_wrap=True)
         line.add_column(ratio=1)
         line.add_column(no_wrap=True)
-        middle = "" if total is None else ProgressBar(max(total, 1), done)
+        middle: Any = "" if total is None else ProgressBar(max(total, 1), done)
         line.add_row(Text(before), middle, Text(after))
-        with self.console.capture() as drawn:
-            self.console.print(line, width=self.console.width - 1, no_wrap=True)
-        self._line = drawn.get().splitlines()[0]
-        self._redraw()
-
-    def print(self, text: str, stream: TextIO) -> int:
-        """Write a text above the bar."""
-        self._clear()
-        n_written = stream.write(text)
-        stream.flush()
-        self._mid_line = not text.endswith("\n")
-        self._redraw()
-        return n_written
+        self._live.update(line, refresh=True)
 
     def end(self) -> None:
         """Remove the bar."""
-        self._clear()
-        self._line = ""
-        # Somebody else may have replaced the streams since, and still use them.
-        if (sys.stdout, sys.stderr) == self._above:
-            sys.stdout, sys.stderr = self._streams
-
-    def _clear(self) -> None:
-        if self._is_drawn:
-            self._is_drawn = False
-            self._write("\r\x1b[2K")
-
-    def _redraw(self) -> None:
-        if self._line and not self._mid_line:  # a line that is not finished must not end in a bar
-            self._is_drawn = True
-            self._write(f"\r\x1b[2K{self._line}")
-
-    def _write(self, text: str) -> None:
-        """Write to the terminal directly, because W&B listens to the stream's `write`."""
-        self._terminal.buffer.write(text.encode(self._terminal.encoding, "replace"))
-        self._terminal.flush()
-
-
-class _Above:
-    """A stream whose text is written above a bar."""
-
-    def __init__(self, stream: TextIO, bar: Bar) -> None:
-        self._stream, self._bar = stream, bar
-
-    def write(self, text: str) -> int:
-        return self._bar.print(text, self._stream) if text else 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        self._live.stop()
+        self._live.console.soft_wrap = self._soft_wrap
 
 
 def progress(items: Collection[T] | DataLoader[T], doing: str, unit: str, console: Console) -> Iterator[T]:

@@ -1,13 +1,27 @@
-"""Tables: CSV for programs, Markdown and the terminal for people."""
+"""Tables and the numbers in them: CSV for programs, Markdown and the terminal for people."""
 
 import csv
 import io
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
+
+NOTHING = "–"
+"""The cell of a value that is not known."""
+
+
+@dataclass
+class Table:
+    """A table of texts. Each row is as long as the headings; its first cell is its name."""
+
+    title: str
+    headings: list[str]
+    rows: list[list[str]]
+    note: str = ""
 
 
 def csv_table(rows: Iterable[Sequence[Any]]) -> str:
@@ -33,14 +47,20 @@ def decimals_of(value: float) -> int:
     return 3 - math.floor(math.log10(size)) if 0 < size < 1 else 2
 
 
-def in_digits(value: float) -> str:
-    """A value as text: "30.12", "0.04321"."""
-    return f"{value:.{decimals_of(value)}f}"
+def in_digits(value: float | None, deviation: float | None = None, of: float | None = None, sign: str = "") -> str:
+    """A value as text: "30.12", "0.04321", "34.13 ± 0.52"; "–" for None.
+
+    `of`: the value whose size gives the decimals, if it is another one. `sign`: "+" shows that of a positive value.
+    """
+    if value is None:
+        return NOTHING
+    decimals = decimals_of(value if of is None else of)
+    return f"{value:{sign}.{decimals}f}" + ("" if deviation is None else f" ± {deviation:.{decimals}f}")
 
 
-def terminal_table(headings: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1, **look: Any) -> Table:
+def terminal_table(headings: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1, **look: Any) -> RichTable:
     """A table for a rich console. The first `words` columns are aligned left, numbers right; `look`: rich's options."""
-    table = Table(title_justify="left", **look)
+    table = RichTable(title_justify="left", **look)
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number < words else "right")
     for row in rows:

@@ -13,11 +13,11 @@ from pathlib import Path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from qnmixer.engine.config.metrics import modes_of, parse_metrics
+from qnmixer.engine.config.named import modes_of, parse_metrics
 from qnmixer.engine.config.overrides import quoted
 from qnmixer.engine.sweeps.report import rows_of, write_report
 from qnmixer.engine.tracking.results import git_commit, read_results
-from qnmixer.engine.tracking.run_folder import RUNS, run_lock
+from qnmixer.engine.tracking.run import RUNS, run_lock
 from qnmixer.engine.tracking.sweep_file import SWEEP, Sweep, read_sweep, write_sweep
 from qnmixer.errors import ConfigError, SweepFailed
 from qnmixer.files import check_unused, last_change
@@ -104,7 +104,7 @@ def _check(overrides: list[str], config: DictConfig) -> None:
     if any(override.startswith("resume=") for override in overrides):
         raise ConfigError("resume= resumes one run, not a sweep: to resume a sweep, give its own command again")
     sweeper = config.hydra.sweeper
-    modes = modes_of(parse_metrics(OmegaConf.to_container(config.metrics), {}))
+    modes = modes_of(parse_metrics(OmegaConf.to_container(config.metrics)))
     wanted = f"{modes.get(config.monitor, 'max')}imize"
     if "direction" in sweeper and getattr(sweeper.direction, "name", sweeper.direction) != wanted:
         raise ConfigError(f"monitor={config.monitor} must be {wanted}d: set hydra.sweeper.direction={wanted}")

@@ -1,14 +1,13 @@
 """The loggers of a run: always metrics.csv, and those that the config names."""
 
-import inspect
 import os
 import platform
 import re
-import shutil
 import sys
 import uuid
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,18 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from qnmixer.engine.config import Config, effective_batch, to_plain, without_places
-from qnmixer.engine.config.logger import LONGEST_TAG, METRICS_FILE, LoggerConfig, WandbConfig, section_of
+from qnmixer.engine.config.named import METRICS_FILE, LoggerConfig, WandbConfig
 from qnmixer.engine.config.overrides import values_of
+from qnmixer.engine.config.sections import LONGEST_TAG
 from qnmixer.engine.config.target import with_names
-from qnmixer.engine.plugins import load_plugin, make_plugin, subclass_of
 from qnmixer.engine.processes.ranks import rank
 from qnmixer.engine.reconstructor import method_name
-from qnmixer.engine.reports.page import without_folders
+from qnmixer.engine.reports.paths import without_folders
 from qnmixer.engine.tracking.metrics_file import MetricsFile
 from qnmixer.engine.tracking.results import git_commit, versions
-from qnmixer.engine.tracking.sweep_file import name_of_job, name_of_run, sweep_of
-from qnmixer.errors import ConfigError, PluginError, UserError, first_line
+from qnmixer.engine.tracking.run import name_of_run
+from qnmixer.engine.tracking.sweep_file import name_of_job, sweep_of
+from qnmixer.errors import ConfigError, first_line
 from qnmixer.files import write_text
 
 CODE_DIFF = "code.diff"
@@ -37,10 +37,9 @@ KNOWN_UNTIL = Path("wandb", "known_until")  # W&B has all steps before this one,
 # Exit codes of a W&B run; wandb itself uses the last one for Ctrl-C.
 DONE, FAILED, INTERRUPTED = 0, 1, 255
 
-_LOGGER = subclass_of("lightning.pytorch.loggers.Logger")
 _STEP = "trainer/global_step"  # as Lightning's logger calls it
 # Only one kind of network has these. They get a curve, but no column in the table of runs.
-_CURVES_ONLY = ("train/lambda_", "val/cosine_zs", "val/skipped_pairs")
+_CURVES_ONLY = ("train/lambda_*", "val/cosine_zs", "val/skipped_pairs")
 _SECONDS_TO_START = 30
 _SECONDS_TO_DISK = 0.1  # W&B's default is 15. A kill loses these rows, and the resumed run does not repeat them
 # Less than the time that a rank has to stop (qnmixer.engine.processes.ranks). Data that is not sent by then stays here.
@@ -62,46 +61,25 @@ def build_loggers(config: Config, folder: Path, overrides: list[str], resumed_at
     """
     file = MetricsFile(folder, resumed_at)
     loggers: list[Logger] = [file]
-    for name, options in config.logger.items() if rank() == 0 else ():
+    for options in config.logger.values() if rank() == 0 else ():
         if isinstance(options, LoggerConfig):
             if options._target_ != METRICS_FILE:
-                loggers.append(_build(section_of(name), config, options, folder))
+                loggers.append(_build(config, options, folder))
         elif options.mode != "disabled":
-            resumes = resumed_at is not None and (folder / RUN_ID).is_file()
-            known_until = max(file.last_step() or 0, _known_until(folder)) if resumes else 0
-            write_text(folder / KNOWN_UNTIL, str(known_until))
-            run = _start(config, options, folder, overrides, resumes)
-            wandb_run = WandbRun(run, known_until, options.log_checkpoint)
-            for row in file.rows_before()[-1:] if resumes else ():  # W&B may lack it, and training does not repeat it
-                values = {name: float(text) for name, text in row.items() if text and name != "step"}
-                wandb_run.log_metrics(values, int(row["step"]))
-            loggers.append(wandb_run)
+            loggers.append(_wandb_run(config, options, folder, overrides, file))
     return loggers
 
 
-def _build(section: str, config: Config, options: LoggerConfig, folder: Path) -> Logger:
+def _build(config: Config, options: LoggerConfig, folder: Path) -> Logger:
     """Build a logger of Lightning or of the user, and log the config. It gets the run folder if it can take one."""
-    key, target = f"{section}._target_", options._target_
-    arguments = {name: value for name, value in options.arguments.items() if value is not None}
-    cls = load_plugin(key, target, _LOGGER)
-    parameters = inspect.signature(cls).parameters
-    if "save_dir" in parameters:
-        arguments = {"save_dir": str(folder)} | arguments
-    if "tracking_uri" in parameters:  # MLflow's default is a folder of files, which its new versions refuse
-        arguments = {"tracking_uri": f"sqlite:///{folder.absolute()}/mlflow.db"} | arguments
-    try:
-        logger = make_plugin(key, target, _LOGGER, arguments=arguments)
-    except UserError:
-        raise
-    except Exception as error:  # a constructor can raise anything
-        raise PluginError(f"{key}={target} refuses its arguments ({first_line(error)})") from error
+    given = {name: value for name, value in options.arguments.items() if value is not None}
+    places = {
+        "save_dir": str(folder),
+        "tracking_uri": f"sqlite:///{folder.absolute()}/mlflow.db",  # MLflow's own default is refused by new versions
+    }
+    logger: Logger = replace(options, arguments=given).build(offered=places)
     logger.log_hyperparams(_described(config))
     return logger
-
-
-def _known_until(folder: Path) -> int:
-    path = folder / KNOWN_UNTIL
-    return int(path.read_text()) if path.is_file() else 0
 
 
 def close_loggers(loggers: Mapping[str, WandbConfig | LoggerConfig], exit_code: int) -> None:
@@ -114,8 +92,8 @@ def close_loggers(loggers: Mapping[str, WandbConfig | LoggerConfig], exit_code: 
     # Without `finish` the next run of this process would log into this one. Without a code it would record success.
     try:
         run.finish(exit_code=exit_code)
-        if (ours := folder.with_name(KNOWN_UNTIL.name)).is_file():  # of the user's own logger there is none
-            write_text(ours, str(max(n_known, int(ours.read_text()))))  # this part may have repeated steps only
+        if (known := folder.with_name(KNOWN_UNTIL.name)).is_file():  # of the user's own logger there is none
+            write_text(known, str(max(n_known, int(known.read_text()))))  # this part may have repeated steps only
     except TimeoutError:
         warnings.warn(
             f"W&B did not get all data, as the network is slow or lost: send it with "
@@ -124,16 +102,11 @@ def close_loggers(loggers: Mapping[str, WandbConfig | LoggerConfig], exit_code: 
         )
 
 
-def log_checkpoint(loggers: list[Logger], checkpoint: Path, metadata: Mapping[str, float]) -> None:
+def log_checkpoint(loggers: list[Logger], checkpoint: Path) -> None:
     """Log a checkpoint as an artifact, if the W&B run asks for it. An offline run stores a copy for `wandb sync`."""
     for logger in loggers:
         if isinstance(logger, WandbRun) and logger.log_best:
-            import wandb
-
-            artifact = wandb.Artifact(f"model-{logger.experiment.id}", "model", metadata=dict(metadata))
-            add = artifact.add_dir if checkpoint.is_dir() else artifact.add_file
-            add(str(checkpoint), name=checkpoint.name)
-            logger.experiment.log_artifact(artifact, aliases=["best"])
+            logger.experiment.log_model(checkpoint, f"model-{logger.experiment.id}", aliases=["best"])
 
 
 class WandbRun(WandbLogger):
@@ -151,7 +124,6 @@ class WandbRun(WandbLogger):
     def __init__(self, run: Any, known_until: int, log_best: bool) -> None:
         super().__init__(experiment=run)
         self.known_until, self.log_best = known_until, log_best
-        self._curves: set[str] = set()
         self._trained = False
 
     @rank_zero_only
@@ -163,31 +135,39 @@ class WandbRun(WandbLogger):
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Add values to the row of a step."""
         assert step is not None
-        if step < self.known_until and not self._trained:
-            return
-        for name in metrics.keys() - self._curves:
-            if name.startswith(_CURVES_ONLY):  # by its full name: if two globs match, wandb picks one at random
-                self.experiment.define_metric(name, step_metric=_STEP, step_sync=True, summary="none")
-                self._curves.add(name)
-        row = step if step >= self.known_until else self.known_until + 1  # W&B's steps only rise
-        self.experiment.log({**metrics, _STEP: step}, step=row)
+        if step >= self.known_until or self._trained:
+            row = step if step >= self.known_until else self.known_until + 1  # W&B's steps only rise
+            self.experiment.log({**metrics, _STEP: step}, step=row)
 
 
-def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[str], resumes: bool) -> Any:
-    """Start or resume the W&B run of a folder."""
+def _wandb_run(config: Config, options: WandbConfig, folder: Path, overrides: list[str], file: MetricsFile) -> WandbRun:
+    """Start the W&B run of a folder. If it resumes, W&B goes on where it was."""
+    id_file, known_file, known_until = folder / RUN_ID, folder / KNOWN_UNTIL, 0
+    resumes = file.resumed_at is not None and id_file.is_file()
+    if resumes:
+        known_until = max(file.last_step(), int(known_file.read_text()))
+    else:
+        # `wandb agent` chooses the id of each run that it starts.
+        of_agent = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
+        write_text(id_file, of_agent or uuid.uuid4().hex[:8])
+    write_text(known_file, str(known_until))
+    logger = WandbRun(_start(config, options, folder, overrides), known_until, options.log_checkpoint)
+    for row in file.rows_before()[-1:] if resumes else ():  # W&B may lack it, and training does not repeat it
+        values = {name: float(text) for name, text in row.items() if text and name != "step"}
+        logger.log_metrics(values, int(row["step"]))
+    return logger
+
+
+def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[str]) -> Any:
+    """Start or resume the W&B run that wandb/run_id names."""
     import wandb
 
-    id_file = folder / RUN_ID
-    if not resumes:
-        write_text(id_file, _new_id())
-    run_id = id_file.read_text()
-    earlier = set(id_file.parent.glob(f"run-*-{run_id}"))
     group, name = _place(config, folder, overrides)
     quiet = wandb.Settings(silent=True)  # silent also stops wandb from asking for a key: nobody may sit at the terminal
     wandb.setup(settings=quiet)
     arguments: dict[str, Any] = {
         "mode": options.mode,
-        "id": run_id,
+        "id": (folder / RUN_ID).read_text(),
         "resume": "allow",  # "must" would fail for a run that was offline before
         "project": options.project,
         "entity": options.entity,
@@ -219,25 +199,17 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
     except wandb.errors.CommError as error:
         wandb.teardown()  # without it wandb would treat the id as in use
         wandb.setup(settings=quiet)
-        for begun in set(id_file.parent.glob(f"run-*-{run_id}")) - earlier:
-            shutil.rmtree(begun)  # or `wandb sync` would send an empty run
         warnings.warn(
             f"W&B cannot be reached, or refuses the run ({first_line(error)}). The run continues offline: send it "
             f"later with wandb sync {folder}/wandb/offline-run-*",
             stacklevel=2,
         )
         run = wandb.init(**(arguments | {"mode": "offline"}))
-    run.define_metric(_STEP)
-    run.define_metric("*", step_metric=_STEP, step_sync=True)
+    for name in _CURVES_ONLY:
+        run.define_metric(name, summary="none")
     if options.log_code and (folder / CODE_DIFF).is_file():
         run.save(str(folder / CODE_DIFF), base_path=str(folder), policy="now")
     return run
-
-
-def _new_id() -> str:
-    """The id of a new W&B run. `wandb agent` chooses the id of each run that it starts."""
-    of_agent = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
-    return of_agent or uuid.uuid4().hex[:8]
 
 
 def _place(config: Config, folder: Path, overrides: list[str]) -> tuple[str | None, str]:
@@ -254,8 +226,8 @@ def _place(config: Config, folder: Path, overrides: list[str]) -> tuple[str | No
 def _tags(config: Config, overrides: list[str]) -> list[str]:
     """The user's tags, then the experiment, model, data and strategy of the run."""
     given, what = values_of(overrides), with_names(to_plain(config))
-    chosen = [value.strip("[]").split(",") for key, value in given.items() if key.partition("/")[0] == "experiment"]
-    experiments = [word.strip() for words in chosen for word in words if word != "null"]
+    chosen = [value for key, value in given.items() if key.partition("/")[0] == "experiment" and value != "null"]
+    experiments = [word for words in chosen for word in re.split(r"[\s,]+", words.strip("[] "))]
     words = [*experiments, what["model"]["name"], what["data"]["name"], config.strategy.name]
     return [*dict.fromkeys([*config.tags, *(word[:LONGEST_TAG] for word in words)])]
 

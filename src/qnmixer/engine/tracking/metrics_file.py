@@ -6,18 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from qnmixer.files import write_text
 
-FIRST = ("step", "samples")
 
+class MetricsFile(CSVLogger):
+    """Lightning's logger, but a killed process loses at most the last row, and a resumed run keeps its rows.
 
-class MetricsFile(Logger):
-    """Logger for metrics.csv of a run folder. If the process is killed, at most the last row is lost.
-
-    Lightning's CSVLogger does not fit. It deletes an earlier file, and while it adds a column there is no file.
+    Lightning's own deletes an earlier file, and while it adds a column there is no file.
 
     `step` of a row is the number of optimizer steps done by then, like `global_step` in a checkpoint.
 
@@ -28,41 +26,24 @@ class MetricsFile(Logger):
     """
 
     def __init__(self, folder: Path, resumed_at: int | None = None) -> None:
-        super().__init__()
+        super().__init__(folder, name="", version="")
         self.path, self.resumed_at = folder / "metrics.csv", resumed_at
         self._columns: list[str] | None = None  # of the file; None before the first row
 
     @property
-    def name(self) -> str:
-        """Empty: a run folder has one metrics.csv."""
-        return ""
-
-    @property
-    def version(self) -> str:
-        """Empty, for the same reason."""
-        return ""
-
-    @property
-    def save_dir(self) -> str:
-        """The run folder."""
-        return str(self.path.parent)
-
-    @property
-    def log_dir(self) -> str:
-        """The run folder."""
-        return str(self.path.parent)
+    def experiment(self) -> Any:
+        """This file: Lightning's own writer would delete an earlier one."""
+        return self
 
     @rank_zero_only
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(self, params: Any = None) -> None:
         """Do nothing: .hydra/ has them."""
 
     @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:  # type: ignore[override]
         """Append a row."""
-        assert step is not None
-        row = {"step": step, **metrics}
+        row: dict[str, Any] = {"step": step, **metrics}
         if self._columns is None:
-            self._columns = []
             self._rewrite(self.rows_before(), row)
         elif not row.keys() <= set(self._columns):
             self._rewrite(read_metrics(self.path), row)
@@ -70,9 +51,12 @@ class MetricsFile(Logger):
             with self.path.open("a", newline="") as stream:
                 stream.write(_lines(self._columns, [row]))
 
-    def last_step(self) -> int | None:
-        """The last step that has a row."""
-        return max((int(row["step"]) for row in read_metrics(self.path)), default=None)
+    def save(self) -> None:
+        """Do nothing: each row is on the disk already."""
+
+    def last_step(self) -> int:
+        """The last step that has a row; 0 without any."""
+        return max((int(row["step"]) for row in read_metrics(self.path)), default=0)
 
     def rows_before(self) -> list[dict[str, str]]:
         """The rows up to the step that the run resumes from; [] for a new run."""
@@ -81,9 +65,9 @@ class MetricsFile(Logger):
         return [row for row in read_metrics(self.path) if int(row["step"]) <= self.resumed_at]
 
     def _rewrite(self, rows: list[dict[str, str]], new: dict[str, Any]) -> None:
-        names = dict.fromkeys([*FIRST, *(name for row in [*rows[:1], new] for name in row)])
-        # Every row read from the file has all its columns, so the first one stands for all.
-        self._columns = [name for name in names if any(name in row for row in (*rows[:1], new))]
+        # Every row of the file has all its columns, so the first one stands for all.
+        columns = dict.fromkeys([*(name for row in [*rows[:1], new] for name in row)])
+        self._columns = sorted(columns, key=lambda name: name not in ("step", "samples"))
         header = dict(zip(self._columns, self._columns, strict=True))
         write_text(self.path, _lines(self._columns, [header, *rows, new]))
 

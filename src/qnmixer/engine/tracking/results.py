@@ -25,41 +25,38 @@ PACKAGES = ("torch", "lightning", "hydra-core", "torchmetrics", "wandb", "qnmixe
 
 
 @contextmanager
-def results(folder: Path, overrides: list[str], resumes: bool = False) -> Iterator[dict[str, Any]]:
+def results(folder: Path, overrides: list[str], before: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
     """Write results.json: `status` is running while the block runs, then done, failed or interrupted.
 
     Yields a dict for metrics and paths. It is written at the end, also if the block fails. Its `seconds` include
-    earlier parts of the run. With `resumes` the dict starts from the results.json that exists, with its
-    overrides: a refused resume must not change what the run is. One of a run that is done leaves it done.
+    earlier parts of the run.
+
+    Args:
+        folder: where results.json is written.
+        overrides: of a new run.
+        before: the record of a run that resumes; None for a new run. Its overrides stay: a refused resume must not
+            change what the run is. A run that is done stays done.
     """
-    before = read_results(folder) if resumes else {}
-    record: dict[str, Any] = before | {
-        "status": "running",
-        "overrides": before.get("overrides", overrides),  # until they are accepted
-        "git_commit": git_commit(),
-        "versions": versions(),
-        "started": before.get("started", now()),
-    }
+    fresh = {"status": "running", "git_commit": git_commit(), "versions": versions()}
+    record: dict[str, Any] = fresh | {"overrides": overrides, "started": now()} | (before or {}) | fresh
     record.pop("error", None)  # of the part before the resume
     start = time.monotonic()
     write_results(folder, record)
     try:
         yield record
+        record["status"] = "done"
     except KeyboardInterrupt:
         record["status"] = "interrupted"
         raise
     except BaseException as error:
-        record["status"] = "failed"
-        record["error"] = f"{type(error).__name__}: {error}"
+        record |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
         raise
-    else:
-        record["status"] = "done"
     finally:
         record["seconds"] = round(record.get("seconds", 0.0) + time.monotonic() - start, 1)
         if record["status"] != "done":
             if (since := read_results(folder)).get("status") == "failed":
                 record |= {key: since[key] for key in ("status", "error")}  # another rank recorded the cause before
-            if was_refused(before, record):
+            if before and was_refused(before, record):
                 record = before
         write_results(folder, record)
 

@@ -15,16 +15,20 @@ from omegaconf import OmegaConf
 
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.overrides import LENGTH, key_of, looks_elsewhere, looks_up, of_hydra, quoted, values_of
-from qnmixer.engine.config.search_path import CONF, SEARCH_PATH, packages_of, search_path_in, with_search_path
+from qnmixer.engine.config.search_path import CONF, SEARCH_PATH, search_path_in, with_search_path
 from qnmixer.engine.config.target import TARGET
 from qnmixer.engine.plugins import check_trusted, module_of, trust_words
 from qnmixer.engine.processes.ranks import rank
 from qnmixer.engine.tracking.results import read_results
-from qnmixer.engine.tracking.run_folder import (
+from qnmixer.engine.tracking.run import (
+    BEGINNING,
+    HYDRA,
+    NEXT_HYDRA,
     RUNS,
     has_checkpoint,
     last_touched,
     overrides_of,
+    resumes_in_place,
     run_lock,
     run_of,
     runs_in,
@@ -35,7 +39,9 @@ from qnmixer.weights import PRETRAINED
 
 _REGULARIZER = "model.regularizer"
 _NAMES_CODE = re.compile(r"_target_|\bregularizer\b")
-_LETS_HYDRA_RUN_CODE = ("callbacks", "job_logging", "hydra_logging", "job.env_set", "launcher", "sweeper")
+_LETS_HYDRA_RUN_CODE = tuple(
+    f"hydra.{key}." for key in ("callbacks", "job_logging", "hydra_logging", "job.env_set", "launcher", "sweeper")
+)
 
 
 def resume_overrides(overrides: list[str]) -> list[str]:
@@ -56,165 +62,42 @@ def resume_overrides(overrides: list[str]) -> list[str]:
     """
     if any(override.startswith("-") for override in overrides):  # --help, or a sweep, whose jobs get here alone
         return overrides
-    typed, overrides = overrides, _without(overrides, "trust")
+    found = _resumed(overrides)
+    folder = folder_of(found)
+    if folder and folder.is_dir() and rank() == 0:  # the other ranks may get here when rank 0 has the lock already
+        with run_lock(folder):  # before Hydra writes there
+            pass
+    return found
+
+
+def _resumed(typed: list[str]) -> list[str]:
+    overrides = _without(typed, "trust")
     asked = values_of(overrides).get("resume", "null")
-    if asked == "null":
+    path = None if asked == "null" else _asked_path(asked)
+    run = None if path is None else run_of(path)
+    if path is None or run is None:  # a new run; it may start from a checkpoint outside any run folder
         return _unless_begun(overrides)
-    path = _asked_path(asked)
-    run = run_of(path)
-    if run is None:  # a checkpoint outside any run folder
-        return _unless_begun(overrides)
-    trust, given, folder = _modules_trusted(typed), _without(overrides, "resume"), folder_of(overrides)
+    given, folder = _without(overrides, "resume"), folder_of(overrides)
     is_last = path.suffix != ".ckpt" or path.name == "last.ckpt"
-    if resumes_in_place(folder, str(path)) if folder else is_last:
-        _check_open(run, values_of(overrides))
-        merged = _overrides_in_place(run, path, given)
-        _check_trusted(run, merged, given, trust)
-        return merged
-    branch = _merged(_without(overrides_of(run), "finetune", "resume"), given)
-    _check_trusted(run, branch, given, trust)
-    return _unless_begun([*branch, f"resume={quoted(path)}"])
+    in_place = resumes_in_place(folder, str(path)) if folder else is_last
+    if in_place:
+        _check_open(run, values_of(given))
+        found = _in_place(run, path, given)
+    else:
+        found = [*_merged(_without(overrides_of(run), *BEGINNING), given), f"resume={quoted(path)}"]
+    _check_trusted(run, found, given, _modules_trusted(typed))
+    return found if in_place else _unless_begun(found)
 
 
-def _asked_path(asked: str) -> Path:
-    """The run folder or checkpoint that `resume=` names. Raises ConfigError or CheckpointError if there is none."""
-    if not asked:
-        raise ConfigError("resume= names no run: give resume=latest, or the folder that training printed")
-    path = latest() if asked == "latest" else Path(asked).expanduser()
-    if run_of(path) is None and not path.is_file():
-        if asked == PRETRAINED:
-            raise CheckpointError(f"resume={PRETRAINED} names weights, not a run: use finetune={PRETRAINED}")
-        raise CheckpointError(f"no run folder at {path}: give the folder that training printed, resume=runs/…")
-    return path
-
-
-def resumes_in_place(folder: Path, resume: str | None) -> bool:
-    """Whether `resume` names the run of this folder: then the run continues its logs and its best value."""
-    run = None if resume is None else run_of(Path(resume).expanduser())
-    return run is not None and run.resolve() == folder.resolve()
-
-
-def latest() -> Path:
-    """The run folder under runs/ that changed last. Raises CheckpointError if there is none."""
-    found = sorted(runs_in(RUNS), key=last_touched, reverse=True)
-    if not found:
-        raise CheckpointError(f"resume=latest finds no run under {RUNS.absolute()}: give the run's folder, resume=DIR")
-    return found[0]
-
-
-def recorded_overrides(folder: Path, overrides: list[str]) -> list[str]:
-    """The overrides for results.json: those that define the run, without `resume` if it resumes in its folder.
-
-    `finetune` of the first start stays. So does `resume` of a run that started from another run's checkpoint.
-    """
-    if not resumes_in_place(folder, values_of(overrides).get("resume")):
-        return overrides
-    first = _by_key(overrides_of(folder))
-    kept = [
-        first.get("finetune", override) if override == "finetune=null" else override
-        for override in _without(overrides, "resume")
-    ]
-    began_elsewhere = not resumes_in_place(folder, values_of([*first.values()]).get("resume", str(folder)))
-    return [*kept, first["resume"]] if began_elsewhere else kept
-
-
-def resume_hint(folder: Path) -> str:
-    """The line that tells the user how to resume a stopped run."""
-    here = folder.resolve()
-    short = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here
-    steps = read_results(folder).get("steps")
-    at = f" after step {steps}" if steps else ""
-    words = shlex.join([f"resume={quoted(short)}", *trust_words(_named(folder))])
-    return f"interrupted{at}, to resume: python -m qnmixer.train {words}"
-
-
-def _named(run: Path) -> list[str]:
-    """Classes and functions that a run names, in its overrides or in the user's own configs."""
-    overrides, composed = overrides_of(run), run / ".hydra" / "config.yaml"
-    if search_path_in(overrides) and composed.is_file():
-        return [target for _, target in _targets_in(OmegaConf.to_container(OmegaConf.load(composed)))]
-    return [*_targets(overrides).values()]
-
-
-def _targets(overrides: list[str], but: Collection[str] = ()) -> dict[str, str]:
-    """Classes and functions that overrides name, by key, also inside values. Those in `but` are left out."""
-    named = values_of([it for it in overrides if it not in but and not it.startswith("~")])
-    found = {key: value for key, value in named.items() if _NAMES_CODE.search(f"{key}={value}")}
-    return {key: value for key, value in found.items() if value != "null"}
-
-
-def _check_trusted(run: Path, merged: list[str], given: list[str], trust: Collection[str]) -> None:
-    """Raise if a run names untrusted code or values, in its overrides or in the configs on its search path.
-
-    Raises PluginError for code, ConfigError for other values from this machine, such as ${oc.env:NAME}.
-    """
-    if odd := next((it for it in merged if it not in given and looks_elsewhere(it)), None):
-        raise ConfigError(
-            f"{run} was started with {odd}, which reads other values of this machine: if you trust it, repeat it"
-        )
-    named = _targets(merged, but=given)
-    check_trusted(str(run), named, trust)
-    # The user has named the folder in this command, or there is none but conf/.
-    if search_path_in(given) or not search_path_in(merged):
-        return
-    for package in packages_of(merged):
-        check_trusted(str(run), {SEARCH_PATH: f"{package}.configs"}, trust)
-    config = compose("train", with_search_path(merged), with_hydra=True)
-    ours = compose("train", [], with_hydra=True)
-    # Configs in the run's own folders may have changed since. Hydra would import and call what these keys name.
-    for key in _LETS_HYDRA_RUN_CODE:
-        if OmegaConf.select(config.hydra, key) != OmegaConf.select(ours.hydra, key):
-            raise ConfigError(
-                f"{run} was started with configs that set hydra.{key}: if you trust them, repeat their folder by "
-                "--config-dir=FOLDER"
-            )
-    values = OmegaConf.to_container(OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))
-    check_trusted(f"a config of {run}", dict(_targets_in(values)), trust)
-    usual = dict(_texts_in(OmegaConf.to_container(ours))).values()
-    for key, text in _texts_in(values):
-        if looks_up(text) and text not in usual:
-            raise ConfigError(
-                f"a config of {run} has {key}={text}, which reads other values of this machine: if you trust it, "
-                "repeat the folder by --config-dir=FOLDER"
-            )
-
-
-def _targets_in(values: Any) -> Iterator[tuple[str, str]]:
-    """Classes and functions that a composed config names and conf/ does not, by key. Nothing is resolved."""
-    for key, text in _texts_in(values):
-        if (f".{key}".endswith(f".{TARGET}") or key == _REGULARIZER) and text not in _named_by_conf():
-            yield key, text
-
-
-def _texts_in(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """All texts of a composed config by key."""
-    for key, value in values.items() if isinstance(values, dict) else enumerate(values):
-        if isinstance(value, dict | list):
-            yield from _texts_in(value, f"{prefix}{key}.")
-        elif isinstance(value, str):
-            yield f"{prefix}{key}", value
-
-
-@cache
-def _named_by_conf() -> set[str]:
-    """Targets that the configs of this repository name, such as torch's optimizers."""
-    return {it for path in CONF.rglob("*.yaml") for it in re.findall(r"_target_: (\S+)", path.read_text())}
-
-
-def _modules_trusted(overrides: list[str]) -> list[str]:
-    """Modules that a command line allows: by `trust`, or by naming one of their classes."""
-    trust = values_of(overrides).get("trust", "").strip("[]").split(",")
-    return [*filter(None, map(str.strip, trust)), *map(module_of, _targets(overrides).values())]
-
-
-def _overrides_in_place(run: Path, path: Path, given: list[str]) -> list[str]:
+def _in_place(run: Path, path: Path, given: list[str]) -> list[str]:
     """The overrides that resume a run in its folder from `path`. Overrides given now replace those of the run."""
     before, where = overrides_of(run), [] if folder_of(given) else [f"hydra.run.dir={quoted(run)}"]
     if not has_checkpoint(run):  # killed before its first checkpoint: it starts from step 0
         return [*_merged(before, given), *where]
-    # The checkpoint has the weights. Reading those of finetune again could fail, and would be overwritten.
-    begun = ["finetune=null" if key_of(override) == "finetune" else override for override in _without(before, "resume")]
-    return [*_merged(begun, given), f"resume={quoted(path)}", *where]
+    # The checkpoint has the weights: those of finetune are not read again. A resume may still be refused, so Hydra
+    # writes its files elsewhere.
+    now = [f"resume={quoted(path)}", f"hydra.output_subdir={NEXT_HYDRA}"]
+    return [*_merged(_without(before, *BEGINNING), given), *now, *where]
 
 
 def _unless_begun(overrides: list[str]) -> list[str]:
@@ -231,24 +114,121 @@ def _unless_begun(overrides: list[str]) -> list[str]:
     record = read_results(run)
     is_done = record.get("status") == "done"
     if not is_done and not has_checkpoint(run):
-        if "overrides" in record:  # the same run without a checkpoint: starting again loses nothing
-            _check_free(run)
-        elif rank() == 0:
+        if "overrides" not in record and rank() == 0:  # else the same run without a checkpoint may start again
             check_unused("hydra.run.dir", run)
         return overrides
     before, now = _by_key(overrides_of(run)), _by_key(overrides)
     differing = next((key for key in before | now if before.get(key) != now.get(key)), None)
     if is_done or differing is not None:
-        if differing is None:
-            how = f"that is done ({record.get('steps')} steps)"
-        elif differing in before:
-            how = f"with {before[differing]}, not {now.get(differing, 'without')}"
-        else:
-            how = f"without {now[differing]}"
+        how = f"that is done ({record.get('steps')} steps)"
+        if differing is not None:
+            how = f"with {before.get(differing, f'no {differing}')}, not {now.get(differing, 'without')}"
         resume = shlex.quote(f"resume={quoted(run)}") + (" trainer.max_steps=…" if is_done else "")
         raise ConfigError(f"{run} has a run {how}: resume it with {resume}, or give another hydra.run.dir=FOLDER")
-    _check_free(run)
-    return _overrides_in_place(run, run, [override for override in overrides if of_hydra(override)])
+    return _in_place(run, run, [override for override in overrides if of_hydra(override)])
+
+
+def _asked_path(asked: str) -> Path:
+    """The run folder or checkpoint that `resume=` names. Raises ConfigError or CheckpointError if there is none."""
+    if not asked:
+        raise ConfigError("resume= names no run: give resume=latest, or the folder that training printed")
+    path = latest() if asked == "latest" else Path(asked).expanduser()
+    if run_of(path) is None and not path.is_file():
+        if asked == PRETRAINED:
+            raise CheckpointError(f"resume={PRETRAINED} names weights, not a run: use finetune={PRETRAINED}")
+        raise CheckpointError(f"no run folder at {path}: give the folder that training printed, resume=runs/…")
+    return path
+
+
+def latest() -> Path:
+    """The run folder under runs/ that changed last. Raises CheckpointError if there is none."""
+    found = sorted(runs_in(RUNS), key=last_touched, reverse=True)
+    if not found:
+        raise CheckpointError(f"resume=latest finds no run under {RUNS.absolute()}: give the run's folder, resume=DIR")
+    return found[0]
+
+
+def resume_hint(folder: Path) -> str:
+    """The line that tells the user how to resume a stopped run."""
+    here = folder.resolve()
+    short = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here
+    steps = read_results(folder).get("steps")
+    at = f" after step {steps}" if steps else ""
+    words = shlex.join([f"resume={quoted(short)}", *trust_words(_named(folder))])
+    return f"interrupted{at}, to resume: python -m qnmixer.train {words}"
+
+
+def _named(run: Path) -> list[str]:
+    """Classes and functions that the config of a run names."""
+    composed = run / HYDRA / "config.yaml"
+    if not composed.is_file():
+        return []
+    return [target for _, target in _targets_in(OmegaConf.to_container(OmegaConf.load(composed)))]
+
+
+def _targets(overrides: list[str], but: Collection[str] = ()) -> dict[str, str]:
+    """Classes and functions that overrides name, by key, also inside values. Those in `but` are left out."""
+    named = values_of([it for it in overrides if it not in but and not it.startswith("~")])
+    found = {key: value for key, value in named.items() if _NAMES_CODE.search(f"{key}={value}")}
+    return {key: value for key, value in found.items() if value != "null"}
+
+
+def _check_trusted(run: Path, merged: list[str], given: list[str], trust: Collection[str]) -> None:
+    """Raise if a run names untrusted code or values, in its overrides or in the configs on its search path.
+
+    Raises PluginError for code, ConfigError for other values from this machine, such as ${oc.env:NAME}.
+    """
+    # Hydra imports what pkg:// names.
+    if odd := next((it for it in merged if it not in given and (looks_elsewhere(it) or "pkg://" in it)), None):
+        raise ConfigError(
+            f"{run} was started with {odd}, which reads other values of this machine: if you trust it, repeat it"
+        )
+    check_trusted(str(run), _targets(merged, but=given), trust)
+    # The user has named the folder in this command, or there is none but conf/.
+    if search_path_in(given) or not search_path_in(merged):
+        return
+    # Configs in the run's own folders may have changed since.
+    values = OmegaConf.to_container(compose("train", with_search_path(merged), with_hydra=True))
+    ours = {*_texts_in(OmegaConf.to_container(compose("train", [], with_hydra=True)))}
+    usual = {text for _, text in ours}
+    for key, text in _texts_in(values):
+        of_hydra = key.startswith("hydra.")
+        runs_code = key.startswith(_LETS_HYDRA_RUN_CODE) and (key, text) not in ours
+        if runs_code or (not of_hydra and looks_up(text) and text not in usual):
+            raise ConfigError(
+                f"a config of {run} has {key}={text}, which runs code or reads other values of this machine: if you "
+                "trust it, repeat the folder by --config-dir=FOLDER"
+            )
+    named = {key: target for key, target in _targets_in(values) if not key.startswith("hydra.")}
+    check_trusted(f"a config of {run}", named, trust)
+
+
+def _targets_in(values: Any) -> Iterator[tuple[str, str]]:
+    """Classes and functions that a composed config names and conf/ does not, by key. Nothing is resolved."""
+    for key, text in _texts_in(values):
+        if (f".{key}".endswith(f".{TARGET}") or key == _REGULARIZER) and text not in _named_by_conf():
+            yield key, text
+
+
+def _texts_in(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """All values of a composed config by key, as texts."""
+    for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+        if isinstance(value, dict | list):
+            yield from _texts_in(value, f"{prefix}{key}.")
+        elif value is not None:
+            yield f"{prefix}{key}", str(value)
+
+
+@cache
+def _named_by_conf() -> set[str]:
+    """Targets that the configs of this repository name, such as torch's optimizers."""
+    return {it for path in CONF.rglob("*.yaml") for it in re.findall(r"_target_: (\S+)", path.read_text())}
+
+
+def _modules_trusted(overrides: list[str]) -> list[str]:
+    """Modules that a command line allows: by `trust`, or by naming one of their classes."""
+    trust = values_of(overrides).get("trust", "").strip("[]").split(",")
+    return [*filter(None, map(str.strip, trust)), *map(module_of, _targets(overrides).values())]
 
 
 def _by_key(overrides: list[str]) -> dict[str, str]:
@@ -268,31 +248,14 @@ def folder_of(overrides: list[str], command: str = "train") -> Path | None:
 
 
 def _check_open(run: Path, given: dict[str, str]) -> None:
-    """Raise unless the run can be resumed in its folder."""
-    _check_free(run)
-    record = read_results(run)
-    if record.get("status") != "done" or _is_longer(record, given):
+    """Raise CheckpointError if the run is done, and the command does not make it longer."""
+    record, asked = read_results(run), given.get("trainer.max_steps", "")
+    if record.get("status") != "done":
         return
-    others = [path for path in runs_in(RUNS) if read_results(path).get("status") != "done"]
-    earlier = max(others, key=last_touched, default=None)
-    more = "" if given.get("resume") != "latest" or earlier is None else f", or resume={earlier}, which is not done"
-    raise CheckpointError(
-        f"{run} is done ({record.get('steps')} steps): to train longer, raise trainer.max_steps{more}"
-    )
-
-
-def _check_free(run: Path) -> None:
-    """Raise ConfigError if another process writes to the folder."""
-    if rank() == 0:  # the other ranks may get here when rank 0 has the lock already
-        with run_lock(run):
-            pass
-
-
-def _is_longer(record: dict[str, object], given: dict[str, str]) -> bool:
-    steps, asked = record.get("steps"), given.get("trainer.max_steps")
-    if asked is not None and asked.isdigit() and isinstance(steps, int):
-        return int(asked) > steps
-    return any(key in given for key in (*LENGTH, "trainer.max_time"))
+    steps = record.get("steps", 0)
+    longer = int(asked) > steps if asked.isdigit() else any(key in given for key in (*LENGTH, "trainer.max_time"))
+    if not longer:
+        raise CheckpointError(f"{run} is done ({steps} steps): to train longer, raise trainer.max_steps")
 
 
 def _merged(before: list[str], given: list[str]) -> list[str]:
@@ -300,16 +263,9 @@ def _merged(before: list[str], given: list[str]) -> list[str]:
 
     A new choice for a group removes the old keys of that group. A new length removes the old length.
     """
-    now = {key_of(override): override for override in given}
-    gone = tuple(f"{key}." for key in now if (CONF / key).is_dir())
-    if any(key in now for key in LENGTH):
-        gone += LENGTH
-    kept = [
-        now.get(key_of(override), override)
-        for override in before
-        if key_of(override) in now or not key_of(override).startswith(gone)
-    ]
-    return [*kept, *(override for key, override in now.items() if key not in map(key_of, before))]
+    now = {*map(key_of, given)}
+    gone = tuple(f"{key}." for key in now if (CONF / key).is_dir()) + LENGTH * any(key in now for key in LENGTH)
+    return [*(it for it in before if key_of(it) not in now and not key_of(it).startswith(gone)), *given]
 
 
 def _without(overrides: list[str], *keys: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from pathlib import Path
 from typing import TypedDict, cast
 
@@ -28,18 +27,6 @@ def sweep_of(folder: Path) -> tuple[Path, Sweep] | None:
         if (parent / SWEEP).is_file():
             return parent, read_sweep(parent)
     return None
-
-
-def name_of_run(run: Path) -> str:
-    """The name of a run folder or weights file, without its parent folders: date and time, or sweep and job."""
-    run = run.absolute()
-    if run.suffix == ".ckpt" and run.parent.name == "checkpoints":
-        run = run.parent.parent
-    elif run.is_file():
-        return run.stem
-    if (found := sweep_of(run)) is not None:
-        return f"{found[0].name}/{run.name}"
-    return f"{run.parent.name}/{run.name}" if re.fullmatch(r"\d{4}-\d\d-\d\d", run.parent.name) else run.name
 
 
 def name_of_job(sweep: Sweep, overrides: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""The callbacks of a run: those that print, those that the config names, and pictures of the iterates."""
+"""The callbacks that the config names, pictures of the iterates, and the evaluation for the loggers."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,59 +12,32 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from torch import Tensor
 
 from qnmixer.engine.batch import Batch, to_hu
-from qnmixer.engine.config import Config
-from qnmixer.engine.config.debug import ProfileConfig
-from qnmixer.engine.config.metrics import MetricConfig, modes_of
-from qnmixer.engine.config.target import TARGET
-from qnmixer.engine.evaluation.evaluate import PAGE, PICTURE, Evaluation, numbers_of
+from qnmixer.engine.config.named import CallbackConfig, MetricConfig, modes_of
+from qnmixer.engine.evaluation.evaluate import PAGE, PICTURE
+from qnmixer.engine.evaluation.scores import Evaluation
 from qnmixer.engine.optimization.metrics import psnr
-from qnmixer.engine.plugins import make_plugin, subclass_of
-from qnmixer.engine.reports.pictures import Panel, Row, draw_iterates
+from qnmixer.engine.reports.pictures import MethodImages, SliceImages, draw_slices
 from qnmixer.engine.run_module import RunModule
-from qnmixer.engine.tracking.run import Run
-from qnmixer.engine.training.health import HealthMonitor
-from qnmixer.engine.training.profiling import Profile
-from qnmixer.engine.training.progress import ProgressMetrics
-from qnmixer.engine.training.progress_bar import TrainingProgress
-from qnmixer.errors import PluginError, UserError, first_line
 
 _MOST_SHOWN = 15  # iterates in a picture
-_CALLBACK = subclass_of("lightning.pytorch.callbacks.Callback")
 
 
 def build_callbacks(
-    callbacks: Mapping[str, Mapping[str, Any]], metrics: Mapping[str, MetricConfig] | None = None
+    callbacks: Mapping[str, CallbackConfig], metrics: Mapping[str, MetricConfig] | None = None
 ) -> list[Callback]:
-    """Build the callbacks: first `step` and `samples` for the metrics, then those of the config's group `callbacks`.
+    """Build the callbacks of the config's group `callbacks`.
 
     A callback that monitors a metric, such as EarlyStopping, gets the metric's mode, unless the config has one.
 
     Raises PluginError for a target that is no callback, or that refuses its arguments.
     """
-    named = [_build_callback(f"callbacks.{name}", given, metrics or {}) for name, given in callbacks.items()]
-    return [ProgressMetrics(), *named]
+    modes = modes_of(metrics or {})
+    return [it.build(offered=_mode(it, modes)) for it in callbacks.values()]
 
 
-def console_callbacks(config: Config, run: Run) -> list[Callback]:
-    """Build the callbacks that print: progress, warnings about a network that does not learn, profile."""
-    shows = config.trainer.extra.get("enable_progress_bar") is not False
-    progress = TrainingProgress(run.console, run.folder / "metrics.csv", shows)
-    callbacks: list[Callback] = [progress, HealthMonitor(run)]
-    if isinstance(config.debug, ProfileConfig):
-        callbacks.append(Profile(run.folder / "profile", config.debug, run.console))
-    return callbacks
-
-
-def _build_callback(key: str, given: Mapping[str, Any], metrics: Mapping[str, MetricConfig]) -> Callback:
-    arguments = {str(name): value for name, value in given.items() if name != TARGET}
-    try:
-        modes = modes_of(metrics)
-        offered = {"mode": modes[its]} if (its := arguments.get("monitor")) in modes else {}
-        return make_plugin(f"{key}.{TARGET}", given[TARGET], _CALLBACK, arguments=arguments, offered=offered)
-    except UserError:
-        raise
-    except Exception as error:  # a constructor can raise anything
-        raise PluginError(f"{key}: {given[TARGET]} refuses its arguments ({first_line(error)})") from error
+def _mode(callback: CallbackConfig, modes: Mapping[str, str]) -> dict[str, str]:
+    monitored = str(callback.arguments.get("monitor"))
+    return {"mode": modes[monitored]} if monitored in modes else {}
 
 
 class IteratePictures(Callback):
@@ -77,16 +50,10 @@ class IteratePictures(Callback):
 
     def __init__(self, n_slices: int, folder: Path | None = None) -> None:
         self.n_slices, self.folder = n_slices, folder
-        self._rows: dict[int, Row] = {}  # of this process, by number of the slice
+        self._rows: dict[int, SliceImages] = {}  # of this process, by number of the slice
 
     def on_validation_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Batch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int, *_: Any
     ) -> None:
         """Run the batches with those slices again and store the iterates. All processes do it, as fsdp requires."""
         assert isinstance(pl_module, RunModule)
@@ -109,7 +76,7 @@ class IteratePictures(Callback):
         """Draw the pictures on rank 0."""
         rows, self._rows = self._rows, {}
         if dist.is_initialized():
-            shares: list[dict[int, Row]] = [{}] * dist.get_world_size()
+            shares: list[dict[int, SliceImages]] = [{}] * dist.get_world_size()
             # Rank 0 has only its own share of the validation slices.
             dist.all_gather_object(shares, rows)
             rows = {n: row for share in shares for n, row in share.items()}
@@ -117,34 +84,34 @@ class IteratePictures(Callback):
             return
         folder = self.folder or Path(trainer.default_root_dir) / "pictures"
         path = folder / f"iterates_{trainer.global_step:07d}.png"
-        draw_iterates(path, [rows[n] for n in sorted(rows)])
+        draw_slices(path, [rows[n] for n in sorted(rows)])
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 logger.log_image("val/iterates", [str(path)], trainer.global_step)
 
 
-def _iterate_rows(batch: Batch, iterates: dict[int, Tensor], own_range: bool) -> list[Row]:
+def _iterate_rows(batch: Batch, iterates: dict[int, Tensor], own_range: bool) -> list[SliceImages]:
     """Each slice of a batch with x_t for some t."""
     truths = to_hu(batch, batch["image"]).cpu()
-    rows = [Row(f"slice {n}", truths[b, 0], []) for b, n in enumerate(batch["sample"].tolist())]
+    rows = [SliceImages(f"slice {n}", truths[b, 0], []) for b, n in enumerate(batch["sample"].tolist())]
     for t, image in iterates.items():
         hu = to_hu(batch, image).cpu()
         values = psnr(image, batch["image"], own_range=own_range).tolist()
         for b, (row, value) in enumerate(zip(rows, values, strict=True)):
-            row.panels.append(Panel(f"x{t}\n{value:.2f} dB", hu[b, 0]))
+            row.methods.append(MethodImages(f"x{t}", [hu[b, 0]], f"{value:.2f} dB"))
     return rows
 
 
-def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, folder: Path, step: int, samples: float) -> None:
+def log_evaluation(loggers: Sequence[Logger], evaluation: Evaluation, folder: Path, step: int, samples: int) -> None:
     """Log the means of the evaluation. W&B also gets the table, picture and page from `folder`."""
-    means = {"samples": samples} | {f"test/{name}": value for name, value in evaluation.metrics().items()}
+    means = {"samples": float(samples)} | {f"test/{name}": value for name, value in evaluation.metrics().items()}
     for logger in loggers:
         logger.log_metrics(means, step)
         if isinstance(logger, WandbLogger):
             _log_table(logger, evaluation, step)
             logger.log_image("test/picture", [str(folder / PICTURE)], step)
-            for name in (PICTURE, PAGE):
-                logger.experiment.save(str(folder / name), base_path=str(folder.parent), policy="now")
+            for path in filter(Path.exists, (folder / PICTURE, folder / PAGE)):  # the page is an extra
+                logger.experiment.save(str(path), base_path=str(folder.parent), policy="now")
         logger.save()  # Lightning will not call them again, and some loggers write at intervals only
 
 
@@ -152,7 +119,7 @@ def _log_table(logger: WandbLogger, evaluation: Evaluation, step: int) -> None:
     """Log the table as a file of this run only. W&B's own way also makes an artifact, which names the home folder."""
     import wandb
 
-    headings, rows = numbers_of(evaluation)
+    headings, rows = evaluation.numbers()
     table = wandb.Table(columns=[*headings], data=rows)
     table.bind_to_run(logger.experiment, "test/table", step)
     logged: dict[str, Any] = {"test/table": table}

@@ -6,11 +6,13 @@ batch, at the end of a validation, or at the end of training. A stop signal take
 
 import io
 import math
+import random
 import time
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io import TorchCheckpointIO
@@ -18,19 +20,20 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from qnmixer.engine.checkpoints.reading import load
-from qnmixer.engine.lightning_private import number_rows, validate_as_in_training
-from qnmixer.engine.parallel.pipeline import PipelineStrategy
+from qnmixer.engine.lightning_private import number_rows
 from qnmixer.engine.processes.ranks import rank
 from qnmixer.engine.processes.signals import defer_stop, stop_requested
 from qnmixer.engine.tracking.run import Run
-from qnmixer.engine.training.random_states import of_all_ranks, random_state, set_random_state
 from qnmixer.errors import Stopped
 from qnmixer.files import PART_SUFFIX, atomic_file, remove, replace
-from qnmixer.weights import RUN_KEY
+from qnmixer.weights import RUN_KEY, checkpoint_in
 
 
 class Checkpointing(Checkpoint):
     """Writes best.ckpt and last.ckpt, and stops training after a stop signal.
+
+    Lightning's ModelCheckpoint writes before the row of the step is logged, so a killed run would lose that row. It
+    also has no random states, and cannot stop.
 
     Args:
         run: the checkpoints go into its folder. If it resumes there, its best value is used too.
@@ -47,21 +50,20 @@ class Checkpointing(Checkpoint):
         self.seconds = 0.0  # of earlier parts of a resumed run
         self._start = time.monotonic()
         self._saved = 0
-        self._ranks = Agreement()
-        self._restored: dict[str, Any] = {}
+        self._group: dist.ProcessGroup | None = None  # in which ranks agree to stop
+        self._resumed: list[dict[str, Any]] = []  # random states of all ranks in the checkpoint
         self._random: dict[str, Any] | None = None  # states at the start of a validation that is running
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Make the process group in which ranks agree to stop."""
-        self._ranks.connect()
+        if dist.is_initialized():
+            # gloo, because its messages do not wait for the work that is queued on a GPU.
+            self._group = dist.new_group(backend="gloo")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Restore the random states. Repeat a validation that a stop interrupted."""
+        """Restore the random states."""
         defer_stop(True)
         self._restore_random(trainer)
-        if self._restored.get("validating"):
-            validate_as_in_training(trainer)
-        self._restored = {}
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -69,24 +71,21 @@ class Checkpointing(Checkpoint):
         """Between two steps: write last.ckpt if it is due, and stop if a rank has a stop signal."""
         if batch_idx % trainer.accumulate_grad_batches:
             return
+        number_rows(trainer)
         step = trainer.global_step
-        number_rows(trainer, step)
         if self.every_n_steps and step % self.every_n_steps == 0 and step > self._saved:
             self.save(trainer, "last")
-        if self._ranks.stop(stop_requested() is not None):
-            self._stop(trainer)
+        self._stop_if_asked(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Store the random states. An interrupted validation starts again with them."""
         self._restore_random(trainer)  # a resumed run that only lacks its last validation
         self._random = random_state(trainer.strategy.root_device)
 
-    def on_validation_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
+    def on_validation_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Stop if a rank has a stop signal."""
-        if trainer.state.fn == TrainerFn.FITTING and self._ranks.stop(stop_requested() is not None):
-            self._stop(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._stop_if_asked(trainer)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the best monitored value so far, in the row of the validation. It is the value of best.ckpt."""
@@ -106,8 +105,7 @@ class Checkpointing(Checkpoint):
         """Write last.ckpt. From now on a signal stops at once: a validation and the evaluation can be repeated."""
         if self._saved != trainer.global_step:
             self.save(trainer, "last")
-        if self._ranks.stop_now(stop_requested() is not None):
-            self._stop(trainer)
+        self._stop_if_asked(trainer)
         defer_stop(False)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -119,18 +117,15 @@ class Checkpointing(Checkpoint):
             "best": self.best,
             "validated": self.validated,
             "validating": self._random is not None,
-            "cut": getattr(trainer.strategy, "cut", None),
             "seconds": self.seconds + time.monotonic() - self._start,
-            "random": of_all_ranks(self._random or random_state(trainer.strategy.root_device)),
+            "random": _of_all_ranks(self._random or random_state(trainer.strategy.root_device)),
         }
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Read the state that Lightning leaves out."""
         state = checkpoint[RUN_KEY]
-        self._restored = dict(state)
+        self._resumed = state["random"]
         self.validated, self._saved = state["validated"], checkpoint["global_step"]
-        if isinstance(trainer.strategy, PipelineStrategy):
-            trainer.strategy.cut = state["cut"]
         if self.run.resumes_in_place:
             self.seconds = state["seconds"]
             self.best = state["best"] if state["monitor"] == self.monitor else None
@@ -150,7 +145,7 @@ class Checkpointing(Checkpoint):
     def save(self, trainer: L.Trainer, name: str) -> None:
         """Write NAME.ckpt."""
         # Every rank must get here: Lightning gathers the state with collectives, and rank 0 writes.
-        trainer.save_checkpoint(self.run.folder / "checkpoints" / f"{name}.ckpt")
+        trainer.save_checkpoint(checkpoint_in(self.run.folder, name))
         if name == "last":
             self._saved = trainer.global_step
 
@@ -163,61 +158,50 @@ class Checkpointing(Checkpoint):
         return self.best is None or self._sign * score > self._sign * self.best
 
     def _restore_random(self, trainer: L.Trainer) -> None:
-        states = self._restored.pop("random", [])
+        states, self._resumed = self._resumed, []
         if rank() < len(states):
             set_random_state(states[rank()], trainer.strategy.root_device)
 
-    def _stop(self, trainer: L.Trainer) -> None:
+    def _stop_if_asked(self, trainer: L.Trainer) -> None:
+        """Stop all ranks if one of them has a stop signal."""
+        asked = torch.tensor(float(stop_requested() is not None), device="cpu")
+        if self._group is not None:
+            dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._group)
+        if not asked:
+            return
         if self._saved != trainer.global_step or self._random is not None:
             self.save(trainer, "last")
         defer_stop(False)
         raise Stopped(stop_requested(), together=True)
 
 
-class Agreement:
-    """Lets ranks agree, without waiting, to stop at the same point if any rank has a stop signal.
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The states of Python, NumPy, torch, and of the device if it is a GPU, as plain data for weights_only=True."""
+    name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 - the global one is what libraries draw from
+    return {
+        "python": random.getstate(),
+        "numpy": (name, np.asarray(keys).tolist(), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
 
-    A question at one point is answered at the next. So its message has the time of a step to arrive.
-    """
 
-    def __init__(self) -> None:
-        self._group: dist.ProcessGroup | None = None
-        self._flag = torch.zeros(1)
-        self._work: dist.Work | None = None
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Restore what `random_state` returned."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)
 
-    def connect(self) -> None:
-        """Make a process group of all ranks, if there are several."""
-        if dist.is_initialized() and self._group is None:
-            # gloo, because its messages do not wait for the work that is queued on a GPU.
-            self._group = dist.new_group(backend="gloo")
 
-    def stop(self, mine: bool) -> bool:
-        """Whether any rank had a signal at the point before. `mine`: whether this rank has a signal now."""
-        if self._group is None:
-            return mine
-        if self._answer():
-            return True
-        self._ask(mine)
-        return False
-
-    def stop_now(self, mine: bool) -> bool:
-        """Whether any rank has a signal now. All ranks wait for the answer."""
-        if self._group is None:
-            return mine
-        before = self._answer()
-        self._ask(mine or before)
-        return self._answer()
-
-    def _ask(self, mine: bool) -> None:
-        self._flag.fill_(mine)
-        self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
-
-    def _answer(self) -> bool:
-        if self._work is None:
-            return False
-        self._work.wait()
-        self._work = None
-        return bool(self._flag)
+def _of_all_ranks(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """The states of all processes, by rank, on each of them."""
+    if not dist.is_initialized():
+        return [state]
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, state)
+    return states
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

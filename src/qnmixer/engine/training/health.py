@@ -1,24 +1,20 @@
 """Warnings during training about a network that does not learn. Such a network raises no error by itself."""
 
-import math
 from collections import Counter
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from qnmixer.engine.batch import Batch
-from qnmixer.engine.optimization.schedules import warm_up_steps
+from qnmixer.engine.build import warm_up_steps
 from qnmixer.engine.run_module import RunModule
 from qnmixer.engine.tracking.loggers import WandbRun
 from qnmixer.engine.tracking.run import Run
-from qnmixer.engine.training.progress import main_metric
-from qnmixer.engine.training.step_checks import StepChecks, callback_of
+from qnmixer.engine.training.step_metrics import StepMetrics, callback_of
 from qnmixer.errors import UnstableNetwork
 
 EVERY = 10
@@ -29,35 +25,28 @@ _CONFIRMED = 3
 """Equal checks in a row before a warning. In fp16 single steps overflow in healthy runs too."""
 _FAR = 10.0
 """A start with more than this many times the error of an empty image, or of FBP if that is larger, is refused."""
-_CONSTANT = 1e-6
-_SAME = 3e-6  # relative: 1e-4 dB of 33 dB
 
 MESSAGES = {
     "zero_gradient": "the gradient is exactly zero: the network no longer learns",
     "gradient_not_finite": "the gradient is not finite: no step changes the weights",
-    "constant_output": "the network's images are constant: every pixel has the same value",
     "worse_than_fbp": "the network is further from the truth than FBP, after the warm-up too",
-    "validation_stands_still": "two validations gave the same result: the network no longer changes",
 }
 _REMEDY = "Start again with a lower optimizer.lr, or resume= from an earlier checkpoint"
 
 
-@dataclass(frozen=True)
-class Errors:
-    """Mean square errors over the slices of a step on all devices, and the share of constant images."""
+class Errors(NamedTuple):
+    """Mean square errors over the slices of a step on all devices."""
 
     network: float
     fbp: float
     empty: float  # of an image of zeros
-    constant: float
 
 
 class HealthMonitor(Callback):
-    """Checks the gradient and a batch's images every `EVERY` steps, and the main metric at each validation.
+    """Checks the gradient and a batch's images every `EVERY` steps.
 
-    That is the PSNR, or the monitored metric of a run without PSNR. A network whose start is far worse than FBP is
-    refused before its first step. Each later warning is given once. It goes to the terminal, to results.json, and to
-    the loggers as health/NAME = 1 (in W&B also as an alert).
+    A network whose start is far worse than FBP is refused before its first step. Each later warning is given once. It
+    goes to the terminal, to results.json, and to the loggers as health/NAME = 1 (in W&B also as an alert).
 
     Args:
         run: for its console and its record, which gets each warning as {step, name, warning}.
@@ -67,12 +56,11 @@ class HealthMonitor(Callback):
         self.run = run
         self._due = False
         self._output: Tensor | None = None  # x_T of the last batch of a step that is checked, [B, 1, S, S]
+        self._batch: Batch | None = None
         self._begins = False
         self._warm_up = _SHORTEST
-        self._batch: Batch | None = None
         self._in_a_row: Counter[str] = Counter()
         self._warned: set[str] = set()
-        self._validated: tuple[int, float] | None = None  # step and value
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Prepare to check the start of a new run, and the steps after the warm-up."""
@@ -81,9 +69,7 @@ class HealthMonitor(Callback):
         self._begins = trainer.global_step == 0
         self._warm_up = max(_SHORTEST, warm_up_steps(pl_module.config.schedule, pl_module.n_steps()))
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, *_: Any) -> None:
         """Store the batch and its images if a check is due."""
         self._due = trainer.global_step % EVERY == 0
         self._batch = batch
@@ -92,9 +78,7 @@ class HealthMonitor(Callback):
         if self._due and network.training:
             self._output = image.detach()
 
-    def on_before_optimizer_step(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Check before the weights change."""
         assert isinstance(pl_module, RunModule)
         if not self._due or self._batch is None:
@@ -107,32 +91,21 @@ class HealthMonitor(Callback):
         if self._begins:
             self._begins = False
             _refuse_bad_start(errors)
-        norm, step = float(callback_of(trainer, StepChecks).norm), trainer.global_step
+        norm, step = float(callback_of(trainer, StepMetrics).norm), trainer.global_step
         found = {
             "zero_gradient": norm == 0,
             "gradient_not_finite": not norm < float("inf"),
-            "constant_output": errors.constant == 1,
             "worse_than_fbp": errors.network > errors.fbp and step > self._warm_up,
         }
         for name, wrong in found.items():
             self._in_a_row[name] = self._in_a_row[name] + 1 if wrong else 0
-            if self._in_a_row[name] == _CONFIRMED:
+            if self._in_a_row[name] == _CONFIRMED and name not in self._warned:
+                self._warned.add(name)
                 self._warn(trainer, name)
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Compare the PSNR, or the monitored metric, with that of the previous validation."""
-        assert isinstance(pl_module, RunModule)
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
-        step, value = trainer.global_step, float(trainer.callback_metrics[main_metric(trainer, pl_module)])
-        if self._validated and step > self._validated[0] and math.isclose(value, self._validated[1], rel_tol=_SAME):
-            self._warn(trainer, "validation_stands_still")
-        self._validated = step, value
-
     def _warn(self, trainer: L.Trainer, name: str) -> None:
-        if name in self._warned or not trainer.is_global_zero:
+        if not trainer.is_global_zero:
             return
-        self._warned.add(name)
         step = trainer.global_step
         line = f"{MESSAGES[name]} (seen at step {step}). {_REMEDY}"
         self.run.console.print(f"warning: {line}", style="bold red", highlight=False, soft_wrap=True)
@@ -149,22 +122,20 @@ def _errors(module: RunModule, batch: Batch, output: Tensor | None) -> Errors | 
 
     None if the last batch of a step has only samples of weight 0, which fill the step.
     """
-    sums = torch.zeros(5, dtype=torch.float32, device=module.device)
+    sums = torch.zeros(4, dtype=torch.float32, device=module.device)
     if output is not None:
         counts = batch["weight"][-len(output) :] > 0  # a pipeline stores the last of its micro-batches
         image, truth = output[counts], batch["image"][-len(counts) :][counts]
         fbp = module.projector.fbp(module.measure(batch, "train")[-len(counts) :])[counts]
-        spread = image.flatten(1).amax(1) - image.flatten(1).amin(1) if len(image) else image.new_zeros(0)
         errors = [(x - truth).square().mean((1, 2, 3)).sum() for x in (image, fbp, torch.zeros_like(truth))]
-        sums = torch.stack([*errors, (spread <= _CONSTANT).sum(), counts.sum()]).float()
+        sums = torch.stack([*errors, counts.sum()]).float()
     if dist.is_initialized():
         dist.all_reduce(sums)
-    return Errors(*(sums[:4] / sums[4]).tolist()) if sums[4] else None
+    return Errors(*(sums[:3] / sums[3]).tolist()) if sums[3] else None
 
 
 def _refuse_bad_start(errors: Errors) -> None:
-    bound = max(errors.fbp, errors.empty)
-    if errors.network <= _FAR * bound:
+    if errors.network <= _FAR * max(errors.fbp, errors.empty):
         return
     raise UnstableNetwork(
         f"the untrained network's mean square error is {errors.network:.3g}, FBP's {errors.fbp:.3g} and that of an "

@@ -45,52 +45,40 @@ class MemoryMonitor(Callback):
         self._tracker: PeakTracker | None = None
         self._tracking = ExitStack()
         self._n_steps = 0
-        self._global_step = 0
-        self._between_steps = True
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start to count steps."""
-        self._watch = LeakWatch()
-        self._peak, self._n_steps, self._global_step = None, 0, trainer.global_step
-        self._between_steps = True
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
         """Reset the peak at the start of an optimizer step, which may take several batches."""
-        if self._between_steps:
-            self._between_steps = False
-            if pl_module.device.type == "cuda":
-                reset_peak(pl_module.device)
-            elif self._n_steps == 1 and _shows_tensors(pl_module):  # one step only: the tracker slows it down
-                self._tracker = self._tracking.enter_context(PeakTracker())
-                tensors = [value for value in batch.values() if isinstance(value, Tensor)]
-                averaging = [it for it in trainer.callbacks if isinstance(it, MeanWeights)]  # type: ignore[attr-defined]
-                tensors += [mean for it in averaging for mean in it.mean.values()]
-                self._tracker.track(pl_module, *trainer.optimizers, *tensors)
+        if batch_idx % trainer.accumulate_grad_batches:
+            return
+        if pl_module.device.type == "cuda":
+            reset_peak(pl_module.device)
+        elif self._n_steps == 1 and _shows_tensors(pl_module):  # one step only: the tracker slows it down
+            self._tracker = self._tracking.enter_context(PeakTracker())
+            tensors = [value for value in batch.values() if isinstance(value, Tensor)]
+            averaging = [it for it in trainer.callbacks if isinstance(it, MeanWeights)]  # type: ignore[attr-defined]
+            tensors += [mean for it in averaging for mean in it.mean.values()]
+            self._tracker.track(pl_module, *trainer.optimizers, *tensors)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
         """Log memory and check for a leak, if the batch ended an optimizer step."""
-        if trainer.global_step == self._global_step:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         self._tracking.close()
-        self._global_step = trainer.global_step
         self._n_steps += 1
-        self._between_steps = True
-        usage, on_cuda = read_usage(pl_module.device), pl_module.device.type == "cuda"
-        values = {"allocated": usage.allocated, "reserved": usage.reserved}
-        if usage.device_used is not None:
-            values["device_used"] = usage.device_used
-        if on_cuda:
+        usage = read_usage(pl_module.device)
+        if pl_module.device.type == "cuda":
             self._peak = usage.peak
         elif self._tracker is not None:
             self._peak, self._tracker = self._tracker.peak_bytes, None
-        if self._peak is not None:
-            values["peak"] = self._peak  # at each step: Lightning forgets a value at the end of its epoch
+        values = {"allocated": usage.allocated, "reserved": usage.reserved, "device_used": usage.device_used}
+        values["peak"] = self._peak  # at each step: Lightning forgets a value at the end of its epoch
         for name, value in values.items():
-            pl_module.log(f"memory/{name}_mib", value / MIB, batch_size=1, on_step=True, on_epoch=False)
+            if value is not None:
+                pl_module.log(f"memory/{name}_mib", value / MIB, batch_size=1, on_step=True, on_epoch=False)
         if self._peak is not None and self._n_steps == 2:
             peak = torch.tensor(self._peak / MIB, device=pl_module.device)
             # Of the fullest device: this is what must fit.
@@ -98,7 +86,13 @@ class MemoryMonitor(Callback):
             self._print(f"memory: {self.measured_mib:,.0f} MiB in tensors at the peak of a step")
         if leak := self._watch.update(usage.allocated):
             self.leak = leak
-            self._warn(leak)
+            self._print(
+                f"memory: a leak? The memory at the end of a step has grown for {leak.steps} steps, from "
+                f"{leak.first_bytes / MIB:.0f} to {leak.last_bytes / MIB:.0f} MiB, {leak.bytes_per_step / MIB:.2g} MiB "
+                "a step. Usual causes: a loss or image in a list without .detach() (its whole graph stays), a tensor "
+                "logged with its graph, a state carried from batch to batch without .detach(), a callback that stores "
+                "outputs"
+            )
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Stop counting."""
@@ -111,15 +105,6 @@ class MemoryMonitor(Callback):
             before: the entry from before the run was resumed. A resumed run may train no further step.
         """
         return {"measured_step": self.measured_mib or (before or {}).get("measured_step")}
-
-    def _warn(self, leak: Leak) -> None:
-        self._print(
-            f"memory: a leak? The memory at the end of a step has grown for {leak.steps} steps, from "
-            f"{leak.first_bytes / MIB:.0f} to {leak.last_bytes / MIB:.0f} MiB, {leak.bytes_per_step / MIB:.2g} MiB "
-            "a step. Usual causes: a loss or image in a list without .detach() (its whole graph stays), a tensor "
-            "logged with its graph, a state carried from batch to batch without .detach(), a callback that stores "
-            "outputs"
-        )
 
     def _print(self, line: str) -> None:
         self.console.print(line, highlight=False, soft_wrap=True)

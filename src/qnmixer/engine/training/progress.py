@@ -1,107 +1,151 @@
-"""Optimizer steps, samples and speed for every row of the metrics."""
+"""The progress of a run: one bar over all steps on a terminal, lines in a log."""
 
+import math
 import time
+from collections import deque
+from datetime import timedelta
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
+from rich.console import Console
+from torch import Tensor
 
 from qnmixer.engine.batch import Batch
-from qnmixer.engine.data.sampler import EpochSampler
+from qnmixer.engine.reports.progress import Bar, Pace, takes_a_bar
+from qnmixer.engine.reports.tables import in_digits
 from qnmixer.engine.run_module import RunModule
+from qnmixer.engine.tracking.loggers import WandbRun
+
+_RECENT_LOSSES = 20  # their mean is shown
 
 
-def main_metric(trainer: L.Trainer, module: RunModule) -> str:
-    """The metric of a validation that is shown and watched: val/psnr, or the monitored one if there is no PSNR."""
-    return "val/psnr" if "val/psnr" in trainer.callback_metrics else module.config.monitor
+class TrainingProgress(Callback):
+    """Shows the step of all steps, the loss, the last main metric of a validation, samples a second and the time left.
 
+    A terminal has one bar for the whole run. A validation is a phase of it and leaves one line above it. A log has
+    lines at intervals and at each validation, and so has W&B's output. Steps are optimizer steps. The loss is the mean
+    over the last 20 steps, and the speed that of the last row. The time left is that of the whole run, validations
+    included, at the pace so far. Values logged with `prog_bar=True` are shown too.
 
-class Stopwatch:
-    """Measures seconds; it can be stopped and started again."""
-
-    def __init__(self) -> None:
-        self._before = 0.0
-        self._since: float | None = None
-
-    @property
-    def seconds(self) -> float:
-        """The seconds so far."""
-        return self._before + (0.0 if self._since is None else time.monotonic() - self._since)
-
-    def start(self) -> None:
-        """Start, if it is stopped."""
-        if self._since is None:
-            self._since = time.monotonic()
-
-    def stop(self) -> None:
-        """Stop."""
-        self._before, self._since = self.seconds, None
-
-
-class ProgressMetrics(Callback):
-    """Logs `step` and `samples` with each row, train/samples_per_second and, under 16-mixed, train/loss_scale.
-
-    `step` is the number of optimizer steps done. Lightning uses it as the step of the row. `samples` is the number of
-    slices seen by all devices together. The speed is measured since the previous row, with data loading but without
-    validation.
+    Args:
+        console: that of the whole run, so that other lines go above the bar. A quiet one shows nothing.
+        enabled: False: only lines at validations. The same holds if the config's callbacks include a progress bar.
     """
 
-    def __init__(self) -> None:
-        self._sampler: EpochSampler | None = None
+    def __init__(self, console: Console, enabled: bool = True) -> None:
+        self.console, self.enabled = console, enabled
+        self._total = math.inf
+        self._begin = (0, 0.0)  # step and time at the start of training
         self._step = 0
-        self._logged = (0, 0.0)  # samples and training seconds at the last row
-        self._clock = Stopwatch()  # of training
+        self._losses: deque[Tensor] = deque(maxlen=_RECENT_LOSSES)  # read only to show them: that waits for a GPU
+        self._last: list[str] = []  # the main metric of the last validation
+        self._pace = Pace()
+        self._bar: Bar | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start from the steps of the checkpoint, or from zero."""
-        sampler = trainer.train_dataloader.sampler  # type: ignore[union-attr]  # it has been made
-        assert isinstance(sampler, EpochSampler)
-        self._sampler, self._step = sampler, trainer.global_step
-        self._logged = sampler.samples_until(self._step), self._clock.seconds
-        self._clock.start()
+        """Print the step at which a resumed run starts. Start the bar and the clock."""
+        self._total, self._step = trainer.estimated_stepping_batches, trainer.global_step
+        if self._step:
+            self._print(trainer, f"resumed at {self._place().replace('/', ' of ')}")
+        self._begin, self._pace = (self._step, time.monotonic()), Pace()
+        self._show(trainer)
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
-    ) -> None:
-        """Start the clock after a validation."""
-        self._clock.start()
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
-    ) -> None:
-        """Log, if the batch ended an optimizer step."""
-        if trainer.global_step == self._step or self._sampler is None:
-            return
-        self._step = trainer.global_step
-        samples = self._log_place(pl_module, on_epoch=False)
-        if self._step % trainer.log_every_n_steps:  # type: ignore[attr-defined]  # Lightning's, untyped
-            return
-        seconds = self._clock.seconds
-        speed = (samples - self._logged[0]) / (seconds - self._logged[1])
-        self._logged = samples, seconds
-        pl_module.log("train/samples_per_second", torch.tensor(speed))
-        if (scaler := getattr(trainer.precision_plugin, "scaler", None)) is not None:
-            pl_module.log("train/loss_scale", torch.tensor(scaler.get_scale()))
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        """Store the loss of an optimizer step, if the batch ended one."""
+        if trainer.global_step != self._step:
+            self._step = trainer.global_step
+            # As a tensor: to read its value here would make the host wait for the GPU at every step.
+            self._losses.append(trainer.callback_metrics["train/loss"])
+            self._show(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stop the clock."""
-        if self._sampler is None:  # a resumed run that only lacks its last validation
-            sampler = trainer.datamodule.train_dataloader().sampler  # type: ignore[attr-defined]  # Lightning's, untyped
-            assert isinstance(sampler, EpochSampler)
-            self._sampler, self._step = sampler, trainer.global_step
-        self._clock.stop()
+        """Show that a validation begins. That after training has its own bar."""
+        self._step = trainer.global_step
+        self._show(trainer, 0)
 
-    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the place of the validation."""
-        if self._sampler is not None:
-            self._log_place(pl_module, on_epoch=True)
+    def on_validation_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int, *_: Any
+    ) -> None:
+        """Show how far the validation is."""
+        self._show(trainer, batch_idx + 1)
 
-    def _log_place(self, pl_module: L.LightningModule, *, on_epoch: bool) -> int:
-        """Log step and samples, and return the samples. They are on the CPU, so the host waits for no device."""
-        assert self._sampler is not None
-        samples = self._sampler.samples_until(self._step)
-        for name, value in (("step", self._step), ("samples", samples)):
-            exact = torch.tensor(value, dtype=torch.float64)
-            pl_module.log(name, exact, on_step=not on_epoch, on_epoch=on_epoch, reduce_fx="max", batch_size=1)
-        return samples
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Print the line of a validation, as "step 20/400 · val PSNR 30.12 dB · SSIM 88.10 · 0:01:20 left"."""
+        assert isinstance(pl_module, RunModule)
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        main = "val/psnr" if "val/psnr" in values else pl_module.config.monitor
+        others = [name for it in pl_module.config.metrics if (name := f"val/{it}") in values and name != main]
+        self._last = [f"{main} {in_digits(values[main])}"]
+        place = [self._place()] if self._step else []  # a network that does not learn has no steps
+        found = " · ".join(_with_unit(name, values[name], pl_module) for name in (main, *others))
+        self._print(trainer, " · ".join([*place, f"val {found}", *self._pace_and_time(trainer)]))
+        if trainer.state.fn != TrainerFn.FITTING:  # the last one, after training
+            self._end()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Remove the bar."""
+        self._end()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Remove the bar before the error is printed."""
+        self._end()
+
+    def _show(self, trainer: L.Trainer, validated: int | None = None) -> None:
+        """Draw the bar and print a line, if they are due. `validated`: batches of a validation that are done."""
+        if not self.enabled or trainer.progress_bar_callback is not None:
+            return
+        if self._bar is None and takes_a_bar(self.console):
+            self._bar = Bar(self.console)
+        draws, prints = self._bar is not None and self._bar.is_due(), self._pace.due()
+        if not (draws or prints):
+            return
+        if validated is None:
+            loss = [f"loss {sum(map(float, self._losses)) / len(self._losses):#.3g}"] if self._losses else []
+            now = [*loss, *(f"{name} {float(value):#.3g}" for name, value in trainer.progress_bar_metrics.items())]
+        else:
+            now = [f"validating {validated}/{sum(trainer.num_val_batches)}"]
+        words = [*now, *self._last, *self._pace_and_time(trainer)]
+        if self._bar is not None and draws:
+            total = self._total if math.isfinite(self._total) else None
+            self._bar.draw(self._place(), " · ".join(words), self._step, total)
+        if prints:
+            (self._print if self._bar is None else _to_wandb)(trainer, " · ".join([self._place(), *words]))
+
+    def _print(self, trainer: L.Trainer, line: str) -> None:
+        self.console.print(line, highlight=False, soft_wrap=True)
+        self._pace.printed()
+        _to_wandb(trainer, line)
+
+    def _end(self) -> None:
+        if self._bar is not None:
+            self._bar.end()
+            self._bar = None
+
+    def _place(self) -> str:
+        return f"step {self._step}" if math.isinf(self._total) else f"step {self._step}/{self._total:.0f}"
+
+    def _pace_and_time(self, trainer: L.Trainer) -> list[str]:
+        """Samples a second, and the time left."""
+        speed, (first, start) = trainer.callback_metrics.get("train/samples_per_second"), self._begin
+        found = [] if speed is None else [f"{float(speed):.{2 if speed < 1 else 1}f} samples/s"]
+        if first < self._step < self._total < math.inf:
+            left = (time.monotonic() - start) / (self._step - first) * (self._total - self._step)
+            found.append(f"{timedelta(seconds=round(left))} left")
+        return found
+
+
+def _with_unit(name: str, value: float, module: RunModule) -> str:
+    """A metric of a validation with its title and unit, as "PSNR 30.12 dB"."""
+    name = name.removeprefix("val/")
+    metric = module.config.metrics.get(name)
+    title, _, unit = ((metric and metric.title) or name).partition(", ")
+    return f"{title.partition(' ×')[0]} {in_digits(value)} {unit}".rstrip()
+
+
+def _to_wandb(trainer: L.Trainer, line: str) -> None:
+    """Add a line to W&B's output. W&B does not listen to the terminal, because other lines there name folders."""
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbRun):
+            logger.experiment.write_logs(line)

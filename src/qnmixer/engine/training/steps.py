@@ -13,13 +13,11 @@ from lightning.pytorch.callbacks import Callback
 from qnmixer.engine.build import build_data_module, build_module
 from qnmixer.engine.checkpoints.reading import find_checkpoint, load_weights, resumable, split_of, steps_of
 from qnmixer.engine.config import Config, effective_batch
-from qnmixer.engine.config.debug import FewBatchesConfig
-from qnmixer.engine.config.metrics import modes_of
+from qnmixer.engine.config.named import modes_of
+from qnmixer.engine.config.sections import FewBatchesConfig, ProfileConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.data.sampler import EpochSampler
 from qnmixer.engine.data.splits import RunSplit, seen_by
 from qnmixer.engine.evaluation.evaluate import evaluate, title_of, what_was_evaluated, write_evaluation
-from qnmixer.engine.lightning_private import number_rows
 from qnmixer.engine.memory.advice import advice
 from qnmixer.engine.memory.footprint import MIB
 from qnmixer.engine.memory.limits import is_out_of_memory, memory_of
@@ -43,11 +41,13 @@ from qnmixer.engine.tracking.loggers import (
 from qnmixer.engine.tracking.results import git_diff, read_results
 from qnmixer.engine.tracking.resume import resume_hint
 from qnmixer.engine.tracking.run import Run
-from qnmixer.engine.training.callbacks import build_callbacks, console_callbacks, log_evaluation
+from qnmixer.engine.training.callbacks import build_callbacks, log_evaluation
 from qnmixer.engine.training.checkpointing import Checkpointing
+from qnmixer.engine.training.debugging import Profile, naming_nan_gradients
+from qnmixer.engine.training.health import HealthMonitor
 from qnmixer.engine.training.memory_monitor import MemoryMonitor
-from qnmixer.engine.training.profiling import naming_nan_gradients
-from qnmixer.engine.training.step_checks import callback_of
+from qnmixer.engine.training.progress import TrainingProgress
+from qnmixer.engine.training.step_metrics import callback_of, samples_until
 from qnmixer.engine.training.terminal import print_start, quieten
 from qnmixer.errors import OutOfMemory, Stopped
 from qnmixer.files import write_text
@@ -131,12 +131,17 @@ def resume_checkpoint(config: Config, run: Run) -> Path | None:
 def build_data(config: Config, run: Run, checkpoint: Path | None) -> SliceDataModule:
     """Build the LightningDataModule with its training and validation slices. A resumed run gets the same slices."""
     batch, debug = effective_batch(config), config.debug
+    if checkpoint is not None:
+        split = RunSplit(split_of(checkpoint))
+    else:  # it is still to be drawn, and knows the slices that the weights of `finetune` were trained on
+        base = None if config.finetune is None else split_of(find_checkpoint(config.finetune))
+        split = RunSplit(base=None if base is None else seen_by(base))
     data = build_data_module(
         config,
         first=debug.batches * batch if isinstance(debug, FewBatchesConfig) else None,
         overfit=batch if debug.name == "overfit" else None,
         batches=config.trainer.extra.get("limit_train_batches"),
-        split=split_to_train(config, checkpoint),
+        split=split,
     )
     data.setup("fit")  # here, so that bad slices end the run before its loggers start
     run.record["sinograms"] = "measured" if data.measured else "simulated"
@@ -148,22 +153,15 @@ def build_data(config: Config, run: Run, checkpoint: Path | None) -> SliceDataMo
 def all_callbacks(config: Config, run: Run) -> list[Callback]:
     """Build those of every run (checkpoints, memory, progress, health), and those that the config names."""
     mode = modes_of(config.metrics)[config.monitor]
-    checkpointing = Checkpointing(run, config.monitor, config.trainer.save_every_n_steps, mode)
-    own = build_callbacks(config.callbacks, config.metrics)
-    return [checkpointing, MemoryMonitor(run.console), *console_callbacks(config, run), *own]
-
-
-def split_to_train(config: Config, checkpoint: Path | None) -> RunSplit:
-    """The split of the checkpoint to resume from. A new run gets a split that is still to be drawn."""
-    if checkpoint is not None:
-        return RunSplit(split_of(checkpoint))
-    base = None if config.finetune is None else split_of(find_checkpoint(config.finetune))
-    return RunSplit(base=None if base is None else seen_by(base))
-
-
-def learns(module: RunModule) -> bool:
-    """Whether the network has parameters: FBP and total variation have none."""
-    return any(p.requires_grad for p in module.parameters())
+    callbacks: list[Callback] = [
+        Checkpointing(run, config.monitor, config.trainer.save_every_n_steps, mode),
+        MemoryMonitor(run.console),
+        TrainingProgress(run.console, config.trainer.extra.get("enable_progress_bar") is not False),
+        HealthMonitor(run),
+    ]
+    if isinstance(config.debug, ProfileConfig):
+        callbacks.append(Profile(run.folder / "profile", config.debug, run.console))
+    return [*callbacks, *build_callbacks(config.callbacks, config.metrics)]
 
 
 def save_code_diff(run: Run) -> None:
@@ -226,7 +224,7 @@ def train(
     print_start(config, module, data, trainer, run.console)
     naming = naming_nan_gradients() if config.debug.name == "anomaly" else nullcontext()
     with recording_training(run, trainer), out_of_memory_advice(config, module, trainer), naming:
-        if learns(module):
+        if any(p.requires_grad for p in module.parameters()):
             with interrupts_as_raised():
                 trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
 
@@ -237,7 +235,6 @@ def validate_last_steps(
     """Validate the last steps, if training ended between two validations. Returns the best monitored value."""
     checkpointing = callback_of(trainer, Checkpointing)
     if checkpointing.validated != trainer.global_step or checkpointing.best is None:
-        number_rows(trainer, trainer.global_step)
         with interrupts_as_raised():
             trainer.validate(module, datamodule=data, verbose=False)
         checkpointing.save_validated(trainer)
@@ -261,7 +258,5 @@ def evaluate_best(config: Config, run: Run, trainer: L.Trainer, module: RunModul
     title = title_of(config, data, "test")
     picture = write_evaluation(run.folder / "evaluation", evaluation, title, config, device, run.console, run.folder)
     run.record |= {"picture": str(picture), "evaluated": what_was_evaluated(trained, config.data)}
-    sampler = data.train_dataloader().sampler
-    assert isinstance(sampler, EpochSampler)
-    samples = float(sampler.samples_until(trainer.global_step))
+    samples = samples_until(trainer, trainer.global_step)
     log_evaluation(trainer.loggers, evaluation, picture.parent, trainer.global_step, samples)

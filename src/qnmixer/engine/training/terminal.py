@@ -11,14 +11,13 @@ from rich.console import Console
 from qnmixer.engine.checkpoints.reading import built_from
 from qnmixer.engine.config import Config, effective_batch
 from qnmixer.engine.config.overrides import quoted
-from qnmixer.engine.config.trainer import TrainerConfig
+from qnmixer.engine.config.sections import TrainerConfig
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.sampler import EpochSampler
 from qnmixer.engine.plugins import trust_words
 from qnmixer.engine.processes.ranks import is_rank, rank
 from qnmixer.engine.run_module import RunModule
 from qnmixer.engine.tracking.run import Run
-from qnmixer.engine.training.profiling import describe
 
 _NOT_FOR_USERS = (
     "The .*dataloader.* does not have many workers",
@@ -32,6 +31,12 @@ _NOT_FOR_USERS = (
     # has the memory layout of its bucket. Only torch's comparison of the numbers says otherwise.
     "Grad strides do not match bucket view strides",
 )
+
+_DEBUG = {
+    "few_batches": "debug=few_batches: a few slices of each split, and the numbers mean nothing",
+    "overfit": "debug=overfit: training and validation have the slices of one step, and the loss must fall far",
+    "anomaly": "debug=anomaly: a gradient that becomes NaN ends the run and names the operator. Steps are slower",
+}
 
 
 def quieten() -> None:
@@ -50,11 +55,9 @@ def quieten() -> None:
 
 def print_start(config: Config, module: RunModule, data: SliceDataModule, trainer: L.Trainer, console: Console) -> None:
     """Print network, scan, data, batch, and the limit of the training."""
-    n_parameters, n_slices = sum(p.numel() for p in module.parameters()), len(data.dataset("train"))
-    t, batch, steps = config.trainer, effective_batch(config), steps_per_epoch(config, len(data.dataset("train")))
+    t, batch, n_parameters = config.trainer, effective_batch(config), sum(p.numel() for p in module.parameters())
     nodes = f" × {t.num_nodes} nodes" if t.num_nodes > 1 else ""
     devices = f" × {t.devices} devices{nodes}" if config.strategy.name != "single" else ""
-    last = f", the last of {n_slices % batch}" if steps * batch > n_slices else ""
     noise = "measured" if data.measured else f"noise {config.noise.name}"
     lines = [
         f"{module.network.title}, T = {module.network.n_iterations}, {n_parameters:,} parameters, "
@@ -63,17 +66,17 @@ def print_start(config: Config, module: RunModule, data: SliceDataModule, traine
         data.describe(),
     ]
     if n_parameters:
-        of_a_step = f"{batch} slice{'s' * (batch > 1)} an optimizer step"
+        steps = _steps_per_epoch(config, len(data.dataset("train")))
         lines += [
-            f"batch {config.data.batch_size}{devices} × accumulation {t.accumulate_grad_batches} = {of_a_step}; "
-            f"{steps:,} step{'s' * (steps > 1)} an epoch{last}",
+            f"batch {config.data.batch_size}{devices} × accumulation {t.accumulate_grad_batches} = {batch} "
+            f"slice{'s' * (batch > 1)} an optimizer step; {steps:,} step{'s' * (steps > 1)} an epoch",
             _length(t, steps),
         ]
     if config.optimizer.name == "muon" and not module.network.hidden_weights():
         name = type(module.network).__name__
         lines.append(f"optimizer muon: AdamW changes all weights, as {name}.hidden_weights() is empty")
-    if line := describe(config):
-        lines.append(line)
+    if config.debug.name in _DEBUG:
+        lines.append(_DEBUG[config.debug.name])
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
     if data.measured and (doubt := _other_unit(module, data)):
         console.print(f"warning: {doubt}", style="bold red", highlight=False, soft_wrap=True)
@@ -101,7 +104,7 @@ def print_end(config: Config, run: Run) -> None:
         run.console.print(f"{lines}\npicture: {picture}", soft_wrap=True, highlight=False)
 
 
-def steps_per_epoch(config: Config, n_slices: int) -> int:
+def _steps_per_epoch(config: Config, n_slices: int) -> int:
     """Optimizer steps of an epoch."""
     limit = config.trainer.extra.get("limit_train_batches")
     steps = limit // config.trainer.accumulate_grad_batches if isinstance(limit, int) else limit
@@ -109,14 +112,11 @@ def steps_per_epoch(config: Config, n_slices: int) -> int:
 
 
 def _length(t: TrainerConfig, steps_an_epoch: int) -> str:
-    """The text on the limit that ends a run."""
-    if t.max_epochs is None:
-        epochs = t.max_steps / steps_an_epoch
-        return f"training ends after {t.max_steps:,} steps ({epochs:,.{'0f' if epochs >= 1000 else '3g'}} epochs)"
-    by_epochs = t.max_epochs * steps_an_epoch
-    if -1 < t.max_steps < by_epochs:
-        return (
-            f"training ends after {t.max_steps:,} steps, before trainer.max_epochs={t.max_epochs} ({by_epochs:,} steps)"
-        )
-    before = f", before trainer.max_steps={t.max_steps}" if t.max_steps > by_epochs else ""
-    return f"training ends after {t.max_epochs:,} epoch{'s' * (t.max_epochs > 1)} ({by_epochs:,} steps){before}"
+    """The text on the limit that ends a run, which is the first one of steps and epochs."""
+    by_epochs = [] if t.max_epochs is None else [t.max_epochs * steps_an_epoch]
+    steps = min([*by_epochs, *([t.max_steps] if t.max_steps > -1 else [])])
+    epochs = steps / steps_an_epoch
+    return (
+        f"training ends after {steps:,} steps "
+        f"({epochs:,.{'0f' if epochs >= 1000 else '3g'}} epoch{'s' * (epochs != 1)})"
+    )

@@ -10,12 +10,12 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 
 from qnmixer.engine.config import Config
-from qnmixer.engine.config.trainer import TrainerConfig
+from qnmixer.engine.config.sections import TrainerConfig
 from qnmixer.engine.lightning_private import disable_signal_handling
 from qnmixer.engine.parallel.devices import allow_tf32
 from qnmixer.engine.parallel.strategies import build_precision, build_strategy
 from qnmixer.engine.training.checkpointing import AtomicCheckpointIO
-from qnmixer.engine.training.step_checks import StepChecks
+from qnmixer.engine.training.step_metrics import StepMetrics
 
 _BUILT = ("enable_progress_bar", "limit_train_batches", "profiler")  # keys of trainer.extra that are converted first
 _PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
@@ -43,7 +43,7 @@ def build_trainer(config: Config, folder: Path, callbacks: Sequence[Callback], l
         detect_anomaly=config.debug.name == "anomaly",
         use_distributed_sampler=False,  # Lightning's pads with slices that count twice, and shuffles always
         logger=list(loggers),
-        callbacks=[StepChecks(), *callbacks],
+        callbacks=[StepMetrics(), *callbacks],
         enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
         enable_model_summary=False,
         default_root_dir=folder,

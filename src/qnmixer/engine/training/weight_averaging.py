@@ -30,7 +30,6 @@ class MeanWeights(Callback):
         self.decay, self.start = decay, start
         self.mean: dict[str, Tensor] = {}
         self._swapped = False
-        self._step = 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Refuse a strategy whose devices do not hold all weights. The config knows this class only, not a subclass."""
@@ -45,32 +44,25 @@ class MeanWeights(Callback):
         weights = {name: p.detach() for name, p in pl_module.named_parameters()}
         self.mean = {name: self.mean.get(name, p).to(p.device, copy=True) for name, p in weights.items()}
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take the step of a resumed run, which Lightning restores after `on_fit_start`."""
-        self._step = trainer.global_step
-
     @torch.no_grad()
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Update the mean after an optimizer step."""
-        if trainer.global_step == self._step:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
-        self._step = trainer.global_step
         # Before `start` the mean follows the weights, because a mean of bad first weights would last long.
-        share = 1.0 if self._step <= self.start else 1 - self.decay
+        share = 1.0 if trainer.global_step <= self.start else 1 - self.decay
         for name, parameter in pl_module.named_parameters():
             self.mean[name].lerp_(parameter, share)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Put the mean into the network."""
         self._swap(pl_module)
-        self._swapped = not self._swapped
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Put the trained weights back."""
         self._swap(pl_module)
-        self._swapped = not self._swapped
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save the mean as the weights, for every reader of a checkpoint, and the trained weights beside it."""
@@ -87,6 +79,7 @@ class MeanWeights(Callback):
 
     @torch.no_grad()
     def _swap(self, pl_module: L.LightningModule) -> None:
+        self._swapped = not self._swapped
         for name, parameter in pl_module.named_parameters():
             if name in self.mean:
                 before = parameter.detach().clone()

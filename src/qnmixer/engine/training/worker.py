@@ -17,8 +17,6 @@ from pathlib import Path
 
 from qnmixer.engine.cli import explain, warnings_in_one_line
 from qnmixer.engine.config import Config, parse, to_plain
-from qnmixer.engine.config.target import TARGET
-from qnmixer.engine.plugins import is_trusted
 from qnmixer.engine.processes.ranks import by_srun, end_with_the_others, is_rank, is_secondary, leave, rank, world_size
 from qnmixer.engine.processes.signals import loading, stop_signals
 from qnmixer.engine.tracking.results import read_results
@@ -72,11 +70,19 @@ def fit_in_processes(config: Config, run: Run, fit: str) -> float:
     try:
         _check_inputs(config, run)
         with tempfile.TemporaryDirectory(prefix="qnmixer-job-") as temporary:
-            job = _write_job(Path(temporary), config, run, fit)
+            job = {
+                "fit": fit,
+                "config": to_plain(config),
+                "folder": str(run.folder.absolute()),
+                "overrides": run.overrides,
+                "launcher": os.getpid(),
+            }
+            path = Path(temporary, "job.json")
+            path.write_text(json.dumps(job))
             launch(
-                ["-m", "qnmixer.engine.training.worker", str(job)],
+                ["-m", "qnmixer.engine.training.worker", str(path)],
                 n_devices,
-                ask_to_stop=lambda: _ask_to_stop(job.parent, n_devices),
+                ask_to_stop=lambda: _ask_to_stop(path.parent, n_devices),
             )
     except KeyboardInterrupt as stop:
         run.record_end("interrupted")
@@ -113,14 +119,6 @@ def main(path: Path) -> None:
         leave(error, explain(error, "train"))
 
 
-def _write_job(folder: Path, config: Config, run: Run, fit: str) -> Path:
-    """Write the data that the ranks need into a file."""
-    path = folder / "job.json"
-    job = {"fit": fit, "config": to_plain(config), "folder": str(run.folder.absolute()), "overrides": run.overrides}
-    path.write_text(json.dumps(job | {"launcher": os.getpid()}))
-    return path
-
-
 def _ask_to_stop(job: Path, n_ranks: int) -> bool:
     """Ask all ranks to stop between two steps. False if some have not started; then killing them loses nothing."""
     pids = [int(path.read_text()) for path in job.glob("*.pid")]
@@ -144,23 +142,12 @@ def _fit(config: Config, run: Run, fit: str, job: Path | None) -> float:
 
 
 def _check_inputs(config: Config, run: Run) -> None:
-    """Raise UserError once, here, for callbacks, metrics, data and checkpoints that would fail in every rank.
-
-    Lightning and torchmetrics are loaded only for the user's own: that takes seconds, and this process does not train.
-    """
+    """Raise UserError once, here, for data and checkpoints that would fail in every rank. It loads no Lightning."""
     from qnmixer.engine.checkpoints.reading import find_checkpoint, read_checkpoint, resumable, split_of
     from qnmixer.engine.data.sources import parts_of
     from qnmixer.engine.data.splits import RunSplit
     from qnmixer.engine.reconstructor import build_geometry
 
-    if own := {name: it for name, it in config.callbacks.items() if not is_trusted(it[TARGET], ())}:
-        from qnmixer.engine.training.callbacks import build_callbacks
-
-        build_callbacks(own, config.metrics)
-    if mine := {name: it for name, it in config.metrics.items() if not is_trusted(it._target_, ())}:
-        from qnmixer.engine.optimization.metrics import build_metrics
-
-        build_metrics(mine, config.data.own_range)
     if config.finetune is not None:
         read_checkpoint(find_checkpoint(config.finetune))
     before = None if run.resume is None else split_of(resumable(config, Path(run.resume)))

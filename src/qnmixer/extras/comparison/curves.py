@@ -1,15 +1,18 @@
-"""Validation PSNR during training, and the step from which on a method stays above total variation."""
+"""Validation PSNR during training, over steps and over training time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
-from statistics import mean, median_high
+from math import isfinite
+from pathlib import Path
+from statistics import mean
 
-from qnmixer.engine.evaluation.slices import kind_of
-from qnmixer.engine.evaluation.statistics import Seeds
+from matplotlib.figure import Figure
+
+from qnmixer.engine.reports.pictures import save_figure
 from qnmixer.engine.tracking.metrics_file import read_metrics
-from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, scan_under_test
-from qnmixer.files import digest
+from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod
+
+_MOST = 8  # curves in a picture
 
 
 @dataclass(frozen=True)
@@ -19,38 +22,6 @@ class Validation:
     step: int
     seconds: float  # of training alone: data, forward, backward, optimizer
     psnr: float
-
-
-class Level:
-    """The validation PSNR of a method that learns nothing.
-
-    Args:
-        name: of its network, as total variation.
-        methods: of a comparison, with the jobs of that method.
-    """
-
-    def __init__(self, name: str, methods: Sequence[ComparedMethod]) -> None:
-        self.found: dict[str, dict[Seeds, float]] = {}  # by sinograms
-        for job in (job for method in methods if method.network == name for job in method.done):
-            if curve := curve_of(job):
-                of_scan = self.found.setdefault(_scan(job), {})
-                of_scan[job.seeds] = max(of_scan.get(job.seeds, -inf), curve[-1].psnr)
-
-    def of(self, job: ComparedJob) -> float | None:
-        """Its PSNR on the slices and sinograms that a job was validated on; None if it has no job for these.
-
-        On slices from files, other seeds only change the noise. If no job has the same seeds, the mean of all is taken.
-        """
-        assert job.config is not None
-        levels = self.found.get(_scan(job), {})
-        if job.seeds in levels or not levels or kind_of(job.config.data) == "phantoms":
-            return levels.get(job.seeds)
-        return mean(levels.values())
-
-    def crossings(self, method: ComparedMethod) -> list[int | None]:
-        """For each job of a method the step from which on it stays above; None: it does not. [] without a level."""
-        jobs = [(job, self.of(job)) for job in method.done if job.steps is not None]
-        return [first_above(curve_of(job), level) for job, level in jobs if level is not None]
 
 
 def curve_of(job: ComparedJob) -> list[Validation]:
@@ -65,24 +36,35 @@ def curve_of(job: ComparedJob) -> list[Validation]:
     return curve
 
 
-def first_above(curve: Sequence[Validation], level: float) -> int | None:
-    """The step of the first validation from which on all are above the level; None if the last one is not."""
-    found = None
-    for validation in reversed(curve):
-        if not validation.psnr > level:
-            break
-        found = validation.step
-    return found
+def draw_curves(path: Path, methods: Sequence[ComparedMethod]) -> bool:
+    """Draw the validations of the best methods: a line for each seed; a level for methods that learn nothing.
 
-
-def median_step(steps: Sequence[int | None]) -> str:
-    """The median over jobs as "1,500", or "none"; if only some jobs stay above: "1,500 (2 of 3)"."""
-    middle = median_high(inf if step is None else step for step in steps)
-    n, n_above = len(steps), sum(step is not None for step in steps)
-    return ("none" if middle == inf else f"{middle:,}") + (f" ({n_above} of {n})" if 0 < n_above < n else "")
-
-
-def _scan(job: ComparedJob) -> str:
-    """A digest of what its validation sinograms come from. Their number counts too, as the mean is over all of them."""
-    assert job.config is not None
-    return digest([scan_under_test(job.config), getattr(job.config.data, "n_val", None)], sort_keys=True)
+    A validation that is not a finite number is a gap. Returns False, and draws nothing, if none was validated twice.
+    """
+    found = {method.name: [its for job in method.done if (its := curve_of(job))] for method in methods}
+    learning = [method.name for method in methods if method.steps is not None]
+    curves = {name: found[name] for name in learning if any(len(its) > 1 for its in found[name])}
+    levels = {name: mean(its[-1].psnr for its in of) for name, of in found.items() if of and name not in learning}
+    if not curves:
+        return False
+    longest = max(its[-1].seconds for of in curves.values() for its in of)
+    unit, scale = ("hours", 3600.0) if longest > 7200 else ("minutes", 60.0) if longest > 120 else ("seconds", 1.0)
+    ends = [value for of in curves.values() for its in of if isfinite(value := its[-1].psnr)]
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    steps, times = figure.subplots(1, 2, sharey=True)
+    for k, (name, seeds) in enumerate([*curves.items()][:_MOST]):
+        for n, its in enumerate(seeds):
+            psnrs, look = [it.psnr for it in its], {"color": f"C{k}", "label": f"_{name}" if n else name, "lw": 1.2}
+            steps.plot([it.step for it in its], psnrs, ".-", **look)
+            times.plot([it.seconds / scale for it in its], psnrs, ".-", **look)
+    for axes, label in ((steps, "steps"), (times, f"training time, {unit}")):
+        for k, (name, level) in enumerate(levels.items()):
+            axes.axhline(
+                level, color=str(0.55 * (k % 2)), linestyle=("--", ":")[k % 2], label=f"{name}, {level:.1f} dB"
+            )
+        axes.set(xlabel=label, xlim=(0, None), ylim=(min(ends) - 4 if ends else None, None))  # the start is far below
+        axes.grid(alpha=0.3)
+    steps.set_ylabel("validation PSNR, dB")
+    figure.legend(*steps.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
+    save_figure(figure, path)
+    return True

@@ -2,30 +2,25 @@
 
 import math
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
-
 from qnmixer.engine.checkpoints.reading import built_from, find_checkpoint, read_checkpoint
 from qnmixer.engine.config import Config, to_plain
-from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.data import LOADING
-from qnmixer.engine.config.overrides import looks_elsewhere, of_hydra
-from qnmixer.engine.config.run import checked, parse_file
-from qnmixer.engine.evaluation.evaluate import ImageScore, by_patient, titles_of
-from qnmixer.engine.evaluation.statistics import Scores, Seeds, spread
+from qnmixer.engine.config.overrides import of_hydra
+from qnmixer.engine.config.run import checked
+from qnmixer.engine.evaluation.scores import ImageScore, by_patient, titles_of
 from qnmixer.engine.plugins import check_trusted
 from qnmixer.engine.reconstructor import method_name
-from qnmixer.engine.reports.page import PageSlice
+from qnmixer.engine.reports.pictures import SliceImages
 from qnmixer.engine.sweeps.jobs import outcome
 from qnmixer.engine.sweeps.report import rows_of
 from qnmixer.engine.tracking.results import read_results
 from qnmixer.engine.tracking.sweep_file import read_sweep
 from qnmixer.errors import UserError, first_line
+from qnmixer.extras.comparison.statistics import Scores, Seeds, Statistic, difference, spread
 
 _SEEDS = ("seed", "data.seed")
 # Keys of the data config that do not change a test slice.
@@ -39,7 +34,7 @@ class ComparedJob:
     folder: Path
     overrides: list[str]
     results: dict[str, Any]
-    config: Config | None  # None: its overrides give no valid config
+    config: Config | None  # None: it cannot be evaluated
     problem: str  # why it cannot be evaluated; empty if it can
 
     @property
@@ -91,21 +86,28 @@ class ComparedMethod:
         """The configured number of optimizer steps of its jobs; None: it learns nothing."""
         return next((job.steps for job in self.done), None)
 
-    def psnr(self, test: str) -> float:
-        """Mean PSNR on a test; −∞ if nothing was measured."""
-        scores = self.scores(test, "psnr")
-        return spread(scores).mean if scores else -math.inf
-
-    def metrics(self, test: str) -> list[str]:
-        """The names of what was measured on a test."""
-        return list(
-            dict.fromkeys(name for its in self.measured.get(test, {}).values() for s in its for name in s.values)
-        )
-
     def scores(self, test: str, metric: str) -> Scores:
         """One metric on one test, by patient; empty if nothing was measured."""
         found = {seeds: by_patient(scores, metric) for seeds, scores in self.measured.get(test, {}).items()}
         return {seeds: by_name for seeds, by_name in found.items() if by_name}
+
+    def spread(self, test: str, metric: str) -> Statistic | None:
+        """One metric on one test; None if nothing was measured."""
+        scores = self.scores(test, metric)
+        return spread(scores) if scores else None
+
+    def psnr(self, test: str) -> float:
+        """Mean PSNR on a test; −∞ if nothing was measured."""
+        found = self.spread(test, "psnr")
+        return -math.inf if found is None else found.mean
+
+    def minus(self, other: "ComparedMethod", test: str) -> dict[str, Statistic]:
+        """By metric the difference to another method on the same sinograms of the same patients; {} without these."""
+        if test not in self.scans or self.scans[test] != other.scans.get(test):
+            return {}
+        names = dict.fromkeys(name for its in self.measured.get(test, {}).values() for s in its for name in s.values)
+        found = {name: difference(self.scores(test, name), other.scores(test, name)) for name in names}
+        return {name: its for name, its in found.items() if its is not None}
 
 
 @dataclass
@@ -118,7 +120,7 @@ class Comparison:
     sweeps: list[Path]
     tests: list[str]
     methods: list[ComparedMethod]
-    slices: dict[str, list[PageSlice]]  # test → slices by all methods, to look at
+    slices: dict[str, list[SliceImages]]  # test → slices by all methods, to look at
     notes: list[str]
     device: str
 
@@ -188,21 +190,12 @@ def _job(folder: Path, overrides: list[str], checkpoint: str, trust: Collection[
     config = None
     if not problem:
         try:
-            config = _trusted(read_checkpoint(find_checkpoint(folder, checkpoint))[0], folder, trust)
+            found = read_checkpoint(find_checkpoint(folder, checkpoint))[0]
+            check_trusted(str(folder), built_from(found, "data.", "metrics."), trust)
+            config = checked(found, "model", "noise")
         except UserError as error:
             problem = f"failed: {first_line(error)}"
-    if config is None:
-        with suppress(UserError, HydraException, OmegaConfBaseException):  # then the method has no name from its config
-            ours = [it for it in overrides if not of_hydra(it)]
-            if not any(map(looks_elsewhere, ours)):
-                config = _trusted(parse_file(compose("train", ours)), folder, trust)
     return ComparedJob(folder, overrides, results, config, problem)
-
-
-def _trusted(config: Config, folder: Path, trust: Collection[str]) -> Config:
-    """The config of a job. Raises PluginError if it needs code that the user did not allow."""
-    check_trusted(str(folder), built_from(config, "data.", "metrics."), trust)
-    return checked(config, "model", "noise")
 
 
 def _name(jobs: list[ComparedJob]) -> str:

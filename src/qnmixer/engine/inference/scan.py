@@ -1,0 +1,37 @@
+"""A scan, the input of one reconstruction; and how its readers warn."""
+
+from dataclasses import dataclass
+
+from pydicom.dataset import FileDataset
+from rich.console import Console
+from torch import Tensor
+
+
+@dataclass(kw_only=True)
+class Scan:
+    """The sinogram of one image, in HU = offset + scale · x, and what the image becomes.
+
+    Attributes:
+        name: the file relative to the input, and `#frame` if it has several.
+        sinogram: y [1, 1, V, D] on the network's device.
+        measured: whether a scanner measured it. Else it was simulated from a slice.
+        missing: [V] bool, views of a measured scan that were interpolated; None: no view is missing.
+        template: the DICOM file of the slice; None for other formats.
+        frame: number of the frame in the template.
+        field_of_view: mm that the image covers, if its template has true size; None: it covers the whole template.
+    """
+
+    name: str
+    sinogram: Tensor
+    offset: float
+    scale: float
+    measured: bool = False
+    missing: Tensor | None = None
+    template: FileDataset | None = None
+    frame: int = 0
+    field_of_view: float | None = None
+
+
+def warn(line: str) -> None:
+    """Print a line on standard error."""
+    Console(stderr=True, markup=False).print(f"warning: {line}", soft_wrap=True, highlight=False)

@@ -1,0 +1,220 @@
+"""Measured sinograms, read one at a time from .npy and .mat, in the units and at the rays that a network knows."""
+
+import importlib
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from qnmixer.engine.config import Config
+from qnmixer.engine.config.commands import ReconstructConfig
+from qnmixer.engine.data.numpy_files import open_stack, read_frame
+from qnmixer.engine.data.slices import FloatArray, SkipFile, require_size
+from qnmixer.engine.inference.fit import FloatList, fit_scan
+from qnmixer.engine.inference.scan import Scan, warn
+from qnmixer.engine.reconstructor import Reconstructor
+from qnmixer.errors import ConfigError, DataError, GeometryError, first_line
+from qnmixer.physics import FanBeamGeometry
+from qnmixer.physics.noise import attenuation_per_value
+
+# Limits of line integrals of attenuation. Above the upper one no photon would be counted. Below the lower one the scan
+# is wrong.
+_MAX_ATTENUATION, _MIN_ATTENUATION = 14.0, -0.5
+_SCANS = (".npy", ".mat")
+
+
+def holds_sinograms(path: Path, trained: Config, config: ReconstructConfig) -> bool:
+    """Whether an input of kind=auto is a scan: by the keys given, by .mat, or by the shape of a .npy.
+
+    Raises DataError for a .npy that is neither a slice nor a sinogram of the run.
+    """
+    if path.suffix == ".mat" or config.detector_pitch is not None or config.angle_span is not None:
+        return True
+    views, bins = trained.geometry.n_views, trained.geometry.n_detectors
+    for file in _scan_files(path) if path.is_dir() or path.suffix == ".npy" else ():
+        if file.suffix == ".mat":
+            return True
+        with suppress(SkipFile):
+            stack = open_stack(file)
+            if stack.shape[-2:] == (views, bins):
+                return True
+            if stack[0].min() > -500:  # no air: hardly a slice
+                raise DataError(
+                    f"{file}, {list(stack.shape)}, is no slice (it has no air, −1000 HU) and no sinogram of this run "
+                    f"([{views}, {bins}]): give kind=slices if it is a slice, or a sinogram of the run's geometry"
+                )
+            return False
+    return False
+
+
+def sinogram_files(path: Path) -> list[Path]:
+    """The files that may hold sinograms. Raises DataError if there is none."""
+    if not (files := _scan_files(path)):
+        raise DataError(
+            f"input={path} has no .npy file and no .mat: give sinograms as .npy, [views, bins] or [N, views, bins]"
+        )
+    return files
+
+
+def _scan_files(path: Path) -> list[Path]:
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sorted(file for file in files if file.suffix in _SCANS and file.is_file())  # opening a pipe would not end
+
+
+def measured_scans(
+    path: Path, files: Sequence[Path], module: Reconstructor, config: ReconstructConfig
+) -> Iterator[Scan]:
+    """The sinograms of an input: .npy ([v, d] or [N, v, d]) and .mat.
+
+    A folder's unusable files are left out with a warning. An unusable file that is the input raises DataError.
+    """
+    scaling = module.config.data.scaling
+    if scaling != "attenuation":
+        raise ConfigError(
+            f"run={config.run} was trained with data.scaling={scaling}, which leaves a measured sinogram without a "
+            "scale: use a run with data.scaling=attenuation"
+        )
+    for file in files:
+        name = Path(file.name) if file == path else file.relative_to(path)
+        try:
+            yield from _scans_of(file, name.with_suffix("").as_posix(), module, config)
+        except DataError as error:
+            if file == path:
+                raise
+            warn(f"skipped: {error}")
+
+
+def _scans_of(file: Path, name: str, module: Reconstructor, config: ReconstructConfig) -> Iterator[Scan]:
+    """The sinograms of one file, of which one is in memory at a time. Raises DataError for an unusable one."""
+    geometry, (offset, scale) = module.projector.geometry, module.config.data.hu_scaling
+    of_one = _attenuation_of_one(module.config, config) if config.unit == "attenuation" else 1.0
+    if file.suffix == ".mat":
+        of_mat, scanner, angles = read_mat(file, geometry)
+        count = 1
+    else:
+        count, scanner = _scanner_of_npy(file, geometry, config)
+        of_mat, angles = None, scanner.angles()
+    if abs(turned := angles[0] - geometry.first_angle) > 1e-6:
+        warn(f"{file} starts {np.degrees(turned):.4g}° from the run's first view, so the image is turned by that angle")
+    for k in range(count):
+        end = f"#{k}" if count > 1 else ""
+        with _usable(file):
+            sinogram = read_frame(file, k) if of_mat is None else of_mat
+        fitted, missing = fit_scan(sinogram, angles, scanner, geometry, f"{file}{end}")
+        y = torch.from_numpy(fitted / np.float32(of_one))[None, None].to(module.device)
+        _check_unit(f"{file}{end}", fitted, y, module, config)
+        if missing.any():
+            warn(f"{file}{end}: {missing.sum()} of {len(missing)} views are missing, and filled in from the others")
+        yield Scan(
+            name=f"{name}{end}", sinogram=y, offset=offset, scale=scale, measured=True,
+            missing=torch.from_numpy(missing).to(module.device) if missing.any() else None,
+        )  # fmt: skip
+
+
+def _attenuation_of_one(trained: Config, config: ReconstructConfig) -> float:
+    """Attenuation in 1/mm that x = 1 means for a network. Some sets fix it, whatever that of water is."""
+    its = trained.data.attenuation_of_one
+    return attenuation_per_value(config.water_attenuation, trained.data.hu_max) if its is None else its
+
+
+@contextmanager
+def _usable(file: Path) -> Iterator[None]:
+    """Raise DataError for a .npy that the block cannot use."""
+    try:
+        yield
+    except SkipFile as reason:
+        raise DataError(f"{file} cannot be used ({reason}): give sinograms as .npy") from reason
+
+
+def _scanner_of_npy(file: Path, geometry: FanBeamGeometry, config: ReconstructConfig) -> tuple[int, FanBeamGeometry]:
+    """The number of sinograms in a .npy, and their rays: those of the run, except for keys that were given.
+
+    Sinograms of another shape than the run's are accepted only if the config gives the keys that describe them.
+    """
+    with _usable(file):
+        shape = open_stack(file).shape
+        require_size(shape[1], shape[2], least=1)
+    views, bins = geometry.n_views, geometry.n_detectors
+    other_views = shape[1] != views and config.angle_span is None
+    if other_views or (shape[2] != bins and config.detector_pitch is None):
+        raise DataError(
+            f"{file} has shape {list(shape)}, but the run was trained on {views} views × {bins} detector bins: "
+            f"give [{views}, {bins}] or [N, {views}, {bins}] (rows of NaN for missing views), or give its angle_span= "
+            "and detector_pitch=, or train with geometry.n_views and geometry.n_detectors"
+        )
+    pitch = config.detector_pitch or geometry.detector_pitch
+    try:
+        return shape[0], replace(
+            geometry, n_views=shape[1], n_detectors=shape[2], detector_pitch=pitch,
+            detector_offset=geometry.detector_offset * geometry.detector_pitch / pitch,
+            angle_span=math.copysign(config.angle_span or geometry.angle_span, geometry.angle_span),
+        )  # fmt: skip
+    except GeometryError as error:
+        raise DataError(f"{file} cannot be used: {error}") from error
+
+
+def read_mat(path: Path, geometry: FanBeamGeometry) -> tuple[FloatArray, FanBeamGeometry, FloatList]:
+    """The sinogram [v, d] (−log of transmission), rays and angles of a MATLAB file in the form of the Helsinki scans.
+
+    That is a struct with `sinogram` and `parameters` (angles in degrees, distances in mm, pixelSizePost). HelTomo reads
+    this form, and the Helsinki tomography challenge 2022 publishes it. The angles are those of ASTRA's `fanflat`.
+
+    Raises:
+        DataError: scipy is not installed, or the file has another form.
+    """
+    try:
+        loadmat = importlib.import_module("scipy.io").loadmat
+    except ImportError as error:
+        raise DataError(f"{path} needs scipy, which is not installed: pip install scipy") from error
+    try:
+        content: dict[str, Any] = loadmat(path, simplify_cells=True)
+        its = next(v for v in content.values() if isinstance(v, dict) and {"sinogram", "parameters"} <= v.keys())
+        sinogram, parameters = np.asarray(its["sinogram"], np.float32), its["parameters"]
+        angles = np.radians(np.atleast_1d(np.asarray(parameters["angles"], np.float64)))
+        to_axis, to_detector = (float(parameters[f"distanceSource{end}"]) for end in ("Origin", "Detector"))
+        if sinogram.ndim != 2 or angles.shape != sinogram.shape[:1] or not np.isfinite(angles).all():
+            raise ValueError(f"sinogram {list(sinogram.shape)} with {len(angles)} angles")
+        if (unit := parameters.get("distanceUnit", "mm")) != "mm":
+            raise ValueError(f"distanceUnit {unit}")
+        scanner = replace(
+            geometry, beam="fan_flat", source_to_axis=to_axis, axis_to_detector=to_detector - to_axis,
+            n_detectors=sinogram.shape[1], detector_pitch=float(parameters["pixelSizePost"]), detector_offset=0.0,
+        )  # fmt: skip
+    except Exception as error:  # bytes of another format can make scipy raise anything
+        raise DataError(
+            f"{path} is no scan ({first_line(repr(error))}): give a struct with sinogram [views, bins] and parameters "
+            "(angles, pixelSizePost, distanceSourceOrigin, distanceSourceDetector, in mm), or save it as .npy"
+        ) from error
+    return sinogram, scanner, angles
+
+
+def _check_unit(
+    where: str, sinogram: FloatArray, y: torch.Tensor, module: Reconstructor, config: ReconstructConfig
+) -> None:
+    """Refuse counts, transmissions, and a wrong unit (value × mm instead of attenuation, or the reverse).
+
+    Args:
+        where: file and number, for errors.
+        sinogram: in its own unit.
+        y: the same in the network's.
+    """
+    low, high = float(sinogram.min()), float(sinogram.max())
+    factor = 1.0 if config.unit == "attenuation" else _attenuation_of_one(module.config, config)
+    if not _MIN_ATTENUATION <= factor * low <= factor * high <= _MAX_ATTENUATION:
+        other = "value if it is the network's value × mm" if factor == 1.0 else "attenuation if it is that"
+        raise DataError(
+            f"{where} runs from {low:g} to {high:g} in unit={config.unit}, which is no −log of transmission: take "
+            f"−log(counts / unattenuated counts) first, or set unit={other}"
+        )
+    densest = float(torch.quantile(module.projector.fbp(y), 0.99))
+    if not 0.05 < densest < 3.0:
+        offset, scale = module.config.data.hu_scaling
+        raise DataError(
+            f"{where} would have its densest parts at {offset + scale * densest:.0f} HU, so it is not in unit="
+            f"{config.unit}: give −log of transmission (unit=attenuation), or the network's value × mm (unit=value)"
+        )

@@ -1,0 +1,71 @@
+"""Statistics of a method over seeds and patients, and of the difference between two methods.
+
+The unit is the patient, because the slices of one patient look alike: slices as units make an interval several times
+too narrow. Phantoms, and slices whose patient is not known, are each a patient of their own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import mean
+
+from qnmixer.engine.evaluation.statistics import deviation, half_width
+
+Seeds = tuple[int, int]
+"""The seeds of the weights and of the data."""
+
+Scores = Mapping[Seeds, Mapping[str, float]]
+"""seeds → patient → mean score of the patient's slices. The patients of two seeds may differ."""
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A mean over seeds and patients, and how far it goes over each (None: only one value).
+
+    Of a method that is a standard deviation. Of a difference it is half of the 95 % interval.
+    """
+
+    mean: float
+    over_seeds: float | None  # of the seeds' values, each a mean over patients
+    over_patients: float | None  # of the patients' values, each a mean over seeds
+    n_seeds: int
+    n_patients: int
+
+
+def spread(scores: Scores) -> Statistic:
+    """Mean and standard deviations of one method."""
+    seeds, patients = [mean(of_seed.values()) for of_seed in scores.values()], [*_patient_means(scores).values()]
+    return Statistic(mean(seeds), deviation(seeds), deviation(patients), len(seeds), len(patients))
+
+
+def difference(one: Scores, other: Scores) -> Statistic | None:
+    """`one` minus `other`, paired by patient and by seed; None if they have no patient in common.
+
+    The interval over patients says what other patients would give with these networks. The interval over seeds says
+    what other trainings would give on these patients. A method with one seed is compared with every seed of the other.
+    """
+    first, second = _patient_means(one), _patient_means(other)
+    of_patients = [first[patient] - second[patient] for patient in first if patient in second]
+    if not of_patients:
+        return None
+    of_seeds = [
+        mean(mine[patient] - its[patient] for patient in mine if patient in its)
+        for mine, its in _paired(one, other)
+        if mine.keys() & its.keys()
+    ]
+    return Statistic(mean(of_patients), half_width(of_seeds), half_width(of_patients), len(of_seeds), len(of_patients))
+
+
+def _paired(one: Scores, other: Scores) -> list[tuple[Mapping[str, float], Mapping[str, float]]]:
+    """The scores of both by seed."""
+    if len(one) == 1 or len(other) == 1:
+        return [(mine, its) for mine in one.values() for its in other.values()]
+    return [(one[seeds], other[seeds]) for seeds in one if seeds in other]
+
+
+def _patient_means(scores: Scores) -> dict[str, float]:
+    """The mean over seeds of each patient."""
+    values: dict[str, list[float]] = {}
+    for of_seed in scores.values():
+        for patient, score in of_seed.items():
+            values.setdefault(patient, []).append(score)
+    return {patient: mean(found) for patient, found in values.items()}

@@ -1,0 +1,520 @@
+"""The page with its viewer, in a real browser with no network."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from selenium.webdriver import ActionChains, Chrome, ChromeOptions, Keys
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
+from torch import Tensor
+
+from qnmixer.engine.reports.pictures import MethodImages, SliceImages
+from qnmixer.engine.reports.tables import Table
+from qnmixer.extras.page.page import write_page
+
+pytestmark = pytest.mark.xdist_group("browser")  # one browser serves all
+
+H = 16
+INFERNO = matplotlib.colormaps["inferno"](range(256), bytes=True)
+MAGENTA = [255, 0, 255, 255]
+CANVAS = """
+const figures = [...document.querySelectorAll("figure")];
+const figure = figures.find((figure) => figure.querySelector(".name").textContent === arguments[0]);
+const canvas = figure?.querySelector(arguments[1] + ":not([hidden]) canvas");
+return canvas && [canvas.width, canvas.height,
+  [...canvas.getContext("2d", { willReadFrequently: true }).getImageData(0, 0, canvas.width, canvas.height).data]];
+"""
+
+
+def greys(hu: Tensor, level: float, width: float) -> np.ndarray:
+    """RGBA [H, W, 4] of whole HU in a window."""
+    grey = np.floor(255 * np.clip((hu.double().numpy() - (level - width / 2)) / width, 0, 1) + 0.5)
+    return np.stack([grey, grey, grey, np.full_like(grey, 255)], axis=-1)
+
+
+def error_colours(hu: Tensor, truth: Tensor, limit: float = 200) -> np.ndarray:
+    error = (hu - truth).abs().double().numpy()
+    return INFERNO[np.floor(255 * np.clip(error / limit, 0, 1) + 0.5).astype(int)].astype(float)
+
+
+class Viewer:
+    """A page as its reader sees it."""
+
+    def __init__(self, browser: Chrome) -> None:
+        self.browser = browser
+
+    def open(self, page: Path, address: str = "") -> None:
+        self.browser.get("about:blank")
+        self.browser.get(f"{page.as_uri()}{address}")
+
+    def __getitem__(self, id_: str) -> WebElement:
+        return self.browser.find_element(By.ID, id_)
+
+    def texts(self, selector: str) -> list[str]:
+        return [element.text for element in self.browser.find_elements(By.CSS_SELECTOR, selector)]
+
+    def choose(self, id_: str, option: str) -> None:
+        self[id_].find_element(By.XPATH, f"option[contains(., '{option}')]").click()
+
+    def type_in(self, id_: str, text: str) -> None:
+        self[id_].send_keys(Keys.CONTROL, "a")
+        self[id_].send_keys(text)
+
+    def press(self, *keys: str) -> None:
+        actions = ActionChains(self.browser)
+        for key in keys[:-1]:
+            actions.key_down(key)
+        actions.send_keys(keys[-1])
+        for key in keys[:-1]:
+            actions.key_up(key)
+        actions.perform()
+
+    def frame(self, method: str, kind: str = ".image") -> WebElement:
+        path = f"//figure[.//*[@class='name']='{method}']//div[contains(@class, '{kind[1:]}')]"
+        found = self.browser.find_element(By.XPATH, path)
+        self.browser.execute_script("arguments[0].scrollIntoView({ block: 'center' })", found)
+        return found
+
+    def canvas(self, method: str, kind: str = ".image") -> np.ndarray | None:
+        """RGBA [H, W, 4] of a method's image or error map; None where it is hidden."""
+        found = self.browser.execute_script(CANVAS, method, kind)
+        return None if found is None else np.array(found[2], float).reshape(found[1], found[0], 4)
+
+    def becomes(self, read: Callable[[], object], expected: object) -> None:
+        """Wait until what is read is as expected: the page draws at its next frame."""
+        deadline = time.monotonic() + 10
+        while not np.array_equal(read(), expected) and time.monotonic() < deadline:  # type: ignore[arg-type]
+            time.sleep(0.02)
+        np.testing.assert_array_equal(read(), expected)  # type: ignore[arg-type]
+
+    def shows(self, method: str, expected: np.ndarray, kind: str = ".image") -> None:
+        self.becomes(lambda: self.canvas(method, kind), expected)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    chromedriver = shutil.which("chromedriver")
+    if chromium is None or chromedriver is None:
+        message = "no chromium and chromedriver on PATH (Debian: apt-get install chromium chromium-driver)"
+        if os.environ.get("QNMIXER_NEED_BROWSER"):
+            pytest.fail(message)
+        pytest.skip(message)
+    options = ChromeOptions()
+    options.binary_location = chromium
+    for argument in (
+        "headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "no-first-run",
+        "disable-background-networking", "disable-component-update", "disable-sync", "window-size=1400,900",
+        "host-resolver-rules=MAP * ~NOTFOUND", f"user-data-dir={tmp_path_factory.mktemp('browser')}",
+    ):  # fmt: skip
+        options.add_argument(f"--{argument}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = Chrome(options, Service(chromedriver))
+    driver.get("about:blank")
+    driver.get_log("performance")  # the browser's own first page is none of ours
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def viewer(browser: Chrome) -> Iterator[Viewer]:
+    """What no page may do: report an error, or ask for anything but itself."""
+    yield Viewer(browser)
+    assert browser.get_log("browser") == []
+    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+    assert [url for url in asked if not url.endswith(("/page.html", "about:blank"))] == []
+    assert any(url.startswith("file:///") for url in asked)
+
+
+def image(offset: int, height: int = H, width: int = H) -> Tensor:
+    """HU from −1000 to 1000, every pixel another."""
+    generator = torch.Generator().manual_seed(offset)
+    return torch.randperm(2001, generator=generator)[: height * width].reshape(height, width).float() - 1000
+
+
+TRUTH, FBP = image(0), image(1)
+ITERATES = [FBP, image(2), image(3)]
+SHORT = [FBP, image(4)]
+OTHER = image(5)
+WIDE = image(6, 10, 20)
+TAG = "<script>window.injected = 1</script>"
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    """Three slices: one with all kinds of methods, one with an odd name, one of another shape."""
+    table = Table("test split", ["method", "PSNR, dB"], [["FBP", "20.00 ± 1.00"], [TAG, "not run"]], "2 images & more")
+    slices = [
+        SliceImages(
+            "first",
+            TRUTH,
+            [
+                MethodImages("FBP", [FBP], "20.00 dB"),
+                MethodImages("QN-Mixer", ITERATES, "34.13 dB / 91.9"),
+                MethodImages("short", SHORT),
+                MethodImages(TAG, [OTHER]),
+            ],
+        ),
+        SliceImages("</script><b>second</b>", OTHER, [MethodImages("FBP", [FBP])]),
+        SliceImages("wide", WIDE, [MethodImages("FBP", [WIDE])]),
+    ]
+    path = tmp_path / "page.html"
+    write_page(
+        path, "A & B", [table, Table("cost", ["method"], [["FBP"]])], slices,
+        {"commit": "abc", "note": "model=<none>\nseed=1"},
+        subtitle="64 views <b>", order="by <name>",
+        configuration={"seed": 1, "data": {"name": "dicom", "extra": {"a": None}}, "noise": {}},
+    )  # fmt: skip
+    return path
+
+
+def test_text_stands_as_it_was_given(viewer: Viewer, page: Path) -> None:
+    viewer.open(page)
+    viewer.becomes(lambda: viewer.texts("figure .name"), ["truth", "FBP", "QN-Mixer", "short", TAG])
+    assert viewer.texts("h1, .subtitle") == ["A & B", "64 views <b>"]
+    assert viewer.browser.title == "A & B: 64 views <b>"
+    assert viewer.texts("#browser h2") == ["Slices, by <name>"]
+    assert viewer.texts("main .table :is(h2, th, td, .note)") == [
+        "test split", "method", "PSNR, dB", "FBP", "20.00 ± 1.00", TAG, "not run", "2 images & more",
+        "cost", "method", "FBP",
+    ]  # fmt: skip
+    assert viewer.texts("footer dt, footer dd") == ["commit", "abc", "note", "model=<none>\nseed=1"]
+    viewer.browser.find_element(By.CSS_SELECTOR, "footer summary").click()
+    assert viewer.texts("footer :is(td, tbody th)") == [
+        "seed", "1", "data.name", "dicom", "data.extra.a", "null", "noise", "{}",
+    ]  # fmt: skip
+    assert viewer.texts("#slice option") == ["1 · first", "2 · </script><b>second</b>", "3 · wide"]
+    assert viewer.browser.execute_script("return window.injected") is None
+
+
+def test_pixels_are_the_greys_of_the_window(viewer: Viewer, page: Path) -> None:
+    """In every window, and the colours of the error at its scale; the truth comes first and has no error map."""
+    viewer.open(page, "#window=40,400")
+    for method, hu in {"truth": TRUTH, "FBP": FBP, "QN-Mixer": ITERATES[-1], TAG: OTHER}.items():
+        viewer.shows(method, greys(hu, 40, 400))
+        if method != "truth":
+            viewer.shows(method, error_colours(hu, TRUTH), ".error")
+    assert viewer.canvas("truth", ".error") is None
+    low, high = float(TRUTH.min()), float(TRUTH.max())
+    full = ((low + high) / 2, high - low)
+    for name, window in {"lung": (-600, 1500), "bone": (400, 1800), "overview": (-150, 1700), "full": full}.items():
+        viewer.choose("preset", name)
+        viewer.shows("FBP", greys(FBP, *window))
+        assert [float(viewer[key].get_property("value")) for key in ("level", "width")] == list(window)
+    viewer.type_in("level", "-20")
+    viewer.type_in("width", "333")
+    viewer.shows("FBP", greys(FBP, -20, 333))
+    assert viewer["preset"].get_property("value") == "-1"
+    viewer.type_in("error-limit", "750")
+    viewer.shows("FBP", error_colours(FBP, TRUTH, 750), ".error")
+
+
+def test_the_slider_goes_through_the_iterates(viewer: Viewer, page: Path) -> None:
+    viewer.open(page, "#window=40,400")
+    viewer.shows("QN-Mixer", greys(ITERATES[2], 40, 400))
+    viewer["iterate"].send_keys(Keys.ARROW_LEFT)
+    viewer.shows("QN-Mixer", greys(ITERATES[1], 40, 400))
+    viewer.shows("QN-Mixer", error_colours(ITERATES[1], TRUTH), ".error")
+    assert viewer.texts("#iterate-text") == ["x₁ of x₂"]
+    rmse = float((ITERATES[1] - TRUTH).square().mean().sqrt())
+    assert viewer.texts("figure .shown")[2] == f"x₁ · RMSE {rmse:.1f} HU"
+    assert viewer.texts("figure .caption") == ["", "20.00 dB", "x₂: 34.13 dB / 91.9", "", ""]
+    viewer["theme"].click()
+    viewer["theme"].click()
+    viewer.press(Keys.ARROW_LEFT)  # not on the slider now
+    viewer.shows("QN-Mixer", greys(FBP, 40, 400))
+    for _ in range(3):
+        viewer.press(Keys.ARROW_RIGHT)
+    viewer.shows("QN-Mixer", greys(ITERATES[2], 40, 400))
+    viewer.shows("short", greys(SHORT[1], 40, 400))
+    viewer.shows("FBP", greys(FBP, 40, 400))
+    assert viewer.texts("figure .shown")[3].startswith("x₁, its last · RMSE")
+
+
+def test_another_slice(viewer: Viewer, page: Path) -> None:
+    """Also those of another shape."""
+    viewer.open(page, "#window=40,400&iterate=1&region=2,2,8")
+    viewer.shows("QN-Mixer", greys(ITERATES[1], 40, 400)[2:10, 2:10])
+    viewer.choose("slice", "second")
+    viewer.shows("truth", greys(OTHER, 40, 400)[2:10, 2:10])
+    assert not viewer["iterate"].is_displayed()
+    viewer.shows("FBP", error_colours(FBP, OTHER)[2:10, 2:10], ".error")
+    viewer.choose("slice", "wide")
+    viewer.shows("FBP", greys(WIDE, 40, 400))
+    viewer["panels"].click()
+    viewer.press(Keys.ARROW_UP)
+    viewer.press(Keys.ARROW_UP)
+    viewer.shows("QN-Mixer", greys(ITERATES[1], 40, 400))
+
+
+def test_the_address_holds_the_view(viewer: Viewer, page: Path) -> None:
+    address = "#slice=1&iterate=1&window=-20,333&errors=100&show=errors&region=4,2,8&at=5,6"
+    viewer.open(page, address)
+    viewer.shows("QN-Mixer", error_colours(ITERATES[1], TRUTH, 100)[2:10, 4:12], ".error")
+    assert viewer.canvas("QN-Mixer", ".image") is None
+    viewer.becomes(lambda: viewer.browser.execute_script("return location.hash"), address)
+    viewer.press("e")
+    viewer.press("5")
+    viewer["whole"].click()
+    viewer["iterate"].send_keys(Keys.END)
+    written = "#slice=1&window=full&errors=100&at=5,6"
+    viewer.becomes(lambda: viewer.browser.execute_script("return location.hash"), written)
+    viewer.browser.execute_script("location.hash = '#slice=2&window=40,400'")
+    viewer.shows("truth", greys(OTHER, 40, 400))
+
+
+def test_an_address_that_makes_no_sense_opens_the_page_all_the_same(viewer: Viewer, page: Path) -> None:
+    for address in ("#slice=9&iterate=99", "#slice=x&window=40&region=1,2&at=99,1", "#window=1,-5"):
+        viewer.open(page, address)
+        viewer.shows("truth", greys(WIDE if "slice=9" in address else TRUTH, -150, 1700))
+
+
+def test_values_under_the_cursor_by_all_methods(viewer: Viewer, page: Path) -> None:
+    def text(hu: Tensor, reference: Tensor | None = TRUTH) -> str:
+        value = f"{int(hu[y, x])} HU"
+        error = "" if reference is None else f" ({int(hu[y, x] - reference[y, x]):+d})"
+        return (value + error).replace("-", "−")
+
+    viewer.open(page)
+    viewer.shows("truth", greys(TRUTH, -150, 1700))
+    x = y = H // 2
+    frame, aside = viewer.frame("QN-Mixer"), viewer["message"]
+    ActionChains(viewer.browser, 50).move_to_element_with_offset(frame, 2, 2).perform()
+    values = [text(TRUTH, None), text(FBP), text(ITERATES[2]), text(SHORT[1]), text(OTHER)]
+    viewer.becomes(lambda: viewer.texts("figure .value"), values)
+    assert viewer.texts("#where") == [f"column {x}, row {y}"]
+    ActionChains(viewer.browser, 50).move_to_element(viewer["theme"]).perform()
+    viewer.becomes(lambda: viewer.texts("figure .value"), [""] * 5)
+    ActionChains(viewer.browser, 50).move_to_element_with_offset(frame, 2, 2).click().perform()
+    ActionChains(viewer.browser, 50).move_to_element(viewer["theme"]).perform()
+    viewer.becomes(lambda: viewer.texts("figure .value"), values)
+    x += 1
+    viewer.press(Keys.SHIFT, Keys.ARROW_RIGHT)
+    viewer.becomes(lambda: viewer.texts("figure .value")[1], text(FBP))
+    viewer.press(Keys.ESCAPE)
+    viewer.becomes(lambda: viewer.texts("figure .value"), [""] * 5)
+    assert not aside.is_displayed()
+
+
+def test_dragging_zooms_all_images_into_a_region(viewer: Viewer, page: Path) -> None:
+    viewer.open(page, "#window=40,400")
+    viewer.shows("truth", greys(TRUTH, 40, 400))
+    frame = viewer.frame("FBP", ".error")
+    pixel = frame.size["width"] / H
+    start = -round(4 * pixel) + 1  # from column 4, row 4 over 8 pixels
+    drag = ActionChains(viewer.browser, 50).move_to_element_with_offset(frame, start, start).click_and_hold()
+    drag.move_by_offset(round(4 * pixel), 5).move_by_offset(round(4 * pixel), 5).release().perform()
+    viewer.shows("FBP", greys(FBP, 40, 400)[4:12, 4:12])
+    viewer.shows("QN-Mixer", error_colours(ITERATES[2], TRUTH)[4:12, 4:12], ".error")
+    viewer.shows("truth", greys(TRUTH, 40, 400), ".map")  # shows the position of the region
+    rmse = float((FBP - TRUTH)[4:12, 4:12].square().mean().sqrt())
+    assert viewer.texts("figure .shown")[1] == f"RMSE {rmse:.1f} HU"
+    ActionChains(viewer.browser, 50).move_to_element(frame).click_and_hold().move_by_offset(
+        -round(frame.size["width"] / 4), 0
+    ).release().perform()
+    viewer.shows("FBP", greys(FBP, 40, 400)[4:12, 6:14])
+    ActionChains(viewer.browser, 50).double_click(frame).perform()
+    viewer.shows("FBP", greys(FBP, 40, 400))
+    viewer["zoom-in"].click()
+    viewer.shows("FBP", greys(FBP, 40, 400)[4:12, 4:12])
+    assert not viewer["zoom-in"].is_enabled()
+
+
+def test_values_not_finite_or_beyond_int16_are_distinguished(viewer: Viewer, tmp_path: Path) -> None:
+    truth = torch.zeros(H, H)
+    odd = truth.clone()
+    odd[0, :5] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e6, -1e6])
+    odd[1, :2] = torch.tensor([0.4, -0.6])
+    write_page(tmp_path / "page.html", "odd", [], [SliceImages("a", truth, [MethodImages("m", [odd])])], {})
+    viewer.open(tmp_path / "page.html", "#window=0,2&at=0,0")
+    expected = greys(torch.zeros(H, H), 0, 2)
+    expected[0, :5, :3] = [MAGENTA[:3]] * 3 + [[255] * 3, [0] * 3]
+    expected[1, 1, :3] = 0  # −0.6 is −1
+    viewer.shows("m", expected)
+    errors = viewer.canvas("m", ".error")
+    assert errors is not None
+    assert errors[0, :5].tolist() == [MAGENTA] * 3 + [INFERNO[255].tolist()] * 2
+    assert viewer.texts("figure .value") == ["0 HU", "not a number"]
+    assert viewer.texts("figure .shown")[1] == "RMSE – HU"
+
+
+def test_light_and_dark(viewer: Viewer, page: Path) -> None:
+    """As the system has it, until the reader says otherwise."""
+
+    def background() -> str:
+        return viewer.browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+
+    for theme, paper in (("dark", "rgb(20, 23, 27)"), ("light", "rgb(255, 255, 255)")):
+        features = [{"name": "prefers-color-scheme", "value": theme}]
+        viewer.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        viewer.open(page)
+        assert background() == paper
+    viewer["theme"].click()
+    assert background() == "rgb(20, 23, 27)"
+    assert viewer["theme"].text == "Light"
+
+
+@pytest.fixture
+def screen(viewer: Viewer) -> Iterator[Callable[[int, int], None]]:
+    """Sets the size of the window; below 700 pixels it is a phone's."""
+
+    def resize(width: int, height: int) -> None:
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 700}
+        viewer.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+    yield resize
+    viewer.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def boxes(viewer: Viewer, selector: str) -> list[dict[str, float]]:
+    """Of what is shown: left, top, right and bottom in the window."""
+    found = """return [...document.querySelectorAll(arguments[0])].map((element) => element.getBoundingClientRect())
+      .filter((box) => box.width).map(({left, top, right, bottom}) => ({left, top, right, bottom}));"""
+    return viewer.browser.execute_script(found, selector)
+
+
+@pytest.mark.parametrize("n_methods", [2, 7])
+def test_images_and_errors_are_above_the_fold_and_use_the_width(
+    viewer: Viewer, tmp_path: Path, screen: Callable[[int, int], None], n_methods: int
+) -> None:
+    """Of a comparison's many methods those of the first row, below the table; as large as the window allows."""
+    names = [f"method {k}" for k in range(n_methods)]
+    slices = [SliceImages(f"slice {k}", TRUTH, [MethodImages(name, [FBP]) for name in names], 30.0) for k in range(9)]
+    table = Table("test", ["method", "PSNR, dB"], [[name, "20.00 ± 1.00"] for name in names], "a note")
+    write_page(tmp_path / "page.html", "t", [table], slices, {}, subtitle="s")
+    screen(1400, 900)
+    viewer.open(tmp_path / "page.html")
+    viewer.shows("method 0", error_colours(FBP, TRUTH), ".error")
+    assert viewer.browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+    images, errors = boxes(viewer, ".frame.image"), boxes(viewer, ".frame.error")
+    assert len(images) == len(errors) + 1 == n_methods + 1
+    assert max(box["bottom"] for box in (errors[:3] if n_methods > 3 else errors)) <= 900
+    assert all(error["top"] == image["top"] for image, error in zip(images[1:], errors, strict=True))
+    widest, tallest = (max(box[b] - box[a] for box in images) for a, b in (("left", "right"), ("top", "bottom")))
+    assert widest == tallest
+    used = max(box["right"] for box in errors) / 1400
+    assert used > 0.85 or tallest > 280  # as high as there is room
+
+
+def test_on_a_phone_the_slider_stays_with_the_image(
+    viewer: Viewer, page: Path, screen: Callable[[int, int], None]
+) -> None:
+    screen(390, 844)
+    viewer.open(page)
+    viewer.shows("QN-Mixer", greys(ITERATES[2], -150, 1700))
+    assert viewer.browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+    frame = viewer.frame("QN-Mixer", ".error")
+    (slider,) = boxes(viewer, "#iterate")
+    image, error = boxes(viewer, ".frame.image")[2], boxes(viewer, ".frame.error")[1]
+    assert 0 <= slider["top"] < slider["bottom"] < image["top"] == error["top"]
+    assert image["right"] < error["left"]
+    assert image["bottom"] < 844
+    assert frame.is_displayed()
+    viewer["iterate"].send_keys(Keys.ARROW_LEFT)
+    viewer.shows("QN-Mixer", greys(ITERATES[1], -150, 1700))
+    assert boxes(viewer, "#iterate") == [slider]
+
+
+@pytest.fixture
+def sorted_page(tmp_path: Path) -> Path:
+    """Three slices with their PSNR, the second shown at first; x_1 of its network is worse than FBP, x_2 is better."""
+    iterates = [TRUTH + 10, TRUTH + 30, TRUTH + 5, TRUTH]
+    slices = [
+        SliceImages("worst", OTHER, [MethodImages("FBP", [FBP]), MethodImages("QN-Mixer", [FBP])], 12.34),
+        SliceImages("middle", TRUTH, [MethodImages("FBP", [TRUTH + 10]), MethodImages("QN-Mixer", iterates)], 20.0),
+        SliceImages("best", FBP, [MethodImages("FBP", [FBP]), MethodImages("QN-Mixer", [FBP])], 99.96),
+    ]
+    write_page(tmp_path / "page.html", "t", [], slices, {}, order="worst first", opened=1)
+    return tmp_path / "page.html"
+
+
+def test_a_thumbnail_opens_its_slice(viewer: Viewer, sorted_page: Path) -> None:
+    """By mouse, and by keys, for which all of them are one stop."""
+    viewer.open(sorted_page)
+    viewer.shows("truth", greys(TRUTH, -150, 1700))
+    viewer.becomes(lambda: viewer.texts("#thumbnails button"), ["12.3 dB", "20.0 dB", "100.0 dB"])
+    assert viewer.texts("#slice option")[0] == "1 · 12.3 dB · worst"
+    buttons = viewer.browser.find_elements(By.CSS_SELECTOR, "#thumbnails button")
+
+    def chosen() -> list[str | None]:
+        return [button.get_attribute("aria-current") for button in buttons]
+
+    assert chosen() == ["false", "true", "false"]
+    assert [button.get_attribute("tabindex") for button in buttons] == ["-1", "0", "-1"]
+    assert [button.accessible_name for button in buttons] == ["worst, 12.3 dB", "middle, 20.0 dB", "best, 100.0 dB"]
+    buttons[0].click()
+    viewer.shows("truth", greys(OTHER, -150, 1700))
+    assert chosen() == ["true", "false", "false"]
+    viewer.press(Keys.ARROW_RIGHT)
+    viewer.shows("truth", greys(TRUTH, -150, 1700))
+    viewer.press(Keys.END)
+    viewer.shows("truth", greys(FBP, -150, 1700))
+    assert chosen() == ["false", "false", "true"]
+    assert viewer.browser.switch_to.active_element == buttons[2]
+    small = "return [...document.querySelector('#thumbnails canvas').getContext('2d').getImageData(0, 0, 16, 16).data]"
+    shown = np.array(viewer.browser.execute_script(small), float).reshape(H, H, 4)
+    assert np.abs(shown - greys(FBP, -150, 1700)).max() <= 1
+
+
+def test_an_iterate_that_is_worse_than_fbp_is_explained(viewer: Viewer, sorted_page: Path) -> None:
+    viewer.open(sorted_page, "#slice=2&iterate=1")
+    viewer.becomes(
+        lambda: viewer["hint"].text,
+        "x₁ of QN-Mixer is worse than FBP (RMSE 30.0 and 10.0 HU): the loss of training uses x₃ only, and earlier "
+        "iterates are intermediate steps.",
+    )
+    for t in (0, 2, 3):
+        viewer.open(sorted_page, f"#slice=2&iterate={t}")
+        viewer.shows("QN-Mixer", greys(TRUTH + [10, 30, 5, 0][t], -150, 1700))
+        assert not viewer["hint"].is_displayed()
+
+
+def test_no_path_reaches_the_page(viewer: Viewer, tmp_path: Path) -> None:
+    path = "/home/anna/ct/mayo"
+    table = Table(path, [path], [[path]], path)
+    slices = [SliceImages(path, TRUTH, [MethodImages(path, [FBP])])] * 2
+    write_page(
+        tmp_path / "page.html", path, [table, table], slices, {path: path}, subtitle=path, order=path,
+        configuration={"data": {"root": path, "sets": [path]}, path: {path: path}},
+    )  # fmt: skip
+    assert "anna" not in (tmp_path / "page.html").read_text()
+    viewer.open(tmp_path / "page.html")
+    viewer.becomes(lambda: viewer.texts("figure .name"), ["truth", "…/mayo"])
+
+
+def test_a_browser_that_cannot_unpack_says_so_and_shows_the_tables(viewer: Viewer, page: Path) -> None:
+    script = {"source": "delete window.DecompressionStream"}
+    identifier = viewer.browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", script)
+    viewer.open(page)
+    viewer.browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", identifier)
+    assert "DecompressionStream" in viewer["message"].text
+    assert not viewer["viewer"].is_displayed()
+    assert not viewer["browser"].is_displayed()
+    assert viewer.texts("main .table td") == ["20.00 ± 1.00", "not run"]
+
+
+def test_a_page_of_tables_alone_has_no_viewer(viewer: Viewer, tmp_path: Path) -> None:
+    write_page(tmp_path / "page.html", "t", [Table("empty", ["a"], [])], [], {})
+    viewer.open(tmp_path / "page.html")
+    assert viewer.texts(".table h2, .table th") == ["empty", "a"]
+    assert not viewer["viewer"].is_displayed()
+    assert not viewer["message"].is_displayed()
+
+
+def test_an_image_that_comes_twice_is_stored_once(tmp_path: Path) -> None:
+    sizes = []
+    for second in (FBP, FBP.clone(), OTHER):
+        slices = [SliceImages("a", TRUTH, [MethodImages("m", [FBP]), MethodImages("n", [second])])]
+        write_page(tmp_path / "page.html", "t", [], slices, {})
+        sizes.append((tmp_path / "page.html").stat().st_size)
+    assert sizes[0] == sizes[1] < sizes[2] - H * H
