@@ -57,7 +57,7 @@ def machine() -> dict[str, str]:
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The table of a JSON file, which may have "notes" in words, by name of a failed test."""
+    """The table of a JSON file, which may have a "note" in words, and "notes" by name of a failed test."""
     it = ", ".join(f"{name} {value}" for name, value in record["machine"].items() if name != "device")
     n = record["passed"] + len(record["failed"])
     lines = [f"`make test-gpu` on {record['machine']['device']} ({it}): {record['passed']} of {n} tests passed."]
@@ -65,6 +65,7 @@ def markdown(record: dict[str, Any]) -> str:
         note = record.get("notes", {}).get(name.rpartition("::")[2], "")
         of = " and ".join(f"[{case.partition('[')[2]}" for case in cases)
         lines += ["", f"Failed: `{name}{of}`. {note}".strip()]
+    lines += ["", record["note"]] if "note" in record else []
     lines += ["", "× floor: times as long as the bytes take that must be moved, at the speed of the copy.", ""]
     lines += ["| | setting | measured | × floor |", "|---|---|---|---|"]
     for row in _shorter(record["found"]):

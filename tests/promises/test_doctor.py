@@ -3,20 +3,18 @@
 The command `doctor`: its checks, one object in JSON, and what to do about a failure.
 """
 
-import io
 import json
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from qnmixer.doctor import doctor
-from qnmixer.engine import cli
-from qnmixer.engine.config.commands import parse_doctor
 from qnmixer.engine.config.search_path import CONF
+
+from ..warm import Warm
 
 TINY = [
     "data.image_size=16", "geometry.n_views=8", "geometry.n_detectors=24", "geometry.detector_pitch=40",
@@ -25,24 +23,24 @@ TINY = [
 ]  # fmt: skip
 
 
-def run(folder: Path, *overrides: str) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of the command, in this process."""
-    code, stdout, stderr = 0, io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
-        patch.chdir(folder)
-        patch.setattr(sys, "argv", ["doctor", *TINY, *overrides])
-        patch.delenv(cli.TRACEBACK, raising=False)
-        try:
-            cli.run(doctor, parse_doctor, "doctor")
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-    return code, stdout.getvalue(), stderr.getvalue()
+Run = Callable[..., tuple[int, str, str]]
 
 
-def test_a_healthy_machine_as_one_object(tmp_path: Path) -> None:
-    code, stdout, _ = run(tmp_path, "format=json")
+@pytest.fixture
+def run(warm: Warm, tmp_path: Path) -> Run:
+    """run(overrides): exit code, standard output and standard error. Its own process has no other tensors."""
+
+    def start(*overrides: str) -> tuple[int, str, str]:
+        done = warm.run("-m", "qnmixer.doctor", *TINY, *overrides, cwd=tmp_path)
+        return done.returncode, done.stdout, done.stderr
+
+    return start
+
+
+def test_a_healthy_machine_as_one_object(run: Run, tmp_path: Path) -> None:
+    code, stdout, _ = run("format=json")
     outcome: dict[str, Any] = json.loads(stdout)
-    assert (code, outcome["ok"]) == (0, True)
+    assert (code, outcome["ok"]) == (0, True), stdout
     assert all(set(check) == {"name", "status", "found", "mend"} for check in outcome["checks"])
     status = {check["name"]: check["status"] for check in outcome["checks"]}
     assert status["gradients"] == status["sharding"] == status["memory growth"] == "PASS"
@@ -50,8 +48,8 @@ def test_a_healthy_machine_as_one_object(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failed_check_says_how_to_fix_it_and_the_rest_is_skipped(tmp_path: Path) -> None:
-    code, stdout, stderr = run(tmp_path, "strategy=ddp")
+def test_a_failed_check_says_how_to_fix_it_and_the_rest_is_skipped(run: Run) -> None:
+    code, stdout, stderr = run("strategy=ddp")
     lines = stdout.splitlines()
     assert (code, stderr) == (1, "")
     (failed,) = [line for line in lines if line.startswith("FAIL")]
@@ -61,8 +59,8 @@ def test_a_failed_check_says_how_to_fix_it_and_the_rest_is_skipped(tmp_path: Pat
     assert "devices failed" in lines[-1]
 
 
-def test_a_config_that_train_would_refuse_is_refused(tmp_path: Path) -> None:
-    code, stdout, stderr = run(tmp_path, "formt=json")
+def test_a_config_that_train_would_refuse_is_refused(run: Run) -> None:
+    code, stdout, stderr = run("formt=json")
     assert (code, stdout) == (1, "")
     assert stderr == "error: unknown key formt: did you mean format?\n"
 

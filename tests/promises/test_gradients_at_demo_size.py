@@ -26,7 +26,11 @@ FEW = (
     "data.n_test=1 data.num_workers=0 logger=csv test_after_training=false"
 )
 # A single slice, as the pipeline takes, has no tensor so large that it is offloaded.
-MODES = ["strategy=ddp memory=offload", "strategy=fsdp memory=recompute", "strategy=pipeline"]
+MODES = [
+    pytest.param("strategy=ddp memory=offload", marks=pytest.mark.long),
+    "strategy=fsdp memory=recompute",
+    pytest.param("strategy=pipeline", marks=pytest.mark.long),
+]
 TOLERANCE = {"16-mixed": 5e-3, "bf16-mixed": 4e-2}
 """How far losses and mean gradients may be from those of another rounding."""
 
@@ -80,7 +84,7 @@ def test_four_devices_are_as_one(train: Train, overrides: str) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "precision"),
-    [pytest.param("keep", "16-mixed", marks=pytest.mark.long), ("offload", "bf16-mixed")],
+    [pytest.param(*it, marks=pytest.mark.long) for it in (("keep", "16-mixed"), ("offload", "bf16-mixed"))],
 )
 def test_half_precision_is_near_full_precision(train: Train, mode: str, precision: str) -> None:
     """Of one process with the demo's batch of 4, because fp16 takes a CPU ten times as long."""
