@@ -280,16 +280,20 @@ def test_what_they_name_is_not_run_on_a_runs_own_word(own_configs: Path, branch:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ("hydra: {callbacks: {x: {_target_: evil.Hook}}}", "hydra.callbacks.x._target_=evil.Hook, which runs code"),
-        ("hydra: {job: {env_set: {A: 1}}}", "hydra.job.env_set.A=1, which runs code"),
-        ("logger: {wandb: {project: '${oc.env:SECRET}'}}", r"logger.wandb.project=\$\{oc.env:SECRET}, which"),
+        ("hydra: {callbacks: {x: {_target_: evil.Hook}}}", "sets hydra.callbacks, which runs code"),
+        ("hydra: {job: {env_set: {A: 1}}}", "sets hydra.job.env_set, which runs code"),
+        (
+            "hydra: {job_logging: '${hydra.runtime.choices.zz}', runtime: {choices: {zz: {handlers: {h: 1}}}}}",
+            "sets hydra.job_logging, which runs code",
+        ),
+        ("logger: {wandb: {project: '${oc.env:SECRET}'}}", r"has logger.wandb.project=\$\{oc.env:SECRET}, which"),
     ],
 )
 def test_configs_run_and_read_nothing_on_a_runs_own_word(own_configs: Path, make: Make, values: str, said: str) -> None:
     (own_configs / "experiment" / "evil.yaml").write_text(f"# @package _global_\n{values}\n")
     where = f"hydra.searchpath=[file://{own_configs}]"
     make("b", where, "experiment=evil")
-    with pytest.raises(ConfigError, match=f"^a config of runs/b has {said}.* by --config-dir=FOLDER$"):
+    with pytest.raises(ConfigError, match=f"^a config of runs/b {said}.* by --config-dir=FOLDER$"):
         resume_overrides(["resume=runs/b", "trust=evil"])
     assert where in resume_overrides([where, "resume=runs/b"])
 
@@ -300,7 +304,7 @@ def test_configs_run_and_read_nothing_on_a_runs_own_word(own_configs: Path, make
         "logger.wandb.project=${oc.env:SECRET}", "logger.wandb.project='${oc.env:SECRET}'",
         r"logger.wandb.project=$\{oc.env\:SECRET\}", "+model={a:[${oc.env:SECRET}]}",
         "experiment=[../../../downloads/evil]", "loss=../evil", "+finetune@callbacks=../evil",
-        "hydra.searchpath=[pkg://evil]",
+        "hydra.searchpath=[pkg://evil]", r"hydra.searchpath=[pkg\://evil]",
     ],
 )  # fmt: skip
 def test_a_run_looks_nothing_up_on_its_own_word(make: Make, override: str) -> None:

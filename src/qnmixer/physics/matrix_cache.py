@@ -7,11 +7,13 @@ disk is full or read-only, only the caching is lost. Nothing here is needed to u
 
 import errno
 import json
+import os
 import sys
 import time
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -98,7 +100,8 @@ def _read(path: Path, key: str) -> Arrays | None:
                 return None
     except SafetensorError:
         return None
-    path.touch()  # the time of its last use
+    with suppress(OSError):  # the file may be another's, or on a disk that cannot be written
+        os.utime(path)  # the time of its last use
     return arrays
 
 

@@ -82,7 +82,7 @@ class FanBeamProjector(FullPrecisionModule):
 
     def operator_norm(self) -> float:
         """‖A‖₂ in mm, by power iteration on AᵀA from a fixed start; computed once."""
-        return math.sqrt(self._largest_eigenvalue("the norm", self.adjoint))
+        return math.sqrt(self._largest_eigenvalue("norm", self.adjoint))
 
     def filtered_adjoint(self, y: Tensor) -> Tensor:
         """A† y = Aᵀ F y: image [B, 1, H, W] of y [B, 1, V, D], with F the ramp of `fbp` and the gain of `fbp`.
@@ -105,7 +105,7 @@ class FanBeamProjector(FullPrecisionModule):
         Power iteration slightly underestimates the eigenvalue. Descent x − λ A†(A x − y) is safe for λ up to twice
         this value, so that does no harm.
         """
-        return 1 / self._largest_eigenvalue(f"the norm with {self.fbp_filter}", self.filtered_adjoint)
+        return 1 / self._largest_eigenvalue(f"norm with {self.fbp_filter}", self.filtered_adjoint)
 
     def _largest_eigenvalue(self, name: str, back: Callable[[Tensor], Tensor]) -> float:
         """Of `back` after A; kept here, and on the disk with the matrices."""

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from qnmixer.engine.checkpoints.weights_file import decode
 from qnmixer.engine.config import Config, effective_batch
-from qnmixer.engine.config.data import DataConfig
+from qnmixer.engine.config.data import DataConfig, FolderData, MixedData, PairData
 from qnmixer.engine.config.groups import Group
 from qnmixer.engine.config.run import checked, parse_file, targets_of
 from qnmixer.engine.config.target import TARGET, keys_of
@@ -33,8 +33,10 @@ _DROPPED = 64 * 2**20
 """Bytes of weights that a small network may drop while it is built."""
 _OF_RESULTS = ("model", "data", "geometry", "noise", "loss", "optimizer")
 """Sections that a resumed run may not change."""
-_OF_PLACES = {"batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir", "root", "reference_root"}
+_OF_LOADING = {"batch_size", "num_workers", "prefetch_factor", "pin_memory"}
 """Keys of slices that a resumed run may change."""
+_OF_PLACES = _OF_LOADING | {"cache_dir", "root", "reference_root"}
+"""The same for our sources of files, whose slices are known by their pixels."""
 _NEVER_READ: dict[str, Any] = {"callbacks": {}, "logger": {}}
 """Keys that are dropped from the config of a file: only the command line may name callbacks and loggers."""
 
@@ -115,9 +117,12 @@ def _no_larger_than(state: dict[str, Any], path: Path) -> Iterator[None]:
     storages = [tensor.untyped_storage() for tensor in state.values()]
     left = 4 * sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()) + _DROPPED
 
+    counted: dict[int, nn.Parameter] = {}  # tied weights count once; kept, so that no id is given twice
+
     def count(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         nonlocal left
-        left -= parameter.nbytes
+        left -= 0 if id(parameter) in counted else parameter.nbytes
+        counted[id(parameter)] = parameter
         if left < 0:
             raise CheckpointError(f"{path} has the config of a larger network than its weights: it is damaged")
 
@@ -146,7 +151,7 @@ def load_weights(module: "Reconstructor | RunModule", run: str | Path) -> None:
         )
     if differing := _differing(config, module.config, "model"):
         words = config.model.choice() if differing.pop(TARGET, None) else []
-        words += [f"model.{key}={value}" for key, (value, _) in differing.items() if value is not None]
+        words += [f"model.{key}={'null' if value is None else value}" for key, (value, _) in differing.items()]
         raise CheckpointError(f"{path} has another network: to build the same one, set {' '.join(words)}")
     _load_state(module, state, path)
 
@@ -223,15 +228,18 @@ def _settings(section: Any, now: Any) -> dict[str, Any]:
     Args:
         now: the same section of a checked config. Only its target is imported.
     """
-    keys = _without_places(keys_of(section)) if isinstance(section, DataConfig) else keys_of(section)
+    keys = keys_of(section)
+    if isinstance(section, DataConfig):
+        ours = isinstance(section, FolderData | MixedData | PairData)
+        keys = _without(keys, _OF_PLACES if ours else _OF_LOADING)
     is_same = isinstance(now, Group) and section._target_ == now._target_
     return (replace(now, arguments={}).settings() if is_same else {}) | keys
 
 
-def _without_places(keys: dict[str, Any]) -> dict[str, Any]:
-    """The keys of slices, without folders and keys of loading. The record of the split knows slices by their pixels."""
-    found = {key: value for key, value in keys.items() if key not in _OF_PLACES}
-    return {key: _without_places(value) if isinstance(value, dict) else value for key, value in found.items()}
+def _without(keys: dict[str, Any], some: Collection[str]) -> dict[str, Any]:
+    """The keys of slices without some, also inside the sources of a mix."""
+    found = {key: value for key, value in keys.items() if key not in some}
+    return {key: _without(value, some) if isinstance(value, dict) else value for key, value in found.items()}
 
 
 def _load_state(module: "Reconstructor | RunModule", state: dict[str, Any], path: Path) -> None:

@@ -160,12 +160,13 @@ def check_run(config: Config, patience: float = PATIENCE) -> Iterator[Check]:
     """Run some real steps over all devices, and check their results. `config` must come from `resolve_devices`."""
     run, changes = shortened(config)
     n, start = run.trainer.devices or 1, time.monotonic()
-    failure, fix = None, "try strategy=single first"
+    failure, fix, started = None, "try strategy=single first", False
     with tempfile.TemporaryDirectory(prefix="qnmixer-doctor-") as temporary:
         folder = Path(temporary)
         with _silence():
             try:
                 SliceDataModule(run.data, geometry=build_geometry(run)).prepare_data()
+                started = True
                 if run.strategy.name == "single":
                     examine(run, folder, patience)
                 else:
@@ -176,6 +177,10 @@ def check_run(config: Config, patience: float = PATIENCE) -> Iterator[Check]:
                     fix = ""  # its line says it
         seconds = time.monotonic() - start
         reports = [read_report(folder, rank) for rank in range(n)]
+    if failure is not None and not started:
+        yield Check("communication", "SKIP", "not tried, because there are no slices")
+        yield Check("training", "FAIL", *_split(failure, fix))
+        return
     communication = check_communication(run, reports, failure)
     yield communication
     if communication.status == "FAIL":

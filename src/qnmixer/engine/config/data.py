@@ -274,7 +274,7 @@ class PairData(DataConfig):
     @property
     def attenuation_of_one(self) -> float:  # type: ignore[override]
         """Attenuation in 1/mm of x = 1, which the set or its key `max_attenuation` fixes."""
-        return float(self.arguments.get("max_attenuation") or self.load().attenuation_of_one)
+        return float(self.settings().get("max_attenuation") or self.load().attenuation_of_one)
 
     @property
     def hu_scaling(self) -> tuple[float, float]:

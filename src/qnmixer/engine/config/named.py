@@ -111,8 +111,9 @@ def parse_loggers(section: Any) -> dict[str, WandbConfig | LoggerConfig]:
         section = named | {_CUSTOM: {name: it for name, it in section.items() if name not in named}}
     elif isinstance(section, Mapping):
         ready = {path.stem for path in (CONF / "logger").glob("*.yaml")}
-        unchosen = [name for name in ready & section.keys() if TARGET not in (section[name] or {TARGET: None})]
-        section = {name: it for name, it in section.items() if name not in unchosen}
+        section = {
+            name: it for name, it in section.items() if name not in ready or not isinstance(it, Mapping) or TARGET in it
+        }
     loggers = {}
     for name, it in _named("logger", section or {}, "my_file.MyLogger").items():
         schema = WandbConfig if it[TARGET] == _WANDB else LoggerConfig

@@ -98,7 +98,7 @@ class StrategyConfig:
 
     Attributes:
         planned_as: what the plan counts on a device: a `replica` of the whole network, one of its `shards`, or a part
-            of a `pipeline`. None: the plan refuses the strategy.
+            of a `pipeline`.
     """
 
     planned_as: ClassVar[str | None] = None

@@ -37,7 +37,6 @@ from qnmixer.engine.memory.tracker import (
 from qnmixer.engine.parallel.stages import ranges
 from qnmixer.engine.reconstructor import (
     Measurement,
-    Reconstructor,
     build_projector,
     fine_size,
     system_matrix_at,
@@ -92,13 +91,6 @@ class Planner:
         else:
             footprint = self._step(config, first).moved((T - first) / width, self._step(config, first + width))
         return (DevicePlan((range(T),), 1, footprint),)
-
-    def optimizer_state(self, config: Config) -> int:
-        """Bytes of the optimizer state of all weights."""
-        with without_data():
-            optimizer = build_optimizer(config.optimizer, Reconstructor(config, self.projector).network)
-            make_state(optimizer)
-            return optimizer_bytes(optimizer)
 
     def _step(self, config: Config, n_iterations: int) -> Footprint:
         config = with_iterations(config, n_iterations)

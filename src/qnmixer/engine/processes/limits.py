@@ -17,7 +17,7 @@ def cpu_limit() -> float:
 
 
 def memory_limit() -> float:
-    """Bytes of memory, as by `docker --memory=8g` or SLURM's --mem; infinite without a limit."""
+    """Bytes of memory, as by `docker --memory=8g` or SLURM's --mem, in control groups of version 2."""
     return min([math.inf, *(found[0] for found in _numbers("memory.max"))])
 
 

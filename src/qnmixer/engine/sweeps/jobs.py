@@ -118,7 +118,7 @@ def outcome(results: dict[str, Any]) -> str:
 
 def _is_done(job: Job) -> bool:
     before = read_results(job.folder)
-    if before and before["overrides"] != job.overrides:
+    if before and sorted(before["overrides"]) != sorted(job.overrides):  # a resumed run puts finetune= first
         raise ConfigError(
             f"{job.folder} has another job ({' '.join(before['overrides'])}): choose another hydra.sweep.dir=FOLDER"
         )
@@ -158,7 +158,8 @@ def _n_gpus(config: Config, n_gpus: int) -> int:
 
 def _threads(config: Config, limit: int, n_gpus: int) -> int:
     """Threads for each process of a job. Jobs that run side by side share the cores, so no job waits for another."""
-    return threads_each(max(n_gpus, limit) if n_gpus else limit * (config.trainer.devices or 1))
+    each = _n_gpus(config, n_gpus) or config.trainer.devices or 1
+    return threads_each(max(n_gpus, limit * each if limit > n_gpus else 0))
 
 
 def _start(job: Job, gpus: list[str], n_threads: int | None) -> _Running:

@@ -146,11 +146,11 @@ def _wandb_run(config: Config, options: WandbConfig, folder: Path, overrides: li
     resumes = file.resumed_at is not None and id_file.is_file()
     if resumes:
         known_until = max(file.last_step(), int(known_file.read_text()))
-    else:
+    write_text(known_file, str(known_until))  # first, so that a folder with an id has it too
+    if not resumes:
         # `wandb agent` chooses the id of each run that it starts.
         of_agent = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
         write_text(id_file, of_agent or uuid.uuid4().hex[:8])
-    write_text(known_file, str(known_until))
     logger = WandbRun(_start(config, options, folder, overrides), known_until, options.log_checkpoint)
     for row in file.rows_before()[-1:] if resumes else ():  # W&B may lack it, and training does not repeat it
         values = {name: float(text) for name, text in row.items() if text and name != "step"}

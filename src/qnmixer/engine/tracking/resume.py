@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.overrides import LENGTH, key_of, looks_elsewhere, looks_up, of_hydra, quoted, values_of
-from qnmixer.engine.config.search_path import CONF, SEARCH_PATH, search_path_in, with_search_path
+from qnmixer.engine.config.search_path import CONF, SEARCH_PATH, places_of, search_path_in, with_search_path
 from qnmixer.engine.config.target import TARGET
 from qnmixer.engine.plugins import check_trusted, module_of, trust_words
 from qnmixer.engine.processes.ranks import rank
@@ -39,9 +39,7 @@ from qnmixer.weights import PRETRAINED
 
 _REGULARIZER = "model.regularizer"
 _NAMES_CODE = re.compile(r"_target_|\bregularizer\b")
-_LETS_HYDRA_RUN_CODE = tuple(
-    f"hydra.{key}." for key in ("callbacks", "job_logging", "hydra_logging", "job.env_set", "launcher", "sweeper")
-)
+_LETS_HYDRA_RUN_CODE = ("callbacks", "job_logging", "hydra_logging", "job.env_set", "launcher", "sweeper")
 
 
 def resume_overrides(overrides: list[str]) -> list[str]:
@@ -178,8 +176,7 @@ def _check_trusted(run: Path, merged: list[str], given: list[str], trust: Collec
 
     Raises PluginError for code, ConfigError for other values from this machine, such as ${oc.env:NAME}.
     """
-    # Hydra imports what pkg:// names.
-    if odd := next((it for it in merged if it not in given and (looks_elsewhere(it) or "pkg://" in it)), None):
+    if odd := next((it for it in merged if it not in given and (looks_elsewhere(it) or _imports(it))), None):
         raise ConfigError(
             f"{run} was started with {odd}, which reads other values of this machine: if you trust it, repeat it"
         )
@@ -188,19 +185,28 @@ def _check_trusted(run: Path, merged: list[str], given: list[str], trust: Collec
     if search_path_in(given) or not search_path_in(merged):
         return
     # Configs in the run's own folders may have changed since.
-    values = OmegaConf.to_container(compose("train", with_search_path(merged), with_hydra=True))
-    ours = {*_texts_in(OmegaConf.to_container(compose("train", [], with_hydra=True)))}
-    usual = {text for _, text in ours}
-    for key, text in _texts_in(values):
-        of_hydra = key.startswith("hydra.")
-        runs_code = key.startswith(_LETS_HYDRA_RUN_CODE) and (key, text) not in ours
-        if runs_code or (not of_hydra and looks_up(text) and text not in usual):
+    config = compose("train", with_search_path(merged), with_hydra=True)
+    ours = compose("train", [], with_hydra=True)
+    for key in _LETS_HYDRA_RUN_CODE:  # as Hydra would see them: an interpolation can bring them from any other key
+        if OmegaConf.select(config.hydra, key) != OmegaConf.select(ours.hydra, key):
             raise ConfigError(
-                f"a config of {run} has {key}={text}, which runs code or reads other values of this machine: if you "
-                "trust it, repeat the folder by --config-dir=FOLDER"
+                f"a config of {run} sets hydra.{key}, which runs code: if you trust it, repeat the folder by "
+                "--config-dir=FOLDER"
             )
-    named = {key: target for key, target in _targets_in(values) if not key.startswith("hydra.")}
-    check_trusted(f"a config of {run}", named, trust)
+    values = OmegaConf.to_container(OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))
+    usual = {text for _, text in _texts_in(OmegaConf.to_container(ours))}
+    for key, text in _texts_in(values):
+        if looks_up(text) and text not in usual:
+            raise ConfigError(
+                f"a config of {run} has {key}={text}, which reads other values of this machine: if you trust it, "
+                "repeat the folder by --config-dir=FOLDER"
+            )
+    check_trusted(f"a config of {run}", dict(_targets_in(values)), trust)
+
+
+def _imports(override: str) -> bool:
+    """Whether it names a package with configs: Hydra imports it. Parsed, because Hydra's grammar has escapes."""
+    return key_of(override) == SEARCH_PATH and any("pkg://" in place for place in places_of(override))
 
 
 def _targets_in(values: Any) -> Iterator[tuple[str, str]]:
