@@ -32,10 +32,10 @@ def _by_rays(geometry: FanBeamGeometry) -> Csr:
     origin, direction = _rays(geometry)
 
     def part(first: int, last: int) -> Triples:
-        rows = np.arange(first, last)[order[first:last] >= 0]
+        rows = np.arange(first, last, dtype=np.int32)[order[first:last] >= 0]
         rays = order[rows]
         pixels, lengths, crossed = _intersect(origin[:, rays], direction[:, rays], geometry)
-        return np.repeat(rows, crossed), numbers[pixels], lengths
+        return np.repeat(rows, crossed), numbers[pixels].astype(np.int32), lengths
 
     triples = in_threads(part, len(order), max(1, _CHUNK // geometry.image_size))
     return to_csr(triples, len(order), layout.quarters * layout.n_pixels)

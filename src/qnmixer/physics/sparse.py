@@ -140,9 +140,9 @@ def to_csr(triples: Triples, n_rows: int, n_columns: int) -> Csr:
     rows, columns, values = triples
     index = np.int32 if max(len(values), n_columns) < 2**31 else np.int64  # products with int64 are 2–3 times slower
     # torch sorts whole numbers by radix, six times faster than numpy.
-    order = torch.sort(torch.from_numpy(rows.astype(np.int64) * n_columns + columns)).indices.numpy()
+    order = torch.sort(torch.from_numpy(rows.astype(np.int64) * n_columns + columns))[1].numpy()
     starts = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=n_rows))])
-    return Csr(starts.astype(index), columns[order].astype(index), values[order])
+    return Csr(starts.astype(index), columns[order].astype(index, copy=False), values[order])
 
 
 def transpose_csr(matrix: Csr, n_columns: int, n_blocks: int = 1) -> Csr:
@@ -154,6 +154,6 @@ def transpose_csr(matrix: Csr, n_columns: int, n_blocks: int = 1) -> Csr:
         n_blocks: how many.
     """
     n_rows = len(matrix.starts) - 1
-    rows = np.repeat(np.arange(n_rows), np.diff(matrix.starts))
+    rows = np.repeat(np.arange(n_rows, dtype=np.int32), np.diff(matrix.starts))
     block, column = np.divmod(matrix.indices, n_columns)
     return to_csr((column, block.astype(np.int64) * n_rows + rows, matrix.values), n_columns, n_blocks * n_rows)
