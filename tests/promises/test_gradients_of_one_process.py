@@ -80,7 +80,11 @@ LONG = {
     "compiled shards",
     "compiled stages",
 }
-LONG |= {"fsdp 1 keep", *(f"{name} 4 recompute" for name in STRATEGIES)}
+# Each strategy has both modes and both windows once.
+LONG |= {
+    *(f"{name} 1 keep" for name in STRATEGIES),
+    *(f"{name} 4 recompute" for name in STRATEGIES),
+}
 LONG |= {f"{model} by {name}" for model in OTHERS for name in STRATEGIES if name != "ddp"}
 LONG |= {"learn by ddp", "regformer by ddp", "muon by ddp"}
 LONG -= {"muon by fsdp"}  # the only one that gathers what it steps along

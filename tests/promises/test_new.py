@@ -127,6 +127,7 @@ def test_one_word_of_trust_resumes_or_evaluates_it(
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("new")
+@pytest.mark.long
 def test_a_sweep_of_it(project: Path, warm: Warm) -> None:
     assert_done(command(warm, project, "train", "-m", *MINE, "loss.epsilon=1e-3,1e-2", "hydra.sweep.dir=sweep"))
     with (project / "sweep" / "sweep.csv").open(newline="") as stream:

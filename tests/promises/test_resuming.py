@@ -182,6 +182,7 @@ def mix(tmp_path: Path) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_mix_is_the_same_after_a_kill(warm: Warm, tmp_path: Path, mix: list[str]) -> None:
     """The last losses are of a later epoch than the first."""
     overrides = ["trainer.max_steps=40", "trainer.save_every_n_steps=3"]

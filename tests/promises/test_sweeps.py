@@ -37,7 +37,8 @@ def table(sweep: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
-@pytest.mark.parametrize("devices", ["21", pytest.param("212", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("devices", ["21", "212"])
 def test_jobs_of_several_processes_follow_each_other(
     start: Start, warm: Warm, tmp_path: Path, offline_runs: Callable[[Path], list[Any]], devices: str
 ) -> None:
@@ -186,6 +187,7 @@ def test_the_local_mode_of_ray(start: Start, tmp_path: Path) -> None:
     assert [line["status"] for line in table(tmp_path / "sweep")] == ["done", "failed"]
 
 
+@pytest.mark.long
 def test_jobs_that_an_experiment_is_fitted_to_are_done_once(warm: Warm, tmp_path: Path) -> None:
     """`experiment=demo model=fbp` deletes keys of demo's, in the job's record too."""
     words = [

@@ -91,6 +91,7 @@ def test_commands_run_in_an_empty_folder(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "slice.npy").is_file()
 
 
+@pytest.mark.long
 def test_a_project_of_ones_own_trains(run: Run, tmp_path: Path) -> None:
     run("qnmixer-new", "mine", cwd=tmp_path)
     tiny = ["trainer.max_steps=2", *TINY, "test_after_training=false", "hydra.run.dir=run"]

@@ -54,6 +54,7 @@ print(*(name for name in ("lightning", "torchmetrics", "torch._dynamo") if name 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_one_process_is_a_tree_too(
     tiny_config: Callable[..., Config], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
