@@ -17,8 +17,10 @@ from qnmixer.physics.rays import system_matrix
 from qnmixer.physics.sparse import FullPrecisionModule, apply_linear, full_product
 
 _BYTES = 80
-"""Bytes while the matrices are built, per (distinct view × pixel of a side × bin or pixel of a side). Measured: 73 to 78;
-24 of them stay."""
+"""Bytes while the matrices are built, per (distinct view × pixel of a side × bin or pixel of a side).
+
+Measured: 73 to 78. Of these 24 stay.
+"""
 
 
 class FanBeamProjector(FullPrecisionModule):
