@@ -32,7 +32,7 @@ SLICES = (*PHANTOMS, "data.n_train=15")
 # Draws from all random generators of a process, in a layer of the network and beside it.
 DRAWING = """
 import random, numpy, torch
-from qnmixer.engine import reconstructor
+from qnmixer.engine import build, reconstructor
 
 def build_network(config, projector):
     network = original(config, projector)
@@ -44,7 +44,8 @@ def build_network(config, projector):
     network.regularizers[0].register_forward_hook(noisy)
     return network
 
-original, reconstructor.build_network = reconstructor.build_network, build_network
+original = reconstructor.build_network
+reconstructor.build_network = build.build_network = build_network  # build may have been imported before
 """
 AT_START = f"""
 import sys
