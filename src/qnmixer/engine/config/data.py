@@ -272,7 +272,7 @@ class PairData(DataConfig):
         return bool(self.arguments.get("sinograms", "measured") == "measured")
 
     @property
-    def attenuation_of_one(self) -> float:  # type: ignore[override]
+    def attenuation_of_one(self) -> float:  # type: ignore[override]  # as above
         """Attenuation in 1/mm of x = 1, which the set or its key `max_attenuation` fixes."""
         return float(self.settings().get("max_attenuation") or self.load().attenuation_of_one)
 

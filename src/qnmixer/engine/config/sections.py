@@ -220,5 +220,4 @@ class PassedOn:
     sync_batchnorm: bool | None = None
 
 
-TRAINER_KEYS = frozenset(f.name for f in fields(TrainerConfig)) - {"extra"}
 PASSED_ON = frozenset(f.name for f in fields(PassedOn))

@@ -116,7 +116,7 @@ def _hint(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
     """The declared type of an argument. Any if it has none, or one whose names are known to type checkers only."""
     hint = parameter.annotation
     if isinstance(hint, str):
-        where = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
+        where = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]  # it is only read
         try:
             hint = eval(hint, getattr(inspect.unwrap(where), "__globals__", {}))  # as typing.get_type_hints does
         except Exception:

@@ -40,7 +40,7 @@ class MetricsFile(CSVLogger):
         """Do nothing: .hydra/ has them."""
 
     @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:  # type: ignore[override]
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:  # type: ignore[override]  # floats
         """Append a row."""
         row: dict[str, Any] = {"step": step, **metrics}
         if self._columns is None:
