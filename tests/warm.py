@@ -192,7 +192,16 @@ def _preload(modules: list[str]) -> None:
         importlib.import_module(f"qnmixer.{name}")
         del sys.modules[f"qnmixer.{name}"]
         delattr(qnmixer, name)
+    _compose_once()
     gc.freeze()
+
+
+def _compose_once() -> None:
+    """Let Hydra find its plugins and pydantic build its types: half of the time of a wrong command line."""
+    from qnmixer.engine.config import parse
+    from qnmixer.engine.config.compose import compose
+
+    parse(compose("train", []))
 
 
 def _become(arguments: list[str]) -> None:
