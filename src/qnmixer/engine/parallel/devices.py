@@ -22,6 +22,8 @@ def resolve_devices(config: Config) -> Config:
     on_cuda = device.type == "cuda"
     if config.compile:
         check_compiler()
+    if config.debug.name == "memory" and not on_cuda:
+        raise ConfigError("debug=memory needs a GPU: python -m qnmixer.plan says what takes memory on a CPU")
     devices = trainer.devices
     if devices is None:
         if config.strategy.name != "single" and not on_cuda:

@@ -1,4 +1,4 @@
-"""Debug modes of a run: the profile of some steps, and the operator behind a NaN gradient."""
+"""Debug modes of a run: a profile of some steps, a snapshot of a GPU's memory, the operator behind a NaN gradient."""
 
 import os
 import re
@@ -68,6 +68,39 @@ class Profile(Callback):
 
     def _print(self, line: str) -> None:
         self.console.print(f"profile: {line}", highlight=False, soft_wrap=True)
+
+
+class MemorySnapshot(Callback):
+    """Records who allocates a GPU's memory. Writes a snapshot when training ends, or when memory runs out.
+
+    Args:
+        folder: gets memory_rank_0.pickle, and one for each other process.
+        console: prints how to open it.
+    """
+
+    _LONGEST = 100_000
+    """Allocations and releases that are kept: the last ones, some tens of MB with their lines of code."""
+
+    def __init__(self, folder: Path, console: Console) -> None:
+        self._path, self._console = folder / f"memory_rank_{rank()}.pickle", console
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Record from here on."""
+        torch.cuda.memory._record_memory_history(max_entries=self._LONGEST)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write the snapshot."""
+        self._write()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Write the snapshot before the tensors go."""
+        self._write()
+
+    def _write(self) -> None:
+        torch.cuda.memory._dump_snapshot(str(self._path))
+        torch.cuda.memory._record_memory_history(enabled=None)
+        line = f"memory: {self._path} (drop it on https://docs.pytorch.org/memory_viz, which opens it in your browser)"
+        self._console.print(line, highlight=False, soft_wrap=True)
 
 
 @contextmanager

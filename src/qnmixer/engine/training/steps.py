@@ -43,7 +43,7 @@ from qnmixer.engine.tracking.resume import resume_hint
 from qnmixer.engine.tracking.run import Run
 from qnmixer.engine.training.callbacks import build_callbacks, log_evaluation
 from qnmixer.engine.training.checkpointing import Checkpointing
-from qnmixer.engine.training.debugging import Profile, naming_nan_gradients
+from qnmixer.engine.training.debugging import MemorySnapshot, Profile, naming_nan_gradients
 from qnmixer.engine.training.health import HealthMonitor
 from qnmixer.engine.training.memory_monitor import MemoryMonitor
 from qnmixer.engine.training.progress import TrainingProgress
@@ -161,6 +161,8 @@ def all_callbacks(config: Config, run: Run) -> list[Callback]:
     ]
     if isinstance(config.debug, ProfileConfig):
         callbacks.append(Profile(run.folder / "profile", config.debug, run.console))
+    if config.debug.name == "memory":
+        callbacks.append(MemorySnapshot(run.folder, run.console))
     return [*callbacks, *build_callbacks(config.callbacks, config.metrics)]
 
 
