@@ -8,7 +8,7 @@ into_readme = $(BIN)/python -c "import re, pathlib as p; r = p.Path('README.md')
 	r.write_text(re.sub(r'(<!-- $(1) -->\n).*?(<!-- end of $(1))', lambda m: m[1] + t + m[2], r.read_text(), flags=re.S))"
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock train compare test test-all test-gpu test-with lint bench readme real results levers clean
+.PHONY: help install lock train compare test test-all test-gpu test-with lint site bench readme real results levers clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /	/' | expand -t 12
@@ -77,6 +77,13 @@ lint: install ## check style, types, and imports between rooms
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Two phantoms are evaluated for its gallery. The address of the repository is in docs/site/mkdocs.yml.
+site: install ## build the website into build/site, without a network
+	rm -rf build/gallery
+	$(BIN)/python -m qnmixer.evaluate run=pretrained data=phantoms data.n_test=2 noise=field accelerator=cpu \
+		evaluation.n_pictures=2 hydra.run.dir=build/gallery
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --config-file docs/site/mkdocs.yml
 
 # Against those of another commit: python tests/benchmarks/report.py bench --before ITS_BENCH
 # It looks for deepinv and ASTRA, as installed by: pip install -e ".[bench]" && pip install --no-deps deepinv

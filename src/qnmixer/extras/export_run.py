@@ -8,31 +8,39 @@ from qnmixer.engine.checkpoints.reading import find_checkpoint, load_run
 from qnmixer.engine.checkpoints.weights_file import encode
 from qnmixer.engine.config.commands import ExportConfig
 from qnmixer.errors import CheckpointError, ConfigError
-from qnmixer.extras.model_card import model_card
+from qnmixer.extras.model_card import hub_card, model_card
 from qnmixer.files import atomic_file, write_text
+from qnmixer.weights import hub
 
 
 def export_run(config: ExportConfig) -> None:
-    """Run `qnmixer.export`: write weights of a run with a model card.
+    """Run `qnmixer.export`: write weights of a run with a model card, into files, to a hub, or both.
 
     These are the best weights, or those of a given checkpoint. Raises CheckpointError for a run without weights,
-    ConfigError if the output exists with other content.
+    ConfigError if the output exists with other content, or if the hub does not take them.
     """
-    path, output = find_checkpoint(Path(config.run)), Path(config.output).expanduser()
+    path = find_checkpoint(Path(config.run))
     if path.parent.name != "checkpoints":
         raise CheckpointError(f"{path} lies in no run folder, and the model card needs one: give runs/DIR")
     module = load_run(path, trust=config.trust)  # build the network, as the receiver of the file will
     trained, state = module.config, module.state_dict()
     if not trained.model.has_weights:
         raise CheckpointError(f"{path} is of model={trained.model.name}, which has no weights: give another run")
-    content, card = encode(trained, state), output.with_suffix(".md")
-    _check_free(output, card, content)
+    content, lines = encode(trained, state), []
     sources = "" if config.sources is None else Path(config.sources).expanduser().read_text().strip()
-    text = model_card(module, path, output, len(content), sources)
-    with atomic_file(output) as stream:
-        stream.write(content)
-    write_text(card, text)
-    lines = f"weights: {output}", f"card: {card}", "Both have the run's settings: read the card before you share them."
+    if config.output is not None:
+        output = Path(config.output).expanduser()
+        _check_free(output, card := output.with_suffix(".md"), content)
+        text = model_card(module, path, output, len(content), sources)
+        with atomic_file(output) as stream:
+            stream.write(content)
+        write_text(card, text)
+        lines += [f"weights: {output}", f"card: {card}"]
+    if config.push is not None:
+        text = model_card(module, path, Path(hub.FILE), len(content), sources, hub.HUB + config.push)
+        hub.push(config.push, content, hub_card(text, config.push, module, path.parent.parent))
+        lines += [f"sent to {hub.HUB}{config.push}. A new repository is private: its settings make it public."]
+    lines += ["Weights and card have the run's settings: read the card before you share them."]
     Console(markup=False).print(*lines, sep="\n", soft_wrap=True, highlight=False)
 
 

@@ -21,6 +21,7 @@ from qnmixer.engine.reconstructor import Reconstructor, method_name
 from qnmixer.engine.reports.tables import markdown_table
 from qnmixer.engine.tracking.results import duration, read_results
 from qnmixer.weights import CHECKPOINT_KEY, PRETRAINED, SHIPPED
+from qnmixer.weights.hub import library
 
 _CARD = """\
 # {method}, {size} × {size} pixels, {n_views} views
@@ -69,7 +70,9 @@ _UNKNOWN = "unknown"
 _SECTIONS = ("model", "geometry", "data", "noise", "loss", "optimizer", "schedule", "strategy", "trainer")
 
 
-def model_card(module: Reconstructor, checkpoint: Path, file: Path, size: int, sources: str = "") -> str:
+def model_card(
+    module: Reconstructor, checkpoint: Path, file: Path, size: int, sources: str = "", name: str | None = None
+) -> str:
     """The card as Markdown.
 
     Args:
@@ -78,13 +81,17 @@ def model_card(module: Reconstructor, checkpoint: Path, file: Path, size: int, s
         file: the weights file.
         size: size of the file in bytes.
         sources: a Markdown text about the slices: collections and licences.
+        name: what `run=` calls the file. Default: its own name.
     """
     config, run = module.config, checkpoint.parent.parent
     record, geometry = read_results(run), config.geometry
-    name = quoted(PRETRAINED if file.resolve() == SHIPPED else file.name)
+    name = quoted(name or (PRETRAINED if file.resolve() == SHIPPED else file.name))
     shared = without_places(config)
     settings = [(section, _settings(getattr(shared, section))) for section in _SECTIONS]
-    tables = _evaluations(run, record, digest_of_weights(module.state_dict()))
+    of_weights = evaluations(run, digest_of_weights(module.state_dict()))
+    tables = [
+        f"### {folder.relative_to(run)}\n\n{(folder / 'table.md').read_text().strip()}" for folder, _ in of_weights
+    ]
     return _CARD.format(
         method=method_name(config),
         size=config.data.image_size,
@@ -144,13 +151,37 @@ def _settings(section: Any) -> str:
     return ": ".join(filter(None, (getattr(section, "name", ""), ", ".join(words))))
 
 
-def _evaluations(run: Path, record: dict[str, Any], weights: str) -> Iterator[str]:
-    """The tables of training and of `qnmixer.evaluate` below the run folder, if they belong to these weights."""
+def evaluations(run: Path, weights: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The evaluations of training and of `qnmixer.evaluate` below the run folder: folders with a table, and records.
+
+    Only those of the weights with this digest.
+    """
     for path in sorted(run.rglob("table.md")):
         by_training = path.parent == run / "evaluation"
-        its = read_results(path.parent) or (record if by_training else {})
+        its = read_results(path.parent) or (read_results(run) if by_training else {})
         if its.get("status") == "done" and its.get("evaluated", {}).get("weights") == weights:
-            yield f"### {path.parent.relative_to(run)}\n\n{path.read_text().strip()}"
+            yield path.parent, its
+
+
+def hub_card(text: str, name: str, module: Reconstructor, run: Path) -> str:
+    """A card with the header that a hub reads: the means of each evaluation of the network as numbers.
+
+    Args:
+        text: of `model_card`.
+        name: OWNER/NAME on the hub.
+        module: the network.
+        run: its run folder.
+    """
+    hub, method = library(), method_name(module.config)
+    results = [
+        hub.EvalResult("image-to-image", its["evaluated"]["data"], folder.name, metric, value, dataset_split=split)
+        for folder, its in evaluations(run, digest_of_weights(module.state_dict()))
+        for split in ("train", "val", "test")
+        for metric, value in its.get(split, {}).get(method, {}).items()
+    ]
+    tags = ["computed-tomography", "sparse-view", "image-reconstruction"]
+    header = hub.ModelCardData(library_name="qnmixer", tags=tags, model_name=name, eval_results=results or None)
+    return str(hub.ModelCard(f"---\n{header.to_yaml()}\n---\n\n{text}"))
 
 
 def _of_run(config: Config) -> Iterator[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from qnmixer.errors import CheckpointError
 from qnmixer.files import check_there
+from qnmixer.weights.hub import HUB, download
 
 PRETRAINED = "pretrained"
 """Their short name. A folder of this name needs a path: ./pretrained."""
@@ -24,10 +25,13 @@ SUFFIX = ".safetensors"
 def located(run: str | Path) -> Path:
     """The path that `run=` or `finetune=` names: the shipped weights for "pretrained", else the path; ~ is the home.
 
-    The name must be a string. A Path, which may come from ./pretrained, is always a path.
+    hf://OWNER/NAME is downloaded first. The name must be a string. A Path, which may come from ./pretrained, is always
+    a path.
 
-    Raises CheckpointError if this installation has no shipped weights.
+    Raises CheckpointError if this installation has no shipped weights, or the hub has none.
     """
+    if isinstance(run, str) and run.startswith(HUB):
+        return download(run)
     if run != PRETRAINED:
         return Path(expanduser(run))  # pathlib's raises an error for a user that does not exist
     if not SHIPPED.is_file():
@@ -45,5 +49,5 @@ def checkpoint_in(run: Path, name: str) -> Path:
 
 def check_weights(key: str, given: str) -> None:
     """Raise CheckpointError or DataError if the value of a key names no weights."""
-    what = f"a run folder of qnmixer.train, a checkpoint, a {SUFFIX} file or the word {PRETRAINED}"
+    what = f"a run folder of qnmixer.train, a checkpoint, a {SUFFIX} file, {HUB}OWNER/NAME or the word {PRETRAINED}"
     check_there(key, str(located(given)) if given else "", what)
