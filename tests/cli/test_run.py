@@ -107,6 +107,8 @@ def test_a_good_config_reaches_the_task(start: Start) -> None:
             FloatingPointError("the loss became nan at step 3 (slices: a)"),
             "the loss became nan at step 3 (slices: a): ",
         ),
+        (DataError("a\x1b[2J\r\nb\x9b.dcm is bad"), "a\\x1b[2J\\r\\nb\\x9b.dcm is bad"),
+        (OSError(errno.EACCES, "Denied", "a\nb\u202e"), "a\\nb\\u202e cannot be used (Denied)"),
     ],
 )
 def test_what_goes_wrong_in_a_task_is_one_line(start: Start, error: Exception, message: str) -> None:
@@ -165,8 +167,8 @@ def test_our_warnings_are_one_line(cold: Warm, tmp_path: Path, start: Start) -> 
     assert shown == ["warning: few slices", "files.py:2: DeprecationWarning: old",
                      "<string>:9: UserWarning: of another library", "files.py:3: UserWarning: after"]  # fmt: skip
     forms: list[str] = []
-    start.train(task=lambda _: forms.append(warnings.formatwarning("few", UserWarning, cli.__file__, 1)))
-    assert forms == ["warning: few\n"]
+    start.train(task=lambda _: forms.append(warnings.formatwarning("few\x1b\n", UserWarning, cli.__file__, 1)))
+    assert forms == ["warning: few\\x1b\\n\n"]
 
 
 def test_a_bug_of_ours_keeps_its_traceback(start: Start) -> None:

@@ -18,7 +18,7 @@ from qnmixer.engine.config.keys import flat_keys, unknown_key
 from qnmixer.engine.config.overrides import key_of, quoted
 from qnmixer.engine.config.search_path import CONF
 from qnmixer.engine.config.target import names_targets, options, values_of_option
-from qnmixer.errors import UserError, first_line, suggest
+from qnmixer.errors import UserError, first_line, suggest, visible
 
 _EXTRAS = {"optuna": "search", "submitit": "slurm", "ray": "ray"}
 """What to install for a plugin of Hydra."""
@@ -28,8 +28,13 @@ _FOLDER_OF = {"reconstruct": "input=", "evaluate": "run=", "export": "run=", "co
 
 def explain(error: BaseException, config_name: str) -> str | None:
     """The line for an error that a user can fix; None for a bug."""
-    if isinstance(error, UserError):  # torch puts a data worker's traceback before it
-        return re.sub(r"(?s)Caught \w+ in DataLoader worker .*\n\S*Error: ", "", str(error)).rstrip()
+    line = _explain(error, config_name)
+    return None if line is None else visible(line)
+
+
+def _explain(error: BaseException, config_name: str) -> str | None:
+    if isinstance(error, UserError):
+        return str(error)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" writing {error.filename}" if error.filename else ""
         return f"the disk is full{where}: free some space, or choose another folder (hydra.run.dir=…, output=…)"
@@ -62,7 +67,8 @@ def warnings_in_one_line() -> Iterator[None]:
 
     def of(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
         ours = category is UserWarning and filename.startswith(package + os.sep)
-        return f"warning: {message}\n" if ours else as_python_does(message, category, filename, lineno, line)
+        shown = visible(str(message))
+        return f"warning: {shown}\n" if ours else as_python_does(shown, category, filename, lineno, line)
 
     warnings.formatwarning = of
     try:
