@@ -12,8 +12,10 @@ from collections.abc import Collection
 def visible(text: str, keep: str = "") -> str:
     """A text of elsewhere, such as a file's name, with its control characters as escapes: "a\\x1b" instead of ESC.
 
-    Raw ones would rule the terminal, or begin another line of a table. `keep`: characters that stay.
+    Raw ones would rule the terminal, or begin another line of a table. Words of more than 300 letters are shortened.
+    `keep`: characters that stay.
     """
+    text = re.sub(r"\S{300,}", lambda found: f"{found[0][:60]}…{found[0][-20:]}", text)
     return "".join(it if it.isprintable() or it in keep else ascii(it)[1:-1] for it in text)
 
 

@@ -119,6 +119,25 @@ def test_what_goes_wrong_in_a_task_is_one_line(start: Start, error: Exception, m
     assert outcome.line.startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("tags.0=a", "tags.0=a cannot be set: tags is no group of keys. Give it as a whole: tags=…"),
+        ("++tags.0=a.b", "++tags.0=a.b cannot be set: tags is no group of keys. Give it as a whole: tags=…"),
+        (f"seed={'1' * 5000}", "a value cannot be read (Exceeds the limit"),
+        (f"data={'d' * 5000}", "data=dddd"),
+        ("x" * 5000, "xxxx"),
+        (f"monitor={'v' * 5000}", "monitor=vvvv"),
+        (f"{'x' * 5000}=1", "xxxx"),
+    ],
+    ids=lambda it: it[:9],
+)
+def test_a_refusal_is_short(start: Start, word: str, line: str) -> None:
+    found = start.train(word).line
+    assert found.startswith(line) or "cannot be used (File name too long)" in found
+    assert len(found) < 1000
+
+
 def test_out_of_memory_names_what_the_command_takes() -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
     lines = {name: explain(error, name) for name in ("train", "evaluate", "compare", "reconstruct")}

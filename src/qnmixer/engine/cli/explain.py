@@ -84,7 +84,7 @@ def _explain_word(word: str, alone: bool, config_name: str) -> str:
         if key and value and not re.search(r"""[\[\]{},'"]""", value):  # no list, and no quotes of the user
             return f"{word} cannot be read: put quotes around the value: {shlex.quote(f'{key}={quoted(value)}')}"
         return f"{word} cannot be read: put quotes around a value with brackets, commas or quotes: 'key=\"a,b\"'"
-    if groups := sorted(path.parent.name for path in CONF.glob(f"*/{word}.yaml") if word.isidentifier()):
+    if groups := sorted(path.parent.name for path in CONF.glob("*/*.yaml") if path.stem == word):
         meant = f"write {groups[0]}={word}"
     elif "/" in word or word in (".", ".."):
         meant = f"write {_FOLDER_OF.get(config_name, 'data=dicom data.root=')}{word}"
@@ -104,6 +104,9 @@ def _explain_composition(error: Exception, config_name: str) -> str:
             return f"{group}={name} is no option: {path if group == 'data' else 'choose one by its name'}"
         if known := [path.stem for path in sorted((CONF / group).glob("[!_]*.yaml"))]:
             return f"{group}={name} does not exist: {suggest(name, known, most=99)}"
+    if found := re.search(r"Error merging override (([^= ]+)\.[^.= ]+=.*)", text):
+        parent = key_of(found[2])
+        return f"{found[1]} cannot be set: {parent} is no group of keys. Give it as a whole: {parent}=…"
     if found := re.search(r"An item is already at '([^']+)'", text):
         return f"{found[1]} exists already: leave out the + before it"
     if found := re.search(r"Could not (?:override|append[^']*|delete from config\.) '([^']+)'", text):

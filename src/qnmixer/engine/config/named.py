@@ -131,7 +131,7 @@ def parse_loggers(section: Any) -> dict[str, WandbConfig | LoggerConfig]:
 def _with_environment(wandb: Mapping[str, Any]) -> dict[str, Any]:
     """The section of W&B, with the user's own W&B variables for keys that are null. Raises ConfigError."""
     off = os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes", "on")
-    own = {"mode": "disabled"} if off else {}
+    own: dict[str, str | None] = {"mode": "disabled"} if off else {}
     for key, default in {"mode": "offline", "project": "qnmixer", "name": None}.items():
         own.setdefault(key, os.environ.get(f"WANDB_{key.upper()}") or default)
     if wandb.get("mode") is None:
