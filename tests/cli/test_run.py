@@ -120,6 +120,28 @@ def test_what_goes_wrong_in_a_task_is_one_line(start: Start, error: Exception, m
 
 
 @pytest.mark.parametrize(
+    ("word", "way"),
+    [
+        ("hparams_search=mnist", "-m hydra/sweeper=search"),
+        ("+extras.print_config=false", "--cfg job prints the config"),
+        ("paths.output_dir=x", "use hydra.run.dir="),
+        ("callbacks.model_checkpoint.save_top_k=3", "monitor=… chooses which one is best"),
+        ("logger.wandb.tags=[a]", "use tags=[…]"),
+        ("logger.wandb.notes=x", "write +logger.wandb.notes=…"),
+        ("+experiment=demo", "experiment has an option already: leave out the +"),
+        ("++data=numpy", "data has an option already: leave out the +"),
+    ],
+)
+def test_habits_of_other_templates_have_an_answer(start: Start, word: str, way: str) -> None:
+    assert way in start.train(word).line
+
+
+def test_only_what_a_command_takes_is_offered(start: Start) -> None:
+    assert "as_trained" not in start.train("data=mnist").line
+    assert "as_trained" in start("evaluate", "run=x", "data=mnist").line
+
+
+@pytest.mark.parametrize(
     ("word", "line"),
     [
         ("tags.0=a", "tags.0=a cannot be set: tags is no group of keys. Give it as a whole: tags=…"),

@@ -318,7 +318,7 @@ def test_every_argument_of_the_trainer_is_taken_or_answered() -> None:
 
 def test_habits_are_answered_and_are_no_keys_here() -> None:
     habits, values = answers()["habits"], train()
-    assert not habits.keys() & {*flat_keys(to_plain(values))}
+    assert not {*habits, *answers()["prefixes"]} & {*flat_keys(to_plain(values))}
     for option in habits:
         group, _, name = option.partition("=")
         assert not (CONF / group / f"{name}.yaml").exists()

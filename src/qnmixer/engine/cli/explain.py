@@ -102,11 +102,15 @@ def _explain_composition(error: Exception, config_name: str) -> str:
         if re.match(r"[/~.]", name):
             path = f"for a folder of slices write data=dicom data.root={name}"
             return f"{group}={name} is no option: {path if group == 'data' else 'choose one by its name'}"
-        if known := [path.stem for path in sorted((CONF / group).glob("[!_]*.yaml"))]:
+        left_out = "as_trained" if config_name in OF_A_RUN else ""
+        if known := [it.stem for it in sorted((CONF / group).glob("[!_]*.yaml")) if it.stem != left_out]:
             return f"{group}={name} does not exist: {suggest(name, known, most=99)}"
     if found := re.search(r"Error merging override (([^= ]+)\.[^.= ]+=.*)", text):
         parent = key_of(found[2])
         return f"{found[1]} cannot be set: {parent} is no group of keys. Give it as a whole: {parent}=…"
+    if found := re.search(r"Multiple values for (\S+)\. To|config groups is not supported: '\+\+([^=@]+)", text):
+        group = found[1] or found[2]
+        return f"{group} has an option already: leave out the +, as in {group}=…"
     if found := re.search(r"An item is already at '([^']+)'", text):
         return f"{found[1]} exists already: leave out the + before it"
     if found := re.search(r"Could not (?:override|append[^']*|delete from config\.) '([^']+)'", text):
