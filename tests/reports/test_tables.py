@@ -1,5 +1,9 @@
 import re
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
+
+import pytest
 
 from qnmixer.engine.reports.tables import Console, csv_table, markdown_table, terminal_table
 
@@ -26,6 +30,15 @@ def test_a_terminal_has_words_left_and_figures_right_as_they_are() -> None:
 def test_a_name_is_no_formula_of_a_spreadsheet() -> None:
     rows = [["name", "psnr"], ["=1+1.npy", -3.5], ["-1", "+2.5"], ["@a", "-b"], ["\t=1+1", "a\r=1+1"]]
     assert csv_table(rows) == "name,psnr\n'=1+1.npy,-3.5\n-1,+2.5\n'@a,'-b\n\\t=1+1,a\\r=1+1\n"
+
+
+def test_a_notebook_can_silence_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a Jupyter kernel rich sends its lines past sys.stdout."""
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    console = Console()
+    with redirect_stdout(StringIO()) as silenced:
+        console.print("a line")
+    assert silenced.getvalue() == "a line\n"
 
 
 def test_every_console_shows_names_as_they_are() -> None:

@@ -28,10 +28,13 @@ class Table:
 
 
 class Console(rich.console.Console):
-    """A console that shows names as they are: brackets are no markup, and control characters are escapes."""
+    """A console that shows names as they are: brackets are no markup, and control characters are escapes.
+
+    In a Jupyter kernel it prints to sys.stdout too, so that a user can redirect it.
+    """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(markup=False, **options)
+        super().__init__(markup=False, force_jupyter=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """As rich does. Texts may have several lines."""
