@@ -108,8 +108,8 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
 @pytest.fixture
 def no_wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """No settings of W&B, another home, and no run that stays open."""
-    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_DIR", "WANDB_PROJECT", "WANDB_BASE_URL", "WANDB_SILENT"):
-        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith("WANDB_") and name != "WANDB_SERVICE"]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     yield
     wandb = sys.modules.get("wandb")

@@ -11,7 +11,7 @@ import qnmixer
 from qnmixer.engine.checkpoints.weights_file import encode
 from qnmixer.engine.config import Config
 from qnmixer.engine.reconstructor import Reconstructor
-from qnmixer.errors import CheckpointError, ConfigError, PluginError
+from qnmixer.errors import CheckpointError, ConfigError, GeometryError, PluginError
 from qnmixer.models import QNMixer
 from qnmixer.train import train
 
@@ -25,6 +25,26 @@ def test_the_shipped_network_comes_with_its_scan() -> None:
     geometry = network.projector.geometry
     assert (geometry.n_views, geometry.n_detectors, geometry.image_size) == (64, 512, 256)
     assert geometry.image_size * geometry.pixel_size == pytest.approx(400)
+
+
+def test_an_empty_batch_is_refused_in_one_line() -> None:
+    network = qnmixer.load_pretrained()
+    for call, size in ((network, (64, 512)), (network.projector.fbp, (64, 512)), (network.projector, (256, 256))):
+        with pytest.raises(GeometryError, match=r"an empty batch: give 1 .* or more"):
+            call(torch.zeros(0, 1, *size))
+
+
+def test_weights_are_of_float32_whatever_the_default_is() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        network = qnmixer.load_pretrained()
+        with torch.no_grad():
+            image = network(torch.zeros(1, 1, 64, 512, dtype=torch.float32))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {it.dtype for it in (image, *network.parameters(), *network.buffers()) if it.is_floating_point()} == {
+        torch.float32
+    }
 
 
 def test_weights_of_ones_own_come_back(tiny_config: Callable[..., Config], tmp_path: Path) -> None:

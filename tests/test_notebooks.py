@@ -58,17 +58,23 @@ def test_committed_outputs_are_of_a_clean_run(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_first_cell_installs_where_nothing_is_installed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_cell_installs_where_nothing_is_installed(
+    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     first = _sources(path)[0]
     commands: list[list[str]] = []
     monkeypatch.setattr("subprocess.run", lambda command, check: commands.append(command))
     exec(first, {})
     assert commands == []  # qnmixer is there
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(AssertionError, match=r"^qnmixer is not installed: set REPOSITORY above"):
         exec(first, {})
-    exec(first.replace("OWNER/NAME", "someone/NAME"), {})
-    assert commands == [[sys.executable, "-m", "pip", "install", "--quiet", "git+https://github.com/someone/NAME"]]
+    monkeypatch.chdir(path.parent)  # of a clone
+    exec(first, {})
+    exec(first.replace('".."', '"git+https://example.org/a"'), {})
+    assert [command[-1] for command in commands] == ["..", "git+https://example.org/a"]
+    assert commands[0][:-1] == [sys.executable, "-m", "pip", "install", "--quiet"]
 
 
 def _sources(path: Path) -> list[str]:

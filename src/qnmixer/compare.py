@@ -22,14 +22,13 @@ def compare(cfg: DictConfig) -> None:
     config = parse_compare(cfg)
     sweeps = [find_sweep(sweep) for sweep in config.sweep]
     print(f"comparing the jobs of {', '.join(map(str, sweeps))} (loading PyTorch …)", flush=True)
-    from rich.console import Console
-
+    from qnmixer.engine.reports.tables import Console
     from qnmixer.extras.comparison.compare import compare
     from qnmixer.extras.comparison.report import write_comparison
 
-    console = Console(markup=False)
+    console = Console()
     if not console.is_terminal:  # rich would wrap a log at 80 columns
-        console = Console(width=120, markup=False)
+        console = Console(width=120)
     output = usual_output(sweeps) if config.output is None else Path(config.output).expanduser()
     write_comparison(output, compare(config, sweeps, console), config, console)
 

@@ -167,15 +167,23 @@ def test_an_overflow_of_half_precision_fails(tiny_config: TinyConfig, monkeypatc
     assert "trainer.precision=32" in checks["finite values"].mend
 
 
-def test_slices_that_cannot_be_read_fail_with_their_own_fix(
-    tiny_config: TinyConfig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "mend"),
+    [
+        (DataError("data.root=/ct has no usable slice: give another folder"), "give another folder"),
+        (RuntimeError("a bug: at 3"), "python -m qnmixer.train with these settings prints where it fails"),
+    ],
+    ids=lambda it: type(it).__name__,
+)
+def test_what_fails_has_its_own_fix(
+    tiny_config: TinyConfig, monkeypatch: pytest.MonkeyPatch, error: Exception, mend: str
 ) -> None:
-    def without_slices(*_: object) -> None:
-        raise DataError("data.root=/ct has no usable slice: give another folder")
+    def failing(*_: object) -> None:
+        raise error
 
-    monkeypatch.setattr("qnmixer.engine.checkup.checks.examine", without_slices)
+    monkeypatch.setattr("qnmixer.engine.checkup.checks.examine", failing)
     training = by_name(list(check_run(resolve_devices(tiny_config()))))["training"]
-    assert (training.status, training.mend) == ("FAIL", "give another folder")
+    assert (training.status, training.mend) == ("FAIL", mend)
 
 
 def test_a_gpu_without_kernels_is_reported_once(

@@ -107,6 +107,8 @@ def test_a_good_config_reaches_the_task(start: Start) -> None:
             FloatingPointError("the loss became nan at step 3 (slices: a)"),
             "the loss became nan at step 3 (slices: a): ",
         ),
+        (DataError("a\x1b[2J\r\nb\x9b.dcm is bad"), "a\\x1b[2J\\r\\nb\\x9b.dcm is bad"),
+        (OSError(errno.EACCES, "Denied", "a\nb\u202e"), "a\\nb\\u202e cannot be used (Denied)"),
     ],
 )
 def test_what_goes_wrong_in_a_task_is_one_line(start: Start, error: Exception, message: str) -> None:
@@ -115,6 +117,47 @@ def test_what_goes_wrong_in_a_task_is_one_line(start: Start, error: Exception, m
 
     outcome = start.train(task=task)
     assert outcome.line.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("word", "way"),
+    [
+        ("hparams_search=mnist", "-m hydra/sweeper=search"),
+        ("+extras.print_config=false", "--cfg job prints the config"),
+        ("paths.output_dir=x", "use hydra.run.dir="),
+        ("callbacks.model_checkpoint.save_top_k=3", "monitor=… chooses which one is best"),
+        ("logger.wandb.tags=[a]", "use tags=[…]"),
+        ("logger.wandb.notes=x", "write +logger.wandb.notes=…"),
+        ("+experiment=demo", "experiment has an option already: leave out the +"),
+        ("++data=numpy", "data has an option already: leave out the +"),
+    ],
+)
+def test_habits_of_other_templates_have_an_answer(start: Start, word: str, way: str) -> None:
+    assert way in start.train(word).line
+
+
+def test_only_what_a_command_takes_is_offered(start: Start) -> None:
+    assert "as_trained" not in start.train("data=mnist").line
+    assert "as_trained" in start("evaluate", "run=x", "data=mnist").line
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("tags.0=a", "tags.0=a cannot be set: tags is no group of keys. Give it as a whole: tags=…"),
+        ("++tags.0=a.b", "++tags.0=a.b cannot be set: tags is no group of keys. Give it as a whole: tags=…"),
+        (f"seed={'1' * 5000}", "a value cannot be read (Exceeds the limit"),
+        (f"data={'d' * 5000}", "data=dddd"),
+        ("x" * 5000, "xxxx"),
+        (f"monitor={'v' * 5000}", "monitor=vvvv"),
+        (f"{'x' * 5000}=1", "xxxx"),
+    ],
+    ids=lambda it: it[:9],
+)
+def test_a_refusal_is_short(start: Start, word: str, line: str) -> None:
+    found = start.train(word).line
+    assert found.startswith(line) or "cannot be used (File name too long)" in found
+    assert len(found) < 1000
 
 
 def test_out_of_memory_names_what_the_command_takes() -> None:
@@ -165,8 +208,8 @@ def test_our_warnings_are_one_line(cold: Warm, tmp_path: Path, start: Start) -> 
     assert shown == ["warning: few slices", "files.py:2: DeprecationWarning: old",
                      "<string>:9: UserWarning: of another library", "files.py:3: UserWarning: after"]  # fmt: skip
     forms: list[str] = []
-    start.train(task=lambda _: forms.append(warnings.formatwarning("few", UserWarning, cli.__file__, 1)))
-    assert forms == ["warning: few\n"]
+    start.train(task=lambda _: forms.append(warnings.formatwarning("few\x1b\n", UserWarning, cli.__file__, 1)))
+    assert forms == ["warning: few\\x1b\\n\n"]
 
 
 def test_a_bug_of_ours_keeps_its_traceback(start: Start) -> None:

@@ -103,7 +103,7 @@ BOUNDS = {  # group=option: key: the least value that is allowed, one below it, 
         "n_iterations": (1, 0, 10**19), "channels": (4, 0, 10**5), "patch_size": (1, 0), "n_mixer_layers": (1, 0),
         "mlp_ratio": (0.5, 0, 1e30), "latent_factor": (4, 0), "latent_channels": (1, 0),
     },
-    "model=tv": {"n_iterations": (1, 0), "weight": (1e-9, 0), "noise_weight": (0, -1e-9), "gap": (0, -0.1)},
+    "model=tv": {"n_iterations": (1, 0), "weight": (1e-9, 1e-20), "noise_weight": (0, -1e-9, 1e30), "gap": (0, -0.1)},
     "model=fbpconvnet": {"channels": (4, 3), "depth": (1, 0)},
     "model=learn": {"n_iterations": (1, 0), "channels": (1, 0)},
     "model=learned_primal_dual": {"n_primal": (2, 1), "n_dual": (1, 0)},
@@ -112,7 +112,7 @@ BOUNDS = {  # group=option: key: the least value that is allowed, one below it, 
     "noise=physical": {"photons": (1, 0), "water_attenuation": (0.01, 0), "electronic_sigma": (0, -1)},
     "noise=mixed": {"physical_share": (0, -1), "field_photons": (1, 0)},
     "loss=ssim_mix": {"ssim_weight": (0, -0.1, 1.1)},
-    "optimizer=adamw": {"lr": (1e-9, 0), "weight_decay": (0, -0.1), "step_size_lr_factor": (0.1, 0)},
+    "optimizer=adamw": {"lr": (1e-9, 0, 1e39), "weight_decay": (0, -0.1), "step_size_lr_factor": (0.1, 0, 1e30)},
     "optimizer=muon": {"adamw_lr": (1e-9, 0)},
     "schedule=step": {"warmup": (0, -0.1, 1.1), "at": (0.1, 0, 1.1), "factor": (0.1, 0)},
     "trainer=default": {
@@ -120,7 +120,7 @@ BOUNDS = {  # group=option: key: the least value that is allowed, one below it, 
         "max_steps": (-1, -2), "max_epochs": (1, 0), "gradient_clip_val": (0.1, 0), "val_every_n_steps": (1, 0),
         "save_every_n_steps": (1, 0), "limit_val_batches": (1, 0),
     },
-    "evaluation=default": {"n_pictures": (1, 0), "tv_weight": (1e-9, 0), "tv_noise_weight": (0, -1)},
+    "evaluation=default": {"n_pictures": (1, 0), "tv_weight": (1e-9, 1e-30, 1e30), "tv_noise_weight": (0, -1, 1e30)},
     "strategy=pipeline": {"microbatch_size": (1, 0), "devices_per_pipeline": (2, 1), "stages_per_device": (1, 0)},
     "debug=few_batches": {"batches": (1, 0)},
     "debug=profile": {"warm_up": (1, 0), "steps": (1, 0)},
@@ -167,6 +167,10 @@ def test_bounds(option: str) -> None:
         ("evaluation.window=[1]", "evaluation.window=[1.0] is not [low, high]"),
         ("evaluation.window=[5,5]", "evaluation.window=[5.0, 5.0] is not [low, high]"),
         ("evaluation.window=[nan,1]", "evaluation.window="),
+        ("optimizer.weight_decay=1e300", "optimizer.weight_decay=1e+300 is too large for 32-bit floats"),
+        ("optimizer.betas=[0.9,1e-300]", "optimizer.betas=[0.9, 1e-300] is too small for 32-bit floats: give 0, or"),
+        ("evaluation.window=[true,31]", "evaluation.window=[True, 31] is not a number"),
+        (f"optimizer.betas=[{','.join(['1'] * 2500)}]", "optimizer.betas=[1, 1, 1, 1,"),
         ("tags=paper", "tags=paper is not a list: write tags=[paper]"),
         (f"tags=[{'a' * 65}]", f"the tag '{'a' * 20}' has 65 characters: give tags=[…] of 1 to 64 characters"),
         ("tags=['']", "the tag '' has 0 characters"),
@@ -187,6 +191,7 @@ def test_bounds(option: str) -> None:
 )
 def test_a_value_that_does_not_fit_is_one_line(override: str, message: str) -> None:
     assert refusal(override).startswith(message)
+    assert len(refusal(override)) < 500
 
 
 PIPELINE = ["strategy=pipeline", "trainer.devices=4"]
@@ -313,7 +318,7 @@ def test_every_argument_of_the_trainer_is_taken_or_answered() -> None:
 
 def test_habits_are_answered_and_are_no_keys_here() -> None:
     habits, values = answers()["habits"], train()
-    assert not habits.keys() & {*flat_keys(to_plain(values))}
+    assert not {*habits, *answers()["prefixes"]} & {*flat_keys(to_plain(values))}
     for option in habits:
         group, _, name = option.partition("=")
         assert not (CONF / group / f"{name}.yaml").exists()

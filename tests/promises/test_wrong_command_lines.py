@@ -53,7 +53,7 @@ TRAIN = {
     "model.name=learn": "model.name is no key: choose an option by its name, as in model=",
     "noise=fielt": "noise=fielt does not exist: did you mean field?",
     "data=_folder data.root=.": "data",
-    "data=mayo": "data=mayo does not exist: choose as_trained, custom, deeplesion, dicom",
+    "data=mayo": "data=mayo does not exist: choose custom, deeplesion, dicom",
     "data=/path/to/ct": "for a folder of slices write data=dicom data.root=/path/to/ct",
     "~model": "the config has no model",
     "model=null": "model",

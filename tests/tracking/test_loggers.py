@@ -40,7 +40,7 @@ def run_in(folder: Path, *steps: int, config: Config = OFFLINE, exit_code: int =
     for step in steps:
         for logger in for_each:
             logger.log_metrics({f"of/{folder.name}": step}, step)
-    close_loggers(config.logger, exit_code)
+    close_loggers(config.logger, folder, exit_code)
     assert wandb.run is None
 
 
@@ -54,7 +54,7 @@ def test_without_wandb_and_on_other_ranks_there_is_metrics_csv(
     config = config_of(*overrides)
     (logger,) = build_loggers(config, tmp_path, [])
     assert isinstance(logger, MetricsFile)
-    close_loggers(config.logger, DONE)
+    close_loggers(config.logger, tmp_path, DONE)
     assert not list(tmp_path.iterdir())
     assert wandb.run is None
 
@@ -105,7 +105,7 @@ def test_names_and_files_that_are_asked_for(tmp_path: Path, offline_runs: Offlin
     asked = ["run_name=mine", "group=ours", "log_checkpoint=true", "log_code=true"]
     config = config_of(*(f"logger.wandb.{it}" for it in asked))
     log_checkpoint(build_loggers(config, own, []), own / "best.ckpt")
-    close_loggers(config.logger, DONE)
+    close_loggers(config.logger, own, DONE)
     first, second = offline_runs(tmp_path)
     assert (first.name, first.group) == ("qn_mixer-phantoms-32views-seed42-2026-01-31/12-00-00", None)
     assert (second.name, second.group) == ("mine", "ours")
@@ -114,6 +114,40 @@ def test_names_and_files_that_are_asked_for(tmp_path: Path, offline_runs: Offlin
     assert artifact["name"] == f"model-{second.id}"
     assert "best" in artifact["aliases"]
     assert artifact["manifest"]["contents"][0]["path"] == "best.ckpt"
+
+
+def test_the_users_environment_is_under_the_command_line(
+    tmp_path: Path, offline_runs: OfflineRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = tmp_path / "runs", tmp_path / "wandb's"
+    mine = {"DIR": str(places[1]), "PROJECT": "mine", "NAME": "by hand", "TAGS": "paper, noise", "ENTITY": ""}
+    for name, value in mine.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    run_in(places[0] / "a", 1, config=config_of(), exit_code=INTERRUPTED)
+    assert not [*places[0].rglob("*.wandb")]
+    run_in(places[0] / "a", 1, 2, config=config_of(), resumed_at=1)
+    given = ["logger.wandb.project=theirs", "logger.wandb.run_name=typed", "tags=[b]", "+logger.wandb.notes=why"]
+    run_in(places[0] / "b", 1, config=config_of(*given))
+    one, two, other = offline_runs(tmp_path)
+    own = [run.records[0] if "run" in run.records[0] else run.records[1] for run in (one, other)]
+    assert [it["run"]["project"] for it in own] == ["mine", "theirs"]
+    assert [it["run"].get("notes") for it in own] == [None, "why"]
+    assert (one.name, one.tags[:2], two.id) == ("by hand", ["paper", "noise"], one.id)
+    assert (other.name, other.tags[:2]) == ("typed", ["b", "qn_mixer"])
+    assert [row["_step"] for run in (one, two) for row in run.history if "of/a" in row] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("variable", "mode"), [("MODE=disabled", "disabled"), ("DISABLED=true", "disabled"), ("DISABLED=0", "offline")]
+)
+def test_the_users_environment_has_the_mode(monkeypatch: pytest.MonkeyPatch, variable: str, mode: str) -> None:
+    monkeypatch.setenv(*f"WANDB_{variable}".split("="))
+    assert config_of().logger["wandb"].mode == mode
+    assert config_of("logger.wandb.mode=online").logger["wandb"].mode == "online"
+    monkeypatch.setenv("WANDB_MODE", "dryrun")
+    monkeypatch.delenv("WANDB_DISABLED", raising=False)
+    with pytest.raises(ConfigError, match=r"^WANDB_MODE=dryrun is not known: choose offline, online, disabled$"):
+        config_of()
 
 
 def test_tags_say_what_a_run_is() -> None:
@@ -140,7 +174,7 @@ def test_a_resumed_run_is_the_same_wandb_run_and_logs_nothing_twice(tmp_path: Pa
         logger.finalize("success")  # by Lightning, when training has ended
         logger.log_metrics({"val/psnr_best": 30.0}, 3)
         logger.log_metrics({"test/psnr": 31.0}, 3)
-    close_loggers(OFFLINE.logger, DONE)
+    close_loggers(OFFLINE.logger, folder, DONE)
     time.sleep(1)
     run_in(folder, 1)  # a new run in an old folder
     first, between, second, third, new = offline_runs(tmp_path)
@@ -217,7 +251,7 @@ def test_a_network_that_goes_is_a_warning(
         loggers[1].log_metrics({"a": 1.0}, step)
     assert time.monotonic() - start < 1  # training does not wait
     with pytest.warns(UserWarning, match="did not get all data.* wandb sync --include-online ") as warned:
-        close_loggers(online().logger, DONE)
+        close_loggers(online().logger, tmp_path, DONE)
     assert time.monotonic() - start < 8
     tool = [str(Path(sys.executable).with_name("wandb")), *str(warned[0].message).split("wandb ")[-1].split()]
     told = subprocess.run([*tool, "--dry-run"], check=True, capture_output=True, text=True, timeout=60).stderr

@@ -228,6 +228,15 @@ def test_latest_is_the_one_in_which_something_happened_last(make: Make, tmp_path
     assert latest() == Path("runs/begun-earlier")
 
 
+def test_a_copy_of_an_old_run_is_not_the_latest(make: Make) -> None:
+    """Its files are newer, and its record is not."""
+    make("copy", age=0, started="2026-01-01T10:00:00+0000")
+    again = {"step": 3, "at": "2026-01-03T10:00:00+0200"}
+    new = make("new", age=50, started="2025-12-31T10:00:00+0000", resumed=[again | {"at": "2026-01-02"}, again])
+    make("between", age=10, started="2026-01-03T07:59:00+0000")
+    assert latest() == new
+
+
 def test_a_finished_run_resumes_only_for_longer(make: Make) -> None:
     make("b", status="done", steps=9)
     for given in (["resume=latest"], ["resume=runs/b", "trainer.max_steps=9"]):

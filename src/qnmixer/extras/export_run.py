@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-from rich.console import Console
-
 from qnmixer.engine.checkpoints.reading import find_checkpoint, load_run
 from qnmixer.engine.checkpoints.weights_file import encode
 from qnmixer.engine.config.commands import ExportConfig
+from qnmixer.engine.reports.tables import Console
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.extras.model_card import hub_card, model_card
 from qnmixer.files import atomic_file, write_text
@@ -41,7 +40,7 @@ def export_run(config: ExportConfig) -> None:
         hub.push(config.push, content, hub_card(text, config.push, module, path.parent.parent))
         lines += [f"sent to {hub.HUB}{config.push}. A new repository is private: its settings make it public."]
     lines += ["Weights and card have the run's settings: read the card before you share them."]
-    Console(markup=False).print(*lines, sep="\n", soft_wrap=True, highlight=False)
+    Console().print(*lines, sep="\n", soft_wrap=True, highlight=False)
 
 
 def _check_free(output: Path, card: Path, content: bytes) -> None:

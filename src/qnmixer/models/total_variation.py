@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import torch
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Le, Lt
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -65,9 +65,9 @@ class TotalVariation(UnrolledNetwork[TVState]):
         self,
         projector: "FanBeamProjector",
         n_iterations: Annotated[int, Ge(1), Le(100_000)] = 5000,
-        weight: Annotated[float, Gt(0)] = 9e-5,
+        weight: Annotated[float, Ge(1e-9), Le(1e9)] = 9e-5,
         gap: Annotated[float, Ge(0), Lt(1)] = 0.01,
-        noise_weight: Annotated[float, Ge(0)] = 3.5e-4,
+        noise_weight: Annotated[float, Ge(0), Le(1e9)] = 3.5e-4,
         variance: Callable[[Tensor], Tensor] = torch.zeros_like,
     ) -> None:
         super().__init__(n_iterations)

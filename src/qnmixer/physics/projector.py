@@ -148,6 +148,8 @@ class FanBeamProjector(FullPrecisionModule):
                 f"{kind} of shape {list(x.shape)} does not fit the geometry, which needs [batch, "
                 f"{', '.join(map(str, expected))}]: check image_size, n_views and n_detectors"
             )
+        if not x.numel():
+            raise GeometryError(f"{kind} of shape {list(x.shape)} is an empty batch: give 1 {kind} or more")
 
     def _filtered_adjoint(self, y: Tensor) -> Tensor:
         return self._rays.transpose(full_product(y.reshape(-1, len(self._ramp)), self._ramp).view(y.shape))

@@ -101,8 +101,13 @@ def load_run(run: str | Path, which: str = "best", trust: Collection[str] = (), 
     config, state = read_checkpoint(path)
     check_trusted(str(path), built_from(config, *more), trust)
     config = checked(config, "model", "noise")
-    with _no_larger_than(state, path):
-        module = Reconstructor(config)
+    usual = torch.get_default_dtype()  # of the user's program
+    torch.set_default_dtype(torch.float32)
+    try:
+        with _no_larger_than(state, path):
+            module = Reconstructor(config)
+    finally:
+        torch.set_default_dtype(usual)
     _load_state(module, state, path)
     return module
 

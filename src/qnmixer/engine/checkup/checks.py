@@ -160,7 +160,9 @@ def check_run(config: Config, patience: float = PATIENCE) -> Iterator[Check]:
     """Run some real steps over all devices, and check their results. `config` must come from `resolve_devices`."""
     run, changes = shortened(config)
     n, start = run.trainer.devices or 1, time.monotonic()
-    failure, fix, started = None, "try strategy=single first", False
+    failure, fix, started = None, "python -m qnmixer.train with these settings prints where it fails", False
+    if n > 1:
+        fix += "; if this checkup passes with strategy=single, the fault is between the processes"
     with tempfile.TemporaryDirectory(prefix="qnmixer-doctor-") as temporary:
         folder = Path(temporary)
         with _silence():

@@ -18,7 +18,7 @@ from qnmixer.engine.config.keys import flat_keys, unknown_key
 from qnmixer.engine.config.overrides import key_of, quoted
 from qnmixer.engine.config.search_path import CONF
 from qnmixer.engine.config.target import names_targets, options, values_of_option
-from qnmixer.errors import UserError, first_line, suggest
+from qnmixer.errors import UserError, first_line, suggest, visible
 
 _EXTRAS = {"optuna": "search", "submitit": "slurm", "ray": "ray"}
 """What to install for a plugin of Hydra."""
@@ -28,8 +28,13 @@ _FOLDER_OF = {"reconstruct": "input=", "evaluate": "run=", "export": "run=", "co
 
 def explain(error: BaseException, config_name: str) -> str | None:
     """The line for an error that a user can fix; None for a bug."""
-    if isinstance(error, UserError):  # torch puts a data worker's traceback before it
-        return re.sub(r"(?s)Caught \w+ in DataLoader worker .*\n\S*Error: ", "", str(error)).rstrip()
+    line = _explain(error, config_name)
+    return None if line is None else visible(line)
+
+
+def _explain(error: BaseException, config_name: str) -> str | None:
+    if isinstance(error, UserError):
+        return str(error)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" writing {error.filename}" if error.filename else ""
         return f"the disk is full{where}: free some space, or choose another folder (hydra.run.dir=…, output=…)"
@@ -62,7 +67,8 @@ def warnings_in_one_line() -> Iterator[None]:
 
     def of(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
         ours = category is UserWarning and filename.startswith(package + os.sep)
-        return f"warning: {message}\n" if ours else as_python_does(message, category, filename, lineno, line)
+        shown = visible(str(message))
+        return f"warning: {shown}\n" if ours else as_python_does(shown, category, filename, lineno, line)
 
     warnings.formatwarning = of
     try:
@@ -78,7 +84,7 @@ def _explain_word(word: str, alone: bool, config_name: str) -> str:
         if key and value and not re.search(r"""[\[\]{},'"]""", value):  # no list, and no quotes of the user
             return f"{word} cannot be read: put quotes around the value: {shlex.quote(f'{key}={quoted(value)}')}"
         return f"{word} cannot be read: put quotes around a value with brackets, commas or quotes: 'key=\"a,b\"'"
-    if groups := sorted(path.parent.name for path in CONF.glob(f"*/{word}.yaml") if word.isidentifier()):
+    if groups := sorted(path.parent.name for path in CONF.glob("*/*.yaml") if path.stem == word):
         meant = f"write {groups[0]}={word}"
     elif "/" in word or word in (".", ".."):
         meant = f"write {_FOLDER_OF.get(config_name, 'data=dicom data.root=')}{word}"
@@ -96,8 +102,15 @@ def _explain_composition(error: Exception, config_name: str) -> str:
         if re.match(r"[/~.]", name):
             path = f"for a folder of slices write data=dicom data.root={name}"
             return f"{group}={name} is no option: {path if group == 'data' else 'choose one by its name'}"
-        if known := [path.stem for path in sorted((CONF / group).glob("[!_]*.yaml"))]:
+        left_out = "as_trained" if config_name in OF_A_RUN else ""
+        if known := [it.stem for it in sorted((CONF / group).glob("[!_]*.yaml")) if it.stem != left_out]:
             return f"{group}={name} does not exist: {suggest(name, known, most=99)}"
+    if found := re.search(r"Error merging override (([^= ]+)\.[^.= ]+=.*)", text):
+        parent = key_of(found[2])
+        return f"{found[1]} cannot be set: {parent} is no group of keys. Give it as a whole: {parent}=…"
+    if found := re.search(r"Multiple values for (\S+)\. To|config groups is not supported: '\+\+([^=@]+)", text):
+        group = found[1] or found[2]
+        return f"{group} has an option already: leave out the +, as in {group}=…"
     if found := re.search(r"An item is already at '([^']+)'", text):
         return f"{found[1]} exists already: leave out the + before it"
     if found := re.search(r"Could not (?:override|append[^']*|delete from config\.) '([^']+)'", text):

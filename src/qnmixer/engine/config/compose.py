@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from qnmixer.engine.config.overrides import is_override, key_of, values_of, with_length
 from qnmixer.engine.config.search_path import CONF
-from qnmixer.errors import ConfigError
+from qnmixer.errors import ConfigError, first_line
 
 OF_A_RUN = ("train", "plan", "doctor")
 """Commands with the full config of a run; the others read it from a run folder."""
@@ -73,6 +73,8 @@ def compose_as_given(config_name: str, overrides: list[str], with_hydra: bool = 
             return hydra.compose(config_name, overrides, return_hydra_config=with_hydra)
         except (ValueError, TypeError) as error:  # Hydra raises these for data=null, trainer=3 or model=[1]
             groups = " ".join(o for o in overrides if (CONF / o.partition("=")[0]).is_dir())
+            if not groups:  # a number of 5,000 digits
+                raise ConfigError(f"a value cannot be read ({first_line(error)}): give a shorter one") from error
             raise ConfigError(f"{groups}: give a group the name of one of its options, as in data=dicom") from error
 
 

@@ -344,9 +344,9 @@ class OptimizerConfig(Group):
     n_ours: ClassVar[int] = 1
     ours: ClassVar[tuple[str, ...]] = ("lr",)
 
-    lr: Annotated[float, Gt(0)]
+    lr: Annotated[float, Gt(0), Le(1e9)]
     weight_decay: Annotated[float, Ge(0)]
-    step_size_lr_factor: Annotated[float, Gt(0)]
+    step_size_lr_factor: Annotated[float, Gt(0), Le(1e9)]
 
     def checked(self) -> Self:
         """Let torch check the arguments of its own optimizers: their signatures have no bounds."""

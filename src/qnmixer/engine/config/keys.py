@@ -45,6 +45,9 @@ def unknown_key(key: str, known: Collection[str] = ()) -> ConfigError:
     known: keys beside those of the options in conf/.
     """
     section, _, name = key.partition(".")
+    for prefix, way in answers()["prefixes"].items():
+        if f"{key}.".startswith(f"{prefix}."):
+            return ConfigError(f"{key} is not known here: {way}")
     if section in groups():
         if name == "name" and names_targets(section):
             return ConfigError(f"{key} is no key: choose an option by its name, as in {section}={options(section)[0]}")

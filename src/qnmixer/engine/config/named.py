@@ -1,5 +1,6 @@
 """Callbacks, loggers and metrics: groups of several sections, each with a name."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -8,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from qnmixer.engine.config.groups import FUNCTION_OR_MODULE, Late, parse_section
 from qnmixer.engine.config.search_path import CONF
 from qnmixer.engine.config.target import TARGET, values_of_option
+from qnmixer.engine.config.values import converted
 from qnmixer.engine.plugins import Kind, subclass_of
 from qnmixer.errors import ConfigError, PluginError, UserError, first_line
 
@@ -71,16 +73,20 @@ class LoggerConfig(Named):
     kind: ClassVar[Kind] = subclass_of("lightning.pytorch.loggers.Logger")
 
 
+WandbMode = Literal["offline", "online", "disabled"]
+
+
 @dataclass(kw_only=True)
 class WandbConfig:
     """The settings of Weights & Biases."""
 
     _target_: str
-    mode: Literal["offline", "online", "disabled"]
+    mode: WandbMode
     project: str
     entity: str | None
     run_name: str | None  # None: in a sweep the overrides of this job only, else setting and time
     group: str | None  # None: the sweep
+    notes: str | None = None
     log_checkpoint: bool
     log_code: bool
 
@@ -117,8 +123,21 @@ def parse_loggers(section: Any) -> dict[str, WandbConfig | LoggerConfig]:
     loggers = {}
     for name, it in _named("logger", section or {}, "my_file.MyLogger").items():
         schema = WandbConfig if it[TARGET] == _WANDB else LoggerConfig
+        it = _with_environment(it) if schema is WandbConfig else it
         loggers[name] = parse_section("logger" if name == _CUSTOM else f"logger.{name}", schema, it)
     return loggers
+
+
+def _with_environment(wandb: Mapping[str, Any]) -> dict[str, Any]:
+    """The section of W&B, with the user's own W&B variables for keys that are null. Raises ConfigError."""
+    off = os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes", "on")
+    own: dict[str, str | None] = {"mode": "disabled"} if off else {}
+    for key, default in {"mode": "offline", "project": "qnmixer", "name": None}.items():
+        own.setdefault(key, os.environ.get(f"WANDB_{key.upper()}") or default)
+    if wandb.get("mode") is None:
+        converted("WANDB_MODE", own["mode"], WandbMode)  # the message names the place
+    own["run_name"] = own.pop("name")
+    return {**wandb, **{key: value for key, value in own.items() if wandb.get(key) is None}}
 
 
 def _named(group: str, section: Any, example: str) -> dict[str, Mapping[str, Any]]:

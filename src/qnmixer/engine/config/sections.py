@@ -55,8 +55,8 @@ class EvaluationConfig:
 
     window: list[float]  # HU, [low, high]
     n_pictures: Count
-    tv_weight: Length | None = None  # None: without total variation
-    tv_noise_weight: Annotated[float, Ge(0)] = 0.0
+    tv_weight: Annotated[float, Ge(1e-9), Le(1e9)] | None = None  # None: without total variation
+    tv_noise_weight: Annotated[float, Ge(0), Le(1e9)] = 0.0
 
     def __post_init__(self) -> None:
         check_window("evaluation.window", self.window)

@@ -15,6 +15,8 @@ from omegaconf.errors import MissingMandatoryValue
 from qnmixer.engine.plugins import parameters_of
 from qnmixer.errors import ConfigError, suggest
 
+_SMALLEST, _LARGEST = 1.2e-38, 3.4e38
+"""Magnitudes of 32-bit floats, in which networks and optimizers compute."""
 _SAYS = {
     "greater_than_equal": " is too small: give {ge} or more",
     "greater_than": " is too small: give more than {gt}",
@@ -72,9 +74,20 @@ def converted(key: str, value: Any, hint: Any) -> Any:
         raise ConfigError(_line(key, value, dict(first))) from error
     except (PydanticUserError, NameError):
         return value
-    if isinstance(value, bool) and isinstance(found, int | float) and not isinstance(found, bool):
-        raise ConfigError(f"{key}={_as_typed(value)} is not a number: give one")  # pydantic takes true as 1
+    for given, taken in zip(_items(value), _items(found), strict=False):
+        if isinstance(given, bool) and isinstance(taken, int | float) and not isinstance(taken, bool):
+            raise ConfigError(f"{key}={_as_typed(value)} is not a number: give one")  # pydantic takes true as 1
+        if isinstance(taken, float) and taken and not _SMALLEST < abs(taken) < _LARGEST:
+            says = "large for 32-bit floats: give at most 3e38"
+            if abs(taken) < 1:
+                says = "small for 32-bit floats: give 0, or at least 1e-37"
+            raise ConfigError(f"{key}={_as_typed(value)} is too {says}")
     return found
+
+
+def _items(value: Any) -> list[Any]:
+    """The items of a list, or the value alone."""
+    return [*value] if isinstance(value, list | tuple) else [value]
 
 
 def _line(key: str, value: Any, error: dict[str, Any]) -> str:
@@ -141,8 +154,9 @@ def _adapter(hint: Any) -> Any:
 
 
 def _as_typed(value: Any) -> str:
-    """A value as on the command line."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    """A value as on the command line, shortened."""
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) < 200 else f"{text[:60]}…"
 
 
 def as_text(value: Any) -> Any:

@@ -20,7 +20,6 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 from filelock import FileLock
-from rich.console import Console
 from rich.progress import track
 
 from qnmixer.engine.data.resample import CutTissue, Grid, inside
@@ -35,6 +34,7 @@ from qnmixer.engine.data.slices import (
     require_content,
     summarise_skipped,
 )
+from qnmixer.engine.reports.tables import Console
 from qnmixer.errors import DataError
 from qnmixer.files import (
     atomic_file,
@@ -259,7 +259,7 @@ def _decode_all(
     digests: list[int] = []
     skipped: list[tuple[str, str]] = []
     low, high = np.inf, -np.inf
-    console = Console(stderr=True, markup=False)
+    console = Console(stderr=True)
     hidden = not console.is_terminal
     for file in track(files, f"Decoding {root.name}", console=console, transient=True, disable=hidden):
         try:

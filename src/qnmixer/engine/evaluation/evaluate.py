@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -35,7 +34,7 @@ from qnmixer.engine.processes.ranks import rank
 from qnmixer.engine.reconstructor import Reconstructor, build_noise
 from qnmixer.engine.reports.pictures import MethodImages, SliceImages, draw_slices
 from qnmixer.engine.reports.progress import progress
-from qnmixer.engine.reports.tables import csv_table, markdown_table, terminal_table
+from qnmixer.engine.reports.tables import Console, csv_table, markdown_table, terminal_table
 from qnmixer.engine.tracking.results import results
 from qnmixer.errors import ConfigError
 from qnmixer.files import write_text
@@ -56,7 +55,7 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
 
     Raises CheckpointError, ConfigError or DataError.
     """
-    console = Console(markup=False)
+    console = Console()
     trust = [*config.trust, *map(module_of, targets_of(config).values())]
     module = load_run(config.run, config.checkpoint, trust, "metrics.")
     trained = module.config
@@ -136,7 +135,7 @@ def evaluate(
     scores: dict[int, list[ImageScore]] = {}
     slices: dict[int, SliceImages] = {}
     batches: DataLoader[Any] = data.loader(split)
-    for host_batch in progress(batches, doing, "batch", Console(quiet=rank() != 0, markup=False)):
+    for host_batch in progress(batches, doing, "batch", Console(quiet=rank() != 0)):
         numbers, weights = host_batch["sample"].tolist(), host_batch["weight"].tolist()
         batch: Batch = data.transfer_batch_to_device(host_batch, device, 0)
         with torch.no_grad():
@@ -246,6 +245,6 @@ def write_evaluation(
     if find_spec("qnmixer.extras") is not None:  # by name, as the config names its data sets
         import_module("qnmixer.extras.page.evaluation").write(folder / PAGE, evaluation, title, config, device, run)
     for line in warnings:
-        console.print(f"warning: {line}", style="bold red", highlight=False, soft_wrap=True)
+        console.warn(line, style="bold red")
     console.print(terminal_table(headings, body, title=title, caption=caption))
     return folder / PICTURE

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from pydicom.uid import generate_uid
-from rich.console import Console
 from rich.progress import Progress
 
 from qnmixer.engine.checkpoints.reading import load_run
@@ -21,6 +20,7 @@ from qnmixer.engine.inference.slices import simulated_scans, slice_files
 from qnmixer.engine.inference.writers import window_of, write_dicom, write_npy, write_png
 from qnmixer.engine.parallel.devices import choose_device
 from qnmixer.engine.reconstructor import Reconstructor
+from qnmixer.engine.reports.tables import Console
 from qnmixer.errors import DataError
 from qnmixer.models.fbp import FBP
 
@@ -37,7 +37,7 @@ def reconstruct_input(config: ReconstructConfig) -> int:
 
     Raises CheckpointError, DataError (bad input), OutOfMemory, OSError (full disk; no half-written file stays).
     """
-    console = Console(markup=False)
+    console = Console()
     module = load_run(config.run, config.checkpoint, config.trust).to(choose_device(config.accelerator)).eval()
     path = Path(config.input)
     sinograms = config.kind == "sinograms" or (config.kind == "auto" and holds_sinograms(path, module.config, config))

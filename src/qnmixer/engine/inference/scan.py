@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from pydicom.dataset import FileDataset
-from rich.console import Console
 from torch import Tensor
+
+from qnmixer.engine.reports.tables import Console
 
 
 @dataclass(kw_only=True)
@@ -34,4 +35,4 @@ class Scan:
 
 def warn(line: str) -> None:
     """Print a line on standard error."""
-    Console(stderr=True, markup=False).print(f"warning: {line}", soft_wrap=True, highlight=False)
+    Console(stderr=True).warn(line)

@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 
-from rich.console import Console
 from rich.progress import track
 
 from qnmixer.engine.config import Config, effective_batch
@@ -19,7 +18,7 @@ from qnmixer.engine.memory.advice import changed_to
 from qnmixer.engine.memory.footprint import MIB, Prediction, on_a_gpu
 from qnmixer.engine.memory.pipeline import idle, n_microbatches
 from qnmixer.engine.memory.plan import Planner, with_assumed_devices
-from qnmixer.engine.reports.tables import markdown_table, terminal_table
+from qnmixer.engine.reports.tables import Console, markdown_table, terminal_table
 from qnmixer.errors import ConfigError
 
 PRECISIONS = (("32",), ("16-mixed", "bf16-mixed"))
@@ -57,7 +56,7 @@ def print_plan(config: PlanConfig) -> None:
     if config.format == "json":
         print(json.dumps(as_object(run, prediction, devices)))
         return
-    console = Console(markup=False)
+    console = Console()
     _print_run(console, run, prediction, assumed)
     if isinstance(run.strategy, PipelineConfig):
         _print_pipeline(console, run, run.strategy, prediction, planner)

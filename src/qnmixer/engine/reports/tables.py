@@ -7,8 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import rich.console
 from rich.table import Table as RichTable
 from rich.text import Text
+
+from qnmixer.errors import visible
 
 NOTHING = "–"
 """The cell of a value that is not known."""
@@ -24,6 +27,24 @@ class Table:
     note: str = ""
 
 
+class Console(rich.console.Console):
+    """A console that shows names as they are: brackets are no markup, and control characters are escapes.
+
+    In a Jupyter kernel it prints to sys.stdout too, so that a user can redirect it.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, force_jupyter=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """As rich does. Texts may have several lines."""
+        return super().render_str(visible(text, keep="\n"), **options)
+
+    def warn(self, line: str, style: str = "") -> None:
+        """Print one line that begins with "warning:"."""
+        self.print(f"warning: {visible(line)}", style=style, highlight=False, soft_wrap=True)
+
+
 def csv_table(rows: Iterable[Sequence[Any]]) -> str:
     """Rows as CSV, headings first. A text that a spreadsheet would read as a formula gets a ' before it."""
     stream = io.StringIO()
@@ -32,7 +53,7 @@ def csv_table(rows: Iterable[Sequence[Any]]) -> str:
 
 
 def _unlike_a_formula(cell: Any) -> Any:
-    if not (isinstance(cell, str) and cell.startswith(("=", "+", "-", "@"))):
+    if not isinstance(cell, str) or not (cell := visible(cell)).startswith(("=", "+", "-", "@")):
         return cell
     try:
         float(cell)
@@ -64,12 +85,12 @@ def terminal_table(headings: Sequence[str], rows: Iterable[Sequence[str]], words
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number < words else "right")
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(visible(cell, keep="\n")) for cell in row))
     return table
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table, without a newline at its end."""
-    escaped = ([cell.replace("|", "\\|") for cell in row] for row in (headings, *rows))
+    escaped = ([visible(cell).replace("|", "\\|") for cell in row] for row in (headings, *rows))
     first, *others = ("|".join(["", *(f" {cell} " if cell else " " for cell in row), ""]) for row in escaped)
     return "\n".join([first, f"|{'---|' * len(headings)}", *others])

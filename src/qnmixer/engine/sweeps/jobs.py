@@ -21,7 +21,7 @@ from qnmixer.engine.processes.ranks import die_with_parent
 from qnmixer.engine.processes.signals import SIGNALS, handle_signals
 from qnmixer.engine.tracking.results import amend, duration, git_commit, read_results
 from qnmixer.engine.tracking.sweep_file import name_of_job, sweep_of
-from qnmixer.errors import ConfigError, UserError, first_line
+from qnmixer.errors import ConfigError, UserError, first_line, visible
 
 # After a stop signal a job finishes its step and writes a checkpoint first.
 _SECONDS_TO_LEAVE = 60
@@ -237,4 +237,4 @@ def _stop(running: list[_Running], number: int) -> None:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    print(visible(line), flush=True)

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from qnmixer.engine.reports.tables import csv_table, markdown_table, terminal_table
+from qnmixer.engine.reports.tables import Console, csv_table, markdown_table, terminal_table
 from qnmixer.engine.tracking.results import duration, read_results
 from qnmixer.engine.tracking.sweep_file import as_number, readable
 from qnmixer.errors import first_line
@@ -72,7 +70,7 @@ def write_report(folder: Path, rows: list[JobRow]) -> None:
     write_text(folder / "sweep.csv", csv_table([headings, *lines]))
     drawn = _draw(folder / "sweep.png", [row for row in rows if row.best is not None], monitor)
 
-    console = Console(markup=False)
+    console = Console()
     console.print(terminal_table(columns, cells, words=len(columns) - 3))
     files = ["sweep.csv", "sweep.md", *["sweep.png"] * drawn]
     console.print("\n".join([*errors, f"sweep folder: {folder} ({', '.join(files)})"]), soft_wrap=True, highlight=False)

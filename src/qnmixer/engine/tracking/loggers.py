@@ -82,7 +82,7 @@ def _build(config: Config, options: LoggerConfig, folder: Path) -> Logger:
     return logger
 
 
-def close_loggers(loggers: Mapping[str, WandbConfig | LoggerConfig], exit_code: int) -> None:
+def close_loggers(loggers: Mapping[str, WandbConfig | LoggerConfig], run_folder: Path, exit_code: int) -> None:
     """Finish the W&B run, if one of these loggers started one, as DONE, FAILED or INTERRUPTED."""
     wandb = sys.modules.get("wandb")
     of_wandb = any("wandb" in options._target_.lower() for options in loggers.values())
@@ -92,7 +92,7 @@ def close_loggers(loggers: Mapping[str, WandbConfig | LoggerConfig], exit_code: 
     # Without `finish` the next run of this process would log into this one. Without a code it would record success.
     try:
         run.finish(exit_code=exit_code)
-        if (known := folder.with_name(KNOWN_UNTIL.name)).is_file():  # of the user's own logger there is none
+        if (known := run_folder / KNOWN_UNTIL).is_file():  # of the user's own logger there is none
             write_text(known, str(max(n_known, int(known.read_text()))))  # this part may have repeated steps only
     except TimeoutError:
         warnings.warn(
@@ -163,6 +163,7 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
     import wandb
 
     group, name = _place(config, folder, overrides)
+    place = os.environ.get("WANDB_DIR") or folder
     quiet = wandb.Settings(silent=True)  # silent also stops wandb from asking for a key: nobody may sit at the terminal
     wandb.setup(settings=quiet)
     arguments: dict[str, Any] = {
@@ -174,8 +175,9 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
         "group": options.group or group,
         "name": options.run_name or name,
         "tags": _tags(config, overrides),
+        "notes": options.notes,
         "config": _described(config),
-        "dir": folder,
+        "dir": place,
         "settings": wandb.Settings(
             silent=True,
             init_timeout=_SECONDS_TO_START,
@@ -201,7 +203,7 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
         wandb.setup(settings=quiet)
         warnings.warn(
             f"W&B cannot be reached, or refuses the run ({first_line(error)}). The run continues offline: send it "
-            f"later with wandb sync {folder}/wandb/offline-run-*",
+            f"later with wandb sync {place}/wandb/offline-run-*",
             stacklevel=2,
         )
         run = wandb.init(**(arguments | {"mode": "offline"}))
@@ -228,8 +230,9 @@ def _tags(config: Config, overrides: list[str]) -> list[str]:
     given, what = values_of(overrides), with_names(to_plain(config))
     chosen = [value for key, value in given.items() if key.partition("/")[0] == "experiment" and value != "null"]
     experiments = [word for words in chosen for word in re.split(r"[\s,]+", words.strip("[] "))]
-    words = [*experiments, what["model"]["name"], what["data"]["name"], config.strategy.name]
-    return [*dict.fromkeys([*config.tags, *(word[:LONGEST_TAG] for word in words)])]
+    own = config.tags or [*filter(None, map(str.strip, os.environ.get("WANDB_TAGS", "").split(",")))]
+    words = [*own, *experiments, what["model"]["name"], what["data"]["name"], config.strategy.name]
+    return [*dict.fromkeys(word[:LONGEST_TAG] for word in words)]
 
 
 def _described(config: Config) -> dict[str, Any]:

@@ -21,6 +21,7 @@ _CODE = (".py", ".yaml", ".yml")
 _PRIVATE = re.compile(
     r"(^|/)\.|(^|[/_.-])(local|private|secrets?|credentials?|passwords?|tokens?|keys?)([/_.-]|$)", re.IGNORECASE
 )
+TIME = "%Y-%m-%dT%H:%M:%S%z"
 PACKAGES = ("torch", "lightning", "hydra-core", "torchmetrics", "wandb", "qnmixer")
 
 
@@ -122,7 +123,7 @@ def git_diff() -> str:
 
 def now() -> str:
     """The time, as results.json has it."""
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    return time.strftime(TIME)
 
 
 def _package() -> Path:

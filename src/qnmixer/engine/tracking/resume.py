@@ -6,6 +6,7 @@ No torch import: this is known before Hydra composes a config.
 import re
 import shlex
 from collections.abc import Collection, Iterator
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from qnmixer.engine.config.search_path import CONF, SEARCH_PATH, places_of, sear
 from qnmixer.engine.config.target import TARGET
 from qnmixer.engine.plugins import check_trusted, module_of, trust_words
 from qnmixer.engine.processes.ranks import rank
-from qnmixer.engine.tracking.results import read_results
+from qnmixer.engine.tracking.results import TIME, read_results
 from qnmixer.engine.tracking.run import (
     BEGINNING,
     HYDRA,
@@ -139,11 +140,21 @@ def _asked_path(asked: str) -> Path:
 
 
 def latest() -> Path:
-    """The run folder under runs/ that changed last. Raises CheckpointError if there is none."""
-    found = sorted(runs_in(RUNS), key=last_touched, reverse=True)
+    """The run folder under runs/ that began or resumed last. Raises CheckpointError if there is none."""
+    found = sorted(runs_in(RUNS), key=_begun, reverse=True)
     if not found:
         raise CheckpointError(f"resume=latest finds no run under {RUNS.absolute()}: give the run's folder, resume=DIR")
     return found[0]
+
+
+def _begun(run: Path) -> float:
+    """When a run last began, in seconds since 1970, by its record: a copy of an old run has newer files."""
+    record = read_results(run)
+    try:
+        at = record["resumed"][-1]["at"] if record.get("resumed") else record["started"]
+        return datetime.strptime(at, TIME).timestamp()
+    except (KeyError, TypeError, ValueError):  # of another version, or damaged
+        return last_touched(run)
 
 
 def resume_hint(folder: Path) -> str:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from rich.console import Console
 
 from qnmixer.engine.config.overrides import key_of, of_hydra
 from qnmixer.engine.config.search_path import SEARCH_PATH
 from qnmixer.engine.processes.ranks import rank
+from qnmixer.engine.reports.tables import Console
 from qnmixer.engine.tracking.results import amend, now, read_results, results, was_refused, write_results
 from qnmixer.engine.tracking.sweep_file import SWEEP, sweep_of
 from qnmixer.errors import ConfigError
@@ -135,7 +135,7 @@ class Run:
 
     def __init__(self, folder: Path, overrides: Sequence[str] = (), resume: str | None = None) -> None:
         self.folder, self.resume, self.overrides = folder, resume, [*overrides]
-        self.console = Console(quiet=rank() != 0, markup=False)
+        self.console = Console(quiet=rank() != 0)
         self.record: dict[str, Any] = {}
         self.resumed_at: int | None = None
         self.resumes_in_place = resumes_in_place(folder, resume)

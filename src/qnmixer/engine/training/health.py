@@ -108,7 +108,7 @@ class HealthMonitor(Callback):
             return
         step = trainer.global_step
         line = f"{MESSAGES[name]} (seen at step {step}). {_REMEDY}"
-        self.run.console.print(f"warning: {line}", style="bold red", highlight=False, soft_wrap=True)
+        self.run.console.warn(line, style="bold red")
         self.run.note("warnings", {"step": step, "name": name, "warning": line})
         for logger in trainer.loggers:
             logger.log_metrics({f"health/{name}": 1.0}, step)

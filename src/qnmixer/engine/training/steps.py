@@ -72,7 +72,7 @@ def session(config: Config, run: Run) -> Iterator[None]:
             exit_code = FAILED if failed else INTERRUPTED
             raise
         finally:
-            close_loggers(config.logger, exit_code)
+            close_loggers(config.logger, run.folder, exit_code)
 
 
 @contextmanager

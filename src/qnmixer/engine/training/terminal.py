@@ -6,7 +6,6 @@ import sys
 import warnings
 
 import lightning as L
-from rich.console import Console
 
 from qnmixer.engine.checkpoints.reading import built_from
 from qnmixer.engine.config import Config, effective_batch
@@ -16,6 +15,7 @@ from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.sampler import EpochSampler
 from qnmixer.engine.plugins import trust_words
 from qnmixer.engine.processes.ranks import is_rank, rank
+from qnmixer.engine.reports.tables import Console
 from qnmixer.engine.run_module import RunModule
 from qnmixer.engine.tracking.run import Run
 
@@ -79,7 +79,7 @@ def print_start(config: Config, module: RunModule, data: SliceDataModule, traine
         lines.append(_DEBUG[config.debug.name])
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
     if data.measured and (doubt := _other_unit(module, data)):
-        console.print(f"warning: {doubt}", style="bold red", highlight=False, soft_wrap=True)
+        console.warn(doubt, style="bold red")
 
 
 def _other_unit(module: RunModule, data: SliceDataModule) -> str | None:
