@@ -58,13 +58,31 @@ def is_temporary(path: Path) -> bool:
 def check_unused(key: str, folder: Path) -> None:
     """Raise ConfigError if the folder of this key contains files: results never overwrite other results.
 
-    The files that Hydra, the run lock and a sweep write before a run do not count.
+    The files that Hydra, the run lock and a sweep write before a run do not count, unless they are links.
     """
     if folder.is_dir():
+        check_no_links(folder)
         left = (path.name for path in folder.iterdir() if not is_temporary(path))
         found = sorted(name for name in left if name not in (".hydra", ".lock", "output.log"))
         if found:
             raise ConfigError(f"{key}={folder} contains {found[0]} already: give a new folder, or empty this one")
+
+
+def check_no_links(folder: Path) -> None:
+    """Raise ConfigError for a link that leads out of a folder: what is written there would destroy files elsewhere.
+
+    Links inside the folder are fine, and so are those in the folders that W&B made for earlier parts of a run.
+    """
+    here = os.path.realpath(folder)
+    for place, folders, files in os.walk(here):
+        for path in (os.path.join(place, name) for name in (*folders, *files)):
+            if os.path.islink(path) and not os.path.realpath(path).startswith(here + os.sep):
+                raise ConfigError(
+                    f"{path} is a link to another place, where files would be written: remove it, or put what it "
+                    "leads to in its place"
+                )
+        if os.path.basename(place) == "wandb":
+            folders.clear()
 
 
 def digest(what: Any, length: int = 16, sort_keys: bool = False) -> str:
@@ -81,17 +99,6 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file completely or not at all. Bytes of file names that are not UTF-8 become "?"."""
     with atomic_file(path) as stream:
         stream.write(text.encode(errors="replace"))
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """Read a JSON object that `write_text` wrote. Raises DataError if it is damaged."""
-    try:
-        record = json.loads(path.read_text())
-    except ValueError:
-        record = None
-    if not isinstance(record, dict):
-        raise DataError(f"{path} is damaged, or another program wrote it: give another folder, or write it again")
-    return record
 
 
 def replace(new: Path, path: Path) -> None:
@@ -116,7 +123,7 @@ def newest_complete(path: Path) -> Path:
 
 def remove(path: Path) -> None:
     """Remove a file or folder if it exists."""
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

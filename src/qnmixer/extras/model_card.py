@@ -19,7 +19,8 @@ from qnmixer.engine.config.target import TARGET, keys_of
 from qnmixer.engine.plugins import trust_words
 from qnmixer.engine.reconstructor import Reconstructor, method_name
 from qnmixer.engine.reports.tables import markdown_table
-from qnmixer.engine.tracking.results import duration, read_results
+from qnmixer.engine.tracking.records import read_text
+from qnmixer.engine.tracking.results import best_of, duration, read_results
 from qnmixer.weights import CHECKPOINT_KEY, PRETRAINED, SHIPPED
 
 _CARD = """\
@@ -111,7 +112,8 @@ def model_card(module: Reconstructor, checkpoint: Path, file: Path, size: int, s
 def _training(config: Config, record: dict[str, Any], checkpoint: Path) -> Iterator[tuple[str, str]]:
     step, batch, which = steps_of(checkpoint), effective_batch(config), checkpoint.name.split(".")[0]
     yield "started from", _started_from(config, record)
-    score = f", {record['best'][config.monitor]:.4g}" if "best" in record else ""
+    monitor, best = best_of(record)
+    score = f", {best:.4g}" if best is not None and monitor == config.monitor else ""
     chosen = {"best": f"the best of the run by {config.monitor}{score}", "last": "the last of the run"}
     yield "optimizer steps", f"{step} of {record.get('steps', _UNKNOWN)}: {chosen.get(which, checkpoint.name)}"
     yield "slices seen", f"at most {step * batch:,}, {batch} an optimizer step"
@@ -120,7 +122,7 @@ def _training(config: Config, record: dict[str, Any], checkpoint: Path) -> Itera
     yield "device", str(record.get("device", _UNKNOWN))
     yield "started at", str(record.get("started", _UNKNOWN))
     if "resumed" in record:
-        yield "resumed", f"after steps {', '.join(str(one['step']) for one in record['resumed'])}"
+        yield "resumed", f"after steps {', '.join(str(one.get('step', _UNKNOWN)) for one in record['resumed'])}"
     if record.get("status") != "done":
         yield "ended", str(record.get("status", _UNKNOWN))
     yield "commit", str(record.get("git_commit") or _UNKNOWN)
@@ -150,7 +152,7 @@ def _evaluations(run: Path, record: dict[str, Any], weights: str) -> Iterator[st
         by_training = path.parent == run / "evaluation"
         its = read_results(path.parent) or (record if by_training else {})
         if its.get("status") == "done" and its.get("evaluated", {}).get("weights") == weights:
-            yield f"### {path.parent.relative_to(run)}\n\n{path.read_text().strip()}"
+            yield f"### {path.parent.relative_to(run)}\n\n{read_text(path).strip()}"
 
 
 def _of_run(config: Config) -> Iterator[str]:

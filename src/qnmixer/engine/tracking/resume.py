@@ -19,6 +19,7 @@ from qnmixer.engine.config.search_path import CONF, SEARCH_PATH, places_of, sear
 from qnmixer.engine.config.target import TARGET
 from qnmixer.engine.plugins import check_trusted, module_of, trust_words
 from qnmixer.engine.processes.ranks import rank
+from qnmixer.engine.tracking.records import read_yaml
 from qnmixer.engine.tracking.results import read_results
 from qnmixer.engine.tracking.run import (
     BEGINNING,
@@ -33,7 +34,7 @@ from qnmixer.engine.tracking.run import (
     run_of,
     runs_in,
 )
-from qnmixer.errors import CheckpointError, ConfigError
+from qnmixer.errors import CheckpointError, ConfigError, DataError
 from qnmixer.files import check_unused
 from qnmixer.weights import PRETRAINED
 
@@ -159,9 +160,11 @@ def resume_hint(folder: Path) -> str:
 def _named(run: Path) -> list[str]:
     """Classes and functions that the config of a run names."""
     composed = run / HYDRA / "config.yaml"
-    if not composed.is_file():
+    try:
+        config = read_yaml(composed) if composed.is_file() else {}
+    except DataError:  # of a run that is refused
         return []
-    return [target for _, target in _targets_in(OmegaConf.to_container(OmegaConf.load(composed)))]
+    return [target for _, target in _targets_in(config)] if isinstance(config, dict) else []
 
 
 def _targets(overrides: list[str], but: Collection[str] = ()) -> dict[str, str]:
