@@ -7,7 +7,8 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from errno import EPERM
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,12 +24,35 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qnmixer"
 
 
-def is_open_to_all(folder: Path) -> bool:
-    """Whether a folder is another user's and everybody may write to it. Then anybody may have written its files."""
+def make_own_folder(folder: Path) -> None:
+    """Make a folder that this user alone can read and write, and close one that others could.
+
+    Raises PermissionError if others may have written its files: the folder, or a file in it, is another user's.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if os.name != "posix":
-        return False
-    stat = folder.stat()
-    return stat.st_uid not in (0, os.geteuid()) and bool(stat.st_mode & 0o002)
+        return
+    me, around = os.geteuid(), folder.parent.stat()
+    if around.st_uid not in (0, me) and around.st_mode & 0o002:  # who owns it could put another folder in its place
+        raise PermissionError(EPERM, "it is another user's, and everybody may write to it", str(folder.parent))
+    if folder.is_symlink() or folder.stat().st_uid != me:
+        raise PermissionError(EPERM, "it is another user's, or a link", str(folder))
+    with suppress(OSError):  # a disk without modes
+        folder.chmod(0o700)
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):  # another process has removed it since
+            if path.lstat().st_uid != me:
+                raise PermissionError(EPERM, "it is another user's", str(path))
+
+
+@contextmanager
+def private_files() -> Iterator[None]:
+    """All files and folders that are made while the block runs are this user's alone: they may show patients."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 @contextmanager
