@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from qnmixer.engine.tracking.records import read_json
+from qnmixer.engine.tracking.signature import signed
 from qnmixer.files import write_text
 
 _CODE = (".py", ".yaml", ".yml")
@@ -46,7 +47,7 @@ def results(folder: Path, overrides: list[str], before: dict[str, Any] | None = 
             change what the run is. A run that is done stays done.
     """
     fresh = {"status": "running", "git_commit": git_commit(), "versions": versions()}
-    record: dict[str, Any] = fresh | {"overrides": overrides, "started": now()} | (before or {}) | fresh
+    record: dict[str, Any] = fresh | signed(overrides) | {"started": now()} | (before or {}) | fresh
     record.pop("error", None)  # of the part before the resume
     start = time.monotonic()
     write_results(folder, record)

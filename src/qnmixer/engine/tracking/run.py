@@ -18,6 +18,7 @@ from qnmixer.engine.config.search_path import SEARCH_PATH
 from qnmixer.engine.processes.ranks import rank
 from qnmixer.engine.tracking.records import damaged, read_yaml
 from qnmixer.engine.tracking.results import amend, now, read_results, results, was_refused, write_results
+from qnmixer.engine.tracking.signature import signed
 from qnmixer.engine.tracking.sweep_file import SWEEP, sweep_of
 from qnmixer.errors import ConfigError
 from qnmixer.files import check_no_links, is_temporary, last_change, newest_complete, remove, replace
@@ -194,7 +195,7 @@ class Run:
     def record_resume(self, step: int) -> None:
         """Record that the run resumes in its folder from a checkpoint of this optimizer step, with its overrides."""
         self.resumed_at = step
-        self.record["overrides"] = self.overrides
+        self.record |= signed(self.overrides)
         self.note("resumed", {"step": step})
         if rank() == 0 and (accepted := self.folder / NEXT_HYDRA).is_dir():
             replace(accepted, self.folder / HYDRA)
