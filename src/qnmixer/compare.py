@@ -14,7 +14,7 @@ from qnmixer.engine import cli
 from qnmixer.engine.config.commands import CompareConfig, parse_compare
 from qnmixer.engine.sweeps.sweep import find_sweep
 from qnmixer.errors import ConfigError
-from qnmixer.files import check_no_nifti, check_there, check_unused
+from qnmixer.files import check_no_links, check_no_nifti, check_there, check_unused
 
 
 def compare(cfg: DictConfig) -> None:
@@ -43,10 +43,12 @@ def check(cfg: DictConfig) -> CompareConfig:
     config = parse_compare(cfg)
     if not config.sweep:
         raise ConfigError("sweep=[] has no sweep: give its folder, sweep=DIR")
-    for sweep in config.sweep:
-        find_sweep(sweep)
-    if config.output is not None:
+    sweeps = [find_sweep(sweep) for sweep in config.sweep]
+    if config.output is None:
+        check_no_links(sweeps[0])
+    else:
         output = Path(config.output).expanduser()
+        check_no_links(output)
         if not (output / "comparison.csv").exists():  # else it is an earlier comparison
             check_unused("output", output)
     if config.root is not None:

@@ -7,7 +7,8 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from errno import EPERM
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,12 +24,35 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qnmixer"
 
 
-def is_open_to_all(folder: Path) -> bool:
-    """Whether a folder is another user's and everybody may write to it. Then anybody may have written its files."""
+def make_own_folder(folder: Path) -> None:
+    """Make a folder that this user alone can read and write, and close one that others could.
+
+    Raises PermissionError if others may have written its files: the folder, or a file in it, is another user's.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if os.name != "posix":
-        return False
-    stat = folder.stat()
-    return stat.st_uid not in (0, os.geteuid()) and bool(stat.st_mode & 0o002)
+        return
+    me, around = os.geteuid(), folder.parent.stat()
+    if around.st_uid not in (0, me) and around.st_mode & 0o002:  # who owns it could put another folder in its place
+        raise PermissionError(EPERM, "it is another user's, and everybody may write to it", str(folder.parent))
+    if folder.is_symlink() or folder.stat().st_uid != me:
+        raise PermissionError(EPERM, "it is another user's, or a link", str(folder))
+    with suppress(OSError):  # a disk without modes
+        folder.chmod(0o700)
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):  # another process has removed it since
+            if path.lstat().st_uid != me:
+                raise PermissionError(EPERM, "it is another user's", str(path))
+
+
+@contextmanager
+def private_files() -> Iterator[None]:
+    """All files and folders that are made while the block runs are this user's alone: they may show patients."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 @contextmanager
@@ -58,13 +82,31 @@ def is_temporary(path: Path) -> bool:
 def check_unused(key: str, folder: Path) -> None:
     """Raise ConfigError if the folder of this key contains files: results never overwrite other results.
 
-    The files that Hydra, the run lock and a sweep write before a run do not count.
+    The files that Hydra, the run lock and a sweep write before a run do not count, unless they are links.
     """
     if folder.is_dir():
+        check_no_links(folder)
         left = (path.name for path in folder.iterdir() if not is_temporary(path))
         found = sorted(name for name in left if name not in (".hydra", ".lock", "output.log"))
         if found:
             raise ConfigError(f"{key}={folder} contains {found[0]} already: give a new folder, or empty this one")
+
+
+def check_no_links(folder: Path) -> None:
+    """Raise ConfigError for a link that leads out of a folder: what is written there would destroy files elsewhere.
+
+    Links inside the folder are fine, and so are those in the folders that W&B made for earlier parts of a run.
+    """
+    here = os.path.realpath(folder)
+    for place, folders, files in os.walk(here):
+        for path in (os.path.join(place, name) for name in (*folders, *files)):
+            if os.path.islink(path) and not os.path.realpath(path).startswith(here + os.sep):
+                raise ConfigError(
+                    f"{path} is a link to another place, where files would be written: remove it, or put what it "
+                    "leads to in its place"
+                )
+        if os.path.basename(place) == "wandb":
+            folders.clear()
 
 
 def digest(what: Any, length: int = 16, sort_keys: bool = False) -> str:
@@ -81,17 +123,6 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file completely or not at all. Bytes of file names that are not UTF-8 become "?"."""
     with atomic_file(path) as stream:
         stream.write(text.encode(errors="replace"))
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """Read a JSON object that `write_text` wrote. Raises DataError if it is damaged."""
-    try:
-        record = json.loads(path.read_text())
-    except ValueError:
-        record = None
-    if not isinstance(record, dict):
-        raise DataError(f"{path} is damaged, or another program wrote it: give another folder, or write it again")
-    return record
 
 
 def replace(new: Path, path: Path) -> None:
@@ -116,7 +147,7 @@ def newest_complete(path: Path) -> Path:
 
 def remove(path: Path) -> None:
     """Remove a file or folder if it exists."""
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

@@ -32,6 +32,7 @@ from qnmixer.engine.tracking.resume import resume_overrides
 from qnmixer.engine.tracking.run import Run
 from qnmixer.engine.training.worker import check_processes, check_srun, fit_as_rank, fit_in_processes
 from qnmixer.errors import ConfigError, UserError
+from qnmixer.files import private_files
 from qnmixer.weights import check_weights
 
 FIT = "qnmixer.fit.fit"
@@ -72,7 +73,7 @@ def train(*overrides: str) -> Trained:
         check(compose_as_given("train", words))
     except HydraException as error:  # an unknown key
         raise ConfigError(cli.explain(error, "train")) from error
-    with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name="train"):
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3", job_name="train"), private_files():
         hydra_of_conf = GlobalHydra.instance().hydra
         assert hydra_of_conf is not None
         done = hydra_of_conf.run("train", run, words, with_log_configuration=False)

@@ -56,6 +56,15 @@ def sweep(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "sweep"))
 
 
+def test_no_table_is_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "sweep.json").write_text("{}")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "sweep" / "comparison").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="sweep/comparison is a link to another place"):
+        check(compose("compare", [f"sweep={tmp_path / 'sweep'}"]))
+
+
 def run(*arguments: str) -> tuple[int, str, str]:
     """Exit code, output and error of the command, through the very code that its module runs."""
     code, stdout, stderr = 0, io.StringIO(), io.StringIO()

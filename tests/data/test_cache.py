@@ -275,12 +275,29 @@ def test_what_a_run_reads_stays_when_another_builds(root: Path, body_hu: Any) ->
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
-@pytest.mark.parametrize("which", ["whole", "one"])
-def test_the_cache_of_another_user_that_all_may_write_to_is_not_read(root: Path, which: str) -> None:
+@pytest.mark.parametrize("which", ["around", "folder", "file"])
+def test_a_cache_that_another_user_may_have_written_is_not_read(root: Path, which: str) -> None:
     opened(root)
-    folder = root.with_name("cache") if which == "whole" else only(root).parent
-    os.chown(folder, 4711, -1)
-    assert len(opened(root)) == 3
+    folder = only(root).parent
+    changed = {"around": root.with_name("cache"), "folder": folder, "file": folder / "index.json"}[which]
+    os.chown(changed, 4711, -1)
+    if which == "around":  # theirs, but this folder in it is ours
+        assert len(opened(root)) == 3
+        changed.chmod(0o777)
+    with pytest.raises(DataError, match=rf"^{changed} cannot keep slices \(it is another .* data\.cache_dir="):
+        opened(root)
+
+
+def test_others_cannot_read_a_cache_nor_write_to_it(root: Path) -> None:
+    opened(root)
+    folder = only(root).parent
+    assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)
-    with pytest.raises(DataError, match=r"is another user's, and everybody may write to it.* data\.cache_dir="):
+    opened(root)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    mine = root.with_name("mine")
+    mine.mkdir()
+    folder.rename(mine / "cache")
+    folder.symlink_to(mine / "cache")
+    with pytest.raises(DataError, match=r"or a link\): give a folder of your own"):
         opened(root)

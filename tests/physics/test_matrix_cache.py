@@ -164,11 +164,12 @@ def test_a_disk_that_takes_nothing_costs_only_the_caching(
 
 @pytest.mark.filterwarnings("ignore:no cache on disk")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
-def test_matrices_of_another_user_that_all_may_write_to_are_not_read(folder: Path, built: list[str]) -> None:
+@pytest.mark.parametrize("which", ["folder", "file"])
+def test_matrices_that_another_user_may_have_written_are_not_read(folder: Path, built: list[str], which: str) -> None:
     results(FanBeamProjector(GEOMETRY))
-    os.chown(folder, 4711, -1)
-    folder.chmod(0o777)
-    with pytest.warns(UserWarning, match="another user's, and everybody may write to it"):
+    assert folder.stat().st_mode & 0o777 == 0o700
+    os.chown(folder if which == "folder" else next(iter(files(folder))), 4711, -1)
+    with pytest.warns(UserWarning, match=r"no cache on disk \(it is another user's"):
         assert as_expected(FanBeamProjector(GEOMETRY))
     assert len(built) == 8
 

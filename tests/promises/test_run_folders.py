@@ -41,6 +41,15 @@ def test_reconstructions_never_take_the_place_of_files(
     assert contents(tmp_path) == before
 
 
+def test_what_a_command_writes_is_for_its_user_alone(trained: Path, ct: Path, tmp_path: Path) -> None:
+    """Pictures, slices and records may show patients."""
+    assert reconstruction(trained, ct, tmp_path / "out").code == 0
+    written = [trained, *trained.rglob("*"), tmp_path / "out", *(tmp_path / "out").rglob("*")]
+    assert {".png", ".dcm", ".ckpt", ".json"} <= {path.suffix for path in written}
+    open_to_others = [path.name for path in written if path.stat().st_mode & 0o077]
+    assert open_to_others == ["stdout.txt"]  # of this test
+
+
 def test_an_evaluation_takes_a_folder_of_its_own(trained: Path, tmp_path: Path) -> None:
     """Neither that of a run nor that of another evaluation, nor one that another process writes to."""
     command = ["evaluate", f"run={trained}", "accelerator=cpu"]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from qnmixer.engine.tracking.metrics_file import read_metrics
+from qnmixer.engine.tracking.records import read_metrics
 
 from ..warm import Done, Warm
 from .commands import PHANTOMS, STEPS, TINY, environment

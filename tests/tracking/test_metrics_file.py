@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from qnmixer.engine.tracking.metrics_file import MetricsFile, read_metrics
+from qnmixer.engine.tracking.metrics_file import MetricsFile
+from qnmixer.engine.tracking.records import read_metrics
 
 
 def steps(folder: Path) -> list[int]:

@@ -11,6 +11,7 @@ from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.overrides import quoted, values_of
 from qnmixer.engine.tracking.resume import latest, resume_hint, resume_overrides
 from qnmixer.engine.tracking.run import Run, run_lock
+from qnmixer.engine.tracking.signature import signed
 from qnmixer.errors import CheckpointError, ConfigError, PluginError
 
 Make = Callable[..., Path]
@@ -23,11 +24,14 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     """make(name, *overrides, age=…, checkpoint=…, **results): a run folder under runs/ of the working directory."""
     monkeypatch.chdir(tmp_path)
 
-    def run(name: str, *overrides: str, age: float = 0, checkpoint: bool = True, **results: Any) -> Path:
+    def run(
+        name: str, *overrides: str, age: float = 0, checkpoint: bool = True, mine: bool = True, **results: Any
+    ) -> Path:
         folder = Path("runs") / name
         (folder / "checkpoints").mkdir(parents=True)
         paths = [folder / "results.json"]
-        paths[0].write_text(json.dumps({"status": "interrupted", "overrides": overrides} | results))
+        record = {"status": "interrupted"} | (signed([*overrides]) if mine else {"overrides": overrides})
+        paths[0].write_text(json.dumps(record | results))
         if checkpoint:
             paths += [folder / "checkpoints" / "last.ckpt", folder / "checkpoints" / "best.ckpt"]
         for path in paths:
@@ -321,6 +325,47 @@ def test_a_run_looks_nothing_up_on_its_own_word(make: Make, override: str) -> No
     with pytest.raises(ConfigError, match=f"^runs/a was started with {re.escape(override)}, which reads other values"):
         resume_overrides(["resume=runs/a"])
     assert override in resume_overrides([override, "resume=runs/a"])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "+logger.w._target_=lightning.pytorch.loggers.WandbLogger", "+logger.w={base_url:http://evil,api_key:x}",
+        "logger.wandb.mode=online", "logger.wandb.entity=evil", "logger.mlflow.tracking_uri=http://evil",
+        "logger=custom", "logger=[csv,mine]", "logger={wandb:{mode:online}}", "+callbacks@logger=ema",
+        "+logger.csv.save_dir=/home", "+callbacks.c._target_=lightning.pytorch.callbacks.ModelCheckpoint",
+        "+callbacks.c.dirpath=/home", "callbacks.pictures._target_=lightning.pytorch.callbacks.ModelCheckpoint",
+        "callbacks={c:{dirpath:/home}}", "data.cache_dir=/home", "+data={cache_dir:/home}",
+        "+data={cache\\_dir:/home}", "hydra.searchpath=[file:///home]",
+    ],
+)  # fmt: skip
+def test_loggers_callbacks_and_folders_of_a_stranger_are_the_users_to_name(make: Make, override: str) -> None:
+    """Of a run of the user's own they stay."""
+    if "searchpath" not in override:
+        make("a", override)
+        assert override in resume_overrides(["resume=runs/a"])
+    make("b", override, mine=False)
+    make("c", "seed=1", override, mine=False, signature=signed([override])["signature"])  # of another run
+    for run in ("runs/b", "runs/c", "runs/b/checkpoints/last.ckpt"):
+        with pytest.raises(ConfigError, match=r"^runs/[bc] was not started by you here, .*repeat what you trust of "):
+            resume_overrides([f"resume={run}"])
+    with pytest.raises(ConfigError, match=r"^runs/b was not started by you"):
+        resume_overrides(["resume=runs/b", "hydra.run.dir=runs/new"])
+    if "searchpath" not in override:
+        assert override in resume_overrides(["resume=runs/b", override])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "logger=wandb", "logger=[csv,tensorboard]", "callbacks=[default,ema]", "callbacks.ema.decay=0.9",
+        "~callbacks.pictures", "callbacks.pictures=null", "logger.wandb.mode=disabled", "data.root=/data/logger",
+        "+trainer.profiler=simple", "experiment=demo",
+    ],
+)  # fmt: skip
+def test_what_conf_has_is_taken_from_any_run(make: Make, override: str) -> None:
+    make("a", override, mine=False)
+    assert resume_overrides(["resume=runs/a"]) == [override, *IN_A]
 
 
 @pytest.mark.parametrize("override", ["model={regularizer:evil.Net}", "model.regularizer=${tags}"])

@@ -1,6 +1,8 @@
 import contextlib
 import json
 import os
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 
 from qnmixer.engine.tracking.run import Run, resumes_in_place, run_lock
 from qnmixer.errors import ConfigError
+from qnmixer.files import check_unused
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -114,6 +117,40 @@ def test_one_process_holds_the_lock_and_a_killed_one_releases_it(tmp_path: Path)
         assert others.exists()
         assert (tmp_path / ".lock").read_text().startswith("process ")
     os.close(release)  # ends the child
+
+
+@pytest.mark.parametrize(
+    "name", [".lock", "checkpoints", ".hydra.next", ".hydra/config.yaml", "evaluation", "0/output.log"]
+)
+def test_what_a_link_leads_to_stays_as_it_is(tmp_path: Path, name: str) -> None:
+    """Also where the folder that it leads to is not there yet."""
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "run"
+    elsewhere.mkdir()
+    (elsewhere / "mine").write_text("mine")
+    (folder / name).parent.mkdir(parents=True)
+    for target in (elsewhere / "mine", elsewhere, elsewhere / "new"):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(target)
+        for begin in (run_lock, partial(check_unused, "output")):
+            with pytest.raises(ConfigError, match=f"^{folder / name} is a link to another place"), ExitStack() as stack:
+                stack.enter_context(begin(folder))
+        assert {path.name: path.read_text() for path in elsewhere.iterdir()} == {"mine": "mine"}
+
+
+def test_links_of_wandb_are_fine_and_a_lock_is_a_file(tmp_path: Path) -> None:
+    part = tmp_path / "wandb" / "offline-run-1"
+    part.mkdir(parents=True)
+    (part / "debug.log").symlink_to(Path(__file__))
+    (tmp_path / "wandb" / "latest-run").symlink_to(part.name)
+    with run_lock(tmp_path):
+        pass
+    (tmp_path / "results.json").write_text("{}")
+    for make in (os.mkfifo, partial(os.symlink, "results.json")):
+        (tmp_path / ".lock").unlink()
+        make(tmp_path / ".lock")
+        with pytest.raises(ConfigError, match=r"/\.lock is no file: remove it$"), run_lock(tmp_path):
+            pass
+    assert (tmp_path / "results.json").read_text() == "{}"
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 from qnmixer.engine.checkpoints.reading import read_checkpoint
 from qnmixer.engine.config import Config
 from qnmixer.engine.config.named import parse_callbacks
-from qnmixer.engine.tracking.metrics_file import read_metrics
+from qnmixer.engine.tracking.records import read_metrics
 from qnmixer.engine.tracking.results import read_results
 from qnmixer.engine.tracking.run import Run
 from qnmixer.engine.training.callbacks import build_callbacks

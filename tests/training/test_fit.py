@@ -10,7 +10,7 @@ import pytest
 
 from qnmixer.engine.checkpoints.reading import read_checkpoint
 from qnmixer.engine.config import Config
-from qnmixer.engine.tracking.metrics_file import read_metrics
+from qnmixer.engine.tracking.records import read_metrics
 from qnmixer.engine.tracking.results import read_results
 from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import CheckpointError, DataError, OutOfMemory, PluginError, Stopped

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from qnmixer.engine.build import build_module
 from qnmixer.engine.config import Config
 from qnmixer.engine.run_module import RunModule
-from qnmixer.engine.tracking.metrics_file import read_metrics
+from qnmixer.engine.tracking.records import read_metrics
 from qnmixer.engine.tracking.run import Run
 from qnmixer.engine.training import steps
 from qnmixer.errors import UnstableNetwork

@@ -14,7 +14,7 @@ from qnmixer.engine.checkpoints.reading import load_run
 from qnmixer.engine.config import Config
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.optimization.metrics import build_metrics, psnr, ssim_percent, try_metrics
-from qnmixer.engine.tracking.metrics_file import read_metrics
+from qnmixer.engine.tracking.records import read_metrics
 from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import PluginError
 from qnmixer.fit import fit

@@ -20,7 +20,7 @@ from qnmixer.engine.config.compose import compose
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.reports import progress
 from qnmixer.engine.tracking.loggers import build_loggers
-from qnmixer.engine.tracking.metrics_file import read_metrics
+from qnmixer.engine.tracking.records import read_metrics
 from qnmixer.engine.tracking.run import Run
 from qnmixer.engine.training.callbacks import build_callbacks
 from qnmixer.engine.training.progress import TrainingProgress

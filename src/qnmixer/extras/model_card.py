@@ -19,7 +19,8 @@ from qnmixer.engine.config.target import TARGET, keys_of
 from qnmixer.engine.plugins import trust_words
 from qnmixer.engine.reconstructor import Reconstructor, method_name
 from qnmixer.engine.reports.tables import markdown_table
-from qnmixer.engine.tracking.results import duration, read_results
+from qnmixer.engine.tracking.records import read_text
+from qnmixer.engine.tracking.results import best_of, duration, read_results
 from qnmixer.weights import CHECKPOINT_KEY, PRETRAINED, SHIPPED
 from qnmixer.weights.hub import library
 
@@ -89,9 +90,7 @@ def model_card(
     shared = without_places(config)
     settings = [(section, _settings(getattr(shared, section))) for section in _SECTIONS]
     of_weights = evaluations(run, digest_of_weights(module.state_dict()))
-    tables = [
-        f"### {folder.relative_to(run)}\n\n{(folder / 'table.md').read_text().strip()}" for folder, _ in of_weights
-    ]
+    tables = [f"### {folder.relative_to(run)}\n\n{read_text(folder / 'table.md').strip()}" for folder, _ in of_weights]
     return _CARD.format(
         method=method_name(config),
         size=config.data.image_size,
@@ -118,7 +117,8 @@ def model_card(
 def _training(config: Config, record: dict[str, Any], checkpoint: Path) -> Iterator[tuple[str, str]]:
     step, batch, which = steps_of(checkpoint), effective_batch(config), checkpoint.name.split(".")[0]
     yield "started from", _started_from(config, record)
-    score = f", {record['best'][config.monitor]:.4g}" if "best" in record else ""
+    monitor, best = best_of(record)
+    score = f", {best:.4g}" if best is not None and monitor == config.monitor else ""
     chosen = {"best": f"the best of the run by {config.monitor}{score}", "last": "the last of the run"}
     yield "optimizer steps", f"{step} of {record.get('steps', _UNKNOWN)}: {chosen.get(which, checkpoint.name)}"
     yield "slices seen", f"at most {step * batch:,}, {batch} an optimizer step"
@@ -127,7 +127,7 @@ def _training(config: Config, record: dict[str, Any], checkpoint: Path) -> Itera
     yield "device", str(record.get("device", _UNKNOWN))
     yield "started at", str(record.get("started", _UNKNOWN))
     if "resumed" in record:
-        yield "resumed", f"after steps {', '.join(str(one['step']) for one in record['resumed'])}"
+        yield "resumed", f"after steps {', '.join(str(one.get('step', _UNKNOWN)) for one in record['resumed'])}"
     if record.get("status") != "done":
         yield "ended", str(record.get("status", _UNKNOWN))
     yield "commit", str(record.get("git_commit") or _UNKNOWN)

@@ -5,7 +5,6 @@ process builds while others wait. A file whose checksum is wrong is built again;
 disk is full or read-only, only the caching is lost. Nothing here is needed to understand the mathematics.
 """
 
-import errno
 import json
 import os
 import sys
@@ -23,7 +22,7 @@ from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from qnmixer.files import default_cache_dir, digest, is_open_to_all
+from qnmixer.files import default_cache_dir, digest, make_own_folder
 from qnmixer.physics.geometry import FanBeamGeometry
 
 FORMAT = 3
@@ -47,7 +46,6 @@ def cached(kind: str, geometry: FanBeamGeometry, build: Callable[[], Arrays]) ->
         path = _folder() / f"{digest(key, 32)}.safetensors"
         found = _read(path, key)
         if found is None:
-            path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(path.parent / "lock"):
                 found = _read(path, key)  # another process may have built it while this one waited
                 if found is None:
@@ -73,11 +71,9 @@ def _work(geometry: FanBeamGeometry) -> int:
 
 
 def _folder() -> Path:
-    """The folder of the files. Raises OSError if other users may write to it."""
+    """The folder of the files. Raises OSError if other users may have written them."""
     folder = default_cache_dir() / "matrices"
-    for its in (folder.parent, folder):
-        if its.is_dir() and is_open_to_all(its):
-            raise OSError(errno.EPERM, "another user's, and everybody may write to it", str(its))
+    make_own_folder(folder)
     return folder
 
 

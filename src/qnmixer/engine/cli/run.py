@@ -21,6 +21,7 @@ from qnmixer.engine.config.search_path import CONF, with_search_path
 from qnmixer.engine.processes.cores import wait_briefly
 from qnmixer.engine.processes.ranks import is_rank, rank, world_size
 from qnmixer.errors import ConfigError, Stopped
+from qnmixer.files import private_files
 
 TRACEBACK = "HYDRA_FULL_ERROR"
 _SWEEP = {"-m", "--multirun"}
@@ -47,7 +48,9 @@ def run(
     wait_briefly()
     asked_for_traceback = os.environ.get(TRACEBACK) == "1"
     try:
-        with _raising_exceptions(), warnings_in_one_line():
+        # Weights are made to be given away. Everything else may show patients.
+        files = nullcontext() if config_name == "export" else private_files()
+        with _raising_exceptions(), warnings_in_one_line(), files:
             _run(task, check, config_name, sweep or (lambda *_: nullcontext(_SWEEP_MODE)), complete)
     except KeyboardInterrupt as stop:
         _fail(str(stop) or "interrupted", stop.code if isinstance(stop, Stopped) else 130)

@@ -41,8 +41,8 @@ from qnmixer.files import (
     default_cache_dir,
     digest,
     digest_of_bytes,
-    is_open_to_all,
     is_temporary,
+    make_own_folder,
     write_text,
 )
 
@@ -191,7 +191,7 @@ def open_cache(
         own: target and arguments of a reader of the user's own, whose code may change; empty for our readers.
 
     Raises:
-        DataError: the folder is missing, empty, or contains no usable slice; or other users may write to the cache.
+        DataError: the folder is missing, empty, or contains no usable slice; or other users may have written the cache.
         OSError: the disk is full. No half-written file stays.
     """
     cache_dir = cache_dir or default_cache_dir()
@@ -201,13 +201,12 @@ def open_cache(
     # Not in `what`: after a change of the code the old cache makes way for the new one.
     code = [digest_of_bytes(Path(inspect.getfile(type(reader))).read_bytes())] if own else []
     fingerprint = digest([_FORMAT, what, [asdict(file) for file in files], *code])
-    folder.mkdir(parents=True, exist_ok=True)
-    for its in (cache_dir, folder):
-        if is_open_to_all(its):
-            raise DataError(
-                f"{its} is another user's, and everybody may write to it, so anybody may have changed its slices: "
-                "give a folder of your own, data.cache_dir=…"
-            )
+    try:
+        make_own_folder(folder)
+    except PermissionError as error:
+        raise DataError(
+            f"{error.filename} cannot keep slices ({error.strerror}): give a folder of your own, data.cache_dir=…"
+        ) from error
     with FileLock(folder / "lock"):
         index = _read_index(folder, fingerprint)
         if index is None:
@@ -227,7 +226,7 @@ def _read_index(folder: Path, fingerprint: str) -> dict[str, Any] | None:
     try:
         index: dict[str, Any] = json.loads(file.read_text())
         is_whole = index.pop("digest") == digest(index) and index["fingerprint"] == fingerprint
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     size = len(index["infos"]) * index["image_size"] ** 2 * _NUMBER.itemsize
     return index if is_whole and pixels.stat().st_size == size else None

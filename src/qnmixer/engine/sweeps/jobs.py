@@ -1,5 +1,6 @@
 """The jobs of a sweep. Each is a training run in its own processes. No torch import: this process only watches."""
 
+import math
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from qnmixer.engine.config.overrides import quoted
 from qnmixer.engine.processes.cores import THREADS, threads_each
 from qnmixer.engine.processes.ranks import die_with_parent
 from qnmixer.engine.processes.signals import SIGNALS, handle_signals
-from qnmixer.engine.tracking.results import amend, duration, git_commit, read_results
+from qnmixer.engine.tracking.results import amend, best_of, duration, git_commit, read_results
 from qnmixer.engine.tracking.sweep_file import name_of_job, sweep_of
 from qnmixer.errors import ConfigError, UserError, first_line, visible
 
@@ -102,26 +103,22 @@ def run_jobs(jobs: list[Job], check: Callable[[DictConfig], Config], at_once: in
 def objective(folder: Path) -> float | None:
     """The best monitored value of a finished run; None for any other."""
     results = read_results(folder)
-    if results.get("status") != "done":
-        return None
-    (best,) = results["best"].values()
-    return float(best)
+    return best_of(results)[1] if results.get("status") == "done" else None
 
 
 def outcome(results: dict[str, Any]) -> str:
     """How a run ended, in a few words."""
-    if results["status"] != "done":
-        return ": ".join(filter(None, (results["status"], first_line(results.get("error", "")))))
-    ((monitor, best),) = results["best"].items()
-    return f"{monitor} {best:.4g} in {duration(results['seconds'])}"
+    if (status := results.get("status", "not begun")) != "done":
+        return ": ".join(filter(None, (status, first_line(results.get("error", "")))))
+    monitor, best = best_of(results)
+    return f"{monitor} {math.nan if best is None else best:.4g} in {duration(results.get('seconds', 0.0))}"
 
 
 def _is_done(job: Job) -> bool:
     before = read_results(job.folder)
-    if before and sorted(before["overrides"]) != sorted(job.overrides):  # a resumed run puts finetune= first
-        raise ConfigError(
-            f"{job.folder} has another job ({' '.join(before['overrides'])}): choose another hydra.sweep.dir=FOLDER"
-        )
+    its = before.get("overrides", [])
+    if before and sorted(its) != sorted(job.overrides):  # a resumed run puts finetune= first
+        raise ConfigError(f"{job.folder} has another job ({' '.join(its)}): choose another hydra.sweep.dir=FOLDER")
     if before.get("status") != "done":
         return False
     # Results of another version count as done: a sweep of days must survive a changed comment.
@@ -192,7 +189,7 @@ def _start(job: Job, gpus: list[str], n_threads: int | None) -> _Running:
 def _conclude(job: Job, code: int) -> None:
     """Print how a job ended, and write it to results.json if the job itself could not."""
     results = read_results(job.folder)
-    if results.get("status") not in ("done", "failed", "interrupted") or (code and results["status"] == "done"):
+    if results.get("status") not in ("done", "failed", "interrupted") or (code and results.get("status") == "done"):
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         amend(job.folder, job.overrides, status="failed", error=f"the job {how}: see {OUTPUT}")
     _say(f"{job.name}: {outcome(read_results(job.folder))}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from qnmixer.engine.reports.tables import Console, csv_table, markdown_table, terminal_table
-from qnmixer.engine.tracking.results import duration, read_results
+from qnmixer.engine.tracking.results import best_of, duration, read_results
 from qnmixer.engine.tracking.sweep_file import as_number, readable
 from qnmixer.errors import first_line
 from qnmixer.files import atomic_file, write_text
@@ -31,13 +31,13 @@ def rows_of(folder: Path, jobs: Mapping[str, list[str]] | None, varying: list[st
     if jobs is None:
         paths = [path.parent for path in folder.glob("**/results.json")]
         paths.sort(key=lambda path: (len(str(path)), str(path)))
-        jobs = {str(path.relative_to(folder)): read_results(path)["overrides"] for path in paths}
+        jobs = {str(path.relative_to(folder)): read_results(path).get("overrides", []) for path in paths}
     return [_row(folder / name, name, overrides, varying) for name, overrides in jobs.items()]
 
 
 def _row(folder: Path, name: str, overrides: list[str], varying: list[str]) -> JobRow:
     results, given = read_results(folder), dict(o.lstrip("+").split("=", 1) for o in overrides if "=" in o)
-    monitor, best = next(iter(results.get("best", {}).items()), ("best", None))
+    monitor, best = best_of(results)
     return JobRow(
         name=name,
         values={key: given.get(key, "") for key in varying},

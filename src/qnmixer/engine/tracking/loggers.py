@@ -24,9 +24,10 @@ from qnmixer.engine.processes.ranks import rank
 from qnmixer.engine.reconstructor import method_name
 from qnmixer.engine.reports.paths import without_folders
 from qnmixer.engine.tracking.metrics_file import MetricsFile
+from qnmixer.engine.tracking.records import damaged, read_text
 from qnmixer.engine.tracking.results import git_commit, versions
 from qnmixer.engine.tracking.run import name_of_run
-from qnmixer.engine.tracking.sweep_file import name_of_job, sweep_of
+from qnmixer.engine.tracking.sweep_file import as_number, name_of_job, sweep_of
 from qnmixer.errors import ConfigError, first_line
 from qnmixer.files import write_text
 
@@ -93,7 +94,7 @@ def close_loggers(loggers: Mapping[str, WandbConfig | LoggerConfig], run_folder:
     try:
         run.finish(exit_code=exit_code)
         if (known := run_folder / KNOWN_UNTIL).is_file():  # of the user's own logger there is none
-            write_text(known, str(max(n_known, int(known.read_text()))))  # this part may have repeated steps only
+            write_text(known, str(max(n_known, _known(known))))  # this part may have repeated steps only
     except TimeoutError:
         warnings.warn(
             f"W&B did not get all data, as the network is slow or lost: send it with "
@@ -145,7 +146,7 @@ def _wandb_run(config: Config, options: WandbConfig, folder: Path, overrides: li
     id_file, known_file, known_until = folder / RUN_ID, folder / KNOWN_UNTIL, 0
     resumes = file.resumed_at is not None and id_file.is_file()
     if resumes:
-        known_until = max(file.last_step(), int(known_file.read_text()))
+        known_until = max(file.last_step(), _known(known_file))
     write_text(known_file, str(known_until))  # first, so that a folder with an id has it too
     if not resumes:
         # `wandb agent` chooses the id of each run that it starts.
@@ -153,9 +154,25 @@ def _wandb_run(config: Config, options: WandbConfig, folder: Path, overrides: li
         write_text(id_file, of_agent or uuid.uuid4().hex[:8])
     logger = WandbRun(_start(config, options, folder, overrides), known_until, options.log_checkpoint)
     for row in file.rows_before()[-1:] if resumes else ():  # W&B may lack it, and training does not repeat it
-        values = {name: float(text) for name, text in row.items() if text and name != "step"}
+        values = {name: it for name, text in row.items() if name != "step" and (it := as_number(text)) is not None}
         logger.log_metrics(values, int(row["step"]))
     return logger
+
+
+def _known(path: Path) -> int:
+    """The number in wandb/known_until. Raises DataError if it is none."""
+    text = read_text(path)
+    if not re.fullmatch(r"\d{1,18}", text):
+        raise damaged(path, "it is no number of steps", f"remove {path.parent}, and W&B starts a new run")
+    return int(text)
+
+
+def _id(path: Path) -> str:
+    """The id in wandb/run_id. Raises DataError if W&B has no such ids."""
+    text = read_text(path)
+    if not re.fullmatch(r"[\w.-]{1,128}", text):
+        raise damaged(path, "it is no id of a W&B run", f"remove {path.parent}, and W&B starts a new run")
+    return text
 
 
 def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[str]) -> Any:
@@ -168,7 +185,7 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
     wandb.setup(settings=quiet)
     arguments: dict[str, Any] = {
         "mode": options.mode,
-        "id": (folder / RUN_ID).read_text(),
+        "id": _id(folder / RUN_ID),
         "resume": "allow",  # "must" would fail for a run that was offline before
         "project": options.project,
         "entity": options.entity,

@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from qnmixer.engine.tracking.records import read_metrics
 from qnmixer.files import write_text
 
 
@@ -70,13 +71,6 @@ class MetricsFile(CSVLogger):
         self._columns = sorted(columns, key=lambda name: name not in ("step", "samples"))
         header = dict(zip(self._columns, self._columns, strict=True))
         write_text(self.path, _lines(self._columns, [header, *rows, new]))
-
-
-def read_metrics(path: Path) -> list[dict[str, str]]:
-    """Rows of a metrics.csv, each with all columns, without an incomplete last line; [] if there is no file."""
-    text = path.read_text() if path.is_file() else ""
-    # A kill in the middle of a write leaves half a line.
-    return list(csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1])))
 
 
 def _lines(columns: list[str], rows: list[dict[str, Any]]) -> str:

@@ -15,13 +15,22 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from qnmixer.files import read_record, write_text
+from qnmixer.engine.tracking.records import read_json
+from qnmixer.engine.tracking.signature import signed
+from qnmixer.files import write_text
 
 _CODE = (".py", ".yaml", ".yml")
 _PRIVATE = re.compile(
     r"(^|/)\.|(^|[/_.-])(local|private|secrets?|credentials?|passwords?|tokens?|keys?)([/_.-]|$)", re.IGNORECASE
 )
 TIME = "%Y-%m-%dT%H:%M:%S%z"
+_KINDS = {
+    "status": str, "error": str, "overrides": list[str], "started": str, "tags": list[str], "best": dict[str, Any],
+    "steps": int, "seconds": float, "memory": dict[str, float | None],
+    "git_commit": str | None, "device": str, "versions": dict[str, str], "evaluated": dict[str, Any],
+    "resumed": list[dict[str, Any]],
+}  # fmt: skip
+"""What readers take for granted. Other entries are for people."""
 PACKAGES = ("torch", "lightning", "hydra-core", "torchmetrics", "wandb", "qnmixer")
 
 
@@ -39,7 +48,7 @@ def results(folder: Path, overrides: list[str], before: dict[str, Any] | None = 
             change what the run is. A run that is done stays done.
     """
     fresh = {"status": "running", "git_commit": git_commit(), "versions": versions()}
-    record: dict[str, Any] = fresh | {"overrides": overrides, "started": now()} | (before or {}) | fresh
+    record: dict[str, Any] = fresh | signed(overrides) | {"started": now()} | (before or {}) | fresh
     record.pop("error", None)  # of the part before the resume
     start = time.monotonic()
     write_results(folder, record)
@@ -70,7 +79,13 @@ def was_refused(before: dict[str, Any], record: dict[str, Any]) -> bool:
 def read_results(folder: Path) -> dict[str, Any]:
     """Read results.json of a run folder; {} if there is none. Raises DataError if it is damaged."""
     path = folder / "results.json"
-    return read_record(path) if path.is_file() else {}
+    return read_json(path, _KINDS) if path.is_file() else {}
+
+
+def best_of(record: dict[str, Any]) -> tuple[str, float | None]:
+    """The monitored metric of a run and its best value; None if there is none."""
+    monitor, best = next(iter(record.get("best", {}).items()), ("best", None))
+    return monitor, float(best) if isinstance(best, int | float) else None
 
 
 def amend(folder: Path, overrides: list[str], *, status: str, error: str | None) -> None:

@@ -15,11 +15,13 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.keys import flat_keys
 from qnmixer.engine.config.overrides import LENGTH, key_of, looks_elsewhere, looks_up, of_hydra, quoted, values_of
 from qnmixer.engine.config.search_path import CONF, SEARCH_PATH, places_of, search_path_in, with_search_path
-from qnmixer.engine.config.target import TARGET
+from qnmixer.engine.config.target import TARGET, options, values_of_option
 from qnmixer.engine.plugins import check_trusted, module_of, trust_words
 from qnmixer.engine.processes.ranks import rank
+from qnmixer.engine.tracking.records import read_yaml
 from qnmixer.engine.tracking.results import TIME, read_results
 from qnmixer.engine.tracking.run import (
     BEGINNING,
@@ -34,12 +36,14 @@ from qnmixer.engine.tracking.run import (
     run_of,
     runs_in,
 )
-from qnmixer.errors import CheckpointError, ConfigError
+from qnmixer.engine.tracking.signature import is_signed
+from qnmixer.errors import CheckpointError, ConfigError, DataError
 from qnmixer.files import check_unused
 from qnmixer.weights import PRETRAINED
 
 _REGULARIZER = "model.regularizer"
 _NAMES_CODE = re.compile(r"_target_|\bregularizer\b")
+_SENDS_OR_WRITES = re.compile("logger|callbacks|cache_dir|searchpath")
 _LETS_HYDRA_RUN_CODE = ("callbacks", "job_logging", "hydra_logging", "job.env_set", "launcher", "sweeper")
 
 
@@ -52,11 +56,13 @@ def resume_overrides(overrides: list[str]) -> list[str]:
     command.
 
     A run may name the user's own code. It is resumed only if this command names the module too, or has `trust=MODULE`.
-    `trust` is not a key of the config.
+    `trust` is not a key of the config. A run that somebody else started has no word on loggers, callbacks and folders
+    to write to, but the options that conf/ has.
 
     Raises:
         CheckpointError: there is no such run, or it is done.
-        ConfigError: another process writes to the run, or the folder of a new run has another run.
+        ConfigError: another process writes to the run, or the folder of a new run has another run; or somebody else's
+            run names loggers, callbacks or folders.
         PluginError: the run names code that this command does not allow.
     """
     if any(override.startswith("-") for override in overrides):  # --help, or a sweep, whose jobs get here alone
@@ -170,9 +176,11 @@ def resume_hint(folder: Path) -> str:
 def _named(run: Path) -> list[str]:
     """Classes and functions that the config of a run names."""
     composed = run / HYDRA / "config.yaml"
-    if not composed.is_file():
+    try:
+        config = read_yaml(composed) if composed.is_file() else {}
+    except DataError:  # of a run that is refused
         return []
-    return [target for _, target in _targets_in(OmegaConf.to_container(OmegaConf.load(composed)))]
+    return [target for _, target in _targets_in(config)] if isinstance(config, dict) else []
 
 
 def _targets(overrides: list[str], but: Collection[str] = ()) -> dict[str, str]:
@@ -192,6 +200,12 @@ def _check_trusted(run: Path, merged: list[str], given: list[str], trust: Collec
             f"{run} was started with {odd}, which reads other values of this machine: if you trust it, repeat it"
         )
     check_trusted(str(run), _targets(merged, but=given), trust)
+    theirs = [it for it in merged if it not in given and _is_the_users(it)]
+    if theirs and rank() == 0 and not is_signed(read_results(run)):
+        raise ConfigError(
+            f"{run} was not started by you here, and loggers, callbacks and folders are yours to name: repeat what you "
+            f"trust of {shlex.join(theirs):.300}, or give others, such as logger=csv callbacks=default"
+        )
     # The user has named the folder in this command, or there is none but conf/.
     if search_path_in(given) or not search_path_in(merged):
         return
@@ -213,6 +227,19 @@ def _check_trusted(run: Path, merged: list[str], given: list[str], trust: Collec
                 "repeat the folder by --config-dir=FOLDER"
             )
     check_trusted(f"a config of {run}", dict(_targets_in(values)), trust)
+
+
+def _is_the_users(override: str) -> bool:
+    """Whether an override sends or writes data somewhere, by a logger, a callback, or a folder, as conf/ does not."""
+    ((key, value),) = values_of([override]).items()
+    text = override.replace("\\", "") if "{" in override else key
+    if override.startswith("~") or value == "null" or not _SENDS_OR_WRITES.search(text):
+        return False
+    if key in ("logger", "callbacks"):
+        return not {*filter(None, re.split(r"[\s,\[\]]+", value))} <= {*options(key)}
+    ready = {it for option in options("callbacks") for it in flat_keys(values_of_option("callbacks", option))}
+    is_plain = key.removeprefix("callbacks.") in ready and not key.endswith(TARGET)
+    return not is_plain and override not in ("logger.wandb.mode=offline", "logger.wandb.mode=disabled")
 
 
 def _imports(override: str) -> bool:

@@ -11,16 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from qnmixer.engine.config.overrides import key_of, of_hydra
 from qnmixer.engine.config.search_path import SEARCH_PATH
 from qnmixer.engine.processes.ranks import rank
 from qnmixer.engine.reports.tables import Console
+from qnmixer.engine.tracking.records import damaged, read_yaml
 from qnmixer.engine.tracking.results import amend, now, read_results, results, was_refused, write_results
+from qnmixer.engine.tracking.signature import signed
 from qnmixer.engine.tracking.sweep_file import SWEEP, sweep_of
 from qnmixer.errors import ConfigError
-from qnmixer.files import is_temporary, last_change, newest_complete, remove, replace
+from qnmixer.files import check_no_links, is_temporary, last_change, newest_complete, remove, replace
 from qnmixer.weights import checkpoint_in
 
 RUNS = Path("runs")
@@ -80,7 +80,9 @@ def overrides_of(run: Path) -> list[str]:
     """
     found = read_results(run).get("overrides")
     if found is None and (run / _OVERRIDES).is_file():
-        found = OmegaConf.load(run / _OVERRIDES)
+        found = read_yaml(run / _OVERRIDES)
+        if not isinstance(found, list) or any(isinstance(it, dict | list) for it in found):
+            raise damaged(run / _OVERRIDES, "it is no list of overrides")
     return [it for it in map(str, found or ()) if not of_hydra(it) or key_of(it) == SEARCH_PATH]
 
 
@@ -94,16 +96,21 @@ def resumes_in_place(folder: Path, resume: str | None) -> bool:
 def run_lock(folder: Path) -> Iterator[None]:
     """Hold the lock of a run folder while the block runs. The system releases it if the process dies.
 
-    Raises ConfigError if another process holds it.
+    Raises ConfigError if another process holds it, or if a link in the folder leads out of it.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    check_no_links(folder)
+    lock = folder / ".lock"
+    if lock.is_symlink() or (lock.exists() and not lock.is_file()):
+        raise ConfigError(f"{lock} is no file: remove it")
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     # Not flock, which filelock uses: data workers inherit it, and live some seconds longer than a killed process.
-    with (folder / ".lock").open("a+") as stream:
+    with open(descriptor, "r+", errors="replace") as stream:
         try:
             fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             stream.seek(0)
-            who = stream.read().strip() or "another process"
+            who = stream.read(200).strip() or "another process"
             raise ConfigError(
                 f"{who} writes to {folder}: wait until it ends, or stop it, or give another hydra.run.dir=FOLDER"
             ) from None
@@ -187,7 +194,7 @@ class Run:
     def record_resume(self, step: int) -> None:
         """Record that the run resumes in its folder from a checkpoint of this optimizer step, with its overrides."""
         self.resumed_at = step
-        self.record["overrides"] = self.overrides
+        self.record |= signed(self.overrides)
         self.note("resumed", {"step": step})
         if rank() == 0 and (accepted := self.folder / NEXT_HYDRA).is_dir():
             replace(accepted, self.folder / HYDRA)

@@ -3,10 +3,10 @@
 import json
 import math
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import TypedDict, cast, get_type_hints
 
-from qnmixer.errors import DataError
-from qnmixer.files import read_record, write_text
+from qnmixer.engine.tracking.records import damaged, read_json
+from qnmixer.files import write_text
 
 SWEEP = "sweep.json"
 """The file that marks the folder of a sweep."""
@@ -37,9 +37,9 @@ def name_of_job(sweep: Sweep, overrides: list[str]) -> str:
 
 def read_sweep(folder: Path) -> Sweep:
     """Read sweep.json of a folder. Raises DataError if it is damaged."""
-    record = read_record(folder / SWEEP)
+    record = read_json(folder / SWEEP, get_type_hints(Sweep))
     if missing := sorted(Sweep.__required_keys__ - record.keys()):
-        raise DataError(f"{folder / SWEEP} is damaged (it has no {missing[0]}): start the sweep again in a new folder")
+        raise damaged(folder / SWEEP, f"it has no {missing[0]}", "start the sweep again in a new folder")
     return cast(Sweep, record)
 
 

@@ -30,8 +30,9 @@ from qnmixer.engine.parallel.devices import choose_device
 from qnmixer.engine.reconstructor import Reconstructor, build_geometry
 from qnmixer.engine.reports.pictures import SliceImages
 from qnmixer.engine.tracking.loggers import device_name
-from qnmixer.engine.tracking.metrics_file import read_metrics
+from qnmixer.engine.tracking.records import read_metrics
 from qnmixer.engine.tracking.results import duration
+from qnmixer.engine.tracking.sweep_file import as_number
 from qnmixer.errors import CheckpointError, ConfigError, DataError, first_line
 from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, Comparison, Cost, methods_of, scan_under_test
 from qnmixer.files import digest
@@ -205,11 +206,11 @@ def _cost(method: ComparedMethod, module: Reconstructor, data: SliceDataModule, 
     done = method.done
     rows = [(job, row) for job in done for row in read_metrics(job.folder / "metrics.csv")]
     steps = [
-        effective_batch(job.config) / float(speed)
+        effective_batch(job.config) / speed
         for job, row in rows
-        if job.config is not None and (speed := row.get("train/samples_per_second"))
+        if job.config is not None and (speed := as_number(row.get("train/samples_per_second", "")))
     ]
-    seconds = [job.results["seconds"] for job in done]
+    seconds = [job.results["seconds"] for job in done if "seconds" in job.results]
     memory = [job.results.get("memory", {}).get("measured_step") for job in done]
     norms = [float(norm) for _, row in rows if (norm := row.get("train/grad_norm_max"))]
     batch: Batch = move_data_to_device(default_collate([data.dataset(split)[0]]), module.device)

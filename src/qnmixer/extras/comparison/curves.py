@@ -9,7 +9,8 @@ from statistics import mean
 from matplotlib.figure import Figure
 
 from qnmixer.engine.reports.pictures import save_figure
-from qnmixer.engine.tracking.metrics_file import read_metrics
+from qnmixer.engine.tracking.records import read_metrics
+from qnmixer.engine.tracking.sweep_file import as_number
 from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod
 
 _MOST = 8  # curves in a picture
@@ -29,8 +30,9 @@ def curve_of(job: ComparedJob) -> list[Validation]:
     curve: list[Validation] = []
     seconds = samples = 0.0
     for row in read_metrics(job.folder / "metrics.csv"):
-        if speed := row.get("train/samples_per_second"):  # since the last row with a speed
-            seconds, samples = seconds + (float(row["samples"]) - samples) / float(speed), float(row["samples"])
+        if speed := as_number(row.get("train/samples_per_second", "")):  # since the last row with a speed
+            now = float(row["samples"] or samples)
+            seconds, samples = seconds + (now - samples) / speed, now
         if decibels := row.get("val/psnr"):
             curve.append(Validation(int(row["step"]), seconds, float(decibels)))
     return curve

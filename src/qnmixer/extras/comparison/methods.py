@@ -142,7 +142,8 @@ def methods_of(sweeps: Sequence[Path], checkpoint: str = "best", trust: Collecti
         described = read_sweep(sweep)
         varying |= dict.fromkeys(key.lstrip("+") for key in described["varying"])
         for row in rows_of(sweep, described["jobs"], []):
-            of_job = described["jobs"][row.name] if described["jobs"] else read_results(sweep / row.name)["overrides"]
+            listed = described["jobs"]
+            of_job = listed[row.name] if listed else read_results(sweep / row.name).get("overrides", [])
             overrides[sweep / row.name] = of_job
     if len(sweeps) > 1:
         varying |= dict.fromkeys(_differing([*overrides.values()]))
