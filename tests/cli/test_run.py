@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 
 from qnmixer.engine import cli
@@ -103,6 +104,10 @@ def test_a_good_config_reaches_the_task(start: Start) -> None:
         (OSError(errno.EDQUOT, "Quota", "/d/a"), "the disk is full writing /d/a"),
         (PermissionError(errno.EACCES, "Denied", "/etc/a"), "/etc/a cannot be used (Denied): choose another place"),
         (FileNotFoundError(errno.ENOENT, "No such", "/proc/x"), "/proc/x cannot be used (No such): choose another"),
+        (
+            MisconfigurationException("`swa_lrs` should be positive.\nmore"),
+            "Lightning refuses this run: `swa_lrs` should be positive.",
+        ),
         (
             FloatingPointError("the loss became nan at step 3 (slices: a)"),
             "the loss became nan at step 3 (slices: a): ",

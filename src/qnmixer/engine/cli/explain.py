@@ -42,6 +42,8 @@ def explain(error: BaseException, config_name: str) -> str | None:
         return f"{error}: lower optimizer.lr, or look at train/grad_norm in metrics.csv"
     if type(error).__module__.startswith("wandb."):
         return f"W&B: {error}: run `wandb login` once, or leave logger.wandb.mode=offline"
+    if type(error).__name__ == "MisconfigurationException":  # of Lightning, for callbacks that do not fit the run
+        return f"Lightning refuses this run: {first_line(error)}"
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("qnmixer"):
         return f"{first_line(error)}: install it, or do not use the option that needs it"
     if isinstance(error, RuntimeError) and 'Could not detect "srun"' in str(error):  # from submitit

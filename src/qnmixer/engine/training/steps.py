@@ -1,5 +1,6 @@
 """The steps of a training run. `qnmixer.fit` has their order."""
 
+import math
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -232,14 +233,19 @@ def train(
 def validate_last_steps(
     config: Config, run: Run, trainer: L.Trainer, module: RunModule, data: SliceDataModule
 ) -> float:
-    """Validate the last steps, if training ended between two validations. Returns the best monitored value."""
+    """Validate the last steps, if training ended between two validations. Returns the best monitored value.
+
+    Raises FloatingPointError if the last value is not finite: no exception tells of it, and the run has failed.
+    """
     checkpointing = callback_of(trainer, Checkpointing)
     if checkpointing.validated != trainer.global_step or checkpointing.best is None:
         with interrupts_as_raised():
             trainer.validate(module, datamodule=data, verbose=False)
         checkpointing.save_validated(trainer)
     assert checkpointing.best is not None
-    run.record["best"] = {config.monitor: checkpointing.best}
+    if math.isfinite(checkpointing.best):
+        run.record["best"] = {config.monitor: checkpointing.best}
+    checkpointing.check_end(trainer.global_step)
     return checkpointing.best
 
 
