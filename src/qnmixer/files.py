@@ -104,7 +104,7 @@ def write_text(path: Path, text: str) -> None:
 def read_record(path: Path) -> dict[str, Any]:
     """Read a JSON object that `write_text` wrote. Raises DataError if it is damaged."""
     try:
-        record = json.loads(path.read_text())
+        record = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         record = None
     if not isinstance(record, dict):

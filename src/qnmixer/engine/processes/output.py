@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import sys
+from typing import Any
 
 _GONE = (errno.EPIPE, errno.EIO)  # the other end of a pipe, as in `| head -1`; a terminal that was closed
 
@@ -11,7 +12,7 @@ _GONE = (errno.EPIPE, errno.EIO)  # the other end of a pipe, as in `| head -1`; 
 class _Lasting(io.FileIO):
     """Writes to a terminal, pipe or file as long as somebody reads it. Then it goes on, and writes to nobody."""
 
-    def write(self, data: bytes | memoryview) -> int:  # type: ignore[override]  # any buffer, in its stub
+    def write(self, data: Any, /) -> int:
         """Write. Raises OSError, with a name, if a file is full."""
         try:
             return super().write(data)
@@ -36,9 +37,9 @@ def lasting_output() -> None:
             continue
         stream.flush()
         raw = _Lasting(stream.fileno(), "w", closefd=False)
-        buffer = raw if stream.write_through else io.BufferedWriter(raw)  # python -u
+        buffer: Any = raw if stream.write_through else io.BufferedWriter(raw)  # the first by python -u
         lasting = io.TextIOWrapper(
-            buffer,  # type: ignore[arg-type]  # as Python itself does for -u
+            buffer,
             encoding=stream.encoding,
             errors="replace",
             line_buffering=stream.line_buffering,

@@ -79,7 +79,7 @@ def fit_in_processes(config: Config, run: Run, fit: str) -> float:
                 "launcher": os.getpid(),
             }
             path = Path(temporary, "job.json")
-            path.write_text(json.dumps(job))
+            path.write_text(json.dumps(job), encoding="utf-8")
             launch(
                 ["-m", "qnmixer.engine.training.worker", str(path)],
                 n_devices,
@@ -111,7 +111,7 @@ def fit_as_rank(config: Config, run: Run, fit: str) -> float:
 
 def main(path: Path) -> None:
     """Run the function as a rank of our launcher, with the job in a file."""
-    job = json.loads(path.read_text())
+    job = json.loads(path.read_text(encoding="utf-8"))
     end_with_the_others(job["launcher"])
     lasting_output()
     try:
@@ -124,7 +124,7 @@ def main(path: Path) -> None:
 
 def _ask_to_stop(job: Path, n_ranks: int) -> bool:
     """Ask all ranks to stop between two steps. False if some have not started; then killing them loses nothing."""
-    pids = [int(path.read_text()) for path in job.glob("*.pid")]
+    pids = [int(path.read_text(encoding="utf-8")) for path in job.glob("*.pid")]
     if len(pids) < n_ranks:
         return False
     for pid in pids:  # not SIGTERM: for a rank it means that another one has failed
