@@ -68,7 +68,7 @@ def on_post_page(output: str, page: Page, config: Any) -> str:
 def _as_markdown(path: Path) -> tuple[str, dict[str, bytes]]:
     """A notebook with its outputs, and its pictures by name."""
     parts, pictures = [], {}
-    for cell in json.loads(path.read_text())["cells"]:
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
         parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
         for output in cell.get("outputs", []):

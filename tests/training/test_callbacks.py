@@ -16,7 +16,7 @@ from qnmixer.engine.tracking.records import read_metrics
 from qnmixer.engine.tracking.results import read_results
 from qnmixer.engine.tracking.run import Run
 from qnmixer.engine.training.callbacks import build_callbacks
-from qnmixer.errors import PluginError
+from qnmixer.errors import ConfigError, PluginError
 from qnmixer.fit import fit
 
 TinyConfig = Callable[..., Config]
@@ -87,13 +87,44 @@ def test_a_bad_callback_is_one_line(here: Path, given: dict[str, Any], message: 
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_early_stopping_ends_a_run_in_order(tiny_config: TinyConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("BatchSizeFinder", "data.batch_size"),
+        ("GradientAccumulationScheduler", "trainer.accumulate_grad_batches"),
+        ("LearningRateFinder", "optimizer.lr"),
+        ("StochasticWeightAveraging", "callbacks=ema"),
+    ],
+)
+def test_a_callback_that_changes_what_the_config_fixes_is_refused(name: str, instead: str) -> None:
+    with pytest.raises(PluginError, match=rf"would change the run while it trains: .*{instead}"):
+        build_callbacks(parse_callbacks({"mine": {"_target_": f"lightning.pytorch.callbacks.{name}"}}))
+
+
+def test_a_callback_of_ones_own_cannot_change_the_batches_of_a_step(
+    here: Path, monkeypatch: pytest.MonkeyPatch, tiny_config: TinyConfig
+) -> None:
+    (here / "my_schedule.py").write_text(
+        "from lightning.pytorch.callbacks import Callback\n\n"
+        "class Later(Callback):\n"
+        "    def on_train_batch_end(self, trainer, *_):\n"
+        "        trainer.accumulate_grad_batches = 2\n"
+    )
+    mine = ["callbacks=none", "+callbacks.mine._target_=my_schedule.Later", "test_after_training=false"]
+    with pytest.raises(ConfigError, match=r"^a callback changed trainer\.accumulate_grad_batches from 1 to 2: "):
+        fit(tiny_config(*mine), Run(here / "run"))
+
+
+def test_early_stopping_ends_a_run_in_order(
+    tiny_config: TinyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     stopping = ["callbacks=early_stopping", "callbacks.early_stopping.patience=1"]
     long = ["callbacks.early_stopping.min_delta=100", "trainer.max_steps=100", "test_after_training=false"]
     best = fit(tiny_config(*stopping, *long), Run(tmp_path))
     results = read_results(tmp_path)
     assert (results["status"], results["steps"], results["best"]) == ("done", 4, {"val/psnr": best})
     assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 4
+    assert "training ends at step 4: Monitored metric val/psnr did not improve in the last 1" in capsys.readouterr().out
 
 
 def test_early_stopping_waits_for_a_validation(tiny_config: TinyConfig, tmp_path: Path) -> None:

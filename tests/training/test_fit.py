@@ -1,5 +1,6 @@
 """The output and the files of a run before and after training."""
 
+import errno
 import signal
 import sqlite3
 from collections.abc import Callable
@@ -55,6 +56,24 @@ class Mine(CSVLogger):
         with open(Path(self.save_dir) / "mine.txt", "a") as file:
             file.write(f"{self.word} {step} {' '.join(metrics)}\\n")
 """
+
+
+@pytest.mark.parametrize(
+    ("overrides", "step"),
+    [
+        (["callbacks=early_stopping", "optimizer.lr=0.5", "trainer.val_every_n_steps=1", "trainer.max_steps=20"], 3),
+        (["callbacks=none", "optimizer.lr=1000", "trainer.max_steps=1"], 1),
+    ],
+)
+def test_a_run_whose_last_validation_is_not_finite_has_failed(
+    tiny_config: TinyConfig, tmp_path: Path, overrides: list[str], step: int
+) -> None:
+    with pytest.raises(FloatingPointError, match=rf"val/psnr became (nan|-inf) at step {step}$"):
+        fit(tiny_config(*overrides), Run(tmp_path))
+    assert read_results(tmp_path)["status"] == "failed"
+    assert not (tmp_path / "evaluation").exists()
+    with pytest.raises(FloatingPointError):  # also if there is nothing left to train
+        fit(tiny_config(*overrides, f"resume={tmp_path}"), Run(tmp_path, resume=str(tmp_path)))
 
 
 def test_several_loggers_get_the_same_numbers(
@@ -141,6 +160,15 @@ def test_a_stop_while_the_data_workers_start(
     with pytest.raises(Stopped):  # Lightning's teardown fails then
         fit(tiny_config("test_after_training=false"), Run(tmp_path))
     assert read_results(tmp_path)["status"] == "interrupted"
+
+
+def test_an_error_while_the_data_workers_start_is_not_hidden(
+    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lacking = OSError(errno.EMFILE, "Too many open files")
+    monkeypatch.setattr("qnmixer.engine.data.datamodule._Loader.__iter__", raising(lacking))
+    with pytest.raises(OSError, match="Too many open files"):  # Lightning's teardown fails then
+        fit(tiny_config("test_after_training=false"), Run(tmp_path))
 
 
 def test_a_bad_logger_is_one_line(tiny_config: TinyConfig, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def export_run(config: ExportConfig) -> None:
     if not trained.model.has_weights:
         raise CheckpointError(f"{path} is of model={trained.model.name}, which has no weights: give another run")
     content, lines = encode(trained, state), []
-    sources = "" if config.sources is None else Path(config.sources).expanduser().read_text().strip()
+    sources = "" if config.sources is None else Path(config.sources).expanduser().read_text(encoding="utf-8").strip()
     if config.output is not None:
         output = Path(config.output).expanduser()
         _check_free(output, card := output.with_suffix(".md"), content)

@@ -279,5 +279,5 @@ def device_name(accelerator: str) -> str:
     if accelerator == "cuda":
         return torch.cuda.get_device_name()
     path = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*:\s*(.+)", path.read_text()) if path.is_file() else None
+    found = re.search(r"model name\s*:\s*(.+)", path.read_text(encoding="utf-8")) if path.is_file() else None
     return found.group(1) if found else platform.processor() or platform.machine()

@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from qnmixer.engine.tracking.records import read_metrics
-from qnmixer.files import write_text
+from qnmixer.files import naming, write_text
 
 
 class MetricsFile(CSVLogger):
@@ -49,7 +49,7 @@ class MetricsFile(CSVLogger):
         elif not row.keys() <= set(self._columns):
             self._rewrite(read_metrics(self.path), row)
         else:
-            with self.path.open("a", newline="") as stream:
+            with naming(self.path), self.path.open("a", newline="", encoding="utf-8") as stream:
                 stream.write(_lines(self._columns, [row]))
 
     def save(self) -> None:

@@ -105,7 +105,7 @@ def run_lock(folder: Path) -> Iterator[None]:
         raise ConfigError(f"{lock} is no file: remove it")
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     # Not flock, which filelock uses: data workers inherit it, and live some seconds longer than a killed process.
-    with open(descriptor, "r+", errors="replace") as stream:
+    with open(descriptor, "r+", encoding="utf-8", errors="replace") as stream:
         try:
             fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):

@@ -7,7 +7,13 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Callback,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import Logger, WandbLogger
 from torch import Tensor
 
@@ -18,8 +24,16 @@ from qnmixer.engine.evaluation.scores import Evaluation
 from qnmixer.engine.optimization.metrics import psnr
 from qnmixer.engine.reports.pictures import MethodImages, SliceImages, draw_slices
 from qnmixer.engine.run_module import RunModule
+from qnmixer.errors import PluginError
 
 _MOST_SHOWN = 15  # iterates in a picture
+_REFUSED: dict[type[Callback], str] = {
+    BatchSizeFinder: "set data.batch_size: python -m qnmixer.plan says what fits",
+    GradientAccumulationScheduler: "set trainer.accumulate_grad_batches",
+    LearningRateFinder: "set optimizer.lr, or try several: -m optimizer.lr=1e-4,3e-4,1e-3",
+    StochasticWeightAveraging: "choose callbacks=ema, which averages weights too",
+}
+"""Callbacks that change what the config fixes, and what to do instead. Schedule, `samples` and resuming rely on it."""
 
 
 def build_callbacks(
@@ -29,8 +43,13 @@ def build_callbacks(
 
     A callback that monitors a metric, such as EarlyStopping, gets the metric's mode, unless the config has one.
 
-    Raises PluginError for a target that is no callback, or that refuses its arguments.
+    Raises PluginError for a target that is no callback, that refuses its arguments, or that changes what the config
+    fixes.
     """
+    for it in callbacks.values():
+        for kind, instead in _REFUSED.items():
+            if issubclass(it.load(), kind):
+                raise PluginError(f"{it.key}={it._target_} would change the run while it trains: {instead}")
     modes = modes_of(metrics or {})
     return [it.build(offered=_mode(it, modes)) for it in callbacks.values()]
 

@@ -46,6 +46,7 @@ class Checkpointing(Checkpoint):
         self.run, self.monitor, self.every_n_steps = run, monitor, every_n_steps
         self._sign = -1 if mode == "min" else 1
         self.best: float | None = None
+        self.last: float | None = None  # the monitored value of the last validation, as it was measured
         self.validated = 0  # optimizer steps at the last validation
         self.seconds = 0.0  # of earlier parts of a resumed run
         self._start = time.monotonic()
@@ -115,6 +116,7 @@ class Checkpointing(Checkpoint):
             "split": data.split.record,
             "monitor": self.monitor,
             "best": self.best,
+            "last": self.last,
             "validated": self.validated,
             "validating": self._random is not None,
             "seconds": self.seconds + time.monotonic() - self._start,
@@ -128,19 +130,25 @@ class Checkpointing(Checkpoint):
         self.validated, self._saved = state["validated"], checkpoint["global_step"]
         if self.run.resumes_in_place:
             self.seconds = state["seconds"]
-            self.best = state["best"] if state["monitor"] == self.monitor else None
+            if state["monitor"] == self.monitor:
+                self.best, self.last = state["best"], state.get("last")
 
     def save_validated(self, trainer: L.Trainer) -> None:
         """Write best.ckpt, if the last validation was the best, and last.ckpt.
 
         best.ckpt is written first: after a crash, last.ckpt must not name a best value whose file does not exist.
         """
-        score = self._score(trainer)
+        self.last, score = float(trainer.callback_metrics[self.monitor]), self._score(trainer)
         # The ranks must agree, or one would wait for the others inside `save`.
         if trainer.strategy.reduce_boolean_decision(self._is_best(score)):
             self.best = score
             self.save(trainer, "best")
         self.save(trainer, "last")
+
+    def check_end(self, step: int) -> None:
+        """Raise FloatingPointError if the last validation gave NaN, or the worst value: the network is lost."""
+        if self.last is not None and (math.isnan(self.last) or self.last == -self._sign * math.inf):
+            raise FloatingPointError(f"{self.monitor} became {self.last} at step {step}")
 
     def save(self, trainer: L.Trainer, name: str) -> None:
         """Write NAME.ckpt."""

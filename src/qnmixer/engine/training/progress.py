@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from torch import Tensor
@@ -85,8 +85,10 @@ class TrainingProgress(Callback):
             self._end()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Remove the bar."""
+        """Remove the bar, and say why training ends before its last step."""
         self._end()
+        if trainer.should_stop and trainer.global_step < self._total:
+            self._print(trainer, f"training ends at step {trainer.global_step}: {_why_it_ends(trainer)}")
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Remove the bar before the error is printed."""
@@ -134,6 +136,17 @@ class TrainingProgress(Callback):
             left = (time.monotonic() - start) / (self._step - first) * (self._total - self._step)
             found.append(f"{timedelta(seconds=round(left))} left")
         return found
+
+
+def _why_it_ends(trainer: L.Trainer) -> str:
+    """The reason for which a callback ends training early, in the words of Lightning's EarlyStopping."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning's, untyped
+    for it in callbacks:
+        if isinstance(it, EarlyStopping) and it.stopping_reason_message:
+            return it.stopping_reason_message.removesuffix(" Signaling Trainer to stop.")
+        if isinstance(it, Timer) and (left := it.time_remaining()) is not None and left <= 0:
+            return "its time is over (trainer.max_time)"
+    return "a callback set trainer.should_stop"
 
 
 def _with_unit(name: str, value: float, module: RunModule) -> str:

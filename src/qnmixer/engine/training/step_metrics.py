@@ -12,6 +12,7 @@ from qnmixer.engine.batch import Batch
 from qnmixer.engine.data.sampler import EpochSampler
 from qnmixer.engine.parallel.shards import gather
 from qnmixer.engine.run_module import RunModule
+from qnmixer.errors import ConfigError
 
 _T = TypeVar("_T", bound=Callback)
 
@@ -64,7 +65,17 @@ class StepMetrics(Callback):
         self._row = samples_until(trainer, trainer.global_step), time.monotonic()
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, *_: Any) -> None:
-        """Store the names of the slices, for the message. Leave out the time of a validation."""
+        """Store the names of the slices, for the message. Leave out the time of a validation.
+
+        Raises ConfigError if a callback has changed the batches of a step: `samples` and resuming rely on their number.
+        """
+        assert isinstance(pl_module, RunModule)
+        fixed, now = pl_module.config.trainer.accumulate_grad_batches, trainer.accumulate_grad_batches
+        if now != fixed:
+            raise ConfigError(
+                f"a callback changed trainer.accumulate_grad_batches from {fixed} to {now}: leave that callback out, "
+                f"and set trainer.accumulate_grad_batches={now}"
+            )
         self._names = batch["name"]
         if self._paused is not None:
             samples, since = self._row

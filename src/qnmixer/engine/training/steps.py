@@ -1,5 +1,6 @@
 """The steps of a training run. `qnmixer.fit` has their order."""
 
+import math
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -203,14 +204,18 @@ def out_of_memory_advice(config: Config, module: RunModule, trainer: L.Trainer) 
 
 @contextmanager
 def interrupts_as_raised() -> Iterator[None]:
-    """Raise KeyboardInterrupt if Lightning has turned one into a SystemExit, or failed to tear down after one."""
+    """Raise KeyboardInterrupt if Lightning has turned one into a SystemExit.
+
+    Raise the first error if Lightning fails to tear down after it.
+    """
     try:
         yield
     except SystemExit as end:
         raise end.__context__ or end from None
     except Exception as error:  # its loops are half set up while the data workers start
-        if isinstance(error.__context__, KeyboardInterrupt):
-            raise error.__context__ from None
+        first = error.__context__
+        if first is not None and (isinstance(first, KeyboardInterrupt) or "iter(combined_loader)" in str(error)):
+            raise first from None
         raise
 
 
@@ -234,14 +239,19 @@ def train(
 def validate_last_steps(
     config: Config, run: Run, trainer: L.Trainer, module: RunModule, data: SliceDataModule
 ) -> float:
-    """Validate the last steps, if training ended between two validations. Returns the best monitored value."""
+    """Validate the last steps, if training ended between two validations. Returns the best monitored value.
+
+    Raises FloatingPointError if the last value is not finite: no exception tells of it, and the run has failed.
+    """
     checkpointing = callback_of(trainer, Checkpointing)
     if checkpointing.validated != trainer.global_step or checkpointing.best is None:
         with interrupts_as_raised():
             trainer.validate(module, datamodule=data, verbose=False)
         checkpointing.save_validated(trainer)
     assert checkpointing.best is not None
-    run.record["best"] = {config.monitor: checkpointing.best}
+    if math.isfinite(checkpointing.best):
+        run.record["best"] = {config.monitor: checkpointing.best}
+    checkpointing.check_end(trainer.global_step)
     return checkpointing.best
 
 
