@@ -78,7 +78,7 @@ def any_geometry(seed: int) -> FanBeamGeometry:
         detector_pitch=float(rng.uniform(1, 1.4) * 12.0 / bins),
         source_to_axis=source,
         axis_to_detector=float(rng.uniform(0, source / 2)),
-        first_angle=float(rng.choice([0.0, math.pi / 4, rng.uniform(-7, 7)])),
+        first_angle=float(rng.choice([0.0, math.pi / 4, rng.uniform(-6, 6)])),
         angle_span=float(span),
         beam=str(rng.choice(["fan_flat", "fan_curved", "parallel"])),
         detector_offset=float(rng.choice([0, 0.25, 0.5, -1, rng.uniform(-1, 1) * bins / 4])),
@@ -111,5 +111,6 @@ def test_any_scan_sees_the_square_and_is_that_of_single_views(first: int) -> Non
         left, right = ((a.double() * b).sum() for a, b in ((matrix(x), y), (x.double(), matrix.transpose(y))))
         assert abs(left - right) <= 1e-5 * abs(left), geometry
         for view in range(0, geometry.n_views, 3):
-            one = replace(geometry, n_views=1, first_angle=float(geometry.angles()[view]), angle_span=0.5)
+            angle = math.remainder(geometry.angles()[view], 2 * math.pi)
+            one = replace(geometry, n_views=1, first_angle=angle, angle_span=0.5)
             torch.testing.assert_close(system_matrix(one)(x)[:, :, 0], matrix(x)[:, :, view], atol=1e-4, rtol=1e-4)

@@ -173,7 +173,7 @@ def _smooth_side(bins: np.ndarray, geometry: FanBeamGeometry) -> np.ndarray:
     offset = geometry.detector_offset
     shorter = geometry.n_detectors / 2 - abs(offset)
     to_end = bins * math.copysign(1, offset) + shorter
-    if offset == 0:
+    if abs(offset) < 1e-9:  # bins; the quotient below would overflow
         return (to_end > 0).astype(np.float64)
     taper = min(2 * shorter, _SIDE_TAPER * abs(offset))
     return np.sin(np.pi / 2 * np.clip(to_end / taper, 0, 1)) ** 2

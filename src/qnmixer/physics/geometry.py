@@ -13,6 +13,8 @@ BEAMS = ("fan_flat", "fan_curved", "parallel")
 """Kinds of beam by name."""
 _ANGLE_TOLERANCE = 1e-6
 """Radians: π with six decimals counts as π. In an image of 1024 × 1024 a corner moves by less than 0.001 pixels."""
+_LARGEST = 1e9
+"""Of any value. A source 1000 km away gives parallel rays; squares of much larger numbers overflow."""
 
 PAPER_FIELD_OF_VIEW = 400.0
 """Image width of the paper's geometry in mm (inferred: the convention of DuDoTrans)."""
@@ -43,7 +45,7 @@ class FanBeamGeometry:
             A parallel beam has none and ignores it.
         axis_to_detector: distance of the detector from the axis in mm; 0 is a virtual detector through the axis. A
             parallel beam ignores it.
-        first_angle: β of view 0 in radians.
+        first_angle: β of view 0 in radians, at most a full turn; all angles are within one, and 90 would be degrees.
         angle_span: radians from view 0 to where view n_views would be; negative turns clockwise. A rounded full turn,
             or half turn of a parallel beam, becomes the exact one.
         beam: fan_flat, fan_curved or parallel.
@@ -74,11 +76,12 @@ class FanBeamGeometry:
             self._require(name, positive=True)
         for name in ("first_angle", "angle_span", "detector_offset"):
             self._require(name, positive=False)
-        if not 0 < abs(self.angle_span) <= FULL_TURN + _ANGLE_TOLERANCE:
-            raise GeometryError(
-                f"angle_span={self.angle_span} is outside (0, 2π]: give radians, at most a full turn "
-                f"({FULL_TURN:.6f}); degrees must be converted"
-            )
+        for name, least in (("first_angle", 0.0), ("angle_span", _ANGLE_TOLERANCE)):
+            if not least <= abs(value := getattr(self, name)) <= FULL_TURN + _ANGLE_TOLERANCE:
+                raise GeometryError(
+                    f"{name}={value} is outside of {least:g} to 2π: give radians, at most a full turn "
+                    f"({FULL_TURN:.6f}); degrees must be converted"
+                )
         for turn in (FULL_TURN,) if self.is_fan else (FULL_TURN, FULL_TURN / 2):
             if abs(abs(self.angle_span) - turn) <= _ANGLE_TOLERANCE:  # symmetric matrices are right for exact ones only
                 object.__setattr__(self, "angle_span", math.copysign(turn, self.angle_span))
@@ -204,11 +207,12 @@ class FanBeamGeometry:
             raise GeometryError(f"{name}={value!r} must be a whole number of at least 1")
 
     def _require(self, name: str, positive: bool) -> None:
-        """Raise GeometryError for a value that is not finite, or not positive if `positive`."""
+        """Raise GeometryError for a value that is no number, too large to compute with, or not positive if asked."""
         value = getattr(self, name)
-        number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and math.isfinite(value)
+        number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and abs(value) <= _LARGEST
         if not number or (positive and value <= 0):
-            raise GeometryError(f"{name}={value!r} must be a {'positive, ' if positive else ''}finite number")
+            kind = "positive, finite" if positive else "finite"
+            raise GeometryError(f"{name}={value!r} must be a {kind} number of at most {_LARGEST:g}")
 
     def _require_source(self) -> None:
         """Raise GeometryError for distances of a fan beam at which the source or the detector cannot be."""
