@@ -53,6 +53,8 @@ VARIANTS = [
 
 RARER = [
     "model=learned_primal_dual memory=recompute",
+    "model=learn_pp memory=recompute",
+    "model=itnet",
     "model=regformer model.channels=18 model.n_heads=3",
     "model=qn_mixer_paper strategy=fsdp trainer.devices=4 trainer.accumulate_grad_batches=2",
     "memory=offload data.image_size=64 data.batch_size=8",

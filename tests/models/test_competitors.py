@@ -1,24 +1,39 @@
 """What holds for every network that QN-Mixer is compared with, and what the papers say of each."""
 
-from collections.abc import Callable
-from typing import Any
+import copy
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from qnmixer.engine.config.sections import MemoryConfig
 from qnmixer.engine.memory.modes import apply_memory_mode
 from qnmixer.errors import ConfigError
-from qnmixer.models import FBP, LEARN, FBPConvNet, LearnedPrimalDual, RegFormer, TotalVariation, UnrolledNetwork
+from qnmixer.models import (
+    FBP,
+    LEARN,
+    FBPConvNet,
+    ItNet,
+    LearnedPrimalDual,
+    LEARNPlusPlus,
+    RegFormer,
+    TotalVariation,
+    UnrolledNetwork,
+)
 from qnmixer.models.data_term import data_gradient, safe_step_size
 from qnmixer.models.regformer import WindowAttention
 from qnmixer.physics import FanBeamProjector
 
 LEARNED: dict[str, Callable[[FanBeamProjector], UnrolledNetwork[Any]]] = {
     "FBPConvNet": lambda projector: FBPConvNet(projector, channels=4, depth=3),
+    "ItNet": lambda projector: ItNet(projector, n_iterations=2, channels=4, depth=2),
     "LEARN": lambda projector: LEARN(projector, n_iterations=3, channels=4),
     "LEARN with FBP": lambda projector: LEARN(projector, n_iterations=3, channels=4, data_term="fbp"),
+    "LEARN++": lambda projector: LEARNPlusPlus(projector, n_iterations=3, channels=4, data_term="fbp"),
     "Learned PD": lambda projector: LearnedPrimalDual(projector, n_iterations=3, channels=4),
     "RegFormer": lambda projector: RegFormer(projector, n_iterations=4, channels=6, window_size=4),
     "RegFormer of one window": lambda projector: RegFormer(projector, n_iterations=3, channels=6, window_size=16),
@@ -129,6 +144,26 @@ def test_sizes_are_the_published_ones(projector: FanBeamProjector) -> None:
     unet = sum(9 * a * b + 2 * b for a, b in pairs) + 65  # each with a norm, whose shift is the convolution's too
     assert n_weights(FBPConvNet(projector)) == unet
 
+    pairs = [(6, 32), (32, 32), (32, 64), (64, 64), (64, 128), (128, 128), (128, 256), (256, 256)]
+    pairs += [
+        (256, 512),
+        (512, 512),
+        (512, 256),
+        (256, 256),
+        (256, 128),
+        (128, 128),
+        (128, 64),
+        (64, 64),
+        (64, 32),
+        (32, 32),
+    ]
+    enlarge = sum(4 * 2 * n * n + n for n in (256, 128, 64, 32))
+    unet = sum(9 * a * b + 2 * b for a, b in pairs) + enlarge + (32 * 6 + 6)
+    assert n_weights(ItNet(projector)) == unet + 4
+
+    cnn = one_iteration_of_learn - 1
+    assert n_weights(LEARNPlusPlus(projector)) == (15 + 14) * cnn + 15 + 2 * 14
+
     local = (25 * 48 + 48) + (25 * 96 * 96 + 96) + (25 * 96 + 1) + (9 * 96 * 48 + 48)
     swin = 4 * 96 + (3 * 96 * 96 + 3 * 96) + (96 * 96 + 96) + 3 * 15**2 + 2 * 4 * 96 * 96 + 5 * 96
     nonlocal_ = (9 * 48 + 48) + 2 * swin + 2 * 96 + (9 * 96 + 1) + (9 * 96 * 48 + 48)
@@ -178,6 +213,99 @@ def test_learned_primal_dual_reads_what_the_paper_says(projector: FanBeamProject
     torch.testing.assert_close(seen[0][:, 5:6], projector(start.primal[:, 1:2]) / norm)
     torch.testing.assert_close(seen[0][:, 6:7], y / norm)
     torch.testing.assert_close(seen[1][:, 5:6], projector.adjoint(after.dual[:, :1]) / norm)
+
+
+def matrix(operator: Callable[[Tensor], Tensor], *shape: int) -> Tensor:
+    """A linear operator on tensors of this shape, as a matrix: each column is what one unit tensor becomes."""
+    basis = torch.eye(math.prod(shape), dtype=torch.float64).view(-1, 1, *shape)
+    return torch.cat([operator(unit[None]).flatten()[:, None] for unit in basis], dim=1)
+
+
+class Dense(NamedTuple):
+    """A, A† and FBP as matrices."""
+
+    A: Tensor
+    back: Tensor
+    fbp: Tensor
+
+
+def dense(network: UnrolledNetwork[Any]) -> Dense:
+    p = network.projector
+    A = matrix(p, 16, 16)
+    ramp = matrix(p.filtered_adjoint, 12, 24)
+    torch.testing.assert_close(matrix(p.adjoint, 12, 24), A.T)
+    return Dense(A, ramp, matrix(p.fbp, 12, 24))
+
+
+def cnn_of_learn(x: Tensor, weights: Iterator[Tensor]) -> Tensor:
+    """Three 5×5 convolutions, from their kernels and biases in order."""
+    for k in range(3):
+        x = F.conv2d(x, next(weights), next(weights), padding=2)
+        x = x.relu() if k < 2 else x
+    return x
+
+
+def group_unet(x: Tensor, weights: dict[str, Tensor], depth: int) -> Tensor:
+    """GroupUNet of ItNet's authors, in the order of its forward."""
+
+    def level(x: Tensor, name: str) -> Tensor:
+        for k in (0, 3):
+            x = F.conv2d(x, weights[f"{name}.{k}.weight"], padding=1)
+            groups = min(32, x.shape[1])
+            x = F.group_norm(x, groups, weights[f"{name}.{k + 1}.weight"], weights[f"{name}.{k + 1}.bias"]).relu()
+        return x
+
+    encoded = [level(x, "down.0")]
+    for k in range(1, depth + 1):
+        encoded.append(level(F.max_pool2d(encoded[-1], 2), f"down.{k}"))
+    x = encoded[depth]
+    for k in range(depth):
+        x = F.conv_transpose2d(x, weights[f"enlarge.{k}.weight"], weights[f"enlarge.{k}.bias"], stride=2)
+        x = level(torch.cat([encoded[depth - 1 - k], x], dim=1), f"up.{k}")
+    return F.conv2d(x, weights["last.weight"], weights["last.bias"])
+
+
+def in_float64(name: str, projector: FanBeamProjector) -> tuple[UnrolledNetwork[Any], Tensor]:
+    network = learned(name, copy.deepcopy(projector)).double()
+    return network, network.projector(torch.rand(1, 1, 16, 16, dtype=torch.float64))
+
+
+def test_itnet_is_the_published_loop(projector: FanBeamProjector) -> None:
+    """With dense matrices, in float64: every image, and the memory."""
+    network, y = in_float64("ItNet", projector)
+    A, back, fbp = dense(network)
+    weights = dict(network.unet.named_parameters())
+    x, s = (fbp @ y.flatten()).view(1, 1, 16, 16), torch.zeros(1, 5, 16, 16, dtype=torch.float64)
+    for state, step_size in zip(network.states(y), [*network.step_sizes, 0], strict=True):
+        torch.testing.assert_close(state.x, x, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(state.memory, s, rtol=1e-9, atol=1e-11)
+        out = group_unet(torch.cat([x, s], dim=1), weights, depth=2)
+        x, s = x + out[:, :1], out[:, 1:]
+        x = x - step_size * (back @ (A @ x.flatten() - y.flatten())).view(x.shape)
+
+
+@pytest.mark.parametrize("data_term", ["fbp", "adjoint"])
+def test_learn_pp_is_its_loop_in_two_domains(projector: FanBeamProjector, data_term: str) -> None:
+    """With dense matrices, in float64: every image and every sinogram."""
+    network, y = in_float64("LEARN++", projector)
+    network.data_term = data_term
+    A, back, fbp = dense(network)
+    norm = network.projector.operator_norm()
+    back = back if data_term == "fbp" else A.T / norm**2
+    x, z = (fbp @ y.flatten()).view(1, 1, 16, 16), y  # here z has the units of y
+    for t, state in enumerate(network.states(y)):
+        torch.testing.assert_close(state.x, x, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(state.z * norm, z, rtol=1e-9, atol=1e-11)
+        if t == network.n_iterations:
+            break
+        projected = (A @ x.flatten()).view(z.shape)
+        descent = (back @ (projected - z).flatten()).view(x.shape)
+        image = (x - network.step_sizes[t] * descent - cnn_of_learn(x, iter(network.of_images[t].parameters()))).relu()
+        if t < network.n_iterations - 1:
+            mu, nu = network.sinogram_steps[t]
+            change = norm * cnn_of_learn(z / norm, iter(network.of_sinograms[t].parameters()))
+            z = z - mu * (z - projected) - nu * (z - y) - change
+        x = image
 
 
 def test_shifted_windows_see_their_neighbours_and_nothing_across_the_border() -> None:

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from qnmixer.engine.data.phantoms import phantom
-from qnmixer.models import LEARN, FBPConvNet, LearnedPrimalDual, QNMixer, RegFormer, UnrolledNetwork
+from qnmixer.models import (
+    LEARN,
+    FBPConvNet,
+    ItNet,
+    LearnedPrimalDual,
+    LEARNPlusPlus,
+    QNMixer,
+    RegFormer,
+    UnrolledNetwork,
+)
 from qnmixer.models.data_term import DATA_TERMS, data_gradient, nonnegative, safe_step_size
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 
@@ -29,6 +38,8 @@ NETWORKS: dict[str, Callable[[FanBeamProjector], UnrolledNetwork[Any]]] = {
     "QN-Mixer, adjoint": lambda p: QNMixer(p, 6, 4, n_mixer_layers=1, data_term="adjoint", **FIGURE),
     "LEARN": lambda p: LEARN(p, 6, 8),
     "LEARN, fbp": lambda p: LEARN(p, 6, 8, data_term="fbp"),
+    "LEARN++": lambda p: LEARNPlusPlus(p, 3, 8),
+    "ItNet": lambda p: ItNet(p, 4, 8, 3),
     "RegFormer": lambda p: RegFormer(p, 2, 6),
     "Learned PD": lambda p: LearnedPrimalDual(p, 3, 8),
     "FBPConvNet": lambda p: FBPConvNet(p, 8, 3),

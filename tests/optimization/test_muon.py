@@ -18,7 +18,8 @@ from qnmixer.models.unrolled import UnrolledNetwork
 from qnmixer.module import ReconstructionModule
 from qnmixer.muon import Muon, orthogonalized
 
-MODELS = ["qn_mixer", "learn", "learned_primal_dual", "regformer model.channels=6 model.window_size=4"]
+MODELS = ["qn_mixer", "learn", "learned_primal_dual", "learn_pp", "itnet model.channels=8"]
+MODELS += ["regformer model.channels=6 model.window_size=4"]
 SHAPES = [(16, 400), (64, 32), (32, 64), (8, 8), (8, 1)]
 
 

@@ -51,7 +51,7 @@ def test_a_resumed_run_says_that_it_is(tmp_path: Path) -> None:
     [
         *(
             f"experiment=demo model={it}"
-            for it in ["tv", "fbp", "fbpconvnet", "regformer", "learn", "learned_primal_dual"]
+            for it in ["tv", "fbp", "fbpconvnet", "regformer", "learn", "learned_primal_dual", "itnet"]
         ),
         *(f"experiment={it} data=dicom data.root=." for it in ("pretrained", "measured", "compare_small")),
         *(f"experiment={it} data=numpy data.root=." for it in ("pretrained", "measured", "compare_small")),

@@ -38,6 +38,8 @@ COMPETITORS = {
     "fbpconvnet": "model=fbpconvnet model.channels=4 model.depth=2",
     "learn": "model=learn model.n_iterations=4 model.channels=4",
     "learned_primal_dual": "model=learned_primal_dual model.n_iterations=4 model.channels=4",
+    "learn_pp": "model=learn_pp model.n_iterations=4 model.channels=4",
+    "itnet": "model=itnet model.n_iterations=4 model.channels=4 model.depth=1",
     "regformer": "model=regformer model.n_iterations=4 model.channels=6 model.window_size=4",
 }
 OTHERS = COMPETITORS | {"muon": f"{MODEL} optimizer=muon"}
@@ -86,7 +88,7 @@ LONG |= {
     *(f"{name} 4 recompute" for name in STRATEGIES),
 }
 LONG |= {f"{model} by {name}" for model in OTHERS for name in STRATEGIES if name != "ddp"}
-LONG |= {"learn by ddp", "regformer by ddp", "muon by ddp"}
+LONG |= {"learn by ddp", "learn_pp by ddp", "itnet by ddp", "regformer by ddp", "muon by ddp"}
 LONG -= {"muon by fsdp"}  # the only one that gathers what it steps along
 LONG |= {f"from {name}" for name in ("ddp", "pipeline")}
 LONG |= {f"from {writer} to {reader}" for writer in ("ddp", "pipeline") for reader in ("one", *STRATEGIES)}

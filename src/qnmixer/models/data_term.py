@@ -16,7 +16,14 @@ def data_gradient(projector: "FanBeamProjector", kind: str, x: Tensor, y: Tensor
     """A†(A x − y), [B, 1, H, W], in float32 also under autocast."""
     if kind == "fbp":
         return projector.filtered_residual(x, y)
-    return projector.adjoint(projector(x) - y) / projector.operator_norm() ** 2
+    return back_projection(projector, kind, projector(x) - y)
+
+
+def back_projection(projector: "FanBeamProjector", kind: str, y: Tensor) -> Tensor:
+    """A† y, [B, 1, H, W]."""
+    if kind == "fbp":
+        return projector.filtered_adjoint(y)
+    return projector.adjoint(y) / projector.operator_norm() ** 2
 
 
 def safe_step_size(projector: "FanBeamProjector", kind: str) -> float:

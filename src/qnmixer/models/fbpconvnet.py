@@ -39,7 +39,7 @@ class FBPConvNet(UnrolledNetwork[Tensor]):
     ) -> None:
         super().__init__(n_iterations=1)
         self.projector = projector
-        self.unet = UNet(channels, depth)
+        self.unet = _unet(channels, depth)
 
     def start(self, y: Tensor) -> Tensor:
         """x₀ = FBP(y)."""
@@ -59,36 +59,30 @@ class FBPConvNet(UnrolledNetwork[Tensor]):
 
 
 class UNet(nn.Module):
-    """[B, 1, H, W] → [B, 1, H, W], as in the authors' public code except for the norm.
+    """A U-Net of given parts: features of equal size are joined, and max-pooling leads down.
 
-    The first level has three convolutions, every other level two: 3×3, zero-padded, each with norm and ReLU.
-    Max-pooling leads down. Transposed 3×3 convolutions of stride 2, with norm and ReLU, lead up. Features of equal size
-    are joined. A 1×1 convolution comes last. Weights start from N(0, 0.01²). The last convolution starts at zero, so
-    the network starts as FBP (ours). The authors use batch norm and train with one image at a time. Its statistics
-    depend on the batch of a device, so each strategy and micro-batch size would train another network. Here the norm is
-    over eight groups of channels of one image.
+    The last convolution starts at zero, so that the change of an image starts at zero (ours).
+
+    Args:
+        down: the levels down, each at half the size of the one before.
+        enlarge: from the size of a level to that of the level above, last level first.
+        up: the levels up, each after its part of `enlarge`, on twice as many features.
+        last: 1×1.
     """
 
-    def __init__(self, channels: int, depth: int) -> None:
+    def __init__(self, down: list[nn.Module], enlarge: list[nn.Module], up: list[nn.Module], last: nn.Conv2d) -> None:
         super().__init__()
-        widths = [channels * 2**level for level in range(depth + 1)]
-        self.down = nn.ModuleList([_level(1, channels, channels, channels)])
-        self.down.extend(_level(above, width, width) for above, width in pairwise(widths))
-        self.enlarge = nn.ModuleList(_enlarge(2 * width, width) for width in reversed(widths[:-1]))
-        self.up = nn.ModuleList(_level(2 * width, width, width) for width in reversed(widths[:-1]))
-        self.last = nn.Conv2d(channels, 1, 1)
-        for parameter in self.parameters():
-            if parameter.ndim == 4:
-                nn.init.normal_(parameter, std=0.01)
-        nn.init.zeros_(self.last.weight)
-        nn.init.zeros_(self.last.bias)  # type: ignore[arg-type]  # it has one
+        self.down, self.enlarge, self.up = nn.ModuleList(down), nn.ModuleList(enlarge), nn.ModuleList(up)
+        self.last = last
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)  # type: ignore[arg-type]  # it has one
 
     def levels(self) -> list[nn.Module]:
         """The convolutions between two changes of resolution."""
         return [*self.down, *self.up]
 
     def forward(self, x: Tensor) -> Tensor:
-        """The correction that is added to x."""
+        """The change of x, from features [B, n, H, W]."""
         features = [self.down[0](x)]
         for level in list(self.down)[1:]:
             features.append(level(nn.functional.max_pool2d(features[-1], 2)))
@@ -96,6 +90,27 @@ class UNet(nn.Module):
         for enlarge, level in zip(self.enlarge, self.up, strict=True):
             merged = level(torch.cat([features.pop(), enlarge(merged)], dim=1))
         return self.last(merged)
+
+
+def _unet(channels: int, depth: int) -> UNet:
+    """[B, 1, H, W] → [B, 1, H, W], as in the authors' public code except for the norm.
+
+    The first level has three convolutions, every other level two: 3×3, zero-padded, each with norm and ReLU.
+    Transposed 3×3 convolutions of stride 2, with norm and ReLU, lead up. Weights start from N(0, 0.01²). The authors
+    use batch norm and train with one image at a time. Its statistics depend on the batch of a device, so each strategy
+    and micro-batch size would train another network. Here the norm is over eight groups of channels of one image.
+    """
+    widths = [channels * 2**level for level in range(depth + 1)]
+    down: list[nn.Module] = [_level(1, channels, channels, channels)]
+    down += [_level(above, width, width) for above, width in pairwise(widths)]
+    enlarge: list[nn.Module] = [_enlarge(2 * width, width) for width in reversed(widths[:-1])]
+    up: list[nn.Module] = [_level(2 * width, width, width) for width in reversed(widths[:-1])]
+    last = nn.Conv2d(channels, 1, 1)
+    for part in (*down, *enlarge, *up):
+        for parameter in part.parameters():
+            if parameter.ndim == 4:
+                nn.init.normal_(parameter, std=0.01)
+    return UNet(down, enlarge, up, last)
 
 
 def _level(*widths: int) -> nn.Sequential:

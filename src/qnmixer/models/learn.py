@@ -44,7 +44,7 @@ class LEARN(UnrolledNetwork[Tensor]):
         check_choice("data_term", data_term, DATA_TERMS)
         self.projector = projector
         self.data_term = data_term
-        self.regularizers = nn.ModuleList(_regularizer(channels) for _ in range(n_iterations))
+        self.regularizers = nn.ModuleList(small_cnn(channels) for _ in range(n_iterations))
         self.step_sizes = nn.ParameterList(torch.zeros(1) for _ in range(n_iterations))
 
     def start(self, y: Tensor) -> Tensor:
@@ -65,7 +65,8 @@ class LEARN(UnrolledNetwork[Tensor]):
         return [p for cnn in self.regularizers for p in cnn[:-1].parameters() if p.ndim > 1]  # type: ignore[index]  # Sequential
 
 
-def _regularizer(channels: int) -> nn.Sequential:
+def small_cnn(channels: int) -> nn.Sequential:
+    """G_t: [B, 1, H, W] → [B, 1, H, W]."""
     layers = nn.Sequential(
         nn.Conv2d(1, channels, 5, padding=2),
         nn.ReLU(inplace=True),
