@@ -1,16 +1,31 @@
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
 from qnmixer.errors import DataError
-from qnmixer.files import check_there, write_text
+from qnmixer.files import atomic_file, check_there, write_text
 from qnmixer.weights import check_weights
 
 
 def test_a_name_that_is_not_utf8_is_written(tmp_path: Path) -> None:
     write_text(tmp_path / "a.csv", os.fsdecode(b"caf\xe9.npy, 1"))
     assert (tmp_path / "a.csv").read_text() == "caf?.npy, 1"
+
+
+def test_an_error_of_the_disk_names_the_file(tmp_path: Path) -> None:
+    """The system does not, for a file that is open."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    path = tmp_path / "a"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError) as error, atomic_file(path) as stream:  # noqa: PT011 - its text is not the point
+            stream.write(bytes(2000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert error.value.filename == str(path)
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("name", ["nowhere", "a" * 300, "", "b/" * 200, "~nobody_has_this_name/a"])

@@ -1,5 +1,6 @@
 """Write files completely or not at all."""
 
+import errno
 import hashlib
 import json
 import os
@@ -14,6 +15,7 @@ from typing import IO, Any
 from qnmixer.errors import ConfigError, DataError
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
+_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS)
 BEFORE_SUFFIX = ".before"
 PART_SUFFIX = ".part"
 
@@ -32,6 +34,22 @@ def is_open_to_all(folder: Path) -> bool:
 
 
 @contextmanager
+def naming(path: Path | str) -> Iterator[None]:
+    """Give an error of the disk the name of this file or folder, if it has none: a write through an open file."""
+    try:
+        yield
+    except OSError as error:
+        name_error(error, path)
+        raise
+
+
+def name_error(error: OSError, path: Path | str) -> None:
+    """The same for an error that has been caught."""
+    if error.filename is None and error.errno in _OF_DISKS:
+        error.filename = str(path)
+
+
+@contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file beside `path`. It replaces `path` if the block succeeds, and is deleted if the block fails.
 
@@ -41,7 +59,7 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name[:64]}.{uuid.uuid4().hex}.tmp")
     try:
-        with temporary.open("xb") as stream:
+        with naming(path), temporary.open("xb") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())  # else a power failure can leave an empty file under the final name
@@ -86,7 +104,7 @@ def write_text(path: Path, text: str) -> None:
 def read_record(path: Path) -> dict[str, Any]:
     """Read a JSON object that `write_text` wrote. Raises DataError if it is damaged."""
     try:
-        record = json.loads(path.read_text())
+        record = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         record = None
     if not isinstance(record, dict):

@@ -30,8 +30,8 @@ def new(folder: Path) -> None:
     for name, source in files().items():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("x") as stream:
-            stream.write(source.read_text())
+        with target.open("x", encoding="utf-8") as stream:
+            stream.write(source.read_text(encoding="utf-8"))
         print(target)
 
 

@@ -179,10 +179,10 @@ def install(build: str, lock: Path) -> None:
         names = {found.metadata["Name"].lower() for found in distributions()}
         _pip("uninstall", *sorted(name for name in names if re.fullmatch(_OF_TORCH, name)))
     on_pypi = build == ON_PYPI or sys.platform == "darwin"
-    text, locked = lock.read_text(), Path(sys.prefix) / "requirements.txt"
+    text, locked = lock.read_text(encoding="utf-8"), Path(sys.prefix) / "requirements.txt"
     if not on_pypi:
         text = re.sub(rf"^{_OF_TORCH}==.*\n( .*\n)*", "", text, flags=re.MULTILINE)
-    locked.write_text(text)
+    locked.write_text(text, encoding="utf-8")
     _pip("install", "--require-hashes", "--no-deps", "-r", str(locked))
     if not on_pypi:
         _pip("install", *_pinned(build))

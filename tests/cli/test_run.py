@@ -1,5 +1,6 @@
 import errno
 import os
+import resource
 import sys
 import warnings
 from pathlib import Path
@@ -100,7 +101,23 @@ def test_a_good_config_reaches_the_task(start: Start) -> None:
         (ConfigError("seed is odd: give an even one"), "seed is odd: give an even one"),
         (DataError("a.dcm is bad: fix it"), "a.dcm is bad: fix it"),
         (OSError(errno.ENOSPC, "No space left", "/d/last.ckpt"), "the disk is full writing /d/last.ckpt: free some"),
-        (OSError(errno.ENOSPC, "No space left"), "the disk is full: free some space, or choose another folder"),
+        (OSError(errno.EFBIG, "Too large", "/d/a"), "/d/a cannot be used (Too large): choose another place"),
+        (
+            OSError(
+                "Caught OSError in DataLoader worker process 0.\nOriginal Traceback:\nOSError: [Errno 5] Bad: '/d/a'"
+            ),
+            "/d/a cannot be used (Bad): choose",
+        ),
+        (OSError(errno.EMFILE, "Too many open files"), "too many open files: raise the limit of this shell"),
+        (RuntimeError("unable to write to file </torch_12_3_0>: No space left on device (28)"), "the shared memory of"),
+        (
+            RuntimeError("DataLoader worker (pid 7) exited unexpectedly with exit code 24. Details"),
+            "too many open files: raise the limit of this shell (ulimit -n 4096), or lower data.num_workers",
+        ),
+        (
+            RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "),
+            "a data worker is killed by signal: Killed: lower data.num_workers",
+        ),
         (OSError(errno.EDQUOT, "Quota", "/d/a"), "the disk is full writing /d/a"),
         (PermissionError(errno.EACCES, "Denied", "/etc/a"), "/etc/a cannot be used (Denied): choose another place"),
         (FileNotFoundError(errno.ENOENT, "No such", "/proc/x"), "/proc/x cannot be used (No such): choose another"),
@@ -120,6 +137,24 @@ def test_what_goes_wrong_in_a_task_is_one_line(start: Start, error: Exception, m
 
     outcome = start.train(task=task)
     assert outcome.line.startswith(message)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.ESTALE])
+def test_an_error_of_the_disk_without_a_name_gets_that_of_the_folder(start: Start, number: int) -> None:
+    def task(cfg: DictConfig) -> None:
+        raise OSError(number, "Bad")
+
+    assert str(start.folder) in start.train(task=task).line
+
+
+def test_hydra_names_no_file(start: Start) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        line = start.train().line
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert line.startswith(f"{start.folder}/.hydra cannot be used (File too large)")
 
 
 def test_out_of_memory_names_what_the_command_takes() -> None:

@@ -11,10 +11,11 @@ import pytest
 import torch
 from lightning import LightningModule, Trainer
 from PIL import Image
+from torch.utils.data import DataLoader
 
 from qnmixer.engine.config.run import section
 from qnmixer.engine.data.cache import SliceCache, open_cache
-from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.data.datamodule import SliceDataModule, _end_with_parent_only
 from qnmixer.engine.data.dataset import Part, SliceDataset
 from qnmixer.engine.data.sampler import EpochSampler, Pick
 from qnmixer.engine.data.scaling import MinMaxScaling, build_scaling
@@ -348,6 +349,15 @@ def test_files_that_change_between_two_sizes(body_hu: Any, tmp_path: Path, monke
     monkeypatch.setattr("qnmixer.engine.data.sources.open_cache", opened)
     with pytest.raises(DataError, match=rf"^data\.root={tmp_path} changed while .*: start again$"):
         folder("numpy", tmp_path, split="all", simulation_factor=2).setup()
+
+
+def test_a_worker_that_cannot_send_its_batch_ends() -> None:
+    """Python would drop the batch, as of a lambda, and the run would wait for it without end."""
+    loader: Any = DataLoader(
+        [lambda: 0], batch_size=None, num_workers=1, timeout=20, worker_init_fn=_end_with_parent_only
+    )
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        next(iter(loader))
 
 
 @pytest.mark.parametrize("scaling", ["attenuation", "minmax"])

@@ -1,5 +1,6 @@
 """The output and the files of a run before and after training."""
 
+import errno
 import signal
 import sqlite3
 from collections.abc import Callable
@@ -159,6 +160,15 @@ def test_a_stop_while_the_data_workers_start(
     with pytest.raises(Stopped):  # Lightning's teardown fails then
         fit(tiny_config("test_after_training=false"), Run(tmp_path))
     assert read_results(tmp_path)["status"] == "interrupted"
+
+
+def test_an_error_while_the_data_workers_start_is_not_hidden(
+    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lacking = OSError(errno.EMFILE, "Too many open files")
+    monkeypatch.setattr("qnmixer.engine.data.datamodule._Loader.__iter__", raising(lacking))
+    with pytest.raises(OSError, match="Too many open files"):  # Lightning's teardown fails then
+        fit(tiny_config("test_after_training=false"), Run(tmp_path))
 
 
 def test_a_bad_logger_is_one_line(tiny_config: TinyConfig, tmp_path: Path) -> None:

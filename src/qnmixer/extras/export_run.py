@@ -27,7 +27,7 @@ def export_run(config: ExportConfig) -> None:
         raise CheckpointError(f"{path} is of model={trained.model.name}, which has no weights: give another run")
     content, card = encode(trained, state), output.with_suffix(".md")
     _check_free(output, card, content)
-    sources = "" if config.sources is None else Path(config.sources).expanduser().read_text().strip()
+    sources = "" if config.sources is None else Path(config.sources).expanduser().read_text(encoding="utf-8").strip()
     text = model_card(module, path, output, len(content), sources)
     with atomic_file(output) as stream:
         stream.write(content)

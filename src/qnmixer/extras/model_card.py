@@ -150,7 +150,7 @@ def _evaluations(run: Path, record: dict[str, Any], weights: str) -> Iterator[st
         by_training = path.parent == run / "evaluation"
         its = read_results(path.parent) or (record if by_training else {})
         if its.get("status") == "done" and its.get("evaluated", {}).get("weights") == weights:
-            yield f"### {path.parent.relative_to(run)}\n\n{path.read_text().strip()}"
+            yield f"### {path.parent.relative_to(run)}\n\n{path.read_text(encoding='utf-8').strip()}"
 
 
 def _of_run(config: Config) -> Iterator[str]:

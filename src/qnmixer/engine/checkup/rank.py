@@ -81,7 +81,9 @@ def run_ranks(config: Config, folder: Path, n: int, patience: float) -> None:
     from qnmixer.engine.processes.launch import launch
 
     path, ended = folder / "job.json", threading.Event()
-    path.write_text(json.dumps({"config": to_plain(config), "folder": str(folder), "patience": patience}))
+    path.write_text(
+        json.dumps({"config": to_plain(config), "folder": str(folder), "patience": patience}), encoding="utf-8"
+    )
     stuck: list[str] = []
 
     def watch() -> None:
@@ -110,7 +112,7 @@ def run_ranks(config: Config, folder: Path, n: int, patience: float) -> None:
 
 def _note(folder: Path, doing: str) -> None:
     """Note that this rank makes progress."""
-    with (folder / f"notes_{rank()}.txt").open("a") as stream:
+    with (folder / f"notes_{rank()}.txt").open("a", encoding="utf-8") as stream:
         stream.write(f"{doing}\n")
 
 
@@ -119,7 +121,7 @@ def _notes(folder: Path, n: int) -> list[list[str]]:
     found = [["starting Python"] for _ in range(n)]
     for number, notes in enumerate(found):
         with suppress(FileNotFoundError):
-            notes += (folder / f"notes_{number}.txt").read_text().splitlines()
+            notes += (folder / f"notes_{number}.txt").read_text(encoding="utf-8").splitlines()
     return found
 
 
@@ -321,7 +323,7 @@ def _line(error: BaseException) -> str:
 def main(path: Path) -> None:
     """Run as one rank of the job in this file."""
     die_with_parent()
-    job = json.loads(path.read_text())
+    job = json.loads(path.read_text(encoding="utf-8"))
     folder = Path(job["folder"])
     log = os.open(folder / f"log_{rank()}.txt", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):  # keep warnings of libraries out of the checklist

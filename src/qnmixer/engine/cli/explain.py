@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,9 +20,11 @@ from qnmixer.engine.config.overrides import key_of, quoted
 from qnmixer.engine.config.search_path import CONF
 from qnmixer.engine.config.target import names_targets, options, values_of_option
 from qnmixer.errors import UserError, first_line, suggest
+from qnmixer.files import name_error
 
 _EXTRAS = {"optuna": "search", "submitit": "slurm", "ray": "ray"}
 """What to install for a plugin of Hydra."""
+_OF_WORKER = re.compile(r"(?s)Caught \w+ in DataLoader worker .*\n\w+: \[Errno (\d+)\] ([^\n]*?)(?:: '([^\n]*)')?\s*$")
 _FOLDER_OF = {"reconstruct": "input=", "evaluate": "run=", "export": "run=", "compare": "sweep="}
 """The key of the folder that a command is about."""
 
@@ -30,11 +33,8 @@ def explain(error: BaseException, config_name: str) -> str | None:
     """The line for an error that a user can fix; None for a bug."""
     if isinstance(error, UserError):  # torch puts a data worker's traceback before it
         return re.sub(r"(?s)Caught \w+ in DataLoader worker .*\n\S*Error: ", "", str(error)).rstrip()
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        where = f" writing {error.filename}" if error.filename else ""
-        return f"the disk is full{where}: free some space, or choose another folder (hydra.run.dir=…, output=…)"
-    if isinstance(error, OSError) and error.filename:
-        return f"{error.filename} cannot be used ({error.strerror}): choose another place (hydra.run.dir=…, output=…)"
+    if isinstance(error, OSError | RuntimeError) and (line := _explain_system(error)):
+        return line
     if type(error).__name__ == "OutOfMemoryError":  # torch's class, compared by name: importing torch takes seconds
         smaller = "lower data.batch_size, model.n_iterations or model.channels, or set trainer.precision=16-mixed"
         return f"out of memory ({first_line(error)}): {smaller if config_name in OF_A_RUN else 'set accelerator=cpu'}"
@@ -55,6 +55,40 @@ def explain(error: BaseException, config_name: str) -> str | None:
     if isinstance(error, HydraException | OmegaConfBaseException):
         return _explain_composition(error, config_name)
     return None
+
+
+def _explain_system(error: OSError | RuntimeError) -> str | None:
+    """The line for an error of the system: of disks, open files, and the memory that data workers share."""
+    text = f"{error} {error.__cause__ or ''}"  # torch names the worker's exit code in the cause only
+    if isinstance(error, OSError) and (of_worker := _OF_WORKER.search(text)):  # torch keeps its text only
+        error = OSError(int(of_worker[1]), of_worker[2], of_worker[3] or "a file that a data worker uses")
+    if re.search(r"\[Errno 24\]|Too many open files|ancdata|DataLoader worker .* exit code 24\b", text):
+        return "too many open files: raise the limit of this shell (ulimit -n 4096), or lower data.num_workers"
+    if re.search(r"</torch_\d|out of shared memory|Bus error", text):
+        return (
+            "the shared memory of the data workers (/dev/shm) is full: give the container more "
+            "(docker run --shm-size=8g), or set data.num_workers=0"
+        )
+    if found := re.search(r"DataLoader worker \(pid.*\) (is killed by .*?|exited unexpectedly)(\.|$| with)", text):
+        return f"a data worker {found[1]}: lower data.num_workers, or set it to 0 to see why"
+    if isinstance(error, RuntimeError):
+        return None
+    name_error(error, _folder_of_hydra(error))
+    if not error.filename:
+        return None
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"the disk is full writing {error.filename}: free some space, or choose another folder "
+            "(hydra.run.dir=…, output=…)"
+        )
+    why = error.strerror or first_line(error)
+    return f"{error.filename} cannot be used ({why}): choose another place (hydra.run.dir=…, output=…)"
+
+
+def _folder_of_hydra(error: BaseException) -> str:
+    """The folder into which Hydra was writing its files. It names none in its errors."""
+    found = (frame.f_locals.get("output_dir", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return str(max(found, key=lambda it: len(str(it)), default=""))
 
 
 @contextmanager

@@ -55,7 +55,7 @@ def _groups(choices: dict[str, str], conf: Path) -> Iterator[str]:
 def _opening(path: Path) -> str:
     """The first sentence of a config file. It ends at a full stop before a capital letter, or at the end of a line."""
     comments = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("# @package"):
             continue
         if not line.startswith("#"):
@@ -87,7 +87,7 @@ def _keys(cfg: DictConfig, choices: dict[str, str], conf: Path, config_name: str
 
 def _comments(paths: list[Path]) -> dict[str, str]:
     """The comment of each key; the last file overrides the others."""
-    return {key: comment for path in paths for key, comment in _COMMENT.findall(path.read_text())}
+    return {key: comment for path in paths for key, comment in _COMMENT.findall(path.read_text(encoding="utf-8"))}
 
 
 def _line(key: str, value: Any, comment: str) -> str:

@@ -10,6 +10,7 @@ from importlib.metadata import version
 
 import hydra
 from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from qnmixer.engine.cli.explain import explain, known_keys, warnings_in_one_line
@@ -19,8 +20,10 @@ from qnmixer.engine.config.keys import habit, unknown_key
 from qnmixer.engine.config.overrides import is_override, with_home, with_length
 from qnmixer.engine.config.search_path import CONF, with_search_path
 from qnmixer.engine.processes.cores import wait_briefly
+from qnmixer.engine.processes.output import lasting_output
 from qnmixer.engine.processes.ranks import is_rank, rank, world_size
 from qnmixer.errors import ConfigError, Stopped
+from qnmixer.files import naming
 
 TRACEBACK = "HYDRA_FULL_ERROR"
 _SWEEP = {"-m", "--multirun"}
@@ -45,6 +48,7 @@ def run(
         complete: maps the given arguments to those that the command runs with.
     """
     wait_briefly()
+    lasting_output()
     asked_for_traceback = os.environ.get(TRACEBACK) == "1"
     try:
         with _raising_exceptions(), warnings_in_one_line():
@@ -180,7 +184,8 @@ def _storing_errors(task: Callable[[DictConfig], object], failures: list[Excepti
 
     def job(cfg: DictConfig) -> object:
         try:
-            return task(cfg)
+            with naming(HydraConfig.get().runtime.output_dir):
+                return task(cfg)
         except Exception as error:
             failures.append(error)
             return None

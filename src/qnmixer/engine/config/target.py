@@ -60,7 +60,9 @@ def _by_target(group: str) -> dict[str, str]:
     """Option by target. If several have the same target, the shortest name wins: qn_mixer, not qn_mixer_paper."""
     found = {}
     for option in sorted(options(group), key=len, reverse=True):
-        if line := re.search(rf"^{TARGET}: (\S+)", (CONF / group / f"{option}.yaml").read_text(), re.MULTILINE):
+        if line := re.search(
+            rf"^{TARGET}: (\S+)", (CONF / group / f"{option}.yaml").read_text(encoding="utf-8"), re.MULTILINE
+        ):
             found[line[1]] = option
     return found
 

@@ -225,7 +225,7 @@ def _read_index(folder: Path, fingerprint: str) -> dict[str, Any] | None:
     if not (file.is_file() and pixels.is_file()):  # opening a pipe may never end
         return None
     try:
-        index: dict[str, Any] = json.loads(file.read_text())
+        index: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         is_whole = index.pop("digest") == digest(index) and index["fingerprint"] == fingerprint
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -1,11 +1,14 @@
 """The LightningDataModule: from a `data=…` config to three loaders."""
 
+import errno
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from multiprocessing.queues import Queue
+from typing import Any, NoReturn
 
 import torch
 from lightning import LightningDataModule
@@ -19,7 +22,7 @@ from qnmixer.engine.data.scaling import build_scaling
 from qnmixer.engine.data.sources import nothing_for, parts_of
 from qnmixer.engine.data.splits import RunSplit
 from qnmixer.engine.processes.signals import SIGNALS
-from qnmixer.errors import DataError
+from qnmixer.errors import DataError, first_line
 from qnmixer.physics import FanBeamGeometry
 
 
@@ -177,9 +180,18 @@ class _Loader(DataLoader[Any]):
 
 
 def _end_with_parent_only(_: int) -> None:
-    """Make a data worker end only when its parent ends it."""
+    """Make a data worker end only when its parent ends it, or when it cannot send a batch."""
+    Queue._on_queue_feeder_error = staticmethod(_end_unsent)  # type: ignore[attr-defined]  # Python has no public way
     if hasattr(signal, "sigwaitinfo"):
         threading.Thread(target=_end_when_parent_says, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_unsent(error: Exception, _: object) -> NoReturn:
+    """End a data worker: Python would print the error and drop the batch, for which the run waits without end."""
+    if "Too many open files" in str(error):
+        os._exit(errno.EMFILE)  # `explain` knows it
+    print(f"a data worker cannot send its batch: {first_line(error)}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _end_when_parent_says(parent: int) -> None:

@@ -67,6 +67,6 @@ def memory_of(device: torch.device) -> float:
     # A limit counts address space, of which the libraries have taken some.
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
-        with open("/proc/self/statm") as file:
+        with open("/proc/self/statm", encoding="utf-8") as file:
             total = min(total, limit - int(file.read().split()[0]) * page)
     return total / MIB

@@ -24,9 +24,9 @@ def memory_limit() -> float:
 def _numbers(name: str) -> Iterator[list[float]]:
     """The numbers in a file of this process's control group, and of the groups around it, whose limits hold too."""
     with suppress(OSError):  # no Linux
-        for line in _GROUPS.read_text().splitlines():
+        for line in _GROUPS.read_text(encoding="utf-8").splitlines():
             if line.startswith("0::"):
                 group = _ROOT / line.removeprefix("0::").strip("/")
                 for folder in (group, *group.parents):
                     with suppress(OSError, ValueError):  # no such file, or "max"
-                        yield [float(word) for word in (folder / name).read_text().split()]
+                        yield [float(word) for word in (folder / name).read_text(encoding="utf-8").split()]

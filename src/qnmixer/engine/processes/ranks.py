@@ -191,7 +191,7 @@ def leave(error: BaseException, line: str | None, say: bool = False) -> NoReturn
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # The agent may read at any time, and must not find half a record.
         temporary = Path(f"{path}.tmp")
-        temporary.write_text(json.dumps(record))
+        temporary.write_text(json.dumps(record), encoding="utf-8")
         temporary.replace(path)
     shows = say and not record["secondary"]
     interrupted = record["stopped"] or (isinstance(error, Stopped) and error.number == signal.SIGINT)

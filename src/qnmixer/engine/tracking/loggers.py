@@ -93,7 +93,9 @@ def close_loggers(loggers: Mapping[str, WandbConfig | LoggerConfig], exit_code: 
     try:
         run.finish(exit_code=exit_code)
         if (known := folder.with_name(KNOWN_UNTIL.name)).is_file():  # of the user's own logger there is none
-            write_text(known, str(max(n_known, int(known.read_text()))))  # this part may have repeated steps only
+            write_text(
+                known, str(max(n_known, int(known.read_text(encoding="utf-8"))))
+            )  # this part may have repeated steps only
     except TimeoutError:
         warnings.warn(
             f"W&B did not get all data, as the network is slow or lost: send it with "
@@ -145,7 +147,7 @@ def _wandb_run(config: Config, options: WandbConfig, folder: Path, overrides: li
     id_file, known_file, known_until = folder / RUN_ID, folder / KNOWN_UNTIL, 0
     resumes = file.resumed_at is not None and id_file.is_file()
     if resumes:
-        known_until = max(file.last_step(), int(known_file.read_text()))
+        known_until = max(file.last_step(), int(known_file.read_text(encoding="utf-8")))
     write_text(known_file, str(known_until))  # first, so that a folder with an id has it too
     if not resumes:
         # `wandb agent` chooses the id of each run that it starts.
@@ -167,7 +169,7 @@ def _start(config: Config, options: WandbConfig, folder: Path, overrides: list[s
     wandb.setup(settings=quiet)
     arguments: dict[str, Any] = {
         "mode": options.mode,
-        "id": (folder / RUN_ID).read_text(),
+        "id": (folder / RUN_ID).read_text(encoding="utf-8"),
         "resume": "allow",  # "must" would fail for a run that was offline before
         "project": options.project,
         "entity": options.entity,
@@ -259,5 +261,5 @@ def device_name(accelerator: str) -> str:
     if accelerator == "cuda":
         return torch.cuda.get_device_name()
     path = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*:\s*(.+)", path.read_text()) if path.is_file() else None
+    found = re.search(r"model name\s*:\s*(.+)", path.read_text(encoding="utf-8")) if path.is_file() else None
     return found.group(1) if found else platform.processor() or platform.machine()

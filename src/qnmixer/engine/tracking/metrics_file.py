@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from qnmixer.files import write_text
+from qnmixer.files import naming, write_text
 
 
 class MetricsFile(CSVLogger):
@@ -48,7 +48,7 @@ class MetricsFile(CSVLogger):
         elif not row.keys() <= set(self._columns):
             self._rewrite(read_metrics(self.path), row)
         else:
-            with self.path.open("a", newline="") as stream:
+            with naming(self.path), self.path.open("a", newline="", encoding="utf-8") as stream:
                 stream.write(_lines(self._columns, [row]))
 
     def save(self) -> None:
@@ -74,7 +74,7 @@ class MetricsFile(CSVLogger):
 
 def read_metrics(path: Path) -> list[dict[str, str]]:
     """Rows of a metrics.csv, each with all columns, without an incomplete last line; [] if there is no file."""
-    text = path.read_text() if path.is_file() else ""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
     # A kill in the middle of a write leaves half a line.
     return list(csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1])))
 

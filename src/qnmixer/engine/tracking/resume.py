@@ -228,7 +228,9 @@ def _texts_in(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 @cache
 def _named_by_conf() -> set[str]:
     """Targets that the configs of this repository name, such as torch's optimizers."""
-    return {it for path in CONF.rglob("*.yaml") for it in re.findall(r"_target_: (\S+)", path.read_text())}
+    return {
+        it for path in CONF.rglob("*.yaml") for it in re.findall(r"_target_: (\S+)", path.read_text(encoding="utf-8"))
+    }
 
 
 def _modules_trusted(overrides: list[str]) -> list[str]:

@@ -63,7 +63,7 @@ class Profile(Callback):
         recorded.export_chrome_trace(str(path))
         order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         table = recorded.key_averages().table(sort_by=order, row_limit=_N_OPERATORS)
-        (self.folder / f"rank_{rank()}.txt").write_text(table)
+        (self.folder / f"rank_{rank()}.txt").write_text(table, encoding="utf-8")
         self._print(f"{path} (load it at https://ui.perfetto.dev or in chrome://tracing); beside it a table as text")
 
     def _print(self, line: str) -> None:

@@ -202,14 +202,18 @@ def out_of_memory_advice(config: Config, module: RunModule, trainer: L.Trainer) 
 
 @contextmanager
 def interrupts_as_raised() -> Iterator[None]:
-    """Raise KeyboardInterrupt if Lightning has turned one into a SystemExit, or failed to tear down after one."""
+    """Raise KeyboardInterrupt if Lightning has turned one into a SystemExit.
+
+    Raise the first error if Lightning fails to tear down after it.
+    """
     try:
         yield
     except SystemExit as end:
         raise end.__context__ or end from None
     except Exception as error:  # its loops are half set up while the data workers start
-        if isinstance(error.__context__, KeyboardInterrupt):
-            raise error.__context__ from None
+        first = error.__context__
+        if first is not None and (isinstance(first, KeyboardInterrupt) or "iter(combined_loader)" in str(error)):
+            raise first from None
         raise
 
 

@@ -17,13 +17,14 @@ from pathlib import Path
 
 from qnmixer.engine.cli import explain, warnings_in_one_line
 from qnmixer.engine.config import Config, parse, to_plain
+from qnmixer.engine.processes.output import lasting_output
 from qnmixer.engine.processes.ranks import by_srun, end_with_the_others, is_rank, is_secondary, leave, rank, world_size
 from qnmixer.engine.processes.signals import loading, stop_signals
 from qnmixer.engine.tracking.results import read_results
 from qnmixer.engine.tracking.resume import resume_hint
 from qnmixer.engine.tracking.run import Run
 from qnmixer.errors import ConfigError, RankFailed, Stopped
-from qnmixer.files import write_text
+from qnmixer.files import naming, write_text
 
 
 def check_processes(config: Config) -> None:
@@ -78,7 +79,7 @@ def fit_in_processes(config: Config, run: Run, fit: str) -> float:
                 "launcher": os.getpid(),
             }
             path = Path(temporary, "job.json")
-            path.write_text(json.dumps(job))
+            path.write_text(json.dumps(job), encoding="utf-8")
             launch(
                 ["-m", "qnmixer.engine.training.worker", str(path)],
                 n_devices,
@@ -100,7 +101,8 @@ def fit_as_rank(config: Config, run: Run, fit: str) -> float:
     """Run the function as a rank that torchrun or srun started. If it fails, end the process instead of returning."""
     end_with_the_others()
     try:
-        return _fit(config, run, fit, None)
+        with naming(run.folder):
+            return _fit(config, run, fit, None)
     except BaseException as error:
         if not is_secondary(error):
             run.record_end("failed", RankFailed(f"rank {rank()}: {error}"))
@@ -109,11 +111,12 @@ def fit_as_rank(config: Config, run: Run, fit: str) -> float:
 
 def main(path: Path) -> None:
     """Run the function as a rank of our launcher, with the job in a file."""
-    job = json.loads(path.read_text())
+    job = json.loads(path.read_text(encoding="utf-8"))
     end_with_the_others(job["launcher"])
+    lasting_output()
     try:
         config = parse(job["config"])
-        with warnings_in_one_line():
+        with warnings_in_one_line(), naming(job["folder"]):
             _fit(config, Run(Path(job["folder"]), job["overrides"], config.resume), job["fit"], path.parent)
     except BaseException as error:
         leave(error, explain(error, "train"))
@@ -121,7 +124,7 @@ def main(path: Path) -> None:
 
 def _ask_to_stop(job: Path, n_ranks: int) -> bool:
     """Ask all ranks to stop between two steps. False if some have not started; then killing them loses nothing."""
-    pids = [int(path.read_text()) for path in job.glob("*.pid")]
+    pids = [int(path.read_text(encoding="utf-8")) for path in job.glob("*.pid")]
     if len(pids) < n_ranks:
         return False
     for pid in pids:  # not SIGTERM: for a rank it means that another one has failed
