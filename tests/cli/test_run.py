@@ -124,7 +124,6 @@ def test_what_goes_wrong_in_a_task_is_one_line(start: Start, error: Exception, m
     assert outcome.line.startswith(message)
 
 
-<<<<<<< ours
 @pytest.mark.parametrize(
     ("word", "way"),
     [
@@ -166,12 +165,6 @@ def test_a_refusal_is_short(start: Start, word: str, line: str) -> None:
     assert len(found) < 1000
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.ESTALE])
-def test_an_error_of_the_disk_without_a_name_gets_that_of_the_folder(start: Start, number: int) -> None:
-||||||| base
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.ESTALE])
-def test_an_error_of_the_disk_without_a_name_gets_that_of_the_folder(start: Start, number: int) -> None:
-=======
 @pytest.mark.parametrize(
     ("error", "message"),
     [
@@ -199,7 +192,6 @@ def test_an_error_of_the_system_is_one_line(error: Exception, message: str) -> N
 
 
 def test_an_error_of_the_disk_without_a_name_gets_that_of_the_folder(start: Start) -> None:
->>>>>>> theirs
     def task(cfg: DictConfig) -> None:
         raise OSError(errno.ENOSPC, "Full")
 
