@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 from qnmixer.engine.build import build_module
 from qnmixer.engine.checkpoints.reading import load_run
@@ -22,6 +21,7 @@ from qnmixer.engine.config.run import section
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.evaluation.evaluate import evaluate_run, title_of
 from qnmixer.engine.reconstructor import build_geometry
+from qnmixer.engine.reports.tables import Console
 from qnmixer.engine.training.terminal import print_start
 from qnmixer.engine.training.trainer import build_trainer
 from qnmixer.errors import ConfigError, DataError

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 from qnmixer.engine.build import build_module
 from qnmixer.engine.config import parse, to_plain
@@ -16,6 +15,7 @@ from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.data import FolderData
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.phantoms import phantom
+from qnmixer.engine.reports.tables import Console
 from qnmixer.extras.comparison.compare import compare
 from qnmixer.extras.comparison.methods import Comparison
 from qnmixer.extras.comparison.report import tables_of

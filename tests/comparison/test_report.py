@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from rich.console import Console
 
 from qnmixer.engine.config import parse
 from qnmixer.engine.config.commands import parse_compare
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.evaluation.scores import ImageScore
 from qnmixer.engine.reports.pictures import MethodImages, SliceImages
+from qnmixer.engine.reports.tables import Console
 from qnmixer.extras.comparison.compare import split_anew
 from qnmixer.extras.comparison.curves import Validation, curve_of, draw_curves
 from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, Comparison, Cost

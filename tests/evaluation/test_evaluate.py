@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 from qnmixer.engine.batch import to_hu
 from qnmixer.engine.config import Config
@@ -19,6 +18,7 @@ from qnmixer.engine.evaluation.scores import Evaluation, ImageScore
 from qnmixer.engine.evaluation.statistics import student_quantile
 from qnmixer.engine.optimization.metrics import psnr, ssim, to_window
 from qnmixer.engine.reports.pictures import MethodImages, SliceImages
+from qnmixer.engine.reports.tables import Console
 from qnmixer.engine.tracking.run import name_of_run
 from qnmixer.engine.tracking.sweep_file import write_sweep
 from qnmixer.module import ReconstructionModule

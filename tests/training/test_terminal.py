@@ -5,13 +5,13 @@ import shlex
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from qnmixer.engine.build import build_module
 from qnmixer.engine.config import parse
 from qnmixer.engine.config.commands import parse_evaluate
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.reports.tables import Console
 from qnmixer.engine.tracking.run import Run
 from qnmixer.engine.training.terminal import print_end, print_start
 from qnmixer.engine.training.trainer import build_trainer
