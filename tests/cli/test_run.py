@@ -122,12 +122,8 @@ def test_what_goes_wrong_in_a_task_is_one_line(start: Start, error: Exception, m
 @pytest.mark.parametrize(
     ("word", "way"),
     [
-        ("hparams_search=mnist", "-m hydra/sweeper=search"),
         ("+extras.print_config=false", "--cfg job prints the config"),
-        ("paths.output_dir=x", "use hydra.run.dir="),
-        ("callbacks.model_checkpoint.save_top_k=3", "monitor=… chooses which one is best"),
         ("logger.wandb.tags=[a]", "use tags=[…]"),
-        ("logger.wandb.notes=x", "write +logger.wandb.notes=…"),
         ("+experiment=demo", "experiment has an option already: leave out the +"),
         ("++data=numpy", "data has an option already: leave out the +"),
     ],

@@ -13,7 +13,7 @@ from qnmixer.engine.config import Config, effective_batch, parse, to_plain
 from qnmixer.engine.config.commands import parse_evaluate, parse_reconstruct
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.data import AsTrained, FolderData, PhantomData
-from qnmixer.engine.config.keys import answers, check_trainer, flat_keys, habit
+from qnmixer.engine.config.keys import answers, check_trainer, flat_keys, habit, unknown_key
 from qnmixer.engine.config.overrides import with_length
 from qnmixer.engine.config.run import batch_of_replica, devices_per_replica, section
 from qnmixer.engine.config.search_path import CONF
@@ -318,12 +318,21 @@ def test_every_argument_of_the_trainer_is_taken_or_answered() -> None:
 
 def test_habits_are_answered_and_are_no_keys_here() -> None:
     habits, values = answers()["habits"], train()
-    assert not {*habits, *answers()["prefixes"]} & {*flat_keys(to_plain(values))}
+    taken = {*flat_keys(to_plain(values))} - {"logger.wandb.notes"}  # with a + only
+    assert not {*habits, *answers()["prefixes"]} & taken
     for option in habits:
         group, _, name = option.partition("=")
         assert not (CONF / group / f"{name}.yaml").exists()
     assert habit(["seed=1", "+ckpt_path=a.ckpt"]) == f"ckpt_path is not known here: {habits['ckpt_path']}"
     assert habit(["trainer=ddp", "seed=1"]) == f"trainer=ddp is not known here: {habits['trainer=ddp']}"
+    for key, way in {
+        "hparams_search": "use -m hydra/sweeper=search",
+        "paths.output_dir": "use hydra.run.dir=",
+        "callbacks.model_checkpoint.save_top_k": "monitor=… chooses which one is best",
+        "logger.wandb.notes": "write +logger.wandb.notes=…",
+    }.items():
+        assert str(unknown_key(key)).startswith(f"{key} is not known here: ")
+        assert way in str(unknown_key(key))
     assert habit(["trainer=slurm", "optimizer.lr=1", "-m"]) is None
 
 
