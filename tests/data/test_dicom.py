@@ -1,12 +1,14 @@
 import io
 import shutil
+import tracemalloc
+import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from pydicom import Dataset, dcmread
-from pydicom.uid import JPEGLSLossless, RLELossless
+from pydicom.uid import DeflatedExplicitVRLittleEndian, JPEGLSLossless, RLELossless
 from tests.compressed import compressed
 
 from qnmixer.engine.data.dicom import DicomReader, decode_frame, open_ct
@@ -40,6 +42,119 @@ def test_padding_becomes_air(make_ct: Any, body_hu: Any, tmp_path: Path, padding
     hu[:5] = padding - 1024
     make_ct(tmp_path / "a", hu, PixelPaddingValue=padding)
     assert (read(tmp_path / "a")[0].hu[:5] == -1000).all()
+
+
+@pytest.mark.parametrize(
+    ("shift", "tags"),
+    [
+        (0, {"PixelPaddingValue": 0}),  # signed HU: water
+        (1024, {"PixelPaddingValue": 1024, "PixelRepresentation": 0}),
+        (0, {"PixelPaddingValue": 0, "PixelPaddingRangeLimit": 0}),
+    ],
+)
+def test_padding_of_a_value_that_tissue_has_is_none_inside(
+    make_ct: Any, body_hu: Any, tmp_path: Path, shift: int, tags: dict[str, Any]
+) -> None:
+    """It is air where it fills the corners, such as around a round field of view; inside, it is tissue."""
+    stored = body_hu() + shift
+    stored[18:22, 10:14] = shift
+    pixels = stored.astype("<i2").tobytes()
+    make_ct(tmp_path / "a", stored, RescaleIntercept=-shift, PixelData=pixels, **tags)
+    np.testing.assert_array_equal(read(tmp_path / "a")[0].hu, stored - shift)
+    y, x = np.mgrid[:40, :40] - 19.5
+    outside = x**2 + y**2 > 20**2
+    pixels = np.where(outside, shift, stored).astype("<i2").tobytes()
+    make_ct(tmp_path / "b", stored, RescaleIntercept=-shift, PixelData=pixels, **tags)
+    np.testing.assert_array_equal(read(tmp_path / "b")[0].hu, np.where(outside, -1000, stored - shift))
+
+
+def test_a_range_of_padding_with_tissue_in_it_is_not_believed(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
+    make_ct(tmp_path / "a", body_hu(), PixelPaddingValue=-2000, PixelPaddingRangeLimit=1100)
+    np.testing.assert_array_equal(read(tmp_path / "a")[0].hu, body_hu())
+
+
+@pytest.mark.parametrize("padding", [-31000, 30000])
+def test_padding_of_a_value_that_no_tissue_has_is_air_everywhere(
+    make_ct: Any, body_hu: Any, tmp_path: Path, padding: int
+) -> None:
+    hu = body_hu()
+    hu[20, 20] = padding - 1024
+    make_ct(tmp_path / "a", hu, PixelPaddingValue=padding)
+    assert read(tmp_path / "a")[0].hu[20, 20] == -1000
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize(("sign", "low", "shift", "right"), [
+    (0, 0, 0, True), (1, -1024, 0, True), (0, 0, 4, False), (1, 0, 4, False), (0, 3000, 0, False),
+])  # fmt: skip
+def test_bits_beyond_those_stored_are_looked_at(
+    make_ct: Any, body_hu: Any, tmp_path: Path, sign: int, low: int, shift: int, right: bool, compress: bool
+) -> None:
+    """HighBit may be wrong, and the pixels may be where it says: only what fits BitsStored is read."""
+    stored = (body_hu() + 1000 + low).astype("<i2")
+    hu = stored - 1000.0 - low
+    pixels = (stored << shift).tobytes()
+    tags = {"RescaleIntercept": -1000 - low, "PixelRepresentation": sign, "BitsStored": 12, "HighBit": 15}
+    dataset = make_ct(tmp_path / "a", hu, PixelData=pixels, **tags)
+    if compress:
+        dataset.compress(RLELossless)
+        dataset.save_as(tmp_path / "a")
+    if right:
+        np.testing.assert_array_equal(read(tmp_path / "a")[0].hu, hu)
+    else:
+        with pytest.raises(SkipFile, match="values need more than its 12 bits \\(BitsStored\\)"):
+            read(tmp_path / "a")
+
+
+def test_twelve_bits_without_their_sign_in_the_others_are_read(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
+    stored = (body_hu().astype("<i2") & 0xFFF).tobytes()
+    make_ct(tmp_path / "a", body_hu(), PixelData=stored, RescaleIntercept=0, BitsStored=12, HighBit=11)
+    np.testing.assert_array_equal(read(tmp_path / "a")[0].hu, body_hu())
+
+
+@pytest.mark.parametrize(
+    ("orientation", "read_as"),
+    [
+        ([1, 0, 0, 0, 0, -1], "skipped"),  # coronal
+        ([0, 1, 0, 0, 0, -1], "skipped"),  # sagittal
+        ([1, 0, 0, 0, 0.7, -0.7], "skipped"),
+        ([1, 0, 0, 0, 0.8660254, -0.5], "axial"),  # a gantry tilts by up to 30°
+        ([-1, 0, 0, 0, -1, 0], "axial"),
+        ([0, -1, 0, 1, 0, 0], "axial"),
+    ],
+)
+@pytest.mark.parametrize("n_frames", [1, 2])
+def test_only_axial_planes_are_read(
+    make_ct: Any, body_hu: Any, tmp_path: Path, orientation: list[float], read_as: str, n_frames: int
+) -> None:
+    hu = np.stack([body_hu()] * n_frames) if n_frames > 1 else body_hu()
+    dataset = make_ct(tmp_path / "a", hu, **({} if n_frames > 1 else {"ImageOrientationPatient": orientation}))
+    if n_frames > 1:
+        shared = dataset.SharedFunctionalGroupsSequence[0]
+        shared.PlaneOrientationSequence[0].ImageOrientationPatient = orientation
+        dataset.save_as(tmp_path / "a")
+    if read_as == "axial":
+        assert len(read(tmp_path / "a")) == n_frames
+    else:
+        with pytest.raises(SkipFile, match="not an axial plane"):
+            read(tmp_path / "a")
+        with pytest.raises(SkipFile, match="not an axial plane"):
+            decode_frame(open_ct(tmp_path / "a"), 0)
+
+
+def test_a_deflated_file_that_unpacks_to_much_more_is_not_unpacked(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
+    dataset = make_ct(good := tmp_path / "good", body_hu())
+    dataset.file_meta.TransferSyntaxUID = DeflatedExplicitVRLittleEndian
+    dataset.save_as(good, enforce_file_format=True)
+    np.testing.assert_array_equal(read(good)[0].hu, body_hu())
+    packer = zlib.compressobj(1, wbits=-zlib.MAX_WBITS)
+    head = good.read_bytes()[: 144 + dcmread(good).file_meta.FileMetaInformationGroupLength]
+    (tmp_path / "bomb").write_bytes(head + packer.compress(bytes(2**28)) + packer.flush())
+    tracemalloc.start()
+    with pytest.raises(SkipFile, match=r"unpacks to more than \d\d MiB"):
+        read(tmp_path / "bomb")
+    assert tracemalloc.get_traced_memory()[1] < 2**27
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

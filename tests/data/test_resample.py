@@ -12,7 +12,7 @@ from qnmixer.engine.config.run import section
 from qnmixer.engine.data.cache import open_cache
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.dicom import DicomReader
-from qnmixer.engine.data.resample import CutTissue, to_field, to_square
+from qnmixer.engine.data.resample import CutTissue, Grid, to_field, to_square
 from qnmixer.engine.data.slices import FloatArray
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.physics import FanBeamGeometry
@@ -105,6 +105,30 @@ def test_without_being_asked_every_slice_fills_the_field(make_ct: Any, tmp_path:
     cache = open_cache(DicomReader(), folder(make_ct, tmp_path / "root"), 100, cache_dir=tmp_path / "c")
     assert [measured(cache.load(k), 1.0)[0] for k in range(3)] == pytest.approx([83.3, 55.6, 55.6], abs=0.2)
     assert cache.cut == CutTissue()
+
+
+@pytest.mark.parametrize("spacing", [(3.0, 2.0), (0.5, 1.5)])
+def test_pixels_that_are_not_square_become_square(spacing: tuple[float, float]) -> None:
+    """A disc stays a disc, in the square that holds the whole slice, at any size of the image."""
+    fine = disc(600, 0.5, 120.0, 20.0, -12.0)
+    step = [round(mm / 0.5) for mm in spacing]
+    hu = fine.reshape(600 // step[0], step[0], 600 // step[1], step[1]).mean((1, 3))[
+        :, 24 // step[1] :
+    ]  # 12 mm less on the left
+    side = max(n * mm for n, mm in zip(hu.shape, spacing, strict=True))
+    assert side == 300.0
+    for size in (64, 128):
+        image = Grid(size, None).place(hu, spacing)
+        assert measured(image, side / size) == pytest.approx((120.0, 14.0, -12.0), abs=0.1)
+        axis = (np.arange(size) - (size - 1) / 2) * side / size
+        far = (axis[:, None] + 12) ** 2 + (axis - 14) ** 2 > 80**2
+        assert np.abs(image[far] + 1000).max() < 1
+
+
+def test_pixels_that_are_square_but_for_rounding_are_resampled_as_ever() -> None:
+    hu = np.random.default_rng(0).normal(0, 100, (64, 48)).astype(np.float32)
+    for spacing in ((0.488281, 0.488282), (0.5, 0.5), None):
+        np.testing.assert_array_equal(Grid(32, None).place(hu, spacing), to_square(hu, 32))
 
 
 @pytest.mark.parametrize("spacing", [None, [0, 0], [1e-4, 1e-4], ["nan", "nan"]])

@@ -46,7 +46,7 @@ from qnmixer.files import (
     write_text,
 )
 
-_FORMAT = 4
+_FORMAT = 5
 """Raise it when caches get other slices or other values, or another layout."""
 _NUMBER = np.dtype("<f4")
 _INDEX = "index.json"

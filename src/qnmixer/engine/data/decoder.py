@@ -24,7 +24,10 @@ _MEMORY = 2 * 2**30
 
 
 def decode_apart(path: str, frame: int, seconds: int = SECONDS) -> np.ndarray[Any, Any]:
-    """Stored values [H, W] of one frame of a DICOM file. Raises SkipFile if the decoder fails, dies or is too slow."""
+    """Pixels [H, W] of one frame of a DICOM file, with all bits that are allocated.
+
+    Raises SkipFile if the decoder fails, dies or is too slow.
+    """
     process, pipe = _child_of(os.getpid())
     try:
         pipe.send((os.path.abspath(path), frame, seconds))
@@ -73,7 +76,8 @@ def _serve(pipe: Connection) -> None:
                     dataset, opened = dcmread(path), file
                 assert dataset is not None
                 stream = io.BytesIO()
-                np.save(stream, pixel_array(dataset, index=frame), allow_pickle=False)
+                pixels = pixel_array(dataset, index=frame, correct_unused_bits=False)
+                np.save(stream, pixels, allow_pickle=False)
                 answer = stream.getvalue()
             except Exception as error:
                 answer = b"!" + type(error).__name__.encode()

@@ -3,6 +3,7 @@
 import io
 import math
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,9 @@ from pydicom import dcmread
 from pydicom.dataset import Dataset, FileDataset
 from pydicom.encaps import parse_basic_offsets, parse_fragments
 from pydicom.errors import InvalidDicomError
+from pydicom.filereader import read_dataset, read_file_meta_info
 from pydicom.pixels.utils import pixel_array
+from pydicom.uid import DeflatedExplicitVRLittleEndian, JPEG2000TransferSyntaxes, JPEGLSTransferSyntaxes
 
 from qnmixer.engine.data.decoder import decode_apart
 from qnmixer.engine.data.slices import AIR, FloatArray, SkipFile, Slice, SliceInfo, reading, require_size
@@ -22,6 +25,12 @@ _SLOPES = 1e-3, 1e3
 """The range of plausible rescale slopes. With any other slope 16 bits cannot hold HU."""
 _SPACINGS = 0.01, 20.0
 """The range of plausible pixel sizes of CT, in mm."""
+_LEAST_AXIAL = 0.8
+"""The cosine of the largest angle to an axial plane, 37°. A gantry tilts by up to 30°."""
+_DENSEST_TISSUE = 3071.0
+"""HU, the largest value of 12 bits."""
+_UNPACKED = 2**24, 32
+"""Bytes that any deflated file may unpack to, and how many times its own size. CT packs to about a third."""
 CT_CLASSES = {
     "1.2.840.10008.5.1.4.1.1.2": "CT Image",
     "1.2.840.10008.5.1.4.1.1.2.1": "Enhanced CT Image",
@@ -36,7 +45,7 @@ def open_ct(path: Path) -> FileDataset:
     """Read one file and check that it is a CT image. Raises SkipFile with the reason if it is not."""
     with reading("unreadable"):
         try:
-            dataset = dcmread(path)
+            dataset = _opened(path)
         except InvalidDicomError:
             raise SkipFile("not DICOM") from None
         _require_ct(dataset)
@@ -44,6 +53,21 @@ def open_ct(path: Path) -> FileDataset:
         for keyword in _NAMES:
             dataset.get(keyword)
     return dataset
+
+
+def _opened(path: Path) -> FileDataset:
+    """`dcmread` of a file, but a deflated file cannot unpack to gigabytes."""
+    meta = read_file_meta_info(path)
+    if meta.get("TransferSyntaxUID") != DeflatedExplicitVRLittleEndian:
+        return dcmread(path)
+    unpacker, limit = zlib.decompressobj(-zlib.MAX_WBITS), max(_UNPACKED[0], _UNPACKED[1] * path.stat().st_size)
+    with path.open("rb") as stream:
+        stream.seek(144 + meta.FileMetaInformationGroupLength)  # 144: preamble, prefix and the length itself
+        unpacked = unpacker.decompress(stream.read(), limit)
+    if not unpacker.eof:
+        raise SkipFile(f"unpacks to more than {limit / 2**20:.0f} MiB, or is truncated")
+    dataset = read_dataset(io.BytesIO(unpacked), is_implicit_VR=False, is_little_endian=True)
+    return FileDataset(path, dataset, file_meta=meta, is_implicit_VR=False)
 
 
 def _require_ct(dataset: FileDataset) -> None:
@@ -128,29 +152,67 @@ def _is_original(dataset: Dataset, frame: int) -> bool:
     return first == "ORIGINAL" and dataset.get("MultienergyCTAcquisition") != "YES"
 
 
+def _require_axial(dataset: Dataset, frame: int) -> None:
+    """Raise SkipFile for a coronal, sagittal or oblique reformat: no scan sees such a plane alone."""
+    with suppress(TypeError, ValueError):  # a damaged tag says nothing
+        orientation = frame_tag(dataset, frame, "PlaneOrientationSequence", "ImageOrientationPatient")
+        axes = np.asarray(orientation, float).reshape(2, 3)
+        if abs(np.cross(axes[0], axes[1])[2]) < _LEAST_AXIAL:
+            raise SkipFile("not an axial plane (ImageOrientationPatient)")
+
+
+def _stored(dataset: Dataset, raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The values [H, W] of the bits that are stored, of decoded pixels with all their bits.
+
+    Raises SkipFile if the other bits hold something too: then BitsStored is wrong, or the pixels are in upper bits.
+    """
+    exact = *JPEG2000TransferSyntaxes, *JPEGLSTransferSyntaxes  # their streams know the bits
+    if raw.dtype.kind == "f" or dataset.file_meta.TransferSyntaxUID in exact:
+        return raw
+    bits = int(dataset.BitsStored)
+    unused = 8 * raw.dtype.itemsize - bits
+    values = raw << unused >> unused
+    if (values != raw).any() and not 0 <= raw.min() <= raw.max() < 2**bits:  # else only the sign is not repeated
+        raise SkipFile(f"values need more than its {bits} bits (BitsStored)")
+    return values
+
+
 def frame_hu(dataset: Dataset, frame: int, raw: np.ndarray[Any, Any]) -> FloatArray:
     """Stored values [H, W] of a frame in HU. Pixels that the file marks as padding become air."""
     slope, intercept = rescale_of(dataset, frame)
     hu = raw.astype(np.float32) * np.float32(slope) + np.float32(intercept)
-    padding = dataset.get("PixelPaddingValue")
-    if padding is not None:
-        limit = dataset.get("PixelPaddingRangeLimit", padding)
-        hu[(raw >= min(padding, limit)) & (raw <= max(padding, limit))] = AIR
+    if (padding := dataset.get("PixelPaddingValue")) is not None:
+        low, high = sorted((padding, dataset.get("PixelPaddingRangeLimit", padding)))
+        marked = (raw >= low) & (raw <= high)
+        lowest, highest = sorted(slope * it + intercept for it in (low, high))
+        if highest > AIR and lowest <= _DENSEST_TISSUE:  # tissue may have such values
+            marked &= _outside(marked) & (low == high)
+        hu[marked] = AIR
     return hu
 
 
+def _outside(marked: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The marked pixels [H, W] in one line from the rim of a slice; none unless all four corners are marked."""
+    if not marked[[0, 0, -1, -1], [0, -1, 0, -1]].all():
+        return np.zeros_like(marked)
+    sides = [np.rot90(np.logical_and.accumulate(np.rot90(marked, k)), -k) for k in range(4)]
+    return np.logical_or.reduce(sides)
+
+
 def decode_frame(dataset: FileDataset, frame: int) -> FloatArray:
-    """One frame of an opened file as HU [H, W]. Raises SkipFile if it cannot be decoded.
+    """One frame of an opened file as HU [H, W]. Raises SkipFile if it cannot be decoded, or is no axial slice in HU.
 
     Compressed frames are decoded from the file in another process, because a decoder in C may crash its process. On
     Windows they are decoded in this one.
     """
     with reading("unreadable"):
         rescale_of(dataset, frame)
+        _require_axial(dataset, frame)
     with reading("pixels cannot be decoded, perhaps truncated"):
         apart = _is_compressed(dataset) and os.name == "posix"
-        raw = decode_apart(str(dataset.filename), frame) if apart else pixel_array(dataset, index=frame)
-        return frame_hu(dataset, frame, raw)
+        path = str(dataset.filename)
+        raw = decode_apart(path, frame) if apart else pixel_array(dataset, index=frame, correct_unused_bits=False)
+        return frame_hu(dataset, frame, _stored(dataset, raw))
 
 
 def slice_position(dataset: Dataset, frame: int) -> float:

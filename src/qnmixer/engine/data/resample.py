@@ -1,5 +1,7 @@
 """Slices of any shape onto the square grid of the network."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +18,18 @@ def square_padding(shape: tuple[int, int]) -> tuple[int, int, int]:
     """(side, rows, columns): side of the square that holds a slice, and its offset in it."""
     side = max(shape)
     return side, (side - shape[0]) // 2, (side - shape[1]) // 2
+
+
+def field_of(shape: tuple[int, ...], spacing: Sequence[float] | None) -> float | None:
+    """mm of the square around a slice whose pixels are not square; None if they are, or are not known.
+
+    Args:
+        shape: rows and columns.
+        spacing: mm between rows and between columns.
+    """
+    if spacing is None or math.isclose(*spacing, rel_tol=1e-3):
+        return None
+    return max(n * mm for n, mm in zip(shape, spacing, strict=True))
 
 
 def to_square(hu: FloatArray, size: int) -> FloatArray:
@@ -129,8 +143,10 @@ class Grid:
         self.cut = CutTissue()
 
     def place(self, hu: FloatArray, spacing: tuple[float, float] | None) -> FloatArray:
-        """A slice [H, W] as [size, size]. A slice of unknown spacing fills the whole image."""
-        if self.field_of_view is None or spacing is None:
+        """A slice [H, W] as [size, size]. A slice of unknown spacing fills the whole image, with square pixels."""
+        field = self.field_of_view or field_of(hu.shape, spacing)
+        if field is None or spacing is None:
             return to_square(hu, self.size)
-        self.cut.add(hu, spacing, self.field_of_view)
-        return to_field(hu, spacing, self.size, self.field_of_view)
+        if self.field_of_view is not None:
+            self.cut.add(hu, spacing, self.field_of_view)
+        return to_field(hu, spacing, self.size, field)

@@ -18,7 +18,7 @@ from pydicom.uid import ExplicitVRLittleEndian, generate_uid
 from pydicom.valuerep import format_number_as_ds
 
 from qnmixer.engine.data.dicom import frame_count, functional_group
-from qnmixer.engine.data.resample import square_padding
+from qnmixer.engine.data.resample import field_of, square_padding
 from qnmixer.engine.data.slices import FloatArray
 from qnmixer.errors import DataError
 from qnmixer.files import atomic_file
@@ -122,7 +122,7 @@ def write_dicom(
         frame: of the template, for multi-frame sources.
         pixel_spacing: mm, used only without a template.
         field_of_view: mm of a square in the middle of the template, which the image covers (`to_field`); None: it
-            covers the template, padded to a square (`to_square`).
+            covers the template, padded to a square (`Grid`).
         instance_number: replaces that of the template or its frame.
 
     Raises:
@@ -194,6 +194,7 @@ def _set_grid(dataset: Dataset, source: tuple[int, int], shape: tuple[int, ...],
     new = [side / n * mm for n, mm in zip(shape, spacing, strict=True)]
     # From the centre of the source's first pixel to that of the new one, mm
     down, right = ((its - mm) / 2 - pad * mm for its, mm, pad in zip(new, spacing, (top, left), strict=True))
+    field_of_view = field_of_view or field_of(source, spacing)
     if field_of_view is not None:
         new = [field_of_view / n for n in shape]
         down, right = (
