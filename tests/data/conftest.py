@@ -1,5 +1,6 @@
 """DICOM files that the tests write themselves."""
 
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ def _ct(path: Path, hu: np.ndarray[Any, Any] | None = None, **tags: Any) -> File
     dataset.SOPClassUID, dataset.SOPInstanceUID = meta.MediaStorageSOPClassUID, meta.MediaStorageSOPInstanceUID
     dataset.Modality, dataset.ImageType = "CT", ["ORIGINAL", "PRIMARY", "AXIAL"]
     dataset.PatientID, dataset.PatientName = "P1", "Doe^Jane"
-    dataset.StudyInstanceUID, dataset.SeriesInstanceUID = "1.2.3.4", "1.2.3.4.5"
+    study = f"1.2.{zlib.crc32(tags.get('PatientID', 'P1').encode())}"  # one for each patient
+    dataset.StudyInstanceUID, dataset.SeriesInstanceUID = study, f"{study}.5"
     dataset.StudyDescription, dataset.SeriesNumber, dataset.InstanceNumber = "Abdomen", 3, 7
     dataset.PixelSpacing, dataset.SliceThickness = [0.8, 0.8], 3
     dataset.ImagePositionPatient, dataset.ImageOrientationPatient = [-10, -20, 30], [1, 0, 0, 0, 1, 0]

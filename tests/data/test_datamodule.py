@@ -203,7 +203,7 @@ def test_dicom_folder_end_to_end(make_ct: Any, body_hu: Any, tmp_path: Path) -> 
         for i in range(2):
             make_ct(
                 tmp_path / "aapm" / patient / "full_3mm" / f"{i}.IMA", body_hu(seed=p), PatientID="",
-                SeriesInstanceUID=f"1.2.{p}", ImagePositionPatient=[0, 0, i],
+                StudyInstanceUID=f"1.2.{p}.1", SeriesInstanceUID=f"1.2.{p}", ImagePositionPatient=[0, 0, i],
             )  # fmt: skip
     (tmp_path / "aapm" / "readme.txt").write_text("hello")
     module = folder("dicom", tmp_path / "aapm", split="aapm", image_size=24, num_workers=2)
@@ -214,6 +214,26 @@ def test_dicom_folder_end_to_end(make_ct: Any, body_hu: Any, tmp_path: Path) -> 
     assert batch["name"] == ["L310/full_3mm/0.IMA"]
     hu = batch["hu_offset"] + batch["hu_scale"] * batch["image"]
     assert hu[0, 0, 12, 5] == pytest.approx(41, abs=0.01)
+
+
+@pytest.mark.parametrize("rule", ["patient_from=tag", "patient_from=folder", "split=aapm"])
+def test_a_scan_is_in_one_part(make_ct: Any, body_hu: Any, tmp_path: Path, rule: str) -> None:
+    """A file of each scan has another PatientID or none, and is elsewhere. Folders and names count if asked for."""
+    for p, patient in enumerate(("L333", "L310", "L067", "L096")):
+        tags = {"StudyInstanceUID": f"1.2.{p}", "SeriesInstanceUID": f"1.2.{p}.1"}
+        for k, name in enumerate((patient, patient, "" if p % 2 else f"odd {p}")):
+            place = tmp_path / (patient if k < 2 else "sent later") / f"{p}{k}"
+            make_ct(place, body_hu(seed=10 * p + k), PatientID=name, ImagePositionPatient=[0, 0, k], **tags)
+    key, value = rule.split("=")
+    module = folder("dicom", tmp_path, **{"split": "random", key: value})
+    counted = "one patient" if value == "tag" else f"several, by data.{rule}"
+    with pytest.warns(UserWarning, match=rf"files of one study or series name several patients .*as {counted}"):
+        module.setup()
+    if value == "tag":
+        sources = [module.parts[part].source for part in PARTS]
+        scans = [{Path(source.name(k)).name[0] for k in range(len(source))} for source in sources]
+        assert sum(map(len, scans)) == 4
+        assert sum(map(len, sources)) == 12
 
 
 def test_deeplesion_folder(body_hu: Any, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from qnmixer.engine.data.splits import (
     Split,
     SplitRecord,
     files_as_patients,
+    join_patients,
     patients_of,
     split_slices,
 )
@@ -56,6 +57,23 @@ def test_tags_win_unless_the_folder_is_asked_for() -> None:
     infos = infos_of("a/x", "b/y", patient="ANON")
     assert patients_of(infos, section("data", "dicom", root="r")) == ["ANON", "ANON"]
     assert patients_of(infos, section("data", "dicom", root="r", patient_from="folder")) == ["a", "b"]
+
+
+def test_a_study_or_series_is_of_one_patient() -> None:
+    def joined(*slices: tuple[str, str]) -> tuple[list[str], list[str]]:
+        infos = [
+            SliceInfo(f"{k}/x", 0, 1, patient, "same for all", 0.0, uids) for k, (patient, uids) in enumerate(slices)
+        ]
+        return join_patients(infos, patients_of(infos, section("data", "dicom", root="r")))
+
+    assert joined(("A", "1 2"), ("", "1 2"), ("B", "3 4")) == (["A", "A", "B"], ["1 = A"])
+    assert joined(("", "1 2"), ("", "1 3"), ("", "4 5"), ("", "")) == (["1", "1", "2", "3"], ["0 = 1"])
+    assert joined(("A", "1 2"), ("A", "1 2"), ("B", "1 9"), ("C", "8 9"), ("D", "")) == (
+        ["A", "A", "A", "A", "D"],
+        ["A = B = C"],
+    )
+    assert joined(("A", "1 2"), ("B", "3 4"), ("A", "5 6")) == (["A", "B", "A"], [])
+    assert joined(("A", ""), ("B", ""), ("", "")) == (["A", "B", "2"], [])
 
 
 def test_random_split_keeps_patients_apart_and_gives_each_part_one() -> None:

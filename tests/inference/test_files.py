@@ -93,6 +93,15 @@ def test_grid_of_a_source_whose_pixels_are_not_square(make_ct: Any, body_hu: Any
     assert centre["out"] == pytest.approx(centre["in"], abs=0.2)
 
 
+def test_grid_of_a_source_whose_pixel_size_is_not_believed(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
+    """The slice was resampled as if its pixels were square."""
+    make_ct(tmp_path / "in.dcm", body_hu(40, 40), PixelSpacing=[60, 30])
+    (source,) = slices(tmp_path / "in.dcm")
+    assert source.spacing is None
+    write_dicom(tmp_path / "out.dcm", noise(20), template=source.template, series_uid="1.2", **WORDS)
+    assert list(dcmread(tmp_path / "out.dcm").PixelSpacing) == [120, 60]
+
+
 def test_multi_frame_source_gives_single_frames(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
     make_ct(tmp_path / "in.dcm", np.stack([body_hu(), body_hu()]))
     template = dcmread(tmp_path / "in.dcm")

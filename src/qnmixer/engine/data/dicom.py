@@ -252,10 +252,11 @@ class DicomReader:
         dataset = open_ct(root / path)
         n_frames = frame_count(dataset)
         patient = str(dataset.get("PatientID") or "").strip()
-        series = str(dataset.get("SeriesInstanceUID") or path.rpartition("/")[0])
+        uids = [str(dataset.get(keyword) or "").strip() for keyword in ("StudyInstanceUID", "SeriesInstanceUID")]
+        series = uids[1] or path.rpartition("/")[0]
         for frame in range(n_frames):
             with reading("no position"):
                 position = slice_position(dataset, frame)
                 spacing = pixel_spacing(dataset, frame)
-            info = SliceInfo(path, frame, n_frames, patient, series, position)
+            info = SliceInfo(path, frame, n_frames, patient, series, position, " ".join(uids).strip())
             yield Slice(info, decode_frame(dataset, frame), spacing)

@@ -37,7 +37,7 @@ from qnmixer.engine.data.slices import (
     is_no_hu,
     summarise_skipped,
 )
-from qnmixer.engine.data.splits import PARTS, RunSplit, few, files_as_patients, patients_of
+from qnmixer.engine.data.splits import PARTS, RunSplit, few, files_as_patients, join_patients, patients_of
 from qnmixer.engine.plugins import taken
 from qnmixer.engine.processes.ranks import rank
 from qnmixer.errors import ConfigError, DataError, UserError
@@ -187,6 +187,15 @@ def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | No
     if config.split == "slices":
         _warn("data.split=slices puts neighbouring slices into train and test: scores will be too good")
     patients = patients_of(cache.infos, config)
+    by_tag = config.patient_from == "tag" and config.split != "aapm"
+    one, joined = join_patients(cache.infos, patients)
+    if joined:
+        rule = "data.split=aapm" if config.split == "aapm" else "data.patient_from=folder"
+        _warn(
+            f"{config.root}: files of one study or series name several patients ({few(joined)}): they count as "
+            + ("one patient (data.patient_from=folder takes folders instead)" if by_tag else f"several, by {rule}")
+        )
+    patients = one if by_tag else patients
     good, narrow = "scores will be too good", "intervals will be too narrow"
     too = {"random": good, "explicit": good, "all": narrow}.get(config.split)
     if too and len(files := files_as_patients(cache.infos, patients)) > 1:

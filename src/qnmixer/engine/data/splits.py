@@ -171,6 +171,30 @@ def patients_of(infos: Sequence[SliceInfo], config: FolderData) -> list[str]:
     return patients
 
 
+def join_patients(infos: Sequence[SliceInfo], patients: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The patient of each slice where a study or series has one only, and the names that were joined, as "A = B".
+
+    Such a patient has the tag that most of its slices have.
+    """
+    above: dict[str, str] = {}  # a patient or UID, and one that is of the same patient
+
+    def top(it: str) -> str:
+        while above.setdefault(it, it) != it:
+            it = above[it]
+        return it
+
+    for info, patient in zip(infos, patients, strict=True):
+        for uid in info.uids.split():
+            above[top(f"UID {uid}")] = top(f"patient {patient}")
+    groups = [top(f"patient {patient}") for patient in patients]
+    names: dict[str, Counter[tuple[bool, str]]] = {group: Counter() for group in groups}
+    for group, info, patient in zip(groups, infos, patients, strict=True):
+        names[group][patient == info.patient, patient] += 1
+    best = {group: max(its, key=lambda name: (name[0], its[name], name))[1] for group, its in names.items()}
+    joined = [sorted({name for _, name in its}) for its in names.values()]
+    return [best[group] for group in groups], [" = ".join(its) for its in joined if len(its) > 1]
+
+
 def files_as_patients(infos: Sequence[SliceInfo], patients: Sequence[str]) -> list[str]:
     """The `.npy` files with one slice that `patients_of` takes for a patient each: no tag and no folder names one."""
     return [

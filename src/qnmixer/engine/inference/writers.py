@@ -18,6 +18,7 @@ from pydicom.uid import ExplicitVRLittleEndian, generate_uid
 from pydicom.valuerep import format_number_as_ds
 
 from qnmixer.engine.data.dicom import frame_count, functional_group
+from qnmixer.engine.data.dicom import pixel_spacing as pixel_spacing_of
 from qnmixer.engine.data.resample import field_of, square_padding
 from qnmixer.engine.data.slices import FloatArray
 from qnmixer.errors import DataError
@@ -134,7 +135,9 @@ def write_dicom(
         source = _anonymous(hu.shape, pixel_spacing) if template is None else template
         dataset = _kept(source, frame)
         _set_source(dataset, source, frame)
-        _set_grid(dataset, (int(source.Rows), int(source.Columns)), hu.shape, field_of_view)
+        rows, columns = int(source.Rows), int(source.Columns)
+        field = field_of_view or field_of((rows, columns), pixel_spacing_of(source, frame))
+        _set_grid(dataset, (rows, columns), hu.shape, field)
         if instance_number is not None:
             dataset.InstanceNumber = instance_number
         _mark_as_derived(dataset, series_uid, description)
@@ -194,7 +197,6 @@ def _set_grid(dataset: Dataset, source: tuple[int, int], shape: tuple[int, ...],
     new = [side / n * mm for n, mm in zip(shape, spacing, strict=True)]
     # From the centre of the source's first pixel to that of the new one, mm
     down, right = ((its - mm) / 2 - pad * mm for its, mm, pad in zip(new, spacing, (top, left), strict=True))
-    field_of_view = field_of_view or field_of(source, spacing)
     if field_of_view is not None:
         new = [field_of_view / n for n in shape]
         down, right = (
