@@ -12,8 +12,8 @@ SECONDS, MEMORY = 20, 2 * 2**30  # bytes
 
 
 @contextmanager
-def within_limits() -> Iterator[None]:
-    """Fail the test where the block takes longer than `SECONDS`, or more than `MEMORY` beyond what was there before.
+def within_limits(memory: int = MEMORY) -> Iterator[None]:
+    """Fail the test where the block takes longer than `SECONDS`, or more memory beyond what was there before.
 
     It fails by an exception that `except Exception` does not catch: the code here would take others for a bad file.
     """
@@ -29,7 +29,7 @@ def within_limits() -> Iterator[None]:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, handler)
     taken = _peak() - before
-    assert taken < MEMORY, f"{taken / 2**30:.1f} GB"
+    assert taken < memory, f"{taken / 2**30:.1f} GB"
 
 
 def _forget_peak() -> int:

@@ -369,6 +369,16 @@ def test_a_network_that_is_larger_than_its_file_is_not_built(
     assert "\n" not in str(error.value)
 
 
+def test_the_matrices_of_a_scan_wait_until_the_weights_fit(tiny_module: Build, tmp_path: Path) -> None:
+    """The config of a small file may have image_size=2048: the matrices take 1 GB, and 20 s."""
+    path = save(tiny_module(), tmp_path)
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint[CHECKPOINT_KEY]["config"]["data"]["image_size"] = 2048
+    torch.save(checkpoint, path)
+    with within_limits(memory=2**28), pytest.raises(CheckpointError, match="do not fit its own config"):
+        load_run(path)
+
+
 class Odd(UnrolledNetwork[Tensor]):
     """A user's network that drops weights while it is built, and counts in whole numbers."""
 

@@ -21,9 +21,10 @@ from qnmixer.engine.config.target import TARGET, keys_of
 from qnmixer.engine.data.splits import SplitRecord, is_split_record
 from qnmixer.engine.parallel.shards import load_checked, merge_shards
 from qnmixer.engine.plugins import check_trusted, is_trusted
-from qnmixer.engine.reconstructor import Reconstructor
+from qnmixer.engine.reconstructor import Reconstructor, build_geometry, build_network
 from qnmixer.errors import CheckpointError, ConfigError, first_line
 from qnmixer.files import newest_complete
+from qnmixer.physics import FanBeamGeometry, FanBeamProjector
 from qnmixer.weights import CHECKPOINT_KEY, RUN_KEY, SUFFIX, checkpoint_in, located
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ _OF_LOADING = {"batch_size", "num_workers", "prefetch_factor", "pin_memory"}
 """Keys of slices that a resumed run may change."""
 _OF_PLACES = _OF_LOADING | {"cache_dir", "root", "reference_root"}
 """The same for our sources of files, whose slices are known by their pixels."""
+_NO_FIT = "has weights that do not fit its own config: use the qnmixer version that wrote it"
 _NEVER_READ: dict[str, Any] = {"callbacks": {}, "logger": {}}
 """Keys that are dropped from the config of a file: only the command line may name callbacks and loggers."""
 
@@ -101,10 +103,35 @@ def load_run(run: str | Path, which: str = "best", trust: Collection[str] = (), 
     config, state = read_checkpoint(path)
     check_trusted(str(path), built_from(config, *more), trust)
     config = checked(config, "model", "noise")
+    if is_trusted(config.model._target_, ()):
+        _require_fit(config, state, path)
     with _no_larger_than(state, path):
         module = Reconstructor(config)
     _load_state(module, state, path)
     return module
+
+
+class _Outline(FanBeamProjector):
+    """The projector of a scan without its matrices: enough to build a network of ours, not to use it."""
+
+    def __init__(self, geometry: FanBeamGeometry) -> None:
+        nn.Module.__init__(self)
+        self.geometry, self.fbp_filter = geometry, ""
+
+    def _largest_eigenvalue(self, *_: Any) -> float:
+        return 1.0
+
+
+def _require_fit(config: Config, state: dict[str, Any], path: Path) -> None:
+    """Raise CheckpointError if the weights do not have the shapes that the config of their file gives them.
+
+    It comes before the matrices of the scan: at an image size that the weights do not have these may take gigabytes.
+    """
+    with _no_larger_than(state, path), torch.random.fork_rng(devices=[]):
+        network = build_network(config, _Outline(build_geometry(config)))
+    shapes = {name: tensor.shape for name, tensor in state.items()}
+    if any(shapes.get(f"network.{name}") != tensor.shape for name, tensor in network.state_dict().items()):
+        raise CheckpointError(f"{path} {_NO_FIT}")
 
 
 @contextmanager
@@ -249,9 +276,7 @@ def _load_state(module: "Reconstructor | RunModule", state: dict[str, Any], path
     try:
         module.load_state_dict(state)
     except RuntimeError as error:
-        raise CheckpointError(
-            f"{path} has weights that do not fit its own config: use the qnmixer version that wrote it"
-        ) from error
+        raise CheckpointError(f"{path} {_NO_FIT}") from error
 
 
 def load(path: Path) -> dict[str, Any]:
