@@ -107,14 +107,13 @@ def test_without_being_asked_every_slice_fills_the_field(make_ct: Any, tmp_path:
     assert cache.cut == CutTissue()
 
 
-@pytest.mark.parametrize("spacing", [(3.0, 2.0), (0.5, 1.5)])
+@pytest.mark.parametrize("spacing", [(3.0, 2.0), (1.0, 3.0)])
 def test_pixels_that_are_not_square_become_square(spacing: tuple[float, float]) -> None:
     """A disc stays a disc, in the square that holds the whole slice, at any size of the image."""
-    fine = disc(600, 0.5, 120.0, 20.0, -12.0)
-    step = [round(mm / 0.5) for mm in spacing]
-    hu = fine.reshape(600 // step[0], step[0], 600 // step[1], step[1]).mean((1, 3))[
-        :, 24 // step[1] :
-    ]  # 12 mm less on the left
+    fine = disc(300, 1.0, 120.0, 20.0, -12.0)
+    step = [round(mm) for mm in spacing]
+    hu = fine.reshape(300 // step[0], step[0], 300 // step[1], step[1]).mean((1, 3))
+    hu = hu[:, 12 // step[1] :]  # 12 mm less on the left
     side = max(n * mm for n, mm in zip(hu.shape, spacing, strict=True))
     assert side == 300.0
     for size in (64, 128):
