@@ -1,7 +1,10 @@
 """Measured sinograms at the rays of a network, and the files that they come from."""
 
 import math
+import struct
 import sys
+import tracemalloc
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -179,7 +182,10 @@ def test_a_matlab_scan(tmp_path: Path) -> None:
     assert (found.source_to_axis, found.source_to_detector) == pytest.approx((410.66, 553.74))
 
 
-@pytest.mark.parametrize("fault", ["text", "other", "no distance", "zero", "nan", "angle", "angles", "cm", "7.3"])
+FAULTS = ["text", "other", "no distance", "zero", "nan", "angle", "far angle", "angles", "cm", "7.3"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_matlab_files_that_are_no_scan(tmp_path: Path, fault: str) -> None:
     path, y = tmp_path / "a.mat", np.ones((4, 7))
     if fault == "text":
@@ -194,6 +200,7 @@ def test_matlab_files_that_are_no_scan(tmp_path: Path, fault: str) -> None:
             "zero": {"distanceSourceDetector": 0},
             "nan": {"distanceSourceOrigin": math.nan},
             "angle": {"angles": [1, 2, 3, math.nan]},
+            "far angle": {"angles": [1e300, 1, 2, 3]},
             "angles": {"angles": [1, 2]},
             "cm": {"distanceUnit": "cm"},
         }
@@ -201,6 +208,24 @@ def test_matlab_files_that_are_no_scan(tmp_path: Path, fault: str) -> None:
     with pytest.raises(DataError, match=r"a\.mat is no scan \(.*\.npy") as error:
         read_mat(path, scanner())
     assert "\n" not in str(error.value)
+
+
+def test_a_file_that_unpacks_to_gigabytes_takes_no_memory(tmp_path: Path) -> None:
+    """A variable of zeros, as MATLAB 5 writes it: its block of 2 MiB of zeros counts often."""
+    pytest.importorskip("scipy.io")
+    size, packer = 2**31 - 2**21, zlib.compressobj()
+    head = packer.compress(struct.pack("<14I", 14, size + 48, 6, 8, 9, 0, 5, 8, 1, size, 1 << 16 | 1, 97, 2, size))
+    head += packer.flush(zlib.Z_FULL_FLUSH)
+    packed = head + (packer.compress(bytes(2**21)) + packer.flush(zlib.Z_FULL_FLUSH)) * 1023
+    file = b"MATLAB 5.0 MAT-file".ljust(124) + b"\x00\x01IM" + struct.pack("<II", 15, len(packed)) + packed
+    (tmp_path / "a.mat").write_bytes(file)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match=r"a\.mat is no scan .*unpacks to more than 512 MiB"):
+            read_mat(tmp_path / "a.mat", scanner())
+        assert tracemalloc.get_traced_memory()[1] < 2**25
+    finally:
+        tracemalloc.stop()
 
 
 def test_without_scipy_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,10 @@ from qnmixer.engine.inference.batches import MAX_HU, BatchedNetwork
 from qnmixer.engine.inference.reconstruct import reconstruct_input
 from qnmixer.engine.inference.scan import Scan
 from qnmixer.engine.inference.sinograms import holds_sinograms, measured_scans, sinogram_files
-from qnmixer.engine.inference.slices import simulated_scans, slice_files
+from qnmixer.engine.inference.slices import read_slices, simulated_scans, slice_files
 from qnmixer.errors import DataError, OutOfMemory
 from qnmixer.module import ReconstructionModule
+from qnmixer.physics.rays import system_matrix
 from qnmixer.weights import CHECKPOINT_KEY
 
 from ..conftest import TINY
@@ -330,6 +333,115 @@ def test_a_sinogram_of_too_many_views_is_refused(tiny_module: Build, tmp_path: P
     np.lib.format.open_memmap(tmp_path / "a.npy", mode="w+", dtype=np.float32, shape=(5_000_000, 24))  # sparse
     with pytest.raises(DataError, match="5000000 × 24 values, not 1 to 8192"):
         next(measured(tmp_path / "a.npy", tiny_module(), settings(angle_span=6)))
+
+
+def test_a_large_array_is_refused_by_its_header(tiny_module: Build, tmp_path: Path) -> None:
+    np.lib.format.open_memmap(tmp_path / "a.npy", mode="w+", dtype=np.float32, shape=(40_000, 40_000))  # sparse
+    start = time.perf_counter()
+    assert not holds_sinograms(tmp_path / "a.npy", tiny_module().config, settings())
+    with pytest.raises(DataError, match="40000 × 40000 values"):
+        next(read_slices(tmp_path / "a.npy", [tmp_path / "a.npy"]))
+    assert time.perf_counter() - start < 2
+
+
+SCANNER = [
+    "model=fbp", "data.image_size=64", "geometry.n_views=32", "geometry.n_detectors=192", "geometry.detector_pitch=5",
+    "geometry.first_angle=0",
+]  # fmt: skip
+OF_ONE = 0.0576  # attenuation of x = 1 in 1/mm
+
+
+def scan(module: ReconstructionModule, photons: float = 0, **changes: Any) -> np.ndarray:
+    """A sinogram in attenuation, by a finer matrix of the scanner with changes.
+
+    Its body is 240 mm wide and out of the middle: a round one in the middle would be the same for many scanners.
+    """
+    body = np.pad(phantom(80, seed=0, part="test", index=1), ((8, 40), (24, 24)), constant_values=-1000)
+    x = torch.from_numpy((body + 1000) / 3000)
+    geometry = replace(module.projector.geometry, image_size=128, pixel_size=400 / 128, **changes)
+    p = OF_ONE * system_matrix(geometry)(x.float()[None, None])[0, 0].numpy().astype(np.float64)
+    rng = np.random.default_rng(0)
+    return -np.log(np.maximum(rng.poisson(photons * np.exp(-p)), 1) / photons) if photons else p
+
+
+@pytest.fixture(scope="module")
+def fbp_module() -> ReconstructionModule:
+    words = [word for word in TINY if not word.startswith(("model.", "geometry.", "data.image_size"))]
+    return build_module(parse(compose("train", [*words, *SCANNER]))).eval()
+
+
+def check(module: ReconstructionModule, path: Path, y: np.ndarray, **keys: object) -> None:
+    np.save(path, y.astype(np.float32))
+    list(measured(path, module, settings(kind="sinograms", **keys)))
+
+
+@pytest.mark.parametrize("photons", [0, 1e3])
+def test_a_right_scan_is_accepted(
+    fbp_module: ReconstructionModule, tmp_path: Path, photons: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """1000 photons a ray are a hundredth of a low dose."""
+    path = tmp_path / "a.npy"
+    check(fbp_module, path, scan(fbp_module, photons))
+    check(fbp_module, path, scan(fbp_module, photons, n_detectors=96, detector_pitch=10.0), detector_pitch=10)
+    check(fbp_module, path, scan(fbp_module, photons, n_views=48), angle_span=2 * np.pi)
+    assert capsys.readouterr().err == ""
+
+
+WRONG: dict[str, tuple[dict[str, Any], dict[str, object], str]] = {
+    "short": ({"angle_span": 4.1}, {}, "fits no image"),
+    "mirrored": ({"angle_span": -2 * np.pi}, {}, "fits no image"),
+    "too wide": ({}, {"detector_pitch": 50}, "fits no image"),
+    "twice": ({}, {"detector_pitch": 10}, "fits no image"),
+    "a tenth": ({}, {"detector_pitch": 0.5}, r"HU on average.*detector_pitch="),
+    "a thousandth": ({}, {"detector_pitch": 0.005}, "cannot see the object"),
+    "degrees": ({}, {"angle_span": 360}, "degrees must be converted"),
+    "zeros": ({}, {}, "has 16 measured views"),
+    "nearly zeros": ({}, {}, "fits no image"),
+    "one view": ({}, {}, "fits no image"),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_scan_of_another_geometry_is_refused(fbp_module: ReconstructionModule, tmp_path: Path, fault: str) -> None:
+    changes, keys, words = WRONG[fault]
+    y = scan(fbp_module, 1e4, **changes)
+    if "zeros" in fault:
+        y[1::2] = 1e-3 * (fault != "zeros")
+    if fault == "one view":
+        y[5] = 1e-3
+    with pytest.raises(DataError, match=words):
+        check(fbp_module, tmp_path / "a.npy", y, **keys)
+
+
+@pytest.mark.parametrize("key", ["angle_span", "detector_pitch"])
+def test_keys_that_a_matlab_file_has_are_not_ignored(
+    fbp_module: ReconstructionModule, tmp_path: Path, key: str
+) -> None:
+    (tmp_path / "a.mat").touch()
+    with pytest.raises(DataError, match=r"a\.mat has angles and bins of its own"):
+        next(measured(tmp_path / "a.mat", fbp_module, settings(**{key: 1})))
+
+
+def test_a_turn_that_is_a_little_short_is_told(
+    fbp_module: ReconstructionModule, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(fbp_module, tmp_path / "a.npy", scan(fbp_module, angle_span=6.0))
+    assert re.search(r"a\.npy: the best image differs from it by [2-7]\.\d%", capsys.readouterr().err)
+
+
+def test_each_reconstruction_says_how_far_it_is_from_its_scan(
+    fbp_module: ReconstructionModule, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    y = scan(fbp_module)
+    y[3] = np.nan
+    np.save(tmp_path / "a.npy", np.stack([y, y]).astype(np.float32))
+    words = {"run": save(fbp_module, tmp_path / "a.ckpt"), "input": tmp_path / "a.npy", "output": tmp_path / "out"}
+    reconstruct_input(settings(**words, formats="[npy]"))
+    told = re.findall(r"a#([01]): A x differs from the sinogram by ([\d.]+)%", capsys.readouterr().out)
+    x = torch.from_numpy((np.load(tmp_path / "out" / "a_0.npy") + 1000) / 3000)[None, None]
+    left = fbp_module.projector(x)[0, 0].numpy() * OF_ONE - y
+    expected = np.sqrt(np.nansum(left**2) / np.nansum(y**2))
+    assert told == [(k, f"{100 * expected:.1f}") for k in "01"]
 
 
 def test_odd_names_are_printed_unchanged(tiny_module: Build, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -205,7 +205,7 @@ BAD_SCANS: dict[str, tuple[str, str]] = {
     "negated": ("value", "no −log of transmission"),
     "nan": ("attenuation", "NaN or infinite"),
     "dead bin": ("attenuation", "NaN or infinite"),
-    "empty scan": ("attenuation", "unit=attenuation"),
+    "empty scan": ("attenuation", "has 0 measured views"),
     "turned": ("attenuation", "[8, 48]"),
     "too few views": ("attenuation", "geometry.n_views"),
     "text": ("attenuation", "scan.npy"),

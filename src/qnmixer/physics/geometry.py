@@ -209,7 +209,8 @@ class FanBeamGeometry:
     def _require(self, name: str, positive: bool) -> None:
         """Raise GeometryError for a value that is no number, too large to compute with, or not positive if asked."""
         value = getattr(self, name)
-        number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and abs(value) <= _LARGEST
+        number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+        number = number and abs(float(value)) <= _LARGEST
         if not number or (positive and value <= 0):
             kind = "positive, finite" if positive else "finite"
             raise GeometryError(f"{name}={value!r} must be a {kind} number of at most {_LARGEST:g}")

@@ -102,6 +102,24 @@ class FanBeamProjector(FullPrecisionModule):
         projected = self._apply_linear(x, "image", self._rays, self._rays.transpose)
         return self.filtered_adjoint(projected - y)
 
+    @torch.no_grad()
+    def least_squares(self, y: Tensor, n_steps: int) -> Tensor:
+        """An image [B, 1, H, W] whose A x is near y [B, 1, V, D]: some steps of conjugate gradients from 0 (CGLS).
+
+        It does not depend on a network or on FBP, and is as good for a few degrees as for a full turn.
+        """
+        gradient = direction = self.adjoint(y)
+        x, left = torch.zeros_like(gradient), y
+        square = _square(gradient)
+        for _ in range(n_steps):
+            seen = self(direction)
+            step = square / _square(seen)
+            x, left = x + step * direction, left - step * seen
+            gradient, before = self.adjoint(left), square
+            square = _square(gradient)
+            direction = gradient + square / before * direction
+        return x
+
     def safe_step_size(self) -> float:
         """1 over the largest eigenvalue of A†A, by power iteration from a fixed start; computed once.
 
@@ -173,6 +191,11 @@ class FanBeamProjector(FullPrecisionModule):
         """The rows after the ramp, by zero-padded FFT. The ramp is its own transpose."""
         n = 2 * (len(self._response) - 1)
         return torch.fft.irfft(torch.fft.rfft(rows, n).mul_(self._response), n)[..., : rows.shape[-1]]
+
+
+def _square(x: Tensor) -> Tensor:
+    """Squared norm of each sample, [B, 1, 1, 1]; never 0, to divide by."""
+    return x.square().sum((1, 2, 3), keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
 
 
 def _require_memory(geometry: FanBeamGeometry) -> None:

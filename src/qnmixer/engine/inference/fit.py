@@ -30,10 +30,10 @@ def fit_scan(
 ) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
     """Fit a sinogram [v, d] to the rays of a geometry. Returns [V, D], and which of its views are missing.
 
-    Missing views are rows of NaN. Along the detector, rows are interpolated linearly, or averaged if bins become wider.
-    Views at angles that were not measured are interpolated linearly between their neighbours. They count as missing if
-    the nearest measured view is too far. The first view becomes that of the geometry, so the image is turned by the
-    difference of the two angles.
+    Missing views are rows of NaN, or of zeros. Along the detector, rows are interpolated linearly, or averaged if bins
+    become wider. Views at angles that were not measured are interpolated linearly between their neighbours. They count
+    as missing if the nearest measured view is too far. The first view becomes that of the geometry, so the image is
+    turned by the difference of the two angles.
 
     Args:
         sinogram: of any size.
@@ -46,7 +46,7 @@ def fit_scan(
         DataError: another beam or distance of the source, an object cut off by the detector, too few views or too wide
             a gap.
     """
-    missing = np.isnan(sinogram).all(axis=1)
+    missing = np.isnan(sinogram).all(axis=1) | ~sinogram.any(axis=1)  # no object is empty from one side
     n_measured = np.count_nonzero(~missing)
     if not np.isfinite(sinogram[~missing]).all():
         raise DataError(f"{name} has NaN or infinite values in part of a view: interpolate the dead bins first")
@@ -62,8 +62,8 @@ def fit_scan(
         )
     if n_measured < _FEWEST_VIEWS * geometry.n_views:
         raise DataError(
-            f"{name} has {n_measured} measured views, but the run was trained for {geometry.n_views}: train with "
-            "geometry.n_views as measured"
+            f"{name} has {n_measured} measured views (others are NaN or zeros), but the run was trained for "
+            f"{geometry.n_views}: train with geometry.n_views as measured"
         )
     rows = _fit_bins(sinogram[~missing], scanner, geometry, name)
     turned = math.copysign(1, geometry.angle_span) * (angles - angles[0])

@@ -15,7 +15,7 @@ from qnmixer.engine.checkpoints.reading import load_run
 from qnmixer.engine.config.commands import ReconstructConfig
 from qnmixer.engine.data.slices import FloatArray
 from qnmixer.engine.inference.batches import BatchedNetwork
-from qnmixer.engine.inference.scan import Scan
+from qnmixer.engine.inference.scan import Scan, misfit
 from qnmixer.engine.inference.sinograms import holds_sinograms, measured_scans, sinogram_files
 from qnmixer.engine.inference.slices import simulated_scans, slice_files
 from qnmixer.engine.inference.writers import window_of, write_dicom, write_npy, write_png
@@ -50,6 +50,10 @@ def reconstruct_input(config: ReconstructConfig) -> int:
         while batch := [*islice(scans, batch_size)]:
             for scan, hu in zip(batch, network(batch), strict=True):
                 writer.write(scan, hu)
+                if scan.measured:
+                    x = torch.from_numpy((hu - scan.offset) / scan.scale)[None, None].to(scan.sinogram)
+                    far = misfit(module.projector, x, scan)
+                    console.print(f"{scan.name}: A x differs from the sinogram by {far:.1%}", soft_wrap=True)
             progress.advance(task, len(batch))
     if not writer.count:
         raise DataError(f"input={path} has nothing to reconstruct: see the warning above")

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from pydicom.dataset import FileDataset
 from rich.console import Console
 from torch import Tensor
+from torch.nn.functional import avg_pool2d
+
+from qnmixer.physics import FanBeamProjector
 
 
 @dataclass(kw_only=True)
@@ -30,6 +33,13 @@ class Scan:
     template: FileDataset | None = None
     frame: int = 0
     field_of_view: float | None = None
+
+
+def misfit(projector: FanBeamProjector, x: Tensor, scan: Scan, bins: int = 1) -> float:
+    """‖A x − y‖ / ‖y‖ of an image [1, 1, S, S] over the views that were measured, with means of `bins` neighbours."""
+    views = slice(None) if scan.missing is None else ~scan.missing
+    y, left = (avg_pool2d(it[:, :, views], (1, bins)) for it in (scan.sinogram, projector(x) - scan.sinogram))
+    return float(left.norm() / y.norm())
 
 
 def warn(line: str) -> None:
