@@ -314,3 +314,15 @@ def test_a_scan_that_no_memory_holds_is_refused_before_it_is_built() -> None:
     geometry = replace(FanBeamGeometry.paper(8191, image_size=8192), n_detectors=8192)
     with pytest.raises(GeometryError, match=r"n_views=8191 and n_detectors=8192 need \d+ GiB"):
         FanBeamProjector(geometry)
+
+
+def test_least_squares_solves_each_sample_of_a_batch() -> None:
+    """Enough steps give the image that one matrix gives; a sample of nothing stays nothing."""
+    projector = FanBeamProjector(TINY).double()
+    y = torch.rand(2, 1, 8, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    y[1] = 0
+    matrix = torch.stack([projector(e.view(1, 1, 6, 6)).flatten() for e in torch.eye(36, dtype=torch.float64)], 1)
+    expected = torch.linalg.lstsq(matrix, y[0].flatten()[:, None]).solution.view(6, 6)
+    found = projector.least_squares(y, 200)
+    torch.testing.assert_close(found[0, 0], expected, atol=1e-6, rtol=1e-6)
+    assert not found[1].any()
