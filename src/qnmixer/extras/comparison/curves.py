@@ -31,7 +31,7 @@ def curve_of(job: ComparedJob) -> list[Validation]:
     seconds = samples = 0.0
     for row in read_metrics(job.folder / "metrics.csv"):
         if speed := as_number(row.get("train/samples_per_second", "")):  # since the last row with a speed
-            now = float(row["samples"] or samples)
+            now = float(row.get("samples") or samples)
             seconds, samples = seconds + (now - samples) / speed, now
         if decibels := row.get("val/psnr"):
             curve.append(Validation(int(row["step"]), seconds, float(decibels)))
