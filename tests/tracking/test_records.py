@@ -57,6 +57,7 @@ def jobs(folder: Path) -> object:
         ("results.json", b'{"overrides": [1, {}]}', overrides_of),
         ("results.json", b'{"overrides": "seed=1"}', overrides_of),
         ("results.json", b'{"status": ["done"]}', read_results),
+        ("results.json", b'{"overrides": "a\\nb"}', read_results),
         ("results.json", b'{"status": "done", "steps": "many"}', read_results),
         ("results.json", b'{"status": "done", "best": [1]}', read_results),
         ("sweep.json", json.dumps(SWEEP | {"jobs": ["0"]}).encode(), jobs),

@@ -54,10 +54,12 @@ def read_json(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
         record = None
     if not isinstance(record, dict):
         raise damaged(path, "it is no JSON object")
-    try:
-        return record | {key: converted(key, record[key], kind) for key, kind in kinds.items() if key in record}
-    except ConfigError as error:
-        raise damaged(path, str(error).partition(":")[0][:80]) from error
+    for key in kinds.keys() & record.keys():
+        try:
+            record[key] = converted(key, record[key], kinds[key])
+        except ConfigError as error:  # its message has the value, which may be anything
+            raise damaged(path, f"its entry {key}") from error
+    return record
 
 
 def read_yaml(path: Path) -> Any:
