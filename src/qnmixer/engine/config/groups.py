@@ -83,7 +83,7 @@ class Group:
         n_ours: its positional arguments, which qnmixer gives. A module that may be a function too gets none.
         ours: its arguments that qnmixer gives by name.
         offered: its arguments that qnmixer gives by name if it has them, and the config does not give them.
-        closed: whether our own targets of this group take no arguments.
+        closed: whether our own targets of this group take no arguments but those that conf/ lists.
         arguments: keys of the section that are not in its schema. They become keyword arguments of the target.
         section: its place in the config, such as model or metrics.psnr.
     """
@@ -113,8 +113,10 @@ class Group:
         self.section = self.section or self.group
         if odd := next((it for it in self.arguments if it.startswith("_") and it not in _WORDS), None):
             raise ConfigError(f"{self.section}.{odd} is not known: give {TARGET} and arguments of the target")
-        if self.closed and self.arguments and self._target_.startswith("qnmixer."):
-            raise unknown_key(f"{self.section}.{next(iter(self.arguments))}")
+        if self.closed and self._target_.startswith("qnmixer."):
+            listed = keys_of_options(self.group).get(self.name, ())
+            if unknown := next((it for it in self.arguments if it not in listed), None):
+                raise unknown_key(f"{self.section}.{unknown}")
 
     def __getattr__(self, name: str) -> Any:
         """The value of an argument."""
