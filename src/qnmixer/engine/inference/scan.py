@@ -6,9 +6,8 @@ from pydicom.dataset import FileDataset
 from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
-from qnmixer.physics import FanBeamProjector
-
 from qnmixer.engine.reports.tables import Console
+from qnmixer.physics import FanBeamProjector
 
 
 @dataclass(kw_only=True)
