@@ -203,17 +203,18 @@ METHOD_FILES = sorted(CONF.glob("experiment/*/*.yaml"))
 def test_every_method_of_a_comparison_composes(path: Path) -> None:
     group = path.parent.name
     experiments = {"small": "compare_small", "published": "compare_64"}
-    base = experiments.get(group) or {"curvature": "ablation_qn", "parts": "ablation_parts"}[group]
+    base = experiments.get(group) or {"curvature": "ablation_qn", "parts": "ablation_parts", "study": "studies"}[group]
     config = parse(compose("train", [f"experiment={base}", f"experiment/{group}={path.stem}"]))
     assert config.model.name == (path.stem if group in experiments else "qn_mixer")
 
 
 @pytest.mark.parametrize(
-    "experiment", ["compare_small", "compare_noise", "compare_few", "compare_64", "ablation_qn", "ablation_parts"]
+    "experiment",
+    ["compare_small", "compare_noise", "compare_few", "compare_64", "ablation_qn", "ablation_parts", "studies"],
 )
 def test_a_comparison_sweeps_over_all_its_methods(experiment: str) -> None:
     params = compose("train", [f"experiment={experiment}"], with_hydra=True).hydra.sweeper.params
-    (group,) = (key for key in params if key.startswith("experiment/"))
+    *_, group = (key for key in params if key.startswith("experiment/"))
     every = {path.stem for path in CONF.glob(f"{group}/*.yaml")} - {"identity_7"}  # of second_order alone
     assert {*params[group].split(",")} == every
     assert params["seed"] == "1,2,3"
