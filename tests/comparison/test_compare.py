@@ -204,7 +204,8 @@ def test_every_method_of_a_comparison_composes(path: Path) -> None:
     group = path.parent.name
     experiments = {"small": "compare_small", "published": "compare_64"}
     base = experiments.get(group) or {"curvature": "ablation_qn", "parts": "ablation_parts", "study": "studies"}[group]
-    config = parse(compose("train", [f"experiment={base}", f"experiment/{group}={path.stem}"]))
+    of_slices = ["data.sources.slices.root=."] if group == "study" else []
+    config = parse(compose("train", [f"experiment={base}", f"experiment/{group}={path.stem}", *of_slices]))
     assert config.model.name == (path.stem if group in experiments else "qn_mixer")
 
 

@@ -44,7 +44,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("commands")]
 @pytest.fixture(scope="module")
 def diverged(place: Path) -> tuple[Path, Outcome]:
     """A run folder, and how the run ended: with a loss that is not a number."""
-    return place / "diverged", training(place / "diverged", "logger=wandb", "optimizer.lr=1e30", "trainer.max_steps=20")
+    return place / "diverged", training(place / "diverged", "logger=wandb", "optimizer.lr=1e9", "trainer.max_steps=20")
 
 
 # Training
@@ -338,13 +338,6 @@ def test_evaluation_refuses(trained: Path, ct: Path, tmp_path: Path, overrides: 
 
 
 # A full disk
-
-
-def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
-    """/dev/full answers every writing as a full disk does."""
-    (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra" / "config.yaml").symlink_to("/dev/full")
-    assert training(tmp_path).error.startswith("the disk is full")
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")

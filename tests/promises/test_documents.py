@@ -19,6 +19,7 @@ import pydicom
 import pytest
 import torch
 
+from qnmixer import load_pretrained
 from qnmixer.engine import cli
 from qnmixer.engine.config import parse
 from qnmixer.engine.config.compose import compose
@@ -69,7 +70,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
         dataset.PatientID = patient
         dataset.save_as(path)
     run(f"python -m qnmixer.train experiment=demo hydra.run.dir={place}/run", place, warm)
-    np.save(place / "scan.npy", np.full((16, 48), 2.0, np.float32))
+    attenuation = torch.from_numpy(0.0192 * (phantom(32, seed=0, part="test", index=0) + 1000) / 1000)  # in 1/mm
+    np.save(place / "scan.npy", load_pretrained(place / "run").projector(attenuation[None, None])[0, 0].numpy())
     new(place / "my_project")
     shutil.copy(Path(__file__).parents[1] / "own.py", place / "my_file.py")
     (yaml,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "make_it_yours.md").read_text(), re.DOTALL)

@@ -76,7 +76,7 @@ class FanBeamGeometry:
             self._require(name, positive=True)
         for name in ("first_angle", "angle_span", "detector_offset"):
             self._require(name, positive=False)
-        for name, least in (("first_angle", 0.0), ("angle_span", _ANGLE_TOLERANCE)):
+        for name, least in (("angle_span", _ANGLE_TOLERANCE), ("first_angle", 0.0)):
             if not least <= abs(value := getattr(self, name)) <= FULL_TURN + _ANGLE_TOLERANCE:
                 raise GeometryError(
                     f"{name}={value} is outside of {least:g} to 2π: give radians, at most a full turn "
