@@ -37,6 +37,7 @@ def measured(folder: Path, bench: str, *arguments: str, warm: Warm | None = None
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_steps(warm: Warm, tmp_path: Path) -> None:
     given = ["--sizes", "16", "--rounds", "1", "--base", f"{SCAN} model.channels=4", "--variants", "keep", "recompute"]
     found, printed = measured(tmp_path, "step", *given, warm=warm)

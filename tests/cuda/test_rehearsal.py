@@ -13,7 +13,7 @@ import torch
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fake_cuda")]
 
-MODELS = ["qn_mixer", "qn_mixer_paper", "learn", "learned_primal_dual", "regformer", "fbpconvnet", "itnet"]
+MODELS = ["qn_mixer", "qn_mixer_paper", "learn", "learned_primal_dual", "regformer", "fbpconvnet"]
 WITHIN = dict.fromkeys(MODELS, 0.01) | {"qn_mixer": 0.015, "regformer": 0.025}
 """Of the plan's bytes, which are those of operators of the CPU. RegFormer's backward has one map more on a GPU. That of
 QN-Mixer, offloaded in half precision, has one vector of the latent more."""

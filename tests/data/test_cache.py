@@ -254,7 +254,6 @@ def test_what_a_worker_finds_damaged_is_one_line(root: Path) -> None:
         of_worker = ExceptionWrapper(where="in DataLoader worker process 0")
     with pytest.raises(DataError, match="has changed on the disk") as raised:
         of_worker.reraise()  # as a loader does
-    assert "\n" in str(raised.value)
     line = explain(raised.value, "train")
     assert line is not None
     assert line.startswith(str(root.with_name("cache")))

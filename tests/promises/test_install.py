@@ -160,7 +160,7 @@ CU130 = COMMON | {"torch": TORCH, "nvidia_cudnn_cu13": "9.20", "cudnn": "nvidia-
         long(["6.0, 535.104.05"], "cu126", CU126, "compute capability 6.0, driver 535.104.05"),
         long(["7.5, 580.65.06"], "cu130", CU130, "compute capability 7.5, driver 580.65.06"),
         ([A100], "cu130", CU130, "compute capability 8.0, driver 580.65.06"),
-        (["8.0, 550.54.15"], "cu126", CU126, "compute capability 8.0, driver 550.54.15"),  # too old for cu130
+        long(["8.0, 550.54.15"], "cu126", CU126, "compute capability 8.0, driver 550.54.15"),  # too old for cu130
         long([RTX_5090], "cu130", CU130, "compute capability 12.0, driver 580.65.06"),
         long([V100, A100], "cu126", CU126, "compute capability 7.0, compute capability 8.0, driver 580.65.06"),
         ([], "cpu", CPU, "no NVIDIA GPU here"),
@@ -224,6 +224,7 @@ def test_the_fix_installs_a_build_that_the_next_install_keeps(machine: Callable[
     assert here.packages() == CU126
 
 
+@pytest.mark.long
 def test_another_build_leaves_nothing_of_the_first(machine: Callable[..., Machine]) -> None:
     here = machine(A100)
     for build, installed in {"cu130": CU130, "cu126": CU126, "auto": CU130}.items():

@@ -15,6 +15,7 @@ from ..conftest import PHANTOMS, TINY
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_core_needs_no_extras(tmp_path: Path) -> None:
     source = Path(qnmixer.__file__).parents[1]
     without = shutil.ignore_patterns("extras", "__pycache__", "*.egg-info")

@@ -49,7 +49,9 @@ def test_the_mean_is_of_optimizer_steps_and_stands_for_the_weights_in_a_checkpoi
     assert module.weight.item() == pytest.approx(8)
 
 
-@pytest.mark.parametrize(("stream", "step", "batches"), [("val", 2, 1), ("train", 2, 2)])
+@pytest.mark.parametrize(
+    ("stream", "step", "batches"), [("val", 2, 1), pytest.param("train", 2, 2, marks=pytest.mark.long)]
+)
 def test_a_stopped_run_resumes_with_both(
     tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: str, step: int, batches: int
 ) -> None:

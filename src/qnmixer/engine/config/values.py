@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from math import isfinite
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -77,7 +78,7 @@ def converted(key: str, value: Any, hint: Any) -> Any:
     for given, taken in zip(_items(value), _items(found), strict=False):
         if isinstance(given, bool) and isinstance(taken, int | float) and not isinstance(taken, bool):
             raise ConfigError(f"{key}={_as_typed(value)} is not a number: give one")  # pydantic takes true as 1
-        if isinstance(taken, float) and taken and not _SMALLEST < abs(taken) < _LARGEST:
+        if isinstance(taken, float) and isfinite(taken) and taken and not _SMALLEST < abs(taken) < _LARGEST:
             says = "large for 32-bit floats: give at most 3e38"
             if abs(taken) < 1:
                 says = "small for 32-bit floats: give 0, or at least 1e-37"

@@ -49,6 +49,7 @@ class StepMetrics(Callback):
         self._asked: tuple[Tensor, torch.cuda.Event | None, Tensor, str] | None = None  # a loss that is being checked
         self._largest_norm: Tensor | float = 0.0
         self._loss: Tensor | float = 0.0
+        self._batches = 1  # of a step, when training began
         self._row = (0, 0.0)  # samples at the previous row, and its time, moved by the time of validations since
         self._paused: float | None = None  # when a validation began
 
@@ -62,6 +63,7 @@ class StepMetrics(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock."""
+        self._batches = trainer.accumulate_grad_batches
         self._row = samples_until(trainer, trainer.global_step), time.monotonic()
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, *_: Any) -> None:
@@ -69,12 +71,10 @@ class StepMetrics(Callback):
 
         Raises ConfigError if a callback has changed the batches of a step: `samples` and resuming rely on their number.
         """
-        assert isinstance(pl_module, RunModule)
-        fixed, now = pl_module.config.trainer.accumulate_grad_batches, trainer.accumulate_grad_batches
-        if now != fixed:
+        if (now := trainer.accumulate_grad_batches) != self._batches:
             raise ConfigError(
-                f"a callback changed trainer.accumulate_grad_batches from {fixed} to {now}: leave that callback out, "
-                f"and set trainer.accumulate_grad_batches={now}"
+                f"a callback changed trainer.accumulate_grad_batches from {self._batches} to {now}: leave it "
+                f"out, and set trainer.accumulate_grad_batches={now}"
             )
         self._names = batch["name"]
         if self._paused is not None:
