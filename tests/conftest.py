@@ -22,6 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if "XDG_CACHE_HOME" not in os.environ:
     _cache = tempfile.TemporaryDirectory(prefix="qnmixer-tests-")
     os.environ["XDG_CACHE_HOME"] = _cache.name
+    os.environ["XDG_CONFIG_HOME"] = f"{_cache.name}/config"
 
 import lightning as L
 import pytest

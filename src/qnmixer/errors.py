@@ -6,17 +6,22 @@ Every message says what is wrong, where (file or key), and how to fix it. Plain 
 import difflib
 import re
 import signal
+import unicodedata
 from collections.abc import Collection
 
 
 def visible(text: str, keep: str = "") -> str:
     """A text of elsewhere, such as a file's name, with its control characters as escapes: "a\\x1b" instead of ESC.
 
-    Raw ones would rule the terminal, or begin another line of a table. Words of more than 300 letters are shortened.
-    `keep`: characters that stay.
+    Raw ones would rule the terminal, or begin another line of a table. `keep`: characters that stay.
     """
-    text = re.sub(r"\S{300,}", lambda found: f"{found[0][:60]}…{found[0][-20:]}", text)
-    return "".join(it if it.isprintable() or it in keep else ascii(it)[1:-1] for it in text)
+    shown = (it.isprintable() or it in keep or unicodedata.category(it) == "Zs" for it in text)
+    return "".join(it if plain else ascii(it)[1:-1] for it, plain in zip(text, shown, strict=True))
+
+
+def in_a_line(text: str) -> str:
+    """As `visible`. Words of more than 300 letters are shortened."""
+    return visible(re.sub(r"\S{300,}", lambda found: f"{found[0][:60]}…{found[0][-20:]}", text))
 
 
 class UserError(Exception):
@@ -25,7 +30,7 @@ class UserError(Exception):
     def __str__(self) -> str:
         """The message, without a data worker's traceback, which torch puts before it."""
         text = re.sub(r"(?s)Caught \w+ in DataLoader worker .*\n\S*Error: ", "", super().__str__())
-        return visible(text.rstrip())
+        return in_a_line(text.rstrip())
 
 
 class ConfigError(UserError):

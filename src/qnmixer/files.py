@@ -123,7 +123,7 @@ def check_no_links(folder: Path) -> None:
                     f"{path} is a link to another place, where files would be written: remove it, or put what it "
                     "leads to in its place"
                 )
-        if os.path.basename(place) == "wandb":
+        if place != here and os.path.basename(place) == "wandb":
             folders.clear()
 
 

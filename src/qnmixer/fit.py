@@ -24,8 +24,8 @@ def fit(config: Config, run: Run) -> float:
         L.seed_everything(config.seed, workers=True, verbose=False)
         module = steps.prepared_module(config)  # network, loss, optimizer, schedule; memory mode; finetune
         checkpoint = steps.resume_checkpoint(config, run)  # None for a new run
-        data = steps.build_data(config, run, checkpoint)
         callbacks = steps.all_callbacks(config, run)
+        data = steps.build_data(config, run, checkpoint)
         loggers = build_loggers(config, run.folder, run.overrides, run.resumed_at)
         trainer = build_trainer(config, run.folder, callbacks, loggers)
 

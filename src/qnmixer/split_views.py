@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from qnmixer.engine.batch import Batch
 from qnmixer.errors import ConfigError
+from qnmixer.losses import ssim_mix
 from qnmixer.module import ReconstructionModule
 from qnmixer.physics import FanBeamProjector
 
@@ -23,18 +24,20 @@ class SplitViews(ReconstructionModule):
     Training reads no truth image. Validation does, for its metrics, and reconstructs from all views (ours: the authors
     average over the n reconstructions). The part that is left out depends on the sample alone (ours), so it is the same
     with every number of devices, and changes from epoch to epoch. `loss` compares sinograms, divided by the width of
-    the image in mm: mse (paper) or l1.
+    the image in mm: mse (paper), l1, or another mean over pixels.
 
     Args:
         n_parts: n (authors' code: 4); at most the number of views.
         **parts: as `ReconstructionModule`.
 
     Raises:
-        ConfigError: n_parts is larger than the number of views.
+        ConfigError: n_parts is larger than the number of views, or the loss is ssim_mix.
     """
 
     def __init__(self, n_parts: Annotated[int, Ge(2), Le(10_000)] = 4, **parts: Any) -> None:
         super().__init__(**parts)
+        if getattr(self.loss, "func", self.loss) is ssim_mix:
+            raise ConfigError("module=split_views compares sinograms, which have no SSIM: use loss=mse or loss=l1")
         self.n_parts = n_parts
         scan = self.network.projector.geometry
         if n_parts > scan.n_views:

@@ -69,7 +69,8 @@ def train(*overrides: str) -> Trained:
     if flags := [word for word in overrides if word.startswith("-") and "-dir" not in word]:
         raise ConfigError(f"{flags[0]} is no override (KEY=VALUE): for a sweep, use python -m qnmixer.train -m")
     try:
-        words = cli.completed([*overrides], "train", resume_overrides)
+        with private_files():
+            words = cli.completed([*overrides], "train", resume_overrides)
         check(compose_as_given("train", words))
     except HydraException as error:  # an unknown key
         raise ConfigError(cli.explain(error, "train")) from error

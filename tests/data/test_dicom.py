@@ -107,6 +107,23 @@ def test_bits_beyond_those_stored_are_looked_at(
             read(tmp_path / "a")
 
 
+@pytest.mark.parametrize("padding", [False, True])
+def test_padding_and_overlays_may_be_in_bits_beyond_those_stored(
+    make_ct: Any, body_hu: Any, tmp_path: Path, padding: bool
+) -> None:
+    hu = body_hu()
+    stored = (hu + 1000).astype("<u2")
+    stored[0] = stored[0] | 1 << 15
+    tags: dict[str, Any] = {"PixelPaddingValue": int(stored[0, 0])} if padding else {}
+    tags |= {"PixelData": stored.tobytes(), "RescaleIntercept": -1000, "PixelRepresentation": 0, "BitsStored": 12}
+    dataset = make_ct(tmp_path / "a", hu, HighBit=11, **tags)
+    if not padding:
+        dataset.add_new((0x6000, 0x0102), "US", 15)  # OverlayBitPosition
+        dataset.save_as(tmp_path / "a")
+    hu[0] = -1000 if padding else hu[0]
+    np.testing.assert_array_equal(read(tmp_path / "a")[0].hu, hu)
+
+
 def test_twelve_bits_without_their_sign_in_the_others_are_read(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
     stored = (body_hu().astype("<i2") & 0xFFF).tobytes()
     make_ct(tmp_path / "a", body_hu(), PixelData=stored, RescaleIntercept=0, BitsStored=12, HighBit=11)
@@ -122,6 +139,8 @@ def test_twelve_bits_without_their_sign_in_the_others_are_read(make_ct: Any, bod
         ([1, 0, 0, 0, 0.8660254, -0.5], "axial"),  # a gantry tilts by up to 30°
         ([-1, 0, 0, 0, -1, 0], "axial"),
         ([0, -1, 0, 1, 0, 0], "axial"),
+        ([0.5, 0, 0, 0, 0.5, 0], "axial"),
+        ([0, 0, 0, 0, 0, 0], "axial"),  # says nothing
     ],
 )
 @pytest.mark.parametrize("n_frames", [1, 2])

@@ -351,6 +351,12 @@ def test_loggers_callbacks_and_folders_of_a_stranger_are_the_users_to_name(make:
             resume_overrides([f"resume={run}"])
     with pytest.raises(ConfigError, match=r"^runs/b was not started by you"):
         resume_overrides(["resume=runs/b", "hydra.run.dir=runs/new"])
+    make("d", mine=False)
+    Path("runs/d/results.json").write_text(json.dumps({"status": "failed", "signature": signed([])["signature"]}))
+    Path("runs/d/.hydra").mkdir()
+    Path("runs/d/.hydra/overrides.yaml").write_text(json.dumps([override]))
+    with pytest.raises(ConfigError, match=r"^runs/d was not started by you"):  # a signature of no overrides
+        resume_overrides(["resume=runs/d"])
     if "searchpath" not in override:
         assert override in resume_overrides(["resume=runs/b", override])
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from qnmixer.engine.tracking.run import Run, resumes_in_place, run_lock
+from qnmixer.engine.tracking.signature import signed
 from qnmixer.errors import ConfigError
 from qnmixer.files import check_unused
 
@@ -85,9 +86,9 @@ def test_the_folder_in_which_a_run_resumes(tmp_path: Path, monkeypatch: pytest.M
 
 def test_an_end_that_nobody_recorded(tmp_path: Path) -> None:
     Run(tmp_path, ["seed=1"]).record_end("failed", ValueError("no data"))
-    assert read(tmp_path) == {"overrides": ["seed=1"], "status": "failed", "error": "ValueError: no data"}
+    assert read(tmp_path) == {**signed(["seed=1"]), "status": "failed", "error": "ValueError: no data"}
     Run(tmp_path).record_end("interrupted")
-    assert read(tmp_path) == {"overrides": ["seed=1"], "status": "interrupted"}
+    assert read(tmp_path) == {**signed(["seed=1"]), "status": "interrupted"}
 
 
 def test_one_process_holds_the_lock_and_a_killed_one_releases_it(tmp_path: Path) -> None:
@@ -143,6 +144,8 @@ def test_links_of_wandb_are_fine_and_a_lock_is_a_file(tmp_path: Path) -> None:
     (part / "debug.log").symlink_to(Path(__file__))
     (tmp_path / "wandb" / "latest-run").symlink_to(part.name)
     with run_lock(tmp_path):
+        pass
+    with pytest.raises(ConfigError, match="is a link to another place"), run_lock(part.parent):
         pass
     (tmp_path / "results.json").write_text("{}")
     for make in (os.mkfifo, partial(os.symlink, "results.json")):

@@ -19,7 +19,7 @@ from qnmixer.engine.config.keys import flat_keys, unknown_key
 from qnmixer.engine.config.overrides import key_of, quoted
 from qnmixer.engine.config.search_path import CONF
 from qnmixer.engine.config.target import names_targets, options, values_of_option
-from qnmixer.errors import UserError, first_line, suggest, visible
+from qnmixer.errors import UserError, first_line, in_a_line, suggest, visible
 from qnmixer.files import name_error
 
 _EXTRAS = {"optuna": "search", "submitit": "slurm", "ray": "ray"}
@@ -32,7 +32,7 @@ _FOLDER_OF = {"reconstruct": "input=", "evaluate": "run=", "export": "run=", "co
 def explain(error: BaseException, config_name: str) -> str | None:
     """The line for an error that a user can fix; None for a bug."""
     line = _explain(error, config_name)
-    return None if line is None else visible(line)
+    return None if line is None else in_a_line(line)
 
 
 def _explain(error: BaseException, config_name: str) -> str | None:
@@ -103,7 +103,7 @@ def warnings_in_one_line() -> Iterator[None]:
 
     def of(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
         ours = category is UserWarning and filename.startswith(package + os.sep)
-        shown = visible(str(message))
+        shown = visible(str(message), keep="" if ours else "\n")
         return f"warning: {shown}\n" if ours else as_python_does(shown, category, filename, lineno, line)
 
     warnings.formatwarning = of

@@ -16,7 +16,7 @@ from pydicom.errors import InvalidDicomError
 from pydicom.filereader import read_dataset, read_file_meta_info, read_partial
 from pydicom.pixels.utils import pixel_array
 from pydicom.tag import BaseTag
-from pydicom.uid import DeflatedExplicitVRLittleEndian, JPEG2000TransferSyntaxes, JPEGLSTransferSyntaxes
+from pydicom.uid import UID, DeflatedExplicitVRLittleEndian, JPEG2000TransferSyntaxes, JPEGLSTransferSyntaxes
 
 from qnmixer.engine.data.decoder import decode_apart
 from qnmixer.engine.data.slices import AIR, FloatArray, SkipFile, Slice, SliceInfo, reading, require_size
@@ -27,6 +27,7 @@ _SPACINGS = 0.01, 20.0
 """The range of plausible pixel sizes of CT, in mm."""
 _LEAST_AXIAL = 0.8
 """The cosine of the largest angle to an axial plane, 37°. A gantry tilts by up to 30°."""
+_OVERLAY_BIT = 0x6000, 0x0102
 _DENSEST_TISSUE = 3071.0
 """HU, the largest value of 12 bits."""
 _UNPACKED = 2**24, 32
@@ -163,7 +164,8 @@ def _require_axial(dataset: Dataset, frame: int) -> None:
     with suppress(TypeError, ValueError):  # a damaged tag says nothing
         orientation = frame_tag(dataset, frame, "PlaneOrientationSequence", "ImageOrientationPatient")
         axes = np.asarray(orientation, float).reshape(2, 3)
-        if abs(np.cross(axes[0], axes[1])[2]) < _LEAST_AXIAL:
+        normal = np.cross(axes[0], axes[1])
+        if abs(normal[2]) < _LEAST_AXIAL * np.linalg.norm(normal):  # zeros say nothing
             raise SkipFile("not an axial plane (ImageOrientationPatient)")
 
 
@@ -178,7 +180,12 @@ def _stored(dataset: Dataset, raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]
     bits = int(dataset.BitsStored)
     unused = 8 * raw.dtype.itemsize - bits
     values = raw << unused >> unused
-    if (values != raw).any() and not 0 <= raw.min() <= raw.max() < 2**bits:  # else only the sign is not repeated
+    if (overlay := dataset.get(_OVERLAY_BIT)) is not None and overlay.value:  # older scanners draw into unused bits
+        return values
+    values = np.where(raw == dataset.get("PixelPaddingValue"), raw, values)  # padding may need more bits than pixels
+    # A sign that is not repeated in the unused bits is fine.
+    odd = raw[values != raw]
+    if odd.size and not 0 <= odd.min() <= odd.max() < 2**bits:
         raise SkipFile(f"values need more than its {bits} bits (BitsStored)")
     return values
 
@@ -260,6 +267,7 @@ class DicomReader:
         patient = str(dataset.get("PatientID") or "").strip()
         uids = [str(dataset.get(keyword) or "").strip() for keyword in ("StudyInstanceUID", "SeriesInstanceUID")]
         series = uids[1] or path.rpartition("/")[0]
+        uids = [uid for uid in uids if "." in uid and UID(uid).is_valid]  # some programs write one word for everybody
         for frame in range(n_frames):
             with reading("no position"):
                 position = slice_position(dataset, frame)

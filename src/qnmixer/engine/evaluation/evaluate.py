@@ -26,7 +26,7 @@ from qnmixer.engine.config.target import keys_of
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.splits import RunSplit
 from qnmixer.engine.evaluation.scores import IN_WINDOW, Evaluation, ImageScore, caption_of, titles_of, with_usual
-from qnmixer.engine.evaluation.slices import as_trained, kind_of, other_slices
+from qnmixer.engine.evaluation.slices import as_trained, kind_of, other_slices, with_own_cache
 from qnmixer.engine.optimization.metrics import ImageMetric, build_metrics, psnr, ssim_percent, to_window
 from qnmixer.engine.parallel.devices import choose_device
 from qnmixer.engine.plugins import module_of
@@ -58,8 +58,8 @@ def evaluate_run(config: EvaluateConfig, folder: Path, overrides: list[str]) -> 
     console = Console()
     trust = [*config.trust, *map(module_of, targets_of(config).values())]
     module = load_run(config.run, config.checkpoint, trust, "metrics.")
-    trained = module.config
-    before = split_of(find_checkpoint(config.run, config.checkpoint))
+    checkpoint = find_checkpoint(config.run, config.checkpoint)
+    trained, before = with_own_cache(module.config, checkpoint), split_of(checkpoint)
     data, own = (
         (as_trained(config.run, config.data, trained.data, trust), True)
         if isinstance(config.data, AsTrained)

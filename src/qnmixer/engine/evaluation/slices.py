@@ -18,6 +18,8 @@ from qnmixer.engine.config.data import (
 from qnmixer.engine.config.overrides import values_of
 from qnmixer.engine.config.target import keys_of
 from qnmixer.engine.plugins import check_trusted
+from qnmixer.engine.tracking.results import read_results
+from qnmixer.engine.tracking.signature import is_signed
 from qnmixer.errors import CheckpointError, ConfigError
 from qnmixer.weights import SUFFIX, located
 
@@ -44,6 +46,17 @@ def as_trained(run: str, changed: AsTrained, data: DataConfig, trust: Collection
         )
     changes = {key: value for key, value in vars(changed).items() if key != "_target_" and value is not None}
     return replace(data, **changes)
+
+
+def with_own_cache(trained: Config, checkpoint: Path) -> Config:
+    """The config of a run. If somebody else started it, slices are cached where this user does, not where it names."""
+    data = trained.data
+    if is_signed(read_results(checkpoint.parent.parent)):
+        return trained
+    if isinstance(data, MixedData):
+        its = {name: {k: v for k, v in given.items() if k != "cache_dir"} for name, given in data.sources.items()}
+        return replace(trained, data=replace(data, sources=its))
+    return replace(trained, data=replace(data, cache_dir=None)) if isinstance(data, FolderData) else trained
 
 
 def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> tuple[DataConfig, bool]:

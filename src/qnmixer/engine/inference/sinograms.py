@@ -37,8 +37,10 @@ _MAT_BYTES = 8 * 8192**2
 # How far the best image of a geometry is from a scan, as a share of the scan, and the share of its noise that is added
 # to the limits. Measured with CT slices at 256 × 256, 64 views: right scans 0.3 to 1.5 % (real discs over 30°: 1.3 %),
 # with 1000 photons a ray 5 to 9 % at 20 % noise, with scatter of 1 % of the air's counts 6 %. Wrong ones: mirrored 6 to
-# 15 %, one view without an object 12 %, 235° as a turn 11 to 22 %, half of the views empty 24 to 64 %.
-_STEPS, _FAR, _ABSURD, _OF_NOISE = 10, 0.02, 0.07, 0.5
+# 15 %, one view without an object 12 %, 235° as a turn 11 to 22 %, half of the views empty 24 to 64 %. Right, but wider
+# than the image: a table 4 %, arms 13 %.
+_STEPS, _FAR, _ABSURD, _OF_NOISE = 10, 0.02, 0.15, 0.5
+_LARGEST_ANGLE = 1e4  # radians; beyond it, an angle is no angle
 _DENSITIES = 0.05, 1.0
 """Mean x of an object: above 1, it is denser than all that the network knows."""
 
@@ -106,7 +108,10 @@ def measured_scans(
 
 
 def _scans_of(file: Path, name: str, module: Reconstructor, config: ReconstructConfig) -> Iterator[Scan]:
-    """The sinograms of one file, of which one is in memory at a time. Raises DataError for an unusable one."""
+    """The sinograms of one file, of which one is in memory at a time.
+
+    Raises DataError for an unusable file. In a stack, an unusable sinogram is left out with a warning.
+    """
     geometry, (offset, scale) = module.projector.geometry, module.config.data.hu_scaling
     of_one = _attenuation_of_one(module.config, config) if config.unit == "attenuation" else 1.0
     if file.suffix == ".mat":
@@ -123,13 +128,19 @@ def _scans_of(file: Path, name: str, module: Reconstructor, config: ReconstructC
         end = f"#{k}" if count > 1 else ""
         with _usable(file):
             sinogram = read_frame(file, k) if of_mat is None else of_mat
-        fitted, missing = fit_scan(sinogram, angles, scanner, geometry, f"{file}{end}")
-        scan = Scan(
-            name=f"{name}{end}", offset=offset, scale=scale, measured=True,
-            sinogram=torch.from_numpy(fitted / np.float32(of_one))[None, None].to(module.device),
-            missing=torch.from_numpy(missing).to(module.device) if missing.any() else None,
-        )  # fmt: skip
-        _check_scan(f"{file}{end}", fitted, scan, _noise_of(sinogram), module, config)
+        try:
+            fitted, missing = fit_scan(sinogram, angles, scanner, geometry, f"{file}{end}")
+            scan = Scan(
+                name=f"{name}{end}", offset=offset, scale=scale, measured=True,
+                sinogram=torch.from_numpy(fitted / np.float32(of_one))[None, None].to(module.device),
+                missing=torch.from_numpy(missing).to(module.device) if missing.any() else None,
+            )  # fmt: skip
+            _check_scan(f"{file}{end}", fitted, scan, _noise_of(sinogram), module, config)
+        except DataError as error:
+            if count == 1:
+                raise
+            warn(f"skipped: {error}")
+            continue
         if missing.any():
             warn(f"{file}{end}: {missing.sum()} of {len(missing)} views are missing, and filled in from the others")
         yield scan
@@ -197,14 +208,14 @@ def read_mat(path: Path, geometry: FanBeamGeometry) -> tuple[FloatArray, FanBeam
         sinogram, parameters = np.asarray(its["sinogram"], np.float32), its["parameters"]
         angles = np.radians(np.atleast_1d(np.asarray(parameters["angles"], np.float64)))
         to_axis, to_detector = (float(parameters[f"distanceSource{end}"]) for end in ("Origin", "Detector"))
-        if sinogram.ndim != 2 or angles.shape != sinogram.shape[:1] or not np.isfinite(angles).all():
+        if sinogram.ndim != 2 or angles.shape != sinogram.shape[:1] or not (np.abs(angles) < _LARGEST_ANGLE).all():
             raise ValueError(f"sinogram {list(sinogram.shape)} with {len(angles)} angles")
         if (unit := parameters.get("distanceUnit", "mm")) != "mm":
             raise ValueError(f"distanceUnit {unit}")
         scanner = replace(
             geometry, beam="fan_flat", source_to_axis=to_axis, axis_to_detector=to_detector - to_axis,
             n_detectors=sinogram.shape[1], detector_pitch=float(parameters["pixelSizePost"]), detector_offset=0.0,
-            n_views=len(angles), first_angle=float(angles[0]),
+            n_views=len(angles),
         )  # fmt: skip
     except Exception as error:  # bytes of another format can make scipy raise anything
         raise DataError(
@@ -264,7 +275,8 @@ def _check_scan(
         raise DataError(
             f"{where} fits no image: the best one differs from it by {far:.0%}, with noise of {noise:.0%}. It is no "
             "−log of transmission (unit=attenuation), or its views or bins are not those of the run, in another order, "
-            "or empty: set missing views to NaN, give angle_span= and detector_pitch=, or train with its geometry"
+            "or empty (set missing views to NaN, give angle_span= and detector_pitch=, or train with its geometry), or "
+            "the object is wider than geometry.field_of_view"
         )
     blocks = avg_pool2d(x, max(1, x.shape[-1] // 64))  # less noise
     density = float(blocks.square().sum() / blocks.sum())
@@ -275,4 +287,7 @@ def _check_scan(
             "or detector_pitch= is not that of its bins"
         )
     if far > _FAR + allowed:
-        warn(f"{where}: the best image differs from it by {far:.1%}, so its geometry may be a little wrong")
+        warn(
+            f"{where}: the best image differs from it by {far:.1%}, so its geometry may be a little wrong, or "
+            "the object reaches beyond the image"
+        )

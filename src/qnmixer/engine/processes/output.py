@@ -27,7 +27,7 @@ class _Lasting(io.FileIO):
 
 
 def lasting_output() -> None:
-    """Let a run outlive `| head -1` or a closed terminal, and print ? for what the terminal's encoding does not have.
+    """Let a run outlive `| head -1`, and print ? for what the encoding of the terminal does not have.
 
     A stream that is not the process's own stays: that of a notebook or of a test.
     """

@@ -20,27 +20,28 @@ _MOST_YAML = 2**20
 _MOST_ROWS = 2**28
 """Bytes of a record. Those of a long run have a tenth of them."""
 _DEEPEST = 50
+_FIX = "give another folder, or write it again"
 _NUMBERS = ("samples", "train/samples_per_second", "train/grad_norm_max", "val/psnr")
 """Columns of metrics.csv that others than people read."""
 
 
-def damaged(path: Path, why: str, fix: str = "give another folder, or write it again") -> DataError:
+def damaged(path: Path, why: str, fix: str = _FIX) -> DataError:
     """The error for a record that no run wrote so."""
     return DataError(f"{path} is damaged, or another program wrote it ({why}): {fix}")
 
 
-def read_text(path: Path, most: int = _MOST) -> str:
+def read_text(path: Path, most: int = _MOST, fix: str = _FIX) -> str:
     """The text of a record. Raises DataError if it has more bytes than `most`, NUL bytes, or is not UTF-8."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:  # a pipe would never end
         content = stream.read(most + 1)
     if len(content) > most:
-        raise damaged(path, f"more than {most >> 20} MiB")
+        raise damaged(path, f"more than {most >> 20} MiB", fix)
     if b"\0" in content:
-        raise damaged(path, "it has NUL bytes")
+        raise damaged(path, "it has NUL bytes", fix)
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise damaged(path, "it is not UTF-8") from error
+        raise damaged(path, "it is not UTF-8", fix) from error
 
 
 def read_json(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def read_yaml(path: Path) -> Any:
             if isinstance(event, yaml.AliasEvent) or depth > _DEEPEST:  # a few lines can stand for gigabytes
                 raise damaged(path, "it has aliases, or is too deep")
         return yaml.load(text, loader)
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError) as error:
         raise damaged(path, "it is no YAML") from error
 
 
@@ -82,7 +83,8 @@ def read_metrics(path: Path) -> list[dict[str, str]]:
 
     Raises DataError for a row with other columns, without a step, or with a text for a number.
     """
-    text = read_text(path, _MOST_ROWS) if path.is_file() else ""
+    fix = "remove that line, or the file: only curves are lost"
+    text = read_text(path, _MOST_ROWS, fix) if path.is_file() else ""
     # A kill in the middle of a write leaves half a line.
     reader, rows = csv.reader(io.StringIO(text[: text.rfind("\n") + 1])), []
     try:
@@ -98,6 +100,5 @@ def read_metrics(path: Path) -> list[dict[str, str]]:
                 float(row[name] or 0)
             rows.append(row)
     except (csv.Error, ValueError) as error:
-        fix = "remove that line, or the file: only curves are lost"
         raise damaged(path, f"line {reader.line_num}", fix) from error
     return rows

@@ -85,12 +85,13 @@ def read_results(folder: Path) -> dict[str, Any]:
 def best_of(record: dict[str, Any]) -> tuple[str, float | None]:
     """The monitored metric of a run and its best value; None if there is none."""
     monitor, best = next(iter(record.get("best", {}).items()), ("best", None))
-    return monitor, float(best) if isinstance(best, int | float) else None
+    is_number = isinstance(best, float) or (isinstance(best, int) and abs(best) < 2**63)
+    return monitor, float(best) if is_number else None
 
 
 def amend(folder: Path, overrides: list[str], *, status: str, error: str | None) -> None:
     """Set the end of a run in its results.json, if the run's own process could not."""
-    record = (read_results(folder) or {"overrides": overrides}) | {"status": status, "error": error}
+    record = (read_results(folder) or signed(overrides)) | {"status": status, "error": error}
     write_results(folder, {key: value for key, value in record.items() if value is not None})
 
 

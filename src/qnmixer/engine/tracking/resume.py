@@ -40,6 +40,7 @@ from qnmixer.engine.tracking.signature import is_signed
 from qnmixer.errors import CheckpointError, ConfigError, DataError
 from qnmixer.files import check_unused
 from qnmixer.weights import PRETRAINED
+from qnmixer.weights.hub import HUB
 
 _REGULARIZER = "model.regularizer"
 _NAMES_CODE = re.compile(r"_target_|\bregularizer\b")
@@ -233,6 +234,8 @@ def _is_the_users(override: str) -> bool:
     """Whether an override sends or writes data somewhere, by a logger, a callback, or a folder, as conf/ does not."""
     ((key, value),) = values_of([override]).items()
     text = override.replace("\\", "") if "{" in override else key
+    if key == "finetune" and value.startswith(HUB):  # a download with the user's token
+        return True
     if override.startswith("~") or value == "null" or not _SENDS_OR_WRITES.search(text):
         return False
     if key in ("logger", "callbacks"):

@@ -7,10 +7,12 @@ import hmac
 import json
 import os
 import secrets
+import uuid
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from qnmixer.files import default_cache_dir, make_own_folder
+from qnmixer.files import make_own_folder
 
 _LENGTH = 32
 
@@ -22,20 +24,34 @@ def signed(overrides: list[str]) -> dict[str, Any]:
 
 def is_signed(record: dict[str, Any]) -> bool:
     """Whether this user has given the overrides of a results.json."""
-    ours = _signature(record.get("overrides", []))
+    if "overrides" not in record:  # others could take them from another file
+        return False
+    ours = _signature(record["overrides"])
     return ours is not None and record.get("signature") == ours
 
 
 def _signature(overrides: list[str]) -> str | None:
     """The digest; None if there is no place for a key."""
-    path = default_cache_dir() / "key" / "key"
+    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"  # a cache may be deleted
+    path = Path(home) / "qnmixer" / "key"
     try:
         make_own_folder(path.parent)
-        with suppress(FileExistsError):
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with open(descriptor, "wb") as stream:
-                stream.write(secrets.token_bytes(_LENGTH))
+        if not path.exists() or path.stat().st_size != _LENGTH:
+            path.unlink(missing_ok=True)
+            _write_key(path)
         key = path.read_bytes()
     except (OSError, RuntimeError):  # a disk that cannot be written, or no home
         return None
     return hmac.digest(key, json.dumps(overrides).encode(), "sha256").hex() if len(key) == _LENGTH else None
+
+
+def _write_key(path: Path) -> None:
+    """Write a new key. It is complete before it has its name, and one that another process wrote meanwhile stays."""
+    temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
+            stream.write(secrets.token_bytes(_LENGTH))
+        with suppress(FileExistsError):
+            os.link(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,25 @@
+from pathlib import Path
+
+import pytest
+
+from qnmixer.engine.tracking.signature import is_signed, signed
+
+
+def test_a_key_is_made_once_and_again_if_it_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    record = signed(["seed=1"])
+    assert is_signed(record)
+    assert not is_signed(record | {"overrides": ["seed=2"]})
+    assert not is_signed({"signature": signed([])["signature"]})  # whose overrides are elsewhere
+    assert [path.name for path in (tmp_path / "qnmixer").iterdir()] == ["key"]
+    (tmp_path / "qnmixer" / "key").write_bytes(b"")
+    assert not is_signed(record)
+    assert is_signed(signed(["seed=1"]))
+
+
+def test_without_a_place_for_a_key_no_run_is_signed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
+    record = signed([])
+    assert record["signature"] is None
+    assert not is_signed(record)
