@@ -85,8 +85,9 @@ def read_results(folder: Path) -> dict[str, Any]:
 def best_of(record: dict[str, Any]) -> tuple[str, float | None]:
     """The monitored metric of a run and its best value; None if there is none."""
     monitor, best = next(iter(record.get("best", {}).items()), ("best", None))
-    is_number = isinstance(best, float) or (isinstance(best, int) and abs(best) < 2**63)
-    return monitor, float(best) if is_number else None
+    if isinstance(best, int) and abs(best) < 2**63:  # JSON has whole numbers of any length
+        best = float(best)
+    return monitor, best if isinstance(best, float) else None
 
 
 def amend(folder: Path, overrides: list[str], *, status: str, error: str | None) -> None:
