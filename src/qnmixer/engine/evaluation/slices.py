@@ -54,7 +54,7 @@ def with_own_cache(trained: Config, checkpoint: Path) -> Config:
     if is_signed(read_results(checkpoint.parent.parent)):
         return trained
     if isinstance(data, MixedData):
-        its = {name: {k: v for k, v in given.items() if k != "cache_dir"} for name, given in data.sources.items()}
+        its = {name: given | dict.fromkeys({"cache_dir"} & given.keys()) for name, given in data.sources.items()}
         return replace(trained, data=replace(data, sources=its))
     return replace(trained, data=replace(data, cache_dir=None)) if isinstance(data, FolderData) else trained
 
