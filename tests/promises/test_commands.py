@@ -379,6 +379,7 @@ def test_the_last_steps_are_scored_and_kept(tmp_path: Path) -> None:
     assert record(tmp_path / "run")["best"]["val/psnr"] == pytest.approx(max(metrics(tmp_path / "run")["val/psnr"]))
 
 
+@pytest.mark.long
 def test_the_largest_gradient_is_logged_whatever_the_interval(tmp_path: Path) -> None:
     every, some = tmp_path / "every", tmp_path / "some"
     steps = ["trainer.max_steps=6", "trainer.val_every_n_steps=6", "test_after_training=false"]

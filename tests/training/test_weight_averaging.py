@@ -78,6 +78,7 @@ def test_a_stopped_run_resumes_with_both(
     assert kept(folder)["qnmixer_run"]["best"] == kept(tmp_path / "whole")["qnmixer_run"]["best"]
 
 
+@pytest.mark.long
 def test_a_run_can_resume_without_it(tiny_config: TinyConfig, tmp_path: Path) -> None:
     plain = ["schedule=constant", "trainer.max_steps=4", "test_after_training=false"]
     fit(tiny_config(*plain, "callbacks=none"), Run(tmp_path / "plain"))
