@@ -173,6 +173,8 @@ def test_bounds(option: str) -> None:
         ("optimizer.betas=[0.9,1e-300]", "optimizer.betas=[0.9, 1e-300] is too small for 32-bit floats: give 0, or"),
         ("evaluation.window=[true,31]", "evaluation.window=[True, 31] is not a number"),
         (f"optimizer.betas=[{','.join(['1'] * 2500)}]", "optimizer.betas=[1, 1, 1, 1,"),
+        ("geometry.name=[1]", "geometry.name=[1] is not known"),
+        ("trainer.extra=a", "trainer.extra is no key: write +trainer.KEY=…"),
         ("tags=paper", "tags=paper is not a list: write tags=[paper]"),
         (f"tags=[{'a' * 65}]", f"the tag '{'a' * 20}' has 65 characters: give tags=[…] of 1 to 64 characters"),
         ("tags=['']", "the tag '' has 0 characters"),

@@ -32,6 +32,7 @@ TRAIN = {
     "optimiser=adamw": "unknown key optimiser: did you mean optimizer?",
     "+optimiser=adamw": "unknown key optimiser: did you mean optimizer?",
     "hydra.foo=3": "unknown key hydra.foo",
+    "experiment=demo +=": "+= has no key: write KEY=VALUE",
     "foo=1": "unknown key foo",
     "evaluation.foo=1": "unknown key evaluation.foo: choose evaluation.n_pictures, ",
     "seed.x=1": "seed",

@@ -143,7 +143,9 @@ def _gathered(trainer: Any) -> Any:
     check_trainer([name for name in trainer if name not in PASSED_ON])
     extra = {name: value for name, value in trainer.items() if name in PASSED_ON}
     rest = {name: value for name, value in trainer.items() if name not in PASSED_ON}
-    return rest | {"extra": (rest.get("extra") or {}) | extra}
+    if not isinstance(given := rest.get("extra") or {}, Mapping):
+        raise ConfigError("trainer.extra is no key: write +trainer.KEY=… for an argument of Lightning's Trainer")
+    return rest | {"extra": {**given, **extra}}
 
 
 def schema_of(section: str, value: Any) -> type:
@@ -153,6 +155,8 @@ def schema_of(section: str, value: Any) -> type:
         return base.schema_of(value)
     by_name = {getattr(schema, "name", None): schema for schema in base.__subclasses__()}
     name = value.get("name") if isinstance(value, Mapping) else None
+    if name is not None and not isinstance(name, str):
+        raise ConfigError(f"{section}.name={name} is not known: choose an option by its name, as in {section}=…")
     if by_name and name not in by_name and name not in options(section):
         raise ConfigError(f"{section}.name={name} is not known: {suggest(str(name), options(section))}")
     return by_name.get(name, base)

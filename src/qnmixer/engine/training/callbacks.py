@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qnmixer.engine.batch import Batch, to_hu
 from qnmixer.engine.config.named import CallbackConfig, MetricConfig, modes_of
+from qnmixer.engine.config.sections import Count
 from qnmixer.engine.evaluation.evaluate import PAGE, PICTURE
 from qnmixer.engine.evaluation.scores import Evaluation
 from qnmixer.engine.optimization.metrics import psnr
@@ -67,7 +68,7 @@ class IteratePictures(Callback):
         folder: of the pictures; None: pictures/ of the run folder.
     """
 
-    def __init__(self, n_slices: int, folder: Path | None = None) -> None:
+    def __init__(self, n_slices: Count, folder: Path | None = None) -> None:
         self.n_slices, self.folder = n_slices, folder
         self._rows: dict[int, SliceImages] = {}  # of this process, by number of the slice
 
