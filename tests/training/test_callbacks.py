@@ -139,3 +139,9 @@ def test_ready_callbacks_log_beside_ours(tiny_config: TinyConfig, tmp_path: Path
     rows = read_metrics(tmp_path / "metrics.csv")
     assert any(row.get("lr-AdamW/pg1") for row in rows)
     assert json.loads((tmp_path / "results.json").read_text())["status"] == "done"
+
+
+def test_pictures_need_a_slice(tiny_config: TinyConfig) -> None:
+    config = tiny_config("callbacks.pictures.n_slices=0")
+    with pytest.raises(ConfigError, match=r"callbacks\.pictures\.n_slices=0 is too small: give 1 or more"):
+        build_callbacks(config.callbacks, config.metrics)
