@@ -66,7 +66,7 @@ def compose_as_given(config_name: str, overrides: list[str], with_hydra: bool = 
     """Compose as `compose` does, from exactly these overrides and no others."""
     if not CONF.is_dir():
         raise ConfigError(f"no configs at {CONF}: in a clone, `git config core.symlinks true` and check it out again")
-    if nameless := next((it for it in overrides if not key_of(it).strip("+~")), None):
+    if nameless := next((it for it in overrides if it[:1] in ("+", "~") and not key_of(it).strip("+~")), None):
         raise ConfigError(f"{nameless} has no key: write KEY=VALUE")
     # Hydra refuses a second initialisation in one process, and a program may compose many configs.
     GlobalHydra.instance().clear()
