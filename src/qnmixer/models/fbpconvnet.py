@@ -55,7 +55,7 @@ class FBPConvNet(UnrolledNetwork[Tensor]):
 
     def hidden_weights(self) -> list[nn.Parameter]:
         """All kernels, but for the last."""
-        return [p for name, p in self.unet.named_parameters() if p.ndim > 1 and not name.startswith("last")]
+        return self.unet.hidden_weights()
 
 
 class UNet(nn.Module):
@@ -80,6 +80,10 @@ class UNet(nn.Module):
     def levels(self) -> list[nn.Module]:
         """The convolutions between two changes of resolution."""
         return [*self.down, *self.up]
+
+    def hidden_weights(self) -> list[nn.Parameter]:
+        """All kernels, but for the last."""
+        return [p for name, p in self.named_parameters() if p.ndim > 1 and not name.startswith("last")]
 
     def forward(self, x: Tensor) -> Tensor:
         """The change of x, from features [B, n, H, W]."""

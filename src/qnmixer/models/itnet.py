@@ -84,7 +84,7 @@ class ItNet(UnrolledNetwork[ItNetState]):
 
     def hidden_weights(self) -> list[nn.Parameter]:
         """All kernels, but for the last."""
-        return [p for name, p in self.unet.named_parameters() if p.ndim > 1 and not name.startswith("last")]
+        return self.unet.hidden_weights()
 
 
 def _unet(n_in: int, channels: int, depth: int) -> UNet:

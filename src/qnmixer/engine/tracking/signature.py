@@ -32,9 +32,9 @@ def is_signed(record: dict[str, Any]) -> bool:
 
 def _signature(overrides: list[str]) -> str | None:
     """The digest; None if there is no place for a key."""
-    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"  # a cache may be deleted
-    path = Path(home) / "qnmixer" / "key"
     try:
+        home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"  # a cache may be deleted
+        path = Path(home) / "qnmixer" / "key"
         make_own_folder(path.parent)
         if not path.exists() or path.stat().st_size != _LENGTH:
             path.unlink(missing_ok=True)
