@@ -69,6 +69,7 @@ GEOMETRIES = {
         axis_to_detector=553.74 - 410.66,
         angle_span=math.radians(30.5),
     ),
+    "listed": replace(FanBeamGeometry.paper(8, 64), view_angles=(3.0, -0.1, 0.4, 1.7, 5.9, 0.41, 4.4, 0.4)),
 }
 
 

@@ -47,8 +47,7 @@ def ray_weights(geometry: FanBeamGeometry) -> np.ndarray:
         own, opposite = here, mirrored
     else:
         beta = geometry.angles()[:, None]
-        turns = (beta + math.pi - 2 * fan + turn * FULL_TURN for turn in (-2, -1, 0, 1))  # β may be any number
-        own, opposite = here * _smooth_ends(beta, geometry), mirrored * sum(_smooth_ends(b, geometry) for b in turns)
+        own, opposite = here * _smooth_ends(beta, geometry), mirrored * _smooth_ends(beta + math.pi - 2 * fan, geometry)
     return np.cos(fan) * own / (own + opposite)
 
 
@@ -114,13 +113,13 @@ def _by_pixels(geometry: FanBeamGeometry) -> Csr:
     """Weighted pixel-driven back-projection of the distinct views: rows are pixels, columns rays, as in `Numbering`.
 
     From each view a pixel gets the value of the filtered row at the point where the ray through its centre meets the
-    detector, linearly interpolated, times the angle between views. A fan beam also has the factor (source_to_axis /
-    distance)². This is the distance from the source: along the central ray for a flat detector, to the pixel itself for
-    a curved one.
+    detector, linearly interpolated, times the angle that the view stands for. A fan beam also has the factor
+    (source_to_axis / distance)². This is the distance from the source: along the central ray for a flat detector, to
+    the pixel itself for a curved one.
     """
     layout = Numbering(geometry)
     n_views, n_detectors, size = geometry.n_distinct_views, geometry.n_detectors, geometry.image_size
-    angles = geometry.angles()[:n_views]
+    angles, widths = geometry.angles()[:n_views], geometry.view_widths()[:n_views]
     numbers = layout.ray_numbers() + layout.n_rays * np.arange(layout.quarters)[:, None, None]
     distinct = layout.ray_numbers()[0] >= 0
     pixels = layout.corner_pixels()
@@ -134,7 +133,7 @@ def _by_pixels(geometry: FanBeamGeometry) -> Csr:
         position = u / geometry.detector_pitch + (n_detectors - 1) / 2 - geometry.detector_offset
         below = np.floor(position)
         bins = np.stack([below, below + 1], axis=-1).astype(np.intp)
-        weights = (1 - np.abs(position[..., None] - bins)) * (abs(geometry.angle_step) * gain)[..., None]
+        weights = (1 - np.abs(position[..., None] - bins)) * (widths * gain)[..., None]
         kept = (bins >= 0) & (bins < n_detectors) & (weights > 0) & own[first:last, :, None, None]
         kept &= distinct[bins.clip(0, n_detectors - 1)]  # a mirrored bin gets its share by a turn of the other
         pixel, corner, view, _ = np.nonzero(kept)
@@ -180,9 +179,13 @@ def _smooth_side(bins: np.ndarray, geometry: FanBeamGeometry) -> np.ndarray:
 
 
 def _smooth_ends(beta: np.ndarray, geometry: FanBeamGeometry) -> np.ndarray:
-    """Noo's c(β): 1 within the scanned range, cos² down to 0 at its ends, 0 outside. A view covers its step."""
+    """Noo's c(β): 1 within the scanned range, cos² down to 0 at its ends, 0 outside. A view covers its step.
+
+    β may be any number: it counts modulo a turn.
+    """
     span = abs(geometry.angle_span)
     middle = geometry.first_angle + (geometry.angle_span - geometry.angle_step) / 2
     taper = min(_TAPER, span / 4)
-    to_end = np.clip((span / 2 - np.abs(beta - middle)) / taper, 0, 1)
+    from_middle = np.abs((beta - middle + math.pi) % FULL_TURN - math.pi)
+    to_end = np.clip((span / 2 - from_middle) / taper, 0, 1)
     return np.sin(np.pi / 2 * to_end) ** 2

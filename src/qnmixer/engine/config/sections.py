@@ -6,13 +6,15 @@ The values are in conf/.
 import math
 import re
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 from annotated_types import Ge, Gt, Le
 
 from qnmixer.engine.config.values import converted
-from qnmixer.errors import ConfigError, suggest
+from qnmixer.errors import ConfigError, first_line, suggest
 
+_MOST_VIEWS = 8192
 LONGEST_TAG = 64
 """Characters; W&B refuses longer tags."""
 Count = Annotated[int, Ge(1)]
@@ -25,12 +27,16 @@ Precision = Literal["32", "16-mixed", "bf16-mixed"]
 class GeometryConfig:
     """Fan or parallel beam in mm and radians. pixel_size is field_of_view / data.image_size.
 
-    name, beam and detector_offset have defaults: a user's own file may leave them out.
+    name, beam, detector_offset and angles have defaults: a user's own file may leave them out.
+
+    Attributes:
+        angles: of the views in radians, or a .npy or text file of them, whose content the config then has. They replace
+            n_views, first_angle and angle_span.
     """
 
     name: str = ""  # for the reader of a config; nothing depends on it
     field_of_view: Length
-    n_views: Annotated[int, Ge(1), Le(8192)]
+    n_views: Annotated[int, Ge(1), Le(_MOST_VIEWS)]
     n_detectors: Annotated[int, Ge(1), Le(8192)]
     detector_pitch: Length
     source_to_axis: Length
@@ -40,6 +46,34 @@ class GeometryConfig:
     fbp_filter: Literal["ramp", "shepp-logan", "cosine", "hamming", "hann"]
     beam: Literal["fan_flat", "fan_curved", "parallel"] = "fan_flat"
     detector_offset: float = 0.0  # bins
+    angles: list[float] | str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.angles, str):
+            self.angles = _angles_of(self.angles)
+        if self.angles is not None:
+            if not 1 <= len(self.angles) <= _MOST_VIEWS:
+                raise ConfigError(f"geometry.angles has {len(self.angles)} angles: give 1 to {_MOST_VIEWS}")
+            self.n_views = len(self.angles)
+
+
+def _angles_of(file: str) -> list[float]:
+    """The numbers of a .npy or text file. Raises ConfigError."""
+    import numpy as np
+
+    path = Path(file).expanduser()
+    try:
+        if not path.is_file() or path.stat().st_size > 2**20:  # opening a pipe would not end
+            raise ValueError("it is no file of at most 1 MiB")
+        numbers = np.load(path) if path.suffix == ".npy" else np.loadtxt(path, ndmin=1)
+        if numbers.ndim != 1 or not np.isfinite(numbers).all():
+            raise ValueError(f"it has {numbers.dtype} {list(numbers.shape)}, not one finite number for each view")
+        return [float(it) for it in numbers]
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"geometry.angles={file} has no angles ({first_line(error)}): give a list such as [0.0,0.1,0.25] in "
+            "radians, or a .npy or text file of them"
+        ) from error
 
 
 @dataclass(kw_only=True)

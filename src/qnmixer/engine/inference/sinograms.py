@@ -122,7 +122,7 @@ def _scans_of(file: Path, name: str, module: Reconstructor, config: ReconstructC
     else:
         count, scanner = _scanner_of_npy(file, geometry, config)
         of_mat, angles = None, scanner.angles()
-    if abs(turned := angles[0] - geometry.first_angle) > 1e-6:
+    if abs(turned := angles[0] - geometry.angles()[0]) > 1e-6:
         warn(f"{file} starts {np.degrees(turned):.4g}° from the run's first view, so the image is turned by that angle")
     for k in range(count):
         end = f"#{k}" if count > 1 else ""
@@ -183,6 +183,7 @@ def _scanner_of_npy(file: Path, geometry: FanBeamGeometry, config: ReconstructCo
             geometry, n_views=shape[1], n_detectors=shape[2], detector_pitch=pitch,
             detector_offset=geometry.detector_offset * geometry.detector_pitch / pitch,
             angle_span=math.copysign(config.angle_span or geometry.angle_span, geometry.angle_span),
+            view_angles=None if config.angle_span else geometry.view_angles,
         )  # fmt: skip
     except GeometryError as error:
         raise DataError(f"{file} cannot be used: {error}") from error
@@ -215,7 +216,7 @@ def read_mat(path: Path, geometry: FanBeamGeometry) -> tuple[FloatArray, FanBeam
         scanner = replace(
             geometry, beam="fan_flat", source_to_axis=to_axis, axis_to_detector=to_detector - to_axis,
             n_detectors=sinogram.shape[1], detector_pitch=float(parameters["pixelSizePost"]), detector_offset=0.0,
-            n_views=len(angles),
+            n_views=len(angles), view_angles=None,
         )  # fmt: skip
     except Exception as error:  # bytes of another format can make scipy raise anything
         raise DataError(
