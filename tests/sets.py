@@ -102,3 +102,25 @@ def write_two_detect(
         moved = np.zeros((1024, 1024), np.float32)
         moved[1:, 1:] = image_of(objects, 1024, 116.528, fine=2)[:-1, :-1] * PIXEL
         tifffile.imwrite(folder / "reconstruction.tif", moved)
+
+
+def write_helix2fan(
+    path: Path, geometry: FanBeamGeometry, seeds: Sequence[int], *, water: float = 0.0192, **keys: Any
+) -> None:
+    """A file as helix2fan writes it, a slice for each seed: discs of water and more, half as wide as the image.
+
+    `geometry`: the rays of all views. `keys`: other values in the description.
+    """
+    import tifffile
+
+    objects = [discs(seed, geometry.field_of_view / 4, 2.5 * water) for seed in seeds]
+    values = np.stack([integrals_of(its, geometry)[:, ::-1] for its in objects], axis=-1).astype(np.float32)
+    its = {
+        "path_dicom": "/a/patient's folder", "scan_id": "scan_001", "nu": geometry.n_detectors,
+        "du": geometry.detector_pitch, "dso": geometry.source_to_axis, "ddo": geometry.axis_to_detector,
+        "rotview": geometry.n_views, "hu_factor": water,
+        "angles": (-np.tile(geometry.angles(), 2) - np.pi / 2).tolist(),  # those of two turns of the helix
+    }  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tifffile.imwrite(path, shape=values.shape, dtype=values.dtype, metadata=its | keys)
+    tifffile.memmap(path)[:] = values

@@ -37,7 +37,9 @@ TRAIN = {
     "evaluation.foo=1": "unknown key evaluation.foo: choose evaluation.n_pictures, ",
     "seed.x=1": "seed",
     # keys of another option
-    "data.root=/ct": "data.root works with data=deeplesion or dicom or lodopab or numpy or two_detect only",
+    "data.root=/ct": (
+        "data.root works with data=deeplesion or dicom or helix2fan or lodopab or numpy or two_detect only"
+    ),
     "+loss.ssim_weight=0.3": "loss.ssim_weight works with loss=ssim_mix only",
     "data=mixed data.sources.slices.root=. data.sources.slices.val_patients=[a]": "data.sources.slices.split=explicit",
     "data=mixed data.sources.slices.root=. data.sources.slices.val_fraction=0.9": (

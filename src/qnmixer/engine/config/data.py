@@ -272,9 +272,10 @@ class PairData(DataConfig):
         return bool(self.arguments.get("sinograms", "measured") == "measured")
 
     @property
-    def attenuation_of_one(self) -> float:  # type: ignore[override]  # as above
-        """Attenuation in 1/mm of x = 1, which the set or its key `max_attenuation` fixes."""
-        return float(self.settings().get("max_attenuation") or self.load().attenuation_of_one)
+    def attenuation_of_one(self) -> float | None:  # type: ignore[override]  # as above
+        """Attenuation in 1/mm of x = 1, which the set or its key `max_attenuation` fixes; None: that of hu_max."""
+        its: float | None = self.settings().get("max_attenuation") or self.load().attenuation_of_one
+        return its
 
     @property
     def hu_scaling(self) -> tuple[float, float]:

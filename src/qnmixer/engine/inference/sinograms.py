@@ -1,22 +1,25 @@
-"""Measured sinograms, read one at a time from .npy and .mat, in the units and at the rays that a network knows."""
+"""Measured sinograms, read one at a time from .npy, .mat and .tif, in the units and rays that a network knows."""
 
 import importlib
 import math
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.functional import avg_pool2d
 
 from qnmixer.engine.config import Config
 from qnmixer.engine.config.commands import ReconstructConfig
+from qnmixer.engine.data.fan_tiff import TIFF, FanTiff, open_fan
 from qnmixer.engine.data.numpy_files import open_stack, read_frame
 from qnmixer.engine.data.slices import FloatArray, SkipFile, require_size
 from qnmixer.engine.inference.fit import FloatList, fit_scan
@@ -29,7 +32,7 @@ from qnmixer.physics.noise import attenuation_per_value
 # Limits of line integrals of attenuation. Above the upper one no photon would be counted. Below the lower one the scan
 # is wrong.
 _MAX_ATTENUATION, _MIN_ATTENUATION = 14.0, -0.5
-_SCANS = (".npy", ".mat")
+_SCANS = (".npy", ".mat", *TIFF)
 _COMPRESSED = 15  # the type miCOMPRESSED of MATLAB 5
 _MAT_BYTES = 8 * 8192**2
 """The most that a .mat may unpack to: the largest sinogram in double precision."""
@@ -46,15 +49,15 @@ _DENSITIES = 0.05, 1.0
 
 
 def holds_sinograms(path: Path, trained: Config, config: ReconstructConfig) -> bool:
-    """Whether an input of kind=auto is a scan: by the keys given, by .mat, or by the shape of a .npy.
+    """Whether an input of kind=auto is a scan: by the keys given, by .mat or .tif, or by the shape of a .npy.
 
     Raises DataError for a .npy that is neither a slice nor a sinogram of the run.
     """
-    if path.suffix == ".mat" or config.detector_pitch is not None or config.angle_span is not None:
+    if path.suffix in (".mat", *TIFF) or config.detector_pitch is not None or config.angle_span is not None:
         return True
     views, bins = trained.geometry.n_views, trained.geometry.n_detectors
     for file in _scan_files(path) if path.is_dir() or path.suffix == ".npy" else ():
-        if file.suffix == ".mat":
+        if file.suffix != ".npy":
             return True
         with suppress(SkipFile):
             stack = open_stack(file)
@@ -74,7 +77,7 @@ def sinogram_files(path: Path) -> list[Path]:
     """The files that may hold sinograms. Raises DataError if there is none."""
     if not (files := _scan_files(path)):
         raise DataError(
-            f"input={path} has no .npy file and no .mat: give sinograms as .npy, [views, bins] or [N, views, bins]"
+            f"input={path} has no .npy file, .mat or .tif: give sinograms as .npy, [views, bins] or [N, views, bins]"
         )
     return files
 
@@ -87,7 +90,7 @@ def _scan_files(path: Path) -> list[Path]:
 def measured_scans(
     path: Path, files: Sequence[Path], module: Reconstructor, config: ReconstructConfig
 ) -> Iterator[Scan]:
-    """The sinograms of an input: .npy ([v, d] or [N, v, d]) and .mat.
+    """The sinograms of an input: .npy ([v, d] or [N, v, d]), .mat and .tif.
 
     A folder's unusable files are left out with a warning. An unusable file that is the input raises DataError.
     """
@@ -113,21 +116,27 @@ def _scans_of(file: Path, name: str, module: Reconstructor, config: ReconstructC
     Raises DataError for an unusable file. In a stack, an unusable sinogram is left out with a warning.
     """
     geometry, (offset, scale) = module.projector.geometry, module.config.data.hu_scaling
-    of_one = _attenuation_of_one(module.config, config) if config.unit == "attenuation" else 1.0
+    if file.suffix != ".npy" and (config.angle_span is not None or config.detector_pitch is not None):
+        raise DataError(f"{file} has angles and bins of its own: leave out angle_span= and detector_pitch=")
+    read: Callable[[int], FloatArray]
     if file.suffix == ".mat":
-        if config.angle_span is not None or config.detector_pitch is not None:
-            raise DataError(f"{file} has angles and bins of its own: leave out angle_span= and detector_pitch=")
         of_mat, scanner, angles = read_mat(file, geometry)
-        count = 1
+        count, read = 1, [of_mat].__getitem__
+    elif file.suffix in TIFF:
+        with _usable(file):
+            fan = open_fan(file)
+        views, scanner, angles = _from_first_view(fan, geometry)
+        config, count, read = replace(config, water_attenuation=fan.water), fan.n_slices, partial(fan.rows, views=views)
     else:
         count, scanner = _scanner_of_npy(file, geometry, config)
-        of_mat, angles = None, scanner.angles()
+        angles, read = scanner.angles(), partial(read_frame, file)
+    of_one = _attenuation_of_one(module.config, config) if config.unit == "attenuation" else 1.0
     if abs(turned := angles[0] - geometry.angles()[0]) > 1e-6:
         warn(f"{file} starts {np.degrees(turned):.4g}° from the run's first view, so the image is turned by that angle")
     for k in range(count):
         end = f"#{k}" if count > 1 else ""
         with _usable(file):
-            sinogram = read_frame(file, k) if of_mat is None else of_mat
+            sinogram = read(k)
         try:
             fitted, missing = fit_scan(sinogram, angles, scanner, geometry, f"{file}{end}")
             scan = Scan(
@@ -187,6 +196,18 @@ def _scanner_of_npy(file: Path, geometry: FanBeamGeometry, config: ReconstructCo
         )  # fmt: skip
     except GeometryError as error:
         raise DataError(f"{file} cannot be used: {error}") from error
+
+
+def _from_first_view(
+    fan: FanTiff, geometry: FanBeamGeometry
+) -> tuple[npt.NDArray[np.intp], FanBeamGeometry, FloatList]:
+    """The views of a turn, from the one nearest to the first of a geometry; their rays and angles. Raises DataError."""
+    (start,), (turned,) = fan.nearest(geometry.angles()[:1])
+    views = np.roll(np.arange(len(fan.angles)), -start)
+    try:
+        return views, fan.scan(geometry), fan.angles[views] - fan.angles[start] + geometry.angles()[0] + turned
+    except GeometryError as error:
+        raise DataError(f"{fan.path} cannot be used: {error}") from error
 
 
 def read_mat(path: Path, geometry: FanBeamGeometry) -> tuple[FloatArray, FanBeamGeometry, FloatList]:

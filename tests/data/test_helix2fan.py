@@ -1,0 +1,213 @@
+"""helix2fan: files as it writes them, from discs whose line integrals are known."""
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from qnmixer.engine.build import build_module
+from qnmixer.engine.config import parse, to_plain
+from qnmixer.engine.config.commands import parse_reconstruct
+from qnmixer.engine.config.compose import compose
+from qnmixer.engine.config.run import section
+from qnmixer.engine.data.datamodule import SliceDataModule
+from qnmixer.engine.data.fan_tiff import open_fan
+from qnmixer.engine.inference.reconstruct import reconstruct_input
+from qnmixer.engine.reconstructor import build_geometry
+from qnmixer.errors import ConfigError, DataError
+from qnmixer.physics import FanBeamGeometry, FanBeamProjector
+from qnmixer.train import train
+from qnmixer.weights import CHECKPOINT_KEY
+
+from ..conftest import TINY
+from ..sets import discs, image_of, write_helix2fan
+
+tifffile = pytest.importorskip("tifffile")
+SIZE, WATER, NAME = 48, 0.0201, "scan_001_flat_fan_projections.tif"
+WORDS = [
+    *(word for word in TINY if not word.startswith(("geometry.", "data.image_size"))), "data=helix2fan",
+    "geometry=helix2fan", "geometry.n_views=16", "geometry.n_detectors=96", "geometry.detector_pitch=9.86",
+    f"data.image_size={SIZE}",
+]  # fmt: skip
+HELIX = 96  # views of a turn in the files
+
+
+@cache
+def scan(*overrides: str) -> FanBeamGeometry:
+    return build_geometry(parse(compose("train", [*WORDS, "data.root=set", *overrides])))
+
+
+def all_views(geometry: FanBeamGeometry, n_views: int = HELIX) -> FanBeamGeometry:
+    """Clockwise from 200°, as helix2fan counts, and each angle as good as a scanner's."""
+    rough = np.random.default_rng(0).uniform(-0.02, 0.02, n_views)
+    angles = np.radians(200) - 2 * np.pi * (np.arange(n_views) + rough) / n_views
+    return replace(geometry, n_views=n_views, view_angles=tuple(angles))
+
+
+def write(root: Path, part: str = "train", seeds: tuple[int, ...] = (0, 1), **keys: Any) -> Path:
+    path = root / part / NAME
+    write_helix2fan(path, all_views(scan()), seeds, water=WATER, **keys)
+    return path
+
+
+def module(root: Path, *overrides: str) -> SliceDataModule:
+    its = section("data", "helix2fan", root=str(root), image_size=SIZE, num_workers=0)
+    return SliceDataModule(its, geometry=scan(*overrides))
+
+
+def parts(root: Path) -> Path:
+    for part, seeds in {"train": (0, 1), "val": (2,), "test": (3,)}.items():
+        write(root, part, seeds)
+    return root
+
+
+def test_rays_are_those_of_helix2fans_example(tmp_path: Path) -> None:
+    """Its angles + π/2 are θ of torch-radon's kernel. There, with y down, the source is at s·(−sin θ, cos θ)."""
+    path = write(tmp_path)
+    theta = np.array(json.loads(tifffile.TiffFile(path).pages[0].description)["angles"])[:HELIX] + math.pi / 2
+    beta = open_fan(path).angles
+    np.testing.assert_allclose([np.sin(beta), np.cos(beta)], [-np.sin(theta), np.cos(theta)], atol=1e-9)  # source, bins
+    values = tifffile.imread(path)
+    np.testing.assert_array_equal(open_fan(path).rows(1, np.array([5, 2])), values[[5, 2], ::-1, 1])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("geometry.n_views=24", "geometry.angle_span=-6.283185307179586", "geometry.first_angle=1"),
+        ("geometry.angles=[0.1309,-0.0654,1.5708,3.4034]",),
+    ],
+)
+def test_a_pair_is_one_object(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    """The image is FBP of all views, in HU by the water of the file. Its sinogram has the views of the scan."""
+    write(tmp_path)
+    sample = module(tmp_path, *overrides).dataset("train")[1]
+    assert sample["name"] == "scan_001_flat_fan_projections#1"
+    image, y = sample["image"], sample["sinogram"]
+    truth = torch.from_numpy(image_of(discs(1, 125.0, 2.5), SIZE, 500.0)) / 3  # water is 1
+    assert float((image[0] - truth).norm() / truth.norm()) < 0.1
+    operator = FanBeamProjector(scan(*overrides))
+    right = float((operator(image[None])[0] - y).norm() / y.norm())
+    assert right < 0.03
+    mirrored = [float((operator(it[None])[0] - y).norm() / y.norm()) for it in (image.flip(1), image.flip(2))]
+    assert min(mirrored) > 0.06
+    fan = open_fan(tmp_path / "train" / NAME)
+    dense = FanBeamProjector(
+        fan.scan(scan(*overrides), float(fan.nearest(scan(*overrides).angles()[:1])[1][0])), "hann"
+    )
+    expected = dense.fbp(torch.from_numpy(fan.rows(1, np.arange(HELIX)))[None, None])[0] / (3 * WATER)
+    middle = slice(8, -8), slice(8, -8)  # all views see it
+    torch.testing.assert_close(image[0][middle], expected[0][middle].clamp(0, 1), atol=1e-5, rtol=0)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+def helical(path: Path) -> None:
+    values = np.zeros((200, 8, 96), np.float32)
+    its = json.loads(tifffile.TiffFile(path).pages[0].description)
+    del its["shape"]
+    tifffile.imwrite(path, values, metadata=its)
+
+
+SKIPPED: dict[str, Callable[[Path], object]] = {
+    "unreadable or truncated TIFF": cut,
+    r"\[200, 8, 96\] values, not \[96, 96, slices\]; \*_flat_fan_projections.tif is the file": helical,
+    "no geometry of helix2fan in its description": lambda path: tifffile.imwrite(path, np.zeros((9, 9), np.float32)),
+    "angles or distances in its description that are none": lambda path: write(path.parents[1], du=math.nan),
+}
+
+
+@pytest.mark.parametrize("says", SKIPPED)
+def test_other_files_are_skipped_with_a_line(tmp_path: Path, says: str) -> None:
+    path = write(tmp_path)
+    path.with_name("b.tif").write_bytes(path.read_bytes())
+    SKIPPED[says](path)
+    with pytest.warns(UserWarning, match=rf"train: skipped 1 of its files or frames \(1 {says}.*: {NAME}"):
+        assert module(tmp_path).dataset("train")[0]["name"] == "b#0"
+
+
+def test_slices_without_all_views_are_left_out(tmp_path: Path) -> None:
+    path = write(tmp_path, seeds=(0, 1, 2, 3, 4))
+    tifffile.memmap(path)[3:20, :, 0] = 0
+    with pytest.warns(UserWarning, match=f"{NAME}: 1 of 5 slices lack views, and are left out"):
+        data = module(tmp_path).dataset("train")
+    assert [data[k]["name"][-2:] for k in range(len(data))] == ["#1", "#2", "#3", "#4"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ["geometry.n_views=14"],
+            "view 4 of geometry, at 102.9°, is .*° from the nearest of the 96 views of .*divisor",
+        ),
+        (
+            ["geometry.n_detectors=90", "geometry.source_to_axis=600"],
+            "other rays than those of the config: give geometry.n_detectors=96 geometry.source_to_axis=595$",
+        ),
+        (["geometry.beam=fan_curved"], "give geometry.beam=fan_flat$"),
+    ],
+)
+def test_another_scan_is_one_line_that_says_what_to_give(tmp_path: Path, overrides: list[str], says: str) -> None:
+    write(tmp_path)
+    with pytest.raises(ConfigError, match=says):
+        module(tmp_path, *overrides).setup()
+
+
+def test_bad_values_and_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match="has no folder train, val or test: make them"):
+        module(tmp_path).setup()
+    tifffile.memmap(write(tmp_path))[3, 4, 0] = np.nan
+    with pytest.raises(DataError, match=f"{NAME} cannot be used .*NaN or infinite values"):
+        module(tmp_path).dataset("train")[0]
+    monkeypatch.setitem(sys.modules, "tifffile", None)
+    with pytest.raises(DataError, match=r"data=helix2fan is read by tifffile"):
+        module(tmp_path).setup()
+    with pytest.raises(DataError, match=r"is read by tifffile, which is not installed"):
+        open_fan(tmp_path / "train" / NAME)
+
+
+@pytest.mark.slow
+def test_a_run_of_two_steps_is_scored(tmp_path: Path) -> None:
+    root = parts(tmp_path / "set")
+    train(
+        *WORDS, f"data.root={root}", "trainer.max_steps=2", "test_after_training=true", f"hydra.run.dir={tmp_path}/run"
+    )
+    record = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert (record["status"], record["steps"]) == ("done", 2)
+    assert "16 views, measured" in (tmp_path / "run" / "evaluation" / "table.md").read_text()
+
+
+def test_a_file_is_reconstructed_as_it_was_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By a network of drawn phantoms too: the file brings its own water and angles."""
+    path = write(tmp_path)
+    words = [word for word in WORDS if word != "data=helix2fan" and not word.startswith("model.")]
+    trained = build_module(parse(compose("train", [*words, "model=fbp", "data=phantoms"])))
+    its = {"format": 1, "config": to_plain(trained.config)}
+    torch.save({CHECKPOINT_KEY: its, "state_dict": trained.state_dict()}, tmp_path / "a.ckpt")
+    given = [
+        f"run={tmp_path / 'a.ckpt'}",
+        f"input={path.parent}",
+        f"output={tmp_path / 'out'}",
+        "formats=[npy]",
+        "accelerator=cpu",
+    ]
+    reconstruct_input(parse_reconstruct(compose("reconstruct", given)))
+    found = np.load(tmp_path / "out" / "scan_001_flat_fan_projections_1_fbp.npy")
+    sample = module(tmp_path).dataset("train")[1]
+    expected = FanBeamProjector(scan(), "hann").fbp(sample["sinogram"][None])[0, 0].numpy() * 3000 - 1000
+    assert np.abs(found - expected).max() < 30  # HU; angles between those of the file are interpolated
+    assert "from the run's first view" in capsys.readouterr().err
+    with pytest.raises(DataError, match="has angles and bins of its own"):
+        reconstruct_input(parse_reconstruct(compose("reconstruct", [*given, f"input={path}", "angle_span=3"])))
