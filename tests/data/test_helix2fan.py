@@ -21,6 +21,7 @@ from qnmixer.engine.config.run import section
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.fan_tiff import open_fan
 from qnmixer.engine.inference.reconstruct import reconstruct_input
+from qnmixer.engine.inference.sinograms import holds_sinograms
 from qnmixer.engine.reconstructor import build_geometry
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.physics import FanBeamGeometry, FanBeamProjector
@@ -61,12 +62,6 @@ def write(root: Path, part: str = "train", seeds: tuple[int, ...] = (0, 1), **ke
 def module(root: Path, *overrides: str) -> SliceDataModule:
     its = section("data", "helix2fan", root=str(root), image_size=SIZE, num_workers=0)
     return SliceDataModule(its, geometry=scan(*overrides))
-
-
-def parts(root: Path) -> Path:
-    for part, seeds in {"train": (0, 1), "val": (2,), "test": (3,)}.items():
-        write(root, part, seeds)
-    return root
 
 
 def test_rays_are_those_of_helix2fans_example(tmp_path: Path) -> None:
@@ -169,7 +164,8 @@ def test_bad_values_and_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(DataError, match="has no folder train, val or test: make them"):
         module(tmp_path).setup()
     tifffile.memmap(write(tmp_path))[3, 4, 0] = np.nan
-    with pytest.raises(DataError, match=f"{NAME} cannot be used .*NaN or infinite values"):
+    assert module(tmp_path).dataset("train")[1]["sinogram"].isfinite().all()
+    with pytest.raises(DataError, match=f"{NAME} cannot be used .*NaN or infinite values in slice 0"):
         module(tmp_path).dataset("train")[0]
     monkeypatch.setitem(sys.modules, "tifffile", None)
     with pytest.raises(DataError, match=r"data=helix2fan is read by tifffile"):
@@ -180,10 +176,10 @@ def test_bad_values_and_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_a_run_of_two_steps_is_scored(tmp_path: Path) -> None:
-    root = parts(tmp_path / "set")
-    train(
-        *WORDS, f"data.root={root}", "trainer.max_steps=2", "test_after_training=true", f"hydra.run.dir={tmp_path}/run"
-    )
+    for part in ("train", "val", "test"):
+        write(tmp_path / "set", part)
+    more = ["trainer.max_steps=2", "test_after_training=true", f"hydra.run.dir={tmp_path}/run"]
+    train(*WORDS, f"data.root={tmp_path}/set", *more)
     record = json.loads((tmp_path / "run" / "results.json").read_text())
     assert (record["status"], record["steps"]) == ("done", 2)
     assert "16 views, measured" in (tmp_path / "run" / "evaluation" / "table.md").read_text()
@@ -196,13 +192,7 @@ def test_a_file_is_reconstructed_as_it_was_trained(tmp_path: Path, capsys: pytes
     trained = build_module(parse(compose("train", [*words, "model=fbp", "data=phantoms"])))
     its = {"format": 1, "config": to_plain(trained.config)}
     torch.save({CHECKPOINT_KEY: its, "state_dict": trained.state_dict()}, tmp_path / "a.ckpt")
-    given = [
-        f"run={tmp_path / 'a.ckpt'}",
-        f"input={path.parent}",
-        f"output={tmp_path / 'out'}",
-        "formats=[npy]",
-        "accelerator=cpu",
-    ]
+    given = [f"run={tmp_path}/a.ckpt", f"input={path.parent}", f"output={tmp_path}/out", "formats=[npy]"]
     reconstruct_input(parse_reconstruct(compose("reconstruct", given)))
     found = np.load(tmp_path / "out" / "scan_001_flat_fan_projections_1_fbp.npy")
     sample = module(tmp_path).dataset("train")[1]
@@ -211,3 +201,5 @@ def test_a_file_is_reconstructed_as_it_was_trained(tmp_path: Path, capsys: pytes
     assert "from the run's first view" in capsys.readouterr().err
     with pytest.raises(DataError, match="has angles and bins of its own"):
         reconstruct_input(parse_reconstruct(compose("reconstruct", [*given, f"input={path}", "angle_span=3"])))
+    tifffile.imwrite(path, np.zeros((9, 9), np.uint8))  # a picture
+    assert not holds_sinograms(path.parent, trained.config, parse_reconstruct(compose("reconstruct", given)))

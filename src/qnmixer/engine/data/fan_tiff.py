@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qnmixer.engine.data.slices import FloatArray, SkipFile, reading, require_size
-from qnmixer.errors import DataError
+from qnmixer.errors import DataError, GeometryError
 from qnmixer.physics import FanBeamGeometry
 
 TIFF = (".tif", ".tiff")
@@ -33,27 +33,16 @@ _HELICAL = "*_flat_fan_projections.tif is the file of helix2fan that can be used
 
 @dataclass(frozen=True)
 class FanTiff:
-    """A scan in a file.
-
-    Attributes:
-        path: of the file.
-        angles: β of its views in radians, from 0 to 2π, float64 [V].
-        n_detectors: D.
-        n_slices: Z.
-        detector_pitch: mm.
-        source_to_axis: mm.
-        axis_to_detector: mm.
-        water: attenuation of water in 1/mm.
-    """
+    """A scan in a file: V views, D bins, Z slices; lengths in mm."""
 
     path: Path
-    angles: npt.NDArray[np.float64]
+    angles: npt.NDArray[np.float64]  # β of each view in radians, [V]
     n_detectors: int
     n_slices: int
     detector_pitch: float
     source_to_axis: float
     axis_to_detector: float
-    water: float
+    water: float  # its attenuation in 1/mm
 
     def values(self) -> np.ndarray[Any, Any]:
         """−log of transmission [V, D, Z], in the order of bins of this package; mapped if it is not compressed.
@@ -70,18 +59,21 @@ class FanTiff:
 
     def rows(self, index: int, views: npt.NDArray[np.intp]) -> FloatArray:
         """Some views of a slice [v, D], −log of transmission. Raises SkipFile."""
-        rows = np.array(self.values()[:, :, index][views], np.float32)
-        if not np.isfinite(rows).all():
-            raise SkipFile(f"NaN or infinite values in slice {index}")
-        return rows
+        return np.array(self.values()[:, :, index][views], np.float32)
 
     def scan(self, like: FanBeamGeometry, turned: float = 0.0) -> FanBeamGeometry:
-        """The rays of all its views, with the image of another scan. `turned`: radians taken off each angle."""
-        return replace(
-            like, beam="fan_flat", n_views=len(self.angles), n_detectors=self.n_detectors, detector_offset=0.0,
-            detector_pitch=self.detector_pitch, source_to_axis=self.source_to_axis,
-            axis_to_detector=self.axis_to_detector, view_angles=tuple(self.angles - turned),
-        )  # fmt: skip
+        """The rays of all its views, with the image of another scan; `turned`: radians taken off each angle.
+
+        Raises DataError if there can be no such rays.
+        """
+        try:
+            return replace(
+                like, beam="fan_flat", n_views=len(self.angles), n_detectors=self.n_detectors, detector_offset=0.0,
+                detector_pitch=self.detector_pitch, source_to_axis=self.source_to_axis,
+                axis_to_detector=self.axis_to_detector, view_angles=tuple(self.angles - turned),
+            )  # fmt: skip
+        except GeometryError as error:
+            raise DataError(f"{self.path} cannot be used: {error}") from error
 
     def nearest(self, angles: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
         """The view nearest to each angle, and how far it is turned from it in radians: int [v], float64 [v]."""

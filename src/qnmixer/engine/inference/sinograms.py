@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.nn.functional import avg_pool2d
 
 from qnmixer.engine.config import Config
 from qnmixer.engine.config.commands import ReconstructConfig
-from qnmixer.engine.data.fan_tiff import TIFF, FanTiff, open_fan
+from qnmixer.engine.data.fan_tiff import TIFF, open_fan
 from qnmixer.engine.data.numpy_files import open_stack, read_frame
 from qnmixer.engine.data.slices import FloatArray, SkipFile, require_size
 from qnmixer.engine.inference.fit import FloatList, fit_scan
@@ -57,8 +56,13 @@ def holds_sinograms(path: Path, trained: Config, config: ReconstructConfig) -> b
         return True
     views, bins = trained.geometry.n_views, trained.geometry.n_detectors
     for file in _scan_files(path) if path.is_dir() or path.suffix == ".npy" else ():
-        if file.suffix != ".npy":
+        if file.suffix == ".mat":
             return True
+        if file.suffix in TIFF:
+            with suppress(SkipFile, DataError):  # a picture beside slices
+                open_fan(file)
+                return True
+            continue
         with suppress(SkipFile):
             stack = open_stack(file)
             if stack.shape[-2:] == (views, bins):
@@ -125,7 +129,9 @@ def _scans_of(file: Path, name: str, module: Reconstructor, config: ReconstructC
     elif file.suffix in TIFF:
         with _usable(file):
             fan = open_fan(file)
-        views, scanner, angles = _from_first_view(fan, geometry)
+        (start,), (off,) = fan.nearest(geometry.angles()[:1])
+        views, scanner = np.roll(np.arange(len(fan.angles)), -start), fan.scan(geometry)
+        angles = geometry.angles()[0] + off + fan.angles[views] - fan.angles[start]
         config, count, read = replace(config, water_attenuation=fan.water), fan.n_slices, partial(fan.rows, views=views)
     else:
         count, scanner = _scanner_of_npy(file, geometry, config)
@@ -196,18 +202,6 @@ def _scanner_of_npy(file: Path, geometry: FanBeamGeometry, config: ReconstructCo
         )  # fmt: skip
     except GeometryError as error:
         raise DataError(f"{file} cannot be used: {error}") from error
-
-
-def _from_first_view(
-    fan: FanTiff, geometry: FanBeamGeometry
-) -> tuple[npt.NDArray[np.intp], FanBeamGeometry, FloatList]:
-    """The views of a turn, from the one nearest to the first of a geometry; their rays and angles. Raises DataError."""
-    (start,), (turned,) = fan.nearest(geometry.angles()[:1])
-    views = np.roll(np.arange(len(fan.angles)), -start)
-    try:
-        return views, fan.scan(geometry), fan.angles[views] - fan.angles[start] + geometry.angles()[0] + turned
-    except GeometryError as error:
-        raise DataError(f"{fan.path} cannot be used: {error}") from error
 
 
 def read_mat(path: Path, geometry: FanBeamGeometry) -> tuple[FloatArray, FanBeamGeometry, FloatList]:
