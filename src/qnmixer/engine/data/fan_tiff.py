@@ -45,16 +45,9 @@ class FanTiff:
     water: float  # its attenuation in 1/mm
 
     def values(self) -> np.ndarray[Any, Any]:
-        """−log of transmission [V, D, Z], in the order of bins of this package; mapped if it is not compressed.
-
-        Raises SkipFile.
-        """
-        tifffile = importlib.import_module("tifffile")
-        with reading("unreadable or truncated TIFF"):
-            try:
-                values = tifffile.memmap(self.path, mode="r")
-            except ValueError:
-                values = np.asarray(tifffile.imread(self.path))
+        """−log of transmission [V, D, Z], mapped, in the order of bins of this package. Raises SkipFile."""
+        with reading("a truncated or compressed TIFF"):
+            values = importlib.import_module("tifffile").memmap(self.path, mode="r")
             return values.reshape(len(self.angles), self.n_detectors, self.n_slices)[:, ::-1]
 
     def rows(self, index: int, views: npt.NDArray[np.intp]) -> FloatArray:
