@@ -84,7 +84,7 @@ class SliceDataModule(LightningDataModule):
     def measured(self) -> bool:
         """Whether the sinograms were measured, also those of a class of the user's own."""
         self.setup()
-        return any(part.measured is not None for part in self.parts.values())
+        return any(part.measured for part in self.parts.values())
 
     def dataset(self, part: str) -> SliceDataset:
         """Slices of train, val or test. Raises DataError if there are none."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -42,7 +42,8 @@ class SliceView:
     endless = False
 
     def __init__(self, source: SliceSource, indices: Sequence[int]) -> None:
-        self.source, self.indices = source, indices
+        self.source: Any = source
+        self.indices = indices
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -50,6 +51,10 @@ class SliceView:
     def load(self, index: int) -> FloatArray:
         """Slice [S, S] in HU."""
         return self.source.load(self.indices[index])
+
+    def sinogram(self, index: int) -> FloatArray:
+        """Measured sinogram [V, D], value × mm, of a source that has some."""
+        return self.source.sinogram(self.indices[index])
 
     def name(self, index: int) -> str:
         """The name of the file or phantom."""
@@ -62,24 +67,20 @@ class Part:
 
     Attributes:
         source: the slices. An endless source has new ones in every epoch.
-        patients: the number of the patient that each slice shows, None for a phantom; empty if nobody knows.
+        patients: the number of the patient that each slice shows; empty if nobody knows.
         fine: the same slices on a finer grid, [f·S, f·S].
-        measured: their sinograms [V, D], value × mm; None if these are simulated.
+        measured: whether the source has `sinogram(index)`, [V, D], value × mm; otherwise sinograms are simulated.
         scaling: that of slices with a unit of their own.
-        shares: the slices of each source of a mix in an epoch, as text.
     """
 
     source: SliceSource
     patients: Sequence[int | None] = ()
     fine: SliceSource | None = None
-    measured: SliceSource | None = None
+    measured: bool = False
     scaling: Scaling | None = None
-    shares: str = ""
 
     def __str__(self) -> str:
-        if self.shares:
-            return f"{len(self.source)} slices an epoch ({self.shares})"
-        n = len({*self.patients} - {None})
+        n = len({*self.patients})
         people = f" of {n} patient{'s' * (n > 1)}" if n else ""
         return f"{len(self.source)} slices{people}"
 
@@ -90,8 +91,6 @@ class Part:
             source=SliceView(self.source, indices),
             patients=[self.patients[i] for i in indices] if self.patients else (),
             fine=self.fine and SliceView(self.fine, indices),
-            measured=self.measured and SliceView(self.measured, indices),
-            shares="",
         )
 
 
@@ -117,7 +116,8 @@ class SliceDataset(Dataset[Sample]):
         disc: bool = False,
         measure: Callable[[Sample], Tensor] | None = None,
     ) -> None:
-        self.source, self.fine, self.measured = part.source, part.fine, part.measured
+        self.source: Any = part.source  # with `sinogram` if it has measured ones
+        self.fine, self.measured = part.fine, part.measured
         self.scaling, self.augment, self.seed = part.scaling or scaling, augment, seed
         self.disc, self.measure = disc, measure
 
@@ -145,8 +145,8 @@ class SliceDataset(Dataset[Sample]):
             if self.disc:
                 hu = paste_disc(hu, brightest)
             sample["fine"] = _to_tensor(scaled_like(hu, offset, scale))
-        if self.measured is not None:
-            sample["sinogram"] = _to_tensor(self.measured.load(index))
+        if self.measured:
+            sample["sinogram"] = _to_tensor(self.source.sinogram(index))
         elif self.measure is not None:
             sample["sinogram"] = self.measure(sample)
             sample.pop("fine", None)  # large, and no longer needed: workers would send it to the training process

@@ -93,40 +93,32 @@ def inside(hu: FloatArray, spacing: tuple[float, float] | None, field_of_view: f
 
 @dataclass
 class CutTissue:
-    """The tissue outside the field of view, which is cut.
+    """The slices with tissue outside the field of view, which is cut.
 
     Attributes:
-        tissue: mm² of tissue in all slices.
-        outside: mm² of it outside the field.
         n_cut: slices that lose tissue.
         n: slices.
         widest: mm of the widest slice.
     """
 
-    tissue: float = 0.0
-    outside: float = 0.0
     n_cut: int = 0
     n: int = 0
     widest: float = 0.0
 
     def add(self, hu: FloatArray, spacing: tuple[float, float], field_of_view: float) -> None:
         """Count a slice [H, W]."""
-        area, total = spacing[0] * spacing[1], int((hu > TISSUE).sum())
-        outside = total - int((inside(hu, spacing, field_of_view) > TISSUE).sum())
-        self.tissue += area * total
-        self.outside += area * outside
-        self.n_cut += outside > 0
+        self.n_cut += int((hu > TISSUE).sum() > (inside(hu, spacing, field_of_view) > TISSUE).sum())
         self.n += 1
         self.widest = max(self.widest, hu.shape[0] * spacing[0], hu.shape[1] * spacing[1])
 
     def line(self, root: str, field_of_view: float) -> str | None:
         """The warning about cut tissue; None if nothing is cut."""
-        if not self.outside:
+        if not self.n_cut:
             return None
         return (
-            f"{root}: {100 * self.outside / self.tissue:.2g} % of the tissue (above −300 HU) lies outside "
-            f"geometry.field_of_view={field_of_view:g} mm and is cut, in {self.n_cut} of {self.n} slices: "
-            f"train with geometry.field_of_view={np.ceil(round(self.widest, 3)):g} to cut nothing"
+            f"{root}: tissue (above −300 HU) lies outside geometry.field_of_view={field_of_view:g} mm and is cut, in "
+            f"{self.n_cut} of {self.n} slices: train with geometry.field_of_view={np.ceil(round(self.widest, 3)):g} to "
+            "cut nothing"
         )
 
 

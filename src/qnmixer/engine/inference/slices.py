@@ -52,7 +52,7 @@ class InputSlice:
 
 def slice_files(path: Path) -> list[Path]:
     """The files that may hold slices: a file itself, or all files of a folder. Raises DataError if there is none."""
-    return [path] if path.is_file() else [path / file.path for file in list_files(path, key="input")]
+    return [path] if path.is_file() else [path / file for file in list_files(path, key="input")]
 
 
 def read_slices(path: Path, files: Sequence[Path], *, true_size: bool = False) -> Iterator[InputSlice]:
