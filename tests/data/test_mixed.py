@@ -14,7 +14,6 @@ from qnmixer.engine.checkpoints.reading import read_checkpoint
 from qnmixer.engine.checkpoints.weights_file import encode
 from qnmixer.engine.cli import explain
 from qnmixer.engine.config import Config, parse, to_plain
-from qnmixer.engine.config.commands import parse_plan
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.data import AsTrained, FolderData, MixedData, check_data
 from qnmixer.engine.config.run import section
@@ -177,22 +176,15 @@ def symmetries(image: torch.Tensor) -> list[torch.Tensor]:
 
 BAD: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
     r"shares of data.sources \(slices 0.7, phantoms 0.3, more 0.2\) add up to 1.2": ({"slices": {"share": 0.7}}, {}),
-    r"data.sources.slices.share=-0.1 is not a share: give a number from 0 to 1": ({"slices": {"share": -0.1}}, {}),
-    r"shares of data.sources \(.*\) add up to 0.6": ({"slices": {"share": 0.1}}, {}),
     r"data.sources.slices.share=most is not a share": ({"slices": {"share": "most"}}, {}),
-    r"data.sources.slices.share=None is not a share": ({"slices": {"share": None}}, {}),
     r"data.sources.slices.name=dicm is not known: did you mean dicom\?": ({"slices": {"name": "dicm"}}, {}),
-    r"data.sources.slices.name=mixed is not known: choose deeplesion, dicom": ({"slices": {"name": "mixed"}}, {}),
     r"data.sources.slices.splitt": ({"slices": {"splitt": "all"}}, {}),
-    r"data.sources.slices.split=alll is not known: did you mean all\?": ({"slices": {"split": "alll"}}, {}),
     r"image_size is the same for all sources: give it as data.image_size": ({"slices": {"image_size": 8}}, {}),
     r"data.evaluate_on=slice: did you mean slices\?": ({}, {"evaluate_on": "slice"}),
     r"data.simulation_factor=3 is too large: give 2 or less \(data.sources.phantoms": ({}, {"simulation_factor": 3}),
     r"data.sources.more._target_ has no value": ({"more": {"name": "custom"}}, {}),
     r"data.sources.more.root=/nowhere": ({"more": {"root": "/nowhere"}}, {}),
-    r"data=numpy needs data.root=FOLDER.*\(data.sources.slices\)": ({"slices": {"root": None}}, {}),
     r"no slices for train with data.split=all.*\(data.sources.slices\)": ({"slices": {"split": "all"}}, {}),
-    r"val_patients=x.*\(data.sources": ({"slices": {"split": "explicit", "val_patients": ["x"]}}, {}),
     r"phantoms.share=0.01 gives no slice in an epoch of 6: raise it": (
         {"slices": {"share": 0.99}, "phantoms": {"share": 0.01}, "more": {"share": 0}}, {},
     ),
@@ -213,22 +205,10 @@ def test_one_folder_is_not_split_twice(root: Path) -> None:
             mixed(root, {"more": {"root": str(folder)}})
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["data=mixed", "data.sources.slices.splt=all"], "did you mean data.sources.slices.split?"),
-        (["data.sources.slices.root=/ct"], "choose data=mixed, or add it to a source of your own as +data.sources"),
-    ],
-)
-def test_a_misspelt_key_of_a_source(words: list[str], line: str) -> None:
+def test_a_misspelt_key_of_a_source() -> None:
     with pytest.raises(HydraException) as raised:
-        compose("train", words)
-    assert line in str(explain(raised.value, "train"))
-
-
-def test_a_plan_needs_no_folder() -> None:
-    config = parse_plan(compose("plan", ["data=mixed", "data.batch_size=3"]))
-    assert config.run.data.batch_size == 3
+        compose("train", ["data=mixed", "data.sources.slices.splt=all"])
+    assert "did you mean data.sources.slices.split?" in str(explain(raised.value, "train"))
 
 
 def test_an_own_source_is_found_and_trusted_by_its_key(root: Path, tmp_path: Path) -> None:
