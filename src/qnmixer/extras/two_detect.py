@@ -48,7 +48,6 @@ class TwoDetectSource:
             slice00001/mode2/reconstruction.tif, may be in another folder below it.
         mode: of the sinograms.
         max_attenuation: 1/mm of x = 1.
-        leave_out: numbers of slices to skip.
 
     Raises:
         DataError: tifffile is missing, or there is no slice.
@@ -71,7 +70,6 @@ class TwoDetectSource:
         root: str,
         mode: Annotated[int, Ge(1), Le(3)] = 2,
         max_attenuation: Annotated[float, Gt(0)] = 0.05,
-        leave_out: Sequence[int] = (),
     ) -> None:
         optional("tifffile", "two_detect")
         self.image_size, self.max_attenuation = image_size, max_attenuation
@@ -85,7 +83,7 @@ class TwoDetectSource:
         wanted = {name: f"mode{mode}/{name}" for name in _RAW} | {_REFERENCE: f"mode2/{_REFERENCE}"}
         self._files: dict[int, dict[str, Path]] = {}
         skipped: list[tuple[str, str]] = []
-        for number in sorted(folders.keys() & {*_PARTS[part]} - {*leave_out}):
+        for number in sorted(folders.keys() & {*_PARTS[part]}):
             below = {name: [folder / its for folder in folders[number]] for name, its in wanted.items()}
             found = {name: path for name, its in below.items() for path in its if path.is_file()}
             if missing := [its for name, its in wanted.items() if name not in found]:
@@ -100,36 +98,29 @@ class TwoDetectSource:
 
     def load(self, index: int) -> FloatArray:
         """Reference [S, S] with HU = −1000 + (hu_max + 1000)·x. Raises DataError if it cannot be used."""
-        number = self._numbers[index]
-        with self._file(number, _REFERENCE) as path:
-            attenuation = to_square(_reference(_read(path)), self.image_size)
+        with self._usable(index) as files:
+            attenuation = to_square(_reference(_read(files[_REFERENCE])), self.image_size)
         return np.float32(self.scaling.offset) + attenuation * np.float32(self.scaling.scale / self.max_attenuation)
 
     def sinogram(self, index: int) -> FloatArray:
         """Sinogram [V, 956], value × mm. Raises DataError if it cannot be used."""
-        number, arrays = self._numbers[index], []
-        for name in _RAW:
-            with self._file(number, name) as path:
-                arrays.append(_read(path))
-        sinogram, dark, *flats = arrays
-        with self._file(number, _RAW[0]):
-            p = line_integrals(sinogram, dark, flats, self._views, moved=any(number in its for its in _MOVED))
-        return p / np.float32(self.max_attenuation)
+        moved = any(self._numbers[index] in its for its in _MOVED)
+        with self._usable(index) as files:
+            sinogram, dark, *flats = (_read(files[name]) for name in _RAW)
+            return line_integrals(sinogram, dark, flats, self._views, moved=moved) / np.float32(self.max_attenuation)
 
     def name(self, index: int) -> str:
         """The folder of the slice, as slice00001."""
         return f"slice{self._numbers[index]:05d}"
 
     @contextmanager
-    def _file(self, number: int, name: str) -> Iterator[Path]:
-        """The path of a file. A SkipFile of the block becomes a DataError that names the file."""
-        path = self._files[number][name]
+    def _usable(self, index: int) -> Iterator[dict[str, Path]]:
+        """The files of a slice, by name. A SkipFile of the block becomes a DataError that names their folder."""
+        files = self._files[self._numbers[index]]
         try:
-            yield path
+            yield files
         except SkipFile as reason:
-            raise DataError(
-                f"{path} cannot be used ({reason}): copy it again, or leave it out with data.leave_out=[{number}]"
-            ) from None
+            raise DataError(f"{files[_RAW[0]].parent} has {reason}: copy it again, or move it away") from None
 
 
 def _folders(root: Path) -> dict[int, list[Path]]:
@@ -146,13 +137,13 @@ def _folders(root: Path) -> dict[int, list[Path]]:
 def _read(path: Path) -> np.ndarray[Any, Any]:
     """The values of a TIFF, mapped if they are not compressed. Raises SkipFile if it is not one."""
     tifffile = optional("tifffile", "two_detect")
-    with reading("unreadable or truncated TIFF"):
+    with reading(f"an unreadable or truncated {path.name}"):
         try:
             values = tifffile.memmap(path, mode="r")
         except ValueError:
             values = np.asarray(tifffile.imread(path))
     if values.dtype.kind not in "iuf" or (values.dtype.kind == "f" and not np.isfinite(values).all()):
-        raise SkipFile("values that are no finite numbers")
+        raise SkipFile(f"values that are no finite numbers in {path.name}")
     return values
 
 
@@ -182,13 +173,13 @@ def line_integrals(
         SkipFile: another size, or a detector without light.
     """
     if sinogram.shape not in ((_VIEWS + 1, _RAW_BINS), (_VIEWS, _RAW_BINS)):
-        raise SkipFile(f"{[*sinogram.shape]} values, not [{_VIEWS + 1}, {_RAW_BINS}]")
+        raise SkipFile(f"a sinogram of {[*sinogram.shape]}, not [{_VIEWS + 1}, {_RAW_BINS}]")
     if wrong := [it for it in (dark, *flats) if it.size != _RAW_BINS]:
-        raise SkipFile(f"a dark or flat field beside it has {wrong[0].size} values, not {_RAW_BINS}")
+        raise SkipFile(f"a dark or flat field of {wrong[0].size} values, not {_RAW_BINS}")
     none, *full = (_binned(it.reshape(_RAW_BINS)) for it in (dark, *flats))
     light = np.mean(full, axis=0) - none
     if dark_bins := int((light <= 0).sum()):
-        raise SkipFile(f"{dark_bins} detector bins see no light in the flat fields beside it")
+        raise SkipFile(f"{dark_bins} detector bins without light in its flat fields")
     transmission = (_binned(sinogram[[*views]]) - none) / light
     if moved:
         last = 2 * transmission[:, -1:] - transmission[:, -2:-1]
@@ -199,7 +190,7 @@ def line_integrals(
 def _reference(values: np.ndarray[Any, Any]) -> FloatArray:
     """A reference in 1/mm on the pixels of the scan. The set's own pixels are shifted by one, down and to the right."""
     if values.shape != (_SIZE, _SIZE):
-        raise SkipFile(f"{[*values.shape]} values, not [{_SIZE}, {_SIZE}]")
+        raise SkipFile(f"a reference of {[*values.shape]}, not [{_SIZE}, {_SIZE}]")
     moved = np.zeros((_SIZE, _SIZE), np.float32)
     moved[:-1, :-1] = values[1:, 1:] / np.float32(_PIXEL)
     return moved

@@ -77,9 +77,8 @@ class SliceCache:
 
     endless = False
 
-    def __init__(self, folder: Path, index: dict[str, Any]) -> None:
-        self._folder, self._file = folder, _pixels(folder, index["fingerprint"])
-        self._size, self._rows = index["image_size"], index["rows"]
+    def __init__(self, pixels: Path, index: dict[str, Any]) -> None:
+        self._file, self._size, self._rows = pixels, index["image_size"], index["rows"]
         self.infos = [SliceInfo(**info) for info in index["infos"]]
         self.digests: list[int] = index["digests"]
         self.skipped: list[tuple[str, str]] = [(name, reason) for name, reason in index["skipped"]]
@@ -98,7 +97,7 @@ class SliceCache:
         length = self._size**2 * _NUMBER.itemsize
         pixels = os.pread(self._stream.fileno(), length, self._rows[index] * length)
         if digest_of_bytes(pixels) != self.digests[index]:
-            (self._folder / _INDEX).unlink(missing_ok=True)
+            self._file.with_name(_INDEX).unlink(missing_ok=True)
             raise DataError(f"{self._file} has changed on the disk at {self.name(index)}: start again to rebuild it")
         return np.frombuffer(bytearray(pixels), _NUMBER).reshape(self._size, self._size)
 
@@ -169,7 +168,7 @@ def open_cache(config: FolderData, image_size: int, field_of_view: float | None 
     versions = [[path, its.st_size, its.st_mtime_ns, its.st_ctime_ns] for path, its in states]
     # Not in `what`: after a change of the code the old cache makes way for the new one.
     code = [digest_of_bytes(Path(inspect.getfile(type(reader))).read_bytes())] if own else []
-    fingerprint = digest([_FORMAT, what, versions, *code])
+    pixels = folder / f"{digest([_FORMAT, what, versions, *code])}.f32"
     try:
         make_own_folder(folder)
     except PermissionError as error:
@@ -177,43 +176,36 @@ def open_cache(config: FolderData, image_size: int, field_of_view: float | None 
             f"{error.filename} cannot keep slices ({error.strerror}): give a folder of your own, data.cache_dir=…"
         ) from error
     with FileLock(folder / "lock"):
-        index = _read_index(folder, fingerprint)
+        index = _read_index(pixels)
         if index is None:
-            index = _build(reader, root, chosen, Grid(image_size, field_of_view), folder, fingerprint)
-        return SliceCache(folder, index)
+            index = _build(reader, root, chosen, Grid(image_size, field_of_view), pixels)
+        return SliceCache(pixels, index)
 
 
-def _pixels(folder: Path, fingerprint: str) -> Path:
-    return folder / f"{fingerprint}.f32"
-
-
-def _read_index(folder: Path, fingerprint: str) -> dict[str, Any] | None:
-    """The index of a complete cache of these sources, or None."""
-    file, pixels = folder / _INDEX, _pixels(folder, fingerprint)
+def _read_index(pixels: Path) -> dict[str, Any] | None:
+    """The index of a complete cache, or None. The name of its file of pixels is a digest of its sources."""
+    file = pixels.with_name(_INDEX)
     if not (file.is_file() and pixels.is_file()):  # opening a pipe may never end
         return None
     try:
         index: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        is_whole = index.pop("digest") == digest(index) and index["fingerprint"] == fingerprint
+        is_whole = index.pop("digest") == digest(index) and index["pixels"] == pixels.name
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     size = len(index["infos"]) * index["image_size"] ** 2 * _NUMBER.itemsize
     return index if is_whole and pixels.stat().st_size == size else None
 
 
-def _build(
-    reader: Reader, root: Path, files: Sequence[str], grid: Grid, folder: Path, fingerprint: str
-) -> dict[str, Any]:
+def _build(reader: Reader, root: Path, files: Sequence[str], grid: Grid, pixels: Path) -> dict[str, Any]:
     """Decode all files into a new cache file, then commit it by writing the index. Returns the index."""
     # A killed process may have left these. The caller holds the lock, so nobody else writes here.
-    for stale in filter(is_temporary, folder.iterdir()):
+    for stale in filter(is_temporary, pixels.parent.iterdir()):
         stale.unlink()
-    pixels = _pixels(folder, fingerprint)
     with atomic_file(pixels) as stream:
-        index = _decode_all(reader, root, files, grid, stream) | {"fingerprint": fingerprint}
-    write_text(folder / _INDEX, json.dumps(index | {"digest": digest(index)}))
+        index = _decode_all(reader, root, files, grid, stream) | {"pixels": pixels.name}
+    write_text(pixels.with_name(_INDEX), json.dumps(index | {"digest": digest(index)}))
     # The version before this one stays: a run may read it, and open it again in workers that start later.
-    older = [it for it in folder.glob("*.f32") if it != pixels]
+    older = [it for it in pixels.parent.glob("*.f32") if it != pixels]
     for file in sorted(older, key=lambda it: it.stat().st_mtime)[:-1]:
         file.unlink()
     return index
