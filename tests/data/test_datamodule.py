@@ -138,25 +138,20 @@ def test_an_epoch_of_some_batches_alone(batches: float | None, n_steps: int) -> 
     assert sampler.samples_until(2 * n_steps) == 2 * min(14, 4 * n_steps)
 
 
-def test_order_follows_seed_and_epoch() -> None:
-    def numbers(epoch: int, seed: int = 3) -> list[int]:
-        sampler = EpochSampler(10, shuffle=True, seed=seed)
-        sampler.set_epoch(epoch)
-        return [pick.n - 10 * epoch for pick in sampler]
+def test_order_follows_seed_and_epoch_and_may_begin_in_the_middle() -> None:
+    def picks(epoch: int, seed: int = 3, start: int = 0) -> list[Pick]:
+        sampler = EpochSampler(10, shuffle=True, batch_size=2, seed=seed)
+        sampler.start_at(epoch, start)
+        return list(sampler)
 
-    assert numbers(2) == numbers(2)
-    assert numbers(1) != numbers(0)
-    assert numbers(0, seed=4) != numbers(0)
-
-
-def test_an_epoch_that_is_begun_in_the_middle() -> None:
-    whole, rest = (EpochSampler(10, shuffle=True, batch_size=2) for _ in range(2))
-    rest.start_at(1, 3)
-    whole.set_epoch(1)
-    assert list(rest) == list(whole)[6:]
-    for sampler in (whole, rest):
-        sampler.set_epoch(2)
-    assert list(rest) == list(whole)
+    assert picks(2) == picks(2)
+    assert picks(0) != picks(0, seed=4)
+    assert [pick.n - 10 for pick in picks(1)] != [pick.n for pick in picks(0)]
+    assert picks(1, start=3) == picks(1)[6:]
+    sampler = EpochSampler(10, shuffle=True, batch_size=2, seed=3)
+    sampler.start_at(1, 3)
+    sampler.set_epoch(2)
+    assert list(sampler) == picks(2)
 
 
 def test_dicom_folder_end_to_end(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:

@@ -94,11 +94,8 @@ def test_noise_of_the_set_has_its_largest_value() -> None:
     [
         (["geometry=paper"], r"geometry\.beam=fan_flat is not that of data=lodopab.*geometry=lodopab"),
         (["geometry.n_detectors=512"], r"geometry\.n_detectors=512 .* 513"),
-        (["geometry.field_of_view=400"], r"geometry\.field_of_view"),
-        (["data.augment=true"], r"data\.augment=True changes images"),
         (["data.simulation_factor=2"], r"data\.simulation_factor=2 changes images"),
         (["data.hu_max=2000"], r"data\.hu_max=2000 is not that of data=lodopab, 3071"),
-        (["data.scaling=minmax"], r"data\.scaling=minmax changes images"),
         (["data.scaling=minmax", "data.sinograms=simulated"], r"scale of its own"),
     ],
 )
@@ -111,8 +108,6 @@ def test_settings_that_do_not_fit(overrides: list[str], says: str) -> None:
     "overrides",
     [
         ["geometry.n_views=30"],
-        ["geometry.first_angle=0.0"],
-        ["geometry.angle_span=-3.141592653589793"],
         ["geometry.first_angle=-1.57236712"],  # one step before the first view
         ["geometry.first_angle=1.5723671231216916"],  # its lines are those of view 0, but its bins are mirrored
     ],

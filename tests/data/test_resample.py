@@ -11,7 +11,7 @@ from torch.nn import functional
 from qnmixer.engine.config.run import section
 from qnmixer.engine.data.cache import open_cache
 from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.data.resample import CutTissue, Grid, to_field, to_square
+from qnmixer.engine.data.resample import Grid, to_field, to_square
 from qnmixer.engine.data.slices import FloatArray
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.physics import FanBeamGeometry
@@ -76,14 +76,13 @@ def test_the_header_decides_where_it_is_asked(make_ct: Any, tmp_path: Path, recw
     assert not recwarn.list
     SliceDataModule(data, geometry=scan(40.0)).setup()
     (line,) = {str(it.message) for it in recwarn.list}
-    assert "lies outside geometry.field_of_view=40 mm and is cut, in 3 of 3 slices" in line
-    assert "train with geometry.field_of_view=90 to cut nothing" in line
+    assert "lies outside geometry.field_of_view=40 mm and is cut: train with geometry.field_of_view=51 to" in line
 
 
 def test_without_being_asked_every_slice_fills_the_field(make_ct: Any, tmp_path: Path) -> None:
     cache = open_cache(dicom(folder(make_ct, tmp_path / "root")), 100)
     assert [measured(cache.load(k), 1.0)[0] for k in range(3)] == pytest.approx([83.3, 55.6, 55.6], abs=0.2)
-    assert cache.cut == CutTissue()
+    assert cache.widest == 0
     hu = np.random.default_rng(0).normal(0, 100, (64, 48)).astype(np.float32)
     for spacing in ((0.488281, 0.488282), (0.5, 0.5), None):  # square but for rounding
         np.testing.assert_array_equal(Grid(32, None).place(hu, spacing), to_square(hu, 32))

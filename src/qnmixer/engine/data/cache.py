@@ -23,7 +23,7 @@ from filelock import FileLock
 from rich.progress import track
 
 from qnmixer.engine.config.data import FolderData
-from qnmixer.engine.data.resample import CutTissue, Grid, inside
+from qnmixer.engine.data.resample import Grid, inside
 from qnmixer.engine.data.slices import (
     NO_SPACING,
     FloatArray,
@@ -72,7 +72,7 @@ class SliceCache:
         digests: digests of the pixels of each slice.
         skipped: (name, reason) of files that could not be used.
         lowest: the smallest value of all slices, HU.
-        cut: the parts of slices outside the field of view; nothing unless slices have their true size.
+        widest: mm of the widest tissue; 0 unless slices have their true size.
     """
 
     endless = False
@@ -83,7 +83,7 @@ class SliceCache:
         self.digests: list[int] = index["digests"]
         self.skipped: list[tuple[str, str]] = [(name, reason) for name, reason in index["skipped"]]
         self.lowest: float = index["lowest"]
-        self.cut = CutTissue(**index["cut"])
+        self.widest: float = index["widest"]
         self._stream: IO[bytes] | None = self._opened()
 
     def __len__(self) -> int:
@@ -251,7 +251,7 @@ def _decode_all(reader: Reader, root: Path, files: Sequence[str], grid: Grid, st
         "rows": rows,
         "skipped": skipped,
         "lowest": low,
-        "cut": asdict(grid.cut),
+        "widest": grid.widest,
     }
 
 

@@ -13,9 +13,8 @@ import numpy as np
 from pydicom.dataset import Dataset, FileDataset
 from pydicom.encaps import parse_basic_offsets, parse_fragments
 from pydicom.errors import InvalidDicomError
-from pydicom.filereader import read_dataset, read_file_meta_info, read_partial
+from pydicom.filereader import read_file_meta_info, read_partial
 from pydicom.pixels.utils import pixel_array
-from pydicom.tag import BaseTag
 from pydicom.uid import (
     UID,
     CTImageStorage,
@@ -62,22 +61,15 @@ def open_ct(path: Path) -> FileDataset:
 def _opened(path: Path) -> FileDataset:
     """`dcmread` of a file. A deflated file cannot unpack to gigabytes, and zeros at the end are not taken for tags."""
     meta = read_file_meta_info(path)
-    if meta.get("TransferSyntaxUID") != DeflatedExplicitVRLittleEndian:
-        with path.open("rb") as stream:
-            return read_partial(stream, _is_zero)
-    unpacker, limit = zlib.decompressobj(-zlib.MAX_WBITS), max(_UNPACKED[0], _UNPACKED[1] * path.stat().st_size)
     with path.open("rb") as stream:
-        stream.seek(144 + meta.FileMetaInformationGroupLength)  # 144: preamble, prefix and the length itself
-        unpacked = unpacker.decompress(stream.read(), limit)
-    if not unpacker.eof:
-        raise SkipFile(f"unpacks to more than {limit / 2**20:.0f} MiB, or is truncated")
-    dataset = read_dataset(io.BytesIO(unpacked), is_implicit_VR=False, is_little_endian=True, stop_when=_is_zero)
-    return FileDataset(path, dataset, file_meta=meta, is_implicit_VR=False)
-
-
-def _is_zero(tag: BaseTag, *_: Any) -> bool:
-    """Whether a tag is of zeros: no tag of a file is."""
-    return tag == 0
+        if meta.get("TransferSyntaxUID") == DeflatedExplicitVRLittleEndian:
+            unpacker, limit = zlib.decompressobj(-zlib.MAX_WBITS), max(_UNPACKED[0], _UNPACKED[1] * path.stat().st_size)
+            stream.seek(144 + meta.FileMetaInformationGroupLength)  # 144: preamble, prefix and the length itself
+            unpacker.decompress(stream.read(), limit)
+            if not unpacker.eof:
+                raise SkipFile(f"unpacks to more than {limit / 2**20:.0f} MiB, or is truncated")
+            stream.seek(0)
+        return read_partial(stream, lambda tag, *_: tag == 0)
 
 
 def _require_ct(dataset: FileDataset) -> None:

@@ -51,14 +51,7 @@ class Canvas:
     """HU canvas [n, n] with the (bent, zoomed, tilted) coordinates in which shapes are painted."""
 
     def __init__(
-        self,
-        n: int,
-        rng: np.random.Generator,
-        *,
-        zoom: float = 1.0,
-        tilt: float = 0.0,
-        shift: tuple[float, float] = (0.0, 0.0),
-        bend: float = 0.02,
+        self, n: int, rng: np.random.Generator, *, zoom: float, tilt: float, shift: tuple[float, float], bend: float
     ) -> None:
         self.rng, self.n, self.zoom, self.shift = rng, n, zoom, shift
         self.hu = np.full((n, n), AIR, np.float32)

@@ -22,7 +22,7 @@ from qnmixer.engine.config.data import DataConfig, FolderData, MixedData, PairDa
 from qnmixer.engine.data.cache import SliceCache, open_cache
 from qnmixer.engine.data.dataset import Part, SliceView
 from qnmixer.engine.data.mixed import MixedSource, counts_of
-from qnmixer.engine.data.resample import to_square
+from qnmixer.engine.data.resample import cut_line, to_square
 from qnmixer.engine.data.slices import (
     NO_AIR,
     FloatArray,
@@ -187,7 +187,7 @@ def _doubts(
         yield summarise_skipped(root, cache.skipped)
     if cache.lowest > NO_AIR:
         yield doubt(root)
-    if field_of_view is not None and (line := cache.cut.line(root, field_of_view)):
+    if field_of_view is not None and (line := cut_line(root, cache.widest, field_of_view)):
         yield line
     if config.split == "slices":
         yield "data.split=slices puts neighbouring slices into train and test: scores will be too good"
