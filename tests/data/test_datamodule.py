@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from qnmixer.engine.config.run import section
 from qnmixer.engine.data.cache import SliceCache, open_cache
 from qnmixer.engine.data.datamodule import SliceDataModule, _end_with_parent_only
-from qnmixer.engine.data.dataset import Part, SliceDataset
 from qnmixer.engine.data.sampler import EpochSampler, Pick
 from qnmixer.engine.data.scaling import MinMaxScaling, build_scaling
 from qnmixer.engine.data.splits import PARTS, RunSplit, SplitRecord
@@ -343,23 +342,22 @@ def test_the_way_back_gives_hu(name: str) -> None:
 class One:
     """A slice whose pixels all differ."""
 
-    endless = False
+    def __init__(self, part: str) -> None:
+        pass
 
     def __len__(self) -> int:
         return 1
 
     def load(self, index: int) -> Any:
-        return np.arange(16, dtype=np.float32).reshape(4, 4)
-
-    def name(self, index: int) -> str:
-        return "one"
+        return np.arange(64, dtype=np.float32).reshape(8, 8)
 
 
 def test_augmentation_is_by_sample_number_and_keeps_the_pixels() -> None:
     """The same slice has all eight symmetries of the square in some epochs."""
-    turned = SliceDataset(Part(One()), MinMaxScaling(), augment=True, seed=1)
+    keys = {"_target_": f"{__name__}.One", "image_size": 8, "scaling": "minmax", "augment": True}
+    turned = SliceDataModule(section("data", "custom", **keys)).dataset("train")
     seen = [turned[n]["image"] for n in range(64)]
     assert len({tuple(image.flatten().tolist()) for image in seen}) == 8
     for n, image in enumerate(seen):
         assert torch.equal(turned[n]["image"], image)
-        assert torch.equal(image.flatten().sort()[0], torch.arange(16) / 15)
+        assert torch.equal(image.flatten().sort()[0], torch.arange(64) / 63)

@@ -173,15 +173,7 @@ def _of_folder(config: FolderData, run: RunSplit, geometry: FanBeamGeometry | No
 def _doubts(
     config: FolderData, cache: SliceCache, field_of_view: float | None, patients: list[str], joined: list[str]
 ) -> Iterator[str]:
-    """What a user should know about the slices of a folder, in lines.
-
-    Args:
-        config: of the folder.
-        cache: its slices.
-        field_of_view: mm of an image; None: a slice fills it.
-        patients: the patient of each slice.
-        joined: the names of each patient that has several.
-    """
+    """What a user should know about the slices of a folder. `joined`: the names of each patient that has several."""
     root = str(config.root)
     if cache.skipped:
         yield summarise_skipped(root, cache.skipped)
