@@ -39,7 +39,7 @@ from qnmixer.engine.processes.ranks import rank
 from qnmixer.errors import ConfigError, DataError, UserError
 from qnmixer.physics import FanBeamGeometry
 
-_TOO = {
+_CONSEQUENCE = {
     "random": "scores will be too good",
     "explicit": "scores will be too good",
     "all": "intervals will be too narrow",
@@ -186,10 +186,10 @@ def _doubts(
     if joined:
         yield f"{root}: files of one study or series name several patients, who count as one: {few(joined)}"
     files = files_as_patients(cache.infos, patients)
-    if len(files) > 1 and config.split in _TOO:
+    if len(files) > 1 and config.split in _CONSEQUENCE:
         yield (
             f"{root}: each of {len(files)} files with one slice counts as a patient ({few(files)}): if several "
-            f"are of one patient, make a folder for each patient, or {_TOO[config.split]}"
+            f"are of one patient, make a folder for each patient, or {_CONSEQUENCE[config.split]}"
         )
 
 
