@@ -39,10 +39,8 @@ from qnmixer.engine.processes.ranks import rank
 from qnmixer.errors import ConfigError, DataError, UserError
 from qnmixer.physics import FanBeamGeometry
 
-_CONSEQUENCE = {
-    "random": "scores will be too good",
-    "explicit": "scores will be too good",
-    "all": "intervals will be too narrow",
+_CONSEQUENCE = dict.fromkeys(("random", "explicit"), "scores will be too good") | {
+    "all": "intervals will be too narrow"
 }
 """What happens if files of one patient count as several, by split."""
 
