@@ -190,8 +190,7 @@ def check_no_nifti(key: str, path: str) -> None:
     """Raise DataError for a NIfTI file, or for a folder that contains only NIfTI files, before anything is loaded."""
     place, name = Path(path).expanduser(), ""
     # A generator, so that a folder with other files costs a look at one file only.
-    for file in [place] if place.is_file() else (it for it in place.rglob("*") if it.is_file()):
-        name = file.name
+    for name in [place.name] if place.is_file() else (it.name for it in place.rglob("*") if it.is_file()):
         if not name.lower().endswith((".nii", ".nii.gz")):
             return
     if name:

@@ -1,4 +1,5 @@
 import os
+import re
 import signal
 import threading
 import time
@@ -9,14 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning import LightningModule, Trainer
 from PIL import Image
 from torch.utils.data import DataLoader
 
 from qnmixer.engine.config.run import section
 from qnmixer.engine.data.cache import SliceCache, open_cache
 from qnmixer.engine.data.datamodule import SliceDataModule, _end_with_parent_only
-from qnmixer.engine.data.dataset import Part, SliceDataset
 from qnmixer.engine.data.sampler import EpochSampler, Pick
 from qnmixer.engine.data.scaling import MinMaxScaling, build_scaling
 from qnmixer.engine.data.splits import PARTS, RunSplit, SplitRecord
@@ -75,36 +74,6 @@ def test_few_training_slices_are_the_same_in_every_epoch() -> None:
     assert len(phantoms(train_slices=100).dataset("train")) == 6
 
 
-class Watcher(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(1))
-        self.seen: list[int] = []
-        self.validated: list[int] = []
-
-    def training_step(self, batch: Any, _: int) -> torch.Tensor:
-        self.seen += batch["sample"].tolist()
-        return self.weight.sum()
-
-    def validation_step(self, batch: Any, _: int) -> None:
-        self.validated += batch["sample"].tolist()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def test_lightning_advances_the_epoch(tmp_path: Path) -> None:
-    watcher = Watcher()
-    trainer = Trainer(
-        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=tmp_path,
-    )  # fmt: skip
-    trainer.fit(watcher, datamodule=phantoms(batch_size=4))
-    assert sorted(watcher.seen) == list(range(12))
-    assert sorted(watcher.seen[:6]) == list(range(6))
-    assert watcher.validated == [0, 1, 2, 0, 1, 2]
-
-
 def steps(sampler: EpochSampler, accumulate: int = 1) -> list[list[Pick]]:
     """What one process is given for each optimizer step."""
     picks, size = list(sampler), sampler.batch_size * accumulate
@@ -145,28 +114,18 @@ def test_a_step_has_the_same_samples_however_they_are_shared_out(
     assert sorted(seen) == list(range(2 * length, 3 * length))
 
 
-def test_every_process_has_as_many_batches() -> None:
+def test_fillers_make_processes_and_steps_as_long_as_each_other() -> None:
     """The collectives of one would wait for the others for ever; a filler is nothing new, and counts for nothing."""
     for fill in (False, True):
         shares = [
             list(EpochSampler(10, shuffle=False, batch_size=2, num_replicas=4, rank=r, fill=fill)) for r in range(4)
         ]
-        assert {-(-len(share) // 2) for share in shares} == {2}
         assert [len(share) for share in shares] == ([4, 4, 4, 4] if fill else [4, 3, 3, 3])
-        fillers = [pick for share in shares for pick in share if not pick.weight]
-        assert {pick.n for pick in fillers} == {9}
+        assert {pick.n for share in shares for pick in share if not pick.weight} == {9}
         assert sorted(pick.n for share in shares for pick in share if pick.weight) == list(range(10))
-
-
-def test_one_process_needs_no_filler() -> None:
     sampler = EpochSampler(5, shuffle=False, fixed=True, batch_size=3)
-    assert list(sampler) == [Pick(n, 1.0) for n in range(5)]
-
-
-def test_every_step_has_as_many_batches() -> None:
-    """Lightning counts batches from one validation to the next, which is to come after a step."""
+    assert list(sampler) == [Pick(n, 1.0) for n in range(5)]  # one process needs none
     sampler = EpochSampler(9, shuffle=False, batch_size=2, accumulate=3)
-    assert len(steps(sampler, 3)) == 2
     assert [pick.weight for pick in sampler] == [1.0] * 6 + [2.0] * 3 + [0.0] * 3
 
 
@@ -178,25 +137,20 @@ def test_an_epoch_of_some_batches_alone(batches: float | None, n_steps: int) -> 
     assert sampler.samples_until(2 * n_steps) == 2 * min(14, 4 * n_steps)
 
 
-def test_order_follows_seed_and_epoch() -> None:
-    def numbers(epoch: int, seed: int = 3) -> list[int]:
-        sampler = EpochSampler(10, shuffle=True, seed=seed)
-        sampler.set_epoch(epoch)
-        return [pick.n - 10 * epoch for pick in sampler]
+def test_order_follows_seed_and_epoch_and_may_begin_in_the_middle() -> None:
+    def picks(epoch: int, seed: int = 3, start: int = 0) -> list[Pick]:
+        sampler = EpochSampler(10, shuffle=True, batch_size=2, seed=seed)
+        sampler.start_at(epoch, start)
+        return list(sampler)
 
-    assert numbers(2) == numbers(2)
-    assert numbers(1) != numbers(0)
-    assert numbers(0, seed=4) != numbers(0)
-
-
-def test_an_epoch_that_is_begun_in_the_middle() -> None:
-    whole, rest = (EpochSampler(10, shuffle=True, batch_size=2) for _ in range(2))
-    rest.start_at(1, 3)
-    whole.set_epoch(1)
-    assert list(rest) == list(whole)[6:]
-    for sampler in (whole, rest):
-        sampler.set_epoch(2)
-    assert list(rest) == list(whole)
+    assert picks(2) == picks(2)
+    assert picks(0) != picks(0, seed=4)
+    assert [pick.n - 10 for pick in picks(1)] != [pick.n for pick in picks(0)]
+    assert picks(1, start=3) == picks(1)[6:]
+    sampler = EpochSampler(10, shuffle=True, batch_size=2, seed=3)
+    sampler.start_at(1, 3)
+    sampler.set_epoch(2)
+    assert list(sampler) == picks(2)
 
 
 def test_dicom_folder_end_to_end(make_ct: Any, body_hu: Any, tmp_path: Path) -> None:
@@ -218,7 +172,9 @@ def test_dicom_folder_end_to_end(make_ct: Any, body_hu: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("rule", ["patient_from=tag", "patient_from=folder", "split=aapm"])
-def test_a_scan_is_in_one_part(make_ct: Any, body_hu: Any, tmp_path: Path, rule: str) -> None:
+def test_a_scan_is_in_one_part(
+    make_ct: Any, body_hu: Any, tmp_path: Path, rule: str, recwarn: pytest.WarningsRecorder
+) -> None:
     """A file of each scan has another PatientID or none, and is elsewhere. Folders and names count if asked for."""
     for p, patient in enumerate(("L333", "L310", "L067", "L096")):
         tags = {"StudyInstanceUID": f"1.2.{p}", "SeriesInstanceUID": f"1.2.{p}.1"}
@@ -227,14 +183,12 @@ def test_a_scan_is_in_one_part(make_ct: Any, body_hu: Any, tmp_path: Path, rule:
             make_ct(place, body_hu(seed=10 * p + k), PatientID=name, ImagePositionPatient=[0, 0, k], **tags)
     key, value = rule.split("=")
     module = folder("dicom", tmp_path, **{"split": "random", key: value})
-    counted = "one patient" if value == "tag" else f"several, by data.{rule}"
-    with pytest.warns(UserWarning, match=rf"files of one study or series name several patients .*as {counted}"):
-        module.setup()
-    if value == "tag":
-        sources = [module.parts[part].source for part in PARTS]
-        scans = [{Path(source.name(k)).name[0] for k in range(len(source))} for source in sources]
-        assert sum(map(len, scans)) == 4
-        assert sum(map(len, sources)) == 12
+    module.setup()
+    told = ["name several patients, who count as one: L067 = odd 2" in str(it.message) for it in recwarn.list]
+    assert told == ([True] if value == "tag" else [])
+    names = [[Path(it.source.name(k)).name for k in range(len(it.source))] for it in module.parts.values()]
+    in_one_part = sum(len({name[0] for name in its}) for its in names) == 4 and sum(map(len, names)) == 12
+    assert in_one_part == (value == "tag")
 
 
 def test_deeplesion_folder(body_hu: Any, tmp_path: Path) -> None:
@@ -258,49 +212,34 @@ def test_all_slices_for_test_and_nothing_to_train_on(body_hu: Any, tmp_path: Pat
     assert batch["image"].min() == 0
     assert batch["image"].max() == 1
     assert len(module.test_dataloader()) == 3
-    with pytest.raises(DataError, match=r"no slices for train with data\.split=all; choose another split"):
+    with pytest.raises(DataError, match=r"no slices for train with data\.split=all: choose another split"):
         module.train_dataloader()
     record: SplitRecord = {part: {key: torch.tensor([1]) for key in ("patients", "slices")} for part in PARTS}
     module = SliceDataModule(replace(module.config, split="random"), split=RunSplit(record))
-    message = rf"data\.root={tmp_path} has none of the run's slices for train: give the folder that has them \(evaluate"
-    with pytest.warns(UserWarning, match="not there when the run began"), pytest.raises(DataError, match=message):
+    message = rf"no slices for train below {tmp_path}: give the folder with the run's slices \(evaluate"
+    with pytest.warns(UserWarning, match="came after the run began"), pytest.raises(DataError, match=message):
         module.train_dataloader()
 
 
 @pytest.mark.parametrize(
-    ("split", "n_frames", "what"),
+    ("split", "n_frames", "says"),
     [
-        ("explicit", 1, "scores will be too good"),
-        ("random", 1, "scores will be too good"),
-        ("all", 1, "intervals will be too narrow"),
-        ("random", 2, None),
+        ("random", 1, "each of 4 files with one slice counts as a patient .*too good"),
+        ("all", 1, "each of 4 .* make a folder for each patient, or intervals will be too narrow"),
+        ("random", 2, "no pixel is below −500 HU; is this really in HU"),
+        ("slices", 3, "scores will be too good"),
     ],
 )
-def test_files_that_count_as_patients(
-    body_hu: Any, tmp_path: Path, n_frames: int, split: str, what: str | None, recwarn: pytest.WarningsRecorder
+def test_what_a_user_should_know_of_a_folder(
+    body_hu: Any, tmp_path: Path, n_frames: int, split: str, says: str, recwarn: pytest.WarningsRecorder
 ) -> None:
     for k in range(4):
-        np.save(tmp_path / f"p01_{k}.npy", np.stack([body_hu()] * n_frames))
-    lists = {f"{part}_patients": [f"p01_{k}"] for k, part in enumerate(["val", "test"])} if split == "explicit" else {}
-    folder("numpy", tmp_path, split=split, **lists).setup()
-    lines = [str(it.message) for it in recwarn.list]
-    assert lines == [
-        f"{tmp_path}: each of 4 files with one slice counts as a patient (p01_0.npy, p01_1.npy, p01_2.npy, p01_3.npy): "
-        f"if several are of one patient, make a folder for each patient, or {what}"
-    ] * (what is not None)
-
-
-def test_values_without_air_are_doubted(body_hu: Any, tmp_path: Path) -> None:
-    np.save(tmp_path / "a.npy", np.clip(body_hu(), 0, None))
-    with pytest.warns(UserWarning, match="really in HU"):
-        folder("numpy", tmp_path, split="all").setup()
-
-
-def test_real_folder(real_ct: Path, tmp_path: Path) -> None:
-    module = folder("dicom", real_ct / "dicom", image_size=64, cache_dir=str(tmp_path))
-    assert "train 20 slices of 1 patient, val 1 slices of 1 patient, test 1" in module.describe()
-    for batch in module.train_dataloader():
-        assert batch["image"].max() > 0.4
+        np.save(
+            tmp_path / f"p01_{k}.npy", np.stack([np.clip(body_hu(), 0 if n_frames == 2 else -1000, None)] * n_frames)
+        )
+    folder("numpy", tmp_path, split=split).setup()
+    (line,) = [str(it.message) for it in recwarn.list]
+    assert re.search(says, line)
 
 
 @pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="this system sends its signals to the run alone")
@@ -342,27 +281,20 @@ def test_fine_phantoms_are_the_same_phantoms() -> None:
 @pytest.mark.parametrize("scaling", ["attenuation", "minmax"])
 def test_fine_slices_of_a_folder(tmp_path: Path, scaling: str) -> None:
     rng = np.random.default_rng(0)
-    for k in range(3):
-        np.save(tmp_path / f"{k}.npy", rng.uniform(-1000, 1500, (64, 64)).astype(np.float32))
-
-    def batch(**options: Any) -> Any:
-        data = folder("numpy", tmp_path, batch_size=3, split="all", scaling=scaling, **options)
-        return next(iter(SliceDataModule(data.config, first=2).test_dataloader()))
-
-    plain, finer = batch(), batch(simulation_factor=4)
-    assert torch.equal(plain["image"], finer["image"])
-    assert finer["fine"].shape == (2, 1, 64, 64)
-    for k in range(2):
-        hu = np.load(tmp_path / f"{k}.npy")
-        x = (hu - float(finer["hu_offset"][k])) / float(finer["hu_scale"][k])
-        np.testing.assert_allclose(finer["fine"][k, 0], np.clip(x, 0, 1), atol=1e-5)
+    np.save(tmp_path / "a.npy", rng.uniform(-1000, 1500, (3, 64, 64)).astype(np.float32))
+    data = folder("numpy", tmp_path, split="all", scaling=scaling, simulation_factor=4)
+    (batch, _) = SliceDataModule(data.config, first=2).test_dataloader()
+    (plain, _) = SliceDataModule(replace(data.config, simulation_factor=1), first=2).test_dataloader()
+    assert torch.equal(plain["image"], batch["image"])
+    x = (np.load(tmp_path / "a.npy")[0] - float(batch["hu_offset"])) / float(batch["hu_scale"])
+    np.testing.assert_allclose(batch["fine"][0, 0], np.clip(x, 0, 1), atol=1e-5)
 
 
 def test_files_that_change_between_two_sizes(body_hu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.save(tmp_path / "b.npy", np.stack([body_hu()] * 3))
 
-    def opened(*arguments: Any, **options: Any) -> SliceCache:
-        cache = open_cache(*arguments, **options)
+    def opened(*arguments: Any) -> SliceCache:
+        cache = open_cache(*arguments)
         np.save(tmp_path / "a.npy", body_hu())
         return cache
 
@@ -400,41 +332,32 @@ def test_a_disc_at_the_lower_left(scaling: str) -> None:
 def test_the_way_back_gives_hu(name: str) -> None:
     hu = np.random.default_rng(0).uniform(-1000, 2000, (9, 9)).astype(np.float32)
     x, offset, scale = build_scaling(name, 2000.0).to_unit(hu)
-    assert x.dtype == np.float32
-    assert x.min() >= 0
-    assert x.max() <= 1
+    assert (x.dtype, x.min() >= 0, x.max() <= 1) == (np.float32, True, True)
     np.testing.assert_allclose(offset + scale * x, hu, atol=1e-3)
-
-
-def test_air_is_zero_and_metal_is_clipped() -> None:
     x, _, _ = build_scaling("attenuation", 1000.0).to_unit(np.array([[-1024.0, 0.0, 1000.0, 9000.0]], np.float32))
-    np.testing.assert_allclose(x, [[0, 0.5, 1, 1]])
-
-
-def test_constant_slice_does_not_divide_by_zero() -> None:
+    np.testing.assert_allclose(x, [[0, 0.5, 1, 1]])  # metal is clipped
     assert (MinMaxScaling().to_unit(np.full((3, 3), 7.0, np.float32))[0] == 0).all()
 
 
 class One:
     """A slice whose pixels all differ."""
 
-    endless = False
+    def __init__(self, part: str) -> None:
+        pass
 
     def __len__(self) -> int:
         return 1
 
     def load(self, index: int) -> Any:
-        return np.arange(16, dtype=np.float32).reshape(4, 4)
-
-    def name(self, index: int) -> str:
-        return "one"
+        return np.arange(64, dtype=np.float32).reshape(8, 8)
 
 
 def test_augmentation_is_by_sample_number_and_keeps_the_pixels() -> None:
     """The same slice has all eight symmetries of the square in some epochs."""
-    turned = SliceDataset(Part(One()), MinMaxScaling(), augment=True, seed=1)
+    keys = {"_target_": f"{__name__}.One", "image_size": 8, "scaling": "minmax", "augment": True}
+    turned = SliceDataModule(section("data", "custom", **keys)).dataset("train")
     seen = [turned[n]["image"] for n in range(64)]
     assert len({tuple(image.flatten().tolist()) for image in seen}) == 8
     for n, image in enumerate(seen):
         assert torch.equal(turned[n]["image"], image)
-        assert torch.equal(image.flatten().sort()[0], torch.arange(16) / 15)
+        assert torch.equal(image.flatten().sort()[0], torch.arange(64) / 63)

@@ -60,15 +60,6 @@ def root(written: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def spoil(root: Path, name: str, **datasets: Any) -> Path:
-    """Another file in the place of one."""
-    (root / name).unlink()
-    with h5py.File(root / name, "w") as stream:
-        for key, values in datasets.items():
-            stream[key] = values
-    return root / name
-
-
 def test_observations_are_line_integrals_of_the_images(written: Path, recwarn: pytest.WarningsRecorder) -> None:
     """With the angles, the direction of bins and the unit that the set has. Observations are counted, not images."""
     data = module(written)
@@ -103,11 +94,8 @@ def test_noise_of_the_set_has_its_largest_value() -> None:
     [
         (["geometry=paper"], r"geometry\.beam=fan_flat is not that of data=lodopab.*geometry=lodopab"),
         (["geometry.n_detectors=512"], r"geometry\.n_detectors=512 .* 513"),
-        (["geometry.field_of_view=400"], r"geometry\.field_of_view"),
-        (["data.augment=true"], r"data\.augment=True changes images"),
         (["data.simulation_factor=2"], r"data\.simulation_factor=2 changes images"),
         (["data.hu_max=2000"], r"data\.hu_max=2000 is not that of data=lodopab, 3071"),
-        (["data.scaling=minmax"], r"data\.scaling=minmax changes images"),
         (["data.scaling=minmax", "data.sinograms=simulated"], r"scale of its own"),
     ],
 )
@@ -120,8 +108,6 @@ def test_settings_that_do_not_fit(overrides: list[str], says: str) -> None:
     "overrides",
     [
         ["geometry.n_views=30"],
-        ["geometry.first_angle=0.0"],
-        ["geometry.angle_span=-3.141592653589793"],
         ["geometry.first_angle=-1.57236712"],  # one step before the first view
         ["geometry.first_angle=1.5723671231216916"],  # its lines are those of view 0, but its bins are mirrored
     ],
@@ -133,43 +119,40 @@ def test_views_that_were_not_measured(written: Path, overrides: list[str]) -> No
         module(written, *overrides).setup()
 
 
-def test_files_of_another_layout(root: Path) -> None:
-    zeros = np.zeros((3, 1000, 512), np.float32)
-    path = spoil(root, "observation_train_000.hdf5", data=zeros)
-    with pytest.raises(DataError, match=rf"{path} has f values \[3, 1000, 512\].*not floats \[n, 1000, 513\]"):
-        module(root).setup()
-    path = spoil(root, "observation_train_000.hdf5", other=zeros)
-    with pytest.raises(DataError, match=rf"{path} has no dataset `data`"):
-        module(root).setup()
-    path.write_bytes(b"PK\3\4 not unzipped")
-    with pytest.raises(DataError, match=rf"{path} cannot be read as HDF5 .*: unzip it again"):
-        module(root).setup()
+ZEROS = np.zeros((3, 1000, 512), np.float32)
+Y = np.zeros((1, 1000, 513), np.float32)
 
 
-def test_files_that_are_missing_or_too_short(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    spoil(root, "ground_truth_validation_000.hdf5", data=np.zeros((2, 362, 362), np.float32))
-    with pytest.raises(DataError, match=r"ground_truth_validation_000\.hdf5 has 2 images for 3 observations"):
-        module(root).setup()
-    (root / "observation_validation_000.hdf5").unlink()
-    with pytest.raises(DataError, match=r"no observation_validation_000\.hdf5, but later ones"):
-        module(root).setup()
-    with pytest.raises(DataError, match=r"has no observation_test_000\.hdf5: unzip"):
-        module(tmp_path_factory.mktemp("empty")).setup()
-
-
-def test_a_damaged_row_is_named(root: Path) -> None:
-    y = np.zeros((1, 1000, 513), np.float32)
-    y[0, 0, 0] = np.nan
-    path = spoil(root, "observation_test_000.hdf5", data=y)
-    data = module(root).dataset("test")
-    with pytest.raises(DataError, match=rf"row 0 of {path} has NaN"):
-        data[0]
+@pytest.mark.parametrize(
+    ("name", "datasets", "says"),
+    [
+        ("observation_train_000", {"data": ZEROS}, r"values \[3, 1000, 512\] in `data`, not \[n, 1000, 513\]"),
+        ("observation_train_000", {"other": ZEROS}, r"has no dataset `data`"),
+        ("observation_train_000", None, r"cannot be read as HDF5 .*: unzip it again"),
+        ("ground_truth_validation_000", {"data": ZEROS[:2, :362, :362]}, r"has 2 images for 3 observations"),
+        ("observation_test_000", {"data": Y * np.nan}, r"row 0 of .*test_000\.hdf5 has NaN"),
+    ],
+)
+def test_bad_files_are_named(root: Path, name: str, datasets: dict[str, Any] | None, says: str) -> None:
+    path = root / f"{name}.hdf5"
     path.unlink()
-    with pytest.raises(DataError, match=rf"row 0 of {path} cannot be read"):
-        data[0]
+    if datasets is None:
+        path.write_bytes(b"PK\3\4 not unzipped")
+    else:
+        with h5py.File(path, "w") as stream:
+            for key, values in datasets.items():
+                stream[key] = values
+    with pytest.raises(DataError, match=says) as error:
+        module(root).dataset("test")[0]
+    assert name in str(error.value)
 
 
-def test_without_h5py(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_h5py_or_files(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        pytest.warns(UserWarning, match="has only 0 of the 3553"),
+        pytest.raises(DataError, match="no slices for test"),
+    ):
+        module(tmp_path).dataset("test")
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(DataError, match=r'data=lodopab is read by h5py.*pip install "qnmixer\[lodopab\]"'):
         module(written).setup()

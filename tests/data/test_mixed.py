@@ -14,7 +14,6 @@ from qnmixer.engine.checkpoints.reading import read_checkpoint
 from qnmixer.engine.checkpoints.weights_file import encode
 from qnmixer.engine.cli import explain
 from qnmixer.engine.config import Config, parse, to_plain
-from qnmixer.engine.config.commands import parse_plan
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.config.data import AsTrained, FolderData, MixedData, check_data
 from qnmixer.engine.config.run import section
@@ -89,8 +88,7 @@ def test_an_epoch_has_the_first_source_once_and_of_the_others_their_shares(root:
     assert len([name for name in counts if source_of(name) == "phantoms"]) == 20  # new ones every epoch
     assert sorted(counts[name] for name in counts if source_of(name) == "b") == [1, 1, 2, 2, 2, 2]  # each in turn
     assert data.describe() == (
-        "data=mixed, 16 × 16: train 12 slices an epoch (0.5 slices: 6 of 6 slices of 3 patients; 0.3 phantoms: "
-        "4 new ones; 0.2 more: 2 of 6 slices of 3 patients), val 2 slices of 1 patient, test 2 slices of 1 patient"
+        "data=mixed, 16 × 16: train 12 slices, val 2 slices of 1 patient, test 2 slices of 1 patient"
     )
 
 
@@ -108,54 +106,36 @@ def test_counts(shares: list[float], lengths: list[int], counts: list[int]) -> N
     assert counts_of(shares, lengths) == counts
 
 
-def test_a_source_with_fewer_slices_than_its_share_is_gone_through_again(root: Path) -> None:
+def test_few_slices_are_of_all_sources_and_gone_through_again(root: Path) -> None:
     data = mixed(root, {"slices": {"root": str(root / "c"), "share": 0.1}, "more": {"share": 0.6}})
     names = [batch["name"][0] for batch in epoch(data, 1)]
     assert Counter(map(source_of, names)) == {"c": 2, "phantoms": 6, "b": 12}
-    assert set(Counter(name for name in names if name[0] == "b").values()) == {2}
-
-
-def test_few_slices_are_of_all_sources_and_the_same_in_every_epoch(root: Path) -> None:
-    data = SliceDataModule(config_of(root), first=6)
-    names = [batch["name"][0] for batch in data.train_dataloader()]
+    assert set(Counter(name for name in names if name[0] == "b").values()) == {2}  # it has fewer than its share
+    first = SliceDataModule(config_of(root), first=6)
+    names = [batch["name"][0] for batch in first.train_dataloader()]
     assert Counter(map(source_of, names)) == {"a": 3, "phantoms": 2, "b": 1}
-    data = mixed(root, train_slices=5)
-    first, later = (sorted(batch["name"][0] for batch in epoch(data, number)) for number in (0, 3))
-    assert first == later
-    assert len(first) == 5
 
 
 def test_each_source_keeps_its_split(root: Path) -> None:
     """The same patients as it has alone; none is in two parts."""
-    data = mixed(root, {"more": {"val_fraction": 0.4}}, evaluate_on=None)
-    patients: dict[str, set[str]] = {"train": set(), "val": set(), "test": set()}
-    for part, seen in patients.items():
-        for number in range(3):
-            loader: Any = data.loader(part)
-            loader.sampler.set_epoch(number)
-            seen |= {name.partition(".npy")[0] for batch in loader for name in batch["name"] if "phantom" not in name}
-    assert {part: len(seen) for part, seen in patients.items()} == {"train": 5, "val": 3, "test": 2}
-    assert not patients["train"] & patients["val"]
-    assert not (patients["train"] | patients["val"]) & patients["test"]
-    alone = SliceDataModule(section("data", "numpy", root=str(root / "a"), image_size=16, seed=data.config.seed))
-    alone.setup()
-    for part, seen in patients.items():
-        source = alone.parts[part].source
-        its = {source.name(k).partition(".npy")[0] for k in range(len(source))}
-        assert its == {name for name in seen if name[0] == "a"}
+    for on in ("slices", "more"):
+        data = mixed(root, {"slices": {"share": 1.0}, "phantoms": {"share": 0}, "more": {"share": 0}}, evaluate_on=on)
+        its = config_of(root).by_section()[f"data.sources.{on}"]
+        alone = SliceDataModule(replace(its, seed=data.config.seed, section="data"))
+        for part in ("train", "val", "test") if on == "slices" else ("val", "test"):
+            its, whole = ([name for batch in it.loader(part) for name in batch["name"]] for it in (alone, data))
+            assert sorted(its) == sorted(whole)
 
 
 @pytest.mark.parametrize(
-    ("evaluate_on", "kinds", "kind"),
-    [("slices", {"a"}, "numpy"), ("phantoms", {"phantoms"}, "phantoms"), (None, {"a", "b", "phantoms"}, "mixed")],
+    ("evaluate_on", "its", "kind"), [("slices", "a", "numpy"), ("phantoms", "phantoms", "phantoms")]
 )
-def test_what_is_measured_on(root: Path, evaluate_on: str | None, kinds: set[str], kind: str) -> None:
+def test_what_is_measured_on(root: Path, evaluate_on: str, its: str, kind: str) -> None:
     """A source without a share may be for validation alone."""
     shares = {"slices": {"share": 0.0}, "phantoms": {"share": 1.0, "n_val": 3}, "more": {"share": 0}}
     data = mixed(root, shares, evaluate_on=evaluate_on)
     names = [name for batch in data.val_dataloader() for name in batch["name"]]
-    assert {source_of(name) for name in names} == kinds
-    assert len(set(names)) == len(names)
+    assert {source_of(name) for name in names} == {its}
     assert kind_of(data.config) == kind
     names = [data.dataset("train").source.name(k) for k in range(4)]
     assert {source_of(name) for name in names} == {"phantoms"}
@@ -189,22 +169,15 @@ def symmetries(image: torch.Tensor) -> list[torch.Tensor]:
 
 BAD: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
     r"shares of data.sources \(slices 0.7, phantoms 0.3, more 0.2\) add up to 1.2": ({"slices": {"share": 0.7}}, {}),
-    r"data.sources.slices.share=-0.1 is not a share: give a number from 0 to 1": ({"slices": {"share": -0.1}}, {}),
-    r"shares of data.sources \(.*\) add up to 0.6": ({"slices": {"share": 0.1}}, {}),
     r"data.sources.slices.share=most is not a share": ({"slices": {"share": "most"}}, {}),
-    r"data.sources.slices.share=None is not a share": ({"slices": {"share": None}}, {}),
     r"data.sources.slices.name=dicm is not known: did you mean dicom\?": ({"slices": {"name": "dicm"}}, {}),
-    r"data.sources.slices.name=mixed is not known: choose deeplesion, dicom": ({"slices": {"name": "mixed"}}, {}),
     r"data.sources.slices.splitt": ({"slices": {"splitt": "all"}}, {}),
-    r"data.sources.slices.split=alll is not known: did you mean all\?": ({"slices": {"split": "alll"}}, {}),
     r"image_size is the same for all sources: give it as data.image_size": ({"slices": {"image_size": 8}}, {}),
-    r"data.evaluate_on=slice: did you mean slices\?, or null": ({}, {"evaluate_on": "slice"}),
+    r"data.evaluate_on=slice: did you mean slices\?": ({}, {"evaluate_on": "slice"}),
     r"data.simulation_factor=3 is too large: give 2 or less \(data.sources.phantoms": ({}, {"simulation_factor": 3}),
     r"data.sources.more._target_ has no value": ({"more": {"name": "custom"}}, {}),
     r"data.sources.more.root=/nowhere": ({"more": {"root": "/nowhere"}}, {}),
-    r"data=numpy needs data.root=FOLDER.*\(data.sources.slices\)": ({"slices": {"root": None}}, {}),
     r"no slices for train with data.split=all.*\(data.sources.slices\)": ({"slices": {"split": "all"}}, {}),
-    r"val_patients=x.*\(data.sources": ({"slices": {"split": "explicit", "val_patients": ["x"]}}, {}),
     r"phantoms.share=0.01 gives no slice in an epoch of 6: raise it": (
         {"slices": {"share": 0.99}, "phantoms": {"share": 0.01}, "more": {"share": 0}}, {},
     ),
@@ -225,22 +198,10 @@ def test_one_folder_is_not_split_twice(root: Path) -> None:
             mixed(root, {"more": {"root": str(folder)}})
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["data=mixed", "data.sources.slices.splt=all"], "did you mean data.sources.slices.split?"),
-        (["data.sources.slices.root=/ct"], "choose data=mixed, or add it to a source of your own as +data.sources"),
-    ],
-)
-def test_a_misspelt_key_of_a_source(words: list[str], line: str) -> None:
+def test_a_misspelt_key_of_a_source() -> None:
     with pytest.raises(HydraException) as raised:
-        compose("train", words)
-    assert line in str(explain(raised.value, "train"))
-
-
-def test_a_plan_needs_no_folder() -> None:
-    config = parse_plan(compose("plan", ["data=mixed", "data.batch_size=3"]))
-    assert config.run.data.batch_size == 3
+        compose("train", ["data=mixed", "data.sources.slices.splt=all"])
+    assert "did you mean data.sources.slices.split?" in str(explain(raised.value, "train"))
 
 
 def test_an_own_source_is_found_and_trusted_by_its_key(root: Path, tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from torch.nn import functional
 from qnmixer.engine.config.run import section
 from qnmixer.engine.data.cache import open_cache
 from qnmixer.engine.data.datamodule import SliceDataModule
-from qnmixer.engine.data.dicom import DicomReader
-from qnmixer.engine.data.resample import CutTissue, Grid, to_field, to_square
+from qnmixer.engine.data.resample import Grid, to_field, to_square
 from qnmixer.engine.data.slices import FloatArray
 from qnmixer.errors import ConfigError, DataError
 from qnmixer.physics import FanBeamGeometry
@@ -40,34 +39,12 @@ def test_a_disc_keeps_its_millimetres(size: int, mm: float) -> None:
     assert measured(image, 250.0 / size) == pytest.approx((120.0, 20.0, -12.0), abs=0.06)
 
 
-def test_rows_and_columns_may_lie_at_different_distances() -> None:
-    image = to_field(disc(300, 0.6, 120.0)[::2], (1.2, 0.6), 128, 200.0)
-    assert measured(image, 200.0 / 128)[0] == pytest.approx(120.0, rel=0.002)
-
-
 def test_a_slice_as_wide_as_the_field_is_resampled_as_ever() -> None:
     hu = np.random.default_rng(0).normal(0, 100, (64, 64)).astype(np.float32)
     inner = np.s_[2:-2, 2:-2]  # at the edge the one repeats the slice, the other has air
     np.testing.assert_allclose(to_field(hu, (0.5, 0.5), 32, 32.0)[inner], to_square(hu, 32)[inner], atol=1e-3)
-
-
-def test_resampling_is_that_of_the_field() -> None:
-    hu = np.random.default_rng(0).normal(0, 100, (64, 64)).astype(np.float32)
     expected = functional.interpolate(torch.from_numpy(hu)[None, None], (32, 32), mode="bilinear", antialias=True)
     np.testing.assert_allclose(to_square(hu, 32), expected[0, 0], atol=1e-4)
-
-
-def test_what_is_cut_is_counted() -> None:
-    cut = CutTissue()
-    hu = np.full((40, 40), 50.0, np.float32)
-    cut.add(hu, (1.0, 1.0), 40.0)
-    assert cut.line("here", 40.0) is None
-    cut.add(hu, (2.0, 2.0), 40.0)
-    line = cut.line("here", 40.0)
-    assert line is not None
-    assert "60 % of the tissue" in line  # 4,800 of 8,000 mm²
-    assert "in 1 of 2 slices" in line
-    assert "train with geometry.field_of_view=80 to cut nothing" in line
 
 
 def folder(make_ct: Any, root: Path) -> Path:
@@ -77,15 +54,17 @@ def folder(make_ct: Any, root: Path) -> Path:
     return root
 
 
+def dicom(root: Path, **keys: Any) -> Any:
+    return section("data", "dicom", root=str(root), cache_dir=str(root.with_name("cache")), **keys)
+
+
 def scan(field_of_view: float) -> FanBeamGeometry:
     return FanBeamGeometry(64, field_of_view / 64, 8, 96, 1.5, 300.0, 100.0)
 
 
 def test_the_header_decides_where_it_is_asked(make_ct: Any, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     root, keys = folder(make_ct, tmp_path / "root"), {"image_size": 64, "num_workers": 0, "split": "all"}
-    data = section(
-        "data", "dicom", root=str(root), pixel_size="header", cache_dir=str(tmp_path / "c"), simulation_factor=2, **keys
-    )
+    data = dicom(root, pixel_size="header", simulation_factor=2, **keys)
     for _ in range(2):  # decoded, then from the cache
         module = SliceDataModule(data, geometry=scan(60.0))
         module.setup()
@@ -97,14 +76,16 @@ def test_the_header_decides_where_it_is_asked(make_ct: Any, tmp_path: Path, recw
     assert not recwarn.list
     SliceDataModule(data, geometry=scan(40.0)).setup()
     (line,) = {str(it.message) for it in recwarn.list}
-    assert "lies outside geometry.field_of_view=40 mm and is cut, in 3 of 3 slices" in line
-    assert "train with geometry.field_of_view=90 to cut nothing" in line
+    assert "lies outside geometry.field_of_view=40 mm and is cut: train with geometry.field_of_view=51 to" in line
 
 
 def test_without_being_asked_every_slice_fills_the_field(make_ct: Any, tmp_path: Path) -> None:
-    cache = open_cache(DicomReader(), folder(make_ct, tmp_path / "root"), 100, cache_dir=tmp_path / "c")
+    cache = open_cache(dicom(folder(make_ct, tmp_path / "root")), 100)
     assert [measured(cache.load(k), 1.0)[0] for k in range(3)] == pytest.approx([83.3, 55.6, 55.6], abs=0.2)
-    assert cache.cut == CutTissue()
+    assert cache.widest == 0
+    hu = np.random.default_rng(0).normal(0, 100, (64, 48)).astype(np.float32)
+    for spacing in ((0.488281, 0.488282), (0.5, 0.5), None):  # square but for rounding
+        np.testing.assert_array_equal(Grid(32, None).place(hu, spacing), to_square(hu, 32))
 
 
 @pytest.mark.parametrize("spacing", [(3.0, 2.0), (1.0, 3.0)])
@@ -124,29 +105,19 @@ def test_pixels_that_are_not_square_become_square(spacing: tuple[float, float]) 
         assert np.abs(image[far] + 1000).max() < 1
 
 
-def test_pixels_that_are_square_but_for_rounding_are_resampled_as_ever() -> None:
-    hu = np.random.default_rng(0).normal(0, 100, (64, 48)).astype(np.float32)
-    for spacing in ((0.488281, 0.488282), (0.5, 0.5), None):
-        np.testing.assert_array_equal(Grid(32, None).place(hu, spacing), to_square(hu, 32))
-
-
 @pytest.mark.parametrize("spacing", [None, [0, 0], [1e-4, 1e-4], ["nan", "nan"]])
-def test_slices_without_a_size_are_left_out(
-    make_ct: Any, tmp_path: Path, spacing: Any, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_slices_without_a_size_are_left_out(make_ct: Any, tmp_path: Path, spacing: Any) -> None:
     root = folder(make_ct, tmp_path / "root")
     make_ct(root / "odd" / "a", disc(100, 0.9, 50.0).round(), PixelSpacing=spacing)
-    cache = open_cache(DicomReader(), root, 64, cache_dir=tmp_path / "c", field_of_view=60.0)
-    assert cache.skipped == [("odd/a", "no pixel size in the file")]
+    cache = open_cache(dicom(root), 64, 60.0)
+    assert cache.skipped == [("odd/a", "no pixel size in the file, which data.pixel_size=header needs")]
     assert len(cache) == 3
 
 
 def test_files_that_never_say_a_size(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", disc(64, 1.0, 40.0))
     data = section("data", "numpy", root=str(tmp_path), pixel_size="header", cache_dir=str(tmp_path / "c"))
-    with pytest.raises(
-        DataError, match=r"no pixel size in the file.*give data\.pixel_size=field_of_view, because header needs"
-    ):
+    with pytest.raises(DataError, match=r"no pixel size in the file, which data\.pixel_size=header needs"):
         SliceDataModule(data, geometry=scan(60.0)).setup()
     with pytest.raises(ConfigError, match="geometry"):
         SliceDataModule(data).setup()

@@ -237,7 +237,7 @@ def test_what_is_cut_or_has_no_size_is_said_once(
     assert len(images(module, tmp_path / "in", 2)) == 4
     skipped, cut, unsized = capsys.readouterr().err.splitlines()
     assert "no pixel size in the file): odd.dcm" in skipped
-    assert "lies outside geometry.field_of_view=20 mm and is cut, in 2 of 2 slices" in cut
+    assert "lies outside geometry.field_of_view=20 mm and is cut: train with" in cut
     assert unsized.startswith("warning: 2 slices are in files without a pixel size")
 
 

@@ -1,6 +1,5 @@
 """LoDoPaB-CT: chest CT and its low-dose observations in HDF5 (Leuschner et al., Scientific Data 2021)."""
 
-import re
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -26,8 +25,7 @@ _MM = 1000.0
 class LodopabSource:
     """One split of the set: images in their own HU, and observations as sinograms [V, 513] of the scan's views.
 
-    The number of images is the number of observations, because the last file of images may be longer. Files are opened
-    for each sample only: a process that is started later must not inherit an open file.
+    Files are opened for each sample only: a process that is started later must not inherit an open file.
 
     Attributes:
         scan: keys of `geometry` that its observations fix.
@@ -66,20 +64,23 @@ class LodopabSource:
         root: str,
         sinograms: Literal["measured", "simulated"] = "measured",
     ) -> None:
-        self.part, self.image_size, self.root = part, image_size, Path(root).expanduser()
+        self.image_size, self.root = image_size, Path(root).expanduser()
         self._views: list[int] = []
         if sinograms == "measured":  # the set's views start half a step after ODL's first angle, which is −π/2 here
             step = np.pi / _VIEWS
             self._views = views_of(geometry, step / 2 - np.pi / 2, step, _VIEWS, "lodopab")
-        self._observations, counts = self._files("observation", (_VIEWS, _BINS))
-        self._images, n_images = self._files("ground_truth", (_SIZE, _SIZE))
-        if sinograms == "simulated" and not counts:
-            counts = n_images
-            counts[-1:] = [it - max(0, sum(counts) - _IMAGES[part]) for it in counts[-1:]]
-        self._check(counts, n_images)
-        self._places = [(file, row) for file, count in enumerate(counts) for row in range(count)]
+        kind, shape = ("observation", (_VIEWS, _BINS)) if self._views else ("ground_truth", (_SIZE, _SIZE))
+        self._places: list[tuple[str, int]] = []
+        for path in sorted(self.root.glob(f"{kind}_{_NAMES[part]}_[0-9][0-9][0-9].hdf5")):
+            end, n = path.name.removeprefix(kind), _rows(path, shape)
+            if (has := _rows(self.root / f"ground_truth{end}", (_SIZE, _SIZE))) < n:
+                raise DataError(
+                    f"{self.root}/ground_truth{end} has {has} images for {n} observations: unzip both again"
+                )
+            self._places += [(end, row) for row in range(n)]
+        self._places = self._places[: _IMAGES[part]]  # the last file of images is longer
         self.warnings: list[str] = []
-        if 0 < len(self) != _IMAGES[part]:
+        if len(self) != _IMAGES[part]:
             self.warnings.append(
                 f"data.root={root} has only {len(self)} of the {_IMAGES[part]} images of LoDoPaB-CT for {part}: the "
                 "published scores use all of them"
@@ -90,68 +91,39 @@ class LodopabSource:
 
     def load(self, index: int) -> FloatArray:
         """Image [S, S] in HU. Raises DataError if it cannot be read."""
-        x = self._row(self._images, index)
+        x = self._row("ground_truth", index)
         return to_square(self.scaling.offset + self.scaling.scale * x, self.image_size)
 
     def sinogram(self, index: int) -> FloatArray:
         """The observation of an image, [V, 513], value × mm. Raises DataError if it cannot be read."""
-        return self._row(self._observations, index)[self._views] * np.float32(_MM)
+        return self._row("observation", index)[self._views] * np.float32(_MM)
 
     def name(self, index: int) -> str:
         """File and row, as "test_012#5"."""
-        file, row = self._places[index]
-        return f"{_NAMES[self.part]}_{file:03d}#{row}"
+        end, row = self._places[index]
+        return f"{end[1:].removesuffix('.hdf5')}#{row}"
 
-    def _row(self, files: list[Path], index: int) -> FloatArray:
-        file, row = self._places[index]
+    def _row(self, kind: str, index: int) -> FloatArray:
+        end, row = self._places[index]
+        path = self.root / f"{kind}{end}"
         try:
-            with optional("h5py", "lodopab").File(files[file], "r") as stream:
+            with optional("h5py", "lodopab").File(path, "r") as stream:
                 values = np.asarray(stream["data"][row], np.float32)
         except (OSError, KeyError, ValueError) as error:
-            raise DataError(
-                f"row {row} of {files[file]} cannot be read ({first_line(error)}): unzip it again"
-            ) from error
+            raise DataError(f"row {row} of {path} cannot be read ({first_line(error)}): unzip it again") from error
         if not np.isfinite(values).all():
-            raise DataError(f"row {row} of {files[file]} has NaN or infinite values: unzip it again")
+            raise DataError(f"row {row} of {path} has NaN or infinite values: unzip it again")
         return values
-
-    def _files(self, kind: str, shape: tuple[int, int]) -> tuple[list[Path], list[int]]:
-        """The files of a kind in order, and the number of rows in each."""
-        pattern = re.compile(rf"{kind}_{_NAMES[self.part]}_(\d{{3}})\.hdf5")
-        found = {int(it[1]): path for path in self.root.iterdir() if (it := pattern.fullmatch(path.name))}
-        for number in range(max(found, default=-1)):
-            if number not in found:
-                raise DataError(
-                    f"data.root={self.root} has no {kind}_{_NAMES[self.part]}_{number:03d}.hdf5, but later ones: "
-                    "unzip all files into this folder"
-                )
-        files = [found[number] for number in sorted(found)]
-        return files, [_rows(path, shape) for path in files]
-
-    def _check(self, counts: list[int], n_images: list[int]) -> None:
-        """Raise DataError if images are missing, or if any file but the last has more images than observations."""
-        for number, count in enumerate(counts):
-            has = n_images[number] if number < len(n_images) else 0
-            if has < count or (has > count and number < len(counts) - 1):
-                raise DataError(
-                    f"data.root={self.root}: ground_truth_{_NAMES[self.part]}_{number:03d}.hdf5 has {has} images for "
-                    f"{count} observations: unzip both again"
-                )
-        if not counts and self.part == "test" and not any(self.root.glob("observation_*_000.hdf5")):
-            raise DataError(
-                f"data.root={self.root} has no observation_test_000.hdf5: unzip the files of LoDoPaB-CT into one folder"
-            )
 
 
 def _rows(path: Path, shape: tuple[int, int]) -> int:
     """The number of arrays of this shape in a file. Raises DataError for another layout."""
     try:
         with optional("h5py", "lodopab").File(path, "r") as stream:
-            data = stream.get("data")
-            its, kind = getattr(data, "shape", None), getattr(getattr(data, "dtype", None), "kind", "")
+            its = getattr(stream.get("data"), "shape", None)
     except OSError as error:
         raise DataError(f"{path} cannot be read as HDF5 ({first_line(error)}): unzip it again") from error
-    if its is None or len(its) != 3 or its[1:] != shape or kind != "f":
-        has = "no dataset `data`" if its is None else f"{kind or 'no'} values {[*its]} in `data`"
-        raise DataError(f"{path} has {has}, not floats [n, {shape[0]}, {shape[1]}]: is it a file of LoDoPaB-CT?")
+    if its is None or len(its) != 3 or its[1:] != shape:
+        has = "no dataset `data`" if its is None else f"values {[*its]} in `data`"
+        raise DataError(f"{path} has {has}, not [n, {shape[0]}, {shape[1]}]: is it a file of LoDoPaB-CT?")
     return int(its[0])

@@ -29,9 +29,6 @@ _PIXEL = 0.113797
 """Millimetres of the references, whose values are attenuation per pixel."""
 _LEAST = 1e-6
 """The transmission of a ray without any light."""
-_DEAD = 1e-3
-"""Share of the median light; a bin with less is dead."""
-_N_LOOKED_AT = 4
 
 
 class TwoDetectSource:
@@ -47,11 +44,10 @@ class TwoDetectSource:
         image_size: rows and columns that references are resampled to; in the files they have 1024.
         geometry: the scan.
         hu_max: HU of x = 1; air is −1000.
-        root: folder with slice00001/mode1/sinogram.tif and so on, at most two folders down.
-        reference_root: folder with slice00001/mode2/reconstruction.tif and so on; None: root.
+        root: folder with slice00001/mode1/sinogram.tif and so on, at most two folders down. References,
+            slice00001/mode2/reconstruction.tif, may be in another folder below it.
         mode: of the sinograms.
         max_attenuation: 1/mm of x = 1.
-        leave_out: numbers of slices to skip.
 
     Raises:
         DataError: tifffile is missing, or there is no slice.
@@ -72,88 +68,59 @@ class TwoDetectSource:
         hu_max: float,
         *,
         root: str,
-        reference_root: str | None = None,
         mode: Annotated[int, Ge(1), Le(3)] = 2,
         max_attenuation: Annotated[float, Gt(0)] = 0.05,
-        leave_out: Sequence[int] = (),
     ) -> None:
         optional("tifffile", "two_detect")
         self.image_size, self.max_attenuation = image_size, max_attenuation
         self.scaling = FixedScaling(-1000.0, hu_max + 1000.0)
         self._views = views_of(geometry, 0.0, 2 * np.pi / _VIEWS, _VIEWS, "two_detect")
-        raw, references = (_folders(Path(it).expanduser()) for it in (root, reference_root or root))
-        if not raw:
+        folders = _folders(Path(root).expanduser())
+        if not folders:
             raise DataError(
                 f"data.root={root} has no folder slice00001 or the like, two folders down at most: unzip 2DeteCT there"
             )
-        places = {name: (raw, f"mode{mode}/{name}") for name in _RAW} | {
-            _REFERENCE: (references, f"mode2/{_REFERENCE}")
-        }
+        wanted = {name: f"mode{mode}/{name}" for name in _RAW} | {_REFERENCE: f"mode2/{_REFERENCE}"}
         self._files: dict[int, dict[str, Path]] = {}
         skipped: list[tuple[str, str]] = []
-        for number in sorted(raw.keys() & {*_PARTS[part]} - {*leave_out}):
-            found = {
-                name: path for name, (its, below) in places.items() if (path := _first(its.get(number, []), below))
-            }
-            if missing := [below for name, (_, below) in places.items() if name not in found]:
+        for number in sorted(folders.keys() & {*_PARTS[part]}):
+            below = {name: [folder / its for folder in folders[number]] for name, its in wanted.items()}
+            found = {name: path for name, its in below.items() for path in its if path.is_file()}
+            if missing := [its for name, its in wanted.items() if name not in found]:
                 skipped.append((f"slice{number:05d}", f"without {missing[0]}"))
             else:
                 self._files[number] = found
         self._numbers = [*self._files]
         self.warnings = [summarise_skipped(str(root), skipped)] if skipped else []
-        if part == "train":
-            self.warnings += self._about_scale()
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def load(self, index: int) -> FloatArray:
         """Reference [S, S] with HU = −1000 + (hu_max + 1000)·x. Raises DataError if it cannot be used."""
-        number = self._numbers[index]
-        with self._file(number, _REFERENCE) as path:
-            attenuation = to_square(_reference(_read(path)), self.image_size)
+        with self._usable(index) as files:
+            attenuation = to_square(_reference(_read(files[_REFERENCE])), self.image_size)
         return np.float32(self.scaling.offset) + attenuation * np.float32(self.scaling.scale / self.max_attenuation)
 
     def sinogram(self, index: int) -> FloatArray:
         """Sinogram [V, 956], value × mm. Raises DataError if it cannot be used."""
-        number, arrays = self._numbers[index], []
-        for name in _RAW:
-            with self._file(number, name) as path:
-                arrays.append(_read(path))
-        sinogram, dark, *flats = arrays
-        with self._file(number, _RAW[0]):
-            p = line_integrals(sinogram, dark, flats, self._views, moved=any(number in its for its in _MOVED))
-        return p / np.float32(self.max_attenuation)
+        moved = any(self._numbers[index] in its for its in _MOVED)
+        with self._usable(index) as files:
+            sinogram, dark, *flats = (_read(files[name]) for name in _RAW)
+            return line_integrals(sinogram, dark, flats, self._views, moved=moved) / np.float32(self.max_attenuation)
 
     def name(self, index: int) -> str:
         """The folder of the slice, as slice00001."""
         return f"slice{self._numbers[index]:05d}"
 
     @contextmanager
-    def _file(self, number: int, name: str) -> Iterator[Path]:
-        """The path of a file. A SkipFile of the block becomes a DataError that names the file."""
-        path = self._files[number][name]
+    def _usable(self, index: int) -> Iterator[dict[str, Path]]:
+        """The files of a slice, by name. A SkipFile of the block becomes a DataError that names their folder."""
+        files = self._files[self._numbers[index]]
         try:
-            yield path
+            yield files
         except SkipFile as reason:
-            raise DataError(
-                f"{path} cannot be used ({reason}): copy it again, or leave it out with data.leave_out=[{number}]"
-            ) from None
-
-    def _about_scale(self) -> list[str]:
-        """Warn if the references of some slices are far from x = 0 … 1."""
-        some = [self._numbers[len(self) * k // _N_LOOKED_AT] for k in range(min(_N_LOOKED_AT, len(self)))]
-        try:
-            references = [_reference(_read(self._files[number][_REFERENCE])) for number in some]
-        except SkipFile:  # reported when the slice is used
-            return []
-        densest = max((float(np.percentile(it, 99.9)) for it in references), default=self.max_attenuation)
-        if 0.4 < densest / self.max_attenuation < 1.5:
-            return []
-        return [
-            f"the densest 0.1 % of {len(some)} training references are at {densest:.3g} /mm, but x = 1 is at "
-            f"{self.max_attenuation:g}: set data.max_attenuation={densest:.2g}"
-        ]
+            raise DataError(f"{files[_RAW[0]].parent} has {reason}: copy it again, or move it away") from None
 
 
 def _folders(root: Path) -> dict[int, list[Path]]:
@@ -167,21 +134,16 @@ def _folders(root: Path) -> dict[int, list[Path]]:
     return found
 
 
-def _first(folders: Sequence[Path], below: str) -> Path | None:
-    """The first file of this name in some folders."""
-    return next((path for folder in folders if (path := folder / below).is_file()), None)
-
-
 def _read(path: Path) -> np.ndarray[Any, Any]:
     """The values of a TIFF, mapped if they are not compressed. Raises SkipFile if it is not one."""
     tifffile = optional("tifffile", "two_detect")
-    with reading("unreadable or truncated TIFF"):
+    with reading(f"an unreadable or truncated {path.name}"):
         try:
             values = tifffile.memmap(path, mode="r")
         except ValueError:
             values = np.asarray(tifffile.imread(path))
     if values.dtype.kind not in "iuf" or (values.dtype.kind == "f" and not np.isfinite(values).all()):
-        raise SkipFile("values that are no finite numbers")
+        raise SkipFile(f"values that are no finite numbers in {path.name}")
     return values
 
 
@@ -211,17 +173,13 @@ def line_integrals(
         SkipFile: another size, or a detector without light.
     """
     if sinogram.shape not in ((_VIEWS + 1, _RAW_BINS), (_VIEWS, _RAW_BINS)):
-        raise SkipFile(f"{[*sinogram.shape]} values, not [{_VIEWS + 1}, {_RAW_BINS}]")
+        raise SkipFile(f"a sinogram of {[*sinogram.shape]}, not [{_VIEWS + 1}, {_RAW_BINS}]")
     if wrong := [it for it in (dark, *flats) if it.size != _RAW_BINS]:
-        raise SkipFile(f"a dark or flat field beside it has {wrong[0].size} values, not {_RAW_BINS}")
+        raise SkipFile(f"a dark or flat field of {wrong[0].size} values, not {_RAW_BINS}")
     none, *full = (_binned(it.reshape(_RAW_BINS)) for it in (dark, *flats))
     light = np.mean(full, axis=0) - none
-    if np.median(light) <= 0:
-        raise SkipFile("dark.tif beside it is brighter than the flat fields")
-    if (dead := np.flatnonzero(light <= _DEAD * np.median(light))).size:
-        raise SkipFile(
-            f"{dead.size} detector bins see no light in the flat fields, the first is {dead[0]} of {len(light)}"
-        )
+    if dark_bins := int((light <= 0).sum()):
+        raise SkipFile(f"{dark_bins} detector bins without light in its flat fields")
     transmission = (_binned(sinogram[[*views]]) - none) / light
     if moved:
         last = 2 * transmission[:, -1:] - transmission[:, -2:-1]
@@ -232,7 +190,7 @@ def line_integrals(
 def _reference(values: np.ndarray[Any, Any]) -> FloatArray:
     """A reference in 1/mm on the pixels of the scan. The set's own pixels are shifted by one, down and to the right."""
     if values.shape != (_SIZE, _SIZE):
-        raise SkipFile(f"{[*values.shape]} values, not [{_SIZE}, {_SIZE}]")
+        raise SkipFile(f"a reference of {[*values.shape]}, not [{_SIZE}, {_SIZE}]")
     moved = np.zeros((_SIZE, _SIZE), np.float32)
     moved[:-1, :-1] = values[1:, 1:] / np.float32(_PIXEL)
     return moved

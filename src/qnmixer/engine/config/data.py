@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LOADING = "batch_size", "num_workers", "prefetch_factor", "pin_memory", "cache_dir"
 """Keys of how slices are loaded. They change no slice."""
 _PRIVATE: dict[str, Any] = {
-    "root": None, "reference_root": None, "include": "*", "cache_dir": None,
+    "root": None, "include": "*", "cache_dir": None,
     "train_patients": [], "val_patients": [], "test_patients": [],
 }  # fmt: skip
 """Keys that name folders or patients, and what is shared instead."""
@@ -161,7 +161,7 @@ class MixedData(DataConfig):
     """Several sources, each with its share of the training samples and its own split.
 
     Attributes:
-        evaluate_on: name of the source that gives the validation and test slices; None: all sources together.
+        evaluate_on: name of the source that gives the validation and test slices.
         sources: by name: a share, a source's target, and its keys beside the common ones. Instead of a target one may
             give an option's name (numpy, say), which brings its defaults. An epoch has each training slice of the first
             source with a share once.
@@ -170,7 +170,7 @@ class MixedData(DataConfig):
     target: ClassVar[str] = "qnmixer.engine.data.mixed.MixedSource"
     closed: ClassVar[bool] = True
 
-    evaluate_on: str | None
+    evaluate_on: str
     sources: dict[str, dict[str, Any]]
 
     def __post_init__(self) -> None:
@@ -182,10 +182,8 @@ class MixedData(DataConfig):
         if abs(total - 1) > 1e-6:
             each = ", ".join(f"{name} {share:g}" for name, share in self.shares.items()) or "none"
             raise ConfigError(f"the shares of data.sources ({each}) add up to {total:g}: they must add up to 1")
-        if self.evaluate_on is not None and self.evaluate_on not in self.sources:
-            raise ConfigError(
-                f"data.evaluate_on={self.evaluate_on}: {suggest(self.evaluate_on, self.sources)}, or null"
-            )
+        if self.evaluate_on not in self.sources:
+            raise ConfigError(f"data.evaluate_on={self.evaluate_on}: {suggest(self.evaluate_on, self.sources)}")
         sources = self.by_section().values()
         if pairs := [it.section for it in sources if isinstance(it, PairData)]:
             raise ConfigError(f"{pairs[0]} has images and sinograms of its own: take it alone, not in data={self.name}")
@@ -327,10 +325,12 @@ def check_data(config: DataConfig) -> None:
     """
     seen: dict[str, Path] = {}
     for section, source in config.by_section().items():
-        for key, root in keys_of(source).items():
-            if key in ("root", "reference_root") and root is not None and isinstance(source, FolderData | PairData):
-                _check_root(f"{section}.{key}", root)
-        if not isinstance(source, FolderData) or source.root is None:
+        if not isinstance(source, FolderData | PairData) or source.root is None:
+            continue
+        check_there(f"{section}.root", source.root, "the folder with the slices")
+        if Path(source.root).expanduser().is_file():
+            raise DataError(f"{section}.root={source.root} is a file: give its folder")
+        if isinstance(source, PairData):
             continue
         folder = Path(source.root).expanduser().resolve()
         for other, its in seen.items():
@@ -341,9 +341,3 @@ def check_data(config: DataConfig) -> None:
                 )
         seen[section] = folder
         check_no_nifti(f"{section}.root", source.root)
-
-
-def _check_root(key: str, root: str) -> None:
-    check_there(key, root, "the folder with the slices")
-    if Path(root).expanduser().is_file():
-        raise DataError(f"{key}={root} is a file: give its folder")

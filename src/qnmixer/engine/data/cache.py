@@ -13,7 +13,7 @@ import json
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -22,7 +22,8 @@ import numpy as np
 from filelock import FileLock
 from rich.progress import track
 
-from qnmixer.engine.data.resample import CutTissue, Grid, inside
+from qnmixer.engine.config.data import FolderData
+from qnmixer.engine.data.resample import Grid, inside
 from qnmixer.engine.data.slices import (
     NO_SPACING,
     FloatArray,
@@ -46,16 +47,10 @@ from qnmixer.files import (
     write_text,
 )
 
-_FORMAT = 5
+_FORMAT = 6
 """Raise it when caches get other slices or other values, or another layout."""
 _NUMBER = np.dtype("<f4")
 _INDEX = "index.json"
-_FIXES = {
-    "RescaleSlope": "add the tags (0028,1053) RescaleSlope and (0028,1052) RescaleIntercept, which give HU",
-    "RescaleType": "if they are in HU, set (0028,1054) RescaleType to HU",
-    NO_SPACING: "give data.pixel_size=field_of_view, because header needs the tag (0028,0030) PixelSpacing of DICOM",
-}
-"""What to do if no file can be used, by a word of the reason."""
 
 
 class Reader(Protocol):
@@ -69,20 +64,6 @@ class Reader(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class SourceFile:
-    """A source file at the time when the cache was built.
-
-    A program can set mtime, the time of the last change, as `cp -p` does. No program can set ctime, which every change
-    updates.
-    """
-
-    path: str
-    size: int
-    mtime_ns: int
-    ctime_ns: int
-
-
 class SliceCache:
     """Decoded slices [S, S] of one folder, sorted by patient, series and position.
 
@@ -90,20 +71,19 @@ class SliceCache:
         infos: the origin of each slice.
         digests: digests of the pixels of each slice.
         skipped: (name, reason) of files that could not be used.
-        hu_range: smallest and largest value of all slices.
-        cut: the parts of slices outside the field of view; nothing unless slices have their true size.
+        lowest: the smallest value of all slices, HU.
+        widest: mm of the widest tissue; 0 unless slices have their true size.
     """
 
     endless = False
 
-    def __init__(self, folder: Path, index: dict[str, Any]) -> None:
-        self._folder, self._file = folder, _pixels(folder, index["fingerprint"])
-        self._size, self._rows = index["image_size"], index["rows"]
+    def __init__(self, pixels: Path, index: dict[str, Any]) -> None:
+        self._file, self._size, self._rows = pixels, index["image_size"], index["rows"]
         self.infos = [SliceInfo(**info) for info in index["infos"]]
         self.digests: list[int] = index["digests"]
         self.skipped: list[tuple[str, str]] = [(name, reason) for name, reason in index["skipped"]]
-        self.hu_range: tuple[float, float] = tuple(index["hu_range"])
-        self.cut = CutTissue(**index["cut"])
+        self.lowest: float = index["lowest"]
+        self.widest: float = index["widest"]
         self._stream: IO[bytes] | None = self._opened()
 
     def __len__(self) -> int:
@@ -117,7 +97,7 @@ class SliceCache:
         length = self._size**2 * _NUMBER.itemsize
         pixels = os.pread(self._stream.fileno(), length, self._rows[index] * length)
         if digest_of_bytes(pixels) != self.digests[index]:
-            (self._folder / _INDEX).unlink(missing_ok=True)
+            self._file.with_name(_INDEX).unlink(missing_ok=True)
             raise DataError(f"{self._file} has changed on the disk at {self.name(index)}: start again to rebuild it")
         return np.frombuffer(bytearray(pixels), _NUMBER).reshape(self._size, self._size)
 
@@ -136,17 +116,13 @@ class SliceCache:
         return stream
 
 
-def list_files(
-    root: Path, include: str = "*", *, leave_out: Path | None = None, key: str = "data.root"
-) -> list[SourceFile]:
-    """Every file below root, to any depth, sorted. Hidden files are left out.
+def list_files(root: Path, *, leave_out: Path | None = None, key: str = "data.root") -> list[str]:
+    """Every file below root, to any depth, sorted, as paths relative to it. Hidden files are left out.
 
     Raises DataError, which names the key, if there are none.
     """
-    if not root.is_dir():
-        what = "is a file: give its folder" if root.exists() else "does not exist: give the folder with the slices"
-        raise DataError(f"{key}={root} {what}")
-    found, seen = [], {leave_out and os.path.realpath(leave_out)}
+    found: list[str] = []
+    seen = {leave_out and os.path.realpath(leave_out)}
     for folder, subfolders, files in os.walk(root, followlinks=True):
         real = os.path.realpath(folder)
         if real in seen:  # by a link
@@ -154,53 +130,42 @@ def list_files(
             continue
         seen.add(real)
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-        for path in (Path(folder, name) for name in sorted(files)):
-            if not path.name.startswith(".") and path.is_file():
-                stat = path.stat()
-                below = path.relative_to(root).as_posix()
-                found.append(SourceFile(below, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
+        paths = (Path(folder, name) for name in sorted(files) if not name.startswith("."))
+        found += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
     if not found:
-        raise DataError(f"{key}={root} is empty (no file at any depth): give the folder with the slices")
-    chosen = [file for file in found if fnmatch(file.path, include)]
-    if not chosen:
-        raise DataError(
-            f"data.include={include} matches none of the {len(found)} files below {root}, such as {found[0].path}"
-        )
-    return chosen
+        raise DataError(f"{key}={root} is empty (no file at any depth), or no folder: give the folder with the slices")
+    return found
 
 
-def open_cache(
-    reader: Reader,
-    root: Path,
-    image_size: int,
-    *,
-    include: str = "*",
-    cache_dir: Path | None = None,
-    field_of_view: float | None = None,
-    own: Sequence[Any] = (),
-) -> SliceCache:
+def open_cache(config: FolderData, image_size: int, field_of_view: float | None = None) -> SliceCache:
     """The decoded slices of a folder: from the cache if it is complete and up to date, else decoded now.
 
     Args:
-        reader: decodes its files.
-        root: the folder.
+        config: of the folder.
         image_size: rows and columns that slices are resampled to.
-        include: only files whose path below root matches.
-        cache_dir: where caches are; None: the default place.
         field_of_view: mm that an image covers, each slice at its true size; None: a slice fills the whole image.
-        own: target and arguments of a reader of the user's own, whose code may change; empty for our readers.
 
     Raises:
         DataError: the folder is missing, empty, or contains no usable slice; or other users may have written the cache.
         OSError: the disk is full. No half-written file stays.
     """
-    cache_dir = cache_dir or default_cache_dir()
-    files = list_files(root, include, leave_out=cache_dir)
-    what = [reader.kind, str(root.resolve()), include, image_size, field_of_view, *own]
+    reader: Reader = config.build()
+    root, cache_dir = Path(str(config.root)).expanduser(), default_cache_dir()
+    if config.cache_dir:
+        cache_dir = Path(config.cache_dir).expanduser()
+    files = list_files(root, leave_out=cache_dir)
+    chosen = [path for path in files if fnmatch(path, config.include)]
+    if not chosen:
+        raise DataError(f"data.include={config.include} matches none of {len(files)} files below {root}: {files[0]}, …")
+    own = [] if config._target_.startswith("qnmixer.") else [config._target_, sorted(config.arguments.items())]
+    what = [reader.kind, str(root.resolve()), config.include, image_size, field_of_view, *own]
     folder = cache_dir / f"{root.resolve().name}-{reader.kind}-{image_size}-{digest(what)}"
+    # A program can set the time of the last change, as `cp -p` does, but not ctime, which every change updates.
+    states = ((path, os.stat(root / path)) for path in chosen)
+    versions = [[path, its.st_size, its.st_mtime_ns, its.st_ctime_ns] for path, its in states]
     # Not in `what`: after a change of the code the old cache makes way for the new one.
     code = [digest_of_bytes(Path(inspect.getfile(type(reader))).read_bytes())] if own else []
-    fingerprint = digest([_FORMAT, what, [asdict(file) for file in files], *code])
+    pixels = folder / f"{digest([_FORMAT, what, versions, *code])}.f32"
     try:
         make_own_folder(folder)
     except PermissionError as error:
@@ -208,51 +173,42 @@ def open_cache(
             f"{error.filename} cannot keep slices ({error.strerror}): give a folder of your own, data.cache_dir=…"
         ) from error
     with FileLock(folder / "lock"):
-        index = _read_index(folder, fingerprint)
+        index = _read_index(pixels)
         if index is None:
-            index = _build(reader, root, files, Grid(image_size, field_of_view), folder, fingerprint)
-        return SliceCache(folder, index)
+            index = _build(reader, root, chosen, Grid(image_size, field_of_view), pixels)
+        return SliceCache(pixels, index)
 
 
-def _pixels(folder: Path, fingerprint: str) -> Path:
-    return folder / f"{fingerprint}.f32"
-
-
-def _read_index(folder: Path, fingerprint: str) -> dict[str, Any] | None:
-    """The index of a complete cache of these sources, or None."""
-    file, pixels = folder / _INDEX, _pixels(folder, fingerprint)
+def _read_index(pixels: Path) -> dict[str, Any] | None:
+    """The index of a complete cache, or None. The name of its file of pixels is a digest of its sources."""
+    file = pixels.with_name(_INDEX)
     if not (file.is_file() and pixels.is_file()):  # opening a pipe may never end
         return None
     try:
         index: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        is_whole = index.pop("digest") == digest(index) and index["fingerprint"] == fingerprint
+        is_whole = index.pop("digest") == digest(index) and index["pixels"] == pixels.name
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     size = len(index["infos"]) * index["image_size"] ** 2 * _NUMBER.itemsize
     return index if is_whole and pixels.stat().st_size == size else None
 
 
-def _build(
-    reader: Reader, root: Path, files: Sequence[SourceFile], grid: Grid, folder: Path, fingerprint: str
-) -> dict[str, Any]:
+def _build(reader: Reader, root: Path, files: Sequence[str], grid: Grid, pixels: Path) -> dict[str, Any]:
     """Decode all files into a new cache file, then commit it by writing the index. Returns the index."""
     # A killed process may have left these. The caller holds the lock, so nobody else writes here.
-    for stale in filter(is_temporary, folder.iterdir()):
+    for stale in filter(is_temporary, pixels.parent.iterdir()):
         stale.unlink()
-    pixels = _pixels(folder, fingerprint)
     with atomic_file(pixels) as stream:
-        index = _decode_all(reader, root, files, grid, stream) | {"fingerprint": fingerprint}
-    write_text(folder / _INDEX, json.dumps(index | {"digest": digest(index)}))
+        index = _decode_all(reader, root, files, grid, stream) | {"pixels": pixels.name}
+    write_text(pixels.with_name(_INDEX), json.dumps(index | {"digest": digest(index)}))
     # The version before this one stays: a run may read it, and open it again in workers that start later.
-    older = [it for it in folder.glob("*.f32") if it != pixels]
+    older = [it for it in pixels.parent.glob("*.f32") if it != pixels]
     for file in sorted(older, key=lambda it: it.stat().st_mtime)[:-1]:
         file.unlink()
     return index
 
 
-def _decode_all(
-    reader: Reader, root: Path, files: Sequence[SourceFile], grid: Grid, stream: IO[bytes]
-) -> dict[str, Any]:
+def _decode_all(reader: Reader, root: Path, files: Sequence[str], grid: Grid, stream: IO[bytes]) -> dict[str, Any]:
     """Decode the files one by one into the stream. Returns their index, sorted by patient, series and position."""
     infos: list[SliceInfo] = []
     digests: list[int] = []
@@ -262,7 +218,7 @@ def _decode_all(
     hidden = not console.is_terminal
     for file in track(files, f"Decoding {root.name}", console=console, transient=True, disable=hidden):
         try:
-            for piece in reader.read(root, file.path):
+            for piece in reader.read(root, file):
                 try:
                     hu, image = _placed(piece, grid)
                 except SkipFile as reason:
@@ -274,11 +230,10 @@ def _decode_all(
                 infos.append(piece.info)
                 low, high = min(low, float(hu.min())), max(high, float(hu.max()))
         except SkipFile as reason:
-            skipped.append((file.path, str(reason)))
+            skipped.append((file, str(reason)))
     if not infos:
-        fix = next((fix for word, fix in _FIXES.items() if any(word in why for _, why in skipped)), None)
         what = summarise_skipped(str(root), skipped)
-        raise DataError(f"data.root has no usable slice ({what}): {fix or f'give a folder with {reader.wanted}'}")
+        raise DataError(f"data.root has no usable slice ({what}): give a folder with {reader.wanted}")
     if is_no_hu(low, high):
         raise DataError(
             f"data.root={root} has values from {low:g} to {high:g}, which are not HU (air −1000, water 0): "
@@ -292,8 +247,8 @@ def _decode_all(
         "digests": [digests[row] for row in rows],
         "rows": rows,
         "skipped": skipped,
-        "hu_range": [low, high],
-        "cut": asdict(grid.cut),
+        "lowest": low,
+        "widest": grid.widest,
     }
 
 
@@ -302,7 +257,7 @@ def _placed(piece: Slice, grid: Grid) -> tuple[FloatArray, FloatArray]:
     hu = clean_hu(piece.hu)
     require_content(hu)
     if grid.field_of_view is not None and piece.spacing is None:
-        raise SkipFile(NO_SPACING)
+        raise SkipFile(f"{NO_SPACING}, which data.pixel_size=header needs")
     image = grid.place(hu, piece.spacing)
     # All of it may lie outside the field. Not by the image: every size must keep the same slices.
     require_content(inside(hu, piece.spacing, grid.field_of_view))

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 from qnmixer.engine.config.data import DataConfig
 from qnmixer.engine.data.dataset import Part, Sample, SliceDataset
 from qnmixer.engine.data.sampler import EpochSampler
-from qnmixer.engine.data.scaling import build_scaling
 from qnmixer.engine.data.sources import nothing_for, parts_of
 from qnmixer.engine.data.splits import RunSplit
 from qnmixer.engine.processes.signals import SIGNALS
@@ -58,7 +57,6 @@ class SliceDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         self.config, self.first, self.overfit, self.batches = config, first, overfit, batches
-        self.scaling = build_scaling(config.scaling, config.hu_max)
         self.split = split or RunSplit()
         self.measure, self.geometry = measure, geometry
         self.parts: dict[str, Part] = {}
@@ -84,20 +82,16 @@ class SliceDataModule(LightningDataModule):
     def measured(self) -> bool:
         """Whether the sinograms were measured, also those of a class of the user's own."""
         self.setup()
-        return any(part.measured is not None for part in self.parts.values())
+        return any(part.measured for part in self.parts.values())
 
     def dataset(self, part: str) -> SliceDataset:
         """Slices of train, val or test. Raises DataError if there are none."""
         self.setup()
         if not len(self.parts[part].source):
             raise DataError(nothing_for(part, self.config))
+        measure = None if self.measure is None else partial(self.measure, part)
         return SliceDataset(
-            self.parts[part],
-            self.scaling,
-            augment=self.config.augment and part == "train",
-            seed=self.config.seed,
-            disc=self.config.disc,
-            measure=None if self.measure is None else partial(self.measure, part),
+            self.parts[part], self.config, augment=self.config.augment and part == "train", measure=measure
         )
 
     def train_dataloader(self) -> DataLoader[Sample]:

@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from qnmixer.engine.config.data import DataConfig
 from qnmixer.engine.data.sampler import Pick
-from qnmixer.engine.data.scaling import Scaling, scaled_like
+from qnmixer.engine.data.scaling import Scaling, build_scaling, scaled_like
 from qnmixer.engine.data.slices import FloatArray, SliceSource
 
 _DISC_CENTRE, _DISC_RADIUS = (0.75, 0.25), 0.085
@@ -42,7 +43,8 @@ class SliceView:
     endless = False
 
     def __init__(self, source: SliceSource, indices: Sequence[int]) -> None:
-        self.source, self.indices = source, indices
+        self.source: Any = source
+        self.indices = indices
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -50,6 +52,10 @@ class SliceView:
     def load(self, index: int) -> FloatArray:
         """Slice [S, S] in HU."""
         return self.source.load(self.indices[index])
+
+    def sinogram(self, index: int) -> FloatArray:
+        """Measured sinogram [V, D], value × mm, of a source that has some."""
+        return self.source.sinogram(self.indices[index])
 
     def name(self, index: int) -> str:
         """The name of the file or phantom."""
@@ -62,24 +68,20 @@ class Part:
 
     Attributes:
         source: the slices. An endless source has new ones in every epoch.
-        patients: the number of the patient that each slice shows, None for a phantom; empty if nobody knows.
+        patients: the number of the patient that each slice shows; empty if nobody knows.
         fine: the same slices on a finer grid, [f·S, f·S].
-        measured: their sinograms [V, D], value × mm; None if these are simulated.
+        measured: whether the source has `sinogram(index)`, [V, D], value × mm; otherwise sinograms are simulated.
         scaling: that of slices with a unit of their own.
-        shares: the slices of each source of a mix in an epoch, as text.
     """
 
     source: SliceSource
     patients: Sequence[int | None] = ()
     fine: SliceSource | None = None
-    measured: SliceSource | None = None
+    measured: bool = False
     scaling: Scaling | None = None
-    shares: str = ""
 
     def __str__(self) -> str:
-        if self.shares:
-            return f"{len(self.source)} slices an epoch ({self.shares})"
-        n = len({*self.patients} - {None})
+        n = len({*self.patients})
         people = f" of {n} patient{'s' * (n > 1)}" if n else ""
         return f"{len(self.source)} slices{people}"
 
@@ -90,8 +92,6 @@ class Part:
             source=SliceView(self.source, indices),
             patients=[self.patients[i] for i in indices] if self.patients else (),
             fine=self.fine and SliceView(self.fine, indices),
-            measured=self.measured and SliceView(self.measured, indices),
-            shares="",
         )
 
 
@@ -100,26 +100,17 @@ class SliceDataset(Dataset[Sample]):
 
     Args:
         part: the slices.
-        scaling: HU to [0, 1], for slices without a scaling of their own.
+        config: what is done with them: scaling, augment, disc, seed.
         augment: flip and turn by (seed, n).
-        seed: of the augmentation.
-        disc: paste a disc of the slice's largest value at its lower left.
         measure: makes the sinogram of a sample, in place of `fine`. Measured sinograms are taken as they are.
     """
 
     def __init__(
-        self,
-        part: Part,
-        scaling: Scaling,
-        *,
-        augment: bool = False,
-        seed: int = 0,
-        disc: bool = False,
-        measure: Callable[[Sample], Tensor] | None = None,
+        self, part: Part, config: DataConfig, *, augment: bool, measure: Callable[[Sample], Tensor] | None = None
     ) -> None:
-        self.source, self.fine, self.measured = part.source, part.fine, part.measured
-        self.scaling, self.augment, self.seed = part.scaling or scaling, augment, seed
-        self.disc, self.measure = disc, measure
+        self.part, self.config, self.augment, self.measure = part, config, augment, measure
+        self.source: Any = part.source  # has `sinogram` too, if it has measured ones
+        self.scaling = part.scaling or build_scaling(config.scaling, config.hu_max)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -129,9 +120,7 @@ class SliceDataset(Dataset[Sample]):
         index = n if self.source.endless else n % len(self.source)
         hu = self._turned(self.source.load(index), n)
         brightest = float(hu.max())
-        if self.disc:
-            hu = paste_disc(hu, brightest)
-        x, offset, scale = self.scaling.to_unit(hu)
+        x, offset, scale = self.scaling.to_unit(paste_disc(hu, brightest) if self.config.disc else hu)
         sample: Sample = {
             "image": _to_tensor(x),
             "hu_offset": torch.tensor(offset, dtype=torch.float32),
@@ -140,13 +129,12 @@ class SliceDataset(Dataset[Sample]):
             "weight": torch.tensor(weight, dtype=torch.float32),
             "name": self.source.name(index),
         }
-        if self.fine is not None:
-            hu = self._turned(self.fine.load(index), n)
-            if self.disc:
-                hu = paste_disc(hu, brightest)
+        if self.part.fine is not None:
+            hu = self._turned(self.part.fine.load(index), n)
+            hu = paste_disc(hu, brightest) if self.config.disc else hu
             sample["fine"] = _to_tensor(scaled_like(hu, offset, scale))
-        if self.measured is not None:
-            sample["sinogram"] = _to_tensor(self.measured.load(index))
+        if self.part.measured:
+            sample["sinogram"] = _to_tensor(self.source.sinogram(index))
         elif self.measure is not None:
             sample["sinogram"] = self.measure(sample)
             sample.pop("fine", None)  # large, and no longer needed: workers would send it to the training process
@@ -156,7 +144,7 @@ class SliceDataset(Dataset[Sample]):
         """The slice of sample number n; with augmentation in one of the eight symmetries of the square."""
         if not self.augment:
             return hu
-        rng = np.random.default_rng([self.seed, n, 0xF11B])
+        rng = np.random.default_rng([self.config.seed, n, 0xF11B])
         turned = np.rot90(hu, k=int(rng.integers(4)))
         return turned[:, ::-1] if rng.random() < 0.5 else turned
 

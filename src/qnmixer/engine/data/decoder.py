@@ -61,10 +61,13 @@ def _child_of(pid: int) -> tuple[subprocess.Popen[bytes], Connection]:
 
 def _serve(pipe: Connection) -> None:
     """Decode frames in the child until the parent ends."""
+    import resource  # not on Windows, which never gets here
+
     from pydicom.filereader import read_partial
     from pydicom.pixels.utils import pixel_array
 
-    opened, dataset = None, None
+    dataset: Any = None
+    opened = None
     with suppress(EOFError, KeyboardInterrupt):
         while True:
             path, frame, seconds = pipe.recv()
@@ -72,26 +75,19 @@ def _serve(pipe: Connection) -> None:
             try:
                 stat = os.stat(path)
                 if opened != (file := (path, stat.st_size, stat.st_mtime_ns)):
-                    _limit_memory(_MEMORY + stat.st_size)
+                    with suppress(OSError, ValueError):  # a system that cannot limit memory
+                        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+                        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY + stat.st_size, hard))
                     with open(path, "rb") as its:
-                        dataset, opened = read_partial(its, lambda tag, *_: tag == 0), file  # zeros are no tags
-                assert dataset is not None
+                        dataset = read_partial(its, lambda tag, *_: tag == 0)  # zeros are no tags
+                    opened = file
                 stream = io.BytesIO()
-                pixels = pixel_array(dataset, index=frame, correct_unused_bits=False)
-                np.save(stream, pixels, allow_pickle=False)
+                np.save(stream, pixel_array(dataset, index=frame, correct_unused_bits=False), allow_pickle=False)
                 answer = stream.getvalue()
             except Exception as error:
                 answer = b"!" + type(error).__name__.encode()
             signal.alarm(0)
             pipe.send_bytes(answer)
-
-
-def _limit_memory(size: int) -> None:
-    """Make larger allocations fail, on systems that can limit memory."""
-    import resource  # not on Windows, which never gets here
-
-    with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_AS, (size, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 if __name__ == "__main__":

@@ -15,12 +15,10 @@ def read_hu_png(path: Path) -> FloatArray:
     """Read one 16-bit PNG as HU [H, W]. Raises SkipFile if it is not one."""
     with reading("unreadable or truncated PNG"):
         try:
-            image = Image.open(path)
+            image = Image.open(path, formats=["PNG"])
         except UnidentifiedImageError:
             raise SkipFile("not PNG") from None
         with image:
-            if image.format != "PNG":
-                raise SkipFile("not PNG")
             if not image.mode.startswith("I"):
                 raise SkipFile("not a 16-bit grey PNG")
             require_size(image.height, image.width)

@@ -13,10 +13,17 @@ import numpy as np
 from pydicom.dataset import Dataset, FileDataset
 from pydicom.encaps import parse_basic_offsets, parse_fragments
 from pydicom.errors import InvalidDicomError
-from pydicom.filereader import read_dataset, read_file_meta_info, read_partial
+from pydicom.filereader import read_file_meta_info, read_partial
 from pydicom.pixels.utils import pixel_array
-from pydicom.tag import BaseTag
-from pydicom.uid import UID, DeflatedExplicitVRLittleEndian, JPEG2000TransferSyntaxes, JPEGLSTransferSyntaxes
+from pydicom.uid import (
+    UID,
+    CTImageStorage,
+    DeflatedExplicitVRLittleEndian,
+    EnhancedCTImageStorage,
+    JPEG2000TransferSyntaxes,
+    JPEGLSTransferSyntaxes,
+    LegacyConvertedEnhancedCTImageStorage,
+)
 
 from qnmixer.engine.data.decoder import decode_apart
 from qnmixer.engine.data.slices import AIR, FloatArray, SkipFile, Slice, SliceInfo, reading, require_size
@@ -32,11 +39,7 @@ _DENSEST_TISSUE = 3071.0
 """HU, the largest value of 12 bits."""
 _UNPACKED = 2**24, 32
 """Bytes that any deflated file may unpack to, and how many times its own size. CT packs to about a third."""
-CT_CLASSES = {
-    "1.2.840.10008.5.1.4.1.1.2": "CT Image",
-    "1.2.840.10008.5.1.4.1.1.2.1": "Enhanced CT Image",
-    "1.2.840.10008.5.1.4.1.1.2.2": "Legacy Converted Enhanced CT Image",
-}
+CT_CLASSES = CTImageStorage, EnhancedCTImageStorage, LegacyConvertedEnhancedCTImageStorage
 _PIXELS = "PixelData", "FloatPixelData", "DoubleFloatPixelData"
 _NAMES = "PatientID", "StudyInstanceUID", "SeriesInstanceUID", "SOPInstanceUID", "InstanceNumber"
 """Tags that identify patient, series and slice. A file in which one of these is unreadable is not used."""
@@ -50,7 +53,6 @@ def open_ct(path: Path) -> FileDataset:
         except InvalidDicomError:
             raise SkipFile("not DICOM") from None
         _require_ct(dataset)
-        _require_frames(dataset)
         for keyword in _NAMES:
             dataset.get(keyword)
     return dataset
@@ -59,43 +61,33 @@ def open_ct(path: Path) -> FileDataset:
 def _opened(path: Path) -> FileDataset:
     """`dcmread` of a file. A deflated file cannot unpack to gigabytes, and zeros at the end are not taken for tags."""
     meta = read_file_meta_info(path)
-    if meta.get("TransferSyntaxUID") != DeflatedExplicitVRLittleEndian:
-        with path.open("rb") as stream:
-            return read_partial(stream, _is_zero)
-    unpacker, limit = zlib.decompressobj(-zlib.MAX_WBITS), max(_UNPACKED[0], _UNPACKED[1] * path.stat().st_size)
     with path.open("rb") as stream:
-        stream.seek(144 + meta.FileMetaInformationGroupLength)  # 144: preamble, prefix and the length itself
-        unpacked = unpacker.decompress(stream.read(), limit)
-    if not unpacker.eof:
-        raise SkipFile(f"unpacks to more than {limit / 2**20:.0f} MiB, or is truncated")
-    dataset = read_dataset(io.BytesIO(unpacked), is_implicit_VR=False, is_little_endian=True, stop_when=_is_zero)
-    return FileDataset(path, dataset, file_meta=meta, is_implicit_VR=False)
-
-
-def _is_zero(tag: BaseTag, *_: Any) -> bool:
-    """Whether a tag is of zeros: no tag of a file is."""
-    return tag == 0
+        if meta.get("TransferSyntaxUID") == DeflatedExplicitVRLittleEndian:
+            unpacker, limit = zlib.decompressobj(-zlib.MAX_WBITS), max(_UNPACKED[0], _UNPACKED[1] * path.stat().st_size)
+            stream.seek(144 + meta.FileMetaInformationGroupLength)  # 144: preamble, prefix and the length itself
+            unpacker.decompress(stream.read(), limit)
+            if not unpacker.eof:
+                raise SkipFile(f"unpacks to more than {limit / 2**20:.0f} MiB, or is truncated")
+            stream.seek(0)
+        return read_partial(stream, lambda tag, *_: tag == 0)
 
 
 def _require_ct(dataset: FileDataset) -> None:
-    """Raise SkipFile unless this is a slice image of a CT scanner."""
-    sop_class = str(dataset.get("SOPClassUID") or dataset.file_meta.get("MediaStorageSOPClassUID") or "")
+    """Raise SkipFile unless this is a slice image of a CT scanner, with as many frames as it claims."""
+    sop_class = dataset.get("SOPClassUID") or dataset.file_meta.get("MediaStorageSOPClassUID")
     if dataset.get("Modality") != "CT" or (sop_class and sop_class not in CT_CLASSES):
         raise SkipFile("not a CT image")
     if "LOCALIZER" in (dataset.get("ImageType") or []):
         raise SkipFile("a localizer")
-    if not any(keyword in dataset for keyword in _PIXELS):
+    pixels = next((dataset[keyword].value for keyword in _PIXELS if keyword in dataset), None)
+    if pixels is None:
         raise SkipFile("no pixel data, perhaps truncated")
     # A decoder may trust PhotometricInterpretation only, and write three samples into the memory of one.
     grey = str(dataset.get("PhotometricInterpretation", "MONOCHROME2")).startswith("MONOCHROME")
     if int(dataset.get("SamplesPerPixel", 1)) != 1 or not grey:
         raise SkipFile("a colour image")
     require_size(int(dataset.Rows), int(dataset.Columns))
-
-
-def _require_frames(dataset: FileDataset) -> None:
-    """Raise SkipFile if the pixel data is too short for the frames that a file claims. Trying each could take hours."""
-    pixels = next(dataset[keyword].value for keyword in _PIXELS if keyword in dataset)
+    # To try each frame that a file claims could take hours.
     if _is_compressed(dataset):
         stream = io.BytesIO(pixels)
         parse_basic_offsets(stream)
@@ -117,13 +109,10 @@ def frame_count(dataset: Dataset) -> int:
 
 def functional_group(dataset: Dataset, frame: int, sequence: str) -> Dataset | None:
     """Item of a functional group of an enhanced image: that of the frame, else the shared one, else None."""
-    per_frame, shared = (dataset.get("PerFrameFunctionalGroupsSequence"), dataset.get("SharedFunctionalGroupsSequence"))
-    for groups in ([per_frame[frame]] if per_frame and frame < len(per_frame) else [], shared or []):
-        for group in groups:
-            items = group.get(sequence)
-            if items:
-                return items[0]
-    return None
+    per_frame = dataset.get("PerFrameFunctionalGroupsSequence") or []
+    shared = dataset.get("SharedFunctionalGroupsSequence") or []
+    found = (group.get(sequence) for group in (*per_frame[frame : frame + 1], *shared))
+    return next((items[0] for items in found if items), None)
 
 
 def frame_tag(dataset: Dataset, frame: int, sequence: str, keyword: str) -> Any:
@@ -138,12 +127,15 @@ def frame_tag(dataset: Dataset, frame: int, sequence: str, keyword: str) -> Any:
 
 def rescale_of(dataset: Dataset, frame: int) -> tuple[float, float]:
     """(slope, intercept) from stored values of a frame to HU. Raises SkipFile if the file has none."""
-    kind = str(frame_tag(dataset, frame, "PixelValueTransformationSequence", "RescaleType") or "HU").strip()
-    # US means unspecified. GDCM, and so ITK, writes it into every CT image without a type. A scanner uses HU.
+    kind, slope, intercept = (
+        frame_tag(dataset, frame, "PixelValueTransformationSequence", keyword)
+        for keyword in ("RescaleType", "RescaleSlope", "RescaleIntercept")
+    )
+    kind = str(kind or "HU").strip()
+    # US means unspecified. GDCM, and so ITK, writes it into every CT image without a type. Only original images of a
+    # scanner must be in HU (DICOM, CT Image Module).
     if not (kind == "HU" or (kind == "US" and _is_original(dataset, frame))):
         raise SkipFile(f"RescaleType {kind}, not HU")
-    slope = frame_tag(dataset, frame, "PixelValueTransformationSequence", "RescaleSlope")
-    intercept = frame_tag(dataset, frame, "PixelValueTransformationSequence", "RescaleIntercept")
     if slope is None or intercept is None:
         raise SkipFile("no RescaleSlope/RescaleIntercept")
     slope, intercept = float(slope), float(intercept)
@@ -153,7 +145,6 @@ def rescale_of(dataset: Dataset, frame: int) -> tuple[float, float]:
 
 
 def _is_original(dataset: Dataset, frame: int) -> bool:
-    """Whether a frame is an original image of the scanner. Only these must be in HU (DICOM, CT Image Module)."""
     kind = frame_tag(dataset, frame, "CTImageFrameTypeSequence", "FrameType") or dataset.get("ImageType") or ""
     first = kind if isinstance(kind, str) else kind[0]
     return first == "ORIGINAL" and dataset.get("MultienergyCTAcquisition") != "YES"

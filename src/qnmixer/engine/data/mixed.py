@@ -27,7 +27,6 @@ class MixedSource:
         order = np.argsort(places, kind="stable")
         self._source = np.repeat(np.arange(len(counts)), counts)[order]  # of each slice of an epoch
         self._number = np.concatenate([np.arange(count) for count in counts])[order]  # within its source's part
-        self._order: dict[int, tuple[int, np.ndarray]] = {}
 
     def __len__(self) -> int:
         return len(self._source)

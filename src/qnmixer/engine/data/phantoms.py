@@ -7,7 +7,6 @@ is up. HU of tissues: air −1000, lung −870 … −720, fat −120 … −80,
 """
 
 import zlib
-from collections.abc import Callable
 from functools import partial
 from typing import Annotated
 
@@ -52,14 +51,7 @@ class Canvas:
     """HU canvas [n, n] with the (bent, zoomed, tilted) coordinates in which shapes are painted."""
 
     def __init__(
-        self,
-        n: int,
-        rng: np.random.Generator,
-        *,
-        zoom: float = 1.0,
-        tilt: float = 0.0,
-        shift: tuple[float, float] = (0.0, 0.0),
-        bend: float = 0.02,
+        self, n: int, rng: np.random.Generator, *, zoom: float, tilt: float, shift: tuple[float, float], bend: float
     ) -> None:
         self.rng, self.n, self.zoom, self.shift = rng, n, zoom, shift
         self.hu = np.full((n, n), AIR, np.float32)
@@ -105,10 +97,10 @@ class Canvas:
         wobble: float = 0.0,
         square: float = 0.0,
         within: BoolArray | None = None,
-    ) -> tuple[tuple[slice, slice], BoolArray]:
+    ) -> BoolArray:
         """Paint an ellipse of half axes a, b. `wobble` roughens its edge, `square` (0 … 1) makes it more like a box.
 
-        Returns the box of changed pixels and the mask of painted pixels in that box.
+        Returns the painted pixels, [n, n].
         """
         box = self.box(x, y, max(a, b) * (1 + 0.25 * (square > 0)) * (1 + 1.5 * wobble))
         dx, dy = self.x[box] - np.float32(x), self.y[box] - np.float32(y)
@@ -130,13 +122,9 @@ class Canvas:
         if within is not None:
             mask &= within[box]
         self.hu[box][mask] = value
-        return box, mask
-
-    def region(self, painted: tuple[tuple[slice, slice], BoolArray]) -> BoolArray:
-        """The result of `ellipse` as one mask of the whole canvas."""
-        whole = np.zeros((self.n, self.n), bool)
-        whole[painted[0]] = painted[1]
-        return whole
+        painted = np.zeros((self.n, self.n), bool)
+        painted[box] = mask
+        return painted
 
 
 def _bone(
@@ -196,39 +184,31 @@ def _lung_texture(c: Canvas, lungs: BoolArray) -> None:
 
     Vessels are ridges of smooth fields, and dots where they cross the plane.
     """
-    n = c.n
-    rows, columns = np.flatnonzero(lungs.any(1)), np.flatnonzero(lungs.any(0))
-    if not len(rows):
+    if not lungs.any():
         return
-    box = (slice(rows[0], rows[-1] + 1), slice(columns[0], columns[-1] + 1))
-    inside = lungs[box]
-    coarse, fine = smooth_field(c.rng, 10, n)[box], smooth_field(c.rng, 26, n)[box]
-    base = c.hu[box]
-    base += (c.uniform(10, 50) * coarse + c.uniform(5, 25) * fine) * inside
+    coarse, fine = smooth_field(c.rng, 10, c.n), smooth_field(c.rng, 26, c.n)
+    c.hu += (c.uniform(10, 50) * coarse + c.uniform(5, 25) * fine) * lungs
     where = np.abs(coarse + np.float32(0.35) * fine) < c.uniform(0.015, 0.045) + np.float32(0.04) * (fine > 0.6)
-    base[inside & where & (fine > -0.3)] = c.uniform(-350, 0)
-    small = smooth_field(c.rng, 44, n)[box]
-    base[inside & (np.abs(fine + np.float32(0.5) * small) < c.uniform(0.03, 0.09)) & (small > 0.2)] = c.uniform(
-        -600, -250
-    )
+    c.hu[lungs & where & (fine > -0.3)] = c.uniform(-350, 0)
+    small = smooth_field(c.rng, 44, c.n)
     dots = fine + np.float32(0.5) * small
-    base[inside & (dots > c.uniform(2.0, 2.7))] = c.uniform(-200, 60)
+    c.hu[lungs & (np.abs(dots) < c.uniform(0.03, 0.09)) & (small > 0.2)] = c.uniform(-600, -250)
+    c.hu[lungs & (dots > c.uniform(2.0, 2.7))] = c.uniform(-200, 60)
 
 
 def _lungs(c: Canvas, a: float, b: float, y: float, *, size: float = 1.0) -> BoolArray:
     """Paint two lungs inside the cavity a, b. Returns their mask."""
-    cavity = c.region(c.ellipse(0, y, a, b, c.uniform(-100, -60), square=0.25))
+    cavity = c.ellipse(0, y, a, b, c.uniform(-100, -60), square=0.25)
     c.ellipse(0, y + 0.2 * b, 0.45 * a, 0.8 * b, c.uniform(-90, 50), wobble=0.1)
     lungs = np.zeros((c.n, c.n), bool)
     value = c.uniform(-880, -760)
     for side in (-1, 1):
         half = size * a * c.uniform(0.4, 0.5)
         middle, height = y + b * c.uniform(-0.1, 0.1), size * b * c.uniform(0.82, 1.05)
-        box, mask = c.ellipse(
+        lungs |= c.ellipse(
             side * (a - half + 0.01), middle, half, height, value + c.uniform(-15, 15),
             angle=side * c.uniform(-0.05, 0.25), square=0.3, wobble=0.1, within=cavity,
         )  # fmt: skip
-        lungs[box] |= mask
     _lung_texture(c, lungs)
     return lungs
 
@@ -302,11 +282,11 @@ def _bowel(c: Canvas, x: float, y: float, radius: float) -> None:
         return
     kind = c.rng.random()
     inner = -950.0 if kind < 0.25 else c.uniform(100, 350) if kind < 0.4 else c.uniform(0, 45)
-    box, mask = c.ellipse(x, y, radius - wall, b - wall, inner, angle=angle, wobble=0.15)
+    inside = c.ellipse(x, y, radius - wall, b - wall, inner, angle=angle, wobble=0.15)
     if kind > 0.75:  # gas above, as it rises to the front; or stool, full of bubbles
         stool = c.chance(0.4)
-        above = c.wobbles[box] > 0.2 if stool else c.y[box] < y + c.uniform(-0.5, 0.5) * b
-        c.hu[box][mask & above] = c.uniform(-700, -200) if stool else -950
+        above = c.wobbles > 0.2 if stool else c.y < y + c.uniform(-0.5, 0.5) * b
+        c.hu[inside & above] = c.uniform(-700, -200) if stool else -950
 
 
 def _kidney(c: Canvas, side: int, y: float) -> None:
@@ -326,11 +306,10 @@ def _liver(c: Canvas, a: float, b: float, y: float, inside: BoolArray) -> None:
     """Paint a liver with vessels and low-contrast lesions, in the left half of the picture."""
     value = c.uniform(45, 125)
     size = c.uniform(0.45, 0.7)
-    painted = c.ellipse(
+    liver = c.ellipse(
         -a * (1 - size * 0.92), y - b * c.uniform(0, 0.2), a * size, b * c.uniform(0.6, 0.85), value,
         angle=c.uniform(-0.25, 0.25), wobble=0.18, square=0.2, within=inside,
     )  # fmt: skip
-    liver = c.region(painted)
     for _ in range(int(c.rng.integers(3, 14))):
         x, yy, angle = -a * c.uniform(0.05, 0.9), y + b * c.uniform(-0.6, 0.5), c.uniform(0, np.pi)
         length = c.uniform(0.012, 0.12)
@@ -349,7 +328,7 @@ def _abdomen(c: Canvas) -> None:
     upper = c.chance(0.6)
     if upper:
         _ribs(c, ai + 0.012, bi + 0.012, y, spread=(0.35, 0.95))
-    inside = c.region(c.ellipse(0, y, ai, bi, c.uniform(-115, -90), square=0.25, wobble=0.04))
+    inside = c.ellipse(0, y, ai, bi, c.uniform(-115, -90), square=0.25, wobble=0.04)
     if upper and c.chance(0.4):
         _lungs(c, ai, bi, y + 0.05, size=c.uniform(0.85, 1.05))
         size = ai * c.uniform(0.85, 0.97), bi * c.uniform(0.7, 0.9)
@@ -388,7 +367,7 @@ def _pelvis(c: Canvas) -> None:
     """Paint a pelvis: hip bones or femoral heads, sacrum, bladder, bowel, gluteal muscles."""
     a = c.uniform(0.7, 0.92)
     ai, bi, y = _torso(c, a, a * c.uniform(0.55, 0.7))
-    inside = c.region(c.ellipse(0, y, ai, bi, c.uniform(-110, -90), square=0.4))
+    inside = c.ellipse(0, y, ai, bi, c.uniform(-110, -90), square=0.4)
     for side in (-1, 1):
         for x, yy, w, h in ((0.55, 0.4, 0.25, 0.2), (0.62, -0.1, 0.16, 0.22), (0.25, -0.75, 0.1, 0.06)):
             value, lean = c.uniform(45, 65), side * c.uniform(-0.6, 0.2)
@@ -427,7 +406,7 @@ def _shoulders(c: Canvas) -> None:
     if c.chance(0.5):
         for side in (-1, 1):
             lung = c.ellipse(side * 0.25, y + 0.05, c.uniform(0.08, 0.18), c.uniform(0.1, 0.18), -850, wobble=0.1)
-            _lung_texture(c, c.region(lung))
+            _lung_texture(c, lung)
     for side in (-1, 1):
         x = side * ai * c.uniform(0.72, 0.85)
         _bone(c, x, y - 0.02, c.uniform(0.08, 0.11), c.uniform(0.08, 0.11), shell=0.012)
@@ -442,10 +421,10 @@ def _shoulders(c: Canvas) -> None:
 
 def _brain(c: Canvas, a: float, b: float, y: float) -> None:
     """Paint grey and white matter, furrows, ventricles, the midline, and sometimes a bleeding or a calcification."""
-    box, mask = c.ellipse(0, y, a, b, c.uniform(32, 42))
-    folds = np.abs(smooth_field(c.rng, 22, c.n)[box])
-    rim = mask & (c.y[box] ** 2 / b**2 + c.x[box] ** 2 / a**2 > c.uniform(0.5, 0.75))
-    c.hu[box][rim & (folds < 0.12)] = c.uniform(5, 15)
+    brain = c.ellipse(0, y, a, b, c.uniform(32, 42))
+    folds = np.abs(smooth_field(c.rng, 22, c.n))
+    rim = brain & (c.y**2 / b**2 + c.x**2 / a**2 > c.uniform(0.5, 0.75))
+    c.hu[rim & (folds < 0.12)] = c.uniform(5, 15)
     c.ellipse(0, y, a * 0.75, b * 0.78, c.uniform(22, 30), wobble=0.35)
     if c.chance(0.7):
         for side in (-1, 1):
@@ -463,9 +442,9 @@ def _face(c: Canvas, a: float, b: float) -> None:
         lean = side * c.uniform(0.3, 0.8)
         x, y = side * a * c.uniform(0.6, 0.75), b * c.uniform(0.1, 0.3)
         size = c.uniform(0.1, 0.18), c.uniform(0.06, 0.1)
-        box, mask = c.ellipse(x, y, *size, c.uniform(700, 1400), angle=lean, wobble=0.3)
-        cells = smooth_field(c.rng, 48, c.n)[box]
-        c.hu[box][mask & (cells > c.uniform(0.3, 0.9))] = c.uniform(-950, -500)
+        bone = c.ellipse(x, y, *size, c.uniform(700, 1400), angle=lean, wobble=0.3)
+        cells = smooth_field(c.rng, 48, c.n)
+        c.hu[bone & (cells > c.uniform(0.3, 0.9))] = c.uniform(-950, -500)
         c.ellipse(side * a * 0.45, -b * 0.62, 0.12, 0.1, c.uniform(-95, -60))
         c.ellipse(side * a * 0.45, -b * 0.66, 0.09, 0.09, c.uniform(5, 25))
         value, lean = c.uniform(400, 900), side * c.uniform(0.7, 1.2)
@@ -503,7 +482,7 @@ def _ellipses(c: Canvas) -> None:
     """Paint ellipses of any size and value inside one large ellipse. Tomography codes are often tried on these."""
     a, b = c.uniform(0.5, 0.95), c.uniform(0.4, 0.95)
     base = c.uniform(-200, 120)
-    inside = c.region(c.ellipse(0, 0, a, b, base, square=c.uniform(0, 0.5)))
+    inside = c.ellipse(0, 0, a, b, base, square=c.uniform(0, 0.5))
     for _ in range(int(c.rng.integers(5, 28))):
         size = float(np.exp(c.uniform(np.log(0.02), np.log(0.5))))
         kind = c.rng.random()
@@ -566,14 +545,7 @@ def _clutter(c: Canvas) -> None:
         )  # fmt: skip
 
 
-_Painter = Callable[[Canvas], None]
-_ANATOMIES: tuple[tuple[float, _Painter], ...] = (
-    (0.28, _chest),
-    (0.34, _abdomen),
-    (0.12, _pelvis),
-    (0.08, _shoulders),
-    (0.18, _head),
-)
+_ANATOMIES = {_chest: 0.28, _abdomen: 0.34, _pelvis: 0.12, _shoulders: 0.08, _head: 0.18}
 
 
 def _scan(image: FloatArray, rng: np.random.Generator) -> FloatArray:
@@ -609,8 +581,7 @@ def _body(size: int, rng: np.random.Generator, anatomy_share: float) -> FloatArr
     bend = float(rng.uniform(0.008, 0.04)) if anatomy else 0.0
     canvas = Canvas(2 * size, rng, zoom=zoom, tilt=float(rng.normal(0, 0.08)), shift=shift, bend=bend)
     if anatomy:
-        weights = [weight for weight, _ in _ANATOMIES]
-        paint = _ANATOMIES[int(rng.choice(len(_ANATOMIES), p=weights))][1]
+        paint = [*_ANATOMIES][int(rng.choice(len(_ANATOMIES), p=[*_ANATOMIES.values()]))]
         if paint in (_chest, _abdomen, _pelvis) and rng.random() < 0.25:
             _arms(canvas)
         paint(canvas)

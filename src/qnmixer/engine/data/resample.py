@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -91,43 +90,21 @@ def inside(hu: FloatArray, spacing: tuple[float, float] | None, field_of_view: f
     return hu[rows][:, columns]
 
 
-@dataclass
-class CutTissue:
-    """The tissue outside the field of view, which is cut.
+def tissue_width(hu: FloatArray, spacing: tuple[float, float]) -> float:
+    """mm of the square in the middle of a slice [H, W] that has all centres of pixels with tissue in it."""
+    centres = [np.abs(np.arange(n) - (n - 1) / 2) * mm for n, mm in zip(hu.shape, spacing, strict=True)]
+    has_tissue = (hu > TISSUE).any(1), (hu > TISSUE).any(0)
+    return 2 * max(float(its[where].max(initial=0)) for its, where in zip(centres, has_tissue, strict=True))
 
-    Attributes:
-        tissue: mm² of tissue in all slices.
-        outside: mm² of it outside the field.
-        n_cut: slices that lose tissue.
-        n: slices.
-        widest: mm of the widest slice.
-    """
 
-    tissue: float = 0.0
-    outside: float = 0.0
-    n_cut: int = 0
-    n: int = 0
-    widest: float = 0.0
-
-    def add(self, hu: FloatArray, spacing: tuple[float, float], field_of_view: float) -> None:
-        """Count a slice [H, W]."""
-        area, total = spacing[0] * spacing[1], int((hu > TISSUE).sum())
-        outside = total - int((inside(hu, spacing, field_of_view) > TISSUE).sum())
-        self.tissue += area * total
-        self.outside += area * outside
-        self.n_cut += outside > 0
-        self.n += 1
-        self.widest = max(self.widest, hu.shape[0] * spacing[0], hu.shape[1] * spacing[1])
-
-    def line(self, root: str, field_of_view: float) -> str | None:
-        """The warning about cut tissue; None if nothing is cut."""
-        if not self.outside:
-            return None
-        return (
-            f"{root}: {100 * self.outside / self.tissue:.2g} % of the tissue (above −300 HU) lies outside "
-            f"geometry.field_of_view={field_of_view:g} mm and is cut, in {self.n_cut} of {self.n} slices: "
-            f"train with geometry.field_of_view={np.ceil(round(self.widest, 3)):g} to cut nothing"
-        )
+def cut_line(root: str, widest: float, field_of_view: float) -> str | None:
+    """The warning about tissue, up to `widest` mm wide, outside of the field of view; None if nothing is cut."""
+    if widest <= field_of_view:
+        return None
+    return (
+        f"{root}: tissue (above −300 HU) lies outside geometry.field_of_view={field_of_view:g} mm and is cut: train "
+        f"with geometry.field_of_view={math.ceil(round(widest, 3)) + 1} to cut nothing"
+    )
 
 
 class Grid:
@@ -136,11 +113,14 @@ class Grid:
     Args:
         size: rows and columns.
         field_of_view: mm that they cover, each slice at its true size; None: a slice fills the whole image.
+
+    Attributes:
+        widest: `tissue_width` of the slice with the widest tissue so far, if slices have their true size.
     """
 
     def __init__(self, size: int, field_of_view: float | None) -> None:
         self.size, self.field_of_view = size, field_of_view
-        self.cut = CutTissue()
+        self.widest = 0.0
 
     def place(self, hu: FloatArray, spacing: tuple[float, float] | None) -> FloatArray:
         """A slice [H, W] as [size, size]. A slice of unknown spacing fills the whole image, with square pixels."""
@@ -148,5 +128,5 @@ class Grid:
         if field is None or spacing is None:
             return to_square(hu, self.size)
         if self.field_of_view is not None:
-            self.cut.add(hu, spacing, self.field_of_view)
+            self.widest = max(self.widest, tissue_width(hu, spacing))
         return to_field(hu, spacing, self.size, field)

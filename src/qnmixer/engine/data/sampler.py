@@ -19,12 +19,10 @@ class EpochSampler(DistributedSampler[Pick]):
 
     Step k takes the next num_replicas · batch_size · accumulate samples of the epoch's order. In each batch over all
     processes the first process gets the first batch_size samples, and so on. No sample is left out or counted twice. A
-    process without a sample gets samples of weight 0, so it takes part in the collectives of the others. Such samples
-    also fill a step with too few batches.
+    process without a sample gets samples of weight 0, so it takes part in the collectives of the others.
 
     Weights are such that the mean of weight · loss over a batch, averaged over processes and accumulated batches, is
-    the mean over the samples of the step. In the last, smaller step of an epoch they may be above or below 1. All
-    random numbers are keyed by n, so workers have no state.
+    the mean over the samples of the step. In the last, smaller step of an epoch they may be above or below 1.
 
     Lightning does not replace this sampler, because it is a DistributedSampler, and calls its `set_epoch`. Lightning's
     own sampler would pad and reshuffle.
@@ -35,12 +33,11 @@ class EpochSampler(DistributedSampler[Pick]):
         batch_size: of one process.
         seed: of the order.
         fixed: the same numbers every epoch, and every sample of weight 1: for validation and test.
-        num_replicas: processes that share the samples; 1 for a single process.
+        num_replicas: processes that share the samples.
         rank: the number of this process.
         accumulate: batches of an optimizer step.
         overfit: use only this number of samples, again and again, with the same numbers.
-        batches: an epoch ends after this number of batches of each process, or after this share of its steps; None:
-            never.
+        batches: an epoch ends after this number of batches of each process, or this share of its steps; None: never.
         fill: fill the last batch with samples of weight 0, for code that needs fixed shapes.
     """
 
@@ -106,11 +103,9 @@ class EpochSampler(DistributedSampler[Pick]):
 
     def _weight(self, position: int, n: int) -> float:
         """The weight of a sample in its batch of n."""
-        if position >= self.length:
-            return 0.0
+        if position >= self.length or self.fixed:
+            return float(position < self.length)
         begin_of_step = position - position % self.step_size
-        if self.fixed:
-            return 1.0
         return self.step_size / min(self.step_size, self.length - begin_of_step) * (n / self.batch_size)
 
     def __len__(self) -> int:

@@ -1,19 +1,10 @@
 """From HU to the values of the network, and back: HU = offset + scale · x."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from qnmixer.engine.data.slices import FloatArray
-
-
-class Scaling(Protocol):
-    """Maps a slice in HU to x, which is in [0, 1] unless the images have a unit of their own."""
-
-    def to_unit(self, hu: FloatArray) -> tuple[FloatArray, float, float]:
-        """Return x and the (offset, scale) of HU = offset + scale · x."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -41,6 +32,9 @@ class MinMaxScaling:
         low, high = float(hu.min()), float(hu.max())
         scale = high - low or 1.0
         return ((hu - low) / scale).astype(np.float32, copy=False), low, scale
+
+
+Scaling = FixedScaling | MinMaxScaling
 
 
 def build_scaling(name: str, hu_max: float) -> Scaling:

@@ -3,7 +3,6 @@
 A checkpoint has the record of its run's split. So files that are added, removed or renamed move no patient.
 """
 
-import difflib
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -16,18 +15,19 @@ from torch import Tensor
 
 from qnmixer.engine.config.data import FolderData
 from qnmixer.engine.data.slices import SliceInfo
-from qnmixer.errors import DataError
+from qnmixer.errors import DataError, suggest
 from qnmixer.files import digest_of_bytes
 
 PARTS = ("train", "val", "test")
 AAPM_PATIENTS = ("L067", "L096", "L109", "L143", "L192", "L286", "L291", "L310", "L333", "L506")
 AAPM_VAL, AAPM_TEST = "L333", "L310"
 _AAPM_NAME = re.compile(r"(?<![A-Za-z0-9])L\d{3}(?![0-9])")
+_KEYS = "patients", "slices"
 
 Split = dict[str, list[int]]
 SplitRecord = dict[str, dict[str, Tensor]]
 """For each split `patients` and `slices`: digests of names and pixels, int64; under `base` the `slices` that the
-weights of `finetune` were trained on."""
+weights of `finetune` were trained on. With split=slices the names are those of slices."""
 
 
 class RunSplit:
@@ -40,8 +40,7 @@ class RunSplit:
 
     def __init__(self, before: SplitRecord | None = None, base: Tensor | None = None) -> None:
         self._before, self._base = before, base
-        self._patients: dict[str, list[int]] = {part: [] for part in PARTS}
-        self._slices: dict[str, list[int]] = {part: [] for part in PARTS}
+        self._found: dict[str, dict[str, list[int]]] = {part: {key: [] for key in _KEYS} for part in PARTS}
 
     @property
     def record(self) -> SplitRecord:
@@ -49,9 +48,7 @@ class RunSplit:
         if self._before is not None:
             return self._before
         base = {} if self._base is None else {"base": {"slices": self._base}}
-        return base | {
-            part: {"patients": _int64(self._patients[part]), "slices": _int64(self._slices[part])} for part in PARTS
-        }
+        return base | {part: {key: _int64(its[key]) for key in _KEYS} for part, its in self._found.items()}
 
     def settle(
         self, section: str, infos: Sequence[SliceInfo], patients: Sequence[str], digests: Sequence[int], its: FolderData
@@ -65,69 +62,52 @@ class RunSplit:
             digests: digest of the pixels of each slice.
             its: the source.
         """
-        names = [digest_of_bytes(f"{section}\0{patient}".encode(errors="replace")) for patient in patients]
-        split = self._drawn(infos, patients, digests, its)
-        if split is None:
-            split = self._as_before(patients, names, digests, by_slice=its.split == "slices")
+        units = [info.name for info in infos] if its.split == "slices" else patients
+        names = {unit: digest_of_bytes(f"{section}\0{unit}".encode(errors="replace")) for unit in units}
+        if self._before is None:
+            part_of, new = draw_split(infos, patients, its), set[str]()
+        else:
+            part_of = _part_by_record(self._before, units, names, digests)
+            new = {patient for unit, patient in zip(units, patients, strict=True) if unit not in part_of}
+        split: Split = {part: [i for i, unit in enumerate(units) if part_of.get(unit) == part] for part in PARTS}
         for part, indices in split.items():
-            self._patients[part] += dict.fromkeys(names[i] for i in indices)
-            self._slices[part] += [digests[i] for i in indices]
-        kept = {i for indices in split.values() for i in indices}
-        new = {patients[i] for i in range(len(patients)) if i not in kept} if self._before is not None else set()
+            self._found[part]["patients"] += dict.fromkeys(names[units[i]] for i in indices)
+            self._found[part]["slices"] += [digests[i] for i in indices]
         return split, sorted(new)
-
-    def digests(self, part: str) -> list[int]:
-        """Digests of the pixels of each slice of a split; empty for slices that are not from a folder."""
-        return self._slices[part]
 
     def trained(self, part: str, record: SplitRecord) -> int:
         """The number of slices of a split that a run was trained on, whatever the names of their files are."""
-        return int(torch.isin(_int64(self._slices[part]), seen_by(record)).sum())
+        return int(torch.isin(_int64(self._found[part]["slices"]), seen_by(record)).sum())
 
-    def _drawn(
-        self, infos: Sequence[SliceInfo], patients: Sequence[str], digests: Sequence[int], its: FolderData
-    ) -> Split | None:
-        """The split by its rule, unless the record has a slice elsewhere. So equal slices stay in their parts."""
-        if self._before is None:
-            return split_slices(infos, patients, its)
-        try:
-            split = split_slices(infos, patients, its)
-        except DataError:  # for example, too few patients are left
-            return None
-        known = {part: {*self._before[part]["slices"].tolist()} for part in PARTS}
-        return split if all({digests[i] for i in split[part]} <= known[part] for part in PARTS) else None
 
-    def _as_before(
-        self, patients: Sequence[str], names: Sequence[int], digests: Sequence[int], by_slice: bool
-    ) -> Split:
-        """Each patient, or each slice, in its part by the record. Its name or any of its slices may be in the record.
+def _part_by_record(
+    record: SplitRecord, units: Sequence[str], names: dict[str, int], digests: Sequence[int]
+) -> dict[str, str]:
+    """The part of each patient, or of each slice. Its name or any of its slices may be in the record.
 
-        If the record gives several parts, it counts as trained: a file may have got the name of another file.
-        """
-        assert self._before is not None
-        by_name = {name: part for part in PARTS for name in self._before[part]["patients"].tolist()}
-        # By pixels too: a renamed patient must not move from training to test.
-        by_digest: dict[int, set[str]] = {}
-        for part in PARTS:
-            for number in self._before[part]["slices"].tolist():
-                by_digest.setdefault(number, set()).add(part)
-        units = [str(i) for i in range(len(patients))] if by_slice else patients
-        found: dict[str, set[str]] = {unit: set() for unit in units}
-        for unit, name, number in zip(units, names, digests, strict=True):
-            own = None if by_slice else by_name.get(name)
-            parts = by_digest.get(number, set())
-            found[unit] |= {own} if own is not None and (own in parts or not parts) else parts
-        return _by_part(units, {unit: min(parts, key=PARTS.index) for unit, parts in found.items() if parts})
+    If the record gives several parts, it counts as trained: a file may have got the name of another file.
+    """
+    by_name = {name: part for part in PARTS for name in record[part]["patients"].tolist()}
+    # By pixels too: a renamed patient must not move from training to test.
+    by_digest: dict[int, set[str]] = {}
+    for part in PARTS:
+        for number in record[part]["slices"].tolist():
+            by_digest.setdefault(number, set()).add(part)
+    found: dict[str, set[str]] = {}
+    for unit, number in zip(units, digests, strict=True):
+        own, parts = by_name.get(names[unit]), by_digest.get(number, set())
+        # Slices that are alike, as empty ones are, may be in several parts.
+        found.setdefault(unit, set()).update({own} if own is not None and (own in parts or not parts) else parts)
+    return {unit: min(parts, key=PARTS.index) for unit, parts in found.items() if parts}
 
 
 def is_split_record(found: Any) -> TypeGuard[SplitRecord]:
     """Whether an object from a file is a record of this program."""
     if not (isinstance(found, dict) and {*PARTS} <= {*found} <= {*PARTS, "base"}):
         return False
-    keys = {part: {"patients", "slices"} if part in PARTS else {"slices"} for part in found}
     return all(
         isinstance(its, dict)
-        and {*its} == keys[part]
+        and {*its} == ({*_KEYS} if part in PARTS else {"slices"})
         and all(isinstance(it, Tensor) and it.dtype == torch.int64 and it.ndim == 1 for it in its.values())
         for part, its in found.items()
     )
@@ -146,54 +126,43 @@ def patients_of(infos: Sequence[SliceInfo], config: FolderData) -> list[str]:
     them. With split=aapm a name like L067 anywhere in this patient or in the path is the patient.
     """
     folders = [PurePosixPath(info.path).parent.parts for info in infos]
-    root_name = Path(str(config.root)).resolve().name
     common = 0
     while all(len(parts) > common and parts[common] == folders[0][common] for parts in folders):
         common += 1
 
-    def by_folder(info: SliceInfo, parts: tuple[str, ...]) -> str:
-        named = [part for part in parts if _AAPM_NAME.fullmatch(part)]
-        if named:
+    def patient_of(info: SliceInfo, parts: tuple[str, ...]) -> str:
+        if info.patient and config.patient_from == "tag":
+            return info.patient
+        if named := [part for part in parts if _AAPM_NAME.fullmatch(part)]:
             return named[0]
         if len(parts) > common:
             return parts[common]
-        if info.path.lower().endswith(".npy"):
-            return PurePosixPath(info.path).stem
-        return parts[-1] if parts else root_name
+        path = PurePosixPath(info.path)
+        return path.stem if path.suffix.lower() == ".npy" else [Path(str(config.root)).resolve().name, *parts][-1]
 
-    patients = [
-        info.patient if info.patient and config.patient_from == "tag" else by_folder(info, parts)
-        for info, parts in zip(infos, folders, strict=True)
-    ]
-    if config.split == "aapm":
-        found = [_AAPM_NAME.search(f"{patient} {info.path}") for patient, info in zip(patients, infos, strict=True)]
-        return [name.group() if name else patient for name, patient in zip(found, patients, strict=True)]
-    return patients
+    patients = [patient_of(info, parts) for info, parts in zip(infos, folders, strict=True)]
+    if config.split != "aapm":
+        return patients
+    found = [_AAPM_NAME.search(f"{patient} {info.path}") for patient, info in zip(patients, infos, strict=True)]
+    return [name.group() if name else patient for name, patient in zip(found, patients, strict=True)]
 
 
 def join_patients(infos: Sequence[SliceInfo], patients: Sequence[str]) -> tuple[list[str], list[str]]:
     """The patient of each slice where a study or series has one only, and the names that were joined, as "A = B".
 
-    Such a patient has the tag that most of its slices have.
+    Such a patient has the tag of one of its slices, if any has a tag.
     """
-    above: dict[str, str] = {}  # a patient or UID, and one that is of the same patient
-
-    def top(it: str) -> str:
-        while above.setdefault(it, it) != it:
-            above[it] = above[above[it]]  # shorter ways for the next ones
-            it = above[it]
-        return it
-
+    members: dict[str, set[str]] = {patient: {patient} for patient in patients}  # one set for all who are the same
+    first: dict[str, str] = {}  # of each study or series
     for info, patient in zip(infos, patients, strict=True):
         for uid in info.uids.split():
-            above[top(f"UID {uid}")] = top(f"patient {patient}")
-    groups = [top(f"patient {patient}") for patient in patients]
-    names: dict[str, Counter[tuple[bool, str]]] = {group: Counter() for group in groups}
-    for group, info, patient in zip(groups, infos, patients, strict=True):
-        names[group][patient == info.patient, patient] += 1
-    best = {group: max(its, key=lambda name: (name[0], its[name], name))[1] for group, its in names.items()}
-    joined = [sorted({name for _, name in its}) for its in names.values()]
-    return [best[group] for group in groups], [" = ".join(its) for its in joined if len(its) > 1]
+            one, other = members[first.setdefault(uid, patient)], members[patient]
+            if one is not other:
+                one |= other
+                members |= dict.fromkeys(other, one)
+    tags = {info.patient for info in infos}
+    joined = {" = ".join(sorted(its)) for its in members.values() if len(its) > 1}
+    return [min(members[patient], key=lambda it: (it not in tags, it)) for patient in patients], sorted(joined)
 
 
 def files_as_patients(infos: Sequence[SliceInfo], patients: Sequence[str]) -> list[str]:
@@ -207,32 +176,29 @@ def files_as_patients(infos: Sequence[SliceInfo], patients: Sequence[str]) -> li
     ]
 
 
-def split_slices(infos: Sequence[SliceInfo], patients: Sequence[str], config: FolderData) -> Split:
-    """Indices of the slices of each split, by the rule that `config.split` names."""
+def draw_split(infos: Sequence[SliceInfo], patients: Sequence[str], config: FolderData) -> dict[str, str]:
+    """The split of each patient by the rule that `config.split` names; with "slices" of each slice, by its name.
+
+    Who is in no split is left out.
+    """
     if config.split == "all":
-        return {"train": [], "val": [], "test": list(range(len(infos)))}
+        return dict.fromkeys(patients, "test")
     if config.split == "slices":
         return _blocks(infos, config)
-    rules = {"random": _random, "aapm": _aapm, "explicit": _explicit}
-    split = _by_part(patients, rules[config.split](patients, config))
-    if missing := [part for part in PARTS if not split[part]]:
+    if config.split == "random":
+        return _random(patients, config)
+    if config.split == "aapm":
+        part_of = dict.fromkeys(AAPM_PATIENTS, "train") | {AAPM_VAL: "val", AAPM_TEST: "test"}
         needs = f"it needs {AAPM_VAL} (val), {AAPM_TEST} (test) and one of the other eight"
-        if config.split == "explicit":
-            needs = f"fill data.{missing[0]}_patients"
+    else:
+        part_of, needs = _explicit(patients, config), "fill the lists data.val_patients and data.test_patients"
+    found = {part_of.get(patient) for patient in patients}
+    if missing := [part for part in PARTS if part not in found]:
         raise DataError(
             f"data.split={config.split} finds nothing for {' and '.join(missing)} below {config.root}: {needs}; there "
             f"are {few(sorted(set(patients)))}"
         )
-    return split
-
-
-def _by_part(patients: Sequence[str], part_of: dict[str, str]) -> Split:
-    """Indices of each split, from the split of each patient. Patients without one are left out."""
-    split: Split = {part: [] for part in PARTS}
-    for i, patient in enumerate(patients):
-        if patient in part_of:
-            split[part_of[patient]].append(i)
-    return split
+    return part_of
 
 
 def _random(patients: Sequence[str], config: FolderData) -> dict[str, str]:
@@ -256,11 +222,6 @@ def _random(patients: Sequence[str], config: FolderData) -> dict[str, str]:
     return part_of | dict.fromkeys(drawn[n_val : n_val + n_test], "test")
 
 
-def _aapm(patients: Sequence[str], config: FolderData) -> dict[str, str]:
-    """Split of the AAPM 2016 Low-Dose challenge: L333 validates, L310 tests, the other eight train."""
-    return dict.fromkeys(AAPM_PATIENTS, "train") | {AAPM_VAL: "val", AAPM_TEST: "test"}
-
-
 def _explicit(patients: Sequence[str], config: FolderData) -> dict[str, str]:
     """Split patients by the three lists. An empty training list takes all others."""
     known = sorted(set(patients))
@@ -269,36 +230,35 @@ def _explicit(patients: Sequence[str], config: FolderData) -> dict[str, str]:
     for part, names in lists.items():
         for name in names:
             if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f"did you mean {near[0]}?" if near else f"there are {few(known)}"
-                raise DataError(f"data.{part}_patients={name} is no patient below {config.root}: {hint}")
+                raise DataError(
+                    f"data.{part}_patients={name} is no patient below {config.root}: {suggest(name, known, len(known))}"
+                )
             if name in part_of:
                 raise DataError(f"data.{part}_patients={name} is also in data.{part_of[name]}_patients: name it once")
             part_of[name] = part
     return part_of if config.train_patients else dict.fromkeys(known, "train") | part_of
 
 
-def _blocks(infos: Sequence[SliceInfo], config: FolderData) -> Split:
+def _blocks(infos: Sequence[SliceInfo], config: FolderData) -> dict[str, str]:
     """Contiguous blocks of every series: train, then val, then test. This leaks: neighbouring slices are similar."""
-    series: dict[tuple[str, str], list[int]] = {}
-    for i, info in enumerate(infos):  # the tag: `patients_of` may take each file of a series for a patient
-        series.setdefault((info.patient, info.series), []).append(i)
-    split: Split = {part: [] for part in PARTS}
-    for members in series.values():
-        n_val, n_test = (max(1, round(share * len(members))) for share in (config.val_fraction, config.test_fraction))
-        n_train = max(1, len(members) - n_val - n_test)
-        end = n_train + min(n_val, len(members) - n_train - 1)
-        if len(members) < 3:
-            n_train = end = len(members)
-        split["train"] += members[:n_train]
-        split["val"] += members[n_train:end]
-        split["test"] += members[end:]
-    if not split["val"]:
+    series: dict[tuple[str, str], list[str]] = {}
+    for info in infos:  # the tag: `patients_of` may take each file of a series for a patient
+        series.setdefault((info.patient, info.series), []).append(info.name)
+    part_of: dict[str, str] = {}
+    for names in series.values():
+        n_val, n_test = (max(1, round(share * len(names))) for share in (config.val_fraction, config.test_fraction))
+        n_train = max(1, len(names) - n_val - n_test)
+        end = n_train + min(n_val, len(names) - n_train - 1)
+        if len(names) < 3:
+            n_train = end = len(names)
+        part_of |= dict.fromkeys(names[:n_train], "train") | dict.fromkeys(names[n_train:end], "val")
+        part_of |= dict.fromkeys(names[end:], "test")
+    if "val" not in part_of.values():
         raise DataError(
             f"data.split=slices needs a series of 3 slices or more below {config.root}, but the longest has "
             f"{max(map(len, series.values()))}: add slices, or use data.split=all to evaluate only"
         )
-    return split
+    return part_of
 
 
 def _int64(numbers: Sequence[int]) -> Tensor:

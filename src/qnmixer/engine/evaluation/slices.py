@@ -104,8 +104,8 @@ def other_slices(data: DataConfig, trained: Config, overrides: list[str]) -> tup
 
 
 def kind_of(data: DataConfig) -> str:
-    """The source of validation and test slices, as "dicom"; "mixed" if there are several."""
-    if isinstance(data, MixedData) and data.evaluate_on is not None:
+    """The source of validation and test slices, as "dicom"."""
+    if isinstance(data, MixedData):
         return data.by_section()[f"data.sources.{data.evaluate_on}"].name
     return data.name
 

@@ -12,7 +12,7 @@ from qnmixer.engine.data.cache import list_files
 from qnmixer.engine.data.deeplesion import read_hu_png
 from qnmixer.engine.data.dicom import decode_frame, frame_count, open_ct, pixel_spacing
 from qnmixer.engine.data.numpy_files import open_slices, read_frame
-from qnmixer.engine.data.resample import Grid
+from qnmixer.engine.data.resample import Grid, cut_line
 from qnmixer.engine.data.scaling import build_scaling, scaled_like
 from qnmixer.engine.data.slices import (
     NO_AIR,
@@ -52,7 +52,7 @@ class InputSlice:
 
 def slice_files(path: Path) -> list[Path]:
     """The files that may hold slices: a file itself, or all files of a folder. Raises DataError if there is none."""
-    return [path] if path.is_file() else [path / file.path for file in list_files(path, key="input")]
+    return [path] if path.is_file() else [path / file for file in list_files(path, key="input")]
 
 
 def read_slices(path: Path, files: Sequence[Path], *, true_size: bool = False) -> Iterator[InputSlice]:
@@ -131,7 +131,7 @@ def simulated_scans(path: Path, files: Sequence[Path], module: Reconstructor) ->
             sinogram=measurement.noise(y, [(module.config.seed, STREAMS["test"], number)]),
             offset=offset, scale=scale, template=piece.template, frame=piece.frame, field_of_view=field_of_view,
         )  # fmt: skip
-    if field_of_view is not None and (cut := grid.cut.line(str(path), field_of_view)):
+    if field_of_view is not None and (cut := cut_line(str(path), grid.widest, field_of_view)):
         warn(cut)
     if unsized:
         warn(
