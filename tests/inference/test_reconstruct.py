@@ -20,8 +20,7 @@ from qnmixer.engine.config.commands import ReconstructConfig, parse_reconstruct
 from qnmixer.engine.config.compose import compose
 from qnmixer.engine.data.datamodule import SliceDataModule
 from qnmixer.engine.data.phantoms import phantom
-from qnmixer.engine.inference.batches import MAX_HU, BatchedNetwork
-from qnmixer.engine.inference.reconstruct import reconstruct_input
+from qnmixer.engine.inference.reconstruct import images_of, reconstruct_input
 from qnmixer.engine.inference.scan import Scan
 from qnmixer.engine.inference.sinograms import holds_sinograms, measured_scans, sinogram_files
 from qnmixer.engine.inference.slices import read_slices, simulated_scans, slice_files
@@ -68,8 +67,9 @@ def series(path: Path, count: int, size: int = 16) -> Path:
     return path
 
 
-def images(module: ReconstructionModule, path: Path, batch_size: int, precision: str = "32") -> list[Any]:
-    return BatchedNetwork(module, batch_size, precision)([*simulated_scans(path, slice_files(path), module)])
+def images(module: ReconstructionModule, path: Path, batch_size: int) -> list[Any]:
+    scans = simulated_scans(path, slice_files(path), module)
+    return [scan.hu(x) for scan, x in images_of(module, scans, batch_size)]
 
 
 def measured(path: Path, module: ReconstructionModule, config: ReconstructConfig) -> Iterator[Scan]:
@@ -113,8 +113,7 @@ def test_only_scans_with_missing_views_get_further_passes(tiny_module: Build, tm
     np.save(tmp_path / "gap.npy", y[1])
     config = settings(unit="value")
     scans, gap = (measured(tmp_path / f"{name}.npy", module, config) for name in ("all", "gap"))
-    network = BatchedNetwork(module, 3, "32")
-    together, alone = network([*scans]), network([*gap])
+    together, alone = ([scan.hu(x) for scan, x in images_of(module, its, 3)] for its in (scans, gap))
     np.testing.assert_allclose(together[1], alone[0], atol=0.05)
     with torch.no_grad():
         plain = module.network(torch.from_numpy(y[[0, 2]])[:, None])[:, 0].numpy() * 3000 - 1000
@@ -146,56 +145,8 @@ def test_a_sinogram_of_a_public_set_is_reconstructed_as_it_is_evaluated(
         np.save(tmp_path / f"{unit}.npy", y[0, 0].numpy() * per_value)
         (scan,) = measured(tmp_path / f"{unit}.npy", module, settings(unit=unit, water_attenuation=0.03))
         np.testing.assert_allclose(scan.sinogram, y, rtol=1e-5, atol=1e-4)
-        (hu,) = BatchedNetwork(module, 1, "32")([scan])
-        np.testing.assert_allclose(hu, expected, atol=0.05)
-
-
-def test_half_precision_where_it_is_the_same(
-    tiny_module: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    module, path = trained(tiny_module, 0.02), series(tmp_path / "a.npy", 4)
-    seen = dtypes_of(module)
-    exact = images(module, path, 1)
-    assert seen == {torch.float32}
-    half = images(module, path, 1, "16-mixed")
-    assert seen == {torch.float32, torch.float16}
-    assert 0 < np.abs(half[3] - exact[3]).max() <= MAX_HU
-    np.testing.assert_array_equal(half[:3], exact[:3])  # computed both ways
-    assert capsys.readouterr().err == ""
-
-
-def test_no_half_precision_where_it_shows(
-    tiny_module: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    module, path = trained(tiny_module, 0.05), series(tmp_path / "a.npy", 4)
-    np.testing.assert_array_equal(images(module, path, 2, "bf16-mixed"), images(module, path, 2))
-    (line,) = capsys.readouterr().err.splitlines()
-    found = re.fullmatch(
-        r"warning: precision=bf16-mixed would change a slice by ([\d.]+) HU, over the 1 HU allowed: "
-        r"this and all further slices are computed in 32",
-        line,
-    )
-    assert found
-    assert float(found[1]) > MAX_HU
-
-
-def test_the_first_slices_do_not_decide_alone(
-    tiny_module: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Air at first, of which half precision makes the same image."""
-    module = trained(tiny_module, 0.05)
-    for parameter in module.network.parameters():
-        if parameter.ndim == 1:
-            parameter.data.zero_()  # no biases: nothing is made of nothing
-    path = series(tmp_path / "a.npy", 6)
-    slices = np.load(path)
-    slices[:2] = -1000.0
-    slices[0, 0, 0] = -999.0
-    slices[1, 0, 0] = -999.0
-    np.save(path, slices)
-    exact, half = (np.stack(images(module, path, 1, precision)) for precision in ("32", "bf16-mixed"))
-    assert "would change a slice" in capsys.readouterr().err
-    np.testing.assert_array_equal(half, exact)
+        ((_, x),) = images_of(module, iter([scan]), 1)
+        np.testing.assert_allclose(scan.hu(x), expected, atol=0.05)
 
 
 @pytest.mark.parametrize("spacing", [0.6, 0.9])
@@ -239,39 +190,6 @@ def test_what_is_cut_or_has_no_size_is_said_once(
     assert "no pixel size in the file): odd.dcm" in skipped
     assert "lies outside geometry.field_of_view=20 mm and is cut, in 2 of 2 slices" in cut
     assert unsized.startswith("warning: 2 slices are in files without a pixel size")
-
-
-class Steep(torch.nn.Module):
-    """Passes the largest number of fp16 on its way where x is above about 0.7."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in range(2)))
-        for parameter in self.parameters():
-            torch.nn.init.constant_(parameter, 300.0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 1e-9 * self.layers(x[..., None])[..., 0].float()
-
-
-def test_what_overflows_in_half_precision_is_computed_again(tiny_module: Build, tmp_path: Path) -> None:
-    """A bright slice among others, in a batch that nobody looks at."""
-    module = trained(tiny_module, 0.02, "model.detail_channels=0")
-    module.network.regularizers[0] = Steep()
-    path = tmp_path / "a.npy"
-    np.save(path, np.stack([np.full((16, 16), hu, dtype=np.float32) for hu in (-500, -450, -400, 1900)]))
-    exact, half = (np.stack(images(module, path, 1, precision)) for precision in ("32", "16-mixed"))
-    np.testing.assert_array_equal(half[3], exact[3])
-    assert np.isfinite(half).all()
-
-
-def dtypes_of(module: ReconstructionModule) -> set[torch.dtype]:
-    """A set that fills with the dtypes that the activations of the network's mixer give."""
-    seen: set[torch.dtype] = set()
-    for layer in module.network.modules():
-        if isinstance(layer, torch.nn.GELU):
-            layer.register_forward_hook(lambda _, __, output: seen.add(output.dtype))
-    return seen
 
 
 def test_a_scan_of_no_use_in_a_stack_is_named(
