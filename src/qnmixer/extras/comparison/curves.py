@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
-from statistics import mean
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from qnmixer.engine.reports.pictures import save_figure
@@ -43,30 +42,26 @@ def draw_curves(path: Path, methods: Sequence[ComparedMethod]) -> bool:
 
     A validation that is not a finite number is a gap. Returns False, and draws nothing, if none was validated twice.
     """
-    found = {method.name: [its for job in method.done if (its := curve_of(job))] for method in methods}
-    learning = [method.name for method in methods if method.steps is not None]
-    curves = {name: found[name] for name in learning if any(len(its) > 1 for its in found[name])}
-    levels = {name: mean(its[-1].psnr for its in of) for name, of in found.items() if of and name not in learning}
-    if not curves:
+    found = [(method, its) for method in methods if (its := [c for job in method.done if (c := curve_of(job))])]
+    learning = [(method.name, its) for method, its in found if method.steps is not None and max(map(len, its)) > 1]
+    if not learning:
         return False
-    longest = max(its[-1].seconds for of in curves.values() for its in of)
-    unit, scale = ("hours", 3600.0) if longest > 7200 else ("minutes", 60.0) if longest > 120 else ("seconds", 1.0)
-    ends = [value for of in curves.values() for its in of if isfinite(value := its[-1].psnr)]
     figure = Figure(figsize=(11, 4.2), layout="constrained")
-    steps, times = figure.subplots(1, 2, sharey=True)
-    for k, (name, seeds) in enumerate([*curves.items()][:_MOST]):
-        for n, its in enumerate(seeds):
-            psnrs, look = [it.psnr for it in its], {"color": f"C{k}", "label": f"_{name}" if n else name, "lw": 1.2}
-            steps.plot([it.step for it in its], psnrs, ".-", **look)
-            times.plot([it.seconds / scale for it in its], psnrs, ".-", **look)
-    for axes, label in ((steps, "steps"), (times, f"training time, {unit}")):
-        for k, (name, level) in enumerate(levels.items()):
-            axes.axhline(
-                level, color=str(0.55 * (k % 2)), linestyle=("--", ":")[k % 2], label=f"{name}, {level:.1f} dB"
-            )
+    both = figure.subplots(1, 2, sharey=True)
+    for k, (name, seeds) in enumerate(learning[:_MOST]):
+        for n, curve in enumerate(seeds):
+            look = {"color": f"C{k}", "label": f"_{name}" if n else name, "lw": 1.2}
+            for axes, at in zip(both, ([it.step for it in curve], [it.seconds / 60 for it in curve]), strict=True):
+                axes.plot(at, [it.psnr for it in curve], ".-", **look)
+    ends = [curve[-1].psnr for _, seeds in learning for curve in seeds if np.isfinite(curve[-1].psnr)]
+    for axes, label in zip(both, ("steps", "training time, minutes"), strict=True):
+        for method, its in found:
+            if method.steps is None:
+                level = float(np.mean([curve[-1].psnr for curve in its]))
+                axes.axhline(level, color="0.4", linestyle="--", label=f"{method.name}, {level:.1f} dB")
         axes.set(xlabel=label, xlim=(0, None), ylim=(min(ends) - 4 if ends else None, None))  # the start is far below
         axes.grid(alpha=0.3)
-    steps.set_ylabel("validation PSNR, dB")
-    figure.legend(*steps.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
+    both[0].set_ylabel("validation PSNR, dB")
+    figure.legend(*both[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     save_figure(figure, path)
     return True
