@@ -24,22 +24,6 @@ def test_other_noise_is_no_test_of_measured_sinograms(tmp_path: Path) -> None:
     assert config_of(compared, job, "moved")[0].data == replace(config.data, root="/a b", num_workers=0)
 
 
-def test_phantoms_and_noise_are_those_of_the_test() -> None:
-    """Whatever the seeds of a job, all methods get the same sinograms."""
-    compared = parse_compare(compose("compare", ["accelerator=cpu", "seed=5"]))
-    for words in (["seed=1"], ["seed=2", "data.seed=3"]):
-        job = ComparedJob(Path("0"), {}, parse(compose("train", ["experiment=demo", *words])), "")
-        config, own = config_of(compared, job, "field_noise")
-        assert (config.seed, config.data.seed, config.noise.name, own) == (5, 5, "field", True)
-
-
-def test_a_job_that_its_epochs_limit_has_the_steps_that_it_took() -> None:
-    for overrides, steps in ((["trainer.max_epochs=2"], 16), (["trainer.max_steps=20"], 20)):
-        config = parse(compose("train", ["model=learn", *overrides]))
-        assert ComparedJob(Path("0"), {"steps": 16}, config, "").steps == steps
-        assert ComparedJob(Path("0"), {"steps": 0}, config, "").steps is None
-
-
 def sweep(folder: Path, jobs: list[list[str]], varying: list[str], done: bool = True) -> Path:
     """A sweep whose jobs have checkpoints without weights."""
     described = {"overrides": [], "varying": varying, "git_commit": None, "jobs": dict(enumerate(jobs))}

@@ -17,7 +17,7 @@ from qnmixer.engine.reports.pictures import MethodImages, SliceImages
 from qnmixer.engine.reports.tables import Console
 from qnmixer.extras.comparison.curves import Validation, curve_of, draw_curves
 from qnmixer.extras.comparison.methods import ComparedJob, ComparedMethod, Comparison, Cost
-from qnmixer.extras.comparison.report import TV, config_digest, over_tv, pairs_of, tables_of, write_comparison
+from qnmixer.extras.comparison.report import TV, over_tv, pairs_of, tables_of, write_comparison
 
 TEST = "as_trained"
 
@@ -179,11 +179,3 @@ def test_the_curves_are_those_of_the_validations(tmp_path: Path) -> None:
         assert np.asarray(Image.open(tmp_path / f"{number}.png")).std() > 10
     assert not draw_curves(tmp_path / "none.png", [tv])
     assert not (tmp_path / "none.png").exists()
-
-
-def test_a_resumed_job_has_the_config_of_the_others() -> None:
-    first, resumed, other = (
-        config_digest(ComparedJob(Path("0"), {}, parse(compose("train", words)), ""))
-        for words in ([], ["resume=runs/0", "seed=2"], ["optimizer.lr=1"])
-    )
-    assert first == resumed != other
