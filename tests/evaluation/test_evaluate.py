@@ -110,11 +110,8 @@ def test_a_network_below_another_method_is_told_before_the_table(scores: Evaluat
     worse = [changed(s, psnr=s.values["psnr"] - 20) if s.method == "QN-Mixer" else s for s in scores.scores]
     (line,) = Evaluation(worse).warnings()
     assert line.startswith("QN-Mixer is BELOW FBP by 10.25 dB")
-    dead = Evaluation([replace(s, constant=s.method == "QN-Mixer") for s in scores.scores], n_trained=2)
-    assert dead.warnings() == [
-        "2 of the slices were used in training: the scores are too good",
-        "QN-Mixer gives a constant image for 2 of 2 slices: the network is dead",
-    ]
+    seen = replace(scores, n_trained=2)
+    assert seen.warnings() == ["2 of the slices were used in training: the scores are too good"]
 
 
 def test_a_gain_over_patients_has_an_interval(scores: Evaluation) -> None:

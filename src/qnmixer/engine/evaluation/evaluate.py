@@ -213,18 +213,14 @@ def _score(
     found = {name: metric(image, batch) for name, metric in metrics.items()}
     found |= {"window_psnr": psnr(windowed, windowed_truth), "window_ssim": ssim_percent(windowed, windowed_truth)}
     columns = {name: column.tolist() for name, column in found.items()}
-    constant, empty = (_is_constant(x).tolist() for x in (image, windowed_truth))
+    empty = (windowed_truth.flatten(1).amax(1) == windowed_truth.flatten(1).amin(1)).tolist()
     scores = []
     for b, (number, name) in enumerate(zip(batch["sample"].tolist(), batch["name"], strict=True)):
         values = {metric: column[b] for metric, column in columns.items()}
         if empty[b]:  # a reconstruction that has nothing there either would be infinitely good
             values |= dict.fromkeys(IN_WINDOW)
-        scores.append(ImageScore(number, name, method, values, constant[b]))
+        scores.append(ImageScore(number, name, method, values))
     return scores
-
-
-def _is_constant(image: Tensor) -> Tensor:
-    return image.flatten(1).amax(1) == image.flatten(1).amin(1)
 
 
 def write_evaluation(

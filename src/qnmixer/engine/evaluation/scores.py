@@ -39,7 +39,6 @@ class ImageScore:
     slice: str
     method: str
     values: dict[str, Any]
-    constant: bool = False
     patient: int | None = None
 
 
@@ -137,9 +136,8 @@ class Evaluation:
 
     def lines(self) -> list[list[Any]]:
         """Headings and rows of images.csv."""
-        return [["number", "slice", "method", *self.titles, "constant", "patient"]] + [
-            [s.number, s.slice, s.method, *(s.values[name] for name in self.titles), s.constant, s.patient]
-            for s in self.scores
+        return [["number", "slice", "method", *self.titles, "patient"]] + [
+            [s.number, s.slice, s.method, *(s.values[name] for name in self.titles), s.patient] for s in self.scores
         ]
 
     def gain(self) -> str:
@@ -151,7 +149,7 @@ class Evaluation:
         return "; ".join([first, *(self._patient_gain(other) for other in others if self.n_patients > 1)])
 
     def warnings(self) -> list[str]:
-        """Warnings above the table: a network below another method, a constant image, slices of the training set."""
+        """Warnings above the table: a network below another method, pixels that are no numbers, slices of the training set."""
         *others, last = self.methods
         lines = [used_in_training(self.n_trained)] if self.n_trained else []
         lines += [
@@ -160,11 +158,9 @@ class Evaluation:
             if (gain := self._mean_gain(other)) < 0
         ]
         for method in self.methods:
-            of = f"of {self.n_images} slices"
-            if constant := sum(score.constant for score in self.of(method)):
-                lines.append(f"{method} gives a constant image for {constant} {of}: the network is dead")
             if bad := sum(isnan(value) or value == -inf for value in self.values(method, "psnr")):
-                lines.append(f"{method} gives NaN or infinite pixels for {bad} {of}, which images.csv names")
+                of = f"{bad} of {self.n_images} slices"
+                lines.append(f"{method} gives NaN or infinite pixels for {of}, which images.csv names")
         return lines
 
     def _size(self, metric: str) -> float:
